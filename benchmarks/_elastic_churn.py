@@ -5,10 +5,18 @@ from __future__ import annotations
 import enum
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 
 from benchmarks._step_logs import FinishedStep
 
-__all__ = ["Churn", "goodput", "trace"]
+__all__ = ["GOODPUT_LIMIT", "Churn", "goodput", "most_nodes", "surviving_line", "trace"]
+
+GOODPUT_LIMIT = 1.05
+"""A share of time is at most 1. Undisturbed steps of a few seconds vary by some 3% on a shared machine, so that 1 would
+refuse an undisturbed run; a higher limit would let steps through that were counted twice."""
+
+_BESIDE_STEPS = 2
+"""Of two worlds that train at the end, the slower one has finished a step within so many steps of the other's last."""
 
 
 class Churn(enum.Enum):
@@ -51,19 +59,73 @@ def _stays_within(kind: Churn, nodes: int, least: int, most: int) -> bool:
     return kind not in _GOES or nodes > least
 
 
-def goodput(step_logs: Iterable[Sequence[FinishedStep]], step_s: Mapping[int, float], until: float) -> float:
-    """Useful time by elapsed time, from the first finished step of the job until `until`.
+def most_nodes(plan: Sequence[Churn], nodes: int) -> int:
+    """Return the most nodes that a job which begins with `nodes` has under a trace."""
+    changes = [(kind is Churn.JOIN) - (kind in _GOES) for kind in plan]
+    return max(accumulate(changes, initial=nodes))
 
-    Each step counts once, however often it was done, with the time that it takes in an undisturbed world of the size
-    that finished it for good.
+
+def surviving_line(step_logs: Iterable[Sequence[FinishedStep]], beside_s: float) -> list[FinishedStep]:
+    """Return the steps that led to the state which a job has at the end, the newest first, each number once.
+
+    A process that goes on from step n - 1 to step n carries the state. Where all who finished step n are new, they
+    have the state of those who finished a smaller number last. So steps that were done again are left out, and also
+    what worlds did beside each other (split quorums) before all but one were thrown away, and what came before a job
+    began anew.
 
     Args:
         step_logs: of all places.
+        beside_s: of worlds that finished steps within so long before the end, the one with the most steps survives.
+    """
+    steps = sorted((step for step_log in step_logs for step in step_log), key=lambda step: step.at)
+    by_number: dict[int, list[FinishedStep]] = {}
+    for step in steps:
+        by_number.setdefault(step.step, []).append(step)
+    recent = [step for step in steps if step.at >= steps[-1].at - beside_s]
+    line = [max(recent, key=lambda step: (step.step, step.at))]
+    for number in sorted(by_number, reverse=True):
+        newest = line[-1]
+        earlier = [step for step in by_number[number] if step.at < newest.at]
+        if number >= newest.step or not earlier:
+            continue
+        together = {step.pid for step in by_number[newest.step] if step.generation == newest.generation}
+        carried = [step for step in earlier if step.pid in together]
+        line.append((carried or earlier)[-1])
+    return line
+
+
+def goodput(
+    step_logs: Iterable[Sequence[FinishedStep]],
+    step_s: Mapping[int, float],
+    until: float,
+    limit: float = GOODPUT_LIMIT,
+) -> float:
+    """Return useful time by elapsed time, from the first finished step in the logs until `until`.
+
+    Each step of the line that survives counts once, with the time that it takes in an undisturbed world of the size
+    that finished it.
+
+    Args:
+        step_logs: of all places, of the time in question.
         step_s: size of a world -> its undisturbed time of a step.
         until: `time.monotonic()`; a job that stands still at the end is of no use until then.
+        limit: the most that is believed.
+
+    Raises:
+        ValueError: no step was finished, or more time was useful than passed.
     """
-    steps = sorted((one for step_log in step_logs for one in step_log), key=lambda one: one.at)
-    last = {one.step: one for one in steps}
-    first = min(last)
-    useful_s = sum(step_s[one.world] for number, one in last.items() if number != first)
-    return useful_s / (until - next(one.at for one in steps if one.step == first))
+    step_logs = list(step_logs)
+    if not any(step_logs):
+        raise ValueError("no step was finished: a goodput needs the logs of a job that trained")
+    first = min((step for step_log in step_logs for step in step_log), key=lambda step: step.at)
+    line = surviving_line(step_logs, beside_s=_BESIDE_STEPS * max(step_s.values()))
+    begun = (first.step, first.generation)
+    useful_s = sum(step_s[step.world] for step in line if (step.step, step.generation) != begun)
+    elapsed_s = until - first.at
+    if useful_s > limit * elapsed_s:
+        raise ValueError(
+            f"a goodput of {useful_s / elapsed_s:.3g}, where at most {limit:g} is believed: {len(line)} steps "
+            f"({line[-1].step} to {line[0].step}) take {useful_s:.1f} s undisturbed, but {elapsed_s:.1f} s passed. "
+            "Steps were counted twice, or undisturbed steps were measured while the machine was slower"
+        )
+    return useful_s / elapsed_s

@@ -1,7 +1,8 @@
 """A script for torchft: each process is a replica group of its own, as its README has it. Runs in .tools/torchft.
 
 torchft 0.2.0's `DistributedDataParallel` ends with an AssertionError when a peer is lost over gloo, so that gradients
-are reduced here by the manager itself, which is what that class does.
+are reduced here by the manager itself, which is what that class does. As torchft's example `train_ddp.py` asks of its
+user, the state is saved now and then as well: live replicas give it to new ones, but it is gone with the last of them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torchft import Manager, Optimizer, ProcessGroupGloo  # type: ignore[import-not-found]
 
-from benchmarks._elastic_task import StepLog, Task, Training
+from benchmarks._elastic_task import StateFile, StepLog, Task, Training
 
 
 def main() -> None:
@@ -48,13 +49,24 @@ def main() -> None:
         for work in works:
             work.wait()
 
+    file = StateFile(task)
+    if (saved := file.load()) is not None:
+        load(saved["state"])
+        manager.load_state_dict(saved["manager"])
+
+    def save_all() -> dict[str, object]:
+        return {"state": save(), "manager": manager.state_dict()}
+
     optimizer = Optimizer(manager, training.optimizer)
     step_log = StepLog(task)
     while True:
         step = manager.current_step()
         training.step(training.model, optimizer, step, reduce)
         if manager.current_step() > step:  # else the step was given up, and is tried again by those who are left
-            step_log.finished(manager.current_step() - 1, manager._quorum_id, manager.num_participants())
+            finished = manager.current_step() - 1
+            step_log.finished(finished, manager._quorum_id, manager.num_participants())
+            if manager.participating_rank() == 0 and file.save(finished, save_all):
+                step_log.saved(finished)
 
 
 if __name__ == "__main__":

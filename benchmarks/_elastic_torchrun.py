@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
+from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks._elastic_task import StepLog, Task, Training
-
-SAVE_EVERY = 20
-"""Steps between two checkpoints."""
+from benchmarks._elastic_task import StateFile, StepLog, Task, Training
 
 
 def main() -> None:
@@ -21,23 +17,24 @@ def main() -> None:
     task = Task.from_arguments()
     dist.init_process_group("gloo")
     training = Training(task)
-    path = task.folder / "checkpoint.pt"
+    file = StateFile(task)
     begin = 0
-    if path.exists():
-        saved = torch.load(path)
+    if (saved := file.load()) is not None:
         training.model.load_state_dict(saved["model"])
         training.optimizer.load_state_dict(saved["optimizer"])
         begin = saved["step"] + 1
+
+    def save(step: int) -> dict[str, object]:
+        model, optimizer = training.model.state_dict(), training.optimizer.state_dict()
+        return {"step": step, "model": model, "optimizer": optimizer}
+
     model = DistributedDataParallel(training.model)
     step_log = StepLog(task, int(os.environ["LOCAL_RANK"]))
     restarts, world = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), dist.get_world_size()
     for step in itertools.count(begin):
         training.step(model, training.optimizer, step)
         step_log.finished(step, restarts, world)
-        if step % SAVE_EVERY == 0 and dist.get_rank() == 0 and task.save_s < math.inf:
-            state = {"step": step, "model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
-            torch.save(state, path.with_suffix(".part"))
-            path.with_suffix(".part").replace(path)
+        if dist.get_rank() == 0 and file.save(step, partial(save, step)):
             step_log.saved(step)
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-__all__ = ["Goal", "Options", "Spread", "divide", "main", "note", "progress", "take_turns"]
+__all__ = ["Goal", "Options", "Spread", "divide", "main", "note", "positive", "progress", "take_turns"]
 
 T = TypeVar("T")
 
@@ -130,7 +130,7 @@ def main(
         prog=f"benchmarks/{name}.py",
         parents=list(own),
     )
-    parser.add_argument("--repeats", type=_positive, help="rounds (default 5)")
+    parser.add_argument("--repeats", type=positive, help="rounds (default 5)")
     parser.add_argument("--seconds", type=float, help="how long a side runs in a round (default 4)")
     parser.add_argument("--quick", action="store_true", help="one short round: shows that it works, measures nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON line instead of the table")
@@ -171,7 +171,8 @@ def table(spreads: Mapping[str, Spread], goals: Sequence[Goal]) -> str:
     return "\n".join(lines)
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """Read a number of the command line that is 1 or more."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError("must be 1 or more")

@@ -4,12 +4,15 @@ A job of one to three nodes (a rank each, two at first) on this machine; every 3
 joins, one leaves by SIGTERM, one dies with its agent, or a worker dies by SIGKILL, in the order of a seed. Each round
 has another seed, and all sides meet the same trace: `edl run`, `edl run` with `stay` (survivors go on in process),
 torchrun whose nodes meet in the same store as ours, and torchft with a join timeout of 1 s, whose ranks are started
-again at once, as its documentation wants it from a scheduler. Of each step 150 ms are slept in place of a GPU's work,
-since three ranks would fight for the cores of a small machine; backward, the all-reduce and the snapshots (2.1 million
-parameters) are real.
+again at once, as its documentation wants it from a scheduler. torchrun and torchft save to a file every 20 steps, from
+which a job goes on whose ranks are all gone (a worker dies that is alone). Of each step 150 ms are slept in place of a
+GPU's work, since three ranks would fight for the cores of a small machine; backward, the all-reduce and the snapshots
+(2.1 million parameters) are real.
 
 - `goodput`: the time that the steps of the job take in undisturbed worlds of the same sizes without any snapshot, by
-  the time that passed; a step that was done twice counts once. `goodput_in_process`: the same with `stay`.
+  the time that passed. The steps count that led to the state at the end, each once: not what was done again or thrown
+  away. An undisturbed step is measured right before and right after each side's trace, and the mean of the two is
+  taken, since a machine's speed changes. `goodput_in_process`: the same with `stay`.
 - `goodput_beside_saving`: the same as `goodput`, by undisturbed worlds that make the same snapshots.
 - `vs_torchrun_goodput`: `goodput` by torchrun's; `vs_torchft_goodput`: `goodput_in_process` by torchft's. Each side is
   measured against undisturbed worlds of its own.
@@ -19,6 +22,7 @@ parameters) are real.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import math
@@ -27,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -36,10 +40,10 @@ from pathlib import Path
 
 from benchmarks import _launchers as launchers
 from benchmarks._child import ROOT
-from benchmarks._elastic_churn import Churn, goodput, trace
+from benchmarks._elastic_churn import GOODPUT_LIMIT, Churn, goodput, most_nodes, trace
 from benchmarks._elastic_job import Job
 from benchmarks._elastic_task import Task
-from benchmarks._harness import Goal, Options, divide, main, note, progress, take_turns
+from benchmarks._harness import Goal, Options, divide, main, note, positive, progress, take_turns
 from benchmarks._step_logs import FinishedStep, longest_gap_s
 
 GOALS = [
@@ -54,8 +58,12 @@ _SLEEP_S = 0.15
 _LEAST, _FIRST, _MOST = 1, 2, 3
 _EVERY_S = 30.0
 _EVENTS = 6
-_SEEDS = 3
+_DEFAULT_SEEDS = 3
 _SETTLE_STEPS = 10
+_FEWEST_STEPS = 3
+"""Of which an undisturbed step is taken the median of: a busy machine finishes none in a short time."""
+_WINDOW = 0.75
+"""Of `--seconds`, in each size of world before and after a trace: 3 s, so that both ends take less than a minute."""
 _ALIVE_S = 10.0
 _RECOVERED_S = 10.0
 
@@ -75,6 +83,7 @@ class Side:
         stay: survivors go on in process.
         restarts: a rank that died is started again by the benchmark, since nobody else does.
         has_ledger: `edl status` knows the job's goodput, too.
+        beside_saving: undisturbed steps are also measured with snapshots.
     """
 
     name: str
@@ -82,6 +91,7 @@ class Side:
     stay: bool = False
     restarts: bool = False
     has_ledger: bool = False
+    beside_saving: bool = False
 
 
 def _edl(task: Task, stack: ExitStack) -> Job:
@@ -98,7 +108,7 @@ def _torchft(task: Task, stack: ExitStack) -> Job:
 
 def _sides(quick: bool) -> dict[str, Side]:
     """By the figure that each of them gives."""
-    sides = {"goodput": Side("edl run", _edl, has_ledger=True)}
+    sides = {"goodput": Side("edl run", _edl, has_ledger=True, beside_saving=True)}
     if quick:
         return sides
     sides["goodput_in_process"] = Side("edl run, in process", _edl, stay=True, has_ledger=True)
@@ -110,8 +120,8 @@ def _sides(quick: bool) -> dict[str, Side]:
     return sides
 
 
-def measure(options: Options) -> dict[str, list[float]]:
-    """Rounds of the steady state, and the trace of each seed on every side, with undisturbed runs before."""
+def measure(options: Options, seeds: int = _DEFAULT_SEEDS) -> dict[str, list[float]]:
+    """Return the rounds of the steady state, and the goodput of each side under the trace of each seed."""
     window_s = 2.0 if options.quick else 3 * options.seconds
     rounds = take_turns(
         {
@@ -120,16 +130,12 @@ def measure(options: Options) -> dict[str, list[float]]:
         },
         options.repeats,
     )
+    seeds = 1 if options.quick else seeds
     sides = _sides(options.quick)
-    usual = {key: _reference(side, math.inf, window_s) for key, side in sides.items()}
-    saving = _reference(sides["goodput"], 0.0, window_s)
-    seeds = {key: iter(range(_SEEDS)) for key in sides}
-    runs = take_turns(
-        {key: partial(_run, side, seeds[key], usual[key], options.quick) for key, side in sides.items()},
-        1 if options.quick else _SEEDS,
-    )
-    figures = {key: [run.goodput(usual[key]) for run in found] for key, found in runs.items()}
-    figures["goodput_beside_saving"] = [run.goodput(saving) for run in runs["goodput"]]
+    seeds_of = {key: iter(range(seeds)) for key in sides}
+    runs = take_turns({key: partial(_run, side, seeds_of[key], options) for key, side in sides.items()}, seeds)
+    figures = {key: [run.goodput(run.usual_s) for run in found] for key, found in runs.items()}
+    figures["goodput_beside_saving"] = [run.goodput(run.saving_s) for run in runs["goodput"]]
     for key, ours in (("goodput_torchrun", "goodput"), ("goodput_torchft", "goodput_in_process")):
         if key in figures:
             figures[f"vs_{key.removeprefix('goodput_')}_goodput"] = divide(figures[ours], figures[key])
@@ -149,28 +155,52 @@ def _undisturbed(job: Job, window_s: float) -> list[float]:
     """How long each step of a while took."""
     begin = time.monotonic()
     time.sleep(window_s)  # no wait for something: the window
-    job.step_logs.read()
-    ends = [step.at for step in job.step_logs.steps[job.places()[0]] if step.at >= begin]
+    ends = _ends(job, begin)
+    if len(ends) <= _FEWEST_STEPS:
+        job.together(count=_FEWEST_STEPS + 1)
+        ends = _ends(job, begin)
     return [after - before for before, after in pairwise(ends)]
+
+
+def _ends(job: Job, begin: float) -> list[float]:
+    """When the first place finished its steps since `begin`."""
+    job.step_logs.read()
+    return [step.at for step in job.step_logs.steps[job.places()[0]] if step.at >= begin]
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the ranks of one job wrote under a trace, which ended at `until` (`time.monotonic()`)."""
+    """What the ranks of one job wrote under a trace.
+
+    Attributes:
+        steps: by place.
+        until: when the trace ended (`time.monotonic()`).
+        usual_s: size of a world -> its undisturbed time of a step, without snapshots.
+        saving_s: the same with snapshots; empty where it is not measured.
+        limit: of a goodput that is believed.
+    """
 
     steps: list[list[FinishedStep]]
     until: float
+    usual_s: Mapping[int, float]
+    saving_s: Mapping[int, float]
+    limit: float
 
-    def goodput(self, step_s: dict[int, float]) -> float:
+    def goodput(self, step_s: Mapping[int, float]) -> float:
         """The useful part of the time, given the time of an undisturbed step by the size of the world."""
-        return goodput(self.steps, step_s, self.until)
+        return goodput(self.steps, step_s, self.until, self.limit)
 
 
-def _run(side: Side, seeds: Iterator[int], usual: dict[int, float], quick: bool) -> Run:
-    """Let a job live through the trace of the next seed, and note how it went."""
-    events, every_s = (2, 6.0) if quick else (_EVENTS, _EVERY_S)
+def _run(side: Side, seeds: Iterator[int], options: Options) -> Run:
+    """Let a job live through the trace of the next seed, between two looks at undisturbed ones. Notes how it went."""
+    events, every_s = (2, 6.0) if options.quick else (_EVENTS, _EVERY_S)
     seed = next(seeds)
     plan = trace(seed=seed, events=events, nodes=_FIRST, least=_LEAST, most=_MOST)
+    usual = partial(_reference, side, math.inf, most_nodes(plan, _FIRST), _WINDOW * options.seconds)
+    saving = partial(_reference, side, 0.0, most_nodes(plan, _FIRST), _WINDOW * options.seconds)
+    references = [usual, saving] if side.beside_saving else [usual]
+    progress("undisturbed steps before")
+    before = [measure_steps() for measure_steps in references]
     with ExitStack() as stack:
         task = _task(stack, stay=side.stay)
         job = side.start(task, stack)
@@ -182,33 +212,50 @@ def _run(side: Side, seeds: Iterator[int], usual: dict[int, float], quick: bool)
         lines = [_happen(side, job, kind, begin + (number + 0.5) * every_s) for number, kind in enumerate(plan)]
         _sleep_until(begin + events * every_s)
         job.step_logs.read()
-        run = Run(list(job.step_logs.since(begin).values()), time.monotonic())
-        note(f"\n{side.name}, seed {seed}: {run.goodput(usual):.4f}\n")
-        note("| what happens | nodes before | after | longest time between two steps of those who stayed, s |")
-        note("| --- | ---: | ---: | ---: |")
-        note("\n".join(line() for line in lines))
-        if ledger is not None:
-            train_s, all_s = (after - before for before, after in zip(ledger, _ledger(task), strict=True))
-            note(f"\nThe job's own ledger says a goodput of {train_s / all_s:.3f} for that time.\n")
-        idle_s = run.until - max(steps[-1].at for steps in run.steps)
-        if idle_s > _ALIVE_S:
-            note(f"**No step was finished in the last {idle_s:.0f} s.**\n")
+        steps, until = list(job.step_logs.since(begin).values()), time.monotonic()
+        table = [line() for line in lines]
+        seconds = [] if ledger is None else [now - then for then, now in zip(ledger, _ledger(task), strict=True)]
+    progress("undisturbed steps after")
+    after = [measure_steps() for measure_steps in reversed(references)][::-1]
+    usual_s, *others_s = [_mean(*pair) for pair in zip(before, after, strict=True)]
+    # A quick run's few steps, perhaps on a machine that does much besides, are no reference that refuses anything.
+    limit = math.inf if options.quick else GOODPUT_LIMIT
+    run = Run(steps, until, usual_s, others_s[0] if others_s else {}, limit)
+    note(f"\n{side.name}, seed {seed}: {run.goodput(usual_s):.4f}\n")
+    note("| what happens | nodes before | after | longest time between two steps of those who stayed, s |")
+    note("| --- | ---: | ---: | ---: |")
+    note("\n".join(table))
+    note(f"\nAn undisturbed step, no snapshots: {_ms(before[0], after[0])}.\n")
+    if others_s:
+        note(f"An undisturbed step, snapshots: {_ms(before[1], after[1])}.\n")
+    if seconds:
+        note(f"The job's own ledger says a goodput of {seconds[0] / seconds[1]:.3f} for that time.\n")
+    idle_s = until - max(log[-1].at for log in steps)
+    if idle_s > _ALIVE_S:
+        note(f"**No step was finished in the last {idle_s:.0f} s.**\n")
     return run
 
 
-def _reference(side: Side, save_s: float, window_s: float) -> dict[int, float]:
-    """The time of a step in a world of one, two and three ranks that nobody disturbs."""
+def _reference(side: Side, save_s: float, nodes: int, window_s: float) -> dict[int, float]:
+    """The time of a step in worlds of one to `nodes` ranks that nobody disturbs."""
     found = {}
     with ExitStack() as stack:
         job = side.start(_task(stack, stay=side.stay, save_s=save_s), stack)
-        for number in range(_MOST):
+        for number in range(nodes):
             job.start(number)
             job.together(count=_SETTLE_STEPS)
             found[number + 1] = statistics.median(_undisturbed(job, window_s))
-    snapshots = "no snapshots" if save_s else "snapshots"
-    usual = ", ".join(f"{1e3 * seconds:.1f} ms with {size}" for size, seconds in found.items())
-    note(f"An undisturbed step of {side.name}, {snapshots}: {usual}.\n")
     return found
+
+
+def _mean(before: Mapping[int, float], after: Mapping[int, float]) -> dict[int, float]:
+    return {size: (before[size] + after[size]) / 2 for size in before}
+
+
+def _ms(before: Mapping[int, float], after: Mapping[int, float]) -> str:
+    return ", ".join(
+        f"{1e3 * before[size]:.1f} ms before and {1e3 * after[size]:.1f} ms after with {size}" for size in before
+    )
 
 
 def _happen(side: Side, job: Job, kind: Churn, at: float) -> Callable[[], str]:
@@ -228,13 +275,14 @@ def _happen(side: Side, job: Job, kind: Churn, at: float) -> Callable[[], str]:
         with contextlib.suppress(ProcessLookupError):  # it had ended at this very moment
             job.signal_rank(f"{numbers[-1]}-0")
     rest = [place for place in before if place in job.places()]
-    happened, nodes = time.monotonic(), len(job.nodes)
+    happened = time.monotonic()
     if side.restarts and kind is Churn.KILL_RANK:
         job.start(numbers[-1])
+    nodes = len(job.nodes)
 
     def tell() -> str:
         gaps = [longest_gap_s(job.step_logs.steps[place], happened, happened + _RECOVERED_S) for place in rest]
-        return f"| {kind.value} | {len(before)} | {nodes} | {max(gaps, default=math.nan):.2f} |"
+        return f"| {kind.value} | {len(before)} | {nodes} | {f'{max(gaps):.2f}' if gaps else 'nobody stayed'} |"
 
     return tell
 
@@ -264,4 +312,6 @@ def _ledger(task: Task) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    main("churn", measure, GOALS, __doc__)
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--seeds", type=positive, default=_DEFAULT_SEEDS, help="traces of each side (default %(default)s)")
+    main("churn", partial(measure, seeds=own.parse_known_args()[0].seeds), GOALS, __doc__, own=[own])

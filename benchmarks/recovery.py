@@ -35,6 +35,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -86,6 +87,7 @@ def _torchrun(task: Task, stack: ExitStack) -> Job:
 
 
 def _torchft(join_timeout_s: float, task: Task, stack: ExitStack) -> Job:
+    task = replace(task, save_s=math.inf)  # replicas that live on give their state to new ones: no file is needed
     return stack.enter_context(launchers.torchft(task, join_timeout_s, stack))
 
 

@@ -8,13 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks._elastic_churn import Churn, goodput, trace
+from benchmarks._elastic_churn import GOODPUT_LIMIT, Churn, goodput, most_nodes, surviving_line, trace
 from benchmarks._step_logs import FinishedStep, StepLogs, longest_gap_s, median_step_s
 
 
-def log(*steps: tuple[float, int, int, int]) -> list[FinishedStep]:
+def log(*steps: tuple[float, int, int, int], pid: int = 1) -> list[FinishedStep]:
     """Of (at, step, generation, world)."""
-    return [FinishedStep(at, step, generation, world, pid=1) for at, step, generation, world in steps]
+    return [FinishedStep(at, step, generation, world, pid) for at, step, generation, world in steps]
+
+
+def regular(begin: float, numbers: range, generation: int, world: int, pid: int) -> list[FinishedStep]:
+    """Steps that end every 0.2 s from `begin` on."""
+    ends = enumerate(numbers)
+    return log(*((begin + 0.2 * position, number, generation, world) for position, number in ends), pid=pid)
 
 
 def write(folder: Path, place: str, text: str) -> None:
@@ -55,6 +61,62 @@ def test_repeated_step_counts_once() -> None:
     again = log((5.0, 2, 1, 1), (5.5, 3, 1, 1))
     until = max(step.at for step in (*first, *again))
     assert goodput([first, again], {1: 0.5, 2: 1.0}, until) == pytest.approx((1.0 + 0.5 + 0.5) / 5.5)
+
+
+def test_job_that_began_anew_lost_its_steps() -> None:
+    """Where the last rank dies with the state, as torchft's do, nothing before counts, but its time does."""
+    first, second = regular(0.0, range(10, 510), 2, 2, pid=1), regular(0.1, range(10, 300), 2, 2, pid=2)
+    anew = regular(105.0, range(100), 5, 1, pid=3)
+    until = anew[-1].at
+    assert surviving_line([first, second, anew], 0.4) == anew[::-1]
+    assert goodput([[*first, *anew], second], {1: 0.2, 2: 0.2}, until) == pytest.approx(100 * 0.2 / until)
+
+
+def test_job_goes_on_from_a_file() -> None:
+    """Steps done again since the last file count once, as those of the new world."""
+    first, again = regular(0.0, range(10, 110), 2, 2, pid=1), regular(25.0, range(100, 150), 3, 1, pid=2)
+    until = again[-1].at
+    line = surviving_line([first, again], 0.4)
+    assert [step.step for step in line] == [*range(149, 9, -1)]
+    assert {step.world for step in line if step.step >= 100} == {1}
+    assert goodput([first, again], {1: 0.2, 2: 0.1}, until) == pytest.approx((89 * 0.1 + 50 * 0.2) / until)
+
+
+@pytest.mark.parametrize("late_s", [-0.05, 0.05])
+def test_discarded_quorum_does_not_count(late_s: float) -> None:
+    """Of two quorums beside each other the one whose state is taken counts, though the other trained as long."""
+    ahead = [*regular(0.0, range(50), 1, 2, pid=1), *regular(10.0, range(50, 70), 2, 1, pid=1)]
+    discarded = regular(12.0 + late_s, range(50, 60), 3, 1, pid=2)
+    behind = [*regular(0.01, range(50), 1, 2, pid=2), *discarded]
+    merged = [regular(14.0, range(70, 90), 4, 2, pid=1), regular(14.01, range(70, 90), 4, 2, pid=2)]
+    step_logs = [[*ahead, *merged[0]], [*behind, *merged[1]]]
+    line = surviving_line(step_logs, 0.4)
+    assert [step.step for step in line] == [*range(89, -1, -1)]
+    assert not {*line} & {*discarded}
+    until = merged[0][-1].at
+    assert goodput(step_logs, {1: 0.2, 2: 0.2}, until) == pytest.approx(1.0, rel=0.01)
+
+
+def test_quorums_beside_at_the_end() -> None:
+    """Of two quorums that nothing has merged yet the one with the most steps counts."""
+    ahead, behind = regular(0.0, range(50), 1, 1, pid=1), regular(3.05, range(35), 2, 1, pid=2)
+    assert surviving_line([ahead, behind], 0.4) == ahead[::-1]
+
+
+def test_impossible_goodput_is_refused() -> None:
+    """A share of time above what noise explains is an error that names the steps and the seconds."""
+    steps = regular(0.0, range(10, 111), 0, 2, pid=1)
+    assert goodput([steps], {2: 0.2 * (GOODPUT_LIMIT - 0.01)}, 20.0) == pytest.approx(GOODPUT_LIMIT - 0.01)
+    with pytest.raises(ValueError, match=r"goodput of 1\.5.* 101 steps \(10 to 110\) take 30\.0 s .* 20\.0 s passed"):
+        goodput([steps], {2: 0.3}, 20.0)
+    with pytest.raises(ValueError, match="no step was finished"):
+        goodput([[]], {2: 0.2}, 20.0)
+
+
+def test_most_nodes_of_a_trace() -> None:
+    assert most_nodes([], 2) == 2
+    assert most_nodes([Churn.LEAVE, Churn.JOIN, Churn.KILL_RANK], 2) == 2
+    assert most_nodes([Churn.JOIN, Churn.KILL_NODE, Churn.LEAVE], 2) == 3
 
 
 def test_longest_gap_overlaps_the_period() -> None:

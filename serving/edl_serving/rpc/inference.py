@@ -81,7 +81,17 @@ class InferenceHandler:
         """
         metadata = dict(context.invocation_metadata() or ())
         origin = CallOrigin(client_of(context), valid_traceparent(metadata.get(names.TRACEPARENT)))
-        request_id, job = request_id_of(metadata, ""), None
+        answer = await self._answer_call(data, context, origin, request_id_of(metadata, ""))
+        del data  # gRPC keeps what `abort` raises, and with it this frame, until the garbage collector comes
+        if isinstance(answer, RequestError):
+            await context.abort(answer.code, answer.message, answer.trailing_metadata)
+        return answer
+
+    async def _answer_call(
+        self, data: bytes, context: ServicerContext, origin: CallOrigin, request_id: str
+    ) -> bytes | RequestError:
+        """Return the response to a call, or why it is refused."""
+        job = None
         try:
             self._lifecycle.begin_request()
             context.add_done_callback(self._end_request)  # type: ignore[arg-type]  # the stub's type is a class
@@ -97,7 +107,7 @@ class InferenceHandler:
             _release_after_call(client, len(answer), context)
         except RequestError as error:
             self._record_error(error, origin, request_id, len(data), job)
-            await context.abort(error.code, error.message, error.trailing_metadata)
+            return error.copy()
         except asyncio.CancelledError:
             self._metrics.record_outcome("cancelled")
             self._log_access(origin, request_id, len(data), job, "CANCELLED")

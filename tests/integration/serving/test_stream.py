@@ -7,6 +7,7 @@ import queue
 import signal
 import threading
 import time
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -395,6 +396,27 @@ def test_refused_requests_leave_no_memory(inside: StartInside, connect: Connect)
     finally:
         gc.enable()
         model.gate.set()
+
+
+def server_frames_with(nbytes: int) -> list[str]:
+    """Return the functions of the server of which a frame holds a message of so many bytes."""
+    frames = [found for found in gc.get_objects() if isinstance(found, types.FrameType)]
+    own = [frame for frame in frames if "edl_serving" in frame.f_code.co_filename]
+    held = [(frame.f_code.co_qualname, value) for frame in own for value in list(frame.f_locals.values())]
+    return [name for name, value in held if isinstance(value, bytes | memoryview) and len(value) == nbytes]
+
+
+@pytest.mark.parametrize("data", [request_bytes({"x": np.zeros((1, 99), np.float32)}), b"\x0a\xff" + b"x" * 999])
+def test_refused_calls_leave_no_memory(inside: StartInside, connect: Connect, data: bytes) -> None:
+    client = connect(inside(Pair()).target)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(grpc.RpcError, match="INVALID_ARGUMENT"):
+            client.infer_bytes(data, timeout=TIMEOUT_S)
+        until(lambda: not server_frames_with(len(data)))
+    finally:
+        gc.enable()
 
 
 def test_fragments_count_as_a_clients_bytes(inside: StartInside, connect: Connect) -> None:

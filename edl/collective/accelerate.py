@@ -14,6 +14,7 @@ import accelerate
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from edl.collective.checkpoint.state.fields import parameter_names
 from edl.collective.checkpoint.state.random_states import capture_random_states, restore_random_states
 from edl.collective.checkpoint.state.state import State
 from edl.collective.loop_position import (
@@ -25,7 +26,6 @@ from edl.collective.loop_position import (
     order_of,
     skipping,
 )
-from edl.collective.unwrapping import unwrapped
 from edl.errors import SettingsError
 
 __all__ = ["ElasticLoop"]
@@ -182,8 +182,7 @@ def _check_models(fields: dict[str, Any]) -> None:
     Raises:
         SettingsError: a parameter is in no model that was prepared or registered.
     """
-    modules = [unwrapped(value) for value in fields.values() if isinstance(value, torch.nn.Module)]
-    known = {id(parameter) for module in modules for parameter in module.parameters()}
+    known = parameter_names(fields.items())
     for value in fields.values():
         if not isinstance(value, torch.optim.Optimizer):
             continue

@@ -7,6 +7,7 @@ by the names of parameters instead of their numbers, so that what one wrapping s
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -52,10 +53,26 @@ def parameter_names(fields: Iterable[tuple[str, Any]]) -> dict[int, str]:
     for field, value in fields:
         if not isinstance(value, nn.Module):
             continue
-        for name, parameter in unwrapped(value).named_parameters():
+        module = unwrapped(value)
+        _shard_again(module)
+        for name, parameter in module.named_parameters():
             names[id(parameter)] = f"{field}.{name}" if name in taken else name
             taken.add(names[id(parameter)])
     return names
+
+
+def _shard_again(module: nn.Module) -> None:
+    """Have FSDP2 hold its shards again, which an optimizer knows, where a forward pass has left whole parameters.
+
+    A root keeps these until a backward pass, which an evaluation has none of.
+    """
+    if "torch.distributed.fsdp" not in sys.modules:  # importing it takes a while
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()
 
 
 def field_form(value: Any, names: Names) -> Any:

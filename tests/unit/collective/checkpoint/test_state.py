@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from edl.collective.checkpoint.state.metadata import TensorEntry, box_overlap, parse_meta
 from edl.collective.checkpoint.state.state import CapturedState, State, WorldChange
@@ -398,3 +399,22 @@ def test_adjust_functions_keep_order() -> None:
 def test_boxes_overlap_where_they_should() -> None:
     assert box_overlap((2, 0), (4, 3), (4, 1), (5, 9)) == ((slice(2, 4), slice(1, 3)), (slice(0, 2), slice(0, 2)))
     assert box_overlap((0,), (2,), (2,), (2,)) is None
+
+
+def test_sharded_root_after_an_evaluation() -> None:
+    """FSDP2 leaves whole parameters in a root after a forward pass without a backward one."""
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Linear(2, 1)
+        fully_shard(model)
+        state = State(model=model, optimizer=torch.optim.Adam(model.parameters()))
+        model(torch.ones(1, 2)).sum().backward()
+        state.optimizer.step()
+        keys = [entry.key for entry in state.capture().entries]
+        assert "optimizer.state.weight.exp_avg" in keys
+        with torch.no_grad():
+            model(torch.ones(1, 2))
+        assert [entry.key for entry in state.capture().entries] == keys
+    finally:
+        dist.destroy_process_group()

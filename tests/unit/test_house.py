@@ -138,7 +138,7 @@ TIDY = (
     *("edl.cli", "edl.discovery", "edl.distill", "edl.protocol", "edl.testing", "edl_serving"),
     *("edl.log_output", "edl.collective.agent", "edl.collective.checkpoint", "edl.collective.replica"),
     *("edl.collective.goodput", "edl.collective.inprocess", "edl.collective.job_records", "edl.collective.ranks"),
-    *("edl.collective.unwrapping", "edl.collective.worker_status"),
+    *("edl.collective.training", "edl.collective.unwrapping", "edl.collective.worker_status"),
 )
 CONTRACTS = {
     "edl.background": ["BackgroundLoop", "start_call"],

@@ -1,4 +1,4 @@
-"""The data and the update: what a step trains, and what it does to the parameters, whoever is present.
+"""The data and the update: what a step trains, and how it changes the parameters, with any number of ranks.
 
 `sampler` and `split` say which rank trains what; `trainer` makes the update; `learning_rate`, `schedule` and
 `batch_size` say what changes when the batch does. What does not belong here: who is present, and what survives.

@@ -28,17 +28,24 @@ _MEANS = ("exp_avg_sq", "square_avg", "sum")
 
 @torch.no_grad()
 def average_gradients(parameters: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Replace each gradient by its mean over all ranks of `group`; every rank must call it with as many parameters.
+    """Replace gradients by their means over all ranks. A collective: all ranks call it with as many parameters.
 
-    A rank without a gradient counts as zeros; where no rank has one there is none after it either, since an optimizer
-    treats zeros otherwise (weight decay, moments).
+    A rank without a gradient counts as zeros; where no rank has a gradient there is none afterwards either, since an
+    optimizer treats zeros otherwise (weight decay, moments).
+
+    Args:
+        parameters: that require a gradient.
+        group: the process group of the ranks, torch's default group if None.
+
+    Raises:
+        SettingsError: a gradient is sparse.
     """
     world = dist.get_world_size(group)
     for bucket in _buckets(parameters):
-        grads = [torch.zeros_like(one, dtype=_dtype_of(one)) if one.grad is None else one.grad for one in bucket]
+        grads = [torch.zeros_like(p, dtype=_dtype_of(p)) if p.grad is None else p.grad for p in bucket]
         if any(grad.layout is not torch.strided for grad in grads):
             raise SettingsError("sparse gradients cannot be averaged: build the embedding with sparse=False")
-        present = torch.tensor([one.grad is not None for one in bucket], dtype=grads[0].dtype, device=grads[0].device)
+        present = torch.tensor([p.grad is not None for p in bucket], dtype=grads[0].dtype, device=grads[0].device)
         flat = torch.cat([*(grad.reshape(-1) for grad in grads), present])
         dist.all_reduce(flat.div_(world), group=group)  # divided before, as by DDP: half floats have little room above
         *sums, counts = torch.split(flat, [*(grad.numel() for grad in grads), len(bucket)])
@@ -55,7 +62,7 @@ def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in parameters:
         bucket = kinds.setdefault((_dtype_of(parameter), parameter.device), [])
-        if bucket and sum(one.nbytes for one in bucket) + parameter.nbytes > _BUCKET_BYTES:
+        if bucket and sum(tensor.nbytes for tensor in bucket) + parameter.nbytes > _BUCKET_BYTES:
             yield list(bucket)
             bucket.clear()
         bucket.append(parameter)
@@ -63,25 +70,27 @@ def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _dtype_of(parameter: Tensor) -> torch.dtype:
-    """Of the parameter's gradients, which newer versions of PyTorch let one choose."""
+    """Return the dtype of a parameter's gradients, which newer versions of PyTorch let users choose."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 class NoiseMeter:
-    """Measures the squared norm of each micro-batch's gradient, and of their mean.
+    """Measures the squared norms of micro-batches' gradients, and of their mean.
 
-    Hooks on the parameters see what one backward adds, before it is accumulated and before DDP averages it, so that no
+    Hooks on the parameters see what a backward adds, before it is accumulated and before DDP averages it, so that no
     copy of a gradient is kept and nothing is sent but two numbers a step.
 
     A parameter of an adaptive optimizer counts once the optimizer's scale for it says something: divided by the first
     gradients alone, or by an empty sum, a gradient can be of any size, and such a step would outweigh a hundred others.
 
     Args:
-        parameters: those that require a gradient and belong to `optimizer`.
+        parameters: that require a gradient and belong to `optimizer`.
+        optimizer: of these parameters.
     """
 
     def __init__(self, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:
-        self._parameters, self._optimizer = parameters, optimizer
+        self._parameters = parameters
+        self._optimizer = optimizer
         self._chosen: dict[Tensor, dict[str, Any]] | None = None
         self._warm: dict[Tensor, dict[str, Any]] = {}
         self._measuring = False
@@ -93,7 +102,12 @@ class NoiseMeter:
 
     @contextmanager
     def micro_batch(self, rows: float, factor: float) -> Iterator[None]:
-        """Around the backward of a micro-batch that counts as `rows` rows, whose loss was multiplied by `factor`."""
+        """Measure the backward of a micro-batch, which runs in the block.
+
+        Args:
+            rows: that the micro-batch counts as.
+            factor: of its loss.
+        """
         self._measuring = rows > 0
         try:
             yield
@@ -104,25 +118,27 @@ class NoiseMeter:
             self._measuring = False
             self._squares.clear()
 
-    def finish(self, samples: int, group: dist.ProcessGroup | None, world: int) -> GradientGroups:
-        """What this step's gradients say, over all ranks; a collective if there are any.
+    def finish_step(self, samples: int, group: dist.ProcessGroup | None, world: int) -> GradientGroups:
+        """Return the squared norms of this step over all ranks. A collective where there are several.
 
         Args:
             samples: in the global batch.
+            group: the process group of the ranks.
+            world: the number of ranks.
         """
         mine = torch.zeros(2, dtype=torch.float64, device=self._parameters[0].device)
         if self._weighted:
             mine[0], mine[1] = torch.stack(self._weighted).sum(), len(self._weighted)
         if world > 1:
             dist.all_reduce(mine, group=group)
-        squares = [self._square(one, one.grad) for one in self._measured() if one.grad is not None]
+        squares = [self._square(p, p.grad) for p in self._measured() if p.grad is not None]
         total = torch.stack(squares).sum(dtype=torch.float64) if squares else mine.new_zeros(())
         weighted, count, square = torch.cat([mine, total.reshape(1)]).tolist()
-        self.forget()
+        self.discard_step()
         return GradientGroups(int(count), samples, weighted, square)
 
-    def forget(self) -> None:
-        """The step under way is finished, or was given up."""
+    def discard_step(self) -> None:
+        """Drop the measurements of the step under way."""
         self._weighted.clear()
         self._chosen = None
 
@@ -142,12 +158,10 @@ class NoiseMeter:
         return norm.square()
 
     def _measured(self) -> dict[Tensor, dict[str, Any]]:
-        """The parameters that count in this step, the same on every rank, each with its options in the optimizer."""
+        """Return the parameters that count in this step, the same on all ranks, with their options in the optimizer."""
         if self._chosen is None:
-            options = {one: group for group in self._optimizer.param_groups for one in group["params"]}
-            self._chosen = {
-                one: options[one] for one in self._parameters if one in options and self._counts(one, options[one])
-            }
+            options = {p: group for group in self._optimizer.param_groups for p in group["params"]}
+            self._chosen = {p: options[p] for p in self._parameters if p in options and self._counts(p, options[p])}
         return self._chosen
 
     def _counts(self, parameter: Tensor, options: dict[str, Any]) -> bool:
@@ -176,10 +190,10 @@ class NoiseMeter:
 
 
 def is_adaptive(state: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
-    """Whether a parameter's state in the optimizer is of the kinds of Adam, RMSprop and Adagrad.
+    """Return whether a parameter's state in the optimizer is of the kinds of Adam, RMSprop and Adagrad.
 
     Args:
-        state: of one parameter, not empty.
+        state: of a parameter, not empty.
         options: of its parameter group.
     """
     # Adadelta has a square_avg, but divides by more than that.
@@ -187,15 +201,24 @@ def is_adaptive(state: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
 
 
 def is_warm(state: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
-    """Whether an adaptive optimizer has seen enough gradients of a parameter."""
+    """Return whether an adaptive optimizer has seen enough gradients of a parameter.
+
+    Args:
+        state: of the parameter.
+        options: of its parameter group.
+    """
     return float(_step(state, options) or 0.0) >= _WARM_STEPS
 
 
 def divisor_of(state: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor | None:
-    """By what an adaptive optimizer divides each element of a gradient, None if it is of another kind.
+    """Return the tensor by which an adaptive optimizer divides a gradient, None if it is of another kind.
 
-    What grows with the steps alone is left out, as if the mean of squares had been one from the beginning: estimates of
-    several steps are averaged, and must be of one scale.
+    What grows with the steps alone is left out, as if the mean of squares had been 1 from the beginning: estimates of
+    several steps are averaged, and must be of the same scale.
+
+    Args:
+        state: of a parameter.
+        options: of its parameter group.
     """
     if not is_adaptive(state, options):
         return None
@@ -215,5 +238,5 @@ def divisor_of(state: Mapping[str, Any], options: Mapping[str, Any]) -> Tensor |
 
 
 def _step(state: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """How many steps the parameter has made, a number or a tensor; some optimizers count for the whole group."""
+    """Return how many steps the parameter has made, a number or a tensor; some optimizers count for the whole group."""
     return state.get("step", options.get("step"))

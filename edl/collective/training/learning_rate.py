@@ -1,12 +1,12 @@
-"""What happens to the learning rate when the global batch is not the one that the rate was chosen for: pure rules.
+"""The learning rate at another global batch than the rate was chosen for: pure rules.
 
-With a scale of S = batch / base batch, each policy says by what the rate of the user's schedule is multiplied:
+With a scale of S = batch / base batch, a policy says by what the rate of the user's schedule is multiplied:
 
 | policy | factor | for |
 | --- | --- | --- |
 | `None` | 1 | a rate that was chosen for every batch there will be |
 | `Linear` | S, after a warm-up | SGD (Goyal et al., "Accurate, Large Minibatch SGD", 2017) and LARS |
-| `SquareRoot` | √S, after a warm-up if one is wanted | Adam and RMSprop, whose decays and epsilon follow; LAMB |
+| `SquareRoot` | √S, after a warm-up if wanted | Adam and RMSprop, whose decays and epsilon follow; LAMB |
 | `AdaScale` | from 1 to S, by the measured noise | SGD (Johnson et al., "AdaScale SGD", 2020) |
 | a function of S | what it returns | anything else |
 
@@ -37,6 +37,9 @@ class Linear:
     Goyal et al. 2017, sections 2.1 and 2.2, where five epochs of warm-up go with factors up to 32. A smaller factor
     takes effect at once. PyTorch's momentum is of gradients without the rate, so that no correction (their section 3)
     is needed when it changes.
+
+    Attributes:
+        warmup_samples: over which a larger factor is reached; 0 for none.
     """
 
     warmup_samples: int
@@ -50,11 +53,11 @@ class SquareRoot:
     """The rate grows as the square root of the batch, so that the noise of a step stays the same.
 
     For RMSprop and Adam, Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", NeurIPS
-    2022 (its square root scaling rules), with the scale S: the rate times √S, 1 - S(1 - β) for each decay β, and
+    2022 (its square root scaling rules), with the scale S: the rate times √S, 1 - S(1 - β) for every decay β, and
     epsilon divided by √S (`decay_for`, `epsilon_for`). For other optimizers, such as LAMB, the rate alone.
 
     Attributes:
-        warmup_samples: over which a larger rate is reached step by step; a smaller one takes effect at once.
+        warmup_samples: over which a larger rate is reached step by step; a smaller rate takes effect at once.
         moments: whether decays and epsilon are scaled as well; None for PyTorch's Adam, AdamW and RMSprop, which the
             rule was derived for.
     """
@@ -78,6 +81,10 @@ def decay_for(decay: float, scale: float) -> float:
     """Return the decay of a moving average at `scale` times the batch; below 0 where the rule does not hold any more.
 
     Malladi et al. 2022: 1 - S(1 - β), so that the average reaches back over as many samples as before.
+
+    Args:
+        decay: β at the base batch.
+        scale: S.
     """
     return 1 - scale * (1 - decay)
 
@@ -86,6 +93,10 @@ def epsilon_for(epsilon: float, scale: float) -> float:
     """Return what is added to the root of the second moment at `scale` times the batch.
 
     Malladi et al. 2022: ε/√S, as that root shrinks where it is mostly noise.
+
+    Args:
+        epsilon: ε at the base batch.
+        scale: S.
     """
     return epsilon / math.sqrt(scale)
 
@@ -96,15 +107,24 @@ def _check_warmup(samples: int) -> None:
 
 
 def needs_noise(policy: Policy) -> bool:
-    """Whether the policy looks at the gradients' noise."""
+    """Return whether a policy looks at the gradients' noise.
+
+    Args:
+        policy: of a trainer.
+    """
     return isinstance(policy, AdaScale)
 
 
 class RateScaling:
-    """The rate's factor and the progress of one training run.
+    """The rate's factor and the progress of a training run.
+
+    Args:
+        policy: of the run.
+        base_batch: samples of a step that the rate was chosen for.
+        batch: samples of a step at the beginning.
 
     Attributes:
-        batch: the global batch of now.
+        batch: samples of a step now.
         samples: trained so far.
         progress: what schedules are a function of, in samples at the base batch: the samples trained or, with
             `AdaScale`, its scale-invariant steps times the base batch.
@@ -113,15 +133,24 @@ class RateScaling:
     def __init__(self, policy: Policy, base_batch: int, batch: int) -> None:
         if base_batch < 1 or batch < 1:
             raise SettingsError(f"base_batch={base_batch}, global_batch={batch}: both must be at least 1")
-        self.policy, self.base_batch, self.batch = policy, base_batch, batch
+        self.policy = policy
+        self.base_batch = base_batch
+        self.batch = batch
         self.samples = 0
         self.progress = 0.0
-        self._from, self._since = 1.0, 0  # a warm-up begins at this factor, after so many samples
+        self._from = 1.0  # the factor at which a warm-up begins
+        self._since = 0  # samples trained when it began
 
-    def resize(self, batch: int, noise: GradientNoise) -> None:
-        """The global batch is `batch` from the next step on."""
+    def set_batch(self, batch: int, noise: GradientNoise) -> None:
+        """Use another global batch from the next step on.
+
+        Args:
+            batch: samples of a step.
+            noise: of the gradients until now.
+        """
         if batch != self.batch:
-            self._from, self._since = self.factor(noise), self.samples
+            self._from = self.factor(noise)
+            self._since = self.samples
             self.batch = batch
 
     @property
@@ -130,7 +159,10 @@ class RateScaling:
         return self.batch / self.base_batch
 
     def factor(self, noise: GradientNoise) -> float:
-        """By what the next step's learning rate is multiplied.
+        """Return the factor of the next step's learning rate.
+
+        Args:
+            noise: of the gradients until now.
 
         Raises:
             SettingsError: the user's function returned something that is not a positive number.
@@ -149,8 +181,13 @@ class RateScaling:
             raise SettingsError(f"the policy returned {factor!r} for a scale of {scale:g}: must be a positive number")
         return float(factor)
 
-    def trained(self, samples: int, noise: GradientNoise) -> None:
-        """A step over `samples` samples is finished; the last of an epoch may have fewer than the global batch."""
+    def count_step(self, samples: int, noise: GradientNoise) -> None:
+        """Count a finished step.
+
+        Args:
+            samples: of the step; the last step of an epoch may have fewer than the global batch.
+            noise: of the gradients until now.
+        """
         worth = self.base_batch / self.batch * self._gain(noise) if isinstance(self.policy, AdaScale) else 1.0
         self.samples += samples
         self.progress += worth * samples
@@ -167,7 +204,7 @@ class RateScaling:
         return noise.gain(self.batch, self.base_batch)
 
     def state_dict(self) -> dict[str, float]:
-        """Plain numbers."""
+        """Return plain numbers."""
         return {
             "batch": self.batch,
             "samples": self.samples,
@@ -177,6 +214,13 @@ class RateScaling:
         }
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from there. The policy and the base batch are the user's, not the state's."""
-        self.batch, self.samples, self._since = int(state["batch"]), int(state["samples"]), int(state["since"])
-        self.progress, self._from = float(state["progress"]), float(state["from"])
+        """Go on from a saved state. The policy and the base batch are the user's, not the state's.
+
+        Args:
+            state: as `state_dict` returned it.
+        """
+        self.batch = int(state["batch"])
+        self.samples = int(state["samples"])
+        self.progress = float(state["progress"])
+        self._from = float(state["from"])
+        self._since = int(state["since"])

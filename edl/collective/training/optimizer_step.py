@@ -18,7 +18,11 @@ logger = logging.getLogger("edl.collective")
 
 
 class LossScale:
-    """Of the steps of one optimizer. Without a scaler all this does nothing but step."""
+    """The scale of losses for an optimizer, and where a step is with it. Without a scaler the scale is 1.
+
+    Args:
+        scaler: of the user; None without mixed precision.
+    """
 
     def __init__(self, scaler: torch.amp.GradScaler | None) -> None:
         self._scaler = scaler
@@ -26,21 +30,36 @@ class LossScale:
 
     @property
     def factor(self) -> float:
-        """By what losses are multiplied."""
+        """The factor of losses."""
         return 1.0 if self._scaler is None else self._scaler.get_scale()
 
-    def scaled(self, loss: Tensor) -> Tensor:
-        """The loss to take the gradient of."""
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss to take the gradient of.
+
+        Args:
+            loss: a scalar.
+        """
         return loss if self._scaler is None else self._scaler.scale(loss)
 
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take the factor out of the optimizer's gradients, once a step."""
+    def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the factor out of the optimizer's gradients, once a step.
+
+        Args:
+            optimizer: of the gradients' parameters.
+        """
         if self._scaler is not None and not self._unscaled:
-            self._unscaled = True  # even if it fails half-way: `forget` must undo it
+            self._unscaled = True  # even if it fails half-way: `discard_step` must undo it
             self._scaler.unscale_(optimizer)
 
-    def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Step the optimizer; False if the scaler skipped it because of infinite gradients."""
+    def step_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Step the optimizer.
+
+        Args:
+            optimizer: to step.
+
+        Returns:
+            False if the scaler skipped the step because of infinite gradients.
+        """
         if self._scaler is None:
             optimizer.step()
             return True
@@ -50,18 +69,22 @@ class LossScale:
         self._unscaled = False
         return self._scaler.get_scale() >= before
 
-    def forget(self) -> None:
+    def discard_step(self) -> None:
         """Be as before a step that was not made."""
         if self._scaler is not None and self._unscaled:
             self._scaler.update(self._scaler.get_scale())  # begin anew with the same scale
             self._unscaled = False
 
     def state_dict(self) -> dict[str, Any] | None:
-        """The scaler's, None without one."""
+        """Return the scaler's state, None without a scaler."""
         return self._scaler.state_dict() if self._scaler is not None else None
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Go on from there, if there is a scaler now and was one then."""
+        """Go on from a saved state, if there is a scaler, and was when it was saved.
+
+        Args:
+            state: as `state_dict` returned it.
+        """
         if self._scaler is not None and state is not None:
             self._scaler.load_state_dict(state)
 
@@ -70,7 +93,7 @@ class OptionScaling:
     """Scales the options of an optimizer for the time of a step: schedules and checkpoints see the user's.
 
     Args:
-        optimizer: any of PyTorch's, or another one whose parameter groups have `lr`.
+        optimizer: any of PyTorch's, or another whose parameter groups have `lr`.
         policy: decides whether more than the rate is scaled.
     """
 
@@ -87,7 +110,7 @@ class OptionScaling:
             )
 
     @contextmanager
-    def applied(self, factor: float, scale: float) -> Iterator[None]:
+    def apply(self, factor: float, scale: float) -> Iterator[None]:
         """Use other options for the block only.
 
         Args:

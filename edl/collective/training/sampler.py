@@ -1,8 +1,8 @@
-"""The order of the data: every sample once an epoch, whoever comes and goes meanwhile.
+"""The order of the data: every sample once an epoch, with any number of ranks that may change meanwhile.
 
-The order of an epoch is a function of the seed and the epoch alone. It is cut into global batches, and each rank takes
-its share of each of them. So the batches that are trained are the same for every world size, and one number says how
-far an epoch has come: how many samples of its order *were trained*. It is advanced by the training loop after each
+The order of an epoch is a function of the seed and the epoch alone. It is cut into global batches, of which a rank
+takes its share. So the batches that are trained are the same for every world size, and a number says how far an epoch
+has come: how many samples of its order *were trained*. It is advanced by the training loop after each
 step, not by iteration: a `DataLoader`'s workers and `edl.distill` read several batches ahead, and what was read ahead
 but not trained when a worker died must come again.
 """
@@ -29,7 +29,7 @@ __all__ = ["ElasticSampler"]
 
 logger = logging.getLogger("edl.collective")
 
-_VERSION = 1
+_VERSION = 1  # of the state; another is refused
 
 
 class ElasticSampler(Sampler[list[int]]):
@@ -40,23 +40,26 @@ class ElasticSampler(Sampler[list[int]]):
         sampler = ElasticSampler(len(dataset), global_batch=256, seed=0)
         loader = DataLoader(dataset, batch_sampler=sampler, num_workers=2, generator=torch.Generator())
         for epoch in sampler.epochs(90):
-            for batch in loader:        # this rank's share of each global batch that has not been trained yet
+            for batch in loader:        # this rank's share of all global batches not trained yet
                 ...
                 sampler.advance()       # not with an `ElasticTrainer` that was given the sampler: its `step` does it
 
-    A rank whose share is empty, since the last global batch has fewer samples than there are ranks, gets one sample
+    A rank whose share is empty, since the last global batch has fewer samples than there are ranks, gets a sample
     that another rank trains, because a `DataLoader` cannot make a batch of none: `share_rows` is 0 then, and
     `ElasticTrainer` gives it no weight.
 
     Args:
         length: samples in the dataset.
-        global_batch: samples of one optimizer step, over all ranks.
+        global_batch: samples of an optimizer step, over all ranks.
         seed: of the order.
         shuffle: False for the dataset's own order.
         tail: what happens to the last samples of an epoch, see `Tail`. Only "drop" leaves some of them out, only "pad"
             repeats some.
-        rank, world: this rank and how many there are. By default those of `torch.distributed` whenever an iteration
-            begins, or 0 and 1 without it.
+        rank: of this process. By default that of `torch.distributed` when an iteration begins, or 0 without it.
+        world: the number of ranks, by default as `rank`, or 1.
+
+    Raises:
+        SettingsError: arguments contradict each other.
     """
 
     keeps_place = True
@@ -83,7 +86,9 @@ class ElasticSampler(Sampler[list[int]]):
             raise SettingsError(f"tail='drop' leaves no batch: {length} samples, global_batch={global_batch}")
         if (rank is None) != (world is None):
             raise SettingsError("rank and world go together: pass both, or neither")
-        self.length, self.seed, self.shuffle = length, seed, shuffle
+        self.length = length
+        self.seed = seed
+        self.shuffle = shuffle
         self.tail: Tail = tail
         self.epoch = self.consumed = 0
         self.asked = global_batch
@@ -117,18 +122,21 @@ class ElasticSampler(Sampler[list[int]]):
 
     @property
     def handed_rows(self) -> int:
-        """Rows of this rank's next batch: its share or, if that is empty, as few as a model can take, often one."""
+        """Rows of this rank's next batch: its share or, if that is empty, as few as a model can take, often 1."""
         return self.share_rows or min(self._least, self.batch_samples)
 
     def require_rows(self, least: int) -> None:
-        """Give no rank fewer than `least` rows from the next iteration on: batch normalization cannot train on one.
+        """Give no rank fewer than `least` rows from the next iteration on: batch normalization cannot train on a row.
 
         Where a global batch has too few samples for all ranks, the last ranks have none. `ElasticTrainer` calls this.
         Every rank must, with the same number.
+
+        Args:
+            least: rows.
         """
         with self._lock:
             self._required = least
-            if not self._pass:  # nobody has read anything
+            if not self._pass:  # nothing was read
                 self._least = least
 
     @property
@@ -138,8 +146,10 @@ class ElasticSampler(Sampler[list[int]]):
 
     @property
     def mark(self) -> tuple[int, int, int]:
-        """Which batch of which iteration is the next one to train; another one after an `advance`, a new iteration, a
-        new epoch, and a restored state."""
+        """The pass, epoch and position of the next batch to train.
+
+        It changes with an `advance`, a new iteration, a new epoch, and a restored state.
+        """
         return self._pass, self.epoch, self.consumed
 
     @property
@@ -148,7 +158,11 @@ class ElasticSampler(Sampler[list[int]]):
         return not self.batch_samples
 
     def advance(self) -> None:
-        """The next global batch was trained, by all ranks; or it is to be left out of this epoch, by all of them."""
+        """Count the next global batch as trained, or as left out of this epoch, by all ranks.
+
+        Raises:
+            SettingsError: the epoch is finished.
+        """
         with self._lock:
             samples = self.batch_samples
             if not samples:
@@ -156,31 +170,51 @@ class ElasticSampler(Sampler[list[int]]):
             self.consumed += samples
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin `epoch`; nothing happens if it is the one that the state is in, so that it is resumed."""
+        """Begin an epoch; if the state is in it already, it is resumed.
+
+        Args:
+            epoch: its number, from 0 on.
+        """
         with self._lock:
             if epoch != self.epoch:
                 self._sizes = [(0, self._sizes[-1][1])]
-                self.epoch, self.consumed = epoch, 0
+                self.epoch = epoch
+                self.consumed = 0
                 self._pass += 1
             self._passed = False
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs from the one that the state is in up to `count`, each begun with `set_epoch`."""
+        """Begin the epochs that are left, from the present epoch on.
+
+        Args:
+            count: of epochs in all.
+
+        Yields:
+            The number of an epoch that `set_epoch` has begun.
+        """
         for epoch in range(self.epoch, count):
             self.set_epoch(epoch)
             yield epoch
 
     @contextmanager
     def hold(self) -> Iterator[int]:
-        """Let nobody read ahead during the block. Gives the position up to which this rank has read."""
+        """Let no iteration read ahead during the block.
+
+        Yields:
+            The position up to which this rank has read, in samples of the epoch.
+        """
         with self._lock:
             yield max(self._handed, self.consumed)
 
     def resize(self, global_batch: int, at: int) -> None:
-        """Use another global batch from position `at` of this epoch on.
+        """Use another global batch from a position of this epoch on.
 
         Every rank must do this with the same numbers, and none may have read beyond `at`: agree on the largest of what
         `hold` gives while holding.
+
+        Args:
+            global_batch: samples of an optimizer step, over all ranks.
+            at: the position, in samples of the epoch.
 
         Raises:
             SettingsError: `at` lies behind what was read already, or no epoch has so many samples.
@@ -190,12 +224,12 @@ class ElasticSampler(Sampler[list[int]]):
         with self.hold() as handed:
             if at < handed:
                 raise SettingsError(f"cannot change the batch at sample {at}: {handed} were handed out already")
-            self._sizes = [one for one in self._sizes if one[0] < at] + [(at, global_batch)]
+            self._sizes = [size for size in self._sizes if size[0] < at] + [(at, global_batch)]
 
     # --- Iteration. ---
 
     def __len__(self) -> int:
-        """Global batches of this epoch that are not trained yet."""
+        """Return the number of global batches of this epoch that are not trained yet."""
         count, position = 0, self.consumed
         while position < self.length:
             end = next((at for at, _ in self._sizes if at > position), self.length)
@@ -207,7 +241,7 @@ class ElasticSampler(Sampler[list[int]]):
         return count
 
     def __iter__(self) -> Iterator[list[int]]:
-        """This rank's share of each global batch that is not trained yet, as indices.
+        """Iterate over this rank's shares of the global batches that are not trained yet, as indices.
 
         Raises:
             SettingsError: this epoch was passed through and is finished, so `set_epoch` was forgotten; or there are
@@ -259,7 +293,7 @@ class ElasticSampler(Sampler[list[int]]):
     # --- State. ---
 
     def state_dict(self) -> dict[str, Any]:
-        """What must survive: plain numbers, the same on every rank, none of them about ranks."""
+        """Return what must survive: plain numbers, the same on every rank, none of them about ranks."""
         with self._lock:
             self._indices()
             assert self._order is not None
@@ -270,19 +304,22 @@ class ElasticSampler(Sampler[list[int]]):
                 "consumed": self.consumed,
                 "length": self.length,
                 "asked": self.asked,
-                "sizes": [list(one) for one in self._sizes],
+                "sizes": [list(size) for size in self._sizes],
                 "order_crc": self._order[2],
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, also with another world. Iterations under way end.
+        """Go on from a saved state, also with another world. Iterations under way end.
 
-        A `global_batch` argument that differs from the one that the state was made with is the user's wish, and holds
-        from here on; otherwise the state's batch does, which `ElasticTrainer` may have changed.
+        A `global_batch` argument that differs from the state's is the user's wish, and holds from here on; otherwise the
+        state's batch does, which `ElasticTrainer` may have changed.
+
+        Args:
+            state: as `state_dict` returned it.
 
         Raises:
             SettingsError: the state is of another dataset or seed: going on would repeat and leave out samples.
-            ProtocolError: it cannot be read, or this version of PyTorch shuffles otherwise than the one that wrote it.
+            ProtocolError: it cannot be read, or another version of PyTorch, which shuffled otherwise, wrote it.
         """
         if state.get("version") != _VERSION:
             raise ProtocolError(f"a sampler's state of version {state.get('version')!r}: this EDL reads {_VERSION}")
@@ -292,13 +329,15 @@ class ElasticSampler(Sampler[list[int]]):
                 f"with seed {self.seed}: samples would be repeated or left out"
             )
         with self._lock:
-            self.epoch, self.consumed = int(state["epoch"]), int(state["consumed"])
+            self.epoch = int(state["epoch"])
+            self.consumed = int(state["consumed"])
             self._sizes = [(int(at), int(size)) for at, size in state["sizes"]]
             self._pass += 1
-            self._handed, self._passed = self.consumed, False
+            self._handed = self.consumed
+            self._passed = False
             if state["asked"] != self.asked:
                 logger.info("global batch %s from here on, as asked for; it was %s", self.asked, self.global_batch)
-                self._sizes = [one for one in self._sizes if one[0] < self.consumed] + [(self.consumed, self.asked)]
+                self._sizes = [size for size in self._sizes if size[0] < self.consumed] + [(self.consumed, self.asked)]
             self._indices()
             assert self._order is not None
             if self._order[2] != state["order_crc"]:

@@ -28,7 +28,7 @@ class SampleSchedule:
     is that of `edl.collective.training.learning_rate.RateScaling`: the samples trained, or AdaScale's.
 
     Args:
-        scheduler: one that `step()` moves on, of which `state_dict` has all.
+        scheduler: that `step()` moves on, and whose `state_dict` has all of its state.
         samples_per_step: how many samples it takes for a step.
 
     Raises:
@@ -43,21 +43,30 @@ class SampleSchedule:
                 "ReduceLROnPlateau counts evaluations, not steps, so it needs no SampleSchedule: have an Evaluator "
                 "call its step(metric), Evaluator(..., on_result=plateau.step), and give both to the State"
             )
-        self.scheduler, self.samples_per_step = scheduler, samples_per_step
+        self.scheduler = scheduler
+        self.samples_per_step = samples_per_step
         self._stepped_at = 0.0
 
     def move_to(self, progress: float) -> None:
-        """Take the steps that `progress` samples make; never any back."""
+        """Step the scheduler up to a progress; never back.
+
+        Args:
+            progress: samples, see `RateScaling.progress`.
+        """
         # Progress is a sum of many fractions with AdaScale: a step must not wait for the last bit of one.
         while progress - self._stepped_at >= self.samples_per_step * (1 - 1e-9):
             self.scheduler.step()
             self._stepped_at += self.samples_per_step
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's, and after how many samples its last step was."""
+        """Return the scheduler's state, and after how many samples its last step was."""
         return {"stepped_at": self._stepped_at, "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; another `samples_per_step` than before holds for what is to come, not for what was."""
+        """Go on from a saved state; another `samples_per_step` holds from then on, not for what was.
+
+        Args:
+            state: as `state_dict` returned it.
+        """
         self._stepped_at = float(state["stepped_at"])
         self.scheduler.load_state_dict(dict(state["scheduler"]))

@@ -3,8 +3,8 @@
 Where a global batch begins and ends does not depend on how many ranks there are, so a world of any size trains the same
 batches in the same order.
 
-A batch is what a training loop has: tensors, arrays, lists, and nests of these. A tuple, a named one or a mapping is a
-structure of parts; so is a list that holds a tensor, an array or a structure, as `DataLoader` makes of a tuple.
+A batch is what a training loop has: tensors, arrays, lists, and nests of these. Tuples, named tuples and mappings are
+structures of parts; so is a list that holds a tensor, an array or a structure, as `DataLoader` makes of a tuple.
 Everything else with a length that can be sliced has rows: tensors, arrays, lists of strings, top-k soft labels. Parts
 without a length (a number, None) go to every micro-batch as they are.
 """
@@ -29,7 +29,14 @@ left out, or they are filled up with samples from the beginning of the epoch's o
 
 
 def batch_size_at(position: int, length: int, batch: int, tail: Tail) -> int:
-    """Samples of the global batch that begins after `position` samples of an epoch of `length`; 0 if there is none."""
+    """Return the samples of the global batch that begins at a position; 0 if there is none.
+
+    Args:
+        position: in samples of the epoch.
+        length: samples of the epoch.
+        batch: samples of a full global batch.
+        tail: what happens to the end of the epoch.
+    """
     left = length - position
     if left <= 0:
         return 0
@@ -39,32 +46,45 @@ def batch_size_at(position: int, length: int, batch: int, tail: Tail) -> int:
 
 
 def batches_left(position: int, length: int, batch: int, tail: Tail) -> int:
-    """How many global batches begin at `position` or after it, all of `batch` samples but for the tail."""
+    """Return how many global batches begin at a position or after it, all full but for the tail.
+
+    Args:
+        position: in samples of the epoch.
+        length: samples of the epoch.
+        batch: samples of a full global batch.
+        tail: what happens to the end of the epoch.
+    """
     left = max(length - position, 0)
     return left // batch if tail == "drop" else -(-left // batch)
 
 
 def rank_share(samples: int, world: int, rank: int, least: int = 1) -> range:
-    """Return the places of a global batch of `samples` that `rank` of `world` trains.
+    """Return the places in a global batch that a rank trains.
 
-    Shares are neighbours in the order of ranks and differ by one sample at most; the first ranks have the larger ones.
-    With fewer samples than `least` for each rank the last ranks' shares are empty.
+    Shares are neighbours in the order of ranks and differ by a sample at most; the first ranks have the larger shares.
+    With fewer samples than `least` for every rank the last ranks' shares are empty.
 
     Args:
+        samples: of the global batch.
+        world: the number of ranks.
+        rank: whose share it is.
         least: samples that a share has, unless it is empty or the batch has fewer.
+
+    Raises:
+        SettingsError: there is no such rank.
     """
     if not 0 <= rank < world:
         raise SettingsError(f"rank={rank} of world={world}: must be from 0 to {world - 1}")
     sharing = min(world, max(samples // least, 1))
     if rank >= sharing:
         return range(samples, samples)
-    each, more = divmod(samples, sharing)
-    begin = rank * each + min(rank, more)
-    return range(begin, begin + each + (rank < more))
+    quotient, more = divmod(samples, sharing)
+    begin = rank * quotient + min(rank, more)
+    return range(begin, begin + quotient + (rank < more))
 
 
 def micro_batch_sizes(samples: int, most: int | None = None, parts: int = 1, least: int = 1) -> list[int]:
-    """Cut a share into as few micro-batches as possible; those that are not empty differ by one sample at most.
+    """Cut a share into as few micro-batches as possible; if not empty, they differ by a sample at most.
 
     Args:
         samples: of the share.
@@ -73,19 +93,25 @@ def micro_batch_sizes(samples: int, most: int | None = None, parts: int = 1, lea
         least: samples of a micro-batch that is not empty, where `most` allows it.
 
     Returns:
-        The sizes, larger ones first; empty if there is neither a sample nor a wish for `parts` above 1.
+        The sizes, the largest first; empty without a sample, unless `parts` is above 1.
+
+    Raises:
+        SettingsError: `most` is below 1.
     """
     if most is not None and most < 1:
         raise SettingsError(f"max_micro_batch={most}: must be at least 1, or None for no limit")
     needed = -(-samples // most) if most is not None else min(samples, 1)
     count = max(needed, parts if parts > 1 else 0)
     filled = max(needed, min(count, samples // least))
-    each, more = divmod(samples, filled) if filled else (0, 0)
-    return [each + (place < more) for place in range(filled)] + [0] * (count - filled)
+    quotient, more = divmod(samples, filled) if filled else (0, 0)
+    return [quotient + (place < more) for place in range(filled)] + [0] * (count - filled)
 
 
 def count_rows(batch: object) -> int:
-    """How many rows every part of `batch` has.
+    """Return how many rows every part of a batch has.
+
+    Args:
+        batch: tensors, or a nest of them.
 
     Raises:
         SettingsError: the parts differ, or none has rows.
@@ -100,7 +126,13 @@ def count_rows(batch: object) -> int:
 
 
 def cut_rows(batch: B, begin: int, end: int) -> B:
-    """The rows from `begin` up to `end` of every part, as views where the parts allow it."""
+    """Return some rows of every part of a batch, as views where the parts allow it.
+
+    Args:
+        batch: tensors, or a nest of them.
+        begin: the first row.
+        end: behind the last row.
+    """
     cut: B = _map(batch, lambda part: part[begin:end])
     return cut
 

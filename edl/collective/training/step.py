@@ -1,4 +1,4 @@
-"""One optimizer step under way: how many samples it has over all ranks, and how this rank cuts its own."""
+"""An optimizer step under way: how many samples it has over all ranks, and how this rank cuts its own."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ ONE_ROW: Final = (
 
 @dataclass(frozen=True)
 class StepRequirements:
-    """What this rank must heed.
+    """What the module and the policy require of a step on this rank.
 
     Attributes:
         most: rows of a micro-batch, None for no limit.
         parts: groups of samples that the step must have over all ranks, if there are as many samples.
-        all_backward: every rank needs a backward, also one without a sample.
+        all_backward: every rank needs a backward, also without a sample.
         lockstep: every rank needs as many micro-batches as the others.
         least: rows that a micro-batch has to have.
         strict: the module fails with fewer.
@@ -61,15 +61,15 @@ class TrainingStep:
 
     Attributes:
         samples: of the global batch.
-        world: ranks.
-        sizes: rows of this rank's micro-batches; one of 0 rows stands in where there must be one.
-        stand_in: rows of the batch that such a one is computed with, for no weight.
-        weights: of this rank's micro-batches; over all ranks they add up to `samples`. Rows, if nobody says otherwise.
+        world: the number of ranks.
+        sizes: rows of this rank's micro-batches; a micro-batch of 0 rows stands in where the rank needs a backward.
+        stand_in: rows of the batch that a micro-batch of 0 rows is computed with, for no weight.
+        weights: of this rank's micro-batches; over all ranks they add up to `samples`. Rows by default.
         left: micro-batches without a backward yet.
         due: rows of the micro-batch that is in the user's hands, None if there is none.
         mark: of the sampler when the step began, None without a sampler.
         begun: whether a backward was begun.
-        synchronized: gradients are those of the global batch.
+        synchronized: gradients are of the global batch.
         began_at: `time.perf_counter()`.
     """
 
@@ -91,31 +91,39 @@ class TrainingStep:
 
     @property
     def due_weight(self) -> float:
-        """Of the micro-batch whose backward comes next."""
+        """The weight of the micro-batch whose backward comes next."""
         return self.weights[len(self.sizes) - self.left]
 
     def comes_again(self, mark: tuple[int, int, int] | None) -> bool:
-        """Whether a new iteration over the sampler, which has this `mark` now, began with the batch of this step.
+        """Return whether a new iteration over the sampler began with the batch of this step.
 
         So it is after an error that made `run_in_process` call the training loop anew, with an outer trainer.
+
+        Args:
+            mark: of the sampler now, None without a sampler.
         """
         return mark is not None and self.mark is not None and mark != self.mark and mark[1:] == self.mark[1:]
 
 
 def begin_sampled_step(
     given: int,
-    told: int | None,
+    counted: int | None,
     sampler: ElasticSampler,
     how: StepRequirements,
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> TrainingStep:
-    """A step over the next global batch of `sampler`, of which this rank was `given` so many rows.
+    """Begin a step over the next global batch of a sampler.
 
     Nothing is sent, since every rank can compute every share, unless micro-batches must be as many everywhere.
 
     Args:
-        told: how many of them count, as the user says; None for what the sampler says.
+        given: rows of this rank's batch.
+        counted: how many of them count, as the user says; None for what the sampler says.
+        sampler: that gave the batch.
+        how: what the step requires.
+        group: the process group of the ranks.
+        device: from which the group's backend can send.
 
     Raises:
         SettingsError: the rows are not the sampler's.
@@ -127,10 +135,10 @@ def begin_sampled_step(
             f"{rank_of(group)} of {world} in the trainer's group: iterate over the sampler in this world, or give it "
             "the rank= and world= of the group"
         )
-    if told is not None and told != mine:
+    if counted is not None and counted != mine:
         raise SettingsError(
-            f"rows={told}, but the sampler says that {mine} rows of this batch count: call micro_batches(batch), since "
-            "rows= is for training without a sampler"
+            f"rows={counted}, but the sampler says that {mine} rows of this batch count: call micro_batches(batch), "
+            "since rows= is for training without a sampler"
         )
     if given != sampler.handed_rows or not samples:
         raise SettingsError(
@@ -148,10 +156,17 @@ def begin_sampled_step(
 def begin_counted_step(
     given: int, mine: int, how: StepRequirements, group: dist.ProcessGroup | None, device: torch.device
 ) -> TrainingStep:
-    """A step over whatever the ranks bring: this one `given` rows, of which the first `mine` count.
+    """Begin a step over the batches that the ranks have. Collective.
+
+    Args:
+        given: rows of this rank's batch.
+        mine: how many of them count, from the first on.
+        how: what the step requires.
+        group: the process group of the ranks.
+        device: from which the group's backend can send.
 
     Raises:
-        SettingsError: no rank has a sample, or one has no row and must have a backward; on all ranks alike.
+        SettingsError: no rank has a sample, or a rank has no row and must have a backward; on all ranks alike.
     """
     if not 0 <= mine <= given:
         raise SettingsError(f"rows={mine} of a batch of {given}: must be from 0 to {given}")
@@ -173,15 +188,15 @@ def begin_counted_step(
 
 
 def _sizes(mine: int, world: int, how: StepRequirements) -> list[int]:
-    # With one group of samples in all there is no telling the noise from the gradient; several ranks are several.
+    # A single group of samples does not tell the noise from the gradient; several ranks are several groups.
     return micro_batch_sizes(mine, how.most, min(mine // how.least, how.parts) if world == 1 else 1, how.least)
 
 
 def _check_rows(counts: list[int], how: StepRequirements) -> None:
-    """Refuse shares that the module cannot be trained with, on all ranks alike: others would wait for who fails.
+    """Refuse shares that the module cannot be trained with, on all ranks alike: others would wait for a failed rank.
 
     Raises:
-        SettingsError: there is one.
+        SettingsError: there is such a share.
     """
     if how.strict and any(0 < count < how.least for count in counts):
         raise SettingsError(
@@ -200,11 +215,14 @@ def weight_micro_batches(
     """Weight a step's micro-batches by what its rows weigh in place of their number. Collective.
 
     Args:
-        weights: of each row of this rank's batch, in order; those of rows that only stand in do not count.
+        step: whose micro-batches are weighted.
+        weights: of the rows of this rank's batch, shape (given,); those of rows that only stand in do not count.
         given: rows of that batch.
+        group: the process group of the ranks.
+        device: from which the group's backend can send.
 
     Raises:
-        SettingsError: they are not one finite number from 0 on for each row, or all are 0; on all ranks alike.
+        SettingsError: there is not a finite number from 0 on for every row, or all are 0; on all ranks alike.
     """
     rows = torch.as_tensor(weights, dtype=torch.float64, device="cpu").reshape(-1)
     fits = len(rows) == given and bool((rows.isfinite() & (rows >= 0)).all())
@@ -212,14 +230,14 @@ def weight_micro_batches(
     parts = [float(rows[end - size : end].sum()) for size, end in zip(step.sizes, ends, strict=True)]
     # As bits: the sums must be the same on every rank, and counts of tokens are exact.
     (bits,) = struct.unpack("<q", struct.pack("<d", sum(parts) if fits else math.nan))
-    everyone = [struct.unpack("<d", struct.pack("<q", each))[0] for (each,) in exchange([bits], group, device)]
-    if any(math.isnan(each) for each in everyone):
-        ranks = [rank for rank, each in enumerate(everyone) if math.isnan(each)]
+    sums = [struct.unpack("<d", struct.pack("<q", found))[0] for (found,) in exchange([bits], group, device)]
+    ranks = [rank for rank, total in enumerate(sums) if math.isnan(total)]
+    if ranks:
         raise SettingsError(
             f"weights= of rank {ranks[0]}: wanted is one finite number from 0 on for each row of the batch"
             + (f"; here are {len(rows)} for {given} rows" if len(rows) != given else "")
         )
-    total = sum(everyone)
+    total = sum(sums)
     if not total:
         raise SettingsError("weights= are 0 for all rows of all ranks: there is nothing to train in this step")
     step.weights = [part * (step.samples / total) for part in parts]

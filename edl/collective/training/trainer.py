@@ -1,13 +1,13 @@
-"""The optimizer step that does not depend on who is present: one process's update, computed by any number of ranks.
+"""The optimizer step that does not depend on the world: a single process's update, computed by any number of ranks.
 
-A step's gradient is the mean over the samples of a global batch, or a mean weighted by what the script says that each
-sample weighs, such as its tokens. Each rank cuts its share into as many micro-batches as
-its memory asks for. The mean loss of a micro-batch of n of the batch's B samples is weighted W·n/B; then the mean over
-W ranks of what they accumulate, which is what DDP computes, is the mean over the batch, however uneven shares are.
-Gradients are averaged once a step: by DDP in the last micro-batch's backward, by `synchronize` for a plain module.
+A step's gradient is the mean over the samples of a global batch, or a mean weighted by what the script says that a
+sample weighs, such as its tokens. A rank cuts its share into as many micro-batches as its memory asks for. The mean
+loss of a micro-batch of n of the batch's B samples is weighted W·n/B; then the mean over W ranks of what they
+accumulate, which is what DDP computes, is the mean over the batch, however uneven shares are. Gradients are averaged
+once a step: by DDP in the last micro-batch's backward, by `synchronize` for a plain module.
 
-What does depend on how samples are grouped stays so: BatchNorm normalizes by the statistics of a micro-batch of one
-rank. Its running statistics are a rank's own, and with DDP those of rank 0 everywhere. GroupNorm and LayerNorm have no
+What does depend on how samples are grouped stays so: BatchNorm normalizes by the statistics of a micro-batch of a
+rank. Its running statistics are a rank's own, and with DDP rank 0's everywhere. GroupNorm and LayerNorm have no
 such dependence; SyncBatchNorm has it only between micro-batches. Modules with collectives in their forward pass
 (SyncBatchNorm, FSDP) need the same number of micro-batches on every rank, and get it.
 """
@@ -61,7 +61,7 @@ logger = logging.getLogger("edl.collective")
 
 B = TypeVar("B")
 
-_VERSION = 1
+_VERSION = 1  # of the state; another is refused
 
 
 class ElasticTrainer:
@@ -78,13 +78,13 @@ class ElasticTrainer:
                 trainer.step()
 
     Args:
-        model: a module, also wrapped as a whole in `DistributedDataParallel` or by `fully_shard`. Give the wrapped one.
+        model: a module, also wrapped as a whole in `DistributedDataParallel` or by `fully_shard`: the wrapped module.
         optimizer: any of PyTorch's, of parameters of the model. If there are others that it does not have, their
             gradients are averaged, too, and left to you: step another optimizer between `synchronize` and `step`.
         sampler: where the batches come from; `step` advances it, and its global batch is the trainer's.
         global_batch: without a sampler, the samples that make a step over all ranks; how many really came is counted
-            each step, by one small exchange.
-        base_batch: the global batch that the learning rate was chosen for; by default the one that is asked for, so
+            in every step, by a small exchange.
+        base_batch: the global batch that the learning rate was chosen for; by default the batch that is asked for, so
             that a policy matters only once the batch has changed.
         max_micro_batch: samples that fit into this rank's memory at once; ranks may differ. None for no limit.
         policy: what the rate does when the batch is not the base batch, see `edl.collective.training.learning_rate`.
@@ -92,7 +92,7 @@ class ElasticTrainer:
         schedule: moved on by the samples trained, after every step.
         scaler: a `torch.amp.GradScaler`: losses are scaled, gradients unscaled before they are clipped.
         clip_norm: largest norm of the whole gradient of a step, of the optimizer's parameters.
-        group: the process group of the ranks, the default one if None. With DDP it must be its own.
+        group: the process group of the ranks, torch's default group if None. With DDP it must be its own.
 
     Raises:
         SettingsError: arguments contradict each other, or gradients would not be averaged once over the ranks.
@@ -120,15 +120,21 @@ class ElasticTrainer:
             raise SettingsError("auto changes the batch, policy says what the learning rate does then: pass one, too")
         asked = sampler.asked if sampler is not None else global_batch or 0
         micro_batch_sizes(1, max_micro_batch)  # refuses what cannot be
-        self.model, self.optimizer, self.sampler = model, optimizer, sampler
-        self.max_micro_batch, self.clip_norm, self.schedule = max_micro_batch, clip_norm, schedule
+        self.model = model
+        self.optimizer = optimizer
+        self.sampler = sampler
+        self.max_micro_batch = max_micro_batch
+        self.clip_norm = clip_norm
+        self.schedule = schedule
         self.noise = GradientNoise()
         self._scaling = RateScaling(policy, base_batch or asked, asked)
         self._options = OptionScaling(optimizer, policy)
         if auto is not None and sampler is not None and auto.most > sampler.length:
             raise SettingsError(f"auto goes up to {auto.most} samples, an epoch has {sampler.length}: lower its most")
         self._check_least_rows()
-        self._scale, self._group, self._asked = LossScale(scaler), group, asked
+        self._scale = LossScale(scaler)
+        self._group = group
+        self._asked = asked
         measures = needs_noise(policy) or auto is not None
         check_wrapping(model, group, accumulates=measures or max_micro_batch is not None)
         self._parameters = list(model.parameters())
@@ -137,7 +143,7 @@ class ElasticTrainer:
         if measures:
             if is_sharded(model):
                 raise SettingsError("gradient noise of a sharded module cannot be measured: no AdaScale and no auto")
-            self._meter = NoiseMeter([one for one in self._updated() if one.requires_grad], optimizer)
+            self._meter = NoiseMeter([p for p in self._updated() if p.requires_grad], optimizer)
         self._tuner = BatchSizeTuner(auto, base_batch or asked) if auto is not None else None
         self._step: TrainingStep | None = None
         self._stepped_at: float | None = None
@@ -146,7 +152,7 @@ class ElasticTrainer:
 
     @property
     def samples(self) -> int:
-        """Trained so far, over all ranks and epochs."""
+        """Samples trained so far, over all ranks and epochs."""
         return self._scaling.samples
 
     @property
@@ -161,7 +167,7 @@ class ElasticTrainer:
 
     @property
     def rate_factor(self) -> float:
-        """By what the policy multiplies the optimizer's learning rates in the next step."""
+        """The factor of the optimizer's learning rates in the next step, by the policy."""
         return self._scaling.factor(self.noise)
 
     # --- One step. ---
@@ -169,18 +175,21 @@ class ElasticTrainer:
     def micro_batches(
         self, batch: B, rows: int | None = None, *, weights: Tensor | Sequence[float] | None = None
     ) -> Iterator[B]:
-        """Cut this rank's share of a global batch; call `backward` once for each micro-batch that comes.
+        """Cut this rank's share of a global batch; call `backward` once for every micro-batch that comes.
 
-        A rank without a sample of its own gets a micro-batch of one row all the same if its module needs a backward to
+        A rank without a sample of its own gets a micro-batch of a row all the same if its module needs a backward to
         take part. It weighs nothing, as long as its loss is finite.
 
         Args:
-            batch: tensors, or a nest of them, with a row for each sample; see `edl.collective.training.split`.
+            batch: tensors, or a nest of them, with a row for every sample; see `edl.collective.training.split`.
             rows: without a sampler, how many of its rows count, all if None; 0 for a rank that has none but must have a
                 batch. A sampler knows that by itself.
-            weights: what each row of the batch weighs in the mean loss, such as how many of its tokens are no padding;
-                on every rank, or on none. The ranks add them up, by one small exchange. Without them all rows weigh the
-                same. The loss that `backward` gets is then the weighted mean over the micro-batch.
+            weights: what the rows of the batch weigh in the mean loss, shape (rows,), such as how many of their tokens
+                are no padding; on every rank, or on none. The ranks add them up, by a small exchange. Without them all
+                rows weigh the same. The loss that `backward` gets is then the weighted mean over the micro-batch.
+
+        Yields:
+            Micro-batches, of the same structure as the batch.
 
         Raises:
             SettingsError: the batch is not the share that the sampler gave, the step before it was not finished, no
@@ -189,9 +198,9 @@ class ElasticTrainer:
         if self._step is not None:
             if not self._step.comes_again(self.sampler.mark if self.sampler is not None else None):
                 raise SettingsError("the step before was not finished: call step(), or discard() after an error")
-            self._forget()
+            self._drop_step()
         if self._tuner is not None and self._stepped_at is not None:
-            self._tuner.waited(time.perf_counter() - self._stepped_at)
+            self._tuner.record_wait(time.perf_counter() - self._stepped_at)
         self._stepped_at = None
         given = count_rows(batch)
         step = self._begin(given, rows)
@@ -218,19 +227,21 @@ class ElasticTrainer:
             loss: its mean over the micro-batch's rows, or over their `weights`; a scalar.
 
         Raises:
-            SettingsError: no micro-batch is due, or one without weight has a loss that is not finite.
+            SettingsError: no micro-batch is due, or a loss without weight is not finite.
         """
         step = self._step
         if step is None or step.due is None:
             raise SettingsError("backward() belongs into the loop over micro_batches(), once for each")
-        rows, step.due, step.begun = step.due_weight, None, True
+        rows = step.due_weight
+        step.due = None
+        step.begun = True
         if not rows and not bool(torch.isfinite(loss)):
             raise SettingsError(
                 f"the loss of a micro-batch without weight is {float(loss)}: it takes part for no weight, and 0 times "
                 "that is no number. A mean over no token is not finite: divide a sum by max(tokens, 1)"
             )
         weight = step.world * rows / step.samples
-        scaled = self._scale.scaled(loss * weight)
+        scaled = self._scale.scale_loss(loss * weight)
         began = time.perf_counter()
         if self._meter is None:
             scaled.backward()  # type: ignore[no-untyped-call]
@@ -239,12 +250,15 @@ class ElasticTrainer:
                 scaled.backward()  # type: ignore[no-untyped-call]
         step.left -= 1
         if not step.left and step.world > 1 and averages_itself(self.model):
-            self._waited(began)  # the last backward is in it, on every rank
+            self._record_sync(began)  # the last backward is in it, on every rank
 
     def synchronize(self) -> None:
-        """Make every rank's gradients those of the whole global batch, unscaled and clipped.
+        """Average gradients over the whole global batch, on every rank, then unscale and clip them.
 
-        `step` does this. Call it before only to look at the gradients, or to change them in the same way on each rank.
+        `step` does this. Call it before only to look at the gradients, or to change them in the same way on all ranks.
+
+        Raises:
+            SettingsError: micro-batches of the step are left.
         """
         step = self._step
         if step is None or step.left:
@@ -254,25 +268,25 @@ class ElasticTrainer:
             return
         if step.world > 1 and not averages_itself(self.model):
             began = time.perf_counter()
-            average_gradients([one for one in self._parameters if one.requires_grad], self._group)
-            self._waited(began)
-        self._scale.unscale(self.optimizer)
+            average_gradients([p for p in self._parameters if p.requires_grad], self._group)
+            self._record_sync(began)
+        self._scale.unscale_gradients(self.optimizer)
         if self._meter is not None:
-            self.noise.add(self._meter.finish(step.samples, self._group, step.world))
+            self.noise.add_step(self._meter.finish_step(step.samples, self._group, step.world))
         if self.clip_norm is not None:
             nn.utils.clip_grad_norm_(self._updated(), self.clip_norm)
         step.synchronized = True
 
     def step(self) -> None:
-        """Update the parameters, forget the optimizer's gradients, and count the samples as trained."""
+        """Update the parameters, drop the optimizer's gradients, and count the samples as trained."""
         self.synchronize()
         step = self._step
         assert step is not None
         batch = self.global_batch
-        with self._options.applied(self.rate_factor, self._scaling.scale):
-            updated = self._scale.step(self.optimizer)
+        with self._options.apply(self.rate_factor, self._scaling.scale):
+            updated = self._scale.step_optimizer(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
-        self._scaling.trained(step.samples, self.noise)
+        self._scaling.count_step(step.samples, self.noise)
         if self.sampler is not None:
             self.sampler.advance()
         self._step = self._cuts = None
@@ -282,36 +296,39 @@ class ElasticTrainer:
             usual = step.samples == self._scaling.batch  # the last batch of an epoch takes another time
             seconds = time.perf_counter() - step.began_at if usual else None
             now = RunState(step.world, batch, self.max_micro_batch, self.noise)
-            wanted = self._tuner.stepped(now, seconds, self._group, self._device)
+            wanted = self._tuner.record_step(now, seconds, self._group, self._device)
             if wanted != batch:
                 self.resize(wanted)
             self._stepped_at = time.perf_counter()
 
     def discard(self, *, retry: bool = False) -> None:
-        """Forget a step that was begun, after an error. Every rank must do this, in the same step.
+        """Drop a step that was begun, after an error. Every rank must do this, in the same step.
 
         With DDP none may have begun its last micro-batch unless all have, with FSDP all must have got equally far: a
         forward pass sends there, and a rank that did so alone stays out of step.
 
-        The loader has moved on. So the step's samples are left out of this epoch, by all ranks alike, which one warning
-        says; the next batch follows, and `samples` and schedules do not count those that were not trained. With `retry`
+        The loader has moved on. So the step's samples are left out of this epoch, by all ranks alike, which a warning
+        says; the next batch follows, and `samples` and schedules do not count what was not trained. With `retry`
         they are still due: give `micro_batches` the same batch again, after lowering `max_micro_batch` for instance.
 
         Nothing is left out where the sampler was restored or iterated over anew since the step began: then the samples
-        come again. Without a step under way only gradients are forgotten.
+        come again. Without a step under way only gradients are dropped.
+
+        Args:
+            retry: the same samples are to be trained again.
 
         Raises:
-            SettingsError: FSDP keeps gradients of the step where nobody can reach them.
+            SettingsError: FSDP keeps gradients of the step out of reach.
         """
         step = self._step
-        self._forget()
+        self._drop_step()
         if step is None or retry or self.sampler is None or step.mark != self.sampler.mark:
             return
         self.sampler.advance()
         logger.warning("a step was discarded: %d samples are left out of epoch %d", step.samples, self.sampler.epoch)
 
-    def _forget(self) -> None:
-        """Be as before the step under way."""
+    def _drop_step(self) -> None:
+        """Drop the step under way."""
         step = self._step
         if step is not None and step.begun and step.left and is_sharded(self.model):
             raise SettingsError(
@@ -323,19 +340,22 @@ class ElasticTrainer:
         if cuts is not None:
             cuts.close()  # or it would keep DDP from averaging until an exception lets go of it
         self.model.zero_grad(set_to_none=True)
-        self._scale.forget()
+        self._scale.discard_step()
         if self._meter is not None:
-            self._meter.forget()
+            self._meter.discard_step()
 
     # --- The batch. ---
 
     def resize(self, global_batch: int) -> None:
         """Use another global batch, as soon as what the ranks' loaders have read ahead is trained.
 
-        Every rank must call it after the same step. With a sampler the ranks agree on when by one small exchange.
+        Every rank must call it after the same step. With a sampler the ranks agree on when by a small exchange.
+
+        Args:
+            global_batch: samples of a step.
         """
         if self.sampler is None:
-            self._scaling.resize(global_batch, self.noise)
+            self._scaling.set_batch(global_batch, self.noise)
             return
         with self.sampler.hold() as handed:
             places = exchange([handed], self._group, self._device)
@@ -344,7 +364,7 @@ class ElasticTrainer:
     # --- State. ---
 
     def state_dict(self) -> dict[str, Any]:
-        """What must survive beside model, optimizer and sampler; the same on every rank."""
+        """Return what must survive beside model, optimizer and sampler; the same on every rank."""
         return {
             "version": _VERSION,
             "asked": self._asked,
@@ -358,18 +378,18 @@ class ElasticTrainer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, also in another world. Load the sampler's state as well.
 
-        As with the sampler, a `global_batch` argument that is not the one of the saved run holds from here on.
+        As with the sampler, a `global_batch` argument other than the saved run's holds from here on.
 
         Raises:
             ProtocolError: it is of another version of EDL.
         """
         if state.get("version") != _VERSION:
             raise ProtocolError(f"a trainer's state of version {state.get('version')!r}: this EDL reads {_VERSION}")
-        self._forget()
+        self._drop_step()
         self._scaling.load_state_dict(state["scaling"])
         self.noise.load_state_dict(state["noise"])
         if self.sampler is None and state["asked"] != self._asked:
-            self._scaling.resize(self._asked, self.noise)
+            self._scaling.set_batch(self._asked, self.noise)
         self._scale.load_state_dict(state["scaler"])
         for part, saved in ((self.schedule, state["schedule"]), (self._tuner, state["tuner"])):
             if part is not None and saved is not None:
@@ -382,8 +402,8 @@ class ElasticTrainer:
         return self._parameters[0].device
 
     def _updated(self) -> list[Tensor]:
-        """The optimizer's parameters."""
-        return [one for group in self.optimizer.param_groups for one in group["params"]]
+        """Return the optimizer's parameters."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _check_least_rows(self) -> None:
         """Let no rank, and no micro-batch, have a single row where the model normalizes over rows.
@@ -391,22 +411,26 @@ class ElasticTrainer:
         Raises:
             SettingsError: some would all the same.
         """
-        self._least, self._strict = least_rows(self.model), fails_with_one_row(self.model)
+        self._least = least_rows(self.model)
+        self._strict = fails_with_one_row(self.model)
         if self.sampler is not None:
             self.sampler.require_rows(self._least)
         if not self._strict:
             return
         if self.max_micro_batch is not None and self.max_micro_batch < 3:  # three rows are cut into two and one
             raise SettingsError(f"max_micro_batch={self.max_micro_batch}: some would be of one row, and {ONE_ROW}")
-        one = self.sampler
-        if one is not None and (one.asked == 1 or (one.tail == "keep" and one.length % one.asked == 1)):
+        sampler = self.sampler
+        if sampler is not None and (
+            sampler.asked == 1 or (sampler.tail == "keep" and sampler.length % sampler.asked == 1)
+        ):
             raise SettingsError(
-                f"of {one.length} samples in batches of {one.asked} the last batch of an epoch has one, and {ONE_ROW}. "
+                f"of {sampler.length} samples in batches of {sampler.asked} the last batch of an epoch has one, "
+                f"and {ONE_ROW}. "
                 'Choose ElasticSampler(tail="drop") or tail="pad", or another global_batch'
             )
 
-    def _waited(self, began: float) -> None:
-        """Gradients were synchronized since `began`. On a GPU the host's clock tells when kernels were started."""
+    def _record_sync(self, began: float) -> None:
+        """Record synchronization of gradients since `began`. On a GPU the host's clock tells when kernels start."""
         if self._device.type == "cpu":
             self._status_page.add_sync_wait(time.perf_counter() - began)
 
@@ -418,5 +442,5 @@ class ElasticTrainer:
         )
         if self.sampler is None:
             return begin_counted_step(given, given if rows is None else rows, how, self._group, self._device)
-        self._scaling.resize(self.sampler.global_batch, self.noise)
+        self._scaling.set_batch(self.sampler.global_batch, self.noise)
         return begin_sampled_step(given, rows, self.sampler, how, self._group, self._device)

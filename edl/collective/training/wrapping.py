@@ -1,4 +1,4 @@
-"""What a training loop must know of how its module averages gradients: by itself (DDP, FSDP), or not at all."""
+"""How a module averages gradients: by itself (DDP, FSDP), or not at all."""
 
 from __future__ import annotations
 
@@ -30,22 +30,24 @@ def check_wrapping(module: nn.Module, group: dist.ProcessGroup | None, *, accumu
     """Refuse a module whose gradients would be averaged twice, in part, or over other ranks than `group`.
 
     Args:
+        module: as the user wrapped it.
+        group: the process group of the ranks, torch's default group if None.
         accumulates: a step may have several micro-batches.
 
     Raises:
-        SettingsError: it is such a one; the message says what to wrap.
+        SettingsError: it is such a module; the message says what to wrap.
     """
     own = layers(module)
-    inside = [one for one in module.modules() if all(one is not layer for layer in own)]
-    if any(isinstance(one, DistributedDataParallel) for one in inside):
+    inside = [part for part in module.modules() if all(part is not layer for layer in own)]
+    if any(isinstance(part, DistributedDataParallel) for part in inside):
         raise SettingsError(
             "a part of the model is wrapped in DistributedDataParallel, which would average its gradients once more: "
             "wrap the whole model, and give ElasticTrainer what comes of it"
         )
-    if any(type(one).__name__ == "FullyShardedDataParallel" for one in inside):
+    if any(type(part).__name__ == "FullyShardedDataParallel" for part in inside):
         raise SettingsError("FullyShardedDataParallel is not supported: use torch.distributed.fsdp.fully_shard")
-    whole = any(isinstance(one, FSDPModule) for one in own)
-    if not whole and any(isinstance(one, DTensor) for one in module.parameters()):
+    whole = any(isinstance(part, FSDPModule) for part in own)
+    if not whole and any(isinstance(part, DTensor) for part in module.parameters()):
         raise SettingsError(
             "parts of the model are sharded, but not by fully_shard of the whole, which averages what is in none of "
             "them: call fully_shard(model), too, after its parts"
@@ -58,22 +60,26 @@ def check_wrapping(module: nn.Module, group: dist.ProcessGroup | None, *, accumu
                 "of just these (fully_shard, or HSDP over all of them). Tensor, pipeline and context parallelism are "
                 "not supported"
             )
-    for one in own:
-        if not isinstance(one, DistributedDataParallel):
+    for part in own:
+        if not isinstance(part, DistributedDataParallel):
             continue
-        if one.static_graph and accumulates:
+        if part.static_graph and accumulates:
             raise SettingsError(
                 "DistributedDataParallel(static_graph=True) fails where a step has several micro-batches: leave out "
                 "static_graph, or max_micro_batch, AdaScale and auto"
             )
-        if _ranks(one.process_group) != _ranks(group):
+        if _ranks(part.process_group) != _ranks(group):
             raise SettingsError(
                 "DistributedDataParallel averages over other ranks than ElasticTrainer counts: pass both the same group"
             )
 
 
 def check_averaged(updated: Iterable[Tensor], parameters: Iterable[Tensor]) -> None:
-    """Refuse an optimizer that updates what is not among the `parameters` of the module.
+    """Refuse an optimizer that updates what is no parameter of the module.
+
+    Args:
+        updated: the optimizer's parameters.
+        parameters: of the module.
 
     Raises:
         SettingsError: it does.
@@ -87,32 +93,32 @@ def check_averaged(updated: Iterable[Tensor], parameters: Iterable[Tensor]) -> N
 
 
 def averages_itself(module: nn.Module) -> bool:
-    """Whether the backward of `module` averages gradients over the ranks, so that every rank needs one."""
-    return any(isinstance(one, (DistributedDataParallel, FSDPModule)) for one in layers(module))
+    """Return whether the backward of a module averages gradients over the ranks, so that all ranks need it."""
+    return any(isinstance(part, (DistributedDataParallel, FSDPModule)) for part in layers(module))
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether parts of `module` live on other ranks."""
-    return any(isinstance(one, FSDPModule) for one in module.modules())
+    """Return whether parts of a module are on other ranks."""
+    return any(isinstance(part, FSDPModule) for part in module.modules())
 
 
 def in_lockstep(module: nn.Module) -> bool:
-    """Whether the forward of `module` waits for the other ranks, so that all must run as many micro-batches."""
-    return any(isinstance(one, (FSDPModule, nn.SyncBatchNorm)) for one in module.modules())
+    """Return whether the forward of a module waits for other ranks, so that all must run as many micro-batches."""
+    return any(isinstance(part, (FSDPModule, nn.SyncBatchNorm)) for part in module.modules())
 
 
 def least_rows(module: nn.Module) -> int:
-    """Return how many rows a micro-batch should have: two where `module` normalizes by the variance of one rank's."""
+    """Return how many rows a micro-batch should have: two where a module normalizes by the rank's own variance."""
     return 2 if any(map(_is_local_norm, module.modules())) else 1
 
 
 def fails_with_one_row(module: nn.Module) -> bool:
-    """Return whether `module` normalizes rows without further dimensions, so that one row has no variance.
+    """Return whether a module normalizes rows without further dimensions, so that a single row has no variance.
 
-    Images have pixels to take it over: with BatchNorm2d one row is a poor estimate, and no error.
+    Images have pixels to take it over: with BatchNorm2d a single row is a poor estimate, and no error.
     """
     return any(
-        _is_local_norm(one) and not isinstance(one, (nn.BatchNorm2d, nn.BatchNorm3d)) for one in module.modules()
+        _is_local_norm(part) and not isinstance(part, (nn.BatchNorm2d, nn.BatchNorm3d)) for part in module.modules()
     )
 
 
@@ -122,24 +128,24 @@ def _is_local_norm(module: nn.Module) -> bool:
 
 @contextmanager
 def without_averaging(module: nn.Module) -> Iterator[None]:
-    """Forward and backward passes in the block only accumulate gradients on this rank."""
-    for one in layers(module):
-        if isinstance(one, DistributedDataParallel):
-            with one.no_sync():
+    """Let forward and backward passes in the block only accumulate gradients on this rank."""
+    for part in layers(module):
+        if isinstance(part, DistributedDataParallel):
+            with part.no_sync():
                 yield
             return
-        if isinstance(one, FSDPModule):
-            one.set_requires_gradient_sync(False)
+        if isinstance(part, FSDPModule):
+            part.set_requires_gradient_sync(False)
             try:
                 yield
             finally:
-                one.set_requires_gradient_sync(True)
+                part.set_requires_gradient_sync(True)
             return
     yield
 
 
 def _is_sharded_over(parameter: DTensor, ranks: list[int]) -> bool:
-    """Whether a parameter is as `fully_shard` makes it over these ranks: sharded over all, or over replicas (HSDP).
+    """Return whether a parameter is as `fully_shard` makes it over these ranks: sharded over all, or HSDP.
 
     `fully_shard` of what is parallel in another way adds its dimension in front: (Shard, ...), and never (Replicate,
     Shard), which is HSDP's.
@@ -151,5 +157,5 @@ def _is_sharded_over(parameter: DTensor, ranks: list[int]) -> bool:
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:
-    """Of all processes, those in the group."""
+    """Return the global ranks of a group."""
     return dist.get_process_group_ranks(group or dist.group.WORLD)

@@ -1,4 +1,4 @@
-"""How noisy gradients are: estimates from the groups of samples that one optimizer step consists of anyway.
+"""The noise of gradients, estimated from the groups of samples that an optimizer step consists of anyway.
 
 With G the true gradient and Σ the covariance of one sample's gradient, a mean over n samples has the expected squared
 norm |G|² + tr(Σ)/n. McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, appendix A.1, solve this for
@@ -20,12 +20,12 @@ from dataclasses import dataclass
 
 __all__ = ["GradientGroups", "GradientNoise"]
 
-_MEMORY_STEPS = 100.0
+_MEMORY_STEPS = 100.0  # the noise changes over epochs; an estimate from fewer steps is itself too noisy
 
 
 @dataclass(frozen=True)
 class GradientGroups:
-    """What one optimizer step says of the noise.
+    """Squared norms of gradients in an optimizer step.
 
     Attributes:
         count: groups with at least one sample, k.
@@ -41,11 +41,11 @@ class GradientGroups:
 
     @property
     def usable(self) -> bool:
-        """Whether they say anything: at least two groups, and finite gradients."""
+        """Whether they allow an estimate: at least two groups, and finite gradients."""
         return self.count > 1 and math.isfinite(self.weighted_square) and math.isfinite(self.square)
 
     def estimate(self) -> tuple[float, float]:
-        """(tr Σ, |G|²), unbiased; the second may be below zero."""
+        """Return estimates of tr Σ and |G|², unbiased; the second may be below zero."""
         variance = max(self.weighted_square - self.samples * self.square, 0.0) / (self.count - 1)
         return variance, self.square - variance / self.samples
 
@@ -55,7 +55,7 @@ class GradientNoise:
     """Averages of the estimates over recent steps; the ratio of averages, since the average of ratios is biased.
 
     Attributes:
-        variance: tr Σ, of one sample's gradient.
+        variance: tr Σ, of a single sample's gradient.
         square: |G|², of the true gradient.
         steps: that were averaged over, at most the memory of 100.
     """
@@ -64,8 +64,12 @@ class GradientNoise:
     square: float = 0.0
     steps: float = 0.0
 
-    def add(self, groups: GradientGroups) -> None:
-        """Take in one step, if it says anything."""
+    def add_step(self, groups: GradientGroups) -> None:
+        """Take a step into the averages, if it allows an estimate.
+
+        Args:
+            groups: of the step.
+        """
         if not groups.usable:
             return
         variance, square = groups.estimate()
@@ -89,19 +93,31 @@ class GradientNoise:
         return math.inf if self.variance > 0 else 0.0
 
     def gain(self, batch: int, base_batch: int) -> float:
-        """How many steps with `base_batch` one with `batch` is worth: 1 without noise, batch/base_batch with only it.
+        """Return how many steps with the base batch a step with another batch is worth.
+
+        From 1, without noise, to batch/base_batch, with nothing but noise.
 
         Johnson et al., "AdaScale SGD", ICML 2020, the gain ratio: r = (σ² + μ²)/(σ²/S + μ²), where
         σ² = tr(Σ)/base_batch, μ² = |G|², S = batch/base_batch.
+
+        Args:
+            batch: samples of a step.
+            base_batch: samples of a step that the learning rate was chosen for.
         """
         square = max(self.square, 0.0)
         top, bottom = self.variance / base_batch + square, self.variance / batch + square
         return top / bottom if bottom > 0 else 1.0
 
     def state_dict(self) -> dict[str, float]:
-        """Plain numbers."""
+        """Return plain numbers."""
         return {"variance": self.variance, "square": self.square, "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from there, whatever the batch and the world are now: the averages are of one sample's gradient."""
-        self.variance, self.square, self.steps = (float(state[key]) for key in ("variance", "square", "steps"))
+        """Go on with saved averages, with any batch and world: they are of a single sample's gradient.
+
+        Args:
+            state: as `state_dict` returned it.
+        """
+        self.variance = float(state["variance"])
+        self.square = float(state["square"])
+        self.steps = float(state["steps"])

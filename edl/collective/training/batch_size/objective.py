@@ -16,8 +16,8 @@ from edl.errors import SettingsError
 
 __all__ = ["AutoBatch", "BatchSizeDecision", "choose_batch_size", "micro_batch_shape", "statistical_efficiency"]
 
-_LEAST_EFFICIENCY = 0.5
-_GROWTH = 2.0
+_LEAST_EFFICIENCY = 0.5  # of samples in a batch that is tried only to measure it: half of them would be wasted
+_GROWTH = 2.0  # of the batch at a change: farther away the model of step times was never seen to hold
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,10 @@ class AutoBatch:
     """Lets the trainer choose the global batch.
 
     Attributes:
-        least, most: bounds of the global batch.
-        every_steps: how often to think about it.
-        margin: by how much the goodput must be better than now's for a change.
+        least: samples of the smallest global batch.
+        most: samples of the largest global batch.
+        every_steps: after how many steps to decide again.
+        margin: by which part the goodput must be better than the present for a change.
     """
 
     least: int
@@ -43,7 +44,13 @@ class AutoBatch:
 
 
 def statistical_efficiency(noise_scale: float, batch: int, base_batch: int) -> float:
-    """Progress of one sample in a batch of `batch`, relative to one in a batch of `base_batch`."""
+    """Return the progress that a sample makes, relative to a sample in the base batch.
+
+    Args:
+        noise_scale: of the gradients, in samples; may be infinite.
+        batch: samples of a step.
+        base_batch: samples of a step that the learning rate was chosen for.
+    """
     if math.isinf(noise_scale):
         return 1.0
     return (noise_scale + base_batch) / (noise_scale + batch)
@@ -51,7 +58,12 @@ def statistical_efficiency(noise_scale: float, batch: int, base_batch: int) -> f
 
 @dataclass(frozen=True)
 class BatchSizeDecision:
-    """The global batch from now on, and why, in one line."""
+    """A decision about the global batch.
+
+    Attributes:
+        batch: samples from now on.
+        reason: for the log, in a line.
+    """
 
     batch: int
     reason: str
@@ -69,13 +81,20 @@ def choose_batch_size(
 ) -> BatchSizeDecision:
     """Choose the global batch with the largest goodput that the model predicts.
 
-    It never more than doubles at once, since the model is fitted to what was seen. As long as only one micro-batch size
+    It never more than doubles at once, since the model is fitted to what was seen. As long as a single micro-batch size
     was seen, which cannot tell a step's fixed cost from that of its rows, it is doubled where that wastes little.
 
     Args:
+        settings: the bounds.
+        measured: step times, in several settings.
         noise_scale: in samples, None if not known yet.
-        batch: the present one.
-        max_micro_batch: the smallest of all ranks'.
+        batch: samples of a step now.
+        base_batch: samples of a step that the learning rate was chosen for.
+        world: the number of ranks.
+        max_micro_batch: the smallest of all ranks.
+
+    Returns:
+        The batch, and the reason.
     """
     inside = min(max(batch, settings.least), settings.most)
     if inside != batch:
@@ -87,7 +106,7 @@ def choose_batch_size(
         return BatchSizeDecision(batch, f"batch {batch} stays: no {missing} measured yet")
     limit = min(settings.most, max(int(batch * _GROWTH), world))
     phi = f"noise scale {noise_scale:.4g}"
-    if len({(one.rows, one.parts) for one in measured}) < 2 and limit > batch:
+    if len({(step.rows, step.parts) for step in measured}) < 2 and limit > batch:
         worth = statistical_efficiency(noise_scale, limit, batch)
         if worth < _LEAST_EFFICIENCY + 0.1:
             return BatchSizeDecision(
@@ -120,9 +139,14 @@ def choose_batch_size(
 
 
 def micro_batch_shape(batch: int, world: int, max_micro_batch: int | None) -> tuple[int, int]:
-    """(rows of a micro-batch, micro-batches) of the rank that has most.
+    """Return the rows of a micro-batch and the number of micro-batches, on the rank that has most.
 
-    A single rank makes at least two micro-batches: with one group of samples, noise could not be measured.
+    A single rank makes at least two micro-batches: with a single group of samples, noise could not be measured.
+
+    Args:
+        batch: samples of a step.
+        world: the number of ranks.
+        max_micro_batch: samples that fit into the ranks' memory, None for no limit.
     """
     rows = -(-batch // world)
     parts = -(-rows // max_micro_batch) if max_micro_batch else 1
@@ -132,7 +156,7 @@ def micro_batch_shape(batch: int, world: int, max_micro_batch: int | None) -> tu
 
 
 def _candidates(least: int, most: int, batch: int, world: int, max_micro_batch: int | None) -> list[int]:
-    """Sizes between the bounds, about a tenth apart, and those that fill the ranks' memory exactly."""
+    """Return sizes between the bounds, about a tenth apart, and sizes that fill the ranks' memory exactly."""
     sizes = {least, batch, most}
     size = float(least)
     while size < most:

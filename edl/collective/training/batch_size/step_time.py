@@ -26,18 +26,18 @@ from edl.errors import SettingsError
 
 __all__ = ["LoaderTime", "StepMeasurement", "StepTime", "fit_loader_time", "fit_step_time"]
 
-_GAMMAS = (1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
-_FARTHEST = 20.0  # of logarithms, from the start of the search
+_GAMMAS = (1.0, 1.5, 2.0, 3.0, 5.0, 10.0)  # Pollux's range; between neighbours a predicted time differs by percents
+_FARTHEST = 20.0  # of logarithms, from the start of the search: e^20 is beyond any cost, and far from overflow
 _NO_WAIT = 0.02
 """Of a step: what the loop itself needs between two steps, so that a shorter wait is no loader's."""
 
 
 @dataclass(frozen=True)
 class StepMeasurement:
-    """How long steps took in one setting.
+    """How long steps took in a setting.
 
     Attributes:
-        world: ranks.
+        world: the number of ranks.
         rows: of a micro-batch, on the rank that has most.
         parts: micro-batches of a step, on the rank that has most.
         seconds: of a step, on the slowest rank; the median of several.
@@ -58,7 +58,15 @@ class StepMeasurement:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The fitted model: a, b, c, d and g of the formula, the first four in seconds."""
+    """The fitted model of the formula.
+
+    Attributes:
+        fixed_s: a, in seconds.
+        row_s: b, in seconds.
+        sync_s: c, in seconds.
+        rank_s: d, in seconds.
+        gamma: g.
+    """
 
     fixed_s: float
     row_s: float
@@ -67,7 +75,13 @@ class StepTime:
     gamma: float = 1.0
 
     def seconds(self, world: int, rows: float, parts: int) -> float:
-        """Of one optimizer step, in which each of `world` ranks computes `parts` micro-batches of `rows` rows."""
+        """Return the seconds of an optimizer step.
+
+        Args:
+            world: the number of ranks.
+            rows: of a micro-batch.
+            parts: micro-batches of a rank.
+        """
         table = np.array([[world], [rows], [parts], [0.0]], dtype=np.float64)
         return float(_times(table, [self.fixed_s, self.row_s, self.sync_s, self.rank_s], self.gamma)[0])
 
@@ -77,6 +91,8 @@ class LoaderTime:
     """How long a rank's loader needs for its share of a batch, in seconds: p and q of the formula.
 
     Attributes:
+        fixed_s: p.
+        row_s: q.
         ahead: it reads while a step computes.
     """
 
@@ -85,36 +101,44 @@ class LoaderTime:
     ahead: bool = False
 
     def waited_s(self, share: float, step_s: float) -> float:
-        """Return the wait for a share of so many rows, beside a step that takes `step_s`."""
+        """Return the wait for a batch, in seconds.
+
+        Args:
+            share: rows of the rank's share.
+            step_s: seconds of a step.
+        """
         needed_s = self.fixed_s + self.row_s * share
         return max(0.0, needed_s - step_s) if self.ahead else needed_s
 
 
 def fit_loader_time(measured: Sequence[StepMeasurement]) -> LoaderTime:
-    """Find the loader that explains the measured waits best. One of a single share costs as much for every row.
+    """Find the loader that explains the measured waits best. From a single share, all rows cost the same.
 
-    Where several explain them as well, the one that promises least for larger batches is taken.
+    Where several explain them as well, the loader that promises least for larger batches is taken.
+
+    Args:
+        measured: steps, in several settings.
     """
     if not measured:
         return LoaderTime()
     found: list[tuple[float, float, LoaderTime]] = []
-    largest = max(measured, key=lambda one: one.share)
+    largest = max(measured, key=lambda step: step.share)
     for ahead in (False, True):
         # A loader that reads ahead and is not waited for needs at most a step: that says nothing more.
-        telling = [one for one in measured if not ahead or one.waited_s > _NO_WAIT * one.seconds]
-        points = [(one.share, one.waited_s + (one.seconds if ahead else 0.0)) for one in telling]
+        telling = [step for step in measured if not ahead or step.waited_s > _NO_WAIT * step.seconds]
+        points = [(step.share, step.waited_s + (step.seconds if ahead else 0.0)) for step in telling]
         for model in _lines(points, ahead=ahead):
             errors = [
-                np.log((one.seconds + model.waited_s(one.share, one.seconds)) / (one.seconds + one.waited_s))
-                for one in measured
+                np.log((step.seconds + model.waited_s(step.share, step.seconds)) / (step.seconds + step.waited_s))
+                for step in measured
             ]
             doubled_s = model.waited_s(2 * largest.share, 2 * largest.seconds)
             found.append((round(float(np.square(errors).mean()), 5), -doubled_s, model))
-    return min(found, key=lambda one: one[:2])[2]
+    return min(found, key=lambda candidate: candidate[:2])[2]
 
 
 def _lines(points: list[tuple[int, float]], *, ahead: bool) -> list[LoaderTime]:
-    """Lines through points of (rows, seconds) with no number below zero: by least squares, and through the origin."""
+    """Return lines through points of (rows, seconds), by least squares and through the origin, not below 0."""
     if not points:
         return [LoaderTime(ahead=ahead)]
     rows, seconds = np.array(points, dtype=np.float64).T
@@ -129,24 +153,27 @@ def _lines(points: list[tuple[int, float]], *, ahead: bool) -> list[LoaderTime]:
 
 
 def fit_step_time(measured: Sequence[StepMeasurement]) -> StepTime:
-    """The model that explains the measured times best; what they say nothing about is taken to cost nothing.
+    """Find the model that explains the measured times best; what they do not tell is taken to cost nothing.
+
+    Args:
+        measured: steps, in several settings.
 
     Raises:
         SettingsError: there is no measurement.
     """
     if not measured:
         raise SettingsError("no step was measured yet")
-    worlds = {one.world for one in measured if one.world > 1}
-    several = len({(one.rows, one.parts) for one in measured}) > 1
+    worlds = {step.world for step in measured if step.world > 1}
+    several = len({(step.rows, step.parts) for step in measured}) > 1
     free = np.array([several, True, bool(worlds), len(worlds) > 1])
-    table = np.array([(one.world, one.rows, one.parts, one.seconds) for one in measured], dtype=np.float64).T
+    table = np.array([(step.world, step.rows, step.parts, step.seconds) for step in measured], dtype=np.float64).T
     fits = [_search(table, gamma, start, free) for gamma in (_GAMMAS if worlds else (1.0,)) for start in _starts(table)]
     _, model = min(fits, key=lambda found: found[0])
     return model
 
 
 def _starts(table: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float64]]:
-    """Where to search from: most of the shortest micro-batch is spent on its rows, or little of it."""
+    """Return where to search from: most of the shortest micro-batch is spent on its rows, or little of it."""
     _, rows, parts, seconds = table
     shortest = float((seconds / parts).min())
     return [
@@ -158,7 +185,7 @@ def _starts(table: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float64]]:
 def _search(
     table: npt.NDArray[np.float64], gamma: float, start: npt.NDArray[np.float64], free: npt.NDArray[np.bool_]
 ) -> tuple[float, StepTime]:
-    """Levenberg and Marquardt's method over the logarithms of the free numbers, which keeps them above zero."""
+    """Minimize by Levenberg and Marquardt's method over logarithms of the free numbers, which keeps them above zero."""
 
     def numbers(logs: npt.NDArray[np.float64]) -> list[float]:
         # What costs nothing would otherwise run away to minus infinity, where the slopes vanish.
@@ -187,7 +214,7 @@ def _search(
 
 
 def _times(table: npt.NDArray[np.float64], numbers: list[float], gamma: float) -> npt.NDArray[np.float64]:
-    """`StepTime.seconds` of every column of (world, rows, parts, ...)."""
+    """Return `StepTime.seconds` of every column of (world, rows, parts, ...), shape (4, steps)."""
     world, rows, parts, _ = table
     fixed_s, row_s, sync_s, rank_s = numbers
     grad = fixed_s + row_s * rows

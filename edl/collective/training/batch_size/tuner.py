@@ -1,4 +1,4 @@
-"""The automatic batch of one run: measures its steps, asks `goodput`, and says what was decided."""
+"""The automatic batch of a run: measures its steps, asks `objective` for the best batch, and logs the decision."""
 
 from __future__ import annotations
 
@@ -25,12 +25,19 @@ __all__ = ["BatchSizeTuner", "RunState"]
 
 logger = logging.getLogger("edl.collective")
 
-_KEPT = 32
+_KEPT = 32  # settings whose times are kept: the oldest are of batches long left behind, and a fit takes longer
 
 
 @dataclass(frozen=True)
 class RunState:
-    """The run as it is: ranks, their global batch, what fits into this rank's memory, the gradients' noise."""
+    """A run at a step.
+
+    Attributes:
+        world: the number of ranks.
+        batch: samples of a step.
+        max_micro_batch: samples that fit into this rank's memory, None for no limit.
+        noise: of the gradients.
+    """
 
     world: int
     batch: int
@@ -39,26 +46,42 @@ class RunState:
 
 
 class BatchSizeTuner:
-    """Collects step times between two decisions. Everything saved is the same on every rank."""
+    """Collects step times between two decisions. All that is saved is the same on every rank.
+
+    Args:
+        settings: the bounds.
+        base_batch: samples of a step that the learning rate was chosen for.
+    """
 
     def __init__(self, settings: AutoBatch, base_batch: int) -> None:
-        self.settings, self.base_batch = settings, base_batch
+        self.settings = settings
+        self.base_batch = base_batch
         self._steps = 0
         self._setting = (0, 0)  # world and batch that the times are of
         self._seconds: list[float] = []  # of this rank, since the last decision or change
         self._waits: list[float] = []
         self._measured: dict[tuple[int, int, int], tuple[float, float]] = {}
 
-    def waited(self, seconds: float) -> None:
-        """Take in how long this rank waited between two steps, for its next batch."""
+    def record_wait(self, seconds: float) -> None:
+        """Record how long this rank waited between two steps, for its next batch.
+
+        Args:
+            seconds: of the wait.
+        """
         self._waits.append(seconds)
 
-    def stepped(
+    def record_step(
         self, now: RunState, seconds: float | None, group: dist.ProcessGroup | None, device: torch.device
     ) -> int:
-        """One more step is finished; it took `seconds` on this rank, None if that is not to be counted.
+        """Record a finished step, and now and then decide on the batch.
 
-        Every rank must call it after every step. Now and then they tell each other what they measured.
+        A collective: all ranks call it after every step.
+
+        Args:
+            now: the run at this step.
+            seconds: that the step took on this rank, None if that is not to be counted.
+            group: the process group of the ranks.
+            device: from which the group's backend can send.
 
         Returns:
             The global batch from now on, the same on every rank.
@@ -108,11 +131,15 @@ class BatchSizeTuner:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers."""
+        """Return plain numbers."""
         return {"steps": self._steps, "measured": [[*key, *times] for key, times in self._measured.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; what was measured in other worlds goes on counting."""
+        """Go on with saved measurements, also of other worlds.
+
+        Args:
+            state: as `state_dict` returned it.
+        """
         self._steps = int(state["steps"])
         self._clear()
         self._measured = {}

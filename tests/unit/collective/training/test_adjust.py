@@ -31,7 +31,7 @@ def test_base_batch_needs_no_policy(policy: Policy) -> None:
     scaling = RateScaling(policy, base_batch=64, batch=64)
     for _ in range(3):
         assert scaling.factor(HALF) == pytest.approx(1.0)
-        scaling.trained(64, HALF)
+        scaling.count_step(64, HALF)
     assert scaling.progress == pytest.approx(scaling.samples) == 192
 
 
@@ -41,30 +41,30 @@ def test_warm_up_only_for_larger_rates() -> None:
     factors = []
     for _ in range(4):
         factors.append(scaling.factor(UNKNOWN))
-        scaling.trained(400, UNKNOWN)
+        scaling.count_step(400, UNKNOWN)
     assert factors == pytest.approx([1.0, 2.2, 3.4, 4.0])
-    scaling.resize(200, UNKNOWN)
+    scaling.set_batch(200, UNKNOWN)
     assert scaling.factor(UNKNOWN) == 2.0
-    scaling.resize(600, UNKNOWN)
+    scaling.set_batch(600, UNKNOWN)
     assert scaling.factor(UNKNOWN) == 2.0
-    scaling.trained(500, UNKNOWN)
+    scaling.count_step(500, UNKNOWN)
     assert scaling.factor(UNKNOWN) == pytest.approx(4.0)
 
 
 def test_second_change_goes_on_in_warm_up() -> None:
     """A second change within the warm up goes on from where it was."""
     scaling = RateScaling(Linear(1000), base_batch=100, batch=300)
-    scaling.trained(500, UNKNOWN)
-    scaling.resize(600, UNKNOWN)
+    scaling.count_step(500, UNKNOWN)
+    scaling.set_batch(600, UNKNOWN)
     assert scaling.factor(UNKNOWN) == pytest.approx(2.0)
 
 
 def test_adascale_progress_is_invariant() -> None:
     """Progress of adascale is in scale invariant steps."""
     scaling = RateScaling(AdaScale(), base_batch=64, batch=256)
-    scaling.trained(256, HALF)
+    scaling.count_step(256, HALF)
     assert scaling.progress == pytest.approx(1.6 * 64)
-    scaling.trained(128, HALF)  # the last batch of an epoch counts in proportion
+    scaling.count_step(128, HALF)  # the last batch of an epoch counts in proportion
     assert scaling.progress == pytest.approx(2.4 * 64)
     assert scaling.samples == 384
 
@@ -82,9 +82,9 @@ def test_saved_run_goes_on_the_same(batches: list[int], stop: int) -> None:
     def run(scaling: RateScaling, sizes: list[int]) -> list[float]:
         factors = []
         for size in sizes:
-            scaling.resize(size, UNKNOWN)
+            scaling.set_batch(size, UNKNOWN)
             factors.append(scaling.factor(UNKNOWN))
-            scaling.trained(size, UNKNOWN)
+            scaling.count_step(size, UNKNOWN)
         return factors
 
     whole, first, second = (RateScaling(Linear(700), base_batch=64, batch=64) for _ in range(3))

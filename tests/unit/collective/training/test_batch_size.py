@@ -166,7 +166,7 @@ def test_tuner_remembers_and_logs(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "edl.collective"):
         for batch, tuner in ((64, first), (128, second)):
             now = RunState(1, batch, None, noise)
-            decided += [tuner.stepped(now, seconds, None, CPU) for seconds in (9.0, 0.060, 0.061)]
+            decided += [tuner.record_step(now, seconds, None, CPU) for seconds in (9.0, 0.060, 0.061)]
             second.load_state_dict(first.state_dict())
     assert decided == [64, 64, 128, 128, 128, 256]
     assert [record.message.split(":")[0] for record in caplog.records] == ["batch 64 -> 128", "batch 128 -> 256"]
@@ -177,7 +177,7 @@ def test_foreign_times_are_left_out() -> None:
     """Times of another batch and of no usual steps are left out."""
     tuner = BatchSizeTuner(AutoBatch(32, 1024, every_steps=4), 64)
     for batch, seconds in ((32, 9.0), (64, 1.0), (64, None), (64, 2.0)):
-        tuner.stepped(RunState(1, batch, 16, GradientNoise()), seconds, None, CPU)
+        tuner.record_step(RunState(1, batch, 16, GradientNoise()), seconds, None, CPU)
     assert tuner.state_dict() == {"steps": 4, "measured": [[1, 16, 4, 1.5, 0.0]]}
 
 
@@ -240,8 +240,8 @@ class SimulatedRun:
         for _ in range(80):
             step_s, waited_s = self.seconds(self.batch)
             if self.tells_waits:
-                self.tuner.waited(waited_s)
-            self.batch = self.tuner.stepped(
+                self.tuner.record_wait(waited_s)
+            self.batch = self.tuner.record_step(
                 RunState(1, self.batch, None, self.noise), step_s, None, torch.device("cpu")
             )
         return self.batch

@@ -38,7 +38,7 @@ def test_estimates_are_unbiased(sizes: list[int]) -> None:
 def test_averages_find_the_noise_scale() -> None:
     random, noise = np.random.default_rng(2), GradientNoise()
     for _ in range(400):
-        noise.add(groups_of([4, 4, 4, 3], random))
+        noise.add_step(groups_of([4, 4, 4, 3], random))
     assert noise.scale == pytest.approx(VARIANCE / SQUARE, rel=0.15)
 
 
@@ -46,7 +46,7 @@ def test_averages_follow_a_change() -> None:
     noise = GradientNoise()
     for square in (1.0, 9.0):
         for _ in range(500):
-            noise.add(GradientGroups(2, 8, weighted_square=8 * square + 4.0, square=square))
+            noise.add_step(GradientGroups(2, 8, weighted_square=8 * square + 4.0, square=square))
     assert noise.variance == pytest.approx(4.0)
     assert noise.square == pytest.approx(9.0 - 4.0 / 8, rel=0.02)
 
@@ -56,7 +56,7 @@ def test_averages_follow_a_change() -> None:
 )
 def test_what_says_nothing_is_left_out(groups: GradientGroups) -> None:
     noise = GradientNoise()
-    noise.add(groups)
+    noise.add_step(groups)
     assert not noise.known
 
 

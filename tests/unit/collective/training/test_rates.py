@@ -96,11 +96,11 @@ def test_too_large_batch_is_reported(caplog: pytest.LogCaptureFixture) -> None:
 def test_both_rules_may_warm_up(policy: Policy, wanted: float) -> None:
     """LARS takes the linear rule with a warm-up, LAMB the square root rule with one."""
     scaling, noise = RateScaling(policy, 64, 64), GradientNoise()
-    scaling.resize(256, noise)
+    scaling.set_batch(256, noise)
     assert scaling.factor(noise) == 1.0
-    scaling.trained(500, noise)
+    scaling.count_step(500, noise)
     assert scaling.factor(noise) == pytest.approx((1 + wanted) / 2)
-    scaling.trained(500, noise)
+    scaling.count_step(500, noise)
     assert scaling.factor(noise) == pytest.approx(wanted)
     assert math.isclose(RateScaling(SquareRoot(), 64, 256).factor(noise), 2.0), "at once, if nobody asks for a warm-up"
     with pytest.raises(SettingsError, match="warmup_samples=-1"):

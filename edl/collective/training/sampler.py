@@ -311,8 +311,8 @@ class ElasticSampler(Sampler[list[int]]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state, also with another world. Iterations under way end.
 
-        A `global_batch` argument that differs from the state's is the user's wish, and holds from here on; otherwise the
-        state's batch does, which `ElasticTrainer` may have changed.
+        A `global_batch` argument that differs from the state's is the user's wish, and holds from here on; otherwise
+        the state's batch does, which `ElasticTrainer` may have changed.
 
         Args:
             state: as `state_dict` returned it.

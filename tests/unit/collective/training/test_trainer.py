@@ -223,7 +223,7 @@ def test_host_waits_are_not_device_time() -> None:
     for device, told in (("cpu", True), ("meta", False)):
         model = nn.Linear(4, 1, device=device)
         trainer = ElasticTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), global_batch=8)
-        trainer._waited(0.0)
+        trainer._record_sync(0.0)
         assert (trainer._status_page.read_status().waited_s > 0) == told
 
 

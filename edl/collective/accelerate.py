@@ -69,7 +69,7 @@ class ElasticLoop:
     def epochs(self, count: int) -> Iterator[int]:
         """Restore the newest state there is, and go through the epochs that are left.
 
-        When the last one has ended the state is saved once more, and stored. A loop that is left earlier keeps the
+        When the last one has ended the state is saved once more, and stored. A loop left earlier keeps the
         state that was saved last.
 
         Args:
@@ -101,7 +101,8 @@ class ElasticLoop:
                         f"epoch {place.epoch} is gone on with behind its first {place.batches} batches, and the script "
                         "did not call batches() in it: read it to its end, or leave the loop with break"
                     )
-                place.epoch, place.batches = place.epoch + 1, 0
+                place.epoch += 1
+                place.batches = 0
             if not place.finished:
                 place.finished = True
                 self._boundary.save_end(place.steps - 1)
@@ -112,7 +113,7 @@ class ElasticLoop:
         """Go through the batches of an epoch that are left, and save the state between steps.
 
         Args:
-            loader: that the accelerator prepared. Once in each epoch.
+            loader: that the accelerator prepared. Once in every epoch.
 
         Yields:
             A batch, as the loader gives it.
@@ -232,19 +233,27 @@ class _Place:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go there; what concerns the loader is compared when there is one."""
-        self.epoch, self.batches, self.steps = saved["epoch"], saved["batches"], saved["steps"]
-        self.iteration, self.finished = saved["iteration"], saved["finished"]
+        """Go to a saved place; what concerns the loader is compared when there is a loader."""
+        self.epoch = saved["epoch"]
+        self.batches = saved["batches"]
+        self.steps = saved["steps"]
+        self.iteration = saved["iteration"]
+        self.finished = saved["finished"]
         self._accelerator.step = saved["accumulation"]
         self._accumulated = saved["accumulated"]
-        self._draws, self._order, self._samples = saved["draws"], saved["order"], saved["samples"]
+        self._draws = saved["draws"]
+        self._order = saved["order"]
+        self._samples = saved["samples"]
         for loader, made in zip(self._accelerator._dataloaders, saved["workers"], strict=False):
             if made and not has_workers(loader):
                 make_workers_without_a_draw(loader)
 
     def begin(self, loader: Any) -> None:
         """An epoch begins: keep what its order is drawn from."""
-        self._order, self._samples, self._accumulated = self._describe(loader)
+        order, samples, accumulated = self._describe(loader)
+        self._order = order
+        self._samples = samples
+        self._accumulated = accumulated
         self.iteration = getattr(loader, "iteration", 0)
         self._loader = loader
         generator = _generator_of(loader)
@@ -255,7 +264,7 @@ class _Place:
         """Have the loader begin the epoch as it did.
 
         Raises:
-            SettingsError: a step trains another number of samples now, or the order of the data is another one.
+            SettingsError: a step trains another number of samples now, or the order of the data is another.
         """
         order, samples, accumulated = self._describe(loader)
         check_samples(
@@ -287,7 +296,7 @@ class _Place:
             generator.set_state(self._draws["generator"])
 
     def _describe(self, loader: Any) -> tuple[dict[str, Any], int, int]:
-        """Return the order of the data, the samples of a step, and the batches of one."""
+        """Return the order of the data, the samples of a step, and the batches of a step."""
         alone = self._accelerator.num_processes == 1
         drawn = alone or getattr(loader, "synchronized_generator", None) is not None
         order = order_of(loader, redrawn=drawn)

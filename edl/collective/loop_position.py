@@ -67,8 +67,11 @@ class BoundaryCheckpointer:
     def open(self, state: State) -> bool:
         """Restore the newest state there is.
 
+        Args:
+            state: to restore, and to save from now on.
+
         Returns:
-            Whether there was one.
+            Whether there was a saved state.
 
         Raises:
             SettingsError: another loop of this process has begun with what the job keeps.
@@ -87,7 +90,11 @@ class BoundaryCheckpointer:
         return restored
 
     def begin_step(self, last: int) -> None:
-        """Save the state after step `last`, if it was counted; and pause there if the agent asks for it."""
+        """Save the state after the last step, if it was counted; and pause there if the agent asks for it.
+
+        Args:
+            last: number of that step.
+        """
         if self._rng is not None:
             restore_random_states(self._rng)
             self._rng = None
@@ -100,7 +107,11 @@ class BoundaryCheckpointer:
         self._stepped = True
 
     def save_end(self, last: int) -> None:
-        """Save the state at the end of training, after step `last`, and have it stored."""
+        """Save the state at the end of training, and have it stored.
+
+        Args:
+            last: number of the last step.
+        """
         if self._checkpointer is not None:
             self._stepped = False
             self._checkpointer.save(last, force=True)
@@ -115,7 +126,13 @@ class BoundaryCheckpointer:
 
 
 def check_samples(saved: int, here: int, workers: int, remedy: str) -> None:
-    """See that a step trains as many samples as before.
+    """Check that a step trains as many samples as before.
+
+    Args:
+        saved: samples of a step when the state was saved.
+        here: samples of a step now.
+        workers: the number of ranks now.
+        remedy: what the user can do, for the error.
 
     Raises:
         SettingsError: it does not.
@@ -128,7 +145,11 @@ def check_samples(saved: int, here: int, workers: int, remedy: str) -> None:
 
 
 def check_order(saved: Any, here: Any) -> None:
-    """See that the data comes in the same order as before.
+    """Check that the data comes in the same order as before.
+
+    Args:
+        saved: what `order_of` returned when the state was saved.
+        here: what it returns now.
 
     Raises:
         SettingsError: it does not.
@@ -143,8 +164,11 @@ def check_order(saved: Any, here: Any) -> None:
 def make_workers_without_a_draw(loader: Any) -> None:
     """Have a loader whose workers persist leave random numbers as they are when it makes them again after a restart.
 
-    A loader draws a seed for its workers when it makes them: before each of its iterations, or where they persist only
-    before the first one, which was before the restart. What its sampler draws is drawn.
+    A loader draws a seed for its workers when it makes them: before every iteration, or where they persist only
+    before the first, which was before the restart. What its sampler draws is drawn.
+
+    Args:
+        loader: a `DataLoader`, or Accelerate's wrapper of it; others are left alone.
     """
     base = getattr(loader, "base_dataloader", loader)  # of the wrapper that Accelerate puts around it
     if not _keeps_workers(base):
@@ -164,7 +188,11 @@ def make_workers_without_a_draw(loader: Any) -> None:
 
 
 def has_workers(loader: Any) -> bool:
-    """Whether a loader has made workers that persist, here or before a restart."""
+    """Return whether a loader has made workers that persist, here or before a restart.
+
+    Args:
+        loader: a `DataLoader`, or Accelerate's wrapper of it.
+    """
     base = getattr(loader, "base_dataloader", loader)
     return _keeps_workers(base) and (base._iterator is not None or "_get_iterator" in vars(base))
 
@@ -177,12 +205,12 @@ def order_of(loader: Any, *, redrawn: bool = False) -> dict[str, Any]:
     """Return what the order of the data depends on.
 
     Args:
-        loader: a `DataLoader`, or what a library made of one; or any iterable, which must begin with the same batches
+        loader: a `DataLoader`, or what a library made of it; or any iterable, which must begin with the same batches
             whenever it is iterated over.
         redrawn: random numbers are put back to where the epoch began, so an order may be drawn from them.
 
     Raises:
-        SettingsError: the order is drawn anew in each process, so that it cannot be gone on with.
+        SettingsError: the order is drawn anew in every process, so that it cannot be gone on with.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return {"sampler": type(getattr(loader, "dataset", loader)).__name__}
@@ -206,7 +234,7 @@ def order_of(loader: Any, *, redrawn: bool = False) -> dict[str, Any]:
 
 
 def _is_function_of_epoch(sampler: Any) -> bool:
-    """Whether the order follows from the epoch, whatever is drawn elsewhere."""
+    """Return whether the order follows from the epoch alone, and not from what is drawn elsewhere."""
     inner = getattr(getattr(sampler, "dataset", None), "_sampler", None)  # Lightning's DistributedSamplerWrapper
     if inner is not None:
         return _is_function_of_epoch(inner)
@@ -215,15 +243,16 @@ def _is_function_of_epoch(sampler: Any) -> bool:
 
 
 def _is_drawn(sampler: Any) -> bool:
-    """Whether the order is drawn, once an epoch, from torch's generator or the sampler's own."""
+    """Return whether the order is drawn, once an epoch, from torch's generator or the sampler's own."""
     return isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
 
 
 class _Skipping:
-    """Passes an epoch's indices on without the first ones, which are drawn and left out; later epochs entirely."""
+    """Passes an epoch's indices on without the first, which are drawn and left out; later epochs entirely."""
 
     def __init__(self, inner: Any, count: int) -> None:
-        self._inner, self._count = inner, count
+        self._inner = inner
+        self._count = count
         self._iterator: Iterator[Any] | None = None
 
     def __len__(self) -> int:
@@ -251,9 +280,13 @@ class _Skipping:
 
 @contextmanager
 def skipping(loader: DataLoader[Any], count: int) -> Iterator[None]:
-    """Have the iterator that is made in the block begin behind the first `count` batches, which are not loaded.
+    """Let the iterator that is made in the block begin behind the first batches, which are not loaded.
 
     At the end of the block the loader has drawn what it would have drawn by then, in the same order.
+
+    Args:
+        loader: to iterate over in the block.
+        count: of batches to skip.
     """
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     inner = getattr(loader, name)

@@ -1,7 +1,7 @@
 """Hugging Face's `Trainer` under `edl run`: a callback that keeps all of its state in memory and goes on exactly there.
 
 The Trainer reads its position only before model and optimizer are prepared, from files. So its two methods that know of
-positions are wrapped: one says where the run begins, the other trains an epoch from there.
+positions are wrapped: the first says where the run begins, the other trains an epoch from there.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ElasticCallback(transformers.TrainerCallback):
         trainer.add_callback(ElasticCallback(trainer))
         trainer.train()
 
-    It serves one call of `train`. Parameters, the optimizer, the schedule, random numbers, the place in the data,
+    It serves a single call of `train`. Parameters, the optimizer, the schedule, random numbers, the place in the data,
     losses not logged yet, what the `Trainer` remembers of logs and metrics, and callbacks that are an `ExportableState`
     (early stopping) come back. A world of another size goes on if its steps train as many samples.
     """
@@ -80,8 +80,10 @@ class ElasticCallback(transformers.TrainerCallback):
         self._begin = (0, 0)
         self._evaluates_on_start = trainer.args.eval_on_start
         self._progress = _Progress(trainer)
-        self._init_training_state, trainer._init_training_state = trainer._init_training_state, self._find_beginning
-        self._run_epoch, trainer._run_epoch = trainer._run_epoch, self._train_epoch
+        self._init_training_state = trainer._init_training_state
+        trainer._init_training_state = self._find_beginning
+        self._run_epoch = trainer._run_epoch
+        trainer._run_epoch = self._train_epoch
         self._get_eval_dataloader = trainer.get_eval_dataloader
         trainer.get_eval_dataloader = self._find_eval_dataloader
 
@@ -115,7 +117,7 @@ class ElasticCallback(transformers.TrainerCallback):
         args.eval_on_start = self._evaluates_on_start
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save the state after the last step, before this one; and pause there if the agent asks for it."""
+        """Save the state after the last step, before the next; and pause there if the agent asks for it."""
         self._restored = False
         self._boundary.begin_step(state.global_step - 1)
 
@@ -151,7 +153,8 @@ class ElasticCallback(transformers.TrainerCallback):
         epoch, (first, updates) = kwargs["epoch"], self._begin
         if self._progress.finished or epoch < first:
             return
-        self._progress.epoch, self._progress.updates = epoch, updates if epoch == first else 0
+        self._progress.epoch = epoch
+        self._progress.updates = updates if epoch == first else 0
         if self._restored:
             kwargs["resume_from_checkpoint"] = _NO_FOLDER if epoch == first and updates else None
         kwargs["epochs_trained"] = first
@@ -198,7 +201,7 @@ class _Progress:
         """Go on from there.
 
         Raises:
-            SettingsError: a step trains another number of samples now, or the order of the data is another one.
+            SettingsError: a step trains another number of samples now, or the order of the data is another.
         """
         trainer = self._trainer
         check_samples(
@@ -216,7 +219,9 @@ class _Progress:
                 f"{self._asked[0]:g} and {self._asked[1]} are asked for: it cannot go on exactly. Begin another job "
                 "from the model that it left"
             )
-        self.epoch, self.updates, self.finished = saved["epoch"], saved["updates"], saved["finished"]
+        self.epoch = saved["epoch"]
+        self.updates = saved["updates"]
+        self.finished = saved["finished"]
         self.used_loaders = set(saved.get("loaders", ()))
         for name, value in saved["trainer_state"].items():
             setattr(trainer.state, name, value)
@@ -239,10 +244,11 @@ class _Progress:
 
 
 class _Losses:
-    """What one rank has not logged yet: a local field of the `State`."""
+    """What a rank has not logged yet: a local field of the `State`."""
 
     def __init__(self, trainer: Any, progress: _Progress) -> None:
-        self._trainer, self._progress = trainer, progress
+        self._trainer = trainer
+        self._progress = progress
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sum of losses, from which step on, and operations that were not counted yet."""
@@ -262,5 +268,8 @@ class _Losses:
         """Go on from there."""
         trainer = self._trainer
         trainer._tr_loss.copy_(saved["loss"])
-        trainer._total_loss_scalar, trainer._globalstep_last_logged, trainer._initial_global_step = saved["logged"]
+        total_loss, last_logged, initial_step = saved["logged"]
+        trainer._total_loss_scalar = total_loss
+        trainer._globalstep_last_logged = last_logged
+        trainer._initial_global_step = initial_step
         trainer.current_flos = saved["flos"]

@@ -139,6 +139,8 @@ TIDY = (
     *("edl.log_output", "edl.collective.agent", "edl.collective.checkpoint", "edl.collective.replica"),
     *("edl.collective.goodput", "edl.collective.inprocess", "edl.collective.job_records", "edl.collective.ranks"),
     *("edl.collective.training", "edl.collective.unwrapping", "edl.collective.worker_status"),
+    *("edl.collective.accelerate", "edl.collective.lightning", "edl.collective.loop_position"),
+    *("edl.collective.paddle", "edl.collective.torchrun", "edl.collective.transformers"),
 )
 CONTRACTS = {
     "edl.background": ["BackgroundLoop", "start_call"],

@@ -45,13 +45,13 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
         trainer = L.Trainer(..., callbacks=[ElasticLightningCallback()])
         trainer.fit(model, loader)
 
-    It serves one call of `fit`. Parameters, optimizers, schedules, the scaler, random numbers, the place in the data,
+    It serves a single call of `fit`. Parameters, optimizers, schedules, the scaler, random numbers, the place in data,
     what was logged in the epoch so far, torchmetrics' metrics, and what other callbacks, the module and the data module
     put into checkpoints come back. A world of another size goes on if its steps train as many samples.
     """
 
     def __init__(self, **options: Any) -> None:
-        """Give it to the `Trainer` as one of its `callbacks`.
+        """Give it to the `Trainer` among its `callbacks`.
 
         Args:
             **options: of the `Checkpointer`.
@@ -94,7 +94,7 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
             setattr(loops[loop], name, wrapper)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
-        """Count the step, if the batch ended one."""
+        """Count the step, if the batch ended it."""
         assert self._progress is not None
         if self._progress.count_step():
             self._boundary.count_step()

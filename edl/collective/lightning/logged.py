@@ -42,7 +42,8 @@ class LoggedValues:
         saved, self._saved = self._saved, None
         trainer = self._trainer
         connector, results = trainer._logger_connector, trainer.fit_loop.epoch_loop._results
-        connector._first_loop_iter, connector._current_fx = saved["first"], saved["hook"]
+        connector._first_loop_iter = saved["first"]
+        connector._current_fx = saved["hook"]
         metrics = dict(self._metrics())
         for name, packed in saved["metrics"].items():
             if name in metrics:
@@ -99,7 +100,8 @@ def _unpack_result(module: Any, trainer: Any, packed: dict[str, Any], metrics: d
     result.value = packed["value"] if packed["is_tensor"] else metrics.get(packed["attribute"])
     if packed["rows"] is not None:
         result.cumulated_batch_size = packed["rows"]
-    result.has_reset, result._forward_cache = packed["has_reset"], packed["last"]
+    result.has_reset = packed["has_reset"]
+    result._forward_cache = packed["last"]
     result._update_count = packed["updates"]
     return result.to(trainer.strategy.root_device)
 
@@ -114,7 +116,8 @@ def _unpack_metric(metric: Any, packed: dict[str, Any]) -> None:
         setattr(
             metric, name, [_moved(item, metric) for item in value] if isinstance(value, list) else _moved(value, metric)
         )
-    metric._update_count, metric._computed = packed["updates"], None
+    metric._update_count = packed["updates"]
+    metric._computed = None
 
 
 def _moved(tensor: torch.Tensor, metric: Any) -> torch.Tensor:

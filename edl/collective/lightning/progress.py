@@ -22,7 +22,7 @@ __all__ = ["Draws", "LoopProgress", "keeps_place"]
 
 
 def keeps_place(loader: Any) -> bool:
-    """Whether the loader says itself where it is. One without a length is read a batch ahead, so it does not."""
+    """Whether the loader says itself where it is. Without a length it is read a batch ahead, and does not."""
     return is_stateful_loader(loader) and not isinstance(loader.dataset, IterableDataset)
 
 
@@ -41,7 +41,8 @@ class Draws:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take them."""
-        self.numbers, self.own = saved["numbers"], saved["own"]
+        self.numbers = saved["numbers"]
+        self.own = saved["own"]
         self.workers = saved["workers"]
 
 
@@ -62,7 +63,7 @@ class LoopProgress:
         return list(self.trainer.fit_loop._combined_loader.flattened)
 
     def count_step(self) -> bool:
-        """Count a step, if the batch that ends now ended one; by hand, if an optimizer made a step in it."""
+        """Count a step, if the batch that ends now ended it; by hand, if an optimizer made a step in it."""
         loop = self.trainer.fit_loop.epoch_loop
         if self.trainer.lightning_module.automatic_optimization:
             stepped = not loop._should_accumulate()
@@ -99,7 +100,7 @@ class LoopProgress:
         """Take the position; `apply` goes there.
 
         Raises:
-            SettingsError: a step trains another number of samples now, or the order of the data is another one.
+            SettingsError: a step trains another number of samples now, or the order of the data is another.
         """
         trainer = self.trainer
         here = self._samples()
@@ -123,7 +124,9 @@ class LoopProgress:
             loop.on_iteration_done()  # it is no restart by Lightning's own rules
         for loop in (fit_loop.epoch_loop.automatic_optimization, fit_loop.epoch_loop.manual_optimization):
             loop.on_iteration_done()
-        self.steps, self.batches, self.finished = saved["steps"], saved["batches"], saved["finished"]
+        self.steps = saved["steps"]
+        self.batches = saved["batches"]
+        self.finished = saved["finished"]
         self._stepped_before = saved["stepped_before"]
         self._scale(saved["accumulate"], trainer.accumulate_grad_batches)
         trainer.should_stop = saved["should_stop"]
@@ -152,7 +155,7 @@ class LoopProgress:
         return [] if combined is None else list(combined.flattened)
 
     def _validation_workers(self) -> list[bool]:
-        """Of each loader of validation, whether it has workers that serve the next one, too."""
+        """Return whether the loaders of validation have workers that serve the next validation, too."""
         trainer = self.trainer
         loaded_in = trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch
         serve = not trainer.reload_dataloaders_every_n_epochs or loaded_in == trainer.current_epoch
@@ -225,7 +228,7 @@ class LoopProgress:
         return [order_of(loader, redrawn=redrawn) for loader in self.loaders]
 
     def _samples(self) -> list[int]:
-        """Samples that a step trains, of each loader; for a batch of unknown size the number of ranks."""
+        """Return the samples that a step trains, by loader; for a batch of unknown size the number of ranks."""
         factor = self.trainer.accumulate_grad_batches * self.trainer.world_size
         sizes = [getattr(loader, "batch_size", None) for loader in self.loaders]
         return [size * factor if size is not None else self.trainer.world_size for size in sizes]

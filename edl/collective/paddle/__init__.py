@@ -1,7 +1,7 @@
 """Elastic training with PaddlePaddle, under `edl run --framework paddle`.
 
-`training` has the state of Paddle's objects and its checkpointer, `fields` what is saved of each; `environment` is what
-trainers are told. Paddle is imported when a public name is asked for.
+`training` has the state of Paddle's objects and its checkpointer, `fields` what is saved of them; `environment` is what
+trainers find there. Paddle is imported when a public name is asked for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a Paddle trainer finds in its environment: the variables that `python -m paddle.distributed.launch` sets.
+"""The environment of a Paddle trainer: the variables that `python -m paddle.distributed.launch` sets.
 
-All trainers meet at a store that the first of them opens, at `PADDLE_MASTER`; and each has an address of its own, by
-which parts of Paddle tell trainers apart. So a node reserves one port for the store and one for each trainer, in a
+All trainers meet at a store that the first of them opens, at `PADDLE_MASTER`; and a trainer has an address of its own,
+by which parts of Paddle tell trainers apart. So a node reserves a port for the store and a port for every trainer, in a
 row: `Node.port` is the first of them. This module imports neither Paddle nor torch.
 """
 
@@ -15,20 +15,22 @@ from edl.errors import EDLError
 
 __all__ = ["ReservedPorts", "has_gpu_build", "paddle_environment"]
 
-_TRIES = 100
+_TRIES = 100  # rows of free ports are the rule; on a host without any, this still ends within a second
 
 
 def paddle_environment(world: World, member: Member, local_rank: int, *, gpu: bool = False) -> dict[str, str]:
-    """What `paddle.distributed.launch` sets for one trainer of collective training.
+    """Return what `paddle.distributed.launch` sets for a trainer of collective training.
 
     Args:
-        world: who trains together.
+        world: the nodes that train together.
         member: the node.
         local_rank: the trainer on that node.
-        gpu: Paddle uses GPUs, one for each trainer; else trainers talk by gloo.
+        gpu: Paddle uses GPUs, one per trainer; else trainers communicate by gloo.
     """
     rank = member.first_rank + local_rank
-    endpoints = [f"{node.addr}:{node.port + 1 + each}" for node in world.nodes for each in range(node.local_world_size)]
+    endpoints = [
+        f"{node.addr}:{node.port + 1 + place}" for node in world.nodes for place in range(node.local_world_size)
+    ]
     first = world.nodes[0]
     return {
         "PADDLE_MASTER": f"{first.addr}:{first.port}",
@@ -49,7 +51,7 @@ def paddle_environment(world: World, member: Member, local_rank: int, *, gpu: bo
 
 
 def has_gpu_build() -> bool:
-    """Whether the Paddle that is installed is the one for GPUs. It must not be imported before a fork."""
+    """Return whether the Paddle that is installed is built for GPUs. It must not be imported before a fork."""
     try:
         metadata.distribution("paddlepaddle-gpu")
     except metadata.PackageNotFoundError:
@@ -58,21 +60,22 @@ def has_gpu_build() -> bool:
 
 
 class ReservedPorts:
-    """Ports in a row that nobody else is given, until `close`.
+    """Ports in a row that the kernel gives to no other process, until `close`.
 
-    They are bound, but nobody listens, and all sides set `SO_REUSEADDR`: so a trainer of Paddle's can still bind and
-    listen, while the kernel gives them to nobody who asks for any free port.
+    They are bound, but not listened at, and all sides set `SO_REUSEADDR`: so a trainer of Paddle's can still bind and
+    listen, while the kernel gives them to no process that asks for any free port.
+
+    Args:
+        count: of the ports.
 
     Attributes:
         port: the first.
+
+    Raises:
+        EDLError: there are not so many in a row.
     """
 
     def __init__(self, count: int) -> None:
-        """Reserve `count` ports.
-
-        Raises:
-            EDLError: there are not so many in a row.
-        """
         for _ in range(_TRIES):
             sockets = _row(count)
             if sockets:
@@ -83,22 +86,22 @@ class ReservedPorts:
 
     def close(self) -> None:
         """Give the ports up."""
-        for one in self._sockets:
-            one.close()
+        for reserved in self._sockets:
+            reserved.close()
 
 
 def _row(count: int) -> list[socket.socket]:
-    """Sockets bound to consecutive ports, none if a port in the row is taken."""
+    """Return sockets bound to consecutive ports, none if a port in the row is taken."""
     row: list[socket.socket] = []
     while len(row) < count:
-        one = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
-            one.bind(("", row[0].getsockname()[1] + len(row) if row else 0))
-            # Only now, so that this port is not another one's reservation; from now on a trainer can share it.
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(("", row[0].getsockname()[1] + len(row) if row else 0))
+            # Only now, so that this port is not reserved by another process; from now on a trainer can share it.
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         except (OSError, OverflowError):
-            for each in (*row, one):
-                each.close()
+            for reserved in (*row, bound):
+                reserved.close()
             return []
-        row.append(one)
+        row.append(bound)
     return row

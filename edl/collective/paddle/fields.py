@@ -1,4 +1,4 @@
-"""Paddle's objects as fields of a `State`: each gives its tensors as torch's, and takes them back bit for bit.
+"""Paddle's objects as fields of a `State`: they give their tensors as torch's, and take them back bit for bit.
 
 A Paddle tensor in host memory and a torch tensor can be the same memory (DLPack), in all types, bfloat16 included. So
 nothing is copied on the way out; on the way back Paddle copies into the tensors that it has.
@@ -18,7 +18,11 @@ __all__ = ["PaddleRng", "unwrapped", "wrapped"]
 
 
 def wrapped(value: Any) -> Any:
-    """`value`, in something that has torch's tensors in its `state_dict` if it is an object of Paddle's."""
+    """Wrap an object of Paddle's so that its `state_dict` has torch's tensors.
+
+    Args:
+        value: of any kind; others than Paddle's are returned as they are.
+    """
     if isinstance(value, paddle.nn.Layer):
         return _Layer(value)
     if isinstance(value, paddle.optimizer.Optimizer):
@@ -31,7 +35,11 @@ def wrapped(value: Any) -> Any:
 
 
 def unwrapped(value: Any) -> Any:
-    """The inverse of `wrapped`."""
+    """Return the object that `wrapped` wrapped.
+
+    Args:
+        value: wrapped or not.
+    """
     return value.inner if isinstance(value, _Wrapped) else value
 
 
@@ -74,8 +82,8 @@ class _Scheduler(_Wrapped):
 class _Optimizer(_Wrapped):
     """Accumulators and master weights by Paddle's names for them, and the schedule.
 
-    Paddle derives the names from those of the parameters, which it numbers in the order in which layers are made: the
-    script must make them in the same order each time, as it must for `paddle.load`.
+    Paddle derives the names from the parameters' names, which it numbers in the order in which layers are made: the
+    script must make them in the same order every time, as it must for `paddle.load`.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,12 +120,18 @@ class PaddleRng:
     """The state of Paddle's random numbers on the host, and on the present device."""
 
     def state_dict(self) -> dict[str, list[Any]]:
-        return {device: [_taken(one) for one in paddle.get_rng_state(device)] for device in self._devices()}
+        """Return the states of all generators, by device."""
+        return {device: [_taken(state) for state in paddle.get_rng_state(device)] for device in self._devices()}
 
     def load_state_dict(self, form: Mapping[str, list[Any]]) -> None:
+        """Restore the states of generators.
+
+        Args:
+            form: as `state_dict` returned it.
+        """
         for device in self._devices():
             saved = form.get(device, [])
-            made = [_made(now, one) for now, one in zip(paddle.get_rng_state(device), saved, strict=False)]
+            made = [_made(now, state) for now, state in zip(paddle.get_rng_state(device), saved, strict=False)]
             if made:
                 paddle.set_rng_state(made, device)
 
@@ -126,7 +140,7 @@ class PaddleRng:
 
 
 def _taken(state: Any) -> tuple[int, int, int, bytes]:
-    """One generator's state in plain values: what Paddle pickles of it."""
+    """Return a generator's state in plain values: what Paddle pickles of it."""
     device, seed, offset, engine = state.__getstate__()
     return device, seed, offset, bytes(engine)  # the engine is a text, given as a list of its characters
 
@@ -139,7 +153,7 @@ def _made(like: Any, taken: tuple[int, int, int, bytes]) -> Any:
 
 
 def _as_torch(tensor: Any, name: str) -> torch.Tensor:
-    """The same memory as torch's tensor; of another device, a copy in host memory."""
+    """Return the same memory as torch's tensor; of another device, a copy in host memory."""
     if tensor.is_dist():
         raise SettingsError(f"{name} is distributed over several trainers: only whole tensors can be saved")
     if not tensor.place.is_cpu_place():
@@ -148,7 +162,7 @@ def _as_torch(tensor: Any, name: str) -> torch.Tensor:
 
 
 def _as_paddle(tensor: Any, name: str) -> Any:
-    """A Paddle tensor of this name, in the memory of torch's."""
+    """Return a Paddle tensor of this name, in the memory of torch's."""
     made = paddle.utils.dlpack.from_dlpack(tensor)
     made.name = name
     return made
@@ -160,7 +174,7 @@ def _put(live: Any, saved: torch.Tensor, name: str) -> None:
     Raises:
         SettingsError: it has another shape or type.
     """
-    kinds = [str(one.dtype).rpartition(".")[2] for one in (saved, live)]
+    kinds = [str(tensor.dtype).rpartition(".")[2] for tensor in (saved, live)]
     shapes = [tuple(saved.shape), tuple(live.shape)]
     if kinds[0] != kinds[1] or shapes[0] != shapes[1]:
         raise SettingsError(f"{name} was saved as {kinds[0]}{shapes[0]}, and is {kinds[1]}{shapes[1]} now")

@@ -9,7 +9,7 @@
     checkpointer = Checkpointer(state)
     step = checkpointer.restore()
 
-Trainers are restarted when one comes or goes. State is the same on all trainers, as in data parallel training.
+Trainers are restarted when a trainer comes or goes. State is the same on all trainers, as in data parallel training.
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ from edl.settings import read
 __all__ = ["Checkpointer", "PaddleState", "init_parallel_env"]
 
 _RNG: Final = "paddle_rng"
-_TIMEOUT_S: Final = 300.0
-_POLL_S: Final = 0.02
+_TIMEOUT_S: Final = 300.0  # for trainers that import and start at different times
+_POLL_S: Final = 0.02  # between two attempts to connect: a longer pause would add to every restart
 
 
 def init_parallel_env(timeout_s: float = _TIMEOUT_S) -> None:
-    """`paddle.distributed.init_parallel_env`, sooner, and ready for `Checkpointer`. Collective.
+    """Call `paddle.distributed.init_parallel_env`, sooner, and get ready for `Checkpointer`. Collective.
 
     Paddle's own tries every 3 s to reach the first trainer, and so often makes a restart take that long.
+
+    Args:
+        timeout_s: how long to wait for the first trainer, in seconds.
 
     Raises:
         TemporaryError: the first trainer did not come in time.
@@ -58,11 +61,12 @@ class PaddleState(State):
     """A `State` whose fields may also be Paddle's: layers, optimizers, learning rate schedulers and tensors."""
 
     def __init__(self, *, rng: bool = True, local: Iterable[str] = (), **fields: Any) -> None:
-        """A state with `fields`.
+        """Make a state.
 
         Args:
-            rng: also save the states of random number generators, Paddle's among them, of each trainer.
+            rng: also save the states of random number generators, Paddle's among them, of every trainer.
             local: names of fields that differ between trainers.
+            **fields: what survives, by name.
 
         Raises:
             SettingsError: a field has a name that means something else here.
@@ -78,16 +82,44 @@ class PaddleState(State):
         return unwrapped(super().__getattr__(name))
 
     def capture(self) -> CapturedState:
+        """See `State.capture`.
+
+        Returns:
+            The state as it is now.
+
+        Raises:
+            SettingsError: trainers have not called `init_parallel_env`.
+        """
         _check_joined()
         return super().capture()
 
     def begin_load(self, meta: StateMetadata, *, local: bool = True) -> StateRestore:
+        """See `State.begin_load`.
+
+        Args:
+            meta: of the saved state.
+            local: also restore `local` fields and random numbers.
+
+        Returns:
+            The restore under way.
+
+        Raises:
+            SettingsError: trainers have not called `init_parallel_env`.
+        """
         _check_joined()
         return super().begin_load(meta, local=local)
 
 
 class Checkpointer(checkpoint.Checkpointer):
-    """A `edl.collective.Checkpointer` for Paddle's trainers, with the same arguments. Making one is collective."""
+    """A `edl.collective.Checkpointer` for Paddle's trainers, with the same arguments. Making it is collective.
+
+    Args:
+        state: what survives.
+        **options: as of `edl.collective.Checkpointer`.
+
+    Raises:
+        SettingsError: trainers have not called `init_parallel_env`.
+    """
 
     def __init__(self, state: State, **options: Any) -> None:
         _join(_TIMEOUT_S)
@@ -106,7 +138,7 @@ def _check_joined() -> None:
 
 
 def _join(timeout_s: float) -> None:
-    """Form the group of torch's in which trainers agree on checkpoints, and hand them to each other.
+    """Form the group of torch's in which trainers agree on checkpoints, and exchange them.
 
     It is on the host, beside Paddle's own, through which the first trainer tells where to meet.
     """
@@ -117,10 +149,10 @@ def _join(timeout_s: float) -> None:
     rank, world = paddle.distributed.get_rank(), paddle.distributed.get_world_size()
     timeout = timedelta(seconds=timeout_s)
     server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
-    told: Any = paddle.to_tensor([0 if server is None else server.port], dtype="int64")
-    paddle.distributed.broadcast(told, 0)
+    port: Any = paddle.to_tensor([0 if server is None else server.port], dtype="int64")
+    paddle.distributed.broadcast(port, 0)
     host = _endpoints()[0].rpartition(":")[0]
-    store = server or TCPStore(host, told.item(), is_master=False, timeout=timeout)
+    store = server or TCPStore(host, port.item(), is_master=False, timeout=timeout)
     torch.distributed.init_process_group(
         "gloo", store=PrefixStore("edl", store), rank=rank, world_size=world, timeout=timeout
     )
@@ -131,7 +163,7 @@ def _endpoints() -> list[str]:
 
 
 def _wait_for(endpoint: str, timeout_s: float) -> None:
-    """Wait until somebody listens there."""
+    """Wait until a process listens at an endpoint."""
     host, _, port = endpoint.rpartition(":")
     deadline = time.monotonic() + timeout_s
     while True:

@@ -1,1 +1,1 @@
-"""Plain torchrun in one of EDL's stores: `torchrun --rdzv-backend=edl`. `edl run` needs nothing of this."""
+"""Plain torchrun in a store of EDL's: `torchrun --rdzv-backend=edl`. `edl run` needs nothing of this."""

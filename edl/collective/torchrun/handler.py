@@ -1,7 +1,7 @@
 """EDL's rendezvous for plain torchrun: `torchrun --rdzv-backend=edl --rdzv-endpoint=URL`.
 
 The URL is a store's: `sqlite:///...`, `consul://...` or `etcd://...`. torch's own `DynamicRendezvousHandler` decides;
-its state lies in that store, outside all agents, so that any node may die, the first one included. `edl run` does not
+its state lies in that store, outside all agents, so that any node may die, also the first. `edl run` does not
 use this (`edl.collective.agent.membership.rendezvous` is what it has instead), and shares no keys with it.
 """
 
@@ -49,7 +49,7 @@ def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
 
     The store is named by `--rdzv-conf store=URL`, else by `--rdzv-endpoint=URL`, else by `EDL_DISCOVERY`; without any
     of them it is the SQLite file of this user. So an endpoint that was another backend's may stay in a command line.
-    Other options of `--rdzv-conf` are those of torch's c10d rendezvous (`join_timeout`, `last_call_timeout`,
+    Other options of `--rdzv-conf` are the options of torch's c10d rendezvous (`join_timeout`, `last_call_timeout`,
     `keep_alive_interval`, ...).
 
     Raises:
@@ -85,7 +85,7 @@ class StoreBackend(RendezvousBackend):
         return "edl"
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        """The state, as torch pickles it, and its token; None if there is none.
+        """Return the state, as torch pickles it, and its token; None if there is none.
 
         Raises:
             RendezvousConnectionError: the store does not answer.
@@ -103,7 +103,7 @@ class StoreBackend(RendezvousBackend):
         """Write the state if `token` is still right, or, without a token, if there is no state yet.
 
         Returns:
-            The state that holds now, its token, and whether it is the one given; None if there is none.
+            The state that holds now, its token, and whether it is the given state; None if there is none.
 
         Raises:
             RendezvousConnectionError, RendezvousStateError: as `get_state`.
@@ -155,7 +155,7 @@ class _Handler(DynamicRendezvousHandler):
     def shutdown(self) -> bool:
         """The job has ended; but if torchrun ends with an exception, only this node leaves.
 
-        torch closes the rendezvous for everybody in both cases. Here a node whose machine fails leaves the job to the
+        torch closes the rendezvous for all nodes in both cases. Here a node whose machine fails leaves the job to the
         others.
         """
         failed = sys.exc_info()[0] is not None  # torchrun calls this while the exception is on its way

@@ -1,7 +1,7 @@
 """torch's rendezvous state as JSON and back.
 
-torch's own backends exchange the state as a pickle, and unpickling what came over a network means to run whatever it
-says. Here it is taken apart into plain values, and put together again from values that were checked.
+torch's own backends exchange the state as a pickle, and unpickling what came over a network means to run any code
+in it. Here it is taken apart into plain values, and put together again from values that were checked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from edl.errors import ProtocolError, SettingsError
 
 __all__ = ["check_torch", "decode", "encode"]
 
-_FORMAT: Final = 1
+_FORMAT: Final = 1  # another is refused
 _STATE_FIELDS: Final = {
     *("round", "complete", "deadline", "closed"),
     *("participants", "wait_list", "redundancy_list", "last_heartbeats"),
@@ -31,7 +31,7 @@ def check_torch() -> None:
     """Make sure that the state consists of the fields that this module knows.
 
     Raises:
-        SettingsError: this version of torch keeps another one.
+        SettingsError: this version of torch keeps another state.
     """
     state, node = set(vars(_RendezvousState())), {field.name for field in dataclasses.fields(_NodeDesc)}
     odd = sorted((state ^ _STATE_FIELDS) | (node ^ _NODE_FIELDS))
@@ -43,7 +43,11 @@ def check_torch() -> None:
 
 
 def encode(state: _RendezvousState) -> bytes:
-    """The state as JSON."""
+    """Return the state as JSON.
+
+    Args:
+        state: of torch's rendezvous.
+    """
     form = {
         "format": _FORMAT,
         "round": state.round,
@@ -59,7 +63,10 @@ def encode(state: _RendezvousState) -> bytes:
 
 
 def decode(data: bytes) -> _RendezvousState:
-    """The inverse of `encode`.
+    """Read a state that `encode` wrote.
+
+    Args:
+        data: JSON.
 
     Raises:
         ProtocolError: the bytes are something else.

@@ -20,10 +20,10 @@ class SharedStore(TorchStore):
     """Keys of torch's under a prefix of ours.
 
     torch calls the methods from C++ as well, where a store is wrapped in its `PrefixStore`; it passes and wants bytes
-    then. All keys are read over the network each time: this is for the control plane, not for tensors.
+    then. All keys are read over the network every time: this is for the control plane, not for tensors.
 
     Waiting lasts at most torch's timeout (`set_timeout`), and raises torch's `DistStoreError` then. Other errors are
-    those of `edl.discovery.Store`.
+    as of `edl.discovery.Store`.
 
     Args:
         store: shared by all agents; stays the caller's to close.
@@ -36,11 +36,11 @@ class SharedStore(TorchStore):
         self._prefix = prefix
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Set a key whatever it was."""
+        """Set a key to a value."""
         self._store.put(self._own(key), _bytes(value))
 
     def get(self, key: str) -> bytes:
-        """The value of a key, as soon as there is one."""
+        """Return the value of a key, as soon as it is set."""
         self.wait([key])
         entry = self._store.get(self._own(key))
         if entry is None:
@@ -66,7 +66,7 @@ class SharedStore(TorchStore):
                 return
 
     def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
-        """Set a key if it has the expected value; one that is not there, if nothing is expected.
+        """Set a key if it has the expected value; an absent key if nothing is expected.
 
         Returns:
             The value that the key has then; of a key that is not there and was expected to be, the expected value.
@@ -82,7 +82,7 @@ class SharedStore(TorchStore):
                 return desired
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there."""
+        """Return whether all keys are there."""
         return all(self._store.get(self._own(key)) is not None for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -97,29 +97,29 @@ class SharedStore(TorchStore):
             self._wait_for(key, deadline, patience)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of several keys, as soon as there are all."""
+        """Return the values of several keys, as soon as all are set."""
         self.wait(keys)
         return [self.get(key) for key in keys]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
-        """Set several keys, one after the other."""
+        """Set several keys, in order."""
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; whether it was there."""
+        """Delete a key. Returns whether it was there."""
         return self._store.delete(self._own(key))
 
     def num_keys(self) -> int:
-        """How many keys there are."""
+        """Return how many keys there are."""
         return len(self._store.list(self._prefix))
 
     def list_keys(self) -> list[str]:
-        """All keys."""
+        """Return all keys."""
         return [unquote(entry.key[len(self._prefix) + 1 :]) for entry in self._store.list(self._prefix)]
 
     def has_extended_api(self) -> bool:
-        """Whether `append`, `multi_get` and `multi_set` are there."""
+        """Return whether `append`, `multi_get` and `multi_set` are there."""
         return True
 
     # By these names torch's C++ calls two of the methods.

@@ -187,7 +187,7 @@ def _check_models(fields: dict[str, Any]) -> None:
     for value in fields.values():
         if not isinstance(value, torch.optim.Optimizer):
             continue
-        lacking = [one for group in value.param_groups for one in group["params"] if id(one) not in known]
+        lacking = [p for group in value.param_groups for p in group["params"] if id(p) not in known]
         if lacking:
             raise SettingsError(
                 f"{type(value).__name__} changes {len(lacking)} parameters, one of shape {tuple(lacking[0].shape)}, of "
@@ -249,7 +249,7 @@ class _Place:
                 make_workers_without_a_draw(loader)
 
     def begin(self, loader: Any) -> None:
-        """An epoch begins: keep what its order is drawn from."""
+        """Keep what the order of a beginning epoch is drawn from."""
         order, samples, accumulated = self._describe(loader)
         self._order = order
         self._samples = samples

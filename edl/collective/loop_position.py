@@ -47,7 +47,7 @@ class BoundaryCheckpointer:
     """Whether a loop of this process has begun with what the job keeps."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        """A checkpointer that is not open yet.
+        """Make a checkpointer that is not open yet.
 
         Args:
             options: of the `Checkpointer`.

@@ -104,7 +104,7 @@ class ElasticLightningCallback(_lightning.Callback):  # type: ignore[misc]
         self._boundary.close()
 
     def _note_draws(self) -> None:
-        """The first epoch's iterator is about to be made: keep the random numbers that its order may be drawn from."""
+        """Keep the random numbers that the first epoch's order may be drawn from, before its iterator is made."""
         self._inner["fit_loop", "_load_combined_loader_states"]()
         assert self._progress is not None
         if not self._resuming:  # a loader that is loaded anew in the epoch that is gone on with: they were restored

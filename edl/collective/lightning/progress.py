@@ -216,7 +216,7 @@ class LoopProgress:
         fetcher.combined_loader._iterator._idx = self.batches
 
     def _generators(self) -> list[Any]:
-        """Generators that belong to the loaders or their samplers."""
+        """Return the generators that belong to the loaders or their samplers."""
         found: list[Any] = []
         for loader in self.loaders:
             sampler = getattr(loader, "sampler", None)

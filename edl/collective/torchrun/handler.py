@@ -40,12 +40,12 @@ __all__ = ["StoreBackend", "create_handler", "handler_creator"]
 
 
 def handler_creator() -> Callable[[RendezvousParameters], DynamicRendezvousHandler]:
-    """What torch calls when it loads the entry point `edl` of the group `torchrun.handlers`."""
+    """Return the handler's maker to torch, as the entry point `edl` of the group `torchrun.handlers`."""
     return create_handler
 
 
 def create_handler(params: RendezvousParameters) -> DynamicRendezvousHandler:
-    """A handler for torchrun's options.
+    """Make a handler for torchrun's options.
 
     The store is named by `--rdzv-conf store=URL`, else by `--rdzv-endpoint=URL`, else by `EDL_DISCOVERY`; without any
     of them it is the SQLite file of this user. So an endpoint that was another backend's may stay in a command line.
@@ -153,7 +153,7 @@ class _Handler(DynamicRendezvousHandler):
             ) from exc
 
     def shutdown(self) -> bool:
-        """The job has ended; but if torchrun ends with an exception, only this node leaves.
+        """End the job; but if torchrun ends with an exception, only this node leaves.
 
         torch closes the rendezvous for all nodes in both cases. Here a node whose machine fails leaves the job to the
         others.

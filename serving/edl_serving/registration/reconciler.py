@@ -113,7 +113,7 @@ class InstanceReconciler:
         try:
             while self._reconcile():
                 pass
-        except Exception as exc:  # noqa: BLE001 - raised again in `settle`
+        except Exception as exc:  # noqa: BLE001 - raised again in `wait_until_current`
             _log.error("discovery: %s", exc, exc_info=_log.isEnabledFor(logging.DEBUG))
             with self._changed:
                 self._failure = exc

@@ -104,6 +104,7 @@ def run_in_process(
 
 
 stay = run_in_process
+"""The former name of `run_in_process`, which stays valid."""
 
 
 @dataclass(frozen=True)

@@ -56,16 +56,43 @@ GOALS = [
 _WIDTH = 1024
 _SLEEP_S = 0.15
 _LEAST, _FIRST, _MOST = 1, 2, 3
-_EVERY_S = 30.0
-_EVENTS = 6
 _DEFAULT_SEEDS = 3
-_SETTLE_STEPS = 10
 _FEWEST_STEPS = 3
 """Of which an undisturbed step is taken the median of: a busy machine finishes none in a short time."""
-_WINDOW = 0.75
-"""Of `--seconds`, in each size of world before and after a trace: 3 s, so that both ends take less than a minute."""
+_STEADY, _WINDOW = 3.0, 0.75
+"""Of `--seconds`, for `steady`, and in each size of world before and after a trace: 12 s gives `steady` steps enough to
+tell a percent, 3 s lets both ends of a trace take less than a minute."""
 _ALIVE_S = 10.0
 _RECOVERED_S = 10.0
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How long a measurement takes.
+
+    Attributes:
+        events: of a trace.
+        every_s: between two of them.
+        settle_steps: that a new world makes before it is measured, or something happens to it.
+        steady_s: of each side of `steady`.
+        window_s: of undisturbed steps in each size of world.
+        limit: of a goodput that is believed.
+    """
+
+    events: int
+    every_s: float
+    settle_steps: int
+    steady_s: float
+    window_s: float
+    limit: float
+
+    @classmethod
+    def of(cls, options: Options) -> Extent:
+        """As the command line wants it; a quick one's few steps are no reference that could refuse a goodput."""
+        steady_s, window_s = _STEADY * options.seconds, _WINDOW * options.seconds
+        if options.quick:
+            return cls(2, 3.0, 3, steady_s, window_s, math.inf)
+        return cls(6, 30.0, 10, steady_s, window_s, GOODPUT_LIMIT)
 
 
 def _task(stack: ExitStack, *, stay: bool = False, save_s: float = 0.0) -> Task:
@@ -108,7 +135,7 @@ def _torchft(task: Task, stack: ExitStack) -> Job:
 
 def _sides(quick: bool) -> dict[str, Side]:
     """By the figure that each of them gives."""
-    sides = {"goodput": Side("edl run", _edl, has_ledger=True, beside_saving=True)}
+    sides = {"goodput": Side("edl run", _edl, has_ledger=True, beside_saving=not quick)}
     if quick:
         return sides
     sides["goodput_in_process"] = Side("edl run, in process", _edl, stay=True, has_ledger=True)
@@ -122,33 +149,34 @@ def _sides(quick: bool) -> dict[str, Side]:
 
 def measure(options: Options, seeds: int = _DEFAULT_SEEDS) -> dict[str, list[float]]:
     """Return the rounds of the steady state, and the goodput of each side under the trace of each seed."""
-    window_s = 2.0 if options.quick else 3 * options.seconds
+    extent = Extent.of(options)
     rounds = take_turns(
         {
-            "edl": partial(_steady, launchers.edl_workers, 0.0, window_s),
-            "torchrun": partial(_steady, launchers.torchrun_workers, math.inf, window_s),
+            "edl": partial(_steady, launchers.edl_workers, 0.0, extent),
+            "torchrun": partial(_steady, launchers.torchrun_workers, math.inf, extent),
         },
         options.repeats,
     )
     seeds = 1 if options.quick else seeds
     sides = _sides(options.quick)
     seeds_of = {key: iter(range(seeds)) for key in sides}
-    runs = take_turns({key: partial(_run, side, seeds_of[key], options) for key, side in sides.items()}, seeds)
+    runs = take_turns({key: partial(_run, side, seeds_of[key], extent) for key, side in sides.items()}, seeds)
     figures = {key: [run.goodput(run.usual_s) for run in found] for key, found in runs.items()}
-    figures["goodput_beside_saving"] = [run.goodput(run.saving_s) for run in runs["goodput"]]
+    if sides["goodput"].beside_saving:
+        figures["goodput_beside_saving"] = [run.goodput(run.saving_s) for run in runs["goodput"]]
     for key, ours in (("goodput_torchrun", "goodput"), ("goodput_torchft", "goodput_in_process")):
         if key in figures:
             figures[f"vs_{key.removeprefix('goodput_')}_goodput"] = divide(figures[ours], figures[key])
     return figures | {"steady": divide(rounds["edl"], rounds["torchrun"])}
 
 
-def _steady(start: Callable[[Task, int], Job], save_s: float, window_s: float) -> float:
+def _steady(start: Callable[[Task, int], Job], save_s: float, extent: Extent) -> float:
     """Steps a second of two ranks that nobody disturbs."""
     with ExitStack() as stack:
         job = stack.enter_context(start(_task(stack, save_s=save_s), 2))
         job.start(0)
-        job.together(count=_SETTLE_STEPS)
-        return 1 / statistics.mean(_undisturbed(job, window_s))
+        job.together(count=extent.settle_steps)
+        return 1 / statistics.mean(_undisturbed(job, extent.steady_s))
 
 
 def _undisturbed(job: Job, window_s: float) -> list[float]:
@@ -191,13 +219,12 @@ class Run:
         return goodput(self.steps, step_s, self.until, self.limit)
 
 
-def _run(side: Side, seeds: Iterator[int], options: Options) -> Run:
+def _run(side: Side, seeds: Iterator[int], extent: Extent) -> Run:
     """Let a job live through the trace of the next seed, between two looks at undisturbed ones. Notes how it went."""
-    events, every_s = (2, 6.0) if options.quick else (_EVENTS, _EVERY_S)
-    seed = next(seeds)
-    plan = trace(seed=seed, events=events, nodes=_FIRST, least=_LEAST, most=_MOST)
-    usual = partial(_reference, side, math.inf, most_nodes(plan, _FIRST), _WINDOW * options.seconds)
-    saving = partial(_reference, side, 0.0, most_nodes(plan, _FIRST), _WINDOW * options.seconds)
+    seed, every_s = next(seeds), extent.every_s
+    plan = trace(seed=seed, events=extent.events, nodes=_FIRST, least=_LEAST, most=_MOST)
+    usual = partial(_reference, side, math.inf, most_nodes(plan, _FIRST), extent)
+    saving = partial(_reference, side, 0.0, most_nodes(plan, _FIRST), extent)
     references = [usual, saving] if side.beside_saving else [usual]
     progress("undisturbed steps before")
     before = [measure_steps() for measure_steps in references]
@@ -206,11 +233,11 @@ def _run(side: Side, seeds: Iterator[int], options: Options) -> Run:
         job = side.start(task, stack)
         for number in range(_FIRST):
             job.start(number)
-        job.together(count=_SETTLE_STEPS)
+        job.together(count=extent.settle_steps)
         ledger = _ledger(task) if side.has_ledger else None
         begin = time.monotonic()
         lines = [_happen(side, job, kind, begin + (number + 0.5) * every_s) for number, kind in enumerate(plan)]
-        _sleep_until(begin + events * every_s)
+        _sleep_until(begin + extent.events * every_s)
         job.step_logs.read()
         steps, until = list(job.step_logs.since(begin).values()), time.monotonic()
         table = [line() for line in lines]
@@ -218,9 +245,7 @@ def _run(side: Side, seeds: Iterator[int], options: Options) -> Run:
     progress("undisturbed steps after")
     after = [measure_steps() for measure_steps in reversed(references)][::-1]
     usual_s, *others_s = [_mean(*pair) for pair in zip(before, after, strict=True)]
-    # A quick run's few steps, perhaps on a machine that does much besides, are no reference that refuses anything.
-    limit = math.inf if options.quick else GOODPUT_LIMIT
-    run = Run(steps, until, usual_s, others_s[0] if others_s else {}, limit)
+    run = Run(steps, until, usual_s, others_s[0] if others_s else {}, extent.limit)
     note(f"\n{side.name}, seed {seed}: {run.goodput(usual_s):.4f}\n")
     note("| what happens | nodes before | after | longest time between two steps of those who stayed, s |")
     note("| --- | ---: | ---: | ---: |")
@@ -236,15 +261,15 @@ def _run(side: Side, seeds: Iterator[int], options: Options) -> Run:
     return run
 
 
-def _reference(side: Side, save_s: float, nodes: int, window_s: float) -> dict[int, float]:
+def _reference(side: Side, save_s: float, nodes: int, extent: Extent) -> dict[int, float]:
     """The time of a step in worlds of one to `nodes` ranks that nobody disturbs."""
     found = {}
     with ExitStack() as stack:
         job = side.start(_task(stack, stay=side.stay, save_s=save_s), stack)
         for number in range(nodes):
             job.start(number)
-            job.together(count=_SETTLE_STEPS)
-            found[number + 1] = statistics.median(_undisturbed(job, window_s))
+            job.together(count=extent.settle_steps)
+            found[number + 1] = statistics.median(_undisturbed(job, extent.window_s))
     return found
 
 

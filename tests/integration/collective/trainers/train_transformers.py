@@ -57,7 +57,8 @@ def main() -> None:
         gradient_accumulation_steps=4 // world,
         num_train_epochs=4,
         logging_steps=3,
-        eval_strategy="epoch",
+        eval_strategy="steps",
+        eval_steps=3,  # an FSDP2 root is saved right after a forward pass without a backward one
         save_strategy="no",
         learning_rate=0.01,
         report_to=[],

@@ -69,7 +69,7 @@ def main() -> None:
         torch_compile_backend=options.compile or None,
     )
     trainer = Trainer(model=Model(), args=args, train_dataset=data, eval_dataset=data[:8], callbacks=[])
-    trainer.add_callback(ElasticCallback(trainer, interval_steps=2))
+    trainer.add_callback(ElasticCallback(trainer, interval_steps=1))
     trainer.add_callback(Killed(folder, options.kill_at))
     trainer.train()
     logs = [

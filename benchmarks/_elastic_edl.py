@@ -30,7 +30,7 @@ def main() -> None:
     step_log = StepLog(task, int(os.environ["LOCAL_RANK"]))
 
     def train(place: Place) -> None:
-        model = DistributedDataParallel(training.model)
+        model = DistributedDataParallel(training.model, init_sync=False)
         for step in itertools.count(place.step + 1):
             training.step(model, training.optimizer, step)
             step_log.finished(step, place.generation, place.size)

@@ -18,8 +18,9 @@ _ACCEPTED = (
     "accepted are sqlite:///absolute/path/to/file, consul://host:8500 and etcd://host:2379,host2:2379"
     " (consul+https:// and etcd+https:// for TLS), and for a store edl://host:29400"
 )
+_CONSUL = ("consul", "consul+https")
 _ETCD = ("etcd", "etcd+https")
-_SCHEMES = ("sqlite", "consul", "consul+https", *_ETCD, "edl")
+_SCHEMES = ("sqlite", *_CONSUL, *_ETCD, "edl")
 
 
 def open_registry(url: str, *, timeout_s: float = 5.0) -> Registry:
@@ -60,6 +61,7 @@ def open_registry(url: str, *, timeout_s: float = 5.0) -> Registry:
         from edl.discovery.etcd.target import EtcdTarget
 
         return EtcdRegistry(EtcdTarget.of(parts, timeout_s))
+    assert scheme in _CONSUL, f"no registry is opened for {scheme}"
     from edl.discovery.consul.target import ConsulTarget
 
     target = ConsulTarget.of(parts, timeout_s)
@@ -99,6 +101,7 @@ def open_store(url: str, *, timeout_s: float = 5.0, credentials: Credentials | N
         from edl.discovery.etcd.target import EtcdTarget
 
         return EtcdStore(EtcdTarget.of(parts, timeout_s))
+    assert scheme in _CONSUL, f"no store is opened for {scheme}"
     from edl.discovery.consul.target import ConsulTarget
 
     target = ConsulTarget.of(parts, timeout_s)

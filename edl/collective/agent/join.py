@@ -55,7 +55,7 @@ def join_job(context: AgentContext) -> int | None:
         return code
     _agree_on_script(context)
     context.persister.check_storage(_STORAGE_TIMEOUT_S, context.signals.raise_if_stopping)
-    with _logged_if_slow(f"importing what {Path(context.spec.warm.target).name} imports"):
+    with _logged_if_slow(f"importing what {Path(context.spec.program.target).name} imports"):
         import_failures = context.worker_group.warm_up()
     if import_failures:
         logger.warning("%s; each worker will import it by itself", import_failures)
@@ -135,7 +135,7 @@ def _agree_on_script(context: AgentContext) -> None:
     """
     job = context.spec.job
     key = prefix(job) + "script"
-    own = Path(context.spec.warm.target).name
+    own = Path(context.spec.program.target).name
     while True:
         context.signals.raise_if_stopping()
         entry = context.store.get(key)
@@ -165,7 +165,7 @@ def _check_node(context: AgentContext, settings: NodeCheckSettings) -> int | Non
     """Test this node and others that wait. Returns the exit code if this node is faulty."""
     spec = context.spec
     settings = replace(settings, raise_if_stopping=context.signals.raise_if_stopping)
-    quiet_s = max(1.0, spec.rules.last_call_s)
+    quiet_s = max(1.0, spec.rendezvous.last_call_s)
     result = check_before_joining(context.store, spec.job, context.id, spec.addr, quiet_s, settings)
     for name, why in result.slow.items():
         logger.warning("%s is slow: %s", "this node" if name == context.id else name, why, extra={"node": name})

@@ -40,9 +40,9 @@ class LaunchSpec:
     Attributes:
         job: the name that all nodes share (torchrun's `--rdzv-id`).
         store: URL of the store, in which a job has its name.
-        warm: what the workers run.
+        program: what the workers run.
         workers: how many on this node.
-        rules: how a world is formed.
+        rendezvous: how a world is formed.
         addr: where other nodes' workers reach this node.
         ttl_s: after this long without a sign of life the others go on without this node.
         join_timeout_s: how long to wait for enough nodes.
@@ -64,9 +64,9 @@ class LaunchSpec:
     """
 
     job: str
-    warm: ProgramSpec
+    program: ProgramSpec
     workers: int
-    rules: RendezvousSettings
+    rendezvous: RendezvousSettings
     addr: str
     store: str = ""
     ttl_s: float = 1.5

@@ -32,7 +32,7 @@ __all__ = ["NodeReconciler"]
 
 logger = logging.getLogger(__name__)
 
-_ALONE_SHARE = 0.8
+_STORE_OUTAGE_SHARE = 0.8
 """Of the time after which others take the job over, how long workers go on without the store. They must have stopped by
 then, so the rest is for agents that get no turn on a busy machine."""
 
@@ -53,12 +53,12 @@ class NodeReconciler:
         self._next_master: MasterEndpoint = context.next_master
         self._master: MasterEndpoint | None = None  # held open for the ranks of the present generation
         self._membership_timer = MembershipTimer(time.monotonic())
-        self._quorum_wait = QuorumWait(context.spec.rules.min_nodes, context.spec.join_timeout_s)
+        self._quorum_wait = QuorumWait(context.spec.rendezvous.min_nodes, context.spec.join_timeout_s)
         self._exclusions = Exclusions(context.store, context.spec.job, host_key())
         self._excluded: Exclusion | None = None
         self._unreachable_since: float | None = None
         self._waits_for_place = False
-        self._alone_s = _ALONE_SHARE * context.spec.rules.takeover_s
+        self._alone_s = _STORE_OUTAGE_SHARE * context.spec.rendezvous.takeover_s
 
     @property
     def pausing(self) -> bool:
@@ -101,7 +101,7 @@ class NodeReconciler:
             world, records.nodes, time.monotonic(), deferred=is_join_deferred(world, records.nodes)
         )
         others = (node for name, node in records.nodes.items() if name != self._context.id)
-        self._context.shutdown.alone = all(node.leaving for node in others)
+        self._context.shutdown.is_last_node = all(node.leaving for node in others)
         if world.ended:
             return self._end_job(world)
         position = world.position(self._context.id) if world.state is JobState.RUNNING else None
@@ -109,7 +109,7 @@ class NodeReconciler:
             return self._leave_faulty(records, self._excluded, member=position is not None)
         if world.state is not JobState.FORMING:
             self._quorum_wait.end_wait()
-        self._note_place(position is None and len(world.nodes) >= self._spec.rules.max_nodes, world)
+        self._note_place(position is None and len(world.nodes) >= self._spec.rendezvous.max_nodes, world)
         if position is None:
             code = self._handle_absence(records)
             if code is not None:
@@ -161,7 +161,9 @@ class NodeReconciler:
         away_s = time.monotonic() - self._unreachable_since
         if away_s <= self._spec.join_timeout_s:
             return None
-        self._context.shutdown.alone = True  # as far as is known here: the state in memory is kept for a later start
+        self._context.shutdown.is_last_node = (
+            True  # as far as is known here: the state in memory is kept for a later start
+        )
         logger.error(
             "no store for %.0f s (--rdzv-conf join_timeout=SECONDS waits longer): giving up, exit code %d",
             *(away_s, ExitCode.TRY_AGAIN),
@@ -232,7 +234,7 @@ class NodeReconciler:
         words = self._quorum_wait.record_nodes(here, now)
         waited_s = self._quorum_wait.waited_s(now)
         if waited_s > self._spec.join_timeout_s:
-            wanted = self._spec.rules.min_nodes
+            wanted = self._spec.rendezvous.min_nodes
             logger.error(
                 "only %s of at least %d came within %.0f s (--rdzv-conf join_timeout=SECONDS waits longer): giving up, "
                 "exit code %d",
@@ -247,7 +249,7 @@ class NodeReconciler:
     @property
     def _kept_state(self) -> str:
         """Where the state is that this node saved before it left, in words."""
-        if not self._context.shutdown.alone:
+        if not self._context.shutdown.is_last_node:
             return "the others have every step until now"
         if self._spec.checkpoint:
             return f"every step until now is saved, and will be at {self._spec.checkpoint}"
@@ -279,7 +281,7 @@ class NodeReconciler:
             proposal: World | None = failed_world(world, decision.fatal)
         else:
             observation = self._observe(decision or RecoveryDecision(restart=self._missed_generation(world)))
-            proposal = next_world(world, records.nodes, observation, self._spec.rules)
+            proposal = next_world(world, records.nodes, observation, self._spec.rendezvous)
         if proposal is None or proposal == world:
             return None
         if not self._membership.propose_world(proposal, records.version):
@@ -328,7 +330,7 @@ class NodeReconciler:
                 self._membership.update_node(leaving=True)
             nodes = records.nodes | {self._context.id: self._membership.node}
             observation = replace(self._observe(RecoveryDecision()), restart=f"a GPU of {self._context.id} failed")
-            proposal = next_world(records.world, nodes, observation, self._spec.rules)
+            proposal = next_world(records.world, nodes, observation, self._spec.rendezvous)
             if proposal is not None and self._membership.propose_world(proposal, records.version):
                 return self.reconcile(self._membership.read_records())
             return None

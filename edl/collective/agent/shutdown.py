@@ -31,13 +31,13 @@ class ShutdownState:
     Attributes:
         code: the exit code, None while there is none.
         joined: whether the other nodes have seen this node.
-        alone: whether no other node was there last that was to stay.
+        is_last_node: whether no other node was there last that was to stay.
         stored: whether nothing is left that had to be taken to storage.
     """
 
     code: int | None = None
     joined: bool = False
-    alone: bool = True
+    is_last_node: bool = True
     stored: bool = True
 
     @property
@@ -107,5 +107,5 @@ def release_host_folder(host: HostFolder, spec: LaunchSpec, shutdown: ShutdownSt
         host.unstored = True
         host.close(keep=spec.resumable)
         return
-    keep = shutdown.code not in (ExitCode.DONE, ExitCode.FAILED) and shutdown.alone and spec.resumable
+    keep = shutdown.code not in (ExitCode.DONE, ExitCode.FAILED) and shutdown.is_last_node and spec.resumable
     host.close(keep, used=shutdown.joined, ended=shutdown.job_over)

@@ -268,7 +268,7 @@ class _InProcessLoop:
         if isinstance(exc, _NextGeneration) or self._control.has_next_generation:
             return True
         texts = (f"{cause}\n{type(cause).__name__}: {cause}" for cause in _causes(exc))
-        return any(find_exit_cause(1, text) is ExitCause.CONTACT for text in texts)
+        return any(find_exit_cause(1, text) is ExitCause.PEER_LOST for text in texts)
 
 
 def _check_state(state: State) -> None:

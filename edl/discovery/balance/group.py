@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from typing_extensions import override
 
-from edl.discovery.backend.resource import Resource
 from edl.discovery.balance.assignment import DEFAULT_FAN_OUT
 from edl.discovery.balance.member import GroupMember
 from edl.discovery.balance.rules import GroupKeys, TeacherChoice, choose_lapsed, choose_teachers, unpack_links
+from edl.discovery.common.resource import Resource
 from edl.discovery.records import check_ttl
 from edl.discovery.registry import Registry, Snapshot, Watch
 from edl.discovery.store import Store, StoreSnapshot

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 
 from edl.background import BackgroundLoop
-from edl.discovery.backend.resource import Resource
 from edl.discovery.balance.rules import GroupKeys, LinkPlan, pack_limit, plan_links
+from edl.discovery.common.resource import Resource
 from edl.discovery.registry import Registry, Snapshot, Watch
 from edl.discovery.store import Election, Entry, Lease, Store, StoreSnapshot, StoreWatch
 from edl.errors import ClosedError, ConflictError, DiscoveryError, LeaseLostError

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import consul.base
 from consul.exceptions import ACLPermissionDenied, ConsulException
 
-from edl.discovery.backend.resource import Resource
+from edl.discovery.common.resource import Resource
 from edl.discovery.consul.target import ConsulTarget
 from edl.discovery.consul.transport import ConsulTransport, understood
 from edl.errors import DiscoveryError

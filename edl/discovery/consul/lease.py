@@ -7,7 +7,7 @@ import time
 
 from typing_extensions import override
 
-from edl.discovery.backend.renewal import Claim
+from edl.discovery.common.renewal import Claim
 from edl.discovery.consul.client import ConsulClient
 from edl.discovery.consul.registry import LEASE_SERVICE
 from edl.discovery.consul.target import ConsulTarget

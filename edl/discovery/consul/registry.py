@@ -9,10 +9,10 @@ from typing import Any
 
 from typing_extensions import override
 
-from edl.discovery.backend.blocking_watch import BlockingWatch
-from edl.discovery.backend.renewal import InstanceClaim, RenewedRegistration
-from edl.discovery.backend.resource import Resource
-from edl.discovery.backend.service_view import ServiceView, build_snapshot
+from edl.discovery.common.blocking_watch import BlockingWatch
+from edl.discovery.common.renewal import InstanceClaim, RenewedRegistration
+from edl.discovery.common.resource import Resource
+from edl.discovery.common.service_view import ServiceView, build_snapshot
 from edl.discovery.consul.client import ConsulClient, ConsulService
 from edl.discovery.consul.target import ConsulTarget
 from edl.discovery.records import RESERVED_META, check_service, check_ttl, is_service, parsed, validated

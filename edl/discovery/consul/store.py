@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 
 from typing_extensions import override
 
-from edl.discovery.backend.blocking_watch import BlockingWatch
-from edl.discovery.backend.election import StoreElection
-from edl.discovery.backend.renewal import RenewedLease
-from edl.discovery.backend.resource import Resource
+from edl.discovery.common.blocking_watch import BlockingWatch
+from edl.discovery.common.election import StoreElection
+from edl.discovery.common.renewal import RenewedLease
+from edl.discovery.common.resource import Resource
 from edl.discovery.consul.client import ConsulClient, KeyValuePair
 from edl.discovery.consul.lease import SessionClaim
 from edl.discovery.consul.target import ConsulTarget

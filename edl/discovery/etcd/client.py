@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
-from edl.discovery.backend.call_thread import CallThread
-from edl.discovery.backend.resource import Resource
+from edl.discovery.common.call_thread import CallThread
+from edl.discovery.common.resource import Resource
 from edl.discovery.etcd.target import EtcdTarget
 from edl.errors import DiscoveryError, SettingsError
 from edl.protocol import etcd as wire

@@ -13,10 +13,10 @@ from collections.abc import Iterable
 
 from typing_extensions import override
 
-from edl.discovery.backend.blocking_watch import BlockingWatch
-from edl.discovery.backend.renewal import InstanceClaim, RenewedRegistration
-from edl.discovery.backend.resource import Resource
-from edl.discovery.backend.service_view import ServiceView, build_snapshot
+from edl.discovery.common.blocking_watch import BlockingWatch
+from edl.discovery.common.renewal import InstanceClaim, RenewedRegistration
+from edl.discovery.common.resource import Resource
+from edl.discovery.common.service_view import ServiceView, build_snapshot
 from edl.discovery.etcd.client import EtcdClient
 from edl.discovery.etcd.target import EtcdTarget
 from edl.discovery.records import check_service, check_ttl, from_json, is_service, to_json, validated

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 
 from typing_extensions import override
 
-from edl.discovery.backend.blocking_watch import BlockingWatch
-from edl.discovery.backend.election import StoreElection
-from edl.discovery.backend.renewal import Claim, RenewedLease
-from edl.discovery.backend.resource import Resource
+from edl.discovery.common.blocking_watch import BlockingWatch
+from edl.discovery.common.election import StoreElection
+from edl.discovery.common.renewal import Claim, RenewedLease
+from edl.discovery.common.resource import Resource
 from edl.discovery.etcd.client import EtcdClient
 from edl.discovery.etcd.target import EtcdTarget
 from edl.discovery.keys import check_key, check_prefix, check_value

@@ -9,8 +9,8 @@ from typing import Any, Final, TypeVar
 
 from google.protobuf.message import Message
 
-from edl.discovery.backend.call_thread import CallThread
-from edl.discovery.backend.resource import Resource
+from edl.discovery.common.call_thread import CallThread
+from edl.discovery.common.resource import Resource
 from edl.discovery.served.target import FORMAT, SERVICE, ServedTarget
 from edl.errors import ClosedError, DiscoveryError, SettingsError
 from edl.protocol import store as messages

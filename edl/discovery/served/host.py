@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from edl.background import BackgroundLoop
-from edl.discovery.backend.resource import Resource
+from edl.discovery.common.resource import Resource
 from edl.discovery.served.listening import ListenAddress, PortTakenError
 from edl.discovery.served.server import StoreServer
 from edl.errors import DiscoveryError, SettingsError

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
 
 from edl.background import BackgroundLoop
-from edl.discovery.backend.resource import Resource
+from edl.discovery.common.resource import Resource
 from edl.discovery.served.listening import ListenAddress, PortTakenError
 from edl.discovery.served.servicer import StoreLimits, StoreServicer
 from edl.discovery.sqlite.entries import live_entries

@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import quote
 
 from edl import mounts
-from edl.discovery.backend.resource import Resource
+from edl.discovery.common.resource import Resource
 from edl.discovery.sqlite.identity import FileIdentity, discard
 from edl.discovery.sqlite.leases import expire, next_revision
 from edl.errors import DiscoveryError, SettingsError

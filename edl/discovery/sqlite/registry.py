@@ -7,9 +7,9 @@ import time
 
 from typing_extensions import override
 
-from edl.discovery.backend.renewal import InstanceClaim, RenewedRegistration
-from edl.discovery.backend.resource import Resource
-from edl.discovery.backend.service_view import ServiceView, build_snapshot
+from edl.discovery.common.renewal import InstanceClaim, RenewedRegistration
+from edl.discovery.common.resource import Resource
+from edl.discovery.common.service_view import ServiceView, build_snapshot
 from edl.discovery.records import check_service, check_ttl, from_json, to_json, validated
 from edl.discovery.registry import Instance, Registration, Registry, Snapshot, Watch
 from edl.discovery.sqlite.file import SqliteFile

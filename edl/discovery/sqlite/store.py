@@ -7,9 +7,9 @@ import time
 
 from typing_extensions import override
 
-from edl.discovery.backend.election import StoreElection
-from edl.discovery.backend.renewal import Claim, RenewedLease
-from edl.discovery.backend.resource import Resource
+from edl.discovery.common.election import StoreElection
+from edl.discovery.common.renewal import Claim, RenewedLease
+from edl.discovery.common.resource import Resource
 from edl.discovery.keys import check_key, check_prefix, check_value
 from edl.discovery.records import check_ttl
 from edl.discovery.sqlite.entries import (

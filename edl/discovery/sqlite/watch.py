@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from edl.background import BackgroundLoop
-from edl.discovery.backend.latest_value import LatestValue
-from edl.discovery.backend.resource import Resource
+from edl.discovery.common.latest_value import LatestValue
+from edl.discovery.common.resource import Resource
 from edl.discovery.sqlite.file import SqliteFile
 from edl.errors import DiscoveryError
 

@@ -232,7 +232,7 @@ class Dispatcher:
             state.failures = state.opened = state.unhinted = 0
             state.half_open = False
             state.why = ""
-            state.moved_at = now
+            state.last_progress_at = now
             state.window.record_latency(now - ended.sent_at, ended.in_flight, now)
         task = self._tasks.pop(ended.task, None)
         if task is not None:
@@ -260,7 +260,7 @@ class Dispatcher:
         actions: list[Action] = []
         state = self.teachers.get(ended.teacher)
         if state is not None:
-            state.moved_at = now
+            state.last_progress_at = now
             self._record_teacher_failure(state, ended.teacher, failure, now)
         task = self._tasks.get(ended.task)
         if task is not None:
@@ -286,7 +286,7 @@ class Dispatcher:
         """Hedge late tasks, and use teachers whose pause is over."""
         return self._assign(now)
 
-    def prioritize(self, task: int, now: float) -> list[Action]:
+    def set_awaited(self, task: int, now: float) -> list[Action]:
         """Note that the training loop waits for `task` now."""
         self._awaited_task = task
         return self._assign(now)
@@ -311,21 +311,21 @@ class Dispatcher:
             times.extend(due for due in self._head_times() if due > now)
         return min(times, default=None)
 
-    def live(self, now: float) -> int:
+    def count_usable(self, now: float) -> int:
         """Count the teachers that may be given work, now or when they have room."""
         return sum(state.is_usable(now) for state in list(self.teachers.values()))
 
     def oversized_rows(self, now: float) -> int:
         """Return the rows of the largest waiting task that no usable teacher takes; 0 without such a task."""
-        is_usable = [state for state in list(self.teachers.values()) if state.is_usable(now)]
-        if not is_usable or any(state.accepts(math.inf, math.inf) for state in is_usable):
+        usable = [state for state in list(self.teachers.values()) if state.is_usable(now)]
+        if not usable or any(state.accepts(math.inf, math.inf) for state in usable):
             return 0
         waiting = (self._tasks[task] for task in (*self._waiting, *self._parked) if task in self._tasks)
         return max(
             (
                 task.rows
                 for task in waiting
-                if not task.attempts and not any(state.accepts(task.rows, task.nbytes) for state in is_usable)
+                if not task.attempts and not any(state.accepts(task.rows, task.nbytes) for state in usable)
             ),
             default=0,
         )
@@ -379,7 +379,7 @@ class Dispatcher:
 
     def _record_teacher_failure(self, state: TeacherState, teacher: str, failure: RequestFailure, now: float) -> None:
         if failure.kind is FailureKind.OVERLOADED:
-            state.window.overloaded()
+            state.window.record_overload()
             self.pauses[failure.kind] += now >= state.closed_until
             if failure.retry_after_s > 0:
                 pause_s = max(failure.retry_after_s, _MIN_FULL_PAUSE_S)
@@ -539,7 +539,7 @@ class Dispatcher:
         state = self.teachers[teacher]
         attempt = next(self._numbers)
         if not state.in_flight:
-            state.moved_at = now
+            state.last_progress_at = now
         state.in_flight.add(attempt)
         task.attempts.add(attempt)
         self._attempts[attempt] = _Attempt(number, teacher, now, len(state.in_flight), extra)

@@ -22,7 +22,7 @@ class TeacherState:
         max_rows: most rows in a request, 0 if any number.
         max_nbytes: most bytes of tensors in a request, 0 if any number.
         in_flight: numbers of its attempts.
-        moved_at: when it last answered, or began with something to do.
+        last_progress_at: when it last answered, or began with something to do.
         failures: failures in a row.
         opened: how often in a row it was closed for its failures.
         unhinted: how often in a row it had no room, without a hint when to come again.
@@ -37,7 +37,7 @@ class TeacherState:
     max_rows: int = 0
     max_nbytes: int = 0
     in_flight: set[int] = field(default_factory=set)
-    moved_at: float = 0.0
+    last_progress_at: float = 0.0
     failures: int = 0
     opened: int = 0
     unhinted: int = 0
@@ -65,6 +65,6 @@ class TeacherState:
         if self.window.median_s is None:
             return 0.0
         expected = max(self.window.base_s, self.window.service_s * (len(self.in_flight) + 1))
-        silent_s = now - self.moved_at if self.in_flight else 0.0
+        silent_s = now - self.last_progress_at if self.in_flight else 0.0
         usual_s = self.window.usual_s or self.window.median_s
         return expected + silent_s if silent_s > 1.1 * usual_s else expected

@@ -99,8 +99,8 @@ class Window:
         elif queued > 1.8 * worth:
             self.size = max(self.size - 1, 1)
 
-    def overloaded(self) -> None:
-        """Note that the teacher refused a request for want of room."""
+    def record_overload(self) -> None:
+        """Halve the window: the teacher refused a request for want of room."""
         self.size = max(self.size // 2, 1)
         self._since_change = 0
 

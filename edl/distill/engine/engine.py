@@ -195,11 +195,11 @@ class Engine:
         self._counters.asked += job.payload.rows
         self._apply(self._dispatcher.add_task(job.number, self._now(), job.payload.rows, job.payload.nbytes))
 
-    def prioritize(self, number: int) -> None:
+    def set_awaited(self, number: int) -> None:
         """Note that the training loop waits for this job."""
         self._job_queue.send_all()
         if number in self._jobs:
-            self._apply(self._dispatcher.prioritize(number, self._now()))
+            self._apply(self._dispatcher.set_awaited(number, self._now()))
 
     def cancel(self, numbers: list[int]) -> None:
         """Drop jobs whose labels are no longer wanted."""
@@ -471,7 +471,7 @@ class Engine:
             self._outage.finish_work()
             return None
         oversized_rows = self._dispatcher.oversized_rows(now)
-        status = self._outage.check(now, self._dispatcher.live(now) if not oversized_rows else 0)
+        status = self._outage.check(now, self._dispatcher.count_usable(now) if not oversized_rows else 0)
         if status.message:
             which = f" takes a request of {oversized_rows} rows" if oversized_rows else ""
             logger.warning("no live teacher for %s%s%s", self.name, which, status.message)

@@ -321,10 +321,10 @@ class ChunkLabeller:
             for engine in self._engines:
                 engine.select_version()
 
-    def prioritize(self, chunk: Chunk) -> None:
+    def set_awaited(self, chunk: Chunk) -> None:
         """Note that the training loop waits for this chunk now."""
         for index, number in chunk.jobs:
-            self.thread.call(self._engines[index].prioritize, number)
+            self.thread.call(self._engines[index].set_awaited, number)
 
     def cancel(self, chunks: Iterable[Chunk]) -> None:
         """Drop chunks whose labels are no longer wanted."""

@@ -196,7 +196,7 @@ class Epoch:
             return chunk.done or self._closed or (self._fed and not chunk.sent)
 
         if not self._for_loop.wait_for(ended, _PATIENCE_S):
-            self._labeller.prioritize(chunk)
+            self._labeller.set_awaited(chunk)
             if not chunk.sent:
                 self._wake_flusher()
             # The source ends or fails in its own time. The engine answers every chunk that was sent, with an error
@@ -311,7 +311,7 @@ class Epoch:
             if self._closed:  # maybe before the chunk was among those that are open
                 self._labeller.cancel([chunk])
             elif self._awaited is chunk:
-                self._labeller.prioritize(chunk)
+                self._labeller.set_awaited(chunk)
         return not self._closed
 
     def _has_room(self, chunk: Chunk, backlog: float = 1.0) -> bool:

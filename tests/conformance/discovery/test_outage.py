@@ -53,7 +53,7 @@ def test_registry_recovers_keeping_teachers(backend: Backend, service: str) -> N
 
 
 def test_missing_teacher_is_dropped_at_last(backend: Backend, service: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edl.discovery.backend.blocking_watch.WAIT_S", 120.0)  # patience ends without a change
+    monkeypatch.setattr("edl.discovery.common.blocking_watch.WAIT_S", 120.0)  # patience ends without a change
     with open_registry(backend.url) as registry, registry.watch(service) as watch:
         registration = registry.register(teacher(service), 2.0)
         assert eventually(lambda: (watch.get(1) or Snapshot("", ())).instances)

@@ -13,7 +13,7 @@ import re
 import sys
 
 from edl.collective.agent.command_line import cli as run
-from edl.collective.agent.health import failure_policy as restarts
+from edl.collective.agent.health import restart_policy as restarts
 from edl.collective.agent.membership.rendezvous import RendezvousSettings
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from edl.discovery import Instance, open_registry, open_store
-from edl.discovery.backend.renewal import RenewedLease, RenewedRegistration
+from edl.discovery.common.renewal import RenewedLease, RenewedRegistration
 
 
 def test_renewed_entry_is_never_gone(tmp_path: Path) -> None:

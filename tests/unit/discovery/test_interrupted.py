@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from edl.discovery import Instance
-from edl.discovery.backend.latest_value import LatestValue
-from edl.discovery.backend.resource import Resource
+from edl.discovery.common.latest_value import LatestValue
+from edl.discovery.common.resource import Resource
 from edl.discovery.registry import Registration, Registry
 from edl.discovery.urls import open_registry, open_store
 from edl.errors import ClosedError

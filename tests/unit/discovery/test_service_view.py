@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edl.discovery import Instance, Snapshot
-from edl.discovery.backend.service_view import ServiceView, build_snapshot
+from edl.discovery.common.service_view import ServiceView, build_snapshot
 from edl.discovery.registry import Rejected
 
 

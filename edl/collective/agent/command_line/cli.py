@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
         spec = replace(spec, addr=spec.addr or own_address(url))  # of a URL that is known to name a store
         start_call("edl-own-name", partial(warn_of_slow_name, spec.addr))
         here_only = url.startswith("sqlite") or (endpoint is not None and endpoint.local)
-        if spec.rules.max_nodes > 1 and spec.addr.startswith("127.") and not here_only:
+        if spec.rendezvous.max_nodes > 1 and spec.addr.startswith("127.") and not here_only:
             logger.warning(
                 "others will look for this node at %s; on several hosts give each its --local-addr", spec.addr
             )
@@ -171,9 +171,9 @@ def _launch(options: argparse.Namespace, conf: dict[str, str], url: str, stack: 
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     return LaunchSpec(
         job=job,
-        warm=_warm(options),
+        program=_program(options),
         workers=workers,
-        rules=RendezvousSettings(minimum, maximum, last_call_s=last_call),
+        rendezvous=RendezvousSettings(minimum, maximum, last_call_s=last_call),
         addr=options.local_addr or "",
         store=url,
         ttl_s=options.lease_ttl,
@@ -253,7 +253,7 @@ def _command(options: argparse.Namespace) -> str:
     return hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
-def _warm(options: argparse.Namespace) -> ProgramSpec:
+def _program(options: argparse.Namespace) -> ProgramSpec:
     target, arguments = options.training_script, tuple(options.training_script_args)
     # Paddle's build for GPUs asks for them when it is imported, which no fork survives.
     preload = tuple(name.strip() for name in options.preload.split(",") if name.strip())

@@ -43,7 +43,7 @@ class ExitCause(Enum):
 
     KILLED = "killed"
     """By a signal, it or a process that reads data for it: out of memory, preempted, a crash in native code."""
-    CONTACT = "contact"
+    PEER_LOST = "contact"
     """It lost contact with another rank; the cause is elsewhere. Where native code finds that out, as Paddle's gloo and
     NCCL's watchdog do, the process ends by SIGABRT."""
     ERROR = "error"
@@ -114,7 +114,7 @@ def find_exit_cause(status: int, text: str) -> ExitCause:
         text: the exception's type and message, best with its traceback; empty if unknown.
     """
     if status == -signal.SIGABRT:
-        return ExitCause.CONTACT
+        return ExitCause.PEER_LOST
     if status < 0 or (
         _READER.match(_last_line(text)) and _READER_KILLED.search(text) and not _READER_ERROR.search(text)
     ):
@@ -127,7 +127,7 @@ def find_exit_cause(status: int, text: str) -> ExitCause:
             GpuFault.UNCLEAR: ExitCause.UNCLEAR,
             GpuFault.MISSING: ExitCause.MISSING,
         }[found[0]]
-    return ExitCause.CONTACT if _CONTACT.search(text) else ExitCause.ERROR
+    return ExitCause.PEER_LOST if _CONTACT.search(text) else ExitCause.ERROR
 
 
 def decide_recovery(

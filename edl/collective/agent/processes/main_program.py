@@ -124,7 +124,7 @@ def _end_by_exception(exc: BaseException) -> NoReturn:
         sys.stdout.flush()
     from edl.collective.agent.health.failures import ExitCause, find_exit_cause
 
-    lost_contact = find_exit_cause(1, text) is ExitCause.CONTACT
+    lost_contact = find_exit_cause(1, text) is ExitCause.PEER_LOST
     if sys.excepthook is sys.__excepthook__ and lost_contact:  # the agent reports the other end
         rank = os.environ.get("RANK", "?")
         sys.stderr.write(f"rank {rank} lost contact with another one ({type(exc).__name__})\n")

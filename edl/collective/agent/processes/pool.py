@@ -22,7 +22,7 @@ from edl.collective.agent.processes.preload import PreloadResult
 from edl.collective.agent.processes.zygote import MESSAGE_NBYTES, ForkRequest, ProgramSpec, zygote_command
 from edl.errors import EDLError
 
-__all__ = ["WorkerExit", "WorkerPool", "ZygoteLost"]
+__all__ = ["WorkerExit", "WorkerProcesses", "ZygoteLost"]
 
 _FORK_TIMEOUT_S: Final = 10.0
 """For a zygote to answer: a fork takes milliseconds, on a machine without a free core a second or two. A zygote that
@@ -64,7 +64,7 @@ class ZygoteLost:
     """The end of the process that forks workers, and of all workers with it."""
 
 
-class WorkerPool:
+class WorkerProcesses:
     """The zygote of a node and the workers that it forked.
 
     Args:

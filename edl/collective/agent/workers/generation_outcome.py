@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from edl.collective.agent.health import failures
-from edl.collective.agent.health.failure_policy import RestartPolicy
 from edl.collective.agent.health.failures import ExitCause, RecoveryDecision, WorkerFailure
 from edl.collective.agent.health.gpu_faults import KernelLog
+from edl.collective.agent.health.restart_policy import RestartPolicy
 from edl.collective.agent.launch_spec import LaunchSpec
 from edl.collective.agent.processes.pool import WorkerExit
 

@@ -16,7 +16,7 @@ from edl.collective.agent.host_folder import HostFolder
 from edl.collective.agent.launch_spec import LaunchSpec, error_files, worker_forks
 from edl.collective.agent.processes.environment_pipe import send_environments
 from edl.collective.agent.processes.log_tee import LogTee
-from edl.collective.agent.processes.pool import WorkerExit, WorkerPool, ZygoteLost
+from edl.collective.agent.processes.pool import WorkerExit, WorkerProcesses, ZygoteLost
 from edl.collective.agent.processes.stack_dump import dump_stacks
 from edl.collective.agent.processes.zygote import ForkRequest
 from edl.collective.agent.workers.generation_outcome import HANGING, GenerationOutcome
@@ -64,13 +64,13 @@ class WorkerGroup:
         self._host = host
         self._report = report
         self._raise_if_stopping = raise_if_stopping
-        self._pool = WorkerPool(spec.warm, report)
+        self._pool = WorkerProcesses(spec.program, report)
         self._log_tee = LogTee(spec.role)
         self._error_files: dict[int, Path] = {}
         self._outcome = GenerationOutcome(spec)
         self._stuck_workers = StuckWorkers()
         self._began_at = 0.0
-        self._forks_begin = True
+        self._prewarm_usable = True
         self._since_generation = 0
         self._terminated_at: float | None = None
         self.generation = -1
@@ -105,7 +105,7 @@ class WorkerGroup:
             EDLError: workers do not die, or cannot be forked.
         """
         member = world.nodes[position]
-        if not self._forks_begin and self._pool.prewarmed:
+        if not self._prewarm_usable and self._pool.prewarmed:
             self._renew_pool()
         statuses = self.read_statuses()
         keepable = self._find_keepable(statuses)
@@ -281,14 +281,14 @@ class WorkerGroup:
         A fork has none of its parent's other threads. If one of them held a lock at that moment, the fork waits for it.
         """
         limit_s = self._spec.hang.begin_s
-        if self._spec.warm.kind == "program" or time.monotonic() - self._began_at < limit_s:
+        if self._spec.program.kind == "program" or time.monotonic() - self._began_at < limit_s:
             return
         unbegun = [rank for rank in running if statuses[rank].generation != self.generation]
         for local_rank in unbegun[:1]:
             rank = self.first_rank + local_rank
             what = f"worker {local_rank} (rank {rank}) did not come to the script's first line within {limit_s:g} s"
             logger.warning("%s: workers are no longer forked from a process that has imported anything", what)
-            self._forks_begin = False
+            self._prewarm_usable = False
             self._outcome.record_stuck_worker(rank, what)
 
     def _find_hung(self, running: dict[int, int], statuses: dict[int, WorkerStatus]) -> None:
@@ -310,8 +310,8 @@ class WorkerGroup:
     def _renew_pool(self) -> None:
         """Have another process to fork workers from; it imports nothing where forks did not begin."""
         self._pool.close()
-        warm = self._spec.warm if self._forks_begin else replace(self._spec.warm, prewarm=False)
-        self._pool = WorkerPool(warm, self._report)
+        program = self._spec.program if self._prewarm_usable else replace(self._spec.program, prewarm=False)
+        self._pool = WorkerProcesses(program, self._report)
         self._pool.warm_up(raise_if_stopping=self._raise_if_stopping)
 
     def _find_keepable(self, statuses: dict[int, WorkerStatus]) -> set[int]:

@@ -124,8 +124,8 @@ def _group_by_state(offers: Sequence[Sequence[SlotHeader]]) -> dict[StateVersion
 
 def _plan_replicated(state: StateVersion, parts: dict[int, list[int]], size: int) -> RestorePlan:
     """Plan that a rank takes what it has, or else its rank's, or else any rank's; the ranks that give take turns."""
-    lock_private_slots = {rank: part for part, ranks in parts.items() for rank in ranks}
-    givers = sorted(lock_private_slots)
+    part_by_rank = {rank: part for part, ranks in parts.items() for rank in ranks}
+    givers = sorted(part_by_rank)
     sources, taken, turn = [], [], 0
     for rank in range(size):
         exact = parts.get(rank, []) if state[2] == size else []
@@ -133,11 +133,11 @@ def _plan_replicated(state: StateVersion, parts: dict[int, list[int]], size: int
             source, part = rank, rank
         elif exact:
             source, part = exact[0], rank
-        elif rank in lock_private_slots:
-            source, part = rank, lock_private_slots[rank]
+        elif rank in part_by_rank:
+            source, part = rank, part_by_rank[rank]
         else:
             source = givers[turn % len(givers)]
-            part, turn = lock_private_slots[source], turn + 1
+            part, turn = part_by_rank[source], turn + 1
         sources.append(source)
         taken.append(part)
     return RestorePlan(*state, (-1,) * state[2], tuple(sources), tuple(taken))

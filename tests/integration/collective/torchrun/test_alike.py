@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 
-from edl.collective.agent.processes.pool import WorkerExit, WorkerPool, ZygoteLost
+from edl.collective.agent.processes.pool import WorkerExit, WorkerProcesses, ZygoteLost
 from edl.collective.agent.processes.zygote import ForkRequest, ProgramSpec
 
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -39,7 +39,7 @@ Ending = tuple[int, str, str]
 def zygote(warm: ProgramSpec, environ: Mapping[str, str] | None = None) -> Iterator[Callable[..., list[Ending]]]:
     """A function that forks a worker for each of some environments, and returns how they ended."""
     ended: queue.Queue[WorkerExit | ZygoteLost] = queue.Queue()
-    workers = WorkerPool(warm, ended.put, {**os.environ, **(environ or {})})
+    workers = WorkerProcesses(warm, ended.put, {**os.environ, **(environ or {})})
     generation = 0
 
     def run(folder: Path, *environs: Mapping[str, str]) -> list[Ending]:
@@ -161,7 +161,7 @@ def test_everybody_is_asked_to_end(tmp_path: Path) -> None:
     """
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
     with zygote(ProgramSpec("script", str(tmp_path / "script.py"), prewarm=False)) as run:
-        workers: WorkerPool = run.workers  # type: ignore[attr-defined]
+        workers: WorkerProcesses = run.workers  # type: ignore[attr-defined]
         workers.fork_workers(1, {0: ForkRequest({"HERE": str(tmp_path / "here")})})
         wait_until((tmp_path / "here").exists)
         (worker,) = workers.running.values()

@@ -152,6 +152,6 @@ def test_silent_agent_is_not_waited_for(tmp_path: Path, agent: WorkerStatusPage)
             time.sleep(0.02)
         with pytest.raises(TemporaryError, match="agent of this node was silent") as raised:
             checkpointer.save(0)
-        assert find_exit_cause(1, f"edl.errors.TemporaryError: {raised.value}") is ExitCause.CONTACT, (
+        assert find_exit_cause(1, f"edl.errors.TemporaryError: {raised.value}") is ExitCause.PEER_LOST, (
             "no error of the script's"
         )

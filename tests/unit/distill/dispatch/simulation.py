@@ -91,7 +91,7 @@ class Simulation:
                 raise AssertionError(f"stuck at {self.now:.3f} s with {self.delivered} of {self.tasks} delivered")
             assert self.now < until_s, f"{self.delivered} of {self.tasks} delivered after {until_s} s"
             self._feed()
-            self._apply(self.dispatcher.prioritize(self.delivered, self.now))
+            self._apply(self.dispatcher.set_awaited(self.delivered, self.now))
 
     def _feed(self) -> None:
         while self.delivered in self.answers or self.delivered in self.given_up:

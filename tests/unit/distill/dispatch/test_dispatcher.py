@@ -253,7 +253,7 @@ def test_late_task_goes_only_where_it_fits() -> None:
         dispatcher.attempt_answered(send.attempt, task + 0.01)
     assert len(sends(dispatcher.add_task(50, 50.0, 20))) == 1
     dispatcher.teacher_up("small", 50.0, 8)
-    assert sends(dispatcher.prioritize(50, 55.0)) + sends(dispatcher.tick(60.0)) == []
+    assert sends(dispatcher.set_awaited(50, 55.0)) + sends(dispatcher.tick(60.0)) == []
     assert [send.extra for send in sends(dispatcher.teacher_up("other", 60.0, 20))] == [True]
 
 
@@ -323,7 +323,7 @@ def test_any_events_end_each_task_once(
         elif kind == "tick":
             take(dispatcher.tick(now))  # type: ignore[arg-type]
         elif kind == "wanted":
-            take(dispatcher.prioritize(number, now))  # type: ignore[arg-type]
+            take(dispatcher.set_awaited(number, now))  # type: ignore[arg-type]
         elif kind == "drop" and number not in ended and number < added:
             for attempt in dispatcher.drop_task(number):
                 del on_way[attempt]

@@ -53,7 +53,7 @@ def test_wrong_refusal_sets_a_teacher_aside() -> None:
     )
     dispatcher.attempt_answered(second.attempt, 0.2)
     assert "unknown model" in dispatcher.teachers[first.teacher].why
-    assert dispatcher.live(0.2) == 1
+    assert dispatcher.count_usable(0.2) == 1
 
 
 def test_unusable_outputs_set_aside_at_once() -> None:
@@ -61,7 +61,7 @@ def test_unusable_outputs_set_aside_at_once() -> None:
     dispatcher.teacher_up("a", 0.0)
     (send,) = sends(dispatcher.add_task(1, 0.0))
     dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.BAD_OUTPUT, "NaN in row 3"), 0.1)
-    assert dispatcher.live(0.1) == 0
+    assert dispatcher.count_usable(0.1) == 0
     assert dispatcher.teachers["a"].why == "NaN in row 3"
 
 
@@ -88,7 +88,7 @@ def test_circuit_opens_for_longer_each_time() -> None:
         pending = sends(dispatcher.tick(now))
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0]
     dispatcher.attempt_answered(pending[0].attempt, now)
-    assert dispatcher.live(now) == 1
+    assert dispatcher.count_usable(now) == 1
     assert dispatcher.teachers["a"].opened == 0
 
 
@@ -252,7 +252,7 @@ def test_task_in_flight_is_not_given_up() -> None:
         (send,) = sends(dispatcher.add_task(task, float(task)))
         dispatcher.attempt_answered(send.attempt, task + 0.01)
     (first,) = sends(dispatcher.add_task(50, 50.0))
-    (extra,) = sends(dispatcher.teacher_up("b", 51.0) + dispatcher.prioritize(50, 52.0))
+    (extra,) = sends(dispatcher.teacher_up("b", 51.0) + dispatcher.set_awaited(50, 52.0))
     assert extra.extra
     dispatcher.teacher_draining("b")
     assert dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.REJECTED, "no"), 52.1) == []

@@ -70,12 +70,12 @@ def traceback_of(last: str) -> str:
 @pytest.mark.parametrize("text", CONTACT)
 def test_lost_peer_is_not_the_scripts_error(text: str) -> None:
     """A lost peer is told from the scripts own error."""
-    assert find_exit_cause(1, text) is ExitCause.CONTACT
-    assert find_exit_cause(1, traceback_of(text)) is ExitCause.CONTACT
+    assert find_exit_cause(1, text) is ExitCause.PEER_LOST
+    assert find_exit_cause(1, traceback_of(text)) is ExitCause.PEER_LOST
     wrapped = traceback_of(text) + (
         "\nThe above exception was the direct cause of the following exception:\n\n" + traceback_of("OSError: step 3")
     )
-    assert find_exit_cause(1, wrapped) is ExitCause.CONTACT
+    assert find_exit_cause(1, wrapped) is ExitCause.PEER_LOST
 
 
 @pytest.mark.parametrize("text", ERROR)

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.agent.processes.pool import WorkerExit, WorkerPool, ZygoteLost
+from edl.collective.agent.processes.pool import WorkerExit, WorkerProcesses, ZygoteLost
 from edl.collective.agent.processes.zygote import ForkRequest, ProgramSpec
 from edl.errors import EDLError
 
 
 class Heard:
-    """What `WorkerPool` report."""
+    """What `WorkerProcesses` report."""
 
     def __init__(self) -> None:
         self.queue: queue.Queue[WorkerExit | ZygoteLost] = queue.Queue()
@@ -34,11 +34,11 @@ class Heard:
 @contextlib.contextmanager
 def workers_of(
     folder: Path, script: str, prewarm: bool = False, gpu_devices: tuple[str, ...] = ()
-) -> Iterator[tuple[WorkerPool, Heard]]:
+) -> Iterator[tuple[WorkerProcesses, Heard]]:
     (folder / "script.py").write_text(textwrap.dedent(script))
     heard = Heard()
     warm = ProgramSpec("script", str(folder / "script.py"), ("x",), prewarm=prewarm)
-    workers = WorkerPool(warm, heard.queue.put, gpu_devices=gpu_devices)
+    workers = WorkerProcesses(warm, heard.queue.put, gpu_devices=gpu_devices)
     try:
         workers.warm_up()
         yield workers, heard
@@ -183,9 +183,9 @@ def test_silent_zygote_is_given_up(tmp_path: Path) -> None:
 
 AGENT = """
     import os, sys, time
-    from edl.collective.agent.processes.pool import WorkerPool
+    from edl.collective.agent.processes.pool import WorkerProcesses
     from edl.collective.agent.processes.zygote import ForkRequest, ProgramSpec
-    workers = WorkerPool(ProgramSpec("script", sys.argv[1], prewarm=False), print)
+    workers = WorkerProcesses(ProgramSpec("script", sys.argv[1], prewarm=False), print)
     workers.warm_up()
     workers.fork_workers(0, {0: ForkRequest({"OUT": sys.argv[2]})})
     time.sleep(1000)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from edl.background import BackgroundLoop
-from edl.discovery.backend.resource import Resource
+from edl.discovery.common.resource import Resource
 from edl.discovery.records import validated
 from edl.discovery.registry import Instance, Registration
 from edl.discovery.store import Lease

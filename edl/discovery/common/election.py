@@ -7,7 +7,7 @@ import logging
 from typing_extensions import override
 
 from edl.background import BackgroundLoop
-from edl.discovery.backend.resource import Resource
+from edl.discovery.common.resource import Resource
 from edl.discovery.keys import check_key
 from edl.discovery.store import Election, Lease, Store, StoreWatch
 from edl.errors import ClosedError, DiscoveryError, LeaseLostError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from edl.collective.agent.health.failure_policy import RestartPolicy
 from edl.collective.agent.health.failures import RecoveryDecision
+from edl.collective.agent.health.restart_policy import RestartPolicy
 
 KILLED = RecoveryDecision(restart="worker 0 was killed")
 ERROR = RecoveryDecision(fatal="rank 0: worker 0 failed\nTraceback")

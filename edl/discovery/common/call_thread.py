@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from edl.background import BackgroundLoop
-from edl.discovery.backend.resource import Resource
+from edl.discovery.common.resource import Resource
 from edl.errors import ClosedError
 from edl.notifier import Notifier
 

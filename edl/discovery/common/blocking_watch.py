@@ -8,8 +8,8 @@ from typing import Generic, Protocol, TypeVar
 
 from edl.background import BackgroundLoop
 from edl.backoff import Backoff
-from edl.discovery.backend.latest_value import LatestValue
-from edl.discovery.backend.resource import Resource
+from edl.discovery.common.latest_value import LatestValue
+from edl.discovery.common.resource import Resource
 from edl.errors import ClosedError, DiscoveryError
 
 __all__ = ["BlockingWatch"]

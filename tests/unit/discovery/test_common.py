@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from edl.discovery import Instance
-from edl.discovery.backend.latest_value import LatestValue
-from edl.discovery.backend.renewal import Claim, InstanceClaim, RenewedLease, RenewedRegistration
-from edl.discovery.backend.resource import Resource
+from edl.discovery.common.latest_value import LatestValue
+from edl.discovery.common.renewal import Claim, InstanceClaim, RenewedLease, RenewedRegistration
+from edl.discovery.common.resource import Resource
 from edl.discovery.sqlite.store import SqliteStore
 from edl.discovery.store import Entry, Lease
 from edl.errors import ClosedError, DiscoveryError

@@ -77,7 +77,8 @@ class WorkerStatus:
         durations_s: seconds of recent steps, in no order.
         in_process: whether the worker can go on in the next generation in the same process.
         waited_s: seconds in the synchronization of gradients, over all workers that wrote here; 0 if not measured.
-        first: of the steps that this worker finished without a gap until `step`, -1 before it finished any.
+        first: the step with which the ascending run of steps began that ends at `step`; a rollback begins another run.
+            -1 before this worker finished any.
         busy_with: what it does in phase BUSY, in the script's words; of other phases the last such words.
         busy_limit_s: how long that may take, in seconds.
     """

@@ -20,8 +20,8 @@ class ReplicaPace:
 
     Attributes:
         interval_s: seconds from the beginning of a transfer to the next, at least.
-        share: of the time that transfers may take, at most. A replica is as old as two transfers by 1 / share and
-            another transfer at worst: with a half, three times what a transfer takes.
+        share: of the time that transfers may take, at most. Transfers of T seconds begin T / share apart, so a
+            replica is at most T / share + T old: 3 T with a half.
         retry_s: how long to leave a peer alone that did not take a state, in seconds.
         patience_s: how long to wait for workers of this node that have not kept what others have, in seconds. After
             that the state is passed over: they died, or saved it elsewhere.

@@ -101,7 +101,7 @@ class Dispatcher:
         self._hedge_tokens = 0.0
         self._awaited_task: int | None = None
         self._connecting: set[str] = set()
-        self._parked: list[int] = []  # tasks that all teachers failed at which could be asked now
+        self._parked: list[int] = []  # tasks that failed at all teachers that can be reached; tried again later
         self._parked_until = math.inf
         self._changed = False  # whether teachers came or went since the last look at what waits
 

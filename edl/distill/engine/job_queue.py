@@ -42,7 +42,7 @@ class TeacherDemand(Protocol):
 
     @property
     def limits(self) -> ServiceLimits:
-        """Of which the jobs that are worth waiting for, to be sent together, are looked at."""
+        """The limits of the live teachers; `gather_limit` says how many jobs to collect before sending."""
 
 
 class JobQueue:

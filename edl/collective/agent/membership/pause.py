@@ -22,7 +22,7 @@ would cut off a step that takes longer than most, more would make nodes that joi
 
 
 def pause_step(statuses: Collection[WorkerStatus], generation: int) -> int | None:
-    """Return a step that no worker has finished and that all can still be told of.
+    """Return a step so far ahead that all workers see the request before they finish it.
 
     Args:
         statuses: of the workers' status pages.

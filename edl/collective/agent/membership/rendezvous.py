@@ -166,8 +166,8 @@ def _unpaused(world: World) -> World | None:
 def _next_generation(world: World, nodes: Mapping[str, Node], settings: RendezvousSettings, why: str) -> World | None:
     """Return the next generation, of the members that stay and of nodes that wait.
 
-    None while its first node has not yet replaced the port that this generation uses: the store there holds this
-    generation's addresses, and a worker that read them would wait for a process that is gone.
+    None while its first node still publishes the port of the present generation's store: that store holds the addresses
+    of workers that are gone, and a new worker that read them would wait for these.
     """
     stay = [member.id for member in world.nodes if member.id in nodes and not nodes[member.id].leaving]
     wait = sorted(name for name, node in nodes.items() if name not in stay and not node.leaving)

@@ -219,7 +219,7 @@ class WorkerGroup:
         return self.pages.report_steps(self.generation)
 
     def choose_pause_step(self) -> int | None:
-        """Return a step that no worker has finished and that all can still be told of; None if there is none."""
+        """Return a step so far ahead that all workers see the request before they finish it; None if there is none."""
         return self.pages.choose_pause_step(self.generation) if self.running else None
 
     def judge_failures(

@@ -123,7 +123,11 @@ def _group_by_state(offers: Sequence[Sequence[SlotHeader]]) -> dict[StateVersion
 
 
 def _plan_replicated(state: StateVersion, parts: dict[int, list[int]], size: int) -> RestorePlan:
-    """Plan that a rank takes what it has, or else its rank's, or else any rank's; the ranks that give take turns."""
+    """Choose for each rank where its part comes from.
+
+    In this order: its own slot with its own part; a rank that holds its part, if the world has the same size; its own
+    slot with any part; the ranks that hold a part, in turn.
+    """
     part_by_rank = {rank: part for part, ranks in parts.items() for rank in ranks}
     givers = sorted(part_by_rank)
     sources, taken, turn = [], [], 0

@@ -5,10 +5,10 @@ the slot that does not hold the newest complete state::
 
     odd sequence number -> tensors -> metadata -> label and checksums -> even sequence number
 
-so that a worker killed at any instant leaves one slot complete. A slot whose file has a second name (a hard link) is
-not written to: who gave it that name is reading it, or will. Its first name goes to another file then: to the spare
-file, if there is any, whose pages are there already. The worker itself marks so what it wants on storage, or that would
-be overwritten before the agent came to look, and what is kept for a replica (`replica_slots`).
+so that a worker killed at any instant leaves one slot complete. A slot file with a second hard link is being read, or
+will be, and is not overwritten: the next write goes to the spare file, if there is one, whose pages are there already.
+The worker links slots that are marked for storage, since they could be overwritten before the agent looks, and slots
+that are kept for a replica (`replica_slots`).
 
 The stores of a killed process are all in memory, in the order in which it made them; that is why the sequence number
 says whether the tensors are complete, and why their bytes need no checksum here, which at a gigabyte a second would

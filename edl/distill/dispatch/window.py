@@ -20,9 +20,9 @@ QUEUE_S = 0.010
 MOST_QUEUED = 4.0
 """Requests that may wait at a teacher for that reason."""
 MOST_QUEUED_QUICK = 12.0
-"""The same where service takes less than `QUICK_S`. It is higher there, since the job queue sends up to half a window as
-one message (`edl.distill.engine.job_queue`), which must be worth its cost. Where service takes longer, deeper windows
-only push warm memory out of the caches."""
+"""The same where service takes less than `QUICK_S`. It is higher there, since the job queue sends up to half a window
+as one message (`edl.distill.engine.job_queue`), which must be worth its cost. Where service takes longer, deeper
+windows only push warm memory out of the caches."""
 QUICK_S = 0.001
 """Service time below which a message costs more than the request that it brings, on one host."""
 PROBE_EVERY_S = 10.0

@@ -112,13 +112,13 @@ class Checkpointer:
         self._replica_slots = ReplicaSlots.from_env(self._slots.prefix)
         self._keep_next = False
         self._holders: frozenset[int] = frozenset()
-        self._usual_s = 0.0
+        self._last_save_s = 0.0
         self._last: tuple[int, float] | None = None
-        self._ahead_of = NO_STEP
+        self._replay_until_step = NO_STEP
         self._step = NO_STEP
         self._saved = NO_STEP
         self._place: tuple[int, int] | None = None
-        self._saved_for_good = False
+        self._marked_for_storage = False
         self._training = False
         self._closed = False
         agents_storage = read("EDL_CHECKPOINT", str)
@@ -175,7 +175,7 @@ class Checkpointer:
         self._schedule.restart()
         self._last = None
         self._keep_next = False
-        self._ahead_of = reached
+        self._replay_until_step = reached
         step = NO_STEP if restored is None else restored.step
         self._step = self._saved = step
         self._training = step >= reached
@@ -208,7 +208,7 @@ class Checkpointer:
         self._drop_failed_evaluations(step)
         self._step = step
         self._status_page.finish_step(step, samples)
-        if not self._training and step >= self._ahead_of:
+        if not self._training and step >= self._replay_until_step:
             self._training = True
             self._status_page.enter_phase(Phase.TRAIN)
         pausing = self._status_page.is_pause_requested(step)
@@ -361,7 +361,7 @@ class Checkpointer:
 
     def _lacks_last_step(self) -> bool:
         """Return whether the last step is not yet where it should be in the end: in this rank's slots, and marked."""
-        return self._step != self._saved or not self._saved_for_good or not self._writer.finish_write()
+        return self._step != self._saved or not self._marked_for_storage or not self._writer.finish_write()
 
     def _evaluators(self) -> list[Evaluator]:
         """Return the evaluators among the fields of the state, in an order that all ranks share."""
@@ -428,7 +428,7 @@ class Checkpointer:
 
         def complete(seconds: float) -> None:
             self._status_page.record_saved_step(step)
-            self._usual_s = seconds
+            self._last_save_s = seconds
             saved = self._slots.newest_slot()
             if replica_slots is not None and saved is not None:
                 replica_slots.keep_slot(saved)
@@ -448,7 +448,7 @@ class Checkpointer:
             self._holders = self._writer.write_state(self.state, self._slots, header, complete, at_once=wait or persist)
         self._saved = step
         self._place = place
-        self._saved_for_good = persist or self._storage is None
+        self._marked_for_storage = persist or self._storage is None
         return time.perf_counter() - begin
 
     def _plan_next(self, step: int, save_s: float) -> None:
@@ -459,7 +459,7 @@ class Checkpointer:
         if self._last is not None and step > self._last[0]:
             step_s = max(0.0, now - self._last[1] - save_s) / (step - self._last[0])
         self._last = (step, now)
-        steps = self._schedule.propose_steps(step_s, self._usual_s)
+        steps = self._schedule.propose_steps(step_s, self._last_save_s)
         store = self._storage is not None and now + steps * step_s - self._stored_at >= self._store_every_s
         keep = not first and self._replica_slots is not None and self._replica_slots.is_state_requested()
         alone = self._holds_shards_alone()
@@ -468,7 +468,7 @@ class Checkpointer:
         if world_of(self._group) > 1:
             values = [steps, int(store), int(not keep), self._run, int(save_s * 1e6), int(busy), int(alone)]
             with self._status_page.in_phase(Phase.AGREE):
-                agreed = transfer.agree_on_most(values, self._group)
+                agreed = transfer.all_reduce_max(values, self._group)
                 steps, stored, kept_not, self._run, longest_us, waiting, any_alone = agreed
                 # Of this wait, saving cost what another rank's copy took longer; the rest is a rank that was late.
                 self._status_page.reassign_time(Phase.SAVE, longest_us / 1e6 - save_s)

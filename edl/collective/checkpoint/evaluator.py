@@ -120,7 +120,7 @@ def agree_on_pending(evaluator: Evaluator, group: transfer.Group) -> None:
     if world_of(group) == 1:
         return
     mine = _NONE_PENDING if evaluator.pending is None else evaluator.pending
-    (step,) = transfer.agree_on_most([mine], group)
+    (step,) = transfer.all_reduce_max([mine], group)
     if step == _NONE_PENDING:
         return
     known = encode([evaluator.results[step]] if step in evaluator.results else None, _refuse_tensor)

@@ -229,14 +229,15 @@ class Dispatcher:
         actions: list[Action] = []
         state = self.teachers.get(ended.teacher)
         if state is not None:
-            state.failures = state.opened = state.unhinted = 0
+            state.failures = state.opened = state.refusals_without_hint = 0
             state.half_open = False
             state.why = ""
             state.last_progress_at = now
             state.window.record_latency(now - ended.sent_at, ended.in_flight, now)
         task = self._tasks.pop(ended.task, None)
         if task is not None:
-            # Others on the same task are left to end: their teachers are busy with them, and this keeps it known.
+            # Taking the task out makes this its only `Deliver`: a second answer finds none. Attempts at other teachers
+            # stay in flight, so that these teachers count as busy; what they answer is dropped.
             for name, failure in task.failures:
                 if failure.kind is FailureKind.REJECTED:
                     self.set_aside(name, failure.kind, f"refused what {ended.teacher} accepted: {failure.message}", now)
@@ -384,8 +385,8 @@ class Dispatcher:
             if failure.retry_after_s > 0:
                 pause_s = max(failure.retry_after_s, _MIN_FULL_PAUSE_S)
             elif now >= state.closed_until:
-                pause_s = _doubled(_FULL_PAUSE_S, state.unhinted, _MAX_FULL_PAUSE_S)
-                state.unhinted += 1
+                pause_s = _doubled(_FULL_PAUSE_S, state.refusals_without_hint, _MAX_FULL_PAUSE_S)
+                state.refusals_without_hint += 1
             else:
                 pause_s = 0.0  # of those refused together, only the first counts
             state.closed_until = max(state.closed_until, now + pause_s)

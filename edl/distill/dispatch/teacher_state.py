@@ -25,7 +25,7 @@ class TeacherState:
         last_progress_at: when it last answered, or began with something to do.
         failures: failures in a row.
         opened: how often in a row it was closed for its failures.
-        unhinted: how often in a row it had no room, without a hint when to come again.
+        refusals_without_hint: how often in a row it had no room, without a hint when to come again.
         half_open: whether it gets a single request until it has answered well (a circuit breaker's half-open state).
     """
 
@@ -40,7 +40,7 @@ class TeacherState:
     last_progress_at: float = 0.0
     failures: int = 0
     opened: int = 0
-    unhinted: int = 0
+    refusals_without_hint: int = 0
     half_open: bool = False
 
     def is_usable(self, now: float) -> bool:
@@ -59,8 +59,8 @@ class TeacherState:
     def expected_s(self, now: float) -> float:
         """Return the expected seconds to an answer for a request sent now; 0 for a teacher not yet measured.
 
-        A teacher that has been silent for longer than its answers usually take is held up, for as long again as far as
-        can be told: what is sent there meanwhile would have to be hedged, too.
+        The silence of a teacher that has been silent for over 1.1 times its usual latency is added, so that new work
+        goes elsewhere: there it would have to be hedged, too.
         """
         if self.window.median_s is None:
             return 0.0

@@ -66,8 +66,8 @@ class Engine:
         name: as given.
         output_spec: as given.
         limits: of the live teachers. Replaced on the loop, read in any thread.
-        dispatched: jobs that were sent for the first time, or need not be any more. Counted on the loop, read in any
-            thread; apart from `limits`, which are not made anew for each request.
+        dispatched: jobs that no longer wait for their first send: sent, cancelled or failed. Counted on the loop, read
+            in any thread; apart from `limits`, which are not made anew for each request.
     """
 
     def __init__(
@@ -197,13 +197,13 @@ class Engine:
 
     def set_awaited(self, number: int) -> None:
         """Note that the training loop waits for this job."""
-        self._job_queue.send_all()
+        self._job_queue.drain()
         if number in self._jobs:
             self._apply(self._dispatcher.set_awaited(number, self._now()))
 
     def cancel(self, numbers: list[int]) -> None:
         """Drop jobs whose labels are no longer wanted."""
-        self._job_queue.send_all()
+        self._job_queue.drain()
         for number in numbers:
             job = self._jobs.pop(number, None)
             if job is not None:
@@ -214,13 +214,13 @@ class Engine:
                     if attempt in self._attempts:
                         self._attempts[attempt]()
                 self._release(job)
-        self._job_queue.send_all()
+        self._job_queue.drain()
         self._set_timer()
 
     async def close(self) -> None:
         """End all connections; open jobs are never called back."""
         self._closed = True
-        self._job_queue.send_all()
+        self._job_queue.drain()
         if self._timer is not None:
             self._timer.cancel()
         jobs = list(self._jobs.values())
@@ -271,7 +271,7 @@ class Engine:
         self._update_request_limits()
         self._spec_known.notify()
         self._apply(actions)
-        self._job_queue.send_all()
+        self._job_queue.drain()
 
     def _update_request_limits(self) -> None:
         dispatcher = self._dispatcher
@@ -391,7 +391,7 @@ class Engine:
             self._release(job)
         self._apply(actions)
         self._pool.end_if_idle(send.teacher)
-        self._job_queue.send_if_due()
+        self._job_queue.drain_if_due()
 
     def _record_failure(self, send: Send, job: LabelJob, failure: RequestFailure) -> list[Action]:
         self._counters.teacher(send.teacher).failures += 1
@@ -463,7 +463,7 @@ class Engine:
         self._timer = None
         self._polled_at = 0.0
         self._apply(self._dispatcher.tick(self._now()))
-        self._job_queue.send_all()
+        self._job_queue.drain()
 
     def _check_outage(self, now: float) -> float | None:
         """Keep track of a time without teachers or answers; fail all open jobs when it gets too long."""

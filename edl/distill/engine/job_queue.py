@@ -29,7 +29,7 @@ _LONGEST_GAP_S = 4 * _PATIENCE_S  # that counts as such, so that one hiccup is s
 class TeacherDemand(Protocol):
     """What a job queue asks about the teachers.
 
-    Read in any thread; changed on the event loop, before a call of `JobQueue.send_if_due`.
+    Read in any thread; changed on the event loop, before a call of `JobQueue.drain_if_due`.
     """
 
     @property
@@ -78,16 +78,16 @@ class JobQueue:
         self._woken = True
         self._thread.call(self._wake)
 
-    def send_if_due(self) -> None:
+    def drain_if_due(self) -> None:
         """Send what is there, unless more is worth waiting for. On the loop, whenever an answer has come."""
         if not self._jobs:
             return
         if not self._gathering:
-            self.send_all()
+            self.drain()
         elif not self._demand.busy and self._timer is None:
-            self._timer = self._thread.loop.call_later(_PATIENCE_S, self.send_all)
+            self._timer = self._thread.loop.call_later(_PATIENCE_S, self.drain)
 
-    def send_all(self) -> None:
+    def drain(self) -> None:
         """Send all that is there. On the loop."""
         if self._timer is not None:
             self._timer.cancel()
@@ -101,4 +101,4 @@ class JobQueue:
 
     def _wake(self) -> None:
         self._woken = False
-        self.send_if_due()
+        self.drain_if_due()

@@ -166,7 +166,9 @@ class ChunkLabeller:
 
     @property
     def backlog(self) -> float:
-        """Chunks that wait to be sent; 1 is enough. More would only push warm memory out of the caches.
+        """Chunks that wait to be sent, as a share of what is enough; from 1 on the feeding thread stops.
+
+        More would only push warm memory out of the caches.
 
         Where chunks gather to be sent together, it is enough when the next chunks are there by then.
         """

@@ -1,8 +1,8 @@
 """The queue of requests and the choice of the next batch: a plain state machine without clock, thread or lock.
 
 Clients take turns by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), with rows in the place of bytes: a
-client has a tag, the rows that it was served, and the least tag is next; a client that comes back after a pause starts
-at the tag that is being served. So a client with a few requests waits for the batch that is being computed and for its
+client's tag is virtual time. It begins at the tag that is served now, and grows by the rows that the client is served;
+the least tag goes next. So a client with a few requests waits for the batch that is being computed and for its
 own, however many requests another client has queued.
 """
 
@@ -79,8 +79,8 @@ class BatchQueue:
         self._max_queue_rows = max_queue_rows
         self._max_queue_bytes = max_queue_bytes
         self._clients: dict[str, _Backlog] = {}
-        self._tag = 0  # of the job that was taken last
-        self._tags: dict[str, int] = {}  # of clients without a job that were served more than their share
+        self._virtual_time = 0  # of the job that was taken last
+        self._finish_tags: dict[str, int] = {}  # of clients without a job that were served more than their share
         self._numbers = itertools.count()
         self.rows = 0
         self.nbytes = 0
@@ -96,9 +96,8 @@ class BatchQueue:
             job: to queue.
 
         Returns:
-            The jobs that there is no room for: none; the job itself, which then is not queued; or jobs that were
-                evicted from
-            the queue for it.
+            The jobs that there is no room for: none; the job itself, which then is not queued; or jobs of other
+            clients, which were evicted for it.
         """
         evicted: list[InferenceJob] = []
         if self.rows + job.rows > self._max_queue_rows or self.nbytes + job.nbytes > self._max_queue_bytes:
@@ -156,7 +155,7 @@ class BatchQueue:
         """Count a job, and return the queue that it belongs to."""
         client = self._clients.get(job.client)
         if client is None:
-            tag = max(self._tag, self._tags.pop(job.client, 0))
+            tag = max(self._virtual_time, self._finish_tags.pop(job.client, 0))
             client = self._clients[job.client] = _Backlog(job.client, tag, next(self._numbers))
         rows = job.rows - job.done
         self.rows += rows
@@ -181,11 +180,11 @@ class BatchQueue:
         if client.lines:
             return
         del self._clients[client.name]
-        if client.tag > self._tag:
-            if len(self._tags) >= _MOST_REMEMBERED:
-                self._tags = {name: tag for name, tag in self._tags.items() if tag > self._tag}
-            if len(self._tags) < _MOST_REMEMBERED:
-                self._tags[client.name] = client.tag
+        if client.tag > self._virtual_time:
+            if len(self._finish_tags) >= _MOST_REMEMBERED:
+                self._finish_tags = {name: tag for name, tag in self._finish_tags.items() if tag > self._virtual_time}
+            if len(self._finish_tags) < _MOST_REMEMBERED:
+                self._finish_tags[client.name] = client.tag
 
     def _evictions_for(self, job: InferenceJob) -> list[InferenceJob] | None:
         """Return the jobs to evict so that a job fits; None if it has no right to that."""
@@ -265,7 +264,7 @@ class BatchQueue:
             job = line.popleft()
             jobs.append(job)
             rows += left
-            self._tag = max(self._tag, client.tag)
+            self._virtual_time = max(self._virtual_time, client.tag)
             client.tag += min(left, most)
             self._account_removal(client, line, job)
             if line:

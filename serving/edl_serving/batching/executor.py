@@ -73,11 +73,11 @@ class Executor:
         Args:
             jobs: of a batch.
         """
-        self.run_step(jobs)
+        self.run_next_part(jobs)
         while len(jobs) == 1 and jobs[0].unfinished:
-            self.run_step(jobs)
+            self.run_next_part(jobs)
 
-    def run_step(self, jobs: Sequence[InferenceJob]) -> None:
+    def run_next_part(self, jobs: Sequence[InferenceJob]) -> None:
         """Compute as `run_jobs` does, of a job with more rows than a batch only the next part (`job.unfinished`)."""
         jobs = [job for job in jobs if not job.cancelled]
         if not jobs:

@@ -109,7 +109,7 @@ class Worker:
                 job.started = now
                 self._metrics.record_queue_time(now - job.arrived)
         try:
-            self._executor.run_step(jobs)
+            self._executor.run_next_part(jobs)
         except Exception as exc:  # noqa: BLE001 - every job must get an answer, and the thread must go on
             _log.error("answering %d requests raised %s", len(jobs), type(exc).__name__, exc_info=exc)
             for job in jobs:

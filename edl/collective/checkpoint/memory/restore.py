@@ -73,9 +73,9 @@ def restore_from_memory(
         slots: this rank's own.
         group: the process group.
         replica_slots: what is kept for replicas, and the replicas of lost nodes' states.
-        stored: returns the generation and step on storage. Called on all ranks, and only where what is in memory may
-            be older: where some part is left in a replica alone, or where no agent that is here has taken part since
-            that state was saved. Others may have gone on from it then, stored what they did, and be gone.
+        stored: returns the generation and step on storage. Called on all ranks, if a part of the state in memory comes
+            from a replica alone, or if the state is older than every agent here: nodes that are gone may have stored a
+            newer one.
         since: the generation in which this rank's agent began to take part.
 
     Returns:

@@ -43,7 +43,7 @@ StateVersion = tuple[int, int, int]
 
 @dataclass(frozen=True, order=True)
 class SlotHeader:
-    """Which state a slot holds. Labels sort from old to new.
+    """Which state a slot holds. Headers sort from old to new.
 
     Attributes:
         generation: of the world that saved it.

@@ -3,7 +3,7 @@
 A slot is a file in memory: a page of header, then the bytes of the tensors, then the metadata (JSON). Saving fills
 the slot that does not hold the newest complete state::
 
-    odd sequence number -> tensors -> metadata -> label and checksums -> even sequence number
+    odd sequence number -> tensors -> metadata -> header and checksums -> even sequence number
 
 so that a worker killed at any instant leaves one slot complete. A slot file with a second hard link is being read, or
 will be, and is not overwritten: the next write goes to the spare file, if there is one, whose pages are there already.
@@ -185,7 +185,7 @@ class SlotPair:
             ClosedError: `begin_write` was not called.
         """
         if self._writing is None:
-            raise ClosedError("commit() without begin()")
+            raise ClosedError("commit_write() without begin_write()")
         memory, path = self._maps[self._writing], self._paths[self._writing]
         assert memory is not None
         self._writing = None

@@ -21,7 +21,7 @@ from edl.errors import SettingsError
 
 __all__ = [
     "Group",
-    "agree_on_most",
+    "all_reduce_max",
     "broadcast_bytes",
     "broadcast_state",
     "broadcast_tensor",
@@ -109,7 +109,7 @@ def gather_bytes(data: bytes, group: Group = None) -> list[bytes]:
     return [data.cpu()[: int(length)].numpy().tobytes() for data, length in zip(gathered, lengths, strict=True)]
 
 
-def agree_on_most(values: Sequence[int], group: Group = None) -> list[int]:
+def all_reduce_max(values: Sequence[int], group: Group = None) -> list[int]:
     """Return the largest of all ranks' values, element by element."""
     moved = torch.tensor(values, dtype=torch.int64, device=_device(group))
     dist.all_reduce(moved, dist.ReduceOp.MAX, group)

@@ -274,7 +274,7 @@ class State:
 
 
 class StateRestore:
-    """A restore under way. Between the first `fill` and `finish` the state is neither the old nor the new."""
+    """A restore under way. Between the first `fill_tensor` and `finish` the state is neither the old nor the new."""
 
     def __init__(self, state: State, meta: StateMetadata, local: bool) -> None:
         lacking = sorted(meta.per_rank & set(state)) if not local else ()

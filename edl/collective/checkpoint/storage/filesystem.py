@@ -239,7 +239,8 @@ class CheckpointFolder:
     def publish_checkpoint(self, name: CheckpointName) -> bool:
         """Give a checkpoint whose manifest is written its name. Returns whether this call did it.
 
-        No complete checkpoint is touched by that: a final name is of one run, so whatever has it already is the same.
+        No complete checkpoint is touched. Where the final name is there and complete, another node has published the
+        same checkpoint, and this one is removed. Without a manifest it is what a removal has left, and is replaced.
 
         Raises:
             OSError: it is neither here nor published.

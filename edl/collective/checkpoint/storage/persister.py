@@ -93,7 +93,7 @@ class CheckpointPersister:
     def start(self) -> None:
         """Store from now on: the slots are empty, or what they hold is of this job's run."""
         if self._writer is not None and self._loop is None:
-            self._loop = BackgroundLoop("edl-storing", self._store_step)
+            self._loop = BackgroundLoop("edl-storing", self._poll_and_store)
 
     def set_run(self, name: str) -> None:
         """Name the run that the slots are of, now that all ranks have agreed on it."""
@@ -181,7 +181,7 @@ class CheckpointPersister:
             what = f"the last state is not at {self._url}, what was stored before is as it was: {why}"
             raise TemporaryError(what) from self._error
 
-    def _store_step(self) -> float | None:
+    def _poll_and_store(self) -> float | None:
         """Store what there is to store. Returns the seconds until the next look, None when nothing more will come."""
         closing = self._closing  # what is stored from here on is all that there will be
         newest_wanted = self._newest_wanted

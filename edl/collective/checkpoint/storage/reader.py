@@ -208,7 +208,7 @@ def _load_checkpoint(
         failed = exc
     verdict = 2 if failed is not None else int(bool(wrong))
     if world > 1:  # so that no rank waits for one that has given up
-        (verdict,) = transfer.agree_on_most([verdict], group)
+        (verdict,) = transfer.all_reduce_max([verdict], group)
     if wrong:
         _warn_damaged(folder, name, wrong)
     if verdict == 2:

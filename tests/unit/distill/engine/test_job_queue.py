@@ -99,10 +99,10 @@ def test_jobs_wait_while_teachers_are_busy(setup: Setup) -> None:
     setup.demand.busy = True
     hurry(setup)
     setup.put(1, 2)
-    setup.on_loop(setup.job_queue.send_if_due)
+    setup.on_loop(setup.job_queue.drain_if_due)
     assert setup.taken == [], "an answer has come, and there is enough to do until the next one"
     setup.demand.busy = False
-    setup.on_loop(setup.job_queue.send_if_due)
+    setup.on_loop(setup.job_queue.drain_if_due)
     setup.until_taken(1, 2)
 
 
@@ -121,7 +121,7 @@ def test_full_teachers_take_nothing(setup: Setup) -> None:
     setup.put(1, 2)
     setup.on_loop(lambda: None)
     assert setup.taken == []
-    setup.on_loop(setup.job_queue.send_if_due)
+    setup.on_loop(setup.job_queue.drain_if_due)
     assert setup.taken == [1, 2]
 
 
@@ -130,7 +130,7 @@ def test_taking_in_is_taking_all(setup: Setup) -> None:
     setup.demand.busy = True
     hurry(setup)
     setup.put(1, 2)
-    setup.on_loop(setup.job_queue.send_all)
+    setup.on_loop(setup.job_queue.drain)
     assert setup.taken == [1, 2]
 
 
@@ -151,7 +151,7 @@ def test_no_job_is_lost_or_overtakes(setup: Setup) -> None:
         nonlocal open_jobs
         open_jobs -= 1
         setup.demand.busy, setup.demand.full = open_jobs >= 2, open_jobs >= 6
-        setup.job_queue.send_if_due()
+        setup.job_queue.drain_if_due()
 
     setup.job_queue = JobQueue(setup.thread, setup.demand, take)
     one = job(0)

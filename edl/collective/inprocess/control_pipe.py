@@ -82,13 +82,16 @@ class ControlPipe:
             stopped, stop = os.pipe2(os.O_CLOEXEC)
             self._stopped = stopped
             self._stop = stop
+            self._owner = os.getpid()
             self._loop = BackgroundLoop("edl-control", self._read_lines, lambda: os.write(self._stop, b"\0"))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.path is not None and self._loop.close():
+        if self.path is None or os.getpid() != self._owner:
+            return  # a fork that leaves the block shares the pipes with its parent, which goes on reading
+        if self._loop.close():
             for descriptor in (self._stop, self._stopped, self._pipe):
                 os.close(descriptor)
 
@@ -106,10 +109,12 @@ class ControlPipe:
             return
         # In this order: a thread that makes a group looks at `has_next_generation` after `wake` can reach that group.
         self._newest = generation
-        self._wake()
-        with self._lock:
-            self._environ = environ
-            self._lock.notify_all()
+        try:
+            self._wake()
+        finally:  # what was heard is heard once
+            with self._lock:
+                self._environ = environ
+                self._lock.notify_all()
 
 
 def read_generation(environ: Mapping[str, str]) -> int:

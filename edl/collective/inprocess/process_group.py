@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import socket
-import struct
 import time
 from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
+from functools import partial
 from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
+from edl.background import start_call
 from edl.collective.inprocess.sockets import GroupSockets, find_connections
 from edl.errors import EDLError, SettingsError
 from edl.settings import read
@@ -26,9 +27,6 @@ _TESTED: Final = ((2, 13), (3, 0))
 peers. In another version that wait may be for something else, and would last until its timeout."""
 _POLL_S: Final = 0.005
 """Between two looks for the other ranks: a longer pause adds to each recovery, a shorter one keeps a core busy."""
-_ATTEMPT_S: Final = 3.0
-"""For the store to answer, before it is asked whether the generation is over. torch asks DNS for the name of each peer
-that connects, so on a host whose resolver does not answer it takes seconds; asked anew sooner, it has more to do."""
 
 
 class AbortableProcessGroup:
@@ -56,11 +54,12 @@ class AbortableProcessGroup:
     def connect_store(self, interrupt: Callable[[], object]) -> None:
         """Connect to the store that the first node's agent serves for this generation alone.
 
-        A store whose generation is over is gone. torch's client would wait for it, asleep for seconds at a time, and
-        nothing could wake it: so it is made only once something listens there, and given up soon.
+        torch's client sleeps for seconds between two attempts to reach a store that is gone, and waits without an end
+        for the answer of a store that stands still, as it does while DNS does not tell it a peer's name. Nothing wakes
+        it. So a thread makes it, which is left behind where its generation is over.
 
         Args:
-            interrupt: called before each attempt; may raise to leave.
+            interrupt: called again and again; may raise to leave.
 
         Raises:
             SettingsError: the environment does not name the store.
@@ -71,17 +70,19 @@ class AbortableProcessGroup:
             raise SettingsError("MASTER_ADDR and MASTER_PORT are not set: start this program with `edl run`")
         deadline = time.monotonic() + self._timeout.total_seconds()
         before = frozenset(find_connections())
+        connecting = start_call(
+            "edl-store-connect", partial(TCPStore, address, port, is_master=False, timeout=self._timeout)
+        )
+        failure = f"{LEFT}: no store answers at {address}:{port} within {self._timeout.total_seconds():g} s"
         while self._store is None:
             interrupt()
             try:
-                _probe_port(address, port)
-                self._store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_ATTEMPT_S))
-            except (OSError, dist.DistNetworkError, dist.DistStoreError) as exc:
+                self._store = connecting.result(_POLL_S)
+            except FutureTimeoutError as exc:
                 if time.monotonic() > deadline:
-                    limit_s = self._timeout.total_seconds()
-                    raise EDLError(f"{LEFT}: no store answers at {address}:{port} within {limit_s:g} s") from exc
-                time.sleep(_POLL_S)
-        self._store.set_timeout(self._timeout)
+                    raise EDLError(failure) from exc
+            except (dist.DistNetworkError, dist.DistStoreError) as exc:
+                raise EDLError(failure) from exc
         self._store_connection = frozenset(find_connections()) - before
 
     def wait_for_ranks(self, barrier: str, timeout_s: float, interrupt: Callable[[], object]) -> None:
@@ -140,15 +141,6 @@ class AbortableProcessGroup:
         # A group that could not be made was counted all the same, and torch names groups, and their keys in the store,
         # by the count: this process would never meet a new worker again.
         distributed_c10d._world.group_count = 0
-
-
-def _probe_port(address: str, port: int) -> None:
-    """Raise OSError unless something listens there.
-
-    The connection is reset, not closed: a server that finds it reset asks DNS for no name.
-    """
-    with socket.create_connection((address, port), _ATTEMPT_S) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def unsupported_reason(backend: str) -> str:

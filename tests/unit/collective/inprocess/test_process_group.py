@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -36,8 +37,20 @@ def group_at(monkeypatch: pytest.MonkeyPatch, port: int, timeout_s: float) -> Ab
     return AbortableProcessGroup(0, 1, "gloo", timeout_s)
 
 
-def test_connecting_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that is gone is not waited for once the next generation is known."""
+@pytest.fixture(params=["gone", "silent"])
+def port(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Of a store whose generation is over, and of one that stands still: the kernel accepts, and nothing answers."""
+    if request.param == "gone":
+        yield free_port()
+        return
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(8)
+        yield int(listener.getsockname()[1])
+
+
+def test_connecting_can_be_interrupted(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    """The store is not waited for once the next generation is known."""
     asked = []
 
     def interrupt() -> None:
@@ -46,7 +59,7 @@ def test_connecting_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
             raise Interrupted
 
     with pytest.raises(Interrupted):
-        group_at(monkeypatch, free_port(), 3600.0).connect_store(interrupt)
+        group_at(monkeypatch, port, 60.0).connect_store(interrupt)
 
 
 def test_store_that_comes_later_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +97,6 @@ def test_worker_has_come_before_it_connects(monkeypatch: pytest.MonkeyPatch, tmp
     assert status_page.read_status().generation == 7
 
 
-def test_absent_store_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
+def test_connecting_has_a_deadline(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     with pytest.raises(EDLError, match=rf"no store answers at 127.0.0.1:{port} within 0.2 s"):
         group_at(monkeypatch, port, 0.2).connect_store(lambda: None)

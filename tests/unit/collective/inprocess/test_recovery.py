@@ -223,6 +223,29 @@ def test_only_newest_generation_is_taken(pipe: Path) -> None:
         assert control.wait_for_environment(10) == json.loads(line(5))
 
 
+def test_failed_wake_loses_no_generation(pipe: Path) -> None:
+    def fail() -> None:
+        raise RuntimeError("not foreseen")
+
+    with ControlPipe(pipe, 0, fail) as control:
+        say(pipe, line(1))
+        assert control.wait_for_environment(10) == json.loads(line(1))
+
+
+def test_a_fork_leaves_the_pipe_alone(pipe: Path) -> None:
+    """A child that the script forks, and that ends by an exception, shares the pipes with its parent."""
+    with ControlPipe(pipe, 0, lambda: None) as control:
+        child = os.fork()
+        if not child:
+            try:
+                control.__exit__(None, None, None)
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        say(pipe, line(1))
+        assert control.wait_for_environment(10) == json.loads(line(1))
+
+
 def test_nothing_waits_without_an_agent() -> None:
     """Without an agent nothing is said and nothing waits."""
     with ControlPipe(None, 0, lambda: None) as control:

@@ -191,8 +191,8 @@ def _check_models(fields: dict[str, Any]) -> None:
         if lacking:
             raise SettingsError(
                 f"{type(value).__name__} changes {len(lacking)} parameters, one of shape {tuple(lacking[0].shape)}, of "
-                "no model that the accelerator has prepared: they would be lost with a worker. Give the model to "
-                "accelerator.prepare(), or to register_for_checkpointing()"
+                "no model that the accelerator has prepared: they would be lost with a worker. Give the model, an "
+                "nn.Module, to accelerator.prepare() or to register_for_checkpointing()"
             )
 
 

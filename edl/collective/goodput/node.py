@@ -47,7 +47,7 @@ class AgentState(enum.Enum):
     """What an agent does."""
 
     STARTING = "starting"
-    """It imports what workers will need, and has not merge_alike yet."""
+    """It imports what workers will need, and has not joined yet."""
     RENDEZVOUS = "rendezvous"
     """It waits for others, or agrees with them on the next world; its workers, if any, are being replaced."""
     RUNNING = "running"

@@ -392,7 +392,7 @@ def test_refused_requests_leave_no_memory(inside: StartInside, connect: Connect)
         for request_id, (status, data) in requests.items():
             stream.send_bytes(data)
             assert status_of(stream.read()) == (request_id, status)
-            until(lambda: not any(isinstance(found, RequestError) for found in gc.get_objects()))
+            until(lambda: not any(type(found) is RequestError for found in gc.get_objects()))
     finally:
         gc.enable()
         model.gate.set()
@@ -400,7 +400,7 @@ def test_refused_requests_leave_no_memory(inside: StartInside, connect: Connect)
 
 def server_frames_with(nbytes: int) -> list[str]:
     """Return the functions of the server of which a frame holds a message of so many bytes."""
-    frames = [found for found in gc.get_objects() if isinstance(found, types.FrameType)]
+    frames = [found for found in gc.get_objects() if type(found) is types.FrameType]
     own = [frame for frame in frames if "edl_serving" in frame.f_code.co_filename]
     held = [(frame.f_code.co_qualname, value) for frame in own for value in list(frame.f_locals.values())]
     return [name for name, value in held if isinstance(value, bytes | memoryview) and len(value) == nbytes]

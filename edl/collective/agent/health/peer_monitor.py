@@ -188,7 +188,7 @@ class PeerConnections:
         self._greet(connection)
 
     def _greet(self, connection: socket.socket) -> None:
-        """Say this node's name, once the handshake is over where there is peer."""
+        """Say this node's name, once the TLS handshake is over, where there is one."""
         try:
             waits_for = _continue_handshake(connection)
             if waits_for:

@@ -220,7 +220,7 @@ class CheckpointPersister:
         is_new = str(error) != str(self._error or "")
         self._error = error
         if is_new:
-            if isinstance(error, RuntimeError):
+            if not isinstance(error, EDLError):
                 logger.error("a fault in EDL", exc_info=error.__cause__)
             self._report(f"{error}; what was stored before is as it was, and it is tried again")
         return False

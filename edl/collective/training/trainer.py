@@ -376,9 +376,12 @@ class ElasticTrainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, also in another world. Load the sampler's state as well.
+        """Go on from a saved state, also in another world. Load the sampler's state as well.
 
         As with the sampler, a `global_batch` argument other than the saved run's holds from here on.
+
+        Args:
+            state: what `state_dict` returned, on any rank of any world.
 
         Raises:
             ProtocolError: it is of another version of EDL.

@@ -26,7 +26,9 @@ state = State(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
 with Checkpointer(state) as checkpointer:
     for step in itertools.count(checkpointer.restore() + 1):
         time.sleep(0.05)
-        pathlib.Path(f"{sys.argv[1]}.{os.environ['EDL_GENERATION']}").write_text(str(step))
+        new = pathlib.Path(f"{sys.argv[1]}.new")
+        new.write_text(str(step))
+        new.replace(f"{sys.argv[1]}.{os.environ['EDL_GENERATION']}")  # whole, whenever it is killed
         checkpointer.save(step)
         if pathlib.Path(sys.argv[1]).exists():
             break

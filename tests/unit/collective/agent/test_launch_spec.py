@@ -26,14 +26,14 @@ WORLD = World(5, JobState.RUNNING, MEMBERS)
 
 
 def launch(workers: int, **changes: object) -> LaunchSpec:
-    told = {
-        "warm": ProgramSpec("script", "train.py"),
-        "rules": RendezvousSettings(1, 4),
+    given = {
+        "program": ProgramSpec("script", "train.py"),
+        "rendezvous": RendezvousSettings(1, 4),
         "addr": "10.0.0.2",
         "max_restarts": 2,
         **changes,
     }
-    return LaunchSpec(job="resnet", workers=workers, **told)  # type: ignore[arg-type]
+    return LaunchSpec(job="resnet", workers=workers, **given)  # type: ignore[arg-type]
 
 
 @pytest.fixture

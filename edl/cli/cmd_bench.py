@@ -86,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class _Load:
-    """What is asked. `shape` is a row's."""
+    """An input or output of the benchmark's requests. `shape` is a row's."""
 
     input: str
     output: str

@@ -41,7 +41,7 @@ _BUSY_WITH_BYTES = 64  # more than a line of a log has room for; a multiple of a
 
 
 class Phase(enum.IntEnum):
-    """What a worker does with its time; it is in a single phase at any time."""
+    """The phases of a worker's time; it is in a single one of them at any time."""
 
     START = 0
     """From the fork to the first step or load: imports, process group, model."""

@@ -1,4 +1,4 @@
-"""What an agent holds while it takes part in a job: opened in order, and closed in the opposite order."""
+"""The resources that an agent holds while it takes part in a job: opened in order, and closed in the opposite order."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class PeerLost:
 
 
 AgentEvent = WorkerExit | ZygoteLost | PeerLost | None
-"""What wakes an agent; None: something changed that has to be looked at."""
+"""An event that wakes an agent; None: something changed that has to be looked at."""
 EventQueue = queue.SimpleQueue[AgentEvent]
 
 
 @dataclass
 class AgentContext:
-    """What a node's agent holds.
+    """The resources of a node's agent.
 
     Attributes:
         spec: this node's part of the job.

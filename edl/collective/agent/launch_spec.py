@@ -1,4 +1,4 @@
-"""What an agent is told, and what it tells its workers: torchrun's environment and EDL's own variables."""
+"""The specification of a node's agent, and the environment of its workers: torchrun's variables and EDL's own."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ _CATEGORY_OF_PHASE: Final = {
 
 
 class AgentState(enum.Enum):
-    """What an agent does."""
+    """The work that an agent is doing."""
 
     STARTING = "starting"
     """It imports what workers will need, and has not joined yet."""

@@ -50,7 +50,7 @@ class ReplicaPace:
 
 
 class ReplicaAction(Enum):
-    """What to do now."""
+    """The action that is due now."""
 
     WAIT = "wait"
     SEND = "send"

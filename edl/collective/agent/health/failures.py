@@ -87,7 +87,7 @@ class WorkerFailure:
 
 @dataclass(frozen=True)
 class RecoveryDecision:
-    """What follows from failures: a new generation or the end of the job.
+    """The decision that follows from failures: a new generation or the end of the job.
 
     Attributes:
         restart: why there is to be a new generation; empty for none.

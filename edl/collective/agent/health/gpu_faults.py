@@ -56,7 +56,7 @@ _RECORD_NBYTES: Final = 8192  # the kernel refuses to read a record into less (C
 
 
 class GpuFault(Enum):
-    """What an error of a GPU says of its cause."""
+    """The cause that an error of a GPU names."""
 
     HARDWARE = "hardware"
     """The node is at fault: its GPU has to be reset or replaced."""

@@ -26,7 +26,7 @@ only after that is a missing record of a job believed. With less, a job would be
 
 @dataclass(frozen=True)
 class JobRecords:
-    """What an agent knows of a job at a moment.
+    """The records of a job, as an agent read them at a moment.
 
     Attributes:
         world: the job's record.

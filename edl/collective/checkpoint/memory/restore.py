@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RestoredState:
-    """What was restored.
+    """The state that was restored.
 
     Attributes:
         step: the last finished step.

@@ -50,7 +50,7 @@ storage, where every further rank makes the first to be complete later."""
 
 @dataclass(frozen=True)
 class WriteOutcome:
-    """What was stored.
+    """The outcome of an attempt to store a state.
 
     Attributes:
         step, generation, world: which state.

@@ -18,7 +18,7 @@ Groups = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class CheckRoundResult:
-    """What a node found in a round.
+    """The findings of a node in a round.
 
     Attributes:
         device: "cpu" or "cuda"; times are compared among nodes with the same.

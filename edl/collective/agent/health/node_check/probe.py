@@ -1,4 +1,4 @@
-"""What a node does in a round of the node check, as a process of its own: a node that fails may hang in it.
+"""A node's work in a round of the node check, as a process of its own: a node that fails may hang in it.
 
 Run as `python -m edl.collective.agent.health.node_check.probe`, with its task as JSON in the first argument; prints
 JSON lines.

@@ -1,4 +1,7 @@
-"""Runs every benchmark and writes the table that the docs show: `python -m benchmarks`, or `make bench`."""
+"""Runs every benchmark and writes the table that the docs show: `python -m benchmarks`, or `make bench`.
+
+`python -m benchmarks churn --seeds 1` runs one of them, with an option of its own.
+"""
 
 from __future__ import annotations
 
@@ -132,11 +135,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, help="rounds of each (default: each benchmark's own)")
     parser.add_argument("--quick", action="store_true", help="only show that they all work; nothing is written")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)} (default: all)")
-    given = parser.parse_args()
+    given, own = parser.parse_known_args()
+    if own and len(given.names) != 1:
+        parser.error(f"{own[0]}: a benchmark's own options go with one NAME")
     if unknown := set(given.names) - set(NAMES):
         parser.error(f"there is no benchmark {sorted(unknown)[0]!r}; known: {', '.join(NAMES)}")
     options = ["--quick"] if given.quick else []
     options += ["--repeats", str(given.repeats)] if given.repeats else []
+    options += own
     for name in given.names or NAMES:
         print(f"{name} ...", flush=True)
         module, load = import_module(f"benchmarks.{name}"), os.getloadavg()[0]

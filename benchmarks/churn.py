@@ -241,7 +241,7 @@ def _run(side: Side, seeds: Iterator[int], extent: Extent) -> Run:
         job.step_logs.read()
         steps, until = list(job.step_logs.since(begin).values()), time.monotonic()
         table = [line() for line in lines]
-        seconds = [] if ledger is None else [now - then for then, now in zip(ledger, _ledger(task), strict=True)]
+        spent = {} if ledger is None else _spent(ledger, _ledger(task))
     progress("undisturbed steps after")
     after = [measure_steps() for measure_steps in reversed(references)][::-1]
     usual_s, *others_s = [_mean(*pair) for pair in zip(before, after, strict=True)]
@@ -253,8 +253,9 @@ def _run(side: Side, seeds: Iterator[int], extent: Extent) -> Run:
     note(f"\nAn undisturbed step, no snapshots: {_ms(before[0], after[0])}.\n")
     if others_s:
         note(f"An undisturbed step, snapshots: {_ms(before[1], after[1])}.\n")
-    if seconds:
-        note(f"The job's own ledger says a goodput of {seconds[0] / seconds[1]:.3f} for that time.\n")
+    if spent:
+        parts = ", ".join(f"{name} {spent_s:.2f} s" for name, spent_s in spent.items() if spent_s)
+        note(f"The job's own ledger says a goodput of {spent['train'] / sum(spent.values()):.3f} for that time: {parts}.\n")
     idle_s = until - max(log[-1].at for log in steps)
     if idle_s > _ALIVE_S:
         note(f"**No step was finished in the last {idle_s:.0f} s.**\n")
@@ -316,8 +317,12 @@ def _sleep_until(at: float) -> None:
     time.sleep(max(0.0, at - time.monotonic()))
 
 
-def _ledger(task: Task) -> tuple[float, float]:
-    """Seconds of training, and of all, that the job's own ledger knows of; nothing where it cannot be read."""
+def _spent(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    return {name: after[name] - before[name] for name in before if name in after}
+
+
+def _ledger(task: Task) -> dict[str, float]:
+    """Return the seconds by what they went into, as the job's own ledger has them; nothing where it cannot be read."""
     command = [
         sys.executable,
         "-m",
@@ -331,9 +336,9 @@ def _ledger(task: Task) -> tuple[float, float]:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode:
         note(f"`edl status` failed: {done.stderr}\n")
-        return math.nan, math.nan
-    found = json.loads(done.stdout)
-    return float(found["seconds"]["train"]), float(found["elapsed_s"])
+        return {}
+    seconds: dict[str, float] = json.loads(done.stdout)["seconds"]
+    return seconds
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ GPU's work, since three ranks would fight for the cores of a small machine; back
 
 - `goodput`: the time that the steps of the job take in undisturbed worlds of the same sizes without any snapshot, by
   the time that passed. The steps count that led to the state at the end, each once: not what was done again or thrown
-  away. An undisturbed step is measured right before and right after each side's trace, and the mean of the two is
-  taken, since a machine's speed changes. `goodput_in_process`: the same with `stay`.
+  away. The mean of an undisturbed step is measured right before and right after each side's trace, and the mean of the
+  two is taken, since a machine's speed changes. `goodput_in_process`: the same with `stay`.
 - `goodput_beside_saving`: the same as `goodput`, by undisturbed worlds that make the same snapshots.
 - `vs_torchrun_goodput`: `goodput` by torchrun's; `vs_torchft_goodput`: `goodput_in_process` by torchft's. Each side is
   measured against undisturbed worlds of its own.
@@ -58,10 +58,10 @@ _SLEEP_S = 0.15
 _LEAST, _FIRST, _MOST = 1, 2, 3
 _DEFAULT_SEEDS = 3
 _FEWEST_STEPS = 3
-"""Of which an undisturbed step is taken the median of: a busy machine finishes none in a short time."""
-_STEADY, _WINDOW = 3.0, 0.75
-"""Of `--seconds`, for `steady`, and in each size of world before and after a trace: 12 s gives `steady` steps enough to
-tell a percent, 3 s lets both ends of a trace take less than a minute."""
+"""Of which an undisturbed step is taken the mean of: a busy machine finishes none in a short time."""
+_STEADY, _WINDOW = 3.0, 2.0
+"""Of `--seconds`, for `steady`, and in each size of world before and after a trace. 12 s gives `steady` steps enough to
+tell a percent; with 3 s in place of 8 the references before and after a trace differed by 5%."""
 _ALIVE_S = 10.0
 _RECOVERED_S = 10.0
 
@@ -270,7 +270,7 @@ def _reference(side: Side, save_s: float, nodes: int, extent: Extent) -> dict[in
         for number in range(nodes):
             job.start(number)
             job.together(count=extent.settle_steps)
-            found[number + 1] = statistics.median(_undisturbed(job, extent.window_s))
+            found[number + 1] = statistics.mean(_undisturbed(job, extent.window_s))
     return found
 
 

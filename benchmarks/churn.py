@@ -255,7 +255,8 @@ def _run(side: Side, seeds: Iterator[int], extent: Extent) -> Run:
         note(f"An undisturbed step, snapshots: {_ms(before[1], after[1])}.\n")
     if spent:
         parts = ", ".join(f"{name} {spent_s:.2f} s" for name, spent_s in spent.items() if spent_s)
-        note(f"The job's own ledger says a goodput of {spent['train'] / sum(spent.values()):.3f} for that time: {parts}.\n")
+        share = spent["train"] / sum(spent.values())
+        note(f"The job's own ledger says a goodput of {share:.3f} for that time: {parts}.\n")
     idle_s = until - max(log[-1].at for log in steps)
     if idle_s > _ALIVE_S:
         note(f"**No step was finished in the last {idle_s:.0f} s.**\n")

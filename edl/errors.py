@@ -12,7 +12,7 @@
     └── PermanentError             the same call will fail again
         ├── ConflictError          a compare-and-set, lock or name was taken by another
         ├── LeaseLostError         a lease expired before it was renewed
-        ├── SourceError            the user's data source yields something that cannot be sent
+        ├── SourceError            the user's data cannot be read, have changed, or cannot be sent
         ├── RejectedError          teachers refuse the request itself
         ├── BadOutputError         teachers answer with outputs that cannot be used
         └── ProtocolError          bytes or messages that break the wire protocol
@@ -90,7 +90,7 @@ class LeaseLostError(PermanentError):
 
 
 class SourceError(PermanentError):
-    """The data source yields something that cannot be sent to a teacher. Names the sample and the field."""
+    """The user's data cannot be read, have changed, or are not what was expected. Names the file, or the field."""
 
 
 class RejectedError(PermanentError):

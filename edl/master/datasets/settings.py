@@ -1,0 +1,99 @@
+"""How a data set is cut into shards and handed out, as its creator chooses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from edl.errors import SettingsError
+from edl.protocol.master import COMMIT_CHECKPOINT, COMMIT_REPORT, DatasetSpec
+from edl.settings import is_above_zero, is_count
+
+__all__ = ["DEFAULT_SHARD_SIZE", "ShardSettings"]
+
+DEFAULT_SHARD_SIZE: Final = 64
+"""Units of a shard where nothing else is asked for: a batch or two, so that a worker that is killed loses little work;
+the master hands out thousands of shards a second."""
+_SEEDS: Final = 1 << 64
+"""Seeds are numbers of 64 bits on the wire."""
+
+
+@dataclass(frozen=True)
+class ShardSettings:
+    """How a data set is cut into shards, in which order they are handed out, and when a lease ends.
+
+    Attributes:
+        shard_size: units (samples, lines, rows, files) of a shard; None leaves it to the kind of data set: 64, and the
+            rows of a row group where all groups of a Parquet file are alike.
+        epochs: passes over the data; 0 for as many as are asked for.
+        shuffle: hand out the shards of an epoch in an order that follows from `seed` and the epoch.
+        shuffle_within: read the units of a shard in an order that follows from `seed`, the epoch and the shard.
+        seed: of both orders.
+        max_failures: a shard that failed so often is poisoned.
+        lease_s: a shard goes to another reader when its reader has not renewed its lease for so many seconds.
+        session_s: a reader that has sent nothing for so many seconds has ended.
+        commit: "report": a shard is done when it is reported; "checkpoint": when a checkpoint of the reader covers it.
+
+    Raises:
+        SettingsError: a value cannot be used.
+    """
+
+    shard_size: int | None = None
+    epochs: int = 1
+    shuffle: bool = False
+    shuffle_within: bool = False
+    seed: int = 0
+    max_failures: int = 3
+    lease_s: float = 60.0
+    session_s: float = 30.0
+    commit: Literal["report", "checkpoint"] = "report"
+
+    def __post_init__(self) -> None:
+        if self.shard_size is not None and not is_count(self.shard_size):
+            raise SettingsError(f"shard_size={self.shard_size!r}: must be a whole number above 0, or None")
+        if not _is_natural(self.epochs):
+            raise SettingsError(f"epochs={self.epochs!r}: must be 0 (no end) or a whole number above it")
+        if not _is_natural(self.seed) or self.seed >= _SEEDS:
+            raise SettingsError(f"seed={self.seed!r}: must be a whole number from 0 to 2**64 - 1")
+        if not is_count(self.max_failures):
+            raise SettingsError(f"max_failures={self.max_failures!r}: must be a whole number above 0")
+        for name in ("lease_s", "session_s"):
+            if not _is_duration(getattr(self, name)):
+                raise SettingsError(f"{name}={getattr(self, name)!r}: must be a number of seconds above 0")
+        if self.commit not in ("report", "checkpoint"):
+            raise SettingsError(f"commit={self.commit!r}: must be 'report' or 'checkpoint'")
+
+    def spec(self, kind: str, location: str, units: int | None, shard_size: int, index: bytes) -> DatasetSpec:
+        """Return the specification of a data set, as `CreateDataset` carries it.
+
+        Args:
+            kind: of the data set.
+            location: of the data set.
+            units: how many it has; None for a source without an end.
+            shard_size: units of a shard.
+            index: what readers need beside the location.
+        """
+        return DatasetSpec(
+            kind=kind,
+            location=location,
+            units=units,
+            shard_size=shard_size,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            epochs=self.epochs,
+            max_failures=self.max_failures,
+            lease_s=self.lease_s,
+            session_s=self.session_s,
+            commit=COMMIT_REPORT if self.commit == "report" else COMMIT_CHECKPOINT,
+            index=index,
+        )
+
+
+def _is_natural(value: object) -> bool:
+    return is_count(value) or (type(value) is int and value == 0)
+
+
+def _is_duration(value: object) -> bool:
+    """Tell whether a lease may take so long: a lease without an end would never come back."""
+    return is_above_zero(value) and math.isfinite(value)  # type: ignore[arg-type]

@@ -1,0 +1,119 @@
+"""How many processes of this container the kernel has killed for want of memory, in cgroups of version 1 and 2.
+
+A container's status need not tell: Kubernetes writes `OOMKilled` where the container's first process died of it, and
+the kernel usually kills the largest process, which is a child of the agent. The kernel counts such kills in the
+process's own cgroup:
+
+- version 2: `oom_kill` in `memory.events`, with the cgroups below it
+  (https://docs.kernel.org/admin-guide/cgroup-v2.html, "memory.events");
+- version 1: `oom_kill` in `memory.oom_control`, since Linux 4.13, without the cgroups below it
+  (https://docs.kernel.org/admin-guide/cgroup-v1/memory.html, "OOM Control").
+
+Both count kills by any cause, so also where the whole machine had no memory left.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+__all__ = ["MemoryCgroup", "find_memory_cgroup", "read_oom_kills"]
+
+_MIN_MOUNT_FIELDS: Final = 5  # of a line of mountinfo before its dash, up to the mount point: see proc(5)
+
+
+@dataclass(frozen=True)
+class MemoryCgroup:
+    """The cgroup that limits a process's memory.
+
+    Attributes:
+        version: of the cgroup hierarchy, 1 or 2.
+        folder: where the kernel shows the cgroup's files.
+    """
+
+    version: int
+    folder: Path
+
+    @property
+    def events_file(self) -> Path:
+        """The file that has the counter `oom_kill`."""
+        return self.folder / ("memory.events" if self.version == 2 else "memory.oom_control")
+
+
+def read_oom_kills(root: Path = Path("/")) -> int | None:
+    """Return how many processes of this process's cgroup were killed for want of memory, since the cgroup exists.
+
+    Args:
+        root: the folder that has `proc` and `sys`.
+
+    Returns:
+        The count; None where the kernel does not tell: no memory cgroup, the root cgroup, or an old kernel.
+    """
+    cgroup = find_memory_cgroup(root)
+    return None if cgroup is None else _read_counter(cgroup.events_file)
+
+
+def find_memory_cgroup(root: Path = Path("/")) -> MemoryCgroup | None:
+    """Return this process's memory cgroup, None where it has none or its files are not mounted.
+
+    Args:
+        root: the folder that has `proc` and `sys`.
+    """
+    try:
+        membership = (root / "proc/self/cgroup").read_text("utf-8", "surrogateescape")
+        mounts = (root / "proc/self/mountinfo").read_text("utf-8", "surrogateescape")
+    except OSError:
+        return None
+    paths: dict[int, str] = {}
+    for line in membership.splitlines():
+        hierarchy, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if hierarchy == "0" and not controllers:
+            paths[2] = path
+        elif "memory" in controllers.split(","):
+            paths[1] = path
+    # Where both versions are mounted, a controller is in version 1 if it has a line of its own there.
+    for version in (1, 2):
+        if version in paths and (folder := _find_folder(mounts, version, paths[version], root)):
+            return MemoryCgroup(version, folder)
+    return None
+
+
+def _find_folder(mounts: str, version: int, path: str, root: Path) -> Path | None:
+    """Return where the cgroup at `path` of its hierarchy is mounted, None where that cannot be told.
+
+    A container sees its own cgroup, or that of a container around it, mounted as the root of the hierarchy, while the
+    path may be the machine's view of it, or the container's own (`/`). Another cgroup's counter is worse than none.
+    """
+    for line in mounts.splitlines():
+        fields, dash, rest = line.partition(" - ")
+        parts, kind = fields.split(" "), rest.split(" ")
+        if not dash or len(parts) < _MIN_MOUNT_FIELDS or len(kind) < 3:
+            continue
+        if kind[0] != ("cgroup2" if version == 2 else "cgroup"):
+            continue
+        if version == 1 and "memory" not in kind[2].split(","):
+            continue
+        mount_root, point = _unescape(parts[3]), root / _unescape(parts[4]).lstrip("/")
+        if path == mount_root:
+            return point
+        below = path.removeprefix(mount_root.rstrip("/") + "/")
+        if below != path and ".." not in below.split("/") and (point / below).is_dir():
+            return point / below
+    return None
+
+
+def _read_counter(path: Path) -> int | None:
+    try:
+        text = path.read_text("ascii", "replace")
+    except OSError:
+        return None
+    found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
+    return int(found[1]) if found else None
+
+
+def _unescape(text: str) -> str:
+    """Return a path of mountinfo, where blanks and the like are octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

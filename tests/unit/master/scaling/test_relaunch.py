@@ -1,0 +1,157 @@
+"""Causes of ends, and what is done about them: both functions are pure, and total."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edl.collective.agent.exit_codes import ExitCode
+from edl.collective.agent.health.failures import ExitCause
+from edl.master.scaling.relaunch import RELAUNCH_TABLE, RelaunchAction, RelaunchRule, decide_relaunch
+from edl.master.scaling.terminations import TerminationCause, TerminationReport, find_termination_cause
+
+Cause = TerminationCause
+Report = TerminationReport
+
+
+@pytest.mark.parametrize(
+    ("report", "cause"),
+    [
+        (Report(exit_code=0), Cause.SUCCEEDED),
+        (Report(pod_phase="Succeeded"), Cause.SUCCEEDED),
+        (Report(exit_code=1), Cause.USER_ERROR),
+        (Report(exit_code=255), Cause.USER_ERROR),
+        (Report(exit_code=1, agent_cause="error", node_ready=False), Cause.USER_ERROR),
+        (Report(exit_code=137), Cause.KILLED),
+        (Report(exit_code=-9), Cause.KILLED),
+        (Report(signal=9), Cause.KILLED),
+        (Report(exit_code=137, container_reason="OOMKilled"), Cause.OUT_OF_MEMORY),
+        (Report(exit_code=-9, oom_kills=1, agent_cause="killed"), Cause.OUT_OF_MEMORY),
+        (Report(exit_code=1, oom_kills=1, agent_cause="killed"), Cause.OUT_OF_MEMORY),
+        (Report(exit_code=0, oom_kills=1), Cause.SUCCEEDED),
+        (Report(exit_code=137, oom_kills=0), Cause.KILLED),
+        (Report(exit_code=139), Cause.CRASHED),
+        (Report(exit_code=-11, agent_cause="killed"), Cause.CRASHED),
+        (Report(exit_code=134, agent_cause="contact"), Cause.PEER_LOST),
+        (Report(exit_code=134, node_ready=False), Cause.CRASHED),
+        (Report(exit_code=1, agent_cause="contact"), Cause.PEER_LOST),
+        (Report(exit_code=143), Cause.PREEMPTED),
+        (Report(exit_code=143, node_ready=False), Cause.NODE_LOST),
+        (Report(exit_code=137, conditions=("PreemptionByScheduler",)), Cause.PREEMPTED),
+        (Report(exit_code=137, events=("Preempted",)), Cause.PREEMPTED),
+        (Report(exit_code=1, events=("NodeNotReady",)), Cause.USER_ERROR),
+        (Report(pod_phase="Failed", pod_reason="Evicted"), Cause.EVICTED),
+        (Report(exit_code=137, pod_reason="Evicted", oom_kills=1), Cause.EVICTED),
+        (Report(conditions=("DeletionByTaintManager",)), Cause.NODE_LOST),
+        (Report(node_ready=False), Cause.NODE_LOST),
+        (Report(exit_code=69), Cause.HARDWARE),
+        (Report(exit_code=1, agent_cause="hardware", oom_kills=1), Cause.HARDWARE),
+        (Report(exit_code=1, agent_cause="unclear"), Cause.UNCLEAR_FAULT),
+        (Report(container_reason="ErrImagePull"), Cause.LAUNCH_FAILED),
+        (Report(events=("FailedMount",)), Cause.LAUNCH_FAILED),
+        (Report(exit_code=74), Cause.NOT_STORED),
+        (Report(exit_code=75), Cause.QUORUM_MISSED),
+        (Report(), Cause.UNKNOWN),
+        (Report(agent_cause="a word of tomorrow's agent"), Cause.UNKNOWN),
+    ],
+    ids=str,
+)
+def test_cause_of_an_end(report: TerminationReport, cause: TerminationCause) -> None:
+    verdict = find_termination_cause(report)
+    assert verdict.cause is cause, verdict.evidence
+    assert verdict.evidence
+
+
+def test_agents_words_are_understood() -> None:
+    """The master does not import the agent, so the words are compared here."""
+    for word in ExitCause:
+        assert find_termination_cause(Report(exit_code=1, agent_cause=word.value)).cause is not Cause.UNKNOWN
+    causes = {code: find_termination_cause(Report(exit_code=int(code))).cause for code in ExitCode}
+    assert causes == {
+        ExitCode.DONE: Cause.SUCCEEDED,
+        ExitCode.FAILED: Cause.USER_ERROR,
+        ExitCode.NOT_STORED: Cause.NOT_STORED,
+        ExitCode.TRY_AGAIN: Cause.QUORUM_MISSED,
+        ExitCode.FAULTY_NODE: Cause.HARDWARE,
+    }
+
+
+words = st.sampled_from(["", "killed", "contact", "Evicted", "OOMKilled", "Preempted", "NodeLost", "ErrImagePull", "?"])
+reports = st.builds(
+    TerminationReport,
+    exit_code=st.none() | st.integers(-70, 300),
+    signal=st.integers(0, 64),
+    oom_kills=st.none() | st.integers(0, 3),
+    agent_cause=words,
+    pod_phase=st.sampled_from(["", "Failed", "Succeeded"]),
+    pod_reason=words,
+    container_reason=words,
+    conditions=st.lists(words, max_size=2).map(tuple),
+    events=st.lists(words, max_size=3).map(tuple),
+    node_ready=st.none() | st.booleans(),
+)
+
+
+@given(reports)
+def test_every_end_has_one_cause(report: TerminationReport) -> None:
+    verdict = find_termination_cause(report)
+    assert verdict == find_termination_cause(report)
+    if report.exit_code == 0 and not report.signal:
+        assert verdict.cause is Cause.SUCCEEDED, "exit code 0 beats every rumour"
+    if verdict.cause is Cause.SUCCEEDED:
+        assert report.exit_code == 0 or report.pod_phase == "Succeeded"
+    if verdict.cause is Cause.USER_ERROR:
+        assert report.exit_code not in (0, None) or report.agent_cause == "error", "no job stops without its own error"
+
+
+def test_table_has_every_cause() -> None:
+    assert set(RELAUNCH_TABLE) == set(TerminationCause)
+    for cause, rules in RELAUNCH_TABLE.items():
+        assert all(rule.times is None or rule.times > 0 for rule in rules), cause
+        assert all(rule.times is not None for rule in rules[:-1]), f"{cause}: what follows is never reached"
+
+
+@given(st.sampled_from(TerminationCause), st.integers(1, 2000))
+def test_stop_is_final(cause: TerminationCause, count: int) -> None:
+    now, later = decide_relaunch(cause, count), decide_relaunch(cause, count + 1)
+    if now.action is RelaunchAction.STOP:
+        assert later.action is RelaunchAction.STOP
+    assert 0 <= now.delay_s <= 300
+    assert 1 <= now.memory_factor <= 4
+    if now.action is later.action is not RelaunchAction.STOP:
+        assert later.delay_s >= now.delay_s
+        assert later.memory_factor >= now.memory_factor
+
+
+@given(st.sampled_from(TerminationCause))
+def test_what_goes_on_for_ever(cause: TerminationCause) -> None:
+    """Only what the cluster does to a job may repeat without end."""
+    endless = decide_relaunch(cause, 10**9).action is not RelaunchAction.STOP
+    assert endless == (cause in {Cause.SUCCEEDED, Cause.PREEMPTED, Cause.NODE_LOST, Cause.QUORUM_MISSED})
+
+
+def test_ladder_of_a_killed_worker() -> None:
+    actions = [decide_relaunch(Cause.KILLED, count).action for count in range(1, 9)]
+    assert actions == [
+        *[RelaunchAction.RESTART_IN_PLACE] * 2,
+        *[RelaunchAction.NEW_POD] * 3,
+        *[RelaunchAction.ELSEWHERE] * 2,
+        RelaunchAction.STOP,
+    ]
+    assert [decide_relaunch(Cause.KILLED, count).delay_s for count in (3, 4, 5)] == [0, 10, 20]
+
+
+def test_user_errors_stop_at_once() -> None:
+    assert decide_relaunch(Cause.USER_ERROR, 1).action is RelaunchAction.STOP
+
+
+def test_another_table() -> None:
+    table = {**RELAUNCH_TABLE, Cause.USER_ERROR: (RelaunchRule(RelaunchAction.RESTART_IN_PLACE, 3),)}
+    actions = [decide_relaunch(Cause.USER_ERROR, count, table).action for count in (1, 3, 4)]
+    assert actions == [RelaunchAction.RESTART_IN_PLACE, RelaunchAction.RESTART_IN_PLACE, RelaunchAction.STOP]
+
+
+def test_never_ended_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least once"):
+        decide_relaunch(Cause.KILLED, 0)

@@ -23,6 +23,7 @@ from edl.errors import SettingsError
 __all__ = [
     "Credentials",
     "DiscoverySettings",
+    "LoadSettings",
     "TeacherSettings",
     "default_discovery_url",
     "is_above_zero",
@@ -190,6 +191,60 @@ class TeacherSettings:
             service=read("EDL_SERVICE", str, environ),
             endpoints=tuple(part.strip() for part in endpoints.split(",") if part.strip()),
             max_teachers=read("EDL_MAX_TEACHERS", positive_int, environ),
+        )
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """How a student or teacher publishes its load.
+
+    Attributes:
+        publish: whether it does. `EDL_PUBLISH_LOAD`.
+        interval_s: how often, in seconds, while something changes. `EDL_LOAD_INTERVAL_S`.
+        window_s: the seconds over which rates are taken. `EDL_LOAD_WINDOW_S`.
+        ttl_s: seconds after which the record of a process that was killed is gone.
+        job: the job that a student belongs to; empty if none is known. `EDL_JOB`, or torchrun's `TORCHELASTIC_RUN_ID`.
+
+    Raises:
+        SettingsError: an interval that is longer than the window.
+    """
+
+    publish: bool = True
+    interval_s: float = 2.0
+    window_s: float = 15.0
+    ttl_s: float = 15.0
+    job: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.interval_s <= self.window_s < float("inf"):
+            raise SettingsError(
+                f"load is published every {self.interval_s!r} s, with rates over {self.window_s!r} s: expected an"
+                " interval above 0 and no longer than the window (EDL_LOAD_INTERVAL_S, EDL_LOAD_WINDOW_S)"
+            )
+
+    @classmethod
+    def of(cls, publish: bool | None = None, environ: Mapping[str, str] | None = None) -> LoadSettings:
+        """Take an argument over the environment over the default.
+
+        Args:
+            publish: as the attribute; None for what the environment says.
+            environ: in place of this process's environment.
+
+        Returns:
+            The settings.
+
+        Raises:
+            SettingsError: a value of the environment that cannot be.
+        """
+        if publish is None:
+            publish = read("EDL_PUBLISH_LOAD", boolean, environ)
+        run_id = read("TORCHELASTIC_RUN_ID", str, environ)
+        return cls(
+            publish=True if publish is None else publish,
+            interval_s=read("EDL_LOAD_INTERVAL_S", positive_float, environ) or cls.interval_s,
+            window_s=read("EDL_LOAD_WINDOW_S", positive_float, environ) or cls.window_s,
+            # torchrun's default id is "none".
+            job=read("EDL_JOB", str, environ) or ("" if run_id in (None, "none") else run_id or ""),
         )
 
 

@@ -36,6 +36,9 @@ class Options:
         progress_s: log a line of progress (logger `edl.distill`, level INFO) every so often.
         check_all_bytes: check that all bytes of an item are the same when it is delivered as when it was sent, however
             long that takes; else at least a sample of larger arrays, and all bytes within 2% of the time.
+        publish_load: publish through discovery what is asked of a service, and how long training waits for it, so that
+            EDL can say how many teachers would do (docs/scaling.md). None for what `EDL_PUBLISH_LOAD` says, or yes.
+            Never with fixed endpoints.
         policy: windows, hedging, retries.
         credentials: TLS and tokens; None for what `EDL_TLS_CA`, `EDL_TOKEN_FILE` and their like say.
 
@@ -54,6 +57,7 @@ class Options:
     mixed_versions: Literal["warn", "refuse"] = "warn"
     progress_s: float = 30.0
     check_all_bytes: bool = False
+    publish_load: bool | None = None
     policy: Policy = field(default_factory=Policy)
     credentials: Credentials | None = None
 
@@ -70,6 +74,8 @@ class Options:
                 raise SettingsError(f"{name}={value!r}: must be a whole number of bytes, at least one MiB ({1 << 20})")
         if self.mixed_versions not in ("warn", "refuse"):
             raise SettingsError(f"mixed_versions={self.mixed_versions!r}: must be 'warn' or 'refuse'")
+        if self.publish_load is not None and not isinstance(self.publish_load, bool):
+            raise SettingsError(f"publish_load={self.publish_load!r}: must be True, False or None")
         if not isinstance(self.policy, Policy):
             raise SettingsError(f"policy={self.policy!r}: expected an edl.distill.actions.Policy")
         if self.credentials is not None and not isinstance(self.credentials, Credentials):

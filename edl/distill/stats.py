@@ -52,6 +52,7 @@ class ReaderStats:
         rows_buffered: rows that the source gave and the training loop has not taken.
         bytes_held: items and answers of these rows; answers to come as they are estimated. See `Options.memory_bytes`.
         wait_s: seconds that the training loop waited for labels.
+        source_wait_s: of these, seconds in which no label could be asked for: the data source was making the samples.
         cache_queue_bytes: labels on their way into the cache.
         teachers_live: teachers that may be given work.
         teachers: by id. Counts begin when the teacher comes, also when it comes again. One that left is kept as "gone"
@@ -74,6 +75,7 @@ class ReaderStats:
     rows_buffered: int = 0
     bytes_held: int = 0
     wait_s: float = 0.0
+    source_wait_s: float = 0.0
     cache_queue_bytes: int = 0
     teachers_live: int = 0
     teachers: Mapping[str, TeacherStats] = field(default_factory=dict)

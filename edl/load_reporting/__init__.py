@@ -1,6 +1,30 @@
 """Records of load: what students ask of teachers and how long they wait, what teachers compute, through the Store.
 
+A student or teacher gives a `LoadPublisher` a function that reads its counters. The publisher's thread writes a record
+every two seconds: the counters now, and as they were some fifteen seconds before, both by the publisher's own clock.
+So a single record has rates, clocks of different machines are never compared, and a process that starts again is
+another record rather than a counter that falls. `read_service` turns all records of a service into rates.
+
+Publishing is a courtesy of the process: a Store that is away, slow or full costs it nothing but a line in its log.
+
 What does not belong here: what follows from these figures (`edl.master.scaling`).
 """
 
-__all__: list[str] = []
+from __future__ import annotations
+
+from edl.load_reporting.publisher import LoadPublisher, LoadSource
+from edl.load_reporting.rates import ServiceLoad, StudentRate, TeacherRate
+from edl.load_reporting.reading import read_service, read_services
+from edl.load_reporting.wanted import read_all_wanted, read_wanted
+
+__all__ = [
+    "LoadPublisher",
+    "LoadSource",
+    "ServiceLoad",
+    "StudentRate",
+    "TeacherRate",
+    "read_all_wanted",
+    "read_service",
+    "read_services",
+    "read_wanted",
+]

@@ -130,6 +130,17 @@ class TeacherServer:
         self._start_canary(self._batcher)
         return self._port
 
+    def load(self) -> tuple[int, float, int, int]:
+        """Return what the server has computed so far; may be called from any thread.
+
+        Returns:
+            Rows, the seconds that its workers computed them (summed over workers), the number of workers, and the rows
+            that wait.
+        """
+        rows, compute_s = self._metrics.computed()
+        batcher = self._batcher
+        return rows, compute_s, len(self._backends), batcher.queued_rows if batcher is not None else 0
+
     def watch_ready(self, changed: Callable[[bool], None]) -> None:
         """Have `changed` called on the event loop when a canary fails, and when it is answered again.
 

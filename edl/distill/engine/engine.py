@@ -169,6 +169,11 @@ class Engine:
         found = self._pool.describe()
         return NoTeacherError(f"no live teacher for {self.name} within {self._timeout_s:g} s ({found})")
 
+    @property
+    def rows_asked(self) -> int:
+        """Rows that were asked for, so far."""
+        return self._counters.asked
+
     def stats(self) -> ReaderStats:
         """Return counters and gauges of this service."""
         return self._counters.stats(self._dispatcher, self._pool.teacher_state, self._pool.stale)

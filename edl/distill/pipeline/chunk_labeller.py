@@ -99,6 +99,7 @@ class ChunkLabeller:
         self._numbers = itertools.count()
         self._delivered = self._cached = 0
         self._wait_s = 0.0
+        self._source_wait_s = 0.0
         self._progress_at = time.monotonic() + options.progress_s
         self._progress_rows = 0
         keep_freed_memory(min(options.memory_bytes, 512 << 20))  # who bounds memory does not want it kept either
@@ -350,9 +351,24 @@ class ChunkLabeller:
             self._progress_at = now + self._options.progress_s
             self._progress_rows = self._delivered
 
-    def record_wait(self, seconds: float) -> None:
-        """Count seconds that the training loop waited."""
+    def record_wait(self, seconds: float, source_s: float) -> None:
+        """Count seconds that the training loop waited, and how many of them it waited for the data source."""
         self._wait_s += seconds
+        self._source_wait_s += source_s
+
+    @property
+    def waits_s(self) -> tuple[float, float]:
+        """Seconds that the training loop waited so far, and how many of them it waited for the data source."""
+        return self._wait_s, self._source_wait_s
+
+    def rows_asked(self, service: int) -> int:
+        """Return how many rows a service was asked for so far."""
+        return self._engines[service].rows_asked
+
+    def ready_teachers(self, service: int) -> list[str]:
+        """Return the ids of the teachers of a service that are in use."""
+        teachers = self._engines[service].stats().teachers
+        return sorted(name for name, teacher in teachers.items() if teacher.state == "ready")
 
     def stats(self) -> ReaderStats:
         """Return the counters of this reader, but for what an epoch holds."""
@@ -361,6 +377,7 @@ class ChunkLabeller:
             rows_cached=self._cached,
             rows_delivered=self._delivered,
             wait_s=self._wait_s,
+            source_wait_s=self._source_wait_s,
             rows_not_cached=self._cache_queue.dropped_rows if self._cache_queue is not None else 0,
             cache_queue_bytes=self._cache_queue.queued_bytes if self._cache_queue is not None else 0,
         )

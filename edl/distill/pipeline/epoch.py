@@ -18,6 +18,7 @@ from typing import Any
 
 from edl.distill.pipeline.chunk_labeller import ChunkLabeller
 from edl.distill.pipeline.open_chunks import OpenChunks
+from edl.distill.pipeline.waiting import SourceClock, source_wait_s
 from edl.distill.source.chunk import Chunk, Item
 from edl.distill.source.cutters import Cutter
 from edl.distill.source.reuse import ReuseDetector
@@ -34,6 +35,8 @@ _PATIENCE_S = 0.01
 """How long the training loop waits before it tells the engine which chunk it is waiting for."""
 _SHORTEST_LOOK_S = 0.001
 """Between two looks whether the source is silent; with less, a `linger_s` of 0 would keep a processor busy."""
+_SHORTEST_WAIT_S = 0.0001
+"""Below, a wait is the work of handing an item over, and is not asked what it was for: there are thousands a second."""
 
 
 class Epoch:
@@ -69,6 +72,8 @@ class Epoch:
         self._open_chunks = OpenChunks()
         self._lent: deque[Cutter] = deque()  # holds the cutter while nobody uses it
         self._asked_at = 0.0  # when the source was asked for the value that it makes now
+        self._source_clock = SourceClock()
+        self._waiting: tuple[float, float] | None = None  # since when the training loop waits; the source's clock then
         self._fed = False
         self._failure: BaseException | None = None
         self._closed = False
@@ -83,13 +88,16 @@ class Epoch:
     def __next__(self) -> Item:
         self._labeller.check()
         started = time.monotonic()
+        self._waiting = waiting = (started, self._source_clock.read())
         try:
             found = self._next_done()
         except BaseException:
             self.close()
             raise
         finally:
-            self._labeller.record_wait(time.monotonic() - started)
+            waited = self._split_wait(*waiting)
+            self._waiting = None  # before it is recorded: counted twice, it would be believed
+            self._labeller.record_wait(*waited)
         if isinstance(found, Item):
             return found
         self.close()
@@ -118,6 +126,18 @@ class Epoch:
     def nbytes(self) -> int:
         """Bytes of the inputs of these rows, and of their answers; answers to come as they are estimated."""
         return 0 if self._closed else self._open_chunks.nbytes
+
+    @property
+    def waiting_s(self) -> tuple[float, float]:
+        """Seconds that the training loop has waited by now for the next item, and how many of them for the source."""
+        waiting = self._waiting
+        return (0.0, 0.0) if waiting is None else self._split_wait(*waiting)
+
+    def _split_wait(self, started: float, source_s: float) -> tuple[float, float]:
+        waited_s = time.monotonic() - started
+        if waited_s < _SHORTEST_WAIT_S:
+            return waited_s, 0.0
+        return waited_s, source_wait_s(waited_s, source_s, self._source_clock, self._needed)
 
     def close(self) -> None:
         """Drop what is under way. May be called twice; has no effect in a forked child, whose parent goes on.
@@ -165,6 +185,7 @@ class Epoch:
     def _next_done(self) -> Item | BaseException:
         """Return the next item once all of its chunks are done, or the error that comes in its place."""
         self._reuse.release()
+        self._needed = frozenset()
         item = self._next_item()
         if isinstance(item, BaseException):
             return item
@@ -231,10 +252,14 @@ class Epoch:
         self._labeller.prepare_epoch()
         while not self._closed:
             self._asked_at = time.monotonic()
+            self._source_clock.begin(self._asked_at)
             self._reuse.begin_draw()
             self._lent.append(cutter)
             try:
-                value = next(source)
+                try:
+                    value = next(source)
+                finally:
+                    self._source_clock.end()
             except StopIteration:
                 if self._take_back():
                     self._submit(cutter.finish())
@@ -301,6 +326,7 @@ class Epoch:
                 return False
             self._open.add(chunk)
             self._open_chunks.add(chunk)
+            chunk.source_s = self._source_clock.read()
             chunk.sent = True
             try:
                 self._labeller.submit(chunk, self._notify, lambda: self._closed)

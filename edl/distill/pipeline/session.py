@@ -18,12 +18,14 @@ from edl.distill.options import Options
 from edl.distill.pipeline.cache_lookup import CacheConfig
 from edl.distill.pipeline.chunk_labeller import ChunkLabeller
 from edl.distill.pipeline.epoch import Epoch
+from edl.distill.pipeline.load_publishing import load_publishers
 from edl.distill.source.cutters import Cutter
 from edl.distill.source.iterator import SourceIterator
 from edl.distill.stats import ReaderStats
 from edl.distill.teachers import Teachers
 from edl.distill.transport.schema import OutputSpec
 from edl.errors import ClosedError, TemporaryError
+from edl.settings import LoadSettings
 
 __all__ = ["LabelSession"]
 
@@ -59,11 +61,13 @@ class LabelSession:
         options: Options,
         cache_config: CacheConfig | None = None,
     ) -> None:
+        load = LoadSettings.of(options.publish_load)
         self.labeller = ChunkLabeller(teachers, output_spec, options, cache_config)
         self._options = options
         self._pid = os.getpid()
         self._first_close = threading.Lock()  # taken by the first call of `close`, without waiting, and never released
         self._epoch: Epoch | None = None
+        self._load_publishers = load_publishers(self.labeller, self._open_wait, load)
         _OPEN_SESSIONS.add(self)
 
     def stats(self) -> ReaderStats:
@@ -74,6 +78,10 @@ class LabelSession:
             rows_buffered=epoch.rows if epoch is not None else 0,
             bytes_held=epoch.nbytes if epoch is not None else 0,
         )
+
+    def _open_wait(self) -> tuple[float, float]:
+        epoch = self._epoch
+        return epoch.waiting_s if epoch is not None else (0.0, 0.0)
 
     def begin(self, source: Callable[[], Iterable[Any]], cutter: Cutter) -> Epoch:
         """Start an epoch, with an iterator made in the calling thread, after the epoch before it has ended.
@@ -151,7 +159,11 @@ class LabelSession:
             return
         self.labeller.refuse_work()
         _OPEN_SESSIONS.discard(self)
+        for publisher in self._load_publishers:
+            publisher.begin_close()
         with contextlib.ExitStack() as stack:  # each step is taken, whatever becomes of those before it
+            for publisher in self._load_publishers:
+                stack.callback(publisher.close)
             stack.callback(self.labeller.close)
             if self._epoch is not None:
                 stack.callback(self._join_source, self._epoch)

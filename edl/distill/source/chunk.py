@@ -34,6 +34,7 @@ class Chunk:
         answers_nbytes: bytes of each service's answer, estimated until it is there.
         foreseen: whether all of them could be estimated.
         surplus_nbytes: by how much answers from a cache exceed the estimate.
+        source_s: seconds that the epoch's source had taken when it was sent.
     """
 
     services: int
@@ -51,6 +52,7 @@ class Chunk:
     answers_nbytes: list[int] = field(default_factory=list)
     foreseen: bool = True
     surplus_nbytes: int = 0
+    source_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.outputs = [None] * self.services

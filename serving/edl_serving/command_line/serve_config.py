@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from edl.errors import SettingsError
-from edl.settings import Credentials, DiscoverySettings
+from edl.settings import Credentials, DiscoverySettings, LoadSettings
 from edl_serving.backends import MODEL_LOADERS
 from edl_serving.backends.source import ModelSource
 from edl_serving.command_line import option_values as v
@@ -113,6 +113,7 @@ DISCOVERY_OPTIONS = (
     Option("capacity", v.number, "WEIGHT", "2 takes twice the students of 1 (default 1)"),
     Option("tag", v.text, "TEXT", "a tag; repeatable", many=True),
     Option("meta", v.text, "KEY=VALUE", "metadata that students can read; repeatable", pairs=True),
+    Option("publish-load", v.flag, "", "publish rows and compute time (default; EDL_PUBLISH_LOAD)", negative=True),
 )
 
 NO_TOKEN = Option("token", v.no_token, "TEXT", "every user of the host could see it", refused=True)
@@ -253,6 +254,7 @@ def registration_settings_of(given: Mapping[str, Any], service: str) -> Registra
         capacity=given.get("capacity", 1.0),
         tags=given.get("tag", ()),
         meta=given.get("meta", {}),
+        load=LoadSettings.of(given.get("publish_load")),
     )
 
 

@@ -113,6 +113,11 @@ class Metrics(Collector):
         """
         self._gauges.append((name, text, read))
 
+    def computed(self) -> tuple[int, float]:
+        """Return the rows that were computed, and the seconds that it took, summed over workers. From any thread."""
+        workers = self._workers
+        return sum(worker.rows for worker in workers), sum(worker.compute_s.sum for worker in workers)
+
     def record_outcome(self, outcome: str) -> None:
         """Count a request that ended. For the event loop's thread only.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from edl.discovery import Instance
 from edl.discovery.records import check_ttl, validated
+from edl.settings import LoadSettings
 
 __all__ = ["RegistrationSettings"]
 
@@ -25,6 +26,7 @@ class RegistrationSettings:
         capacity: weight of the server; 2 takes twice the students of 1.
         tags: free text.
         meta: keys and values that students can read.
+        load: whether and how the server publishes its load.
     """
 
     service: str
@@ -34,6 +36,7 @@ class RegistrationSettings:
     capacity: float = 1.0
     tags: tuple[str, ...] = ()
     meta: Mapping[str, str] = field(default_factory=dict)
+    load: LoadSettings = field(default_factory=LoadSettings)
 
     def check(self, address: str) -> None:
         """Refuse what no registry takes, before a large model is loaded.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from edl.discovery import Instance
 from edl.protocol import names
 from edl_serving.registration.address import warn_of_loopback
+from edl_serving.registration.load import TeacherLoad
 from edl_serving.registration.ready_file import ReadyFile
 from edl_serving.registration.reconciler import InstanceReconciler
 from edl_serving.registration.settings import RegistrationSettings
@@ -58,8 +59,10 @@ class TeacherRegistration:
         self._lock = threading.Lock()  # between the event loop, which reports health, and the threads of the callers
         self._healthy = True
         self._draining = False
+        self._load: TeacherLoad | None = None
         if settings.url is not None:
             self._reconciler = InstanceReconciler(settings.url, settings.ttl_s, self._on_published)
+            self._load = TeacherLoad(settings.url, settings.service, settings.load)
 
     def register(self, server: TeacherServer) -> None:
         """Enter discovery; the reconciler tries again in the background while the registry is away.
@@ -86,6 +89,11 @@ class TeacherRegistration:
         )
         warn_of_loopback(self._settings.url, self._address, "--host 0.0.0.0")
         with self._lock:
+            if self._load is not None:
+                self._load.version = self.version
+                self._load.set_ready(server, self._instance)
+                if not self._healthy:
+                    self._load.set_state("unhealthy")
             if self._healthy:
                 self._reconciler.set_desired(self._instance)
         self._reconciler.wait_until_current(_REGISTER_TIMEOUT_S)
@@ -94,6 +102,8 @@ class TeacherRegistration:
         """Show as draining, and wait `linger_s` for students to hear of it."""
         with self._lock:
             self._draining = True
+            if self._load is not None:
+                self._load.set_state("draining")
         self._ready_file.remove()
         if self._reconciler is None or self._instance is None or not self._healthy:
             return
@@ -109,6 +119,8 @@ class TeacherRegistration:
 
     def __exit__(self, *exc: object) -> None:
         """Leave discovery."""
+        if self._load is not None:
+            self._load.close()
         if self._reconciler is not None:
             self._reconciler.close(_WITHDRAW_TIMEOUT_S)
 
@@ -120,6 +132,8 @@ class TeacherRegistration:
                 return
             if not healthy:
                 self._ready_file.remove()
+            if self._load is not None:
+                self._load.set_state("ready" if healthy else "unhealthy")
             if self._reconciler is not None:
                 self._reconciler.set_desired(self._instance if healthy else None)
             elif healthy:

@@ -1,0 +1,191 @@
+"""`LoadPublisher`: the thread that writes a process's records of load, and that nothing waits for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from edl.background import BackgroundLoop
+from edl.backoff import Backoff
+from edl.discovery import Store, open_store
+from edl.discovery.store import Lease
+from edl.errors import ClosedError, ConflictError, DiscoveryError, LeaseLostError, SettingsError
+from edl.load_reporting.counter_window import Counters, CounterWindow
+from edl.load_reporting.records import VERSION, RecordKind, record_key
+from edl.quoting import shown
+from edl.settings import LoadSettings
+
+__all__ = ["LoadPublisher", "LoadSource"]
+
+logger = logging.getLogger(__name__)
+
+_STORE_TIMEOUT_S = 2.0
+"""For a request of the Store: a slower one is tried again later, and a process that ends must not wait for it."""
+_CLOSE_TIMEOUT_S = 1.0
+"""How long the end of a process waits for its records to be removed; without an answer they lapse with their lease."""
+_LONGEST_TEXT = 512
+"""Characters of a text, as long as a registry's ids."""
+_LAST_RETRY_S = 60.0
+"""Between attempts while the Store is away: a thousand students then ask it 17 times a second."""
+
+
+@dataclass(frozen=True)
+class LoadSource:
+    """Where a record's figures come from.
+
+    Attributes:
+        service: the service that they are of.
+        kind: "students" or "teachers".
+        read: returns the counters. Called in the publisher's thread, about every two seconds.
+        describe: returns the record's other fields; likewise.
+    """
+
+    service: str
+    kind: RecordKind
+    read: Callable[[], Counters]
+    describe: Callable[[], Mapping[str, Any]]
+
+
+class LoadPublisher:
+    """Writes the records of a process into a Store, until it is closed.
+
+    The first record is written after an interval: what lives shorter publishes nothing. While nothing changes nothing
+    is written; the lease says that the process lives. A Store that does not answer, or refuses, is logged once and
+    asked again at growing intervals. A forked child of the process publishes nothing.
+
+    Args:
+        url: of the Store.
+        sources: of the records.
+        settings: how often, and over which time.
+    """
+
+    def __init__(self, url: str, sources: Sequence[LoadSource], settings: LoadSettings) -> None:
+        self._url = url
+        self._settings = settings
+        self._pid = os.getpid()
+        host = re.sub(r"[^A-Za-z0-9.-]+", "-", socket.gethostname()).strip("-.")[:100] or "host"
+        self._host = host
+        self._begun = time.monotonic()
+        self._records = [
+            _Record(source, f"{host}-{self._pid}-{os.urandom(4).hex()}", CounterWindow(settings.window_s))
+            for source in sources
+        ]
+        self._backoff = Backoff(settings.interval_s, max(_LAST_RETRY_S, settings.interval_s), jitter=0.5)
+        self._store: Store | None = None
+        self._lease: Lease | None = None
+        self._first = True
+        self._closing = False
+        self._loop = BackgroundLoop("edl-load", self._step)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The publisher's ids, by source."""
+        return tuple(record.publisher for record in self._records)
+
+    def publish_soon(self) -> None:
+        """Write what has changed now rather than after the interval. Returns at once."""
+        if os.getpid() == self._pid:
+            self._loop.wake()
+
+    def begin_close(self) -> None:
+        """Have the records removed, and return at once."""
+        if os.getpid() == self._pid:
+            self._closing = True
+            self._loop.wake()
+
+    def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
+        """Have the records removed. May be called twice, and by signal handlers; does nothing in a forked child.
+
+        Args:
+            timeout_s: how long to wait, in seconds; records of a Store that does not answer lapse with their lease.
+        """
+        self.begin_close()
+        if os.getpid() == self._pid:
+            self._loop.wait_ended(timeout_s)
+
+    def _step(self) -> float | None:
+        if self._closing:
+            self._withdraw()
+            return None
+        try:
+            bodies = [record.sample(time.monotonic() - self._begun) for record in self._records]
+            if self._first:  # the sample to compare the next with
+                self._first = False
+                return self._settings.interval_s
+            self._write(bodies)
+        except (DiscoveryError, LeaseLostError, ConflictError, SettingsError) as exc:
+            # Settings as well: a folder that cannot be made may be mended while the process lives.
+            if not self._backoff.failures:
+                logger.warning("load is not published, and is tried again: %s", exc)
+            return self._backoff.next_wait_s()
+        except ClosedError:  # what is counted is closed, or its process ends
+            self._withdraw()
+            return None
+        if self._backoff.failures:
+            logger.info("load is published again")
+            self._backoff.reset()
+        return self._settings.interval_s
+
+    def _write(self, bodies: Sequence[Mapping[str, Any]]) -> None:
+        if self._store is None:
+            self._store = open_store(self._url, timeout_s=_STORE_TIMEOUT_S)
+        if self._lease is None or self._lease.lost:
+            self._lease = self._store.lease(self._settings.ttl_s)
+            for record in self._records:
+                record.written = None  # it went with the lease before
+        for record, body in zip(self._records, bodies, strict=True):
+            marks = _without_times(body)
+            if marks != record.written and not self._closing:
+                text = {"v": VERSION, "id": record.publisher, "host": self._host, "pid": self._pid, **body}
+                key = record_key(record.source.service, record.source.kind, record.publisher)
+                self._store.put(key, json.dumps(text, allow_nan=False).encode(), self._lease)
+                record.written = marks
+
+    def _withdraw(self) -> None:
+        store = self._store
+        self._store = None
+        self._lease = None
+        if store is not None:
+            store.close()  # which ends the lease, and so removes the records
+
+
+class _Record:
+    """A record and what was written of it last."""
+
+    def __init__(self, source: LoadSource, publisher: str, window: CounterWindow) -> None:
+        self.source = source
+        self.publisher = publisher
+        self.written: Mapping[str, Any] | None = None
+        self._window = window
+
+    def sample(self, t: float) -> Mapping[str, Any]:
+        """Read the counters; return the record's fields."""
+        counters = dict(self.source.read())
+        since_t, since = self._window.add(t, counters)
+        times = {"t": round(t, 3), "since": {"t": round(since_t, 3), **_rounded(since)}}
+        words = {name: _printable(value) for name, value in self.source.describe().items()}
+        return {**words, **_rounded(counters), **times}
+
+
+def _rounded(counters: Counters) -> dict[str, float | None]:
+    return {name: round(value, 6) if isinstance(value, float) else value for name, value in counters.items()}
+
+
+def _printable(value: Any) -> Any:
+    """Return text, or texts, as readers of a record take them."""
+    if isinstance(value, str):
+        return shown(value, _LONGEST_TEXT)
+    return [_printable(part) for part in value] if isinstance(value, list) else value
+
+
+def _without_times(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a record is worth writing it again: all but the clock."""
+    since = {name: value for name, value in body["since"].items() if name != "t"}
+    return {**{name: value for name, value in body.items() if name != "t"}, "since": since}

@@ -1,0 +1,112 @@
+"""How many teachers or workers are wanted, as a master writes it: `wanted/teachers/SERVICE`, `wanted/workers/JOB`.
+
+A key has no lease: what was wanted last is still the best that is known while masters are away. `time` says when it was
+written last; an advisor that lives writes at least every ten seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any, Literal
+
+from edl.discovery import Store
+from edl.quoting import shown
+
+__all__ = ["WantedKind", "parse_wanted", "read_all_wanted", "read_wanted", "wanted_key"]
+
+logger = logging.getLogger(__name__)
+
+WantedKind = Literal["teachers", "workers"]
+
+_VERSION = 1
+"""Of the format, as of the records of load."""
+
+
+def wanted_key(kind: WantedKind, name: str) -> str:
+    """Return the key of what is wanted.
+
+    Args:
+        kind: "teachers" of a service, or "workers" of a job.
+        name: of the service or job.
+    """
+    return f"wanted/{kind}/{name}"
+
+
+def read_wanted(store: Store, kind: WantedKind, name: str) -> dict[str, Any] | None:
+    """Read how many are wanted.
+
+    Args:
+        store: where masters write it.
+        kind: "teachers" of a service, or "workers" of a job.
+        name: of the service or job.
+
+    Returns:
+        `count` (how many), `now` (how many there were), `reason`, `since` (when it changed last, Unix time), `time`
+        (when it was written last, Unix time) and `decisions` (the last changes: `time`, `from`, `count`, `reason`;
+        oldest first), among others. None if nothing is written, or nothing that can be used.
+
+    Raises:
+        DiscoveryError: the store cannot be reached.
+    """
+    entry = store.get(wanted_key(kind, name))
+    return None if entry is None else parse_wanted(entry.key, entry.value)
+
+
+def read_all_wanted(store: Store) -> dict[tuple[str, str], dict[str, Any]]:
+    """Read all that is wanted.
+
+    Args:
+        store: where masters write it.
+
+    Returns:
+        What `read_wanted` returns, by kind and name.
+
+    Raises:
+        DiscoveryError: the store cannot be reached.
+    """
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for entry in store.list("wanted/"):
+        kind, _, name = entry.key.removeprefix("wanted/").partition("/")
+        fields = parse_wanted(entry.key, entry.value)
+        if fields is not None and kind in ("teachers", "workers") and name:
+            found[kind, name] = fields
+    return found
+
+
+def parse_wanted(key: str, value: bytes) -> dict[str, Any] | None:
+    """Return what a key says is wanted; None for what cannot be used, which is logged at level DEBUG.
+
+    Args:
+        key: for the log.
+        value: the JSON.
+    """
+    try:
+        fields = json.loads(value)
+    except (ValueError, RecursionError):
+        fields = None
+    usable = (
+        isinstance(fields, dict)
+        and fields.get("v") == _VERSION
+        and _is_number(fields.get("count"))
+        and all(_is_number(fields.get(name)) for name in ("now", "since", "time"))
+        and isinstance(fields.get("reason"), str)
+        and isinstance(fields.get("decisions"), list)
+        and all(_is_decision(decision) for decision in fields["decisions"])
+    )
+    if not usable:
+        logger.debug("%s is left out: not a record of what is wanted", shown(key))
+        return None
+    return dict(fields)
+
+
+def _is_decision(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and all(_is_number(value.get(name)) for name in ("time", "from", "count"))
+        and isinstance(value.get("reason"), str)
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1e18

@@ -1,0 +1,167 @@
+"""Records come, follow the counters and go; and a Store that is away is nobody's concern."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from edl.discovery import open_store
+from edl.load_reporting import LoadPublisher, LoadSource, ServiceLoad, read_service
+from edl.settings import LoadSettings
+
+QUICK = LoadSettings(interval_s=0.05, window_s=0.5, ttl_s=1.0)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/store.sqlite"
+
+
+class Counted:
+    """Counters that a test sets."""
+
+    def __init__(self, rows: int = 0) -> None:
+        self.rows = rows
+
+    def source(self, service: str = "s") -> LoadSource:
+        return LoadSource(
+            service,
+            "students",
+            lambda: {"rows_asked": self.rows, "wait_s": 0.0, "source_wait_s": 0.0},
+            lambda: {"job": "j\n", "teachers": ["t"]},
+        )
+
+
+def until(condition: Callable[[], object], within_s: float = 20.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s} s"
+        time.sleep(0.02)
+
+
+def load(url: str, service: str = "s") -> ServiceLoad:
+    with open_store(url) as store:
+        return read_service(store, service)
+
+
+def test_record_follows_and_goes_at_once(url: str) -> None:
+    counted = Counted()
+    publisher = LoadPublisher(url, [counted.source(), counted.source("other")], QUICK)
+    until(lambda: load(url).students)
+    counted.rows = 100
+    until(lambda: load(url).rows_per_s > 0)
+    (student,) = load(url).students
+    assert student.job == "j\\n", "what does not print is escaped"
+    assert load(url, "other").students[0].id != student.id
+    publisher.close()
+    assert load(url).students == load(url, "other").students == ()
+    publisher.close()
+
+
+def test_nothing_is_written_without_a_change(url: str) -> None:
+    counted = Counted()
+    publisher = LoadPublisher(url, [counted.source()], QUICK)
+    until(lambda: load(url).students)
+    with open_store(url) as store:
+        (before,) = store.list("load/")
+        time.sleep(4 * QUICK.interval_s)
+        assert store.list("load/") == [before]
+        counted.rows = 1
+        until(lambda: store.list("load/")[0].version > before.version)
+    publisher.close()
+
+
+def test_short_life_publishes_nothing(url: str, tmp_path: Path) -> None:
+    LoadPublisher(url, [Counted().source()], LoadSettings()).close()
+    assert not (tmp_path / "store.sqlite").exists()
+
+
+def test_store_that_is_away_costs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """It is logged once, and closing waits a second at most."""
+    with caplog.at_level(logging.INFO, "edl.load_reporting"):
+        publisher = LoadPublisher("etcd://127.0.0.1:1", [Counted().source()], QUICK)
+        until(lambda: publisher._backoff.failures > 1)
+        began = time.monotonic()
+        publisher.close()
+        assert time.monotonic() - began < 5
+    assert len([entry for entry in caplog.records if "not published" in entry.getMessage()]) == 1
+
+
+def test_store_that_comes_back_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    place = tmp_path / "later"
+    place.write_text("a file where the folder is to be")
+    counted = Counted()
+    url = f"sqlite:///{place}/store.sqlite"
+    with caplog.at_level(logging.INFO, "edl.load_reporting"):
+        publisher = LoadPublisher(url, [counted.source()], QUICK)
+        until(lambda: "not published" in caplog.text)
+        place.unlink()
+        until(place.exists)
+        until(lambda: load(url).students)
+        until(lambda: "published again" in caplog.text)
+    publisher.close()
+
+
+def test_lost_lease_is_taken_again(url: str) -> None:
+    counted = Counted()
+    publisher = LoadPublisher(url, [counted.source()], QUICK)
+    until(lambda: load(url).students)
+    lease = publisher._lease
+    assert lease is not None
+    lease.close()
+    counted.rows = 1
+    until(lambda: load(url).students and publisher._lease is not lease)
+    publisher.close()
+
+
+def test_wrong_url_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "edl.load_reporting"):
+        publisher = LoadPublisher("nonsense://x", [Counted().source()], QUICK)
+        until(lambda: publisher._backoff.failures > 1)
+        publisher.close()
+    assert caplog.text.count("not published") == 1
+
+
+def test_forked_child_publishes_nothing(url: str) -> None:
+    counted = Counted()
+    publisher = LoadPublisher(url, [counted.source()], QUICK)
+    until(lambda: load(url).students)
+    child = os.fork()
+    if not child:
+        publisher.publish_soon()
+        publisher.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    (student,) = load(url).students
+    assert f"-{os.getpid()}-" in student.id
+    counted.rows = 10
+    until(lambda: load(url).rows_per_s > 0)
+    publisher.close()
+
+
+_PUBLISHES = """
+import sys, time
+from edl.load_reporting import LoadPublisher, LoadSource
+from edl.settings import LoadSettings
+read = lambda: {"rows_asked": time.monotonic(), "wait_s": 0.0, "source_wait_s": 0.0}
+source = LoadSource("s", "students", read, lambda: {"job": "", "teachers": []})
+LoadPublisher(sys.argv[1], [source], LoadSettings(interval_s=0.05, window_s=0.5, ttl_s=1.0))
+time.sleep(60)
+"""
+
+
+def test_killed_process_is_gone_with_its_lease(url: str) -> None:
+    process = subprocess.Popen([sys.executable, "-c", _PUBLISHES, url])
+    try:
+        until(lambda: load(url).students)
+    finally:
+        process.kill()
+        process.wait()
+    until(lambda: not load(url).students)

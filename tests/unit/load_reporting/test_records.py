@@ -1,0 +1,182 @@
+"""Which records of load are believed, and what follows from them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edl.discovery import open_store
+from edl.load_reporting import read_service, read_services
+from edl.load_reporting.counter_window import CounterWindow
+from edl.load_reporting.rates import ServiceLoad, service_load
+from edl.load_reporting.records import StudentRecord, TeacherRecord, parse_record
+
+STUDENT, TEACHER = "load/s/students/a", "load/s/teachers/b"
+
+
+def student(**fields: Any) -> dict[str, Any]:
+    since = {"t": 10.0, "rows_asked": 100, "wait_s": 1.0, "source_wait_s": 0.0, **fields.pop("since", {})}
+    now = {"t": 20.0, "rows_asked": 400, "wait_s": 5.0, "source_wait_s": 2.0}
+    return {"v": 1, "id": "a", "job": "j", "host": "h", "teachers": ["t1"], **now, "since": since, **fields}
+
+
+def teacher(**fields: Any) -> dict[str, Any]:
+    since = {"t": 10.0, "rows": 100, "compute_s": 1.0, **fields.pop("since", {})}
+    now = {"t": 20.0, "rows": 400, "compute_s": 7.0, "workers": 2, "queue_rows": 3}
+    return {"v": 1, "id": "b", "teacher": "t1", "state": "ready", "model": "m", **now, "since": since, **fields}
+
+
+def record(key: str, fields: dict[str, Any]) -> StudentRecord | TeacherRecord:
+    return parse_record(key, json.dumps(fields).encode())
+
+
+def load(*records: dict[str, Any]) -> ServiceLoad:
+    kinds = {"a": "students", "b": "teachers"}
+    return service_load("s", [record(f"load/s/{kinds[fields['id'][0]]}/{fields['id']}", fields) for fields in records])
+
+
+def test_rates_are_by_the_time_at_work() -> None:
+    found = load(student(), teacher())
+    (asking,), (computing,) = found.students, found.teachers
+    assert asking.demand == pytest.approx(300 / (10 - 4)), "rows by the time that it did not wait"
+    assert (asking.rows_per_s, asking.wait_share, asking.source_wait_share) == (30.0, 0.4, 0.2)
+    assert computing.rate == pytest.approx(2 * 300 / 6), "workers times rows by the seconds of computing"
+    assert (computing.rows_per_s, computing.compute_share, computing.queue_rows) == (30.0, 0.3, 3)
+    assert (found.demand, found.rate, found.live) == (asking.demand, computing.rate, 1)
+
+
+def test_paused_student_has_no_demand() -> None:
+    since = {"rows_asked": 400, "wait_s": 5.0, "source_wait_s": 2.0}
+    found = load(student(since=since))
+    assert (found.students[0].demand, found.students[0].idle, found.demand) == (0.0, True, 0.0)
+    assert found.wait_share is None
+
+
+@pytest.mark.parametrize(
+    ("since", "demand"),
+    [
+        ({"t": 20.0, "rows_asked": 400, "wait_s": 5.0, "source_wait_s": 2.0}, None),  # the first record
+        ({"rows_asked": 400, "wait_s": 0.0}, None),  # it waits, and asks for nothing
+        ({"wait_s": 0.0, "t": 15.0}, 300 / 0.005),  # it waited all the time: as a bound
+    ],
+)
+def test_demand_never_divides_by_zero(since: dict[str, float], demand: float | None) -> None:
+    assert load(student(since=since)).students[0].demand == (None if demand is None else pytest.approx(demand))
+
+
+def test_unpublished_rows_are_demand_as_well() -> None:
+    """Of students with fixed endpoints, and programs of another make."""
+    assert load(teacher(since={"rows": 0})).demand == 40.0
+    assert load(teacher(since={"rows": 0}, state="draining")).demand == 0.0
+
+
+def test_idle_teacher_keeps_the_rate_of_its_life() -> None:
+    found = load(teacher(since={"rows": 400, "compute_s": 7.0}))
+    assert found.rate == pytest.approx(2 * 400 / 7)
+    assert load(teacher(rows=0, compute_s=0.0, since={"rows": 0, "compute_s": 0.0})).rate is None
+
+
+def test_starting_teachers_have_no_rate() -> None:
+    found = load(teacher(), teacher(id="b2", state="starting", rows=9000), teacher(id="b3", state="unhealthy"))
+    assert (found.live, found.starting) == (1, 1)
+    assert found.rate == pytest.approx(100.0)
+
+
+def test_unknown_rows_are_said() -> None:
+    since = {"t": 10.0, "rows": None, "compute_s": None}
+    (rate,) = load(teacher(rows=None, compute_s=None, since=since, note="no statistics")).teachers
+    assert (rate.rate, rate.rows_per_s, rate.compute_share, rate.note) == (None, None, None, "no statistics")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        student(v=2),
+        student(id="b"),
+        student(since={"rows_asked": 500}),
+        student(since={"t": 30.0}),
+        student(wait_s="4"),
+        student(rows_asked=True),
+        student(rows_asked=-1),
+        student(rows_asked=1e300),
+        student(rows_asked=float("nan")),
+        student(rows_asked=float("inf")),
+        student(job="\x1b[2J"),
+        student(teachers=["x"] * 65),
+        student(teachers=[1]),
+        student(teachers={"a": 1}),
+        {**student(), "since": None},
+        {"v": 1, "id": "a"},
+    ],
+)
+def test_unusable_record_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"its|format"):
+        record(STUDENT, fields)
+
+
+@pytest.mark.parametrize("workers", [0, -1, 2.5, True, "2", None])
+def test_teacher_without_workers_is_refused(workers: Any) -> None:
+    with pytest.raises(ValueError, match="workers"):
+        record(TEACHER, teacher(workers=workers))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(list(student())), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(st.binary(max_size=40) | JSON.map(lambda value: json.dumps(value).encode()), st.sampled_from([STUDENT, TEACHER]))
+def test_any_bytes_are_a_record_or_refused(value: bytes, key: str) -> None:
+    with pytest.raises(ValueError, match=r"^it"):
+        parse_record(key, value)
+
+
+@given(st.dictionaries(st.sampled_from([*student(), *teacher()]), JSON, max_size=3), st.booleans())
+def test_any_field_is_usable_or_refused(fields: dict[str, Any], of_student: bool) -> None:
+    """What is taken has finite rates."""
+    key, whole = (STUDENT, student()) if of_student else (TEACHER, teacher())
+    try:
+        found = service_load("s", [record(key, {**whole, **fields})])
+    except ValueError:
+        return
+    json.dumps(found.as_dict(), allow_nan=False)
+
+
+def test_foreign_records_are_left_out_with_words(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with open_store(f"sqlite:///{tmp_path}/s") as store:
+        store.put("load/s/students/a", json.dumps(student()).encode())
+        store.put("load/s/students/c", b"\x80garbage")
+        store.put("load/s/students/d", json.dumps(student(id="d", v=99)).encode())
+        store.put("load/s/others/a", b"{}")
+        store.put("load/s", b"{}")
+        store.put("load/other/teachers/b", json.dumps(teacher()).encode())
+        with caplog.at_level(logging.WARNING, "edl.load_reporting"):
+            for _ in range(2):
+                assert [found.id for found in read_service(store, "s").students] == ["a"]
+            assert set(read_services(store)) == {"s", "other"}
+        words = [entry.getMessage() for entry in caplog.records]
+        assert len(words) == len(set(words)) == 4, "each is logged once"
+        assert any("format 99" in text for text in words)
+
+
+def test_window_compares_with_its_beginning() -> None:
+    window = CounterWindow(10.0)
+    samples = [window.add(float(t), {"rows": float(t)})[0] for t in range(0, 30, 2)]
+    assert samples[:6] == [0.0] * 6
+    assert samples[-1] == 18.0
+
+
+def test_counter_that_falls_began_again() -> None:
+    window = CounterWindow(10.0)
+    window.add(0.0, {"rows": 500.0, "compute_s": 5.0})
+    assert window.add(2.0, {"rows": 10.0, "compute_s": 0.1}) == (2.0, {"rows": 10.0, "compute_s": 0.1})
+    assert window.add(4.0, {"rows": 20.0, "compute_s": 0.2})[0] == 2.0
+    assert window.add(6.0, {"rows": None, "compute_s": None})[0] == 6.0, "not known any more"

@@ -35,6 +35,10 @@ PUBLIC = {
     ],
     "edl.distill.metrics": ["export"],
     "edl.distill.torch": ["TorchLoader", "distill"],
+    "edl.load_reporting": [
+        *("LoadPublisher", "LoadSource", "ServiceLoad", "StudentRate", "TeacherRate"),
+        *("read_all_wanted", "read_service", "read_services", "read_wanted"),
+    ],
     "edl.protocol": ["bundles", "codec", "kserve", "names", "tensors"],
     "edl.testing": ["LocalTeacher"],
     "edl_serving": ["Array", "Backend", "ServerSettings", "TeacherServer", "TensorSpec", "serve"],

@@ -157,7 +157,7 @@ time.sleep(60)
 """
 
 
-def test_killed_process_is_gone_with_its_lease(url: str) -> None:
+def test_killed_process_is_soon_gone(url: str) -> None:
     process = subprocess.Popen([sys.executable, "-c", _PUBLISHES, url])
     try:
         until(lambda: load(url).students)

@@ -76,7 +76,7 @@ def test_unpublished_rows_are_demand_as_well() -> None:
     assert load(teacher(since={"rows": 0}, state="draining")).demand == 0.0
 
 
-def test_idle_teacher_keeps_the_rate_of_its_life() -> None:
+def test_idle_teacher_keeps_its_rate() -> None:
     found = load(teacher(since={"rows": 400, "compute_s": 7.0}))
     assert found.rate == pytest.approx(2 * 400 / 7)
     assert load(teacher(rows=0, compute_s=0.0, since={"rows": 0, "compute_s": 0.0})).rate is None
@@ -150,7 +150,7 @@ def test_any_field_is_usable_or_refused(fields: dict[str, Any], of_student: bool
     json.dumps(found.as_dict(), allow_nan=False)
 
 
-def test_foreign_records_are_left_out_with_words(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_foreign_records_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with open_store(f"sqlite:///{tmp_path}/s") as store:
         store.put("load/s/students/a", json.dumps(student()).encode())
         store.put("load/s/students/c", b"\x80garbage")

@@ -26,6 +26,7 @@ def open_arrays(path: Path, wanted: Mapping[str, str], ids: str | None) -> Label
     Raises:
         SettingsError: the file cannot be read, or lacks an array.
     """
+    checksum = ""
     try:
         if path.suffix == ".npy":
             if len(wanted) > 1:
@@ -34,7 +35,8 @@ def open_arrays(path: Path, wanted: Mapping[str, str], ids: str | None) -> Label
         else:
             file = _Npz(path)
             arrays = {name: file.get(key) for name, key in wanted.items()}
-        return ArrayData(arrays, None if ids is None else _ids_array(path, ids))
+            checksum = ",".join(f"{name}={file.checksum(key)}" for name, key in sorted(wanted.items()))
+        return ArrayData(arrays, None if ids is None else _ids_array(path, ids), checksum)
     except (OSError, ValueError, zipfile.BadZipFile) as exc:
         if isinstance(exc, SettingsError):
             raise
@@ -68,6 +70,10 @@ class _Npz:
         with np.load(self._path, allow_pickle=False) as file:
             array: Array = file[name]
         return array
+
+    def checksum(self, name: str) -> str:
+        """Return the CRC-32 of an array that is there, as the file's directory has it."""
+        return f"{self._members[name].CRC:08x}"
 
     def _map(self, info: zipfile.ZipInfo) -> Array | None:
         with self._path.open("rb") as file:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import abc
+import functools
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -14,11 +16,22 @@ from edl.distill.source.row_buffer import RowBuffer
 from edl.errors import SettingsError, SourceError
 from edl.protocol.tensors import Array
 
-__all__ = ["ArrayData", "LabelDataset", "IterableData", "KnownFilter", "SampleId", "SequenceData"]
+__all__ = [
+    "ArrayData",
+    "Batch",
+    "IndexedData",
+    "IterableData",
+    "KnownFilter",
+    "LabelDataset",
+    "SampleId",
+    "SequenceData",
+]
 
 SampleId: TypeAlias = int | str
 KnownFilter: TypeAlias = Callable[[Sequence[SampleId]], Array]
 """Which of these ids need no label, bool [ids]."""
+Batch: TypeAlias = tuple[list[SampleId], dict[str, Array]]
+"""Ids and inputs [rows, ...]."""
 
 _BLOCK = 65536
 """Ids looked up at a time: enough that the call costs nothing, and a few megabytes of Python objects."""
@@ -36,7 +49,7 @@ class LabelDataset(abc.ABC):
     rows: int | None = None
 
     @abc.abstractmethod
-    def batches(self, rows: int, known: KnownFilter) -> Iterator[tuple[list[SampleId], dict[str, Array]]]:
+    def batches(self, rows: int, known: KnownFilter) -> Iterator[Batch]:
         """Yield ids and inputs [rows, ...] of all samples that are not known, in order, up to `rows` at a time.
 
         Args:
@@ -45,60 +58,87 @@ class LabelDataset(abc.ABC):
         """
 
 
-class _Indexed(LabelDataset):
-    """A data set whose rows can be loaded singly, by ids that are known before."""
+class IndexedData(LabelDataset):
+    """A data set whose rows can be loaded singly, by ids that are known before.
 
-    def __init__(self, rows: int, ids: Array | None) -> None:
+    Args:
+        rows: how many samples.
+        ids: integers or strings [rows]; None: a row's position is its id.
+        checksum: of the whole content, where it is known without reading it.
+
+    Attributes:
+        checksum: as given.
+    """
+
+    rows: int
+
+    def __init__(self, rows: int, ids: Array | None, checksum: str = "") -> None:
         self.rows = rows
+        self.checksum = checksum
         self._ids = ids
         if ids is not None and (ids.shape != (rows,) or ids.dtype.kind not in "iuU"):
             raise SettingsError(f"--ids: {ids.dtype} {list(ids.shape)}, expected one integer or string for {rows} rows")
         if ids is not None and len(np.unique(ids)) < rows:
             raise SettingsError("--ids: some ids are there twice; each sample needs one of its own")
 
+    @abc.abstractmethod
+    def load(self, parts: Iterable[Array]) -> Iterator[Batch]:
+        """Yield ids and inputs of rows, a batch for each part; may take in parts ahead of what it yields.
+
+        Args:
+            parts: positions [rows] of the rows of a batch, at least one.
+
+        Raises:
+            SourceError: a sample cannot be sent; or whatever the data set's own code raises.
+        """
+
+    def batches(self, rows: int, known: KnownFilter) -> Iterator[Batch]:
+        """See `LabelDataset.batches`."""
+        index = self.unknown(known)
+        return self.load(index[start : start + rows] for start in range(0, len(index), rows))
+
     def ids_of(self, index: Array) -> list[SampleId]:
         """Return the ids of the rows at these positions."""
         ids: list[SampleId] = (index if self._ids is None else self._ids[index]).tolist()
         return ids
 
-    def unknown(self, known: KnownFilter) -> Array:
-        """Return the positions of the rows that are not known, rising."""
-        assert self.rows is not None
+    def unknown(self, known: KnownFilter, start: int = 0, stop: int | None = None) -> Array:
+        """Return the positions of the rows from `start` to before `stop` that are not known, rising."""
+        stop = self.rows if stop is None else stop
         found = []
-        for start in range(0, self.rows, _BLOCK):
-            index = np.arange(start, min(start + _BLOCK, self.rows))
+        for begin in range(start, stop, _BLOCK):
+            index = np.arange(begin, min(begin + _BLOCK, stop))
             found.append(index[~known(self.ids_of(index))])
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
 
-class ArrayData(_Indexed):
+class ArrayData(IndexedData):
     """Arrays [rows, ...] by input, perhaps mapped from files.
 
     Args:
         arrays: by input name.
         ids: integers or strings [rows]; None: a row's position is its id.
+        checksum: see `IndexedData`.
     """
 
-    def __init__(self, arrays: Mapping[str, Array], ids: Array | None = None) -> None:
+    def __init__(self, arrays: Mapping[str, Array], ids: Array | None = None, checksum: str = "") -> None:
         counts = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
         if not all(counts.values()):
             raise SettingsError(f"arrays without rows: {', '.join(name for name in counts if not counts[name])}")
         if len(set(counts.values())) > 1:
             raise SettingsError(f"the arrays have different numbers of rows: {counts}")
-        super().__init__(next(iter(counts.values())), ids)
+        super().__init__(next(iter(counts.values())), ids, checksum)
         self.inputs = tuple(arrays)
         self._arrays = dict(arrays)
 
-    def batches(self, rows: int, known: KnownFilter) -> Iterator[tuple[list[SampleId], dict[str, Array]]]:
-        """See `LabelDataset.batches`."""
-        index = self.unknown(known)
-        for start in range(0, len(index), rows):
-            part = index[start : start + rows]
+    def load(self, parts: Iterable[Array]) -> Iterator[Batch]:
+        """See `IndexedData.load`."""
+        for part in parts:
             found = {name: as_array(array[part], f"array {name!r}") for name, array in self._arrays.items()}
             yield self.ids_of(part), found
 
 
-class SequenceData(_Indexed):
+class SequenceData(IndexedData):
     """Samples by position, such as a PyTorch `Dataset` with `__len__` and `__getitem__`.
 
     Args:
@@ -113,30 +153,47 @@ class SequenceData(_Indexed):
         self._samples = samples
         self._stack = _Stack(fields)
         self._workers = workers
+        self._parts = _Parts()
 
-    def batches(self, rows: int, known: KnownFilter) -> Iterator[tuple[list[SampleId], dict[str, Array]]]:
-        """See `LabelDataset.batches`."""
-        index = self.unknown(known)
-        parts = [index[start : start + rows] for start in range(0, len(index), rows)]
-        if self._workers:
-            yield from zip(map(self.ids_of, parts), self._loaded(parts), strict=True)
+    def load(self, parts: Iterable[Array]) -> Iterator[Batch]:
+        """See `IndexedData.load`. With worker processes up to two parts for each of them are taken in ahead."""
+        if not self._workers:
+            for part in parts:
+                yield self.ids_of(part), self._stack([self._stack.take(at, self._samples[at]) for at in part.tolist()])
             return
-        for part in parts:
-            yield self.ids_of(part), self._stack([self._stack.take(at, self._samples[at]) for at in part.tolist()])
+        taken: deque[Array] = deque()
+        self._parts.positions = _noted(parts, taken)
+        for loaded in self._worker_processes:
+            yield self.ids_of(taken.popleft()), loaded
 
-    def _loaded(self, parts: list[Array]) -> Iterator[dict[str, Array]]:
+    @functools.cached_property
+    def _worker_processes(self) -> Iterable[dict[str, Array]]:
+        """The processes, which live as long as this object: shards come one after the other, and a start takes long."""
         from torch.utils.data import DataLoader
 
-        numbered = _Taken(self._samples, self._stack)
         # Each part is one "sample" of the loader: its batches are as they were cut, whatever their sizes.
-        return iter(
-            DataLoader(
-                numbered,  # type: ignore[arg-type]
-                batch_sampler=[part.tolist() for part in parts],
-                num_workers=self._workers,
-                collate_fn=self._stack,
-            )
+        return DataLoader(
+            _Taken(self._samples, self._stack),  # type: ignore[arg-type]
+            batch_sampler=self._parts,
+            num_workers=self._workers,
+            collate_fn=self._stack,
+            persistent_workers=True,
         )
+
+
+class _Parts:
+    """The parts that a loader's next pass is over. A class, so that the loader can be told of them when it is there."""
+
+    positions: Iterator[list[int]] = iter(())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.positions
+
+
+def _noted(parts: Iterable[Array], taken: deque[Array]) -> Iterator[list[int]]:
+    for part in parts:
+        taken.append(part)
+        yield part.tolist()
 
 
 class _Taken:
@@ -173,7 +230,7 @@ class IterableData(LabelDataset):
         self._stack = _Stack(fields)
         self._id_field = id_field
 
-    def batches(self, rows: int, known: KnownFilter) -> Iterator[tuple[list[SampleId], dict[str, Array]]]:
+    def batches(self, rows: int, known: KnownFilter) -> Iterator[Batch]:
         """See `LabelDataset.batches`."""
         waiting: list[tuple[SampleId, dict[str, Array]]] = []
         seen: set[SampleId] = set()  # takes less than what the cache knows of the same ids

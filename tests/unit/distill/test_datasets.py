@@ -6,12 +6,14 @@ import sys
 import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from edl.distill.datasets import LabelDataset, open_data
+from edl.distill.datasets.kinds import SequenceData
+from edl.distill.labelling import DataFingerprint
 from edl.errors import SettingsError, SourceError
 
 SAMPLES = """
@@ -255,3 +257,45 @@ def test_bad_samples_are_named(module: str) -> None:
     ]:
         with pytest.raises(SourceError, match=words):
             list(open_data(f"{module}:{name}", inputs, ids).batches(4, but()))
+
+
+def test_fingerprint_tells_data_apart(tmp_path: Path, module: str) -> None:
+    """The same rows have the same fingerprint; another length, content, id or dtype another one."""
+    x = np.arange(3000, dtype=np.float32).reshape(1000, 3)
+    other = x.copy()
+    other[701] += 1  # a row that is not looked at, which the file's own checksum shows
+
+    def of(array: Any, save: Any = np.savez, **more: Any) -> DataFingerprint:
+        save(tmp_path / "d.npz", x=array, **more)
+        return DataFingerprint.of(cast(Any, open_data(str(tmp_path / "d.npz"), ["x"], "ids" if more else None)))
+
+    first = of(x)
+    assert first == of(x, np.savez_compressed)
+    assert (first.rows, first.inputs) == (1000, ("x float32[3]",))
+    assert len({first, of(x[:999]), of(other), of(x + 1), of(x.astype(np.float64)), of(x, ids=np.arange(1, 1001))}) == 6
+    assert of(other).rows_checksum == first.rows_checksum
+    samples = DataFingerprint.of(cast(Any, open_data(f"{module}:dataset", ["image"])))
+    assert samples == DataFingerprint.of(cast(Any, open_data(f"{module}:Numbers", ["image"])))
+    assert samples.rows_checksum
+
+
+def test_fingerprint_of_random_rows_is_empty() -> None:
+    """Rows that are not the same when loaded twice say nothing; rows that cannot be loaded are like one another."""
+    chance = np.random.default_rng(1)
+
+    class Augmented:
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, at: int) -> Any:
+            return chance.random(3)
+
+    class Broken(Augmented):
+        def __getitem__(self, at: int) -> Any:
+            raise OSError("no such file")
+
+    fields = {"x": lambda sample: sample}
+    assert DataFingerprint.of(SequenceData(Augmented(), fields)).rows_checksum == ""
+    broken = DataFingerprint.of(SequenceData(Broken(), fields))
+    assert broken.rows_checksum
+    assert broken.inputs == ("x",)

@@ -1,87 +1,28 @@
-"""Labels a whole data set ahead of time, into the folder of a `SoftLabelCache`."""
+"""Labels all of a data set in one process."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
-from edl.distill.cache import CacheKey, CacheView, SoftLabelCache
+from edl.distill.cache import CacheView, SoftLabelCache
 from edl.distill.datasets.kinds import LabelDataset, SampleId
-from edl.distill.options import Options
+from edl.distill.labelling.plan import LabelPlan, LabelProgress, LabelReport
 from edl.distill.pipeline.cache_lookup import CacheConfig
 from edl.distill.pipeline.session import LabelSession
 from edl.distill.source.cutters import BatchCutter, Getter
-from edl.distill.teachers import Teachers
-from edl.distill.transport.schema import OutputSpec
 from edl.errors import TemporaryError
 from edl.protocol.tensors import Array
 
-__all__ = ["LabelPlan", "LabelProgress", "LabelReport", "label"]
+__all__ = ["batch_cutter", "label"]
 
 _SETTLE_EVERY = 32
 """Batches after which to wait until their labels are kept, so that none are left out because too many wait."""
 
 _PASSES = 3
 """Tries before an error: labels that were not kept twice will not be the third time without a change."""
-
-
-@dataclass(frozen=True)
-class LabelPlan:
-    """What to ask teachers for.
-
-    Attributes:
-        teachers: whom to ask.
-        output_spec: what to ask for.
-        dataset: the tag of `CacheKey`; a reader must use the same tag.
-        batch_rows: rows of a request.
-        options: deadlines, memory, retries.
-    """
-
-    teachers: Teachers
-    output_spec: OutputSpec
-    dataset: str = ""
-    batch_rows: int = 32
-    options: Options = field(default_factory=Options)
-
-
-@dataclass(frozen=True)
-class LabelProgress:
-    """How far the labelling is.
-
-    Attributes:
-        total: rows of the data set, None if unknown.
-        known: rows that had a label already.
-        labelled: rows that got a label.
-        seconds: since the first request.
-        teachers_live: teachers that may be given work.
-    """
-
-    total: int | None = None
-    known: int = 0
-    labelled: int = 0
-    seconds: float = 0.0
-    teachers_live: int = 0
-
-    @property
-    def rows_per_s(self) -> float:
-        """Rows labelled a second."""
-        return self.labelled / self.seconds if self.seconds else 0.0
-
-
-@dataclass(frozen=True)
-class LabelReport:
-    """What a finished labelling has done.
-
-    Attributes:
-        key: what the labels are kept under.
-        progress: at the end.
-    """
-
-    key: CacheKey
-    progress: LabelProgress
 
 
 def label(
@@ -127,6 +68,16 @@ def label(
         session.close()
 
 
+def batch_cutter(inputs: Sequence[str], services: int) -> BatchCutter:
+    """Return what cuts the batches of a data set: pairs of ids and inputs.
+
+    Args:
+        inputs: their names.
+        services: how many services are asked.
+    """
+    return BatchCutter({name: _input(name) for name in inputs}, None, services, lambda batch: batch[0])
+
+
 class _Run:
     """A call of `label`: its passes over the data set."""
 
@@ -151,9 +102,7 @@ class _Run:
         """Label what has no label; return how many rows were answered but not kept."""
         self.lost = 0
         batches = self._data.batches(self._plan.batch_rows, lambda ids: self._is_known(ids, first))
-        getters = {name: _input(name) for name in self._data.inputs}
-        cutter = BatchCutter(getters, None, self._session.labeller.services, lambda batch: batch[0])
-        epoch = self._session.start(batches, cutter)
+        epoch = self._session.start(batches, batch_cutter(self._data.inputs, self._session.labeller.services))
         try:
             for number, item in enumerate(epoch, 1):
                 epoch.taken(item)

@@ -1,0 +1,78 @@
+"""Tells whether the data of two processes are the same, by a few of their rows."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from edl.distill.datasets.kinds import Batch, IndexedData
+from edl.protocol.tensors import Array
+
+__all__ = ["DataFingerprint"]
+
+_ROWS = 16
+"""Rows that are looked at: image files take 0.2 s, and of data that differ in every tenth row four in five are seen."""
+
+
+@dataclass(frozen=True)
+class DataFingerprint:
+    """What two processes compare before they share a data set.
+
+    Attributes:
+        rows: how many samples.
+        inputs: names, dtypes and shapes, such as `image float32[3,224,224]`; shapes of the first row.
+        rows_checksum: of a few rows with their ids, spread over the data set. Empty where these rows are not the same
+            when they are loaded twice, as with random augmentation: then nothing can be said.
+        file_checksum: of all rows, where the file's own directory has it (`.npz`); else empty.
+    """
+
+    rows: int
+    inputs: tuple[str, ...]
+    rows_checksum: str
+    file_checksum: str = ""
+
+    @classmethod
+    def of(cls, data: IndexedData) -> DataFingerprint:
+        """Look at a few rows of a data set.
+
+        Args:
+            data: the data set. A row that cannot be loaded counts as such a row, and is no error here.
+        """
+        index = [np.array([at]) for at in sorted({*np.linspace(0, data.rows - 1, _ROWS).astype(np.int64).tolist()})]
+        found, again = (_checksum_of(data, index) for _ in range(2))
+        return cls(data.rows, _inputs_of(data), found if found == again else "", data.checksum)
+
+
+def _inputs_of(data: IndexedData) -> tuple[str, ...]:
+    try:
+        _, fields = next(iter(data.load([np.array([0])])))
+    except Exception:  # noqa: BLE001 - the data set's own code; what is wrong with a row is its shard's matter
+        return tuple(sorted(data.inputs))
+    return tuple(f"{name} {array.dtype}{list(array.shape[1:])}" for name, array in sorted(fields.items()))
+
+
+def _checksum_of(data: IndexedData, index: Iterable[Array]) -> str:
+    total = hashlib.blake2b(digest_size=16)
+    for part in index:
+        total.update(_row_checksum(data, part))
+    return total.hexdigest()
+
+
+def _row_checksum(data: IndexedData, part: Array) -> bytes:
+    try:
+        ids, fields = next(iter(data.load([part])))
+    except Exception as exc:  # noqa: BLE001 - as above
+        return f"not loaded: {type(exc).__name__}".encode()
+    return _digest((ids, fields))
+
+
+def _digest(batch: Batch) -> bytes:
+    ids, fields = batch
+    total = hashlib.blake2b(repr(ids).encode(), digest_size=16)
+    for name, array in sorted(fields.items()):
+        total.update(f"{name} {array.dtype.str} {array.shape}".encode())
+        total.update(repr(array.tolist()).encode() if array.dtype.hasobject else np.ascontiguousarray(array).tobytes())
+    return total.digest()

@@ -1,0 +1,386 @@
+"""`ShardLabeller`: labels the ranges of rows that a source hands out, and says when their labels are on disk."""
+
+from __future__ import annotations
+
+import abc
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+
+import numpy as np
+from typing_extensions import Self
+
+from edl.background import BackgroundLoop
+from edl.distill.cache import CacheKey, SoftLabelCache
+from edl.distill.datasets.kinds import Batch, IndexedData, SampleId
+from edl.distill.labelling.bad_rows import OF_THE_ROWS, label_singly, loaded
+from edl.distill.labelling.data_set import batch_cutter
+from edl.distill.labelling.plan import LabelPlan, LabelProgress, LabelReport
+from edl.distill.labelling.shard_tracker import RowShard, ShardTracker
+from edl.distill.pipeline.cache_lookup import CacheConfig
+from edl.distill.pipeline.epoch import Epoch
+from edl.distill.pipeline.session import LabelSession
+from edl.errors import ClosedError, EDLError, PermanentError, TemporaryError
+from edl.protocol.tensors import Array
+
+__all__ = ["RowShard", "ShardLabeller", "ShardSource"]
+
+logger = logging.getLogger("edl.distill")
+
+_SETTLE_EVERY = 32
+"""Batches after which to wait until their labels are kept, as in `label`."""
+_PASSES = 3
+"""Tries before an error: labels that were not kept twice will not be the third time without a change."""
+_LOOK_S = 0.2
+"""How long to wait for a shard before looking whether to end: what a person does not notice."""
+_FIRST_COMMIT_S, _LAST_COMMIT_S, _COMMIT_SHARE = 0.5, 10.0, 0.02
+"""Between two commits, a file each: a fiftieth of the time so far, so that a crash costs little of it and a long run
+leaves some hundred files an hour; no less than a disk takes for a file, no more than a person waits for figures."""
+_LOOKED_UP_AT_ONCE = 1024
+"""Rows read from disk at a time to see whether their labels are whole: memory stays bounded for wide rows."""
+_MOST_FAILED = 3
+"""Shards that may fail one after the other, with no row labelled, before this worker ends: then it is not the rows."""
+_LONGEST_REASON = 1000
+"""Characters of a reason: it is kept for every failure, and errors of data sets hold whole tracebacks."""
+
+
+class ShardSource(abc.ABC):
+    """Hands out ranges of rows, and is told what became of them. Its methods are called from several threads."""
+
+    @abc.abstractmethod
+    def take(self, timeout_s: float) -> RowShard | None:
+        """Return a shard to be labelled.
+
+        Args:
+            timeout_s: how long to wait for it; 0 to return at once.
+
+        Returns:
+            The shard; None if there is none at the moment.
+
+        Raises:
+            EDLError: there will be none any more for a reason that ends the worker.
+        """
+
+    @property
+    @abc.abstractmethod
+    def finished(self) -> bool:
+        """Whether there is no shard left, here or at other workers, nor will be."""
+
+    @abc.abstractmethod
+    def report_done(self, shard: RowShard) -> None:
+        """Note that the labels of all rows of a shard are on disk."""
+
+    @abc.abstractmethod
+    def report_failed(self, shard: RowShard, reason: str) -> None:
+        """Note that some rows of a shard have no label, and why."""
+
+
+class ShardLabeller:
+    """Connections to teachers, and a folder of labels, for the shards of a source.
+
+    ::
+
+        with ShardLabeller(data, plan, cache) as labeller:
+            labeller.run(source)
+
+    A shard is reported done when the labels of all its rows are on disk, under `key`; several at a time, so that files
+    do not become too many. Where a row is refused, the other rows of its shard are labelled, and the shard is reported
+    failed with the rows' ids and the teachers' words.
+
+    Args:
+        data: the data set.
+        plan: what to ask for. The version of the model should be named in its `output_spec`, where several processes
+            share a data set: labels of another version are kept apart.
+        cache: where to keep the labels.
+
+    Raises:
+        SettingsError: wrong credentials or discovery.
+    """
+
+    def __init__(self, data: IndexedData, plan: LabelPlan, cache: SoftLabelCache) -> None:
+        self._data = data
+        self._plan = plan
+        self._cache = cache
+        self._session = LabelSession([plan.teachers], plan.output_spec, plan.options, CacheConfig(cache, plan.dataset))
+
+    def key(self) -> CacheKey:
+        """Return what the labels are kept under; waits for the first teacher.
+
+        Raises:
+            NoTeacherError: no teacher was live for `teacher_timeout_s`, or none of the version that is asked for.
+            SettingsError: teachers do not say which version of the model they have, and `plan` names none.
+        """
+        return self._session.labeller.view(self._cache, self._data.inputs).key
+
+    def run(self, source: ShardSource, progress: Callable[[LabelProgress], None] = lambda _: None) -> LabelReport:
+        """Label what the source hands out, until it has finished.
+
+        However this ends, shards whose labels are on disk are reported.
+
+        Args:
+            source: of the shards.
+            progress: called after every batch with what this process has done, mostly in this thread.
+
+        Returns:
+            The key of the labels, and counts of this process.
+
+        Raises:
+            NoTeacherError: no teacher was live for `teacher_timeout_s`.
+            TemporaryError: labels could not be written.
+            PermanentError: several shards failed one after the other, and no row of them was labelled.
+            EDLError: what the source raised.
+        """
+        return _ShardRun(self._data, self._plan, self._cache, self._session, source, progress).run()
+
+    def close(self) -> None:
+        """End connections. May be called twice."""
+        self._session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _ShardRun:
+    """A call of `ShardLabeller.run`.
+
+    Three threads: the epoch's own loads rows (`_batches`), the caller's takes answers, and a third writes labels to
+    disk and reports (`_commit`). The first waits for shards that other workers may give back, and the caller's for the
+    first; what they have answered until then is written all the same.
+    """
+
+    def __init__(
+        self,
+        data: IndexedData,
+        plan: LabelPlan,
+        cache: SoftLabelCache,
+        session: LabelSession,
+        source: ShardSource,
+        tell: Callable[[LabelProgress], None],
+    ) -> None:
+        self._data = data
+        self._plan = plan
+        self._cache = cache
+        self._session = session
+        self._source = source
+        self._tell = tell
+        self._view = session.labeller.view(cache, data.inputs)
+        self._tracker = ShardTracker()
+        self._commit_lock = threading.Lock()
+        self._count_lock = threading.Lock()
+        self._started = self._committed_at = time.monotonic()
+        self._known = self._labelled = 0
+        self._passes: dict[RowShard, int] = {}  # of shards whose labels were not kept
+        self._suspects: deque[tuple[RowShard, str]] = deque()  # shards of which some rows cannot be labelled, and why
+        self._bad: dict[tuple[int, int], str] = {}  # rows of shards that have failed here, and why
+        self._failed_in_a_row: set[tuple[int, int]] = set()  # rows of shards that have failed since a row was labelled
+        self._epoch: Epoch | None = None
+        self._stopping = False  # whether the thread that loads is to end
+        self._source_failure: EDLError | None = None
+        self._commit_failure: EDLError | None = None
+
+    def run(self) -> LabelReport:
+        committer = BackgroundLoop("edl-label-commit", self._commit_step)
+        try:
+            while not self._label_until_failure(committer):
+                pass
+        except BaseException:
+            if self._commit_failure is None:
+                self._commit_what_is_answered()
+            raise
+        finally:
+            committer.close()
+        return LabelReport(self._view.key, self._progress())
+
+    # The caller's thread
+
+    def _label_until_failure(self, committer: BackgroundLoop) -> bool:
+        """Label shards until the source has finished, or a shard has failed; return whether it has finished."""
+        epoch = self._epoch = self._start(self._batches())
+        try:
+            for number, item in enumerate(epoch, 1):
+                epoch.taken(item)
+                self._tracker.take()
+                self._note_labelled(item.rows)
+                if self._tracker.idle:
+                    committer.wake()
+                if number % _SETTLE_EVERY == 0:
+                    self._session.labeller.prepare_epoch()
+        except OF_THE_ROWS as exc:
+            if exc is self._source_failure:
+                raise
+            failure = exc
+        except ClosedError:
+            if self._commit_failure is not None:  # which has closed the epoch
+                raise self._commit_failure from None
+            raise
+        else:
+            return True
+        finally:
+            self._end(epoch)
+        self._fail(failure)
+        return False
+
+    def _start(self, batches: Iterator[Batch]) -> Epoch:
+        self._stopping = False
+        return self._session.start(batches, batch_cutter(self._data.inputs, self._session.labeller.services))
+
+    def _end(self, epoch: Epoch) -> None:
+        """End an epoch, and wait until its thread uses the data set and the tracker no more."""
+        self._stopping = True
+        epoch.close()
+        timeout_s = self._plan.options.source_timeout_s
+        if not epoch.join(min(timeout_s, threading.TIMEOUT_MAX)):
+            raise TemporaryError(f"the data set is still loading a sample {timeout_s:g} s after it was to stop")
+
+    def _fail(self, failure: PermanentError) -> None:
+        """Have the rows of the shard that has failed labelled singly."""
+        shard = self._tracker.fail()
+        if shard is None:
+            raise failure
+        logger.warning("rows %d to %d: some cannot be labelled: %s", shard.start, shard.stop - 1, failure)
+        self._suspects.append((shard, str(failure)))
+
+    def _note_labelled(self, rows: int) -> None:
+        with self._count_lock:  # rows labelled singly come from the thread that loads
+            self._labelled += rows
+        self._failed_in_a_row.clear()
+        self._tell(self._progress())
+
+    def _progress(self) -> LabelProgress:
+        seconds = time.monotonic() - self._started
+        return LabelProgress(None, self._known, self._labelled, seconds, self._session.stats().teachers_live)
+
+    # The thread that loads
+
+    def _batches(self) -> Iterator[Batch]:
+        """Yield batches as long as the source has shards, or may get some."""
+        while not self._stopping:
+            if self._suspects:
+                self._label_suspect(*self._suspects.popleft())
+            elif self._tracker.has_waiting or self._take_shard(_LOOK_S):
+                yield from loaded(self._data, self._parts())
+            if self._source_failure is not None:
+                raise self._source_failure
+            if not self._tracker.has_waiting and not self._suspects and self._source.finished:
+                return
+
+    def _label_suspect(self, shard: RowShard, why: str) -> None:
+        """Label the other rows of a shard of which some cannot be labelled, and report it."""
+        rows = (shard.start, shard.stop)
+        self._session.labeller.prepare_epoch()
+        parts = self._parts_of(self._unknown(shard))
+        found = label_singly(self._data, self._plan, self._cache, parts, lambda: self._stopping)
+        if found.labelled:
+            self._note_labelled(found.labelled)
+        if not found.why and not found.untried:  # it has passed
+            self._tracker.begin(shard, ())
+            return
+        if self._stopping:
+            return
+        reason = self._bad[rows] = _cut(found.words(self._data) or why)
+        self._failed_in_a_row.add(rows)
+        self._source.report_failed(shard, reason)
+        if len(self._failed_in_a_row) >= _MOST_FAILED:
+            raise PermanentError(
+                f"{_MOST_FAILED} shards failed here one after the other, and no row of them was labelled, so that this "
+                f"is no matter of single rows; the last: {reason}"
+            )
+
+    def _parts(self) -> Iterator[Array]:
+        """Yield parts as long as there are some without a wait.
+
+        Loaders take parts in ahead. One that waited here would keep what it has loaded from being labelled, and its
+        shards from being done, for which other workers may wait in the same way.
+        """
+        while True:
+            part = self._tracker.hand_out()
+            if part is not None:
+                yield part
+            elif self._suspects or not self._take_shard(0.0):
+                return
+
+    def _take_shard(self, timeout_s: float) -> bool:
+        """Take in a shard; return whether there was one."""
+        try:
+            shard = self._source.take(timeout_s)
+        except EDLError as exc:
+            self._source_failure = exc  # raised when what was loaded has been handed over
+            return False
+        if shard is None:
+            return False
+        if (shard.start, shard.stop) in self._bad:
+            self._suspects.append((shard, self._bad[shard.start, shard.stop]))
+            return True
+        index = self._unknown(shard)
+        self._known += shard.stop - shard.start - len(index)
+        self._tracker.begin(shard, self._parts_of(index))
+        return True
+
+    def _parts_of(self, index: Array) -> list[Array]:
+        rows = self._plan.batch_rows
+        return [index[start : start + rows] for start in range(0, len(index), rows)]
+
+    def _unknown(self, shard: RowShard) -> Array:
+        """Return the positions of the shard's rows that have no label, or a damaged one."""
+        return self._data.unknown(self._is_whole, shard.start, shard.stop)
+
+    def _is_whole(self, ids: Sequence[SampleId]) -> Array:
+        starts = range(0, len(ids), _LOOKED_UP_AT_ONCE)
+        return np.concatenate([self._view.get(ids[start : start + _LOOKED_UP_AT_ONCE]).mask for start in starts])
+
+    # The thread that commits
+
+    def _commit_step(self) -> float | None:
+        now = time.monotonic()
+        interval_s = min(max(_COMMIT_SHARE * (now - self._started), _FIRST_COMMIT_S), _LAST_COMMIT_S)
+        if self._tracker.has_answered and (self._tracker.idle or now - self._committed_at >= interval_s):
+            try:
+                self._commit()
+            except EDLError as exc:
+                self._commit_failure = exc
+                if self._epoch is not None:
+                    self._epoch.close()
+                return None
+        return _LOOK_S
+
+    def _commit_what_is_answered(self) -> None:
+        """Report what is on disk before an error ends the run. What cannot be is asked for again by another worker."""
+        try:
+            self._commit()
+        except EDLError as exc:
+            logger.warning("labels of the last moments may be lost, and will be asked for again: %s", exc)
+
+    def _commit(self) -> None:
+        """Wait until the labels of answered shards are on disk, and report these shards done."""
+        with self._commit_lock:
+            shards = self._tracker.pop_answered()
+            if not shards:
+                return
+            self._session.labeller.prepare_epoch()
+            self._cache.flush()
+            self._committed_at = time.monotonic()
+            for shard in shards:
+                lost = self._data.unknown(self._view.contains, shard.start, shard.stop)
+                if not len(lost):
+                    self._passes.pop(shard, None)
+                    self._source.report_done(shard)
+                    continue
+                self._passes[shard] = self._passes.get(shard, 0) + 1
+                if self._passes[shard] >= _PASSES:
+                    raise TemporaryError(
+                        f"{len(lost)} rows were labelled {_PASSES} times, but their labels were not kept: either the "
+                        "disk cannot follow, or the teachers serve different versions of the model"
+                    )
+                self._tracker.begin(shard, self._parts_of(lost))
+
+
+def _cut(reason: str) -> str:
+    return reason if len(reason) <= _LONGEST_REASON else f"{reason[: _LONGEST_REASON - 1]}…"

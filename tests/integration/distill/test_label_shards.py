@@ -1,0 +1,314 @@
+"""`ShardLabeller` against real teachers: a shard is reported when its labels are on disk, and bad rows are named."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edl.distill import Options, Teachers
+from edl.distill.cache import SoftLabelCache, load_labels
+from edl.distill.datasets.kinds import ArrayData, Batch, IndexedData, SequenceData
+from edl.distill.labelling import LabelPlan, RowShard, ShardLabeller, ShardSource
+from edl.distill.transport.schema import OutputSpec
+from edl.errors import EDLError, NoTeacherError, PermanentError, TemporaryError
+from edl.protocol.tensors import Array
+from edl.testing import LocalTeacher
+from tests.integration.distill.conftest import Start
+
+ROWS, WIDTH = 400, 4
+X = np.repeat(np.arange(ROWS, dtype=np.float32)[:, None], WIDTH, axis=1)
+
+PICKY = """
+import numpy as np
+
+BAD = {BAD}
+
+def model(inputs):
+    x = inputs["x"]
+    if set(x[:, 0].astype(int).tolist()) & set(BAD):
+        raise ValueError("this row is bad")
+    return {{"y": x}}
+"""
+
+
+class Shards(ShardSource):
+    """Shards of `size` rows; says at each report what a reader finds on disk at that moment."""
+
+    def __init__(self, folder: Path, rows: int = ROWS, size: int = 50) -> None:
+        self.waiting = [RowShard(at, min(at + size, rows)) for at in range(0, rows, size)]
+        self.open: list[RowShard] = []
+        self.done: list[RowShard] = []
+        self.failed: dict[tuple[int, int], list[str]] = {}
+        self.missing_on_disk = 0
+        self.retries = 0
+        self.failure: EDLError | None = None
+        self._folder = folder
+        self._lock = threading.Lock()
+
+    def take(self, timeout_s: float) -> RowShard | None:
+        with self._lock:
+            if self.failure is not None:
+                raise self.failure
+            if self.waiting:
+                self.open.append(self.waiting.pop(0))
+                return self.open[-1]
+        time.sleep(timeout_s)
+        return None
+
+    @property
+    def finished(self) -> bool:
+        with self._lock:
+            return not self.waiting and not self.open
+
+    def report_done(self, shard: RowShard) -> None:
+        there = set(load_labels(self._folder).ids)
+        with self._lock:
+            self.missing_on_disk += len(set(range(shard.start, shard.stop)) - there)
+            self.open.remove(shard)
+            self.done.append(shard)
+
+    def report_failed(self, shard: RowShard, reason: str) -> None:
+        with self._lock:
+            self.open.remove(shard)
+            reasons = self.failed.setdefault((shard.start, shard.stop), [])
+            reasons.append(reason)
+            if len(reasons) <= self.retries:
+                self.waiting.append(RowShard(shard.start, shard.stop))
+
+
+def plan(teacher: LocalTeacher, **options: Any) -> LabelPlan:
+    teachers = Teachers(endpoints=(teacher.endpoint,))
+    return LabelPlan(teachers, OutputSpec(outputs=("y",)), batch_rows=16, options=Options(**options))
+
+
+def picky(tmp_path: Path, *bad: int) -> LocalTeacher:
+    path = tmp_path / "picky.py"
+    path.write_text(PICKY.format(BAD=list(bad)))
+    return LocalTeacher("", serve={"callable": f"{path}:model", "input": "x:fp32[4]", "model-version": "1"})
+
+
+def rows_of(shards: list[RowShard]) -> list[int]:
+    return sorted(row for shard in shards for row in range(shard.start, shard.stop))
+
+
+def test_shards_are_done_when_on_disk(start: Start, tmp_path: Path) -> None:
+    source = Shards(tmp_path / "labels")
+    seen: list[int] = []
+    with (
+        SoftLabelCache(0, tmp_path / "labels", flush_interval_s=60) as cache,
+        ShardLabeller(ArrayData({"x": X}), plan(start("echo")), cache) as labeller,
+    ):
+        assert labeller.key().outputs == ("y",)
+        report = labeller.run(source, lambda progress: seen.append(progress.labelled))
+    assert rows_of(source.done) == list(range(ROWS))
+    assert source.missing_on_disk == 0
+    assert report.progress.labelled == ROWS == seen[-1]
+    np.testing.assert_array_equal(load_labels(tmp_path / "labels").rows(range(ROWS))["y"], X)
+
+
+def test_known_rows_are_not_asked_again(start: Start, tmp_path: Path) -> None:
+    """What a killed worker left on disk counts, damaged rows excepted."""
+    teacher = start("echo")
+    with (
+        SoftLabelCache(0, tmp_path / "labels") as cache,
+        ShardLabeller(ArrayData({"x": X}), plan(teacher), cache) as labeller,
+    ):
+        labeller.run(Shards(tmp_path / "labels", rows=130))
+    (file,) = (tmp_path / "labels").glob("*/*.safetensors")
+    damaged = bytearray(file.read_bytes())
+    damaged[damaged.index(X[60].tobytes())] ^= 1
+    file.write_bytes(damaged)
+    source = Shards(tmp_path / "labels")
+    with (
+        SoftLabelCache(0, tmp_path / "labels") as cache,
+        ShardLabeller(ArrayData({"x": X}), plan(teacher), cache) as labeller,
+    ):
+        progress = labeller.run(source).progress
+    assert (progress.known, progress.labelled) == (129, ROWS - 129)
+    assert rows_of(source.done) == list(range(ROWS))
+    np.testing.assert_array_equal(load_labels(tmp_path / "labels").rows(range(ROWS))["y"], X)
+
+
+def test_bad_rows_are_named_others_labelled(tmp_path: Path) -> None:
+    with picky(tmp_path, 70, 77, 399) as teacher:
+        source = Shards(tmp_path / "labels")
+        source.retries = 1
+        with (
+            SoftLabelCache(0, tmp_path / "labels") as cache,
+            ShardLabeller(ArrayData({"x": X}), plan(teacher), cache) as labeller,
+        ):
+            labeller.run(source)
+    assert sorted(source.failed) == [(50, 100), (350, 400)]
+    assert all(len(reasons) == 2 for reasons in source.failed.values())
+    first = source.failed[50, 100][0]
+    assert first.startswith("samples 70, 77: ")
+    assert "this row is bad" in first
+    assert len(source.done) == 6
+    labels = load_labels(tmp_path / "labels")
+    assert sorted(set(range(ROWS)) - set(labels.ids)) == [70, 77, 399], "the others of these shards have labels"
+    np.testing.assert_array_equal(labels.rows(labels.ids)["y"], X[list(labels.ids)])
+
+
+def test_wrong_input_ends_the_worker(start: Start, tmp_path: Path) -> None:
+    """A mistake of this worker's own does not fail every shard of the job."""
+    source = Shards(tmp_path / "labels")
+    with (
+        SoftLabelCache(0, tmp_path / "labels") as cache,
+        ShardLabeller(ArrayData({"image": X}), plan(start("echo")), cache) as labeller,
+        pytest.raises(PermanentError, match=r"3 shards failed here one after the other.*wants input 'x'"),
+    ):
+        labeller.run(source)
+    assert len(source.failed) == 3
+
+
+class Unreadable:
+    """A user's data set, a row of which cannot be read."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, at: int) -> Array:
+        if at == 123:
+            raise OSError(5, "the file is broken")
+        row: Array = X[at]
+        return row
+
+
+def _itself(sample: Any) -> Any:
+    return sample
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_unreadable_sample_is_named(start: Start, tmp_path: Path, workers: int) -> None:
+    if workers:
+        pytest.importorskip("torch", reason="PyTorch is not installed")
+    source = Shards(tmp_path / "labels")
+    data = SequenceData(Unreadable(), {"x": _itself}, workers)
+    with (
+        SoftLabelCache(0, tmp_path / "labels") as cache,
+        ShardLabeller(data, plan(start("echo")), cache) as labeller,
+    ):
+        labeller.run(source)
+    ((reason,),) = source.failed.values()
+    assert reason.startswith("sample 123: ")
+    assert "the file is broken" in reason
+    assert len(load_labels(tmp_path / "labels")) == ROWS - 1
+    assert source.missing_on_disk == 0
+
+
+def test_lookahead_does_not_wait_for_shards(start: Start, tmp_path: Path) -> None:
+    """Processes that load ahead hold back no loaded rows while another worker's shard may come back."""
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    source = Shards(tmp_path / "labels", size=10)
+    last = source.waiting.pop()
+
+    class Late(Shards):
+        def take(self, timeout_s: float) -> RowShard | None:
+            if len(source.done) == 39 and last not in source.open:
+                source.open.append(last)
+                return last
+            return source.take(timeout_s)
+
+        finished = property(lambda _: len(source.done) == 40)
+
+        def report_done(self, shard: RowShard) -> None:
+            source.report_done(shard)
+
+    samples = SequenceData(X, {"x": _itself}, 2)
+    with (
+        SoftLabelCache(0, tmp_path / "labels") as cache,
+        ShardLabeller(samples, plan(start("echo")), cache) as labeller,
+    ):
+        labeller.run(Late(tmp_path / "labels"))
+    assert rows_of(source.done) == list(range(ROWS))
+
+
+def test_source_failure_ends_the_run(start: Start, tmp_path: Path) -> None:
+    """What was answered until then is on disk, and reported."""
+    source = Shards(tmp_path / "labels")
+    source.waiting = source.waiting[:3]
+
+    class Failing(Shards):
+        def take(self, timeout_s: float) -> RowShard | None:
+            if not source.waiting:
+                raise TemporaryError("the master is away")
+            return source.take(timeout_s)
+
+        def report_done(self, shard: RowShard) -> None:
+            source.report_done(shard)
+
+    with (
+        SoftLabelCache(0, tmp_path / "labels", flush_interval_s=60) as cache,
+        ShardLabeller(ArrayData({"x": X}), plan(start("echo")), cache) as labeller,
+        pytest.raises(TemporaryError, match="the master is away"),
+    ):
+        labeller.run(Failing(tmp_path / "labels"))
+    assert rows_of(source.done) == list(range(150))
+    assert source.missing_on_disk == 0
+
+
+def test_interrupt_reports_what_is_on_disk(start: Start, tmp_path: Path) -> None:
+    teacher = start("echo", delay_s=0.01, max_batch=16)
+    source = Shards(tmp_path / "labels")
+
+    def interrupt(_: object) -> None:
+        if len(source.open) + len(source.done) >= 4:
+            raise KeyboardInterrupt
+
+    with (
+        SoftLabelCache(0, tmp_path / "labels", flush_interval_s=60) as cache,
+        ShardLabeller(ArrayData({"x": X}), plan(teacher), cache) as labeller,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        labeller.run(source, interrupt)
+    assert source.done
+    assert source.missing_on_disk == 0
+    assert set(rows_of(source.done)) <= set(load_labels(tmp_path / "labels").ids)
+
+
+@pytest.mark.skipif(not os.access("/dev/full", os.W_OK), reason="there is no /dev/full here")
+def test_full_disk_fails_no_shard(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker ends with the disk's words; its shards are neither done nor failed."""
+    source = Shards(tmp_path / "labels")
+    full = os.open("/dev/full", os.O_WRONLY)
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(full if len(data) > 1000 else fd, data))
+    with (
+        SoftLabelCache(0, tmp_path / "labels") as cache,
+        ShardLabeller(ArrayData({"x": X}), plan(start("echo")), cache) as labeller,
+        pytest.raises(TemporaryError, match="No space left on device"),
+    ):
+        labeller.run(source)
+    os.close(full)
+    assert not source.done
+    assert not source.failed
+
+
+def test_no_teacher_fails_no_shard(start: Start, tmp_path: Path) -> None:
+    teacher = start("echo", delay_s=0.02, max_batch=16)
+    source = Shards(tmp_path / "labels")
+
+    class Killing(IndexedData):
+        inputs = ("x",)
+
+        def load(self, parts: Any) -> Iterator[Batch]:
+            for part in parts:
+                if part[0] >= 200:
+                    teacher.kill()
+                yield part.tolist(), {"x": X[part]}
+
+    with (
+        SoftLabelCache(0, tmp_path / "labels") as cache,
+        ShardLabeller(Killing(ROWS, None), plan(teacher, teacher_timeout_s=1.0), cache) as labeller,
+        pytest.raises(NoTeacherError),
+    ):
+        labeller.run(source)
+    assert not source.failed
+    assert source.missing_on_disk == 0

@@ -15,14 +15,15 @@ from edl.master.datasets.dataset import Dataset
 from edl.master.datasets.index import unpack_parts
 from edl.master.datasets.ranges import RangeDataset
 from edl.master.datasets.settings import ShardSettings
-from edl.master.datasets.text import LinesDataset, TextOptions, TextProgress
+from edl.master.datasets.text import LinesDataset, RecordsDataset, TextOptions, TextProgress
 from edl.master.datasets.text.files import check_encoding
+from edl.master.datasets.text.record_ends import Dialect
 from edl.protocol.master import DatasetSpec
 from edl.quoting import quote
 
 __all__ = ["load_dataset", "open_dataset", "same_data"]
 
-EXPECTED: Final = "expected range:SIZE, lines:PATH, PACKAGE.MODULE:FACTORY or FILE.py:FACTORY"
+EXPECTED: Final = "expected range:SIZE, lines:PATH, csv:PATH, PACKAGE.MODULE:FACTORY or FILE.py:FACTORY"
 
 
 def open_dataset(
@@ -171,6 +172,26 @@ def _open_lines(
     return LinesDataset.index_files(location, settings, {**asdict(text), "keep_ends": bool(keep_ends)}, progress)
 
 
+def _open_csv(
+    location: str, settings: ShardSettings, options: dict[str, Any], progress: TextProgress | None
+) -> Dataset:
+    dialect = Dialect(options.pop("delimiter", ","), options.pop("quotechar", '"'))
+    header, names = bool(options.pop("header", True)), options.pop("names", None)
+    if header and names is not None:
+        raise SettingsError("names=: the columns are named by the header; header=False where there is none")
+    columns = options.pop("columns", None)
+    if isinstance(names, str) or isinstance(columns, str):
+        raise SettingsError("names= and columns= are lists of names")
+    text = _text_options("csv", {"encoding": "utf-8", **options})
+    if text.encoding is None:
+        raise SettingsError("encoding=None: the fields of a CSV are text")
+    if text.encoding.lower().replace("_", "-") == "utf-8-sig":  # a mark at the begin of a file is left out anyway
+        text = TextOptions("utf-8", text.errors)
+    listed = {"names": None if names is None else list(names), "columns": None if columns is None else list(columns)}
+    chosen = {**asdict(text), **asdict(dialect), "header": header, **listed}
+    return RecordsDataset.index_files(location, settings, chosen, progress)
+
+
 def _text_options(kind: str, options: dict[str, Any]) -> TextOptions:
     text = TextOptions(options.pop("encoding", None), options.pop("errors", "strict"))
     check_encoding(text)
@@ -183,5 +204,9 @@ def _no_options(kind: str, options: Mapping[str, Any]) -> None:
         raise SettingsError(f"data of the kind {kind!r} has no option {', '.join(map(repr, options))}")
 
 
-_OPENERS: dict[str, _Opener] = {"range": _open_range, "lines": _open_lines}
-_KINDS: dict[str, Callable[[DatasetSpec, Any], Dataset]] = {"range": RangeDataset, "lines": LinesDataset}
+_OPENERS: dict[str, _Opener] = {"range": _open_range, "lines": _open_lines, "csv": _open_csv}
+_KINDS: dict[str, Callable[[DatasetSpec, Any], Dataset]] = {
+    "range": RangeDataset,
+    "lines": LinesDataset,
+    "csv": RecordsDataset,
+}

@@ -7,5 +7,6 @@ from __future__ import annotations
 
 from edl.master.datasets.text.files import TextOptions, TextProgress
 from edl.master.datasets.text.lines import LinesDataset
+from edl.master.datasets.text.records import RecordsDataset
 
-__all__ = ["LinesDataset", "TextOptions", "TextProgress"]
+__all__ = ["LinesDataset", "RecordsDataset", "TextOptions", "TextProgress"]

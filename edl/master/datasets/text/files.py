@@ -30,11 +30,13 @@ _CHECKED_NBYTES: Final = 8 << 20
 last block is held back until its checksum is known, so that a reader's memory does not grow with the shard."""
 _COMPRESSED: Final = {
     b"\x1f\x8b\x08": "gzip",
-    b"BZh": "bzip2",
+    b"BZh91AY&SY": "bzip2",
     b"\xfd7zXZ\x00": "xz",
     b"\x28\xb5\x2f\xfd": "zstd",
     b"PK\x03\x04": "zip",
 }
+
+_MOST_MAGIC: Final = 10  # bytes of the longest of them
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ def check_plain(storage: DataStorage, path: str) -> None:
     Raises:
         SettingsError: it is compressed.
     """
-    head = storage.read_range(path, 0, 6)
+    head = storage.read_range(path, 0, _MOST_MAGIC)
     for magic, name in _COMPRESSED.items():
         if head.startswith(magic):
             raise SettingsError(

@@ -7,6 +7,7 @@
     ├── ClosedError                the object was closed, or inherited through a fork
     ├── TemporaryError             the same call may succeed later
     │   ├── DiscoveryError         the registry or store cannot be reached
+    │   ├── JournalError           what must outlive the process cannot be written or read
     │   ├── NoTeacherError         no live teacher within `teacher_timeout` (also a TimeoutError)
     │   └── OverloadedError        a teacher's queue is full
     └── PermanentError             the same call will fail again
@@ -29,6 +30,7 @@ __all__ = [
     "ConflictError",
     "DiscoveryError",
     "EDLError",
+    "JournalError",
     "LeaseLostError",
     "NoTeacherError",
     "OverloadedError",
@@ -59,6 +61,13 @@ class TemporaryError(EDLError):
 
 class DiscoveryError(TemporaryError):
     """The registry or the store did not answer. Never used for "there is nothing"."""
+
+
+class JournalError(TemporaryError):
+    """A journal cannot be written or read: its disk is full, its file or store is away. The message says which.
+
+    Whether what was written last is there is not known: who wrote it ends, and who comes next reads what is.
+    """
 
 
 class NoTeacherError(TemporaryError, TimeoutError):

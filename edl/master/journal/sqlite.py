@@ -1,0 +1,243 @@
+"""A journal in a SQLite file: a group is a transaction, which is on the disk before `append` returns."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import sqlite3
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+from typing_extensions import override
+
+from edl import mounts
+from edl.discovery.common.resource import Resource
+from edl.discovery.sqlite.identity import FileIdentity
+from edl.errors import JournalError, LeaseLostError, ProtocolError, SettingsError
+from edl.master.journal.journal import Journal
+from edl.quoting import shown
+from edl.settings import allows_shared_file
+
+__all__ = ["SqliteJournal"]
+
+logger = logging.getLogger(__name__)
+
+_APPLICATION_ID: Final = 0x45444C4A  # "EDLJ", in the file's header
+_FORMAT: Final = 1
+"""Of the tables below; a file with another one is refused rather than misread."""
+_WAL_NBYTES: Final = 64 << 20
+"""Of the write-ahead log that is kept after a large snapshot; SQLite would keep its largest size for ever."""
+
+_SCHEMA: Final = """
+CREATE TABLE state (term INTEGER NOT NULL, covered INTEGER NOT NULL, snapshot BLOB, checksum INTEGER);
+CREATE TABLE record (number INTEGER PRIMARY KEY, data BLOB NOT NULL, checksum INTEGER NOT NULL);
+INSERT INTO state VALUES (0, 0, NULL, NULL)
+"""
+
+
+class SqliteJournal(Resource, Journal):
+    """A file in WAL mode with `synchronous=FULL`: every commit is written through to the disk.
+
+    One process writes at a time. Another that begins a term needs no lock for longer than that, and fences the first.
+
+    Args:
+        path: made if it is not there, with its folder.
+        timeout_s: how long to wait for other processes' transactions, in seconds.
+
+    Raises:
+        SettingsError: the file cannot be made or written, is something else, or lies where machines share it.
+        JournalError: it is busy, or the disk is full.
+    """
+
+    def __init__(self, path: str, *, timeout_s: float) -> None:
+        super().__init__()
+        self._path = path
+        self._timeout_s = timeout_s
+        self._turns = threading.Lock()
+        self._term = 0
+        self._last = 0  # number of the last record
+        self._broken = ""
+        _check_place(path)
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise SettingsError(f"journal {path}: its folder cannot be made: {exc.strerror}") from exc
+        try:
+            self._connection = sqlite3.connect(
+                f"file:{quote(path)}?mode=rwc",
+                uri=True,
+                timeout=timeout_s,
+                isolation_level=None,
+                check_same_thread=False,
+            )
+        except sqlite3.Error as exc:
+            raise SettingsError(f"journal {path}: {exc}") from exc
+        try:
+            self._prepare()
+        except BaseException as exc:
+            self._connection.close()
+            if isinstance(exc, sqlite3.Error):
+                # These are not going to pass: not a database, no permission, a read-only disk.
+                lasting = any(words in str(exc) for words in ("not a database", "readonly", "unable to open"))
+                raise (SettingsError if lasting else JournalError)(f"journal {path}: {shown(exc)}") from exc
+            raise
+        _open_connections.add(self._connection)
+        self._identity = FileIdentity.of(path)
+
+    @override
+    def begin_term(self) -> int:
+        with self._transaction("begin a term") as connection:
+            connection.execute("UPDATE state SET term = term + 1")
+            term, covered = connection.execute("SELECT term, covered FROM state").fetchone()
+            last = connection.execute("SELECT max(number) FROM record").fetchone()[0]
+            self._term = term
+            self._last = max(covered, last or 0)
+        return int(term)
+
+    @override
+    def load(self) -> tuple[bytes | None, list[bytes]]:
+        with self._transaction("read") as connection:
+            covered, snapshot, checksum = connection.execute("SELECT covered, snapshot, checksum FROM state").fetchone()
+            rows = connection.execute("SELECT number, data, checksum FROM record ORDER BY number").fetchall()
+        if snapshot is not None:
+            self._check_data("its snapshot", snapshot, checksum)
+        for expected, (number, data, checksum) in enumerate(rows, covered + 1):
+            if number != expected:
+                raise ProtocolError(f"journal {self._path}: record {expected} is missing")
+            self._check_data(f"record {number}", data, checksum)
+        return snapshot, [data for _, data, _ in rows]
+
+    @override
+    def append(self, records: Sequence[bytes]) -> None:
+        if not records:
+            return
+        with self._transaction("append") as connection:
+            self._check_term(connection)
+            rows = [(number, record, zlib.crc32(record)) for number, record in enumerate(records, self._last + 1)]
+            connection.executemany("INSERT INTO record VALUES (?, ?, ?)", rows)
+            self._last += len(rows)
+
+    @override
+    def snapshot(self, state: bytes) -> None:
+        with self._transaction("write a snapshot") as connection:
+            self._check_term(connection)
+            row = (self._last, state, zlib.crc32(state))
+            connection.execute("UPDATE state SET covered = ?, snapshot = ?, checksum = ?", row)
+            connection.execute("DELETE FROM record")
+
+    @contextlib.contextmanager
+    def _transaction(self, what: str) -> Iterator[sqlite3.Connection]:
+        """Run a transaction that writes; after an error nothing follows it."""
+        self._check_process()
+        if not self._turns.acquire(timeout=self._timeout_s):
+            raise JournalError(f"journal {self._path}: cannot {what}: another thread is at it")
+        try:
+            self._check()
+            if self._broken:
+                raise JournalError(self._broken)
+            connection = self._connection
+            try:
+                connection.execute("BEGIN IMMEDIATE")
+                yield connection
+                connection.execute("COMMIT")
+                if (change := self._identity.change(self._path)) is not None:
+                    raise JournalError(
+                        f"journal {self._path}: {change or 'the file was removed or replaced while in use'}"
+                    )
+            except BaseException as exc:
+                with contextlib.suppress(sqlite3.Error):
+                    if connection.in_transaction:
+                        connection.execute("ROLLBACK")
+                if not isinstance(exc, LeaseLostError):  # of which it is known that nothing was written
+                    self._broken = f"journal {self._path}: cannot {what}: {shown(exc)}"
+                if isinstance(exc, sqlite3.Error):
+                    raise JournalError(self._broken) from exc
+                raise
+        finally:
+            self._turns.release()
+            if self._closed:
+                self._end()
+
+    def _check_term(self, connection: sqlite3.Connection) -> None:
+        term = connection.execute("SELECT term FROM state").fetchone()[0]
+        if not self._term or term != self._term:
+            raise LeaseLostError(
+                f"journal {self._path}: "
+                + (f"term {term} has begun, this one is {self._term}" if self._term else "no term was begun")
+            )
+
+    def _check_data(self, what: str, data: Any, checksum: Any) -> None:
+        if not isinstance(data, bytes) or zlib.crc32(data) != checksum:
+            raise ProtocolError(f"journal {self._path}: {what} is damaged: its checksum is another")
+
+    def _prepare(self) -> None:
+        connection = self._connection
+        deadline = time.monotonic() + self._timeout_s
+        while True:  # two processes that do this at once may collide, in spite of the timeout
+            try:
+                mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+                break
+            except sqlite3.OperationalError as exc:
+                if "locked" not in str(exc) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+        if mode != "wal":
+            raise SettingsError(f"journal {self._path}: its file system cannot share memory (journal mode {mode})")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute(f"PRAGMA journal_size_limit = {_WAL_NBYTES}")
+        connection.execute("BEGIN IMMEDIATE")
+        application_id = connection.execute("PRAGMA application_id").fetchone()[0]
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            for statement in _SCHEMA.split(";"):
+                connection.execute(statement)
+            connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+            connection.execute(f"PRAGMA user_version = {_FORMAT}")
+        elif (application_id, version) != (_APPLICATION_ID, _FORMAT):
+            kind = f"a journal of format {version}" if application_id == _APPLICATION_ID else "another database"
+            raise SettingsError(f"journal {self._path}: {kind}, not EDL's journal of format {_FORMAT}")
+        connection.execute("COMMIT")
+
+    def _release(self) -> None:
+        if self._turns.acquire(blocking=False):  # a call under way, maybe of the thread that this interrupts, ends it
+            try:
+                self._end()
+            finally:
+                self._turns.release()
+
+    def _end(self) -> None:
+        with contextlib.suppress(sqlite3.Error):
+            self._connection.close()
+        _open_connections.discard(self._connection)
+
+
+def _check_place(path: str) -> None:
+    kind = mounts.file_system(os.path.realpath(path), mounts.read_mounts())
+    if not mounts.is_shared(kind):
+        return
+    what = f"journal {path} lies on {kind}, which machines share: SQLite's locks do not reach from one to another"
+    if not allows_shared_file():
+        raise SettingsError(
+            f"{what}. Name a file on a local disk, or keep the journal in the store (store:JOB). If only this machine"
+            " uses it, EDL_SHARED_FILE=1 allows it"
+        )
+    logger.warning("%s. EDL_SHARED_FILE allows it: see that no other machine opens it", what)
+
+
+_open_connections: set[sqlite3.Connection] = set()
+
+
+def _leak_inherited() -> None:
+    # SQLite forbids even closing a connection in a forked child: it would touch files that the parent works with.
+    for connection in _open_connections:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
+
+
+os.register_at_fork(after_in_child=_leak_inherited)

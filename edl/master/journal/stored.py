@@ -1,0 +1,289 @@
+"""A journal in a store: any machine that reaches the store can take it over.
+
+In the folder `journals/JOB`:
+
+- `head` says what is there: the term, the snapshot, which values hold records after it, and which values are of no more
+  use. Every commit compares and sets it, so a writer whose term has ended fails, whatever else it has written.
+- `records/TERM/...` and `snapshots/TERM-NUMBER/...` are values that a writer of that term wrote, and no other.
+
+A group is put into values behind those that the head names, which then names them as well: until then they are not
+there. A snapshot is announced in the head before its first value is written, so that the values of one that was
+interrupted are found and deleted.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Final, TypeVar
+
+from typing_extensions import override
+
+from edl.background import BackgroundLoop
+from edl.backoff import Backoff
+from edl.discovery import Store
+from edl.discovery.common.resource import Resource
+from edl.discovery.keys import check_key
+from edl.errors import ClosedError, DiscoveryError, EDLError, JournalError, LeaseLostError, ProtocolError, SettingsError
+from edl.master.journal.framing import cut, join_records, split_records
+from edl.master.journal.head import JournalHead, StoredSnapshot, ValueRun
+from edl.master.journal.journal import Journal
+
+__all__ = ["StoreJournal"]
+
+T = TypeVar("T")
+
+_CHUNK: Final = 16
+"""Values of a folder, which are read together: 3 MB, as a reply of gRPC may have 4 MiB."""
+_TAIL: Final = 16
+"""Values behind the last group of an earlier term that are deleted: its writer may have put a group there and died. One
+of 3 MB fits."""
+
+
+class StoreJournal(Resource, Journal):
+    """Values of a store, and a head that names them.
+
+    Args:
+        store: where they are; the caller closes it, after this.
+        job: the folder's name.
+        timeout_s: how long to go on asking a store that is away, beyond its own timeout, in seconds.
+
+    Raises:
+        SettingsError: no key can have the job's name in it.
+    """
+
+    def __init__(self, store: Store, job: str, *, timeout_s: float) -> None:
+        super().__init__()
+        self._folder = f"journals/{job}"
+        if not job or "/" in job:
+            raise SettingsError(f"journal store:{job}: the name of a job is expected, without a slash")
+        check_key(self._key("snapshots/00000000-00000000/00000000/00"))
+        self._store = store
+        self._timeout_s = timeout_s
+        self._turns = threading.Lock()
+        self._halted = threading.Event()
+        self._head = JournalHead()
+        self._version: int | None = None
+        self._term = 0
+        self._broken = ""
+        self._sweeper: BackgroundLoop | None = None
+        self._sweeping: deque[tuple[ValueRun, int]] = deque()  # and the number of the value that is next
+        self._swept: set[ValueRun] = set()
+        self._sweep_wait = Backoff(0.5, 10.0, jitter=0.5)
+
+    @override
+    def begin_term(self) -> int:
+        with self._turn("begin a term"):
+            while True:
+                head, version = self._read_head()
+                term = head.term + 1
+                tails = tuple(replace(run, first=run.stop, stop=run.stop + _TAIL) for run in head.records[-1:])
+                begun = replace(
+                    head,
+                    term=term,
+                    writer=secrets.token_hex(8),
+                    records=(*head.records, ValueRun(f"records/{term:08d}", 0, 0)),
+                    garbage=(*head.garbage, *tails),
+                )
+                if self._set_head(begun, version):
+                    break
+            self._term = term
+            self._sweep(begun.garbage)
+            return term
+
+    @override
+    def load(self) -> tuple[bytes | None, list[bytes]]:
+        with self._turn("read"):
+            head = self._head if self._term else self._read_head()[0]
+            snapshot = None
+            if head.snapshot is not None:
+                snapshot = self._read_run(head.snapshot.run)
+                if zlib.crc32(snapshot) != head.snapshot.checksum:
+                    raise ProtocolError(f"journal {self._folder}: its snapshot is damaged: its checksum is another")
+            records: list[bytes] = []
+            for run in head.records:
+                try:
+                    records += split_records(self._read_run(run))
+                except ProtocolError as exc:
+                    raise ProtocolError(f"journal {self._folder}, {run.folder}: {exc}") from exc
+            return snapshot, records
+
+    @override
+    def append(self, records: Sequence[bytes]) -> None:
+        if not records:
+            return
+        with self._turn("append"):
+            self._check_begun()
+            run = self._head.records[-1]
+            pieces = cut(join_records(records))
+            self._put(run.folder, run.stop, pieces)
+            longer = replace(run, stop=run.stop + len(pieces))
+            self._commit(replace(self._head, records=(*self._head.records[:-1], longer)))
+
+    @override
+    def snapshot(self, state: bytes) -> None:
+        with self._turn("write a snapshot"):
+            self._check_begun()
+            pieces = cut(state)
+            number = self._head.snapshots + 1
+            run = ValueRun(f"snapshots/{self._term:08d}-{number:08d}", 0, len(pieces))
+            # A writer that was thought dead may have put values after they were swept: its snapshots are swept twice.
+            again = [old for old in self._head.garbage if old in self._swept and old.folder.startswith("snapshots/")]
+            left = tuple(old for old in self._head.garbage if old not in self._swept)
+            self._swept.clear()
+            self._commit(replace(self._head, snapshots=number, garbage=(*left, run)))
+            self._put(run.folder, 0, pieces)
+            *old, last = self._head.records
+            replaced = [run for run in (*old, last) if run.first < run.stop]
+            if self._head.snapshot is not None:
+                replaced.append(self._head.snapshot.run)
+            self._commit(
+                replace(
+                    self._head,
+                    snapshot=StoredSnapshot(run, zlib.crc32(state)),
+                    records=(replace(last, first=last.stop),),
+                    garbage=(*left, *replaced),
+                )
+            )
+            self._sweep((*again, *self._head.garbage))
+
+    # --- The head. ---
+
+    def _read_head(self) -> tuple[JournalHead, int | None]:
+        entry = self._ask(lambda: self._store.get(self._key("head")))
+        if entry is None:
+            return JournalHead(), None
+        return JournalHead.decode(self._folder, entry.value), entry.version
+
+    def _commit(self, head: JournalHead) -> None:
+        if not self._set_head(head, self._version):
+            raise LeaseLostError(f"journal {self._folder}: another master has begun a term; this one is {self._term}")
+
+    def _set_head(self, head: JournalHead, version: int | None) -> bool:
+        """Set the head if it is at `version`; whether that was so.
+
+        A store that was away may have set it nevertheless: no other head, of this writer or another, equals it.
+        """
+        value = head.encode()
+        asked = False
+
+        def set_or_find() -> int | None:
+            nonlocal asked
+            if asked:
+                entry = self._store.get(self._key("head"))
+                if entry is not None and entry.value == value:
+                    return entry.version
+            asked = True
+            entry = self._store.compare_and_set(self._key("head"), value, version)
+            return None if entry is None else entry.version
+
+        found = self._ask(set_or_find)
+        if found is None:
+            return False
+        self._head = head
+        self._version = found
+        return True
+
+    def _check_begun(self) -> None:
+        if not self._term:
+            raise LeaseLostError(f"journal {self._folder}: no term was begun")
+
+    # --- Values. ---
+
+    def _key(self, name: str) -> str:
+        return f"{self._folder}/{name}"
+
+    def _put(self, folder: str, first: int, pieces: Sequence[bytes]) -> None:
+        for number, piece in enumerate(pieces, first):
+            key = self._key(_place(folder, number))
+            self._ask(lambda key=key, piece=piece: self._store.put(key, piece))  # type: ignore[misc]
+
+    def _read_run(self, run: ValueRun) -> bytes:
+        values: list[bytes] = []
+        for chunk in range(run.first // _CHUNK, -(-run.stop // _CHUNK)):
+            prefix = self._key(f"{run.folder}/{chunk:08d}/")
+            found = {entry.key: entry.value for entry in self._ask(lambda prefix=prefix: self._store.list(prefix))}  # type: ignore[misc]
+            for number in range(max(run.first, chunk * _CHUNK), min(run.stop, (chunk + 1) * _CHUNK)):
+                key = self._key(_place(run.folder, number))
+                if key not in found:
+                    raise ProtocolError(f"journal {self._folder}: {key} is missing")
+                values.append(found[key])
+        return b"".join(values)
+
+    def _sweep(self, garbage: Sequence[ValueRun]) -> None:
+        queued = {run for run, _ in tuple(self._sweeping)}
+        self._sweeping.extend((run, run.first) for run in garbage if run not in self._swept and run not in queued)
+        if self._sweeping and self._sweeper is None:
+            self._sweeper = self._own(BackgroundLoop("edl-journal-sweeper", self._delete_some))
+        elif self._sweeper is not None:
+            self._sweeper.wake()
+
+    def _delete_some(self) -> float:
+        """Delete a few values that are of no more use; beside commits, which must not wait for them."""
+        if not self._sweeping:
+            return 3600.0
+        run, first = self._sweeping[0]
+        stop = min(first + _CHUNK, run.stop)
+        try:
+            for number in range(first, stop):
+                self._store.delete(self._key(_place(run.folder, number)))
+        except DiscoveryError:
+            return self._sweep_wait.next_wait_s()  # it is tried again, by the next writer if need be
+        except ClosedError:
+            return 3600.0
+        self._sweep_wait.reset()
+        if stop < run.stop:
+            self._sweeping[0] = (run, stop)
+        else:
+            self._sweeping.popleft()
+            self._swept.add(run)
+        return 0.0
+
+    # --- Deadlines and errors. ---
+
+    def _ask(self, request: Callable[[], T]) -> T:
+        """Ask the store, and ask again for a while where it is away."""
+        deadline = time.monotonic() + self._timeout_s
+        wait = Backoff(0.05, 1.0, jitter=0.5)
+        while True:
+            self._check()
+            try:
+                return request()
+            except DiscoveryError:
+                wait_s = wait.next_wait_s()
+                if time.monotonic() + wait_s > deadline or self._halted.wait(wait_s):
+                    raise
+
+    @contextmanager
+    def _turn(self, what: str) -> Iterator[None]:
+        """Let calls of several threads follow one another; after an error nothing follows."""
+        self._check()
+        if not self._turns.acquire(timeout=self._timeout_s):
+            raise JournalError(f"journal {self._folder}: cannot {what}: another thread is at it")
+        try:
+            if self._broken:
+                raise JournalError(self._broken)
+            try:
+                yield
+            except (LeaseLostError, ProtocolError):
+                raise
+            except BaseException as exc:
+                self._broken = f"journal {self._folder}: cannot {what}: {exc}"
+                if isinstance(exc, EDLError) and not isinstance(exc, (ClosedError, JournalError)):
+                    raise JournalError(self._broken) from exc
+                raise
+        finally:
+            self._turns.release()
+
+    def _halt(self) -> None:
+        self._halted.set()
+
+
+def _place(folder: str, number: int) -> str:
+    return f"{folder}/{number // _CHUNK:08d}/{number % _CHUNK:02d}"

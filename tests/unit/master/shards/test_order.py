@@ -1,0 +1,73 @@
+"""The order of shards: a permutation, the same everywhere, another in each epoch."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edl.master.shards.order import ShardOrder
+
+
+def whole(order: ShardOrder, most: int = 100) -> list[int]:
+    """All shards of an epoch, in its order."""
+    shards: list[int] = []
+    while len(shards) < order.count:
+        taken = order.shards(len(shards), most)
+        assert 0 < len(taken) <= most
+        shards += taken
+    assert order.shards(order.count, most) == []
+    return shards
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**64 - 1), st.integers(0, 10**9), st.integers(1, 2000))
+def test_order_is_a_permutation(count: int, seed: int, epoch: int, most: int) -> None:
+    order = ShardOrder(count, seed, epoch, True)
+    shards = whole(order, most)
+    assert sorted(shards) == list(range(count))
+    assert whole(ShardOrder(count, seed, epoch, True), 7) == shards
+
+
+def test_order_is_pinned() -> None:
+    """A change would have a job that goes on after an update of EDL read samples twice, and others never."""
+    assert whole(ShardOrder(10, 7, 3, True)) == PINNED_10
+    assert ShardOrder(10**6, 2**64 - 1, 10**12, True).shards(999_000, 5) == PINNED_MILLION
+    assert ShardOrder(2**40, 1, 0, True).shards(2**39, 3) == PINNED_LARGE
+
+
+PINNED_10 = [0, 2, 3, 4, 5, 6, 8, 7, 1, 9]
+PINNED_MILLION = [496094, 109637, 391251, 848905, 152969]
+PINNED_LARGE = [250907736042, 1034174068119, 841590924608]
+
+
+def test_unshuffled_order_is_the_numbers() -> None:
+    order = ShardOrder(2500, 7, 3, False)
+    assert whole(order) == list(range(2500))
+
+
+def test_epochs_and_seeds_differ() -> None:
+    orders = {tuple(whole(ShardOrder(50, seed, epoch, True))) for seed in range(10) for epoch in range(10)}
+    assert len(orders) == 100
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 10, 17, 64])
+def test_small_orders_are_even(count: int) -> None:
+    """Each shard is at each position about equally often: 5 standard deviations off at most."""
+    epochs = 3000
+    seen = collections.Counter(
+        itertools.chain.from_iterable(enumerate(whole(ShardOrder(count, 5, epoch, True))) for epoch in range(epochs))
+    )
+    expected = epochs / count
+    deviation = (epochs / count * (1 - 1 / count)) ** 0.5
+    assert len(seen) == count**2
+    assert max(abs(times - expected) for times in seen.values()) < 5 * deviation
+
+
+def test_neighbours_are_torn_apart() -> None:
+    """Consecutive positions hold consecutive shards no more often than chance has it."""
+    shards = whole(ShardOrder(100_000, 3, 0, True), 1024)
+    close = sum(abs(first - second) <= 5 for first, second in itertools.pairwise(shards))
+    assert close < 40, f"{close} pairs, about 10 by chance"

@@ -8,13 +8,13 @@ from typing import Any, Final, TypeAlias
 from edl.errors import ConflictError, SettingsError
 from edl.master.shards import progress, status
 from edl.master.shards.cursors import StreamCursor
-from edl.master.shards.dataset import DatasetShards, FailureRecord
-from edl.master.shards.ended import BookEvent, EndedRecords
+from edl.master.shards.dataset import DatasetShards, FailureRecord, ReaderSession, SessionInfo, ShardLease
+from edl.master.shards.ended import BookEvent
+from edl.master.shards.history import ReaderHistory
 from edl.master.shards.ranges import UnitRange
 from edl.master.shards.resuming import mark_session, resume_session
-from edl.master.shards.sessions import ReaderHistory, ReaderSession, SessionInfo, ShardLease
-from edl.master.shards.snapshots import decode_book, encode_book
 from edl.master.shards.specification import MOST_WANTED, check_name, check_spec, is_same_spec
+from edl.master.shards.tables import BookTables
 from edl.protocol import master
 from edl.quoting import shown
 
@@ -38,7 +38,7 @@ _WAIT_S: Final = 0.5
 and a thousand readers that wait cost 2,000 turns a second."""
 
 
-class ShardBook:
+class ShardBook(BookTables):
     """The shards of a job's data sets.
 
     Deterministic: there is no clock in it, no chance and no input but commands, so that the same commands make the same
@@ -52,20 +52,9 @@ class ShardBook:
     """
 
     def __init__(self) -> None:
-        self.term = 0
-        """Of the present master; 0 before the first."""
+        super().__init__()
         self.version = 0
         """Counts commands that changed anything. Not part of a snapshot."""
-        self.last_lease = 0
-        """The largest id of a lease until now."""
-        self.sets: dict[str, DatasetShards] = {}
-        """Data sets by name."""
-        self.readers: dict[str, ReaderSession] = {}
-        """Live sessions by id."""
-        self.leases: dict[int, ShardLease] = {}
-        """All that there are, by id."""
-        self.ended = EndedRecords()
-        """Why sessions and leases ended."""
         self._events: deque[BookEvent] = deque(maxlen=_MOST_EVENTS)
         self._commands: dict[str, Any] = {
             "begin_term": self._begin_term,
@@ -359,7 +348,7 @@ class ShardBook:
 
     def snapshot(self) -> bytes:
         """Return the whole state; equal states give equal bytes."""
-        return encode_book(self)
+        return self.encode()
 
     @staticmethod
     def restore(data: bytes) -> ShardBook:
@@ -369,7 +358,7 @@ class ShardBook:
             ProtocolError: the bytes are no snapshot, or damaged, or of a newer version.
         """
         book = ShardBook()
-        decode_book(book, data)
+        book.fill(data)
         return book
 
     # --- Parts of commands. ---

@@ -12,12 +12,12 @@ from typing import Final
 
 from edl.errors import ConflictError
 from edl.master.shards.cursors import StreamCursor, UnitCursor, make_cursor
+from edl.master.shards.history import ReaderHistory
 from edl.master.shards.ranges import Bounds, ReturnedRanges, ShardKey, UnitRange, join_bounds
-from edl.master.shards.sessions import ReaderHistory, ReaderSession, ShardLease
 from edl.protocol import master
 from edl.quoting import shown
 
-__all__ = ["DatasetShards", "FailureRecord"]
+__all__ = ["DatasetShards", "FailureRecord", "ReaderSession", "SessionInfo", "ShardLease"]
 
 _MOST_REASON: Final = 300
 """Characters of a failure's reason: what an exception says. A million poisoned shards are to fit into memory."""
@@ -25,6 +25,85 @@ _MOST_GIVEN_AGAIN: Final = 1024
 """Shards of which is known to whom they went after they came back: those of late reports, which come within minutes."""
 _MOST_HISTORIES: Final = 1000
 """Of readers that ended: more than a job has. What is forgotten cannot be resumed, which the error says."""
+
+
+@dataclass(slots=True, eq=False)
+class ShardLease:
+    """A range that a session has.
+
+    Attributes:
+        id: never given twice.
+        term: of the master that gave it.
+        session: that has it.
+        epoch: of the range.
+        shard: of the range.
+        start: the first unit.
+        stop: the unit behind the last.
+        marked: units before it are covered by a mark of the reader; as `start` until there is one.
+    """
+
+    id: int
+    term: int
+    session: ReaderSession
+    epoch: int
+    shard: int
+    start: int
+    stop: int
+    marked: int
+
+    def message(self) -> master.Lease:
+        """Return it as it goes over the wire."""
+        return master.Lease(
+            id=self.id, term=self.term, epoch=self.epoch, shard=self.shard, start=self.start, stop=self.stop
+        )
+
+
+@dataclass(slots=True, eq=False)
+class ReaderSession:
+    """A reader's life, from its opening to its end.
+
+    Attributes:
+        id: its random name.
+        holder: the name that people see.
+        dataset: that it reads.
+        last_request: the number of the last turn.
+        reply: the answer to that turn.
+        leases: what it has, by id, in the order in which it was given.
+        units_done: that it reported.
+        resume: what it resumed, and the answer to that.
+    """
+
+    id: str
+    holder: str
+    dataset: DatasetShards
+    last_request: int = 0
+    reply: master.NextReply | None = None
+    leases: dict[int, ShardLease] = field(default_factory=dict)
+    units_done: int = 0
+    resume: tuple[master.Resume, master.ResumeReply] | None = None
+
+
+@dataclass(frozen=True)
+class SessionInfo:
+    """A live session, as a server that keeps the clocks sees it.
+
+    Attributes:
+        dataset: that it reads.
+        holder: the name that people see.
+        leases: ids of what it has.
+        last_request: the number of its last turn.
+        lease_s: after how many seconds a lease ends that no turn renewed.
+        session_s: after how many seconds it ends itself, with nothing heard of it.
+        units_done: that it reported.
+    """
+
+    dataset: str
+    holder: str
+    leases: tuple[int, ...]
+    last_request: int
+    lease_s: float
+    session_s: float
+    units_done: int
 
 
 @dataclass(frozen=True, slots=True)

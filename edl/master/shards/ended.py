@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from edl.errors import LeaseLostError
-from edl.master.shards.dataset import DatasetShards
+from edl.master.shards.dataset import DatasetShards, ShardLease
 from edl.master.shards.ranges import ShardKey
-from edl.master.shards.sessions import ShardLease
 
 __all__ = ["BookEvent", "EndedLeaseRecord", "EndedRecords"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from edl.errors import ConflictError, SettingsError
-from edl.master.shards.dataset import DatasetShards
+from edl.master.shards.dataset import DatasetShards, ReaderSession
+from edl.master.shards.history import MARKS_KEPT, ReaderHistory, ReaderMark
 from edl.master.shards.ranges import UnitRange
-from edl.master.shards.sessions import MARKS_KEPT, ReaderHistory, ReaderMark, ReaderSession
 from edl.protocol import master
 from edl.quoting import shown
 

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Iterable
 
 from edl.master.shards.cursors import StreamCursor, make_cursor
-from edl.master.shards.dataset import DatasetShards, FailureRecord
+from edl.master.shards.dataset import DatasetShards, FailureRecord, ReaderSession, ShardLease
+from edl.master.shards.history import MARKS_KEPT, ReaderHistory, ReaderMark
 from edl.master.shards.ranges import Bounds, UnitRange
-from edl.master.shards.sessions import MARKS_KEPT, ReaderHistory, ReaderMark, ReaderSession, ShardLease
 from edl.protocol import master
 
 __all__ = ["dataset_message", "make_dataset", "shard_messages", "take_shards"]

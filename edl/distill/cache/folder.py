@@ -9,6 +9,10 @@
 Whoever writes holds the lock, makes room first, writes to a temporary name, syncs and renames. So the bound holds at
 every moment, readers see whole files only, and a temporary file that the lock's holder finds is one that a killed
 process left. Readers take no lock.
+
+Machines may share the folder. There are file systems where a lock holds within a machine only, or not at all. So names
+of temporary files say which machine writes them, and those of another are left alone for a day: what is written is
+whole and stays, locks or not. Only the bound may be exceeded then, by as many files as there are machines.
 """
 
 from __future__ import annotations
@@ -16,8 +20,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
+import hashlib
 import logging
 import os
+import platform
 import re
 import secrets
 import stat
@@ -36,6 +43,11 @@ logger = logging.getLogger("edl.distill")
 SUFFIX = ".safetensors"
 KEY_FILE = "key.json"
 _LOCK, _TEMPORARY = ".lock", ".writing-"
+_FOREIGN_TEMPORARY = re.compile(r"\.writing-([0-9a-f]{16})-[0-9a-f]{8}-.*")
+_ABANDONED_S = 86400.0
+"""Age of another machine's temporary file that is deleted: longer than any disk takes, and than clocks differ."""
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+"""Errors of file systems that have no locks, such as Lustre mounted without."""
 _SEGMENT = re.compile(r"\d{20}-\d+-[0-9a-f]+\.safetensors")
 _LOCK_S = 30.0
 """How long to wait for another process that writes: a slow disk takes seconds for a file, a dead one lets go."""
@@ -122,7 +134,7 @@ class SegmentFolder:
         return path
 
     def _place(self, path: Path, data: bytes) -> None:
-        temporary = path.with_name(f"{_TEMPORARY}{path.name}")
+        temporary = path.with_name(f"{_TEMPORARY}{_machine()}-{secrets.token_hex(4)}-{path.name}")
         try:
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
@@ -143,7 +155,7 @@ class SegmentFolder:
         """Delete what killed processes left, and the oldest segments until `wanted` bytes fit."""
         files = list(self._files())
         for path, _ in files:
-            if path.name.startswith(_TEMPORARY):
+            if _is_abandoned(path):
                 path.unlink(missing_ok=True)
         files = [(path, size) for path, size in files if not path.name.startswith(_TEMPORARY)]
         # A clock that is set back must not make new files older than those before them, which would go first.
@@ -216,9 +228,36 @@ class SegmentFolder:
                             errno.ETIMEDOUT, f"another process has held {self.path / _LOCK} for {_LOCK_S:g} s"
                         ) from None
                     time.sleep(0.02)
+                except OSError as exc:
+                    if exc.errno not in _NO_LOCKS or self.limit_bytes is not None:
+                        raise
+                    break
             yield
         finally:
             os.close(fd)
+
+
+@functools.cache
+def _machine() -> str:
+    """Return 16 hexadecimal digits that tell running kernels apart, each of which keeps locks among its processes."""
+    try:
+        name = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    except OSError:
+        name = platform.node()
+    return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Return whether a file is a temporary file whose writer was killed, as the lock's holder sees it."""
+    if not path.name.startswith(_TEMPORARY):
+        return False
+    foreign = _FOREIGN_TEMPORARY.fullmatch(path.name)
+    if foreign is None or foreign[1] == _machine():
+        return True
+    try:
+        return time.time() - path.stat().st_mtime > _ABANDONED_S
+    except OSError:
+        return False  # it has its name by now
 
 
 def _entries(path: Path) -> list[Path]:

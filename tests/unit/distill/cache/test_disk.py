@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -21,7 +22,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from edl.distill.cache import CacheKey, SoftLabelCache, folder
+from edl.distill.cache import CacheKey, SoftLabelCache, folder, load_labels
 from edl.distill.cache import writer as writing
 from edl.distill.cache.layout import RowLayout
 from edl.errors import TemporaryError
@@ -279,6 +280,53 @@ def test_killed_writers_files_are_not_read(tmp_path: Path) -> None:
     assert left.exists()
     put(tmp_path, range(10, 20))
     assert not left.exists()
+
+
+MACHINE = """
+import fcntl, sys
+import numpy as np
+from edl.distill.cache import CacheKey, SoftLabelCache, folder, load_labels
+fcntl.flock = lambda *_: None  # as where a lock is this machine's only
+folder._machine = lambda: sys.argv[2] * 16
+key = CacheKey("m", "1", ("y",))
+with SoftLabelCache(0, sys.argv[1], flush_interval_s=60) as cache:
+    for at in range(int(sys.argv[3]), int(sys.argv[3]) + 60):
+        cache.view(key).put([at], {"y": np.full((1, 4), at, np.float32)})
+        cache.flush()
+"""
+
+
+def test_machines_without_common_locks_share(tmp_path: Path) -> None:
+    """They keep their hands off each other's half-written files, the key's included: no flush fails."""
+    command = [sys.executable, "-c", MACHINE, str(tmp_path)]
+    processes = [subprocess.Popen([*command, name, str(at)]) for name, at in (("a", 0), ("b", 100), ("c", 200))]
+    assert [process.wait(60) for process in processes] == [0, 0, 0]
+    assert len(load_labels(tmp_path)) == 180
+
+
+def test_other_machines_file_is_left_for_a_day(tmp_path: Path) -> None:
+    (whole,) = put(tmp_path, range(10))
+    left = [whole.with_name(f".writing-{digit * 16}-01234567-{whole.name}") for digit in "ab"]
+    for path in left:
+        path.write_bytes(b"half")
+    os.utime(left[1], (time.time() - 90_000,) * 2)
+    put(tmp_path, range(10, 20))
+    assert [path.exists() for path in left] == [True, False]
+
+
+def test_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels are written all the same where no bound is to be kept."""
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    put(tmp_path, range(10))
+    assert all(found(tmp_path, range(10)))
+    with SoftLabelCache(0, tmp_path, disk_bytes=1 << 20) as cache:
+        cache.view(KEY).put([1], rows([1]))
+        with pytest.raises(TemporaryError, match="Function not implemented"):
+            cache.flush()
 
 
 @pytest.mark.parametrize("ids", [[""], ["größe", "", "a/b"], [-(2**63), 2**63 - 1]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +76,34 @@ def test_of_several_keys_one_must_be_chosen(tmp_path: Path) -> None:
     assert load_labels(tmp_path, other).ids == (2,)
     with pytest.raises(SettingsError, match="no labels of CacheKey"):
         load_labels(tmp_path, CacheKey("resnet", "3", ("logits",)))
+
+
+def test_folders_of_machines_are_read_together(tmp_path: Path) -> None:
+    """Machines that wrote to folders of their own; the newest of several labels counts, in whichever folder."""
+    parts = [tmp_path / "a", tmp_path / "b", tmp_path / "c"]
+    write(parts[1], KEY, [1, 2, 3])
+    write(parts[0], KEY, [3, 4], 0.5)
+    parts[2].mkdir()
+    for order in (parts, parts[::-1]):
+        labels = load_labels(order)
+        assert labels.ids == (1, 2, 3, 4)
+        logits = labels.outputs["logits"]
+        assert isinstance(logits, np.ndarray)
+        assert logits[:, 0].tolist() == [1, 2, 3.5, 4.5]
+    for part in parts[:2]:  # as rsync does: a folder's files are whole in another
+        shutil.copytree(part, tmp_path / "together", dirs_exist_ok=True)
+    assert load_labels(tmp_path / "together").rows(range(1, 5))["logits"].tolist() == logits.tolist()  # type: ignore[union-attr]
+    with pytest.raises(SettingsError, match="at least one"):
+        load_labels([])
+    with pytest.raises(SettingsError, match=r"d' is no folder"):
+        load_labels([parts[0], tmp_path / "d"])
+    with SoftLabelCache(0, parts[2]) as cache:
+        cache.view(KEY).put([9], {"logits": np.zeros((1, 4), np.float32)})
+    with pytest.raises(SettingsError, match=r"c' are 'logits' float32 \[4\], in .*a' .*\[3\]"):
+        load_labels(parts)
+    write(tmp_path / "e", CacheKey("other", "1", ("logits",)), [1])
+    with pytest.raises(SettingsError, match="several keys"):
+        load_labels([parts[0], tmp_path / "e"])
 
 
 def test_a_folder_without_labels_is_an_error(tmp_path: Path) -> None:

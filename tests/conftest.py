@@ -26,7 +26,13 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 hypothesis.settings.register_profile("edl", deadline=None)
 hypothesis.settings.load_profile("edl")
 
-pytest_plugins = ["tests.plugins_consul", "tests.plugins_etcd", "tests.plugins_slurm", "tests.plugins_triton"]
+pytest_plugins = [
+    "tests.plugins_chromium",
+    "tests.plugins_consul",
+    "tests.plugins_etcd",
+    "tests.plugins_slurm",
+    "tests.plugins_triton",
+]
 
 JOBS = "integration/collective/"
 SERIAL = (

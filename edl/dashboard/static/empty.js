@@ -1,0 +1,31 @@
+// What the page shows of a Store in which nothing is: what to run.
+
+import { element, setText } from "./dom.js";
+
+const STEPS = [
+  ["See it all at once: teachers that are killed, and students that never notice.", "edl demo --dashboard"],
+  ["Start a job, and a second node in another terminal by the same line.", "edl run --nnodes 1:4 --nproc-per-node 2 --rdzv-id first-job train.py"],
+  ["Start a teacher.", 'edl serve --callable teacher.py:predict --input "image:float32[1,8,8]" --model digits'],
+  ["Hand out shards of a dataset.", "edl master first-job"],
+];
+
+export class EmptyView {
+  constructor(section) {
+    this._section = section;
+    this._store = element("code");
+    this._where = element("p", {}, "This page shows what is in ", this._store,
+      ". Programs find it by ", element("code", {}, "EDL_DISCOVERY"), " or ", element("code", {}, "--store"), "; without these they use a file of yours.");
+    section.append(
+      element("h2", { id: "empty-heading" }, "Nothing runs here yet"), this._where,
+      element("p", {}, "Start something, and it shows up here within seconds:"),
+      element("ol", { class: "steps" }, ...STEPS.map(([words, command]) =>
+        element("li", {}, words, element("pre", {}, element("code", {}, command))))));
+  }
+
+  update(state) {
+    const empty = state.jobs.length === 0 && state.services.length === 0;
+    this._section.hidden = !empty;
+    this._where.hidden = state.store === "";
+    setText(this._store, state.store);
+  }
+}

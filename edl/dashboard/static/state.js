@@ -1,0 +1,205 @@
+// The state that the server sends: checked field by field, and joined with what came before.
+//
+// Whatever is missing, of another type or not finite becomes null, "" or [], so that what draws it need not ask. The
+// names are those of /api/state. What does not belong here: how anything is shown.
+
+const MAX_POINTS = 600; // of a history: as many as a picture has columns, and 20 minutes of 2 s
+const MAX_ITEMS = 5000; // of a list: more freeze a browser, and are read by no person
+const MAX_CHARS = 2000; // of a text: a longer one hides everything below it
+
+const number = (value) => (typeof value === "number" && Number.isFinite(value) ? value : null);
+const record = (value) => (value !== null && typeof value === "object" && !Array.isArray(value) ? value : {});
+const list = (value) => (Array.isArray(value) ? value.slice(0, MAX_ITEMS) : []);
+const records = (value) => list(value).map(record);
+const names = (value) => list(value).map(text);
+const orNull = (value, read) => (value !== null && typeof value === "object" ? read(value) : null);
+
+function text(value) {
+  if (typeof value === "number" || typeof value === "boolean") return String(value);
+  if (typeof value !== "string") return "";
+  return value.length > MAX_CHARS ? `${value.slice(0, MAX_CHARS)}…` : value;
+}
+
+/** Amounts by category, in the order in which they came. */
+function amounts(value) {
+  return new Map(Object.entries(record(value)).filter(([, amount]) => number(amount) !== null));
+}
+
+function readPoint(value) {
+  const point = record(value);
+  return {
+    t: number(point.t),
+    seconds: amounts(point.seconds),
+    samplesPerS: number(point.samples_per_s),
+    stepsPerS: number(point.steps_per_s),
+    worldSize: number(point.world_size),
+    rowsPerS: number(point.rows_per_s),
+    teachers: number(point.teachers),
+    wanted: number(point.wanted),
+    waitShare: number(point.wait_share),
+  };
+}
+
+function readNode(node) {
+  return {
+    node: text(node.node),
+    began: number(node.began),
+    ranks: list(node.ranks).filter((rank) => number(rank) !== null),
+    state: text(node.state),
+    silentS: number(node.silent_s),
+    step: number(node.step),
+    stepsPerS: number(node.steps_per_s),
+    samplesPerS: number(node.samples_per_s),
+    goodput: number(node.goodput),
+  };
+}
+
+function readEvent(event) {
+  return {
+    time: number(event.time) ?? number(event.at),
+    kind: text(event.kind),
+    node: text(event.node),
+    text: text(event.text),
+    cause: text(event.cause),
+    job: text(event.job),
+    service: text(event.service),
+    decision: event.decision === true,
+  };
+}
+
+function readWanted(wanted) {
+  return {
+    count: number(wanted.count),
+    now: number(wanted.now),
+    reason: text(wanted.reason),
+    since: number(wanted.since),
+  };
+}
+
+function readDataset(dataset) {
+  const shards = record(dataset.shards);
+  return {
+    name: text(dataset.name),
+    kind: text(dataset.kind),
+    epoch: number(dataset.epoch),
+    epochs: number(dataset.epochs),
+    units: number(dataset.units),
+    todo: number(shards.todo),
+    doing: number(shards.doing),
+    done: number(shards.done),
+    poisonedCount: number(shards.poisoned),
+    unitsPerS: number(dataset.units_per_s),
+    etaS: number(dataset.eta_s),
+    poisoned: records(dataset.poisoned).map((shard) => ({
+      shard: number(shard.shard),
+      start: number(shard.start),
+      stop: number(shard.stop),
+      epoch: number(shard.epoch),
+      failures: records(shard.failures).map((failure) => ({
+        holder: text(failure.holder),
+        reason: text(failure.reason),
+        time: number(failure.time),
+      })),
+    })),
+    holders: records(dataset.holders).map((holder) => ({
+      holder: text(holder.holder),
+      leases: number(holder.leases),
+      unitsDone: number(holder.units_done),
+      unitsPerS: number(holder.units_per_s),
+      seenS: number(holder.seen_s),
+    })),
+  };
+}
+
+function readJob(job) {
+  return {
+    job: text(job.job),
+    state: text(job.state),
+    message: text(job.message),
+    generation: number(job.generation),
+    worldSize: number(job.world_size),
+    step: number(job.step),
+    stepsPerS: number(job.steps_per_s),
+    samplesPerS: number(job.samples_per_s),
+    goodput: number(job.goodput),
+    began: number(job.began),
+    elapsedS: number(job.elapsed_s),
+    seconds: amounts(job.seconds),
+    nodes: records(job.nodes).map(readNode),
+    leftOut: records(job.left_out).map((host) => ({ node: text(host.node), reason: text(host.reason) })),
+    events: records(job.events).map(readEvent),
+    history: records(job.history).map(readPoint),
+    master: orNull(job.master, (master) => ({
+      endpoint: text(master.endpoint),
+      term: number(master.term),
+      ageS: number(master.age_s),
+      datasets: records(master.datasets).map(readDataset),
+    })),
+    wanted: orNull(job.wanted_workers, readWanted),
+  };
+}
+
+function readService(service) {
+  return {
+    service: text(service.service),
+    teachers: records(service.teachers).map((teacher) => ({
+      id: text(teacher.id),
+      endpoint: text(teacher.endpoint),
+      model: text(teacher.model),
+      version: text(teacher.version),
+      state: text(teacher.state),
+      rowsPerS: number(teacher.rows_per_s),
+      queueRows: number(teacher.queue_rows),
+      computeShare: number(teacher.compute_share),
+      students: names(teacher.students),
+    })),
+    students: records(service.students).map((student) => ({
+      id: text(student.id),
+      job: text(student.job),
+      rowsPerS: number(student.rows_per_s),
+      waitShare: number(student.wait_share),
+      teachers: names(student.teachers),
+    })),
+    wanted: orNull(service.wanted, readWanted),
+    history: records(service.history).map(readPoint),
+  };
+}
+
+/** Return a checked copy of what the server sent, in the page's own names. */
+export function readState(sent) {
+  const state = record(sent);
+  return {
+    time: number(state.time),
+    store: text(state.store),
+    stale: text(state.stale),
+    job: text(state.job),
+    jobs: records(state.jobs).map(readJob),
+    services: records(state.services).map(readService),
+    events: records(state.events).map(readEvent),
+  };
+}
+
+/** Return two histories as one, in the order of time; a point of a time that is known already is left out. */
+export function joinHistories(known, added) {
+  const points = [];
+  let last = -Infinity;
+  for (const point of [...known, ...added]) {
+    if (point.t === null || point.t <= last) continue;
+    points.push(point);
+    last = point.t;
+  }
+  return points.slice(-MAX_POINTS);
+}
+
+/** Return the state after an event: a "state" replaces what is known, an "update" adds points to its histories. */
+export function applyEvent(known, kind, sent) {
+  const state = readState(sent);
+  const before = kind === "update" && known !== null ? known : { jobs: [], services: [] };
+  const jobs = new Map(before.jobs.map((job) => [job.job, job.history]));
+  const services = new Map(before.services.map((service) => [service.service, service.history]));
+  for (const job of state.jobs) job.history = joinHistories(jobs.get(job.job) ?? [], job.history);
+  for (const service of state.services) {
+    service.history = joinHistories(services.get(service.service) ?? [], service.history);
+  }
+  return state;
+}

@@ -1,0 +1,202 @@
+"""States for the page: an empty one, one with everything in it, a huge one, and one with hostile names."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+NOW = 1_795_392_000.0  # Monday, 23 November 2026, 00:00 UTC
+CHECKSUM = "OSError: part-0117.parquet: page 4 has a wrong checksum"
+EXPIRED = "lease of node-a.cluster.example/0 expired"
+DEMAND = "students ask for 1,950 rows/s, and 3 ready teachers give 1,230"
+GAIN = "a fourth worker gains 24% for the 41 min that remain"
+CATEGORIES = ("train", "save", "load", "rollback", "rendezvous", "idle", "down")
+HOSTILE = [
+    "</script><script>document.title='owned'</script>",
+    "<img src=x onerror=\"document.title='owned'\">",
+    "\u202egnp.exe\u202e",
+    "وظيفة التدريب",
+    "🚀🧑‍🚀 job",
+    "__proto__",
+    "constructor",
+    "x" * 300,
+    "",
+    "a\nb\tc\x00d",
+    "javascript:alert(1)",
+]
+
+EMPTY: dict[str, Any] = {
+    "time": NOW, "store": "sqlite:///home/ada/.cache/edl/discovery.sqlite", "stale": "", "job": None, "jobs": [],
+    "services": [], "events": [],
+}  # fmt: skip
+
+
+def history(points: int = 300, step_s: float = 2.0, now: float = NOW) -> list[dict[str, Any]]:
+    """A job that loads, trains, loses a node in the middle, and trains on."""
+    spent = dict.fromkeys(CATEGORIES, 0.0)
+    found = []
+    for index in range(points):
+        part = index / points
+        if part < 0.06:
+            share = {"load": 0.8, "rendezvous": 0.2}
+        elif 0.5 <= part < 0.53:
+            share = {"rendezvous": 0.4, "rollback": 0.4, "load": 0.2}
+        elif 0.7 <= part < 0.72:
+            share = {"down": 1.0}
+        else:
+            share = {"train": 0.94, "save": 0.04, "idle": 0.02}
+        for name, amount in share.items():
+            spent[name] += amount * step_s
+        moving = "train" in share
+        total = sum(spent.values())
+        found.append({
+            "t": now - (points - 1 - index) * step_s,
+            "samples_per_s": (4 if part < 0.5 else 3) * 310 * (1 + 0.04 * math.sin(index)) if moving else 0.0,
+            "steps_per_s": 4.8 if moving else 0.0, "world_size": 4 if part < 0.5 else 3,
+            "goodput": spent["train"] / total, "seconds": dict(spent),
+        })  # fmt: skip
+    return found
+
+
+def job(name: str = "resnet50-imagenet", points: int = 300, now: float = NOW) -> dict[str, Any]:
+    """A job that runs, with a master that has poisoned shards."""
+    past = history(points, now=now)
+    nodes = [
+        {
+            "node": f"node-{letter}.cluster.example", "ranks": [rank] if rank is not None else None, "workers": 1,
+            "state": state, "silent_s": silent, "began": now - 600, "generation": 3, "step": 2871, "steps_per_s": 4.8,
+            "samples_per_s": 310.0 if rank is not None else 0.0, "goodput": goodput, "replica_age_s": 0.4,
+        }
+        for letter, rank, state, silent, goodput in (
+            ("a", 0, "train", 0.4, 0.871), ("b", 1, "train", 0.6, 0.869), ("c", 2, "save", 0.2, 0.91),
+            ("d", None, "lost", 291.0, 0.83),
+        )
+    ]  # fmt: skip
+    return {
+        "job": name, "state": "running", "message": "", "generation": 3, "world_size": 3, "step": 2871,
+        "steps_per_s": 4.83, "samples_per_s": 927.4, "goodput": past[-1]["goodput"], "began": now - 2 * points,
+        "elapsed_s": 2.0 * points, "seconds": past[-1]["seconds"], "nodes": nodes, "left_out": [], "events": [
+            {"time": now - points, "kind": "kill", "node": "node-d.cluster.example", "text": "rank 3",
+             "cause": "signal 9 from outside"},
+            {"time": now - points + 2, "kind": "generation", "node": "node-a.cluster.example",
+             "text": "3 of 3 ranks", "cause": "node-d.cluster.example was lost"},
+        ],
+        "history": past,
+        "master": {
+            "endpoint": "10.0.0.7:31999", "term": 2, "age_s": 0.6, "datasets": [
+                {"name": "imagenet-train", "kind": "parquet", "epoch": 0, "epochs": 2, "units": 1281167,
+                 "shards": {"todo": 611, "doing": 8, "done": 380, "poisoned": 2}, "units_per_s": 915.2, "eta_s": 1702.0,
+                 "poisoned": [
+                     {"shard": 117, "start": 149760, "stop": 151040, "failures": [
+                         {"holder": "node-d.cluster.example/3", "reason": CHECKSUM, "time": now - 300},
+                         {"holder": "node-a.cluster.example/0", "reason": EXPIRED, "time": now - 200},
+                         {"holder": "node-b.cluster.example/1", "reason": CHECKSUM, "time": now - 90}]},
+                     {"shard": 118, "start": 151040, "stop": 152320, "failures": [
+                         {"holder": "node-b.cluster.example/1", "reason": "ValueError: label 1000", "time": now - 60}]},
+                 ],
+                 "holders": [
+                     {"holder": f"node-{letter}.cluster.example/{rank}", "leases": 2, "units_done": 160000 - 900 * rank,
+                      "units_per_s": 305.1, "seen_s": 0.7} for letter, rank in (("a", 0), ("b", 1), ("c", 2))]},
+                {"name": "validation", "kind": "lines", "epoch": 0, "epochs": 1, "units": 50000,
+                 "shards": {"todo": 40, "doing": 2, "done": 8, "poisoned": 0}, "units_per_s": 12.0, "eta_s": 3400.0,
+                 "poisoned": [], "holders": []},
+            ],
+        },
+        "wanted_workers": {"count": 4, "now": 3, "since": now - 120,
+                           "reason": f"{GAIN}, and a restart costs 6 s"},
+    }  # fmt: skip
+
+
+def service(name: str = "digits", teachers: int = 4, students: int = 2, now: float = NOW) -> dict[str, Any]:
+    """A service with a teacher that drains."""
+    states = ["ready"] * (teachers - 1) + ["draining"]
+    asked = [f"student-{number}" for number in range(1, students + 1)]
+    ids = [f"teacher-{number}" for number in range(1, teachers + 1)]
+    return {
+        "service": name, "teachers": [
+            {"id": name_, "endpoint": f"10.0.1.{index}:8500", "model": "resnet152", "version": "sha256:4be1b7c2",
+             "state": state, "rows_per_s": 410.5 - index, "queue_rows": 32 * index, "compute_share": 0.93,
+             "students": asked[index % 2:]} for index, (name_, state) in enumerate(zip(ids, states, strict=True))],
+        "students": [
+            {"id": student, "job": "resnet50-imagenet", "rows_per_s": 800.0, "wait_share": 0.31, "teachers": ids[:-1]}
+            for student in asked],
+        "wanted": {"count": 5, "now": teachers, "since": now - 45,
+                   "reason": f"{DEMAND}: demand is above 90% for 15 s",
+                   "decisions": [{"time": now - 45, "count": 5, "reason": "demand above 90%"}]},
+        "history": [{"t": now - 600 + 2 * index, "rows_per_s": 1200 + 60 * math.sin(index / 9),
+                     "teachers": 3 if index < 200 else 4, "wanted": 3 if index < 150 else 5,
+                     "wait_share": 0.3} for index in range(300)],
+    }  # fmt: skip
+
+
+def rich(now: float = NOW) -> dict[str, Any]:
+    """Everything that the page can show."""
+    done = job("digits-student", 120, now)
+    done |= {"state": "done", "master": None, "wanted_workers": None, "nodes": [], "events": []}
+    down = job("bert-large", 200, now - 30)
+    down |= {
+        "state": "down", "message": "no sign of life for 30 s", "master": None, "wanted_workers": None, "events": [],
+        "left_out": [{"node": "node-e", "reason": "Xid 79: GPU has fallen off the bus", "clear": "reboot"}],
+    }  # fmt: skip
+    return EMPTY | {
+        "time": now, "jobs": [job(now=now), down, done], "services": [service(now=now)], "events": [
+            {"time": now - 300, "kind": "kill", "text": "rank 3", "cause": "signal 9 from outside",
+             "job": "resnet50-imagenet", "service": None, "node": "node-d.cluster.example", "decision": False},
+            {"time": now - 298, "kind": "generation", "text": "3 ranks on 3 nodes", "cause": "node-d was lost",
+             "job": "resnet50-imagenet", "service": None, "node": "node-a.cluster.example", "decision": False},
+            {"time": now - 120, "kind": "wanted", "text": "4 workers wanted, 3 there",
+             "cause": GAIN, "job": "resnet50-imagenet", "service": None,
+             "node": None, "decision": True},
+            {"time": now - 90, "kind": "poisoned", "text": "shard 117 of imagenet-train after 3 failures",
+             "cause": CHECKSUM, "job": "resnet50-imagenet", "service": None,
+             "node": None, "decision": True},
+            {"time": now - 45, "kind": "wanted", "text": "5 teachers wanted, 4 there",
+             "cause": DEMAND, "job": None, "service": "digits",
+             "node": None, "decision": True},
+            {"time": now - 3600 * 30, "kind": "join", "text": "", "cause": "", "job": "digits-student", "service": None,
+             "node": "node-a", "decision": False},
+        ],
+    }  # fmt: skip
+
+
+def huge(now: float = NOW) -> dict[str, Any]:
+    """More than anybody reads: 50 jobs, 200 teachers, 1,000 events."""
+    jobs = [copy.deepcopy(job(f"job-{number:02}", now=now)) for number in range(50)]
+    events = [
+        {"time": now - number, "kind": ("join", "kill", "generation")[number % 3], "text": f"event {number}",
+         "cause": f"cause {number}", "job": f"job-{number % 50:02}", "node": "n", "decision": number % 10 == 0}
+        for number in range(1000)
+    ]  # fmt: skip
+    return EMPTY | {"time": now, "jobs": jobs, "services": [service("big", 200, 40, now)], "events": events}
+
+
+def hostile(now: float = NOW) -> dict[str, Any]:
+    """Names that are more than names, in every place that has one."""
+    state = rich(now)
+    template, pool = state["jobs"][0], state["services"][0]
+    state["jobs"] = []
+    for name in HOSTILE:
+        bad = copy.deepcopy(template)
+        bad |= {"job": name, "state": name, "message": name}
+        for node in bad["nodes"]:
+            node |= {"node": name, "state": name}
+        dataset = bad["master"]["datasets"][0]
+        dataset |= {"name": name, "kind": name}
+        dataset["poisoned"][0]["failures"][0] |= {"holder": name, "reason": name}
+        bad["wanted_workers"]["reason"] = name
+        state["jobs"].append(bad)
+    state["services"] = []
+    for name in HOSTILE:
+        bad = copy.deepcopy(pool)
+        bad |= {"service": name}
+        for key in ("id", "endpoint", "model", "version", "state"):
+            bad["teachers"][0][key] = name
+        bad["teachers"][0]["students"] = HOSTILE
+        bad["students"][0] |= {"id": name, "job": name}
+        state["services"].append(bad)
+    state["events"] = [
+        {"time": now, "kind": name, "text": name, "cause": name, "job": name, "service": name, "node": name}
+        for name in HOSTILE
+    ]
+    return state | {"store": HOSTILE[0], "stale": HOSTILE[1]}

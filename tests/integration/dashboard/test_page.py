@@ -1,0 +1,162 @@
+"""The dashboard's page in a real browser: what it shows of a state."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from tests.integration.dashboard import states
+from tests.integration.dashboard.conftest import Look, publish
+
+pytestmark = pytest.mark.chromium
+TEXT = "document.body.innerText"
+
+
+def test_empty_store_says_what_to_do(look: Look) -> None:
+    _, page = look(states.EMPTY)
+    text = page.evaluate(TEXT)
+    for words in (
+        "Nothing runs here yet",
+        "edl run ",
+        "edl serve ",
+        "edl master ",
+        "edl demo --dashboard",
+        states.EMPTY["store"],
+    ):
+        assert words in text, words
+    assert page.evaluate("[...document.querySelectorAll('main > section:not([hidden])')].map(each => each.id)") == [
+        "empty"
+    ]
+
+
+def test_everything_is_shown(look: Look) -> None:
+    _, page = look(states.rich())
+    text = page.evaluate(TEXT)
+    for words in (
+        "resnet50-imagenet", "running", "goodput", "83.7%", "927", "samples/s", "3 nodes there, 1 gone", "▲lost",
+        "train", "rollback", "rendezvous", "4 workers wanted", "a fourth worker gains 24%",
+        "2 poisoned shards", "part-0117.parquet: page 4 has a wrong checksum", "node-b.cluster.example/1",
+        "lease of node-a.cluster.example/0 expired", "imagenet-train", "611 shards", "epoch 1 of 2",
+        "teacher-4", "draining", "sha256:4be1b7c2", "5 teachers wanted", "demand is above 90% for 15 s", "31.0%",
+        "signal 9 from outside", "Xid 79", "edl run --readmit",
+    ):  # fmt: skip
+        assert words in text, words
+    assert not page.evaluate("document.getElementById('empty').checkVisibility()")
+    order = page.evaluate(
+        "[...document.querySelectorAll('#events tbody td:nth-child(5)')].map(cell => cell.textContent)"
+    )
+    assert order[0].startswith("students ask for 1,950"), "the newest event is not first"
+    assert page.evaluate("document.querySelector('#shards .card h3').textContent").startswith("imagenet-train")
+    assert page.evaluate("document.querySelectorAll('canvas').length") == 6  # of two open jobs and a service
+
+
+@pytest.mark.parametrize("width", [320, 375, 768, 1280])
+def test_nothing_is_wider_than_the_screen(look: Look, width: int) -> None:
+    server, page = look(states.rich(), width, 800)
+    widest = "Math.max(...[...document.querySelectorAll('body *')].map(each => each.getBoundingClientRect().right))"
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate(widest) <= width + 1
+    publish(server, page, states.hostile(states.NOW + 1))
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_hostile_names_are_text(look: Look) -> None:
+    _, page = look(states.hostile())
+    page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+    page.evaluate("new Promise(requestAnimationFrame)")
+    assert "owned" not in page.evaluate("document.title")
+    assert page.evaluate("document.querySelectorAll('main img, main script, main a[href^=javascript]').length") == 0
+    shown = page.evaluate("[...document.querySelectorAll('#jobs h3')].map(each => each.textContent)")
+    assert sorted(shown) == sorted(name if name.strip() else "(no name)" for name in states.HOSTILE)
+    assert page.evaluate("document.querySelectorAll('#teachers h3').length") == len(states.HOSTILE)
+    isolation = page.evaluate("[...document.querySelectorAll('.name')].map(each => getComputedStyle(each).unicodeBidi)")
+    assert set(isolation) == {"isolate"}
+
+
+STRANGE = [
+    {}, {"jobs": None, "services": 7, "events": "x"}, {"jobs": [None, 3, [], {}], "services": [{}], "events": [{}]},
+    {"time": "soon", "jobs": [{"job": 1, "seconds": [], "nodes": {}, "history": [{"t": None}, {"t": 5}]}]},
+    {"jobs": [{"state": None, "master": {"datasets": [{"shards": None, "poisoned": [{"failures": [None]}]}]}}]},
+    {"jobs": [{"job": "a"}, {"job": "a"}], "services": [{"service": "s", "teachers": [{}, {}], "students": [{}, {}]}]},
+    {"time": 1e300, "jobs": [{"job": "a", "began": -1e300, "elapsed_s": 1e300, "step": -1e300, "goodput": -5}]},
+    {"jobs": [{"job": "a", "seconds": {"train": -1, "new": 5, "down": "x"},
+               "history": [{"t": t, "seconds": {"train": train}} for t, train in ((3, 3), (2, 1), (4, 1), (9, 1))]}]},
+    {"events": [{"time": None, "kind": None}, {"time": 1e18, "kind": 5, "text": ["a"], "cause": {"b": 1}}]},
+    [], None, 3,
+]  # fmt: skip
+
+
+def test_missing_and_wrong_fields_are_survived(look: Look) -> None:
+    server, page = look(states.rich())
+    for number, state in enumerate(STRANGE):
+        server.publish(state)  # type: ignore[arg-type]
+        marker = states.EMPTY | {"time": number + 1.0, "jobs": [{"job": f"marker-{number}"}]}
+        publish(server, page, marker)
+        assert f"marker-{number}" in page.evaluate(TEXT), f"the page did not go on after {state}"
+    publish(server, page, states.rich(states.NOW + 1))
+    assert "resnet50-imagenet" in page.evaluate(TEXT)
+
+
+@pytest.mark.parametrize("number", range(len(STRANGE)))
+def test_strange_state_is_drawn(look: Look, number: int) -> None:
+    """What is missing is a dash; the page says nothing of NaN, and its console nothing at all."""
+    _, page = look(STRANGE[number])  # type: ignore[arg-type]
+    text = page.evaluate(TEXT)
+    for word in ("NaN", "undefined", "null", "Infinity", "∞", "[object"):
+        assert word not in text, text
+    assert "live" in text
+
+
+def test_huge_state_stays_quick(look: Look) -> None:
+    server, page = look(states.huge())
+    assert page.evaluate("document.querySelectorAll('#events tbody tr').length") == 30
+    assert page.evaluate("document.querySelectorAll('#teachers table')[0].tBodies[0].rows.length") == 20
+    assert page.evaluate("document.querySelectorAll('#jobs details').length") == 20
+    page.evaluate("document.querySelectorAll('button.more:not([hidden])').forEach(each => each.click())")
+    assert page.evaluate("document.querySelectorAll('#events tbody tr').length") == 1100  # and two of each job
+    assert page.evaluate("document.querySelectorAll('#teachers table')[0].tBodies[0].rows.length") == 200
+    page.evaluate("""
+        window.longest = 0;
+        new PerformanceObserver(list => {
+            for (const entry of list.getEntries()) longest = Math.max(longest, entry.duration);
+        }).observe({type: "longtask"});
+    """)
+    for second in range(1, 4):
+        publish(server, page, states.huge() | {"time": states.NOW + second})
+    assert page.evaluate("longest") < 3000, "a person would take the page for frozen"
+
+
+def test_all_is_shown_on_request(look: Look) -> None:
+    state = copy.deepcopy(states.rich())
+    state["services"] = [states.service("digits", 25)]
+    server, page = look(state)
+    rows = "document.querySelectorAll('#teachers table')[0].tBodies[0].rows.length"
+    button = "[...document.querySelectorAll('#teachers button.more')].find(each => each.checkVisibility())"
+    assert page.evaluate(rows) == 20
+    assert page.evaluate(f"{button}.textContent") == "Show all 25 teachers"
+    page.evaluate(f"{button}.click()")
+    assert page.evaluate(rows) == 25
+    publish(server, page, state | {"time": states.NOW + 1})
+    assert page.evaluate(rows) == 25, "an update folds it again"
+
+
+def test_events_can_be_filtered(look: Look) -> None:
+    _, page = look(states.rich())
+    rows = "document.querySelectorAll('#events tbody tr').length"
+    before = page.evaluate(rows)
+    page.evaluate("document.getElementById('events-decisions').click()")
+    assert 0 < page.evaluate(rows) < before
+    page.evaluate("""{ const field = document.getElementById('events-filter');
+        field.value = 'CHECKSUM 117'; field.dispatchEvent(new Event('input')); }""")
+    assert page.evaluate(rows) == 1
+    assert "wrong checksum" in page.evaluate("document.querySelector('#events tbody').textContent")
+
+
+def test_times_are_local_and_full(look: Look) -> None:
+    _, page = look(states.rich())
+    cell = "document.querySelector('#events tbody td')"
+    assert page.evaluate(f"{cell}.textContent") == "23:59:15" or page.evaluate(f"{cell}.textContent").endswith(
+        "23:59:15"
+    )
+    assert page.evaluate(f"{cell}.title").replace(",", "") == "Sunday 22 November 2026 at 23:59:15 UTC"

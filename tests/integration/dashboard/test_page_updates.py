@@ -1,0 +1,159 @@
+"""The dashboard's page in a real browser: updates, lost connections, tabs that sleep, clocks that differ."""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+
+import pytest
+
+from tests.integration.dashboard import states
+from tests.integration.dashboard.conftest import DRAWN, Look, publish, wait_until
+from tests.integration.dashboard.page_server import PageServer
+
+pytestmark = pytest.mark.chromium
+STATUS = "document.querySelector('.connection').innerText"
+LOST = f"{STATUS}.includes('connection lost')"
+LIVE = f"document.documentElement.dataset.connection === 'live' && {STATUS}.includes('live')"
+
+
+def test_update_adds_to_the_history(look: Look) -> None:
+    state = states.EMPTY | {"jobs": [states.job(points=50)]}
+    server, page = look(state)
+    label = "document.querySelector('#jobs .slot:last-child .canvas').getAttribute('aria-label')"
+    assert "from 22 Nov, 23:58" in page.evaluate(label)
+    newer = copy.deepcopy(state)
+    newer["time"] = states.NOW + 2
+    newer["jobs"][0]["history"] = [state["jobs"][0]["history"][-1] | {"t": states.NOW + 2, "samples_per_s": 4321.0}]
+    publish(server, page, newer, "update")
+    label_now = page.evaluate(label)
+    assert "now 4,321 samples/s" in label_now
+    assert "from 22 Nov, 23:58" in label_now, "the points before are gone"
+
+
+def test_update_keeps_what_a_reader_did(look: Look) -> None:
+    """Open details, focus, a selection and the place on the page survive updates; nothing jumps."""
+    server, page = look(states.rich())
+    page.evaluate("[...document.querySelectorAll('#jobs details')].at(-1).open = true")
+    page.evaluate("document.getElementById('events-filter').focus(); scrollTo(0, 900)")
+    page.evaluate("getSelection().selectAllChildren(document.querySelector('#shards h3'))")
+    places = "[...document.querySelectorAll('h2, h3, h4, table, canvas')].map(each => each.getBoundingClientRect().top)"
+    before = page.evaluate(f"new Promise(done => setTimeout(() => done({places}), 300))")
+    for second in (1, 2):
+        publish(server, page, states.rich(states.NOW) | {"time": states.NOW + second})
+    assert page.evaluate(places) == before
+    assert page.evaluate("document.activeElement.id") == "events-filter"
+    assert page.evaluate("getSelection().toString()").startswith("imagenet-train")
+    assert page.evaluate("[...document.querySelectorAll('#jobs details')].at(-1).open")
+
+
+def test_a_job_comes_and_goes(look: Look) -> None:
+    server, page = look(states.EMPTY)
+    publish(server, page, states.rich(states.NOW + 1))
+    assert not page.evaluate("document.getElementById('empty').checkVisibility()")
+    assert page.evaluate("document.querySelectorAll('#jobs details').length") == 3
+    publish(server, page, states.EMPTY | {"time": states.NOW + 2})
+    assert page.evaluate("document.getElementById('empty').checkVisibility()")
+    assert page.evaluate("document.querySelectorAll('canvas').length") == 6, "hidden, and not drawn again"
+
+
+def test_lost_connection_is_said_and_mended(look: Look) -> None:
+    """The server goes away, and another comes to its port."""
+    server, page = look(states.rich())
+    page.wait(LIVE)
+    server.close()
+    page.wait(LOST)
+    assert "last update" in page.wait(f"{STATUS}.includes('trying again') && {STATUS}")
+    assert "resnet50-imagenet" in page.evaluate("document.body.innerText"), "what was known last stays"
+    with PageServer(states.EMPTY | {"time": states.NOW + 7}, port=server.port):
+        page.wait(LIVE)
+        page.wait(f"{DRAWN} === '{states.NOW + 7:.0f}'")
+        assert "Nothing runs here yet" in page.evaluate("document.body.innerText")
+
+
+def test_reconnect_names_the_last_event(look: Look) -> None:
+    server, page = look(states.rich())
+    publish(server, page, states.rich(states.NOW + 1))
+    server.drop()
+    wait_until(lambda: len(server.seen_ids) > 1)
+    assert server.seen_ids[-1] == "1"
+    page.wait(LIVE)
+
+
+@pytest.mark.parametrize("status", [500, 404, 401])
+def test_refused_stream_is_tried_again(look: Look, status: int) -> None:
+    """EventSource gives up after an HTTP error; the page does not, and says which it was."""
+    server, page = look(states.rich())
+    publish(server, page, states.rich(states.NOW + 1))
+    server.refuse = status
+    server.drop()
+    page.wait(f"{STATUS}.includes('the server answers {status}')")
+    server.refuse = 0
+    page.wait(LIVE)
+    assert server.seen_ids[-1] in ("", "1")
+    assert "1" in server.seen_ids[1:]
+
+
+@pytest.mark.slow
+def test_silent_stream_is_noticed(look: Look) -> None:
+    """The connection stays open, and nothing comes: after 15 s the page says so, and opens another."""
+    server, page = look(states.rich())
+    server.silent = True
+    began = time.monotonic()
+    page.wait(LOST, 40)
+    assert time.monotonic() - began > 10, "a server that is a little slow is no lost one"
+    server.silent = False
+    page.wait(LIVE, 40)
+
+
+def test_heartbeats_keep_it_live(look: Look) -> None:
+    server, page = look(states.rich())
+    page.wait(f"{STATUS}.includes('updated 2 s ago')")
+    server.beat()
+    page.wait(f"{STATUS}.includes('updated 0 s ago')")
+    assert page.evaluate(LIVE)
+
+
+def test_garbage_in_the_stream(look: Look) -> None:
+    server, page = look(states.rich())
+    server.publish('{"time": NaN')
+    page.wait(f"{STATUS}.includes('no JSON') || {LIVE}")
+    wait_until(lambda: len(server.seen_ids) > 1)
+    page.wait(LIVE)
+    assert "resnet50-imagenet" in page.evaluate("document.body.innerText")
+
+
+def test_hidden_tab_draws_when_shown(look: Look) -> None:
+    server, page = look(states.rich())
+    page.evaluate("""
+        window.seen = "hidden";
+        Object.defineProperty(document, "visibilityState", {get: () => seen, configurable: true});
+    """)
+    before = page.evaluate(DRAWN)
+    for second in range(1, 6):
+        server.publish(states.EMPTY | {"time": states.NOW + second, "store": f"store {second}"})
+    page.evaluate("new Promise(done => setTimeout(done, 500))")
+    assert page.evaluate(DRAWN) == before, "it draws though nobody looks"
+    page.evaluate("window.seen = 'visible'; document.dispatchEvent(new Event('visibilitychange'))")
+    page.wait(f"{DRAWN} === '{states.NOW + 5:.0f}'")
+
+
+def test_different_clocks_are_said(look: Look) -> None:
+    server, page = look(states.rich(time.time()))
+    note = "document.getElementById('clock').textContent"
+    assert page.evaluate(note) == ""
+    publish(server, page, states.rich(time.time() - 7200))
+    assert "ahead of the server's" in page.evaluate(note)
+    publish(server, page, states.rich(time.time() + 7200))
+    assert "behind the server's" in page.evaluate(note)
+    assert not re.search(r"-\d+(\.\d+)? (s|min|h) ago", page.evaluate("document.body.innerText")), "ages below zero"
+
+
+def test_stale_figures_are_announced(look: Look) -> None:
+    server, page = look(states.rich())
+    reason = "consul://10.0.0.7:8500 does not answer: connection refused"
+    publish(server, page, states.rich(states.NOW + 1) | {"stale": reason})
+    assert reason in page.evaluate("document.querySelector('[role=status].stale').innerText")
+    publish(server, page, states.rich(states.NOW + 2))
+    assert not page.evaluate("document.getElementById('stale').checkVisibility()")

@@ -1,0 +1,240 @@
+"""A pytest plugin with a real headless Chromium: the fixture `browser`, driven through the DevTools protocol.
+
+The protocol is JSON over two pipes (`--remote-debugging-pipe`), a NUL behind each message: no port, no client library.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import itertools
+import json
+import os
+import select
+import shutil
+import subprocess
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ANSWER_S = 60.0
+PROGRAMS = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome")
+OPTIONS = (
+    "--headless",
+    "--no-sandbox",  # tests run as root in containers, and look at no page of others
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-domain-reliability",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--mute-audio",
+    "--no-default-browser-check",
+    "--no-first-run",
+    "--no-proxy-server",
+)
+
+
+def chromium_binary() -> str:
+    """The browser's program; skips the test without it, and fails it in CI."""
+    fetched = ROOT / ".tools/chromium/bin/chromium"
+    found = str(fetched) if fetched.exists() else next(filter(None, map(shutil.which, PROGRAMS)), None)
+    if found is None:
+        reason = "no Chromium is at .tools/chromium/bin/chromium or on PATH: tools/chromium.sh fetches it"
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"{reason}; in CI nothing may be skipped")
+        pytest.skip(reason)
+    return found
+
+
+class Browser:
+    """A running Chromium.
+
+    Args:
+        folder: for its profile and log.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        binary = chromium_binary()
+        folder.mkdir(parents=True, exist_ok=True)
+        command_in, self._out = os.pipe()
+        self._in, command_out = os.pipe()
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._pages: dict[str, Page] = {}
+        self._rest = b""
+        # Chromium reads from 3 and writes to 4; moved there by way of numbers that neither has.
+        moved = f"exec 18<&{command_in} 19>&{command_out}; exec 3<&18 4>&19 18<&- 19>&-"
+        home = {"HOME": str(folder), "XDG_CACHE_HOME": str(folder)}
+        with (folder / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                ["bash", "-c", f"{moved}; exec \"$@\"", "bash",
+                 binary, *OPTIONS, "--remote-debugging-pipe", f"--user-data-dir={folder / 'profile'}", "about:blank"],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(command_in, command_out),
+                env={"PATH": os.environ.get("PATH", ""), "TZ": "UTC", **home},
+                start_new_session=True,
+            )  # fmt: skip
+        os.close(command_in)
+        os.close(command_out)
+
+    def call(self, method: str, session: str = "", **parameters: Any) -> dict[str, Any]:
+        """Return the result of a command.
+
+        Raises:
+            AssertionError: the browser refuses it, or does not answer.
+        """
+        number = next(self._numbers)
+        message: dict[str, Any] = {"id": number, "method": method, "params": parameters}
+        if session:
+            message["sessionId"] = session
+        os.write(self._out, json.dumps(message).encode() + b"\0")
+        deadline = time.monotonic() + ANSWER_S
+        while number not in self._answers:
+            assert time.monotonic() < deadline, f"the browser did not answer {method}"
+            self.pump(0.2)
+        answer = self._answers.pop(number)
+        assert "error" not in answer, f"{method}: {answer['error']}"
+        result: dict[str, Any] = answer["result"]
+        return result
+
+    def pump(self, timeout_s: float) -> None:
+        """Read what the browser says."""
+        readable, _, _ = select.select([self._in], [], [], timeout_s)
+        if not readable:
+            return
+        read = os.read(self._in, 1 << 20)
+        assert read, "the browser ended"
+        *messages, self._rest = (self._rest + read).split(b"\0")
+        for text in messages:
+            message = json.loads(text)
+            if "id" in message:
+                self._answers[message["id"]] = message
+            elif (page := self._pages.get(message.get("sessionId", ""))) is not None:
+                page.note(message["method"], message["params"])
+
+    def open(self, url: str, width: int = 1280, height: int = 900, *, dark: bool = False) -> Page:
+        """Open a page in a tab of its own, with cookies of its own."""
+        context = self.call("Target.createBrowserContext")["browserContextId"]
+        target = self.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
+        session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        page = self._pages[session] = Page(self, session, context)
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            page.call(f"{domain}.enable")
+        page.resize(width, height)
+        page.set_dark(dark)
+        page.load(url)
+        return page
+
+    def close(self) -> None:
+        """Kill it, and what it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, 9)
+        self._process.wait(ANSWER_S)
+        os.close(self._in)
+        os.close(self._out)
+
+
+class Page:
+    """A tab.
+
+    Attributes:
+        troubles: exceptions, errors on the console, violations of the security policy, in words.
+        requests: URLs that were asked for.
+    """
+
+    def __init__(self, browser: Browser, session: str, context: str) -> None:
+        self._browser, self._session, self._context = browser, session, context
+        self.troubles: deque[str] = deque(maxlen=100)
+        self.requests: list[str] = []
+        self._loads = 0
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """Return the result of a command for this tab."""
+        return self._browser.call(method, self._session, **parameters)
+
+    def note(self, method: str, parameters: dict[str, Any]) -> None:
+        """Keep what an event says."""
+        if method == "Page.loadEventFired":
+            self._loads += 1
+        elif method == "Runtime.exceptionThrown":
+            details = parameters["exceptionDetails"]
+            self.troubles.append(details.get("exception", {}).get("description") or details["text"])
+        elif method == "Runtime.consoleAPICalled" and parameters["type"] in ("error", "warning", "assert"):
+            self.troubles.append(json.dumps(parameters["args"]))
+        elif method == "Log.entryAdded" and parameters["entry"]["level"] in ("error", "warning"):
+            self.troubles.append(f"{parameters['entry']['source']}: {parameters['entry']['text']}")
+        elif method == "Network.requestWillBeSent":
+            self.requests.append(parameters["request"]["url"])
+
+    def evaluate(self, expression: str) -> Any:
+        """Return the value of JavaScript; a promise's when it is there.
+
+        Raises:
+            AssertionError: it throws.
+        """
+        done = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in done, f"{expression}: {done['exceptionDetails']}"
+        return done["result"].get("value")
+
+    def wait(self, condition: str, timeout_s: float = 30.0) -> Any:
+        """Wait until JavaScript is truthy, and return its value."""
+        deadline = time.monotonic() + timeout_s
+        while not (value := self.evaluate(f"({condition})")):
+            text = self.evaluate("document.body && document.body.innerText") or ""
+            assert time.monotonic() < deadline, (
+                f"{condition} within {timeout_s:g} s; {list(self.troubles)}; {text[:3000]}"
+            )
+            self._browser.pump(0.05)
+        return value
+
+    def load(self, url: str, timeout_s: float = 30.0) -> None:
+        """Go to another address, and wait for its document."""
+        loads, deadline = self._loads, time.monotonic() + timeout_s
+        self.call("Page.navigate", url=url)
+        while self._loads == loads:
+            assert time.monotonic() < deadline, f"{url} did not load within {timeout_s:g} s; {list(self.troubles)}"
+            self._browser.pump(0.05)
+
+    def resize(self, width: int, height: int) -> None:
+        """Give the tab another size, in CSS pixels; below 500 it is a phone's."""
+        phone = width < 500
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, mobile=phone,
+            deviceScaleFactor=2 if phone else 1,
+        )  # fmt: skip
+
+    def set_dark(self, dark: bool) -> None:
+        """Have the page believe in a dark desktop, or a light one."""
+        value = "dark" if dark else "light"
+        self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": value}])
+
+    def screenshot(self, path: Path, *, whole: bool = False) -> None:
+        """Write what the tab shows as PNG; with `whole` also what lies below."""
+        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(base64.b64decode(data))
+
+    def close(self) -> None:
+        """Close the tab, and forget its cookies."""
+        self._browser.call("Target.disposeBrowserContext", browserContextId=self._context)
+
+
+@pytest.fixture(scope="session")
+def _shared_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    browser = Browser(tmp_path_factory.mktemp("chromium"))
+    try:
+        yield browser
+    finally:
+        browser.close()
+
+
+@pytest.fixture
+def browser(_shared_browser: Browser) -> Browser:
+    """A running browser, the same for all tests; each opens its own tabs."""
+    return _shared_browser

@@ -13,13 +13,13 @@ from typing import Any, Literal
 from edl.discovery import Store
 from edl.quoting import shown
 
-__all__ = ["WantedKind", "parse_wanted", "read_all_wanted", "read_wanted", "wanted_key"]
+__all__ = ["WANTED_VERSION", "WantedKind", "parse_wanted", "read_all_wanted", "read_wanted", "wanted_key"]
 
 logger = logging.getLogger(__name__)
 
 WantedKind = Literal["teachers", "workers"]
 
-_VERSION = 1
+WANTED_VERSION = 1
 """Of the format, as of the records of load."""
 
 
@@ -87,7 +87,7 @@ def parse_wanted(key: str, value: bytes) -> dict[str, Any] | None:
         fields = None
     usable = (
         isinstance(fields, dict)
-        and fields.get("v") == _VERSION
+        and fields.get("v") == WANTED_VERSION
         and _is_number(fields.get("count"))
         and all(_is_number(fields.get(name)) for name in ("now", "since", "time"))
         and isinstance(fields.get("reason"), str)

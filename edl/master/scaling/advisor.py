@@ -1,0 +1,256 @@
+"""`ScalingAdvisor`: the loop that reads loads, decides, and writes how many teachers and workers are wanted.
+
+Of all advisors of a Store a single one leads (the election `advisor`) and writes `wanted/teachers/SERVICE`; the others
+stand by. How many workers a job wants is written by the advisor that is given a function for it, which is the advisor
+of that job's master.
+
+It only says what is wanted: an operator, or a person, starts and ends teachers. What does not belong here: what follows
+from the figures (`teachers`, `workers`), and what the figures are (`edl.load_reporting`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from typing_extensions import Self
+
+from edl.background import BackgroundLoop
+from edl.backoff import Backoff
+from edl.discovery import Store
+from edl.discovery.store import Election
+from edl.errors import ClosedError, DiscoveryError
+from edl.load_reporting import ServiceLoad, read_services, read_wanted
+from edl.load_reporting.wanted import WANTED_VERSION, WantedKind, wanted_key
+from edl.master.scaling.teacher_demand import TeacherScalingSettings, observe_teachers
+from edl.master.scaling.teachers import TeacherScalingState, decide_teachers
+from edl.master.scaling.workers import WorkerDecision
+
+__all__ = ["ADVISOR_ELECTION", "AdvisorSettings", "ScalingAdvisor", "WorkerAdvice"]
+
+logger = logging.getLogger(__name__)
+
+ADVISOR_ELECTION = "advisor"
+"""The name that advisors of a Store compete for."""
+_MOST_DECISIONS = 20
+"""Decisions that a record keeps: what a person looks back at, some kilobytes."""
+_LAST_RETRY_S = 10.0
+"""Between attempts while the Store is away: it is asked again soon after it is back."""
+
+
+@dataclass(frozen=True)
+class AdvisorSettings:
+    """What an advisor goes by.
+
+    Attributes:
+        teachers: what its decisions about teachers go by.
+        interval_s: seconds between two looks at all loads.
+        refresh_s: how often a record is written that says nothing new, so that others see that the advisor lives; its
+            reason and figures are as old at most.
+        ttl_s: seconds after which another advisor leads where the leader was lost.
+    """
+
+    teachers: TeacherScalingSettings = field(default_factory=TeacherScalingSettings)
+    interval_s: float = 2.0
+    refresh_s: float = 5.0
+    ttl_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class WorkerAdvice:
+    """How many workers a job should have.
+
+    Attributes:
+        job: the job's name.
+        now: workers that it has.
+        decision: how many it should have, and why.
+    """
+
+    job: str
+    now: int
+    decision: WorkerDecision
+
+
+class ScalingAdvisor:
+    """Writes how many teachers and workers are wanted, in a thread of its own, until it is closed.
+
+    A Store that is away is logged once and asked again; what was wanted last stays.
+
+    Args:
+        store: where loads are published and what is wanted is written; stays open when this is closed.
+        settings: what decisions go by; None for the defaults.
+        workers: returns how many workers a job should have, or None if that cannot be told yet; called in the thread.
+            None for an advisor of teachers only.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        settings: AdvisorSettings | None = None,
+        *,
+        workers: Callable[[], WorkerAdvice | None] | None = None,
+    ) -> None:
+        self._store = store
+        self._settings = settings or AdvisorSettings()
+        self._workers = workers
+        self._pid = os.getpid()
+        self._services: dict[str, _Service] = {}
+        self._jobs: dict[str, _Wanted] = {}
+        self._backoff = Backoff(self._settings.interval_s, max(_LAST_RETRY_S, self._settings.interval_s), jitter=0.2)
+        name = json.dumps({"host": socket.gethostname(), "pid": self._pid}).encode()
+        self._election: Election = store.elect(ADVISOR_ELECTION, name, self._settings.ttl_s)
+        self._loop = BackgroundLoop("edl-advisor", self._step)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this advisor decides about teachers now."""
+        return self._election.is_leader
+
+    def wanted(self) -> dict[str, dict[str, Any]]:
+        """Return what this advisor has written last, by key in the Store. From any thread."""
+        found = [service.wanted for service in list(self._services.values())] + list(self._jobs.values())
+        return {wanted.key: dict(wanted.record) for wanted in found if wanted.record}
+
+    def close(self) -> None:
+        """Step down, and end the thread; what is wanted stays in the Store. Does nothing in a forked child."""
+        if os.getpid() == self._pid:
+            self._loop.close()
+            self._election.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _step(self) -> float | None:
+        try:
+            if self._election.is_leader:
+                self._advise_teachers()
+            else:
+                self._services = {}  # whoever leads meanwhile may decide otherwise
+            self._advise_workers()
+        except DiscoveryError as exc:
+            if not self._backoff.failures:
+                logger.warning("loads cannot be read, and what is wanted stays as it is: %s", exc)
+            return self._backoff.next_wait_s()
+        except ClosedError:
+            return None
+        if self._backoff.failures:
+            logger.info("loads are read again")
+            self._backoff.reset()
+        return self._settings.interval_s
+
+    def _advise_teachers(self) -> None:
+        loads = read_services(self._store)
+        now_s = time.monotonic()
+        for name in sorted(loads.keys() | self._services.keys()):
+            service = self._services.get(name)
+            if service is None:
+                service = self._services[name] = self._restore(name)
+            load = loads.get(name, ServiceLoad(name))
+            if load.students or load.teachers:
+                service.seen_s = now_s
+            elif now_s - service.seen_s > self._settings.teachers.down_s:
+                if self._election.is_leader:
+                    self._store.delete(service.wanted.key)
+                del self._services[name]
+                continue
+            self._advise_service(service, load, now_s)
+
+    def _restore(self, name: str) -> _Service:
+        """Go on from what another advisor wrote, unless it is older than any window."""
+        found = read_wanted(self._store, "teachers", name)
+        wanted = _Wanted("teachers", name)
+        state = TeacherScalingState()
+        if found is not None and time.time() - found["time"] <= self._settings.teachers.down_s:
+            state = TeacherScalingState(wanted=int(found["count"]))
+            wanted.since = found["since"]
+            wanted.decisions = found["decisions"][-_MOST_DECISIONS:]
+        return _Service(wanted, state, time.monotonic())
+
+    def _advise_service(self, service: _Service, load: ServiceLoad, now_s: float) -> None:
+        observation = observe_teachers(load, now_s)
+        state, decision = decide_teachers(service.state, observation, self._settings.teachers)
+        if not self._election.is_leader:
+            return
+        figures = {"demand": observation.demand, "rate": observation.rate}
+        there = load.live + load.starting
+        wanted = service.wanted
+        self._write(wanted, decision.count, decision.before, there, decision.reason, figures)
+        service.state = state  # only now: a decision that could not be written is made again
+        if decision.moved:
+            logger.info("%s: %d -> %d teachers: %s", wanted.name, decision.before, decision.count, decision.reason)
+
+    def _advise_workers(self) -> None:
+        advice = self._workers() if self._workers is not None else None
+        if advice is None:
+            return
+        wanted = self._jobs.setdefault(advice.job, _Wanted("workers", advice.job))
+        before = int(wanted.record["count"]) if wanted.record else advice.now
+        count, reason = advice.decision.count, advice.decision.reason
+        self._write(wanted, count, before, advice.now, reason, {})
+        if count != before:
+            logger.info("%s: %d -> %d workers: %s", advice.job, before, count, reason)
+
+    def _write(
+        self, wanted: _Wanted, count: int, before: int, there: int, reason: str, figures: Mapping[str, Any]
+    ) -> None:
+        now_s, clock = time.monotonic(), time.time()
+        moved = count != before
+        if not moved and wanted.record and now_s - wanted.written_s < self._settings.refresh_s:
+            return
+        decisions = wanted.decisions
+        if moved:
+            decisions = [*decisions, {"time": clock, "from": before, "count": count, "reason": reason}]
+        since = clock if moved or wanted.since is None else wanted.since
+        record = {
+            "v": WANTED_VERSION,
+            "service" if wanted.kind == "teachers" else "job": wanted.name,
+            "count": count,
+            "now": there,
+            "reason": reason,
+            "since": since,
+            "time": clock,
+            **figures,
+            "decisions": decisions[-_MOST_DECISIONS:],
+        }
+        self._store.put(wanted.key, json.dumps(record, allow_nan=False).encode())
+        wanted.record = record
+        wanted.since = since
+        wanted.decisions = decisions[-_MOST_DECISIONS:]
+        wanted.written_s = now_s
+
+
+@dataclass
+class _Wanted:
+    """What is wanted of a service or job, as it was written last."""
+
+    kind: WantedKind
+    name: str
+    record: Mapping[str, Any] = field(default_factory=dict)
+    since: float | None = None
+    decisions: list[dict[str, Any]] = field(default_factory=list)
+    written_s: float = 0.0
+
+    @property
+    def key(self) -> str:
+        return wanted_key(self.kind, self.name)
+
+
+@dataclass
+class _Service:
+    """What is remembered of a service."""
+
+    wanted: _Wanted
+    state: TeacherScalingState
+    seen_s: float

@@ -1,0 +1,147 @@
+"""The loop that reads loads and writes what is wanted, over a real store."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edl.discovery import Store, open_store
+from edl.errors import DiscoveryError
+from edl.load_reporting import read_all_wanted, read_wanted
+from edl.master.scaling import advisor as module
+from edl.master.scaling.advisor import AdvisorSettings, ScalingAdvisor, WorkerAdvice
+from edl.master.scaling.teacher_demand import TeacherScalingSettings
+from edl.master.scaling.workers import WorkerDecision
+
+SCALING = TeacherScalingSettings(up_s=0.2, down_s=0.6)
+QUICK = AdvisorSettings(SCALING, interval_s=0.05, refresh_s=0.1, ttl_s=1.0)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with open_store(f"sqlite:///{tmp_path}/store.sqlite") as found:
+        yield found
+
+
+def until(condition: Callable[[], object], within_s: float = 20.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s} s"
+        time.sleep(0.02)
+
+
+def publish(store: Store, demand: float, teachers: int = 1, service: str = "s") -> None:
+    """Teachers of 100 rows/s, and a student that asks for so many."""
+    since = {"t": 0.0, "rows_asked": 0, "wait_s": 0.0, "source_wait_s": 0.0}
+    student = {"v": 1, "id": "a", **since, "rows_asked": 10 * demand, "t": 10.0, "since": since}
+    store.put(f"load/{service}/students/a", json.dumps(student).encode())
+    before = {"t": 0.0, "rows": 0, "compute_s": 0.0}
+    for number in range(teachers):
+        now = {"t": 10.0, "rows": 100, "compute_s": 1.0, "workers": 1, "state": "ready"}
+        teacher = {"v": 1, "id": f"t{number}", **now, "since": before}
+        store.put(f"load/{service}/teachers/t{number}", json.dumps(teacher).encode())
+
+
+def wanted(store: Store, service: str = "s") -> dict[str, Any]:
+    return read_wanted(store, "teachers", service) or {"count": None}
+
+
+def test_wanted_follows_the_demand(store: Store) -> None:
+    publish(store, demand=400.0)
+    with ScalingAdvisor(store, QUICK) as advisor:
+        until(lambda: wanted(store)["count"] == 5)
+        found = wanted(store)
+        assert (found["service"], found["now"], found["demand"], found["rate"]) == ("s", 1, 400.0, 100.0)
+        (decision,) = found["decisions"]
+        assert (decision["from"], decision["count"], decision["time"]) == (1, 5, found["since"])
+        assert "400 rows/s" in decision["reason"]
+        assert advisor.wanted()["wanted/teachers/s"]["count"] == 5
+        publish(store, demand=0.0)
+        until(lambda: wanted(store)["count"] == 1)
+        assert [part["count"] for part in wanted(store)["decisions"]] == [5, 1]
+        before = wanted(store)["time"]
+        until(lambda: wanted(store)["time"] > before)
+
+
+def test_another_advisor_goes_on(store: Store) -> None:
+    """A single advisor leads; who follows it knows what was decided."""
+    publish(store, demand=400.0)
+    first = ScalingAdvisor(store, QUICK)
+    until(lambda: wanted(store)["count"] == 5)
+    publish(store, demand=400.0, teachers=5)
+    with ScalingAdvisor(store, QUICK) as second:
+        assert first.is_leader
+        assert not second.is_leader
+        before = wanted(store)
+        first.close()
+        until(lambda: second.is_leader and wanted(store)["time"] > before["time"])
+        found = wanted(store)
+        assert (found["count"], found["since"], found["decisions"]) == (5, before["since"], before["decisions"])
+        assert found["now"] == 5
+
+
+@pytest.mark.parametrize("value", [b"garbage", b'{"v":1,"count":"50"}', b'{"v":2}'])
+def test_garbage_is_no_number_to_go_on_from(store: Store, value: bytes) -> None:
+    store.put("wanted/teachers/s", value)
+    publish(store, demand=10.0, teachers=2)
+    assert read_all_wanted(store) == {}
+    with ScalingAdvisor(store, QUICK):
+        until(lambda: wanted(store)["count"] == 2)
+
+
+def test_old_number_is_not_gone_on_from(store: Store) -> None:
+    old = {"v": 1, "count": 50, "now": 50, "reason": "", "since": 1.0, "time": 1.0, "decisions": []}
+    store.put("wanted/teachers/s", json.dumps(old).encode())
+    publish(store, demand=100.0, teachers=2)
+    with ScalingAdvisor(store, QUICK):
+        until(lambda: wanted(store)["count"] == 2)
+
+
+def test_service_that_is_gone_is_forgotten(store: Store) -> None:
+    publish(store, demand=100.0, service="s")
+    publish(store, demand=100.0, service="other")
+    with ScalingAdvisor(store, QUICK):
+        until(lambda: set(read_all_wanted(store)) == {("teachers", "s"), ("teachers", "other")})
+        for entry in store.list("load/other/"):
+            store.delete(entry.key)
+        until(lambda: set(read_all_wanted(store)) == {("teachers", "s")})
+
+
+def test_workers_are_written_for_their_job(store: Store) -> None:
+    counts = [2]
+    decide = lambda: WorkerAdvice("job", 2, WorkerDecision(counts[0], f"{counts[0]} workers"))  # noqa: E731
+    with ScalingAdvisor(store, QUICK, workers=decide):
+        until(lambda: ("workers", "job") in read_all_wanted(store))
+        counts[0] = 4
+        until(lambda: read_all_wanted(store)["workers", "job"]["count"] == 4)
+        found = read_all_wanted(store)["workers", "job"]
+        assert [part["from"] for part in found["decisions"]] == [2]
+        assert found["job"] == "job"
+
+
+def test_outage_is_logged_once_and_passes(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish(store, demand=100.0, teachers=2)
+    away = True
+
+    def read(store: Store) -> Any:
+        if away:
+            raise DiscoveryError("the store is away")
+        return read_services(store)
+
+    read_services = module.read_services
+    monkeypatch.setattr(module, "read_services", read)
+    with caplog.at_level(logging.INFO, "edl.master"), ScalingAdvisor(store, QUICK) as advisor:
+        until(lambda: advisor._backoff.failures > 2)
+        assert wanted(store)["count"] is None
+        away = False
+        until(lambda: wanted(store)["count"] == 2)
+        until(lambda: "read again" in caplog.text)
+    assert caplog.text.count("cannot be read") == 1

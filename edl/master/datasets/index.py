@@ -55,7 +55,7 @@ def pack_part(part: IndexPart) -> bytes:
         width = next(width for width in _WIDTHS if most < 1 << (8 * width))
         shapes.append([name, len(numbers), width])
         planes.append(numbers.astype(f"<u{width}").view(np.uint8).reshape(-1, width).T.tobytes())
-    text = json.dumps({**part.head, "columns": shapes}, separators=(",", ":"), sort_keys=True).encode()
+    text = json.dumps([dict(part.head), shapes], separators=(",", ":"), sort_keys=True).encode()
     body = zlib.compress(b"".join([struct.pack("<I", len(text)), text, *planes]), 6)
     return _HEAD.pack(_MAGIC, len(body), zlib.crc32(body)) + body
 
@@ -87,10 +87,10 @@ def _unpack(body: bytes) -> IndexPart:
     if not inflater.eof:
         raise ProtocolError(f"a part of the data set's index has more than {_MOST_UNPACKED >> 20} MiB")
     (length,) = struct.unpack_from("<I", plain)
-    head = json.loads(plain[4 : 4 + length])
+    head, shapes = json.loads(plain[4 : 4 + length])
     at = 4 + length
     columns = {}
-    for name, count, width in head.pop("columns"):
+    for name, count, width in shapes:
         planes = np.frombuffer(plain, np.uint8, count * width, at).reshape(width, count)
         columns[str(name)] = np.ascontiguousarray(planes.T).view(f"<u{width}").reshape(count).astype(np.int64)
         at += count * width

@@ -12,9 +12,11 @@ from typing import Any, Final
 
 from edl.errors import SettingsError
 from edl.master.datasets.dataset import Dataset
+from edl.master.datasets.file_sets import CHECKS, FileSet
 from edl.master.datasets.index import unpack_parts
 from edl.master.datasets.ranges import RangeDataset
 from edl.master.datasets.settings import ShardSettings
+from edl.master.datasets.tables import ParquetDataset
 from edl.master.datasets.text import LinesDataset, RecordsDataset, TextOptions, TextProgress
 from edl.master.datasets.text.files import check_encoding
 from edl.master.datasets.text.record_ends import Dialect
@@ -23,7 +25,9 @@ from edl.quoting import quote
 
 __all__ = ["load_dataset", "open_dataset", "same_data"]
 
-EXPECTED: Final = "expected range:SIZE, lines:PATH, csv:PATH, PACKAGE.MODULE:FACTORY or FILE.py:FACTORY"
+EXPECTED: Final = (
+    "expected range:SIZE, lines:PATH, csv:PATH, parquet:PATH, files:PATH, PACKAGE.MODULE:FACTORY or FILE.py:FACTORY"
+)
 
 
 def open_dataset(
@@ -192,6 +196,26 @@ def _open_csv(
     return RecordsDataset.index_files(location, settings, chosen, progress)
 
 
+def _open_files(
+    location: str, settings: ShardSettings, options: dict[str, Any], progress: TextProgress | None
+) -> Dataset:
+    check = options.pop("check", "mtime")
+    _no_options("files", options)
+    if check not in CHECKS:
+        raise SettingsError(f"check={check!r}: must be one of {', '.join(CHECKS)}")
+    return FileSet.from_location(location, settings, check, progress)
+
+
+def _open_parquet(
+    location: str, settings: ShardSettings, options: dict[str, Any], progress: TextProgress | None
+) -> Dataset:
+    columns = options.pop("columns", None)
+    _no_options("parquet", options)
+    if isinstance(columns, str):
+        raise SettingsError("columns= is a list of names")
+    return ParquetDataset.from_location(location, settings, columns, progress)
+
+
 def _text_options(kind: str, options: dict[str, Any]) -> TextOptions:
     text = TextOptions(options.pop("encoding", None), options.pop("errors", "strict"))
     check_encoding(text)
@@ -204,9 +228,17 @@ def _no_options(kind: str, options: Mapping[str, Any]) -> None:
         raise SettingsError(f"data of the kind {kind!r} has no option {', '.join(map(repr, options))}")
 
 
-_OPENERS: dict[str, _Opener] = {"range": _open_range, "lines": _open_lines, "csv": _open_csv}
+_OPENERS: dict[str, _Opener] = {
+    "range": _open_range,
+    "lines": _open_lines,
+    "csv": _open_csv,
+    "files": _open_files,
+    "parquet": _open_parquet,
+}
 _KINDS: dict[str, Callable[[DatasetSpec, Any], Dataset]] = {
     "range": RangeDataset,
     "lines": LinesDataset,
     "csv": RecordsDataset,
+    "files": FileSet,
+    "parquet": ParquetDataset,
 }

@@ -24,8 +24,8 @@ class ShardSettings:
     """How a data set is cut into shards, in which order they are handed out, and when a lease ends.
 
     Attributes:
-        shard_size: units (samples, lines, rows, files) of a shard; None leaves it to the kind of data set: 64, and the
-            rows of a row group where all groups of a Parquet file are alike.
+        shard_size: units (samples, lines, rows, files) of a shard; None leaves it to the kind of data set: 64, and of
+            Parquet the rows of the largest row group.
         epochs: passes over the data; 0 for as many as are asked for.
         shuffle: hand out the shards of an epoch in an order that follows from `seed` and the epoch.
         shuffle_within: read the units of a shard in an order that follows from `seed`, the epoch and the shard.

@@ -11,12 +11,12 @@ from typing import Final
 from edl.errors import SettingsError, SourceError
 from edl.quoting import quote
 
-__all__ = ["DataStorage", "FileStat", "has_wildcards", "is_url"]
+__all__ = ["WILDCARDS", "DataStorage", "FileStat", "file_changed", "has_wildcards", "is_url"]
 
 _BLOCK_NBYTES: Final = 4 << 20
 """Bytes read at a time: a disk is at its full speed well below, and a reader holds two of them at most."""
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_WILDCARDS = re.compile(r"[*?\[]")
+WILDCARDS = re.compile(r"[*?\[]")
 
 
 def is_url(location: str) -> bool:
@@ -26,7 +26,20 @@ def is_url(location: str) -> bool:
 
 def has_wildcards(location: str) -> bool:
     """Tell whether a location may stand for several files."""
-    return _WILDCARDS.search(location) is not None
+    return WILDCARDS.search(location) is not None
+
+
+def file_changed(path: str, how: str) -> SourceError:
+    """Return the error of a file that is not what it was when the data set was created.
+
+    Args:
+        path: of the file.
+        how: it differs.
+    """
+    return SourceError(
+        f"{quote(path)} is not as it was indexed: {how}. Put the file back as it was, and retry what is poisoned; or "
+        f"create the data set again, under another name"
+    )
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,10 @@ class DataStorage(abc.ABC):
             SourceError: a folder cannot be listed: files might be missing.
         """
 
+    @abc.abstractmethod
+    def find_root(self, location: str) -> str:
+        """Return what the paths of all files of a location begin with, up to and with a slash."""
+
     def find_files(self, location: str) -> list[str]:
         """Return the files of a location, of which there is one at least.
 
@@ -97,9 +114,6 @@ class DataStorage(abc.ABC):
         while start < stop:
             block = self.read_range(path, start, min(stop, start + _BLOCK_NBYTES))
             if not block:
-                raise SourceError(
-                    f"{quote(path)} was cut off: it ends at byte {start}, not {stop}. "
-                    f"Put the file back as it was, or create the data set again under another name"
-                )
+                raise file_changed(path, f"it was cut off, and ends at byte {start}, not {stop}")
             yield block
             start += len(block)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import os
 import re
 import stat
@@ -21,7 +22,12 @@ class LocalStorage(DataStorage):
 
     def absolute(self, location: str) -> str:
         """See `DataStorage.absolute`."""
-        return str(Path(location).expanduser().absolute())
+        path = Path(location).expanduser().absolute()
+        if ".." not in path.parts:
+            return str(path)
+        wild = list(itertools.dropwhile(lambda part: not has_wildcards(part), path.parts))
+        plain = path.parts[: len(path.parts) - len(wild)]
+        return str(Path(*plain).resolve().joinpath(*wild))  # a link's parent is elsewhere than its path says
 
     def stat_file(self, path: str) -> FileStat:
         """See `DataStorage.stat_file`."""
@@ -60,6 +66,15 @@ class LocalStorage(DataStorage):
             return sorted(set(_expand(root, segments, ())))
         except OSError as exc:
             raise _unreadable(str(exc.filename or pattern), exc) from exc
+
+    def find_root(self, location: str) -> str:
+        """See `DataStorage.find_root`."""
+        if os.path.lexists(location) or not has_wildcards(location):
+            folder = Path(location) if Path(location).is_dir() else Path(location).parent
+        else:
+            plain = list(itertools.takewhile(lambda part: not has_wildcards(part), Path(location).parts))
+            folder = Path(*plain)
+        return f"{str(folder).rstrip('/')}/"
 
     def _list_path(self, path: str) -> list[str]:
         if Path(path).is_dir():

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from edl.errors import EDLError, SettingsError, SourceError
-from edl.master.datasets.storage.base import DataStorage, FileStat, has_wildcards
+from edl.master.datasets.storage.base import WILDCARDS, DataStorage, FileStat, has_wildcards
 from edl.quoting import quote, shown
 
 __all__ = ["RemoteStorage"]
@@ -73,6 +73,17 @@ class RemoteStorage(DataStorage):
                 found = []
             root = str(self._fs._strip_protocol(pattern)).partition("*")[0]
             return sorted({self._fs.unstrip_protocol(path) for path in found if not _is_hidden(path, root)})
+
+    def find_root(self, location: str) -> str:
+        """See `DataStorage.find_root`."""
+        with _translated(location):
+            path = str(self._fs._strip_protocol(location))
+            if not self._fs.isfile(path) and not self._fs.isdir(path):
+                path = path[: wildcards.start()] if (wildcards := WILDCARDS.search(path)) else path
+                path = path.rpartition("/")[0]
+            elif self._fs.isfile(path):
+                path = path.rpartition("/")[0]
+            return f"{str(self._fs.unstrip_protocol(path)).rstrip('/')}/"
 
 
 def _is_hidden(path: str, root: str) -> bool:

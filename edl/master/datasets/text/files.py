@@ -16,7 +16,7 @@ from edl.errors import ProtocolError, SettingsError, SourceError
 from edl.master.datasets.dataset import Dataset
 from edl.master.datasets.index import IndexPart, Numbers, check_size, pack_part
 from edl.master.datasets.settings import DEFAULT_SHARD_SIZE, ShardSettings
-from edl.master.datasets.storage import DataStorage, open_storage
+from edl.master.datasets.storage import DataStorage, file_changed, open_storage
 from edl.master.datasets.text.cutting import ShardCutter
 from edl.quoting import quote, shown
 
@@ -180,7 +180,7 @@ class TextDataset(Dataset):
                 crc = zlib.crc32(data, crc)
                 left -= len(data)
                 if not left and crc != self._crcs[shard]:
-                    raise SourceError(self._changed(path, f"its bytes {start} to {stop} are others"))
+                    raise file_changed(path, f"its bytes {start} to {stop} are others")
                 yield path, start, data
 
     def _ranges(self, shard: int) -> Iterator[tuple[int, int, int]]:
@@ -197,13 +197,7 @@ class TextDataset(Dataset):
     def _check_stat(self, storage: DataStorage, path: str, wanted: int) -> None:
         found = storage.stat_file(path).nbytes
         if found != wanted:
-            raise SourceError(self._changed(path, f"it has {found} bytes, and had {wanted}"))
-
-    def _changed(self, path: str, how: str) -> str:
-        return (
-            f"{quote(path)} is not as it was indexed: {how}. Put the file back as it was, and retry what is poisoned; "
-            f"or create the data set again, under another name"
-        )
+            raise file_changed(path, f"it has {found} bytes, and had {wanted}")
 
 
 def check_plain(storage: DataStorage, path: str) -> None:

@@ -190,7 +190,7 @@ def test_file_truncated_while_it_is_read(tmp_path: Path, small_blocks: None) -> 
     samples = dataset.read(Lease(0, 0, 0, 40))
     next(samples)
     os.truncate(tmp_path / "text", 11)
-    with pytest.raises(SourceError, match="was cut off: it ends at byte"):
+    with pytest.raises(SourceError, match="was cut off, and ends at byte"):
         list(samples)
 
 

@@ -1,0 +1,140 @@
+"""Sets of files: a unit is a file."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from edl.errors import ProtocolError
+from edl.master.datasets.dataset import Dataset, UnitId
+from edl.master.datasets.index import IndexPart, check_size, pack_part
+from edl.master.datasets.settings import DEFAULT_SHARD_SIZE, ShardSettings
+from edl.master.datasets.storage import FileStat, file_changed, open_storage
+from edl.quoting import shown
+
+__all__ = ["CHECKS", "FileSample", "FileSet", "describe_files"]
+
+CHECKS: Final = ("mtime", "size")
+"""By what a file is known as that which was indexed: by its time of change (or an object's tag) and its size, or by its
+size alone, for copies whose time of change is another on every machine."""
+
+
+@dataclass(frozen=True)
+class FileSample:
+    """A file of a set.
+
+    Attributes:
+        id: its path in the set.
+        path: its path or URL.
+        nbytes: its size.
+    """
+
+    id: str
+    path: str
+    nbytes: int
+
+    def read_bytes(self) -> bytes:
+        """Return all of the file's bytes.
+
+        Raises:
+            SourceError: the file cannot be read, or has another size than when it was indexed.
+        """
+        data = open_storage(self.path).read_range(self.path, 0, self.nbytes + 1)
+        if len(data) != self.nbytes:
+            raise file_changed(self.path, f"it has not the {self.nbytes} bytes that it had")
+        return data
+
+
+class FileSet(Dataset):
+    """Files in the order of their paths; of a folder that grows, in the order in which they came.
+
+    Samples are `FileSample`s.
+    """
+
+    @classmethod
+    def from_location(
+        cls, location: str, settings: ShardSettings, check: str, progress: Callable[[int, int], object] | None
+    ) -> Dataset:
+        """List the files.
+
+        Args:
+            location: a folder, with all folders in it, or a pattern.
+            settings: of the data set.
+            check: see `CHECKS`.
+            progress: is called with the bytes of the files looked at, and of all files as far as is known.
+
+        Raises:
+            SettingsError: there is no file.
+            SourceError: a folder cannot be listed.
+        """
+        storage = open_storage(location)
+        location = storage.absolute(location)
+        root = storage.find_root(location)
+        paths = storage.find_files(location)
+        stats = []
+        done = 0
+        for path in paths:
+            stats.append(storage.stat_file(path))
+            done += stats[-1].nbytes
+            if progress is not None:
+                progress(done, done)
+        shard_size = settings.shard_size or DEFAULT_SHARD_SIZE
+        head = {"shuffle_within": settings.shuffle_within, "root": root, "check": check}
+        names = [path.removeprefix(root) for path in paths]
+        index = pack_part(describe_files(head, names, stats))
+        check_size(index, "split the set of files into several data sets")
+        return cls(settings.spec("files", location, len(paths), shard_size, index))
+
+    def describe(self) -> str:
+        """See `Dataset.describe`."""
+        return f"{self.kind}:{shown(self.spec.location)} ({self._known_units()} files)"
+
+    def _load(self, parts: Sequence[IndexPart]) -> None:
+        try:
+            self._root: str = parts[0].head["root"]
+            self._check: str = parts[0].head["check"]
+            self._names: list[str] = [name for part in parts for name in part.head.get("names", ())]
+            self._nbytes = np.concatenate([part.columns["nbytes"] for part in parts])
+            self._versions = np.concatenate([part.columns["versions"] for part in parts])
+        except (LookupError, ValueError, TypeError) as exc:
+            raise ProtocolError(f"the index of {self.kind}:{self.spec.location} lacks a part: {exc!r}") from exc
+        if not len(self._names) == len(self._nbytes) == len(self._versions) == self._known_units():
+            raise ProtocolError(f"the index of {self.kind}:{self.spec.location} is of another number of files")
+
+    def _id_of(self, unit: int) -> UnitId:
+        return self._names[unit]
+
+    def _read_units(self, start: int, stop: int) -> Iterable[Any]:
+        return (self._sample(unit) for unit in range(start, stop))
+
+    def _sample(self, unit: int) -> FileSample:
+        path = self._root + self._names[unit]
+        nbytes = int(self._nbytes[unit])
+        found = open_storage(path).stat_file(path)
+        if found.nbytes != nbytes:
+            raise file_changed(path, f"it has {found.nbytes} bytes, and had {nbytes}")
+        if self._check == "mtime" and _digest(found.version) != self._versions[unit]:
+            raise file_changed(path, "it was written again (where only its time differs: check='size')")
+        return FileSample(self._names[unit], path, nbytes)
+
+
+def describe_files(head: dict[str, Any], names: Sequence[str], stats: Iterable[FileStat]) -> IndexPart:
+    """Return a part of an index about some files.
+
+    Args:
+        head: what else stands in the part's head.
+        names: their paths in the set.
+        stats: what the storage says of each.
+    """
+    stats = list(stats)
+    nbytes = np.array([stat.nbytes for stat in stats], np.int64)
+    versions = np.array([_digest(stat.version) for stat in stats], np.int64)
+    return IndexPart({**head, "names": list(names)}, {"nbytes": nbytes, "versions": versions})
+
+
+def _digest(version: str) -> int:
+    return zlib.crc32(version.encode())

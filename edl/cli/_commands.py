@@ -25,9 +25,10 @@ __all__ = ["Command", "explain_missing", "find", "nearest"]
 GROUP = "edl.commands"
 
 # The order in which somebody new meets them; others follow by name.
-_ORDER = ("demo", "serve", "register", "teachers", "label", "run", "status", "report", "bench")
+_ORDER = ("demo", "serve", "register", "teachers", "label", "run", "status", "report", "dashboard", "bench")
 
 _PROVIDERS = {
+    "aiohttp": ("aiohttp", "dashboard"),
     "consul": ("py-consul", "consul"),
     "fsspec": ("fsspec", "collective"),
     "grpc_health": ("grpcio-health-checking", "serving"),

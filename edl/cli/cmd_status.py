@@ -6,6 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -15,15 +16,21 @@ from rich.text import Text
 
 from edl.cli import _jobs
 from edl.cli._changes import printable
+from edl.cli._shards import master_lines
 from edl.collective.goodput.codec import Event
 from edl.collective.goodput.spans import TimeCategory
-from edl.collective.goodput.summary import NodeRow, Summary, as_dict
+from edl.collective.goodput.summary import NodeRow, Summary
 from edl.collective.job_records import Exclusion
+from edl.dashboard.state import as_json
+from edl.dashboard.state.jobs import read_job_status
+from edl.dashboard.state.schema import JobStatus
 from edl.discovery import Store, open_store
 from edl.errors import DiscoveryError, SettingsError
 from edl.settings import DiscoverySettings
 
 __all__ = ["main"]
+
+Look: TypeAlias = "tuple[Summary | None, JobStatus]"
 
 _EVERY_S = 1.0
 """Between two looks of `--watch`: agents write what they do as often."""
@@ -49,7 +56,8 @@ _STYLES = {
 
 _DESCRIPTION = """\
 Shows an elastic job: its members with their ranks, how far and how fast they train, the goodput until now (the part
-of the wall-clock time that went into steps which were finished once and not lost), and what happened lately."""
+of the wall-clock time that went into steps which were finished once and not lost), and what happened lately. Of a job
+with a master it shows the shards, poisoned ones first."""
 
 _EXAMPLES = """\
 examples:
@@ -70,17 +78,24 @@ def main(argv: Sequence[str]) -> int:
     if options.events < 0:
         raise SettingsError(f"--events {options.events}: must be at least 0")
     with open_store(DiscoverySettings.of(options.store).url) as store:
-        summary = _jobs.look(store, options.job)
+        look = read_job_status(store, options.job, options.events)
         if options.watch:
-            _watch(store, summary, options.events, as_json=options.json)
+            _watch(store, look, options.events, as_json=options.json)
         elif options.json:
-            print(json.dumps(as_dict(summary, options.events)))
+            print(_json(look))
         else:
-            _jobs.console(_WIDTH).print(_shown(summary, options.events))
+            _jobs.console(_WIDTH).print(_shown(look, options.events))
     return 0
 
 
-def _watch(store: Store, summary: Summary, events: int, *, as_json: bool) -> None:
+def _json(look: Look) -> str:
+    """Return the job's entry of the page's `/api/state`, without its history."""
+    fields = as_json(look[1])
+    del fields["history"]
+    return json.dumps(fields, allow_nan=False)
+
+
+def _watch(store: Store, look: Look, events: int, *, as_json: bool) -> None:
     """Show the job until it ends. An outage of the store is told, and is not the end."""
     console = _jobs.console(_WIDTH)
     with contextlib.ExitStack() as stack:
@@ -90,24 +105,28 @@ def _watch(store: Store, summary: Summary, events: int, *, as_json: bool) -> Non
         trouble = ""
         while True:
             if as_json:
-                print(json.dumps(as_dict(summary, events)), flush=True)
+                print(_json(look), flush=True)
             else:
-                shown = Group(_shown(summary, events), Text(printable(trouble), "bold red"))
+                shown = Group(_shown(look, events), Text(printable(trouble), "bold red"))
                 if live is None:
                     console.print(shown)
                 else:
                     live.update(shown, refresh=True)
-            if summary.state in ("done", "failed"):
+            if look[1].state in ("done", "failed"):
                 return
             time.sleep(_EVERY_S)
             try:
-                summary, trouble = _jobs.look(store, summary.job), ""
+                look, trouble = read_job_status(store, look[1].job, events), ""
             except DiscoveryError as exc:
                 trouble = f"as known last: {exc}"
 
 
-def _shown(summary: Summary, events: int) -> RenderableType:
-    parts: list[RenderableType] = [_headline(summary)]
+def _shown(look: Look, events: int) -> RenderableType:
+    summary, status = look
+    shards = list(master_lines(status.master)) if status.master is not None else []
+    if summary is None:
+        return Group(Text.assemble("job ", (printable(status.job), "bold"), ": ", _coloured(status.state)), *shards)
+    parts: list[RenderableType] = [_headline(summary), *shards]
     if summary.message:
         parts.append(Text(printable(summary.message.strip().rpartition("\n")[2]), "dim"))
     parts += [_where_the_time_went(summary), _members(summary.nodes)]

@@ -16,8 +16,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 from urllib.parse import quote
 
 from edl.collective.goodput.codec import Event, decode_events, decode_record, encode_events, encode_record
@@ -26,9 +27,22 @@ from edl.collective.job_records import Exclusion, World, prefix
 from edl.discovery.store import Store
 from edl.errors import ProtocolError, SettingsError
 
-__all__ = ["JobRecord", "LedgerWriter", "last_step_before", "delete_ledgers", "list_jobs", "read_job"]
+__all__ = [
+    "JobPart",
+    "JobRecord",
+    "LedgerWriter",
+    "decode_part",
+    "delete_ledgers",
+    "join_parts",
+    "last_step_before",
+    "list_jobs",
+    "read_job",
+]
 
 MAX_EVENTS: Final = 300  # of a life of an agent: as JSON below 120 KB in ASCII, written again with every event
+
+JobPart: TypeAlias = "World | NodeRecord | tuple[Event, ...] | Exclusion | None"
+"""What an entry of a job holds."""
 
 
 class LedgerWriter:
@@ -102,24 +116,56 @@ def read_job(store: Store, job: str) -> JobRecord:
         ProtocolError: what it has cannot be read by this version.
     """
     folder = _prefix(job)
-    world: World | None = None
-    nodes: list[NodeRecord] = []
-    events: list[Event] = []
-    exclusions: list[Exclusion] = []
     found = store.list(folder)
     if not found:
         known = ", ".join(list_jobs(store)) or "none at all"
         raise SettingsError(f"there is no job {job!r} in this store; there is {known}")
-    for entry in found:
-        part = entry.key.removeprefix(folder)
-        if part == "world":
-            world = World.decode(entry.value)
-        elif part.startswith("ledger/"):
-            nodes.append(decode_record(entry.value, entry.key))
-        elif part.startswith("events/"):
-            events += decode_events(entry.value, entry.key)
-        elif part.startswith("left-out/"):
-            exclusions.append(Exclusion.decode(entry.value))
+    return join_parts(job, [decode_part(entry.key, entry.value) for entry in found])
+
+
+def decode_part(key: str, value: bytes) -> JobPart:
+    """Read an entry of a job.
+
+    Args:
+        key: of the entry, from `jobs/` on.
+        value: of the entry.
+
+    Returns:
+        What is there; None for what says nothing about where time went.
+
+    Raises:
+        ProtocolError: it cannot be read by this version.
+    """
+    _, _, part = key.split("/", 2) if key.count("/") > 1 else ("", "", "")
+    if part == "world":
+        return World.decode(value)
+    if part.startswith("ledger/"):
+        return decode_record(value, key)
+    if part.startswith("events/"):
+        return tuple(decode_events(value, key))
+    return Exclusion.decode(value) if part.startswith("left-out/") else None
+
+
+def join_parts(job: str, parts: Iterable[JobPart]) -> JobRecord:
+    """Join the entries of a job.
+
+    Args:
+        job: its name.
+        parts: what `decode_part` returned for its entries.
+    """
+    world: World | None = None
+    nodes: list[NodeRecord] = []
+    events: list[Event] = []
+    exclusions: list[Exclusion] = []
+    for part in parts:
+        if isinstance(part, World):
+            world = part
+        elif isinstance(part, NodeRecord):
+            nodes.append(part)
+        elif isinstance(part, Exclusion):
+            exclusions.append(part)
+        elif part is not None:
+            events += part
     nodes.sort(key=lambda record: (record.began_us, record.node))
     events.sort(key=lambda event: event.at_us)
     exclusions.sort(key=lambda exclusion: exclusion.at_s)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from edl.collective.goodput.causes import find_causes
 from edl.collective.goodput.codec import Event
 from edl.collective.goodput.job import JobLedger, join_ledgers
 from edl.collective.goodput.node import NodeRecord
@@ -135,7 +136,10 @@ def as_dict(summary: Summary, last_events: int) -> dict[str, Any]:
             {"node": host.node, "reason": host.reason, "clear": host.clear, "step": host.step, "at": host.at_s}
             for host in summary.exclusions
         ],
-        "events": [_event_as_dict(event) for event in _last(summary.events, last_events)],
+        "events": [
+            {**_event_as_dict(event), "cause": cause}
+            for event, cause in _last(list(zip(summary.events, find_causes(summary.events), strict=True)), last_events)
+        ],
     }
 
 
@@ -167,7 +171,7 @@ def _seconds(amounts: dict[TimeCategory, int]) -> dict[str, float]:
     return {state.name.lower(): amounts[state] / 1e6 for state in TimeCategory}
 
 
-def _last(events: Sequence[Event], count: int) -> Sequence[Event]:
+def _last(events: Sequence[tuple[Event, str]], count: int) -> Sequence[tuple[Event, str]]:
     return events[max(0, len(events) - count) :]
 
 
@@ -196,4 +200,5 @@ def _event_as_dict(event: Event) -> dict[str, Any]:
         "kind": event.kind,
         "text": event.text,
         "generation": event.generation,
+        "time": event.at_us / 1e6,
     }

@@ -26,6 +26,7 @@ __all__ = [
     "check_identity",
     "context_for",
     "identity_of",
+    "load_pair",
     "read_ca",
     "read_pair",
     "read_tokens",
@@ -93,7 +94,7 @@ def read_pair(cert: str, key: str) -> tuple[bytes, bytes]:
             "key of EC P-256, EC P-384 or RSA"
         )
     try:
-        _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), chain, secret)
+        load_pair(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), chain, secret)
     except ssl.SSLError as exc:
         if exc.reason == "KEY_VALUES_MISMATCH":
             raise SettingsError(
@@ -181,9 +182,9 @@ def check_identity(chain: bytes, key: bytes, what: str, *, serving: bool) -> Cer
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_mode = ssl.CERT_NONE
-    _load(server, chain, key)
+    load_pair(server, chain, key)
     if not serving:
-        _load(client, chain, key)
+        load_pair(client, chain, key)
     verifying = client if serving else server
     verifying.verify_mode = ssl.CERT_REQUIRED
     verifying.verify_flags |= _PARTIAL_CHAIN
@@ -223,7 +224,7 @@ def context_for(ca: bytes | None, pair: tuple[bytes, bytes] | None, *, serving: 
         context.load_verify_locations(cadata=_ascii(ca))
         context.verify_mode = ssl.CERT_REQUIRED
     if pair is not None:
-        _load(context, *pair)
+        load_pair(context, *pair)
     return context
 
 
@@ -272,8 +273,8 @@ def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def _load(context: ssl.SSLContext, chain: bytes, key: bytes) -> None:
-    """Load a pair that was read already, so that what is checked is what is used."""
+def load_pair(context: ssl.SSLContext, chain: bytes, key: bytes) -> None:
+    """Load a pair that was read already, so that what is checked is what is used; also into a context in use."""
     memory = os.memfd_create("edl-tls")  # the standard library takes names of files only, and a key is to be on no disk
     try:
         with os.fdopen(os.dup(memory), "wb") as file:

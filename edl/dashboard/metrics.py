@@ -1,0 +1,277 @@
+"""The state as Prometheus metrics: https://prometheus.io/docs/practices/naming/.
+
+Labels name jobs, datasets, services, teachers and students that are there at the moment, and never a sample or a shard:
+what is gone is no series any more. A job's label is `job_name`, since `job` is Prometheus's own.
+
+While the Store does not answer there are no series of jobs and services: Prometheus shows a gap rather than a figure
+that is not known.
+
+What does not belong here: how the state is found (`edl.dashboard.state`), and HTTP.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from edl.dashboard.state.masters import SHARD_STATES
+from edl.dashboard.state.schema import DashboardState, JobStatus, MasterStatus, ServiceStatus
+
+__all__ = ["METRICS", "DashboardMetrics", "MetricSpec", "ServerFigures"]
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """A metric of the page.
+
+    Attributes:
+        name: as it is exported.
+        kind: "counter" or "gauge".
+        labels: their names.
+        text: its help.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    labels: tuple[str, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class ServerFigures:
+    """What the server itself counts.
+
+    Attributes:
+        looks: at the Store.
+        look_s: that the last look took.
+        clients: that follow the stream of events.
+    """
+
+    looks: int
+    look_s: float
+    clients: int
+
+
+_JOB: Final = ("job_name",)
+_DATASET: Final = ("job_name", "dataset")
+_TEACHER: Final = ("service", "teacher")
+_STUDENT: Final = ("service", "student", "job_name")
+_JOB_STATES: Final = ("forming", "running", "done", "failed", "down", "unknown")
+_TEACHER_STATES: Final = ("starting", "ready", "draining", "lapsed")
+
+METRICS: Final = (
+    MetricSpec("edl_dashboard_store_up", "gauge", (), "1 if the last look at the Store and the registry succeeded."),
+    MetricSpec("edl_dashboard_looks_total", "counter", (), "Looks at the Store, for all clients together."),
+    MetricSpec("edl_dashboard_last_look_seconds", "gauge", (), "What the last look took."),
+    MetricSpec("edl_dashboard_clients", "gauge", (), "Browsers that follow the stream of events."),
+    MetricSpec("edl_dashboard_unreadable_records", "gauge", (), "Records in the Store that cannot be read."),
+    MetricSpec("edl_job_state", "gauge", (*_JOB, "state"), "1 for the state that the job is in."),
+    MetricSpec("edl_job_generation", "gauge", _JOB, "The present generation; grows by 1 with every restart."),
+    MetricSpec("edl_job_world_size", "gauge", _JOB, "Ranks that train."),
+    MetricSpec("edl_job_wanted_workers", "gauge", _JOB, "Workers that the job's master wants."),
+    MetricSpec("edl_job_nodes", "gauge", (*_JOB, "state"), "Nodes that are alive, by what they do."),
+    MetricSpec("edl_job_left_out_hosts", "gauge", _JOB, "Hosts left out because a GPU of theirs failed."),
+    MetricSpec("edl_job_step", "gauge", _JOB, "The last step that was finished."),
+    MetricSpec("edl_job_steps_per_second", "gauge", _JOB, "Steps finished a second, over the last 15 s."),
+    MetricSpec("edl_job_samples_per_second", "gauge", _JOB, "Samples trained on a second, over the last 15 s."),
+    MetricSpec("edl_job_goodput_ratio", "gauge", _JOB, "Time in steps that count, by the time since the job began."),
+    MetricSpec("edl_job_seconds_total", "counter", (*_JOB, "category"), "The job's time by what it went into."),
+    MetricSpec("edl_master_up", "gauge", _JOB, "1 if a master leads, and has reported lately."),
+    MetricSpec("edl_master_term", "gauge", _JOB, "Masters that the job has had."),
+    MetricSpec("edl_master_report_age_seconds", "gauge", _JOB, "Since the master's last report."),
+    MetricSpec("edl_master_commands_total", "counter", _JOB, "Commands in the master's journal."),
+    MetricSpec("edl_master_epoch", "gauge", _DATASET, "The dataset's present epoch, from 0."),
+    MetricSpec("edl_master_shards", "gauge", (*_DATASET, "state"), "Shards of the present epoch, by state."),
+    MetricSpec("edl_master_shards_done_total", "counter", _DATASET, "Shards done, in all epochs."),
+    MetricSpec("edl_master_units_per_second", "gauge", _DATASET, "Units of the dataset done a second, lately."),
+    MetricSpec("edl_master_eta_seconds", "gauge", _DATASET, "Until the dataset is done, at that rate."),
+    MetricSpec("edl_master_holders", "gauge", _DATASET, "Readers that hold shards or did lately."),
+    MetricSpec("edl_pool_replicas", "gauge", ("service",), "Teachers that are ready or start."),
+    MetricSpec("edl_pool_wanted_replicas", "gauge", ("service",), "Teachers that the advisor wants."),
+    MetricSpec("edl_service_teachers", "gauge", ("service", "state"), "Teachers by state."),
+    MetricSpec("edl_service_students", "gauge", ("service",), "Students that report."),
+    MetricSpec("edl_service_teacher_rows_total", "counter", _TEACHER, "Rows that the teacher has computed."),
+    MetricSpec("edl_service_teacher_compute_seconds_total", "counter", _TEACHER, "Time of the model's calls."),
+    MetricSpec("edl_service_teacher_queue_rows", "gauge", _TEACHER, "Rows that wait in the teacher's queue."),
+    MetricSpec("edl_service_teacher_rows_per_second", "gauge", _TEACHER, "Rows computed a second, lately."),
+    MetricSpec("edl_service_student_rows_total", "counter", _STUDENT, "Rows that the student has asked for."),
+    MetricSpec("edl_service_student_wait_seconds_total", "counter", _STUDENT, "Time that it waited for labels."),
+    MetricSpec("edl_service_student_wait_ratio", "gauge", _STUDENT, "Part of its time that it waits, lately."),
+)
+"""All of them; a master's page has those of its registry as well (`edl_master_journal_commit_seconds`)."""
+
+
+class DashboardMetrics(Collector):
+    """Collects the latest state at a scrape, in a registry of its own.
+
+    Args:
+        latest: returns the state; None before the first look.
+        figures: returns what the server counts.
+        registries: whose metrics are shown too.
+
+    Attributes:
+        registry: of the Prometheus client library.
+    """
+
+    def __init__(
+        self,
+        latest: Callable[[], DashboardState | None],
+        figures: Callable[[], ServerFigures],
+        registries: Iterable[CollectorRegistry] = (),
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self._latest = latest
+        self._figures = figures
+        self._counters = _Monotonic()
+        self.registry.register(self)
+        for registry in registries:
+            self.registry.register(_Others(registry))
+
+    def describe(self) -> Iterator[Metric]:
+        """Yield nothing: what there is to collect is known at a scrape."""
+        yield from ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of a scrape."""
+        samples = _Samples()
+        state = self._latest()
+        figures = self._figures()
+        samples.add("edl_dashboard_store_up", state is not None and not state.stale)
+        samples.add("edl_dashboard_looks_total", figures.looks)
+        samples.add("edl_dashboard_last_look_seconds", figures.look_s)
+        samples.add("edl_dashboard_clients", figures.clients)
+        if state is not None and not state.stale:
+            samples.add("edl_dashboard_unreadable_records", len(state.unreadable))
+            for job in state.jobs:
+                _add_job(samples, job, self._counters)
+                if job.master is not None:
+                    _add_master(samples, job.job, job.master)
+            for service in state.services:
+                _add_service(samples, service)
+            self._counters.forget({job.job for job in state.jobs})
+        yield from samples.families()
+
+
+class _Others(Collector):
+    """Passes another registry's metrics on."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def describe(self) -> Iterator[Metric]:
+        yield from ()
+
+    def collect(self) -> Iterable[Metric]:
+        return self._registry.collect()
+
+
+class _Samples:
+    """The samples of a scrape, by metric."""
+
+    def __init__(self) -> None:
+        self._families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for spec in METRICS:
+            family = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+            self._families[spec.name] = family(spec.name, spec.text, labels=spec.labels)
+
+    def add(self, name: str, value: float | None, *labels: str) -> None:
+        """Add a sample, unless its value is not known."""
+        if value is not None:
+            self._families[name].add_metric(labels, float(value))
+
+    def families(self) -> Iterator[Metric]:
+        """Yield the metrics that have samples."""
+        yield from (family for family in self._families.values() if family.samples)
+
+
+class _Monotonic:
+    """Holds a job's seconds where a late record of a node moves some from a category to another.
+
+    A counter that falls is taken for one that began anew, and all of it would count again.
+    """
+
+    def __init__(self) -> None:
+        self._highest: dict[str, tuple[float, dict[str, float]]] = {}
+
+    def seconds(self, job: JobStatus) -> dict[str, float]:
+        """Return a job's seconds by category, which never fall as long as it is the same job."""
+        began, highest = self._highest.get(job.job, (job.began, {}))
+        if began != job.began:
+            highest = {}
+        merged = {category: max(value, highest.get(category, 0.0)) for category, value in job.seconds.items()}
+        self._highest[job.job] = (job.began, merged)
+        return merged
+
+    def forget(self, present: set[str]) -> None:
+        """Forget all jobs but the present ones."""
+        self._highest = {job: found for job, found in self._highest.items() if job in present}
+
+
+def _add_job(samples: _Samples, job: JobStatus, counters: _Monotonic) -> None:
+    name = job.job
+    for state in _JOB_STATES:
+        samples.add("edl_job_state", job.state == state, name, state)
+    if job.wanted_workers is not None:
+        samples.add("edl_job_wanted_workers", job.wanted_workers.count, name)
+    if job.master_only:
+        return
+    samples.add("edl_job_generation", max(0, job.generation), name)
+    samples.add("edl_job_world_size", job.world_size, name)
+    alive = Counter(node.state for node in job.nodes if node.state not in ("left", "lost"))
+    for node_state, count in sorted(alive.items()):
+        samples.add("edl_job_nodes", count, name, node_state)
+    samples.add("edl_job_left_out_hosts", len(job.left_out), name)
+    running = job.state == "running"
+    if job.step >= 0:
+        samples.add("edl_job_step", job.step, name)
+        samples.add("edl_job_steps_per_second", job.steps_per_s if running else 0.0, name)
+        samples.add("edl_job_samples_per_second", job.samples_per_s if running else 0.0, name)
+    samples.add("edl_job_goodput_ratio", job.goodput, name)
+    for category, seconds in counters.seconds(job).items():
+        samples.add("edl_job_seconds_total", seconds, name, category)
+
+
+def _add_master(samples: _Samples, job: str, master: MasterStatus) -> None:
+    samples.add("edl_master_up", master.state == "leading", job)
+    samples.add("edl_master_term", master.term, job)
+    samples.add("edl_master_report_age_seconds", master.age_s, job)
+    samples.add("edl_master_commands_total", master.commands, job)
+    for dataset in master.datasets:
+        labels = job, dataset.name
+        samples.add("edl_master_epoch", dataset.epoch, *labels)
+        for state in SHARD_STATES:
+            samples.add("edl_master_shards", dataset.shards[state], *labels, state)
+        whole_epochs = (dataset.epoch or 0) * sum(dataset.shards.values())
+        samples.add("edl_master_shards_done_total", whole_epochs + dataset.shards["done"], *labels)
+        samples.add("edl_master_units_per_second", dataset.units_per_s, *labels)
+        samples.add("edl_master_eta_seconds", dataset.eta_s, *labels)
+        samples.add("edl_master_holders", len(dataset.holders), *labels)
+
+
+def _add_service(samples: _Samples, service: ServiceStatus) -> None:
+    name = service.service
+    states = Counter(teacher.state for teacher in service.teachers)
+    for state in _TEACHER_STATES:
+        samples.add("edl_service_teachers", states[state], name, state)
+    samples.add("edl_pool_replicas", states["ready"] + states["starting"], name)
+    if service.wanted is not None:
+        samples.add("edl_pool_wanted_replicas", service.wanted.count, name)
+    samples.add("edl_service_students", len(service.students), name)
+    for teacher in service.teachers:
+        labels = name, teacher.id
+        samples.add("edl_service_teacher_rows_total", teacher.rows, *labels)
+        samples.add("edl_service_teacher_compute_seconds_total", teacher.compute_s, *labels)
+        samples.add("edl_service_teacher_queue_rows", teacher.queue_rows, *labels)
+        samples.add("edl_service_teacher_rows_per_second", teacher.rows_per_s, *labels)
+    for student in service.students:
+        student_labels = name, student.id, student.job
+        samples.add("edl_service_student_rows_total", student.rows, *student_labels)
+        samples.add("edl_service_student_wait_seconds_total", student.wait_s, *student_labels)
+        samples.add("edl_service_student_wait_ratio", student.wait_share, *student_labels)

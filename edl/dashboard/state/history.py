@@ -1,0 +1,104 @@
+"""Bounded history: points in the order of their time, of which the older half is thinned out as they become many.
+
+Points carry sums since the beginning (seconds by category) or a figure of their moment, so a point that is left out
+takes detail and no amount with it.
+
+What does not belong here: when a point is added (`StateReader`).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+from typing import Final, Generic, Protocol, TypeVar
+
+from edl.collective.goodput.spans import TimeCategory
+from edl.collective.goodput.summary import Summary
+from edl.dashboard.state.schema import JobPoint
+
+__all__ = ["MAX_POINTS", "History", "points_of_ledger"]
+
+MAX_POINTS: Final = 600
+"""20 minutes of a point in 2 s, and days of thinner ones; as JSON below 120 KB for a job."""
+_FROM_LEDGER: Final = 300
+"""Points that a ledger gives at most: the other half is for what comes."""
+
+
+class _Point(Protocol):
+    @property
+    def t(self) -> float: ...
+
+
+P = TypeVar("P", bound=_Point)
+
+
+class History(Generic[P]):
+    """Points in ascending order of time; `MAX_POINTS` at most.
+
+    Args:
+        limit: the most points, at least 4.
+    """
+
+    def __init__(self, limit: int = MAX_POINTS) -> None:
+        self._limit = limit
+        self._points: list[P] = []
+
+    @property
+    def points(self) -> tuple[P, ...]:
+        """All points, oldest first."""
+        return tuple(self._points)
+
+    @property
+    def last_t(self) -> float | None:
+        """The time of the newest point; None without any."""
+        return self._points[-1].t if self._points else None
+
+    def append(self, point: P) -> None:
+        """Append a point; a point that is not newer than the newest is left out: the clock went back.
+
+        Args:
+            point: of a moment after all others.
+        """
+        if self._points and point.t <= self._points[-1].t:
+            return
+        self._points.append(point)
+        if len(self._points) > self._limit:
+            half = self._limit // 2
+            self._points[:half] = self._points[:half:2]
+
+    def extend(self, points: Iterable[P]) -> None:
+        """Append points, oldest first.
+
+        Args:
+            points: as for `append`.
+        """
+        for point in points:
+            self.append(point)
+
+
+def points_of_ledger(summary: Summary, after_t: float, until_t: float, look: int) -> list[JobPoint]:
+    """Return what the ledger in the Store says of a job's past.
+
+    Its spans say where the time went while no dashboard looked, so a page that is opened late shows all of it.
+
+    Args:
+        summary: of the job.
+        after_t: wall clock; only later points.
+        until_t: wall clock; only points until then: a node's clock may go before this machine's.
+        look: that adds them.
+    """
+    points = []
+    at_us = summary.ledger.began_us
+    sums = [0] * len(TimeCategory)
+    for span in summary.ledger.spans:
+        at_us += span.length_us
+        for state in TimeCategory:
+            sums[state] += span.amounts[state]
+        seconds = {state.name.lower(): sums[state] / 1e6 for state in TimeCategory}
+        elapsed = sum(sums)
+        goodput = sums[TimeCategory.TRAIN] / elapsed if summary.steps_known and elapsed else None
+        points.append(JobPoint(at_us / 1e6, seconds, goodput, world_size=span.workers, look=look))
+    times = [point.t for point in points]
+    points = points[bisect.bisect_right(times, after_t) : bisect.bisect_right(times, until_t)]
+    step = -(-len(points) // _FROM_LEDGER)
+    return points[::-1][::step][::-1] if step > 1 else points

@@ -1,0 +1,178 @@
+"""Jobs of a Store, from their ledgers and their masters' reports.
+
+What does not belong here: services (`services`), and history (`reader`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from edl.collective.goodput.records import JobPart, decode_part, join_parts, read_job
+from edl.collective.goodput.summary import Summary, as_dict, summarize
+from edl.collective.job_records import prefix
+from edl.dashboard.state.masters import decode_master, decode_wanted
+from edl.dashboard.state.schema import (
+    JobEvent,
+    JobStatus,
+    LeftOutHost,
+    MasterStatus,
+    NodeStatus,
+    UnreadableRecord,
+    WantedCount,
+)
+from edl.discovery.store import Entry, Store
+from edl.errors import ProtocolError, SettingsError
+from edl.load_reporting import read_wanted
+
+__all__ = ["LAST_EVENTS", "MASTERS", "JobReader", "job_status", "read_job_status", "sort_jobs"]
+
+MASTERS: Final = "master_reports/"
+"""Prefix of the keys of masters' reports."""
+LAST_EVENTS: Final = 50
+"""Of a job, in its entry: the merged list has 100."""
+_STATES: Final = {"leading": "running", "done": "done", "stopped": "down", "silent": "down"}
+"""Of a job of which there is a master only, by the master's state."""
+_MAX_REASON: Final = 300
+"""Characters of why a record cannot be read: it may quote the record."""
+
+
+class JobReader:
+    """Reads the jobs of a Store again and again, and decodes only what has changed. Not thread-safe.
+
+    Args:
+        store: stays the caller's to close.
+        job: the only job to read; None for all.
+    """
+
+    def __init__(self, store: Store, job: str | None = None) -> None:
+        self._store = store
+        self._job = job
+        self._decoded: dict[str, tuple[bytes, JobPart | ProtocolError]] = {}
+
+    def read(self, now_s: float) -> tuple[dict[str, Summary], dict[str, MasterStatus], list[UnreadableRecord]]:
+        """Ask the Store.
+
+        Args:
+            now_s: wall clock.
+
+        Returns:
+            The jobs by name, the masters' reports by job, and what could not be read.
+
+        Raises:
+            DiscoveryError: the Store does not answer.
+        """
+        unreadable: list[UnreadableRecord] = []
+        entries = self._store.list(prefix(self._job) if self._job else "jobs/")
+        reports = self._store.list(f"{MASTERS}{self._job or ''}")
+        masters = {}
+        for entry in reports:
+            job = entry.key.removeprefix(MASTERS)
+            if self._job in (None, job):
+                try:
+                    masters[job] = decode_master(entry.value, job, now_s)
+                except ProtocolError as exc:
+                    unreadable.append(_unreadable(entry.key, exc))
+        return self._summarize(entries, now_s, unreadable), masters, unreadable
+
+    def _summarize(
+        self, entries: Iterable[Entry], now_s: float, unreadable: list[UnreadableRecord]
+    ) -> dict[str, Summary]:
+        parts: dict[str, list[JobPart]] = defaultdict(list)
+        decoded = {}
+        for entry in entries:
+            if entry.key.count("/") < 2:
+                unreadable.append(UnreadableRecord(entry.key, "no record of a job has such a key"))
+                continue
+            found = self._decoded.get(entry.key)
+            if found is None or found[0] != entry.value:
+                found = (entry.value, _decode(entry))
+            decoded[entry.key] = found
+            job = entry.key.split("/")[1]
+            if isinstance(found[1], ProtocolError):
+                parts[job].extend(())  # the job is shown, with what can be read of it
+                unreadable.append(_unreadable(entry.key, found[1]))
+            else:
+                parts[job].append(found[1])
+        self._decoded = decoded
+        return {job: summarize(join_parts(job, found), round(now_s * 1e6)) for job, found in parts.items()}
+
+
+def job_status(
+    job: str, summary: Summary | None, master: MasterStatus | None, wanted: WantedCount | None, last_events: int
+) -> JobStatus:
+    """Return what the page shows of a job, without its history.
+
+    Args:
+        job: its name.
+        summary: of its ledger; None where no `edl run` takes part in it.
+        master: its master's report; None without.
+        wanted: how many workers there should be; None where nothing says so.
+        last_events: how many of the newest events to return.
+    """
+    fields: dict[str, Any] = as_dict(summary or summarize(join_parts(job, ()), 0), last_events)
+    fields["nodes"] = tuple(NodeStatus(**row) for row in fields["nodes"])
+    fields["left_out"] = tuple(LeftOutHost(**row) for row in fields["left_out"])
+    fields["events"] = tuple(JobEvent(**row) for row in fields["events"])
+    if summary is None and master is not None:
+        fields["state"] = _STATES.get(master.state, "unknown")
+    return JobStatus(**fields, master=master, wanted_workers=wanted, master_only=summary is None)
+
+
+def read_job_status(store: Store, job: str, last_events: int) -> tuple[Summary | None, JobStatus]:
+    """Read a single job, as `edl status` shows it.
+
+    Args:
+        store: to read from.
+        job: its name.
+        last_events: how many of the newest events to return.
+
+    Returns:
+        What its ledger says, None for a job of which there is a master only; and what the page shows of it.
+
+    Raises:
+        SettingsError: there is nothing of it; the message names the jobs that there are.
+        ProtocolError: what there is cannot be read by this version.
+        DiscoveryError: the store does not answer.
+    """
+    now_s = time.time()
+    summary = None
+    try:
+        record = read_job(store, job)
+    except SettingsError:
+        report = store.get(f"{MASTERS}{job}") if "/" not in job and job else None
+        if report is None:
+            raise
+    else:
+        summary = summarize(record, round(now_s * 1e6))
+        report = store.get(f"{MASTERS}{job}")
+    master = decode_master(report.value, job, now_s) if report is not None else None
+    wanted = read_wanted(store, "workers", job)
+    count = decode_wanted(wanted) if wanted is not None else None
+    return summary, job_status(job, summary, master, count, last_events)
+
+
+def sort_jobs(jobs: Mapping[str, JobStatus]) -> list[JobStatus]:
+    """Return jobs that go on first, then those that ended last, first.
+
+    Args:
+        jobs: by name.
+    """
+
+    def rank(job: JobStatus) -> tuple[bool, float, str]:
+        return job.state in ("done", "failed"), -(job.began + job.elapsed_s), job.job
+
+    return sorted(jobs.values(), key=rank)
+
+
+def _decode(entry: Entry) -> JobPart | ProtocolError:
+    try:
+        return decode_part(entry.key, entry.value)
+    except ProtocolError as exc:
+        return exc
+
+
+def _unreadable(key: str, exc: ProtocolError) -> UnreadableRecord:
+    return UnreadableRecord(key, str(exc)[:_MAX_REASON])

@@ -1,0 +1,227 @@
+"""Looks at a Store and a registry, and makes the state; what was known last stays while they do not answer.
+
+What does not belong here: when to look (`edl.dashboard.server`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from typing_extensions import Self
+
+import edl
+from edl.collective.goodput.summary import Summary
+from edl.dashboard.state.events import merge_events
+from edl.dashboard.state.history import History, points_of_ledger
+from edl.dashboard.state.jobs import LAST_EVENTS, JobReader, job_status, sort_jobs
+from edl.dashboard.state.masters import decode_wanted
+from edl.dashboard.state.schema import DashboardState, JobPoint, JobStatus, MasterStatus, ServicePoint, ServiceStatus
+from edl.dashboard.state.services import ServiceReader
+from edl.discovery.registry import Registry
+from edl.discovery.store import Store
+from edl.discovery.urls import open_registry, open_store
+from edl.errors import DiscoveryError, EDLError
+from edl.quoting import shown
+
+__all__ = ["MAX_JOBS", "StateReader"]
+
+MAX_JOBS: Final = 100
+"""On the page: those that run and those that ended last. A Store keeps a job's ledger until its name is used again."""
+_SAMPLE_S: Final = 2.0
+"""Between two points of a history: as fine as a picture shows."""
+_GAP_S: Final = 10.0
+"""After so long without a look, the ledger says what happened meanwhile."""
+_ROUNDING_S: Final = 0.01
+"""Times of a job's end that differ by less are the same."""
+_TIMEOUT_S: Final = 3.0
+"""Of a request to the Store: a look of a few of them ends before a person takes the page for dead."""
+
+
+class StateReader:
+    """Reads the state, again and again. Not thread-safe.
+
+    Opens Store and registry with the first look, and again after a look that could not open them.
+
+    Args:
+        url: of the Store, and of the registry unless that is elsewhere.
+        registry_url: where teachers register; None for the same URL.
+        job: the only job to show; None for all.
+
+    Attributes:
+        looks: how many looks there were.
+    """
+
+    def __init__(self, url: str, *, registry_url: str | None = None, job: str | None = None) -> None:
+        self._url = url
+        self._registry_url = registry_url or url
+        self._job = job
+        self._store: Store | None = None
+        self._registry: Registry | None = None
+        self._jobs: JobReader | None = None
+        self._services: ServiceReader | None = None
+        self._job_histories: dict[str, History[JobPoint]] = {}
+        self._service_histories: dict[str, History[ServicePoint]] = {}
+        self._last = DashboardState(time.time(), shown_url(url), edl.__version__, job=job)
+        self.looks = 0
+
+    def open(self) -> None:
+        """Open Store and registry, if they can be reached.
+
+        Raises:
+            SettingsError: a URL cannot be used.
+        """
+        with contextlib.suppress(DiscoveryError):  # the next look tries again, and says so
+            self._open()
+
+    def read(self) -> DashboardState:
+        """Look, and return the state.
+
+        Returns:
+            The state; with `stale` set, and otherwise as known last, where the Store or the registry does not answer.
+
+        """
+        now_s = time.time()
+        self.looks += 1
+        try:
+            self._open()
+            assert self._jobs is not None
+            assert self._services is not None
+            summaries, masters, unreadable = self._jobs.read(now_s)
+            services, wanted, rejected = self._services.read()
+        except EDLError as exc:
+            self._last = replace(self._last, time=now_s, stale=f"as known last: {shown(exc)}")
+            return self._last
+        jobs = self._job_statuses(summaries, masters, wanted)
+        if self._job is not None:
+            services = [service for service in services if _serves(service, self._job)] or services
+        sampled = [self._with_history(job, summaries.get(job.job), now_s) for job in jobs[:MAX_JOBS]]
+        followed = [self._service_with_history(service, now_s) for service in services]
+        _forget(self._job_histories, {job.job for job in sampled})
+        _forget(self._service_histories, {service.service for service in followed})
+        self._last = DashboardState(
+            time=now_s,
+            store=shown_url(self._url),
+            version=edl.__version__,
+            looked=now_s,
+            job=self._job,
+            jobs=tuple(sampled),
+            more_jobs=max(0, len(jobs) - MAX_JOBS),
+            services=tuple(followed),
+            events=merge_events(sampled, followed),
+            unreadable=(*unreadable, *rejected),
+        )
+        return self._last
+
+    def close(self) -> None:
+        """Close the Store and the registry."""
+        for opened in (self._registry, self._store):
+            if opened is not None:
+                opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> None:
+        if self._store is None:
+            self._store = open_store(self._url, timeout_s=_TIMEOUT_S)
+        if self._services is None:
+            if urlsplit(self._registry_url).scheme != "edl":  # an agent of `edl run` serves no registry
+                self._registry = open_registry(self._registry_url, timeout_s=_TIMEOUT_S)
+            self._jobs = JobReader(self._store, self._job)
+            self._services = ServiceReader(self._store, self._registry)
+
+    def _job_statuses(
+        self,
+        summaries: Mapping[str, Summary],
+        masters: Mapping[str, MasterStatus],
+        wanted: Mapping[tuple[str, str], Mapping[str, Any]],
+    ) -> list[JobStatus]:
+        found = {}
+        for job in summaries.keys() | masters.keys():
+            count = wanted.get(("workers", job))
+            found[job] = job_status(
+                job,
+                summaries.get(job),
+                masters.get(job),
+                decode_wanted(count) if count is not None else None,
+                LAST_EVENTS,
+            )
+        return sort_jobs(found)
+
+    def _with_history(self, job: JobStatus, summary: Summary | None, now_s: float) -> JobStatus:
+        history = self._job_histories.setdefault(job.job, History())
+        if history.last_t is not None and history.points[0].t < job.began:
+            history = self._job_histories[job.job] = History()  # another job of the same name has begun
+        last_t = history.last_t or 0.0
+        ended = job.state in ("done", "failed")
+        behind_s = min(now_s, job.began + job.elapsed_s) - last_t
+        if summary is not None and behind_s > (_ROUNDING_S if ended else _GAP_S):
+            history.extend(points_of_ledger(summary, last_t, now_s, self.looks))
+        if not ended and now_s - (history.last_t or 0.0) >= _SAMPLE_S:
+            history.append(_job_point(job, now_s, self.looks))
+        return replace(job, history=history.points)
+
+    def _service_with_history(self, service: ServiceStatus, now_s: float) -> ServiceStatus:
+        history = self._service_histories.setdefault(service.service, History())
+        if now_s - (history.last_t or 0.0) >= _SAMPLE_S:
+            history.append(_service_point(service, now_s, self.looks))
+        return replace(service, history=history.points)
+
+
+def shown_url(url: str) -> str:
+    """Return a Store's URL as it may be shown: without a user's name, a password, and what stands after a "?".
+
+    Args:
+        url: of a Store.
+    """
+    parts = urlsplit(url)
+    return shown(f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}/{parts.path.lstrip('/')}".rstrip("/"))
+
+
+def _serves(service: ServiceStatus, job: str) -> bool:
+    return any(student.job == job for student in service.students)
+
+
+def _forget(histories: dict[str, Any], present: set[str]) -> None:
+    for name in histories.keys() - present:
+        with contextlib.suppress(KeyError):
+            del histories[name]
+
+
+def _job_point(job: JobStatus, now_s: float, look: int) -> JobPoint:
+    rates = [dataset.units_per_s for dataset in job.master.datasets] if job.master is not None else []
+    known = [rate for rate in rates if rate is not None]
+    return JobPoint(
+        t=now_s,
+        seconds=job.seconds,
+        goodput=job.goodput,
+        samples_per_s=job.samples_per_s,
+        steps_per_s=job.steps_per_s,
+        world_size=job.world_size,
+        units_per_s=sum(known) if known else None,
+        look=look,
+    )
+
+
+def _service_point(service: ServiceStatus, now_s: float, look: int) -> ServicePoint:
+    rates = [teacher.rows_per_s for teacher in service.teachers if teacher.rows_per_s is not None]
+    waits = [student.wait_share for student in service.students if student.wait_share is not None]
+    return ServicePoint(
+        t=now_s,
+        rows_per_s=sum(rates) if rates else None,
+        teachers=sum(teacher.state in ("ready", "draining") for teacher in service.teachers),
+        wanted=service.wanted.count if service.wanted is not None else None,
+        wait_share=sum(waits) / len(waits) if waits else None,
+        look=look,
+    )

@@ -1,0 +1,528 @@
+"""The state behind the page, `/api/state`, `edl status --json` and the metrics, as dataclasses.
+
+Wall clocks are seconds since 1970, durations seconds, shares from 0 to 1; None is for what is not known. `as_json`
+makes the JSON, in which the names are the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+__all__ = [
+    "DashboardState",
+    "DatasetStatus",
+    "EventRow",
+    "JobEvent",
+    "JobPoint",
+    "JobStatus",
+    "LeftOutHost",
+    "MasterStatus",
+    "NodeStatus",
+    "PoisonedShard",
+    "ServicePoint",
+    "ServiceStatus",
+    "ShardFailure",
+    "ShardHolder",
+    "StudentStatus",
+    "TeacherStatus",
+    "UnreadableRecord",
+    "WantedCount",
+    "WantedDecision",
+    "as_json",
+]
+
+
+@dataclass(frozen=True)
+class WantedDecision:
+    """A moment at which another count was wanted.
+
+    Attributes:
+        time: wall clock.
+        count: wanted from then on.
+        reason: why, in words.
+    """
+
+    time: float | None
+    count: int | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class WantedCount:
+    """How many teachers or workers there should be.
+
+    Attributes:
+        count: wanted.
+        now: that there are.
+        reason: why, in words.
+        since: wall clock since which so many are wanted.
+        time: wall clock at which it was written; older than a minute, no master decides any more.
+        decisions: the last ones, oldest first.
+    """
+
+    count: int | None
+    now: int | None
+    reason: str
+    since: float | None
+    time: float | None = None
+    decisions: tuple[WantedDecision, ...] = ()
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """A life of a node of a job.
+
+    Attributes:
+        node: the agent's name.
+        ranks: of its workers in the present world, None where it is not a member.
+        workers: that it has or wants to have.
+        state: "train", "load", ... of its last second, "left", or "lost" if it fell silent.
+        silent_s: since its last sign of life.
+        began: wall clock; with `node` the key of this life.
+        generation: of its workers' world, -1 before the first.
+        step: the last finished step, -1 for none.
+        steps_per_s: over the last 15 seconds.
+        samples_per_s: over the last 15 seconds.
+        goodput: of this node's own time.
+        replica_age_s: of the newest state of which another node has a replica.
+        seconds: of this node, by category.
+    """
+
+    node: str
+    ranks: list[int] | None
+    workers: int
+    state: str
+    silent_s: float
+    began: float
+    generation: int
+    step: int
+    steps_per_s: float
+    samples_per_s: float
+    goodput: float | None
+    replica_age_s: float | None
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class LeftOutHost:
+    """A host that a job leaves out, because a GPU of it failed.
+
+    Attributes:
+        node: the agent that found it out.
+        reason: what failed.
+        clear: it is the GPU for certain.
+        step: the last that its workers had finished, -1 if they report none.
+        at: wall clock.
+    """
+
+    node: str
+    reason: str
+    clear: bool
+    step: int
+    at: float
+
+
+@dataclass(frozen=True)
+class JobEvent:
+    """Something that happened to a job.
+
+    Attributes:
+        at: wall clock.
+        node: that it happened to, or that saw it.
+        kind: "join", "leave", "kill", "exit", "hang", "faulty", "straggler", "restart", "generation", "error", ...
+        text: what happened.
+        generation: of the world in which it happened, -1 before the first.
+        time: the same as `at`, under the name that all events of the state have.
+        cause: the event before that led to it, in words; empty where none is known.
+    """
+
+    at: float
+    node: str
+    kind: str
+    text: str
+    generation: int
+    time: float
+    cause: str
+
+
+@dataclass(frozen=True)
+class ShardFailure:
+    """A failure of a shard.
+
+    Attributes:
+        holder: that had its lease.
+        reason: in the holder's words, or that the lease expired.
+        time: wall clock.
+    """
+
+    holder: str
+    reason: str
+    time: float | None
+
+
+@dataclass(frozen=True)
+class PoisonedShard:
+    """A shard that failed too often, and is left alone until it is put back.
+
+    Attributes:
+        shard: its number.
+        start: the first unit.
+        stop: the unit after the last.
+        failures: oldest first.
+    """
+
+    shard: int | None
+    start: int | None
+    stop: int | None
+    failures: tuple[ShardFailure, ...]
+
+
+@dataclass(frozen=True)
+class ShardHolder:
+    """A reader of shards.
+
+    Attributes:
+        holder: its name.
+        leases: shards that it has now.
+        units_done: that it reported.
+        units_per_s: lately.
+        seen_s: since its last word.
+    """
+
+    holder: str
+    leases: int | None
+    units_done: int | None
+    units_per_s: float | None
+    seen_s: float | None
+
+
+@dataclass(frozen=True)
+class DatasetStatus:
+    """A dataset of a master.
+
+    Attributes:
+        name: of the dataset.
+        kind: "range", "lines", "parquet", ...
+        epoch: the present one, from 0.
+        epochs: how many there will be.
+        units: of an epoch; None where that is not known yet.
+        shards: of this epoch by state: "todo", "doing", "done", "poisoned".
+        units_per_s: lately.
+        eta_s: until this dataset is done, at that rate.
+        poisoned: the first of the poisoned shards.
+        holders: who reads it.
+    """
+
+    name: str
+    kind: str
+    epoch: int | None
+    epochs: int | None
+    units: int | None
+    shards: Mapping[str, int]
+    units_per_s: float | None
+    eta_s: float | None
+    poisoned: tuple[PoisonedShard, ...]
+    holders: tuple[ShardHolder, ...]
+
+
+@dataclass(frozen=True)
+class EventRow:
+    """An event of a job, a master or a service, as the merged list has it.
+
+    Attributes:
+        time: wall clock.
+        kind: a word.
+        text: what happened.
+        cause: why, in words; empty where that is not known.
+        job: of which job, None for none.
+        service: of which service, None for none.
+        node: of which node, None for none.
+        decision: EDL decided it: a wanted count, a host left out, a poisoned shard.
+    """
+
+    time: float
+    kind: str
+    text: str
+    cause: str = ""
+    job: str | None = None
+    service: str | None = None
+    node: str | None = None
+    decision: bool = False
+
+
+@dataclass(frozen=True)
+class MasterStatus:
+    """What a job's master reported last.
+
+    Attributes:
+        job: its name.
+        state: "leading", "done" or "stopped"; "silent" where a report of a master that leads is old.
+        endpoint: where it answers.
+        term: how many masters the job has had.
+        journal: where it keeps what it answers, in words.
+        commands: that are journalled.
+        time: wall clock of the report.
+        age_s: of the report.
+        datasets: with poisoned shards first, otherwise by name.
+        events: the last ones, oldest first.
+    """
+
+    job: str
+    state: str
+    endpoint: str
+    term: int | None
+    journal: str
+    commands: int | None
+    time: float | None
+    age_s: float | None
+    datasets: tuple[DatasetStatus, ...]
+    events: tuple[EventRow, ...]
+
+
+@dataclass(frozen=True)
+class JobPoint:
+    """A job at a moment of its history.
+
+    Attributes:
+        t: wall clock.
+        seconds: since the job began, by category: the difference of two points says where the time between them went.
+        goodput: since the job began.
+        samples_per_s: at that moment; None of times before the dashboard looked.
+        steps_per_s: at that moment.
+        world_size: ranks.
+        units_per_s: of all datasets of its master.
+        look: the look of the dashboard that added the point; not in the JSON.
+    """
+
+    t: float
+    seconds: Mapping[str, float]
+    goodput: float | None = None
+    samples_per_s: float | None = None
+    steps_per_s: float | None = None
+    world_size: int | None = None
+    units_per_s: float | None = None
+    look: int = 0
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """A job.
+
+    The first fields, up to `events`, are what `edl.collective.goodput.summary.as_dict` returns: one format for `edl
+    status --json` and the page.
+
+    Attributes:
+        job: its name.
+        state: "forming", "running", "done", "failed"; "down" where it runs but no agent gave a sign of life lately;
+            "unknown" without a world.
+        message: why the present world came to be; of a job that failed, the traceback.
+        generation: of the present world, -1 before the first.
+        world_size: ranks.
+        step: the last finished step, -1 for none.
+        steps_per_s: over the last 15 seconds.
+        samples_per_s: over the last 15 seconds.
+        began: wall clock, 0 without a ledger.
+        elapsed_s: since then.
+        seconds: by category: train, save, load, rollback, rendezvous, idle, down; their sum is `elapsed_s`.
+        goodput: train / elapsed; None where no step was reported.
+        worker_goodput: the part of its workers' seconds that trained.
+        nodes: present members by rank, then others that live, then nodes that are gone.
+        left_out: hosts that it leaves out.
+        events: the last ones, oldest first.
+        history: oldest first.
+        master: what its master reported, None without.
+        wanted_workers: how many workers there should be, None where nothing says so.
+        master_only: no `edl run` takes part: all that is known is what the master reports.
+    """
+
+    job: str
+    state: str
+    message: str
+    generation: int
+    world_size: int
+    step: int
+    steps_per_s: float
+    samples_per_s: float
+    began: float
+    elapsed_s: float
+    seconds: Mapping[str, float]
+    goodput: float | None
+    worker_goodput: float | None
+    nodes: tuple[NodeStatus, ...]
+    left_out: tuple[LeftOutHost, ...]
+    events: tuple[JobEvent, ...]
+    history: tuple[JobPoint, ...] = ()
+    master: MasterStatus | None = None
+    wanted_workers: WantedCount | None = None
+    master_only: bool = False
+
+
+@dataclass(frozen=True)
+class TeacherStatus:
+    """A teacher of a service.
+
+    Attributes:
+        id: of the instance.
+        endpoint: where it answers.
+        model: that it serves.
+        version: of the model.
+        state: "ready", "draining", "lapsed" where its lease ran out, or what its load record says.
+        rows_per_s: computed lately.
+        queue_rows: that wait.
+        compute_share: the part of its workers' time that computes.
+        students: ids of those that said they ask it.
+        rows: computed since it began.
+        compute_s: spent computing since it began.
+        workers: that compute side by side.
+    """
+
+    id: str
+    endpoint: str
+    model: str
+    version: str
+    state: str
+    rows_per_s: float | None = None
+    queue_rows: int | None = None
+    compute_share: float | None = None
+    students: tuple[str, ...] = ()
+    rows: float | None = None
+    compute_s: float | None = None
+    workers: int | None = None
+
+
+@dataclass(frozen=True)
+class StudentStatus:
+    """A student of a service.
+
+    Attributes:
+        id: of the reader.
+        job: that it belongs to, empty for none.
+        rows_per_s: asked lately.
+        wait_share: the part of its time that it waits for labels.
+        teachers: ids of those that it asks.
+        rows: asked since it began.
+        wait_s: waited since it began.
+    """
+
+    id: str
+    job: str
+    rows_per_s: float | None = None
+    wait_share: float | None = None
+    teachers: tuple[str, ...] = ()
+    rows: float | None = None
+    wait_s: float | None = None
+
+
+@dataclass(frozen=True)
+class ServicePoint:
+    """A service at a moment of its history.
+
+    Attributes:
+        t: wall clock.
+        rows_per_s: of all teachers.
+        teachers: that are live.
+        wanted: teachers.
+        wait_share: the mean of the students' shares.
+        look: the look of the dashboard that added the point; not in the JSON.
+    """
+
+    t: float
+    rows_per_s: float | None = None
+    teachers: int | None = None
+    wanted: int | None = None
+    wait_share: float | None = None
+    look: int = 0
+
+
+@dataclass(frozen=True)
+class ServiceStatus:
+    """A service: its teachers and students.
+
+    Attributes:
+        service: its name.
+        teachers: by id; lapsed ones last.
+        students: by id.
+        wanted: how many teachers there should be, None where nothing says so.
+        history: oldest first.
+    """
+
+    service: str
+    teachers: tuple[TeacherStatus, ...]
+    students: tuple[StudentStatus, ...]
+    wanted: WantedCount | None = None
+    history: tuple[ServicePoint, ...] = ()
+
+
+@dataclass(frozen=True)
+class UnreadableRecord:
+    """A record that is left out.
+
+    Attributes:
+        key: in the Store, or the instance in the registry.
+        reason: what is wrong with it.
+    """
+
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class DashboardState:
+    """All that the page shows.
+
+    Attributes:
+        time: wall clock of this state.
+        store: its URL, without secrets.
+        stale: empty, or why the figures are old: the Store or the registry does not answer.
+        looked: wall clock of the last look that found everything, None before the first.
+        job: the only job shown, on the page of its master; None for all.
+        version: of EDL.
+        jobs: those that run first, then those that ended last.
+        more_jobs: that ended before those, and are left out.
+        services: by name.
+        events: of all of them, newest last.
+        unreadable: records that are left out.
+    """
+
+    time: float
+    store: str
+    version: str
+    stale: str = ""
+    looked: float | None = None
+    job: str | None = None
+    jobs: tuple[JobStatus, ...] = ()
+    more_jobs: int = 0
+    services: tuple[ServiceStatus, ...] = ()
+    events: tuple[EventRow, ...] = ()
+    unreadable: tuple[UnreadableRecord, ...] = field(default=())
+
+
+def as_json(value: Any, after_look: int = -1) -> Any:
+    """Return dataclasses as what `json.dumps` takes: NaN and infinite numbers are None, as JSON has neither.
+
+    Args:
+        value: a dataclass of this module, or a part of it.
+        after_look: histories hold the points that looks after this one have added; -1 for all.
+    """
+    if isinstance(value, (JobPoint, ServicePoint)):
+        return {
+            name: as_json(item)
+            for name, item in vars(value).items()
+            if name != "look" and (item is not None or name == "goodput")
+        }
+    if is_dataclass(value):
+        return {item.name: as_json(getattr(value, item.name), after_look) for item in fields(value)}
+    if isinstance(value, (list, tuple)):
+        return [
+            as_json(item, after_look)
+            for item in value
+            if not isinstance(item, (JobPoint, ServicePoint)) or item.look > after_look
+        ]
+    if isinstance(value, Mapping):
+        return {str(name): as_json(item, after_look) for name, item in value.items()}
+    if isinstance(value, float):
+        return round(value, 6) if math.isfinite(value) else None
+    return value

@@ -1,0 +1,136 @@
+"""Tests of the page's server: what they share."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from edl.collective.goodput.codec import Event, encode_events, encode_record
+from edl.collective.goodput.node import NodeRecord, ProgressMark
+from edl.collective.goodput.spans import TimeCategory, span_of
+from edl.collective.job_records import JobState, Member, World
+from edl.discovery import Store
+
+TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+def ask(
+    url: str, path: str, method: str = "GET", headers: Mapping[str, str] | None = None, body: bytes | None = None
+) -> Answer:
+    """Send a request as it is: nothing of the path is changed, and no redirection is followed."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
+    try:
+        connection.request(method, path, body, dict(headers or {}))
+        answer = connection.getresponse()
+        return Answer(answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read())
+    finally:
+        connection.close()
+
+
+class EventClient:
+    """A client of `/api/events`."""
+
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None, query: str = "") -> None:
+        parts = urlsplit(url)
+        self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
+        self._connection.request("GET", f"/api/events{query}", headers=dict(headers or {}))
+        self.answer = self._connection.getresponse()
+        self.retry_ms: int | None = None
+
+    def __enter__(self) -> EventClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.answer.close()
+        self._connection.close()
+
+    def next(self, kind: str = "") -> tuple[str, str, Any]:
+        """The next event, of a kind if that is given: its kind, its id and its data."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline:
+            fields = self._block()
+            if "retry" in fields:
+                self.retry_ms = int(fields["retry"])
+            if "event" in fields and kind in ("", fields["event"]):
+                return fields["event"], fields.get("id", ""), json.loads(fields["data"])
+        raise AssertionError(f"no event {kind!r} within {TIMEOUT_S:.0f} s")
+
+    def _block(self) -> dict[str, str]:
+        fields = {}
+        while line := self.answer.readline():
+            text = line.decode().rstrip("\n")
+            if not text:
+                return fields
+            name, _, value = text.partition(": ")
+            fields[name] = value
+        raise AssertionError("the stream has ended")
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for a condition."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def put_job(store: Store, job: str, nodes: str = "a", step: int = 9, state: JobState = JobState.RUNNING) -> None:
+    """A job whose nodes began 60 s ago, met for a second, and have trained since; one of them has an event."""
+    now_us = round(time.time() * 1e6)
+    spans = (
+        span_of(TimeCategory.RENDEZVOUS, 1_000_000),
+        span_of(TimeCategory.TRAIN, 59_000_000, 1, running=True),
+    )
+    for node in nodes:
+        record = NodeRecord(
+            node, now_us - 60_000_000, 1, spans, (ProgressMark(60_000_000, step, 640),), 2, step, 1.5, 96.0
+        )
+        store.put(f"jobs/{job}/ledger/{node}/{record.began_us}", encode_record(record))
+    event = Event(now_us, nodes[0], "restart", "rank 1 was killed", 1)
+    store.put(f"jobs/{job}/events/{nodes[0]}/1", encode_events([event]))
+    members = tuple(Member(node, "10.0.0.1", 29400, 1, place) for place, node in enumerate(nodes))
+    store.put(f"jobs/{job}/world", World(2, state, members, "b joined").encode())
+
+
+def put_master(store: Store, job: str, **changes: Any) -> None:
+    """A master's report, with a poisoned shard."""
+    failure = {"holder": "h1", "reason": "cannot decode <b>", "time": time.time()}
+    dataset = {
+        "name": "train", "kind": "range", "epoch": 1, "epochs": 3, "units": 1000, "units_per_s": 12.5, "eta_s": 60.0,
+        "shards": {"todo": 5, "doing": 2, "done": 8, "poisoned": 1},
+        "poisoned": [{"shard": 3, "start": 30, "stop": 40, "failures": [failure]}],
+        "holders": [{"holder": "h1", "leases": 2, "units_done": 80, "units_per_s": 12.5, "seen_s": 0.5}],
+    }  # fmt: skip
+    report = {
+        "job": job, "endpoint": "127.0.0.1:1", "term": 2, "time": time.time(), "state": "leading", "commands": 17,
+        "datasets": [dataset], "events": [{"time": time.time(), "kind": "poisoned", "text": "shard 3 of train"}],
+    }  # fmt: skip
+    store.put(f"master_reports/{job}", json.dumps({**report, **changes}).encode())
+
+
+def samples(text: str) -> dict[str, float]:
+    """Prometheus's text format: what stands before the value, to the value."""
+
+    def lines() -> Iterator[tuple[str, float]]:
+        for line in text.splitlines():
+            if line and not line.startswith("#"):
+                series, _, value = line.rpartition(" ")
+                yield series, float(value)
+
+    return dict(lines())

@@ -1,0 +1,154 @@
+"""The stream of events: what a client gets, misses, and costs."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from urllib.parse import urlsplit
+
+import pytest
+
+from edl.dashboard.server import DashboardServer, DashboardSettings
+from edl.dashboard.server.look_loop import Published
+from edl.discovery import Store
+from tests.integration.dashboard.server import EventClient, ask, put_job, samples, until
+
+
+@pytest.fixture
+def impatient(url: str, store: Store) -> Iterator[str]:
+    """The URL of a page that lets slow clients go after a second."""
+    with DashboardServer(DashboardSettings(url, port=0), heartbeat_s=0.3, write_s=1.0) as server:
+        yield server.url
+
+
+def figure(page: str, name: str) -> float:
+    return samples(ask(page, "/metrics").body.decode())[name]
+
+
+def test_state_then_updates(page: str, store: Store) -> None:
+    """The first event is the whole state; then come changes, whose histories hold what is new."""
+    put_job(store, "resnet")
+    with EventClient(page) as client:
+        kind, first_id, state = client.next()
+        assert (kind, client.retry_ms) == ("state", 2000)
+        assert client.answer.headers["Content-Type"] == "text/event-stream; charset=utf-8"
+        assert len(state["jobs"][0]["history"]) >= 2
+        put_job(store, "other")
+        points = 0
+        while True:
+            kind, event_id, update = client.next()
+            assert kind in ("update", "heartbeat")
+            if kind == "update":
+                assert event_id != first_id
+                points += sum(len(job["history"]) for job in update["jobs"] if job["job"] == "resnet")
+            if kind == "update" and points >= 2:
+                break
+        assert {job["job"] for job in update["jobs"]} == {"resnet", "other"}
+
+
+def test_reconnect_with_last_event_id(page: str, store: Store) -> None:
+    """What was missed comes as an update; an unknown id gets the whole state."""
+    put_job(store, "resnet")
+    with EventClient(page) as client:
+        _, event_id, state = client.next()
+        known = [point["t"] for point in state["jobs"][0]["history"]]
+    time.sleep(2.5)  # the page is closed meanwhile
+    for options in ({"headers": {"Last-Event-ID": event_id}}, {"query": f"?last_event_id={event_id}"}):
+        with EventClient(page, **options) as client:  # type: ignore[arg-type]
+            kind, _, update = client.next()
+            assert kind == "update"
+            new = [point["t"] for point in update["jobs"][0]["history"]]
+            assert new
+            assert not set(new) & set(known), "points that the client has are sent again"
+    for unknown in ("garbage", "ffffffff-1", f"{event_id}000", f"{event_id[:9]}-1", "x" * 5000, "\x7f"):
+        with EventClient(page, {"Last-Event-ID": unknown}) as client:
+            kind, _, state = client.next()
+            assert kind == "state", unknown
+            assert len(state["jobs"][0]["history"]) > len(new)
+
+
+def test_heartbeats_have_no_id(url: str, store: Store) -> None:
+    """A client that waits for a store that does not answer hears that the page lives."""
+    with DashboardServer(DashboardSettings(url, port=0), heartbeat_s=0.2) as server, EventClient(server.url) as client:
+        client.next("state")
+        kind, event_id, data = client.next("heartbeat")
+        assert (kind, event_id) == ("heartbeat", "")
+        assert abs(data["time"] - time.time()) < 10
+
+
+def test_many_clients_cost_one_look(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty clients and a scraper: about a look a second, and none when they are gone."""
+    with ExitStack() as stack, ThreadPoolExecutor(20) as pool:
+        clients = [stack.enter_context(EventClient(page)) for _ in range(20)]
+        for client in clients:
+            client.next("state")
+        began, before = time.monotonic(), figure(page, "edl_dashboard_looks_total")
+        for _ in range(3):
+            list(pool.map(lambda client: client.next("update"), clients))
+            figure(page, "edl_dashboard_looks_total")
+        looks, passed_s = figure(page, "edl_dashboard_looks_total") - before, time.monotonic() - began
+        assert 1 <= looks <= passed_s + 2, (looks, passed_s)
+        assert figure(page, "edl_dashboard_clients") == 20
+    until(lambda: figure(page, "edl_dashboard_clients") == 0, "clients that went are still counted")
+    before = figure(page, "edl_dashboard_looks_total")
+    time.sleep(3.0)
+    assert figure(page, "edl_dashboard_looks_total") <= before + 1, "the store is asked, and there is no client"
+
+
+def test_slow_client_is_bounded_and_let_go(impatient: str, store: Store) -> None:
+    """A client that reads nothing costs a state or two in memory, and a connection for a second or so."""
+    parts = urlsplit(impatient)
+    for number in range(60):
+        put_job(store, f"job{number}", "abcdefgh")  # so that states fill the sockets' buffers
+    with socket.socket() as silent:
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        silent.connect((parts.hostname, parts.port))
+        silent.sendall(b"GET /api/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        until(lambda: figure(impatient, "edl_dashboard_clients") == 1, "it is not a client")
+        most = 0
+        deadline = time.monotonic() + 30
+        while figure(impatient, "edl_dashboard_clients") and time.monotonic() < deadline:
+            most = max(most, sum(isinstance(found, Published) for found in gc.get_objects()))
+            time.sleep(0.1)
+        assert figure(impatient, "edl_dashboard_clients") == 0, "it was not let go"
+    assert 1 <= most <= 4, "states pile up for a client that is slow"
+    with EventClient(impatient) as client:
+        assert len(client.next("state")[2]["jobs"]) == 60, "another client gets everything"
+
+
+def test_slow_reader_skips_to_the_newest(url: str, store: Store) -> None:
+    """A client that reads late gets the newest state soon, not all that it missed."""
+    for number in range(40):
+        put_job(store, f"job{number}", "abcdefgh")
+    with DashboardServer(DashboardSettings(url, port=0)) as server:
+        parts = urlsplit(server.url)
+        with socket.socket() as late, EventClient(server.url) as prompt:
+            late.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            late.connect((parts.hostname, parts.port))
+            late.sendall(b"GET /api/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            for _ in range(6):
+                newest = int(prompt.next("update")[1].partition("-")[2])
+            late.settimeout(10)
+            got, ids = b"", []
+            while not ids or ids[-1] < newest:
+                part = late.recv(1 << 20)
+                assert part, "the stream ended"
+                got += part
+                ids = [int(line.partition(b"-")[2]) for line in got.split(b"\n") if line.startswith(b"id: ")]
+            assert len(ids) < 6, f"it got all events that it was too slow for: {ids}"
+            assert ids == sorted(ids)
+
+
+def test_close_ends_streams_at_once(url: str, store: Store) -> None:
+    server = DashboardServer(DashboardSettings(url, port=0))
+    with EventClient(server.url) as client:
+        client.next("state")
+        began = time.monotonic()
+        server.close()
+        assert time.monotonic() - began < 5.0
+        assert client.answer.read() == b"", "the stream goes on"
+    server.close()

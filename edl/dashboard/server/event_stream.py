@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import time
 from collections.abc import Iterator
 from typing import Final
@@ -33,6 +34,8 @@ _WRITE_S: Final = 30.0
 """In which a client must take an event: a phone that sleeps does not, and comes back with its last id."""
 _MAX_CLIENTS: Final = 200
 """At once: each costs a descriptor and up to a state in memory, and a program may open them in a loop."""
+_BUFFER_NBYTES: Final = 128 << 10
+"""Of the kernel, for a client: a usual state fits; with less, a page far away gets its events in many round trips."""
 _FIRST_S: Final = 10.0
 """For the first look: the Store may take its deadline several times over."""
 
@@ -69,6 +72,7 @@ class EventStreams:
         response = web.StreamResponse(headers=_HEADERS)
         with self._following():
             await response.prepare(request)
+            _limit_buffer(request)
             event_id = request.headers.get("Last-Event-ID") or request.query.get("last_event_id", "")
             with contextlib.suppress(ConnectionError):
                 await self._send(request, response, self._looks.look_of(event_id))
@@ -85,6 +89,8 @@ class EventStreams:
             return
         while not self._looks.closed:
             published = await self._looks.newer_than(-1 if look is None else look, self._heartbeat_s)
+            if self._looks.closed:
+                return
             if published is None:
                 beat = json.dumps({"time": round(time.time(), 3)})
                 data = f"event: heartbeat\ndata: {beat}\n\n".encode()
@@ -112,6 +118,13 @@ class EventStreams:
         finally:
             self.clients -= 1
             self._looks.unfollow()
+
+
+def _limit_buffer(request: web.Request) -> None:
+    """Have the kernel keep little for a client that is slow: it would hold megabytes, and send them long after."""
+    connection = request.transport.get_extra_info("socket") if request.transport is not None else None
+    if connection is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_NBYTES)
 
 
 def _event(published: Published, look: int | None) -> bytes:

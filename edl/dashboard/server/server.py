@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Final
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from prometheus_client import CollectorRegistry
 from typing_extensions import Self
 
@@ -153,7 +154,11 @@ class DashboardServer:
             hosts = HostCheck(settings.local, settings.allowed_hosts)
             pages = Pages(looks, metrics, read_static_files(), tokens, self._tls)
             runner = web.AppRunner(
-                make_app(pages, streams, hosts, tokens), access_log=None, handle_signals=False, shutdown_timeout=_STOP_S
+                make_app(pages, streams, hosts, tokens),
+                access_log=None,
+                logger=_http_logger(),
+                handle_signals=False,
+                shutdown_timeout=_STOP_S,
             )
             await runner.setup()
             try:
@@ -198,3 +203,15 @@ class DashboardServer:
             return None
         material = self._credentials.current(now=True)
         return certificates.context_for(material.ca, material.pair, serving=True)
+
+
+def _http_logger() -> logging.Logger:
+    """Return a logger without what clients do wrong: anybody could fill the log with requests that are none."""
+    found = logging.getLogger(f"{__name__}.http")
+    found.addFilter(_is_our_error)
+    return found
+
+
+def _is_our_error(record: logging.LogRecord) -> bool:
+    exc = record.exc_info[1] if record.exc_info else None
+    return not isinstance(exc, (HttpProcessingError, ConnectionError))

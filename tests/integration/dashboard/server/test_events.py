@@ -64,7 +64,7 @@ def test_reconnect_with_last_event_id(page: str, store: Store) -> None:
             new = [point["t"] for point in update["jobs"][0]["history"]]
             assert new
             assert not set(new) & set(known), "points that the client has are sent again"
-    for unknown in ("garbage", "ffffffff-1", f"{event_id}000", f"{event_id[:9]}-1", "x" * 5000, "\x7f"):
+    for unknown in ("garbage", "ffffffff-1", f"{event_id}000", f"{event_id[:9]}-1", "x" * 5000):
         with EventClient(page, {"Last-Event-ID": unknown}) as client:
             kind, _, state = client.next()
             assert kind == "state", unknown
@@ -112,7 +112,8 @@ def test_slow_client_is_bounded_and_let_go(impatient: str, store: Store) -> None
         most = 0
         deadline = time.monotonic() + 30
         while figure(impatient, "edl_dashboard_clients") and time.monotonic() < deadline:
-            most = max(most, sum(isinstance(found, Published) for found in gc.get_objects()))
+            gc.collect()
+            most = max(most, sum(type(found) is Published for found in gc.get_objects()))
             time.sleep(0.1)
         assert figure(impatient, "edl_dashboard_clients") == 0, "it was not let go"
     assert 1 <= most <= 4, "states pile up for a client that is slow"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -131,6 +133,21 @@ def test_head_and_wrong_methods(page: str) -> None:
 )
 def test_only_the_page_s_files_are_sent(page: str, path: str) -> None:
     assert ask(page, path).status in (400, 404)
+
+
+def test_nonsense_is_refused_in_silence(page: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A scanner fills no log, and the page lives on."""
+    parts = urlsplit(page)
+    for nonsense in (
+        b"\x16\x03\x01\x02\x00\x01",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /\x7f HTTP/1.1\r\nHost: \x00\r\n\r\n",
+    ):
+        with socket.create_connection((parts.hostname, parts.port), timeout=30) as connection:
+            connection.sendall(nonsense + b"\r\n\r\n")
+            assert connection.recv(1000).startswith((b"HTTP/1.1 400", b"HTTP/1.0 400", b"HTTP/9.9 4"))
+    assert ask(page, "/healthz").body == b"ok\n"
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
 def test_files_are_kept_by_their_etag(page: str) -> None:

@@ -8,11 +8,13 @@
     ├── TemporaryError             the same call may succeed later
     │   ├── DiscoveryError         the registry or store cannot be reached
     │   ├── JournalError           what must outlive the process cannot be written or read
+    │   ├── NoMasterError          no master of a job within `timeout_s` (also a TimeoutError)
     │   ├── NoTeacherError         no live teacher within `teacher_timeout` (also a TimeoutError)
     │   └── OverloadedError        a teacher's queue is full
     └── PermanentError             the same call will fail again
         ├── ConflictError          a compare-and-set, lock or name was taken by another
         ├── LeaseLostError         a lease expired before it was renewed
+        ├── PoisonedShardsError    shards of a data set were given up after they failed again and again
         ├── SourceError            the user's data cannot be read, have changed, or cannot be sent
         ├── RejectedError          teachers refuse the request itself
         ├── BadOutputError         teachers answer with outputs that cannot be used
@@ -32,9 +34,11 @@ __all__ = [
     "EDLError",
     "JournalError",
     "LeaseLostError",
+    "NoMasterError",
     "NoTeacherError",
     "OverloadedError",
     "PermanentError",
+    "PoisonedShardsError",
     "ProtocolError",
     "RejectedError",
     "SettingsError",
@@ -70,6 +74,10 @@ class JournalError(TemporaryError):
     """
 
 
+class NoMasterError(TemporaryError, TimeoutError):
+    """No master of the job answered for as long as the caller waits. The message says what does."""
+
+
 class NoTeacherError(TemporaryError, TimeoutError):
     """No teacher was live for `teacher_timeout_s`. The message lists the teachers set aside, and why."""
 
@@ -96,6 +104,10 @@ class ConflictError(PermanentError):
 
 class LeaseLostError(PermanentError):
     """The lease expired: what was attached to it is gone, and may be another's by now."""
+
+
+class PoisonedShardsError(PermanentError):
+    """Shards were given up after they failed again and again. `edl status JOB` shows them with their reasons."""
 
 
 class SourceError(PermanentError):

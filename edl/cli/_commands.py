@@ -25,7 +25,9 @@ __all__ = ["Command", "explain_missing", "find", "nearest"]
 GROUP = "edl.commands"
 
 # The order in which somebody new meets them; others follow by name.
-_ORDER = ("demo", "serve", "register", "teachers", "label", "run", "status", "report", "dashboard", "bench")
+_ORDER = (
+    *("demo", "serve", "register", "teachers", "label", "master", "run", "status", "report", "dashboard", "bench"),
+)
 
 _PROVIDERS = {
     "aiohttp": ("aiohttp", "dashboard"),

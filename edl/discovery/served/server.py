@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Final
+from typing import Final
 
 from edl.background import BackgroundLoop
 from edl.discovery.common.resource import Resource
@@ -21,7 +19,8 @@ from edl.discovery.sqlite.file import SqliteFile
 from edl.discovery.sqlite.leases import first_expiry
 from edl.errors import DiscoveryError, SettingsError
 from edl.protocol.channel import listen
-from edl.protocol.tls.credentials import AUTHORIZATION, CredentialFiles
+from edl.protocol.tls.credentials import CredentialFiles
+from edl.protocol.token_check import token_checks
 from edl.protocol.transport import grpc
 
 __all__ = ["StoreServer"]
@@ -134,7 +133,7 @@ class StoreServer(Resource):
         self._stop = asyncio.Event()
         if self._closed:  # before there was anything to stop
             return
-        checks = [_TokenInterceptor(self._files)] if self._files is not None and self._files.settings.token_file else []
+        checks = token_checks(self._files)
         age = [("grpc.max_connection_age_ms", _AGE_MS)] if self._files is not None else []
         server = grpc.aio.server(options=[*_OPTIONS, *age], interceptors=checks)
         servicer = StoreServicer(self._file, self._limits, self.name)
@@ -162,31 +161,3 @@ class StoreServer(Resource):
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(stop.set)
 
-
-class _TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without a token that is valid at this moment."""
-
-    def __init__(self, files: CredentialFiles) -> None:
-        self._files = files
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """See `grpc.aio.ServerInterceptor`."""
-        shown = [str(value) for name, value in handler_call_details.invocation_metadata or () if name == AUTHORIZATION]
-        valid = [f"Bearer {token}".encode() for token in self._files.current().tokens]
-        # All are compared, so that a token's place in the file does not show in the time.
-        matches = [hmac.compare_digest(shown[0].encode(), each) for each in valid] if len(shown) == 1 else []
-        if any(matches):
-            return await continuation(handler_call_details)
-        return grpc.stream_stream_rpc_method_handler(_refuse)
-
-
-async def _refuse(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-    """Refuse a call of any method. Not by an empty message: to a watch that says that nothing is there."""
-    context.set_code(grpc.StatusCode.UNAUTHENTICATED)
-    context.set_details("no token, or none that is valid here")
-    return
-    yield  # a generator, which sends no message before it ends

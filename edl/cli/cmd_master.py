@@ -1,0 +1,246 @@
+"""`edl master`: hands a job's data out to its workers, shard by shard, and loses none."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote, unquote, urlsplit
+
+from edl.cli._credentials import add_credentials
+from edl.errors import SettingsError
+from edl.log_output import log_to_stderr
+from edl.master.client import MasterClient
+from edl.master.datasets import Dataset, ShardSettings, open_dataset
+from edl.master.server import MasterServer, MasterSettings
+from edl.settings import Credentials, DiscoverySettings
+
+__all__ = ["main"]
+
+logger = logging.getLogger(__name__)
+
+_POLL_S: Final = 0.2
+"""How soon a signal, the end of the job or a failure is noticed."""
+_ASK_S: Final = 10.0
+"""How long a master that leads may take to put poisoned shards back."""
+_POISONED, _BY_SIGNAL = 3, 128
+"""Exit codes: shards were given up; and, as in a shell, 128 and the signal's number."""
+
+_DESCRIPTION = """\
+Hands out the data of a job to its workers in shards, each to a single worker at a time, and writes down what it does
+before it answers: kill it, or any worker, at any moment, start it again, and no sample is lost or done twice. Workers
+(ShardReader, ShardDataset, edl label --job) find it in the store, and wait while it is away.
+
+It ends when all of its data sets are done: with exit code 0, or 3 where shards were given up after they had failed
+again and again (`edl status JOB` says why, `--retry-poisoned` puts them back). The same command goes on where an
+earlier one was stopped or killed. SIGTERM and Ctrl-C stop it at once; nothing is lost, and workers wait for the next.
+A second master of the job stands by and takes over within --lease seconds when the first is lost."""
+
+_EXAMPLES = """\
+examples:
+  edl master labels --data lines:/data/corpus.txt --shard-size 1000
+      a text file, 1,000 lines a shard; every worker on this machine: ShardReader(MasterClient("labels"), "data")
+  edl master train --data 'parquet:/data/part-*.parquet' --epochs 3 --shuffle --seed 7
+      a table, three times, its shards in another order each time
+  edl master train --store consul://10.0.0.7:8500 --host :: --data range:1000000 --shard-size 64
+      for workers of other hosts; a second master of another host, the same command, takes over where this one dies
+  edl master stream --data follow:/var/log/events.jsonl --stay
+      a file that grows; --stay: also when all is done, until it is stopped
+  edl master labels --retry-poisoned
+      what was given up is tried again"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `edl master`."""
+    options = _parser().parse_args(argv)
+    log_to_stderr("edl master", verbose=options.verbose, log_format=options.log_format)
+    url = DiscoverySettings.of(options.store).url
+    credentials = Credentials.of_options(vars(options))
+    journal = options.journal or _default_journal(url, options.job)
+    if options.new:
+        _set_aside(journal)
+    settings = MasterSettings(
+        store=url,
+        journal=journal,
+        host=options.host,
+        port=options.port,
+        lease_s=options.lease,
+        begin_anew=options.new,
+        retry_poisoned=options.retry_poisoned,
+        credentials=credentials,
+    )
+    dataset = _dataset(options)
+    with _signals() as caught, contextlib.ExitStack() as stack:
+        specs = {} if dataset is None else {options.name: dataset.spec}
+        master = stack.enter_context(MasterServer(options.job, settings, specs))
+        follower = None
+        begun = time.monotonic()
+        while not caught and master.failure is None:
+            if master.wait_done(_POLL_S) and not options.stay:
+                break
+            if options.retry_poisoned and master.rival:
+                return _retry(options.job, url, credentials)
+            if dataset is not None and dataset.units is None and follower is None and master.is_leader:
+                follower = _followed(stack, options.job, url, credentials, options.name, dataset)
+        if caught:
+            logger.warning("stopped by %s; the same command goes on from here", signal.Signals(caught[0]).name)
+            return _BY_SIGNAL + caught[0]
+        if master.failure is not None:
+            raise master.failure
+        return _conclude(options.job, master.status(), time.monotonic() - begun)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="edl master",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("job", metavar="JOB", help="its name: workers ask for it")
+    add(
+        "--store",
+        metavar="URL",
+        help="where workers find the master: sqlite:///path, consul://host:port, etcd://host:port (default: "
+        "EDL_DISCOVERY, or your file)",
+    )
+    add(
+        "--journal",
+        metavar="URL",
+        help="what is done, and who has what: sqlite:///path, or store: for the store itself (default: a file beside "
+        "the store's file; else store:, with which a master of another host can take over)",
+    )
+    add("--host", default="127.0.0.1", help="where to listen; :: for all of this host's (default: 127.0.0.1)")
+    add("--port", type=int, default=0, help="(default: any; workers find it in the store)")
+    add("--lease", type=float, default=5.0, metavar="S", help="a standby takes over after so long (default: 5)")
+    add("--stay", action="store_true", help="go on when all is done: workers may create more data sets")
+    add("--new", action="store_true", help="begin anew: a journal that is there is set aside")
+    add("--retry-poisoned", action="store_true", help="put shards that were given up back")
+    add = parser.add_argument_group("data (or workers create data sets: MasterClient.create_dataset)").add_argument
+    add("--data", metavar="SPEC", help="range:N, lines:PATH, csv:PATH, parquet:PATH, files:PATTERN, follow:PATH, …")
+    add("--name", default="data", help="of the data set in the job (default: data)")
+    add("--shard-size", type=int, metavar="N", help="samples, lines, rows or files of a shard (default: the kind's)")
+    add("--epochs", type=int, default=1, metavar="N", help="passes over the data, 0 without an end (default: 1)")
+    add("--shuffle", action="store_true", help="give shards in another order in each epoch")
+    add("--seed", type=int, default=0, metavar="N", help="of that order (default: 0)")
+    add("--max-failures", type=int, default=3, metavar="N", help="give a shard up after so many (default: 3)")
+    add("--session", type=float, default=30.0, metavar="S", help="a worker silent for so long is lost (default: 30)")
+    add(
+        "--commit",
+        choices=("report", "checkpoint"),
+        default="report",
+        help="a shard is done when it is reported, or when a reader's state_dict() covers it (default: report)",
+    )
+    add_credentials(parser)
+    add = parser.add_argument_group("log").add_argument
+    add("--log-format", choices=("text", "json"), default="text", help="on standard error (default: text)")
+    add("--verbose", action="store_true", help="debug lines, too")
+    return parser
+
+
+def _dataset(options: argparse.Namespace) -> Dataset | None:
+    if options.data is None:
+        return None
+    settings = ShardSettings(
+        shard_size=options.shard_size,
+        epochs=options.epochs,
+        shuffle=options.shuffle,
+        seed=options.seed,
+        max_failures=options.max_failures,
+        session_s=options.session,
+        lease_s=max(options.session, ShardSettings.lease_s),
+        commit=options.commit,
+    )
+    dataset = open_dataset(options.data, settings)
+    logger.info("%s: %s", options.name, dataset.describe())
+    return dataset
+
+
+def _default_journal(url: str, job: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme != "sqlite":
+        return "store:"
+    file = f"{quote(job, safe='')}.master.sqlite"
+    return f"sqlite://{quote(str(Path(unquote(parts.path)).with_name(file)))}"
+
+
+def _set_aside(journal: str) -> None:
+    """Rename a journal's file, so that the job begins anew."""
+    if not journal.startswith("sqlite:"):
+        raise SettingsError("--new: a journal in the store is not set aside; choose another name for the job")
+    path = Path(unquote(urlsplit(journal).path))
+    kept = path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+    try:
+        for suffix in ("-wal", "-shm", ""):
+            found = path.with_name(path.name + suffix)
+            if found.exists():
+                found.rename(kept.with_name(kept.name + suffix))
+    except OSError as exc:
+        raise SettingsError(f"--new: {path} cannot be set aside: {exc.strerror or exc}") from exc
+    if kept.exists():
+        logger.info("the journal until now is kept in %s", kept)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collect signals that ask for an end."""
+    caught: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, frame: caught.append(number))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _retry(job: str, url: str, credentials: Credentials) -> int:
+    """Ask the master that leads to put poisoned shards back."""
+    with MasterClient(job, url, timeout_s=_ASK_S, credentials=credentials) as client:
+        names = [str(dataset["name"]) for dataset in client.status()["datasets"]]
+        for name in names:
+            print(f"{name}: {client.retry_poisoned(name):,} shards put back")
+    return 0
+
+
+def _followed(
+    stack: contextlib.ExitStack, job: str, url: str, credentials: Credentials, name: str, dataset: Dataset
+) -> Any:
+    """Tell the master, which is this process, what the source has grown by."""
+    from edl.master.datasets import Follower, load_dataset
+
+    client = stack.enter_context(MasterClient(job, url, credentials=credentials))
+    spec = client.describe_dataset(name)
+    grown = dataset if spec is None else load_dataset(spec)
+    follower = Follower(
+        grown,
+        extend=lambda units, index: client.extend_dataset(name, units, index),
+        end=lambda: client.end_dataset(name),
+    )
+    stack.callback(follower.close)
+    follower.start()
+    return follower
+
+
+def _conclude(job: str, status: dict[str, Any], seconds: float) -> int:
+    """Print what became of each data set; return the exit code."""
+    poisoned = 0
+    for dataset in status["datasets"]:
+        shards = dataset["shards"]
+        poisoned += shards["poisoned"]
+        given_up = f", {shards['poisoned']:,} given up" if shards["poisoned"] else ""
+        print(f"{dataset['name']}: {dataset['units_done']:,} units done{given_up}, in {seconds:.1f} s")
+        for shard in dataset["poisoned"]:
+            reasons = "; ".join(f"{failure['holder']}: {failure['reason']}" for failure in shard["failures"])
+            print(f"  shard {shard['shard']} ({shard['start']:,} to {shard['stop']:,}): {reasons}")
+    if poisoned:
+        print(f"`edl master {job} --retry-poisoned` puts them back")
+    return _POISONED if poisoned else 0

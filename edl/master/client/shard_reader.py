@@ -1,0 +1,332 @@
+"""Shards of a data set as an iterator, with reports and a position that can be saved."""
+
+from __future__ import annotations
+
+
+import logging
+import os
+import socket
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Literal
+
+from edl.discovery.common.resource import Resource
+from edl.errors import (
+    LeaseLostError,
+    PoisonedShardsError,
+    SettingsError,
+    SourceError,
+)
+from edl.master.client.master_client import MasterClient
+from edl.master.client.session_thread import MarkRequest, ResumeRequest, SessionThread
+from edl.master.client.shard_session import Outcome, Report, Shard
+from edl.master.datasets import Dataset, load_dataset
+
+__all__ = ["ShardReader"]
+
+logger = logging.getLogger(__name__)
+
+_FORMAT: Final = 1
+"""Of what `state_dict` returns."""
+
+
+class ShardReader(Resource):
+    """Shards that the master gives to this reader, as long as there are any. Thread-safe.
+
+    As an iterator it reports the shard before as done when the next is taken, and raises `PoisonedShardsError` at the
+    end where shards were given up. A thread of its own keeps `prefetch` shards at hand, renews the leases while the
+    caller computes, and goes on with the same requests where the master was started again.
+
+    Args:
+        client: of the job.
+        dataset: its name at the master. A reader waits until it has been created.
+        holder: the name that people see; the host and the process as it comes.
+        prefetch: shards at hand beside those that the caller has. With fewer a slow worker holds less back; with more
+            a fast one waits less for short shards.
+        samples: the user's own source, for data sets that name none that a worker may open (`load_dataset`).
+        explicit: nothing is reported but by `report_done` and its like.
+        on_poisoned: "raise" or "warn", at the end of the iteration.
+
+    Raises:
+        SettingsError: an argument cannot be used.
+    """
+
+    def __init__(
+        self,
+        client: MasterClient,
+        dataset: str,
+        *,
+        holder: str | None = None,
+        prefetch: int = 2,
+        samples: object = None,
+        explicit: bool = False,
+        on_poisoned: Literal["raise", "warn"] = "raise",
+    ) -> None:
+        super().__init__()
+        if prefetch < 0:
+            raise SettingsError(f"prefetch={prefetch!r}: must be at least 0")
+        if on_poisoned not in ("raise", "warn"):
+            raise SettingsError(f"on_poisoned={on_poisoned!r}: must be 'raise' or 'warn'")
+        self.dataset: Final = dataset
+        self.holder: Final = holder or f"{socket.gethostname()}:{os.getpid()}"
+        self._client = client
+        self._explicit = explicit
+        self._on_poisoned = on_poisoned
+        self._samples = samples
+        self._opened: Dataset | None = None
+        self._current: Shard | None = None
+        self._consumed: dict[int, int] = {}
+        self._thread = SessionThread(client, dataset, self.holder, prefetch)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the master has no shard any more, nor will have."""
+        return self._thread.finished
+
+    @property
+    def poisoned(self) -> int:
+        """How many shards were given up, as the master said last."""
+        return self._thread.poisoned
+
+    @property
+    def refused(self) -> int:
+        """How many of this reader's reports the master has refused: the shards were another's by then."""
+        return self._thread.refused
+
+    def take(self, timeout_s: float = 0.0) -> Shard | None:
+        """Return the next shard, which is to be reported. Never raises for poisoned shards: see `poisoned`.
+
+        Args:
+            timeout_s: how long to wait for it, in seconds.
+
+        Returns:
+            The shard; None where there is none yet, or none any more (`finished`), or this was closed meanwhile.
+
+        Raises:
+            NoMasterError: the master was away for the client's `timeout_s` of the wait.
+            LeaseLostError: of a data set whose shards are done with a checkpoint: the session was lost, and what was
+                read after the last one is another's. Load the last checkpoint.
+        """
+        self._check()
+        shard = self._thread.take(timeout_s)
+        if shard is not None:
+            self._consumed[shard.id] = 0
+        return shard
+
+    def __iter__(self) -> Iterator[Shard]:
+        return self
+
+    def __next__(self) -> Shard:
+        self._check()
+        self._report_current()
+        while not self._closed:
+            shard = self.take(_WAIT_S)
+            if shard is not None:
+                self._current = None if self._explicit else shard
+                if not self._explicit:
+                    self._consumed[shard.id] = len(shard)
+                return shard
+            if self.finished:
+                self._end()
+                break
+        raise StopIteration
+
+    def samples(self) -> Iterator[Any]:
+        """Read the shards here.
+
+        Yields:
+            Samples. A shard that cannot be read is reported as failed, and the next one is read.
+
+        Raises:
+            SettingsError: the data set cannot be opened here.
+            PoisonedShardsError: at the end, unless `on_poisoned` is "warn".
+        """
+        for shard in self:
+            self._current = shard
+            self._consumed[shard.id] = 0
+            try:
+                samples = iter(self._data(shard).read(shard))
+            except SourceError as exc:
+                self._fail_current(shard, exc)
+                continue
+            while True:
+                try:
+                    sample = next(samples)
+                except StopIteration:
+                    break
+                except SourceError as exc:
+                    self._fail_current(shard, exc)
+                    break
+                self._consumed[shard.id] += 1
+                yield sample
+
+    def report_done(self, shard: Shard, *, wait: bool = True) -> None:
+        """Report that a shard is done.
+
+        Args:
+            shard: that this reader has given.
+            wait: return when the master has journalled it; else at once, and a refusal is logged.
+
+        Raises:
+            LeaseLostError: the master refuses it: the lease has expired, and the message says who has the shard now.
+            NoMasterError: the master was away for the client's `timeout_s`.
+        """
+        self._report(shard, "done", wait=wait)
+
+    def report_failed(self, shard: Shard, reason: str, *, wait: bool = True) -> None:
+        """Report that a shard could not be done: another worker tries it, until it has failed too often.
+
+        Args:
+            shard: that this reader has given.
+            reason: which people see.
+            wait: as for `report_done`.
+
+        Raises:
+            LeaseLostError: as for `report_done`.
+            NoMasterError: as for `report_done`.
+        """
+        self._report(shard, "failed", reason or "no reason given", wait=wait)
+
+    def give_back(self, shard: Shard, *, wait: bool = True) -> None:
+        """Return a shard that was not done, and has not failed.
+
+        Args:
+            shard: that this reader has given.
+            wait: as for `report_done`.
+
+        Raises:
+            LeaseLostError: as for `report_done`.
+            NoMasterError: as for `report_done`.
+        """
+        self._report(shard, "returned", wait=wait)
+
+    def consume(self, shard: Shard, units: int) -> None:
+        """Say how far a shard is, for `state_dict`; the iterators do that themselves.
+
+        Args:
+            shard: that this reader has given, and which is not reported yet.
+            units: of it that were used, from its beginning.
+
+        Raises:
+            SettingsError: the shard has fewer.
+        """
+        if not 0 <= units <= len(shard):
+            raise SettingsError(f"units={units!r}: the shard has {len(shard)}")
+        self._consumed[shard.id] = units
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where this reader is, for a data set of commit="checkpoint". The master journals it.
+
+        What an iterator has yielded counts as consumed. The master keeps the last 16 positions of a reader.
+
+        Returns:
+            Plain values, which `load_state_dict` takes in this process or another.
+
+        Raises:
+            SettingsError: shards of the data set are done when they are reported, and there is nothing to go back to.
+            LeaseLostError: the session was lost: load the last checkpoint.
+            NoMasterError: the master was away for the client's `timeout_s`.
+        """
+        self._check()
+        current = self._current
+        if current is not None and self._consumed.get(current.id) == len(current):
+            self._report_current()
+        mark = MarkRequest({id: units for id, units in list(self._consumed.items()) if units})
+        self._thread.demand(mark)
+        return {
+            "format": _FORMAT,
+            "job": self._client.job,
+            "dataset": self.dataset,
+            "holder": self.holder,
+            "session": mark.session,
+            "mark": mark.number,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to where a reader was: what it read afterwards is given again, to whoever asks.
+
+        Args:
+            state: what `state_dict` returned.
+
+        Raises:
+            SettingsError: it is another data set's, or no position of a reader.
+            ConflictError: the master does not keep the position any more, or another reader has gone on from it.
+            NoMasterError: the master was away for the client's `timeout_s`.
+        """
+        self._check()
+        if state.get("format") != _FORMAT or not isinstance(state.get("session"), str):
+            raise SettingsError("this is no position of a ShardReader")
+        found = (state.get("job"), state.get("dataset"))
+        if found != (self._client.job, self.dataset):
+            raise SettingsError(f"the position is in {found[1]!r} of job {found[0]!r}, not in {self.dataset!r}")
+        self._current = None
+        self._consumed.clear()
+        self._thread.demand(ResumeRequest(str(state.get("holder", "")), state["session"], int(state.get("mark", 0))))
+
+    def _report_current(self) -> None:
+        """Report the shard that the iterator gave last as done."""
+        shard, self._current = self._current, None
+        if shard is not None:
+            self._report(shard, "done", wait=False)
+
+    def _fail_current(self, shard: Shard, exc: Exception) -> None:
+        self._current = None
+        logger.warning("shard %d of %s cannot be read: %s", shard.shard, self.dataset, exc)
+        self._report(shard, "failed", str(exc), wait=False)
+
+    def _report(self, shard: Shard, outcome: Outcome, reason: str = "", *, wait: bool) -> None:
+        self._check()
+        self._consumed.pop(shard.id, None)
+        report = Report(shard, outcome, reason)
+        if not wait:
+            self._thread.tell(report)
+            return
+        self._thread.demand(report)
+        if report.refused is not None:
+            raise LeaseLostError(f"shard {shard.shard} of {self.dataset} is this reader's no more: {report.refused}")
+
+    def _end(self) -> None:
+        if not self.poisoned:
+            return
+        text = (
+            f"{self.poisoned} shards of {self.dataset} were given up after they failed again and again: "
+            f"`edl status {self._client.job}` says why, and retry_poisoned() puts them back"
+        )
+        if self._on_poisoned == "raise":
+            raise PoisonedShardsError(text)
+        logger.warning("%s", text)
+
+    def _data(self, shard: Shard) -> Dataset:
+        """Return the data set, opened here, with this shard in it."""
+        if self._opened is None:
+            self._opened = load_dataset(self._thread.spec, samples=self._samples)
+        if not self._opened.covers(shard):
+            spec = self._client.describe_dataset(self.dataset)
+            if spec is not None:
+                self._opened.update(spec)
+        return self._opened
+
+    def close(self, *, commit: bool | None = None) -> None:
+        """Give open shards back, with no failure counted, and end the session. May be called twice.
+
+        Args:
+            commit: of a data set of commit="checkpoint": count what was reported after the last `state_dict` as done.
+                None for whether the iteration came to its end.
+        """
+        if self._pid == os.getpid() and not self._closed:
+            self._thread.commit = self.finished if commit is None else commit
+        super().close()
+
+    def _halt(self) -> None:
+        self._thread.close()
+
+    def __enter__(self) -> ShardReader:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(commit=None if kind is None else False)
+
+
+_WAIT_S: Final = 3600.0
+"""Of a wait for the next shard, after which it is waited for again: others' leases may come back whenever they end."""
+

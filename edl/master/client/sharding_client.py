@@ -1,0 +1,213 @@
+"""The calls that users of ElasticDL and of DLRover know, over a `ShardReader`.
+
+Names and meanings are those of DLRover's `ShardingClient` and `IndexShardingClient` (dlrover/python/elastic_agent/
+sharding/client.py) and of ElasticDL's `DataShardService`, from which they come; what differs is said where it does.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import json
+import threading
+from typing import Final, NamedTuple
+
+from edl.discovery.common.resource import Resource
+from edl.errors import PoisonedShardsError, SettingsError
+from edl.master.client.master_client import MasterClient
+from edl.master.client.shard_reader import ShardReader
+from edl.master.client.shard_session import Shard
+from edl.master.datasets import ShardSettings, open_dataset
+
+__all__ = ["IndexRange", "ShardingClient"]
+
+_WAIT_S: Final = 3600.0
+"""Of a wait for the next shard, after which it is waited for again: others' leases may come back whenever they end."""
+
+
+class IndexRange(NamedTuple):
+    """What `fetch_shard` returns.
+
+    Attributes:
+        name: of the data set.
+        start: the first sample.
+        end: after the last sample.
+    """
+
+    name: str
+    start: int
+    end: int
+
+
+class ShardingClient(Resource):
+    """Shards of sample numbers, reported batch by batch. Thread-safe.
+
+    Args:
+        client: of the job.
+        dataset_name: created if it is not there.
+        batch_size: samples of a batch.
+        num_epochs: passes over the data.
+        dataset_size: samples.
+        shuffle: shuffle the shards, anew in each epoch.
+        num_minibatches_per_shard: batches of a shard.
+        holder: the name that people see.
+
+    Raises:
+        SettingsError: an argument cannot be used.
+        ConflictError: another data set has the name.
+    """
+
+    def __init__(
+        self,
+        client: MasterClient,
+        dataset_name: str,
+        batch_size: int,
+        num_epochs: int,
+        dataset_size: int,
+        shuffle: bool = False,
+        num_minibatches_per_shard: int = 10,
+        holder: str | None = None,
+    ) -> None:
+        super().__init__()
+        if batch_size < 1 or num_minibatches_per_shard < 1:
+            raise SettingsError("batch_size and num_minibatches_per_shard must be at least 1")
+        settings = ShardSettings(
+            shard_size=batch_size * num_minibatches_per_shard, epochs=num_epochs, shuffle=shuffle
+        )
+        client.create_dataset(dataset_name, open_dataset(f"range:{dataset_size}", settings))
+        self._client = client
+        self._name = dataset_name
+        self._batch_size = batch_size
+        self._reader = self._own(ShardReader(client, dataset_name, holder=holder, prefetch=1, explicit=True))
+        self._lock = threading.Lock()
+        self._pending: collections.deque[Shard] = collections.deque()
+        self._counted = 0
+        self._indices: collections.deque[int] = collections.deque()
+        self._epoch = 0
+
+    def fetch_shard(self) -> IndexRange | None:
+        """Wait for a shard; its samples are to be reported with `report_batch_done`.
+
+        Returns:
+            The shard; None where there is none any more.
+
+        Raises:
+            PoisonedShardsError: there is none any more, and some were given up.
+            NoMasterError: the master was away for the client's `timeout_s`.
+        """
+        self._check()
+        shard = None
+        while shard is None:
+            if self._reader.finished:
+                if self._reader.poisoned:
+                    raise PoisonedShardsError(
+                        f"{self._reader.poisoned} shards of {self._name} were given up: `edl status "
+                        f"{self._client.job}` says why"
+                    )
+                return None
+            shard = self._reader.take(_WAIT_S)
+        with self._lock:
+            self._pending.append(shard)
+            self._epoch = shard.epoch
+        return IndexRange(self._name, shard.start, shard.stop)
+
+    def fetch_sample_index(self) -> int | None:
+        """Wait for the number of a sample.
+
+        Returns:
+            The number; None where there is none any more (DLRover raises StopIteration).
+
+        Raises:
+            PoisonedShardsError: as for `fetch_shard`.
+            NoMasterError: as for `fetch_shard`.
+        """
+        while True:
+            with self._lock:
+                if self._indices:
+                    return self._indices.popleft()
+            shard = self.fetch_shard()
+            if shard is None:
+                return None
+            with self._lock:
+                self._indices.extend(range(shard.start, shard.end))
+
+    def report_batch_done(self, batch_size: int | None = None) -> bool:
+        """Count the samples of a batch as done, of the shards in the order in which they were fetched.
+
+        Args:
+            batch_size: how many; None for the size of a batch.
+
+        Returns:
+            Whether a shard was finished by them, and reported: the master has journalled it.
+
+        Raises:
+            LeaseLostError: a shard was another's by then.
+            NoMasterError: the master was away for the client's `timeout_s`.
+        """
+        self._check()
+        finished: list[Shard] = []
+        with self._lock:
+            self._counted += self._batch_size if batch_size is None else batch_size
+            while self._pending and self._counted >= len(self._pending[0]):
+                shard = self._pending.popleft()
+                self._counted -= len(shard)
+                finished.append(shard)
+            if not self._pending:
+                self._counted = 0
+        for shard in finished:
+            self._reader.report_done(shard)
+        return bool(finished)
+
+    def report_all_task_error(self, err_msg: str) -> None:
+        """Report all shards that were fetched, and not finished, as failed.
+
+        Args:
+            err_msg: the reason, which people see.
+
+        Raises:
+            LeaseLostError: a shard was another's by then.
+            NoMasterError: the master was away for the client's `timeout_s`.
+        """
+        with self._lock:
+            pending = list(self._pending)
+            self._pending.clear()
+            self._indices.clear()
+            self._counted = 0
+        for shard in pending:
+            self._reader.report_failed(shard, err_msg)
+
+    def get_current_epoch(self) -> int:
+        """Return the epoch of the shard that was fetched last, from 0."""
+        return self._epoch
+
+    def get_shard_checkpoint(self) -> str:
+        """Return what is done of the data set, for `restore_shard_from_checkpoint`, as JSON.
+
+        Raises:
+            NoMasterError: the master was away for the client's `timeout_s`.
+        """
+        progress = base64.b64encode(self._client.progress(self._name)).decode()
+        return json.dumps({"dataset_name": self._name, "progress": progress})
+
+    def restore_shard_from_checkpoint(self, shard_checkpoint: str) -> None:
+        """Put the data set back to where it was, for all workers; shards that any of them has are given again.
+
+        Args:
+            shard_checkpoint: what `get_shard_checkpoint` returned.
+
+        Raises:
+            SettingsError: it is another data set's, or no checkpoint.
+            NoMasterError: the master was away for the client's `timeout_s`.
+        """
+        try:
+            found = json.loads(shard_checkpoint)
+            name, progress = found["dataset_name"], base64.b64decode(found["progress"], validate=True)
+        except (ValueError, TypeError, KeyError) as exc:
+            raise SettingsError("this is no checkpoint of shards") from exc
+        if name != self._name:
+            raise SettingsError(f"this is a checkpoint of {name!r}, not of {self._name!r}")
+        self._client.restore_progress(self._name, progress)
+        with self._lock:
+            self._pending.clear()
+            self._indices.clear()
+            self._counted = 0

@@ -1,0 +1,452 @@
+"""A candidate for the place of a job's master: leads while it may, and stands by otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, Histogram
+
+from edl.background import BackgroundLoop, start_call
+from edl.backoff import Backoff
+from edl.discovery import Store, open_store
+from edl.discovery.common.resource import Resource
+from edl.discovery.served.listening import ListenAddress
+from edl.discovery.store import Election
+from edl.errors import ClosedError, DiscoveryError, EDLError, JournalError, LeaseLostError, SettingsError
+from edl.master.journal import open_journal
+from edl.master.naming import candidacy
+from edl.master.reports import read_report
+from edl.master.server.candidate_address import shown_endpoint
+from edl.master.server.lease_clock import TICK_S
+from edl.master.server.report import Rates, check_continued, describe_dataset
+from edl.master.server.report_writer import ReportWriter
+from edl.master.server.servicer import MasterServicer
+from edl.master.server.term import Term, load_book
+from edl.master.shards import ShardBook
+from edl.notifier import Notifier
+from edl.protocol import master as messages
+from edl.protocol.channel import listen
+from edl.protocol.tls.credentials import CredentialFiles
+from edl.protocol.token_check import token_checks
+from edl.protocol.transport import grpc
+from edl.settings import Credentials, DiscoverySettings
+
+__all__ = ["MasterServer", "MasterSettings"]
+
+logger = logging.getLogger(__name__)
+
+_START_S: Final = 10.0
+"""How long it may take to listen: milliseconds, and seconds on a machine that swaps."""
+_STOP_S: Final = 0.2
+"""What calls under way get to end; clients ask the next master."""
+_LOOK_S: Final = 0.05
+"""How often a candidate looks whether it leads: a look asks the Store nothing."""
+_RIVAL_S: Final = 1.0
+"""How often a candidate that does not lead asks the Store who does."""
+_RETRY_S: Final = (0.5, 5.0)
+"""The first and the longest wait before a journal in a Store that is away is loaded again."""
+_MESSAGE_NBYTES: Final = 64 << 20
+"""The index of a data set of a million file names has some 15 MB."""
+_IN_STORE: Final = "store"
+_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
+    ("grpc.so_reuseport", 0),  # a second server at the same port would get half of the connections
+    ("grpc.max_receive_message_length", _MESSAGE_NBYTES),
+    ("grpc.max_send_message_length", _MESSAGE_NBYTES),
+    ("grpc.keepalive_time_ms", 10_000),  # hosts that vanished are not to hold streams
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 4_000),  # clients ping every 10 s
+    ("grpc.http2.max_ping_strikes", 0),
+)
+_AGE_MS: Final = 3_600_000
+"""With TLS or tokens a connection is looked at anew after that long, as a teacher's."""
+_BUCKETS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+"""Seconds of a commit: a disk takes a millisecond, and a Store of several hosts up to its deadline of 5 s."""
+
+
+@dataclass(frozen=True)
+class MasterSettings:
+    """How a master runs.
+
+    Attributes:
+        store: where masters of the job compete, and workers find the leader; None for what the environment names.
+        journal: where the state is kept, `sqlite:///absolute/path`, or `store:` for the Store itself, which alone lets
+            a master of another host take over.
+        host: where to listen; `::` or `0.0.0.0` for all addresses of this host.
+        port: 0 for any.
+        lease_s: after so long another master takes over from a leader that was lost.
+        begin_anew: lead with a journal that is not the one of before: what was done is done again.
+        retry_poisoned: put poisoned shards back when this master begins to lead.
+        credentials: certificates and tokens, both to serve with.
+    """
+
+    store: str | None = None
+    journal: str = "store:"
+    host: str = "127.0.0.1"
+    port: int = 0
+    lease_s: float = 5.0
+    begin_anew: bool = False
+    retry_poisoned: bool = False
+    credentials: Credentials = field(default_factory=Credentials)
+
+
+class MasterServer(Resource):
+    """A candidate in threads of its own: never blocks its caller, and goes on until it is closed or has failed.
+
+    Args:
+        job: its name.
+        settings: of this candidate.
+        datasets: specifications by name, which the leader creates; equal ones may be there.
+
+    Raises:
+        SettingsError: the address, the credentials or the Store's URL cannot be used.
+        DiscoveryError: another program listens there, or the Store's file cannot be opened.
+    """
+
+    def __init__(
+        self, job: str, settings: MasterSettings, datasets: Mapping[str, messages.DatasetSpec] | None = None
+    ) -> None:
+        super().__init__()
+        self.job: Final = job
+        self.settings: Final = settings
+        self.endpoint = ""
+        self.metrics: Final = CollectorRegistry()
+        """Of Prometheus: what only the master itself knows."""
+        self._commits = Histogram(
+            "edl_master_journal_commit_seconds",
+            "How long it took to journal a group of commands.",
+            registry=self.metrics,
+            buckets=_BUCKETS,
+        )
+        self._datasets = dict(datasets or {})
+        self._files = CredentialFiles.of(settings.credentials, serving=True)
+        self._changed = Notifier()
+        self._started = threading.Event()
+        self._failure: BaseException | None = None
+        self._leading: Term | None = None
+        self._done = False
+        self._rates = Rates()
+        self._shown: dict[str, Any] = {}
+        self._rival = ""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._address = ListenAddress(settings.host, settings.port)
+        self._address.check_free()
+        self._url = DiscoverySettings.of(settings.store).url
+        self._store: Store = self._own(open_store(self._url, credentials=settings.credentials))
+        self._reports = self._own(ReportWriter(self._store, job, anew=settings.begin_anew))
+        self._thread = self._own(BackgroundLoop("edl-master", self._run, self._interrupt))
+        if not self._started.wait(_START_S):
+            self._failure = DiscoveryError(f"the master at {self._address.endpoint} did not start in {_START_S:g} s")
+        if self._failure is not None:
+            self.close()
+            raise self._failure
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this candidate answers."""
+        return self._leading is not None
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why this candidate has ended though it was not closed."""
+        return self._failure
+
+    @property
+    def done(self) -> bool:
+        """Whether all data sets are, no shard being left but poisoned ones, and no reader has a session."""
+        return self._done
+
+    @property
+    def rival(self) -> str:
+        """Where the leader is, as far as known, while this candidate stands by."""
+        return self._rival
+
+    def wait_leading(self, timeout_s: float) -> bool:
+        """Wait until this candidate leads, has failed or is closed.
+
+        Args:
+            timeout_s: how long, in seconds.
+
+        Returns:
+            Whether it leads.
+        """
+        self._changed.wait_for(lambda: self.is_leader or self._failure is not None or self._closed, timeout_s)
+        return self.is_leader
+
+    def wait_done(self, timeout_s: float) -> bool:
+        """Wait until all data sets are done, or this candidate has failed or is closed.
+
+        Args:
+            timeout_s: how long, in seconds.
+
+        Returns:
+            Whether they are done.
+        """
+        self._changed.wait_for(lambda: self._done or self._failure is not None or self._closed, timeout_s)
+        return self._done
+
+    def status(self) -> dict[str, Any]:
+        """Return what was shown last, as `master_reports/JOB` has it; empty before this candidate has led."""
+        return self._shown
+
+    def __enter__(self) -> MasterServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _halt(self) -> None:
+        self._changed.notify()
+
+    def _interrupt(self) -> None:
+        loop, stop = self._loop, self._stop
+        if loop is not None and stop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(stop.set)
+
+    # --- In the event loop's thread. ---
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except EDLError as exc:
+            self._failure = exc
+        except Exception as exc:
+            logger.exception("the master of job %r ended", self.job)
+            self._failure = exc
+        finally:
+            self._leading = None
+            self._started.set()
+            self._changed.notify()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        if self._closed:  # before there was anything to stop
+            return
+        age = [("grpc.max_connection_age_ms", _AGE_MS)] if self._files is not None else []
+        server = grpc.aio.server(options=[*_OPTIONS, *age], interceptors=token_checks(self._files))
+        servicer = MasterServicer(self.job, self._status)
+        server.add_generic_rpc_handlers((servicer.handler(),))
+        try:
+            port = listen(server, self._address.endpoint, self._files)
+        except RuntimeError as exc:
+            raise SettingsError(f"a master cannot listen at {self._address.endpoint}: {exc}") from exc
+        await server.start()
+        try:
+            self.endpoint = shown_endpoint(self.settings.host, port, self._url)
+            value = {"endpoint": self.endpoint, "host": socket.gethostname(), "journal": self._journal_name}
+            election = self._store.elect(candidacy(self.job), json.dumps(value).encode(), self.settings.lease_s)
+            self._started.set()
+            await self._campaign(election, servicer)
+        finally:
+            self._leading = None
+            servicer.stand_by("it ends")
+            await server.stop(_STOP_S)
+
+    @property
+    def _journal_name(self) -> str:
+        return _IN_STORE if self.settings.journal.startswith("store:") else self.settings.journal
+
+    async def _campaign(self, election: Election, servicer: MasterServicer) -> None:
+        """Lead whenever this candidate may, until it is stopped."""
+        assert self._stop is not None
+        backoff = Backoff(*_RETRY_S, jitter=0.5)
+        looked_at = 0.0
+        while not self._stop.is_set():
+            if not election.is_leader:
+                if time.monotonic() > looked_at + _RIVAL_S:
+                    looked_at = time.monotonic()
+                    self._check_rival(await self._leader(election))
+                await self._sleep(_LOOK_S)
+                continue
+            self._rival = ""
+            failure: BaseException | None
+            try:
+                term = await self._take_over()
+                backoff.reset()
+                await self._lead(term, election, servicer)
+                failure = term.failure
+            except (DiscoveryError, JournalError, LeaseLostError) as exc:
+                failure = exc
+            if self._stop.is_set() or failure is None:
+                continue
+            servicer.stand_by(str(failure))
+            if isinstance(failure, LeaseLostError):
+                # A master that took over sees to the journal a moment after this one's place in the Store has ended.
+                if election.is_leader and not await self._sleep(self.settings.lease_s) and election.is_leader:
+                    raise SettingsError(
+                        f"another master has taken the journal {self._journal_name} while this one leads in the Store: "
+                        "two masters of a job must have the same Store"
+                    ) from failure
+                continue
+            if not isinstance(failure, DiscoveryError) and self._journal_name != _IN_STORE:
+                raise failure
+            logger.warning("this master stands by until it can read and write the journal: %s", failure)
+            await self._sleep(backoff.next_wait_s())
+
+    async def _take_over(self) -> Term:
+        """Load the state."""
+        url = f"store:{self.job}" if self._journal_name == _IN_STORE else self.settings.journal
+
+        def load() -> tuple[int, ShardBook, int]:
+            number, book, replayed = load_book(journal)
+            if not self.settings.begin_anew:
+                check_continued(read_report(self._store, self.job), number, self._journal_name)
+            return number, book, replayed
+
+        journal = await asyncio.wrap_future(
+            start_call("edl-master-open", lambda: open_journal(url, store=self._store))
+        )
+        try:
+            number, book, replayed = await asyncio.wrap_future(start_call("edl-master-load", load))
+            term = Term(number, book, journal, self._commits.observe)
+        except BaseException:
+            journal.close()
+            raise
+        try:
+            await term.begin(replayed)
+            for name, spec in self._datasets.items():
+                if name not in book.datasets():
+                    command = messages.CreateDataset(dataset=name, spec=spec)
+                    await term.submit(messages.Command(create_dataset=command))
+            for name in book.datasets() if self.settings.retry_poisoned else ():
+                await term.submit(messages.Command(retry_poisoned=messages.RetryPoisoned(dataset=name)))
+        except ClosedError as exc:
+            await term.close(str(exc))
+            raise term.failure or exc from exc
+        except BaseException as exc:
+            await term.close(str(exc))
+            raise
+        logger.info(
+            "this master leads job %r from now on, at %s: term %d, %s", *(self.job, self.endpoint, number), _told(book)
+        )
+        return term
+
+    async def _lead(self, term: Term, election: Election, servicer: MasterServicer) -> None:
+        """Answer workers until this is stopped, the journal fails, or another master leads."""
+        assert self._stop is not None
+        servicer.lead(term)
+        self._leading = term
+        self._changed.notify()
+        looked_at = time.monotonic()
+        why = "it ends"
+        try:
+            self._show(term)
+            while not self._stop.is_set() and not term.ended.is_set():
+                await self._sleep(TICK_S, term.ended)
+                await term.tick()
+                now = time.monotonic()
+                if now < looked_at + _RIVAL_S:
+                    continue
+                looked_at = now
+                self._show(term)
+                if not election.is_leader and (leader := await self._leader(election)) and not self._is_own(leader):
+                    why = "another master leads"
+                    break
+        except ClosedError:
+            pass  # the journal has failed: `term.failure` says how
+        finally:
+            self._leading = None
+            servicer.stand_by(why)
+            self._show(term)
+            await term.close(why)
+            self._changed.notify()
+        if why != "it ends":
+            logger.warning("job %r: another master leads, and this one stands by", self.job)
+
+    def _show(self, term: Term) -> None:
+        """Bring the report up to date."""
+        report = self._status(term)
+        names = term.book.datasets()
+        self._done = bool(names) and all(term.book.is_finished(name) for name in names) and not term.book.sessions()
+        if self._done:
+            self._changed.notify()
+            report["state"] = "done"
+        elif self._leading is None:
+            report["state"] = "stopped"
+        self._shown = report
+        self._reports.write(report)
+
+    def _status(self, term: Term) -> dict[str, Any]:
+        book, now = term.book, time.monotonic()
+        datasets = [
+            describe_dataset(book.status(name), self._rates, now, term.silence_s) for name in sorted(book.datasets())
+        ]
+        return {
+            "job": self.job,
+            "state": "leading",
+            "endpoint": self.endpoint,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "journal": self._journal_name,
+            "term": term.number,
+            "time": round(time.time(), 3),
+            "commands": book.version,
+            "datasets": datasets,
+            "events": list(term.events),
+        }
+
+    async def _leader(self, election: Election) -> dict[str, Any] | None:
+        """Ask the Store who leads; None where nobody does, or the Store is away."""
+        try:
+            value = await asyncio.wrap_future(start_call("edl-master-rival", election.leader))
+        except (DiscoveryError, ClosedError):
+            return None
+        try:
+            found = json.loads(value or b"null")
+        except ValueError:
+            return None
+        return found if isinstance(found, dict) else None
+
+    def _is_own(self, leader: Mapping[str, Any]) -> bool:
+        return leader.get("endpoint") == self.endpoint
+
+    def _check_rival(self, leader: Mapping[str, Any] | None) -> None:
+        """Refuse to stand by where this master could not go on with what the leader has journalled.
+
+        Raises:
+            SettingsError: the journals are two.
+        """
+        if leader is None or self._is_own(leader):
+            return
+        endpoint, host, journal = (str(leader.get(name, "")) for name in ("endpoint", "host", "journal"))
+        if endpoint != self._rival:
+            self._rival = endpoint
+            logger.info("job %r is led by the master at %s; this one stands by", self.job, endpoint)
+        if journal != self._journal_name:
+            raise SettingsError(
+                f"job {self.job!r} is led by the master at {endpoint}, whose journal is {journal}: a master that "
+                f"stands by needs the same, not {self._journal_name}"
+            )
+        if journal != _IN_STORE and host != socket.gethostname():
+            raise SettingsError(
+                f"job {self.job!r} is led by a master on {host}, whose journal is a file there: a master of another "
+                "host can stand by where both keep the journal in the Store (--journal store:)"
+            )
+
+    async def _sleep(self, seconds: float, also: asyncio.Event | None = None) -> bool:
+        """Wait, until this is stopped or `also` is set; return whether it is stopped."""
+        assert self._stop is not None
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._stop, also) if event is not None]
+        try:
+            await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return self._stop.is_set()
+
+
+def _told(book: ShardBook) -> str:
+    left = [f"{name} {'is done' if book.is_finished(name) else 'goes on'}" for name in sorted(book.datasets())]
+    return ", ".join(left) or "no data set yet"

@@ -1,0 +1,53 @@
+"""Has a gRPC server refuse calls without a token that is valid at this moment.
+
+What does not belong here: the teacher server's, which ends streams of revoked tokens as well (`edl_serving`).
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+from edl.protocol.tls.credentials import AUTHORIZATION, CredentialFiles
+from edl.protocol.transport import grpc
+
+__all__ = ["TokenCheck", "token_checks"]
+
+
+def token_checks(files: CredentialFiles | None) -> Sequence[TokenCheck]:
+    """Return the interceptors of a server: none where no tokens are set."""
+    return [TokenCheck(files)] if files is not None and files.settings.token_file else []
+
+
+class TokenCheck(grpc.aio.ServerInterceptor):
+    """Refuses calls without a token that is valid at this moment.
+
+    Args:
+        files: hold the tokens.
+    """
+
+    def __init__(self, files: CredentialFiles) -> None:
+        self._files = files
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """See `grpc.aio.ServerInterceptor`."""
+        shown = [str(value) for name, value in handler_call_details.invocation_metadata or () if name == AUTHORIZATION]
+        valid = [f"Bearer {token}".encode() for token in self._files.current().tokens]
+        # All are compared, so that a token's place in the file does not show in the time.
+        matches = [hmac.compare_digest(shown[0].encode(), each) for each in valid] if len(shown) == 1 else []
+        if any(matches):
+            return await continuation(handler_call_details)
+        return grpc.stream_stream_rpc_method_handler(_refuse)
+
+
+async def _refuse(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+    """Refuse a call of any method. Not by an empty message: to a watch that says that nothing is there."""
+    context.set_code(grpc.StatusCode.UNAUTHENTICATED)
+    context.set_details("no token, or none that is valid here")
+    return
+    yield  # a generator, which sends no message before it ends

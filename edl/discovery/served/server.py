@@ -160,4 +160,3 @@ class StoreServer(Resource):
         if loop is not None and stop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(stop.set)
-

@@ -57,8 +57,10 @@ class Locator:
             return False
         try:
             report = read_report(self._store, self._job)
-            return report is not None and report.get("state") == "done" and self._store.get(
-                election_key(self._job)
-            ) is None
+            return (
+                report is not None
+                and report.get("state") == "done"
+                and self._store.get(election_key(self._job)) is None
+            )
         except DiscoveryError:
             return False

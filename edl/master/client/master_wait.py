@@ -38,9 +38,7 @@ class MasterWait:
         self.reason = str(exc)
         if self.away_since is None:
             self.away_since = time.monotonic()
-            logger.warning(
-                "no master of job %r answers (%s): waiting for up to %g s", self._job, exc, self._timeout_s
-            )
+            logger.warning("no master of job %r answers (%s): waiting for up to %g s", self._job, exc, self._timeout_s)
         return self._backoff.next_wait_s()
 
     def answered(self) -> None:

@@ -116,7 +116,7 @@ class SessionThread:
         if not self.finished:
             self._reading = True
         shard = self._pop()
-        if shard is not None or timeout_s <= 0 and self._failure is None:
+        if shard is not None or (timeout_s <= 0 and self._failure is None):
             self._thread.wake()
             return shard
         self._hungry.append(None)
@@ -330,9 +330,9 @@ class SessionThread:
             request.answered = True
             return
         mark = messages.Mark(session=session.name, mark=self._mark + 1)
-        for id, units in request.consumed.items():
-            if (shard := session.open.get(id)) is not None:
-                mark.partial.append(messages.Partial(lease=messages.LeaseId(id=id, term=shard.term), units=units))
+        for number, units in request.consumed.items():
+            if (shard := session.open.get(number)) is not None:
+                mark.partial.append(messages.Partial(lease=messages.LeaseId(id=number, term=shard.term), units=units))
         self._connection.call("Mark", mark, messages.MarkReply)
         self._mark += 1
         self._outbox.popleft()

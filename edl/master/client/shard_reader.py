@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-
 import logging
 import os
 import socket
-
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal
 
@@ -231,7 +229,7 @@ class ShardReader(Resource):
         current = self._current
         if current is not None and self._consumed.get(current.id) == len(current):
             self._report_current()
-        mark = MarkRequest({id: units for id, units in list(self._consumed.items()) if units})
+        mark = MarkRequest({lease: units for lease, units in list(self._consumed.items()) if units})
         self._thread.demand(mark)
         return {
             "format": _FORMAT,
@@ -329,4 +327,3 @@ class ShardReader(Resource):
 
 _WAIT_S: Final = 3600.0
 """Of a wait for the next shard, after which it is waited for again: others' leases may come back whenever they end."""
-

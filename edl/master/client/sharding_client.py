@@ -71,9 +71,7 @@ class ShardingClient(Resource):
         super().__init__()
         if batch_size < 1 or num_minibatches_per_shard < 1:
             raise SettingsError("batch_size and num_minibatches_per_shard must be at least 1")
-        settings = ShardSettings(
-            shard_size=batch_size * num_minibatches_per_shard, epochs=num_epochs, shuffle=shuffle
-        )
+        settings = ShardSettings(shard_size=batch_size * num_minibatches_per_shard, epochs=num_epochs, shuffle=shuffle)
         client.create_dataset(dataset_name, open_dataset(f"range:{dataset_size}", settings))
         self._client = client
         self._name = dataset_name

@@ -74,8 +74,6 @@ class ShardDataset(torch.utils.data.IterableDataset[Any]):
         options: dict[str, Any] = {"timeout_s": self._timeout_s, "credentials": self._credentials}
         with (
             MasterClient(self._job, self._store, endpoint=self._endpoint, **options) as client,
-            ShardReader(
-                client, self._dataset, holder=holder, prefetch=self._prefetch, samples=self._samples
-            ) as reader,
+            ShardReader(client, self._dataset, holder=holder, prefetch=self._prefetch, samples=self._samples) as reader,
         ):
             yield from reader.samples()

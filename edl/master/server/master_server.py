@@ -305,9 +305,7 @@ class MasterServer(Resource):
                 check_continued(read_report(self._store, self.job), number, self._journal_name)
             return number, book, replayed
 
-        journal = await asyncio.wrap_future(
-            start_call("edl-master-open", lambda: open_journal(url, store=self._store))
-        )
+        journal = await asyncio.wrap_future(start_call("edl-master-open", lambda: open_journal(url, store=self._store)))
         try:
             number, book, replayed = await asyncio.wrap_future(start_call("edl-master-load", load))
             term = Term(number, book, journal, self._commits.observe)

@@ -1,0 +1,68 @@
+"""The master is killed at random moments, and workers are: every sample is counted exactly once."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from edl.discovery import open_store
+from edl.master.datasets import ShardSettings, open_dataset
+from edl.master.naming import election_key
+from edl.master.reports import read_report
+from tests.integration.master.ledgers import counted, read_ledgers
+from tests.integration.master.processes import lead, start, until, work
+
+SAMPLES = 100_000
+KILLS = 50
+WORKERS = 8
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+def test_every_sample_once_over_50_kills(tmp_path: Path) -> None:
+    settings = ShardSettings(shard_size=20, shuffle=True, seed=3, max_failures=1000, session_s=3.0)
+    spec = {"d": open_dataset(f"range:{SAMPLES}", settings).spec.SerializeToString()}
+    folder, chance = str(tmp_path), random.Random(7)
+    master = start(lead, folder, None, spec)
+    workers = {f"w{number}": start(work, folder, f"w{number}", "d", 0.02) for number in range(WORKERS)}
+    killed = 0
+    begun = time.monotonic()
+    try:
+        with open_store(f"sqlite:///{tmp_path}/store.sqlite") as store:
+            led = 0
+            for kill in range(KILLS):
+                until(lambda: (entry := store.get(election_key("job"))) is not None and entry.version > led)
+                entry = store.get(election_key("job"))
+                led = entry.version if entry is not None else led
+                time.sleep(chance.uniform(0.0, 0.5))
+                assert master.exitcode is None, f"all was done after {kill} kills: too little work for this machine"
+                master.kill()
+                master.join(10)
+                master = start(lead, folder, None, spec)
+                if kill % 5 == 4:
+                    name = chance.choice(sorted(workers))
+                    workers.pop(name).kill()
+                    workers[f"{name}x"] = start(work, folder, f"{name}x", "d", 0.02)
+                    killed += 1
+            print(f"{KILLS} kills after {time.monotonic() - begun:.1f} s")
+            master.join(60)
+            assert master.exitcode == 0
+            report = read_report(store, "job")
+        for process in workers.values():
+            process.join(20)
+            assert process.exitcode == 0
+    finally:
+        for process in (master, *workers.values()):
+            process.kill()
+            process.join(10)
+    print(f"done after {time.monotonic() - begun:.1f} s")
+    assert killed == KILLS // 5
+    assert report is not None
+    assert report["state"] == "done"
+    assert report["datasets"][0]["units_done"] == SAMPLES
+    counts = counted(read_ledgers(tmp_path))
+    assert len(counts) == SAMPLES
+    assert set(counts.values()) == {1}

@@ -78,15 +78,12 @@ def main(argv: Sequence[str]) -> int:
     with _signals() as caught, contextlib.ExitStack() as stack:
         specs = {} if dataset is None else {options.name: dataset.spec}
         master = stack.enter_context(MasterServer(options.job, settings, specs))
-        follower = None
         begun = time.monotonic()
         while not caught and master.failure is None:
             if master.wait_done(_POLL_S) and not options.stay:
                 break
             if options.retry_poisoned and master.rival:
                 return _retry(options.job, url, credentials)
-            if dataset is not None and dataset.units is None and follower is None and master.is_leader:
-                follower = _followed(stack, options.job, url, credentials, options.name, dataset)
         if caught:
             logger.warning("stopped by %s; the same command goes on from here", signal.Signals(caught[0]).name)
             return _BY_SIGNAL + caught[0]
@@ -209,25 +206,6 @@ def _retry(job: str, url: str, credentials: Credentials) -> int:
         for name in names:
             print(f"{name}: {client.retry_poisoned(name):,} shards put back")
     return 0
-
-
-def _followed(
-    stack: contextlib.ExitStack, job: str, url: str, credentials: Credentials, name: str, dataset: Dataset
-) -> Any:
-    """Tell the master, which is this process, what the source has grown by."""
-    from edl.master.datasets import Follower, load_dataset
-
-    client = stack.enter_context(MasterClient(job, url, credentials=credentials))
-    spec = client.describe_dataset(name)
-    grown = dataset if spec is None else load_dataset(spec)
-    follower = Follower(
-        grown,
-        extend=lambda units, index: client.extend_dataset(name, units, index),
-        end=lambda: client.end_dataset(name),
-    )
-    stack.callback(follower.close)
-    follower.start()
-    return follower
 
 
 def _conclude(job: str, status: dict[str, Any], seconds: float) -> int:

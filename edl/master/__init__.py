@@ -4,4 +4,17 @@ What does not belong here: training (`edl.collective`), soft labels (`edl.distil
 (`edl.dashboard`).
 """
 
-__all__: list[str] = []
+from edl.master.client import MasterClient, Shard, ShardingClient, ShardReader
+from edl.master.datasets import ShardSettings, open_dataset
+from edl.master.server import MasterServer, MasterSettings
+
+__all__ = [
+    "MasterClient",
+    "MasterServer",
+    "MasterSettings",
+    "Shard",
+    "ShardReader",
+    "ShardSettings",
+    "ShardingClient",
+    "open_dataset",
+]

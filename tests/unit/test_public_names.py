@@ -42,6 +42,11 @@ PUBLIC = {
         *("LoadPublisher", "LoadSource", "ServiceLoad", "StudentRate", "TeacherRate"),
         *("read_all_wanted", "read_service", "read_services", "read_wanted"),
     ],
+    "edl.master": [
+        *("MasterClient", "MasterServer", "MasterSettings", "Shard", "ShardReader", "ShardSettings"),
+        *("ShardingClient", "open_dataset"),
+    ],
+    "edl.master.client.torch": ["ShardDataset"],
     "edl.protocol": ["bundles", "codec", "kserve", "names", "tensors"],
     "edl.testing": ["LocalTeacher"],
     "edl_serving": ["Array", "Backend", "ServerSettings", "TeacherServer", "TensorSpec", "serve"],
@@ -51,7 +56,9 @@ PUBLIC = {
 def load(module: str) -> ModuleType:
     if module == "edl.collective.paddle":
         pytest.importorskip("paddle", reason="PaddlePaddle is not installed")
-    if module.startswith("edl.collective") or module in ("edl.distill.losses", "edl.distill.torch"):
+    if module.startswith("edl.collective") or module in (
+        *("edl.distill.losses", "edl.distill.torch", "edl.master.client.torch"),
+    ):
         pytest.importorskip("torch", reason="PyTorch is not installed")
     return importlib.import_module(module)
 

@@ -336,7 +336,8 @@ class SessionThread:
         self._connection.call("Mark", mark, messages.MarkReply)
         self._mark += 1
         self._outbox.popleft()
-        request.session, request.number = session.name, self._mark
+        request.session = session.name
+        request.number = self._mark
         request.answered = True
         self._changed.notify()
 

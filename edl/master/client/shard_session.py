@@ -45,7 +45,11 @@ class Shard:
 
     @classmethod
     def of(cls, lease: messages.Lease) -> Shard:
-        """Take a lease from the wire."""
+        """Return a lease of the protocol as a shard.
+
+        Args:
+            lease: from the wire.
+        """
         return cls(lease.id, lease.term, lease.epoch, lease.shard, lease.start, lease.stop)
 
 
@@ -122,7 +126,8 @@ class ShardSession:
         Returns:
             The shards that were given, and the reports that were answered, those refused among them.
         """
-        reports, self._sent, self._in_flight = self._sent, [], None
+        reports, self._sent = self._sent, []
+        self._in_flight = None
         refusals = {refusal.lease.id: refusal.reason for refusal in reply.refused}
         for report in reports:
             report.refused = refusals.get(report.shard.id)
@@ -153,7 +158,8 @@ class ShardSession:
             The reports.
         """
         reports = [*self._sent, *self._waiting]
-        self._sent, self._in_flight = [], None
+        self._sent = []
+        self._in_flight = None
         self._waiting.clear()
         self.open.clear()
         for report in reports:

@@ -28,7 +28,7 @@ from edl.master.naming import candidacy
 from edl.master.reports import read_report
 from edl.master.server.candidate_address import shown_endpoint
 from edl.master.server.lease_clock import TICK_S
-from edl.master.server.report import Rates, check_continued, describe_dataset
+from edl.master.server.report import UnitRates, check_continued, describe_dataset
 from edl.master.server.report_writer import ReportWriter
 from edl.master.server.servicer import MasterServicer
 from edl.master.server.term import Term, load_book
@@ -134,7 +134,7 @@ class MasterServer(Resource):
         self._failure: BaseException | None = None
         self._leading: Term | None = None
         self._done = False
-        self._rates = Rates()
+        self._rates = UnitRates()
         self._shown: dict[str, Any] = {}
         self._rival = ""
         self._loop: asyncio.AbstractEventLoop | None = None

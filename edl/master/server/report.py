@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from edl.errors import SettingsError
 
-__all__ = ["Rates", "check_continued", "describe_dataset", "encode"]
+__all__ = ["UnitRates", "check_continued", "describe_dataset", "encode"]
 
 _WINDOW_S: Final = 15.0
 """Over which rates are taken: a shard may take seconds."""
@@ -19,7 +19,7 @@ _HOLDERS: Final = 200
 """Holders that are listed of a data set, the busiest first."""
 
 
-class Rates:
+class UnitRates:
     """Rates of totals that are looked at from time to time."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Rates:
 
 
 def describe_dataset(
-    status: dict[str, Any], rates: Rates, now_s: float, silence_s: Callable[[str], float]
+    status: dict[str, Any], rates: UnitRates, now_s: float, silence_s: Callable[[str], float]
 ) -> dict[str, Any]:
     """Return what is shown of a data set.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edl.discovery import open_store
+from edl.discovery import Store, open_store
 from edl.master.datasets import ShardSettings, open_dataset
 from edl.master.naming import election_key
 from edl.master.reports import read_report
@@ -18,6 +18,21 @@ from tests.integration.master.processes import lead, start, until, work
 SAMPLES = 100_000
 KILLS = 50
 WORKERS = 8
+PAUSE_S = 0.01
+
+
+def _next_leader(store: Store, version: int) -> int:
+    """Wait until another master leads than that of this version; return the new one's."""
+    found: list[int] = []
+
+    def leads() -> bool:
+        entry = store.get(election_key("job"))
+        if entry is not None and entry.version > version:
+            found.append(entry.version)
+        return bool(found)
+
+    until(leads)
+    return found[0]
 
 
 @pytest.mark.slow
@@ -27,16 +42,14 @@ def test_every_sample_once_over_50_kills(tmp_path: Path) -> None:
     spec = {"d": open_dataset(f"range:{SAMPLES}", settings).spec.SerializeToString()}
     folder, chance = str(tmp_path), random.Random(7)
     master = start(lead, folder, None, spec)
-    workers = {f"w{number}": start(work, folder, f"w{number}", "d", 0.02) for number in range(WORKERS)}
+    workers = {f"w{number}": start(work, folder, f"w{number}", "d", PAUSE_S) for number in range(WORKERS)}
     killed = 0
     begun = time.monotonic()
     try:
         with open_store(f"sqlite:///{tmp_path}/store.sqlite") as store:
             led = 0
             for kill in range(KILLS):
-                until(lambda: (entry := store.get(election_key("job"))) is not None and entry.version > led)
-                entry = store.get(election_key("job"))
-                led = entry.version if entry is not None else led
+                led = _next_leader(store, led)
                 time.sleep(chance.uniform(0.0, 0.5))
                 assert master.exitcode is None, f"all was done after {kill} kills: too little work for this machine"
                 master.kill()
@@ -45,7 +58,7 @@ def test_every_sample_once_over_50_kills(tmp_path: Path) -> None:
                 if kill % 5 == 4:
                     name = chance.choice(sorted(workers))
                     workers.pop(name).kill()
-                    workers[f"{name}x"] = start(work, folder, f"{name}x", "d", 0.02)
+                    workers[f"{name}x"] = start(work, folder, f"{name}x", "d", PAUSE_S)
                     killed += 1
             print(f"{KILLS} kills after {time.monotonic() - begun:.1f} s")
             master.join(60)

@@ -125,7 +125,8 @@ class _Reading:
             return
         assert namespace.layout is not None
         if self._layout is None:
-            self._layout, self._first = namespace.layout, root
+            self._layout = namespace.layout
+            self._first = root
         elif self._layout != namespace.layout:
             raise SettingsError(
                 f"labels in {str(root)!r} are {namespace.layout}, in {str(self._first)!r} {self._layout}: they cannot "

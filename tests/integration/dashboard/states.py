@@ -27,7 +27,7 @@ HOSTILE = [
 ]
 
 EMPTY: dict[str, Any] = {
-    "time": NOW, "store": "sqlite:///home/ada/.cache/edl/discovery.sqlite", "stale": "", "job": None, "jobs": [],
+    "time": NOW, "store": "sqlite:///srv/ada/.cache/edl/discovery.sqlite", "stale": "", "job": None, "jobs": [],
     "services": [], "events": [],
 }  # fmt: skip
 

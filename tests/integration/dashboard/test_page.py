@@ -87,7 +87,7 @@ STRANGE = [
 ]  # fmt: skip
 
 
-def test_missing_and_wrong_fields_are_survived(look: Look) -> None:
+def test_missing_and_wrong_fields_survive(look: Look) -> None:
     server, page = look(states.rich())
     for number, state in enumerate(STRANGE):
         server.publish(state)  # type: ignore[arg-type]

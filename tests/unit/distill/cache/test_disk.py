@@ -304,7 +304,7 @@ def test_machines_without_common_locks_share(tmp_path: Path) -> None:
     assert len(load_labels(tmp_path)) == 180
 
 
-def test_other_machines_file_is_left_for_a_day(tmp_path: Path) -> None:
+def test_file_of_another_machine_is_left(tmp_path: Path) -> None:
     (whole,) = put(tmp_path, range(10))
     left = [whole.with_name(f".writing-{digit * 16}-01234567-{whole.name}") for digit in "ab"]
     for path in left:

@@ -78,7 +78,7 @@ def test_of_several_keys_one_must_be_chosen(tmp_path: Path) -> None:
         load_labels(tmp_path, CacheKey("resnet", "3", ("logits",)))
 
 
-def test_folders_of_machines_are_read_together(tmp_path: Path) -> None:
+def test_several_folders_are_read_together(tmp_path: Path) -> None:
     """Machines that wrote to folders of their own; the newest of several labels counts, in whichever folder."""
     parts = [tmp_path / "a", tmp_path / "b", tmp_path / "c"]
     write(parts[1], KEY, [1, 2, 3])

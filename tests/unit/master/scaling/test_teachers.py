@@ -111,7 +111,7 @@ def test_saturated_students_double_it(live: int, ratio: float) -> None:
     assert service.live == math.ceil(service.demand / 8.0 - 1e-6)
 
 
-def test_goes_up_after_15_s_and_down_after_300() -> None:
+def test_windows_of_15_s_and_300_s() -> None:
     service = SimulatedService(demand=200.0, rate=100.0, live=1, start_s=0.0)
     service.run(60)
     ((up_s, up),) = service.moves
@@ -196,7 +196,7 @@ def test_pause_during_a_step_judges_nothing() -> None:
     assert service.state.penalty is None
 
 
-def test_teachers_that_start_are_not_asked_twice() -> None:
+def test_starting_teachers_count() -> None:
     service = SimulatedService(1000.0, 100.0, 3, start_s=240.0)
     service.run(900)
     assert [decision.count for _, decision in service.moves] == [13]

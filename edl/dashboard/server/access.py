@@ -18,7 +18,7 @@ from typing import Final
 
 from edl.protocol.tls.credentials import CredentialFiles
 
-__all__ = ["HostCheck", "TokenCheck"]
+__all__ = ["HostCheck", "TokenCookieCheck"]
 
 _SCHEME: Final = "bearer "
 
@@ -55,7 +55,7 @@ class HostCheck:
         return address.is_loopback or not self._local
 
 
-class TokenCheck:
+class TokenCookieCheck:
     """Tells whether a request shows a token that is valid at this moment.
 
     A cookie holds no token, but a code made of it with a key of this process: a revoked token's cookie is worth

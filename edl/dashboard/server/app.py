@@ -14,7 +14,7 @@ from aiohttp import web
 from prometheus_client.exposition import choose_encoder
 
 from edl.dashboard.metrics import DashboardMetrics
-from edl.dashboard.server.access import HostCheck, TokenCheck
+from edl.dashboard.server.access import HostCheck, TokenCookieCheck
 from edl.dashboard.server.event_stream import EventStreams
 from edl.dashboard.server.headers import HEADERS, NO_STORE
 from edl.dashboard.server.look_loop import LookLoop
@@ -53,7 +53,7 @@ class Pages:
         looks: LookLoop,
         metrics: DashboardMetrics,
         files: Mapping[str, StaticFile],
-        tokens: TokenCheck | None,
+        tokens: TokenCookieCheck | None,
         secure: bool,
     ) -> None:
         self._looks = looks
@@ -117,7 +117,7 @@ class Pages:
         return web.Response(body=found.data, headers=headers)
 
 
-def make_app(pages: Pages, streams: EventStreams, hosts: HostCheck, tokens: TokenCheck | None) -> web.Application:
+def make_app(pages: Pages, streams: EventStreams, hosts: HostCheck, tokens: TokenCookieCheck | None) -> web.Application:
     """Return the application.
 
     Args:
@@ -156,7 +156,7 @@ def make_app(pages: Pages, streams: EventStreams, hosts: HostCheck, tokens: Toke
 
 
 async def _checked(
-    request: web.Request, handler: _Handler, hosts: HostCheck, tokens: TokenCheck | None
+    request: web.Request, handler: _Handler, hosts: HostCheck, tokens: TokenCookieCheck | None
 ) -> web.StreamResponse:
     """Answer a request that has the right name and, where that is asked for, a token.
 

@@ -23,7 +23,7 @@ from typing_extensions import Self
 
 from edl.background import start_call
 from edl.dashboard.metrics import DashboardMetrics, ServerFigures
-from edl.dashboard.server.access import HostCheck, TokenCheck
+from edl.dashboard.server.access import HostCheck, TokenCookieCheck
 from edl.dashboard.server.app import Pages, make_app
 from edl.dashboard.server.event_stream import HEARTBEAT_S, EventStreams
 from edl.dashboard.server.look_loop import LookLoop
@@ -150,7 +150,7 @@ class DashboardServer:
         try:
             tokens = None
             if self._credentials is not None and self._credentials.settings.token_file:
-                tokens = TokenCheck(self._credentials, settings.port)
+                tokens = TokenCookieCheck(self._credentials, settings.port)
             hosts = HostCheck(settings.local, settings.allowed_hosts)
             pages = Pages(looks, metrics, read_static_files(), tokens, self._tls)
             runner = web.AppRunner(

@@ -50,7 +50,12 @@ class UnitCursor(abc.ABC):
     @property
     @abc.abstractmethod
     def shards_left(self) -> int:
-        """How many shards of this epoch could be given now."""
+        """How many shards of this epoch could be given now, of which nothing was given yet."""
+
+    @property
+    def begun_shard(self) -> int | None:
+        """The shard of which a part was given and another could be given now; None if there is none."""
+        return None
 
 
 class EpochCursor(UnitCursor):
@@ -154,8 +159,14 @@ class StreamCursor(UnitCursor):
 
     @property
     def shards_left(self) -> int:
-        """Shards that can be given now."""
+        """Shards that can be given now, of which nothing was given."""
         return max(0, -(-self._limit() // self._size) - self.shards_given)
+
+    @property
+    def begun_shard(self) -> int | None:
+        """The shard that a flush has cut, where it has grown since."""
+        cut = self.position % self._size and self.position < self._limit()
+        return self.position // self._size if cut else None
 
     def _limit(self) -> int:
         return self.units if self.ended else max(self.flushed, self.units // self._size * self._size)

@@ -26,7 +26,10 @@ def dataset_status(dataset: DatasetShards) -> dict[str, Any]:
     poisoned = set(dataset.poisoned)
     doing = {(lease.epoch, lease.shard) for session in dataset.sessions.values() for lease in session.leases.values()}
     doing -= poisoned
-    waiting = sum(1 for key, *_ in dataset.returned if key not in poisoned and key not in doing)
+    waiting = {key for key, *_ in dataset.returned}
+    if cursor.begun_shard is not None:
+        waiting.add((cursor.epoch, cursor.begun_shard))
+    waiting -= poisoned | doing
     began = cursor.epoch * -(-cursor.units // spec.shard_size) + cursor.shards_given
     return {
         "name": dataset.name,
@@ -39,9 +42,9 @@ def dataset_status(dataset: DatasetShards) -> dict[str, Any]:
         "provisional_units": dataset.provisional_units,
         "finished": dataset.is_finished and not dataset.provisional_units,
         "shards": {
-            "todo": waiting + cursor.shards_left,
+            "todo": len(waiting) + cursor.shards_left,
             "doing": len(doing),
-            "done": began - waiting - len(doing) - len(poisoned),
+            "done": began - len(waiting) - len(doing) - len(poisoned),
             "poisoned": len(poisoned),
         },
         "poisoned": [_poisoned_shard(dataset, key) for key in itertools.islice(sorted(poisoned), _MOST_POISONED)],

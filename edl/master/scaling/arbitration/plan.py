@@ -1,0 +1,179 @@
+"""The plan that one arbitration works on: the pool, what jobs are worth, and which of them it has moved already."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+
+from edl.master.scaling.arbitration.gpu_pool import GpuPool
+from edl.master.scaling.arbitration.requests import ArbitrationSettings, JobRequest, JobValue
+
+__all__ = ["AllocationPlan"]
+
+
+class AllocationPlan:
+    """An allocation in the making. Who has moved in a pass pays for no further pause in it: a job stops once for all.
+
+    Args:
+        requests: the jobs, in the order that decides between equals.
+        settings: of the arbitration.
+        pool: of the nodes.
+    """
+
+    def __init__(self, requests: Sequence[JobRequest], settings: ArbitrationSettings, pool: GpuPool) -> None:
+        self.requests = requests
+        self.settings = settings
+        self.pool = pool
+        self.values = [JobValue(request, settings) for request in requests]
+        self.steps = 0
+        self.most_steps = sum(pool.free)
+        self.exhausted = False
+        self.reasons: list[str] = [""] * len(requests)
+        self._moved = [False] * len(requests)
+        self._costs: list[tuple[int, float]] = [(-1, 0.0)] * len(requests)
+
+    def begin_pass(self) -> None:
+        """Count every job as not yet moved."""
+        self._moved = [False] * len(self.requests)
+
+    def is_waiting(self, job: int) -> bool:
+        """Whether a job has fewer workers than it needs to run.
+
+        Args:
+            job: its number.
+        """
+        return self.pool.workers[job] < self.requests[job].min_workers
+
+    def get_surplus(self, job: int) -> int:
+        """Return how many workers a job has above its minimum.
+
+        Args:
+            job: its number.
+        """
+        return self.pool.workers[job] - self.requests[job].min_workers
+
+    def compute_gain(self, job: int, more: int = 1) -> float:
+        """Return what more workers are worth to a job, pauses left out.
+
+        Args:
+            job: its number.
+            more: how many more.
+        """
+        now = self.pool.workers[job]
+        return self.values[job].compute_utility(now + more) - self.values[job].compute_utility(now)
+
+    def compute_loss(self, job: int, fewer: int = 1) -> float:
+        """Return what a job loses with fewer workers, pauses left out.
+
+        Args:
+            job: its number.
+            fewer: how many fewer.
+        """
+        return -self.compute_gain(job, -fewer)
+
+    def compute_cost(self, job: int, workers: int) -> float:
+        """Return what the pause costs that the move of a job brings; 0 for a job that moves anyway.
+
+        Args:
+            job: its number.
+            workers: with how many it goes on.
+        """
+        return 0.0 if self._moved[job] else self.values[job].compute_move_cost(workers)
+
+    def has_moved(self, job: int) -> bool:
+        """Whether a job moves in this pass anyway.
+
+        Args:
+            job: its number.
+        """
+        return self._moved[job]
+
+    def record_move(self, job: int, reason: str) -> None:
+        """Record that a job moves in this pass.
+
+        Args:
+            job: its number.
+            reason: in a few words for a person.
+        """
+        self._moved[job] = True
+        self.reasons[job] = reason
+
+    def can_place(self, workers: int) -> bool:
+        """Whether so many steps are left: a decision places at most as many workers as there are GPUs. Notes a refusal.
+
+        Args:
+            workers: to be placed.
+        """
+        fits = self.steps + workers <= self.most_steps
+        self.exhausted = self.exhausted or not fits
+        return fits
+
+    def price_worker(self, job: int, count: int = 1) -> float:
+        """Return what the `count`-th worker costs that a job with surplus gives; its pause comes with the first.
+
+        Args:
+            job: its number.
+            count: 1 for the first.
+        """
+        now = self.pool.workers[job]
+        value = self.values[job]
+        loss = value.compute_utility(now - count + 1) - value.compute_utility(now - count)
+        if count > 1 or self._moved[job]:
+            return loss
+        cached = self._costs[job]
+        if cached[0] != now:
+            cached = self._costs[job] = now, value.compute_move_cost(now - 1)
+        return loss + cached[1]
+
+    def choose_victims(
+        self, node: int, needed: int, allowed: Sequence[bool], limit: float = math.inf
+    ) -> list[int] | None:
+        """Choose workers of a node that cost least, until so many GPUs are free; a job may be named more than once.
+
+        Args:
+            node: where GPUs are needed.
+            needed: how many more than are free.
+            allowed: by job, whether its surplus may be taken.
+            limit: what the workers must cost less than.
+
+        Returns:
+            The jobs, in the order in which they give a worker; None if surplus of less than the limit does not suffice.
+        """
+        pool, gpus, requests = self.pool, self.pool.gpus, self.requests
+        offers, offered = [], 0
+        for job, count in pool.on_node[node].items():
+            surplus = pool.workers[job] - requests[job].min_workers
+            if surplus > 0 and allowed[job]:
+                offered += min(count, surplus) * gpus[job]
+                offers.append((self.price_worker(job) / gpus[job], job, 1))
+        if offered < needed:
+            return None
+        heapq.heapify(offers)
+        victims: list[int] = []
+        while needed > 0:
+            price, job, count = heapq.heappop(offers)
+            if price * gpus[job] >= limit:
+                return None
+            victims.append(job)
+            needed -= gpus[job]
+            if count < min(pool.on_node[node][job], pool.workers[job] - requests[job].min_workers):
+                heapq.heappush(offers, (self.price_worker(job, count + 1) / gpus[job], job, count + 1))
+        if needed < 0 and len(victims) > 1:  # what was chosen before may be in vain, now that a larger worker goes
+            for job in sorted(victims, key=lambda victim: gpus[victim]):
+                if needed + gpus[job] <= 0:
+                    victims.remove(job)
+                    needed += gpus[job]
+        return victims if limit == math.inf or self.price_victims(victims) < limit else None
+
+    def price_victims(self, victims: Sequence[int]) -> float:
+        """Return what jobs lose that give these workers, pauses included.
+
+        Args:
+            victims: of `choose_victims`.
+        """
+        total, counts = 0.0, dict[int, int]()
+        for job in victims:
+            counts[job] = counts.get(job, 0) + 1
+            total += self.price_worker(job, counts[job])
+        return total

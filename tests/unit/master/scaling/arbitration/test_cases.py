@@ -1,0 +1,195 @@
+"""Who gets what, in cases that a person can follow."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+
+import pytest
+
+from edl.master.scaling.arbitration import Allocation, ArbitrationSettings, JobRequest, arbitrate
+from edl.master.scaling.throughput import ThroughputModel
+
+FLAT = ThroughputModel(0.0, 1.0)  # more workers do nothing
+
+
+def counts(allocation: Allocation, *jobs: str) -> list[int]:
+    return [allocation.count_workers(job) for job in jobs]
+
+
+def test_nothing_to_decide() -> None:
+    assert arbitrate({}, [], {}) == Allocation({}, (), {}, 0, True)
+    alone = arbitrate({}, [JobRequest("a", 1, 2)], {})
+    assert alone.pending == ("a",)
+    assert alone.settled
+
+
+def test_equal_jobs_share_alike() -> None:
+    jobs = [JobRequest("a", 1, 16), JobRequest("b", 1, 16)]
+    found = arbitrate({"n1": 8, "n2": 8}, jobs, {})
+    assert counts(found, "a", "b") == [8, 8]
+    assert found.changes == {"a": "grew into free GPUs", "b": "grew into free GPUs"}
+
+
+def test_weight_counts() -> None:
+    """With linear speedups, shares are in proportion to weights."""
+    jobs = [JobRequest("a", 1, 16, weight=3.0), JobRequest("b", 1, 16)]
+    assert counts(arbitrate({"n1": 8, "n2": 8}, jobs, {}), "a", "b") == [12, 4]
+
+
+def test_who_scales_better_gets_more() -> None:
+    jobs = [JobRequest("a", 1, 16), JobRequest("b", 1, 16, model=FLAT)]
+    assert counts(arbitrate({"n1": 8, "n2": 8}, jobs, {}), "a", "b") == [15, 1]
+
+
+def test_a_newcomer_takes_from_the_lowest() -> None:
+    jobs = [JobRequest("high", 2, 8, priority=2, weight=4.0), JobRequest("low", 2, 8, priority=0)]
+    new = JobRequest("new", 4, 4, priority=1, submitted_s=5.0)
+    before = arbitrate({"n1": 8, "n2": 8}, jobs, {})
+    assert counts(before, "high", "low") == [8, 8]
+    after = arbitrate({"n1": 8, "n2": 8}, [*jobs, new], before.placements)
+    assert counts(after, "high", "low", "new") == [8, 4, 4]
+    assert after.changes["low"] == "gave workers to new, which needs its minimum"
+
+
+def test_minima_are_nobodys_to_take() -> None:
+    jobs = [JobRequest("low", 8, 8), JobRequest("high", 1, 1, priority=9)]
+    found = arbitrate({"n": 8}, jobs, {"low": {"n": 8}})
+    assert found.pending == ("high",)
+    assert found.settled
+
+
+def test_order_of_those_who_wait() -> None:
+    jobs = [
+        JobRequest("young", 4, 4, submitted_s=2.0),
+        JobRequest("old", 4, 4, submitted_s=1.0),
+        JobRequest("urgent", 4, 4, priority=1, submitted_s=3.0),
+    ]
+    found = arbitrate({"n": 8}, jobs, {})
+    assert found.pending == ("young",)
+
+
+def test_a_worker_needs_one_node() -> None:
+    """Eight free GPUs on four nodes hold no worker of four, and best fit keeps whole nodes free."""
+    assert arbitrate({f"n{i}": 2 for i in range(4)}, [JobRequest("a", 1, 1, 4)], {}).pending == ("a",)
+    found = arbitrate({"n1": 8, "n2": 3}, [JobRequest("a", 3, 3, 1)], {})
+    assert found.placements == {"a": {"n2": 3}}
+
+
+def test_surplus_makes_room_on_one_node() -> None:
+    """Two workers go from one node, rather than from one node each."""
+    jobs = [JobRequest("small", 2, 8, 1), JobRequest("new", 1, 1, 4, submitted_s=1.0)]
+    found = arbitrate({"n1": 4, "n2": 4}, jobs, {"small": {"n1": 4, "n2": 4}})
+    assert counts(found, "small", "new") == [4, 1]
+    assert len(found.placements["small"]) == 1
+
+
+def test_lost_node_costs_as_little_as_it_must() -> None:
+    """Who is below its minimum has its other places back, and fills up from surplus."""
+    jobs = [JobRequest("a", 4, 4), JobRequest("b", 1, 8, submitted_s=1.0)]
+    found = arbitrate({"n1": 4, "n2": 4}, jobs, {"a": {"n1": 2, "gone": 2}, "b": {"n1": 2, "n2": 4}})
+    assert counts(found, "a", "b") == [4, 4]
+    assert found.placements["a"].get("n1", 0) >= 2
+
+
+def test_shrunk_node_gives_surplus_first() -> None:
+    """An online load takes GPUs of a node back: surplus goes before minima, whatever the priorities."""
+    jobs = [JobRequest("low", 2, 2, priority=0), JobRequest("high", 1, 4, priority=5)]
+    found = arbitrate({"n": 4}, jobs, {"low": {"n": 2}, "high": {"n": 4}})
+    assert counts(found, "low", "high") == [2, 2]
+    below = arbitrate({"n": 1}, jobs, found.placements)
+    assert counts(below, "low", "high") == [0, 1]
+    assert below.pending == ("low",)
+
+
+def test_borrowers_leave_when_they_must() -> None:
+    """A job with a minimum of 0, such as teachers on idle GPUs, never waits and never keeps anybody waiting."""
+    teachers = JobRequest("teachers", 0, 100, priority=-1, weight=0.1)
+    alone = arbitrate({"n": 8}, [teachers], {})
+    assert counts(alone, "teachers") == [8]
+    both = arbitrate({"n": 8}, [teachers, JobRequest("job", 6, 7)], alone.placements)
+    assert counts(both, "teachers", "job") == [1, 7]
+    assert not both.pending
+
+
+def test_nothing_moves_near_the_end() -> None:
+    """20 s before its end a job neither grows nor gives: a pause of 30 s is never worth it."""
+    ending = JobRequest("ending", 1, 8, remaining=100.0)
+    assert counts(arbitrate({"n": 8}, [ending], {"ending": {"n": 5}}), "ending") == [5]
+    new = JobRequest("new", 1, 8, submitted_s=1.0)
+    for remaining, after in ((160.0, [7, 1]), (1e9, [4, 4])):
+        job = JobRequest("ending", 1, 8, remaining=remaining)
+        assert counts(arbitrate({"n": 8}, [job, new], {"ending": {"n": 7}, "new": {"n": 1}}), "ending", "new") == after
+
+
+def test_who_moved_often_stays() -> None:
+    """Pollux's damping: with 100 moves of 30 s in an hour, no gain is believed."""
+    tired = JobRequest("a", 1, 8, age_s=3600.0, moves=100)
+    assert counts(arbitrate({"n": 8}, [tired], {"a": {"n": 2}}), "a") == [2]
+    rested = JobRequest("a", 1, 8, age_s=3600.0, moves=1)
+    assert counts(arbitrate({"n": 8}, [rested], {"a": {"n": 2}}), "a") == [8]
+
+
+def test_large_jobs_do_not_starve() -> None:
+    """Small jobs come and go for ever; a large one that has waited long enough gets the GPUs they leave."""
+
+    def started(patience_s: float | None) -> bool:
+        placements = {f"s{number}": {"n": 2} for number in range(4)}
+        small = [JobRequest(f"s{number}", 2, 2, submitted_s=float(number)) for number in range(40)]
+        for turn in range(30):
+            big = JobRequest("big", 8, 8, submitted_s=0.5, waited_s=60.0 * turn)
+            placements.pop(f"s{turn}", None)
+            found = arbitrate(
+                {"n": 8}, [big, *small[turn + 1 : turn + 6]], placements, ArbitrationSettings(patience_s=patience_s)
+            )
+            placements = {job: dict(places) for job, places in found.placements.items()}
+            if "big" in placements:
+                return True
+        return False
+
+    assert started(600.0)
+    assert not started(None)
+
+
+def test_impossible_jobs_hold_nobody_up() -> None:
+    wide = JobRequest("wide", 1, 1, 16, priority=9, waited_s=1e9)
+    many = JobRequest("many", 100, 100, 1, priority=9, waited_s=1e9)
+    found = arbitrate({"n1": 8, "n2": 8}, [wide, many, JobRequest("a", 1, 1)], {})
+    assert found.pending == ("many", "wide")
+    assert counts(found, "a") == [1]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "jobs"),
+    [({"n": -1}, [JobRequest("a", 1, 1)]), ({"n": 1}, [JobRequest("a", 1, 1), JobRequest("a", 1, 2)])],
+)
+def test_nonsense_is_refused(nodes: dict[str, int], jobs: list[JobRequest]) -> None:
+    with pytest.raises(ValueError):
+        arbitrate(nodes, jobs, {})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"min_workers": 3}, {"gpus": 0}, {"weight": 0.0}, {"weight": math.nan}, {"pause_s": -1.0}, {"min_workers": -1}],
+)
+def test_nonsense_jobs_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="job"):
+        JobRequest("job", **{"min_workers": 1, "max_workers": 2, **wrong})  # type: ignore[arg-type]
+
+
+def test_a_large_cluster_in_seconds() -> None:
+    """A tenth of what `benchmarks/cluster_sim` measures, and its property: whoever comes, it ends."""
+    draw = random.Random(3)
+    nodes = {f"n{number:04d}": 8 for number in range(1000)}
+    jobs = [
+        JobRequest(f"j{number}", 2, 64, draw.choice([1, 2, 4, 8]), draw.randint(0, 2), model=ThroughputModel(1.0, 0.01))
+        for number in range(100)
+    ]
+    begin = time.process_time()
+    first = arbitrate(nodes, jobs[:60], {})
+    second = arbitrate(nodes, jobs, first.placements)
+    assert time.process_time() - begin < 10
+    assert first.settled
+    assert second.settled
+    assert not second.pending

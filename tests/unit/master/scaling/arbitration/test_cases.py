@@ -85,7 +85,7 @@ def test_surplus_makes_room_on_one_node() -> None:
     assert len(found.placements["small"]) == 1
 
 
-def test_lost_node_costs_as_little_as_it_must() -> None:
+def test_a_lost_node_costs_little() -> None:
     """Who is below its minimum has its other places back, and fills up from surplus."""
     jobs = [JobRequest("a", 4, 4), JobRequest("b", 1, 8, submitted_s=1.0)]
     found = arbitrate({"n1": 4, "n2": 4}, jobs, {"a": {"n1": 2, "gone": 2}, "b": {"n1": 2, "n2": 4}})

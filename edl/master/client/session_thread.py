@@ -111,6 +111,12 @@ class SessionThread:
 
     # --- For callers. ---
 
+    @property
+    def away_s(self) -> float:
+        """Seconds for which no master has answered; 0.0 while it does."""
+        since = self._wait.away_since
+        return 0.0 if since is None else time.monotonic() - since
+
     def take(self, timeout_s: float) -> Shard | None:
         """See `ShardReader.take`."""
         if not self.finished:

@@ -91,6 +91,14 @@ class ShardReader(Resource):
         """How many of this reader's reports the master has refused: the shards were another's by then."""
         return self._thread.refused
 
+    @property
+    def away_s(self) -> float:
+        """For how many seconds no master has answered this reader; 0.0 while it answers.
+
+        A caller that waits a little at a time, and so never as long as the client's `timeout_s`, looks here.
+        """
+        return self._thread.away_s
+
     def take(self, timeout_s: float = 0.0) -> Shard | None:
         """Return the next shard, which is to be reported. Never raises for poisoned shards: see `poisoned`.
 

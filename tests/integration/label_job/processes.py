@@ -1,0 +1,165 @@
+"""Processes of `edl label --job`, and teachers that write down which rows they were asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edl.discovery import open_store
+from edl.testing import LocalTeacher
+
+MODEL = """
+import os
+import time
+import numpy as np
+
+FILE = os.open({file!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+BAD = {bad!r}
+
+def model(inputs):
+    x = inputs["x"]
+    if len(x) and x[-1, 0] >= 0:  # not the server's own first call, with zeros of no sample: ids begin with 1 here
+        rows = x[:, 0].astype(np.int32)
+        if set(rows.tolist()) & set(BAD):
+            raise ValueError("this row is bad")
+        if rows.any():
+            os.write(FILE, rows.tobytes())
+        time.sleep({row_s!r} * len(x))
+    return {{"y": np.stack([x[:, 0] * {scale!r}, x[:, 0] + 1], axis=1)}}
+"""
+
+
+class Asked:
+    """The rows that a teacher was asked for, in a file that outlives it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "asked.bin"
+
+    def rows(self) -> Counter[int]:
+        return Counter(np.fromfile(self.file, np.int32).tolist()) if self.file.exists() else Counter()
+
+
+def counting_teacher(
+    folder: Path, *, row_s: float = 0.0, scale: float = 2.0, version: str = "1", bad: Sequence[int] = (), **more: Any
+) -> LocalTeacher:
+    path = folder / f"model_{os.urandom(4).hex()}.py"
+    path.write_text(MODEL.format(file=str(Asked(folder).file), bad=list(bad), row_s=row_s, scale=scale))
+    serve = {"callable": f"{path}:model", "input": "x:fp32[2]", "model-version": version}
+    return LocalTeacher("", serve=serve, wait=False, **more)
+
+
+def write_data(path: Path, rows: int) -> None:
+    """Row i is [i + 1, 0]: the id of no row is 0, with which servers try a model."""
+    x = np.zeros((rows, 2), np.float32)
+    x[:, 0] = np.arange(1, rows + 1)
+    np.savez(path, x=x)
+
+
+class Worker:
+    """An `edl label --job` process; its output goes to files that can be looked at while it runs."""
+
+    def __init__(self, folder: Path, arguments: Sequence[str], name: str, env: dict[str, str] | None = None) -> None:
+        self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "edl", "label", *arguments],
+                stdout=out,
+                stderr=err,
+                env={**os.environ, **(env or {})},
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text()
+
+    def send(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.send(signal.SIGKILL)
+        self.process.wait(10)
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        return self.process.wait(timeout_s)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(10)
+
+
+class Run:
+    """A job: its data, store, folders and workers."""
+
+    def __init__(self, folder: Path, teachers: Sequence[LocalTeacher], rows: int, job: str = "numbers") -> None:
+        self.folder = folder
+        self.job = job
+        self.data = folder / "data.npz"
+        self.store = f"sqlite:///{folder}/store.sqlite"
+        self.asked = Asked(folder)
+        self.workers: list[Worker] = []
+        self.teachers = teachers
+        write_data(self.data, rows)
+        self.rows = rows
+
+    def arguments(self, output: str = "labels", *more: str) -> list[str]:
+        for teacher in self.teachers:
+            teacher.wait_ready()
+        endpoints = ",".join(teacher.endpoint for teacher in self.teachers)
+        first = [str(self.data), "--inputs", "x", "--outputs", "y", "--output", str(self.folder / output)]
+        return [*first, "--teachers", endpoints, "--job", self.job, "--store", self.store, *more]
+
+    def start(self, *more: str, output: str = "labels", env: dict[str, str] | None = None) -> Worker:
+        arguments = self.arguments(output, *more)
+        self.workers.append(Worker(self.folder, arguments, f"worker-{len(self.workers)}", env))
+        return self.workers[-1]
+
+    def report(self) -> dict[str, Any]:
+        """What the job's master has reported; empty if there is nothing yet."""
+        with open_store(self.store) as store:
+            entry = store.get(f"master_reports/{self.job}")
+        found: dict[str, Any] = json.loads(entry.value) if entry is not None else {}
+        return found
+
+    def labels(self) -> dict[str, Any]:
+        datasets = self.report().get("datasets") or [{}]
+        found: dict[str, Any] = datasets[0]
+        return found
+
+    def done(self) -> int:
+        return int(self.labels().get("units_done", 0))
+
+    def leases_of(self, worker: Worker) -> int:
+        holders = self.labels().get("holders", ())
+        return sum(holder["leases"] for holder in holders if holder["holder"].endswith(f":{worker.pid}"))
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.end()
+        for teacher in self.teachers:
+            teacher.close()
+
+
+def until(condition: Callable[[], Any], seconds: float, what: str = "") -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.05)

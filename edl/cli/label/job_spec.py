@@ -14,6 +14,7 @@ from edl.errors import ProtocolError
 __all__ = ["LabelJobSpec", "shard_rows"]
 
 _FORMAT = 1
+"""Of the text: a worker of another version of EDL is told so, where it would misread it otherwise."""
 _SHARDS, _LEAST_ROWS, _MOST_ROWS = 64, 32, 1024
 """Shards of a data set, at least, so that a dozen of workers end at about the same time; but none of fewer rows than a
 request has, and none of more than a second or a minute of work."""

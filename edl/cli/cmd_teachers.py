@@ -21,9 +21,10 @@ from rich.table import Table
 from rich.text import Text
 
 from edl.background import BackgroundLoop
+from edl.cli import _load
 from edl.cli._changes import Change, brief_meta, changes, printable, snapshot_as_dict
 from edl.discovery import open_registry
-from edl.discovery.registry import Registry, Snapshot, Watch
+from edl.discovery.registry import Instance, Registry, Snapshot, Watch
 from edl.errors import DiscoveryError
 from edl.quoting import clip
 from edl.settings import DiscoverySettings
@@ -47,11 +48,13 @@ _STYLES = {
 
 _DESCRIPTION = """\
 Shows the teachers that are registered: where they are, what they serve, and whether they are ready or draining.
-Registrations that carry nonsense are listed apart, with the reason."""
+Registrations that carry nonsense are listed apart, with the reason. Of a single service also what its teachers compute,
+what its students ask and how long they wait, and how many teachers would do."""
 
 _EXAMPLES = """\
 examples:
   edl teachers                     all services of the default registry (a SQLite file of yours)
+  edl teachers digits              one service, with its load: "3 live; 2 students wait 31% of their time; 5 would do"
   edl teachers digits --watch      joins, leaves and changes of one service, as they come
   edl teachers --json | jq .       for programs; with --watch one JSON object a line
   edl teachers --discovery consul://10.0.0.7:8500"""
@@ -100,8 +103,10 @@ def _no_file(url: str) -> bool:
 def _show(registry: Registry, url: str, service: str | None, *, as_json: bool) -> None:
     services = (service,) if service else registry.services()
     snapshots = [registry.snapshot(name) for name in services]
+    view = _load.look(url, service, len(_ready(snapshots[0]))) if service else None
     if as_json:
-        print(json.dumps({"discovery": url, "services": [snapshot_as_dict(snapshot) for snapshot in snapshots]}))
+        shown = [snapshot_as_dict(snapshot) | (view.as_dict() if view else {}) for snapshot in snapshots]
+        print(json.dumps({"discovery": url, "services": shown}))
         return
     console = _console()
     if any(snapshot.instances or snapshot.lapsed for snapshot in snapshots):
@@ -116,6 +121,13 @@ def _show(registry: Registry, url: str, service: str | None, *, as_json: bool) -
             console.print(Text(printable(f"left out: {snapshot.service}/{bad.id}: {bad.reason}"), "magenta"))
         if snapshot.stale:
             console.print(Text(printable(f"{snapshot.service}: as known last; {snapshot.stale}"), "bold red"))
+    if view is not None and (view.load is None or view.load.students or view.load.teachers or snapshots[0].instances):
+        for part in view.renderables():
+            console.print(part)
+
+
+def _ready(snapshot: Snapshot) -> list[Instance]:
+    return [instance for instance in snapshot.instances if instance.state == "ready"]
 
 
 def _explained(snapshot: Snapshot) -> str:

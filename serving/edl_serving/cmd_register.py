@@ -29,10 +29,12 @@ from edl_serving.command_line.serve_config import (
 )
 from edl_serving.process.parent_watch import terminate_with_parent
 from edl_serving.registration.address import warn_of_loopback
+from edl_serving.registration.load import TeacherLoad
 from edl_serving.registration.probe import ProbeResult, ProbeStatus, ReadinessProbe, ReadinessTracker, RegistryAction
 from edl_serving.registration.ready_file import ReadyFile
 from edl_serving.registration.reconciler import InstanceReconciler
 from edl_serving.registration.settings import RegistrationSettings
+from edl_serving.registration.statistics import ModelStatisticsReader
 
 __all__ = ["RegisterConfig", "main"]
 
@@ -218,6 +220,8 @@ def keep_registered(config: RegisterConfig, ended: ReentrantEvent) -> None:
     assert registration.url is not None
     warn_of_loopback(registration.url, config.address, "--advertise HOST:PORT")
     reconciler = InstanceReconciler(registration.url, registration.ttl_s, on_published)
+    load = TeacherLoad(registration.url, registration.service, registration.load)
+    statistics = ModelStatisticsReader(config.target, config.model, config.timeout_s, config.credentials)
     last = ProbeResult(ProbeStatus.READY)
     try:
         while not ended.is_set():
@@ -228,15 +232,20 @@ def keep_registered(config: RegisterConfig, ended: ReentrantEvent) -> None:
             last = result
             if action is RegistryAction.REGISTER:
                 _log.info("%s is ready", config.target)
-                reconciler.set_desired(_instance(config, probe))
+                instance = _instance(config, probe)
+                reconciler.set_desired(instance)
+                load.set_ready(instance, statistics.read)
             elif action is RegistryAction.DEREGISTER:
                 _log.warning("%s is out of discovery until it is ready again", config.target)
                 reconciler.set_desired(None)
+                load.set_state("unhealthy")
             reconciler.wait_until_current(0)
             ended.wait(config.interval_s)
     finally:
+        load.close()
         reconciler.close(_LEAVE_S)
         ready_file.remove()
+        statistics.close()
         probe.close()
 
 

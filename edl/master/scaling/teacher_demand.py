@@ -156,15 +156,16 @@ def required_teachers(observation: TeacherObservation, settings: TeacherScalingS
     return count
 
 
-def describe_load(load: ServiceLoad, settings: TeacherScalingSettings | None = None) -> str:
+def describe_load(load: ServiceLoad, settings: TeacherScalingSettings | None = None, *, live: int | None = None) -> str:
     """Return a service's load as a person would want it: "3 live; 2 students wait 31% of their time; 5 would do".
 
     Args:
         load: of the service.
         settings: what N* goes by; None for the defaults.
+        live: teachers that are ready, where more is known of them than they publish; None for those that publish.
     """
     settings = settings or TeacherScalingSettings()
-    parts = [f"{load.live} live" + (f", {load.starting} starting" if load.starting else "")]
+    parts = [f"{load.live if live is None else live} live" + (f", {load.starting} starting" if load.starting else "")]
     active, share = load.waiting, load.wait_share
     if active and share is not None:
         students = "1 student waits" if len(active) == 1 else f"{len(active)} students wait"

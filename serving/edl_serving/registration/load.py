@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
+from edl.discovery import Instance
 from edl.load_reporting import LoadPublisher, LoadSource
 from edl.settings import LoadSettings
 
-if TYPE_CHECKING:
-    from edl.discovery import Instance
-    from edl_serving.server import TeacherServer
+__all__ = ["TeacherCounts", "TeacherLoad"]
 
-__all__ = ["TeacherLoad", "public_endpoint"]
+
+@dataclass(frozen=True)
+class TeacherCounts:
+    """What a teacher has computed so far.
+
+    Attributes:
+        rows: that it computed; None if unknown.
+        compute_s: seconds that it took, summed over workers; None if unknown.
+        workers: batches that it computes at the same time.
+        queue_rows: rows that wait; None if unknown.
+        note: why rows are unknown; empty if they are known.
+    """
+
+    rows: int | None = 0
+    compute_s: float | None = 0.0
+    workers: int = 1
+    queue_rows: int | None = 0
+    note: str = ""
 
 
 class TeacherLoad:
@@ -22,36 +39,37 @@ class TeacherLoad:
         url: of the discovery that the teacher registers in.
         service: that it registers as.
         settings: whether, and how often.
-
-    Attributes:
-        state: "starting", "ready", "unhealthy" or "draining".
-        version: of the model; empty if unknown.
     """
 
     def __init__(self, url: str, service: str, settings: LoadSettings) -> None:
-        self.state = "starting"
-        self.version = ""
+        self._state = "starting"
         self._instance: Instance | None = None
-        self._server: TeacherServer | None = None
+        self._count: Callable[[], TeacherCounts] = TeacherCounts
+        self._counts = TeacherCounts()
         source = LoadSource(service, "teachers", self._read, self._describe)
         self._publisher = LoadPublisher(url, [source], settings) if settings.publish else None
 
-    def set_ready(self, server: TeacherServer, instance: Instance) -> None:
-        """Publish what a server computes from now on.
+    def set_ready(self, instance: Instance, count: Callable[[], TeacherCounts]) -> None:
+        """Publish what the teacher computes from now on.
 
         Args:
-            server: the server, which is ready.
             instance: as it is registered.
+            count: returns what it has computed; called in the publisher's thread.
         """
-        self._server = server
+        self._count = count
         self._instance = instance
         self.set_state("ready")
 
     def set_state(self, state: str) -> None:
-        """Publish another state, at once."""
-        self.state = state
-        if self._publisher is not None:
-            self._publisher.publish_soon()
+        """Publish another state, at once.
+
+        Args:
+            state: "starting", "ready", "unhealthy" or "draining".
+        """
+        if state != self._state:
+            self._state = state
+            if self._publisher is not None:
+                self._publisher.publish_soon()
 
     def close(self) -> None:
         """Remove the record; see `LoadPublisher.close`."""
@@ -59,25 +77,21 @@ class TeacherLoad:
             self._publisher.close()
 
     def _read(self) -> Mapping[str, float | None]:
-        server = self._server
-        rows, compute_s, _, _ = server.load() if server is not None else (0, 0.0, 1, 0)
-        return {"rows": rows, "compute_s": compute_s}
+        self._counts = self._count()
+        return {"rows": self._counts.rows, "compute_s": self._counts.compute_s}
 
     def _describe(self) -> Mapping[str, Any]:
-        server, instance = self._server, self._instance
-        fields: dict[str, Any] = {
-            "state": self.state,
-            "version": self.version,
-            "workers": 1,
-            "queue_rows": 0,
-            "note": "",
+        instance, counts = self._instance, self._counts
+        fields = {"state": self._state, "workers": counts.workers, "queue_rows": counts.queue_rows, "note": counts.note}
+        if instance is None:
+            return fields
+        # The path of a Unix socket says nothing to others.
+        endpoint = "" if instance.address.startswith("unix:") else instance.endpoint
+        version = instance.meta.get("version", "")
+        return {
+            **fields,
+            "teacher": instance.id,
+            "model": instance.model,
+            "version": version,
+            "endpoint": endpoint,
         }
-        if server is not None and instance is not None:
-            _, _, fields["workers"], fields["queue_rows"] = server.load()
-            fields |= {"teacher": instance.id, "model": instance.model, "endpoint": public_endpoint(instance)}
-        return fields
-
-
-def public_endpoint(instance: Instance) -> str:
-    """Return where others reach a teacher; empty for a Unix socket, whose path says nothing to them."""
-    return "" if instance.address.startswith("unix:") else instance.endpoint

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from edl.discovery import Instance
 from edl.protocol import names
 from edl_serving.registration.address import warn_of_loopback
-from edl_serving.registration.load import TeacherLoad
+from edl_serving.registration.load import TeacherCounts, TeacherLoad
 from edl_serving.registration.ready_file import ReadyFile
 from edl_serving.registration.reconciler import InstanceReconciler
 from edl_serving.registration.settings import RegistrationSettings
@@ -90,8 +90,7 @@ class TeacherRegistration:
         warn_of_loopback(self._settings.url, self._address, "--host 0.0.0.0")
         with self._lock:
             if self._load is not None:
-                self._load.version = self.version
-                self._load.set_ready(server, self._instance)
+                self._load.set_ready(self._instance, lambda: TeacherCounts(*server.load()))
                 if not self._healthy:
                     self._load.set_state("unhealthy")
             if self._healthy:

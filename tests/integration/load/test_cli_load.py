@@ -1,0 +1,108 @@
+"""`edl teachers SERVICE`: what teachers compute, what students ask, and how many would do."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edl.cli import main
+from edl.discovery import Instance, Registry, open_registry, open_store
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/discovery.sqlite"
+
+
+@pytest.fixture
+def registry(url: str) -> Iterator[Registry]:
+    with open_registry(url) as registry:
+        for number in range(3):
+            registry.register(Instance("s", f"t{number}", "127.0.0.1", 8000 + number), 60)
+        yield registry
+
+
+def student(name: str, **fields: Any) -> dict[str, Any]:
+    since = {"t": 0.0, "rows_asked": 0, "wait_s": 0.0, "source_wait_s": 0.0}
+    return {"v": 1, "id": name, "job": "j", **since, "t": 10.0, "since": since, **fields}
+
+
+def teacher(name: str, **fields: Any) -> dict[str, Any]:
+    since = {"t": 0.0, "rows": 0, "compute_s": 0.0}
+    now = {"t": 10.0, "rows": 920, "compute_s": 9.2, "workers": 1, "state": "ready", "queue_rows": 7}
+    return {"v": 1, "id": f"p{name}", "teacher": name, **now, "since": since, **fields}
+
+
+def publish(url: str, *records: dict[str, Any]) -> None:
+    with open_store(url) as store:
+        for record in records:
+            kind = "teachers" if "workers" in record else "students"
+            store.put(f"load/s/{kind}/{record['id']}", json.dumps(record).encode())
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["teachers", "s", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_line_says_how_many_would_do(registry: Registry, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    waits = {"rows_asked": 1380, "wait_s": 3.1}
+    publish(url, student("a", **waits), student("b", **waits), student("c"), *map(teacher, ("t0", "t1", "t2")))
+    text = shown(capsys, "--discovery", url)
+    assert "3 live; 2 students wait 31% of their time; 5 would do" in text
+    (row,) = (line.split() for line in text.splitlines() if line.split()[:1] == ["t1"])
+    assert row == ["t1", "ready", "92", "100", "92%", "7"]
+    (row,) = (line.split() for line in text.splitlines() if line.split()[:1] == ["a"])
+    assert row == ["a", "j", "138", "200", "31%", "0%"]
+    assert "idle" in text
+    (service,) = json.loads(shown(capsys, "--discovery", url, "--json"))["services"]
+    assert (service["load"]["would_do"], service["wanted"]) == (5, None)
+    assert [part["demand"] for part in service["load"]["students"]] == [pytest.approx(200), pytest.approx(200), 0.0]
+    assert [part["rate"] for part in service["load"]["teachers"]] == [pytest.approx(100)] * 3
+    assert service["text"] == "3 live; 2 students wait 31% of their time; 5 would do"
+
+
+@pytest.mark.parametrize(
+    ("records", "line"),
+    [
+        ([], "3 live; no student publishes what it asks"),
+        ([student("a")], "3 live; 1 student asks for nothing"),
+        (
+            [student("a", rows_asked=10)],
+            "1 student waits 0% of its time; how many would do cannot be told: no teacher's",
+        ),
+        ([student("a", wait_s=10.0)], "waits 100% of its time; how many would do cannot be told: no student could ask"),
+        ([student("a", rows_asked=900, wait_s=9.7), teacher("t0")], "waits 97% of its time; 2 or more would do"),
+        ([teacher("t0", rows=None, compute_s=None, note="no statistics")], "no statistics"),
+        ([teacher("t3", state="starting")], "3 live, 1 starting; no student"),
+    ],
+)
+def test_line_says_what_is_not_known(
+    registry: Registry, url: str, capsys: pytest.CaptureFixture[str], records: list[dict[str, Any]], line: str
+) -> None:
+    publish(url, *records)
+    assert line in shown(capsys, "--discovery", url)
+
+
+def test_masters_number_and_reason_are_shown(registry: Registry, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    record = {"v": 1, "count": 5, "now": 3, "since": 1.0, "decisions": [], "time": time.time()}
+    with open_store(url) as store:
+        store.put("wanted/teachers/s", json.dumps({**record, "reason": "students\x1b[2J wait"}).encode())
+        text = shown(capsys, "--discovery", url)
+        assert "wanted: 5; students" in text
+        assert "\x1b" not in text
+        assert json.loads(shown(capsys, "--discovery", url, "--json"))["services"][0]["wanted"]["count"] == 5
+        store.put("wanted/teachers/s", json.dumps({**record, "reason": "r", "time": time.time() - 3600}).encode())
+        assert "60 min ago, and no master has said more since: 5" in shown(capsys, "--discovery", url)
+
+
+def test_unknown_service_has_no_load(url: str, registry: Registry, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["teachers", "other", "--discovery", url]) == 0
+    text = capsys.readouterr().out
+    assert "No teacher of service 'other'" in text
+    assert "live" not in text

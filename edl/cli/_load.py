@@ -18,14 +18,14 @@ from edl.errors import DiscoveryError
 from edl.load_reporting import ServiceLoad, read_service, read_wanted
 from edl.master.scaling.teacher_demand import describe_load, observe_teachers, required_teachers
 
-__all__ = ["ServiceView", "look"]
+__all__ = ["LoadView", "look"]
 
 _STALE_S = 60.0
 """Age from which on a record of what is wanted is called old: an advisor that lives writes every few seconds."""
 
 
 @dataclass(frozen=True)
-class ServiceView:
+class LoadView:
     """What the Store says of a service.
 
     Attributes:
@@ -66,7 +66,7 @@ class ServiceView:
             yield Text(printable(_wanted_line(self.wanted)))
 
 
-def look(url: str, service: str, live: int) -> ServiceView:
+def look(url: str, service: str, live: int) -> LoadView:
     """Read what the Store says of a service. An outage is part of the answer.
 
     Args:
@@ -76,9 +76,9 @@ def look(url: str, service: str, live: int) -> ServiceView:
     """
     try:
         with open_store(url) as store:
-            return ServiceView(read_service(store, service), read_wanted(store, "teachers", service), live)
+            return LoadView(read_service(store, service), read_wanted(store, "teachers", service), live)
     except DiscoveryError as exc:
-        return ServiceView(None, None, live, str(exc))
+        return LoadView(None, None, live, str(exc))
 
 
 def _wanted_line(wanted: Mapping[str, Any]) -> str:

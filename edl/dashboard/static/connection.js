@@ -9,6 +9,17 @@ const FIRST_RETRY_S = 1; // a server that restarts is back within seconds
 const LAST_RETRY_S = 10; // a page that was left open overnight asks six times a minute
 const ASK_S = 10; // how long an answer to "why" may take
 
+const UNAUTHORIZED = 401;
+const RELOAD_S = 60; // a server that refuses again must not have the page reload for ever
+
+/** Load the page again, since the server shows its form for the token in its place. */
+function signInAgain() {
+  const last = Number(sessionStorage.getItem("reloaded") ?? 0);
+  if (Math.abs(Date.now() - last) < RELOAD_S * 1000) return;
+  sessionStorage.setItem("reloaded", String(Date.now()));
+  location.reload();
+}
+
 export class Connection {
   /**
    * `onEvent(kind, data)` gets each state, update and heartbeat, `onStatus(status, reason)` what became of the stream:
@@ -108,7 +119,9 @@ export class Connection {
     try {
       const answer = await fetch(this._stateAddress, { cache: "no-store", signal: AbortSignal.timeout(ASK_S * 1000) });
       await answer.body?.cancel();
-      if (!answer.ok && this._retryTimer !== null) this._onStatus("lost", `the server answers ${answer.status} ${answer.statusText}`.trim());
+      if (answer.ok || this._retryTimer === null) return;
+      this._onStatus("lost", `the server answers ${answer.status} ${answer.statusText}`.trim());
+      if (answer.status === UNAUTHORIZED) signInAgain();
     } catch {
       // No answer at all: "connection lost" says it.
     }

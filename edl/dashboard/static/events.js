@@ -8,25 +8,16 @@ const column = (label, kind, set) => ({ label, kind, set });
 
 const known = new WeakMap(); // state -> its events: several parts of the page ask
 
-/** All events once: the merged ones, and those of jobs that these lack. */
+/** The newest events of all first; the server merges so many of them, and of older ones each job has its own. */
 export function eventsOf(state) {
   if (!known.has(state)) known.set(state, mergeEvents(state));
   return known.get(state);
 }
 
 function mergeEvents(state) {
-  const seen = new Set();
-  const found = [];
-  const add = (event, job) => {
-    const complete = event.job === "" && job !== "" ? { ...event, job } : event;
-    const key = keyOf(complete);
-    if (seen.has(key)) return;
-    seen.add(key);
-    found.push(complete);
-  };
-  for (const event of state.events) add(event, "");
-  for (const job of state.jobs) for (const event of job.events) add(event, job.job);
-  return found.sort((left, right) => (right.time ?? 0) - (left.time ?? 0));
+  const oldest = state.events.reduce((least, event) => Math.min(least, event.time ?? Infinity), Infinity);
+  const own = state.jobs.flatMap((job) => job.events.filter((event) => event.time < oldest).map((event) => ({ ...event, job: job.job })));
+  return [...state.events, ...own].sort((left, right) => (right.time ?? 0) - (left.time ?? 0));
 }
 
 function keyOf(event) {

@@ -3,7 +3,6 @@
 import { categoriesOf, colourOf, helpOf, lookOf } from "./categories.js";
 import { TimeChart } from "./chart.js";
 import { BoundedTable, MoreButton, element, nameElement, reconcile, setName, setNameCell, setText } from "./dom.js";
-import { eventsOf } from "./events.js";
 import { age, count, duration, figure, fullTime, percent, plural, ranges } from "./format.js";
 import { Badge, FactList, PartsBar, WantedLine, kindOf, setBadge } from "./parts.js";
 import { lines, shares } from "./series.js";
@@ -18,17 +17,20 @@ export class JobsView {
   constructor(section) {
     this._list = element("div", { class: "cards" });
     this._more = new MoreButton(JOBS_SHOWN, "jobs", () => this.update(this._state));
-    section.append(this._list, this._more.root);
+    this._older = element("p", { class: "headline" });
+    section.append(this._list, this._more.root, this._older);
     this._made = 0;
   }
 
   update(state) {
     this._state = state;
-    const items = [...state.jobs].sort(order).map((job) => ({ job, now: state.time, events: eventsOfJob(job, state) }));
+    const items = [...state.jobs].sort(order).map((job) => ({ job, now: state.time }));
     reconcile(this._list, this._more.shown(items), (item) => item.job.job, (item) => {
       this._made += 1;
       return new JobCard(item.job.job, this._made <= JOBS_OPEN);
     });
+    this._older.hidden = state.moreJobs <= 0;
+    setText(this._older, `${plural(state.moreJobs, "older job")} that ended ${state.moreJobs === 1 ? "is" : "are"} left out.`);
   }
 }
 
@@ -37,11 +39,6 @@ function order(left, right) {
   return ENDED.has(left.state) - ENDED.has(right.state)
     || (right.began ?? 0) - (left.began ?? 0)
     || left.job.localeCompare(right.job);
-}
-
-/** A job's events, the oldest first. */
-function eventsOfJob(job, state) {
-  return eventsOf(state).filter((event) => event.job === job.job).reverse();
 }
 
 class JobCard {
@@ -61,7 +58,7 @@ class JobCard {
     this._item = item;
     const { job } = item;
     this._badge.update(job.state);
-    setText(this._headline, headline(job));
+    setText(this._headline, job.masterOnly ? "no worker's agent is known; its master reports shards, below" : headline(job));
     this._draw();
   }
 
@@ -76,7 +73,10 @@ class JobCard {
       this._parts = [new Summary(), new GoodputOverTime(), new Members()];
       this._body.append(...this._parts.map((part) => part.root));
     }
-    for (const part of this._parts) part.update(this._item);
+    for (const part of this._parts) {
+      part.update(this._item);
+      if (this._item.job.masterOnly && part.forAgents) part.root.hidden = true;
+    }
   }
 }
 
@@ -100,7 +100,12 @@ class Summary {
       element("h4", {}, "Where the time went"), this._bar.root, this._excluded);
   }
 
+  get forAgents() {
+    return true;
+  }
+
   update({ job, now }) {
+    this.root.hidden = false;
     const message = job.message.trim();
     this._message.hidden = message === "";
     setText(this._message, message);
@@ -137,20 +142,28 @@ class Summary {
   }
 }
 
+const THROUGHPUTS = [
+  { unit: "samples/s", read: (point) => point.samplesPerS },
+  { unit: "steps/s", read: (point) => point.stepsPerS },
+  { unit: "units/s", read: (point) => point.unitsPerS },
+];
+
+/** The first kind of throughput that a job has any figures of. */
+function throughputOf(job) {
+  return THROUGHPUTS.find(({ read }) => job.history.some((point) => read(point) > 0)) ?? THROUGHPUTS[0];
+}
+
 /** The two pictures over time. */
 class GoodputOverTime {
   constructor() {
-    this._throughput = new TimeChart({
-      title: "Throughput, samples/s", unit: "samples/s", series: [{ label: "", colour: "--line" }],
-    });
-    this._steps = new TimeChart({ title: "Throughput, steps/s", unit: "steps/s", series: [{ label: "", colour: "--line" }] });
     this._slot = element("div", { class: "slot" });
-    this._throughputSlot = element("div", { class: "slot" }, this._throughput.root);
+    this._throughputSlot = element("div", { class: "slot" });
     this.root = element("div", { class: "charts" }, this._slot, this._throughputSlot);
     this._categories = "";
   }
 
-  update({ job, events }) {
+  update({ job }) {
+    this.root.hidden = job.history.length === 0;
     const categories = categoriesOf(job.seconds);
     if (this._categories !== categories.join("\n")) {
       this._categories = categories.join("\n");
@@ -164,19 +177,23 @@ class GoodputOverTime {
       });
       this._slot.replaceChildren(this._bands.root);
     }
-    const marks = events.filter((event) => event.time !== null && !NOT_MARKED.has(event.kind)).slice(-MARKS).map((event) => ({
+    const marks = job.events.filter((event) => event.time !== null && !NOT_MARKED.has(event.kind)).slice(-MARKS).map((event) => ({
       t: event.time, bad: kindOf(event.kind) === "bad", text: [event.kind, event.node, event.cause].filter(Boolean).join(" "),
     }));
     this._bands.update(shares(job.history, categories), marks);
-    const samples = lines(job.history, [(point) => point.samplesPerS]);
-    const inSteps = !samples.columns[0].some((value) => value > 0) && job.history.some((point) => point.stepsPerS > 0);
-    const chart = inSteps ? this._steps : this._throughput;
-    if (this._throughputSlot.firstChild !== chart.root) this._throughputSlot.replaceChildren(chart.root);
-    chart.update(inSteps ? lines(job.history, [(point) => point.stepsPerS]) : samples, marks);
+    const kind = throughputOf(job);
+    if (this._kind !== kind) {
+      this._kind = kind;
+      this._throughput?.destroy();
+      this._throughput = new TimeChart({ title: `Throughput, ${kind.unit}`, unit: kind.unit, series: [{ label: "", colour: "--line" }] });
+      this._throughputSlot.replaceChildren(this._throughput.root);
+    }
+    this._throughput.update(lines(job.history, [kind.read]), marks);
   }
 
   destroy() {
-    for (const chart of [this._bands, this._throughput, this._steps]) chart?.destroy();
+    this._bands?.destroy();
+    this._throughput?.destroy();
   }
 }
 
@@ -195,7 +212,12 @@ class Members {
     this.root = this._table.root;
   }
 
+  get forAgents() {
+    return true;
+  }
+
   update({ job }) {
+    this.root.hidden = false;
     const gone = job.nodes.filter((node) => node.state === "left" || node.state === "lost").length;
     const there = job.nodes.length - gone;
     this._table.setCaption(`Members: ${plural(there, "node")} there${gone > 0 ? `, ${count(gone)} gone` : ""}`);

@@ -1,7 +1,7 @@
 // Joins the stream of events with what draws them.
 
 import { Connection } from "./connection.js";
-import { element, reconcile, setText, setTitle } from "./dom.js";
+import { element, nameElement, reconcile, setName, setText, setTitle } from "./dom.js";
 import { EmptyView } from "./empty.js";
 import { EventsView, eventsOf } from "./events.js";
 import { age, count, fullTime, plural } from "./format.js";
@@ -64,6 +64,7 @@ function draw(current) {
   const stale = current.stale === "" ? "" : `Figures are old: ${current.stale}`;
   setText(find("stale"), stale);
   find("stale").hidden = stale === "";
+  drawUnreadable(current.unreadable);
   for (const [id, view, shows] of views) {
     const shown = shows(current);
     if (id !== "empty") find(id).hidden = !shown;
@@ -94,6 +95,23 @@ function drawSections(current) {
       update([, text, , trouble]) {
         setText(words, text);
         setText(warning, trouble);
+      },
+    };
+  });
+}
+
+/** Records that nobody can read are no reason to show nothing, and none to hide it. */
+function drawUnreadable(records) {
+  const notice = find("unreadable");
+  notice.hidden = records.length === 0;
+  setText(notice.querySelector("summary"), `${plural(records.length, "record")} of the store could not be read`);
+  reconcile(notice.querySelector("ul"), records, (bad) => bad.key, () => {
+    const [key, reason] = [nameElement(), element("bdi", { class: "reason" })];
+    return {
+      root: element("li", {}, key, ": ", reason),
+      update(bad) {
+        setName(key, bad.key);
+        setText(reason, bad.reason);
       },
     };
   });

@@ -4,11 +4,12 @@ import { element, reconcile, setClass, setText, setTitle } from "./dom.js";
 import { UNKNOWN, count, fullTime, percent, plural, time } from "./format.js";
 
 /** Words of states and events, by what a person is to think of them. Each has a sign beside its colour. */
-const GOOD = new Set(["running", "ready", "train", "done", "join", "joined", "finished", "register", "recovered"]);
+const GOOD = new Set(["running", "ready", "train", "done", "join", "joined", "finished", "leading", "register", "recovered"]);
 const BUSY = new Set(["forming", "rendezvous", "load", "save", "starting", "loading", "draining", "rollback", "idle",
   "restart", "relaunch", "generation", "leave", "unready", "wanted"]);
 const BAD = new Set(["failed", "down", "lost", "kill", "killed", "exit", "hang", "error", "faulty", "straggler", "poisoned",
-  "expired", "unreachable", "refused", "oom"]);
+  "expired", "lapsed", "silent", "stopped", "unreachable", "refused", "oom"]);
+const OLD_S = 60; // of a wanted count: masters write it every 10 s
 const SIGNS = { good: "●", busy: "◐", bad: "▲", plain: "○" };
 
 export function kindOf(word) {
@@ -109,7 +110,9 @@ export class WantedLine {
     setText(this._count, wanted.count === null ? `${UNKNOWN} ${this._noun}s wanted` : `${plural(wanted.count, this._noun)} wanted`);
     setText(this._since, `${wanted.since === null ? "" : `since ${time(wanted.since, now)}`}${current}:`.trim());
     setTitle(this._since, wanted.since === null ? "" : fullTime(wanted.since));
-    setText(this._reason, wanted.reason === "" ? "no reason given" : wanted.reason);
+    const old = wanted.time !== null && now !== null && now - wanted.time > OLD_S;
+    const note = old ? ` (as of ${time(wanted.time, now)}: no master decides at present)` : "";
+    setText(this._reason, (wanted.reason === "" ? "no reason given" : wanted.reason) + note);
   }
 }
 

@@ -54,9 +54,9 @@ class DatasetCard {
     setName(this._name, dataset.name);
     setName(this._job, job);
     setText(this._headline, headline(dataset));
-    const silent = master.ageS !== null && master.ageS > 10;
-    this._silent.hidden = !silent;
-    setText(this._silent, silent ? `The job's master has reported nothing for ${age(master.ageS)}: these figures are old.` : "");
+    const words = masterWords(master);
+    this._silent.hidden = words === "";
+    setText(this._silent, words);
     this._poisoned.update({ dataset, job, now });
     const parts = [
       ["poisoned", "failed too often: kept, and given to nobody"],
@@ -72,6 +72,11 @@ class DatasetCard {
     this._holders.root.hidden = dataset.holders.length === 0;
     this._holders.update(dataset.holders);
   }
+}
+
+function masterWords(master) {
+  if (master.state === "silent") return `The job's master has reported nothing for ${age(master.ageS)}: these figures are old.`;
+  return master.state === "stopped" ? "The job's master has stopped; a new one goes on where it was." : "";
 }
 
 function headline(dataset) {

@@ -33,6 +33,7 @@ function readPoint(value) {
     samplesPerS: number(point.samples_per_s),
     stepsPerS: number(point.steps_per_s),
     worldSize: number(point.world_size),
+    unitsPerS: number(point.units_per_s),
     rowsPerS: number(point.rows_per_s),
     teachers: number(point.teachers),
     wanted: number(point.wanted),
@@ -73,6 +74,7 @@ function readWanted(wanted) {
     now: number(wanted.now),
     reason: text(wanted.reason),
     since: number(wanted.since),
+    time: number(wanted.time),
   };
 }
 
@@ -122,7 +124,8 @@ function readJob(job) {
     stepsPerS: number(job.steps_per_s),
     samplesPerS: number(job.samples_per_s),
     goodput: number(job.goodput),
-    began: number(job.began),
+    began: number(job.began) || null, // 0 without a ledger
+    masterOnly: job.master_only === true,
     elapsedS: number(job.elapsed_s),
     seconds: amounts(job.seconds),
     nodes: records(job.nodes).map(readNode),
@@ -131,6 +134,8 @@ function readJob(job) {
     history: records(job.history).map(readPoint),
     master: orNull(job.master, (master) => ({
       endpoint: text(master.endpoint),
+      state: text(master.state),
+      journal: text(master.journal),
       term: number(master.term),
       ageS: number(master.age_s),
       datasets: records(master.datasets).map(readDataset),
@@ -173,6 +178,8 @@ export function readState(sent) {
     store: text(state.store),
     stale: text(state.stale),
     job: text(state.job),
+    moreJobs: number(state.more_jobs) ?? 0,
+    unreadable: records(state.unreadable).map((bad) => ({ key: text(bad.key), reason: text(bad.reason) })),
     jobs: records(state.jobs).map(readJob),
     services: records(state.services).map(readService),
     events: records(state.events).map(readEvent),

@@ -29,6 +29,7 @@ _EPILOGUE = """\
 examples:
   edl demo                          everything; results in out/demo
   edl demo --quick                  in a third of the time, with fewer seeds and steps
+  edl demo --dashboard              with a page in the browser that shows it all while it runs
   edl demo --seeds 10 --out /tmp/d  more students, another folder"""
 
 
@@ -49,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
         "--out", type=Path, default=Path("out/demo"), metavar="DIR", help="where results go (%(default)s)"
     )
     parser.add_argument("--quick", action="store_true", help="fewer seeds and steps: shows that it works, in less time")
+    parser.add_argument("--dashboard", action="store_true", help="show it on a page in the browser as well")
     options = parser.parse_args(argv)
     _check(options)
 
@@ -64,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
         seeds=plan.seeds if options.seeds is None else options.seeds,
         teachers=plan.teachers if options.teachers is None else options.teachers,
         pause_ms=plan.pause_ms if options.teacher_ms is None else options.teacher_ms,
+        dashboard=options.dashboard,
     )
     previous = signal.signal(signal.SIGTERM, _stop)  # ends the teachers and cleans up, as Ctrl-C does
     try:

@@ -23,6 +23,7 @@ class DemoPlan:
         teacher_epochs: how long the teacher is trained.
         kill_at, join_at, drain_at: fractions of the epoch at which a teacher is killed, started, drained.
         temperature: of the softened distributions that the distilled students learn.
+        dashboard: show everything on a page as well.
     """
 
     out: Path
@@ -37,6 +38,7 @@ class DemoPlan:
     join_at: float = 0.40
     drain_at: float = 0.72
     temperature: float = 4.0
+    dashboard: bool = False
 
     @property
     def batches(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 from edl.cli.demo import data, epoch, models, picture, report
 from edl.cli.demo.check import check
 from edl.cli.demo.fleet import Fleet
+from edl.cli.demo.page import show_page
 from edl.cli.demo.plan import DemoPlan
 from edl.cli.demo.report import DemoResult
 from edl.cli.demo.screen import Screen
@@ -43,10 +45,13 @@ def tell(plan: DemoPlan, screen: Screen) -> DemoResult:
         f"{models.size(teacher):,} parameters, right on {teacher_accuracy:.1%} of {len(digits.test_images)} others"
     )
 
-    with tempfile.TemporaryDirectory(prefix="edl-demo-") as scratch:
+    with contextlib.ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="edl-demo-"))
         checkpoint = Path(scratch, "teacher.safetensors")
         save_file(teacher.state_dict(), checkpoint)
         discovery = f"sqlite:///{scratch}/discovery.sqlite"
+        if plan.dashboard:
+            stack.enter_context(show_page(discovery, screen))
 
         screen.step(f"{plan.teachers} processes serve it: `edl serve`, found through a SQLite file.")
         with Fleet(plan.out, checkpoint, discovery, plan.pause_ms) as fleet:
@@ -64,20 +69,20 @@ def tell(plan: DemoPlan, screen: Screen) -> DemoResult:
             ended = [event.teacher for event in outcome.timeline.events if event.kind != "join"]
             exit_codes = {name: fleet.exit_code(name) for name in ended}
 
-    screen.step("Every sample is looked at again, and every label compared with the teacher's.")
-    findings = check(outcome.delivered, digits, teacher)
-    result = DemoResult.of(
-        plan, digits, teacher, teacher_accuracy, outcome, findings, exit_codes, time.monotonic() - began
-    )
-    figure = plan.out / "demo.png"
-    picture.draw(outcome.timeline, figure, f"{plan.total_rows:,} samples for {plan.seeds} students")
-    result.write(plan.out / "demo.json")
-    report.show(result, screen.console)
-    picture.show(outcome.timeline, screen.console)
-    screen.console.print(f"Picture: {figure}, figures: {plan.out / 'demo.json'}, teachers' logs beside them.")
-    if not findings.all_well:
-        raise EDLError(f"the promise was broken: {findings}")
-    return result
+        screen.step("Every sample is looked at again, and every label compared with the teacher's.")
+        findings = check(outcome.delivered, digits, teacher)
+        result = DemoResult.of(
+            plan, digits, teacher, teacher_accuracy, outcome, findings, exit_codes, time.monotonic() - began
+        )
+        figure = plan.out / "demo.png"
+        picture.draw(outcome.timeline, figure, f"{plan.total_rows:,} samples for {plan.seeds} students")
+        result.write(plan.out / "demo.json")
+        report.show(result, screen.console)
+        picture.show(outcome.timeline, screen.console)
+        screen.console.print(f"Picture: {figure}, figures: {plan.out / 'demo.json'}, teachers' logs beside them.")
+        if not findings.all_well:
+            raise EDLError(f"the promise was broken: {findings}")
+        return result
 
 
 def _train_teacher(plan: DemoPlan, digits: data.Digits, screen: Screen) -> models.Teacher:

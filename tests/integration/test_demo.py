@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -84,3 +86,38 @@ def _runs(process: psutil.Process) -> bool:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+@pytest.mark.slow
+def test_page_shows_the_demo(tmp_path: Path) -> None:
+    """Its teachers, its student, and how many teachers would do; it ends with the demo."""
+    pytest.importorskip("aiohttp", reason="the page needs aiohttp")
+    with demo(tmp_path, "--dashboard") as process:
+        assert process.stdout is not None
+        line = next(line for line in process.stdout if "A page shows it all" in line)
+        address = line.split()[-1]
+        with urllib.request.urlopen(address, timeout=30) as answer:
+            assert b"<title>EDL</title>" in answer.read()
+        deadline = time.monotonic() + 100
+        while not _served(state := _state(address)):
+            assert time.monotonic() < deadline, state
+            time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+        with pytest.raises(OSError):
+            _state(address)
+
+
+def _state(address: str) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{address}api/state", timeout=30) as answer:
+        state: dict[str, Any] = json.load(answer)
+    return state
+
+
+def _served(state: dict[str, Any]) -> bool:
+    """Whether a student has asked three teachers, and how many would do is said."""
+    for service in state["services"]:
+        served = [teacher for teacher in service["teachers"] if teacher["students"]]
+        if service["service"] == "digits" and len(served) >= 3 and service["wanted"] is not None:
+            return bool(service["wanted"]["reason"])
+    return False

@@ -6,7 +6,7 @@ import { EmptyView } from "./empty.js";
 import { EventsView, eventsOf } from "./events.js";
 import { age, count, fullTime, plural } from "./format.js";
 import { JobsView } from "./jobs.js";
-import { ServicesView } from "./services.js";
+import { ServicesView, liveTeachers } from "./services.js";
 import { ShardsView, datasetsOf, poisonedIn } from "./shards.js";
 import { applyEvent } from "./state.js";
 
@@ -78,7 +78,7 @@ function draw(current) {
 function drawSections(current) {
   const datasets = datasetsOf(current);
   const poisoned = datasets.reduce((sum, item) => sum + poisonedIn(item.dataset), 0);
-  const teachers = current.services.reduce((sum, service) => sum + service.teachers.length, 0);
+  const teachers = current.services.reduce((sum, service) => sum + liveTeachers(service), 0);
   const links = [
     ["jobs", plural(current.jobs.length, "job"), current.jobs.length > 0, ""],
     ["shards", plural(datasets.length, "dataset"), datasets.length > 0, poisoned > 0 ? `▲ ${plural(poisoned, "poisoned shard")}` : ""],

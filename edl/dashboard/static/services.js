@@ -60,9 +60,9 @@ class ServiceCard {
     setName(this._name, service.service);
     setText(this._headline, headline(service));
     this._wanted.update(service.wanted, now);
-    this._teachers.setCaption(`Teachers: ${count(service.teachers.length)}`);
+    this._teachers.setCaption("Teachers");
     this._teachers.update(service.teachers);
-    this._students.setCaption(`Students: ${count(service.students.length)}`);
+    this._students.setCaption("Students");
     this._students.root.hidden = service.students.length === 0;
     this._students.update(service.students);
     this._rate.update(lines(service.history, [(point) => point.rowsPerS]));
@@ -75,8 +75,16 @@ class ServiceCard {
   }
 }
 
+/** How many there are, without those whose lease ran out. */
+export function liveTeachers(service) {
+  return service.teachers.filter((teacher) => teacher.state !== "lapsed").length;
+}
+
 function headline(service) {
-  const words = [plural(service.teachers.length, "teacher")];
+  const live = liveTeachers(service);
+  const lapsed = service.teachers.length - live;
+  const words = [`${plural(live, "teacher")} live`];
+  if (lapsed > 0) words.push(`${count(lapsed)} lapsed`);
   words.push(plural(service.students.length, "student"));
   const rates = service.teachers.map((teacher) => teacher.rowsPerS).filter((value) => value !== null);
   if (rates.length > 0) words.push(`${figure(rates.reduce((left, right) => left + right, 0))} rows/s`);

@@ -31,7 +31,8 @@ def test_empty_store_says_what_to_do(look: Look) -> None:
 
 
 def test_everything_is_shown(look: Look) -> None:
-    _, page = look(states.rich())
+    unreadable = [{"key": "jobs/x/world", "reason": "no JSON"}]
+    _, page = look(states.rich() | {"more_jobs": 12, "unreadable": unreadable})
     text = page.evaluate(TEXT)
     for words in (
         "resnet50-imagenet", "running", "goodput", "83.7%", "927", "samples/s", "3 nodes there, 1 gone", "▲lost",
@@ -39,7 +40,8 @@ def test_everything_is_shown(look: Look) -> None:
         "2 poisoned shards", "part-0117.parquet: page 4 has a wrong checksum", "node-b.cluster.example/1",
         "lease of node-a.cluster.example/0 expired", "imagenet-train", "611 shards", "epoch 1 of 2",
         "teacher-4", "draining", "sha256:4be1b7c2", "5 teachers wanted", "demand is above 90% for 15 s", "31.0%",
-        "signal 9 from outside", "Xid 79", "edl run --readmit",
+        "signal 9 from outside", "Xid 79", "edl run --readmit", "4 teachers live", "12 older jobs",
+        "1 record of the store could not be read",
     ):  # fmt: skip
         assert words in text, words
     assert not page.evaluate("document.getElementById('empty').checkVisibility()")
@@ -114,7 +116,7 @@ def test_huge_state_stays_quick(look: Look) -> None:
     assert page.evaluate("document.querySelectorAll('#teachers table')[0].tBodies[0].rows.length") == 20
     assert page.evaluate("document.querySelectorAll('#jobs details').length") == 20
     page.evaluate("document.querySelectorAll('button.more:not([hidden])').forEach(each => each.click())")
-    assert page.evaluate("document.querySelectorAll('#events tbody tr').length") == 1100  # and two of each job
+    assert page.evaluate("document.querySelectorAll('#events tbody tr').length") == 1000
     assert page.evaluate("document.querySelectorAll('#teachers table')[0].tBodies[0].rows.length") == 200
     page.evaluate("""
         window.longest = 0;
@@ -160,3 +162,31 @@ def test_times_are_local_and_full(look: Look) -> None:
         "23:59:15"
     )
     assert page.evaluate(f"{cell}.title").replace(",", "") == "Sunday 22 November 2026 at 23:59:15 UTC"
+
+
+def test_job_of_a_master_alone(look: Look) -> None:
+    """`edl master` without `edl run`: shards, and no members, of whom nothing is known."""
+    state = states.EMPTY | {"jobs": [states.job() | {"master_only": True, "nodes": [], "history": [], "events": []}]}
+    state["jobs"][0]["master"] |= {"state": "silent", "age_s": 75.0}
+    _, page = look(state)
+    text = page.evaluate(TEXT)
+    assert "no worker's agent is known" in text
+    assert "2 poisoned shards" in text
+    assert "reported nothing for 75 s" in text
+    assert "Members" not in text
+    assert page.evaluate("[...document.querySelectorAll('canvas')].filter(each => each.checkVisibility()).length") == 0
+
+
+def test_old_wanted_count_says_so(look: Look) -> None:
+    state = states.rich()
+    state["services"][0]["wanted"]["time"] = states.NOW - 300
+    _, page = look(state)
+    assert "no master decides at present" in page.evaluate("document.querySelector('#teachers .wanted').textContent")
+
+
+def test_lapsed_teachers_do_not_count(look: Look) -> None:
+    state = states.rich()
+    state["services"][0]["teachers"][0]["state"] = "lapsed"
+    _, page = look(state)
+    assert "3 teachers live · 1 lapsed" in page.evaluate(TEXT)
+    assert "3 teachers" in page.evaluate("document.querySelector('nav').innerText")

@@ -18,7 +18,7 @@ import time
 
 NO_TESTS = 5  # pytest.ExitCode.NO_TESTS_COLLECTED
 INTERRUPTED = 2
-QUICK = "not serial and not consul and not etcd and not chromium"
+QUICK = "not serial and not consul and not etcd and not chromium and not prometheus"
 
 
 def main() -> int:

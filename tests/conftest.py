@@ -30,6 +30,7 @@ pytest_plugins = [
     "tests.plugins_chromium",
     "tests.plugins_consul",
     "tests.plugins_etcd",
+    "tests.plugins_prometheus",
     "tests.plugins_slurm",
     "tests.plugins_triton",
 ]

@@ -40,13 +40,14 @@ def _counts(dataset: DatasetStatus) -> Text:
     text = Text.assemble("dataset ", (printable(dataset.name), "bold"), ": ")
     if shards["poisoned"]:
         text.append(f"{shards['poisoned']:,} poisoned", "bold red").append(", ")
-    total = sum(shards.values())
-    text.append(f"{shards['done']:,} of {total:,} shards done, {shards['doing']:,} at work")
+    text.append(f"{shards['done']:,} shards done, {shards['doing']:,} at work, {shards['todo']:,} to do")
     if dataset.epoch is not None and (dataset.epochs or 1) > 1:
         text.append(f", epoch {dataset.epoch + 1} of {dataset.epochs}")
     if dataset.units_per_s:
         text.append(f", {dataset.units_per_s:,.3g} units/s")
-    if dataset.eta_s is not None and shards["done"] < total:
+    if not dataset.ended:
+        text.append(", more may come")
+    if dataset.eta_s is not None and not dataset.finished:
         text.append(f", {dataset.eta_s:,.0f} s to go")
     return text
 

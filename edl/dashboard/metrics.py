@@ -64,6 +64,8 @@ _DATASET: Final = ("job_name", "dataset")
 _TEACHER: Final = ("service", "teacher")
 _STUDENT: Final = ("service", "student", "job_name")
 _JOB_STATES: Final = ("forming", "running", "done", "failed", "down", "unknown")
+_BEGAN_ANEW: Final = 0.5
+"""Of a counter's highest value: a new job of the same name begins near 0, and a rollback takes back minutes."""
 _TEACHER_STATES: Final = ("starting", "ready", "draining", "lapsed")
 
 METRICS: Final = (
@@ -88,8 +90,9 @@ METRICS: Final = (
     MetricSpec("edl_master_report_age_seconds", "gauge", _JOB, "Since the master's last report."),
     MetricSpec("edl_master_commands_total", "counter", _JOB, "Commands in the master's journal."),
     MetricSpec("edl_master_epoch", "gauge", _DATASET, "The dataset's present epoch, from 0."),
-    MetricSpec("edl_master_shards", "gauge", (*_DATASET, "state"), "Shards of the present epoch, by state."),
+    MetricSpec("edl_master_shards", "gauge", (*_DATASET, "state"), "Shards by state: todo, doing, done, poisoned."),
     MetricSpec("edl_master_shards_done_total", "counter", _DATASET, "Shards done, in all epochs."),
+    MetricSpec("edl_master_units_done_total", "counter", _DATASET, "Units of the dataset done, in all epochs."),
     MetricSpec("edl_master_units_per_second", "gauge", _DATASET, "Units of the dataset done a second, lately."),
     MetricSpec("edl_master_eta_seconds", "gauge", _DATASET, "Until the dataset is done, at that rate."),
     MetricSpec("edl_master_holders", "gauge", _DATASET, "Readers that hold shards or did lately."),
@@ -129,7 +132,7 @@ class DashboardMetrics(Collector):
         self.registry = CollectorRegistry()
         self._latest = latest
         self._figures = figures
-        self._counters = _Monotonic()
+        self._counters = _Counters()
         self.registry.register(self)
         for registry in registries:
             self.registry.register(_Others(registry))
@@ -152,10 +155,10 @@ class DashboardMetrics(Collector):
             for job in state.jobs:
                 _add_job(samples, job, self._counters)
                 if job.master is not None:
-                    _add_master(samples, job.job, job.master)
+                    _add_master(samples, job.job, job.master, self._counters)
             for service in state.services:
                 _add_service(samples, service)
-            self._counters.forget({job.job for job in state.jobs})
+            self._counters.forget_unseen()
         yield from samples.families()
 
 
@@ -191,30 +194,31 @@ class _Samples:
         yield from (family for family in self._families.values() if family.samples)
 
 
-class _Monotonic:
-    """Holds a job's seconds where a late record of a node moves some from a category to another.
+class _Counters:
+    """Holds counters that fall a little: Prometheus takes one that falls for one that began anew, and counts all again.
 
-    A counter that falls is taken for one that began anew, and all of it would count again.
+    A late record of a node moves seconds from a category to another; a worker that goes back to its checkpoint gives
+    shards back. A counter that falls below a half has begun anew.
     """
 
     def __init__(self) -> None:
-        self._highest: dict[str, tuple[float, dict[str, float]]] = {}
+        self._highest: dict[tuple[str, ...], float] = {}
+        self._seen: set[tuple[str, ...]] = set()
 
-    def seconds(self, job: JobStatus) -> dict[str, float]:
-        """Return a job's seconds by category, which never fall as long as it is the same job."""
-        began, highest = self._highest.get(job.job, (job.began, {}))
-        if began != job.began:
-            highest = {}
-        merged = {category: max(value, highest.get(category, 0.0)) for category, value in job.seconds.items()}
-        self._highest[job.job] = (job.began, merged)
-        return merged
+    def held(self, value: float, *key: str) -> float:
+        """Return the value, or the highest before where it fell a little."""
+        before = self._highest.get(key, 0.0)
+        self._highest[key] = value if value > before or value < before * _BEGAN_ANEW else before
+        self._seen.add(key)
+        return self._highest[key]
 
-    def forget(self, present: set[str]) -> None:
-        """Forget all jobs but the present ones."""
-        self._highest = {job: found for job, found in self._highest.items() if job in present}
+    def forget_unseen(self) -> None:
+        """Forget the counters that this scrape had no use for."""
+        self._highest = {key: value for key, value in self._highest.items() if key in self._seen}
+        self._seen = set()
 
 
-def _add_job(samples: _Samples, job: JobStatus, counters: _Monotonic) -> None:
+def _add_job(samples: _Samples, job: JobStatus, counters: _Counters) -> None:
     name = job.job
     for state in _JOB_STATES:
         samples.add("edl_job_state", job.state == state, name, state)
@@ -234,11 +238,11 @@ def _add_job(samples: _Samples, job: JobStatus, counters: _Monotonic) -> None:
         samples.add("edl_job_steps_per_second", job.steps_per_s if running else 0.0, name)
         samples.add("edl_job_samples_per_second", job.samples_per_s if running else 0.0, name)
     samples.add("edl_job_goodput_ratio", job.goodput, name)
-    for category, seconds in counters.seconds(job).items():
-        samples.add("edl_job_seconds_total", seconds, name, category)
+    for category, seconds in job.seconds.items():
+        samples.add("edl_job_seconds_total", counters.held(seconds, "seconds", name, category), name, category)
 
 
-def _add_master(samples: _Samples, job: str, master: MasterStatus) -> None:
+def _add_master(samples: _Samples, job: str, master: MasterStatus, counters: _Counters) -> None:
     samples.add("edl_master_up", master.state == "leading", job)
     samples.add("edl_master_term", master.term, job)
     samples.add("edl_master_report_age_seconds", master.age_s, job)
@@ -248,8 +252,10 @@ def _add_master(samples: _Samples, job: str, master: MasterStatus) -> None:
         samples.add("edl_master_epoch", dataset.epoch, *labels)
         for state in SHARD_STATES:
             samples.add("edl_master_shards", dataset.shards[state], *labels, state)
-        whole_epochs = (dataset.epoch or 0) * sum(dataset.shards.values())
-        samples.add("edl_master_shards_done_total", whole_epochs + dataset.shards["done"], *labels)
+        done = counters.held(dataset.shards["done"], "shards", *labels)
+        samples.add("edl_master_shards_done_total", done, *labels)
+        if dataset.units_done is not None:
+            samples.add("edl_master_units_done_total", counters.held(dataset.units_done, "units", *labels), *labels)
         samples.add("edl_master_units_per_second", dataset.units_per_s, *labels)
         samples.add("edl_master_eta_seconds", dataset.eta_s, *labels)
         samples.add("edl_master_holders", len(dataset.holders), *labels)

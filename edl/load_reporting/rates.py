@@ -38,6 +38,8 @@ class StudentRate:
         teachers: ids in the registry of the teachers that it uses.
         idle: whether it neither asked nor waited: it is paused, evaluates, or has all labels in its cache.
         seconds: over which it was counted.
+        rows_asked: rows that it asked for since it began.
+        wait_s: seconds that it waited for labels since it began.
     """
 
     id: str
@@ -50,6 +52,8 @@ class StudentRate:
     teachers: tuple[str, ...]
     idle: bool
     seconds: float
+    rows_asked: float = 0.0
+    wait_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,8 @@ class TeacherRate:
         compute_share: the share of its workers' time in which they computed, 0 to 1; None if unknown.
         queue_rows: rows that wait; None if unknown.
         note: why rows are unknown; empty if they are known.
+        rows: that it computed since it began; None if unknown.
+        compute_s: seconds in which it computed since it began, over all workers; None if unknown.
     """
 
     id: str
@@ -83,6 +89,8 @@ class TeacherRate:
     compute_share: float | None
     queue_rows: int | None
     note: str
+    rows: float | None = None
+    compute_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -202,6 +210,8 @@ def _student_rate(record: StudentRecord) -> StudentRate:
         teachers=record.teachers,
         idle=idle,
         seconds=seconds,
+        rows_asked=now.rows_asked,
+        wait_s=now.wait_s,
     )
 
 
@@ -226,6 +236,8 @@ def _teacher_rate(record: TeacherRecord) -> TeacherRate:
         compute_share=min(compute_s / seconds / record.workers, 1.0) if compute_s is not None and seconds else None,
         queue_rows=record.queue_rows,
         note=record.note,
+        rows=now.rows,
+        compute_s=now.compute_s,
     )
 
 

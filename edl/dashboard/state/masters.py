@@ -95,6 +95,9 @@ def _dataset(row: Mapping[str, Any]) -> DatasetStatus:
         epochs=whole(row.get("epochs")),
         units=whole(row.get("units")),
         shards=shards,
+        finished=row.get("finished") is True,
+        ended=row.get("ended") is not False,
+        units_done=number(row.get("units_done")),
         units_per_s=number(row.get("units_per_s")),
         eta_s=number(row.get("eta_s")),
         poisoned=tuple(_poisoned(shard) for shard in rows(row.get("poisoned"))),
@@ -105,6 +108,7 @@ def _dataset(row: Mapping[str, Any]) -> DatasetStatus:
 def _poisoned(row: Mapping[str, Any]) -> PoisonedShard:
     return PoisonedShard(
         shard=whole(row.get("shard")),
+        epoch=whole(row.get("epoch")),
         start=whole(row.get("start")),
         stop=whole(row.get("stop")),
         failures=tuple(

@@ -169,12 +169,14 @@ class PoisonedShard:
 
     Attributes:
         shard: its number.
+        epoch: in which it failed, from 0.
         start: the first unit.
         stop: the unit after the last.
         failures: oldest first.
     """
 
     shard: int | None
+    epoch: int | None
     start: int | None
     stop: int | None
     failures: tuple[ShardFailure, ...]
@@ -209,7 +211,10 @@ class DatasetStatus:
         epoch: the present one, from 0.
         epochs: how many there will be.
         units: of an epoch; None where that is not known yet.
-        shards: of this epoch by state: "todo", "doing", "done", "poisoned".
+        shards: by state: "todo" and "doing" of this epoch, "done" and "poisoned" of all epochs until now.
+        finished: nothing is left to do.
+        ended: no more units will come, as they may from a source that grows.
+        units_done: in all epochs.
         units_per_s: lately.
         eta_s: until this dataset is done, at that rate.
         poisoned: the first of the poisoned shards.
@@ -222,6 +227,9 @@ class DatasetStatus:
     epochs: int | None
     units: int | None
     shards: Mapping[str, int]
+    finished: bool
+    ended: bool
+    units_done: float | None
     units_per_s: float | None
     eta_s: float | None
     poisoned: tuple[PoisonedShard, ...]

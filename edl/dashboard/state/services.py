@@ -122,8 +122,8 @@ def _load(rate: TeacherRate | None) -> dict[str, Any]:
         "rows_per_s": rate.rows_per_s,
         "queue_rows": rate.queue_rows,
         "compute_share": rate.compute_share,
-        "rows": getattr(rate, "rows", None),
-        "compute_s": getattr(rate, "compute_s", None),
+        "rows": rate.rows,
+        "compute_s": rate.compute_s,
         "workers": rate.workers,
     }
 
@@ -135,6 +135,6 @@ def _student(rate: StudentRate) -> StudentStatus:
         rows_per_s=rate.rows_per_s,
         wait_share=rate.wait_share,
         teachers=tuple(rate.teachers),
-        rows=getattr(rate, "rows_asked", None),
-        wait_s=getattr(rate, "wait_s", None),
+        rows=rate.rows_asked,
+        wait_s=rate.wait_s,
     )

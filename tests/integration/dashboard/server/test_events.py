@@ -103,7 +103,7 @@ def test_slow_client_is_bounded_and_let_go(impatient: str, store: Store) -> None
     """A client that reads nothing costs a state or two in memory, and a connection for a second or so."""
     parts = urlsplit(impatient)
     for number in range(60):
-        put_job(store, f"job{number}", "abcdefgh")  # so that states fill the sockets' buffers
+        put_job(store, f"job{number}", "abcdefghijkl")  # so that states fill the sockets' buffers
     with socket.socket() as silent:
         silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         silent.connect((parts.hostname, parts.port))
@@ -123,8 +123,8 @@ def test_slow_client_is_bounded_and_let_go(impatient: str, store: Store) -> None
 
 def test_slow_reader_skips_to_the_newest(url: str, store: Store) -> None:
     """A client that reads late gets the newest state soon, not all that it missed."""
-    for number in range(40):
-        put_job(store, f"job{number}", "abcdefgh")
+    for number in range(80):
+        put_job(store, f"job{number}", "abcdefghijkl")
     with DashboardServer(DashboardSettings(url, port=0)) as server:
         parts = urlsplit(server.url)
         with socket.socket() as late, EventClient(server.url) as prompt:

@@ -73,7 +73,7 @@ def test_status_shows_poisoned_shards(url: str, store: Store, capsys: pytest.Cap
     assert main(["status", "labels", "--store", url]) == 0
     out = capsys.readouterr().out
     assert "job labels: running" in out
-    assert "dataset train: 1 poisoned, 8 of 16 shards done, 2 at work, epoch 2 of 3" in out
+    assert "dataset train: 1 poisoned, 8 shards done, 2 at work, 5 to do, epoch 2 of 3" in out
     assert "poisoned: shard 3 (units 30 to 40): cannot decode <b> (h1)" in out
     put_master(store, "labels", time=time.time() - 600)
     assert main(["status", "labels", "--store", url]) == 0

@@ -53,6 +53,7 @@ SERIAL = (
     "integration/test_example_paddle.py",
     "integration/test_soak.py",
     "integration/distill/teachers/test_limits.py",
+    "integration/load/test_closed_loop.py",  # four teachers, and a student whose time is measured
 )
 """Folders and files of tests that run two at a time, beside no others (`python -m tests`)."""
 

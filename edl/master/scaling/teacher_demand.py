@@ -43,7 +43,9 @@ class TeacherScalingSettings:
         least_busy_share: a student that does not wait for less than this share of its time has a demand that is noise:
         most_growth: the number of teachers grows by this factor at most then.
         least_gain: a step up is taken back that gains less than this share of the rows that it should gain.
-        judge_s: a step is judged so long after its teachers are ready; longer than rates are taken over.
+        rates_s: over which rates are taken: so long they hold what was before a change. While they fall, the window
+            of a move down begins anew.
+        judge_s: a step is judged so long after its teachers are ready; longer than `rates_s`.
         least_expected: a step is judged only if it should gain this share of the demand: less is within noise.
         retry_s: a step that was taken back is tried again after so long, then after twice that, and so on,
         most_retry_s: and at least so often;
@@ -64,6 +66,7 @@ class TeacherScalingSettings:
     least_busy_share: float = 0.05
     most_growth: float = 2.0
     least_gain: float = 0.2
+    rates_s: float = 15.0
     judge_s: float = 30.0
     least_expected: float = 0.15
     retry_s: float = 60.0

@@ -15,7 +15,9 @@ doubled at most until they do not.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from edl.master.scaling.teacher_demand import TeacherObservation, TeacherScalingSettings, required_teachers
 
@@ -23,6 +25,8 @@ __all__ = ["ScalingStep", "StepPenalty", "TeacherDecision", "TeacherScalingState
 
 _ROUNDING = 1e-9
 """By which a change may exceed a share through rounding, without being above it."""
+_NO_TIMES: Mapping[str, Any] = {"high_since_s": None, "low_began_s": None, "low_since_s": None, "low_most": 0}
+"""Fields of a state in which no time is counted."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,8 @@ class TeacherScalingState:
         wanted: teachers that are wanted; None before the first decision.
         at_s: when the decision was made.
         high_since_s: since when the demand is above the band; None if it is not.
-        low_since_s: since when the demand is below the band; None if it is not.
+        low_began_s: since when the demand is below the band; None if it is not.
+        low_since_s: since when, and after the rates had stopped to fall.
         low_most: the largest N* since then.
         step: the step up that is not judged yet.
         penalty: of the steps that were taken back.
@@ -76,6 +81,7 @@ class TeacherScalingState:
     wanted: int | None = None
     at_s: float | None = None
     high_since_s: float | None = None
+    low_began_s: float | None = None
     low_since_s: float | None = None
     low_most: int = 0
     step: ScalingStep | None = None
@@ -147,14 +153,14 @@ def _follow_clock(
     if state.at_s is not None and 0 <= now_s - state.at_s <= settings.gap_s:
         return replace(state, at_s=now_s)
     step = state.step and replace(state.step, ready_since_s=None)
-    return replace(state, at_s=now_s, high_since_s=None, low_since_s=None, low_most=0, step=step)
+    return replace(state, at_s=now_s, **_NO_TIMES, step=step)
 
 
 def _decide_blindly(
     state: TeacherScalingState, observation: TeacherObservation, before: int
 ) -> tuple[TeacherScalingState, TeacherDecision]:
     """Decide without a demand or a rate: a first teacher is the only way to learn more."""
-    state = replace(state, high_since_s=None, low_since_s=None, low_most=0)
+    state = replace(state, **_NO_TIMES)
     if not before:
         return replace(state, wanted=1), TeacherDecision(1, 0, "students wait, and there is no teacher")
     unknown = "students wait, and can ask for nothing" if not observation.demand else "no teacher's rate is known yet"
@@ -198,7 +204,7 @@ def _judge(
     failures = state.penalty.failures + 1 if state.penalty is not None else 1
     wait_s = min(settings.retry_s * 2.0 ** min(failures - 1, 60), settings.most_retry_s)
     penalty = StepPenalty(observation.now_s + wait_s, failures, observation.demand, rate)
-    state = replace(state, wanted=step.before, penalty=penalty, high_since_s=None, low_since_s=None, low_most=0)
+    state = replace(state, wanted=step.before, penalty=penalty, **_NO_TIMES)
     return state, (
         f"{step.count} teachers instead of {step.before} gained {max(gained, 0.0):,.0f} of {expected:,.0f} rows/s that"
         f" they should: taken back, and tried again in {wait_s:,.0f} s"
@@ -216,18 +222,17 @@ def _watch_band(
     """Note since when the demand lies above or below the band."""
     now_s, demand = observation.now_s, observation.demand
     high = demand > settings.up_above * wanted * rate
-    idle = not demand and wanted > 0
-    low = observation.complete and (idle or demand < settings.down_below * (wanted - 1) * rate)
-    low_since_s, low_most = state.low_since_s, state.low_most
-    if low_since_s is None or (now_s - low_since_s >= settings.down_s and low_most >= wanted):
-        low_since_s, low_most = now_s, 0  # of a window that is over without a move, the next one knows nothing
     high_since_s = state.high_since_s if state.high_since_s is not None else now_s
-    return replace(
-        state,
-        high_since_s=high_since_s if high else None,
-        low_since_s=low_since_s if low else None,
-        low_most=max(low_most, required) if low else 0,
-    )
+    state = replace(state, high_since_s=high_since_s if high else None)
+    idle = not demand and wanted > 0
+    if not observation.complete or not (idle or demand < settings.down_below * (wanted - 1) * rate):
+        return replace(state, low_began_s=None, low_since_s=None, low_most=0)
+    began_s, since_s = state.low_began_s, state.low_since_s
+    if began_s is None or since_s is None or (now_s - since_s >= settings.down_s and state.low_most >= wanted):
+        return replace(state, low_began_s=now_s, low_since_s=now_s, low_most=required)
+    if required < state.low_most and now_s - began_s <= settings.rates_s:
+        return replace(state, low_since_s=now_s, low_most=required)
+    return replace(state, low_most=max(state.low_most, required))
 
 
 def _is_over(since_s: float | None, observation: TeacherObservation, seconds: float) -> bool:
@@ -251,7 +256,7 @@ def _step_up(
         step = replace(state.step, count=required, ready_since_s=None)
     else:
         step = ScalingStep(before, required, observation.rows_per_s)
-    state = replace(state, wanted=required, step=step, high_since_s=None, low_since_s=None, low_most=0)
+    state = replace(state, wanted=required, step=step, **_NO_TIMES)
     if observation.least_busy_share < settings.least_busy_share:
         reason = (
             f"students wait {1 - observation.least_busy_share:.0%} of their time, so that their demand cannot be told:"
@@ -269,7 +274,7 @@ def _step_down(
     state: TeacherScalingState, observation: TeacherObservation, before: int, settings: TeacherScalingSettings
 ) -> tuple[TeacherScalingState, TeacherDecision]:
     count = state.low_most
-    state = replace(state, wanted=count, step=None, penalty=None, high_since_s=None, low_since_s=None, low_most=0)
+    state = replace(state, wanted=count, step=None, penalty=None, **_NO_TIMES)
     asked = f"would ask for {observation.demand:,.0f} rows/s" if observation.demand else "ask for nothing"
     reason = f"students {asked}; for {settings.down_s:,.0f} s no more than {count} would have done"
     return state, TeacherDecision(count, before, reason)

@@ -37,6 +37,7 @@ def states(most: int) -> st.SearchStrategy[TeacherScalingState]:
         wanted=st.none() | st.integers(1, most),
         at_s=past,
         high_since_s=past,
+        low_began_s=past,
         low_since_s=past,
         low_most=st.integers(1, most),
         step=st.none() | step,
@@ -134,6 +135,19 @@ def test_goes_down_to_the_windows_largest() -> None:
     service.run(100)
     ((_, down),) = service.moves
     assert down.count == 9, "650 rows/s needed nine, within the window"
+
+
+def test_falling_rates_are_one_move() -> None:
+    """After a pause rates fall for as long as they are taken over; teachers do not go in as many steps."""
+    service = SimulatedService(demand=1500.0, rate=100.0, live=20)
+    service.run(20)
+    for share in (0.7, 0.3, 0.0):
+        service.demand = share * 1500.0
+        service.run(5)
+    service.run(340)
+    ((at_s, down),) = service.moves
+    assert (down.before, down.count) == (20, 1)
+    assert at_s <= 340
 
 
 def test_paused_student_lets_teachers_go() -> None:

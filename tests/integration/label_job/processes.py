@@ -28,13 +28,11 @@ BAD = {bad!r}
 
 def model(inputs):
     x = inputs["x"]
-    if len(x) and x[-1, 0] >= 0:  # not the server's own first call, with zeros of no sample: ids begin with 1 here
-        rows = x[:, 0].astype(np.int32)
-        if set(rows.tolist()) & set(BAD):
-            raise ValueError("this row is bad")
-        if rows.any():
-            os.write(FILE, rows.tobytes())
-        time.sleep({row_s!r} * len(x))
+    rows = x[x[:, 1] == 7, 0].astype(np.int32)  # and not those with which the server tries the model
+    if set(rows.tolist()) & set(BAD):
+        raise ValueError("this row is bad")
+    os.write(FILE, rows.tobytes())
+    time.sleep({row_s!r} * len(rows))
     return {{"y": np.stack([x[:, 0] * {scale!r}, x[:, 0] + 1], axis=1)}}
 """
 
@@ -54,13 +52,17 @@ def counting_teacher(
 ) -> LocalTeacher:
     path = folder / f"model_{os.urandom(4).hex()}.py"
     path.write_text(MODEL.format(file=str(Asked(folder).file), bad=list(bad), row_s=row_s, scale=scale))
+    return _teacher(path, version, **more)
+
+
+def _teacher(path: Path, version: str, **more: Any) -> LocalTeacher:
     serve = {"callable": f"{path}:model", "input": "x:fp32[2]", "model-version": version}
     return LocalTeacher("", serve=serve, wait=False, **more)
 
 
 def write_data(path: Path, rows: int) -> None:
-    """Row i is [i + 1, 0]: the id of no row is 0, with which servers try a model."""
-    x = np.zeros((rows, 2), np.float32)
+    """Row i is [i + 1, 7]."""
+    x = np.full((rows, 2), 7, np.float32)
     x[:, 0] = np.arange(1, rows + 1)
     np.savez(path, x=x)
 
@@ -128,9 +130,17 @@ class Run:
         return [*first, "--teachers", endpoints, "--job", self.job, "--store", self.store, *more]
 
     def start(self, *more: str, output: str = "labels", env: dict[str, str] | None = None) -> Worker:
-        arguments = self.arguments(output, *more)
+        return self.start_as(self.arguments(output, *more), env)
+
+    def start_as(self, arguments: Sequence[str], env: dict[str, str] | None = None) -> Worker:
         self.workers.append(Worker(self.folder, arguments, f"worker-{len(self.workers)}", env))
         return self.workers[-1]
+
+    def restart_teacher(self, path: Path, port: int) -> None:
+        self.teachers = [_teacher(path, "1", port=port)]
+
+    def asked_until(self, rows: int) -> None:
+        until(lambda: self.asked.rows().total() >= rows, 30, "the teacher is asked")
 
     def report(self) -> dict[str, Any]:
         """What the job's master has reported; empty if there is nothing yet."""

@@ -345,7 +345,7 @@ class MasterServer(Resource):
                 await self._sleep(TICK_S, term.ended)
                 await term.tick()
                 now = time.monotonic()
-                if now < looked_at + _RIVAL_S:
+                if now < looked_at + _RIVAL_S and self._done == _is_done(term):
                     continue
                 looked_at = now
                 self._show(term)
@@ -366,8 +366,7 @@ class MasterServer(Resource):
     def _show(self, term: Term) -> None:
         """Bring the report up to date."""
         report = self._status(term)
-        names = term.book.datasets()
-        self._done = bool(names) and all(term.book.is_finished(name) for name in names) and not term.book.sessions()
+        self._done = _is_done(term)
         if self._done:
             self._changed.notify()
             report["state"] = "done"
@@ -443,6 +442,11 @@ class MasterServer(Resource):
             for wait in waits:
                 wait.cancel()
         return self._stop.is_set()
+
+
+def _is_done(term: Term) -> bool:
+    names = term.book.datasets()
+    return bool(names) and not term.book.sessions() and all(term.book.is_finished(name) for name in names)
 
 
 def _told(book: ShardBook) -> str:

@@ -19,8 +19,9 @@ _IDLE_S: Final = 3600.0
 """How long the committing thread waits unless it is woken: it always is."""
 _GROUP: Final = 512
 """Commands of a commit at most: with more, the first of them would wait for long."""
-_SNAPSHOT_EVERY: Final = 100_000
-"""Commands until the journal begins anew with a snapshot: a few seconds of work to replay."""
+_SNAPSHOT_COMMANDS: Final = 100_000  # whichever comes first
+_SNAPSHOT_NBYTES: Final = 32 << 20
+"""After so many commands, or bytes of them, the journal begins anew with a snapshot: seconds of work to replay."""
 
 
 class CommandBook(Protocol):
@@ -79,9 +80,8 @@ class Sequencer:
         self._pending: list[_Entry] = []
         self._failure: BaseException | None = None
         self._closing = False
-        self._at_snapshot = 0
-        self.commands = 0
-        """How many were applied."""
+        self._since_snapshot = 0
+        self._since_nbytes = 0
         self._thread = BackgroundLoop("edl-master-commit", self._commit)
 
     async def submit(self, command: messages.Command) -> Any:
@@ -104,10 +104,12 @@ class Sequencer:
         if self._book.version == before:  # a request that came again
             await self.settled()
             return answer
-        self.commands += 1
-        entry = _Entry(self._loop.create_future(), command.SerializeToString())
+        record = command.SerializeToString()
+        entry = _Entry(self._loop.create_future(), record)
         self._append(entry)
-        if self.commands - self._at_snapshot >= _SNAPSHOT_EVERY:
+        self._since_snapshot += 1
+        self._since_nbytes += len(record)
+        if self._since_snapshot >= _SNAPSHOT_COMMANDS or self._since_nbytes >= _SNAPSHOT_NBYTES:
             self.take_snapshot()
         await entry.answered
         return answer
@@ -125,7 +127,8 @@ class Sequencer:
 
     def take_snapshot(self) -> None:
         """Have the journal begin anew with the state as it is now."""
-        self._at_snapshot = self.commands
+        self._since_snapshot = 0
+        self._since_nbytes = 0
         self._append(_Entry(self._loop.create_future(), snapshot=self._book.snapshot()))
 
     def end(self, why: BaseException) -> None:

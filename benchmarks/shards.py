@@ -1,0 +1,83 @@
+"""How many shards a master hands out: transitions a second, each of them in its journal before it is answered.
+
+A shard that is given, and the report that it is done, are two transitions. Workers that do nothing else ask over
+streams, each with a single turn under way; the journal is a SQLite file, synced at each commit. `per_s` is at the best
+number of shards a turn and of workers, `single_per_s` with one shard a turn; `million_over_thousand` divides the rate
+with a million shards in the book by that with a thousand. `vs_unjournalled` divides by the peer's rate: the task
+manager that users of DLRover and ElasticDL have, a plain dictionary in memory, behind the same gRPC with the same
+messages, at the same number of shards and workers.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import tempfile
+from contextlib import ExitStack
+
+from benchmarks._child import Child
+from benchmarks._harness import Goal, Options, Spread, divide, main, note, progress, take_turns
+
+GOALS = [
+    Goal("per_s", 20_000),
+    Goal("single_per_s", 2_000),
+    Goal("million_over_thousand", 0.9),
+    Goal("vs_unjournalled", 0.5),
+]
+_BATCHES = (16, 64, 256)
+_STREAMS = (4, 16)
+_SINGLE_STREAMS = 16
+_PROBE_S = 1.0
+"""Of a look for the best number of shards and workers."""
+
+
+def measure(options: Options) -> dict[str, list[float]]:
+    """Return rates and ratios of every round."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+
+        def child(module: str, *arguments: str) -> Child:
+            return stack.enter_context(Child([sys.executable, "-m", f"benchmarks.{module}", *arguments]))
+
+        edl = str(child("_shard_masters", "--journal", folder).ask()["endpoint"])
+        peer = str(child("_shard_masters").ask()["endpoint"])
+        load = child("_shard_workers")
+
+        def rate(endpoint: str, dataset: str, streams: int, batch: int, seconds: float = options.seconds) -> float:
+            asked = {"dataset": dataset, "streams": streams, "batch": batch, "seconds": seconds}
+            return float(load.ask(timeout_s=60 + 10 * seconds, endpoint=endpoint, **asked)["per_s"])
+
+        rates = {}
+        for streams in _STREAMS:
+            for batch in _BATCHES:
+                progress(f"{streams} workers, {batch} shards a turn")
+                rates[streams, batch] = rate(edl, "thousand", streams, batch, min(_PROBE_S, options.seconds))
+        best = max(rates, key=lambda key: rates[key])
+        sides = {
+            "thousand": functools.partial(rate, edl, "thousand", *best),
+            "million": functools.partial(rate, edl, "million", *best),
+            "dictionary": functools.partial(rate, peer, "thousand", *best),
+            "single": functools.partial(rate, edl, "thousand", _SINGLE_STREAMS, 1),
+            "single dictionary": functools.partial(rate, peer, "thousand", _SINGLE_STREAMS, 1),
+            "alone": functools.partial(rate, edl, "thousand", 1, 1),
+        }
+        rounds = take_turns(sides, options.repeats)
+    _tell(best, rounds)
+    return {
+        "per_s": rounds["thousand"],
+        "single_per_s": rounds["single"],
+        "million_over_thousand": divide(rounds["million"], rounds["thousand"]),
+        "vs_unjournalled": divide(rounds["thousand"], rounds["dictionary"]),
+        "single_vs_unjournalled": divide(rounds["single"], rounds["single dictionary"]),
+    }
+
+
+def _tell(best: tuple[int, int], rounds: dict[str, list[float]]) -> None:
+    streams, batch = best
+    note(f"- {batch} shards a turn and {streams} workers were best; one shard a turn with {_SINGLE_STREAMS} workers.")
+    for side, values in rounds.items():
+        note(f"- {side}: {Spread.of(values)} transitions a second.")
+    note("")
+
+
+if __name__ == "__main__":
+    main("shards", measure, GOALS, __doc__)

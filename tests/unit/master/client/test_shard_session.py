@@ -1,0 +1,69 @@
+"""What a reader and its master owe each other, without either."""
+
+from __future__ import annotations
+
+from edl.master.client.shard_session import Report, Shard, ShardSession
+from edl.protocol import master as messages
+
+
+def reply(*leases: int, refused: tuple[int, ...] = (), **fields: object) -> messages.NextReply:
+    found = messages.NextReply(**fields)
+    for lease in leases:
+        found.leases.add(id=lease, term=1, start=lease * 10, stop=lease * 10 + 10)
+    for lease in refused:
+        found.refused.add(lease=messages.LeaseId(id=lease, term=1), reason="another has it")
+    return found
+
+
+def test_an_unanswered_turn_is_sent_again_as_it_was() -> None:
+    session = ShardSession("s")
+    first = session.next_turn(2)
+    session.report(Report(Shard(9, 1, 0, 9, 90, 100), "done"))
+    again = session.next_turn(5)
+    assert again is first
+    assert (again.request, again.want, list(again.done)) == (1, 2, [])
+    session.answer(reply(1, 2))
+    second = session.next_turn(0)
+    assert (second.request, second.want, list(second.done)) == (2, 0, [9])
+
+
+def test_reports_know_what_became_of_them() -> None:
+    session = ShardSession("s")
+    session.next_turn(3)
+    given, _ = session.answer(reply(1, 2, 3))
+    reports = [Report(given[0], "done"), Report(given[1], "failed", "broken"), Report(given[2], "returned", units=4)]
+    for report in reports:
+        session.report(report)
+    turn = session.next_turn(0)
+    assert list(turn.done) == [1]
+    assert [(failure.lease.id, failure.reason) for failure in turn.failed] == [(2, "broken")]
+    assert [(part.lease.id, part.units) for part in turn.returned] == [(3, 4)]
+    assert not reports[0].answered
+    session.answer(reply(refused=(2,)))
+    assert [report.refused for report in reports] == [None, "another has it", None]
+    assert all(report.answered for report in reports)
+    assert session.open == {}
+    assert not session.owes
+
+
+def test_a_session_of_the_same_name_is_another() -> None:
+    session = ShardSession("s")
+    assert session.is_same(messages.NextReply(last_request=0))
+    session.next_turn(1)
+    assert session.is_same(messages.NextReply(last_request=0)), "the turn was not heard"
+    assert session.is_same(messages.NextReply(last_request=1)), "the turn was heard, its answer lost"
+    session.answer(reply(1))
+    assert not session.is_same(messages.NextReply(last_request=0)), "a new session of this name"
+
+
+def test_a_lost_session_refuses_what_waits() -> None:
+    session = ShardSession("s")
+    session.next_turn(2)
+    given, _ = session.answer(reply(1, 2))
+    sent, waiting = Report(given[0], "done"), Report(given[1], "done")
+    session.report(sent)
+    session.next_turn(0)
+    session.report(waiting)
+    assert session.abandon("silent for too long") == [sent, waiting]
+    assert sent.refused == waiting.refused == "silent for too long"
+    assert not session.owes

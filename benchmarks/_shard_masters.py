@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import collections
-import sys
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -48,18 +47,17 @@ class Dictionary:
         self._epoch = 0
 
     def turn(self, turn: messages.Turn) -> messages.NextReply:
-        for task in turn.done:
-            self._doing.pop(task, None)
+        for done in turn.done:
+            self._doing.pop(done, None)
         reply = messages.NextReply(request=turn.request, epoch=self._epoch)
         for _ in range(turn.want):
             if not self._todo:
                 count = SIZES["thousand"]
                 self._todo.extend((shard, shard * SHARD_UNITS, (shard + 1) * SHARD_UNITS) for shard in range(count))
                 self._epoch += 1
-            task = self._todo.popleft()
+            shard, start, stop = self._todo.popleft()
             self._tasks += 1
-            self._doing[self._tasks] = (turn.session, task)
-            shard, start, stop = task
+            self._doing[self._tasks] = (turn.session, (shard, start, stop))
             reply.leases.add(id=self._tasks, term=1, epoch=self._epoch, shard=shard, start=start, stop=stop)
         return reply
 
@@ -110,4 +108,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks._child import WARM_UP_S, answer
@@ -35,7 +36,8 @@ async def measure(endpoint: str, dataset: str, streams: int, batch: int, seconds
             opened = messages.OpenSession(dataset=dataset, session=name, holder=name)
             await call.write(messages.NextRequest(open=opened))
             await call.read()
-            request, leases = 0, []
+            request = 0
+            leases: Sequence[messages.Lease] = []
             while not closed or leases:
                 request += 1
                 turn = messages.Turn(session=name, request=request, want=0 if closed else batch)

@@ -185,6 +185,7 @@ class MasterClient(Resource):
 
         Raises:
             SettingsError: there is no such data set, or the bytes are another's.
+            ProtocolError: the bytes are no progress.
         """
         request = messages.RestoreProgress(dataset=name, progress=progress)
         self._call("RestoreProgress", request, messages.DatasetReply)

@@ -83,6 +83,12 @@ class ShardingClient(Resource):
         self._indices: collections.deque[int] = collections.deque()
         self._epoch = 0
 
+    def __enter__(self) -> ShardingClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def fetch_shard(self) -> IndexRange | None:
         """Wait for a shard; its samples are to be reported with `report_batch_done`.
 
@@ -195,6 +201,7 @@ class ShardingClient(Resource):
 
         Raises:
             SettingsError: it is another data set's, or no checkpoint.
+            ProtocolError: its progress is damaged.
             NoMasterError: the master was away for the client's `timeout_s`.
         """
         try:

@@ -1,0 +1,291 @@
+"""Readers of a master in this process: shards, reports, leases, ends."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from edl.errors import (
+    ClosedError,
+    ConflictError,
+    LeaseLostError,
+    NoMasterError,
+    PoisonedShardsError,
+    ProtocolError,
+    SettingsError,
+)
+from edl.master import MasterClient, MasterServer, ShardingClient, ShardReader, ShardSettings, open_dataset
+from tests.integration.master.processes import until
+
+Lead = Callable[..., MasterServer]
+Create = Callable[..., None]
+Read = Callable[..., ShardReader]
+
+
+def samples(reader: ShardReader) -> list[int]:
+    return [sample for shard in reader for sample in range(shard.start, shard.stop)]
+
+
+def shards(client: MasterClient) -> dict[str, int]:
+    found: dict[str, int] = client.status()["datasets"][0]["shards"]
+    return found
+
+
+def test_readers_share_an_epoch(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
+    master = lead()
+    create(1000, epochs=2, shuffle=True, seed=1)
+    found: list[list[int]] = [[], [], []]
+
+    def run(number: int) -> None:
+        found[number] += samples(read(f"w{number}"))
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert Counter(itertools.chain(*found)) == Counter(list(range(1000)) * 2)
+    assert master.wait_done(20)
+    assert client.status()["state"] == "leading"
+    assert master.status()["state"] == "done"
+
+
+def test_a_fast_worker_gets_more(lead: Lead, create: Create, read: Read) -> None:
+    lead()
+    create(600)
+    counts = Counter[str]()
+
+    def run(name: str, pause_s: float) -> None:
+        for _ in read(name, prefetch=1):
+            counts[name] += 1
+            time.sleep(pause_s)
+
+    threads = [threading.Thread(target=run, args=("fast", 0.01)), threading.Thread(target=run, args=("slow", 0.2))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert counts.total() == 60
+    assert counts["fast"] > 3 * counts["slow"]
+
+
+def test_samples_are_read_on_the_workers_side(lead: Lead, client: MasterClient, read: Read, tmp_path: Path) -> None:
+    lead()
+    (tmp_path / "text").write_text("".join(f"line {number}\n" for number in range(100)))
+    client.create_dataset("d", open_dataset(f"lines:{tmp_path}/text", ShardSettings(shard_size=7), encoding="utf-8"))
+    assert sorted(read().samples()) == sorted(f"line {number}" for number in range(100))
+
+
+def test_unreadable_shards_are_poisoned(lead: Lead, client: MasterClient, read: Read, tmp_path: Path) -> None:
+    master = lead()
+    text = tmp_path / "text"
+    text.write_text("".join(f"line {number}\n" for number in range(100)))
+    client.create_dataset("d", open_dataset(f"lines:{text}", ShardSettings(shard_size=50, max_failures=2)))
+    text.unlink()
+    with pytest.raises(PoisonedShardsError, match="2 shards of d were given up"):
+        list(read().samples())
+    found = client.status()["datasets"][0]
+    assert found["shards"]["poisoned"] == 2
+    assert "text" in found["poisoned"][0]["failures"][0]["reason"]
+    assert client.retry_poisoned("d") == 2
+    text.write_text("".join(f"line {number}\n" for number in range(100)))
+    os.utime(text)
+    assert shards(client)["todo"] == 2
+    assert not master.done
+
+
+def test_a_late_report_ends_no_other_task(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
+    """In DLRover the late report of a worker that was taken for lost ends the task of the worker that has it now."""
+    lead()
+    create(10, session_s=1.0, lease_s=1.0)
+    late = read("late", explicit=True, prefetch=0)
+    shard = late.take(20)
+    assert shard is not None
+    _stop_renewing(late)
+    until(lambda: shards(client)["todo"] == 1)
+    new = read("new", explicit=True, prefetch=0)
+    again = new.take(20)
+    assert again is not None
+    assert (again.start, again.stop) == (shard.start, shard.stop)
+    with pytest.raises(LeaseLostError):
+        late.report_done(shard)
+    assert shards(client) == {"todo": 0, "doing": 1, "done": 0, "poisoned": 0}
+    new.report_done(again)
+    assert shards(client)["done"] == 1
+
+
+def _stop_renewing(reader: ShardReader) -> None:
+    """Have a reader be as silent as a process that is stopped."""
+    spec = reader._thread.spec
+    spec.lease_s = spec.session_s = 10_000.0
+
+
+def test_leases_are_renewed_while_a_worker_computes(
+    lead: Lead, create: Create, read: Read, client: MasterClient
+) -> None:
+    lead()
+    create(20, session_s=1.0, lease_s=1.0)
+    reader = read(prefetch=0, explicit=True)
+    shard = reader.take(20)
+    assert shard is not None
+    time.sleep(2.5)
+    reader.report_done(shard)
+    assert shards(client)["done"] == 1
+    assert reader.refused == 0
+
+
+def test_closing_gives_shards_back(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
+    lead()
+    create(100)
+    reader = read(explicit=True, prefetch=3)
+    shard = reader.take(20)
+    assert shard is not None
+    until(lambda: shards(client)["doing"] == 3)
+    reader.close()
+    assert shards(client) == {"todo": 10, "doing": 0, "done": 0, "poisoned": 0}
+    with pytest.raises(ClosedError):
+        reader.take()
+
+
+def test_closing_wakes_who_waits(lead: Lead, create: Create, read: Read) -> None:
+    lead()
+    create(10)
+    holder = read("first", explicit=True)
+    assert holder.take(20) is not None
+    waiting = read("second", explicit=True)
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(waiting.take(60)))
+    thread.start()
+    time.sleep(0.2)
+    waiting.close()
+    thread.join(10)
+    assert found == [None]
+
+
+def test_returned_shards_count_no_failure(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
+    lead()
+    create(10, max_failures=1)
+    reader = read(explicit=True, prefetch=0)
+    for _ in range(3):
+        shard = reader.take(20)
+        assert shard is not None
+        reader.give_back(shard)
+    assert shards(client) == {"todo": 1, "doing": 0, "done": 0, "poisoned": 0}
+
+
+def test_reports_may_come_in_any_order(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
+    lead()
+    create(50)
+    reader = read(explicit=True, prefetch=5)
+    taken = [reader.take(20) for _ in range(5)]
+    for shard in reversed(taken):
+        assert shard is not None
+        reader.report_done(shard)
+    assert shards(client)["done"] == 5
+    with pytest.raises(LeaseLostError):
+        reader.report_done(taken[0])  # type: ignore[arg-type]
+    assert reader.take(5) is None
+    assert reader.finished
+
+
+def test_creating_again_is_no_error(lead: Lead, create: Create, client: MasterClient) -> None:
+    lead()
+    create(100)
+    create(100)
+    with pytest.raises(ConflictError):
+        create(200)
+    assert client.describe_dataset("other") is None
+    spec = client.describe_dataset("d")
+    assert spec is not None
+    assert spec.units == 100
+
+
+def test_a_reader_waits_for_its_data_set(lead: Lead, create: Create, read: Read) -> None:
+    lead()
+    reader = read()
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.extend(samples(reader)))
+    thread.start()
+    time.sleep(0.3)
+    create(30)
+    thread.join(30)
+    assert sorted(found) == list(range(30))
+
+
+def test_without_a_master_calls_end_in_time(url: str) -> None:
+    with MasterClient("job", url, timeout_s=0.5) as client:
+        begun = time.monotonic()
+        with pytest.raises(NoMasterError, match="edl master job"):
+            client.status()
+        assert time.monotonic() - begun < 10
+        with ShardReader(client, "d") as reader, pytest.raises(NoMasterError, match="edl master job"):
+            next(reader)
+
+
+def test_another_jobs_master_is_none(lead: Lead) -> None:
+    master = lead()
+    other = MasterClient("other", endpoint=master.endpoint, timeout_s=0.5)
+    with other, pytest.raises(NoMasterError, match="'job''s, not 'other''s"):
+        other.status()
+
+
+def test_progress_goes_out_and_in(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
+    lead()
+    create(100)
+    reader = read(explicit=True, prefetch=1)
+    shard = reader.take(20)
+    assert shard is not None
+    reader.report_done(shard)
+    progress = client.progress("d")
+    while (other := reader.take(5)) is not None:
+        reader.report_done(other)
+    assert shards(client)["done"] == 10
+    client.restore_progress("d", progress)
+    assert shards(client) == {"todo": 9, "doing": 0, "done": 1, "poisoned": 0}
+    with pytest.raises(ProtocolError):
+        client.restore_progress("d", b"nonsense")
+
+
+def test_the_calls_of_dlrover(lead: Lead, client: MasterClient) -> None:
+    lead()
+    with ShardingClient(client, "train", 10, 1, 95, num_minibatches_per_shard=2) as sharding:
+        first = sharding.fetch_shard()
+        assert first is not None
+        assert (first.name, first.end - first.start) == ("train", 20)
+        assert sharding.report_batch_done() is False
+        assert sharding.report_batch_done() is True
+        saved = sharding.get_shard_checkpoint()
+        found = set()
+        while (index := sharding.fetch_sample_index()) is not None:
+            found.add(index)
+            sharding.report_batch_done(1)
+        assert found == set(range(95)) - set(range(first.start, first.end))
+        assert sharding.get_current_epoch() == 0
+        sharding.restore_shard_from_checkpoint(saved)
+        assert client.status()["datasets"][0]["units_done"] == 20
+        with pytest.raises(SettingsError):
+            sharding.restore_shard_from_checkpoint("{}")
+
+
+def test_a_forked_child_is_refused(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
+    lead()
+    create(10)
+    reader = read()
+    child = os.fork()
+    if child == 0:
+        refusals = 0
+        for call in (client.status, reader.take, lambda: next(reader)):
+            try:
+                call()  # type: ignore[operator]
+            except ClosedError:
+                refusals += 1
+        os._exit(refusals)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert len(samples(reader)) == 10

@@ -308,15 +308,15 @@ class SessionThread:
         if self._stream is not None and session is not None:
             return session
         self._stream = self._stream or TurnStream(connection)
-        new = session or ShardSession(secrets.token_hex(16))
-        request = messages.OpenSession(dataset=self._dataset, session=new.name, holder=self._holder)
+        if session is None:  # kept also where there is no answer: the master may have heard
+            session = self._session = ShardSession(secrets.token_hex(16))
+        request = messages.OpenSession(dataset=self._dataset, session=session.name, holder=self._holder)
         reply = self._stream.exchange(messages.NextRequest(open=request))
         self._heard_at = time.monotonic()
         self._wait.answered()
-        if session is not None and not session.is_same(reply):
+        if not session.is_same(reply):
             raise LeaseLostError("the master does not know this reader's session any more")
-        self._session = new
-        return new
+        return session
 
     def _described(self, connection: MasterConnection) -> messages.DatasetSpec:
         request = messages.DescribeDatasetRequest(dataset=self._dataset)
@@ -402,7 +402,8 @@ class SessionThread:
     def _say_goodbye(self) -> None:
         """Send the last reports and close the session, if the master is there."""
         try:
-            if self._connection is not None and self._stream is not None and (session := self._session) is not None:
+            if self._session is not None and self._wait.away_since is None:
+                session = self._attached()
                 self._take_reports(session)
                 while session.owes:
                     self._turn_quietly(session)

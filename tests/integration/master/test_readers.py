@@ -76,7 +76,7 @@ def test_a_fast_worker_gets_more(lead: Lead, create: Create, read: Read) -> None
     assert counts["fast"] > 3 * counts["slow"]
 
 
-def test_samples_are_read_on_the_workers_side(lead: Lead, client: MasterClient, read: Read, tmp_path: Path) -> None:
+def test_samples_are_read_by_the_worker(lead: Lead, client: MasterClient, read: Read, tmp_path: Path) -> None:
     lead()
     (tmp_path / "text").write_text("".join(f"line {number}\n" for number in range(100)))
     client.create_dataset("d", open_dataset(f"lines:{tmp_path}/text", ShardSettings(shard_size=7), encoding="utf-8"))
@@ -127,9 +127,7 @@ def _stop_renewing(reader: ShardReader) -> None:
     spec.lease_s = spec.session_s = 10_000.0
 
 
-def test_leases_are_renewed_while_a_worker_computes(
-    lead: Lead, create: Create, read: Read, client: MasterClient
-) -> None:
+def test_leases_are_renewed_meanwhile(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
     lead()
     create(20, session_s=1.0, lease_s=1.0)
     reader = read(prefetch=0, explicit=True)

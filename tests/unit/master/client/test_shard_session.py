@@ -15,7 +15,7 @@ def reply(*leases: int, refused: tuple[int, ...] = (), **fields: object) -> mess
     return found
 
 
-def test_an_unanswered_turn_is_sent_again_as_it_was() -> None:
+def test_an_unanswered_turn_is_sent_again() -> None:
     session = ShardSession("s")
     first = session.next_turn(2)
     session.report(Report(Shard(9, 1, 0, 9, 90, 100), "done"))
@@ -46,7 +46,7 @@ def test_reports_know_what_became_of_them() -> None:
     assert not session.owes
 
 
-def test_a_session_of_the_same_name_is_another() -> None:
+def test_a_new_session_of_its_name_shows() -> None:
     session = ShardSession("s")
     assert session.is_same(messages.NextReply(last_request=0))
     session.next_turn(1)

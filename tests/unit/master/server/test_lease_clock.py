@@ -47,7 +47,7 @@ def test_signs_of_life_keep_it() -> None:
         leases.hear("a")
 
 
-def test_leases_end_again_after_a_sign_of_life() -> None:
+def test_leases_end_again_later() -> None:
     clock = Clock()
     leases = LeaseClock(clock)
     leases.watch("a", SessionLimits(lease_s=2.0, session_s=100.0))

@@ -32,7 +32,7 @@ def test_rates_are_of_the_last_seconds() -> None:
     assert rate == 0.0
 
 
-def test_a_total_that_was_put_back_has_no_rate() -> None:
+def test_a_total_put_back_has_no_rate() -> None:
     rates = UnitRates()
     rates.look("d", 1000, 0.0)
     assert rates.look("d", 10, 1.0) == 0.0
@@ -56,7 +56,7 @@ def test_a_report_fits_into_a_store() -> None:
     assert len(json.loads(data)["datasets"]) == 20
 
 
-def test_another_journal_does_not_go_on_with_a_job() -> None:
+def test_another_journal_is_refused() -> None:
     last = {"job": "j", "term": 3, "journal": "sqlite:///a", "host": "x"}
     check_continued(None, 1, "sqlite:///b")
     check_continued(last, 4, "sqlite:///a")

@@ -85,7 +85,7 @@ def run(scenario: Any) -> None:
     asyncio.run(main())
 
 
-def test_nothing_is_answered_before_the_journal() -> None:
+def test_answers_come_after_the_journal() -> None:
     async def scenario(sequencer: Sequencer, book: Book, journal: GatedJournal, failures: list[Any]) -> None:
         answer = asyncio.ensure_future(sequencer.submit(command("a")))
         await settle()
@@ -129,7 +129,7 @@ def test_refusals_wait_for_what_they_rest_on(name: str) -> None:
     run(scenario)
 
 
-def test_a_failed_journal_answers_nothing_ever() -> None:
+def test_a_failed_journal_answers_nothing() -> None:
     async def scenario(sequencer: Sequencer, book: Book, journal: GatedJournal, failures: list[Any]) -> None:
         answers = [asyncio.ensure_future(sequencer.submit(command(name))) for name in "abc"]
         await settle()
@@ -148,7 +148,7 @@ def test_a_failed_journal_answers_nothing_ever() -> None:
     run(scenario)
 
 
-def test_a_snapshot_has_its_place_in_the_order() -> None:
+def test_a_snapshot_has_its_place() -> None:
     async def scenario(sequencer: Sequencer, book: Book, journal: GatedJournal, failures: list[Any]) -> None:
         journal.gate.release(10)
         await sequencer.submit(command("a"))

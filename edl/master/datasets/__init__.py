@@ -8,7 +8,19 @@ What does not belong here: who reads which shard when (`edl.master.shards`), and
 from __future__ import annotations
 
 from edl.master.datasets.dataset import Dataset, LeasedUnits, UnitId
+from edl.master.datasets.growth import Follower, FollowSettings, Source
 from edl.master.datasets.opening import load_dataset, open_dataset, same_data
 from edl.master.datasets.settings import ShardSettings
 
-__all__ = ["Dataset", "LeasedUnits", "ShardSettings", "UnitId", "load_dataset", "open_dataset", "same_data"]
+__all__ = [
+    "Dataset",
+    "FollowSettings",
+    "Follower",
+    "LeasedUnits",
+    "ShardSettings",
+    "Source",
+    "UnitId",
+    "load_dataset",
+    "open_dataset",
+    "same_data",
+]

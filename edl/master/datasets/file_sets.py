@@ -102,8 +102,12 @@ class FileSet(Dataset):
             self._versions = np.concatenate([part.columns["versions"] for part in parts])
         except (LookupError, ValueError, TypeError) as exc:
             raise ProtocolError(f"the index of {self.kind}:{self.spec.location} lacks a part: {exc!r}") from exc
-        if not len(self._names) == len(self._nbytes) == len(self._versions) == self._known_units():
+        units = self.spec.units if self.spec.HasField("units") else len(self._names)
+        if not len(self._names) == len(self._nbytes) == len(self._versions) == units:
             raise ProtocolError(f"the index of {self.kind}:{self.spec.location} is of another number of files")
+
+    def _known_units(self) -> int:
+        return len(self._names)
 
     def _id_of(self, unit: int) -> UnitId:
         return self._names[unit]

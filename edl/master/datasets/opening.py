@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from edl.errors import SettingsError
 from edl.master.datasets.dataset import Dataset
+from edl.master.datasets.factories import EXPECTED, make_samples
 from edl.master.datasets.file_sets import CHECKS, FileSet
+from edl.master.datasets.growth import GrowingFileSet, GrowingText, Source, SourceDataset
 from edl.master.datasets.index import unpack_parts
 from edl.master.datasets.ranges import RangeDataset
 from edl.master.datasets.settings import ShardSettings
+from edl.master.datasets.storage import has_wildcards, open_storage
 from edl.master.datasets.tables import ParquetDataset
 from edl.master.datasets.text import LinesDataset, RecordsDataset, TextOptions, TextProgress
 from edl.master.datasets.text.files import check_encoding
@@ -24,10 +23,6 @@ from edl.protocol.master import DatasetSpec
 from edl.quoting import quote
 
 __all__ = ["load_dataset", "open_dataset", "same_data"]
-
-EXPECTED: Final = (
-    "expected range:SIZE, lines:PATH, csv:PATH, parquet:PATH, files:PATH, PACKAGE.MODULE:FACTORY or FILE.py:FACTORY"
-)
 
 
 def open_dataset(
@@ -42,9 +37,9 @@ def open_dataset(
 
     Args:
         location: `KIND:LOCATION`, as docs/master.md lists them, or `MODULE:FACTORY` or `FILE.py:FACTORY`: a function
-            that returns a sequence of samples.
+            that returns a sequence of samples or a `Source`.
         settings: how it is cut and handed out; None for the defaults.
-        samples: a sequence that is there already; `location` then is `range:NAME`.
+        samples: a sequence or `Source` that is there already; `location` then is `range:NAME` or `source:NAME`.
         progress: is called with the bytes indexed so far and the bytes there are.
         options: of the kind, such as `encoding="utf-8"`.
 
@@ -63,13 +58,20 @@ def open_dataset(
         rest.encode()
     except UnicodeError as exc:
         raise SettingsError(f"data {quote(location)}: the name is not text, so that no message can carry it") from exc
-    if samples is not None and kind == "range":
-        return RangeDataset.from_size(rest, len(samples), settings, samples)
-    if kind in _OPENERS:
+    if samples is None and kind in _OPENERS:
         return _OPENERS[kind](rest, settings, options, progress)
     _no_options(kind, options)
-    made = make_samples(location)
-    return RangeDataset.from_size(location, len(made), settings, made)
+    if samples is None:
+        rest, samples = location, make_samples(location)
+    elif kind not in ("range", "source"):
+        raise SettingsError(f"data {quote(location)}: samples of yours are opened as 'range:NAME' or 'source:NAME'")
+    if isinstance(samples, Source):
+        return SourceDataset.from_source(rest, samples, settings)
+    if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__") or isinstance(samples, Mapping):
+        raise SettingsError(
+            f"data {quote(location)} is a {type(samples).__name__}: expected a sequence (len, [number]), or a Source"
+        )
+    return RangeDataset.from_size(rest, len(samples), settings, samples)
 
 
 def load_dataset(spec: DatasetSpec, samples: Any = None) -> Dataset:
@@ -94,7 +96,8 @@ def load_dataset(spec: DatasetSpec, samples: Any = None) -> Dataset:
 def same_data(left: DatasetSpec, right: DatasetSpec) -> bool:
     """Tell whether two specifications are of the same data, cut alike.
 
-    Their bytes may differ all the same: another build of zlib compresses an index into other bytes.
+    Their bytes may differ all the same: another build of zlib compresses an index into other bytes. A source that grows
+    is the same however much of it is known.
 
     Args:
         left: a specification.
@@ -106,56 +109,19 @@ def same_data(left: DatasetSpec, right: DatasetSpec) -> bool:
     plain_left.CopyFrom(left)
     plain_right.CopyFrom(right)
     plain_left.index = plain_right.index = b""
+    parts_left, parts_right = unpack_parts(left.index), unpack_parts(right.index)
+    if left.kind in ("follow", "source"):
+        plain_left.ClearField("units")
+        plain_right.ClearField("units")
+        parts_left, parts_right = parts_left[:1], parts_right[:1]
     if plain_left != plain_right:
         return False
-    parts_left, parts_right = unpack_parts(left.index), unpack_parts(right.index)
     return len(parts_left) == len(parts_right) and all(
         a.head == b.head
         and a.columns.keys() == b.columns.keys()
         and all(a.columns[name].tolist() == b.columns[name].tolist() for name in a.columns)
         for a, b in zip(parts_left, parts_right, strict=True)
     )
-
-
-def make_samples(name: str) -> Any:
-    """Return what the user's function `MODULE:FACTORY` or `FILE.py:FACTORY` returns.
-
-    Raises:
-        SettingsError: there is no such function, or it returns nothing that has samples by number.
-    """
-    module, colon, attribute = name.rpartition(":")
-    if not colon or not module or not attribute:
-        raise SettingsError(f"data {quote(name)}: {EXPECTED}")
-    found = getattr(_import(name, module), attribute, None)
-    if found is None:
-        raise SettingsError(f"data {quote(name)}: {module} has no {attribute!r}")
-    made = found() if callable(found) and not hasattr(found, "__getitem__") else found
-    if not hasattr(made, "__len__") or not hasattr(made, "__getitem__") or isinstance(made, Mapping):
-        raise SettingsError(
-            f"data {quote(name)} is a {type(made).__name__}: expected a sequence, with len and [number]"
-        )
-    return made
-
-
-def _import(name: str, module: str) -> Any:
-    if not module.endswith(".py"):
-        try:
-            return importlib.import_module(module)
-        except ModuleNotFoundError as exc:
-            if exc.name and (module == exc.name or module.startswith(f"{exc.name}.")):
-                raise SettingsError(f"data {quote(name)}: there is no module {exc.name!r} here; {EXPECTED}") from exc
-            raise
-    path = Path(module).resolve()
-    if not path.is_file():
-        raise SettingsError(f"data {quote(name)}: there is no file {module!r}")
-    own = path.stem if path.stem not in sys.modules else f"edl_data_{path.stem}"
-    spec = importlib.util.spec_from_file_location(own, path)
-    assert spec is not None
-    assert spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules[own] = loaded  # under a name, so that worker processes find its classes
-    spec.loader.exec_module(loaded)
-    return loaded
 
 
 _Opener = Callable[[str, ShardSettings, dict[str, Any], TextProgress | None], Dataset]
@@ -199,11 +165,15 @@ def _open_csv(
 def _open_files(
     location: str, settings: ShardSettings, options: dict[str, Any], progress: TextProgress | None
 ) -> Dataset:
-    check = options.pop("check", "mtime")
-    _no_options("files", options)
+    return FileSet.from_location(location, settings, _check_option("files", options), progress)
+
+
+def _check_option(kind: str, options: dict[str, Any]) -> str:
+    check: str = options.pop("check", "mtime")
+    _no_options(kind, options)
     if check not in CHECKS:
         raise SettingsError(f"check={check!r}: must be one of {', '.join(CHECKS)}")
-    return FileSet.from_location(location, settings, check, progress)
+    return check
 
 
 def _open_parquet(
@@ -214,6 +184,25 @@ def _open_parquet(
     if isinstance(columns, str):
         raise SettingsError("columns= is a list of names")
     return ParquetDataset.from_location(location, settings, columns, progress)
+
+
+def _open_stream(location: str, settings: ShardSettings, options: dict[str, Any], _: TextProgress | None) -> Dataset:
+    storage = open_storage(location)
+    is_folder = location.endswith("/") or storage.is_folder(storage.absolute(location))
+    is_pattern = has_wildcards(location) and storage.list_files(storage.absolute(location)) != [location]
+    if is_folder or is_pattern:
+        return GrowingFileSet.from_pattern(location, settings, _check_option("follow", options))
+    keep_ends = options.pop("keep_ends", False)
+    text = _text_options("follow", options)
+    return GrowingText.from_path(location, settings, {**asdict(text), "keep_ends": bool(keep_ends)})
+
+
+def _load_stream(spec: DatasetSpec, samples: Any) -> Dataset:
+    parts = unpack_parts(spec.index)
+    of = parts[0].head.get("of") if parts else None
+    if of not in _STREAMS:
+        raise SettingsError(f"the data set follows {quote(of)}, which this version of EDL cannot read")
+    return _STREAMS[of](spec, samples)
 
 
 def _text_options(kind: str, options: dict[str, Any]) -> TextOptions:
@@ -233,12 +222,16 @@ _OPENERS: dict[str, _Opener] = {
     "lines": _open_lines,
     "csv": _open_csv,
     "files": _open_files,
+    "follow": _open_stream,
     "parquet": _open_parquet,
 }
+_STREAMS: dict[str, Callable[[DatasetSpec, Any], Dataset]] = {"lines": GrowingText, "files": GrowingFileSet}
 _KINDS: dict[str, Callable[[DatasetSpec, Any], Dataset]] = {
     "range": RangeDataset,
     "lines": LinesDataset,
     "csv": RecordsDataset,
     "files": FileSet,
+    "follow": _load_stream,
+    "source": SourceDataset,
     "parquet": ParquetDataset,
 }

@@ -33,6 +33,8 @@ class ShardSettings:
         max_failures: a shard that failed so often is poisoned.
         lease_s: a shard goes to another reader when its reader has not renewed its lease for so many seconds.
         session_s: a reader that has sent nothing for so many seconds has ended.
+        flush_s: of a source without an end: units that fill no shard are handed out as a short one when the source has
+            not grown for about so many seconds; 0: not before it ends.
         commit: "report": a shard is done when it is reported; "checkpoint": when a checkpoint of the reader covers it.
 
     Raises:
@@ -48,6 +50,7 @@ class ShardSettings:
     lease_s: float = 60.0
     session_s: float = 30.0
     commit: Literal["report", "checkpoint"] = "report"
+    flush_s: float = 10.0
 
     def __post_init__(self) -> None:
         if self.shard_size is not None and not is_count(self.shard_size):
@@ -61,11 +64,16 @@ class ShardSettings:
         for name in ("lease_s", "session_s"):
             if not _is_duration(getattr(self, name)):
                 raise SettingsError(f"{name}={getattr(self, name)!r}: must be a number of seconds above 0")
+        if not (is_above_zero(self.flush_s) and math.isfinite(self.flush_s)) and self.flush_s != 0:
+            raise SettingsError(f"flush_s={self.flush_s!r}: must be a number of seconds above 0, or 0 for never")
         if self.commit not in ("report", "checkpoint"):
             raise SettingsError(f"commit={self.commit!r}: must be 'report' or 'checkpoint'")
 
     def spec(self, kind: str, location: str, units: int | None, shard_size: int, index: bytes) -> DatasetSpec:
         """Return the specification of a data set, as `CreateDataset` carries it.
+
+        Raises:
+            SettingsError: the settings are not possible for such a data set.
 
         Args:
             kind: of the data set.
@@ -74,6 +82,11 @@ class ShardSettings:
             shard_size: units of a shard.
             index: what readers need beside the location.
         """
+        if units is None and (self.shuffle or self.shuffle_within or self.epochs != 1):
+            raise SettingsError(
+                f"{kind}:{location} has no end: it is neither shuffled nor read several times "
+                f"(shuffle={self.shuffle}, shuffle_within={self.shuffle_within}, epochs={self.epochs})"
+            )
         return DatasetSpec(
             kind=kind,
             location=location,
@@ -86,6 +99,7 @@ class ShardSettings:
             lease_s=self.lease_s,
             session_s=self.session_s,
             commit=COMMIT_REPORT if self.commit == "report" else COMMIT_CHECKPOINT,
+            flush_s=self.flush_s if units is None else 0.0,
             index=index,
         )
 

@@ -11,12 +11,16 @@ from typing import Final
 from edl.errors import SettingsError, SourceError
 from edl.quoting import quote
 
-__all__ = ["WILDCARDS", "DataStorage", "FileStat", "file_changed", "has_wildcards", "is_url"]
+__all__ = ["WILDCARDS", "DataStorage", "FileStat", "StorageError", "file_changed", "has_wildcards", "is_url"]
 
 _BLOCK_NBYTES: Final = 4 << 20
 """Bytes read at a time: a disk is at its full speed well below, and a reader holds two of them at most."""
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 WILDCARDS = re.compile(r"[*?\[]")
+
+
+class StorageError(SourceError):
+    """A file could not be read now: the storage may be away. A follower tries again, a reader's shard has failed."""
 
 
 def is_url(location: str) -> bool:
@@ -91,6 +95,14 @@ class DataStorage(abc.ABC):
     @abc.abstractmethod
     def find_root(self, location: str) -> str:
         """Return what the paths of all files of a location begin with, up to and with a slash."""
+
+    @abc.abstractmethod
+    def is_folder(self, location: str) -> bool:
+        """Tell whether there is a folder.
+
+        Raises:
+            SourceError: the storage does not say.
+        """
 
     def find_files(self, location: str) -> list[str]:
         """Return the files of a location, of which there is one at least.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import itertools
 import os
@@ -9,12 +10,24 @@ import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 from edl.errors import SourceError
-from edl.master.datasets.storage.base import DataStorage, FileStat, has_wildcards
+from edl.master.datasets.storage.base import DataStorage, FileStat, StorageError, has_wildcards
 from edl.quoting import quote
 
 __all__ = ["LocalStorage"]
+
+_PERMANENT: Final = {
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+}
+"""What another attempt would not change."""
 
 
 class LocalStorage(DataStorage):
@@ -76,6 +89,10 @@ class LocalStorage(DataStorage):
             folder = Path(*plain)
         return f"{str(folder).rstrip('/')}/"
 
+    def is_folder(self, location: str) -> bool:
+        """See `DataStorage.is_folder`."""
+        return Path(location).is_dir()
+
     def _list_path(self, path: str) -> list[str]:
         if Path(path).is_dir():
             return sorted(set(_expand(path, ["**", "*"], ())))
@@ -118,4 +135,5 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
 
 def _unreadable(path: str, exc: OSError | ValueError) -> SourceError:
     reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else str(exc)
-    return SourceError(f"{quote(path)} cannot be read on this machine: {reason}")
+    permanent = isinstance(exc, ValueError) or exc.errno in _PERMANENT
+    return (SourceError if permanent else StorageError)(f"{quote(path)} cannot be read on this machine: {reason}")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from edl.errors import EDLError, SettingsError, SourceError
-from edl.master.datasets.storage.base import WILDCARDS, DataStorage, FileStat, has_wildcards
+from edl.master.datasets.storage.base import WILDCARDS, DataStorage, FileStat, StorageError, has_wildcards
 from edl.quoting import quote, shown
 
 __all__ = ["RemoteStorage"]
@@ -85,6 +85,12 @@ class RemoteStorage(DataStorage):
                 path = path.rpartition("/")[0]
             return f"{str(self._fs.unstrip_protocol(path)).rstrip('/')}/"
 
+    def is_folder(self, location: str) -> bool:
+        """See `DataStorage.is_folder`."""
+        with _translated(location):
+            self._fs.invalidate_cache()
+            return bool(self._fs.isdir(location))
+
 
 def _is_hidden(path: str, root: str) -> bool:
     return any(part.startswith(".") for part in path.removeprefix(root).split("/"))
@@ -99,5 +105,7 @@ def _translated(path: str) -> Iterator[None]:
         raise
     except FileNotFoundError as exc:
         raise SourceError(f"{quote(path)} cannot be read on this machine: there is no such file") from exc
+    except (PermissionError, IsADirectoryError) as exc:
+        raise SourceError(f"{quote(path)} cannot be read on this machine: {shown(exc)}") from exc
     except Exception as exc:
-        raise SourceError(f"{quote(path)} cannot be read on this machine: {type(exc).__name__}: {shown(exc)}") from exc
+        raise StorageError(f"{quote(path)} cannot be read on this machine: {type(exc).__name__}: {shown(exc)}") from exc

@@ -1,4 +1,4 @@
-"""Cuts a text into shards while it streams by: lengths and checksums of shards, and no more of the text."""
+"""Cuts a text into segments while it streams by: their lengths and checksums, and no more of the text."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ __all__ = ["ShardCutter"]
 
 
 class ShardCutter:
-    """Lengths in bytes and CRC-32 of shards of `shard_size` units each.
+    """Units, lengths in bytes and CRC-32 of segments. A segment is a shard, or a part of it where a text grows slowly.
 
-    Shards follow one another without a gap: the lengths say where shards begin.
+    Segments follow one another without a gap: the lengths say where they begin.
 
     Args:
         shard_size: units of a shard.
+        units: that were there before.
 
     Attributes:
         units: units so far.
     """
 
-    def __init__(self, shard_size: int) -> None:
-        self.units = 0
+    def __init__(self, shard_size: int, units: int = 0) -> None:
+        self.units = units
+        self._cut_units = units
+        self._counts: list[int] = []
         self._shard_size = shard_size
         self._length = 0
         self._crc = 0
@@ -41,22 +44,27 @@ class ShardCutter:
         view = memoryview(data)
         begin = 0
         missing = self._shard_size - self.units % self._shard_size
-        for end in ends[missing - 1 :: self._shard_size].tolist():
+        for number, end in enumerate(ends[missing - 1 :: self._shard_size].tolist()):
             self._add(view[begin:end])
-            self._cut()
+            self._cut(self.units + missing + number * self._shard_size)
             begin = end
         self._add(view[begin:])
         self.units += len(ends)
 
-    def pop_shards(self, *, rest: bool) -> tuple[Numbers, Numbers]:
-        """Return lengths and checksums of the shards that are complete, and forget them.
+    def pop_segments(self, *, rest: bool) -> dict[str, Numbers]:
+        """Return the segments so far, and forget them.
 
         Args:
-            rest: the data have ended: what remains is the last shard, if there is a unit in it.
+            rest: what fills no shard is a segment as well, if there is a unit in it.
+
+        Returns:
+            `counts` of units, `lengths` and `crcs`, as columns of an index.
         """
-        if rest and self.units % self._shard_size:
-            self._cut()
-        found = np.array(self._lengths, np.int64), np.array(self._crcs, np.int64)
+        if rest and self.units > self._cut_units:
+            self._cut(self.units)
+        columns = {"counts": self._counts, "lengths": self._lengths, "crcs": self._crcs}
+        found = {name: np.array(numbers, np.int64) for name, numbers in columns.items()}
+        self._counts = []
         self._lengths = []
         self._crcs = []
         return found
@@ -65,7 +73,9 @@ class ShardCutter:
         self._crc = zlib.crc32(data, self._crc)
         self._length += len(data)
 
-    def _cut(self) -> None:
+    def _cut(self, units: int) -> None:
+        self._counts.append(units - self._cut_units)
+        self._cut_units = units
         self._lengths.append(self._length)
         self._crcs.append(self._crc)
         self._length = 0

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, TypeAlias
 
-import numpy as np
-
 from edl.errors import ProtocolError, SettingsError, SourceError
 from edl.master.datasets.dataset import Dataset
 from edl.master.datasets.index import IndexPart, Numbers, check_size, pack_part
 from edl.master.datasets.settings import DEFAULT_SHARD_SIZE, ShardSettings
 from edl.master.datasets.storage import DataStorage, file_changed, open_storage
 from edl.master.datasets.text.cutting import ShardCutter
+from edl.master.datasets.text.segments import Segments
 from edl.quoting import quote, shown
 
 __all__ = ["TextDataset", "TextOptions", "TextPiece", "TextProgress", "check_encoding", "check_plain"]
@@ -111,14 +110,13 @@ class TextDataset(Dataset):
                 )
         if not cutter.units:
             raise SettingsError(f"{cls._kind}:{location} has no {cls._unit}")
-        lengths, crcs = cutter.pop_shards(rest=True)
         head = {
             "shuffle_within": settings.shuffle_within,
             "options": dict(options),
             "files": paths,
             "nbytes": [stat.nbytes for stat in stats],
         }
-        index = pack_part(IndexPart(head, {"lengths": lengths, "crcs": crcs}))
+        index = pack_part(IndexPart(head, cutter.pop_segments(rest=True)))
         check_size(index, "choose a larger shard_size")
         return cls(settings.spec(cls._kind, location, cutter.units, shard_size, index))
 
@@ -136,15 +134,16 @@ class TextDataset(Dataset):
             head = parts[0].head
             self._options: Mapping[str, Any] = head["options"]
             self._paths: list[str] = head["files"]
-            self._nbytes: list[int] = head["nbytes"]
-            lengths = np.concatenate([part.columns["lengths"] for part in parts])
-            self._crcs = np.concatenate([part.columns["crcs"] for part in parts])
-        except (LookupError, ValueError) as exc:
+            self._nbytes: list[int | None] = head["nbytes"]
+        except LookupError as exc:
             raise ProtocolError(f"the index of {self.kind}:{self.spec.location} lacks a part: {exc!r}") from exc
-        self._begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        self._file_begins = [0, *itertools.accumulate(self._nbytes)]
-        if len(lengths) != len(self._crcs) or len(lengths) != -(-self._known_units() // self.spec.shard_size):
+        self._segments = Segments.join(parts)
+        self._file_begins = [0, *itertools.accumulate(nbytes or 0 for nbytes in self._nbytes)]
+        if self.spec.HasField("units") and self._segments.units != self.spec.units:
             raise ProtocolError(f"the index of {self.kind}:{self.spec.location} is of another number of units")
+
+    def _known_units(self) -> int:
+        return self._segments.units
 
     def describe(self) -> str:
         """See `Dataset.describe`."""
@@ -152,52 +151,51 @@ class TextDataset(Dataset):
         return f"{self.kind}:{shown(self.spec.location)} ({self._known_units()} {self._unit}{files})"
 
     def _read_units(self, start: int, stop: int) -> Iterable[Any]:
-        shard = start // self.spec.shard_size
-        skipped = start - shard * self.spec.shard_size
-        units = self._parse(self._pieces(shard))
-        return itertools.islice(units, skipped, None if self._ends_shard(stop) else stop - shard * self.spec.shard_size)
-
-    def _ends_shard(self, stop: int) -> bool:
-        """Tell whether a shard ends here: then it is read to its end, where its checksum is."""
-        return stop % self.spec.shard_size == 0 or stop == self._known_units()
-
-    def _pieces(self, shard: int) -> Iterator[TextPiece]:
         storage = open_storage(self.spec.location)
-        checked = self._checked_blocks(storage, shard)
-        if self._begins[shard + 1] - self._begins[shard] <= _CHECKED_NBYTES:
+        first, last = self._segments.find(start, stop)
+        pieces = itertools.chain.from_iterable(self._pieces(storage, segment) for segment in range(first, last))
+        begin, end = (int(self._segments.unit_begins[segment]) for segment in (first, last))
+        # To the end where nothing else is asked for: the checksum is seen there.
+        return itertools.islice(self._parse(pieces), start - begin, None if stop == end else stop - begin)
+
+    def _pieces(self, storage: DataStorage, segment: int) -> Iterator[TextPiece]:
+        checked = self._checked_blocks(storage, segment)
+        if self._segments.nbytes(segment) <= _CHECKED_NBYTES:
             checked = iter(list(checked))
         for (path, at), group in itertools.groupby(checked, key=lambda block: block[:2]):
             yield TextPiece(path, at, (data for _, _, data in group))
 
-    def _checked_blocks(self, storage: DataStorage, shard: int) -> Iterator[tuple[str, int, bytes]]:
-        """Yield path, first offset and bytes; the last bytes of a shard after all of it was checked."""
-        left = int(self._begins[shard + 1] - self._begins[shard])
+    def _checked_blocks(self, storage: DataStorage, segment: int) -> Iterator[tuple[str, int, bytes]]:
+        """Yield path, first offset and bytes; the last bytes of a segment after all of it was checked."""
+        left = self._segments.nbytes(segment)
         crc = 0
-        for file, start, stop in self._ranges(shard):
+        for file, start, stop in self._ranges(segment):
             path = self._paths[file]
-            self._check_stat(storage, path, self._nbytes[file])
+            self._check_stat(storage, path, stop, self._nbytes[file])
             for data in storage.read_blocks(path, start, stop):
                 crc = zlib.crc32(data, crc)
                 left -= len(data)
-                if not left and crc != self._crcs[shard]:
+                if not left and crc != self._segments.crcs[segment]:
                     raise file_changed(path, f"its bytes {start} to {stop} are others")
                 yield path, start, data
 
-    def _ranges(self, shard: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the files that a shard is in, and from where to where."""
-        begin, end = int(self._begins[shard]), int(self._begins[shard + 1])
-        file = bisect.bisect_right(self._file_begins, begin) - 1
+    def _ranges(self, segment: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the files that a segment is in, and from where to where."""
+        begin, end = self._segments.bounds(segment)
+        file = bisect.bisect_right(self._file_begins, begin) - 1 if len(self._paths) > 1 else 0
         while begin < end:
-            stop = min(end, self._file_begins[file + 1])
+            stop = end if self._nbytes[file] is None else min(end, self._file_begins[file + 1])
             if begin < stop:
                 yield file, begin - self._file_begins[file], stop - self._file_begins[file]
             begin = stop
             file += 1
 
-    def _check_stat(self, storage: DataStorage, path: str, wanted: int) -> None:
+    def _check_stat(self, storage: DataStorage, path: str, stop: int, nbytes: int | None) -> None:
         found = storage.stat_file(path).nbytes
-        if found != wanted:
-            raise file_changed(path, f"it has {found} bytes, and had {wanted}")
+        if nbytes is not None and found != nbytes:
+            raise file_changed(path, f"it has {found} bytes, and had {nbytes}")
+        if found < stop:
+            raise file_changed(path, f"it has {found} bytes, and had {stop} at least: was it cut off, or rotated?")
 
 
 def check_plain(storage: DataStorage, path: str) -> None:

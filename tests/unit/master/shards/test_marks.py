@@ -177,3 +177,16 @@ def test_closing_keeps_or_gives_back(commit: bool, done: int) -> None:
     job.open("b")
     job.resume("b", "a", 1)
     assert job.book.status("d")["units_done"] == 10, "the checkpoint that was loaded is that of the mark"
+
+
+def test_parts_that_touch_are_one_again() -> None:
+    """A shard that was cut by a mark, and comes back as a whole, is a single lease."""
+    job = checkpointed(units=10)
+    job.open("a")
+    (lease,) = job.turn("a", 1).leases
+    job.mark("a", 1, (lease, 3))
+    job.mark("a", 2, (lease, 7))
+    job.expire("a")
+    job.open("b")
+    job.resume("b", "a", 0)
+    assert bounds(job.turn("b", 9).leases) == [(0, 10)]

@@ -62,3 +62,12 @@ def test_flush_gives_the_rest() -> None:
     done = [*first.leases, *second.leases, *third.leases, *fourth.leases]
     assert job.turn("a", 5, done=done).finished
     assert job.shards() == {"todo": 0, "doing": 0, "done": 3, "poisoned": 0}
+
+
+def test_failed_shard_of_a_stream_is_next() -> None:
+    """A source that grows without a pause would never come to those that are kept for the end."""
+    job = stream()
+    job.open("a")
+    extend(job, 100)
+    (lease,) = job.turn("a", 1).leases
+    assert bounds(job.fail("a", lease, "once", want=2).leases) == [(0, 10), (10, 20)]

@@ -39,7 +39,7 @@ def count_after(state: TeacherScalingState, found: ServiceLoad, seconds: float) 
     return state, decision.count
 
 
-def test_counts_of_the_page_lead_to_its_numbers() -> None:
+def test_the_pages_counts_give_its_numbers() -> None:
     found = load(student("a"), student("b"), teachers=3)
     assert COMPUTED == 2 * ROWS / 3
     assert [part.demand for part in found.students] == [pytest.approx(200)] * 2
@@ -75,7 +75,7 @@ def test_moves_are_those_of_the_page() -> None:
     assert count == 3
 
 
-def test_figures_of_the_page_are_the_defaults() -> None:
+def test_the_pages_figures_are_defaults() -> None:
     found = TeacherScalingSettings()
     text = PAGE.read_text()
     for words in (

@@ -154,6 +154,7 @@ class LookLoop:
         Args:
             timeout_s: how long to wait for a look under way, in seconds.
         """
+        self.latest = self._previous = None  # aiohttp keeps applications that have ended in a cache, with all they hold
         if self._background.close(timeout_s):
             self._reader.close()
         else:

@@ -24,14 +24,17 @@ _RENAMED: Final = {
 _DECISIONS: Final = frozenset(_RENAMED)
 
 
-def merge_events(jobs: Iterable[JobStatus], services: Iterable[ServiceStatus]) -> tuple[EventRow, ...]:
+def merge_events(
+    jobs: Iterable[JobStatus], services: Iterable[ServiceStatus], changes: Iterable[EventRow] = ()
+) -> tuple[EventRow, ...]:
     """Return the last events of all, newest last.
 
     Args:
         jobs: with their masters.
         services: with what is wanted.
+        changes: of services, found between looks.
     """
-    found: list[EventRow] = []
+    found: list[EventRow] = list(changes)
     for job in jobs:
         found += _job_events(job)
         found += job.master.events if job.master is not None else ()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from types import TracebackType
@@ -17,11 +18,20 @@ from typing_extensions import Self
 
 import edl
 from edl.collective.goodput.summary import Summary
-from edl.dashboard.state.events import merge_events
+from edl.dashboard.state.events import LAST_MERGED, merge_events
 from edl.dashboard.state.history import History, points_of_ledger
 from edl.dashboard.state.jobs import LAST_EVENTS, JobReader, job_status, sort_jobs
 from edl.dashboard.state.masters import decode_wanted
-from edl.dashboard.state.schema import DashboardState, JobPoint, JobStatus, MasterStatus, ServicePoint, ServiceStatus
+from edl.dashboard.state.schema import (
+    DashboardState,
+    EventRow,
+    JobPoint,
+    JobStatus,
+    MasterStatus,
+    ServicePoint,
+    ServiceStatus,
+)
+from edl.dashboard.state.service_changes import find_changes
 from edl.dashboard.state.services import ServiceReader
 from edl.discovery.registry import Registry
 from edl.discovery.store import Store
@@ -67,6 +77,7 @@ class StateReader:
         self._services: ServiceReader | None = None
         self._job_histories: dict[str, History[JobPoint]] = {}
         self._service_histories: dict[str, History[ServicePoint]] = {}
+        self._changes: deque[EventRow] = deque(maxlen=LAST_MERGED)
         self._last = DashboardState(time.time(), shown_url(url), edl.__version__, job=job)
         self.looks = 0
 
@@ -104,6 +115,8 @@ class StateReader:
         followed = [self._service_with_history(service, now_s) for service in services]
         _forget(self._job_histories, {job.job for job in sampled})
         _forget(self._service_histories, {service.service for service in followed})
+        if self._last.looked is not None:
+            self._changes += find_changes(self._last.services, followed, now_s)
         self._last = DashboardState(
             time=now_s,
             store=shown_url(self._url),
@@ -113,7 +126,7 @@ class StateReader:
             jobs=tuple(sampled),
             more_jobs=max(0, len(jobs) - MAX_JOBS),
             services=tuple(followed),
-            events=merge_events(sampled, followed),
+            events=merge_events(sampled, followed, self._changes),
             unreadable=(*unreadable, *rejected),
         )
         return self._last

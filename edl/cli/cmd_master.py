@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
 
+from edl.cli._advice import add_advice_options, open_advisor
 from edl.cli._credentials import add_credentials
+from edl.discovery import open_store
 from edl.errors import SettingsError
 from edl.log_output import log_to_stderr
 from edl.master.client import MasterClient
@@ -78,6 +80,9 @@ def main(argv: Sequence[str]) -> int:
     with _signals() as caught, contextlib.ExitStack() as stack:
         specs = {} if dataset is None else {options.name: dataset.spec}
         master = stack.enter_context(MasterServer(options.job, settings, specs))
+        if not options.no_advice:
+            store = stack.enter_context(open_store(url, credentials=credentials))
+            stack.enter_context(open_advisor(store, options))
         begun = time.monotonic()
         while not caught and master.failure is None:
             if master.wait_done(_POLL_S) and not options.stay:
@@ -134,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
         default="report",
         help="a shard is done when it is reported, or when a reader's state_dict() covers it (default: report)",
     )
+    add_advice_options(parser)
     add_credentials(parser)
     add = parser.add_argument_group("log").add_argument
     add("--log-format", choices=("text", "json"), default="text", help="on standard error (default: text)")

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
 
-from edl.cli._advice import add_advice_options, open_advisor
 from edl.cli._credentials import add_credentials
+from edl.cli.scaling.advice import add_advice_options, open_advisor
 from edl.discovery import open_store
 from edl.errors import SettingsError
 from edl.log_output import log_to_stderr

@@ -21,8 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from edl.background import BackgroundLoop
-from edl.cli import _load
 from edl.cli._changes import Change, brief_meta, changes, printable, snapshot_as_dict
+from edl.cli.scaling import load_view
 from edl.discovery import open_registry
 from edl.discovery.registry import Instance, Registry, Snapshot, Watch
 from edl.errors import DiscoveryError
@@ -103,7 +103,7 @@ def _no_file(url: str) -> bool:
 def _show(registry: Registry, url: str, service: str | None, *, as_json: bool) -> None:
     services = (service,) if service else registry.services()
     snapshots = [registry.snapshot(name) for name in services]
-    view = _load.look(url, service, len(_ready(snapshots[0]))) if service else None
+    view = load_view.look(url, service, len(_ready(snapshots[0]))) if service else None
     if as_json:
         shown = [snapshot_as_dict(snapshot) | (view.as_dict() if view else {}) for snapshot in snapshots]
         print(json.dumps({"discovery": url, "services": shown}))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edl.cli._advice import WorkerAdviser
+from edl.cli.scaling.advice import WorkerAdviser
 from edl.collective.goodput.codec import encode_record
 from edl.collective.goodput.node import NodeRecord, ProgressMark
 from edl.collective.goodput.spans import TimeCategory, span_of

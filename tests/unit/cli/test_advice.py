@@ -51,7 +51,7 @@ def test_job_that_scales_gets_a_worker_more(store: Store) -> None:
     assert "for a pause of 20 s" in advice.decision.reason, "as the ledger has it"
 
 
-def test_rate_of_the_size_before_is_no_sample(store: Store) -> None:
+def test_size_before_has_its_own_rate(store: Store) -> None:
     adviser = WorkerAdviser(store, "j", 1, 8, sample_s=0.0)
     for workers, rate in ((2, 200.0), (3, 205.0)):
         run(store, workers, rate, generation=workers)

@@ -24,6 +24,14 @@ class Journal(abc.ABC):
     - **Time.** Every call has a deadline of some seconds, which the implementation's opener takes.
     """
 
+    @property
+    def snapshot_due(self) -> bool:
+        """Whether so much was appended since the last snapshot that reading it would take seconds.
+
+        A writer may have other reasons of its own for a snapshot.
+        """
+        return False
+
     @abc.abstractmethod
     def begin_term(self) -> int:
         """Become the only writer.

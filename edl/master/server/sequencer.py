@@ -171,6 +171,8 @@ class Sequencer:
                 self._loop.call_soon_threadsafe(self._fail, exc, group)
                 return None
             self._loop.call_soon_threadsafe(_release, group)
+            if self._journal.snapshot_due and not any(entry.snapshot is not None for entry in group):
+                self._loop.call_soon_threadsafe(self._snapshot_if_due)
         return None
 
     def _write(self, group: list[_Entry]) -> None:
@@ -197,6 +199,13 @@ class Sequencer:
         if not self._closing:
             self.end(exc)
             self._failed(exc)
+
+    def _snapshot_if_due(self) -> None:
+        """Take the snapshot that the journal asks for, unless one is on its way to it."""
+        with self._lock:
+            coming = any(entry.snapshot is not None for entry in self._pending)
+        if not coming and self._failure is None and self._journal.snapshot_due:
+            self.take_snapshot()
 
     @staticmethod
     def _refuse(entries: list[_Entry], why: BaseException) -> None:

@@ -13,7 +13,14 @@ from edl.master.shards.ended import BookEvent
 from edl.master.shards.history import ReaderHistory
 from edl.master.shards.ranges import UnitRange
 from edl.master.shards.resuming import mark_session, resume_session
-from edl.master.shards.specification import MOST_WANTED, check_name, check_spec, is_same_spec
+from edl.master.shards.specification import (
+    MOST_UNITS,
+    MOST_WANTED,
+    check_name,
+    check_spec,
+    describe_difference,
+    is_same_spec,
+)
 from edl.master.shards.tables import BookTables
 from edl.protocol import master
 from edl.quoting import shown
@@ -163,7 +170,10 @@ class ShardBook(BookTables):
             present = self.sets[command.dataset] = DatasetShards.create(command.dataset, spec)
             self.version += 1
         elif not is_same_spec(present.spec, spec):
-            raise ConflictError(f"data set {command.dataset} is there with another specification")
+            raise ConflictError(
+                f"data set {command.dataset} is there with another specification:"
+                f" {describe_difference(present.spec, spec)}"
+            )
         return present.describe()
 
     def _extend_dataset(self, command: master.ExtendDataset, time_ms: int) -> master.DatasetReply:
@@ -171,13 +181,13 @@ class ShardBook(BookTables):
         if command.units > cursor.units:
             if cursor.ended:
                 raise ConflictError(f"data set {dataset.name} has ended with {cursor.units} units")
-            if command.units > 2**62:
+            if command.units > MOST_UNITS:
                 raise SettingsError(f"data set {dataset.name}: {command.units} units are too many")
             cursor.units = command.units
             if command.index:
                 dataset.index.append(command.index)
             self.version += 1
-        return dataset.describe()
+        return dataset.describe(index=False)
 
     def _end_dataset(self, command: master.EndDataset, time_ms: int) -> master.DatasetReply:
         dataset, cursor = self._stream(command.dataset)
@@ -185,14 +195,14 @@ class ShardBook(BookTables):
             cursor.ended = True
             self._add_event("ended", dataset, f"the source has ended with {cursor.units} units")
             self.version += 1
-        return dataset.describe()
+        return dataset.describe(index=False)
 
     def _flush_dataset(self, command: master.FlushDataset, time_ms: int) -> master.DatasetReply:
         dataset, cursor = self._stream(command.dataset)
         if cursor.flushed < cursor.units:
             cursor.flushed = cursor.units
             self.version += 1
-        return dataset.describe()
+        return dataset.describe(index=False)
 
     def _open_session(self, command: master.OpenSession, time_ms: int) -> master.NextReply:
         check_name("session", command.session)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from edl.errors import ConflictError
@@ -184,11 +185,17 @@ class DatasetShards:
         histories = (self.histories[session] for session in self.sessions if session in self.histories)
         return sum(part.stop - part.start for history in histories for part in history.pending)
 
-    def describe(self) -> master.DatasetReply:
-        """Return what a reader needs to know."""
+    def describe(self, *, index: bool = True) -> master.DatasetReply:
+        """Return what a reader needs to know.
+
+        Args:
+            index: False for its absence: a source that grows line by line would have all of it copied for each.
+        """
         reply = master.DatasetReply(dataset=self.name, spec=self.spec, units=self.cursor.units)
         reply.ended = not isinstance(self.cursor, StreamCursor) or self.cursor.ended
-        if self.index:
+        if not index:
+            reply.spec.ClearField("index")
+        elif self.index:
             reply.spec.index = b"".join([self.spec.index, *self.index])
         return reply
 
@@ -200,7 +207,8 @@ class DatasetShards:
         while len(taken) < most:
             taken += self.cursor.take(most - len(taken))
             if len(taken) < most and len(self.returned):
-                late = self.returned.take_late(most - len(taken), lambda key: self._may_retry(key, session))
+                alone = all(other.holder == session.holder for other in self.sessions.values())
+                late = self.returned.take_late(most - len(taken), partial(self._may_retry, session, alone))
                 self._note_again(taken, late, session)
             if len(taken) == most or not self.cursor.begin_epoch():
                 break
@@ -214,12 +222,10 @@ class DatasetShards:
             if len(self.given_again) > _MOST_GIVEN_AGAIN:
                 del self.given_again[next(iter(self.given_again))]
 
-    def _may_retry(self, key: ShardKey, session: ReaderSession) -> bool:
+    def _may_retry(self, session: ReaderSession, alone: bool, key: ShardKey) -> bool:
         """Whether a session may have a shard that failed: a broken machine alone should not have it given up."""
         failures = self.failures.get(key)
-        if not failures or failures[-1].holder != session.holder:
-            return True
-        return all(other.holder == session.holder for other in self.sessions.values())
+        return alone or not failures or failures[-1].holder != session.holder
 
     def finish(self, lease: ShardLease, stop: int) -> None:
         """Count the units of a lease up to `stop` as done; of the rest the caller disposes."""

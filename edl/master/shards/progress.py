@@ -9,7 +9,7 @@ from edl.master.shards.cursors import StreamCursor, UnitCursor, make_cursor
 from edl.master.shards.dataset import DatasetShards
 from edl.master.shards.envelope import open_envelope, seal
 from edl.master.shards.ranges import UnitRange
-from edl.master.shards.specification import is_same_spec
+from edl.master.shards.specification import MOST_UNITS, is_same_spec
 from edl.master.shards.states import shard_messages, take_shards
 from edl.protocol import master
 
@@ -77,6 +77,10 @@ def _check(dataset: DatasetShards, cursor: UnitCursor, state: master.ProgressSta
     """Raise ProtocolError for progress with a right checksum that no data set can have."""
     size = dataset.spec.shard_size
     possible = state.units_done >= 0 and cursor.is_possible
+    if isinstance(cursor, StreamCursor):
+        possible = possible and 0 <= state.units <= MOST_UNITS
+    else:
+        possible = possible and state.units == dataset.spec.units
     for shard in state.shards:
         low, high = shard.shard * size, min((shard.shard + 1) * size, cursor.units)
         possible = possible and 0 <= shard.epoch <= cursor.epoch and 0 <= low < high

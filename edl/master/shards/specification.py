@@ -9,13 +9,13 @@ from edl.errors import SettingsError
 from edl.protocol import master
 from edl.quoting import quote, shown
 
-__all__ = ["MOST_WANTED", "check_name", "check_spec", "is_same_spec"]
+__all__ = ["MOST_UNITS", "MOST_WANTED", "check_name", "check_spec", "describe_difference", "is_same_spec"]
 
 MOST_WANTED: Final = 10_000
 """Shards in a turn, wanted or reported: a reply of some 300 KB, and a turn of 20 ms in which all others wait."""
 _MOST_NAME: Final = 200
 """Characters of a name: those of keys of a store, where names end up, have 512 in all."""
-_MOST_UNITS: Final = 2**62
+MOST_UNITS: Final = 2**62
 """Units of a data set: sums of two such numbers are still 64-bit ones."""
 _MOST_SHARDS: Final = 2**40
 """Shards of an epoch: a permutation of as many is computed, and tested; nobody has more."""
@@ -53,8 +53,8 @@ def check_spec(name: str, spec: master.DatasetSpec) -> master.DatasetSpec:
     bounded = spec.HasField("units")
     problems = {
         "kind: a name is needed": not spec.kind or len(spec.kind) > _MOST_NAME or not spec.kind.isprintable(),
-        f"units={spec.units}: 0 to 2**62 are possible": not 0 <= spec.units <= _MOST_UNITS,
-        f"shard_size={spec.shard_size}: 1 to 2**62 are possible": not 1 <= spec.shard_size <= _MOST_UNITS,
+        f"units={spec.units}: 0 to 2**62 are possible": not 0 <= spec.units <= MOST_UNITS,
+        f"shard_size={spec.shard_size}: 1 to 2**62 are possible": not 1 <= spec.shard_size <= MOST_UNITS,
         f"epochs={spec.epochs}: 0 or more are possible": spec.epochs < 0,
         f"max_failures={spec.max_failures}: 1 or more are possible": spec.max_failures < 0,
         f"commit={spec.commit}: not known": spec.commit not in (master.COMMIT_REPORT, master.COMMIT_CHECKPOINT),
@@ -81,3 +81,14 @@ def check_spec(name: str, spec: master.DatasetSpec) -> master.DatasetSpec:
 def is_same_spec(first: master.DatasetSpec, second: master.DatasetSpec) -> bool:
     """Whether two specifications, their defaults filled in, are equal."""
     return first.SerializeToString(deterministic=True) == second.SerializeToString(deterministic=True)
+
+
+def describe_difference(present: master.DatasetSpec, other: master.DatasetSpec) -> str:
+    """Return in words which fields of two specifications differ, the present one's value first."""
+    return ", ".join(
+        f"{field.name} is {shown(repr(getattr(present, field.name)), 100)}"
+        f" and not {shown(repr(getattr(other, field.name)), 100)}"
+        for field in master.DatasetSpec.DESCRIPTOR.fields
+        if (getattr(present, field.name), field.has_presence and present.HasField(field.name))
+        != (getattr(other, field.name), field.has_presence and other.HasField(field.name))
+    )

@@ -63,7 +63,7 @@ def named(stored: StorePlace) -> set[str]:
     head = json.loads(entry.value)
     runs = [*head["records"], *([head["snapshot"][:3]] if head["snapshot"] else [])]
     return {
-        f"{stored.folder}{folder}/{number // 16:08d}/{number % 16:02d}"
+        f"{stored.folder}{folder}/{number // 128:08d}/{number % 128:03d}"
         for folder, first, stop in runs
         for number in range(first, stop)
     }
@@ -97,7 +97,7 @@ def test_interrupted_snapshot_is_cleaned_up(stored: StorePlace, disturbed: Any) 
     journal.append([b"2"])
 
     def break_off(method: str, key: str) -> None:
-        if method == "put" and key.endswith("/02"):
+        if method == "put" and key.endswith("/002"):
             disturbed.before = fail
 
     def fail(method: str, key: str) -> None:

@@ -42,6 +42,10 @@ class GatedJournal(Journal):
         self.gate = threading.Semaphore(0)
         self.failure: Exception | None = None
 
+    @property
+    def snapshot_due(self) -> bool:
+        return len(self.groups) >= 5 and not self.snapshots
+
     def load(self) -> tuple[bytes | None, list[bytes]]:
         return None, []
 
@@ -156,5 +160,21 @@ def test_a_snapshot_has_its_place() -> None:
         await sequencer.submit(command("b"))
         assert journal.snapshots == [b"a"]
         assert journal.groups == [[command("a").SerializeToString()], [command("b").SerializeToString()]]
+
+    run(scenario)
+
+
+def test_journal_asks_for_a_snapshot() -> None:
+    """One, of the state that its records make, even while others wait to be written."""
+
+    async def scenario(sequencer: Any, book: Any, journal: Any, failures: Any) -> None:
+        for number in range(9):
+            journal.gate.release()
+            await sequencer.submit(command(f"c{number}"))
+        await settle()
+        assert len(journal.snapshots) == 1
+        covered = journal.snapshots[0].decode().split(",")
+        assert covered == book.applied[: len(covered)]
+        assert 5 <= len(covered) <= 7
 
     run(scenario)

@@ -97,6 +97,10 @@ class Pair:
         assert data == self.book.snapshot()
         self.restored = ShardBook.restore(data)
         assert self.restored.snapshot() == data
+        assert self.restored.status("d") == self.book.status("d")
+        assert [self.restored.session(session) for session in self.live] == [
+            self.book.session(session) for session in self.live
+        ]
 
     def replay(self) -> None:
         """Everything again makes the same book."""

@@ -64,6 +64,7 @@ def test_impossible_progress_is_refused() -> None:
     for change in (
         {"position": 11},
         {"position": -1},
+        {"units": 200},
         {"epoch": 1},
         {"units_done": -1},
         {"shards": [master.ShardState(shard=3, returned=[30, 41])]},

@@ -47,7 +47,7 @@ def test_datasets_are_created_once() -> None:
     assert job.book.version == version
     assert (created.units, created.ended, created.spec.max_failures) == (100, True, 3)
     job.spec.seed = 3
-    with pytest.raises(ConflictError, match="another specification"):
+    with pytest.raises(ConflictError, match=r"another specification: seed is 0 and not 3$"):
         job.apply(create_dataset=master.CreateDataset(dataset="d", spec=job.spec))
     for name in ("", "x" * 201, "line\nbreak"):
         with pytest.raises(SettingsError, match="printable"):
@@ -75,4 +75,7 @@ def test_impossible_parts_are_refused(units: int) -> None:
     part.units = 5
     with pytest.raises(SettingsError, match="twice"):
         job.apply(mark=master.Mark(session="a", mark=1, partial=[part, part]))
+    part.lease.term = 7
+    with pytest.raises(SettingsError, match="names lease 1, which it does not have"):
+        job.apply(mark=master.Mark(session="a", mark=1, partial=[part]))
     assert job.book.snapshot() == before

@@ -32,8 +32,9 @@ def test_stream_gives_whole_shards() -> None:
     assert not job.turn("a", 5).finished
     extend(job, 31, b"2")
     assert bounds(job.turn("a", 5).leases) == [(20, 30)]
-    assert extend(job, 31, b"not again").spec.index == b"012"
+    assert extend(job, 31, b"not again").units == 31
     assert extend(job, 7, b"not again").units == 31, "a repetition that comes late"
+    assert extend(job, 31).spec.index == b"", "it is not copied for each line that the source grows by"
     job.apply(end_dataset=master.EndDataset(dataset="d"))
     assert bounds(job.turn("a", 5).leases) == [(30, 31)]
     with pytest.raises(ConflictError, match="ended with 31 units"):

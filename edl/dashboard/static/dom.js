@@ -52,7 +52,8 @@ const parts = new WeakMap(); // parent -> Map of key -> {root, update}
 /**
  * Make a parent's children those of a list, with as few moves as possible: focus, selection and open details survive.
  *
- * `make(item)` returns {root, update(item)}, and optionally destroy(). Items of one key are told apart by their order.
+ * `make(item)` returns {root, update(item)}, and optionally destroy(). What is made stays: `update` must take all that
+ * changes from its item, and nothing from around `make`. Items of one key are told apart by their order.
  */
 export function reconcile(parent, items, keyOf, make) {
   const before = parts.get(parent) ?? new Map();

@@ -3,7 +3,7 @@
 import { categoriesOf, colourOf, helpOf, lookOf } from "./categories.js";
 import { TimeChart } from "./chart.js";
 import { BoundedTable, MoreButton, element, nameElement, reconcile, setName, setNameCell, setText } from "./dom.js";
-import { age, count, duration, figure, fullTime, percent, plural, ranges } from "./format.js";
+import { UNKNOWN, age, count, duration, figure, fullTime, percent, plural, ranges } from "./format.js";
 import { Badge, FactList, PartsBar, WantedLine, kindOf, setBadge } from "./parts.js";
 import { lines, shares } from "./series.js";
 
@@ -80,6 +80,11 @@ class JobCard {
   }
 }
 
+/** A script that reports steps and no samples has 0 of these, which says nothing. */
+function samples({ samplesPerS, stepsPerS }) {
+  return samplesPerS === 0 && stepsPerS > 0 ? UNKNOWN : figure(samplesPerS);
+}
+
 function headline(job) {
   const words = [];
   if (job.goodput !== null) words.push(`goodput ${percent(job.goodput)}`);
@@ -114,7 +119,7 @@ class Summary {
         job.goodput === null
           ? "No step was reported: Checkpointer.save reports them"
           : "Part of the wall-clock time that went into steps which were finished once and not lost"],
-      ["samples/s", figure(job.samplesPerS)],
+      ["samples/s", samples(job)],
       ["steps/s", figure(job.stepsPerS)],
       ["step", job.step !== null && job.step < 0 ? "none yet" : count(job.step)],
       ["ranks", count(job.worldSize)],
@@ -180,6 +185,7 @@ class GoodputOverTime {
     const marks = job.events.filter((event) => event.time !== null && !NOT_MARKED.has(event.kind)).slice(-MARKS).map((event) => ({
       t: event.time, bad: kindOf(event.kind) === "bad", text: [event.kind, event.node, event.cause].filter(Boolean).join(" "),
     }));
+    this._slot.hidden = job.masterOnly;
     this._bands.update(shares(job.history, categories), marks);
     const kind = throughputOf(job);
     if (this._kind !== kind) {
@@ -206,7 +212,8 @@ class Members {
       column("state", "word", (cell, node) => setBadge(cell, node.state)),
       column("goodput", "number", (cell, node) => setText(cell, percent(node.goodput))),
       column("step", "number", (cell, node) => setText(cell, node.step !== null && node.step < 0 ? "–" : count(node.step))),
-      column("samples/s", "number", (cell, node) => setText(cell, figure(node.samplesPerS))),
+      column("steps/s", "number", (cell, node) => setText(cell, figure(node.stepsPerS))),
+      column("samples/s", "number", (cell, node) => setText(cell, samples(node))),
       column("last heard", "number", (cell, node) => setText(cell, node.silentS === null ? "–" : `${age(node.silentS)} ago`)),
     ], (node) => `${node.node}\n${node.began}`, { noun: "members" });
     this.root = this._table.root;

@@ -3,7 +3,7 @@
 import { element, reconcile, setClass, setText, setTitle } from "./dom.js";
 import { UNKNOWN, count, fullTime, percent, plural, time } from "./format.js";
 
-/** Words of states and events, by what a person is to think of them. Each has a sign beside its colour. */
+// Words of states and events, by what a person is to think of them. Each has a sign beside its colour.
 const GOOD = new Set(["running", "ready", "train", "done", "join", "joined", "finished", "leading", "register", "recovered"]);
 const BUSY = new Set(["forming", "rendezvous", "load", "save", "starting", "loading", "draining", "rollback", "idle",
   "restart", "relaunch", "generation", "leave", "unready", "wanted"]);
@@ -31,7 +31,7 @@ export class Badge {
     const kind = kindOf(word);
     setClass(this.root, `badge ${kind}`);
     setText(this._sign, SIGNS[kind]);
-    setText(this._word, word === "" ? "unknown" : word);
+    setText(this._word, word === "" ? "unknown" : word.replaceAll("_", " "));
   }
 }
 
@@ -58,16 +58,16 @@ export class PartsBar {
   }
 
   /** `parts` are {name, look, amount, shown, help}: `look` is a class, `shown` the amount with its unit. */
-  update(parts) {
-    const total = parts.reduce((sum, part) => sum + part.amount, 0);
-    const share = (part) => (total > 0 ? part.amount / total : 0);
+  update(given) {
+    const total = given.reduce((sum, part) => sum + Math.max(0, part.amount), 0);
+    const parts = given.map((part) => ({ ...part, share: total > 0 ? Math.max(0, part.amount) / total : null }));
     reconcile(this._bar, parts, (part) => part.name, () => {
       const root = element("div");
       return {
         root,
         update(part) {
           setClass(root, `part ${part.look}`);
-          root.style.flexGrow = String(share(part));
+          root.style.flexGrow = String(part.share ?? 0);
           root.hidden = part.amount <= 0;
         },
       };
@@ -82,12 +82,12 @@ export class PartsBar {
           setClass(root, part.amount > 0 ? "" : "nothing");
           setClass(swatch, `swatch ${part.look}`);
           setText(name, part.name);
-          setText(amount, total > 0 ? `${part.shown} · ${percent(share(part))}` : part.shown);
+          setText(amount, part.share === null ? part.shown : `${part.shown} · ${percent(part.share)}`);
           setTitle(root, part.help ?? "");
         },
       };
     });
-    const words = parts.filter((part) => part.amount > 0).map((part) => `${part.name} ${percent(share(part))}`);
+    const words = parts.filter((part) => part.amount > 0).map((part) => `${part.name} ${percent(part.share)}`);
     const description = `${this._label}: ${words.join(", ") || "nothing yet"}`;
     if (this._bar.getAttribute("aria-label") !== description) this._bar.setAttribute("aria-label", description);
   }

@@ -86,8 +86,9 @@ function headline(dataset) {
     words.push(dataset.epochs === null ? `epoch ${count(dataset.epoch + 1)}` : `epoch ${count(dataset.epoch + 1)} of ${count(dataset.epochs)}`);
   }
   words.push(dataset.units === null ? "unbounded" : plural(dataset.units, "unit"));
-  if (dataset.unitsPerS !== null) words.push(`${figure(dataset.unitsPerS)} units/s`);
-  if (dataset.etaS !== null) words.push(`${duration(dataset.etaS)} left`);
+  const left = (dataset.todo ?? 1) + (dataset.doing ?? 1) > 0;
+  if (left && dataset.unitsPerS !== null) words.push(`${figure(dataset.unitsPerS)} units/s`);
+  if (left && dataset.etaS !== null) words.push(`${duration(dataset.etaS)} left`);
   return words.join(" · ");
 }
 
@@ -117,14 +118,14 @@ class PoisonedTable {
 
 function setFailures(cell, shard) {
   if (cell.firstChild === null) cell.append(element("ul", { class: "failures" }));
-  const newest = [...shard.failures].reverse();
+  const newest = shard.failures.map((failure) => ({ ...failure, now: shard.now })).reverse();
   reconcile(cell.firstChild, newest, (failure) => `${failure.time}\n${failure.holder}`, () => {
     const [when, holder, reason] = [element("time"), nameElement(), element("bdi", { class: "reason" })];
     const root = element("li", {}, when, " ", holder, ": ", reason);
     return {
       root,
       update(failure) {
-        setText(when, time(failure.time, shard.now));
+        setText(when, time(failure.time, failure.now));
         setTitle(when, fullTime(failure.time));
         setName(holder, failure.holder);
         setText(reason, failure.reason || "no reason given");

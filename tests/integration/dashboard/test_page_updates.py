@@ -13,7 +13,7 @@ from tests.integration.dashboard.conftest import DRAWN, Look, publish, wait_unti
 from tests.integration.dashboard.page_server import PageServer
 
 pytestmark = pytest.mark.chromium
-STATUS = "document.querySelector('.connection').innerText"
+STATUS = "(document.querySelector('.connection')?.innerText ?? '')"
 LOST = f"{STATUS}.includes('connection lost')"
 LIVE = f"document.documentElement.dataset.connection === 'live' && {STATUS}.includes('live')"
 
@@ -30,6 +30,52 @@ def test_update_adds_to_the_history(look: Look) -> None:
     label_now = page.evaluate(label)
     assert "now 4,321 samples/s" in label_now
     assert "from 22 Nov, 23:58" in label_now, "the points before are gone"
+
+
+def test_every_figure_follows_updates(look: Look) -> None:
+    """What is on the page after an update is what a page shows that is opened then."""
+    server, page = look(states.rich())
+    later = copy.deepcopy(states.rich(states.NOW + 3600))
+    for job in later["jobs"]:
+        job |= {
+            "step": 9999,
+            "steps_per_s": 1.5,
+            "samples_per_s": 77.0,
+            "goodput": 0.5,
+            "world_size": 2,
+            "generation": 8,
+        }
+        job["seconds"] = {name: 10.0 * (1 + index) for index, name in enumerate(states.CATEGORIES)}
+        for node in job["nodes"]:
+            node |= {"state": "idle", "goodput": 0.25, "step": 9998, "silent_s": 7.0, "ranks": [5]}
+    for dataset in later["jobs"][0]["master"]["datasets"]:
+        dataset |= {
+            "shards": {"todo": 5, "doing": 5, "done": 5, "poisoned": 5},
+            "epoch": 1,
+            "units_per_s": 5.0,
+            "eta_s": 5.0,
+        }
+        for holder in dataset["holders"]:
+            holder |= {"leases": 9, "units_done": 9, "units_per_s": 9.0, "seen_s": 9.0}
+    for teacher in later["services"][0]["teachers"]:
+        teacher |= {
+            "state": "lapsed",
+            "rows_per_s": 1.0,
+            "queue_rows": 7,
+            "compute_share": 0.1,
+            "version": "v2",
+            "students": [],
+        }
+    for student in later["services"][0]["students"]:
+        student |= {"rows_per_s": 3.0, "wait_share": 0.01, "teachers": ["teacher-4"], "job": "another"}
+    publish(server, page, later)
+    _, fresh = look(later)
+    shown = "document.getElementById('content').innerText"
+    assert page.evaluate(shown) == fresh.evaluate(shown)
+    bars = "[...document.querySelectorAll('.part')].map(each => each.className + each.style.flexGrow + each.hidden)"
+    assert page.evaluate(bars) == fresh.evaluate(bars)
+    named = "[...document.querySelectorAll('[aria-label], [title]')].map(each => each.ariaLabel + each.title)"
+    assert page.evaluate(named) == fresh.evaluate(named)
 
 
 def test_update_keeps_what_a_reader_did(look: Look) -> None:

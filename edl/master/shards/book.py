@@ -6,9 +6,9 @@ from collections import deque
 from typing import Any, Final, TypeAlias
 
 from edl.errors import ConflictError, SettingsError
-from edl.master.shards import progress, status
+from edl.master.shards import progress
 from edl.master.shards.cursors import StreamCursor
-from edl.master.shards.dataset import DatasetShards, FailureRecord, ReaderSession, SessionInfo, ShardLease
+from edl.master.shards.dataset import DatasetShards, FailureRecord, ReaderSession, ShardLease
 from edl.master.shards.ended import BookEvent
 from edl.master.shards.history import ReaderHistory
 from edl.master.shards.ranges import UnitRange
@@ -307,58 +307,13 @@ class ShardBook(BookTables):
         self.version += 1
         return restored.describe()
 
-    # --- What a server asks. ---
-
-    def datasets(self) -> list[str]:
-        """Return the names of the data sets, in the order of their creation."""
-        return list(self.sets)
-
-    def sessions(self) -> list[str]:
-        """Return the ids of the live sessions."""
-        return list(self.readers)
-
-    def session(self, session: str) -> SessionInfo | None:
-        """Return a live session; None if there is no such session, or it has ended."""
-        found = self.readers.get(session)
-        if found is None:
-            return None
-        spec = found.dataset.spec
-        leases = tuple(found.leases)
-        return SessionInfo(
-            *(found.dataset.name, found.holder, leases, found.last_request),
-            *(spec.lease_s, spec.session_s, found.units_done),
-        )
-
-    def describe(self, dataset: str) -> master.DatasetReply:
-        """Return a data set's specification and size; SettingsError if it is unknown."""
-        return self._dataset(dataset).describe()
-
-    def status(self, dataset: str) -> dict[str, Any]:
-        """Return what people want to know of a data set, fit for JSON; SettingsError if it is unknown."""
-        return status.dataset_status(self._dataset(dataset))
-
-    def is_finished(self, dataset: str) -> bool:
-        """Whether nothing is left: neither to give, nor leased, nor reported and not covered by a mark."""
-        found = self._dataset(dataset)
-        return found.is_finished and not found.provisional_units
-
-    def poisoned(self, dataset: str) -> int:
-        """Return how many shards were given up."""
-        return len(self._dataset(dataset).poisoned)
-
-    def progress(self, dataset: str) -> bytes:
-        """Return the progress of a data set, for `RestoreProgress`; what readers hold is to do in it."""
-        return progress.encode_progress(self._dataset(dataset))
+    # --- What has happened, and what was. ---
 
     def pop_events(self) -> list[BookEvent]:
         """Return what has happened since the last call, the last thousand at most."""
         events = list(self._events)
         self._events.clear()
         return events
-
-    def snapshot(self) -> bytes:
-        """Return the whole state; equal states give equal bytes."""
-        return self.encode()
 
     @staticmethod
     def restore(data: bytes) -> ShardBook:
@@ -372,12 +327,6 @@ class ShardBook(BookTables):
         return book
 
     # --- Parts of commands. ---
-
-    def _dataset(self, name: str) -> DatasetShards:
-        found = self.sets.get(name)
-        if found is None:
-            raise SettingsError(f"data set {shown(name, 100)!r} is not known: create it first")
-        return found
 
     def _stream(self, name: str) -> tuple[DatasetShards, StreamCursor]:
         dataset = self._dataset(name)

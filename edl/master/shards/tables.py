@@ -1,14 +1,17 @@
-"""The tables of a book of shards, and these as bytes."""
+"""The tables of a book of shards: what can be asked of them, and they as bytes."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
-from edl.master.shards.dataset import DatasetShards, ReaderSession, ShardLease
+from edl.errors import SettingsError
+from edl.master.shards import progress, status
+from edl.master.shards.dataset import DatasetShards, ReaderSession, SessionInfo, ShardLease
 from edl.master.shards.ended import EndedLeaseRecord, EndedRecords
 from edl.master.shards.envelope import open_envelope, seal
 from edl.master.shards.states import dataset_message, make_dataset
 from edl.protocol import master
+from edl.quoting import shown
 
 __all__ = ["BookTables"]
 
@@ -35,8 +38,55 @@ class BookTables:
         self.leases: dict[int, ShardLease] = {}
         self.ended = EndedRecords()
 
-    def encode(self) -> bytes:
-        """Return everything as bytes; equal tables give equal bytes."""
+    def datasets(self) -> list[str]:
+        """Return the names of the data sets, in the order of their creation."""
+        return list(self.sets)
+
+    def sessions(self) -> list[str]:
+        """Return the ids of the live sessions."""
+        return list(self.readers)
+
+    def session(self, session: str) -> SessionInfo | None:
+        """Return a live session; None if there is no such session, or it has ended."""
+        found = self.readers.get(session)
+        if found is None:
+            return None
+        spec = found.dataset.spec
+        leases = tuple(found.leases)
+        return SessionInfo(
+            *(found.dataset.name, found.holder, leases, found.last_request),
+            *(spec.lease_s, spec.session_s, found.units_done),
+        )
+
+    def describe(self, dataset: str) -> master.DatasetReply:
+        """Return a data set's specification and size; SettingsError if it is unknown."""
+        return self._dataset(dataset).describe()
+
+    def status(self, dataset: str) -> dict[str, Any]:
+        """Return what people want to know of a data set, fit for JSON; SettingsError if it is unknown."""
+        return status.dataset_status(self._dataset(dataset))
+
+    def is_finished(self, dataset: str) -> bool:
+        """Whether nothing is left: neither to give, nor leased, nor reported and not covered by a mark."""
+        found = self._dataset(dataset)
+        return found.is_finished and not found.provisional_units
+
+    def poisoned(self, dataset: str) -> int:
+        """Return how many shards were given up."""
+        return len(self._dataset(dataset).poisoned)
+
+    def progress(self, dataset: str) -> bytes:
+        """Return the progress of a data set, for `RestoreProgress`; what readers hold is to do in it."""
+        return progress.encode_progress(self._dataset(dataset))
+
+    def _dataset(self, name: str) -> DatasetShards:
+        found = self.sets.get(name)
+        if found is None:
+            raise SettingsError(f"data set {shown(name, 100)!r} is not known: create it first")
+        return found
+
+    def snapshot(self) -> bytes:
+        """Return the whole state; equal states give equal bytes."""
         message = master.BookState(
             term=self.term,
             last_lease=self.last_lease,
@@ -54,7 +104,7 @@ class BookTables:
         return seal(_MAGIC, message)
 
     def fill(self, data: bytes) -> None:
-        """Take over what `encode` wrote; these tables are empty until now.
+        """Take over what `snapshot` returned; these tables are empty until now.
 
         Raises:
             ProtocolError: the bytes are something else, or damaged.

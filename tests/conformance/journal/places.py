@@ -55,8 +55,8 @@ class StorePlace(Place):
     def damage(self, what: str) -> None:
         assert self.store is not None
         folder = self.folder + ("snapshots/" if what == "snapshot" else "records/")
-        entry = self.store.list(folder)[0 if what == "lost" else -1]
+        entry = self.store.list(folder)[-1]
         if what == "lost":
-            assert self.store.delete(entry.key)
+            assert self.store.delete(entry.key.removesuffix("2") + "1")
         else:
             self.store.put(entry.key, entry.value[:-1] + bytes([entry.value[-1] ^ 1]))

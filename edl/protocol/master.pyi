@@ -517,21 +517,17 @@ class BookState(_message.Message):
     def __init__(self, format: _Optional[int] = ..., term: _Optional[int] = ..., last_lease: _Optional[int] = ..., datasets: _Optional[_Iterable[_Union[DatasetState, _Mapping]]] = ..., ended_sessions: _Optional[_Iterable[_Union[EndedSession, _Mapping]]] = ..., ended_leases: _Optional[_Iterable[_Union[EndedLease, _Mapping]]] = ...) -> None: ...
 
 class ProgressState(_message.Message):
-    __slots__ = ("spec", "units", "ended", "flushed", "epoch", "position", "units_done", "shards")
+    __slots__ = ("spec", "units", "epoch", "position", "units_done", "shards")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     UNITS_FIELD_NUMBER: _ClassVar[int]
-    ENDED_FIELD_NUMBER: _ClassVar[int]
-    FLUSHED_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     UNITS_DONE_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     spec: DatasetSpec
     units: int
-    ended: bool
-    flushed: int
     epoch: int
     position: int
     units_done: int
     shards: _containers.RepeatedCompositeFieldContainer[ShardState]
-    def __init__(self, spec: _Optional[_Union[DatasetSpec, _Mapping]] = ..., units: _Optional[int] = ..., ended: _Optional[bool] = ..., flushed: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., units_done: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardState, _Mapping]]] = ...) -> None: ...
+    def __init__(self, spec: _Optional[_Union[DatasetSpec, _Mapping]] = ..., units: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., units_done: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardState, _Mapping]]] = ...) -> None: ...

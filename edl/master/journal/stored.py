@@ -218,13 +218,24 @@ class StoreJournal(Resource, Journal):
         values: list[bytes] = []
         for chunk in range(run.first // _CHUNK, -(-run.stop // _CHUNK)):
             prefix = self._key(f"{run.folder}/{chunk:08d}/")
-            found = {entry.key: entry.value for entry in self._ask(lambda prefix=prefix: self._store.list(prefix))}  # type: ignore[misc]
-            for number in range(max(run.first, chunk * _CHUNK), min(run.stop, (chunk + 1) * _CHUNK)):
-                key = self._key(_place(run.folder, number))
-                if key not in found:
-                    raise ProtocolError(f"journal {self._folder}: {key} is missing")
-                values.append(found[key])
+            numbers = range(max(run.first, chunk * _CHUNK), min(run.stop, (chunk + 1) * _CHUNK))
+            keys = [self._key(_place(run.folder, number)) for number in numbers]
+            found = self._read_values(prefix, keys)
+            values += [found[key] for key in keys]
         return b"".join(values)
+
+    def _read_values(self, prefix: str, keys: Sequence[str]) -> dict[str, bytes]:
+        """Read values that are there: a store whose leadership changes hands may not show them at once."""
+        deadline = time.monotonic() + self._timeout_s
+        wait = Backoff(0.05, 1.0, jitter=0.5)
+        while True:
+            found = {entry.key: entry.value for entry in self._ask(lambda: self._store.list(prefix))}
+            missing = next((key for key in keys if key not in found), None)
+            if missing is None:
+                return found
+            wait_s = wait.next_wait_s()
+            if time.monotonic() + wait_s > deadline or self._halted.wait(wait_s):
+                raise ProtocolError(f"journal {self._folder}: {missing} is missing")
 
     def _sweep(self, garbage: Sequence[ValueRun]) -> None:
         queued = {run for run, _ in tuple(self._sweeping)}

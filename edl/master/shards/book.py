@@ -379,9 +379,8 @@ class ShardBook(BookTables):
     def _fail(self, lease: ShardLease, failure: FailureRecord, *, late: bool) -> None:
         dataset = lease.session.dataset
         if dataset.fail(lease, failure, late=late):
-            self._add_event(
-                "poisoned", dataset, f"shard {lease.shard} of epoch {lease.epoch} is given up: {failure.reason}"
-            )
+            reason = dataset.failures[lease.epoch, lease.shard][-1].reason
+            self._add_event("poisoned", dataset, f"shard {lease.shard} of epoch {lease.epoch} is given up: {reason}")
 
     def _expire_lease(self, lease: ShardLease, reason: str, time_ms: int) -> None:
         self._drop(lease)

@@ -9,7 +9,7 @@ from edl.master.shards.cursors import StreamCursor, UnitCursor, make_cursor
 from edl.master.shards.dataset import DatasetShards
 from edl.master.shards.envelope import open_envelope, seal
 from edl.master.shards.ranges import UnitRange
-from edl.master.shards.specification import MOST_UNITS, is_same_spec
+from edl.master.shards.specification import is_same_spec
 from edl.master.shards.states import shard_messages, take_shards
 from edl.protocol import master
 
@@ -41,9 +41,6 @@ def encode_progress(dataset: DatasetShards) -> bytes:
         units_done=dataset.units_done - sum(part.stop - part.start for part in provisional),
         shards=shard_messages(dataset, open_parts + provisional),
     )
-    if isinstance(cursor, StreamCursor):
-        state.ended = cursor.ended
-        state.flushed = cursor.flushed
     return seal(_MAGIC, state)
 
 
@@ -51,21 +48,26 @@ def decode_progress(dataset: DatasetShards, data: bytes) -> DatasetShards:
     """Return a data set as it was when `encode_progress` looked, without readers.
 
     Args:
-        dataset: as it is now; not changed. A source that has grown since keeps its size.
+        dataset: as it is now; not changed. A source without an end is as large as it is now.
         data: its progress.
 
     Raises:
         ProtocolError: the bytes are something else, or damaged.
-        ConflictError: they are of a data set with another specification.
+        ConflictError: they are of a data set with another specification, or of a source that has not grown as far here.
     """
     state = open_envelope(_MAGIC, "progress of a data set", data, master.ProgressState)
     if not is_same_spec(state.spec, dataset.spec):
         raise ConflictError(f"data set {dataset.name}: the progress is of a data set with another specification")
     now = dataset.cursor
-    ended, flushed = state.ended, state.flushed
     if isinstance(now, StreamCursor):
-        ended, flushed = ended or now.ended, max(flushed, now.flushed)
-    cursor = make_cursor(dataset.spec, max(state.units, now.units), ended, flushed, state.epoch, state.position)
+        if state.position > now.units:
+            raise ConflictError(
+                f"data set {dataset.name} has {now.units} units until now, and the progress is at {state.position}: its"
+                " index is to reach as far first"
+            )
+        cursor = make_cursor(dataset.spec, now.units, now.ended, now.flushed, state.epoch, state.position)
+    else:
+        cursor = make_cursor(dataset.spec, state.units, False, 0, state.epoch, state.position)
     _check(dataset, cursor, state)
     restored = DatasetShards(dataset.name, dataset.spec, cursor, index=list(dataset.index))
     restored.units_done = state.units_done
@@ -77,9 +79,7 @@ def _check(dataset: DatasetShards, cursor: UnitCursor, state: master.ProgressSta
     """Raise ProtocolError for progress with a right checksum that no data set can have."""
     size = dataset.spec.shard_size
     possible = state.units_done >= 0 and cursor.is_possible
-    if isinstance(cursor, StreamCursor):
-        possible = possible and 0 <= state.units <= MOST_UNITS
-    else:
+    if not isinstance(cursor, StreamCursor):
         possible = possible and state.units == dataset.spec.units
     for shard in state.shards:
         low, high = shard.shard * size, min((shard.shard + 1) * size, cursor.units)

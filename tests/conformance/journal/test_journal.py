@@ -14,8 +14,8 @@ from edl.master.journal import Journal
 from tests.conformance.journal.places import Place
 
 
-def begun(place: Place) -> Journal:
-    journal = place.open()
+def begun(place: Place, timeout_s: float = 5.0) -> Journal:
+    journal = place.open(timeout_s)
     journal.begin_term()
     return journal
 
@@ -164,7 +164,7 @@ def test_damage_is_found(place: Place, what: str) -> None:
     journal.append([b"two"])
     place.damage(what)
     with pytest.raises(ProtocolError, match=r"journal .*(damaged|missing)"):
-        begun(place).load()
+        begun(place, timeout_s=0.3).load()
 
 
 def test_closed_journal_is_refused(place: Place) -> None:

@@ -229,6 +229,27 @@ def test_store_is_away_for_a_while(tmp_path: Path) -> None:
         backend.stop()
 
 
+def test_value_that_shows_late_is_waited_for(stored: StorePlace, disturbed: Any) -> None:
+    """As Consul may answer while its leadership changes hands."""
+    assert stored.store is not None
+    journal = stored.open()
+    journal.begin_term()
+    journal.append([b"1"])
+    journal.append([b"2"])
+    entry = stored.store.list(f"{stored.folder}records/")[-1]
+    stored.store.delete(entry.key)
+    looks = []
+
+    def look(method: str, key: str) -> None:
+        if method == "list":
+            looks.append(key)
+            if len(looks) == 3:
+                stored.store.put(entry.key, entry.value)  # type: ignore[union-attr]
+
+    disturbed.before = look
+    assert stored.open(store=disturbed).load() == (None, [b"1", b"2"])
+
+
 def test_store_that_stays_away_is_an_error(tmp_path: Path) -> None:
     backend = ServedBackend(tmp_path / "store.sqlite")
     with open_store(backend.url, timeout_s=0.3) as store:

@@ -72,3 +72,23 @@ def test_failed_shard_of_a_stream_is_next() -> None:
     extend(job, 100)
     (lease,) = job.turn("a", 1).leases
     assert bounds(job.fail("a", lease, "once", want=2).leases) == [(0, 10), (10, 20)]
+
+
+def test_progress_of_a_stream_needs_its_index() -> None:
+    """Another job's master has not seen the source grow so far yet."""
+    job = stream()
+    job.open("a")
+    extend(job, 45)
+    first, second = job.turn("a", 2).leases
+    job.turn("a", 0, done=[first])
+    command = master.RestoreProgress(dataset="d", progress=job.book.progress("d"))
+    other = stream()
+    extend(other, 19)
+    with pytest.raises(ConflictError, match="19 units until now, and the progress is at 20"):
+        other.apply(restore_progress=command)
+    extend(other, 31)
+    other.apply(restore_progress=command)
+    other.open("b")
+    assert bounds(other.turn("b", 9).leases) == [(10, 20), (20, 30)]
+    assert other.book.describe("d").units == 31
+    assert second.start == 10

@@ -212,6 +212,34 @@ def test_paused_writer_comes_too_late(stored: StorePlace, disturbed: Any, write:
     assert eventually(lambda: keys(stored) == named(stored)), keys(stored) - named(stored)
 
 
+def test_late_values_are_swept_too(stored: StorePlace, disturbed: Any) -> None:
+    """A writer that stood still puts values of its snapshot where they were swept already, and dies."""
+    first = stored.open(store=disturbed)
+    first.begin_term()
+    second = stored.open()
+
+    def pause(method: str, key: str) -> None:
+        if method == "put" and "/snapshots/" in key:
+            disturbed.before = die
+            second.begin_term()
+            second.append([b"1"])
+            assert eventually(lambda: not second._sweeping)  # type: ignore[attr-defined]
+
+    def die(method: str, key: str) -> None:
+        if method == "compare_and_set":
+            raise LeaseLostError("it is dead")
+
+    disturbed.before = pause
+    with pytest.raises(LeaseLostError, match="it is dead"):
+        first.snapshot(b"late")
+    first.close()
+    assert len(keys(stored) - named(stored)) == 1
+    for state in (b"1", b"2"):
+        second.snapshot(state)
+        assert eventually(lambda: not second._sweeping)  # type: ignore[attr-defined]
+    assert keys(stored) == named(stored)
+
+
 def test_store_is_away_for_a_while(tmp_path: Path) -> None:
     backend = ServedBackend(tmp_path / "store.sqlite")
     try:

@@ -74,7 +74,7 @@ def test_failed_shard_of_a_stream_is_next() -> None:
     assert bounds(job.fail("a", lease, "once", want=2).leases) == [(0, 10), (10, 20)]
 
 
-def test_progress_of_a_stream_needs_its_index() -> None:
+def test_progress_needs_the_index() -> None:
     """Another job's master has not seen the source grow so far yet."""
     job = stream()
     job.open("a")

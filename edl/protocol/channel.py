@@ -6,6 +6,7 @@ What does not belong here: what is sent over them, and what a failed handshake m
 from __future__ import annotations
 
 import ipaddress
+import os
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -14,14 +15,33 @@ from edl.protocol.tls.credentials import AUTHORIZATION, CredentialFiles, Materia
 from edl.protocol.tls.verification import host_of
 from edl.protocol.transport import DIRECT, grpc
 
-__all__ = ["Metadata", "Options", "aio_channel", "call_metadata", "channel", "is_this_host", "listen"]
+__all__ = [
+    "Metadata",
+    "Options",
+    "aio_channel",
+    "call_metadata",
+    "channel",
+    "is_forked_from_grpc",
+    "is_this_host",
+    "listen",
+]
 
 Options: TypeAlias = Sequence[tuple[str, Any]]
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
+_used_in: set[int] = set()
+"""Processes, this one and those that it was forked from, that have made a channel or listened."""
+
+
+def is_forked_from_grpc() -> bool:
+    """Whether this process was forked from one that used gRPC: its threads are not here, and calls would hang."""
+    return bool(_used_in - {os.getpid()})
+
+
 def aio_channel(endpoint: str, files: CredentialFiles | None, options: Options = ()) -> grpc.aio.Channel:
     """Return a channel of grpc.aio to `host:port` or `unix:/path`, with the files as they are now."""
+    _used_in.add(os.getpid())
     material = files.current(now=True) if files is not None and files.tls else None
     if files is None or material is None:
         return grpc.aio.insecure_channel(endpoint, options=[*DIRECT, *options])
@@ -30,6 +50,7 @@ def aio_channel(endpoint: str, files: CredentialFiles | None, options: Options =
 
 def channel(endpoint: str, files: CredentialFiles | None, options: Options = ()) -> grpc.Channel:
     """Return a channel of gRPC's threads, otherwise as `aio_channel`."""
+    _used_in.add(os.getpid())
     material = files.current(now=True) if files is not None and files.tls else None
     if files is None or material is None:
         return grpc.insecure_channel(endpoint, options=[*DIRECT, *options])
@@ -65,6 +86,7 @@ def listen(server: grpc.aio.Server, address: str, files: CredentialFiles | None)
     Raises:
         RuntimeError: gRPC cannot listen there.
     """
+    _used_in.add(os.getpid())
     if files is None or not files.tls:
         return int(server.add_insecure_port(address))
     material = files.current(now=True)

@@ -21,7 +21,7 @@ from edl.errors import (
 )
 from edl.master.naming import FORMAT, SERVICE
 from edl.protocol import master as messages
-from edl.protocol.channel import call_metadata, channel
+from edl.protocol.channel import call_metadata, channel, is_forked_from_grpc
 from edl.protocol.tls.credentials import CredentialFiles
 from edl.protocol.transport import grpc
 from edl.quoting import shown
@@ -59,11 +59,17 @@ class MasterConnection(Resource):
         files: certificates and tokens, None for neither.
 
     Raises:
-        SettingsError: a token would cross the network as it is.
+        SettingsError: a token would cross the network as it is, or gRPC cannot be used in this process.
     """
 
     def __init__(self, job: str, endpoint: str, files: CredentialFiles | None) -> None:
         super().__init__()
+        if is_forked_from_grpc():
+            raise SettingsError(
+                "this process was forked from one that uses gRPC (a MasterClient, a DistillReader), which does not "
+                "survive a fork: start it in another way, a DataLoader's workers with "
+                'DataLoader(..., multiprocessing_context="forkserver"), or with "spawn"'
+            )
         self.endpoint: Final = endpoint
         self._job = job
         self._metadata = call_metadata(endpoint, files)

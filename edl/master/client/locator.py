@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Final
+from typing import Any, Final
 
 from edl.discovery import Store
 from edl.errors import DiscoveryError, NoMasterError
@@ -51,16 +51,14 @@ class Locator:
             raise NoMasterError(f"the Store has nonsense at {election_key(self._job)}") from exc
         return self._known
 
-    def ended(self) -> bool:
-        """Whether the job's data sets were all done, and its master has ended for that."""
+    def last_report(self) -> dict[str, Any] | None:
+        """Return the last report of a master that has ended since all was done; None where there is another to come."""
         if self._store is None:
-            return False
+            return None
         try:
             report = read_report(self._store, self._job)
-            return (
-                report is not None
-                and report.get("state") == "done"
-                and self._store.get(election_key(self._job)) is None
-            )
+            if report is None or report.get("state") != "done" or self._store.get(election_key(self._job)) is not None:
+                return None
         except DiscoveryError:
-            return False
+            return None
+        return report

@@ -214,9 +214,9 @@ class MasterClient(Resource):
             raise
         return connection
 
-    def has_ended(self) -> bool:
-        """Whether all data sets of the job were done, and its master has ended for that. Asks the Store."""
-        return self._locator.ended()
+    def last_report(self) -> dict[str, Any] | None:
+        """Return what a master reported that has ended since all data sets were done; None where none has."""
+        return self._locator.last_report()
 
     def _opened(self, store: Store | str | None, credentials: Credentials) -> Store:
         if isinstance(store, Store):
@@ -244,10 +244,6 @@ class MasterClient(Resource):
                     left_s = begun + self.timeout_s - time.monotonic()
                     if left_s <= 0:
                         raise self._wait.error() from exc
-                    if self.has_ended():
-                        raise NoMasterError(
-                            f"job {self.job!r} is done, and its master has ended: start another job, or the master anew"
-                        ) from exc
                     self._changed.wait_for(lambda: self._closed, min(wait_s, left_s))
                     if self._closed:
                         raise ClosedError("MasterClient is closed") from exc

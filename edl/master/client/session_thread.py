@@ -27,6 +27,8 @@ _IDLE_S: Final = 3600.0
 """How long the thread waits where nothing is due: it is woken when something is."""
 _CLOSE_S: Final = 3.0
 """What `close` waits for the last reports to reach the master; a session that is not closed expires by itself."""
+_DONE_S: Final = 5.0
+"""After so long without a master a job that was done is done; before, another may be started to go on with it."""
 _RESUME_RETRY_S: Final = 1.0
 """Between two attempts to go on from a mark that a reader holds which may be dead: its session expires."""
 
@@ -210,8 +212,7 @@ class SessionThread:
         except NoMasterError as exc:
             self._drop_connection()
             wait_s = self._wait.failed(exc)
-            if self._client.has_ended():
-                self._end_with_job()
+            if self._job_is_done():
                 return _IDLE_S
         except LeaseLostError as exc:
             self._lose_session(str(exc))
@@ -435,12 +436,22 @@ class SessionThread:
         else:
             logger.warning("this reader's session of %s was lost, and it begins a new one: %s", self._dataset, why)
 
-    def _end_with_job(self) -> None:
+    def _job_is_done(self) -> bool:
+        """End where the job's master ended since all was done, and no other has been started for a while."""
+        away_since = self._wait.away_since
+        if away_since is None or time.monotonic() < away_since + _DONE_S:
+            return False
+        report = self._client.last_report()
+        datasets = [] if report is None else report.get("datasets", [])
+        found = next((dataset for dataset in datasets if dataset.get("name") == self._dataset), None)
+        if found is None:
+            return False
         logger.warning(
             "job %r is done, and its master has ended: %s has no shard any more", self._client.job, self._dataset
         )
         if self._session is not None:
             self._session.abandon("the job is done")
+        self.poisoned = int(found["shards"]["poisoned"])
         self.finished = True
         self._reading = False
         while self._outbox:
@@ -451,6 +462,7 @@ class SessionThread:
                 request.failure = NoMasterError("the job is done, and its master has ended")
             request.answered = True
         self._changed.notify()
+        return True
 
     def _fail(self, exc: EDLError) -> None:
         """Have callers get an error from now on."""

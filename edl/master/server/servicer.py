@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -32,15 +33,18 @@ class MasterServicer:
         self._status = status
         self._term: Term | None = None
         self._why = "it has just been started"
+        self._streams: set[asyncio.Task[Any]] = set()
 
     def lead(self, term: Term) -> None:
         """Answer from now on."""
         self._term = term
 
     def stand_by(self, why: str) -> None:
-        """Refuse calls from now on, saying why."""
+        """Refuse calls from now on, saying why, and end streams: their workers look for the next master at once."""
         self._term = None
         self._why = why
+        for stream in self._streams:
+            stream.cancel()
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return what gRPC's server wants to know."""
@@ -88,6 +92,20 @@ class MasterServicer:
 
     async def _next(self, requests: AsyncIterator[messages.NextRequest], context: Context) -> None:
         """Answer the turns of a session, in their order. A stream may have several sessions, one after the other."""
+        stream = asyncio.current_task()
+        assert stream is not None
+        self._streams.add(stream)
+        try:
+            await self._take_turns(context)
+        except asyncio.CancelledError:
+            if self._term is not None:
+                raise  # by the worker
+            with _refusing(context):
+                self._leading()
+        finally:
+            self._streams.discard(stream)
+
+    async def _take_turns(self, context: Context) -> None:
         with _refusing(context):
             while (request := await context.read()) is not grpc.aio.EOF:
                 term = self._leading()

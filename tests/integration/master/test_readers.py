@@ -287,3 +287,24 @@ def test_a_forked_child_is_refused(lead: Lead, create: Create, read: Read, clien
         os._exit(refusals)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     assert len(samples(reader)) == 10
+
+
+def test_a_late_worker_finds_all_done(
+    lead: Lead, create: Create, read: Read, monkeypatch: pytest.MonkeyPatch, client: MasterClient
+) -> None:
+    """The master has ended: nothing is left to wait for."""
+    monkeypatch.setattr("edl.master.client.session_thread._DONE_S", 0.5)
+    master = lead()
+    create(20, max_failures=1)
+    reader = read(explicit=True)
+    reader.report_failed(next(reader), "bad")
+    reader.report_done(next(reader))
+    reader.take(5)
+    reader.close()
+    assert master.wait_done(20)
+    master.close()
+    with pytest.raises(PoisonedShardsError):
+        next(read())
+    late = read(on_poisoned="warn")
+    assert list(late) == []
+    assert late.finished

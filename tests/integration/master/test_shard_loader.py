@@ -1,0 +1,67 @@
+"""`ShardDataset` under PyTorch's `DataLoader`, with workers however they are started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from edl.errors import SettingsError
+from edl.master import MasterClient, MasterServer
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.data import DataLoader  # noqa: E402
+
+from edl.master.client.torch import ShardDataset  # noqa: E402
+
+Lead = Callable[..., MasterServer]
+Create = Callable[..., None]
+
+
+@pytest.mark.parametrize(("workers", "context"), [(0, None), (2, "forkserver"), (1, "spawn")])
+def test_every_sample_comes_once(
+    lead: Lead, create: Create, client: MasterClient, url: str, workers: int, context: str | None
+) -> None:
+    master = lead()
+    create(500, shard_size=20)
+    dataset = ShardDataset("job", "d", url, timeout_s=30, holder="trainer")
+    loader = DataLoader(dataset, batch_size=16, num_workers=workers, multiprocessing_context=context)
+    found = Counter(int(sample) for batch in loader for sample in batch)
+    assert found == Counter(range(500))
+    assert master.wait_done(20)
+    assert client.status()["datasets"][0]["shards"]["done"] == 25
+
+
+FORKING = """
+import sys
+from torch.utils.data import DataLoader
+from edl.master.client.torch import ShardDataset
+
+dataset = ShardDataset("job", "d", sys.argv[1], timeout_s=30)
+loader = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork")
+print(*sorted(int(sample) for sample in loader))
+"""
+
+
+def test_forked_workers_make_channels(lead: Lead, create: Create, url: str) -> None:
+    """In a program that has not used gRPC itself."""
+    lead()
+    create(100)
+    command = [sys.executable, "-c", FORKING, url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [int(sample) for sample in done.stdout.split()] == list(range(100))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_fork_of_a_user_of_grpc_is_told(lead: Lead, create: Create, url: str) -> None:
+    """Instead of a hang: gRPC's threads are not in the child."""
+    lead()
+    create(100)
+    loader = DataLoader(ShardDataset("job", "d", url, timeout_s=30), num_workers=1, multiprocessing_context="fork")
+    with pytest.raises(SettingsError, match="forkserver"):
+        list(loader)

@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S: Final = (0.1, 1.0)
 """The first and the longest wait: a master that was started again answers after half a second."""
+_QUIET_S: Final = 1.0
+"""A master that is away for less, as one that is just being started, is not spoken of."""
 
 
 class MasterWait:
@@ -32,6 +34,7 @@ class MasterWait:
         self.away_since: float | None = None
         """In seconds of `time.monotonic()`; None while the master answers."""
         self.reason = ""
+        self._logged = False
 
     def failed(self, exc: NoMasterError) -> float:
         """Note that it did not answer; return the seconds until the next attempt."""
@@ -44,8 +47,11 @@ class MasterWait:
     def answered(self) -> None:
         """Note that it answers."""
         if self.away_since is not None:
-            logger.info("the master of job %r answers, after %.1f s", self._job, time.monotonic() - self.away_since)
+            away_s = time.monotonic() - self.away_since
+            if self._logged:
+                logger.info("the master of job %r answers, after %.1f s", self._job, away_s)
             self.away_since = None
+            self._logged = False
         self._backoff.reset()
 
     def error(self) -> NoMasterError:

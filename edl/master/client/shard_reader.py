@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Literal
 
 from edl.discovery.common.resource import Resource
@@ -44,6 +44,8 @@ class ShardReader(Resource):
         samples: the user's own source, for data sets that name none that a worker may open (`load_dataset`).
         explicit: nothing is reported but by `report_done` and its like.
         on_poisoned: "raise" or "warn", at the end of the iteration.
+        may_leave: asked from time to time while an iterator waits for shards that other readers have; True ends the
+            iteration, and leaves what comes back to others.
 
     Raises:
         SettingsError: an argument cannot be used.
@@ -59,6 +61,7 @@ class ShardReader(Resource):
         samples: object = None,
         explicit: bool = False,
         on_poisoned: Literal["raise", "warn"] = "raise",
+        may_leave: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__()
         if prefetch < 0:
@@ -70,6 +73,7 @@ class ShardReader(Resource):
         self._client = client
         self._explicit = explicit
         self._on_poisoned = on_poisoned
+        self._may_leave = may_leave
         self._samples = samples
         self._opened: Dataset | None = None
         self._current: Shard | None = None
@@ -126,7 +130,7 @@ class ShardReader(Resource):
         self._check()
         self._report_current()
         while not self._closed:
-            shard = self.take(_WAIT_S)
+            shard = self.take(_WAIT_S if self._may_leave is None else _ASK_S)
             if shard is not None:
                 self._current = None if self._explicit else shard
                 if not self._explicit:
@@ -134,6 +138,8 @@ class ShardReader(Resource):
                 return shard
             if self.finished:
                 self._end()
+                break
+            if self._may_leave is not None and self._may_leave():
                 break
         raise StopIteration
 
@@ -333,5 +339,7 @@ class ShardReader(Resource):
         self.close(commit=None if kind is None else False)
 
 
+_ASK_S: Final = 0.5
+"""Between two questions of `may_leave`, which may ask the master: an epoch that ends waits for as long."""
 _WAIT_S: Final = 3600.0
 """Of a wait for the next shard, after which it is waited for again: others' leases may come back whenever they end."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch.utils.data
@@ -34,7 +36,7 @@ class ShardDataset(torch.utils.data.IterableDataset[Any]):
         credentials: certificates and tokens; None for what the environment names.
         prefetch: shards that each reader keeps at hand.
         samples: as for `ShardReader`.
-        holder: the name that people see; a worker of a loader adds its number.
+        holder: the name that people see, before that of the host and the process, and the worker's number.
     """
 
     def __init__(
@@ -68,12 +70,30 @@ class ShardDataset(torch.utils.data.IterableDataset[Any]):
             NoMasterError: the master was away for `timeout_s`.
         """
         worker = torch.utils.data.get_worker_info()
-        holder = self._holder or f"{socket.gethostname()}:{os.getpid() if worker is None else os.getppid()}"
-        if worker is not None:
-            holder = f"{holder}/{worker.id}"
+        host = socket.gethostname()
+        name = host if self._holder is None else f"{self._holder}:{host}"
         options: dict[str, Any] = {"timeout_s": self._timeout_s, "credentials": self._credentials}
-        with (
-            MasterClient(self._job, self._store, endpoint=self._endpoint, **options) as client,
-            ShardReader(client, self._dataset, holder=holder, prefetch=self._prefetch, samples=self._samples) as reader,
-        ):
+        with contextlib.ExitStack() as stack:
+            client = stack.enter_context(MasterClient(self._job, self._store, endpoint=self._endpoint, **options))
+            chosen: dict[str, Any] = {"prefetch": self._prefetch, "samples": self._samples}
+            if worker is None:
+                chosen["holder"] = f"{name}:{os.getpid()}"
+            else:
+                loader = f"{name}:{os.getppid()}.{(worker.seed - worker.id) & 0xFFFF:04x}/"
+                chosen["holder"] = f"{loader}{worker.id}"
+                if worker.num_workers > 1:
+                    chosen["may_leave"] = partial(_has_sibling_shards, client, self._dataset, loader)
+            reader = ShardReader(client, self._dataset, **chosen)
+            stack.callback(reader.close, commit=True)
             yield from reader.samples()
+
+
+def _has_sibling_shards(client: MasterClient, dataset: str, loader: str) -> bool:
+    """Whether other workers of the loader have shards.
+
+    A loader takes batches from its workers in turn. A worker that waited for shards which its siblings have would keep
+    the loader from asking these, for ever: it ends, and they go on without it.
+    """
+    datasets = client.status()["datasets"]
+    holders = [holder for found in datasets if found["name"] == dataset for holder in found["holders"]]
+    return any(holder["leases"] and holder["holder"].startswith(loader) for holder in holders)

@@ -72,7 +72,7 @@ def describe_dataset(
         **status,
         "units_per_s": round(rate, 3),
         "eta_s": round(left / rate, 1) if left is not None and rate > 0 else None,
-        "holders": holders[:_HOLDERS],
+        "holders": holders,
     }
 
 
@@ -98,7 +98,7 @@ def check_continued(last: dict[str, Any] | None, term: int, journal: str) -> Non
 def encode(report: dict[str, Any]) -> bytes:
     """Return the report as JSON that the Store takes: without its longest parts where it has too many bytes."""
     shorter: Sequence[Callable[[dict[str, Any]], None]] = (
-        lambda dataset: None,
+        lambda dataset: dataset.update(holders=dataset["holders"][:_HOLDERS]),
         lambda dataset: dataset.update(holders=dataset["holders"][:20], poisoned=dataset["poisoned"][:10]),
         lambda dataset: dataset.update(holders=[], poisoned=[]),
     )

@@ -70,7 +70,7 @@ def survived(folder: Path) -> Counter[int]:
     return counts
 
 
-def test_killed_between_report_and_checkpoint(lead: Lead, create: Create, tmp_path: Path) -> None:
+def test_killed_before_its_checkpoint(lead: Lead, create: Create, tmp_path: Path) -> None:
     """Shards that were reported after the last checkpoint are done again: their samples died with the process."""
     master = lead()
     create(800, commit="checkpoint", session_s=1.5, lease_s=1.5, max_failures=100)
@@ -171,7 +171,7 @@ def test_a_reader_is_a_field_of_a_state(
     assert sorted(before + list(restored.samples())) == list(range(40))
 
 
-def test_closing_at_the_end_counts_what_is_left(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
+def test_closing_at_the_end_counts(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
     master = lead()
     create(100, commit="checkpoint")
     with read() as reader:

@@ -71,7 +71,7 @@ def test_poisoned_shards_show_and_come_back(start: Start, client: MasterClient) 
     assert finish(process)[0] == 0
 
 
-def test_poisoned_shards_come_back_while_it_runs(start: Start, client: MasterClient) -> None:
+def test_poisoned_shards_come_back_live(start: Start, client: MasterClient) -> None:
     process = start("--data", "range:100", "--shard-size", "50", "--max-failures", "1", "--stay")
     reader = ShardReader(client, "data", explicit=True)
     reader.report_failed(next(reader), "bad")

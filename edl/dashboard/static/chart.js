@@ -103,6 +103,7 @@ export class TimeChart {
     return {
       width,
       height: HEIGHT,
+      padding: [8, 28, 0, 0], // the last time is written beyond the picture's edge
       legend: { show: false },
       cursor: { y: false, drag: { x: false, y: false, setScale: false }, points: { show: !this._bands } },
       select: { show: false },

@@ -203,6 +203,11 @@ class GoodputOverTime {
   }
 }
 
+/** A node that is not there has no rate, whatever it had last. */
+function isGone(node) {
+  return node.state === "left" || node.state === "lost";
+}
+
 class Members {
   constructor() {
     const column = (label, kind, set) => ({ label, kind, set });
@@ -212,8 +217,8 @@ class Members {
       column("state", "word", (cell, node) => setBadge(cell, node.state)),
       column("goodput", "number", (cell, node) => setText(cell, percent(node.goodput))),
       column("step", "number", (cell, node) => setText(cell, node.step !== null && node.step < 0 ? "–" : count(node.step))),
-      column("steps/s", "number", (cell, node) => setText(cell, figure(node.stepsPerS))),
-      column("samples/s", "number", (cell, node) => setText(cell, samples(node))),
+      column("steps/s", "number", (cell, node) => setText(cell, isGone(node) ? UNKNOWN : figure(node.stepsPerS))),
+      column("samples/s", "number", (cell, node) => setText(cell, isGone(node) ? UNKNOWN : samples(node))),
       column("last heard", "number", (cell, node) => setText(cell, node.silentS === null ? "–" : `${age(node.silentS)} ago`)),
     ], (node) => `${node.node}\n${node.began}`, { noun: "members" });
     this.root = this._table.root;
@@ -225,7 +230,7 @@ class Members {
 
   update({ job }) {
     this.root.hidden = false;
-    const gone = job.nodes.filter((node) => node.state === "left" || node.state === "lost").length;
+    const gone = job.nodes.filter(isGone).length;
     const there = job.nodes.length - gone;
     this._table.setCaption(`Members: ${plural(there, "node")} there${gone > 0 ? `, ${count(gone)} gone` : ""}`);
     this._table.update(job.nodes);

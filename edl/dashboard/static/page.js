@@ -130,7 +130,7 @@ function showStatus() {
   const silent = age(connection.silentS);
   const updated = find("updated");
   if (state === null) setText(updated, "");
-  else setText(updated, status === "live" ? `· updated ${silent} ago` : `, last update ${silent} ago; trying again`);
+  else setText(updated, status === "live" ? `· updated ${silent} ago` : `· last update ${silent} ago, trying again`);
   setTitle(updated, state === null || state.time === null ? "" : `Figures of ${fullTime(state.time)}`);
 }
 

@@ -80,6 +80,8 @@ def main(argv: Sequence[str]) -> int:
     with _signals() as caught, contextlib.ExitStack() as stack:
         specs = {} if dataset is None else {options.name: dataset.spec}
         master = stack.enter_context(MasterServer(options.job, settings, specs))
+        if options.http_port is not None:
+            stack.enter_context(_page(options, url, credentials, master))
         if not options.no_advice:
             store = stack.enter_context(open_store(url, credentials=credentials))
             stack.enter_context(open_advisor(store, options))
@@ -95,6 +97,20 @@ def main(argv: Sequence[str]) -> int:
         if master.failure is not None:
             raise master.failure
         return _conclude(options.job, master.status(), time.monotonic() - begun)
+
+
+def _page(
+    options: argparse.Namespace, url: str, credentials: Credentials, master: MasterServer
+) -> contextlib.AbstractContextManager[object]:
+    """Serve the page of this job: `edl dashboard`'s, with the metrics that only the master has."""
+    from edl.dashboard.server import DashboardServer, DashboardSettings  # aiohttp is there where a page is wanted
+
+    settings = DashboardSettings(
+        url, host=options.http_host, port=options.http_port, job=options.job, credentials=credentials
+    )
+    page = DashboardServer(settings, [master.metrics])
+    logger.info("the page of job %s is at %s", options.job, page.url)
+    return page
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -120,6 +136,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--host", default="127.0.0.1", help="where to listen; :: for all of this host's (default: 127.0.0.1)")
     add("--port", type=int, default=0, help="(default: any; workers find it in the store)")
+    add(
+        "--http-port",
+        type=int,
+        metavar="N",
+        help="serve a page, and /metrics, there; 0 for a free port (docs/dashboard.md)",
+    )
+    add("--http-host", default="127.0.0.1", metavar="HOST", help="where the page listens (default: 127.0.0.1)")
     add("--lease", type=float, default=5.0, metavar="S", help="a standby takes over after so long (default: 5)")
     add("--stay", action="store_true", help="go on when all is done: workers may create more data sets")
     add("--new", action="store_true", help="begin anew: a journal that is there is set aside")

@@ -171,7 +171,11 @@ class World:
             values = _known(cls, json.loads(data))
             values["state"] = JobState(values["state"])
             values["nodes"] = tuple(Member(**_known(Member, member)) for member in values["nodes"])
-            return cls(**values)
+            world = cls(**values)
+            _check_types(world, ("message",), ("generation", "forgiven"))
+            for member in world.nodes:
+                _check_types(member, ("id", "addr"), ("port", "local_world_size", "first_rank"))
+            return world
         except (ValueError, TypeError, KeyError) as exc:
             raise ProtocolError(f"not a world's record: {data[:100]!r} ({exc})") from exc
 
@@ -217,6 +221,14 @@ class Exclusion:
         except (ValueError, TypeError, KeyError) as exc:
             raise ProtocolError(f"not the record of a host that is left out: {data[:100]!r} ({exc})") from exc
         return exclusion
+
+
+def _check_types(record: object, texts: tuple[str, ...], numbers: tuple[str, ...]) -> None:
+    """Raise TypeError where an attribute that is read by others than agents is of another type."""
+    wrong = [name for name in texts if not isinstance(getattr(record, name), str)]
+    wrong += [name for name in numbers if type(getattr(record, name)) is not int]
+    if wrong:
+        raise TypeError(f"{', '.join(wrong)} of another type")
 
 
 def _known(cls: type, values: Any) -> dict[str, Any]:

@@ -78,10 +78,14 @@ class DashboardServer:
         self._credentials = CredentialFiles.of(settings.credentials, serving=True)
         self._registries = tuple(registries)
         self._streams_s = (heartbeat_s, write_s)
-        self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._reader = StateReader(settings.store, registry_url=settings.registry, job=settings.job)
-        self._reader.open()
+        try:
+            self._reader.open()
+        except SettingsError:
+            self._reader.close()
+            raise
+        self._loop = asyncio.new_event_loop()
         self._tls_context: ssl.SSLContext | None = None
         self._started: Future[int] = Future()
         self._running = start_call("edl-dashboard", self._run)

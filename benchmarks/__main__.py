@@ -27,7 +27,7 @@ from benchmarks._harness import Spread, table
 
 NAMES = (
     *("reader", "counts", "degradation", "heterogeneous", "kill", "balance", "fairness"),
-    *("checkpoint", "recovery", "churn", "shards", "accuracy_parity"),
+    *("checkpoint", "recovery", "churn", "shards", "accuracy_parity", "cluster_sim"),
 )
 _PACKAGES = ("numpy", "grpcio", "protobuf", "torch")
 _PAGE = ROOT / "docs/benchmarks.md"

@@ -4,15 +4,16 @@ With W left to do, n' workers need R = W / T(n') seconds, and the present n need
 difference, and costs a pause of C seconds, so n' is better exactly where (T(n') / T(n) - 1) R > C. As W shrinks no
 n' is better any more: nothing grows near its end.
 
-From Pollux (Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021) comes
-the damping, and only that: the speedup of a changed allocation is multiplied by its section 4.2.1's
+From Pollux (Qiao et al., "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep Learning", OSDI 2021) come
+two things, and only these. The first is the damping of its section 4.2, by which the speedup of a changed allocation is
+multiplied::
 
     REALLOC_FACTOR = (age - moves C) / (age + C)
 
-which takes the rate at which the job was moved so far to go on: who has moved often does not move again so soon. Here
-it multiplies T(n'). A size that was not tried is taken for what the fitted line says of it,
-but only one worker beyond what was tried (Pollux allows twice the most that was tried), and only after the present size
-was measured.
+It takes the rate at which the job was moved so far to go on: a job that has moved often does not move again so soon.
+Here it multiplies T(n'). The second is the exploration of section 4.1: a size that was not tried is taken for what the
+fitted line says of it, and for perfect scaling where only one size is known, but only up to twice the most that was
+tried. So unknown sizes are explored a step at a time, and the present size is measured before the next step.
 
 Workers are given back where they do too little: below `min_efficiency` of what they would do alone.
 """
@@ -24,7 +25,14 @@ from dataclasses import dataclass, field
 
 from edl.master.scaling.throughput import ThroughputHistory, ThroughputModel, fit_throughput
 
-__all__ = ["WorkerDecision", "WorkerObservation", "WorkerScalingSettings", "compute_realloc_factor", "decide_workers"]
+__all__ = [
+    "WorkerDecision",
+    "WorkerObservation",
+    "WorkerScalingSettings",
+    "compute_realloc_factor",
+    "decide_workers",
+    "find_useful_limit",
+]
 
 
 @dataclass(frozen=True)
@@ -38,12 +46,14 @@ class WorkerScalingSettings:
         min_efficiency: T(n) / (n T(1)) below which a worker is of too little use: the lower end of the band in which
             AdaptDL's scheduler keeps a cluster (`_min_util` of `adaptdl_sched/policy/pollux.py`).
         efficiency_band: given back only below `min_efficiency` less this share of it, so that noise moves nothing.
+        explore_factor: the next size that may be tried by the largest that was; at least one worker more.
     """
 
     min_samples: int = 3
     horizon_s: float = 3600.0
     min_efficiency: float = 0.35
     efficiency_band: float = 0.25
+    explore_factor: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -124,13 +134,43 @@ def decide_workers(observation: WorkerObservation, settings: WorkerScalingSettin
     if model is None or record is None or now not in known or record.samples < settings.min_samples:
         samples = record.samples if record is not None and now in known else 0
         return WorkerDecision(now, f"{now}: measured {samples} of {settings.min_samples} times at this size", model)
-    reach = min(high, max(known) + 1)
     efficient = _find_efficient_size(model, settings.min_efficiency) if len(known) > 1 else math.inf
     threshold = settings.min_efficiency * (1 - settings.efficiency_band)
     if len(known) > 1 and now > low and model.compute_efficiency(now) < threshold:
         least = max(low, min(known) - 1)  # below what was tried, the line says little
         return _give_back(observation, settings, model, max(least, min(now - 1, int(efficient))))
-    return _grow(observation, settings, model, int(min(reach, efficient)))
+    return _grow(observation, settings, model, int(min(high, efficient, _find_reach(known, settings))))
+
+
+def find_useful_limit(observation: WorkerObservation, settings: WorkerScalingSettings | None = None) -> int:
+    """Return the most workers that a job may be given now: what is known to be of use, and a step of what is unknown.
+
+    This is what `edl.master.scaling.arbitration` takes for the most that a job can use; what a move there costs, it
+    weighs itself.
+
+    Args:
+        observation: what is known of the job; `workers` may be 0.
+        settings: what the decision goes by; None for the defaults.
+    """
+    settings = settings or WorkerScalingSettings()
+    low, now, high = observation.min_workers, observation.workers, observation.max_workers
+    known = observation.history.list_known_sizes(observation.now_s)
+    model = fit_throughput(observation.history, observation.now_s)
+    if model is None:
+        return min(high, max(now, low))
+    record = observation.history.sizes.get(now)
+    measured = record is not None and now in known and record.samples >= settings.min_samples
+    limit = float(_find_reach(known, settings) if measured else max(known))
+    if len(known) > 1:
+        limit = min(limit, _find_efficient_size(model, settings.min_efficiency))
+        if model.compute_efficiency(max(now, 1)) >= settings.min_efficiency * (1 - settings.efficiency_band):
+            limit = max(limit, now)
+    return min(high, max(low, 1, int(limit), 0 if measured else now))
+
+
+def _find_reach(known: list[int], settings: WorkerScalingSettings) -> int:
+    """Return the largest size that may be tried next."""
+    return max(max(known) + 1, int(max(known) * settings.explore_factor))
 
 
 def _grow(

@@ -17,6 +17,7 @@ from edl.master.scaling.workers import (
     WorkerScalingSettings,
     compute_realloc_factor,
     decide_workers,
+    find_useful_limit,
 )
 
 LONG = 1e9  # samples left: more than any horizon
@@ -98,13 +99,16 @@ def test_old_rates_are_forgotten() -> None:
     assert history.record_rate(3, 1.0, now + 30 * 3600.0).sizes.keys() == {3}
 
 
-def test_one_size_is_explored_by_one() -> None:
+def test_one_size_is_explored_by_a_step() -> None:
     decision = decide_workers(job(measured(ThroughputModel(1.0, 0.1), 4), 4))
-    assert decision.count == 5
+    assert decision.count == 8
+    assert decide_workers(job(measured(ThroughputModel(1.0, 0.1), 1), 1)).count == 2
+    single = WorkerScalingSettings(explore_factor=1.0)
+    assert decide_workers(job(measured(ThroughputModel(1.0, 0.1), 4), 4), single).count == 5
     assert decision.model is not None
     assert decision.model.a == pytest.approx(1.4)
     assert decision.model.b == 0
-    assert "4 -> 5" in decision.reason
+    assert "4 -> 8" in decision.reason
 
 
 def test_nothing_moves_unmeasured() -> None:
@@ -131,8 +135,8 @@ def test_nothing_grows_near_its_end() -> None:
     history = measured(model, 4, 3, 4)
     ratio = model.predict_rate(5) / model.predict_rate(4) * compute_realloc_factor(3600.0, 0, 30.0)
     just = 30.0 / (ratio - 1) * model.predict_rate(5)
-    assert decide_workers(job(history, 4, remaining=just * 1.001)).count == 5
-    assert decide_workers(job(history, 4, remaining=just * 0.999)).count == 4
+    assert decide_workers(job(history, 4, max_workers=5, remaining=just * 1.001)).count == 5
+    assert decide_workers(job(history, 4, max_workers=5, remaining=just * 0.999)).count == 4
     assert decide_workers(job(history, 4, remaining=0.0)).count == 4
 
 
@@ -145,7 +149,7 @@ def test_a_move_saves_its_pause(
     seen = job(history, workers, remaining=remaining, pause_s=pause_s, age_s=age_s, moves=moves)
     decision = decide_workers(seen)
     assert decision.model is not None
-    assert decision.count <= workers + 4
+    assert decision.count <= 2 * (workers + 3)
     assert decide_workers(replace(seen, remaining=0.0)).count <= workers
     assert decide_workers(replace(seen, moves=10**8)).count <= workers, "moved too often"
     if decision.count <= workers:
@@ -185,7 +189,7 @@ def test_growth_ends_with_noise(a: float, b: float, seed: int) -> None:
             history = history.record_rate(workers, model.predict_rate(workers) * draw.uniform(0.95, 1.05), now)
         seen = WorkerObservation(workers, 1, 16, history, now, None, pause_s=5.0, age_s=now, moves=moves)
         decision = decide_workers(seen)
-        assert decision.count <= workers + 1 or decision.count - 1 in history.sizes
+        assert decision.count <= 2 * max(history.sizes)
         moves += decision.count != workers
         workers = decision.count
         sizes.append(workers)
@@ -196,4 +200,28 @@ def test_growth_ends_with_noise(a: float, b: float, seed: int) -> None:
 def test_settings_are_used() -> None:
     history = measured(ThroughputModel(1.0, 0.1), 4)
     assert decide_workers(job(history, 4), WorkerScalingSettings(min_samples=4)).count == 4
-    assert decide_workers(job(history, 4, remaining=None), WorkerScalingSettings(horizon_s=60.0)).count == 4
+    assert decide_workers(job(history, 4, remaining=None), WorkerScalingSettings(horizon_s=20.0)).count == 4
+
+
+def test_limit_for_the_arbiter() -> None:
+    """A step of what is unknown, all that is of use of what is known, and not less than it has."""
+    model = ThroughputModel(1.0, 0.1)
+    assert find_useful_limit(job(ThroughputHistory(), 0, min_workers=2)) == 2
+    assert find_useful_limit(job(ThroughputHistory(), 5)) == 5
+    assert find_useful_limit(job(measured(model, 4, samples=2), 4)) == 4, "not measured often enough"
+    assert find_useful_limit(job(measured(model, 4), 4)) == 8
+    assert find_useful_limit(job(measured(model, 4, 8), 8)) == 16
+    assert find_useful_limit(job(measured(model, 4, 8, 16), 16)) == 21, "(1.1 / 0.35 - 1) / 0.1"
+    assert find_useful_limit(job(measured(model, 4, 8, 16), 0)) == 16, "started again: what was tried is known"
+    assert find_useful_limit(job(measured(model, 4, 8, 16), 16, max_workers=10)) == 10
+    assert find_useful_limit(job(measured(ThroughputModel(0.0, 1.0), 7, 8), 8, min_workers=3)) == 3
+
+
+@given(shapes, st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(0, 50), st.integers(0, 10))
+def test_limit_never_starves_nor_overreaches(
+    model: ThroughputModel, sizes: list[int], workers: int, least: int
+) -> None:
+    history = measured(model, *sizes)
+    limit = find_useful_limit(job(history, workers, min_workers=least, max_workers=least + 30))
+    assert max(least, 1) <= limit <= least + 30
+    assert limit <= max(2 * max(sizes), workers, least)

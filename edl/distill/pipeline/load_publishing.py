@@ -33,10 +33,11 @@ class StudentWaits:
     def read(self) -> tuple[float, float]:
         """Return the seconds waited for labels and for the data source, neither of which ever falls.
 
-        A wait that ends between the two looks is missing for a moment, and counts at the next read.
+        In this order a wait that ends between the two looks is missing for a moment, and counts at the next read; in
+        the other order it would count twice, for good.
         """
-        open_s, open_source_s = self._open_wait()
         waited_s, source_s = self._finished()
+        open_s, open_source_s = self._open_wait()
         self._label_s = max(self._label_s, waited_s + open_s - source_s - open_source_s)
         self._source_s = max(self._source_s, source_s + open_source_s)
         return self._label_s, self._source_s

@@ -78,6 +78,15 @@ def test_full_disk_tears_nothing(tmp_path: Path, fault: str, kind: str) -> None:
     assert done.stdout == "borne\n", done.stderr
 
 
+def test_commits_are_written_through(tmp_path: Path) -> None:
+    """FULL is a number: 2. With less, a loss of power takes what was answered last."""
+    from edl.master.journal.sqlite import SqliteJournal
+
+    with SqliteJournal(str(tmp_path / "journal.sqlite"), timeout_s=5.0) as journal:
+        assert journal._connection.execute("PRAGMA synchronous").fetchone() == (2,)
+        assert journal._connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
 @pytest.mark.parametrize("change", ["removed", "replaced", "wal"])
 def test_file_is_taken_away(tmp_path: Path, change: str) -> None:
     """What is written into a file that is nobody's any more would be lost: it is not answered."""

@@ -190,3 +190,20 @@ def test_parts_that_touch_are_one_again() -> None:
     job.open("b")
     job.resume("b", "a", 0)
     assert bounds(job.turn("b", 9).leases) == [(0, 10)]
+
+
+def test_reader_that_is_gone_goes_back_too() -> None:
+    """A job goes on from an older checkpoint with fewer workers: another loads that worker's position, and closes."""
+    job = checkpointed(units=40)
+    job.open("a")
+    first, second = job.turn("a", 2).leases
+    job.mark("a", 1, (first, 3))
+    job.turn("a", 0, done=[first, second])
+    job.mark("a", 2)
+    job.expire("a")
+    job.open("b")
+    assert bounds(job.resume("b", "a", 1).leases) == [(3, 10), (10, 20)]
+    job.apply(close_session=master.CloseSession(session="b"))
+    assert job.book.status("d")["units_done"] == 3
+    job.open("c")
+    assert bounds(job.turn("c", 9).leases) == [(3, 10), (10, 20), (20, 30), (30, 40)]

@@ -18,7 +18,7 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    **{f"examples/{name}/README.md": f"examples/{name}.md" for name in ("digits", "elastic", "paddle")},
+    **{f"examples/{name}/README.md": f"examples/{name}.md" for name in ("digits", "elastic", "paddle", "shards")},
 }
 """Pages outside of `docs/`: their path in the repository, and on the site."""
 

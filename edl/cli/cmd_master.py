@@ -13,12 +13,13 @@ from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
 
 from edl.cli._credentials import add_credentials
+from edl.cli._streams import StreamFollower
 from edl.cli.scaling.advice import add_advice_options, open_advisor
 from edl.discovery import open_store
 from edl.errors import SettingsError
 from edl.log_output import log_to_stderr
 from edl.master.client import MasterClient
-from edl.master.datasets import Dataset, ShardSettings, open_dataset
+from edl.master.datasets import Dataset, FollowSettings, ShardSettings, open_dataset
 from edl.master.server import MasterServer, MasterSettings
 from edl.settings import Credentials, DiscoverySettings
 
@@ -51,8 +52,8 @@ examples:
       a table, three times, its shards in another order each time
   edl master train --store consul://10.0.0.7:8500 --host :: --data range:1000000 --shard-size 64
       for workers of other hosts; a second master of another host, the same command, takes over where this one dies
-  edl master stream --data follow:/var/log/events.jsonl --stay
-      a file that grows; --stay: also when all is done, until it is stopped
+  edl master stream --data follow:/var/log/events.jsonl --end-marker /var/log/events.end
+      a file that grows, until the second one is there
   edl master labels --retry-poisoned
       what was given up is tried again"""
 
@@ -77,16 +78,19 @@ def main(argv: Sequence[str]) -> int:
         credentials=credentials,
     )
     dataset = _dataset(options)
+    following = FollowSettings(end_after_s=options.end_after, end_marker=options.end_marker)
     with _signals() as caught, contextlib.ExitStack() as stack:
         specs = {} if dataset is None else {options.name: dataset.spec}
         master = stack.enter_context(MasterServer(options.job, settings, specs))
         if options.http_port is not None:
             stack.enter_context(_page(options, url, credentials, master))
+        stream = stack.enter_context(StreamFollower(master, options.name, dataset, following, credentials))
         if not options.no_advice:
             store = stack.enter_context(open_store(url, credentials=credentials))
             stack.enter_context(open_advisor(store, options))
         begun = time.monotonic()
         while not caught and master.failure is None:
+            stream.check()
             if master.wait_done(_POLL_S) and not options.stay:
                 break
             if options.retry_poisoned and master.rival:
@@ -151,6 +155,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", metavar="SPEC", help="range:N, lines:PATH, csv:PATH, parquet:PATH, files:PATTERN, follow:PATH, …")
     add("--name", default="data", help="of the data set in the job (default: data)")
     add("--shard-size", type=int, metavar="N", help="samples, lines, rows or files of a shard (default: the kind's)")
+    add("--end-marker", default="", metavar="PATH", help="what is followed has ended when this file is there")
+    add("--end-after", type=float, metavar="S", help="what is followed has ended when nothing came for so long")
     add("--epochs", type=int, default=1, metavar="N", help="passes over the data, 0 without an end (default: 1)")
     add("--shuffle", action="store_true", help="give shards in another order in each epoch")
     add("--seed", type=int, default=0, metavar="N", help="of that order (default: 0)")

@@ -69,7 +69,7 @@ def wait_for(service: str, url: str, server: subprocess.Popen[bytes], log: Path)
 
 def test_examples_have_readme_and_test() -> None:
     """Every example has a readme and a test here."""
-    tested = "".join(path.read_text() for path in Path(__file__).parent.glob("test_example*.py"))
+    tested = "".join(path.read_text() for path in Path(__file__).parent.rglob("test_example*.py"))
     for folder in (path for path in EXAMPLES.iterdir() if path.is_dir()):
         assert (folder / "README.md").exists()
         assert f"def test_{folder.name}(" in tested, f"no test runs examples/{folder.name}"

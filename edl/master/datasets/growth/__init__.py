@@ -10,5 +10,14 @@ from edl.master.datasets.growth.follower import Follower
 from edl.master.datasets.growth.growing_files import GrowingFileSet
 from edl.master.datasets.growth.growing_text import GrowingText
 from edl.master.datasets.growth.source import Source, SourceDataset
+from edl.master.datasets.growth.watching import GrowingDataset
 
-__all__ = ["FollowSettings", "Follower", "GrowingFileSet", "GrowingText", "Source", "SourceDataset"]
+__all__ = [
+    "FollowSettings",
+    "Follower",
+    "GrowingDataset",
+    "GrowingFileSet",
+    "GrowingText",
+    "Source",
+    "SourceDataset",
+]

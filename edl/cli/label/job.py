@@ -11,10 +11,10 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from types import FrameType
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from edl.cli.label.conclusion import model_of, print_use
 from edl.cli.label.folders import label_folders, note_folder
@@ -23,11 +23,12 @@ from edl.cli.label.job_spec import LabelJobSpec, shard_rows
 from edl.cli.label.screen import counted, open_screen
 from edl.cli.label.shards import MasterShards
 from edl.discovery import Store, open_store
-from edl.distill.cache import SoftLabelCache
+from edl.distill.cache import CacheKey, SoftLabelCache
 from edl.distill.datasets.kinds import IndexedData, LabelDataset
 from edl.distill.labelling import DataFingerprint, LabelPlan, LabelReport, ShardLabeller
 from edl.errors import ConflictError, DiscoveryError, NoMasterError, SettingsError
 from edl.master.client import MasterClient, ShardReader
+from edl.master.naming import election_key
 from edl.master.reports import read_report
 from edl.master.server import MasterServer, MasterSettings
 from edl.protocol.master import DatasetSpec
@@ -37,8 +38,6 @@ __all__ = ["EXIT_POISONED", "run_job"]
 
 logger = logging.getLogger(__name__)
 
-R = TypeVar("R")
-
 EXIT_POISONED: Final = 3
 """As `edl master`'s: the job has ended, and some shards were given up."""
 _MASTER_S: Final = 300.0
@@ -47,6 +46,9 @@ _LOOK_S: Final = 0.2
 """Between two looks whether there is a master."""
 _SAY_AFTER_S: Final = 5.0
 """Waiting for a master that is worth a line: as long as the lease of one that was killed."""
+_LEASE_S: Final = 10.0
+"""After so long the place of a master that was killed is free, and a process that cannot lead may say why: leases of
+masters are 5 s."""
 _GOODBYE_S: Final = 3.0
 """How long the master waits at the end for the other workers to hear that all is done: they ask every second."""
 _MOST_LISTED: Final = 20
@@ -88,6 +90,7 @@ class _Worker:
         self._fingerprint = DataFingerprint.of(data)
         if options.no_data_check:
             self._fingerprint = replace(self._fingerprint, rows_checksum="", file_checksum="")
+        self._key: CacheKey | None = None  # of the job's labels
 
     def run(self) -> int:
         credentials = self._plan.options.credentials or Credentials.of()
@@ -98,7 +101,7 @@ class _Worker:
             store = stack.enter_context(open_store(self._url, credentials=credentials))
             master = stack.enter_context(MasterServer(self._job, settings))
             client = stack.enter_context(MasterClient(self._job, store, timeout_s=_MASTER_S, credentials=credentials))
-            self._ask(master, client.status)
+            self._await_master(master, store, client)
             if self._options.retry_poisoned:
                 self._retry_poisoned(client)
             labeller = self._agreed(client)
@@ -111,24 +114,27 @@ class _Worker:
                 master.wait_done(_GOODBYE_S)
             return self._conclude(client, store, report)
 
-    def _ask(self, master: MasterServer, call: Callable[[], R]) -> R:
-        """Make the first call, when there is a master: this process's own, or another's."""
-        deadline = time.monotonic() + _MASTER_S
-        say_at = time.monotonic() + _SAY_AFTER_S
+    def _await_master(self, master: MasterServer, store: Store, client: MasterClient) -> None:
+        """Wait until there is a master: this process's own, or another's.
+
+        Raises:
+            NoMasterError: none leads.
+            EDLError: why this process cannot lead, where no other does.
+        """
+        begun = time.monotonic()
+        told = False
         while True:
-            master.wait_leading(_LOOK_S)
-            if master.is_leader or master.rival or master.failure is not None:
-                try:
-                    return call()
-                except NoMasterError:
-                    if time.monotonic() > deadline:
-                        raise
-            if master.failure is not None and time.monotonic() > deadline:
+            if master.wait_leading(_LOOK_S) or _is_led(store, self._job):
+                with contextlib.suppress(NoMasterError):  # all was done before, and the master has ended just now
+                    client.status()
+                    return
+            waited_s = time.monotonic() - begun
+            if master.failure is not None and waited_s > _LEASE_S:
                 raise master.failure
-            if time.monotonic() > deadline:
+            if waited_s > _MASTER_S:
                 raise NoMasterError(f"no master of job {self._job!r} leads after {_MASTER_S:g} s: is the store there?")
-            if time.monotonic() > say_at:
-                say_at = deadline
+            if waited_s > _SAY_AFTER_S and not told:
+                told = True
                 print(f"waiting for a master of job {self._job}; one that was lost is followed soon", file=sys.stderr)
 
     def _retry_poisoned(self, client: MasterClient) -> None:
@@ -177,6 +183,7 @@ class _Worker:
 
     def _checked(self, there: DatasetSpec) -> LabelJobSpec:
         spec = LabelJobSpec.from_json(there.location)
+        self._key = spec.key
         self._refuse([*spec.data_differences(self._fingerprint), *spec.option_differences(self._plan)])
         return spec
 
@@ -198,12 +205,7 @@ class _Worker:
 
     def _conclude(self, client: MasterClient, store: Store, report: LabelReport | None) -> int:
         """Print what was done, here and in all; return the exit code."""
-        try:
-            labels = labels_of(client.status())
-        except NoMasterError:  # it was another's process, and has ended
-            labels = labels_of(read_report(store, self._job))
-        if labels is None:
-            raise DiscoveryError(f"the store has no report of job {self._job!r}")
+        labels = self._final_labels(client, store)
         if report is not None:
             progress = report.progress
             print(
@@ -212,17 +214,30 @@ class _Worker:
             )
         print(f"job {self._job}: {labels['units_done']:,} of {labels['units']:,} rows have a label")
         if report is not None or labels["units_done"]:
-            self._print_folders(client, store)
+            self._print_folders(store)
         return self._list_poisoned(labels)
 
-    def _print_folders(self, client: MasterClient, store: Store) -> None:
-        there = client.describe_dataset(DATASET)
-        folders = label_folders(store, self._job)
-        if there is None or not folders:
+    def _final_labels(self, client: MasterClient, store: Store) -> dict[str, Any]:
+        """Return the report of the labels when all is done; the master's own process may have ended for that."""
+        with contextlib.suppress(DiscoveryError):
+            labels = labels_of(read_report(store, self._job))
+            if labels is not None and labels["finished"]:
+                return labels
+        labels = labels_of(client.status())
+        assert labels is not None, "the data set was there"
+        return labels
+
+    def _print_folders(self, store: Store) -> None:
+        try:
+            folders = label_folders(store, self._job)
+        except DiscoveryError as exc:
+            logger.warning("where all labels of the job are cannot be said: %s", exc)
+            return
+        if not folders or self._key is None:
             return
         for folder, hosts in folders.items():
             print(f"  {folder} ({', '.join(hosts)})")
-        print_use(LabelJobSpec.from_json(there.location).key, [*folders])
+        print_use(self._key, [*folders])
 
     def _list_poisoned(self, labels: dict[str, Any]) -> int:
         poisoned = labels["shards"]["poisoned"]
@@ -243,6 +258,13 @@ class _Worker:
             print(f"  and {poisoned - len(listed):,} more", file=sys.stderr)
         print("The same command with --retry-poisoned tries them again.", file=sys.stderr)
         return EXIT_POISONED
+
+
+def _is_led(store: Store, job: str) -> bool:
+    try:
+        return store.get(election_key(job)) is not None
+    except DiscoveryError:
+        return False  # asked again soon
 
 
 def _is_finished(status: dict[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 from edl.cli._credentials import add_credentials
 from edl.distill.labelling import LabelPlan
@@ -10,6 +11,7 @@ from edl.distill.options import Options
 from edl.distill.teachers import Teachers, teachers_from_env
 from edl.distill.transport.schema import OutputSpec
 from edl.errors import SettingsError
+from edl.quoting import quote
 from edl.settings import Credentials
 
 __all__ = ["check_job", "input_names", "parser", "plan_of"]
@@ -136,6 +138,8 @@ def check_job(options: argparse.Namespace) -> None:
         _at_least_one("--shard", options.shard)
     if not options.worker_timeout >= 1:
         raise SettingsError(f"--worker-timeout {options.worker_timeout:g}: must be at least 1 second")
+    if options.job is not None and not re.fullmatch(r"[^/]{1,100}", options.job):
+        raise SettingsError(f"--job {quote(options.job)}: expected 1 to 100 characters without a slash")
     if options.job is None:
         alone = {"--store": options.store, "--shard": options.shard, "--host": options.host}
         given = [name for name, value in alone.items() if value] + ["--retry-poisoned"] * options.retry_poisoned

@@ -248,7 +248,11 @@ class MasterServer(Resource):
             value = {"endpoint": self.endpoint, "host": socket.gethostname(), "journal": self._journal_name}
             election = self._store.elect(candidacy(self.job), json.dumps(value).encode(), self.settings.lease_s)
             self._started.set()
-            await self._campaign(election, servicer)
+            try:
+                await self._campaign(election, servicer)
+            finally:
+                # A process that goes on without its master, as a labelling worker does, must let others lead.
+                await asyncio.wrap_future(start_call("edl-master-step-down", election.close))
         finally:
             self._leading = None
             servicer.stand_by("it ends")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from edl.cli import main
+from edl.cli import cmd_label, main
+from edl.cli.label import job
+from edl.discovery import open_store
 from edl.distill.cache import SoftLabelCache, load_labels
+from edl.errors import SettingsError
 from tests.integration.label_job.processes import Run, counting_teacher, write_data
 
 SAMPLES = """
@@ -93,6 +97,25 @@ def test_one_version_for_all_workers(make_run: Callable[..., Run], tmp_path: Pat
     with SoftLabelCache(0, run.folder / "labels") as cache:
         assert [key.version for key in cache.keys()] == ["1"]  # noqa: SIM118
     assert load_labels(run.folder / "labels").rows([9])["y"].tolist() == [[20.0, 11.0]]
+
+
+def test_worker_that_cannot_lead_says_why(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job whose journal was a file of another process, which has ended: nothing hangs, and nothing begins anew."""
+    monkeypatch.setattr(job, "_LEASE_S", 1.0)
+    with open_store(run.store) as store:
+        for entry in store.list("journals/"):
+            store.delete(entry.key)
+    begun = time.monotonic()
+    with pytest.raises(SettingsError, match="what is done of job 'numbers' stands in another journal"):
+        cmd_label.main(run.arguments())
+    assert time.monotonic() - begun < 20
+
+
+def test_names_that_no_store_could_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a/b", "", "x" * 101):
+        arguments = ["label", "data.npz", "--inputs", "x", "--outputs", "y", "--output", "none", "--job", name]
+        assert main(arguments) == 2
+        assert "expected 1 to 100 characters without a slash" in capsys.readouterr().err
 
 
 def test_what_cannot_be_shared_is_refused(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,7 +122,7 @@ class _Worker:
             EDLError: why this process cannot lead, where no other does.
         """
         begun = time.monotonic()
-        told = False
+        warned = False
         while True:
             if master.wait_leading(_LOOK_S) or _is_led(store, self._job):
                 with contextlib.suppress(NoMasterError):  # all was done before, and the master has ended just now
@@ -133,8 +133,8 @@ class _Worker:
                 raise master.failure
             if waited_s > _MASTER_S:
                 raise NoMasterError(f"no master of job {self._job!r} leads after {_MASTER_S:g} s: is the store there?")
-            if waited_s > _SAY_AFTER_S and not told:
-                told = True
+            if waited_s > _SAY_AFTER_S and not warned:
+                warned = True
                 print(f"waiting for a master of job {self._job}; one that was lost is followed soon", file=sys.stderr)
 
     def _retry_poisoned(self, client: MasterClient) -> None:

@@ -64,6 +64,7 @@ class ResumeRequest:
         self.answered = False
         self.failure: EDLError | None = None
         self.retry_until: float | None = None
+        self.opened: ShardSession | None = None
 
 
 class SessionThread:
@@ -76,9 +77,10 @@ class SessionThread:
         dataset: its name.
         holder: the reader's name.
         prefetch: shards to keep at hand.
+        stuck_s: leases of a caller that does nothing for so long are not renewed.
     """
 
-    def __init__(self, client: MasterClient, dataset: str, holder: str, prefetch: int) -> None:
+    def __init__(self, client: MasterClient, dataset: str, holder: str, prefetch: int, stuck_s: float) -> None:
         self.commit = False
         """Of a data set of commit="checkpoint": whether what was reported since the last mark counts, when closed."""
         self.finished = False
@@ -88,6 +90,10 @@ class SessionThread:
         self._dataset = dataset
         self._holder = holder
         self._prefetch = prefetch
+        self._stuck_s = stuck_s
+        self._stuck = False
+        self.touched_at = time.monotonic()
+        """When the caller did something last."""
         self._wait = MasterWait(client.job, client.timeout_s)
         self._outbox: collections.deque[Report | MarkRequest | ResumeRequest] = collections.deque()
         self._inbox: collections.deque[Shard] = collections.deque()
@@ -121,6 +127,7 @@ class SessionThread:
 
     def take(self, timeout_s: float) -> Shard | None:
         """See `ShardReader.take`."""
+        self.touched_at = time.monotonic()
         if not self.finished:
             self._reading = True
         shard = self._pop()
@@ -137,6 +144,7 @@ class SessionThread:
 
     def tell(self, report: Report) -> None:
         """Have a report sent. Waits for nothing."""
+        self.touched_at = time.monotonic()
         self._outbox.append(report)
         self._thread.wake()
 
@@ -146,6 +154,7 @@ class SessionThread:
         Raises:
             EDLError: the master refuses, or is away for too long.
         """
+        self.touched_at = time.monotonic()
         if isinstance(request, ResumeRequest) and isinstance(self._failure, LeaseLostError):
             self._failure = None
             self._thread.wake()
@@ -248,11 +257,24 @@ class SessionThread:
             elif self._outbox:
                 continue
             elif now >= (renew_at := self._heard_at + self._renew_s):
+                if self._is_stuck(session, now):
+                    return self._renew_s
                 self._send(messages.Turn(session=session.name))
             else:
                 due_at = min(renew_at, self._ask_at) if self._room else renew_at
                 return max(0.001, due_at - now)
         return 0.0
+
+    def _is_stuck(self, session: ShardSession, now: float) -> bool:
+        """Whether the caller has shards, and has done nothing with them for so long that others should."""
+        stuck = bool(session.open) and not self._hungry and now > self.touched_at + self._stuck_s
+        if stuck and not self._stuck:
+            logger.warning(
+                "this process has not asked for a shard of %s, nor reported any, for %g s: its shards go to others",
+                *(self._dataset, self._stuck_s),
+            )
+        self._stuck = stuck
+        return stuck
 
     @property
     def _renew_s(self) -> float:
@@ -350,12 +372,12 @@ class SessionThread:
 
     def _resume(self, request: ResumeRequest) -> float:
         """Go on from a mark in a new session; return the seconds until it is tried again, 0 when it is over."""
-        if self._session is not None and self._connection is not None:
+        if self._session is not None and self._session is not request.opened and self._connection is not None:
             self._close_session(self._session)
         self._inbox.clear()
         self.finished = False
         self._ask_at = 0.0
-        session = self._attached()
+        session = request.opened = self._attached()  # the same for each attempt
         assert self._connection is not None
         resume = messages.Resume(
             dataset=self._dataset,
@@ -372,7 +394,7 @@ class SessionThread:
                 request.retry_until = now + 1.5 * self.spec.session_s + _RESUME_RETRY_S
                 logger.warning("another reader may hold the position, until its session ends: %s", exc)
             if now < request.retry_until:
-                return _RESUME_RETRY_S
+                return min(_RESUME_RETRY_S, self._renew_s)
             request.failure = exc
         except (SettingsError, LeaseLostError) as exc:
             request.failure = exc

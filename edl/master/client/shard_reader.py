@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Literal
 
@@ -44,6 +45,8 @@ class ShardReader(Resource):
         samples: the user's own source, for data sets that name none that a worker may open (`load_dataset`).
         explicit: nothing is reported but by `report_done` and its like.
         on_poisoned: "raise" or "warn", at the end of the iteration.
+        stuck_s: a caller that neither asks for a shard nor reports any for so long is taken to hang, and its shards go
+            to others; the thread that renews the leases would keep them for ever.
         may_leave: asked from time to time while an iterator waits for shards that other readers have; True ends the
             iteration, and leaves what comes back to others.
 
@@ -61,6 +64,7 @@ class ShardReader(Resource):
         samples: object = None,
         explicit: bool = False,
         on_poisoned: Literal["raise", "warn"] = "raise",
+        stuck_s: float = 3600.0,
         may_leave: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__()
@@ -78,7 +82,7 @@ class ShardReader(Resource):
         self._opened: Dataset | None = None
         self._current: Shard | None = None
         self._consumed: dict[int, int] = {}
-        self._thread = SessionThread(client, dataset, self.holder, prefetch)
+        self._thread = SessionThread(client, dataset, self.holder, prefetch, stuck_s)
 
     @property
     def finished(self) -> bool:
@@ -170,6 +174,7 @@ class ShardReader(Resource):
                     self._fail_current(shard, exc)
                     break
                 self._consumed[shard.id] += 1
+                self._thread.touched_at = time.monotonic()
                 yield sample
 
     def report_done(self, shard: Shard, *, wait: bool = True) -> None:
@@ -271,9 +276,26 @@ class ShardReader(Resource):
         found = (state.get("job"), state.get("dataset"))
         if found != (self._client.job, self.dataset):
             raise SettingsError(f"the position is in {found[1]!r} of job {found[0]!r}, not in {self.dataset!r}")
+        self._go_back(ResumeRequest(str(state.get("holder", "")), state["session"], int(state.get("mark", 0))))
+
+    def start_over(self) -> None:
+        """Go back to before all that readers of this holder's name have read: for a process that finds no checkpoint.
+
+        Without this, what a process marked that was killed before its first checkpoint was on disk would count as done.
+        The name must be the same in each life of the process, and no other's: its rank, say.
+
+        Raises:
+            ConflictError: a reader of this name is alive.
+            SettingsError: shards of the data set are done when they are reported.
+            NoMasterError: the master was away for the client's `timeout_s`.
+        """
+        self._check()
+        self._go_back(ResumeRequest(self.holder, "", 0))
+
+    def _go_back(self, request: ResumeRequest) -> None:
         self._current = None
         self._consumed.clear()
-        self._thread.demand(ResumeRequest(str(state.get("holder", "")), state["session"], int(state.get("mark", 0))))
+        self._thread.demand(request)
 
     def _report_current(self) -> None:
         """Report the shard that the iterator gave last as done."""

@@ -55,8 +55,9 @@ class LeaseClock:
         self._lease_ended.discard(session)
 
     def hear(self, session: str) -> None:
-        """Note a sign of life of a session."""
-        self._heard[session] = self._now
+        """Note a sign of life of a session. Of one that is not watched nothing is kept."""
+        if session in self._limits:
+            self._heard[session] = self._now
         if self._lease_ended:
             self._lease_ended.discard(session)
 

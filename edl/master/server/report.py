@@ -71,7 +71,7 @@ def describe_dataset(
     return {
         **status,
         "units_per_s": round(rate, 3),
-        "eta_s": round(left / rate, 1) if left is not None and rate > 0 else None,
+        "eta_s": round(left / rate, 1) if left and rate > 0 else None,
         "holders": holders,
     }
 

@@ -133,6 +133,8 @@ def _unary(answer: Callable[[Any, Context], Awaitable[Any]], request: Any) -> An
 
 
 async def _submit(field: str, reply: Callable[[], Any], term: Term, request: Any) -> Any:
+    if field in ("mark", "resume"):
+        term.hear(request.session)
     answer = await term.submit(messages.Command(**{field: request}))
     return reply() if answer is None else answer
 

@@ -128,6 +128,10 @@ class Term:
                 {"time": round(time.time(), 3), "kind": event.kind, "text": f"{event.dataset}: {event.text}"}
             )
 
+    def hear(self, session: str) -> None:
+        """Note a sign of life of a session."""
+        self._clock.hear(session)
+
     def silence_s(self, session: str) -> float:
         """Return for how long a session was silent."""
         return self._clock.silence_s(session)

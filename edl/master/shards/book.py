@@ -416,7 +416,7 @@ class ShardBook(BookTables):
         del dataset.sessions[session.id]
         dataset.trim_histories()
         self.ended.add_session(session.id, words)
-        self._add_event("session_ended", dataset, words)
+        self._add_event("session_ended", dataset, f"the session of {session.holder} has ended: {reason}")
 
     def _add_event(self, kind: str, dataset: DatasetShards, text: str) -> None:
         self._events.append(BookEvent(kind, dataset.name, text))

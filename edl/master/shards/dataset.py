@@ -301,13 +301,20 @@ class DatasetShards:
     def find_history(self, session: str, holder: str, asking: str) -> ReaderHistory | None:
         """Return the history of a session, or without one the newest of a holder; None if none is kept.
 
+        A holder's session that ended before it marked anything hides none of its earlier sessions.
+
         Args:
             session: any of those that are part of it; empty for none.
             holder: the name that people see.
             asking: the session that is to resume it, whose own is another.
         """
         for history in reversed(self.histories.values()):
-            if history.session != asking and (history.knows(session) if session else history.holder == holder):
+            if history.session == asking:
+                continue
+            if session:
+                if history.knows(session):
+                    return history
+            elif history.holder == holder and (history.session in self.sessions or not history.is_fresh):
                 return history
         return None
 

@@ -40,6 +40,8 @@ def train(folder: str, name: str, limit: int, every: int, pause_s: float, seen: 
             saved = json.loads(path.read_text())
             reader.load_state_dict(saved["reader"])
             counts = saved["counts"]
+        else:
+            reader.start_over()
         step = 0
 
         def save() -> None:
@@ -76,7 +78,7 @@ def test_killed_before_its_checkpoint(lead: Lead, create: Create, tmp_path: Path
     create(800, commit="checkpoint", session_s=1.5, lease_s=1.5, max_failures=100)
     seen = str(tmp_path / "seen")
     with running(train, str(tmp_path), "b", 10_000, 25, 0.02, seen):
-        for limit, saving in ((95, False), (57, True), (38, False), (90, True)):
+        for limit, saving in ((33, True), (95, False), (57, True), (38, False), (90, True)):
             with running(train, str(tmp_path), "a", limit, 40, 0.002, seen, saving) as worker:
                 worker.join(30)
                 assert worker.exitcode == -signal.SIGKILL
@@ -187,3 +189,20 @@ def test_closing_before_the_end_gives_back(lead: Lead, create: Create, read: Rea
         for _ in range(5):
             next(reader)
     until(lambda: client.status()["datasets"][0]["shards"]["todo"] == 10)
+
+
+def test_lives_without_marks_hide_none_before(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
+    """A process that was killed twice before its first checkpoint was on disk, the second time before any mark."""
+    lead()
+    create(40, commit="checkpoint")
+    with read("rank0") as first:
+        first.start_over()
+        samples = first.samples()
+        for _ in range(25):
+            next(samples)
+        first.state_dict()
+    with read("rank0") as second:
+        next(second.samples())
+    with read("rank0") as third:
+        third.start_over()
+        assert sorted(third.samples()) == list(range(40))

@@ -308,3 +308,19 @@ def test_a_late_worker_finds_all_done(
     late = read(on_poisoned="warn")
     assert list(late) == []
     assert late.finished
+
+
+def test_a_process_that_hangs_loses_its_shards(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
+    """The thread that renews leases would keep them for ever."""
+    lead()
+    create(20, session_s=1.0, lease_s=1.0)
+    reader = read(prefetch=0, explicit=True, stuck_s=0.5)
+    shard = reader.take(20)
+    assert shard is not None
+    until(lambda: shards(client)["todo"] == 2)
+    with pytest.raises(LeaseLostError):
+        reader.report_done(shard)
+    while not reader.finished:
+        if (shard := reader.take(5)) is not None:
+            reader.report_done(shard)
+    assert shards(client)["done"] == 2

@@ -191,7 +191,7 @@ def test_closing_before_the_end_gives_back(lead: Lead, create: Create, read: Rea
     until(lambda: client.status()["datasets"][0]["shards"]["todo"] == 10)
 
 
-def test_lives_without_marks_hide_none_before(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
+def test_lives_without_marks_hide_none(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
     """A process that was killed twice before its first checkpoint was on disk, the second time before any mark."""
     lead()
     create(40, commit="checkpoint")

@@ -310,7 +310,7 @@ def test_a_late_worker_finds_all_done(
     assert late.finished
 
 
-def test_a_process_that_hangs_loses_its_shards(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
+def test_a_hanging_process_loses_its_shards(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
     """The thread that renews leases would keep them for ever."""
     lead()
     create(20, session_s=1.0, lease_s=1.0)

@@ -71,7 +71,14 @@ class JournalError(TemporaryError):
     """A journal cannot be written or read: its disk is full, its file or store is away. The message says which.
 
     Whether what was written last is there is not known: who wrote it ends, and who comes next reads what is.
+
+    Attributes:
+        busy: another process holds it; who waits may find it free.
     """
+
+    def __init__(self, message: str, busy: bool = False) -> None:
+        super().__init__(message)
+        self.busy = busy
 
 
 class NoMasterError(TemporaryError, TimeoutError):

@@ -85,8 +85,9 @@ class SqliteJournal(Resource, Journal):
             self._connection.close()
             if isinstance(exc, sqlite3.Error):
                 # These are not going to pass: not a database, no permission, a read-only disk.
-                lasting = any(words in str(exc) for words in ("not a database", "readonly", "unable to open"))
-                raise (SettingsError if lasting else JournalError)(f"journal {path}: {shown(exc)}") from exc
+                if any(words in str(exc) for words in ("not a database", "readonly", "unable to open")):
+                    raise SettingsError(f"journal {path}: {shown(exc)}") from exc
+                raise JournalError(f"journal {path}: {shown(exc)}", busy=_is_busy(exc)) from exc
             raise
         _open_connections.add(self._connection)
         self._identity = FileIdentity.of(path)
@@ -158,7 +159,7 @@ class SqliteJournal(Resource, Journal):
                 if not isinstance(exc, LeaseLostError):  # of which it is known that nothing was written
                     self._broken = f"journal {self._path}: cannot {what}: {shown(exc)}"
                 if isinstance(exc, sqlite3.Error):
-                    raise JournalError(self._broken) from exc
+                    raise JournalError(self._broken, busy=_is_busy(exc)) from exc
                 raise
         finally:
             self._turns.release()
@@ -216,6 +217,10 @@ class SqliteJournal(Resource, Journal):
         with contextlib.suppress(sqlite3.Error):
             self._connection.close()
         _open_connections.discard(self._connection)
+
+
+def _is_busy(exc: sqlite3.Error) -> bool:
+    return isinstance(exc, sqlite3.OperationalError) and "locked" in str(exc)
 
 
 def _check_place(path: str) -> None:

@@ -294,7 +294,9 @@ class MasterServer(Resource):
                         "two masters of a job must have the same Store"
                     ) from failure
                 continue
-            if not isinstance(failure, DiscoveryError) and self._journal_name != _IN_STORE:
+            # A master that stands still in the middle of a commit holds its file until it goes on, or is killed.
+            busy = isinstance(failure, JournalError) and failure.busy
+            if not isinstance(failure, DiscoveryError) and not busy and self._journal_name != _IN_STORE:
                 raise failure
             logger.warning("this master stands by until it can read and write the journal: %s", failure)
             await self._sleep(backoff.next_wait_s())

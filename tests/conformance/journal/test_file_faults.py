@@ -44,6 +44,7 @@ try:
         written += 1
 except JournalError as exc:
     words = str(exc)
+    assert not exc.busy
 assert "cannot " in words and ("full" in words or "I/O" in words), words
 assert written > 0
 for use in (lambda: journal.append([b"x"]), journal.load, lambda: journal.snapshot(b"x"), journal.begin_term):
@@ -114,8 +115,12 @@ def test_lock_of_another_has_a_deadline(tmp_path: Path) -> None:
         journal.begin_term()
         with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
-            with pytest.raises(JournalError, match=r"cannot append: .*locked"):
+            with pytest.raises(JournalError, match=r"cannot append: .*locked") as caught:
                 journal.append([b"x"])
+            assert caught.value.busy
+            with pytest.raises(JournalError, match="locked") as caught:
+                open_journal(f"sqlite:///{path}", timeout_s=0.2)
+            assert caught.value.busy
     with open_journal(f"sqlite:///{path}") as journal:
         assert journal.load() == (None, [])
 

@@ -182,11 +182,20 @@ class Page:
         assert "exceptionDetails" not in done, f"{expression}: {done['exceptionDetails']}"
         return done["result"].get("value")
 
+    def _evaluate_loaded(self, expression: str) -> Any:
+        """Return the value of JavaScript, None where the document goes away meanwhile."""
+        try:
+            return self.evaluate(expression)
+        except AssertionError as exc:
+            if "context" in str(exc) or "navigated" in str(exc):
+                return None
+            raise
+
     def wait(self, condition: str, timeout_s: float = 30.0) -> Any:
         """Wait until JavaScript is truthy, and return its value."""
         deadline = time.monotonic() + timeout_s
-        while not (value := self.evaluate(f"({condition})")):
-            text = self.evaluate("document.body && document.body.innerText") or ""
+        while not (value := self._evaluate_loaded(f"({condition})")):
+            text = self._evaluate_loaded("document.body && document.body.innerText") or ""
             assert time.monotonic() < deadline, (
                 f"{condition} within {timeout_s:g} s; {list(self.troubles)}; {text[:3000]}"
             )

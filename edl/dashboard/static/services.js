@@ -1,23 +1,27 @@
 // The teachers of each service: rate, queue, version, whom they serve; their students; how many are wanted and why.
 
 import { TimeChart } from "./chart.js";
-import { BoundedTable, element, nameElement, reconcile, setName, setNameCell, setNames, setText } from "./dom.js";
+import { BoundedTable, MoreButton, element, nameElement, reconcile, setName, setNameCell, setNames, setText } from "./dom.js";
 import { count, figure, percent, plural } from "./format.js";
 import { WantedLine, setBadge } from "./parts.js";
 import { lines } from "./series.js";
+
+const CARDS_SHOWN = 20; // until "show all": each has two pictures
 
 const column = (label, kind, set) => ({ label, kind, set });
 
 export class ServicesView {
   constructor(section) {
     this._list = element("div", { class: "cards" });
-    section.append(this._list);
+    this._more = new MoreButton(CARDS_SHOWN, "services", () => this.update(this._state));
+    section.append(this._list, this._more.root);
   }
 
   update(state) {
     const items = [...state.services].sort((left, right) => left.service.localeCompare(right.service))
       .map((service) => ({ service, now: state.time }));
-    reconcile(this._list, items, (item) => item.service.service, () => new ServiceCard());
+    this._state = state;
+    reconcile(this._list, this._more.shown(items), (item) => item.service.service, () => new ServiceCard());
   }
 }
 

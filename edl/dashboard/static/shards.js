@@ -1,8 +1,11 @@
 // The shards of each job's datasets: how far they are, the poisoned ones first, who holds which.
 
-import { BoundedTable, element, nameElement, reconcile, setName, setNameCell, setText, setTitle } from "./dom.js";
+import { BoundedTable, MoreButton, element, nameElement, reconcile, setName, setNameCell, setText, setTitle } from "./dom.js";
 import { UNKNOWN, age, count, duration, figure, fullTime, plural, time } from "./format.js";
 import { PartsBar } from "./parts.js";
+
+const CARDS_SHOWN = 20; // until "show all"
+const FAILURES_SHOWN = 5; // of a shard: the newest
 
 const column = (label, kind, set) => ({ label, kind, set });
 
@@ -22,11 +25,13 @@ export function poisonedIn(dataset) {
 export class ShardsView {
   constructor(section) {
     this._list = element("div", { class: "cards" });
-    section.append(this._list);
+    this._more = new MoreButton(CARDS_SHOWN, "datasets", () => this.update(this._state));
+    section.append(this._list, this._more.root);
   }
 
   update(state) {
-    reconcile(this._list, datasetsOf(state), (item) => `${item.job}\n${item.dataset.name}`, () => new DatasetCard());
+    this._state = state;
+    reconcile(this._list, this._more.shown(datasetsOf(state)), (item) => `${item.job}\n${item.dataset.name}`, () => new DatasetCard());
   }
 }
 
@@ -92,7 +97,7 @@ function headline(dataset) {
   return words.join(" · ");
 }
 
-/** What failed too often, with the last failure's holder and reason, and on request all of them. */
+/** What failed too often, with each failure's time, holder and reason. */
 class PoisonedTable {
   constructor() {
     this._table = new BoundedTable("Poisoned shards", [
@@ -117,9 +122,15 @@ class PoisonedTable {
 }
 
 function setFailures(cell, shard) {
-  if (cell.firstChild === null) cell.append(element("ul", { class: "failures" }));
-  const newest = shard.failures.map((failure) => ({ ...failure, now: shard.now })).reverse();
-  reconcile(cell.firstChild, newest, (failure) => `${failure.time}\n${failure.holder}`, () => {
+  if (cell.firstChild === null) {
+    cell.append(element("div", {}, element("ul", { class: "failures" }), element("span", { class: "headline" })));
+  }
+  const [list, rest] = cell.firstChild.children;
+  const hidden = shard.failures.length - FAILURES_SHOWN;
+  rest.hidden = hidden <= 0;
+  setText(rest, `and ${plural(hidden, "earlier failure")}`);
+  const newest = shard.failures.slice(-FAILURES_SHOWN).map((failure) => ({ ...failure, now: shard.now })).reverse();
+  reconcile(list, newest, (failure) => `${failure.time}\n${failure.holder}`, () => {
     const [when, holder, reason] = [element("time"), nameElement(), element("bdi", { class: "reason" })];
     const root = element("li", {}, when, " ", holder, ": ", reason);
     return {

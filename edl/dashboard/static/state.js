@@ -5,9 +5,12 @@
 
 const MAX_POINTS = 600; // of a history: as many as a picture has columns, and 20 minutes of 2 s
 const MAX_ITEMS = 5000; // of a list: more freeze a browser, and are read by no person
+const LAST_TIME = 1e11; // the year 5138, in seconds
 const MAX_CHARS = 2000; // of a text: a longer one hides everything below it
 
-const number = (value) => (typeof value === "number" && Number.isFinite(value) ? value : null);
+const LARGEST = 2 ** 53; // beyond it figures are nonsense, and pictures of them endless loops
+
+const number = (value) => (typeof value === "number" && Math.abs(value) <= LARGEST ? value : null);
 const record = (value) => (value !== null && typeof value === "object" && !Array.isArray(value) ? value : {});
 const list = (value) => (Array.isArray(value) ? value.slice(0, MAX_ITEMS) : []);
 const records = (value) => list(value).map(record);
@@ -25,10 +28,15 @@ function amounts(value) {
   return new Map(Object.entries(record(value)).filter(([, amount]) => number(amount) !== null));
 }
 
+/** Whether a browser has a date for it. */
+function isTime(value) {
+  return number(value) !== null && Math.abs(value) < LAST_TIME;
+}
+
 function readPoint(value) {
   const point = record(value);
   return {
-    t: number(point.t),
+    t: isTime(point.t) ? point.t : null,
     seconds: amounts(point.seconds),
     samplesPerS: number(point.samples_per_s),
     stepsPerS: number(point.steps_per_s),

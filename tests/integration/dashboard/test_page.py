@@ -86,6 +86,8 @@ STRANGE: list[dict[str, Any]] = [
     {"time": 1e300, "jobs": [{"job": "a", "began": -1e300, "elapsed_s": 1e300, "step": -1e300, "goodput": -5}]},
     {"jobs": [{"job": "a", "seconds": {"train": -1, "new": 5, "down": "x"},
                "history": [{"t": t, "seconds": {"train": train}} for t, train in ((3, 3), (2, 1), (4, 1), (9, 1))]}]},
+    {"jobs": [{"job": "a", "history": [{"t": t, "steps_per_s": 1e308, "seconds": {"a": 9e307}} for t in (0, 1e300)]}],
+     "services": [{"service": "s", "history": [{"t": t, "rows_per_s": -1e308} for t in (-1e11, 0, 99999999999)]}]},
     {"events": [{"time": None, "kind": None}, {"time": 1e18, "kind": 5, "text": ["a"], "cause": {"b": 1}}]},
 ]  # fmt: skip
 
@@ -194,3 +196,18 @@ def test_lapsed_teachers_do_not_count(look: Look) -> None:
     _, page = look(state)
     assert "3 teachers live · 1 lapsed" in page.evaluate(TEXT)
     assert "3 teachers" in page.evaluate("document.querySelector('nav').innerText")
+
+
+def test_everything_is_bounded(look: Look) -> None:
+    """As much as a hostile store may have: the page shows the first of each, and how many there are."""
+    state = states.rich()
+    dataset = copy.deepcopy(state["jobs"][0]["master"]["datasets"][0])
+    dataset["poisoned"][0]["failures"] *= 300
+    state["jobs"][0]["master"]["datasets"] = [dataset | {"name": f"dataset {number}"} for number in range(60)]
+    state["services"] = [states.service(f"service {number}") for number in range(60)]
+    _, page = look(state)
+    assert page.evaluate("document.querySelectorAll('#shards article').length") == 20
+    assert page.evaluate("document.querySelectorAll('#teachers article').length") == 20
+    text = page.evaluate(TEXT)
+    for words in ("Show all 60 datasets", "Show all 60 services", "and 895 earlier failures"):
+        assert words in text, words

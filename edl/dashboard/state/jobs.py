@@ -5,9 +5,11 @@ What does not belong here: services (`services`), and history (`reader`).
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from edl.collective.goodput.records import JobPart, decode_part, join_parts, read_job
@@ -51,6 +53,7 @@ class JobReader:
         self._store = store
         self._job = job
         self._decoded: dict[str, tuple[bytes, JobPart | ProtocolError]] = {}
+        self._ended: dict[str, tuple[list[JobPart], Summary]] = {}
 
     def read(self, now_s: float) -> tuple[dict[str, Summary], dict[str, MasterStatus], list[UnreadableRecord]]:
         """Ask the Store.
@@ -97,7 +100,20 @@ class JobReader:
             else:
                 parts[job].append(found[1])
         self._decoded = decoded
-        return {job: summarize(join_parts(job, found), round(now_s * 1e6)) for job, found in parts.items()}
+        now_us = round(now_s * 1e6)
+        summaries = {job: self._summary(job, found, now_us) for job, found in parts.items()}
+        self._ended = {
+            job: (parts[job], summary) for job, summary in summaries.items() if summary.state in ("done", "failed")
+        }
+        return summaries
+
+    def _summary(self, job: str, parts: list[JobPart], now_us: int) -> Summary:
+        """Sum a job up; of a job that has ended and has not changed only the silence of its nodes grows."""
+        before = self._ended.get(job)
+        if before is None or len(before[0]) != len(parts) or any(map(operator.is_not, before[0], parts)):
+            return summarize(join_parts(job, parts), now_us)
+        nodes = (replace(row, silent_s=max(0.0, (now_us - row.record.until_us) / 1e6)) for row in before[1].nodes)
+        return replace(before[1], nodes=tuple(nodes))
 
 
 def job_status(

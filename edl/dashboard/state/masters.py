@@ -136,5 +136,6 @@ def _event(row: Mapping[str, Any], job: str) -> EventRow:
         text=text(row.get("text")),
         cause=text(row.get("cause")),
         job=job,
+        node=text(row.get("node")) or None,
         decision=kind in _DECISIONS,
     )

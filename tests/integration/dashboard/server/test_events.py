@@ -87,7 +87,7 @@ def test_many_clients_cost_one_look(page: str, monkeypatch: pytest.MonkeyPatch) 
         for client in clients:
             client.next("state")
         began, before = time.monotonic(), figure(page, "edl_dashboard_looks_total")
-        for _ in range(3):
+        for _ in range(2):
             list(pool.map(lambda client: client.next("update"), clients))
             figure(page, "edl_dashboard_looks_total")
         looks, passed_s = figure(page, "edl_dashboard_looks_total") - before, time.monotonic() - began
@@ -95,7 +95,7 @@ def test_many_clients_cost_one_look(page: str, monkeypatch: pytest.MonkeyPatch) 
         assert figure(page, "edl_dashboard_clients") == 20
     until(lambda: figure(page, "edl_dashboard_clients") == 0, "clients that went are still counted")
     before = figure(page, "edl_dashboard_looks_total")
-    time.sleep(3.0)
+    time.sleep(2.0)
     assert figure(page, "edl_dashboard_looks_total") <= before + 1, "the store is asked, and there is no client"
 
 
@@ -126,25 +126,17 @@ def test_slow_client_is_let_go(impatient: str, store: Store) -> None:
         assert len(client.next("state")[2]["jobs"]) == 3, "another client gets everything"
 
 
-def test_slow_client_costs_little_memory(page: str, store: Store) -> None:
-    """However long it reads nothing, it holds on to a state or two."""
+def test_slow_reader_skips_to_the_newest(page: str, store: Store) -> None:
+    """However long a client reads nothing, it holds on to a state or two; then it gets the newest, not all."""
     put_much(store)
-    with silent_client(page), EventClient(page) as prompt:
+    with silent_client(page) as late, EventClient(page) as prompt:
         boot = prompt.next("state")[1].partition("-")[0]
-        for _ in range(8):
-            prompt.next("update")
+        for _ in range(7):
+            newest = int(prompt.next("update")[1].partition("-")[2])
         assert figure(page, "edl_dashboard_clients") == 2
         gc.collect()
         kept = [found.look for found in gc.get_objects() if type(found) is Published and found.id.startswith(boot)]
         assert 1 <= len(kept) <= 4, f"states {kept} pile up for a client that is slow"
-
-
-def test_slow_reader_skips_to_the_newest(page: str, store: Store) -> None:
-    """A client that reads late gets the newest state soon, not all that it missed."""
-    put_much(store)
-    with silent_client(page) as late, EventClient(page) as prompt:
-        for _ in range(8):
-            newest = int(prompt.next("update")[1].partition("-")[2])
         late.settimeout(10)
         got = b""
         ids: list[int] = []
@@ -153,7 +145,7 @@ def test_slow_reader_skips_to_the_newest(page: str, store: Store) -> None:
             assert part, "the stream ended"
             got += part
             ids = [int(line.partition(b"-")[2]) for line in got.split(b"\n") if line.startswith(b"id: ")]
-        assert len(ids) <= 6, f"it got all events that it was too slow for: {ids}"
+        assert len(ids) <= 5, f"it got all events that it was too slow for: {ids}"
         assert ids == sorted(ids)
 
 

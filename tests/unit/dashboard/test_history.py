@@ -22,7 +22,7 @@ class Point:
 
 
 @given(st.integers(4, 50), st.lists(st.floats(0, 1e6), max_size=300))
-def test_any_points_stay_in_order_and_bounded(limit: int, times: list[float]) -> None:
+def test_any_points_stay_in_order(limit: int, times: list[float]) -> None:
     history: History[Point] = History(limit)
     history.extend(map(Point, times))
     kept = [point.t for point in history.points]
@@ -33,7 +33,7 @@ def test_any_points_stay_in_order_and_bounded(limit: int, times: list[float]) ->
         assert kept[0] == times[0], "the beginning is kept"
 
 
-def test_a_long_history_gets_thin_in_its_past() -> None:
+def test_long_history_thins_its_past() -> None:
     history: History[Point] = History(100)
     history.extend(Point(float(t)) for t in range(100_000))
     kept = [point.t for point in history.points]
@@ -57,7 +57,7 @@ def test_points_of_a_ledger_sum_to_it() -> None:
     assert points_of_ledger(summary, 0.0, 5.5, 7) == [], "a clock that goes before this machine's"
 
 
-def test_json_has_no_nan_and_no_numbers_of_looks() -> None:
+def test_json_has_no_nan_and_no_looks() -> None:
     point = JobPoint(1.0, {"train": float("inf")}, float("nan"), look=3)
     assert as_json(point) == {"t": 1.0, "seconds": {"train": None}, "goodput": None}
     assert as_json([point], 3) == []

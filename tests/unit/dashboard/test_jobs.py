@@ -46,12 +46,12 @@ def test_only_changes_are_decoded(store: Store, monkeypatch: pytest.MonkeyPatch)
     assert (len(decoded), restarted["ended"].state) == (3, "running")
 
 
-def test_a_job_of_a_master_alone_has_all_fields() -> None:
+def test_job_of_a_master_alone() -> None:
     status = job_status("labels", None, None, None, 50)
     assert (status.state, status.master_only, status.goodput, status.nodes) == ("down", True, None, ())
 
 
-def test_causes_are_those_of_the_generation_before() -> None:
+def test_causes_of_generations() -> None:
     events = [
         Event(1, "a", "kill", "rank 1 got SIGKILL", 3),
         Event(2, "a", "generation", "lost b", 4),

@@ -108,6 +108,7 @@ def test_no_label_names_a_sample_or_shard(busy_page: str) -> None:
     assert labels == known, "a label whose values have no bound would fill Prometheus"
 
 
+@pytest.mark.slow
 def test_prometheus_and_grafana_s_queries(busy_page: str, tmp_path: Path) -> None:
     """Each query is understood, and gives data of a job that runs."""
     queries = expressions()

@@ -31,19 +31,24 @@ class FileSample:
         id: its path in the set.
         path: its path or URL.
         nbytes: its size.
+        version: its time of change or tag, if that is compared.
     """
 
     id: str
     path: str
     nbytes: int
+    version: str = ""
 
     def read_bytes(self) -> bytes:
         """Return all of the file's bytes.
 
         Raises:
-            SourceError: the file cannot be read, or has another size than when it was indexed.
+            SourceError: the file cannot be read, or is not what it was when it was indexed.
         """
-        data = open_storage(self.path).read_range(self.path, 0, self.nbytes + 1)
+        storage = open_storage(self.path)
+        data = storage.read_range(self.path, 0, self.nbytes + 1) if self.nbytes else b""
+        if self.version and storage.stat_file(self.path).version != self.version:
+            raise file_changed(self.path, "it was written again before it was read")
         if len(data) != self.nbytes:
             raise file_changed(self.path, f"it has not the {self.nbytes} bytes that it had")
         return data
@@ -123,7 +128,7 @@ class FileSet(Dataset):
             raise file_changed(path, f"it has {found.nbytes} bytes, and had {nbytes}")
         if self._check == "mtime" and _digest(found.version) != self._versions[unit]:
             raise file_changed(path, "it was written again (where only its time differs: check='size')")
-        return FileSample(self._names[unit], path, nbytes)
+        return FileSample(self._names[unit], path, nbytes, found.version if self._check == "mtime" else "")
 
 
 def describe_files(head: dict[str, Any], names: Sequence[str], stats: Iterable[FileStat]) -> IndexPart:

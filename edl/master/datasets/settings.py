@@ -17,6 +17,10 @@ DEFAULT_SHARD_SIZE: Final = 64
 the master hands out thousands of shards a second."""
 _SEEDS: Final = 1 << 64
 """Seeds are numbers of 64 bits on the wire."""
+_MOST: Final = 1 << 62
+"""Of units, shard sizes and epochs: the sum of two such numbers is one of 63 bits still."""
+_MOST_FAILURES: Final = (1 << 31) - 1
+"""A number of 31 bits on the wire."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +57,14 @@ class ShardSettings:
     flush_s: float = 10.0
 
     def __post_init__(self) -> None:
-        if self.shard_size is not None and not is_count(self.shard_size):
-            raise SettingsError(f"shard_size={self.shard_size!r}: must be a whole number above 0, or None")
-        if not _is_natural(self.epochs):
-            raise SettingsError(f"epochs={self.epochs!r}: must be 0 (no end) or a whole number above it")
+        if self.shard_size is not None and not (is_count(self.shard_size) and self.shard_size <= _MOST):
+            raise SettingsError(f"shard_size={self.shard_size!r}: must be a whole number from 1 to 2**62, or None")
+        if not _is_natural(self.epochs) or self.epochs > _MOST:
+            raise SettingsError(f"epochs={self.epochs!r}: must be a whole number from 0 (no end) to 2**62")
         if not _is_natural(self.seed) or self.seed >= _SEEDS:
             raise SettingsError(f"seed={self.seed!r}: must be a whole number from 0 to 2**64 - 1")
-        if not is_count(self.max_failures):
-            raise SettingsError(f"max_failures={self.max_failures!r}: must be a whole number above 0")
+        if not is_count(self.max_failures) or self.max_failures > _MOST_FAILURES:
+            raise SettingsError(f"max_failures={self.max_failures!r}: must be a whole number from 1 to 2**31 - 1")
         for name in ("lease_s", "session_s"):
             if not _is_duration(getattr(self, name)):
                 raise SettingsError(f"{name}={getattr(self, name)!r}: must be a number of seconds above 0")
@@ -87,6 +91,8 @@ class ShardSettings:
                 f"{kind}:{location} has no end: it is neither shuffled nor read several times "
                 f"(shuffle={self.shuffle}, shuffle_within={self.shuffle_within}, epochs={self.epochs})"
             )
+        if units is not None and units > _MOST:
+            raise SettingsError(f"{kind}:{location} has more than 2**62 units")
         return DatasetSpec(
             kind=kind,
             location=location,

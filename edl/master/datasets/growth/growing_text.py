@@ -46,7 +46,7 @@ class GrowingText(LinesDataset, GrowingDataset):
         storage = open_storage(location)
         location = storage.absolute(location)
         if storage.list_files(location):
-            check_plain(storage, location)
+            check_plain(storage, location, storage.stat_file(location).nbytes)
         head = {"of": "lines", "options": dict(options), "files": [location], "nbytes": [None]}
         index = pack_part(IndexPart(head, ShardCutter(1).pop_segments(rest=True)))
         return cls(settings.spec("follow", location, None, settings.shard_size or DEFAULT_SHARD_SIZE, index))

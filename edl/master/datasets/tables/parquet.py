@@ -189,6 +189,8 @@ class ParquetDataset(Dataset):
                 )
                 # Without threads of its own: a reader is among many processes, and may be a fork.
                 table = opened.read_row_group(group, columns=self._columns, use_threads=False)
+            if storage.stat_file(path).version != self._footer[1]:
+                raise file_changed(path, "it was written while it was read")
             if self._columns is not None:
                 table = table.select(self._columns)
             if table.num_rows != metadata.row_group(group).num_rows:

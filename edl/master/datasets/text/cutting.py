@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from array import array
 
 import numpy as np
 
@@ -27,12 +28,10 @@ class ShardCutter:
     def __init__(self, shard_size: int, units: int = 0) -> None:
         self.units = units
         self._cut_units = units
-        self._counts: list[int] = []
         self._shard_size = shard_size
         self._length = 0
         self._crc = 0
-        self._lengths: list[int] = []
-        self._crcs: list[int] = []
+        self._columns = _empty_columns()
 
     def feed(self, data: bytes, ends: Numbers) -> None:
         """Go on by some bytes.
@@ -62,21 +61,27 @@ class ShardCutter:
         """
         if rest and self.units > self._cut_units:
             self._cut(self.units)
-        columns = {"counts": self._counts, "lengths": self._lengths, "crcs": self._crcs}
-        found = {name: np.array(numbers, np.int64) for name, numbers in columns.items()}
-        self._counts = []
-        self._lengths = []
-        self._crcs = []
+        found = {name: np.array(numbers, np.int64) for name, numbers in self._columns.items()}
+        self._columns = _empty_columns()
         return found
+
+    @property
+    def segments(self) -> int:
+        """How many segments there are that were not taken yet."""
+        return len(self._columns["counts"])
 
     def _add(self, data: memoryview) -> None:
         self._crc = zlib.crc32(data, self._crc)
         self._length += len(data)
 
     def _cut(self, units: int) -> None:
-        self._counts.append(units - self._cut_units)
+        for name, number in (("counts", units - self._cut_units), ("lengths", self._length), ("crcs", self._crc)):
+            self._columns[name].append(number)
         self._cut_units = units
-        self._lengths.append(self._length)
-        self._crcs.append(self._crc)
         self._length = 0
         self._crc = 0
+
+
+def _empty_columns() -> dict[str, array[int]]:
+    """Return columns of 8 bytes a number: a list would take five times as much, of millions of shards."""
+    return {name: array("q") for name in ("counts", "lengths", "crcs")}

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final, TypeAlias
 
 from edl.errors import ProtocolError, SettingsError, SourceError
 from edl.master.datasets.dataset import Dataset
-from edl.master.datasets.index import IndexPart, Numbers, check_size, pack_part
+from edl.master.datasets.index import MOST_NBYTES, IndexPart, Numbers, check_size, pack_part
 from edl.master.datasets.settings import DEFAULT_SHARD_SIZE, ShardSettings
 from edl.master.datasets.storage import DataStorage, file_changed, open_storage
 from edl.master.datasets.text.cutting import ShardCutter
@@ -27,6 +27,8 @@ TextProgress: TypeAlias = Callable[[int, int], object]
 _CHECKED_NBYTES: Final = 8 << 20
 """A shard of at most so many bytes is checked as a whole before its first sample is yielded; of a larger one only its
 last block is held back until its checksum is known, so that a reader's memory does not grow with the shard."""
+_SEGMENT_NBYTES: Final = 4
+"""Of a shard in an index, at least: its checksum. Where that alone is too much, a text is not read to its end first."""
 _COMPRESSED: Final = {
     b"\x1f\x8b\x08": "gzip",
     b"BZh91AY&SY": "bzip2",
@@ -97,11 +99,16 @@ class TextDataset(Dataset):
         cutter = ShardCutter(shard_size)
         done = 0
         for path, stat in zip(paths, stats, strict=True):
-            check_plain(storage, path)
+            check_plain(storage, path, stat.nbytes)
             blocks = storage.read_blocks(path, 0, stat.nbytes)
             for data, ends in cls._scan(path, blocks, options):
                 cutter.feed(data, ends)
                 done += len(data)
+                if cutter.segments * _SEGMENT_NBYTES > MOST_NBYTES:
+                    raise SettingsError(
+                        f"{cls._kind}:{location} has more than {cutter.segments} shards of {shard_size}, and the "
+                        f"index of them more than {MOST_NBYTES >> 20} MiB: choose a larger shard_size"
+                    )
                 if progress is not None:
                     progress(done, whole)
             if storage.stat_file(path) != stat:
@@ -198,13 +205,18 @@ class TextDataset(Dataset):
             raise file_changed(path, f"it has {found} bytes, and had {stop} at least: was it cut off, or rotated?")
 
 
-def check_plain(storage: DataStorage, path: str) -> None:
+def check_plain(storage: DataStorage, path: str, nbytes: int) -> None:
     """Refuse a compressed file, in which nothing can be found by offset.
+
+    Args:
+        storage: that it is on.
+        path: of the file.
+        nbytes: its size.
 
     Raises:
         SettingsError: it is compressed.
     """
-    head = storage.read_range(path, 0, _MOST_MAGIC)
+    head = b"".join(storage.read_blocks(path, 0, min(nbytes, _MOST_MAGIC)))
     for magic, name in _COMPRESSED.items():
         if head.startswith(magic):
             raise SettingsError(

@@ -39,8 +39,9 @@ class RecordsDataset(TextDataset):
         if options["header"]:
             storage = open_storage(location)
             path = storage.find_files(storage.absolute(location))[0]
-            check_plain(storage, path)
-            blocks = storage.read_blocks(path, 0, storage.stat_file(path).nbytes)
+            nbytes = storage.stat_file(path).nbytes
+            check_plain(storage, path, nbytes)
+            blocks = storage.read_blocks(path, 0, nbytes)
             header = next(_parse_rows(path, blocks, options, at=0), [])
             names = header
         if names is not None and (len(set(names)) < len(names) or not names):

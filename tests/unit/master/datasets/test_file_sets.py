@@ -100,3 +100,18 @@ def test_shuffled_files_keep_their_ids(folder: Path) -> None:
     assert ids != IDS
     assert sorted(map(str, ids)) == IDS
     assert [sample.id for sample in read_all(dataset)] == ids
+
+
+def test_file_replaced_before_it_is_read(folder: Path) -> None:
+    dataset = open_dataset(f"files:{folder}/*.jpg")
+    (sample,) = dataset.read(Lease(0, 0, 0, 1))
+    (folder / "a.jpg").write_bytes(b"b.jpg")
+    os.utime(folder / "a.jpg", (1, 1))
+    with pytest.raises(SourceError, match="written again before it was read"):
+        sample.read_bytes()
+
+
+def test_empty_file(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    (sample,) = read_all(open_dataset(f"files:{tmp_path}"))
+    assert sample.read_bytes() == b""

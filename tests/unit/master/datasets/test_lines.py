@@ -323,3 +323,21 @@ def test_broken_link_is_named(tmp_path: Path) -> None:
 def test_unknown_url() -> None:
     with pytest.raises(SettingsError, match="nosuchscheme"):
         open_dataset("lines:nosuchscheme://x/y")
+
+
+def test_too_many_shards_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_blocks: None) -> None:
+    """Long before the text is read to its end."""
+    monkeypatch.setattr(files, "MOST_NBYTES", 40)
+    calls: list[int] = []
+    with pytest.raises(SettingsError, match="larger shard_size"):
+        open_dataset(
+            written(tmp_path, b"a\n" * 10_000),
+            ShardSettings(shard_size=1),
+            progress=lambda done, whole: calls.append(done),
+        )
+    assert max(calls) < 100
+
+
+def test_file_urls(tmp_path: Path) -> None:
+    written(tmp_path, b"a\nb\n", "100%25 [x].txt")
+    assert read_all(load_dataset(open_dataset(f"lines:file://{tmp_path}/*.txt").spec)) == [b"a", b"b"]

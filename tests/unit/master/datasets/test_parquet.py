@@ -186,3 +186,21 @@ def test_missing_package_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         open_dataset(f"parquet:{tmp_path}/a.parquet")
     with pytest.raises(SettingsError, match=r"elastic-distill\[tables\]"):
         read_all(dataset)
+
+
+def test_table_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other rows in the same places, as a writer without compression and statistics makes them."""
+    path = tmp_path / "a.parquet"
+    plain = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    write(path, 10, 40, **plain)
+    dataset = open_dataset(f"parquet:{path}")
+    read = parquet.ParquetFile.read_row_group
+
+    def replace(file: Any, group: int, **named: Any) -> Any:
+        write(path, 20, 40, **plain)
+        os.utime(path, (1, 1))
+        return read(file, group, **named)
+
+    monkeypatch.setattr(parquet.ParquetFile, "read_row_group", replace)
+    with pytest.raises(SourceError, match="written while it was read"):
+        list(dataset.read(Lease(0, 0, 0, 10)))

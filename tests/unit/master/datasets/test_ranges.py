@@ -39,6 +39,7 @@ def test_spec_carries_the_settings() -> None:
     [
         *[("shard_size", value) for value in (0, -1, 1.5, True, "8")],
         *[("epochs", -1), ("epochs", 1.0), ("seed", -1), ("seed", 1 << 64), ("max_failures", 0)],
+        *[("shard_size", 1 << 63), ("epochs", 1 << 63), ("max_failures", 1 << 31)],
         *[("lease_s", 0), ("lease_s", float("inf")), ("lease_s", float("nan")), ("session_s", -1), ("commit", "now")],
     ],
 )
@@ -47,7 +48,9 @@ def test_useless_settings_are_refused(field: str, value: object) -> None:
         ShardSettings(**{field: value})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("location", ["range:", "range:0", "range:-3", "range:1e3", "range:٣", "5", "", "nokind:x"])
+@pytest.mark.parametrize(
+    "location", ["range:", "range:0", "range:-3", "range:1e3", "range:٣", f"range:{1 << 63}", "5", "", "nokind:x"]
+)
 def test_useless_locations_are_refused(location: str) -> None:
     with pytest.raises(SettingsError, match=r"range|expected|no module"):
         open_dataset(location)

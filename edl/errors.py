@@ -73,7 +73,7 @@ class JournalError(TemporaryError):
     Whether what was written last is there is not known: who wrote it ends, and who comes next reads what is.
 
     Attributes:
-        busy: another process holds it; who waits may find it free.
+        busy: another process holds it, or the store is away: who waits may find it again.
     """
 
     def __init__(self, message: str, busy: bool = False) -> None:

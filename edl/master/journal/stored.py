@@ -297,7 +297,7 @@ class StoreJournal(Resource, Journal):
             except BaseException as exc:
                 self._broken = f"journal {self._folder}: cannot {what}: {exc}"
                 if isinstance(exc, EDLError) and not isinstance(exc, (ClosedError, JournalError)):
-                    raise JournalError(self._broken) from exc
+                    raise JournalError(self._broken, busy=isinstance(exc, DiscoveryError)) from exc
                 raise
         finally:
             self._turns.release()

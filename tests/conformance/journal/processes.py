@@ -1,4 +1,4 @@
-"""A process that writes until it is killed (`python -m tests.conformance.journal.processes URL STORE MODE SEED`).
+"""A process that writes until it is killed or fenced (`python -m tests.conformance.journal.processes URL STORE SEED`).
 
 It prints a line when `append` or `snapshot` has returned, and never before.
 """
@@ -11,6 +11,7 @@ import struct
 import sys
 
 from edl.discovery import open_store
+from edl.errors import LeaseLostError
 from edl.master.journal import open_journal
 
 RECORD = struct.Struct("!QQQ")
@@ -51,4 +52,7 @@ def main(url: str, store_url: str, seed: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except LeaseLostError:
+        print("fenced", flush=True)

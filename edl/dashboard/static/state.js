@@ -10,6 +10,10 @@ const MAX_CHARS = 2000; // of a text: a longer one hides everything below it
 
 const LARGEST = 2 ** 53; // beyond it figures are nonsense, and pictures of them endless loops
 
+// Control characters, but for tab and newline, and those that turn the direction of what follows: a name that shows as
+// another's is written out.
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u202a-\u202e\u2066-\u2069]/g;
+
 const number = (value) => (typeof value === "number" && Math.abs(value) <= LARGEST ? value : null);
 const record = (value) => (value !== null && typeof value === "object" && !Array.isArray(value) ? value : {});
 const list = (value) => (Array.isArray(value) ? value.slice(0, MAX_ITEMS) : []);
@@ -20,7 +24,8 @@ const orNull = (value, read) => (value !== null && typeof value === "object" ? r
 function text(value) {
   if (typeof value === "number" || typeof value === "boolean") return String(value);
   if (typeof value !== "string") return "";
-  return value.length > MAX_CHARS ? `${value.slice(0, MAX_CHARS)}…` : value;
+  const shortened = value.length > MAX_CHARS ? `${value.slice(0, MAX_CHARS)}…` : value;
+  return shortened.replace(HIDDEN, (character) => `\\u${character.charCodeAt(0).toString(16).padStart(4, "0")}`);
 }
 
 /** Amounts by category, in the order in which they came. */

@@ -72,7 +72,8 @@ def test_hostile_names_are_text(look: Look) -> None:
     assert "owned" not in page.evaluate("document.title")
     assert page.evaluate("document.querySelectorAll('main img, main script, main a[href^=javascript]').length") == 0
     shown = page.evaluate("[...document.querySelectorAll('#jobs h3')].map(each => each.textContent)")
-    assert sorted(shown) == sorted(name if name.strip() else "(no name)" for name in states.HOSTILE)
+    written_out = [name.replace("\u202e", r"\u202e").replace("\x00", r"\u0000") for name in states.HOSTILE]
+    assert sorted(shown) == sorted(name if name.strip() else "(no name)" for name in written_out)
     assert page.evaluate("document.querySelectorAll('#teachers h3').length") == len(states.HOSTILE)
     isolation = page.evaluate("[...document.querySelectorAll('.name')].map(each => getComputedStyle(each).unicodeBidi)")
     assert set(isolation) == {"isolate"}

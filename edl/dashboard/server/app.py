@@ -67,7 +67,7 @@ class Pages:
         published = await self._looks.fresh(_LOOK_S)
         if published is None:
             raise web.HTTPServiceUnavailable(text="the store has not answered yet\n", headers={"Retry-After": "2"})
-        response = web.Response(body=published.encode(), content_type="application/json", headers=NO_STORE)
+        response = web.Response(body=await published.encoded(), content_type="application/json", headers=NO_STORE)
         response.enable_compression()
         return response
 

@@ -83,7 +83,7 @@ class EventStreams:
         opening = b"retry: %d\n\n" % _RETRY_MS
         published = await self._looks.fresh(_FIRST_S)
         if published is not None and published.look != look:
-            opening += _event(published, look)
+            opening += await _event(published, look)
             look = published.look
         if not await self._write(request, response, opening):
             return
@@ -95,7 +95,7 @@ class EventStreams:
                 beat = json.dumps({"time": round(time.time(), 3)})
                 data = f"event: heartbeat\ndata: {beat}\n\n".encode()
             else:
-                data, look = _event(published, look), published.look
+                data, look = await _event(published, look), published.look
             if not await self._write(request, response, data):
                 return
 
@@ -127,8 +127,8 @@ def _limit_buffer(request: web.Request) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_NBYTES)
 
 
-def _event(published: Published, look: int | None) -> bytes:
+async def _event(published: Published, look: int | None) -> bytes:
     """Return an event: the whole state, or what is new in its histories for a client that has a look's state."""
     kind = b"state" if look is None else b"update"
-    data = published.encode(-1 if look is None else look)
+    data = await published.encoded(-1 if look is None else look)
     return b"event: %s\nid: %s\ndata: %s\n\n" % (kind, published.id.encode(), data)

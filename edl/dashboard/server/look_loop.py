@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from edl.background import BackgroundLoop
+from edl.background import BackgroundLoop, start_call
 from edl.dashboard.state import DashboardState, StateReader, as_json
 
 __all__ = ["LookLoop", "Published"]
@@ -26,6 +26,8 @@ _SHARE: Final = 0.2
 """Of the time that looks may take: a Store with thousands of jobs is looked at less often."""
 _LONGEST_S: Final = 60.0
 """Between two looks, however long they take."""
+_LONGEST_STALE_S: Final = 3.0
+"""Where the Store did not answer, which may take its deadline: a person waits for it to be back."""
 _IDLE_S: Final = 3600.0
 """A wait that a request cuts short; any length would do."""
 
@@ -48,6 +50,17 @@ class Published:
         self._encoded: dict[int, bytes] = {}
         if previous is not None:
             self.encode(previous.look)  # in the thread of the look, since most clients will ask for this
+
+    async def encoded(self, after_look: int = -1) -> bytes:
+        """Return the state as JSON, encoded in a thread: it may have megabytes, and other clients wait meanwhile.
+
+        Args:
+            after_look: as for `encode`.
+        """
+        found = self._encoded.get(after_look)
+        if found is None:
+            found = await asyncio.wrap_future(start_call("edl-dashboard-encode", lambda: self.encode(after_look)))
+        return found
 
     def encode(self, after_look: int = -1) -> bytes:
         """Return the state as JSON, in a line.
@@ -170,7 +183,8 @@ class LookLoop:
         state = self._reader.read()
         self._previous = Published(self._boot, state, self._reader.looks, self._previous)
         self.look_s = time.monotonic() - now
-        self.pause_s = min(_LONGEST_S, max(INTERVAL_S - self.look_s, self.look_s * (1.0 / _SHARE - 1.0)))
+        longest_s = _LONGEST_STALE_S if state.stale else _LONGEST_S
+        self.pause_s = min(longest_s, max(INTERVAL_S - self.look_s, self.look_s * (1.0 / _SHARE - 1.0)))
         _call_soon(self._loop, self._publish, self._previous)
         return self.pause_s
 

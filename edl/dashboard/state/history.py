@@ -16,12 +16,14 @@ from edl.collective.goodput.spans import TimeCategory
 from edl.collective.goodput.summary import Summary
 from edl.dashboard.state.schema import JobPoint
 
-__all__ = ["MAX_POINTS", "History", "points_of_ledger"]
+__all__ = ["FROM_ENDED", "FROM_LEDGER", "MAX_POINTS", "History", "points_of_ledger"]
 
 MAX_POINTS: Final = 600
 """20 minutes of a point in 2 s, and days of thinner ones; as JSON below 120 KB for a job."""
-_FROM_LEDGER: Final = 300
-"""Points that a ledger gives at most: the other half is for what comes."""
+FROM_LEDGER: Final = 300
+"""Points that the ledger of a job that goes on gives at most: the other half is for what comes."""
+FROM_ENDED: Final = 100
+"""Of a job that has ended, of which there may be many: a picture's shape, in 20 KB of JSON."""
 
 
 class _Point(Protocol):
@@ -76,7 +78,9 @@ class History(Generic[P]):
             self.append(point)
 
 
-def points_of_ledger(summary: Summary, after_t: float, until_t: float, look: int) -> list[JobPoint]:
+def points_of_ledger(
+    summary: Summary, after_t: float, until_t: float, look: int, most: int = FROM_LEDGER
+) -> list[JobPoint]:
     """Return what the ledger in the Store says of a job's past.
 
     Its spans say where the time went while no dashboard looked, so a page that is opened late shows all of it.
@@ -86,6 +90,7 @@ def points_of_ledger(summary: Summary, after_t: float, until_t: float, look: int
         after_t: wall clock; only later points.
         until_t: wall clock; only points until then: a node's clock may go before this machine's.
         look: that adds them.
+        most: points to return.
     """
     points = []
     at_us = summary.ledger.began_us
@@ -100,5 +105,5 @@ def points_of_ledger(summary: Summary, after_t: float, until_t: float, look: int
         points.append(JobPoint(at_us / 1e6, seconds, goodput, world_size=span.workers, look=look))
     times = [point.t for point in points]
     points = points[bisect.bisect_right(times, after_t) : bisect.bisect_right(times, until_t)]
-    step = -(-len(points) // _FROM_LEDGER)
+    step = -(-len(points) // most)
     return points[::-1][::step][::-1] if step > 1 else points

@@ -19,7 +19,7 @@ from typing_extensions import Self
 import edl
 from edl.collective.goodput.summary import Summary
 from edl.dashboard.state.events import LAST_MERGED, merge_events
-from edl.dashboard.state.history import History, points_of_ledger
+from edl.dashboard.state.history import FROM_ENDED, FROM_LEDGER, History, points_of_ledger
 from edl.dashboard.state.jobs import LAST_EVENTS, JobReader, job_status, sort_jobs
 from edl.dashboard.state.masters import decode_wanted
 from edl.dashboard.state.schema import (
@@ -180,7 +180,8 @@ class StateReader:
         ended = job.state in ("done", "failed")
         behind_s = min(now_s, job.began + job.elapsed_s) - last_t
         if summary is not None and behind_s > (_ROUNDING_S if ended else _GAP_S):
-            history.extend(points_of_ledger(summary, last_t, now_s, self.looks))
+            most = FROM_ENDED if ended else FROM_LEDGER
+            history.extend(points_of_ledger(summary, last_t, now_s, self.looks, most))
         if not ended and now_s - (history.last_t or 0.0) >= _SAMPLE_S:
             history.append(_job_point(job, now_s, self.looks))
         return replace(job, history=history.points)

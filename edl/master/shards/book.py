@@ -257,7 +257,10 @@ class ShardBook(BookTables):
         if plan is None:
             return master.ResumeReply()
         if plan.fenced is not None:
-            self._end_session(plan.fenced, f"{session.holder} resumed it in session {session.id}", time_ms=time_ms)
+            # Who ends on purpose closes its session. One that crashes with the same shard again and again comes back
+            # before its session expires, and would never have it given up if this were no failure.
+            reason = f"{plan.fenced.holder} was lost; {session.holder} resumed it in session {session.id}"
+            self._end_session(plan.fenced, reason, expired=True, time_ms=time_ms)
         dataset.undo(plan.undone)
         dataset.histories.pop(plan.history.session, None)
         plan.history.session = session.id

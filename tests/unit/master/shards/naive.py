@@ -212,7 +212,7 @@ class Pair:
         assert again == reply
         old = self.history_of(of_session, session_id)
         if old.id in self.live:
-            self.lose(old.id, failed=False)
+            self.lose(old.id, failed=True)
         at = old.marks.index((of_session, number) if (of_session, number) in old.marks else old.marks[0])
         assert at >= len(old.marks) - 16
         for covered, unit in old.consumed:

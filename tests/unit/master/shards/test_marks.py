@@ -207,3 +207,23 @@ def test_reader_that_is_gone_goes_back_too() -> None:
     assert job.book.status("d")["units_done"] == 3
     job.open("c")
     assert bounds(job.turn("c", 9).leases) == [(3, 10), (10, 20), (20, 30), (30, 40)]
+
+
+def test_crash_loop_ends_in_poison() -> None:
+    """A shard that kills its worker, which comes back at once each time, before its session has expired."""
+    job = checkpointed(units=20, max_failures=3)
+    job.open("s0", "a")
+    job.mark("s0", 1)
+    lease = job.turn("s0", 1).leases[0]
+    job.mark("s0", 2)
+    for life in range(1, 4):
+        job.open(f"s{life}", "a")
+        reply = job.resume(f"s{life}", f"s{life - 1}", life + 1)
+        assert bounds(reply.leases) == ([(0, 10)] if life < 3 else [])
+        job.mark(f"s{life}", life + 2)
+    (poisoned,) = job.book.status("d")["poisoned"]
+    assert [failure["reason"] for failure in poisoned["failures"]] == [
+        f"a was lost; a resumed it in session s{life}" for life in range(1, 4)
+    ]
+    assert bounds(job.turn("s3", 9).leases) == [(10, 20)]
+    assert lease.shard == 0

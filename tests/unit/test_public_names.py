@@ -47,6 +47,10 @@ PUBLIC = {
         *("ShardingClient", "open_dataset"),
     ],
     "edl.master.client.torch": ["ShardDataset"],
+    "edl.master.datasets": [
+        *("Dataset", "FollowSettings", "Follower", "LeasedUnits", "ShardSettings", "Source", "UnitId"),
+        *("load_dataset", "open_dataset", "same_data"),
+    ],
     "edl.protocol": ["bundles", "codec", "kserve", "names", "tensors"],
     "edl.testing": ["LocalTeacher"],
     "edl_serving": ["Array", "Backend", "ServerSettings", "TeacherServer", "TensorSpec", "serve"],

@@ -46,6 +46,10 @@ class Dataset(abc.ABC):
     Args:
         spec: what the master keeps of it.
         samples: a sequence or `Source` of the user's, or the name of a function that returns it.
+
+    Raises:
+        SettingsError: the specification cannot be used, or needs `samples`.
+        ProtocolError: its index cannot be read.
     """
 
     def __init__(self, spec: DatasetSpec, samples: Any = None) -> None:
@@ -97,7 +101,11 @@ class Dataset(abc.ABC):
         return unit
 
     def covers(self, lease: LeasedUnits) -> bool:
-        """Tell whether these units can be read by what is known here; if not, the source has grown: see `update`."""
+        """Return whether these units can be read by what is known here; if not, the source has grown: see `update`.
+
+        Args:
+            lease: of this data set.
+        """
         return lease.stop <= self._known_units()
 
     def update(self, spec: DatasetSpec) -> None:

@@ -82,6 +82,9 @@ def load_dataset(spec: DatasetSpec, samples: Any = None) -> Dataset:
         samples: for a data set whose samples code of the user's makes: `MODULE:FACTORY` as where it was created, or
             the object that it returns. Code is never imported because the master names it.
 
+    Returns:
+        The data set, ready to `read`.
+
     Raises:
         SettingsError: the data set is of an unknown kind, or needs `samples`.
         ProtocolError: its index cannot be read.
@@ -94,7 +97,7 @@ def load_dataset(spec: DatasetSpec, samples: Any = None) -> Dataset:
 
 
 def same_data(left: DatasetSpec, right: DatasetSpec) -> bool:
-    """Tell whether two specifications are of the same data, cut alike.
+    """Return whether two specifications are of the same data, cut alike.
 
     Their bytes may differ all the same: another build of zlib compresses an index into other bytes. A source that grows
     is the same however much of it is known.

@@ -24,10 +24,18 @@ class Source(Protocol):
         """Return how many units can be read by now. Never falls."""
 
     def ended(self) -> bool:
-        """Tell whether no more will come."""
+        """Return whether no more will come."""
 
     def read(self, start: int, stop: int) -> Iterable[Any]:
-        """Return the samples of the units `start` to `stop`, as many, the same whenever they are read."""
+        """Return the samples of some units, the same whenever they are read.
+
+        Args:
+            start: the first unit.
+            stop: the unit behind the last.
+
+        Returns:
+            `stop - start` samples.
+        """
 
 
 class SourceDataset(GrowingDataset):

@@ -33,7 +33,7 @@ def draw_day(results: Sequence[Result], path: Path) -> None:
         moving.stairs(counts, edges, color=colour, label=result.policy)
     usage.set_ylabel("GPUs")
     usage.set_ylim(bottom=0)
-    usage.legend(loc="lower left", fontsize=8)
+    usage.legend(loc="lower right", fontsize=8)
     waiting.set_ylabel("jobs that wait")
     waiting.legend(loc="upper left", fontsize=8)
     moving.set_ylabel("moves an hour")
@@ -42,6 +42,7 @@ def draw_day(results: Sequence[Result], path: Path) -> None:
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="y", color="#dddddd", linewidth=0.5)
+        axis.set_axisbelow(True)
     figure.suptitle("A simulated day of a cluster")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, metadata={"Software": None})

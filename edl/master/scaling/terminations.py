@@ -213,7 +213,8 @@ def _find_by_pod(report: TerminationReport, code: int | None, number: int) -> Te
         return TerminationVerdict(TerminationCause.EVICTED, f"the pod's status says {min(found)}")
     if found := status & _LAUNCH:
         return TerminationVerdict(TerminationCause.LAUNCH_FAILED, f"the container's status says {min(found)}")
-    if code is not None or report.agent_cause not in ("", "killed", "contact") or number in _CRASHES:
+    found_out = not number and report.agent_cause not in ("", "killed", "contact")
+    if code is not None or found_out or number in _CRASHES:
         return None
     if report.node_ready is False:
         return TerminationVerdict(TerminationCause.NODE_LOST, "its node no longer answers")
@@ -232,7 +233,11 @@ def _find_by_pod(report: TerminationReport, code: int | None, number: int) -> Te
 def _find_by_exit(report: TerminationReport, code: int | None, number: int) -> TerminationVerdict:
     if code is not None and code in _BY_EXIT_CODE:
         return TerminationVerdict(_BY_EXIT_CODE[code], f"exit code {code}")
-    if report.agent_cause in _BY_AGENT and not (report.agent_cause == "killed" and number in (_CRASHES | _LEAVING)):
+    # Of a process that a signal ended, the agent's word may be about an earlier end, which the job got over: nobody's
+    # job is stopped for that. A lost peer and an unclear fault end a process by SIGABRT as well.
+    believed = not number or (report.agent_cause == "killed" and number not in _CRASHES | _LEAVING)
+    believed = believed or (report.agent_cause in ("contact", "unclear", "missing") and number not in _LEAVING)
+    if report.agent_cause in _BY_AGENT and believed:
         return TerminationVerdict(_BY_AGENT[report.agent_cause], f"the agent says {report.agent_cause}")
     if number in _CRASHES:
         return TerminationVerdict(TerminationCause.CRASHED, f"signal {number}")

@@ -58,7 +58,8 @@ def arbitrate(
     Args:
         nodes: name -> GPUs that jobs may use there.
         jobs: all of them, whether they have workers or not.
-        placements: job -> node -> workers that it has now; nodes that are not in `nodes` are lost.
+        placements: job -> node -> workers that it has now; nodes that are not in `nodes` are lost, and jobs that are
+            not in `jobs` have ended.
         settings: what the decision goes by; None for the defaults.
 
     Raises:

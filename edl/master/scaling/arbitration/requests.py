@@ -72,8 +72,8 @@ class JobRequest:
     def __post_init__(self) -> None:
         if not 0 <= self.min_workers <= self.max_workers or self.gpus < 1:
             raise ValueError(f"{self.name}: {self.min_workers} to {self.max_workers} workers of {self.gpus} GPUs")
-        if not (self.weight > 0 and self.pause_s >= 0 and math.isfinite(self.weight)):
-            raise ValueError(f"{self.name}: a weight of {self.weight}, a pause of {self.pause_s} s")
+        if not (self.weight > 0 and self.pause_s >= 0 and math.isfinite(self.weight + self.submitted_s)):
+            raise ValueError(f"{self.name}: weight {self.weight}, pause {self.pause_s} s, came at {self.submitted_s} s")
 
 
 class JobValue:

@@ -171,7 +171,15 @@ def test_nonsense_is_refused(nodes: dict[str, int], jobs: list[JobRequest]) -> N
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"min_workers": 3}, {"gpus": 0}, {"weight": 0.0}, {"weight": math.nan}, {"pause_s": -1.0}, {"min_workers": -1}],
+    [
+        {"min_workers": 3},
+        {"gpus": 0},
+        {"weight": 0.0},
+        {"weight": math.nan},
+        {"pause_s": -1.0},
+        {"submitted_s": math.nan},
+        {"min_workers": -1},
+    ],
 )
 def test_nonsense_jobs_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="job"):

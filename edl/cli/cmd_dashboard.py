@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import threading
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from edl.cli._changes import printable
 from edl.dashboard.state.reader import shown_url
@@ -59,16 +60,26 @@ def main(argv: Sequence[str]) -> int:
         allowed_hosts=tuple(options.allow_host),
         credentials=credentials,
     )
-    ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
-    with DashboardServer(settings) as server:
+    with _signals() as ended, DashboardServer(settings) as server:
         print(printable(f"The page of {shown_url(url)} is at {server.url} ; Ctrl-C ends it."), flush=True)
         if options.open and not webbrowser.open(server.url):
             print("no browser could be started: open that address in one")
         while not ended.wait(_WAIT_S):
             pass
     return 0
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[threading.Event]:
+    """Set an event at a signal that asks for an end."""
+    ended = threading.Event()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda *_: ended.set()) for number in numbers}
+    try:
+        yield ended
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _parser() -> argparse.ArgumentParser:

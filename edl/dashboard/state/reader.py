@@ -106,7 +106,7 @@ class StateReader:
             summaries, masters, unreadable = self._jobs.read(now_s)
             services, wanted, rejected = self._services.read()
         except EDLError as exc:
-            self._last = replace(self._last, time=now_s, stale=f"as known last: {shown(exc)}")
+            self._last = replace(self._last, time=time.time(), stale=f"as known last: {shown(exc)}")
             return self._last
         jobs = self._job_statuses(summaries, masters, wanted)
         if self._job is not None:
@@ -118,7 +118,7 @@ class StateReader:
         if self._last.looked is not None:
             self._changes += find_changes(self._last.services, followed, now_s)
         self._last = DashboardState(
-            time=now_s,
+            time=time.time(),
             store=shown_url(self._url),
             version=edl.__version__,
             looked=now_s,

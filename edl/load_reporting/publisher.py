@@ -82,7 +82,11 @@ class LoadPublisher:
         self._lease: Lease | None = None
         self._first = True
         self._closing = False
-        self._loop = BackgroundLoop("edl-load", self._step)
+        self._loop: BackgroundLoop | None = None
+        try:
+            self._loop = BackgroundLoop("edl-load", self._step)
+        except RuntimeError as exc:  # the process may have no more threads: the caller has better use for its last
+            logger.warning("load is not published: %s", exc)
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -91,14 +95,13 @@ class LoadPublisher:
 
     def publish_soon(self) -> None:
         """Write what has changed now rather than after the interval. Returns at once."""
-        if os.getpid() == self._pid:
+        if self._loop is not None and os.getpid() == self._pid:
             self._loop.wake()
 
     def begin_close(self) -> None:
         """Have the records removed, and return at once."""
-        if os.getpid() == self._pid:
-            self._closing = True
-            self._loop.wake()
+        self._closing = True
+        self.publish_soon()
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
         """Have the records removed. May be called twice, and by signal handlers; does nothing in a forked child.
@@ -107,7 +110,7 @@ class LoadPublisher:
             timeout_s: how long to wait, in seconds; records of a Store that does not answer lapse with their lease.
         """
         self.begin_close()
-        if os.getpid() == self._pid:
+        if self._loop is not None and os.getpid() == self._pid:
             self._loop.wait_ended(timeout_s)
 
     def _step(self) -> float | None:

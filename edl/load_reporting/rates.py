@@ -18,6 +18,10 @@ _IDLE_SHARE = 0.01
 """A student that asks for nothing, and waits for less of its time, is idle by its own choice."""
 _LEAST_BUSY_SHARE = 0.001
 """Of a student's time, in its demand: by less, a demand would be as large as a clock is coarse."""
+_SHORTEST_S = 0.001
+"""Seconds of a record below which it has no rates: nobody publishes so often, and a quotient might be infinite."""
+_LEAST_COMPUTE_S = 1e-6
+"""Seconds of computing below which there is no rate: records have microseconds."""
 _PRESENT = ("starting", "ready")
 """States of teachers that count as there: an unhealthy or draining one takes no work."""
 
@@ -109,8 +113,10 @@ class ServiceLoad:
 
     @property
     def live(self) -> int:
-        """Teachers that are ready."""
-        return sum(teacher.state == "ready" for teacher in self.teachers)
+        """Teachers that are ready; those that publish nothing count where a student uses them."""
+        published = {teacher.teacher for teacher in self.teachers}
+        used = {teacher for student in self.students for teacher in student.teachers}
+        return sum(teacher.state == "ready" for teacher in self.teachers) + len(used - published)
 
     @property
     def starting(self) -> int:
@@ -188,7 +194,7 @@ def service_load(service: str, records: Sequence[StudentRecord | TeacherRecord])
 
 def _student_rate(record: StudentRecord) -> StudentRate:
     now, since = record.now, record.since
-    seconds = now.t - since.t
+    seconds = _seconds(now.t - since.t)
     rows = now.rows_asked - since.rows_asked
     wait_s = min(now.wait_s - since.wait_s, seconds)
     source_wait_s = min(now.source_wait_s - since.source_wait_s, seconds - wait_s)
@@ -217,7 +223,7 @@ def _student_rate(record: StudentRecord) -> StudentRate:
 
 def _teacher_rate(record: TeacherRecord) -> TeacherRate:
     now, since = record.now, record.since
-    seconds = now.t - since.t
+    seconds = _seconds(now.t - since.t)
     rows = _difference(now.rows, since.rows)
     compute_s = _difference(now.compute_s, since.compute_s)
     rate = _rate(record.workers, rows, compute_s)
@@ -242,7 +248,11 @@ def _teacher_rate(record: TeacherRecord) -> TeacherRate:
 
 
 def _rate(workers: int, rows: float | None, compute_s: float | None) -> float | None:
-    return workers * rows / compute_s if rows and compute_s else None
+    return workers * rows / compute_s if rows and compute_s and compute_s >= _LEAST_COMPUTE_S else None
+
+
+def _seconds(difference: float) -> float:
+    return difference if difference >= _SHORTEST_S else 0.0
 
 
 def _difference(now: float | None, since: float | None) -> float | None:

@@ -25,7 +25,16 @@ __all__ = ["ScalingStep", "StepPenalty", "TeacherDecision", "TeacherScalingState
 
 _ROUNDING = 1e-9
 """By which a change may exceed a share through rounding, without being above it."""
-_NO_TIMES: Mapping[str, Any] = {"high_since_s": None, "low_began_s": None, "low_since_s": None, "low_most": 0}
+_RECENT_SHARE = 1 / 3
+"""Of the time that a demand has to be high: the largest N* of this last part is what is moved to. A single look may be
+low by noise, which another step would follow; and the first looks may be high by what a student asks ahead."""
+_NO_TIMES: Mapping[str, Any] = {
+    "high_since_s": None,
+    "high_recent": (),
+    "low_began_s": None,
+    "low_since_s": None,
+    "low_most": 0,
+}
 """Fields of a state in which no time is counted."""
 
 
@@ -71,6 +80,7 @@ class TeacherScalingState:
         wanted: teachers that are wanted; None before the first decision.
         at_s: when the decision was made.
         high_since_s: since when the demand is above the band; None if it is not.
+        high_recent: when and what N* was lately, while it is.
         low_began_s: since when the demand is below the band; None if it is not.
         low_since_s: since when, and after the rates had stopped to fall.
         low_most: the largest N* since then.
@@ -81,6 +91,7 @@ class TeacherScalingState:
     wanted: int | None = None
     at_s: float | None = None
     high_since_s: float | None = None
+    high_recent: tuple[tuple[float, int], ...] = ()
     low_began_s: float | None = None
     low_since_s: float | None = None
     low_most: int = 0
@@ -138,8 +149,8 @@ def decide_teachers(
         return state, TeacherDecision(state.wanted, before, failed)
     required = _clamped(required, settings)
     state = _watch_band(state, observation, rate, before, required, settings)
-    if _is_over(state.high_since_s, observation, settings.up_s) and required > before:
-        return _step_up(state, observation, rate, before, required, settings)
+    if _is_over(state.high_since_s, observation, settings.up_s) and _recent_most(state) > before:
+        return _step_up(state, observation, rate, before, settings)
     if _is_over(state.low_since_s, observation, settings.down_s) and state.low_most < before:
         return _step_down(state, observation, before, settings)
     return state, TeacherDecision(before, before, _describe_rest(state, observation, rate, before, settings))
@@ -206,8 +217,8 @@ def _judge(
     penalty = StepPenalty(observation.now_s + wait_s, failures, observation.demand, rate)
     state = replace(state, wanted=step.before, penalty=penalty, **_NO_TIMES)
     return state, (
-        f"{step.count} teachers instead of {step.before} gained {max(gained, 0.0):,.0f} of {expected:,.0f} rows/s that"
-        f" they should: taken back, and tried again in {wait_s:,.0f} s"
+        f"{step.count} teachers instead of {step.before} gained {_rows(max(gained, 0.0))} of {_rows(expected)} rows/s"
+        f" that they should: taken back, and tried again in {wait_s:,.0f} s"
     )
 
 
@@ -222,17 +233,25 @@ def _watch_band(
     """Note since when the demand lies above or below the band."""
     now_s, demand = observation.now_s, observation.demand
     high = demand > settings.up_above * wanted * rate
-    high_since_s = state.high_since_s if state.high_since_s is not None else now_s
-    state = replace(state, high_since_s=high_since_s if high else None)
+    if high:
+        since_s = state.high_since_s if state.high_since_s is not None else now_s
+        recent = [(at_s, count) for at_s, count in state.high_recent if now_s - at_s <= settings.up_s * _RECENT_SHARE]
+        state = replace(state, high_since_s=since_s, high_recent=(*recent, (now_s, required)))
+    else:
+        state = replace(state, high_since_s=None, high_recent=())
     idle = not demand and wanted > 0
     if not observation.complete or not (idle or demand < settings.down_below * (wanted - 1) * rate):
         return replace(state, low_began_s=None, low_since_s=None, low_most=0)
-    began_s, since_s = state.low_began_s, state.low_since_s
-    if began_s is None or since_s is None or (now_s - since_s >= settings.down_s and state.low_most >= wanted):
+    began_s, low_s = state.low_began_s, state.low_since_s
+    if began_s is None or low_s is None or (now_s - low_s >= settings.down_s and state.low_most >= wanted):
         return replace(state, low_began_s=now_s, low_since_s=now_s, low_most=required)
     if required < state.low_most and now_s - began_s <= settings.rates_s:
         return replace(state, low_since_s=now_s, low_most=required)
     return replace(state, low_most=max(state.low_most, required))
+
+
+def _recent_most(state: TeacherScalingState) -> int:
+    return max((count for _, count in state.high_recent), default=0)
 
 
 def _is_over(since_s: float | None, observation: TeacherObservation, seconds: float) -> bool:
@@ -244,19 +263,18 @@ def _step_up(
     observation: TeacherObservation,
     rate: float,
     before: int,
-    required: int,
     settings: TeacherScalingSettings,
 ) -> tuple[TeacherScalingState, TeacherDecision]:
-    penalty = state.penalty
+    count, penalty = _recent_most(state), state.penalty
     if penalty is not None and observation.now_s < penalty.until_s:
         left_s = penalty.until_s - observation.now_s
-        reason = f"{required} would do, but more teachers gained too little: tried again in {left_s:,.0f} s"
+        reason = f"{count} would do, but more teachers gained too little: tried again in {left_s:,.0f} s"
         return state, TeacherDecision(before, before, reason)
     if state.step is not None and state.step.count == before:  # not judged yet: both steps are judged together
-        step = replace(state.step, count=required, ready_since_s=None)
+        step = replace(state.step, count=count, ready_since_s=None)
     else:
-        step = ScalingStep(before, required, observation.rows_per_s)
-    state = replace(state, wanted=required, step=step, **_NO_TIMES)
+        step = ScalingStep(before, count, observation.rows_per_s)
+    state = replace(state, wanted=count, step=step, **_NO_TIMES)
     if observation.least_busy_share < settings.least_busy_share:
         reason = (
             f"students wait {1 - observation.least_busy_share:.0%} of their time, so that their demand cannot be told:"
@@ -264,10 +282,10 @@ def _step_up(
         )
     else:
         reason = (
-            f"students would ask for {observation.demand:,.0f} rows/s, and a teacher computes {rate:,.0f}: {required}"
-            f" would be at work for {observation.demand / (required * rate):.0%} of the time"
+            f"students would ask for {_rows(observation.demand)} rows/s, and a teacher computes {_rows(rate)}:"
+            f" {count} would be at work for {observation.demand / (count * rate):.0%} of the time"
         )
-    return state, TeacherDecision(required, before, reason)
+    return state, TeacherDecision(count, before, reason)
 
 
 def _step_down(
@@ -275,7 +293,7 @@ def _step_down(
 ) -> tuple[TeacherScalingState, TeacherDecision]:
     count = state.low_most
     state = replace(state, wanted=count, step=None, penalty=None, **_NO_TIMES)
-    asked = f"would ask for {observation.demand:,.0f} rows/s" if observation.demand else "ask for nothing"
+    asked = f"would ask for {_rows(observation.demand)} rows/s" if observation.demand else "ask for nothing"
     reason = f"students {asked}; for {settings.down_s:,.0f} s no more than {count} would have done"
     return state, TeacherDecision(count, before, reason)
 
@@ -299,6 +317,10 @@ def _describe_rest(
         left = f"{observation.now_s - state.low_since_s:,.0f} of {settings.down_s:,.0f} s"
         return f"{load}: {state.low_most} would have done, for {left}"
     return load
+
+
+def _rows(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 or not number else f"{number:.2g}"
 
 
 def _clamped(count: int, settings: TeacherScalingSettings) -> int:

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -127,6 +128,20 @@ def test_wrong_url_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         until(lambda: publisher._backoff.failures > 1)
         publisher.close()
     assert caplog.text.count("not published") == 1
+
+
+def test_process_without_threads_goes_on(
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "edl.load_reporting"):
+        patch.setattr(threading.Thread, "start", start)
+        publisher = LoadPublisher(url, [Counted().source()], QUICK)
+    publisher.publish_soon()
+    publisher.close()
+    assert "load is not published: can't start new thread" in caplog.text
 
 
 def test_forked_child_publishes_nothing(url: str) -> None:

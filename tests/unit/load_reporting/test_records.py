@@ -88,6 +88,27 @@ def test_starting_teachers_have_no_rate() -> None:
     assert found.rate == pytest.approx(100.0)
 
 
+def test_unpublished_teachers_are_live_as_well() -> None:
+    """Of a version before load was published, or with publishing off: an advisor must not take them for gone."""
+    found = load(student(teachers=["t1", "t8", "t9"]), student(id="a2", teachers=["t8"]), teacher())
+    assert found.live == 3
+    assert load(student(teachers=["t1"]), teacher(state="draining")).live == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        teacher(t=5e-324, since={"t": 0.0}),
+        teacher(compute_s=5e-324, since={"compute_s": 0.0}),
+        teacher(rows=1e18, compute_s=1e-6, since={"compute_s": 0.0}, workers=1_000_000),
+        student(t=5e-324, since={"t": 0.0}),
+        student(rows_asked=1e18, t=0.001, wait_s=0.001, since={"t": 0.0, "wait_s": 0.0}),
+    ],
+)
+def test_extremes_have_finite_rates(fields: dict[str, Any]) -> None:
+    json.dumps(load(fields).as_dict(), allow_nan=False)
+
+
 def test_unknown_rows_are_said() -> None:
     since = {"t": 10.0, "rows": None, "compute_s": None}
     (rate,) = load(teacher(rows=None, compute_s=None, since=since, note="no statistics")).teachers

@@ -37,6 +37,7 @@ def states(most: int) -> st.SearchStrategy[TeacherScalingState]:
         wanted=st.none() | st.integers(1, most),
         at_s=past,
         high_since_s=past,
+        high_recent=st.lists(st.tuples(st.floats(-600, 0), st.integers(1, most)), max_size=3).map(tuple),
         low_began_s=past,
         low_since_s=past,
         low_most=st.integers(1, most),

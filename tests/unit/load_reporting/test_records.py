@@ -88,7 +88,7 @@ def test_starting_teachers_have_no_rate() -> None:
     assert found.rate == pytest.approx(100.0)
 
 
-def test_unpublished_teachers_are_live_as_well() -> None:
+def test_unpublished_teachers_are_live() -> None:
     """Of a version before load was published, or with publishing off: an advisor must not take them for gone."""
     found = load(student(teachers=["t1", "t8", "t9"]), student(id="a2", teachers=["t8"]), teacher())
     assert found.live == 3

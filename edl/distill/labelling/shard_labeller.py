@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 
 import numpy as np
@@ -41,6 +42,11 @@ _FIRST_COMMIT_S, _LAST_COMMIT_S, _COMMIT_SHARE = 0.5, 10.0, 0.02
 leaves some hundred files an hour; no less than a disk takes for a file, no more than a person waits for figures."""
 _LOOKED_UP_AT_ONCE = 1024
 """Rows read from disk at a time to see whether their labels are whole: memory stays bounded for wide rows."""
+_FEW_ROWS = 8
+"""Rows without label of a shard whose other rows have one that are tried singly at once: mostly they failed before."""
+_LONGEST_PAUSE_S = 2.0
+"""For how long a teacher that fails is left alone, at most. With more, a few bad rows, where they are all that is left,
+take minutes each: a teacher that fails for them has no good answer between to show that it is sound."""
 _MOST_FAILED = 3
 """Shards that may fail one after the other, with no row labelled, before this worker ends: then it is not the rows."""
 _LONGEST_REASON = 1000
@@ -104,7 +110,9 @@ class ShardLabeller:
         self._data = data
         self._plan = plan
         self._cache = cache
-        self._session = LabelSession([plan.teachers], plan.output_spec, plan.options, CacheConfig(cache, plan.dataset))
+        policy = replace(plan.options.policy, open_max_s=min(plan.options.policy.open_max_s, _LONGEST_PAUSE_S))
+        options = replace(plan.options, policy=policy)
+        self._session = LabelSession([plan.teachers], plan.output_spec, options, CacheConfig(cache, plan.dataset))
 
     def key(self) -> CacheKey:
         """Return what the labels are kept under; waits for the first teacher.
@@ -276,8 +284,8 @@ class _ShardRun:
         """Label the other rows of a shard of which some cannot be labelled, and report it."""
         rows = (shard.start, shard.stop)
         self._session.labeller.prepare_epoch()
-        parts = self._parts_of(self._unknown(shard))
-        found = label_singly(self._data, self._plan, self._cache, parts, lambda: self._stopping)
+        index = self._unknown(shard)
+        found = label_singly(self._data, self._plan, self._cache, self._parts_of(index), lambda: self._stopping)
         if found.labelled:
             self._note_labelled(found.labelled)
         if not found.why and not found.untried:  # it has passed
@@ -286,7 +294,8 @@ class _ShardRun:
         if self._stopping:
             return
         reason = self._bad[rows] = _cut(found.words(self._data) or why)
-        self._failed_in_a_row.add(rows)
+        if len(index) == shard.stop - shard.start and not found.labelled:
+            self._failed_in_a_row.add(rows)
         self._source.report_failed(shard, reason)
         if len(self._failed_in_a_row) >= _MOST_FAILED:
             raise PermanentError(
@@ -316,10 +325,11 @@ class _ShardRun:
             return False
         if shard is None:
             return False
-        if (shard.start, shard.stop) in self._bad:
-            self._suspects.append((shard, self._bad[shard.start, shard.stop]))
-            return True
+        why = self._bad.get((shard.start, shard.stop))
         index = self._unknown(shard)
+        if why is not None or 0 < len(index) <= min(_FEW_ROWS, shard.stop - shard.start - 1):
+            self._suspects.append((shard, why or ""))
+            return True
         self._known += shard.stop - shard.start - len(index)
         self._tracker.begin(shard, self._parts_of(index))
         return True

@@ -105,3 +105,17 @@ def test_poisoned_rows_are_listed(make_run: Callable[..., Run]) -> None:
     assert "1 shard that had been given up is tried again" in retried.out
     check(run, "labels")
     assert run.asked.rows()[78] == 1, "no row but the bad one is asked for again"
+
+
+@pytest.mark.slow
+def test_bad_rows_among_several_workers(make_run: Callable[..., Run]) -> None:
+    """No worker takes the few bad rows that are left for a mistake of its own, or waits for minutes for each of them."""
+    bad = [4, 699, 700, 1499, 1998]
+    run = make_run(2000, row_s=0.0005, bad=[row + 1 for row in bad])
+    workers = [run.start("--shard", "50") for _ in range(3)]
+    assert [worker.wait(60) for worker in workers] == [3, 3, 3], workers[0].err
+    assert sorted(set(range(2000)) - set(load_labels(run.folder / "labels").ids)) == bad
+    for worker in workers:
+        assert "5 shards given up" in worker.err
+        assert "rows 650 to 699, 3 failures" in worker.err
+        assert "rows 700 to 749, 3 failures" in worker.err

@@ -109,7 +109,7 @@ def test_poisoned_rows_are_listed(make_run: Callable[..., Run]) -> None:
 
 @pytest.mark.slow
 def test_bad_rows_among_several_workers(make_run: Callable[..., Run]) -> None:
-    """No worker takes the few bad rows that are left for a mistake of its own, or waits for minutes for each of them."""
+    """No worker takes the few bad rows that are left for a mistake of its own, or waits minutes for each of them."""
     bad = [4, 699, 700, 1499, 1998]
     run = make_run(2000, row_s=0.0005, bad=[row + 1 for row in bad])
     workers = [run.start("--shard", "50") for _ in range(3)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final
 
 from edl.errors import ConflictError
@@ -202,13 +201,28 @@ class DatasetShards:
     def take(self, most: int, session: ReaderSession) -> list[UnitRange]:
         """Take what is to be given to a session, `most` ranges at most."""
         taken: list[UnitRange] = []
+        at_risk = bool(self.failures and self.returned) and any(
+            self._is_at_risk((lease.epoch, lease.shard)) for lease in session.leases.values()
+        )
+
+        def may_take(key: ShardKey) -> bool:
+            """Give one shard at a time that the next failure gives up: of several, all would go with the guilty one."""
+            nonlocal at_risk
+            if not self._is_at_risk(key):
+                return True
+            at_risk, refused = True, at_risk
+            return not refused
+
         if len(self.returned):
-            self._note_again(taken, self.returned.take(most), session)
+            self._note_again(taken, self.returned.take(most, may_take), session)
         while len(taken) < most:
             taken += self.cursor.take(most - len(taken))
             if len(taken) < most and len(self.returned):
                 alone = all(other.holder == session.holder for other in self.sessions.values())
-                late = self.returned.take_late(most - len(taken), partial(self._may_retry, session, alone))
+                late = self.returned.take_late(
+                    most - len(taken),
+                    lambda key, alone=alone: self._may_retry(session, alone, key) and may_take(key),  # type: ignore[misc]
+                )
                 self._note_again(taken, late, session)
             if len(taken) == most or not self.cursor.begin_epoch():
                 break
@@ -226,6 +240,10 @@ class DatasetShards:
         """Whether a session may have a shard that failed: a broken machine alone should not have it given up."""
         failures = self.failures.get(key)
         return alone or not failures or failures[-1].holder != session.holder
+
+    def _is_at_risk(self, key: ShardKey) -> bool:
+        failures = self.failures.get(key)
+        return failures is not None and len(failures) >= self.spec.max_failures - 1
 
     def finish(self, lease: ShardLease, stop: int) -> None:
         """Count the units of a lease up to `stop` as done; of the rest the caller disposes."""

@@ -115,24 +115,35 @@ class ReturnedRanges:
         join_bounds(entry.parts, start, stop)
         heapq.heappush(self._late if entry.late else self._early, key)
 
-    def take(self, most: int) -> list[UnitRange]:
-        """Take out ranges that have not failed, `most` at most."""
-        taken: list[UnitRange] = []
-        while self._early and len(taken) < most:
-            key = self._early[0]
-            entry = self._shards.get(key)
-            if entry is None or entry.late:
-                heapq.heappop(self._early)
-            else:
-                taken.append(self._pop(key, entry))
-        return taken
-
-    def take_late(self, most: int, may_take: Callable[[ShardKey], bool]) -> list[UnitRange]:
-        """Take out ranges that have failed.
+    def take(self, most: int, may_take: Callable[[ShardKey], bool]) -> list[UnitRange]:
+        """Take out ranges that are not late.
 
         Args:
             most: how many at most.
-            may_take: whether a shard may go to the holder that asks now; it gets it nevertheless after some turns.
+            may_take: whether a shard may go to the holder that asks now; what it says yes to is taken.
+        """
+        taken: list[UnitRange] = []
+        kept: set[ShardKey] = set()
+        while self._early and len(taken) < most and len(kept) < _MOST_LOOKS:
+            key = self._early[0]
+            entry = self._shards.get(key)
+            if entry is None or entry.late or key in kept:
+                heapq.heappop(self._early)
+            elif may_take(key):
+                taken.append(self._pop(key, entry))
+            else:
+                heapq.heappop(self._early)
+                kept.add(key)
+        for key in kept:
+            heapq.heappush(self._early, key)
+        return taken
+
+    def take_late(self, most: int, may_take: Callable[[ShardKey], bool]) -> list[UnitRange]:
+        """Take out ranges that are late.
+
+        Args:
+            most: how many at most.
+            may_take: as for `take`; a shard that was refused in some turns is taken nevertheless.
         """
         taken: list[UnitRange] = []
         kept: set[ShardKey] = set()

@@ -243,3 +243,33 @@ def test_returned_parts_are_done() -> None:
     )
     assert job.book.status("d")["units_done"] == 14
     assert bounds(job.turn("a", 5).leases) == [(4, 10)]
+
+
+@pytest.mark.parametrize("holders", [1, 3])
+def test_only_the_deadly_shard_is_given_up(holders: int) -> None:
+    """A shard that kills each worker that works on it; what these had beside it is not to blame."""
+    job = Job(units=300, max_failures=3)
+    lives = 0
+    names = [f"w{number}" for number in range(holders)]
+    sessions = dict.fromkeys(names, "")
+    had: dict[str, list[master.Lease]] = {}
+    for _ in range(2000):
+        for name in names:
+            session = sessions[name]
+            if not session:
+                lives += 1
+                session = sessions[name] = f"{name}-{lives}"
+                job.open(session, name)
+                had[name] = []
+            done, had[name] = had[name][:1], had[name][1:]
+            if done and done[0].shard == 4:
+                job.expire(session)
+                sessions[name] = ""
+                continue
+            reply = job.turn(session, 3 - len(had[name]), done=done)
+            had[name] += reply.leases
+        if job.book.is_finished("d"):
+            break
+    assert job.shards() == {"todo": 0, "doing": 0, "done": 29, "poisoned": 1}
+    assert [shard["shard"] for shard in job.book.status("d")["poisoned"]] == [4]
+    assert lives == holders + 3

@@ -100,9 +100,9 @@ class FileSet(Dataset):
 
     def _load(self, parts: Sequence[IndexPart]) -> None:
         try:
-            self._root: str = parts[0].head["root"]
-            self._check: str = parts[0].head["check"]
-            self._names: list[str] = [name for part in parts for name in part.head.get("names", ())]
+            self._root = parts[0].get_text("root")
+            self._check = parts[0].get_text("check")
+            self._names = [name for part in parts for name in part.get_texts("names")]
             self._nbytes = np.concatenate([part.columns["nbytes"] for part in parts])
             self._versions = np.concatenate([part.columns["versions"] for part in parts])
         except (LookupError, ValueError, TypeError) as exc:

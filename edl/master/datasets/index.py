@@ -46,6 +46,45 @@ class IndexPart:
     head: Mapping[str, Any]
     columns: Mapping[str, Numbers] = field(default_factory=dict)
 
+    def get_text(self, name: str) -> str:
+        """Return a text of the head.
+
+        Raises:
+            ProtocolError: there is none of this name.
+        """
+        found = self.head.get(name)
+        if not isinstance(found, str):
+            raise ProtocolError(f"the index of the data set has no text {name!r}")
+        return found
+
+    def get_texts(self, name: str) -> list[str]:
+        """Return a list of texts of the head.
+
+        Raises:
+            ProtocolError: there is none of this name.
+        """
+        found = self.head.get(name)
+        if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+            raise ProtocolError(f"the index of the data set has no texts {name!r}")
+        return found
+
+    def get_options(self, types: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
+        """Return the options of the head.
+
+        Args:
+            types: of the options there are, by name.
+
+        Raises:
+            ProtocolError: an option is missing, or of another type.
+        """
+        found = self.head.get("options")
+        if not isinstance(found, dict) or found.keys() != types.keys():
+            raise ProtocolError("the index of the data set has other options than this version of EDL")
+        for name, value in found.items():
+            if not isinstance(value, types[name]):
+                raise ProtocolError(f"the index of the data set has the option {name}={value!r}")
+        return found
+
 
 def pack_part(part: IndexPart) -> bytes:
     """Return a part as bytes. Parts one after another are an index."""
@@ -88,6 +127,8 @@ def _unpack(body: bytes) -> IndexPart:
         raise ProtocolError(f"a part of the data set's index has more than {_MOST_UNPACKED >> 20} MiB")
     (length,) = struct.unpack_from("<I", plain)
     head, shapes = json.loads(plain[4 : 4 + length])
+    if not isinstance(head, dict):
+        raise ProtocolError("a part of the data set's index has no head")
     at = 4 + length
     columns = {}
     for name, count, width in shapes:

@@ -203,7 +203,7 @@ def _open_stream(location: str, settings: ShardSettings, options: dict[str, Any]
 def _load_stream(spec: DatasetSpec, samples: Any) -> Dataset:
     parts = unpack_parts(spec.index)
     of = parts[0].head.get("of") if parts else None
-    if of not in _STREAMS:
+    if not isinstance(of, str) or of not in _STREAMS:
         raise SettingsError(f"the data set follows {quote(of)}, which this version of EDL cannot read")
     return _STREAMS[of](spec, samples)
 

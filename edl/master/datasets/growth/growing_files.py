@@ -50,7 +50,7 @@ class GrowingFileSet(FileSet, GrowingDataset):
         for part in parts:
             if part.head.get("from", units) != units:
                 raise ProtocolError("parts of the index do not fit together: are there two followers?")
-            units += len(part.head.get("names", ()))
+            units += len(part.get_texts("names"))
         super()._load(parts)
 
 

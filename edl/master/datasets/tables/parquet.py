@@ -103,8 +103,8 @@ class ParquetDataset(Dataset):
     def _load(self, parts: Sequence[IndexPart]) -> None:
         try:
             (part,) = parts
-            self._paths: list[str] = part.head["files"]
-            self._columns: list[str] | None = part.head["columns"]
+            self._paths = part.get_texts("files")
+            self._columns = None if part.head.get("columns") is None else part.get_texts("columns")
             self._nbytes = part.columns["nbytes"]
             self._crcs = part.columns["crcs"]
             rows: list[int] = part.columns["rows"].tolist()
@@ -189,10 +189,10 @@ class ParquetDataset(Dataset):
                 )
                 # Without threads of its own: a reader is among many processes, and may be a fork.
                 table = opened.read_row_group(group, columns=self._columns, use_threads=False)
+                if self._columns is not None:
+                    table = table.select(self._columns)
             if storage.stat_file(path).version != self._footer[1]:
                 raise file_changed(path, "it was written while it was read")
-            if self._columns is not None:
-                table = table.select(self._columns)
             if table.num_rows != metadata.row_group(group).num_rows:
                 raise file_changed(path, f"row group {group} has {table.num_rows} rows")
             self._group = (file, group, table)

@@ -73,6 +73,7 @@ class TextDataset(Dataset):
 
     _kind: ClassVar[str]
     _unit: ClassVar[str]
+    _option_types: ClassVar[Mapping[str, tuple[type, ...]]]
 
     @classmethod
     def index_files(
@@ -137,17 +138,25 @@ class TextDataset(Dataset):
         """Yield the units in the bytes of a shard."""
 
     def _load(self, parts: Sequence[IndexPart]) -> None:
-        try:
-            head = parts[0].head
-            self._options: Mapping[str, Any] = head["options"]
-            self._paths: list[str] = head["files"]
-            self._nbytes: list[int | None] = head["nbytes"]
-        except LookupError as exc:
-            raise ProtocolError(f"the index of {self.kind}:{self.spec.location} lacks a part: {exc!r}") from exc
+        if not parts:
+            raise ProtocolError(f"{self.kind}:{self.spec.location} has no index")
+        self._options = parts[0].get_options(self._option_types)
+        self._check_options()
+        self._paths = parts[0].get_texts("files")
+        self._nbytes: list[int | None] = parts[0].head.get("nbytes", [])
+        good = isinstance(self._nbytes, list) and len(self._nbytes) == len(self._paths) > 0
+        if not good or not all(nbytes is None or (type(nbytes) is int and nbytes >= 0) for nbytes in self._nbytes):
+            raise ProtocolError(f"the index of {self.kind}:{self.spec.location} has no sizes of its files")
         self._segments = Segments.join(parts)
         self._file_begins = [0, *itertools.accumulate(nbytes or 0 for nbytes in self._nbytes)]
         if self.spec.HasField("units") and self._segments.units != self.spec.units:
             raise ProtocolError(f"the index of {self.kind}:{self.spec.location} is of another number of units")
+        if None not in self._nbytes and self._segments.end > self._file_begins[-1]:
+            raise ProtocolError(f"the index of {self.kind}:{self.spec.location} has more bytes than its files")
+
+    def _check_options(self) -> None:
+        options = self._options
+        check_encoding(TextOptions(options["encoding"], options["errors"]))
 
     def _known_units(self) -> int:
         return self._segments.units

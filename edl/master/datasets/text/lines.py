@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from types import NoneType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,6 +27,7 @@ class LinesDataset(TextDataset):
 
     _kind: ClassVar[str] = "lines"
     _unit: ClassVar[str] = "lines"
+    _option_types = {"encoding": (str, NoneType), "errors": (str,), "keep_ends": (bool,)}
 
     @classmethod
     def _scan(cls, path: str, blocks: Iterable[bytes], options: Mapping[str, Any]) -> Iterator[tuple[bytes, Numbers]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import NoneType
 from typing import Any, ClassVar
 
 import numpy as np
 
-from edl.errors import SettingsError, SourceError
+from edl.errors import ProtocolError, SettingsError, SourceError
 from edl.master.datasets.dataset import Dataset
 from edl.master.datasets.index import Numbers
 from edl.master.datasets.settings import ShardSettings
@@ -29,6 +30,13 @@ class RecordsDataset(TextDataset):
 
     _kind: ClassVar[str] = "csv"
     _unit: ClassVar[str] = "rows"
+    _option_types = {
+        **dict.fromkeys(("delimiter", "encoding", "errors"), (str,)),
+        "quotechar": (str, NoneType),
+        "header": (bool,),
+        "names": (list, NoneType),
+        "columns": (list, NoneType),
+    }
 
     @classmethod
     def index_files(
@@ -60,6 +68,14 @@ class RecordsDataset(TextDataset):
                 ends = ends[1:]
                 header = False
             yield data, ends
+
+    def _check_options(self) -> None:
+        super()._check_options()
+        _dialect(self._options)
+        names, columns = self._options["names"], self._options["columns"]
+        texts = all(isinstance(name, str) for name in (names or []) + (columns or []))
+        if not texts or not set(columns or []) <= set(names or []):
+            raise ProtocolError(f"the index of csv:{self.spec.location} has other columns than its file")
 
     def _parse(self, pieces: Iterable[TextPiece]) -> Iterator[Any]:
         names: Sequence[str] | None = self._options["names"]

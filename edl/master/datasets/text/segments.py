@@ -46,7 +46,10 @@ class Segments:
                 raise ProtocolError(f"the index of a text lacks {exc}") from exc
             if len({len(numbers) for numbers in found.values()}) > 1:
                 raise ProtocolError("the index of a text has columns of several lengths")
-            skipped = _overlap(found["counts"], units - int(part.head.get("from", units)))
+            begin = part.head.get("from", units)
+            if type(begin) is not int or any((numbers < 0).any() for numbers in found.values()):
+                raise ProtocolError("the index of a text has a part that is none of a text")
+            skipped = _overlap(found["counts"], units - begin)
             for name, numbers in found.items():
                 columns[name].append(numbers[skipped:])
             units += int(found["counts"][skipped:].sum())

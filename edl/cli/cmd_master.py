@@ -16,6 +16,7 @@ from edl.cli._credentials import add_credentials
 from edl.cli._streams import StreamFollower
 from edl.cli.scaling.advice import add_advice_options, open_advisor
 from edl.discovery import open_store
+from edl.discovery.served.own_host import is_loopback
 from edl.errors import SettingsError
 from edl.log_output import log_to_stderr
 from edl.master.client import MasterClient
@@ -79,6 +80,8 @@ def main(argv: Sequence[str]) -> int:
         retry_poisoned=options.retry_poisoned,
         credentials=credentials,
     )
+    if not url.startswith("sqlite:") and is_loopback(options.host):
+        logger.warning("workers of other hosts do not reach %s: --host :: listens for them, too", options.host)
     dataset = _dataset(options)
     following = FollowSettings(end_after_s=options.end_after, end_marker=options.end_marker)
     with _signals() as caught, contextlib.ExitStack() as stack:

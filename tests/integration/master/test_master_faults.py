@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -274,3 +276,26 @@ def test_a_lost_session_of_reports_goes_on(lead: Lead, create: Create, read: Rea
             reader.report_done(shard)
             count += 1
     assert count == 10
+
+
+@pytest.mark.parametrize("journal", [None, "store:"])
+def test_a_stopped_leader_comes_back(tmp_path: Path, url: str, create: Create, journal: str | None) -> None:
+    """It was stopped for longer than its lease, another leads, and it goes on as if nothing had been."""
+    folder = str(tmp_path)
+    with running(processes.lead, folder, journal) as first, open_store(url) as store:
+        create(2000, shard_size=10, session_s=60.0, max_failures=100)
+        with running(processes.lead, folder, journal) as second, running(work, folder, "w", "d", 0.01) as worker:
+            until(lambda: done_units(store) > 100)
+            term = (read_report(store, "job") or {}).get("term", 0)
+            assert first.pid is not None
+            os.kill(first.pid, signal.SIGSTOP)
+            until(lambda: (read_report(store, "job") or {}).get("term", 0) > term)
+            os.kill(first.pid, signal.SIGCONT)
+            worker.join(60)
+            assert worker.exitcode == 0
+            for master in (first, second):
+                master.join(20)
+                assert master.exitcode == 0
+    counts = counted(read_ledgers(tmp_path))
+    assert set(counts.values()) == {1}
+    assert len(counts) == 2000

@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from edl import cgroups
 from edl.collective.agent.health import failures
 from edl.collective.agent.health.failures import ExitCause, RecoveryDecision, WorkerFailure
 from edl.collective.agent.health.gpu_faults import KernelLog
@@ -41,6 +42,7 @@ class GenerationOutcome:
         self._restart_policy = RestartPolicy(spec.max_restarts)
         self._kernel_log = KernelLog()
         self._began_at = 0.0
+        self._oom_kills: int | None = None
 
     @property
     def failed(self) -> bool:
@@ -65,8 +67,9 @@ class GenerationOutcome:
         self._ended_well.clear()
 
     def begin_generation(self, now: float) -> None:
-        """Count the workers' life from `now` (`time.monotonic()`), and what the kernel logs."""
+        """Count the workers' life from `now` (`time.monotonic()`), and what the kernel logs and kills."""
         self._began_at = now
+        self._oom_kills = cgroups.read_oom_kills()
         self._kernel_log.clear_xids()
 
     def record_exit(self, event: WorkerExit, rank: int, error_files: Mapping[int, Path]) -> None:
@@ -81,7 +84,15 @@ class GenerationOutcome:
             self._ended_well.add(rank)
         else:
             text = failures.read_error_file(error_files[event.local_rank])
-            self.record_failure(WorkerFailure(rank, event.status, text, f"{event} (rank {rank})"))
+            description = f"{event} (rank {rank})"
+            if event.status == -signal.SIGKILL and self._count_oom_kills():
+                description += ": there was too little memory, as its cgroup says"
+            self.record_failure(WorkerFailure(rank, event.status, text, description))
+
+    def _count_oom_kills(self) -> int:
+        """Return how many processes the kernel has killed for want of memory in this generation; 0 if unknown."""
+        now = cgroups.read_oom_kills()
+        return 0 if now is None or self._oom_kills is None else now - self._oom_kills
 
     def record_stuck_worker(self, rank: int, description: str, number: int = signal.SIGKILL) -> None:
         """Record a worker that neither works nor ends, as if `number`, a signal, had killed it."""

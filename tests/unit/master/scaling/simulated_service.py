@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from edl.master.scaling.teacher_demand import TeacherObservation, TeacherScalingSettings
 from edl.master.scaling.teachers import TeacherDecision, TeacherScalingState, decide_teachers
 
-TICK_S = 5.0
-
 
 @dataclass
 class SimulatedService:
@@ -26,6 +24,7 @@ class SimulatedService:
         start_s: seconds that a teacher takes to start.
         noise: share by which every measure may be off.
         most_rows_per_s: what else bounds the rows, such as a network.
+        tick_s: seconds between two decisions.
         moves: decisions that moved the number.
     """
 
@@ -38,6 +37,7 @@ class SimulatedService:
     noise: float = 0.0
     most_rows_per_s: float = math.inf
     seed: int = 0
+    tick_s: float = 5.0
     now_s: float = 0.0
     moves: list[tuple[float, TeacherDecision]] = field(default_factory=list)
 
@@ -47,8 +47,8 @@ class SimulatedService:
 
     def run(self, seconds: float, each: Callable[[TeacherObservation], object] = lambda _: None) -> None:
         """Let time pass."""
-        for _ in range(round(seconds / TICK_S)):
-            self.now_s += TICK_S
+        for _ in range(round(seconds / self.tick_s)):
+            self.now_s += self.tick_s
             self.live += sum(ready_s <= self.now_s for ready_s in self._starting)
             self._starting = [ready_s for ready_s in self._starting if ready_s > self.now_s]
             observation = self.observe()

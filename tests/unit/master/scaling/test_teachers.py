@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.errors import SettingsError
+from edl.master.scaling.advisor import AdvisorSettings
 from edl.master.scaling.teacher_demand import TeacherObservation, TeacherScalingSettings, required_teachers
 from edl.master.scaling.teachers import (
     ScalingStep,
@@ -72,11 +73,11 @@ def test_three_moves_then_none(service: SimulatedService) -> None:
     assert max(least, 1) <= service.live <= max(most, 1), "within the band"
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(services(), st.integers(0, 2**32))
 def test_noise_moves_nothing_after(service: SimulatedService, seed: int) -> None:
-    """Of 5% in the demand, in the rate and in the rows."""
-    noisy = replace(service, noise=0.05, seed=seed)
+    """Of 5% in the demand, in the rate and in the rows, looked at as often as the advisor does."""
+    noisy = replace(service, noise=0.05, seed=seed, tick_s=AdvisorSettings.interval_s)
     noisy.run(SETTLED_S)
     assert len(noisy.moves) <= 3, noisy.moves
     before = len(noisy.moves)

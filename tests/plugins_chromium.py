@@ -191,7 +191,7 @@ class Page:
                 return None
             raise
 
-    def wait(self, condition: str, timeout_s: float = 30.0) -> Any:
+    def wait(self, condition: str, timeout_s: float = 75.0) -> Any:
         """Wait until JavaScript is truthy, and return its value."""
         deadline = time.monotonic() + timeout_s
         while not (value := self._evaluate_loaded(f"({condition})")):
@@ -202,7 +202,7 @@ class Page:
             self._browser.pump(0.05)
         return value
 
-    def load(self, url: str, timeout_s: float = 30.0) -> None:
+    def load(self, url: str, timeout_s: float = 75.0) -> None:
         """Go to another address, and wait for its document."""
         loads, deadline = self._loads, time.monotonic() + timeout_s
         self.call("Page.navigate", url=url)

@@ -52,7 +52,7 @@ def _number(value: float) -> str:
     return str(int(value)) if value == int(value) else repr(value)
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 75.0) -> None:
     """Wait for something outside the page."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -46,7 +46,7 @@ def test_page_follows_a_store(browser: Browser, tmp_path: Path) -> None:
         page.wait(f"{TEXT}.includes('connection lost')")
         store.put("wanted/teachers/digits", _wanted(5, "nobody looks"))
         with DashboardServer(settings):
-            page.wait(f"{LIVE} && {TEXT}.includes('5 teachers wanted')", 60)
+            page.wait(f"{LIVE} && {TEXT}.includes('5 teachers wanted')")
     page.evaluate("1")
     amiss = [each for each in page.troubles if not each.startswith("network: Failed to load resource")]
     assert amiss == [], "the page breaks the server's own policy"
@@ -68,5 +68,5 @@ def test_token_opens_the_page(browser: Browser, tmp_path: Path) -> None:
         page.evaluate(f"{form}.value = {TOKEN!r}; {form}.form.requestSubmit()")
         page.wait(f"document.getElementById('content')?.dataset.time && {LIVE}")
     with DashboardServer(settings):
-        page.wait(f"!!{form}", 60)
+        page.wait(f"!!{form}")
     page.close()

@@ -162,15 +162,15 @@ def test_silent_stream_is_noticed(look: Look) -> None:
     server, page = look(states.rich())
     server.silent = True
     began = time.monotonic()
-    page.wait(LOST, 40)
+    page.wait(LOST)
     assert time.monotonic() - began > 10, "a server that is a little slow is no lost one"
     server.silent = False
-    page.wait(LIVE, 40)
+    page.wait(LIVE)
 
 
 def test_heartbeats_keep_it_live(look: Look) -> None:
     server, page = look(states.rich())
-    page.wait(f"/updated [2-9] s ago/.test({STATUS})")
+    page.wait(f"/updated ([2-9]|1[0-9]) s ago/.test({STATUS})")
     server.beat()
     page.wait(f"/updated [01] s ago/.test({STATUS})")
     assert page.evaluate(LIVE)
@@ -203,7 +203,12 @@ def test_hidden_tab_draws_when_shown(look: Look) -> None:
 def test_different_clocks_are_said(look: Look) -> None:
     server, page = look(states.rich(time.time()))
     note = "document.getElementById('clock').textContent"
-    assert page.evaluate(note) == ""
+
+    def clocks_agree() -> bool:  # again where a busy machine took seconds from here to the page
+        publish(server, page, states.rich(time.time()))
+        return bool(page.evaluate(note) == "")
+
+    wait_until(clocks_agree)
     publish(server, page, states.rich(time.time() - 7200))
     assert "ahead of the server's" in page.evaluate(note)
     publish(server, page, states.rich(time.time() + 7200))

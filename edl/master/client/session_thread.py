@@ -14,12 +14,13 @@ from edl.errors import ClosedError, ConflictError, EDLError, LeaseLostError, NoM
 from edl.master.client.connection import MasterConnection, NotFoundError
 from edl.master.client.master_client import MasterClient
 from edl.master.client.master_wait import MasterWait
+from edl.master.client.session_requests import MarkRequest, ResumeRequest
 from edl.master.client.shard_session import Report, Shard, ShardSession
 from edl.master.client.turn_stream import TurnStream
 from edl.notifier import Notifier
 from edl.protocol import master as messages
 
-__all__ = ["MarkRequest", "ResumeRequest", "SessionThread"]
+__all__ = ["SessionThread"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,40 +32,6 @@ _DONE_S: Final = 5.0
 """After so long without a master a job that was done is done; before, another may be started to go on with it."""
 _RESUME_RETRY_S: Final = 1.0
 """Between two attempts to go on from a mark that a reader holds which may be dead: its session expires."""
-
-
-class MarkRequest:
-    """A position to be journalled; `session` and `number` name it afterwards.
-
-    Args:
-        consumed: units of open shards, by the ids of their leases.
-    """
-
-    def __init__(self, consumed: dict[int, int]) -> None:
-        self.consumed = consumed
-        self.session = ""
-        self.number = 0
-        self.answered = False
-        self.failure: EDLError | None = None
-
-
-class ResumeRequest:
-    """A position to go on from.
-
-    Args:
-        holder: that wrote it.
-        session: likewise.
-        mark: its number.
-    """
-
-    def __init__(self, holder: str, session: str, mark: int) -> None:
-        self.holder = holder
-        self.session = session
-        self.mark = mark
-        self.answered = False
-        self.failure: EDLError | None = None
-        self.retry_until: float | None = None
-        self.opened: ShardSession | None = None
 
 
 class SessionThread:

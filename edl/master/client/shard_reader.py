@@ -17,7 +17,8 @@ from edl.errors import (
     SourceError,
 )
 from edl.master.client.master_client import MasterClient
-from edl.master.client.session_thread import MarkRequest, ResumeRequest, SessionThread
+from edl.master.client.session_requests import MarkRequest, ResumeRequest
+from edl.master.client.session_thread import SessionThread
 from edl.master.client.shard_session import Outcome, Report, Shard
 from edl.master.datasets import Dataset, load_dataset
 

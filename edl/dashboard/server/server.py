@@ -25,6 +25,7 @@ from edl.background import start_call
 from edl.dashboard.metrics import DashboardMetrics, ServerFigures
 from edl.dashboard.server.access import HostCheck, TokenCookieCheck
 from edl.dashboard.server.app import Pages, make_app
+from edl.dashboard.server.connections import ConnectionLimit, RequestRecord
 from edl.dashboard.server.event_stream import HEARTBEAT_S, EventStreams
 from edl.dashboard.server.look_loop import LookLoop
 from edl.dashboard.server.settings import DashboardSettings
@@ -42,6 +43,8 @@ _START_S: Final = 30.0
 """To listen; it takes milliseconds, unless the name of the host is asked of a DNS that does not answer."""
 _STOP_S: Final = 5.0
 """For open connections and a look under way, each."""
+_KEEPALIVE_S: Final = 75.0
+"""Of a connection between two requests: browsers keep theirs about as long."""
 _BACKLOG: Final = 128
 """Connections that wait to be taken."""
 _REMEDIES: Final = {
@@ -157,44 +160,56 @@ class DashboardServer:
                 tokens = TokenCookieCheck(self._credentials, settings.port)
             hosts = HostCheck(settings.local, settings.allowed_hosts)
             pages = Pages(looks, metrics, read_static_files(), tokens, self._tls)
+            app = make_app(pages, streams, hosts, tokens)
             runner = web.AppRunner(
-                make_app(pages, streams, hosts, tokens),
+                app,
                 access_log=None,
                 logger=_http_logger(),
                 handle_signals=False,
+                keepalive_timeout=_KEEPALIVE_S,
                 shutdown_timeout=_STOP_S,
             )
+            requests = RequestRecord()
+            app.on_response_prepare.append(requests.add)
             await runner.setup()
+            assert runner.server is not None
+            connections = ConnectionLimit(runner.server, requests)
+            listener: asyncio.Server | None = None
             try:
-                await self._listen(runner)
-                await self._wait_until_stopped()
+                listener = await self._listen(connections)
+                await self._wait_until_stopped(connections)
             finally:
+                if listener is not None:
+                    listener.close()
                 await looks.end()
                 await runner.cleanup()
         finally:
             await asyncio.wrap_future(start_call("edl-dashboard-close", lambda: looks.close(_STOP_S)))
 
-    async def _listen(self, runner: web.AppRunner) -> None:
+    async def _listen(self, connections: ConnectionLimit) -> asyncio.Server:
         settings = self._settings
         context = self._context()
-        site = web.TCPSite(runner, settings.host or None, settings.port, ssl_context=context, backlog=_BACKLOG)
         try:
-            await site.start()
+            listener = await self._loop.create_server(
+                connections.make_protocol, settings.host or None, settings.port, ssl=context, backlog=_BACKLOG
+            )
         except OSError as exc:
             code = exc.errno if exc.errno is not None else -1
             remedy = _REMEDIES.get(code, "give --host an address of this machine")
             why = os.strerror(code) if code in errno.errorcode else str(exc)
             raise SettingsError(f"cannot listen on {settings.host}:{settings.port}: {why}; {remedy}") from exc
         self._tls_context = context
-        self._started.set_result(int(runner.addresses[0][1]))
+        self._started.set_result(int(listener.sockets[0].getsockname()[1]))
+        return listener
 
-    async def _wait_until_stopped(self) -> None:
-        """Wait for `close`; certificates that are replaced meanwhile are taken up."""
+    async def _wait_until_stopped(self, connections: ConnectionLimit) -> None:
+        """Wait for `close`; silent connections are closed and certificates that are replaced meanwhile are taken up."""
         version = self._credentials.current().version if self._credentials is not None else 0
         while not self._stopping.is_set():
             try:
                 await asyncio.wait_for(self._stopping.wait(), CHECK_EVERY_S)
             except asyncio.TimeoutError:
+                connections.close_silent()
                 if self._credentials is not None and self._tls_context is not None:
                     material = self._credentials.current()
                     if material.version != version and material.pair is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 import pytest
@@ -14,7 +15,7 @@ from edl.dashboard.server.headers import HEADERS
 from edl.dashboard.state.schema import DashboardState, JobStatus
 from edl.discovery import Store, open_registry
 from edl.discovery.registry import Instance
-from tests.integration.dashboard.server import ask, put_job, put_master
+from tests.integration.dashboard.server import ask, put_job, put_master, until
 
 NASTY = '<img src=x onerror=alert(1)>"&'
 
@@ -148,6 +149,34 @@ def test_nonsense_is_refused_in_silence(page: str, caplog: pytest.LogCaptureFixt
             assert connection.recv(1000).startswith((b"HTTP/1.1 400", b"HTTP/1.0 400", b"HTTP/9.9 4"))
     assert ask(page, "/healthz").body == b"ok\n"
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+
+
+@pytest.mark.slow
+def test_silent_connections_are_closed(page: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Connections that ask for nothing are too many at some time, and are closed then and after a while."""
+    parts = urlsplit(page)
+    address = (parts.hostname, parts.port)
+    with ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(500)]
+        for connection in silent:
+            connection.setblocking(False)
+
+        def closed() -> int:
+            return sum(is_closed(connection) for connection in silent)
+
+        until(lambda: closed() >= 80, "connections have no bound")
+        until(lambda: closed() == len(silent), "silent connections stay for ever")
+        assert ask(page, "/api/state").status == 200
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+
+
+def is_closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def test_files_are_kept_by_their_etag(page: str) -> None:

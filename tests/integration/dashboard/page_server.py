@@ -29,7 +29,6 @@ class PageServer:
 
     Attributes:
         refuse: a status with which streams are refused, 0 for none.
-        silent: new streams get nothing, not even a heartbeat.
         seen_ids: the Last-Event-ID of each stream, by header or in its address.
     """
 
@@ -39,7 +38,6 @@ class PageServer:
         self._lock = threading.Lock()
         self._number = 0
         self.refuse = 0
-        self.silent = False
         self.seen_ids: list[str] = []
         self._server = _Server(("127.0.0.1", port), _handler(self))
         self.port: int = self._server.server_address[1]
@@ -94,8 +92,7 @@ class PageServer:
     def _stream(self) -> Iterator[queue.Queue[Any]]:
         stream: queue.Queue[Any] = queue.Queue()
         with self._lock:
-            if not self.silent:
-                stream.put(("state", self._state, self._number))
+            stream.put(("state", self._state, self._number))
             self._streams.append(stream)
         try:
             yield stream

@@ -146,7 +146,7 @@ def test_page_loads_again_for_the_token(look: Look) -> None:
     server, page = look(states.rich())
     server.refuse = 401
     server.drop()
-    wait_until(lambda: page.evaluate("1") and page.requests.count(server.url) > 1)
+    wait_until(lambda: page.wait("true") and page.requests.count(server.url) > 1)
     page.wait(f"{STATUS}.includes('the server answers 401')")
     streams = len(server.seen_ids)
     wait_until(lambda: len(server.seen_ids) > streams + 1)
@@ -160,11 +160,15 @@ def test_page_loads_again_for_the_token(look: Look) -> None:
 def test_silent_stream_is_noticed(look: Look) -> None:
     """The connection stays open, and nothing comes: after 15 s the page says so, and opens another."""
     server, page = look(states.rich())
-    server.silent = True
+    page.evaluate("""
+        window.seen = [];
+        new MutationObserver(() => seen.push(document.documentElement.dataset.connection))
+            .observe(document.documentElement, {attributes: true});
+    """)
     began = time.monotonic()
-    page.wait(LOST)
+    page.wait("seen.includes('lost')")
     assert time.monotonic() - began > 10, "a server that is a little slow is no lost one"
-    server.silent = False
+    wait_until(lambda: len(server.seen_ids) > 1)
     page.wait(LIVE)
 
 

@@ -327,10 +327,10 @@ class _ShardRun:
             return False
         why = self._bad.get((shard.start, shard.stop))
         index = self._unknown(shard)
+        self._known += shard.stop - shard.start - len(index)
         if why is not None or 0 < len(index) <= min(_FEW_ROWS, shard.stop - shard.start - 1):
             self._suspects.append((shard, why or ""))
             return True
-        self._known += shard.stop - shard.start - len(index)
         self._tracker.begin(shard, self._parts_of(index))
         return True
 

@@ -56,7 +56,7 @@ def _inputs_of(data: IndexedData) -> tuple[str, ...]:
 
 def _checksum_of(data: IndexedData, index: Sequence[Array]) -> str:
     try:
-        rows = [_digest(batch) for batch in data.load(index)]  # in a single pass, which processes that load are quick at
+        rows = [_digest(batch) for batch in data.load(index)]  # a single pass: processes that load take long to begin
     except Exception:  # noqa: BLE001 - as above
         rows = [_row_checksum(data, part) for part in index]
     return hashlib.blake2b(b"".join(rows), digest_size=16).hexdigest()

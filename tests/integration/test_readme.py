@@ -124,8 +124,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
 
 
 def test_every_block_is_of_a_known_kind() -> None:
-    """Every block is of a kind that is run."""
-    assert {block.language for block in BLOCKS} == {"python", "bash"}
+    """Every block is of a kind that is run, or a picture."""
+    assert {block.language for block in BLOCKS} == {"python", "bash", "mermaid"}
     assert len(PYTHON) >= 4
     known = r"(make \w+|edl (serve|teachers|bench|label|register|run|status) ?.*|export EDL_DISCOVERY=\S+)"
     for block in COMMANDS:

@@ -181,17 +181,19 @@ class StoreJournal(Resource, Journal):
         A store that was away may have set it nevertheless: no other head, of this writer or another, equals it.
         """
         value = head.encode()
-        asked = False
+        key = self._key("head")
 
         def set_or_find() -> int | None:
-            nonlocal asked
-            if asked:
-                entry = self._store.get(self._key("head"))
-                if entry is not None and entry.value == value:
-                    return entry.version
-            asked = True
-            entry = self._store.compare_and_set(self._key("head"), value, version)
-            return None if entry is None else entry.version
+            entry = self._store.compare_and_set(key, value, version)
+            if entry is not None:
+                return entry.version
+            # The answer of an earlier attempt may be lost, or its write may have come between.
+            present = self._store.get(key)
+            if present is not None and present.value == value:
+                return present.version
+            if (None if present is None else present.version) == version:
+                raise DiscoveryError(f"{key} is said to have changed, and is shown as it was")
+            return None
 
         found = self._ask(set_or_find)
         if found is None:

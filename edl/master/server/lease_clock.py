@@ -48,6 +48,10 @@ class LeaseClock:
         self._limits[session] = limits
         self.hear(session)
 
+    def is_watched(self, session: str) -> bool:
+        """Return whether the clock counts for a session."""
+        return session in self._limits
+
     def forget(self, session: str) -> None:
         """Count no longer for a session."""
         self._limits.pop(session, None)

@@ -116,6 +116,10 @@ class Term:
 
     async def tick(self) -> None:
         """Expire what was not renewed, and note what has happened."""
+        # gRPC cancels the call of a worker that died: its session may be open though `open_session` did not return.
+        for session in self.book.sessions():
+            if not self._clock.is_watched(session):
+                self._watch(session)
         silent, over = self._clock.due()
         for session in over:
             self._clock.forget(session)

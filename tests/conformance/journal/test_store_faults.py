@@ -164,6 +164,46 @@ def test_lost_answer_is_no_second_write(stored: StorePlace, disturbed: Any, writ
     assert len(lost) == 3 if write != "begin_term" else lost
 
 
+@pytest.mark.parametrize("seen", [0, 1], ids=["at once", "late"])
+def test_own_late_write_is_found(stored: StorePlace, disturbed: Any, seen: int) -> None:
+    """The store does what the first request asks after it was asked again: that is no other master."""
+    assert stored.store is not None
+    journal = stored.open(store=disturbed)
+    journal.begin_term()
+    journal.append([b"1"])
+    head = f"{stored.folder}head"
+    held: list[tuple[Any, ...]] = []
+    compare_and_set, get = disturbed._store.compare_and_set, disturbed._store.get
+    stale = get(head)
+    looks: list[str] = []
+
+    def delayed(key: str, *arguments: Any) -> Any:
+        if not held:
+            held.append((key, *arguments))
+            raise DiscoveryError("timed out, and is under way")
+        if len(held) == 1:
+            held.append(())
+            compare_and_set(*held[0])
+        return compare_and_set(key, *arguments)
+
+    def look(key: str) -> Any:
+        looks.append(key)
+        return stale if len(looks) <= seen else get(key)
+
+    class Delaying:
+        compare_and_set = staticmethod(delayed)
+        get = staticmethod(look)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(stored.store, name)
+
+    disturbed._store = Delaying()
+    journal.append([b"2"])
+    journal.append([b"3"])
+    assert len(held) == 2
+    assert stored.open().load() == (None, [b"1", b"2", b"3"])
+
+
 def test_writers_that_begin_alike_differ(stored: StorePlace, disturbed: Any) -> None:
     """Two write the same term over the same head, and one of them does not hear that it came second."""
     second = stored.open()

@@ -165,6 +165,9 @@ class SequenceData(IndexedData):
         self._parts.positions = _noted(parts, taken)
         for loaded in self._worker_processes:
             yield self.ids_of(taken.popleft()), loaded
+        if taken:  # a worker process's StopIteration passes for the loader's end
+            first = self.ids_of(taken[0])[0]
+            raise SourceError(f"the samples from {first!r} on are not loaded: the data set's code raises StopIteration")
 
     @functools.cached_property
     def _worker_processes(self) -> Iterable[dict[str, Array]]:

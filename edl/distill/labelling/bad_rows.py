@@ -126,13 +126,26 @@ def label_singly(
 
 
 def loaded(data: IndexedData, parts: Iterator[Array] | Sequence[Array]) -> Iterator[Batch]:
-    """Yield batches of a data set.
+    """Yield batches of a data set, one for each part: a part that got none would be waited for for ever.
 
     Raises:
-        SourceError: its code has raised an error.
+        SourceError: its code has raised an error, or yields too few.
     """
+    taken = 0
+
+    def counted() -> Iterator[Array]:
+        nonlocal taken
+        for part in parts:
+            taken += 1
+            yield part
+
+    loaded_parts = 0
     try:
-        yield from data.load(parts)
+        for batch in data.load(counted()):
+            loaded_parts += 1
+            yield batch
+        if loaded_parts < taken:
+            raise SourceError(f"the data set yields {loaded_parts} batches for {taken} parts: a StopIteration?")
     except EDLError:
         raise
     except Exception as exc:

@@ -186,13 +186,14 @@ class _ShardRun:
         self._started = self._committed_at = time.monotonic()
         self._known = self._labelled = 0
         self._passes: dict[RowShard, int] = {}  # of shards whose labels were not kept
-        self._suspects: deque[tuple[RowShard, str]] = deque()  # shards of which some rows cannot be labelled, and why
+        self._open: set[RowShard] = set()  # shards that the source is to hear of
+        self._retries: deque[tuple[RowShard, str]] = deque()  # shards whose rows are to be tried singly, and why
         self._bad: dict[tuple[int, int], str] = {}  # rows of shards that have failed here, and why
         self._failed_in_a_row: set[tuple[int, int]] = set()  # rows of shards that have failed since a row was labelled
         self._epoch: Epoch | None = None
         self._stopping = False  # whether the thread that loads is to end
         self._source_failure: EDLError | None = None
-        self._commit_failure: EDLError | None = None
+        self._commit_failure: Exception | None = None
 
     def run(self) -> LabelReport:
         committer = BackgroundLoop("edl-label-commit", self._commit_step)
@@ -212,6 +213,8 @@ class _ShardRun:
     def _label_until_failure(self, committer: BackgroundLoop) -> bool:
         """Label shards until the source has finished, or a shard has failed; return whether it has finished."""
         epoch = self._epoch = self._start(self._batches())
+        if self._commit_failure is not None:  # which may have come when the epoch before had ended
+            epoch.close()
         try:
             for number, item in enumerate(epoch, 1):
                 epoch.taken(item)
@@ -254,7 +257,7 @@ class _ShardRun:
         if shard is None:
             raise failure
         logger.warning("rows %d to %d: some cannot be labelled: %s", shard.start, shard.stop - 1, failure)
-        self._suspects.append((shard, str(failure)))
+        self._retries.append((shard, str(failure)))
 
     def _note_labelled(self, rows: int) -> None:
         with self._count_lock:  # rows labelled singly come from the thread that loads
@@ -271,17 +274,24 @@ class _ShardRun:
     def _batches(self) -> Iterator[Batch]:
         """Yield batches as long as the source has shards, or may get some."""
         while not self._stopping:
-            if self._suspects:
-                self._label_suspect(*self._suspects.popleft())
+            if self._retries:
+                if self._label_singly(*self._retries[0]):
+                    self._retries.popleft()
             elif self._tracker.has_waiting or self._take_shard(_LOOK_S):
                 yield from loaded(self._data, self._parts())
+            else:
+                self._check_open()
             if self._source_failure is not None:
                 raise self._source_failure
-            if not self._tracker.has_waiting and not self._suspects and self._source.finished:
+            if not self._tracker.has_waiting and not self._retries and self._source.finished:
                 return
 
-    def _label_suspect(self, shard: RowShard, why: str) -> None:
-        """Label the other rows of a shard of which some cannot be labelled, and report it."""
+    def _label_singly(self, shard: RowShard, why: str) -> bool:
+        """Label the other rows of a shard of which some cannot be labelled, and report it.
+
+        Returns:
+            Whether that is done; it is not where the epoch has ended meanwhile, for another shard's failure.
+        """
         rows = (shard.start, shard.stop)
         self._session.labeller.prepare_epoch()
         index = self._unknown(shard)
@@ -290,17 +300,40 @@ class _ShardRun:
             self._note_labelled(found.labelled)
         if not found.why and not found.untried:  # it has passed
             self._tracker.begin(shard, ())
-            return
+            return True
         if self._stopping:
-            return
-        reason = self._bad[rows] = _cut(found.words(self._data) or why)
+            return False
+        reason = self._bad[rows] = _cut(found.words(self._data) or why or "not all rows were tried in time")
         if len(index) == shard.stop - shard.start and not found.labelled:
             self._failed_in_a_row.add(rows)
         self._source.report_failed(shard, reason)
+        self._open.discard(shard)
         if len(self._failed_in_a_row) >= _MOST_FAILED:
             raise PermanentError(
                 f"{_MOST_FAILED} shards failed here one after the other, and no row of them was labelled, so that this "
                 f"is no matter of single rows; the last: {reason}"
+            )
+        return True
+
+    def _check_open(self) -> None:
+        """Check that each open shard is still to be labelled or reported, where this thread has nothing to do.
+
+        The last resort: the lease of a shard that was forgotten is renewed for ever, and the whole job waits for it.
+
+        Raises:
+            PermanentError: a shard was forgotten. The end of this worker gives it back.
+        """
+        if not self._commit_lock.acquire(blocking=False):
+            return  # the shards that are being committed are not in the tracker
+        try:
+            forgotten = self._open - self._tracker.shards - {shard for shard, _ in self._retries}
+        finally:
+            self._commit_lock.release()
+        if forgotten:
+            rows = ", ".join(f"{shard.start} to {shard.stop - 1}" for shard in forgotten)
+            raise PermanentError(
+                f"rows {rows} were taken, and are neither being labelled nor reported. This is a fault of EDL: please "
+                "report it. The rows are given back, and the same command goes on"
             )
 
     def _parts(self) -> Iterator[Array]:
@@ -313,7 +346,7 @@ class _ShardRun:
             part = self._tracker.hand_out()
             if part is not None:
                 yield part
-            elif self._suspects or not self._take_shard(0.0):
+            elif self._retries or not self._take_shard(0.0):
                 return
 
     def _take_shard(self, timeout_s: float) -> bool:
@@ -325,11 +358,12 @@ class _ShardRun:
             return False
         if shard is None:
             return False
+        self._open.add(shard)
         why = self._bad.get((shard.start, shard.stop))
         index = self._unknown(shard)
         self._known += shard.stop - shard.start - len(index)
         if why is not None or 0 < len(index) <= min(_FEW_ROWS, shard.stop - shard.start - 1):
-            self._suspects.append((shard, why or ""))
+            self._retries.append((shard, why or ""))
             return True
         self._tracker.begin(shard, self._parts_of(index))
         return True
@@ -354,7 +388,7 @@ class _ShardRun:
         if self._tracker.has_answered and (self._tracker.idle or now - self._committed_at >= interval_s):
             try:
                 self._commit()
-            except EDLError as exc:
+            except Exception as exc:  # noqa: BLE001 - raised again in the caller's thread; with no commit, no shard ends
                 self._commit_failure = exc
                 if self._epoch is not None:
                     self._epoch.close()
@@ -371,25 +405,39 @@ class _ShardRun:
     def _commit(self) -> None:
         """Wait until the labels of answered shards are on disk, and report these shards done."""
         with self._commit_lock:
-            shards = self._tracker.pop_answered()
+            shards = self._tracker.pop_answered()[::-1]
             if not shards:
                 return
-            self._session.labeller.prepare_epoch()
-            self._cache.flush()
-            self._committed_at = time.monotonic()
-            for shard in shards:
-                lost = self._data.unknown(self._view.contains, shard.start, shard.stop)
-                if not len(lost):
-                    self._passes.pop(shard, None)
-                    self._source.report_done(shard)
-                    continue
+            try:
+                self._report(shards)
+            except BaseException:
+                for shard in shards:  # popped and not reported they would be nowhere
+                    self._tracker.begin(shard, ())
+                raise
+
+    def _report(self, shards: list[RowShard]) -> None:
+        """Report shards as `_commit` does, and remove those from the list of which it is known what becomes of them."""
+        self._session.labeller.prepare_epoch()
+        self._cache.flush()
+        self._committed_at = time.monotonic()
+        unkept = 0
+        while shards:
+            shard = shards[-1]
+            lost = self._data.unknown(self._view.contains, shard.start, shard.stop)
+            if len(lost):
                 self._passes[shard] = self._passes.get(shard, 0) + 1
-                if self._passes[shard] >= _PASSES:
-                    raise TemporaryError(
-                        f"{len(lost)} rows were labelled {_PASSES} times, but their labels were not kept: either the "
-                        "disk cannot follow, or the teachers serve different versions of the model"
-                    )
+                unkept += len(lost) if self._passes[shard] >= _PASSES else 0
                 self._tracker.begin(shard, self._parts_of(lost))
+            else:
+                self._passes.pop(shard, None)
+                self._source.report_done(shard)
+                self._open.discard(shard)
+            shards.pop()
+        if unkept:  # the others are reported before
+            raise TemporaryError(
+                f"{unkept} rows were labelled {_PASSES} times, but their labels were not kept: either the disk cannot "
+                "follow, or the teachers serve different versions of the model"
+            )
 
 
 def _cut(reason: str) -> str:

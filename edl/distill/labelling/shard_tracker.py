@@ -64,6 +64,12 @@ class ShardTracker:
         """Whether there are shards of which all parts are answered."""
         return bool(self._answered)
 
+    @property
+    def shards(self) -> set[RowShard]:
+        """The shards that are being labelled, and those of which all parts are answered."""
+        with self._lock:
+            return {*self._left, *self._answered}
+
     def begin(self, shard: RowShard, parts: Sequence[Array]) -> None:
         """Add a shard, in parts; without any it counts as answered."""
         with self._lock:

@@ -15,7 +15,9 @@ import pytest
 from edl.distill import Options, Teachers
 from edl.distill.cache import SoftLabelCache, load_labels
 from edl.distill.datasets.kinds import ArrayData, Batch, IndexedData, SequenceData
-from edl.distill.labelling import LabelPlan, RowShard, ShardLabeller, ShardSource
+from edl.distill.labelling import LabelPlan, RowShard, ShardLabeller, ShardSource, shard_labeller
+from edl.distill.labelling.bad_rows import BadRows, label_singly
+from edl.distill.labelling.shard_tracker import ShardTracker
 from edl.distill.transport.schema import OutputSpec
 from edl.errors import EDLError, NoTeacherError, PermanentError, TemporaryError
 from edl.protocol.tensors import Array
@@ -86,6 +88,18 @@ class Shards(ShardSource):
 def plan(teacher: LocalTeacher, **options: Any) -> LabelPlan:
     teachers = Teachers(endpoints=(teacher.endpoint,))
     return LabelPlan(teachers, OutputSpec(outputs=("y",)), batch_rows=16, options=Options(**options))
+
+
+def hurried(source: Shards) -> Shards:
+    """End a run that hangs by an error, which no test expects."""
+
+    def fail() -> None:
+        source.failure = TemporaryError("the run hangs")
+
+    timer = threading.Timer(20, fail)
+    timer.daemon = True
+    timer.start()
+    return source
 
 
 def picky(tmp_path: Path, *bad: int) -> LocalTeacher:
@@ -312,3 +326,116 @@ def test_no_teacher_fails_no_shard(start: Start, tmp_path: Path) -> None:
         labeller.run(source)
     assert not source.failed
     assert source.missing_on_disk == 0
+
+
+def test_interrupted_retry_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another shard's failure ends the epoch while the rows of a shard are tried singly: that shard is tried again."""
+    calls: list[int] = []
+
+    def interrupted(*args: Any) -> BadRows:
+        calls.append(0)
+        if len(calls) > 1:
+            return label_singly(*args)
+        deadline = time.monotonic() + 10
+        while not args[-1]() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert args[-1](), "the epoch has ended"
+        return BadRows({}, 1, 0)
+
+    monkeypatch.setattr(shard_labeller, "label_singly", interrupted)
+    known, source = Shards(tmp_path / "labels"), hurried(Shards(tmp_path / "labels", rows=100))
+    known.waiting = [RowShard(50, 60), RowShard(61, 100)]
+    with (
+        picky(tmp_path, 10) as teacher,
+        SoftLabelCache(0, tmp_path / "labels") as cache,
+        ShardLabeller(ArrayData({"x": X}), plan(teacher), cache) as labeller,
+    ):
+        labeller.run(known)
+        labeller.run(source)
+    assert [(shard.start, shard.stop) for shard in source.done] == [(50, 100)]
+    assert sorted(source.failed) == [(0, 50)]
+
+
+def test_unforeseen_report_error_ends_run(start: Start, tmp_path: Path) -> None:
+    """Not only EDL's own errors: a shard that was popped and not reported would be waited for for ever."""
+
+    class Broken(Shards):
+        def report_done(self, shard: RowShard) -> None:
+            raise ZeroDivisionError("not foreseen")
+
+    with (
+        SoftLabelCache(0, tmp_path / "labels") as cache,
+        ShardLabeller(ArrayData({"x": X}), plan(start("echo")), cache) as labeller,
+        pytest.raises(ZeroDivisionError),
+    ):
+        labeller.run(hurried(Broken(tmp_path / "labels")))
+
+
+def test_commit_fails_between_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No epoch is there to be closed at that moment: the next one ends."""
+    note_failure = shard_labeller._ShardRun._fail
+
+    class Refusing(Shards):
+        def report_done(self, shard: RowShard) -> None:
+            raise TemporaryError("not now")
+
+    def late(run: Any, failure: PermanentError) -> None:
+        deadline = time.monotonic() + 10
+        while run._commit_failure is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        note_failure(run, failure)
+
+    monkeypatch.setattr(shard_labeller._ShardRun, "_fail", late)
+    with (
+        picky(tmp_path, 70) as teacher,
+        SoftLabelCache(0, tmp_path / "labels") as cache,
+        ShardLabeller(ArrayData({"x": X}), plan(teacher), cache) as labeller,
+        pytest.raises(TemporaryError, match="not now"),
+    ):
+        labeller.run(hurried(Refusing(tmp_path / "labels")))
+
+
+def test_forgotten_shard_ends_the_run(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever has forgotten it: others get its rows, rather than all of them waiting for ever."""
+    begin = ShardTracker.begin
+
+    def forget(tracker: ShardTracker, shard: RowShard, parts: Any) -> None:
+        if shard.start != 150:
+            begin(tracker, shard, parts)
+
+    monkeypatch.setattr(ShardTracker, "begin", forget)
+    source = hurried(Shards(tmp_path / "labels"))
+    with (
+        SoftLabelCache(0, tmp_path / "labels") as cache,
+        ShardLabeller(ArrayData({"x": X}), plan(start("echo")), cache) as labeller,
+        pytest.raises(PermanentError, match=r"rows 150 to 199 were taken.*fault of EDL"),
+    ):
+        labeller.run(source)
+    assert rows_of(source.done) == [*range(150), *range(200, ROWS)], "what is on disk is reported"
+
+
+class Ending(Unreadable):
+    """A user's data set, whose code lets a StopIteration out."""
+
+    def __getitem__(self, at: int) -> Array:
+        if at == 123:
+            raise StopIteration
+        row: Array = X[at]
+        return row
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_stop_iteration_fails_its_shard(start: Start, tmp_path: Path, workers: int) -> None:
+    """A loader's worker process passes it on as its own end: the rest was waited for for ever."""
+    if workers:
+        pytest.importorskip("torch", reason="PyTorch is not installed")
+    source = hurried(Shards(tmp_path / "labels"))
+    with (
+        SoftLabelCache(0, tmp_path / "labels") as cache,
+        ShardLabeller(SequenceData(Ending(), {"x": _itself}, workers), plan(start("echo")), cache) as labeller,
+    ):
+        labeller.run(source)
+    ((reason,),) = source.failed.values()
+    assert reason.startswith("sample 123: ")
+    assert "StopIteration" in reason
+    assert len(load_labels(tmp_path / "labels")) == ROWS - 1

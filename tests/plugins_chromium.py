@@ -69,10 +69,11 @@ class Browser:
         self._answers: dict[int, dict[str, Any]] = {}
         self._pages: dict[str, Page] = {}
         self._rest = b""
+        self._log = folder / "log"
         # Chromium reads from 3 and writes to 4; moved there by way of numbers that neither has.
         moved = f"exec 18<&{command_in} 19>&{command_out}; exec 3<&18 4>&19 18<&- 19>&-"
         home = {"HOME": str(folder), "XDG_CACHE_HOME": str(folder)}
-        with (folder / "log").open("wb") as log:
+        with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 ["bash", "-c", f"{moved}; exec \"$@\"", "bash",
                  binary, *OPTIONS, "--remote-debugging-pipe", f"--user-data-dir={folder / 'profile'}", "about:blank"],
@@ -82,6 +83,10 @@ class Browser:
             )  # fmt: skip
         os.close(command_in)
         os.close(command_out)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
 
     def call(self, method: str, session: str = "", **parameters: Any) -> dict[str, Any]:
         """Return the result of a command.
@@ -109,7 +114,9 @@ class Browser:
         if not readable:
             return
         read = os.read(self._in, 1 << 20)
-        assert read, "the browser ended"
+        if not read:
+            code = self._process.wait(ANSWER_S)
+            raise AssertionError(f"the browser ended with code {code}; {self._log.read_text(errors='replace')[-2000:]}")
         *messages, self._rest = (self._rest + read).split(b"\0")
         for text in messages:
             message = json.loads(text)
@@ -234,16 +241,33 @@ class Page:
         self._browser.call("Target.disposeBrowserContext", browserContextId=self._context)
 
 
+class _SharedBrowser:
+    """The browser of all tests of a process; another one where that was killed from outside between two tests."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._started: list[Browser] = []
+
+    def get(self) -> Browser:
+        if not self._started or self._started[-1].has_ended:
+            self._started.append(Browser(self._folder / str(len(self._started))))
+        return self._started[-1]
+
+    def close(self) -> None:
+        for browser in self._started:
+            browser.close()
+
+
 @pytest.fixture(scope="session")
-def _shared_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    browser = Browser(tmp_path_factory.mktemp("chromium"))
+def _shared_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_SharedBrowser]:
+    shared = _SharedBrowser(tmp_path_factory.mktemp("chromium"))
     try:
-        yield browser
+        yield shared
     finally:
-        browser.close()
+        shared.close()
 
 
 @pytest.fixture
-def browser(_shared_browser: Browser) -> Browser:
+def browser(_shared_browser: _SharedBrowser) -> Browser:
     """A running browser, the same for all tests; each opens its own tabs."""
-    return _shared_browser
+    return _shared_browser.get()

@@ -13,6 +13,7 @@ from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
 
 from edl.cli._credentials import add_credentials
+from edl.cli._listening import warn_of_open_port
 from edl.cli._streams import StreamFollower
 from edl.cli.scaling.advice import add_advice_options, open_advisor
 from edl.discovery import open_store
@@ -82,6 +83,7 @@ def main(argv: Sequence[str]) -> int:
     )
     if not url.startswith("sqlite:") and is_loopback(options.host):
         logger.warning("workers of other hosts do not reach %s: --host :: listens for them, too", options.host)
+    warn_of_open_port(options.host, credentials)
     dataset = _dataset(options)
     following = FollowSettings(end_after_s=options.end_after, end_marker=options.end_marker)
     with _signals() as caught, contextlib.ExitStack() as stack:

@@ -92,7 +92,8 @@ def _add_job(found: argparse.ArgumentParser) -> None:
     add(
         "--host",
         metavar="ADDRESS",
-        help="where this process listens as a master (default: all addresses; 127.0.0.1 where the store is a file)",
+        help="where this process listens as a master (default: all addresses, ::, with a warning where there is no "
+        "--token-file; 127.0.0.1 where the store is a file)",
     )
     add(
         "--no-data-check",

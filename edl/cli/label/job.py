@@ -16,6 +16,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any, Final
 
+from edl.cli._listening import default_host, warn_of_open_port
 from edl.cli.label.conclusion import model_of, print_use
 from edl.cli.label.folders import label_folders, note_folder
 from edl.cli.label.job_progress import DATASET, JobProgress, labels_of
@@ -49,7 +50,7 @@ _SAY_AFTER_S: Final = 5.0
 _LEASE_S: Final = 10.0
 """After so long the place of a master that was killed is free, and a process that cannot lead may say why: leases of
 masters are 5 s."""
-_GOODBYE_S: Final = 3.0
+_LINGER_S: Final = 3.0
 """How long the master waits at the end for the other workers to hear that all is done: they ask every second."""
 _MOST_LISTED: Final = 20
 """Shards given up that are listed; of more a person wants the number."""
@@ -94,8 +95,8 @@ class _Worker:
 
     def run(self) -> int:
         credentials = self._plan.options.credentials or Credentials.of()
-        local = self._url.startswith("sqlite:")
-        host = self._options.host or ("127.0.0.1" if local else "0.0.0.0")
+        host = self._options.host or default_host(self._url)
+        warn_of_open_port(host, credentials)
         settings = MasterSettings(store=self._url, journal="store:", host=host, credentials=credentials)
         with contextlib.ExitStack() as stack:
             store = stack.enter_context(open_store(self._url, credentials=credentials))
@@ -111,7 +112,7 @@ class _Worker:
             with labeller:
                 report = self._label(store, client, labeller)
             if master.is_leader:
-                master.wait_done(_GOODBYE_S)
+                master.wait_done(_LINGER_S)
             return self._conclude(client, store, report)
 
     def _await_master(self, master: MasterServer, store: Store, client: MasterClient) -> None:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
 
-from edl.cli._credentials import add_credentials
-from edl.cli._listening import warn_of_open_port
+from edl.cli._credentials import add_credentials, warn_of_open_port
 from edl.cli._streams import StreamFollower
 from edl.cli.scaling.advice import add_advice_options, open_advisor
 from edl.discovery import open_store

@@ -16,7 +16,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any, Final
 
-from edl.cli._listening import default_host, warn_of_open_port
+from edl.cli._credentials import default_host, warn_of_open_port
 from edl.cli.label.conclusion import model_of, print_use
 from edl.cli.label.folders import label_folders, note_folder
 from edl.cli.label.job_progress import DATASET, JobProgress, labels_of

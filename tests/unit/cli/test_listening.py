@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edl.cli._listening import default_host, warn_of_open_port
+from edl.cli._credentials import default_host, warn_of_open_port
 from edl.settings import Credentials
 
 

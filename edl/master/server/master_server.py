@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import socket
 import threading
@@ -27,8 +28,9 @@ from edl.master.journal import open_journal
 from edl.master.naming import candidacy
 from edl.master.reports import read_report
 from edl.master.server.candidate_address import shown_endpoint
+from edl.master.server.continuation import check_continued, check_data
 from edl.master.server.lease_clock import TICK_S
-from edl.master.server.report import UnitRates, check_continued, describe_dataset
+from edl.master.server.report import UnitRates, describe_dataset
 from edl.master.server.report_writer import ReportWriter
 from edl.master.server.servicer import MasterServicer
 from edl.master.server.term import Term, load_book
@@ -55,6 +57,9 @@ _RIVAL_S: Final = 1.0
 """How often a candidate that does not lead asks the Store who does."""
 _RETRY_S: Final = (0.5, 5.0)
 """The first and the longest wait before a journal in a Store that is away is loaded again."""
+_FENCED_LEASES: Final = 20
+"""A leader whose journal was taken takes it back, once within so many leases: who took it may be dead. Another master
+that lives, in another Store, takes it again within two of them."""
 _MESSAGE_NBYTES: Final = 64 << 20
 """The index of a data set of a million file names has some 15 MB."""
 _IN_STORE: Final = "store"
@@ -105,7 +110,8 @@ class MasterServer(Resource):
     Args:
         job: its name.
         settings: of this candidate.
-        datasets: specifications by name, which the leader creates; equal ones may be there.
+        datasets: specifications by name, which the leader creates; equal ones may be there. Where one of the same name
+            is other data, `failure` is a ConflictError that says what differs.
 
     Raises:
         SettingsError: the address, the credentials or the Store's URL cannot be used.
@@ -267,6 +273,7 @@ class MasterServer(Resource):
         assert self._stop is not None
         backoff = Backoff(*_RETRY_S, jitter=0.5)
         looked_at = 0.0
+        fenced_at = -math.inf
         while not self._stop.is_set():
             if not election.is_leader:
                 if time.monotonic() > looked_at + _RIVAL_S:
@@ -289,10 +296,15 @@ class MasterServer(Resource):
             if isinstance(failure, LeaseLostError):
                 # A master that took over sees to the journal a moment after this one's place in the Store has ended.
                 if election.is_leader and not await self._sleep(self.settings.lease_s) and election.is_leader:
-                    raise SettingsError(
-                        f"another master has taken the journal {self._journal_name} while this one leads in the Store: "
-                        "two masters of a job must have the same Store"
-                    ) from failure
+                    before, fenced_at = fenced_at, time.monotonic()
+                    if fenced_at - before < _FENCED_LEASES * self.settings.lease_s:
+                        raise SettingsError(
+                            f"another master has taken the journal {self._journal_name} while this one leads in the "
+                            "Store: two masters of a job must have the same Store"
+                        ) from failure
+                    logger.warning(
+                        "another master began to lead job %r and leads no more; this one goes on: %s", self.job, failure
+                    )
                 continue
             # A master that stands still in the middle of a commit holds its file until it goes on, or is killed.
             busy = isinstance(failure, JournalError) and failure.busy
@@ -309,6 +321,7 @@ class MasterServer(Resource):
             number, book, replayed = load_book(journal)
             if not self.settings.begin_anew:
                 check_continued(read_report(self._store, self.job), number, self._journal_name)
+            check_data(book, self._datasets)
             return number, book, replayed
 
         journal = await asyncio.wrap_future(start_call("edl-master-open", lambda: open_journal(url, store=self._store)))

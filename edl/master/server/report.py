@@ -7,9 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from edl.errors import SettingsError
-
-__all__ = ["UnitRates", "check_continued", "describe_dataset", "encode"]
+__all__ = ["UnitRates", "describe_dataset", "encode"]
 
 _WINDOW_S: Final = 15.0
 """Over which rates are taken: a shard may take seconds."""
@@ -74,25 +72,6 @@ def describe_dataset(
         "eta_s": round(left / rate, 1) if left and rate > 0 else None,
         "holders": holders,
     }
-
-
-def check_continued(last: dict[str, Any] | None, term: int, journal: str) -> None:
-    """Refuse to lead a job with a journal that is not the one that it has been led with.
-
-    Args:
-        last: the report in the Store.
-        term: that the journal gave; in one journal terms only grow.
-        journal: its name.
-
-    Raises:
-        SettingsError: another journal has given a larger term.
-    """
-    if last is None or not isinstance(last.get("term"), int) or last["term"] < term:
-        return
-    raise SettingsError(
-        f"what is done of job {last.get('job')!r} stands in another journal, {last.get('journal')} of host "
-        f"{last.get('host')}, not in {journal}: start the master with that one; or say --new, and the job begins anew"
-    )
 
 
 def encode(report: dict[str, Any]) -> bytes:

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from edl.discovery import open_store
-from edl.errors import JournalError, LeaseLostError, NoMasterError, SettingsError
+from edl.errors import ConflictError, JournalError, LeaseLostError, NoMasterError, SettingsError
 from edl.master import MasterClient, MasterServer, MasterSettings, ShardReader, ShardSettings, open_dataset
 from edl.master.client.connection import MasterConnection
 from edl.master.client.turn_stream import TurnStream
+from edl.master.journal import open_journal
 from edl.master.journal.sqlite import SqliteJournal
 from edl.master.reports import read_report
 from edl.protocol import master as messages
@@ -216,15 +217,13 @@ def test_a_replaced_leader_is_silent(
     stack: ExitStack, tmp_path: Path, url: str, connect: Callable[..., MasterConnection]
 ) -> None:
     """A leader that does not know yet that another leads can journal nothing, and so answers nothing."""
-    settings = {"journal": "store:", "lease_s": LEASE_S}
+    settings = {"journal": "store:", "lease_s": 5.0}  # after which it would take the journal back
     old = stack.enter_context(MasterServer("job", MasterSettings(store=url, **settings)))  # type: ignore[arg-type]
     assert old.wait_leading(20)
     client = stack.enter_context(MasterClient("job", endpoint=old.endpoint, timeout_s=1.0))
     client.create_dataset("d", open_dataset("range:100", ShardSettings(shard_size=10)))
     stream, _ = opened(connect(old), "s")
     with open_store(url) as store:
-        from edl.master.journal import open_journal
-
         journal = open_journal("store:job", store=store)
         journal.begin_term()  # as another master does, whose place in the Store the old one has not heard of
         with pytest.raises(NoMasterError):
@@ -235,6 +234,38 @@ def test_a_replaced_leader_is_silent(
     kinds = [messages.Command.FromString(record).WhichOneof("kind") for record in records]
     assert "turn" not in kinds
     until(lambda: not old.is_leader or old.failure is not None)
+
+
+def test_a_fenced_leader_goes_on(stack: ExitStack, url: str, client: MasterClient) -> None:
+    """Who took its journal died; who takes it again and again has another Store."""
+    settings = MasterSettings(store=url, journal="store:", lease_s=LEASE_S)
+    master = stack.enter_context(MasterServer("job", settings))
+    assert master.wait_leading(20)
+    store = stack.enter_context(open_store(url))
+    take_journal(store)
+    client.create_dataset("d", open_dataset("range:100", ShardSettings(shard_size=10)))
+    assert master.failure is None
+    assert master.is_leader
+    take_journal(store)
+    with MasterClient("job", url, timeout_s=1.5) as late, pytest.raises(NoMasterError):
+        late.create_dataset("e", open_dataset("range:100", ShardSettings(shard_size=10)))
+    until(lambda: master.failure is not None)
+    assert "two masters of a job must have the same Store" in str(master.failure)
+
+
+def take_journal(store: Any) -> None:
+    """Begin a term as a standby does, and die."""
+    with open_journal("store:job", store=store) as journal:
+        journal.begin_term()
+
+
+def test_other_data_end_the_master(lead: Lead, stack: ExitStack, url: str, tmp_path: Path) -> None:
+    settings = MasterSettings(store=url, journal=f"sqlite:///{tmp_path}/journal.sqlite", lease_s=LEASE_S)
+    for location, refused in (("range:100", False), ("range:200", True)):
+        with MasterServer("job", settings, {"data": open_dataset(location).spec}) as master:
+            until(lambda master=master: master.is_leader or master.failure is not None)  # type: ignore[misc]
+            assert isinstance(master.failure, ConflictError) == refused
+            assert "range:100, and not range:200" in str(master.failure) or not refused
 
 
 def test_a_standby_needs_the_same_journal(lead: Lead, tmp_path: Path) -> None:

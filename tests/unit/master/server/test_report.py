@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from edl.errors import SettingsError
-from edl.master.server.report import UnitRates, check_continued, describe_dataset, encode
+from edl.master.server.report import UnitRates, describe_dataset, encode
 
 
 def status(done: int, holders: int = 0, poisoned: int = 0) -> dict[str, Any]:
@@ -54,11 +53,3 @@ def test_a_report_fits_into_a_store() -> None:
     data = encode({"job": "j", "datasets": datasets, "events": []})
     assert len(data) <= 200_000
     assert len(json.loads(data)["datasets"]) == 20
-
-
-def test_another_journal_is_refused() -> None:
-    last = {"job": "j", "term": 3, "journal": "sqlite:///a", "host": "x"}
-    check_continued(None, 1, "sqlite:///b")
-    check_continued(last, 4, "sqlite:///a")
-    with pytest.raises(SettingsError, match="stands in another journal, sqlite:///a of host x"):
-        check_continued(last, 1, "sqlite:///b")

@@ -1,0 +1,67 @@
+"""Whether a master may go on with a job: with the journal that it has been led with, and with the data that it had."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from edl.errors import ConflictError, SettingsError
+from edl.master.datasets import same_data
+from edl.master.shards import ShardBook
+from edl.master.shards.specification import check_spec, describe_difference
+from edl.protocol.master import DatasetSpec
+
+__all__ = ["check_continued", "check_data"]
+
+
+def check_continued(last: dict[str, Any] | None, term: int, journal: str) -> None:
+    """Refuse to lead a job with a journal that is not the one that it has been led with.
+
+    Args:
+        last: the report in the Store.
+        term: that the journal gave; in one journal terms only grow.
+        journal: its name.
+
+    Raises:
+        SettingsError: another journal has given a larger term.
+    """
+    if last is None or not isinstance(last.get("term"), int) or last["term"] < term:
+        return
+    raise SettingsError(
+        f"what is done of job {last.get('job')!r} stands in another journal, {last.get('journal')} of host "
+        f"{last.get('host')}, not in {journal}: start the master with that one; or say --new, and the job begins anew"
+    )
+
+
+def check_data(book: ShardBook, datasets: Mapping[str, DatasetSpec]) -> None:
+    """Refuse to hand out other data under the name of a data set that is there.
+
+    Args:
+        book: as the journal has it.
+        datasets: that the master was started with, by name; those that are not there yet are not looked at.
+
+    Raises:
+        SettingsError: a specification cannot be used.
+        ConflictError: data of the same name are others, or cut otherwise; says what differs.
+    """
+    for name, asked in datasets.items():
+        if name not in book.datasets():
+            continue
+        present, spec = book.describe(name).spec, check_spec(name, asked)
+        if not same_data(present, spec):
+            raise ConflictError(
+                f"data set {name} of this job is another: {_difference(present, spec)}. To go on with it, start the"
+                " master as before, or without data (--data); for other data choose another name for the data set"
+                " (--name) or for the job, or begin anew (--new), which forgets what is done"
+            )
+
+
+def _difference(present: DatasetSpec, spec: DatasetSpec) -> str:
+    """Say which fields differ; of an index, whose bytes say nothing to people, only that it does."""
+    if present.kind != spec.kind or present.location != spec.location:
+        return f"it is {present.kind}:{present.location}, and not {spec.kind}:{spec.location}"
+    shown, other = DatasetSpec(), DatasetSpec()
+    shown.CopyFrom(present)
+    other.CopyFrom(spec)
+    shown.index = other.index = b""
+    return describe_difference(shown, other) or "its files, or what is in them, have changed since it was created"

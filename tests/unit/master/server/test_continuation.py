@@ -1,0 +1,66 @@
+"""Whose journal it is, and whether the data are those of before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edl.errors import ConflictError, SettingsError
+from edl.master.datasets import ShardSettings, open_dataset
+from edl.master.server.continuation import check_continued, check_data
+from edl.master.shards import ShardBook
+from edl.protocol import master as messages
+
+
+def book_of(spec: messages.DatasetSpec) -> ShardBook:
+    book = ShardBook()
+    book.apply(messages.Command(create_dataset=messages.CreateDataset(dataset="data", spec=spec)))
+    return book
+
+
+def test_another_journal_is_refused() -> None:
+    last = {"job": "j", "term": 3, "journal": "sqlite:///a", "host": "x"}
+    check_continued(None, 1, "sqlite:///b")
+    check_continued(last, 4, "sqlite:///a")
+    with pytest.raises(SettingsError, match="stands in another journal, sqlite:///a of host x"):
+        check_continued(last, 1, "sqlite:///b")
+
+
+def test_the_same_data_go_on() -> None:
+    book = book_of(open_dataset("range:100").spec)
+    check_data(book, {"data": open_dataset("range:100").spec, "more": open_dataset("range:7").spec})
+    plain = messages.DatasetSpec()
+    plain.CopyFrom(open_dataset("range:100", ShardSettings(max_failures=3)).spec)
+    plain.max_failures = 0
+    check_data(book, {"data": plain})
+
+
+@pytest.mark.parametrize(
+    ("location", "settings", "difference"),
+    [
+        ("range:200", {}, "it is range:100, and not range:200"),
+        ("range:100", {"shard_size": 7}, "and not 7"),
+        ("range:100", {"epochs": 3}, "epochs is 1 and not 3"),
+        ("range:100", {"shuffle": True}, "shuffle is False and not True"),
+    ],
+)
+def test_other_data_are_refused(location: str, settings: dict[str, Any], difference: str) -> None:
+    book = book_of(open_dataset("range:100").spec)
+    with pytest.raises(ConflictError) as caught:
+        check_data(book, {"data": open_dataset(location, ShardSettings(**settings)).spec})
+    assert difference in str(caught.value)
+    assert all(remedy in str(caught.value) for remedy in ("--name", "--new", "for the job"))
+
+
+def test_changed_text_is_refused(tmp_path: Path) -> None:
+    """A file of the same name and length, touched or not."""
+    text = tmp_path / "text"
+    text.write_text("a\nb\n" * 100)
+    book = book_of(open_dataset(f"lines:{text}").spec)
+    text.write_text("a\nb\n" * 100)
+    check_data(book, {"data": open_dataset(f"lines:{text}").spec})
+    text.write_text("a\nc\n" * 100)
+    with pytest.raises(ConflictError, match="its files, or what is in them, have changed"):
+        check_data(book, {"data": open_dataset(f"lines:{text}").spec})

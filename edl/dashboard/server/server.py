@@ -82,7 +82,9 @@ class DashboardServer:
         self._registries = tuple(registries)
         self._streams_s = (heartbeat_s, write_s)
         self._stopping = asyncio.Event()
-        self._reader = StateReader(settings.store, registry_url=settings.registry, job=settings.job)
+        self._reader = StateReader(
+            settings.store, registry_url=settings.registry, job=settings.job, credentials=settings.store_credentials
+        )
         try:
             self._reader.open()
         except SettingsError:

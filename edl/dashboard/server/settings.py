@@ -27,6 +27,7 @@ class DashboardSettings:
         job: the only job to show; None for all.
         allowed_hosts: names, besides this machine's, by which browsers may ask for the page.
         credentials: certificate and key for HTTPS, and the file of tokens, any of which opens the page.
+        store_credentials: what a Store that an agent of `edl run` serves is shown; None for what the environment names.
 
     Raises:
         SettingsError: the port is none, or tokens would cross the network as they are.
@@ -39,6 +40,7 @@ class DashboardSettings:
     job: str | None = None
     allowed_hosts: tuple[str, ...] = ()
     credentials: Credentials = field(default_factory=Credentials)
+    store_credentials: Credentials | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port <= 65535:

@@ -26,7 +26,7 @@ SHARD_STATES: Final = ("todo", "doing", "done", "poisoned")
 """Of a shard, in the order of its life."""
 SILENT_S: Final = 30.0
 """A master that leads writes a report about once a second; after so long without any it is gone, or the Store was."""
-_DECISIONS: Final = frozenset({"poisoned", "wanted", "scale", "retry", "takeover"})
+_DECISIONS: Final = frozenset({"poisoned", "retried", "takeover"})
 """Kinds of a master's events that the master decided."""
 
 

@@ -38,6 +38,7 @@ from edl.discovery.store import Store
 from edl.discovery.urls import open_registry, open_store
 from edl.errors import DiscoveryError, EDLError
 from edl.quoting import shown
+from edl.settings import Credentials
 
 __all__ = ["MAX_JOBS", "StateReader"]
 
@@ -62,15 +63,24 @@ class StateReader:
         url: of the Store, and of the registry unless that is elsewhere.
         registry_url: where teachers register; None for the same URL.
         job: the only job to show; None for all.
+        credentials: as for `open_store`.
 
     Attributes:
         looks: how many looks there were.
     """
 
-    def __init__(self, url: str, *, registry_url: str | None = None, job: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        registry_url: str | None = None,
+        job: str | None = None,
+        credentials: Credentials | None = None,
+    ) -> None:
         self._url = url
         self._registry_url = registry_url or url
         self._job = job
+        self._credentials = credentials
         self._store: Store | None = None
         self._registry: Registry | None = None
         self._jobs: JobReader | None = None
@@ -147,7 +157,7 @@ class StateReader:
 
     def _open(self) -> None:
         if self._store is None:
-            self._store = open_store(self._url, timeout_s=_TIMEOUT_S)
+            self._store = open_store(self._url, timeout_s=_TIMEOUT_S, credentials=self._credentials)
         if self._services is None:
             if urlsplit(self._registry_url).scheme != "edl":  # an agent of `edl run` serves no registry
                 self._registry = open_registry(self._registry_url, timeout_s=_TIMEOUT_S)

@@ -5,5 +5,6 @@
 - `epoch` trains the students from a `DistillReader` while `timeline` watches, and `check` looks at every label again;
 - `page` shows it in a browser, if asked to; `screen`, `picture` and `report` show what happens, and what happened.
 
-What does not belong here: anything that EDL itself would need. It is a user's program and uses public names only.
+What does not belong here: anything that EDL itself would need. It is a user's program: it uses public
+names, and `page` the advisor's classes as docs/scaling.md shows them.
 """

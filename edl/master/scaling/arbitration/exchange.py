@@ -27,7 +27,7 @@ def exchange_workers(plan: AllocationPlan) -> bool:
     Returns:
         Whether a worker was moved.
     """
-    donors = _Donors(plan)
+    surplus = _SurplusJobs(plan)
     receivers: list[tuple[float, int]] = []
     for job in range(len(plan.requests)):
         _bid(plan, job, receivers)
@@ -39,7 +39,7 @@ def exchange_workers(plan: AllocationPlan) -> bool:
         bid = _compute_bid(plan, job)
         if plan.pool.gpus[job] in refused or bid <= 0:
             continue
-        found = donors.find_node(job, bid)
+        found = surplus.find_node(job, bid)
         if found is None:
             refused.add(plan.pool.gpus[job])
             continue
@@ -53,9 +53,9 @@ def exchange_workers(plan: AllocationPlan) -> bool:
         plan.steps += 1
         for victim in sorted(set(victims)):
             plan.record_move(victim, f"gave workers to {name}, which gains more by them")
-            donors.update(victim)
+            surplus.update(victim)
         plan.record_move(job, "took workers of jobs that lose less by them")
-        donors.update(job)
+        surplus.update(job)
         exchanged = True
         before = len(receivers)
         _bid(plan, job, receivers)
@@ -78,7 +78,7 @@ def _bid(plan: AllocationPlan, job: int, receivers: list[tuple[float, int]]) -> 
         receivers.append((-bid, job))
 
 
-class _Donors:
+class _SurplusJobs:
     """Jobs with surplus, by what a worker less costs them for each GPU; a queue for each size of wanted workers.
 
     A node that was looked at for workers of one size, in vain, is not looked at for that size again in this pass: bids

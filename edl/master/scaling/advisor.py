@@ -1,8 +1,8 @@
 """`ScalingAdvisor`: the loop that reads loads, decides, and writes how many teachers and workers are wanted.
 
 Of all advisors of a Store a single one leads (the election `advisor`) and writes `wanted/teachers/SERVICE`; the others
-stand by. How many workers a job wants is written by the advisor that is given a function for it, which is the advisor
-of that job's master.
+stand by, and warn where they were given other bounds, which do not apply then. How many workers a job wants is written
+by the advisor that is given a function for it, which is the advisor of that job's master.
 
 It only says what is wanted: an operator, or a person, starts and ends teachers. What does not belong here: what follows
 from the figures (`teachers`, `workers`), and what the figures are (`edl.load_reporting`).
@@ -32,6 +32,7 @@ from edl.load_reporting.wanted import WANTED_VERSION, WantedKind, wanted_key
 from edl.master.scaling.teacher_demand import TeacherScalingSettings, observe_teachers
 from edl.master.scaling.teachers import TeacherScalingState, decide_teachers
 from edl.master.scaling.workers import WorkerDecision
+from edl.quoting import shown
 
 __all__ = ["ADVISOR_ELECTION", "AdvisorSettings", "ScalingAdvisor", "WorkerAdvice"]
 
@@ -43,6 +44,8 @@ _MOST_DECISIONS = 20
 """Decisions that a record keeps: what a person looks back at, some kilobytes."""
 _LAST_RETRY_S = 10.0
 """Between attempts while the Store is away: it is asked again soon after it is back."""
+_COMPARE_S = 10.0
+"""How often an advisor that stands by looks at the bounds of the one that leads."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,11 @@ class ScalingAdvisor:
         self._services: dict[str, _Service] = {}
         self._jobs: dict[str, _Wanted] = {}
         self._backoff = Backoff(self._settings.interval_s, max(_LAST_RETRY_S, self._settings.interval_s), jitter=0.2)
-        name = json.dumps({"host": socket.gethostname(), "pid": self._pid}).encode()
-        self._election: Election = store.elect(ADVISOR_ELECTION, name, self._settings.ttl_s)
+        self._compare_at_s = 0.0
+        self._other: tuple[object, ...] = ()
+        teachers = self._settings.teachers
+        name = {"host": socket.gethostname(), "pid": self._pid, "least": teachers.least, "most": teachers.most}
+        self._election: Election = store.elect(ADVISOR_ELECTION, json.dumps(name).encode(), self._settings.ttl_s)
         self._loop = BackgroundLoop("edl-advisor", self._step)
 
     @property
@@ -138,6 +144,7 @@ class ScalingAdvisor:
                 self._advise_teachers()
             else:
                 self._services = {}  # whoever leads meanwhile may decide otherwise
+                self._compare_bounds()
             self._advise_workers()
         except DiscoveryError as exc:
             if not self._backoff.failures:
@@ -166,6 +173,29 @@ class ScalingAdvisor:
                 del self._services[name]
                 continue
             self._advise_service(service, load, now_s)
+
+    def _compare_bounds(self) -> None:
+        """Say once of each advisor that leads with other bounds that these apply to nothing."""
+        now_s = time.monotonic()
+        if now_s < self._compare_at_s:
+            return
+        self._compare_at_s = now_s + _COMPARE_S
+        leader = _decode(self._election.leader())
+        if not leader or self._election.is_leader:
+            return
+        other = tuple(leader.get(name) for name in ("host", "pid", "least", "most"))
+        own = self._settings.teachers
+        if other == self._other or other[2:] == (own.least, own.most):
+            return
+        self._other = other
+        logger.warning(
+            "this advisor stands by: services have not the %s teachers that it was given, but %s, as the one that "
+            "leads was (process %s on %s); give all masters of a store the same bounds",
+            _describe_bounds(own.least, own.most),
+            _describe_bounds(other[2], other[3]),
+            shown(str(other[1])),
+            shown(str(other[0])),
+        )
 
     def _restore(self, name: str) -> _Service:
         """Go on from what another advisor wrote, unless it is older than any window."""
@@ -229,6 +259,18 @@ class ScalingAdvisor:
         wanted.since = since
         wanted.decisions = decisions[-_MOST_DECISIONS:]
         wanted.written_s = now_s
+
+
+def _decode(value: bytes | None) -> dict[str, Any]:
+    try:
+        found = json.loads(value or b"{}")
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _describe_bounds(least: object, most: object) -> str:
+    return shown(f"{least} or more" if most is None else f"{least} to {most}")
 
 
 @dataclass

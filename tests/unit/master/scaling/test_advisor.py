@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from edl.master.scaling.teacher_demand import TeacherScalingSettings
 from edl.master.scaling.workers import WorkerDecision
 
 SCALING = TeacherScalingSettings(up_s=0.2, down_s=0.6)
-QUICK = AdvisorSettings(SCALING, interval_s=0.05, refresh_s=0.1, ttl_s=1.0)
+QUICK = AdvisorSettings(SCALING, interval_s=0.05, refresh_s=0.1, ttl_s=10.0)
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield found
 
 
-def until(condition: Callable[[], object], within_s: float = 20.0) -> None:
+def until(condition: Callable[[], object], within_s: float = 90.0) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {within_s} s"
@@ -84,6 +85,20 @@ def test_another_advisor_goes_on(store: Store) -> None:
         found = wanted(store)
         assert (found["count"], found["since"], found["decisions"]) == (5, before["since"], before["decisions"])
         assert found["now"] == 5
+
+
+def test_bounds_that_do_not_apply_are_told(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    """The bounds of the advisor that leads are those of all services; whoever gave others hears of it, once."""
+    bounded = replace(QUICK, teachers=replace(SCALING, least=2, most=8))
+    with ScalingAdvisor(store, QUICK) as first:
+        until(lambda: first.is_leader)
+        with caplog.at_level(logging.WARNING, "edl.master"), ScalingAdvisor(store, bounded) as second:
+            until(lambda: "not the 2 to 8 teachers that it was given, but 1 or more" in caplog.text)
+            second._compare_at_s = 0.0
+            until(lambda: second._compare_at_s > 0.0)
+            with ScalingAdvisor(store, QUICK) as third:
+                until(lambda: third._compare_at_s > 0.0)
+    assert caplog.text.count("stands by") == 1, "and who has the same bounds hears nothing"
 
 
 @pytest.mark.parametrize("value", [b"garbage", b'{"v":1,"count":"50"}', b'{"v":2}'])

@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
         stream = stack.enter_context(StreamFollower(master, options.name, dataset, following, credentials))
         if not options.no_advice:
             store = stack.enter_context(open_store(url, credentials=credentials))
-            stack.enter_context(open_advisor(store, options))
+            stack.enter_context(open_advisor(store, options, lambda: master.is_leader))
         begun = time.monotonic()
         while not caught and master.failure is None:
             stream.check()
@@ -116,7 +116,12 @@ def _page(
     from edl.dashboard.server import DashboardServer, DashboardSettings  # aiohttp is there where a page is wanted
 
     settings = DashboardSettings(
-        url, host=options.http_host, port=options.http_port, job=options.job, credentials=credentials
+        url,
+        host=options.http_host,
+        port=options.http_port,
+        job=options.job,
+        credentials=credentials,
+        store_credentials=credentials,
     )
     page = DashboardServer(settings, [master.metrics])
     logger.info("the page of job %s is at %s", options.job, page.url)

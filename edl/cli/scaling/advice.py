@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from typing import Final
 
+from edl.cli.scaling.work_left import WorkLeft
 from edl.collective.goodput.records import read_job
 from edl.collective.goodput.spans import TimeCategory
 from edl.collective.goodput.summary import Summary, summarize
 from edl.discovery import Store
 from edl.errors import ProtocolError, SettingsError
+from edl.master.reports import read_report
 from edl.master.scaling.advisor import AdvisorSettings, ScalingAdvisor, WorkerAdvice
 from edl.master.scaling.teacher_demand import TeacherScalingSettings
 from edl.master.scaling.throughput import ThroughputHistory
@@ -38,12 +41,13 @@ def add_advice_options(parser: argparse.ArgumentParser) -> None:
     add("--no-advice", action="store_true", help="say nothing of either")
 
 
-def open_advisor(store: Store, options: argparse.Namespace) -> ScalingAdvisor:
+def open_advisor(store: Store, options: argparse.Namespace, leads: Callable[[], bool]) -> ScalingAdvisor:
     """Start the advisor that the options of a command ask for.
 
     Args:
         store: where loads are published; not closed by the advisor.
         options: of the command.
+        leads: returns whether the command's master leads: one that stands by says nothing of the job's workers.
 
     Raises:
         SettingsError: the numbers do not go together.
@@ -56,7 +60,7 @@ def open_advisor(store: Store, options: argparse.Namespace) -> ScalingAdvisor:
                 f"--min-workers {options.min_workers} --max-workers {options.max_workers}: expected 1 or more, and the"
                 " most not below the least"
             )
-        workers = WorkerAdviser(store, options.job, options.min_workers, options.max_workers)
+        workers = WorkerAdviser(store, options.job, options.min_workers, options.max_workers, leads)
     return ScalingAdvisor(store, settings, workers=workers)
 
 
@@ -68,26 +72,41 @@ class WorkerAdviser:
         job: its name.
         least: workers that it may have, at least.
         most: workers that it may have, at most.
+        leads: returns whether the caller's master leads; asked before anything is read.
         sample_s: seconds between two samples of its rate.
     """
 
-    def __init__(self, store: Store, job: str, least: int, most: int, *, sample_s: float = _SAMPLE_S) -> None:
+    def __init__(
+        self,
+        store: Store,
+        job: str,
+        least: int,
+        most: int,
+        leads: Callable[[], bool] = lambda: True,
+        *,
+        sample_s: float = _SAMPLE_S,
+    ) -> None:
         self._store = store
         self._job = job
         self._least = least
         self._most = most
+        self._leads = leads
         self._sample_s = sample_s
         self._history = ThroughputHistory()
+        self._left = WorkLeft()
         self._generation = -1
         self._sampled_s = float("-inf")
         self._advice: WorkerAdvice | None = None
 
     def __call__(self) -> WorkerAdvice | None:
-        """Return how many workers the job should have; None while it does not run, or shows no rate.
+        """Return how many workers the job should have; None while it does not run, shows no rate, or another leads.
 
         Raises:
             DiscoveryError: the store cannot be reached.
         """
+        if not self._leads():
+            self._advice = None
+            return None
         now_s = time.monotonic()
         if now_s - self._sampled_s < self._sample_s:
             return self._advice
@@ -104,12 +123,18 @@ class WorkerAdviser:
             return None
         if settled:
             self._history = self._history.record_rate(summary.world_size, rate, now_s)
-        decision = decide_workers(self._observe(summary, now_s))
+        else:
+            self._left.resize()
+        decision = decide_workers(self._observe(summary, rate, now_s))
         self._advice = WorkerAdvice(self._job, summary.world_size, decision)
         return self._advice
 
-    def _observe(self, summary: Summary, now_s: float) -> WorkerObservation:
+    def _observe(self, summary: Summary, rate: float, now_s: float) -> WorkerObservation:
         amounts = summary.ledger.amounts
+        report = read_report(self._store, self._job)
+        datasets = report.get("datasets") if report is not None else None
+        rows = [row for row in datasets if isinstance(row, dict)] if isinstance(datasets, list) else []
+        left_s = self._left.look(rows, now_s)
         paused_s = sum(amounts[category] for category in _PAUSES) / 1e6
         return WorkerObservation(
             workers=summary.world_size,
@@ -117,6 +142,7 @@ class WorkerAdviser:
             max_workers=self._most,
             history=self._history,
             now_s=now_s,
+            remaining=None if left_s is None else left_s * rate,  # the master's units may be others than the job's
             pause_s=paused_s / (summary.generation + 1) or _PAUSE_S,
             age_s=summary.ledger.elapsed_us / 1e6,
             moves=max(summary.generation, 0),

@@ -188,7 +188,7 @@ def _grow(
     ratio = factor * model.predict_rate(reach) / model.predict_rate(now)
     left_s = _remaining_s(observation, settings, model, reach)
     saved_s = (ratio - 1) * left_s
-    text = f"T({reach})/T({now}) = {ratio:.3g}, damped by {factor:.3g}; {left_s:.0f} s left: "
+    text = f"T({reach})/T({now}) = {ratio:.3g}, damped by {factor:.3g}; {_describe_left(observation, left_s)}: "
     text += f"saves {max(0.0, saved_s):.0f} s"
     if saved_s > pause_s:
         return WorkerDecision(reach, f"{now} -> {reach}: {text} for a pause of {pause_s:.3g} s", model)
@@ -213,6 +213,12 @@ def _remaining_s(
     if observation.remaining is None:
         return settings.horizon_s
     return min(settings.horizon_s, max(0.0, observation.remaining) / model.predict_rate(workers))
+
+
+def _describe_left(observation: WorkerObservation, left_s: float) -> str:
+    if observation.remaining is None:
+        return f"what is left is not known, and taken for {left_s:.0f} s"
+    return f"{left_s:.0f} s left"
 
 
 def _find_efficient_size(model: ThroughputModel, least: float) -> float:

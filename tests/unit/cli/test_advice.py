@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from edl.cli.scaling.advice import WorkerAdviser
+from edl.cli.scaling.work_left import WorkLeft
 from edl.collective.goodput.codec import encode_record
 from edl.collective.goodput.node import NodeRecord, ProgressMark
 from edl.collective.goodput.spans import TimeCategory, span_of
 from edl.collective.job_records import JobState, Member, World
 from edl.discovery import Store, open_store
+from edl.master.naming import report_key
 
 SECOND = 1_000_000
 
@@ -40,14 +44,14 @@ def run(
     store.put("jobs/j/world", World(generation, state, (Member("a", "x", 1, workers, 0),)).encode())
 
 
-def test_job_that_scales_gets_a_worker_more(store: Store) -> None:
+def test_job_that_scales_gets_more_workers(store: Store) -> None:
     adviser = WorkerAdviser(store, "j", 1, 8, sample_s=0.0)
     assert adviser() is None, "there is no such job yet"
     run(store, 2, 200.0)
     for _ in range(4):
         advice = adviser()
     assert advice is not None
-    assert (advice.job, advice.now, advice.decision.count) == ("j", 2, 3)
+    assert (advice.job, advice.now, advice.decision.count) == ("j", 2, 4)
     assert "for a pause of 20 s" in advice.decision.reason, "as the ledger has it"
 
 
@@ -77,4 +81,65 @@ def test_store_is_asked_every_ten_seconds(store: Store) -> None:
     adviser = WorkerAdviser(store, "j", 1, 8)
     assert adviser() is None
     run(store, 2, 200.0)
+    assert adviser() is None
+
+
+def report(store: Store, *datasets: object) -> None:
+    """A master's report of data sets."""
+    store.put(report_key("j"), json.dumps({"job": "j", "datasets": datasets}).encode())
+
+
+def data(done: float, units: float | None = 10_000, **changes: Any) -> dict[str, Any]:
+    return {"name": "data", "units": units, "epochs": 1, "units_done": done, "units_per_s": 10.0, **changes}
+
+
+def test_nothing_grows_near_the_datas_end(store: Store) -> None:
+    """The master's units are files here, and the job's rate is of samples: the time is what they share."""
+    run(store, 2, 200.0)
+    adviser = WorkerAdviser(store, "j", 1, 8, sample_s=0.0)
+    for done, count, words in ((0, 4, "500 s left"), (9_900, 2, " 5 s left"), (10_000, 2, " 0 s left")):
+        report(store, data(0, finished=True, name="other"), data(done))
+        adviser._left = WorkLeft()  # else the rate is what was done between two looks of this test
+        for _ in range(4):
+            advice = adviser()
+        assert advice is not None
+        assert advice.decision.count == count
+        assert words in advice.decision.reason
+
+
+@pytest.mark.parametrize(
+    "datasets", [(), ({**data(5), "units": None},), ("garbage", 3), ({"units": "x", "epochs": []},)]
+)
+def test_reason_says_that_the_end_is_unknown(store: Store, datasets: tuple[object, ...]) -> None:
+    run(store, 2, 200.0)
+    adviser = WorkerAdviser(store, "j", 1, 8, sample_s=0.0)
+    report(store, *datasets)
+    for _ in range(4):
+        advice = adviser()
+    assert advice is not None
+    assert "what is left is not known, and taken for 3600 s" in advice.decision.reason
+
+
+def test_rate_of_large_shards_is_kept() -> None:
+    """A shard takes longer than the master looks back: its own rate is 0 most of the time."""
+    left = WorkLeft()
+    slow = {"units_per_s": 0.0, "units": 1_000}
+    assert left.look([data(0, **slow)], 0.0) is None
+    assert left.look([data(0, **slow)], 50.0) is None
+    assert left.look([data(500, **slow)], 100.0) == 100.0
+    left.resize()
+    assert left.look([data(500, **slow)], 110.0) == 100.0, "the last rate, until there is one of this size"
+    assert left.look([data(900, **slow)], 120.0) == 2.5
+    assert left.look([data(0, **slow)], 130.0) == 25.0, "it was put back"
+    assert left.look([data(900, **slow), data(0, epochs=0)], 140.0) is None, "an epoch after another, without an end"
+
+
+def test_standby_says_nothing_of_workers(store: Store) -> None:
+    leads = False
+    adviser = WorkerAdviser(store, "j", 1, 8, lambda: leads, sample_s=0.0)
+    run(store, 2, 200.0)
+    assert adviser() is None
+    leads = True
+    assert adviser() is not None
+    leads = False
     assert adviser() is None

@@ -69,14 +69,16 @@ class CreateDataset(_message.Message):
     def __init__(self, dataset: _Optional[str] = ..., spec: _Optional[_Union[DatasetSpec, _Mapping]] = ...) -> None: ...
 
 class ExtendDataset(_message.Message):
-    __slots__ = ("dataset", "units", "index")
+    __slots__ = ("dataset", "units", "index", "known")
     DATASET_FIELD_NUMBER: _ClassVar[int]
     UNITS_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
     dataset: str
     units: int
     index: bytes
-    def __init__(self, dataset: _Optional[str] = ..., units: _Optional[int] = ..., index: _Optional[bytes] = ...) -> None: ...
+    known: int
+    def __init__(self, dataset: _Optional[str] = ..., units: _Optional[int] = ..., index: _Optional[bytes] = ..., known: _Optional[int] = ...) -> None: ...
 
 class EndDataset(_message.Message):
     __slots__ = ("dataset",)

@@ -109,18 +109,20 @@ class MasterClient(Resource):
         except NotFoundError:
             return None
 
-    def extend_dataset(self, name: str, units: int, index: bytes = b"") -> None:
+    def extend_dataset(self, name: str, units: int, index: bytes = b"", known: int | None = None) -> None:
         """Tell the master that a source without an end has grown.
 
         Args:
             name: of the data set.
             units: that there are in all.
             index: what is added to its index.
+            known: how many the index went to before; None for no matter how many.
 
         Raises:
             SettingsError: there is no such data set, or it does not grow.
+            ConflictError: the index goes to another unit: another follower has added to it.
         """
-        request = messages.ExtendDataset(dataset=name, units=units, index=index)
+        request = messages.ExtendDataset(dataset=name, units=units, index=index, known=known)
         self._call("ExtendDataset", request, messages.DatasetReply)
 
     def flush_dataset(self, name: str) -> None:

@@ -178,6 +178,12 @@ class ShardBook(BookTables):
 
     def _extend_dataset(self, command: master.ExtendDataset, time_ms: int) -> master.DatasetReply:
         dataset, cursor = self._stream(command.dataset)
+        repeated = command.units == cursor.units and dataset.index[-1:] == [command.index]
+        if command.HasField("known") and command.index and command.known != cursor.units and not repeated:
+            raise ConflictError(
+                f"data set {dataset.name} has {cursor.units} units, and a follower that knew of {command.known} adds to"
+                " them: another one follows it as well. End one of the two; the other is started again"
+            )
         if command.units > cursor.units:
             if cursor.ended:
                 raise ConflictError(f"data set {dataset.name} has ended with {cursor.units} units")

@@ -374,12 +374,15 @@ def test_unforeseen_report_error_ends_run(start: Start, tmp_path: Path) -> None:
 def test_commit_fails_between_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No epoch is there to be closed at that moment: the next one ends."""
     note_failure = shard_labeller._ShardRun._fail
+    ended = threading.Event()
 
     class Refusing(Shards):
         def report_done(self, shard: RowShard) -> None:
+            assert ended.wait(10), "no shard has failed"
             raise TemporaryError("not now")
 
     def late(run: Any, failure: PermanentError) -> None:
+        ended.set()
         deadline = time.monotonic() + 10
         while run._commit_failure is None and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -31,8 +31,8 @@ class GrowthClient(Protocol):
     def describe_dataset(self, name: str) -> DatasetSpec | None:
         """Return the data set's specification, with units and index as they are now."""
 
-    def extend_dataset(self, name: str, units: int, index: bytes) -> Any:
-        """Tell the master how many units there are in all, and what the index gets."""
+    def extend_dataset(self, name: str, units: int, index: bytes, known: int | None) -> Any:
+        """Tell the master how many units there are in all, what the index gets, and up to where it must go now."""
 
     def end_dataset(self, name: str) -> Any:
         """Tell the master that no more will come."""
@@ -115,7 +115,7 @@ class Follower:
             SourceError: the source is not what it was.
             StorageError: the storage is away.
             TemporaryError: the master is away.
-            ConflictError: another has ended the data set.
+            ConflictError: another has ended the data set, or follows it as well.
         """
         watcher = self._watcher or self._begin()
         self._watcher = None  # after an error, what the master knows is asked anew
@@ -157,7 +157,7 @@ class Follower:
                 f"the index of {self._name} would have more than {MOST_NBYTES >> 20} MiB: end the data set, and follow "
                 f"the source's next part under another name, with larger shards"
             )
-        self._client.extend_dataset(self._name, units, index)
+        self._client.extend_dataset(self._name, units, index, self._state.published if watcher.exclusive else None)
 
     def _is_marked(self) -> bool:
         marker = self._settings.end_marker

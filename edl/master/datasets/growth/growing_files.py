@@ -55,6 +55,8 @@ class GrowingFileSet(FileSet, GrowingDataset):
 
 
 class _FolderWatcher(SourceWatcher):
+    exclusive: ClassVar[bool] = True
+
     def __init__(self, location: str, root: str, known: Sequence[str], settle_s: float) -> None:
         self._location = location
         self._root = root

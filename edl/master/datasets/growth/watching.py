@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from typing import ClassVar
 
 from edl.master.datasets.dataset import Dataset
 
@@ -10,7 +11,13 @@ __all__ = ["GrowingDataset", "SourceWatcher"]
 
 
 class SourceWatcher(abc.ABC):
-    """Looks at a source, from where the data set's index ends. Used by a single thread."""
+    """Looks at a source, from where the data set's index ends. Used by a single thread.
+
+    Attributes:
+        exclusive: whether two watchers may find the same in another order, so that their indexes do not fit together.
+    """
+
+    exclusive: ClassVar[bool] = False
 
     @abc.abstractmethod
     def look(self, *, final: bool) -> tuple[int, bool]:

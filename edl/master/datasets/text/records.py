@@ -1,4 +1,11 @@
-"""CSV by records: a newline in quotes ends none."""
+"""CSV by records: a newline in quotes ends none.
+
+Records are found and parsed here, with Python's `csv`, and not with pyarrow, which reads Parquet files. A shard is a
+range of bytes, which another worker reads without what is before it. pyarrow's CSV reader goes through a file from its
+begin and gives out tables: it does not say behind which bytes records end, and where a quoted field may hold newlines
+only a pass from the begin can tell. It also guesses the columns' types from what it reads first, so that the same
+record might be of other types in another shard; here all fields are text.
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from edl.errors import ProtocolError
 from edl.master.datasets.dataset import Dataset, UnitId
 from edl.master.datasets.index import IndexPart, check_size, pack_part
 from edl.master.datasets.settings import DEFAULT_SHARD_SIZE, ShardSettings
-from edl.master.datasets.storage import FileStat, file_changed, open_storage
+from edl.master.datasets.storage import FileStat, check_paths, file_changed, open_storage
 from edl.quoting import shown
 
 __all__ = ["CHECKS", "FileSample", "FileSet", "describe_files"]
@@ -107,6 +107,7 @@ class FileSet(Dataset):
             self._versions = np.concatenate([part.columns["versions"] for part in parts])
         except (LookupError, ValueError, TypeError) as exc:
             raise ProtocolError(f"the index of {self.kind}:{self.spec.location} lacks a part: {exc!r}") from exc
+        check_paths(self.spec.location, (self._root + name for name in self._names))
         units = self.spec.units if self.spec.HasField("units") else len(self._names)
         if not len(self._names) == len(self._nbytes) == len(self._versions) == units:
             raise ProtocolError(f"the index of {self.kind}:{self.spec.location} is of another number of files")

@@ -182,7 +182,7 @@ class ShardBook(BookTables):
         if command.HasField("known") and command.index and command.known != cursor.units and not repeated:
             raise ConflictError(
                 f"data set {dataset.name} has {cursor.units} units, and a follower that knew of {command.known} adds to"
-                " them: another one follows it as well. End one of the two; the other is started again"
+                " them: another one follows it as well. End one of the two"
             )
         if command.units > cursor.units:
             if cursor.ended:

@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 
 from edl.background import BackgroundLoop
 from edl.backoff import Backoff
-from edl.errors import ClosedError, EDLError, SettingsError, SourceError, TemporaryError
+from edl.errors import ClosedError, ConflictError, EDLError, SettingsError, SourceError, TemporaryError
 from edl.master.datasets.growth.decision import FollowDecision, FollowSettings, FollowState, Observation, decide
 from edl.master.datasets.growth.watching import GrowingDataset, SourceWatcher
 from edl.master.datasets.index import MOST_NBYTES
@@ -69,6 +69,7 @@ class Follower:
         self._watcher: SourceWatcher | None = None
         self._state = FollowState(0, 0, 0.0)
         self._index_nbytes = 0
+        self._refused = False
         self._backoff = Backoff(*_RETRY_S)
         self._loop: BackgroundLoop | None = None
 
@@ -172,9 +173,14 @@ class Follower:
             logger.warning("data set %s: not followed for %.0f s: %s", self._name, wait_s, exc)
             return wait_s
         except EDLError as exc:
+            if isinstance(exc, ConflictError) and not self._refused:
+                self._refused = True  # by another follower's part: this one goes on where that has ended
+                logger.warning("data set %s: looked at anew: %s", self._name, exc)
+                return self._settings.poll_s
             if not isinstance(exc, ClosedError):
                 logger.error("data set %s is followed no more: %s", self._name, exc)
             self.error = exc
             return None
+        self._refused = False
         self._backoff.reset()
         return self._settings.poll_s

@@ -5,9 +5,26 @@ What does not belong here: what the bytes mean.
 
 from __future__ import annotations
 
-from edl.master.datasets.storage.base import DataStorage, FileStat, StorageError, file_changed, has_wildcards, is_url
+from edl.master.datasets.storage.base import (
+    DataStorage,
+    FileStat,
+    StorageError,
+    check_paths,
+    file_changed,
+    has_wildcards,
+    is_url,
+)
 
-__all__ = ["DataStorage", "FileStat", "StorageError", "file_changed", "has_wildcards", "is_url", "open_storage"]
+__all__ = [
+    "DataStorage",
+    "FileStat",
+    "StorageError",
+    "check_paths",
+    "file_changed",
+    "has_wildcards",
+    "is_url",
+    "open_storage",
+]
 
 
 def open_storage(location: str) -> DataStorage:

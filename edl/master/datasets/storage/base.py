@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import abc
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from edl.errors import SettingsError, SourceError
+from edl.errors import ProtocolError, SettingsError, SourceError
 from edl.quoting import quote
 
-__all__ = ["WILDCARDS", "DataStorage", "FileStat", "StorageError", "file_changed", "has_wildcards", "is_url"]
+__all__ = [
+    "WILDCARDS",
+    "DataStorage",
+    "FileStat",
+    "StorageError",
+    "check_paths",
+    "file_changed",
+    "has_wildcards",
+    "is_url",
+]
 
 _BLOCK_NBYTES: Final = 4 << 20
 """Bytes read at a time: a disk is at its full speed well below, and a reader holds two of them at most."""
@@ -31,6 +40,31 @@ def is_url(location: str) -> bool:
 def has_wildcards(location: str) -> bool:
     """Tell whether a location may stand for several files."""
     return WILDCARDS.search(location) is not None
+
+
+def check_paths(location: str, paths: Iterable[str]) -> None:
+    """Refuse an index of which a file is not at the data set's location: it came over the network.
+
+    Args:
+        location: of the data set, absolute.
+        paths: of its files, absolute.
+
+    Raises:
+        ProtocolError: a path leads elsewhere.
+    """
+    wildcard = WILDCARDS.search(location)
+    folder = location.rstrip("/") if wildcard is None else location[: wildcard.start()].rpartition("/")[0]
+    for path in paths:
+        if is_url(location):  # file systems of fsspec have several spellings of a URL
+            good = is_url(path) and (_is_local_url(location) or not _is_local_url(path))
+        else:
+            good = not is_url(path) and (path == location or path.startswith(f"{folder}/"))
+        if not good or (".." in path and ".." in path.split("/")):
+            raise ProtocolError(f"the index of the data set names {quote(path)}, which is not at {quote(location)}")
+
+
+def _is_local_url(location: str) -> bool:
+    return location.partition("://")[0].lower() in ("file", "local")
 
 
 def file_changed(path: str, how: str) -> SourceError:

@@ -23,10 +23,14 @@ class RemoteStorage(DataStorage):
         location: a URL on it.
 
     Raises:
-        SettingsError: fsspec or the package for such URLs is not installed, or there is none.
+        SettingsError: fsspec or the package for such URLs is not installed, or there is none; or it is a chain of URLs.
     """
 
     def __init__(self, location: str) -> None:
+        if "::" in location:
+            raise SettingsError(
+                f"{quote(location)} is a chain of URLs, which may lead from any storage to any other: name a single one"
+            )
         try:
             import fsspec.core  # type: ignore[import-untyped]
 

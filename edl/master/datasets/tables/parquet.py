@@ -15,7 +15,7 @@ from edl.master.datasets.dataset import Dataset, LeasedUnits
 from edl.master.datasets.index import IndexPart, check_size, pack_part
 from edl.master.datasets.settings import ShardSettings
 from edl.master.datasets.shuffling import permute_shard
-from edl.master.datasets.storage import DataStorage, file_changed, open_storage
+from edl.master.datasets.storage import DataStorage, check_paths, file_changed, open_storage
 from edl.master.datasets.tables.parquet_file import RangeFile, import_pyarrow, parse_footer, read_footer, translated
 from edl.quoting import quote, shown
 
@@ -110,6 +110,7 @@ class ParquetDataset(Dataset):
             rows: list[int] = part.columns["rows"].tolist()
         except (LookupError, ValueError) as exc:
             raise ProtocolError(f"the index of {self.kind}:{self.spec.location} lacks a part: {exc!r}") from exc
+        check_paths(self.spec.location, self._paths)
         self._begins = [0, *itertools.accumulate(rows)]
         if not len(rows) == len(self._paths) == len(self._nbytes) == len(self._crcs):
             raise ProtocolError(f"the index of {self.kind}:{self.spec.location} is of another number of files")

@@ -14,7 +14,7 @@ from edl.errors import ProtocolError, SettingsError, SourceError
 from edl.master.datasets.dataset import Dataset
 from edl.master.datasets.index import MOST_NBYTES, IndexPart, Numbers, check_size, pack_part
 from edl.master.datasets.settings import DEFAULT_SHARD_SIZE, ShardSettings
-from edl.master.datasets.storage import DataStorage, file_changed, open_storage
+from edl.master.datasets.storage import DataStorage, check_paths, file_changed, open_storage
 from edl.master.datasets.text.cutting import ShardCutter
 from edl.master.datasets.text.segments import Segments
 from edl.quoting import quote, shown
@@ -143,6 +143,7 @@ class TextDataset(Dataset):
         self._options = parts[0].get_options(self._option_types)
         self._check_options()
         self._paths = parts[0].get_texts("files")
+        check_paths(self.spec.location, self._paths)
         self._nbytes: list[int | None] = parts[0].head.get("nbytes", [])
         good = isinstance(self._nbytes, list) and len(self._nbytes) == len(self._paths) > 0
         if not good or not all(nbytes is None or (type(nbytes) is int and nbytes >= 0) for nbytes in self._nbytes):

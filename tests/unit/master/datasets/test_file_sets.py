@@ -8,8 +8,12 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from edl.errors import SettingsError, SourceError
+from edl.errors import ProtocolError, SettingsError, SourceError
 from edl.master.datasets import ShardSettings, load_dataset, open_dataset
+from edl.master.datasets.file_sets import describe_files
+from edl.master.datasets.index import pack_part
+from edl.master.datasets.storage import FileStat, check_paths, open_storage
+from edl.protocol.master import DatasetSpec
 from tests.unit.master.datasets.leases import Lease, leases, read_all
 
 
@@ -115,3 +119,55 @@ def test_empty_file(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     (sample,) = read_all(open_dataset(f"files:{tmp_path}"))
     assert sample.read_bytes() == b""
+
+
+@pytest.mark.parametrize("name", ["../b/1.jpg", "x/../../b/1.jpg", ".."])
+@pytest.mark.parametrize("kind", ["files", "follow"])
+def test_names_stay_in_their_folder(folder: Path, kind: str, name: str) -> None:
+    """An index comes over the network, and its names are opened."""
+    root = f"{folder}/b/"
+    head = {"of": "files", "root": root, "check": "size"}
+    part = pack_part(describe_files(head, [name], [FileStat(8, "")]))
+    spec = DatasetSpec(kind=kind, location=root, shard_size=1, units=1, index=part)
+    with pytest.raises(ProtocolError, match="which is not at"):
+        load_dataset(spec)
+
+
+@pytest.mark.parametrize(
+    ("location", "path"),
+    [
+        ("/data/*.txt", "/etc/passwd"),
+        ("/data", "/database/x"),
+        ("/data/x", "/data/y"),
+        ("/data", "/data/../etc/passwd"),
+        ("/data", "s3://bucket/x"),
+        ("s3://bucket/data", "/etc/passwd"),
+        ("s3://bucket/data", "file:///etc/passwd"),
+        ("s3://bucket/data", "s3://bucket/data/../x"),
+    ],
+)
+def test_paths_elsewhere_are_refused(location: str, path: str) -> None:
+    with pytest.raises(ProtocolError, match="which is not at"):
+        check_paths(location, [path])
+
+
+@pytest.mark.parametrize(
+    ("location", "path"),
+    [
+        ("/data/*.txt", "/data/x.txt"),
+        ("/data/", "/data/a/b..c"),
+        ("/data/a[1]", "/data/a[1]"),
+        ("/", "/x"),
+        ("/*", "/x"),
+        ("memory://data/*", "memory:///data/x"),
+        ("s3a://bucket/*", "s3://bucket/x"),
+    ],
+)
+def test_paths_at_their_location_are_read(location: str, path: str) -> None:
+    check_paths(location, [path])
+
+
+def test_chained_urls_are_refused() -> None:
+    for location in ("zip://x::file:///data.zip", "filecache://s3://b/k::memory://x"):
+        with pytest.raises(SettingsError, match="is a chain of URLs"):
+            open_storage(location)

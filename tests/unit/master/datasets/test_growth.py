@@ -373,6 +373,26 @@ def test_two_followers_of_a_folder(tmp_path: Path) -> None:
     assert [sample.id for sample in master.read()] == ["b"]
 
 
+def test_refused_follower_looks_anew(tmp_path: Path) -> None:
+    """A master that was followed by another one has followed to its end: its last part is no reason to give up."""
+    dataset = opened(f"{tmp_path}/", shard_size=1)
+    master = Master(dataset)
+    first, second = (
+        Follower(master, "data", load_dataset(dataset.spec), FollowSettings(poll_s=0.01, settle_s=0.0001))
+        for _ in range(2)
+    )
+    second.follow_once()
+    (tmp_path / "b").write_bytes(b"x")
+    first.follow_once()
+    time.sleep(0.001)
+    first.follow_once()
+    (tmp_path / "a").write_bytes(b"x")
+    second.finish()
+    second.start()
+    assert second.wait_ended(DEADLINE_S)
+    assert [sample.id for sample in master.read()] == ["b", "a"]
+
+
 # A source of the user's.
 
 

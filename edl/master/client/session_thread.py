@@ -6,12 +6,13 @@ import collections
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from edl.background import BackgroundLoop
 from edl.errors import ClosedError, ConflictError, EDLError, LeaseLostError, NoMasterError, SettingsError
 from edl.master.client.connection import MasterConnection, NotFoundError
+from edl.master.client.lease_activity import LeaseActivity
 from edl.master.client.master_client import MasterClient
 from edl.master.client.master_wait import MasterWait
 from edl.master.client.session_requests import MarkRequest, ResumeRequest
@@ -44,12 +45,13 @@ class SessionThread:
         dataset: its name.
         holder: the reader's name.
         prefetch: shards to keep at hand.
-        stuck_s: leases of a caller that does nothing for so long are not renewed.
+        stuck_s: a shard with which the caller does nothing for so long goes to others.
     """
 
     def __init__(self, client: MasterClient, dataset: str, holder: str, prefetch: int, stuck_s: float) -> None:
         self.commit = False
         """Of a data set of commit="checkpoint": whether what was reported since the last mark counts, when closed."""
+        self._unmarked = 0  # shards done since the last mark
         self.finished = False
         self.poisoned = 0
         self.refused = 0
@@ -57,10 +59,7 @@ class SessionThread:
         self._dataset = dataset
         self._holder = holder
         self._prefetch = prefetch
-        self._stuck_s = stuck_s
-        self._stuck = False
-        self.touched_at = time.monotonic()
-        """When the caller did something last."""
+        self._activity = LeaseActivity(stuck_s)
         self._wait = MasterWait(client.job, client.timeout_s)
         self._outbox: collections.deque[Report | MarkRequest | ResumeRequest] = collections.deque()
         self._inbox: collections.deque[Shard] = collections.deque()
@@ -68,6 +67,7 @@ class SessionThread:
         self._changed = Notifier()
         self._failure: EDLError | None = None
         self._reading = False
+        self._paused = False  # no shards are kept at hand before the caller asks for one
         self._ending = False
         self._connection: MasterConnection | None = None
         self._stream: TurnStream | None = None
@@ -76,6 +76,7 @@ class SessionThread:
         self._mark = 0
         self._ask_at = 0.0
         self._heard_at = 0.0
+        self._look_at = 0.0
         self._thread = BackgroundLoop("edl-shards", self._work, self._interrupt)
 
     @property
@@ -83,6 +84,11 @@ class SessionThread:
         """What the data set is made of; known once a shard was given."""
         assert self._spec is not None
         return self._spec
+
+    @property
+    def by_checkpoint(self) -> bool:
+        """Whether shards are done with a mark; False also as long as no master has said so."""
+        return self._spec is not None and self._spec.commit == messages.COMMIT_CHECKPOINT
 
     # --- For callers. ---
 
@@ -94,7 +100,7 @@ class SessionThread:
 
     def take(self, timeout_s: float) -> Shard | None:
         """See `ShardReader.take`."""
-        self.touched_at = time.monotonic()
+        self._paused = False
         if not self.finished:
             self._reading = True
         shard = self._pop()
@@ -109,27 +115,41 @@ class SessionThread:
         finally:
             self._hungry.pop()
 
+    def touch(self, shard: Shard) -> None:
+        """Note that the caller goes on with a shard."""
+        self._activity.touch(shard.id, time.monotonic())
+
     def tell(self, report: Report) -> None:
         """Have a report sent. Waits for nothing."""
-        self.touched_at = time.monotonic()
+        self._activity.remove(report.shard.id)
         self._outbox.append(report)
         self._thread.wake()
 
-    def demand(self, request: Report | MarkRequest | ResumeRequest) -> None:
+    def demand(self, request: MarkRequest | ResumeRequest) -> None:
         """Have something done at the master, and wait for it.
 
         Raises:
             EDLError: the master refuses, or is away for too long.
         """
-        self.touched_at = time.monotonic()
         if isinstance(request, ResumeRequest) and isinstance(self._failure, LeaseLostError):
             self._failure = None
-            self._thread.wake()
         self._outbox.append(request)
         self._thread.wake()
         self._await(lambda: request.answered, _IDLE_S)
-        if not isinstance(request, Report) and request.failure is not None:
+        if request.failure is not None:
             raise request.failure
+
+    def deliver(self, reports: Sequence[Report]) -> None:
+        """Have reports sent, and wait until all are answered; each says whether it was refused.
+
+        Raises:
+            EDLError: the master is away for too long: what was not answered is sent when it is back.
+        """
+        for report in reports:
+            self._activity.remove(report.shard.id)
+        self._outbox.extend(reports)
+        self._thread.wake()
+        self._await(lambda: all(report.answered for report in reports), _IDLE_S)
 
     def close(self) -> None:
         """Send what waits, give shards back, and end. Waits for seconds at most."""
@@ -144,9 +164,11 @@ class SessionThread:
 
     def _pop(self) -> Shard | None:
         try:
-            return self._inbox.popleft()
+            shard = self._inbox.popleft()
         except IndexError:
             return None
+        self.touch(shard)
+        return shard
 
     def _await(self, condition: Callable[[], object], timeout_s: float) -> None:
         """Wait, as long as the master is not away for more than the client's `timeout_s` of the wait."""
@@ -216,6 +238,9 @@ class SessionThread:
             session = self._attached()
             self._take_reports(session)
             now = time.monotonic()
+            if now >= self._look_at:
+                self._look_at = now + self._renew_s
+                self._release_idle(session, now)
             want = self._room if now >= self._ask_at else 0
             if session.owes or want:
                 self._turn(session, want)
@@ -223,25 +248,39 @@ class SessionThread:
                 self._set_mark(session, self._outbox[0])
             elif self._outbox:
                 continue
+            elif self.finished and not self.by_checkpoint:
+                self._close_session(session)  # also after an attempt that failed: the master does not end before
             elif now >= (renew_at := self._heard_at + self._renew_s):
-                if self._is_stuck(session, now):
-                    return self._renew_s
                 self._send(messages.Turn(session=session.name))
             else:
                 due_at = min(renew_at, self._ask_at) if self._room else renew_at
                 return max(0.001, due_at - now)
         return 0.0
 
-    def _is_stuck(self, session: ShardSession, now: float) -> bool:
-        """Whether the caller has shards, and has done nothing with them for so long that others should."""
-        stuck = bool(session.open) and not self._hungry and now > self.touched_at + self._stuck_s
-        if stuck and not self._stuck:
+    def _release_idle(self, session: ShardSession, now: float) -> None:
+        """Let others have the shards with which the caller does nothing: a session that lives renews all of its own."""
+        idle = self._activity.idle(now)
+        if idle.unused:
+            self._paused = True
+            while (shard := self._pop()) is not None:
+                self._activity.remove(shard.id)
+                session.report(Report(shard, "returned"))
+        for lease in idle.held:
+            self._activity.remove(lease)
+            if (shard := session.open.get(lease)) is None:
+                continue
+            why = f"{self._holder} has done nothing with it for {self._activity.idle_s:g} s (stuck_s)"
+            if self.by_checkpoint:  # the caller's state may hold samples of it
+                raise LeaseLostError(f"shard {shard.shard}: {why}")
+            logger.warning("shard %d of %s was not reported, and goes to others: %s", shard.shard, self._dataset, why)
+            session.report(Report(shard, "returned" if self.spec.ignore_expiries else "failed", why))
+        if self._hungry and (quiet := self._activity.newly_quiet(now, _QUIET_S, session.open)):
             logger.warning(
-                "this process has not asked for a shard of %s, nor reported any, for %g s: its shards go to others",
-                *(self._dataset, self._stuck_s),
+                "this process waits for a shard of %s, and has not reported %d that it has (%s): others get those %g s"
+                " after it did something with them last",
+                *(self._dataset, len(quiet), ", ".join(str(session.open[lease].shard) for lease in quiet[:8])),
+                self._activity.idle_s,
             )
-        self._stuck = stuck
-        return stuck
 
     @property
     def _renew_s(self) -> float:
@@ -252,7 +291,7 @@ class SessionThread:
     @property
     def _room(self) -> int:
         """Return how many shards more the reader can use: none until half of those at hand are gone."""
-        if not self._reading or self.finished:
+        if not self._reading or self.finished or (self._paused and not self._hungry):
             return 0
         has, room = len(self._inbox), max(self._prefetch, len(self._hungry))
         return max(0, room - has) if has <= self._prefetch // 2 else 0
@@ -265,16 +304,19 @@ class SessionThread:
     def _turn(self, session: ShardSession, want: int) -> None:
         given, reports = session.answer(self._send(session.next_turn(want)))
         for report in reports:
-            if report.refused is not None:
-                self._note_refusal(report)
-        self._inbox.extend(given)
+            self._note_answer(report)
+        self._add_given(given)
         self.poisoned = session.poisoned
         if session.finished and not session.open:
             self.finished = True
             self._reading = False
         self._changed.notify()
-        if self.finished and self.spec.commit == messages.COMMIT_REPORT:
-            self._close_session(session)
+
+    def _add_given(self, given: Sequence[Shard]) -> None:
+        now = time.monotonic()
+        for shard in given:
+            self._activity.give(shard.id, now)
+        self._inbox.extend(given)
 
     def _send(self, turn: messages.Turn) -> messages.NextReply:
         assert self._stream is not None
@@ -317,7 +359,7 @@ class SessionThread:
 
     def _set_mark(self, session: ShardSession, request: MarkRequest) -> None:
         assert self._connection is not None
-        if self.spec.commit != messages.COMMIT_CHECKPOINT:
+        if not self.by_checkpoint:
             self._outbox.popleft()
             request.failure = SettingsError(
                 f"shards of {self._dataset} are done when they are reported, and cannot be gone back to: create the "
@@ -331,6 +373,7 @@ class SessionThread:
                 mark.partial.append(messages.Partial(lease=messages.LeaseId(id=number, term=shard.term), units=units))
         self._connection.call("Mark", mark, messages.MarkReply)
         self._mark += 1
+        self._unmarked = 0
         self._outbox.popleft()
         request.session = session.name
         request.number = self._mark
@@ -342,6 +385,8 @@ class SessionThread:
         if self._session is not None and self._session is not request.opened and self._connection is not None:
             self._close_session(self._session)
         self._inbox.clear()
+        self._activity.clear()
+        self._unmarked = 0
         self.finished = False
         self._ask_at = 0.0
         session = request.opened = self._attached()  # the same for each attempt
@@ -367,7 +412,7 @@ class SessionThread:
             request.failure = exc
         else:
             self._mark = request.mark
-            self._inbox.extend(session.resume(reply.leases))
+            self._add_given(session.resume(reply.leases))
         self._outbox.popleft()
         request.answered = True
         self._changed.notify()
@@ -375,7 +420,10 @@ class SessionThread:
 
     # --- Ends and losses. ---
 
-    def _note_refusal(self, report: Report) -> None:
+    def _note_answer(self, report: Report) -> None:
+        if report.refused is None:
+            self._unmarked += report.outcome == "done"
+            return
         self.refused += 1
         logger.warning(
             "shard %d of %s is this reader's no more, and its report was refused: %s",
@@ -396,33 +444,35 @@ class SessionThread:
                 session = self._attached()
                 self._take_reports(session)
                 while session.owes:
-                    self._turn_quietly(session)
+                    _, reports = session.answer(self._send(session.next_turn(0)))
+                    for report in reports:
+                        self._note_answer(report)
                 self._close_session(session, self.commit)
+                if self._unmarked and self.by_checkpoint and not self.commit:
+                    logger.warning(
+                        "%d shards of %s were done after the last state_dict(), and go to others: save before close()",
+                        *(self._unmarked, self._dataset),
+                    )
         except EDLError as exc:
             logger.info("the session ends by itself, since the master was not told: %s", exc)
         self._drop_connection()
-
-    def _turn_quietly(self, session: ShardSession) -> None:
-        _, reports = session.answer(self._send(session.next_turn(0)))
-        for report in reports:
-            if report.refused is not None:
-                self._note_refusal(report)
 
     def _lose_session(self, why: str) -> None:
         """Begin a new session; what the old one had is another's."""
         session, self._session = self._session, None
         self._inbox.clear()
+        self._activity.clear()
         if session is not None:
             for report in session.abandon(why):
-                self._note_refusal(report)
+                self._note_answer(report)
         self._drop_stream()
-        if self._spec is not None and self._spec.commit == messages.COMMIT_CHECKPOINT:
+        if self.by_checkpoint:
             self._fail(
                 LeaseLostError(
                     f"{why}: what was read of {self._dataset} since the last checkpoint is another reader's; load it"
                 )
             )
-        else:
+        elif not self.finished:
             logger.warning("this reader's session of %s was lost, and it begins a new one: %s", self._dataset, why)
 
     def _job_is_done(self) -> bool:
@@ -440,6 +490,7 @@ class SessionThread:
         )
         if self._session is not None:
             self._session.abandon("the job is done")
+            self._session = None
         self.poisoned = int(found["shards"]["poisoned"])
         self.finished = True
         self._reading = False
@@ -472,3 +523,5 @@ class SessionThread:
 
 _ASK_S: Final = 0.01
 """Between two questions for shards where there are none: a master that gives no time is not to be flooded."""
+_QUIET_S: Final = 60.0
+"""A caller that waits for a shard, and has done nothing with its own for so long, may have forgotten to report it."""

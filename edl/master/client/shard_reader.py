@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, Literal
 
 from edl.discovery.common.resource import Resource
@@ -46,8 +45,10 @@ class ShardReader(Resource):
         samples: the user's own source, for data sets that name none that a worker may open (`load_dataset`).
         explicit: nothing is reported but by `report_done` and its like.
         on_poisoned: "raise" or "warn", at the end of the iteration.
-        stuck_s: a caller that neither asks for a shard nor reports any for so long is taken to hang, and its shards go
-            to others; the thread that renews the leases would keep them for ever.
+        stuck_s: a shard that the caller has had for so long goes to others, and a failure of it is counted: the thread
+            that renews the leases would keep for ever what a caller that hangs holds, or has forgotten to report. A
+            caller that needs longer for a shard sets more, or calls `consume` meanwhile; `samples` does so with each
+            sample. Shards at hand that the caller does not take for so long go back, and no failure is counted.
         may_leave: asked from time to time while an iterator waits for shards that other readers have; True ends the
             iteration, and leaves what comes back to others.
 
@@ -89,6 +90,11 @@ class ShardReader(Resource):
     def finished(self) -> bool:
         """Whether the master has no shard any more, nor will have."""
         return self._thread.finished
+
+    @property
+    def by_checkpoint(self) -> bool:
+        """Whether shards are done with a `state_dict`, and not when they are reported. Known once a shard was given."""
+        return self._thread.by_checkpoint
 
     @property
     def poisoned(self) -> int:
@@ -175,7 +181,7 @@ class ShardReader(Resource):
                     self._fail_current(shard, exc)
                     break
                 self._consumed[shard.id] += 1
-                self._thread.touched_at = time.monotonic()
+                self._thread.touch(shard)
                 yield sample
 
     def report_done(self, shard: Shard, *, wait: bool = True) -> None:
@@ -218,8 +224,29 @@ class ShardReader(Resource):
         """
         self._report(shard, "returned", wait=wait)
 
+    def report_all(self, shards: Iterable[Shard], outcome: Outcome, reason: str = "") -> None:
+        """Report several shards, and wait for all of them: a refusal of one keeps no other from being reported.
+
+        Args:
+            shards: that this reader has given.
+            outcome: "done", "failed" or "returned", of all.
+            reason: of a failure, which people see.
+
+        Raises:
+            LeaseLostError: as for `report_done`, of one or more.
+            NoMasterError: as for `report_done`; the reports are sent when there is a master again.
+        """
+        self._check()
+        reports = [Report(shard, outcome, reason) for shard in shards]
+        for report in reports:
+            self._consumed.pop(report.shard.id, None)
+        self._thread.deliver(reports)
+        refused = [f"shard {report.shard.shard}: {report.refused}" for report in reports if report.refused is not None]
+        if refused:
+            raise LeaseLostError(f"this reader has these shards of {self.dataset} no more: {'; '.join(refused[:8])}")
+
     def consume(self, shard: Shard, units: int) -> None:
-        """Say how far a shard is, for `state_dict`; the iterators do that themselves.
+        """Say how far a shard is, for `state_dict` and `stuck_s`; the iterators do that themselves.
 
         Args:
             shard: that this reader has given, and which is not reported yet.
@@ -231,6 +258,7 @@ class ShardReader(Resource):
         if not 0 <= units <= len(shard):
             raise SettingsError(f"units={units!r}: the shard has {len(shard)}")
         self._consumed[shard.id] = units
+        self._thread.touch(shard)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where this reader is, for a data set of commit="checkpoint". The master journals it.
@@ -305,20 +333,20 @@ class ShardReader(Resource):
             self._report(shard, "done", wait=False)
 
     def _fail_current(self, shard: Shard, exc: Exception) -> None:
+        """Report a shard as failed of which the samples up to here were read, and not the next."""
         self._current = None
-        logger.warning("shard %d of %s cannot be read: %s", shard.shard, self.dataset, exc)
-        self._report(shard, "failed", str(exc), wait=False)
+        units = self._consumed.pop(shard.id, 0)
+        logger.warning("shard %d of %s cannot be read from unit %d on: %s", shard.shard, self.dataset, units, exc)
+        self._check()
+        self._thread.tell(Report(shard, "failed", str(exc), units))
 
     def _report(self, shard: Shard, outcome: Outcome, reason: str = "", *, wait: bool) -> None:
+        if wait:
+            self.report_all([shard], outcome, reason)
+            return
         self._check()
         self._consumed.pop(shard.id, None)
-        report = Report(shard, outcome, reason)
-        if not wait:
-            self._thread.tell(report)
-            return
-        self._thread.demand(report)
-        if report.refused is not None:
-            raise LeaseLostError(f"shard {shard.shard} of {self.dataset} is this reader's no more: {report.refused}")
+        self._thread.tell(Report(shard, outcome, reason))
 
     def _end(self) -> None:
         if not self.poisoned:
@@ -341,15 +369,15 @@ class ShardReader(Resource):
                 self._opened.update(spec)
         return self._opened
 
-    def close(self, *, commit: bool | None = None) -> None:
+    def close(self, *, commit: bool = False) -> None:
         """Give open shards back, with no failure counted, and end the session. May be called twice.
 
         Args:
             commit: of a data set of commit="checkpoint": count what was reported after the last `state_dict` as done.
-                None for whether the iteration came to its end.
+                As it comes it goes to others, also at the end of the iteration: no checkpoint has it.
         """
         if self._pid == os.getpid() and not self._closed:
-            self._thread.commit = self.finished if commit is None else commit
+            self._thread.commit = commit
         super().close()
 
     def _halt(self) -> None:
@@ -358,8 +386,8 @@ class ShardReader(Resource):
     def __enter__(self) -> ShardReader:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        self.close(commit=None if kind is None else False)
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 _ASK_S: Final = 0.5

@@ -145,8 +145,8 @@ class ShardingClient(Resource):
             Whether a shard was finished by them, and reported: the master has journalled it.
 
         Raises:
-            LeaseLostError: a shard was another's by then.
-            NoMasterError: the master was away for the client's `timeout_s`.
+            LeaseLostError: a shard was another's by then; the others are reported.
+            NoMasterError: the master was away for the client's `timeout_s`; they are reported when it is back.
         """
         self._check()
         finished: list[Shard] = []
@@ -158,8 +158,10 @@ class ShardingClient(Resource):
                 finished.append(shard)
             if not self._pending:
                 self._counted = 0
-        for shard in finished:
-            self._reader.report_done(shard)
+            elif self._counted:
+                self._reader.consume(self._pending[0], self._counted)
+        if finished:
+            self._reader.report_all(finished, "done")
         return bool(finished)
 
     def report_all_task_error(self, err_msg: str) -> None:
@@ -169,16 +171,15 @@ class ShardingClient(Resource):
             err_msg: the reason, which people see.
 
         Raises:
-            LeaseLostError: a shard was another's by then.
-            NoMasterError: the master was away for the client's `timeout_s`.
+            LeaseLostError: a shard was another's by then; the others are reported.
+            NoMasterError: the master was away for the client's `timeout_s`; they are reported when it is back.
         """
         with self._lock:
             pending = list(self._pending)
             self._pending.clear()
             self._indices.clear()
             self._counted = 0
-        for shard in pending:
-            self._reader.report_failed(shard, err_msg)
+        self._reader.report_all(pending, "failed", err_msg or "no reason given")
 
     def get_current_epoch(self) -> int:
         """Return the epoch of the shard that was fetched last, from 0."""

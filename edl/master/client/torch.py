@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.utils.data
 
+from edl.errors import SettingsError
 from edl.master.client.master_client import DEFAULT_TIMEOUT_S, MasterClient
 from edl.master.client.shard_reader import ShardReader
 from edl.settings import Credentials
@@ -25,7 +26,8 @@ class ShardDataset(torch.utils.data.IterableDataset[Any]):
     own, whether it was forked or spawned. A shard is reported done when the sample after its last is asked for. With
     workers that is when the loader has its samples, not when the training loop has them: `num_workers *
     prefetch_factor` batches may be lost to the training with a process that is killed. Where each sample must be
-    counted once, iterate over a `ShardReader` in the training process.
+    counted once, iterate over a `ShardReader` in the training process; here data sets of commit="checkpoint" are
+    refused.
 
     Args:
         job: its name.
@@ -66,6 +68,7 @@ class ShardDataset(torch.utils.data.IterableDataset[Any]):
         """Yield samples until the master has no shard any more.
 
         Raises:
+            SettingsError: the data set is of commit="checkpoint".
             PoisonedShardsError: at the end, where shards were given up.
             NoMasterError: the master was away for `timeout_s`.
         """
@@ -83,9 +86,15 @@ class ShardDataset(torch.utils.data.IterableDataset[Any]):
                 chosen["holder"] = f"{loader}{worker.id}"
                 if worker.num_workers > 1:
                     chosen["may_leave"] = partial(_has_sibling_shards, client, self._dataset, loader)
-            reader = ShardReader(client, self._dataset, **chosen)
-            stack.callback(reader.close, commit=True)
-            yield from reader.samples()
+            reader = stack.enter_context(ShardReader(client, self._dataset, **chosen))
+            for sample in reader.samples():
+                if reader.by_checkpoint:
+                    raise SettingsError(
+                        f'{self._dataset} has commit="checkpoint": its shards are done with the position that a '
+                        "checkpoint holds, and a ShardDataset has none. Iterate over a ShardReader in the training "
+                        'process, or create the data set with commit="report"'
+                    )
+                yield sample
 
 
 def _has_sibling_shards(client: MasterClient, dataset: str, loader: str) -> bool:

@@ -173,11 +173,32 @@ def test_a_reader_is_a_field_of_a_state(
     assert sorted(before + list(restored.samples())) == list(range(40))
 
 
-def test_closing_at_the_end_counts(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
+def test_the_end_counts_no_unmarked_shard(
+    lead: Lead, create: Create, read: Read, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process that is killed after its reader's end, and before its last checkpoint, goes back to the one before."""
     master = lead()
     create(100, commit="checkpoint")
-    with read() as reader:
-        assert len(list(reader)) == 10
+    with read("a") as first:
+        samples = first.samples()
+        before = [next(samples) for _ in range(35)]
+        state = first.state_dict()
+        assert len(before + list(samples)) == 100
+    assert "7 shards of d were done after the last state_dict()" in caplog.text
+    assert not master.wait_done(0.5)
+    with read("a") as second:
+        second.load_state_dict(state)
+        assert sorted(before + list(second.samples())) == list(range(100))
+        second.state_dict()
+    assert master.wait_done(20)
+
+
+def test_closing_with_commit_counts(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
+    master = lead()
+    create(100, commit="checkpoint")
+    reader = read()
+    assert len(list(reader)) == 10
+    reader.close(commit=True)
     assert client.status()["datasets"][0]["shards"]["done"] == 10
     assert master.wait_done(10)
 

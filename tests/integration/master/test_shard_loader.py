@@ -36,6 +36,15 @@ def test_every_sample_comes_once(
     assert client.status()["datasets"][0]["shards"]["done"] == 25
 
 
+def test_a_checkpointed_set_is_refused(lead: Lead, create: Create, client: MasterClient, url: str) -> None:
+    """A `ShardDataset` has no position that a checkpoint could hold: what it had read would be lost with a process."""
+    lead()
+    create(100, commit="checkpoint")
+    with pytest.raises(SettingsError, match="ShardReader in the training process"):
+        next(iter(ShardDataset("job", "d", url, timeout_s=30)))
+    assert client.status()["datasets"][0]["shards"]["todo"] == 10
+
+
 FORKING = """
 import sys
 from torch.utils.data import DataLoader

@@ -2,7 +2,7 @@
 
 Of all advisors of a Store a single one leads (the election `advisor`) and writes `wanted/teachers/SERVICE`; the others
 stand by, and warn where they were given other bounds, which do not apply then. How many workers a job wants is written
-by the advisor that is given a function for it, which is the advisor of that job's master.
+by the advisor that is given a function for it, which is the advisor of that job's master while that leads.
 
 It only says what is wanted: an operator, or a person, starts and ends teachers. What does not belong here: what follows
 from the figures (`teachers`, `workers`), and what the figures are (`edl.load_reporting`).
@@ -208,6 +208,16 @@ class ScalingAdvisor:
             wanted.decisions = found["decisions"][-_MOST_DECISIONS:]
         return _Service(wanted, state, time.monotonic())
 
+    def _restore_job(self, name: str) -> _Wanted:
+        """Go on from what the advisor of another master of the job wrote lately."""
+        found = read_wanted(self._store, "workers", name)
+        wanted = _Wanted("workers", name)
+        if found is not None and time.time() - found["time"] <= self._settings.teachers.down_s:
+            wanted.record = found
+            wanted.since = found["since"]
+            wanted.decisions = found["decisions"][-_MOST_DECISIONS:]
+        return wanted
+
     def _advise_service(self, service: _Service, load: ServiceLoad, now_s: float) -> None:
         observation = observe_teachers(load, now_s)
         state, decision = decide_teachers(service.state, observation, self._settings.teachers)
@@ -224,8 +234,11 @@ class ScalingAdvisor:
     def _advise_workers(self) -> None:
         advice = self._workers() if self._workers is not None else None
         if advice is None:
+            self._jobs.clear()  # another master's advisor may write meanwhile
             return
-        wanted = self._jobs.setdefault(advice.job, _Wanted("workers", advice.job))
+        wanted = self._jobs.get(advice.job)
+        if wanted is None:
+            wanted = self._jobs[advice.job] = self._restore_job(advice.job)
         before = int(wanted.record["count"]) if wanted.record else advice.now
         count, reason = advice.decision.count, advice.decision.reason
         self._write(wanted, count, before, advice.now, reason, {})

@@ -1,4 +1,4 @@
-"""Whether a master may go on with a job: with the journal that it has been led with, and with the data that it had."""
+"""Whether a master may go on with a job, by its journal and its data; and what it takes over from the one before."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from edl.master.datasets import same_data
 from edl.master.shards import ShardBook
 from edl.master.shards.specification import check_spec, describe_difference
 from edl.protocol.master import DatasetSpec
+from edl.quoting import shown
 
-__all__ = ["check_continued", "check_data"]
+__all__ = ["check_continued", "check_data", "earlier_events", "takeover_cause"]
 
 
 def check_continued(last: dict[str, Any] | None, term: int, journal: str) -> None:
@@ -54,6 +55,32 @@ def check_data(book: ShardBook, datasets: Mapping[str, DatasetSpec]) -> None:
                 " master as before, or without data (--data); for other data choose another name for the data set"
                 " (--name) or for the job, or begin anew (--new), which forgets what is done"
             )
+
+
+def takeover_cause(last: Mapping[str, Any] | None, endpoint: str) -> str:
+    """Return why a master leads a job that was led before.
+
+    Args:
+        last: the report in the Store, of the master before.
+        endpoint: of the master that leads from now on.
+    """
+    if last is None:
+        return "the master before it has left no report"
+    state = last.get("state")
+    if last.get("endpoint") == endpoint:
+        return "another master took its journal, or the journal was away"
+    before = shown(f"the one at {last.get('endpoint')} on {last.get('host')}", 200)
+    if state == "done":
+        return f"{before} had ended, all being done"
+    if state == "stopped":
+        return f"{before} was stopped, or had lost its journal"
+    return f"{before} has ended without a word: killed, or cut off from the Store"
+
+
+def earlier_events(last: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the events in a report; those that cannot be shown are left out."""
+    events = last.get("events") if last is not None else None
+    return [event for event in events if isinstance(event, dict)] if isinstance(events, list) else []
 
 
 def _difference(present: DatasetSpec, spec: DatasetSpec) -> str:

@@ -22,13 +22,14 @@ from edl.backoff import Backoff
 from edl.discovery import Store, open_store
 from edl.discovery.common.resource import Resource
 from edl.discovery.served.listening import ListenAddress
+from edl.discovery.served.own_host import is_loopback
 from edl.discovery.store import Election
 from edl.errors import ClosedError, DiscoveryError, EDLError, JournalError, LeaseLostError, SettingsError
 from edl.master.journal import open_journal
 from edl.master.naming import candidacy
 from edl.master.reports import read_report
 from edl.master.server.candidate_address import shown_endpoint
-from edl.master.server.continuation import check_continued, check_data
+from edl.master.server.continuation import check_continued, check_data, earlier_events, takeover_cause
 from edl.master.server.lease_clock import TICK_S
 from edl.master.server.report import UnitRates, describe_dataset
 from edl.master.server.report_writer import ReportWriter
@@ -156,6 +157,12 @@ class MasterServer(Resource):
         if self._failure is not None:
             self.close()
             raise self._failure
+        if not is_loopback(settings.host) and not settings.credentials.token_file:
+            logger.warning(
+                "the master listens on %s without a token: who reaches this port can read where the job's data are, "
+                "and take or report its shards; set --token-file (docs/security.md)",
+                settings.host,
+            )
 
     @property
     def is_leader(self) -> bool:
@@ -317,22 +324,27 @@ class MasterServer(Resource):
         """Load the state."""
         url = f"store:{self.job}" if self._journal_name == _IN_STORE else self.settings.journal
 
-        def load() -> tuple[int, ShardBook, int]:
+        def load() -> tuple[int, ShardBook, int, dict[str, Any] | None]:
             number, book, replayed = load_book(journal)
-            if not self.settings.begin_anew:
-                check_continued(read_report(self._store, self.job), number, self._journal_name)
+            last = None if self.settings.begin_anew else read_report(self._store, self.job)
+            check_continued(last, number, self._journal_name)
             check_data(book, self._datasets)
-            return number, book, replayed
+            return number, book, replayed, last
 
         journal = await asyncio.wrap_future(start_call("edl-master-open", lambda: open_journal(url, store=self._store)))
         try:
-            number, book, replayed = await asyncio.wrap_future(start_call("edl-master-load", load))
+            number, book, replayed, last = await asyncio.wrap_future(start_call("edl-master-load", load))
+            led_before = book.term > 0
             term = Term(number, book, journal, self._commits.observe)
         except BaseException:
             journal.close()
             raise
         try:
             await term.begin(replayed)
+            term.events.extend(earlier_events(last))
+            if led_before:
+                text = f"the master at {self.endpoint} leads, in term {number}"
+                term.add_event("takeover", text, takeover_cause(last, self.endpoint))
             for name, spec in self._datasets.items():
                 if name not in book.datasets():
                     command = messages.CreateDataset(dataset=name, spec=spec)

@@ -127,10 +127,18 @@ class Term:
         if leases or over:
             await self.submit(messages.Command(expire=messages.Expire(leases=leases, sessions=over)))
         for event in self.book.pop_events():
-            logger.info("%s: %s: %s", event.dataset, event.kind, event.text)
-            self.events.append(
-                {"time": round(time.time(), 3), "kind": event.kind, "text": f"{event.dataset}: {event.text}"}
-            )
+            self.add_event(event.kind, f"{event.dataset}: {event.text}", event.cause)
+
+    def add_event(self, kind: str, text: str, cause: str) -> None:
+        """Log an event, and keep it for the report.
+
+        Args:
+            kind: a word; those of `BookEvent`, and `takeover`.
+            text: what happened.
+            cause: why.
+        """
+        logger.info("%s: %s: %s", kind, text, cause)
+        self.events.append({"time": round(time.time(), 3), "kind": kind, "text": text, "cause": cause})
 
     def hear(self, session: str) -> None:
         """Note a sign of life of a session."""

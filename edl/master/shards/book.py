@@ -199,7 +199,7 @@ class ShardBook(BookTables):
         dataset, cursor = self._stream(command.dataset)
         if not cursor.ended:
             cursor.ended = True
-            self._add_event("ended", dataset, f"the source has ended with {cursor.units} units")
+            self._add_event("ended", dataset, f"the source has ended with {cursor.units} units", "its end was reported")
             self.version += 1
         return dataset.describe(index=False)
 
@@ -284,9 +284,8 @@ class ShardBook(BookTables):
         self._grant(session, parts, granted)
         reply = master.ResumeReply(leases=granted.leases)
         session.resume = (command, reply)
-        self._add_event(
-            "resumed", dataset, f"{session.holder} goes on at mark {command.mark}, with {len(parts)} open shards"
-        )
+        text = f"{session.holder} goes on at mark {command.mark}, with {len(parts)} open shards"
+        self._add_event("resumed", dataset, text, f"{session.holder} was started with a state that was saved")
         self.version += 1
         return reply
 
@@ -302,7 +301,7 @@ class ShardBook(BookTables):
         dataset = self._dataset(command.dataset)
         count = dataset.retry(frozenset(command.shards))
         if count:
-            self._add_event("retried", dataset, f"{count} poisoned shards are to do again")
+            self._add_event("retried", dataset, f"{count} poisoned shards are to do again", "that was asked for")
             self.version += 1
         return master.RetryPoisonedReply(shards=count)
 
@@ -312,7 +311,8 @@ class ShardBook(BookTables):
         for session in list(dataset.sessions.values()):
             self._end_session(session, "the data set's progress was replaced", time_ms=time_ms)
         self.sets[dataset.name] = restored
-        self._add_event("restored", restored, "its progress was replaced; all readers begin anew")
+        text = "its progress was replaced; all readers begin anew"
+        self._add_event("restored", restored, text, "progress that was saved before was sent")
         self.version += 1
         return restored.describe()
 
@@ -388,8 +388,10 @@ class ShardBook(BookTables):
     def _fail(self, lease: ShardLease, failure: FailureRecord, *, late: bool) -> None:
         dataset = lease.session.dataset
         if dataset.fail(lease, failure, late=late):
-            reason = dataset.failures[lease.epoch, lease.shard][-1].reason
-            self._add_event("poisoned", dataset, f"shard {lease.shard} of epoch {lease.epoch} is given up: {reason}")
+            failures = dataset.failures[lease.epoch, lease.shard]
+            last = failures[-1]
+            text = f"shard {lease.shard} of epoch {lease.epoch} is given up after {len(failures)} failures"
+            self._add_event("poisoned", dataset, text, f"the last of {last.holder}: {last.reason}")
 
     def _expire_lease(self, lease: ShardLease, reason: str, time_ms: int) -> None:
         self._drop(lease)
@@ -425,10 +427,10 @@ class ShardBook(BookTables):
         del dataset.sessions[session.id]
         dataset.trim_histories()
         self.ended.add_session(session.id, words)
-        self._add_event("session_ended", dataset, f"the session of {session.holder} has ended: {reason}")
+        self._add_event("session_ended", dataset, f"the session of {session.holder} has ended", reason)
 
-    def _add_event(self, kind: str, dataset: DatasetShards, text: str) -> None:
-        self._events.append(BookEvent(kind, dataset.name, text))
+    def _add_event(self, kind: str, dataset: DatasetShards, text: str, cause: str) -> None:
+        self._events.append(BookEvent(kind, dataset.name, text, cause))
 
 
 def _check_turn(turn: master.Turn, session: ReaderSession) -> None:

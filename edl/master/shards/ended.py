@@ -26,12 +26,14 @@ class BookEvent:
     Attributes:
         kind: `ended`, `poisoned`, `restored`, `resumed`, `retried` or `session_ended`.
         dataset: of which it is.
-        text: in words.
+        text: what happened, in words.
+        cause: why, in words.
     """
 
     kind: str
     dataset: str
     text: str
+    cause: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from edl.dashboard.state.masters import decode_master
 from edl.discovery import open_store
 from edl.errors import ConflictError, JournalError, LeaseLostError, NoMasterError, SettingsError
 from edl.master import MasterClient, MasterServer, MasterSettings, ShardReader, ShardSettings, open_dataset
@@ -330,3 +331,35 @@ def test_a_stopped_leader_comes_back(tmp_path: Path, url: str, create: Create, j
     counts = counted(read_ledgers(tmp_path))
     assert set(counts.values()) == {1}
     assert len(counts) == 2000
+
+
+def test_events_have_causes(lead: Lead, create: Create, client: MasterClient, read: Read, url: str) -> None:
+    """As the page reads them, also those of the master before: a takeover, too, is an event."""
+    first = lead()
+    create(20, max_failures=1)
+    reader = read(explicit=True)
+    shard = reader.take(20)
+    assert shard is not None
+    reader.report_failed(shard, "bad pixels")
+    client.retry_poisoned("d")
+    until(lambda: {"poisoned", "retried"} <= {event["kind"] for event in first.status()["events"]})
+    reader.close()
+    first.close()
+    second = lead()
+    with open_store(url) as store:
+        until(lambda: (read_report(store, "job") or {}).get("term") == 2)
+        entry = store.get("master_reports/job")
+    assert entry is not None
+    events = {event.kind: event for event in decode_master(entry.value, "job", time.time()).events}
+    assert {"poisoned", "retried", "session_ended", "takeover"} <= set(events)
+    assert all(event.time > 0 and event.text and event.cause for event in events.values())
+    assert [kind for kind, event in events.items() if event.decision] == ["poisoned", "retried", "takeover"]
+    assert events["poisoned"].cause == "the last of w: bad pixels"
+    assert events["takeover"].text == f"the master at {second.endpoint} leads, in term 2"
+    assert first.endpoint in events["takeover"].cause
+
+
+@pytest.mark.parametrize(("host", "warns"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_open_port_is_warned_of(lead: Lead, caplog: pytest.LogCaptureFixture, host: str, warns: bool) -> None:
+    lead(host=host)
+    assert (f"listens on {host} without a token" in caplog.text) == warns

@@ -140,6 +140,28 @@ def test_workers_are_written_for_their_job(store: Store) -> None:
         assert found["job"] == "job"
 
 
+def test_workers_of_another_master_go_on(store: Store) -> None:
+    """A master that leads again goes on from what was written meanwhile, and one that takes over from the last."""
+    counts: list[int | None] = [4]
+
+    def decide() -> WorkerAdvice | None:
+        return None if counts[0] is None else WorkerAdvice("job", 2, WorkerDecision(counts[0], "enough"))
+
+    def found() -> dict[str, Any]:
+        return read_wanted(store, "workers", "job") or {"count": None}
+
+    with ScalingAdvisor(store, QUICK, workers=decide) as first:
+        until(lambda: found()["count"] == 4)
+        counts[0] = None
+        until(lambda: not first.wanted())
+        with ScalingAdvisor(store, QUICK, workers=lambda: WorkerAdvice("job", 2, WorkerDecision(6, "more"))):
+            until(lambda: found()["count"] == 6)
+        assert [part["count"] for part in found()["decisions"]] == [4, 6]
+        counts[0] = 5
+        until(lambda: found()["count"] == 5)
+        assert [(part["from"], part["count"]) for part in found()["decisions"]] == [(2, 4), (4, 6), (6, 5)]
+
+
 def test_outage_is_logged_once_and_passes(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

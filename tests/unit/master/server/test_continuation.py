@@ -9,7 +9,7 @@ import pytest
 
 from edl.errors import ConflictError, SettingsError
 from edl.master.datasets import ShardSettings, open_dataset
-from edl.master.server.continuation import check_continued, check_data
+from edl.master.server.continuation import check_continued, check_data, earlier_events, takeover_cause
 from edl.master.shards import ShardBook
 from edl.protocol import master as messages
 
@@ -64,3 +64,26 @@ def test_changed_text_is_refused(tmp_path: Path) -> None:
     text.write_text("a\nc\n" * 100)
     with pytest.raises(ConflictError, match="its files, or what is in them, have changed"):
         check_data(book, {"data": open_dataset(f"lines:{text}").spec})
+
+
+@pytest.mark.parametrize(
+    ("last", "cause"),
+    [
+        (None, "left no report"),
+        ({"endpoint": "a:1", "host": "x", "state": "leading"}, "the one at a:1 on x has ended without a word"),
+        ({"endpoint": "a:1", "host": "x", "state": "stopped"}, "the one at a:1 on x was stopped"),
+        ({"endpoint": "a:1", "host": "x", "state": "done"}, "all being done"),
+        ({"endpoint": "b:1", "host": "x", "state": "stopped"}, "another master took its journal"),
+        ({"endpoint": "\n" * 5000, "state": 7}, "has ended without a word"),
+    ],
+)
+def test_a_takeover_has_a_cause(last: dict[str, Any] | None, cause: str) -> None:
+    found = takeover_cause(last, "b:1")
+    assert cause in found
+    assert len(found) < 500
+    assert found.isprintable()
+
+
+@pytest.mark.parametrize("last", [None, {}, {"events": None}, {"events": "x"}, {"events": [1, "x", None]}])
+def test_garbage_is_no_event(last: dict[str, Any] | None) -> None:
+    assert earlier_events(last) == []

@@ -144,7 +144,9 @@ def test_failures_poison_with_reasons() -> None:
     reply = job.turn("a", 5, done=reply.leases)
     assert reply.finished
     assert reply.poisoned == 1
-    assert "poisoned" in [event.kind for event in job.book.pop_events()]
+    (poisoned,) = [event for event in job.book.pop_events() if event.kind == "poisoned"]
+    assert "is given up after" in poisoned.text
+    assert poisoned.cause.startswith("the last of "), poisoned.cause
     assert job.book.pop_events() == []
     with pytest.raises(ConflictError, match="shard 0 is not poisoned"):
         job.apply(retry_poisoned=master.RetryPoisoned(dataset="d", shards=[0, 1]))

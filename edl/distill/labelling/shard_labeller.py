@@ -192,7 +192,7 @@ class _ShardRun:
         self._failed_in_a_row: set[tuple[int, int]] = set()  # rows of shards that have failed since a row was labelled
         self._epoch: Epoch | None = None
         self._stopping = False  # whether the thread that loads is to end
-        self._source_failure: EDLError | None = None
+        self._source_failure: Exception | None = None
         self._commit_failure: Exception | None = None
 
     def run(self) -> LabelReport:
@@ -279,7 +279,7 @@ class _ShardRun:
                     self._retries.popleft()
             elif self._tracker.has_waiting or self._take_shard(_LOOK_S):
                 yield from loaded(self._data, self._parts())
-            else:
+            elif self._source_failure is None:
                 self._check_open()
             if self._source_failure is not None:
                 raise self._source_failure
@@ -353,20 +353,22 @@ class _ShardRun:
         """Take in a shard; return whether there was one."""
         try:
             shard = self._source.take(timeout_s)
-        except EDLError as exc:
-            self._source_failure = exc  # raised when what was loaded has been handed over
+            if shard is not None:
+                self._open.add(shard)
+                self._begin(shard)
+        except Exception as exc:  # noqa: BLE001 - raised when what was loaded is handed over: here it would be a row's
+            self._source_failure = exc
             return False
-        if shard is None:
-            return False
-        self._open.add(shard)
+        return shard is not None
+
+    def _begin(self, shard: RowShard) -> None:
         why = self._bad.get((shard.start, shard.stop))
         index = self._unknown(shard)
         self._known += shard.stop - shard.start - len(index)
         if why is not None or 0 < len(index) <= min(_FEW_ROWS, shard.stop - shard.start - 1):
             self._retries.append((shard, why or ""))
-            return True
-        self._tracker.begin(shard, self._parts_of(index))
-        return True
+        else:
+            self._tracker.begin(shard, self._parts_of(index))
 
     def _parts_of(self, index: Array) -> list[Array]:
         rows = self._plan.batch_rows

@@ -417,6 +417,30 @@ def test_forgotten_shard_ends_the_run(start: Start, tmp_path: Path, monkeypatch:
     assert rows_of(source.done) == [*range(150), *range(200, ROWS)], "what is on disk is reported"
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+def test_unforeseen_look_up_error_ends_run(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int
+) -> None:
+    """It is no row's, and fails no shard, though it comes while rows are loaded."""
+    unknown = ArrayData.unknown
+
+    def failing(data: ArrayData, known: Any, begin: int = 0, stop: int | None = None) -> Array:
+        if begin == 50 * (shards - 1) and "_is_whole" in known.__qualname__:
+            raise OSError(5, "the disk is broken")
+        return unknown(data, known, begin, stop)
+
+    monkeypatch.setattr(ArrayData, "unknown", failing)
+    source = hurried(Shards(tmp_path / "labels"))
+    with (
+        SoftLabelCache(0, tmp_path / "labels") as cache,
+        ShardLabeller(ArrayData({"x": X}), plan(start("echo")), cache) as labeller,
+        pytest.raises(OSError, match="the disk is broken"),
+    ):
+        labeller.run(source)
+    assert not source.failed
+    assert rows_of(source.done) == list(range(50 * (shards - 1)))
+
+
 class Ending(Unreadable):
     """A user's data set, whose code lets a StopIteration out."""
 

@@ -16,7 +16,7 @@ from edl.collective.goodput.spans import TimeCategory, span_of
 from edl.collective.job_records import JobState, Member, World
 from edl.discovery import Store
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 90.0
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from urllib.parse import urlsplit
@@ -15,13 +15,13 @@ import pytest
 from edl.dashboard.server import DashboardServer, DashboardSettings
 from edl.dashboard.server.look_loop import Published
 from edl.discovery import Store
-from tests.integration.dashboard.server import EventClient, ask, put_job, put_master, samples, until
+from tests.integration.dashboard.server import TIMEOUT_S, EventClient, ask, put_job, put_master, samples, until
 
 
 @pytest.fixture
 def impatient(url: str, store: Store) -> Iterator[str]:
-    """The URL of a page that lets slow clients go after a second."""
-    with DashboardServer(DashboardSettings(url, port=0), heartbeat_s=0.3, write_s=1.0) as server:
+    """The URL of a page that lets slow clients go after three seconds."""
+    with DashboardServer(DashboardSettings(url, port=0), heartbeat_s=0.3, write_s=3.0) as server:
         yield server.url
 
 
@@ -56,14 +56,20 @@ def test_reconnect_with_last_event_id(page: str, store: Store) -> None:
     with EventClient(page) as client:
         _, event_id, state = client.next()
         known = [point["t"] for point in state["jobs"][0]["history"]]
-    time.sleep(2.5)  # the page is closed meanwhile
-    for options in ({"headers": {"Last-Event-ID": event_id}}, {"query": f"?last_event_id={event_id}"}):
-        with EventClient(page, **options) as client:  # type: ignore[arg-type]
+    new: list[float] = []
+
+    def come_back(headers: Mapping[str, str] | None = None, query: str = "") -> bool:
+        """Take the first event; return whether there is something new in it, which takes the page some seconds."""
+        nonlocal new
+        with EventClient(page, headers, query) as client:
             kind, _, update = client.next()
-            assert kind == "update"
-            new = [point["t"] for point in update["jobs"][0]["history"]]
-            assert new
-            assert not set(new) & set(known), "points that the client has are sent again"
+        assert kind == "update"
+        new = [point["t"] for point in update["jobs"][0]["history"]]
+        assert not set(new) & set(known), "points that the client has are sent again"
+        return bool(new)
+
+    until(lambda: come_back({"Last-Event-ID": event_id}), "what was missed does not come")
+    until(lambda: come_back(query=f"?last_event_id={event_id}"), "what was missed does not come")
     for unknown in ("garbage", "ffffffff-1", f"{event_id}000", f"{event_id[:9]}-1", "x" * 5000):
         with EventClient(page, {"Last-Event-ID": unknown}) as client:
             kind, _, state = client.next()
@@ -77,10 +83,10 @@ def test_heartbeats_have_no_id(url: str, store: Store) -> None:
         client.next("state")
         kind, event_id, data = client.next("heartbeat")
         assert (kind, event_id) == ("heartbeat", "")
-        assert abs(data["time"] - time.time()) < 10
+        assert abs(data["time"] - time.time()) < 60
 
 
-def test_many_clients_cost_one_look(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_clients_cost_one_look(page: str, url: str) -> None:
     """Twenty clients and a scraper: about a look a second, and none when they are gone."""
     with ExitStack() as stack, ThreadPoolExecutor(20) as pool:
         clients = [stack.enter_context(EventClient(page)) for _ in range(20)]
@@ -95,7 +101,9 @@ def test_many_clients_cost_one_look(page: str, monkeypatch: pytest.MonkeyPatch) 
         assert figure(page, "edl_dashboard_clients") == 20
     until(lambda: figure(page, "edl_dashboard_clients") == 0, "clients that went are still counted")
     before = figure(page, "edl_dashboard_looks_total")
-    time.sleep(2.0)
+    with DashboardServer(DashboardSettings(url, port=0)) as other, EventClient(other.url) as client:
+        for _ in range(3):  # a page that has a client looks as often meanwhile
+            client.next("update")
     assert figure(page, "edl_dashboard_looks_total") <= before + 1, "the store is asked, and there is no client"
 
 
@@ -137,7 +145,7 @@ def test_slow_reader_skips_to_the_newest(page: str, store: Store) -> None:
         gc.collect()
         kept = [found.look for found in gc.get_objects() if type(found) is Published and found.id.startswith(boot)]
         assert 1 <= len(kept) <= 4, f"states {kept} pile up for a client that is slow"
-        late.settimeout(10)
+        late.settimeout(TIMEOUT_S)
         got = b""
         ids: list[int] = []
         while not ids or ids[-1] < newest:
@@ -150,11 +158,11 @@ def test_slow_reader_skips_to_the_newest(page: str, store: Store) -> None:
 
 
 def test_close_ends_streams_at_once(url: str, store: Store) -> None:
-    server = DashboardServer(DashboardSettings(url, port=0))
+    server = DashboardServer(DashboardSettings(url, port=0), heartbeat_s=600.0, write_s=600.0)
     with EventClient(server.url) as client:
         client.next("state")
         began = time.monotonic()
         server.close()
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < TIMEOUT_S
         assert client.answer.read() == b"", "the stream goes on"
     server.close()

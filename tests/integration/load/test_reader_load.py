@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,23 @@ import pytest
 from edl.discovery import open_store
 from edl.distill import DistillReader, Options, Teachers
 from edl.errors import ClosedError
-from edl.load_reporting import ServiceLoad, StudentRate, read_service, read_services
+from edl.load_reporting import LoadPublisher, ServiceLoad, StudentRate, read_service, read_services
+from edl.settings import LoadSettings
 from edl.testing import LocalTeacher
+
+
+def lasting(patch: Callable[..., None]) -> None:
+    """Give records an hour, so that what is gone sooner was removed, and their removal the time of a slow machine."""
+    of = LoadSettings.of
+    patch(LoadSettings, "of", lambda *args: replace(of(*args), ttl_s=3600.0))
+    patch(LoadPublisher.close, "__defaults__", (90.0,))
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDL_LOAD_INTERVAL_S", "0.1")
     monkeypatch.setenv("EDL_LOAD_WINDOW_S", "1")
+    lasting(monkeypatch.setattr)
 
 
 @pytest.fixture
@@ -40,7 +50,7 @@ def load(url: str, service: str = "s") -> ServiceLoad:
         return read_service(store, service)
 
 
-def until(holds: Callable[[], Any], within_s: float = 30.0) -> Any:
+def until(holds: Callable[[], Any], within_s: float = 100.0) -> Any:
     deadline = time.monotonic() + within_s
     while not (found := holds()):
         assert time.monotonic() < deadline, f"not within {within_s} s"
@@ -95,17 +105,28 @@ def test_waits_are_told_apart(url: str) -> None:
     """More teachers help a student that waits for labels, and not a student whose own data is late."""
     teacher = LocalTeacher("echo", service="s", discovery=url, delay_s=0.1, max_batch=8)
     with teacher, Training(reader_of("s"), step_s=0.02):
-        slow = student(url, lambda rate: rate.wait_share > 0.6)
-        assert slow.source_wait_share < 0.1
-        assert slow.demand is not None
-        assert slow.demand > 2 * slow.rows_per_s
+        slow = student(
+            url,
+            lambda rate: (
+                rate.wait_share > 0.6
+                and rate.source_wait_share < 0.1
+                and rate.demand is not None
+                and rate.demand > 2 * rate.rows_per_s
+            ),
+        )
         assert slow.teachers == tuple(teacher.teacher for teacher in load(url).teachers)
-    with LocalTeacher("echo", service="t", discovery=url), Training(reader_of("t"), step_s=0.01, source_s=0.1):
-        late = student(url, lambda rate: rate.source_wait_share > 0.5, "t")
-        assert late.wait_share < 0.3
-        assert late.demand is not None
-        assert late.demand < 1.5 * late.rows_per_s
-    until(lambda: not load(url).students and not load(url, "t").students, 1.0)
+    with LocalTeacher("echo", service="t", discovery=url), Training(reader_of("t"), step_s=0.01, source_s=0.3):
+        student(
+            url,
+            lambda rate: (
+                rate.source_wait_share > 0.5
+                and rate.wait_share < 0.3
+                and rate.demand is not None
+                and rate.demand < 1.5 * rate.rows_per_s
+            ),
+            "t",
+        )
+    until(lambda: not load(url).students and not load(url, "t").students)
 
 
 def test_first_teacher_is_waited_for(url: str) -> None:
@@ -132,7 +153,7 @@ def test_readers_and_services_are_apart(url: str) -> None:
             assert len(set(keys)) == 3
             values = b"".join(entry.value for entry in store.list("load/"))
             assert url.partition("///")[2].encode() not in values, "no path of a file"
-    assert load(url).students == load(url, "t").students == ()
+    until(lambda: not load(url).students and not load(url, "t").students)
 
 
 def test_job_is_named(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,35 +183,50 @@ def test_publishing_can_be_off(url: str, how: str, monkeypatch: pytest.MonkeyPat
                 assert how == "endpoints" or found.teachers == ()
 
 
-_LOADS_SLOWLY = """
-import time
-def build():
-    time.sleep(2.5)
-    from edl.testing.models import echo
-    return echo()
+_WAITS = """
+import pathlib, time
+from edl.testing.models import Model
+def build(folder):
+    folder = pathlib.Path(folder)
+    def answer(inputs):
+        while (folder / "hold").exists():
+            (folder / "computing").touch()
+            time.sleep(0.02)
+        return {"y": inputs["x"]}
+    while not (folder / "load").exists():
+        time.sleep(0.02)
+    return Model(answer, ["x:float32[4]"], ["y:float32[4]"], delay_s=0.001)
 """
 
 
 def test_states_of_a_teacher_are_seen(url: str, tmp_path: Path) -> None:
     """It starts, is ready, drains while a request is computed, and is gone."""
-    (tmp_path / "slow.py").write_text(_LOADS_SLOWLY)
+    (tmp_path / "slow.py").write_text(_WAITS)
+    serve = {"drain-timeout": "100s", "ttl": "60s"}
     with LocalTeacher(
-        f"{tmp_path}/slow.py:build", service="s", discovery=url, wait=False, serve={"linger": "2s"}
+        f"{tmp_path}/slow.py:build", service="s", discovery=url, wait=False, serve=serve, folder=str(tmp_path)
     ) as it:
         assert until(lambda: load(url).starting) == 1
         (starting,) = load(url).teachers
         assert (starting.state, starting.teacher, starting.rate) == ("starting", "", None)
+        (tmp_path / "load").touch()
         it.wait_ready()
         until(lambda: load(url).live == 1)
         (ready,) = load(url).teachers
         assert (ready.id, ready.teacher != "", ready.endpoint) == (starting.id, True, it.endpoint)
-        it.terminate()
-        until(lambda: [teacher.state for teacher in load(url).teachers] == ["draining"])
-        until(lambda: load(url).teachers == ())
+        (tmp_path / "hold").touch()
+        with Training(reader_of("s")):
+            until((tmp_path / "computing").exists)
+            it.terminate()
+            until(lambda: [teacher.state for teacher in load(url).teachers] == ["draining"])
+            (tmp_path / "hold").unlink()
+            until(lambda: load(url).teachers == ())
 
 
 _STUDENT = """
 import numpy as np, sys, time
+from tests.integration.load.test_reader_load import lasting
+lasting(setattr)
 from edl.distill import DistillReader
 reader = DistillReader(["x"], ["y"], teachers="s")
 reader.set_batch_generator(lambda: ((np.ones((8, 4), np.float32),) for _ in iter(int, 1)))
@@ -208,7 +244,7 @@ def test_program_that_ends_leaves_no_record(url: str) -> None:
         process = subprocess.Popen([sys.executable, "-c", _STUDENT], stdin=subprocess.PIPE, env=environment)
         try:
             until(lambda: load(url).students)
-            process.communicate(b"\n", timeout=30)
+            process.communicate(b"\n", timeout=100)
             assert process.returncode == 0
             assert load(url).students == ()
         finally:

@@ -20,6 +20,8 @@ from edl.master.client.session_requests import MarkRequest, ResumeRequest
 from edl.master.client.session_thread import SessionThread
 from edl.master.client.shard_session import Outcome, Report, Shard
 from edl.master.datasets import Dataset, load_dataset
+from edl.master.shards.specification import check_name
+from edl.quoting import clip
 
 __all__ = ["ShardReader"]
 
@@ -76,6 +78,8 @@ class ShardReader(Resource):
             raise SettingsError(f"on_poisoned={on_poisoned!r}: must be 'raise' or 'warn'")
         self.dataset: Final = dataset
         self.holder: Final = holder or f"{socket.gethostname()}:{os.getpid()}"
+        check_name("holder", self.holder)
+        check_name("data set", dataset)
         self._client = client
         self._explicit = explicit
         self._on_poisoned = on_poisoned
@@ -295,17 +299,16 @@ class ShardReader(Resource):
             state: what `state_dict` returned.
 
         Raises:
-            SettingsError: it is another data set's, or no position of a reader.
-            ConflictError: the master does not keep the position any more, or another reader has gone on from it.
+            SettingsError: it is another data set's, no position of a reader, or one that the master keeps no more.
+            ConflictError: another reader has gone on from it.
             NoMasterError: the master was away for the client's `timeout_s`.
         """
         self._check()
-        if state.get("format") != _FORMAT or not isinstance(state.get("session"), str):
-            raise SettingsError("this is no position of a ShardReader")
+        _check_position(state)
         found = (state.get("job"), state.get("dataset"))
         if found != (self._client.job, self.dataset):
             raise SettingsError(f"the position is in {found[1]!r} of job {found[0]!r}, not in {self.dataset!r}")
-        self._go_back(ResumeRequest(str(state.get("holder", "")), state["session"], int(state.get("mark", 0))))
+        self._go_back(ResumeRequest(state["holder"], state["session"], state["mark"]))
 
     def start_over(self) -> None:
         """Go back to before all that readers of this holder's name have read: for a process that finds no checkpoint.
@@ -394,3 +397,19 @@ _ASK_S: Final = 0.5
 """Between two questions of `may_leave`, which may ask the master: an epoch that ends waits for as long."""
 _WAIT_S: Final = 3600.0
 """Of a wait for the next shard, after which it is waited for again: others' leases may come back whenever they end."""
+
+
+def _check_position(state: object) -> None:
+    """Raise SettingsError for what `ShardReader.state_dict` has not returned."""
+    texts = [state.get(key) for key in ("session", "holder")] if isinstance(state, Mapping) else []
+    mark = state.get("mark") if isinstance(state, Mapping) else None
+    if (
+        not isinstance(state, Mapping)
+        or state.get("format") != _FORMAT
+        or not all(isinstance(text, str) and text and text.isprintable() for text in texts)
+        or type(mark) is not int
+        or not 0 < mark < 2**63
+    ):
+        raise SettingsError(
+            f"{clip(repr(state), 200)} is no position of a ShardReader: pass what its state_dict() returned"
+        )

@@ -70,7 +70,8 @@ class Report:
     def __init__(self, shard: Shard, outcome: Outcome, reason: str = "", units: int = 0) -> None:
         self.shard = shard
         self.outcome = outcome
-        self.reason = reason
+        # What no message could carry, such as a path that is not UTF-8, is written out.
+        self.reason = reason.encode(errors="backslashreplace").decode()
         self.units = units
         self.refused: str | None = None
         self.answered = False

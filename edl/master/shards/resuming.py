@@ -102,8 +102,8 @@ def resume_session(session: ReaderSession, dataset: DatasetShards, command: mast
         What is to be done; None where the beginning of a holder is asked for that has never read.
 
     Raises:
-        SettingsError: the data set commits by reports, or is another than the session's.
-        ConflictError: the mark is not kept, another session that lives has resumed it, or `session` is not new.
+        SettingsError: the data set commits by reports, or is another than the session's; or the mark is not kept.
+        ConflictError: another session that lives has resumed it, or `session` is not new.
     """
     if session.dataset is not dataset or not dataset.by_checkpoint:
         raise SettingsError(
@@ -116,14 +116,14 @@ def resume_session(session: ReaderSession, dataset: DatasetShards, command: mast
     if history is None and not command.of_session and not command.mark:
         return None
     if history is None:
-        raise ConflictError(
+        raise SettingsError(
             f"nothing is kept of {name}: it never read data set {dataset.name}, or ended too long ago."
             " Restore the data set's progress, or read without resuming"
         )
     index = _find_mark(history, command)
     if index is None:
         kept = ", ".join(str(mark.number) for mark in history.marks)
-        raise ConflictError(
+        raise SettingsError(
             f"mark {command.mark} of {name} is not kept: those of its history, the last {MARKS_KEPT}, are {kept}, and"
             " marks after one that was resumed are given up. Load a checkpoint with one of them, or restore the data"
             " set's progress"

@@ -377,3 +377,44 @@ def test_a_late_worker_finds_all_done(
     late = read(on_poisoned="warn")
     assert list(late) == []
     assert late.finished
+
+
+def test_failure_in_any_words(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
+    """A reason with what no message could carry, such as the name of a file that is not UTF-8."""
+    lead()
+    create(40, max_failures=1)
+    reader = read("w", explicit=True, on_poisoned="warn")
+    first = next(reader)
+    reader.report_failed(first, "cannot decode \0 a\udcff.jpg")
+    for shard in reader:
+        reader.report_done(shard)
+    (poisoned,) = client.status()["datasets"][0]["poisoned"]
+    assert poisoned["failures"][0]["reason"].endswith("a\\udcff.jpg")
+
+
+@pytest.mark.parametrize(
+    "state", [None, 5, "x", [], {}, {"mark": None}, {"mark": "1"}, {"mark": 1.5}, {"mark": -1}, {"mark": 10**20}]
+)
+def test_garbage_is_no_position(lead: Lead, create: Create, read: Read, state: Any) -> None:
+    lead()
+    create(40, commit="checkpoint")
+    reader = read("w")
+    next(reader)
+    saved = reader.state_dict()
+    garbage = saved | state if isinstance(state, dict) and state else state
+    with pytest.raises(SettingsError, match="no position of a ShardReader"):
+        reader.load_state_dict(garbage)
+    reader.load_state_dict(saved)
+
+
+def test_lost_position_is_no_wait(lead: Lead, create: Create, read: Read) -> None:
+    """A position that is not kept will never be: nothing is gained by asking again."""
+    lead()
+    create(40, commit="checkpoint")
+    reader = read("w")
+    next(reader)
+    saved = reader.state_dict()
+    begin = time.monotonic()
+    with pytest.raises(SettingsError, match="nothing is kept of"):
+        reader.load_state_dict(saved | {"session": "another"})
+    assert time.monotonic() - begin < 15.0, "as long as a session that might end"

@@ -97,9 +97,9 @@ def test_marks_of_the_given_up_branch() -> None:
     job.mark("b", 2)
     job.expire("b")
     job.open("c")
-    with pytest.raises(ConflictError, match=r"mark 3 of a is not kept: .* are 0, 1, 2, and marks after"):
+    with pytest.raises(SettingsError, match=r"mark 3 of a is not kept: .* are 0, 1, 2, and marks after"):
         job.resume("c", "a", 3)
-    with pytest.raises(ConflictError, match="mark 2 of a is not kept"):
+    with pytest.raises(SettingsError, match="mark 2 of a is not kept"):
         job.resume("c", "a", 2)
     job.resume("c", "b", 2)
     assert job.book.status("d")["units_done"] == 20
@@ -114,7 +114,7 @@ def test_sixteen_marks_are_kept() -> None:
         job.mark("a", number)  # again: its reply was lost
     job.expire("a")
     job.open("b")
-    with pytest.raises(ConflictError, match="mark 4 of a is not kept: those of its history, the last 16, are 5, 6"):
+    with pytest.raises(SettingsError, match="mark 4 of a is not kept: those of its history, the last 16, are 5, 6"):
         job.resume("b", "a", 4)
     job.resume("b", "a", 5)
     assert job.book.status("d")["units_done"] == 50

@@ -83,11 +83,11 @@ def test_other_data_are_refused(run: Run, capsys: pytest.CaptureFixture[str]) ->
 
 def test_one_version_for_all_workers(make_run: Callable[..., Run], tmp_path: Path) -> None:
     """A worker whose teachers have another version waits for those of the job's, and says so."""
-    run = make_run(2000, row_s=0.002)
-    first = run.start("--shard", "50", "--worker-timeout", "60")
+    run = make_run(2000, row_s=0.005)
     with counting_teacher(tmp_path, version="2", scale=3.0) as newer:
+        newer.wait_ready()  # before the first begins: it must not be done when the other comes
+        first = run.start("--shard", "50", "--worker-timeout", "60")
         run.asked_until(1)
-        newer.wait_ready()
         arguments = run.arguments()
         arguments[arguments.index("--teachers") + 1] = newer.endpoint
         other = run.start_as([*arguments, "--timeout", "2"])

@@ -22,6 +22,8 @@ from edl.master.scaling.workers import WorkerDecision
 
 SCALING = TeacherScalingSettings(up_s=0.2, down_s=0.6)
 QUICK = AdvisorSettings(SCALING, interval_s=0.05, refresh_s=0.1, ttl_s=10.0)
+PATIENT = replace(QUICK, teachers=replace(SCALING, down_s=60.0))
+"""Goes on from what was written a minute ago: a starved machine takes long from one advisor to the next."""
 
 
 @pytest.fixture
@@ -73,10 +75,10 @@ def test_wanted_follows_the_demand(store: Store) -> None:
 def test_another_advisor_goes_on(store: Store) -> None:
     """A single advisor leads; who follows it knows what was decided."""
     publish(store, demand=400.0)
-    first = ScalingAdvisor(store, QUICK)
+    first = ScalingAdvisor(store, PATIENT)
     until(lambda: wanted(store)["count"] == 5)
     publish(store, demand=400.0, teachers=5)
-    with ScalingAdvisor(store, QUICK) as second:
+    with ScalingAdvisor(store, PATIENT) as second:
         assert first.is_leader
         assert not second.is_leader
         before = wanted(store)
@@ -150,11 +152,11 @@ def test_workers_of_another_master_go_on(store: Store) -> None:
     def found() -> dict[str, Any]:
         return read_wanted(store, "workers", "job") or {"count": None}
 
-    with ScalingAdvisor(store, QUICK, workers=decide) as first:
+    with ScalingAdvisor(store, PATIENT, workers=decide) as first:
         until(lambda: found()["count"] == 4)
         counts[0] = None
         until(lambda: not first.wanted())
-        with ScalingAdvisor(store, QUICK, workers=lambda: WorkerAdvice("job", 2, WorkerDecision(6, "more"))):
+        with ScalingAdvisor(store, PATIENT, workers=lambda: WorkerAdvice("job", 2, WorkerDecision(6, "more"))):
             until(lambda: found()["count"] == 6)
         assert [part["count"] for part in found()["decisions"]] == [4, 6]
         counts[0] = 5

@@ -29,7 +29,8 @@ examples:
   edl dashboard --store consul://10.0.0.7:8500
   ssh -L 8650:localhost:8650 HOST           then http://localhost:8650 shows the page that runs on HOST
   edl dashboard --host 0.0.0.0 --token-file tokens --tls-cert cert.pem --tls-key key.pem
-                                            for others, too; a file of tokens: openssl rand -hex 32 > tokens
+                                            for others, too; a file of tokens that only you can read:
+                                            (umask 077; openssl rand -hex 32 > tokens)
   curl -s localhost:8650/api/state | jq .   what the page shows, for programs
 
 It listens on 127.0.0.1, which only this machine reaches. On another --host everybody who reaches the port sees the

@@ -225,7 +225,8 @@ def _default_journal(url: str, job: str) -> str:
     if parts.scheme != "sqlite":
         return "store:"
     file = f"{quote(job, safe='')}.master.sqlite"
-    return f"sqlite://{quote(str(Path(unquote(parts.path)).with_name(file)))}"
+    folder = Path("/" + unquote(parts.path).lstrip("/")).parent  # "//" at the beginning is no other place
+    return f"sqlite://{quote(str(folder / file))}"
 
 
 def _set_aside(journal: str) -> None:

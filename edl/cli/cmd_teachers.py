@@ -103,7 +103,10 @@ def _no_file(url: str) -> bool:
 def _show(registry: Registry, url: str, service: str | None, *, as_json: bool) -> None:
     services = (service,) if service else registry.services()
     snapshots = [registry.snapshot(name) for name in services]
-    view = load_view.look(url, service, len(_ready(snapshots[0]))) if service else None
+    view = None
+    if service:
+        lapsed = frozenset(instance.id for instance in snapshots[0].lapsed)
+        view = load_view.look(url, service, len(_ready(snapshots[0])), lapsed)
     if as_json:
         shown = [snapshot_as_dict(snapshot) | (view.as_dict() if view else {}) for snapshot in snapshots]
         print(json.dumps({"discovery": url, "services": shown}))

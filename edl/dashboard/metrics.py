@@ -77,7 +77,8 @@ METRICS: Final = (
     MetricSpec("edl_job_state", "gauge", (*_JOB, "state"), "1 for the state that the job is in."),
     MetricSpec("edl_job_generation", "gauge", _JOB, "The present generation; grows by 1 with every restart."),
     MetricSpec("edl_job_world_size", "gauge", _JOB, "Ranks that train."),
-    MetricSpec("edl_job_wanted_workers", "gauge", _JOB, "Workers that the job's master wants."),
+    MetricSpec("edl_job_wanted_workers", "gauge", _JOB, "Workers that the job's master wants, if one decides."),
+    MetricSpec("edl_job_wanted_age_seconds", "gauge", _JOB, "Since a master said last how many workers it wants."),
     MetricSpec("edl_job_nodes", "gauge", (*_JOB, "state"), "Nodes that are alive, by what they do."),
     MetricSpec("edl_job_left_out_hosts", "gauge", _JOB, "Hosts left out because a GPU of theirs failed."),
     MetricSpec("edl_job_step", "gauge", _JOB, "The last step that was finished."),
@@ -97,7 +98,8 @@ METRICS: Final = (
     MetricSpec("edl_master_eta_seconds", "gauge", _DATASET, "Until the dataset is done, at that rate."),
     MetricSpec("edl_master_holders", "gauge", _DATASET, "Readers that hold shards or did lately."),
     MetricSpec("edl_pool_replicas", "gauge", ("service",), "Teachers that are ready or start."),
-    MetricSpec("edl_pool_wanted_replicas", "gauge", ("service",), "Teachers that the advisor wants."),
+    MetricSpec("edl_pool_wanted_replicas", "gauge", ("service",), "Teachers that the advisor wants, if one decides."),
+    MetricSpec("edl_pool_wanted_age_seconds", "gauge", ("service",), "Since an advisor said last how many it wants."),
     MetricSpec("edl_service_teachers", "gauge", ("service", "state"), "Teachers by state."),
     MetricSpec("edl_service_students", "gauge", ("service",), "Students that report."),
     MetricSpec("edl_service_teacher_rows_total", "counter", _TEACHER, "Rows that the teacher has computed."),
@@ -153,11 +155,11 @@ class DashboardMetrics(Collector):
         if state is not None and not state.stale:
             samples.add("edl_dashboard_unreadable_records", len(state.unreadable))
             for job in state.jobs:
-                _add_job(samples, job, self._counters)
+                _add_job(samples, job, self._counters, state.time)
                 if job.master is not None:
                     _add_master(samples, job.job, job.master, self._counters)
             for service in state.services:
-                _add_service(samples, service)
+                _add_service(samples, service, state.time)
             self._counters.forget_unseen()
         yield from samples.families()
 
@@ -218,12 +220,14 @@ class _Counters:
         self._seen = set()
 
 
-def _add_job(samples: _Samples, job: JobStatus, counters: _Counters) -> None:
+def _add_job(samples: _Samples, job: JobStatus, counters: _Counters, now_s: float) -> None:
     name = job.job
     for state in _JOB_STATES:
         samples.add("edl_job_state", job.state == state, name, state)
-    if job.wanted_workers is not None:
-        samples.add("edl_job_wanted_workers", job.wanted_workers.count, name)
+    if job.wanted_workers is not None and job.state not in ("done", "failed"):
+        if not job.wanted_workers.is_old(now_s):
+            samples.add("edl_job_wanted_workers", job.wanted_workers.count, name)
+        samples.add("edl_job_wanted_age_seconds", job.wanted_workers.age_s(now_s), name)
     if job.master_only:
         return
     samples.add("edl_job_generation", max(0, job.generation), name)
@@ -236,7 +240,8 @@ def _add_job(samples: _Samples, job: JobStatus, counters: _Counters) -> None:
     if job.step >= 0:
         samples.add("edl_job_step", job.step, name)
         samples.add("edl_job_steps_per_second", job.steps_per_s if running else 0.0, name)
-        samples.add("edl_job_samples_per_second", job.samples_per_s if running else 0.0, name)
+        unknown = job.samples_per_s is None
+        samples.add("edl_job_samples_per_second", job.samples_per_s if running or unknown else 0.0, name)
     samples.add("edl_job_goodput_ratio", job.goodput, name)
     for category, seconds in job.seconds.items():
         samples.add("edl_job_seconds_total", counters.held(seconds, "seconds", name, category), name, category)
@@ -261,14 +266,16 @@ def _add_master(samples: _Samples, job: str, master: MasterStatus, counters: _Co
         samples.add("edl_master_holders", len(dataset.holders), *labels)
 
 
-def _add_service(samples: _Samples, service: ServiceStatus) -> None:
+def _add_service(samples: _Samples, service: ServiceStatus, now_s: float) -> None:
     name = service.service
     states = Counter(teacher.state for teacher in service.teachers)
     for state in _TEACHER_STATES:
         samples.add("edl_service_teachers", states[state], name, state)
     samples.add("edl_pool_replicas", states["ready"] + states["starting"], name)
     if service.wanted is not None:
-        samples.add("edl_pool_wanted_replicas", service.wanted.count, name)
+        if not service.wanted.is_old(now_s):
+            samples.add("edl_pool_wanted_replicas", service.wanted.count, name)
+        samples.add("edl_pool_wanted_age_seconds", service.wanted.age_s(now_s), name)
     samples.add("edl_service_students", len(service.students), name)
     for teacher in service.teachers:
         labels = name, teacher.id

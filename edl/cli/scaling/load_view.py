@@ -33,12 +33,14 @@ class LoadView:
         wanted: how many teachers are wanted; None if no master says.
         live: teachers that are registered and ready.
         trouble: why the Store does not answer; empty if it does.
+        lapsed: ids of teachers whose registration lapsed: what they published last says nothing of now.
     """
 
     load: ServiceLoad | None
     wanted: Mapping[str, Any] | None
     live: int
     trouble: str = ""
+    lapsed: frozenset[str] = frozenset()
 
     @property
     def line(self) -> str:
@@ -53,12 +55,16 @@ class LoadView:
             return {"load": None, "wanted": None, "text": self.line, "load_error": self.trouble}
         required = required_teachers(observe_teachers(self.load, 0.0))
         load = {**self.load.as_dict(), "would_do": required}
+        load["teachers"] = [
+            {**part, "state": "lapsed"} if (part["teacher"] or part["id"]) in self.lapsed else part
+            for part in load["teachers"]
+        ]
         return {"load": load, "wanted": self.wanted, "text": self.line, "load_error": ""}
 
     def renderables(self) -> Iterator[RenderableType]:
         """Yield what a person sees: rates of teachers, demands of students, and the line."""
         if self.load is not None and self.load.teachers:
-            yield _teachers(self.load)
+            yield _teachers(self.load, self.lapsed)
         if self.load is not None and self.load.students:
             yield _students(self.load)
         yield Text(printable(self.line), "bold")
@@ -66,19 +72,21 @@ class LoadView:
             yield Text(printable(_wanted_line(self.wanted)))
 
 
-def look(url: str, service: str, live: int) -> LoadView:
+def look(url: str, service: str, live: int, lapsed: frozenset[str] = frozenset()) -> LoadView:
     """Read what the Store says of a service. An outage is part of the answer.
 
     Args:
         url: of the Store.
         service: the service's name.
         live: teachers that are registered and ready.
+        lapsed: ids of teachers whose registration lapsed.
     """
     try:
         with open_store(url) as store:
-            return LoadView(read_service(store, service), read_wanted(store, "teachers", service), live)
+            wanted = read_wanted(store, "teachers", service)
+            return LoadView(read_service(store, service), wanted, live, lapsed=lapsed)
     except DiscoveryError as exc:
-        return LoadView(None, None, live, str(exc))
+        return LoadView(None, None, live, str(exc), lapsed)
 
 
 def _wanted_line(wanted: Mapping[str, Any]) -> str:
@@ -88,12 +96,15 @@ def _wanted_line(wanted: Mapping[str, Any]) -> str:
     return f"wanted{old}: {count}; {reason}"
 
 
-def _teachers(load: ServiceLoad) -> Table:
+def _teachers(load: ServiceLoad, lapsed: frozenset[str]) -> Table:
     table = _table("teacher", "state")
     for heading in ("rows/s", "could", "busy", "queue"):
         table.add_column(heading, justify="right")
     table.add_column("", overflow="fold")
     for teacher in load.teachers:
+        if (teacher.teacher or teacher.id) in lapsed:
+            table.add_row(Text(printable(teacher.teacher or teacher.id)), Text("lapsed", "red"), *4 * "-", "")
+            continue
         queue = "" if teacher.queue_rows is None else f"{teacher.queue_rows:,}"
         table.add_row(
             Text(printable(teacher.teacher or teacher.id)),

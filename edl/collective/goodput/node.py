@@ -112,6 +112,11 @@ class NodeRecord:
     replicated_us: int = 0
 
     @property
+    def samples_known(self) -> bool:
+        """Whether its workers ever reported samples: a script may report steps alone."""
+        return self.samples_per_s > 0 or any(mark.samples > 0 for mark in self.marks)
+
+    @property
     def until_us(self) -> int:
         """Wall clock of the last sign of life."""
         return self.began_us + sum(span.length_us for span in self.spans)

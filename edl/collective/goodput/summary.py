@@ -70,6 +70,11 @@ class Summary:
     events: tuple[Event, ...]
     exclusions: tuple[Exclusion, ...] = ()
 
+    @property
+    def samples_known(self) -> bool:
+        """Whether any of its nodes ever reported samples."""
+        return any(row.record.samples_known for row in self.nodes)
+
 
 def summarize(record: JobRecord, now_us: int) -> Summary:
     """Sum up what the Store has of a job.
@@ -125,7 +130,7 @@ def as_dict(summary: Summary, last_events: int) -> dict[str, Any]:
         "world_size": summary.world_size,
         "step": summary.step,
         "steps_per_s": summary.steps_per_s,
-        "samples_per_s": summary.samples_per_s,
+        "samples_per_s": summary.samples_per_s if summary.samples_known else None,
         "began": ledger.began_us / 1e6,
         "elapsed_s": ledger.elapsed_us / 1e6,
         "seconds": _seconds(ledger.amounts),
@@ -186,7 +191,7 @@ def _row_as_dict(row: NodeRow) -> dict[str, Any]:
         "generation": row.record.generation,
         "step": row.record.step,
         "steps_per_s": row.record.steps_per_s,
-        "samples_per_s": row.record.samples_per_s,
+        "samples_per_s": row.record.samples_per_s if row.record.samples_known else None,
         "goodput": row.goodput,
         "replica_age_s": row.replica_age_s,
         "seconds": _seconds(sum_amounts(row.record.spans)),

@@ -245,7 +245,7 @@ def _service_point(service: ServiceStatus, now_s: float, look: int) -> ServicePo
         t=now_s,
         rows_per_s=sum(rates) if rates else None,
         teachers=sum(teacher.state in ("ready", "draining") for teacher in service.teachers),
-        wanted=service.wanted.count if service.wanted is not None else None,
+        wanted=service.wanted.count if service.wanted is not None and not service.wanted.is_old(now_s) else None,
         wait_share=sum(waits) / len(waits) if waits else None,
         look=look,
     )

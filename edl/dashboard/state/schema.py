@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, Final
 
 __all__ = [
     "DashboardState",
@@ -33,6 +33,9 @@ __all__ = [
     "WantedDecision",
     "as_json",
 ]
+
+_OLD_S: Final = 60.0
+"""Of a wanted count: masters that decide write it every 10 s. The page has the same bound."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,22 @@ class WantedCount:
     time: float | None = None
     decisions: tuple[WantedDecision, ...] = ()
 
+    def age_s(self, now_s: float) -> float | None:
+        """Return how long ago it was written; None where that is not known.
+
+        Args:
+            now_s: wall clock.
+        """
+        return None if self.time is None else max(0.0, now_s - self.time)
+
+    def is_old(self, now_s: float) -> bool:
+        """Return whether no master decides at present.
+
+        Args:
+            now_s: wall clock.
+        """
+        return (self.age_s(now_s) or 0.0) > _OLD_S
+
 
 @dataclass(frozen=True)
 class NodeStatus:
@@ -85,7 +104,7 @@ class NodeStatus:
         generation: of its workers' world, -1 before the first.
         step: the last finished step, -1 for none.
         steps_per_s: over the last 15 seconds.
-        samples_per_s: over the last 15 seconds.
+        samples_per_s: over the last 15 seconds; None where samples were never reported.
         goodput: of this node's own time.
         replica_age_s: of the newest state of which another node has a replica.
         seconds: of this node, by category.
@@ -100,7 +119,7 @@ class NodeStatus:
     generation: int
     step: int
     steps_per_s: float
-    samples_per_s: float
+    samples_per_s: float | None
     goodput: float | None
     replica_age_s: float | None
     seconds: Mapping[str, float]
@@ -331,7 +350,7 @@ class JobStatus:
         world_size: ranks.
         step: the last finished step, -1 for none.
         steps_per_s: over the last 15 seconds.
-        samples_per_s: over the last 15 seconds.
+        samples_per_s: over the last 15 seconds; None where samples were never reported.
         began: wall clock, 0 without a ledger.
         elapsed_s: since then.
         seconds: by category: train, save, load, rollback, rendezvous, idle, down; their sum is `elapsed_s`.
@@ -353,7 +372,7 @@ class JobStatus:
     world_size: int
     step: int
     steps_per_s: float
-    samples_per_s: float
+    samples_per_s: float | None
     began: float
     elapsed_s: float
     seconds: Mapping[str, float]

@@ -11,10 +11,17 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from edl.dashboard.state.schema import EventRow, ServiceStatus
+from edl.settings import DiscoverySettings
 
 __all__ = ["find_changes"]
 
 _LAPSED: Final = "its lease ran out: the process is dead or paused, or cannot reach the registry"
+_DRAINED: Final = "it had drained"
+_LEFT: Final = "its registration was removed: it closed"
+_GONE: Final = (
+    "its record ended: it closed, or was killed or stood still for longer than its lease "
+    f"({DiscoverySettings.ttl_s:g} s by default)"
+)
 _KINDS: Final = {"ready": "join", "starting": "starting", "draining": "draining", "lapsed": "lapsed"}
 _TEXTS: Final = {
     "ready": "the teacher is ready",
@@ -48,7 +55,8 @@ def _teachers(name: str, before: ServiceStatus | None, after: ServiceStatus | No
             continue
         if state is None:
             if old[teacher] != "lapsed":  # the registry forgets a lapsed one after a while
-                yield EventRow(now_s, "leave", "the teacher has left", service=name, node=teacher)
+                cause = {"draining": _DRAINED, "ready": _LEFT}.get(old[teacher], _GONE)
+                yield EventRow(now_s, "leave", "the teacher has left", cause, service=name, node=teacher)
             continue
         kind, text = _KINDS.get(state, state), _TEXTS.get(state, f"the teacher is {state}")
         yield EventRow(now_s, kind, text, _LAPSED if state == "lapsed" else "", service=name, node=teacher)
@@ -61,4 +69,5 @@ def _students(name: str, before: ServiceStatus | None, after: ServiceStatus | No
         came = student in new
         job = (new if came else old)[student].job or None
         text = "a student has come" if came else "a student has gone"
-        yield EventRow(now_s, "join" if came else "leave", text, job=job, service=name, node=student)
+        cause = "" if came else _GONE
+        yield EventRow(now_s, "join" if came else "leave", text, cause, job=job, service=name, node=student)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from edl.dashboard.state.checks import text
@@ -77,7 +78,9 @@ def _service(
         for instance in snapshot.instances:
             teachers.append(_registered(instance, instance.state, rates.pop(instance.id, None), asked_by))
         for instance in snapshot.lapsed:
-            teachers.append(_registered(instance, "lapsed", rates.pop(instance.id, None), asked_by))
+            rate = rates.pop(instance.id, None)
+            lapsed = _registered(instance, "lapsed", rate, asked_by)
+            teachers.append(replace(lapsed, rows_per_s=None, queue_rows=None, compute_share=None))
     for key in sorted(rates):  # they publish, and are not registered: they start, or the registry is another one
         teachers.append(_unregistered(key, rates[key], asked_by))
     count = decode_wanted(wanted) if wanted is not None else None

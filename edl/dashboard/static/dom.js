@@ -172,10 +172,16 @@ export function setNames(cell, names) {
   }
   view.names = names;
   view.none.hidden = names.length > 0;
-  reconcile(view.list, view.all ? names : names.slice(0, NAMES_SHOWN), (name) => name, (name) => ({
-    root: nameElement(name),
-    update() {},
-  }));
+  const shown = (view.all ? names : names.slice(0, NAMES_SHOWN)).map((name, place) => ({ name, place }));
+  reconcile(view.list, shown, (item) => item.name, ({ name }) => {
+    const separator = element("span"); // text, so that it is copied and read aloud
+    return {
+      root: element("span", {}, separator, nameElement(name)),
+      update({ place }) {
+        setText(separator, place > 0 ? ", " : "");
+      },
+    };
+  });
   view.button.hidden = names.length <= NAMES_SHOWN;
   setText(view.button, view.all ? "fewer" : `and ${names.length - NAMES_SHOWN} more`);
 }

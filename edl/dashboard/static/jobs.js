@@ -80,11 +80,6 @@ class JobCard {
   }
 }
 
-/** A script that reports steps and no samples has 0 of these, which says nothing. */
-function samples({ samplesPerS, stepsPerS }) {
-  return samplesPerS === 0 && stepsPerS > 0 ? UNKNOWN : figure(samplesPerS);
-}
-
 function headline(job) {
   const words = [];
   if (job.goodput !== null) words.push(`goodput ${percent(job.goodput)}`);
@@ -119,7 +114,7 @@ class Summary {
         job.goodput === null
           ? "No step was reported: Checkpointer.save reports them"
           : "Part of the wall-clock time that went into steps which were finished once and not lost"],
-      ["samples/s", samples(job)],
+      ["samples/s", figure(job.samplesPerS)],
       ["steps/s", figure(job.stepsPerS)],
       ["step", job.step !== null && job.step < 0 ? "none yet" : count(job.step)],
       ["ranks", count(job.worldSize)],
@@ -153,8 +148,9 @@ const THROUGHPUTS = [
   { unit: "units/s", read: (point) => point.unitsPerS },
 ];
 
-/** The first kind of throughput that a job has any figures of. */
+/** The first kind of throughput that a job has any figures of; of a master alone only units are known. */
 function throughputOf(job) {
+  if (job.masterOnly) return THROUGHPUTS[2];
   return THROUGHPUTS.find(({ read }) => job.history.some((point) => read(point) > 0)) ?? THROUGHPUTS[0];
 }
 
@@ -218,7 +214,7 @@ class Members {
       column("goodput", "number", (cell, node) => setText(cell, percent(node.goodput))),
       column("step", "number", (cell, node) => setText(cell, node.step !== null && node.step < 0 ? "–" : count(node.step))),
       column("steps/s", "number", (cell, node) => setText(cell, isGone(node) ? UNKNOWN : figure(node.stepsPerS))),
-      column("samples/s", "number", (cell, node) => setText(cell, isGone(node) ? UNKNOWN : samples(node))),
+      column("samples/s", "number", (cell, node) => setText(cell, isGone(node) ? UNKNOWN : figure(node.samplesPerS))),
       column("last heard", "number", (cell, node) => setText(cell, node.silentS === null ? "–" : `${age(node.silentS)} ago`)),
     ], (node) => `${node.node}\n${node.began}`, { noun: "members" });
     this.root = this._table.root;

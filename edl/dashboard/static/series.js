@@ -1,23 +1,33 @@
 // Columns for pictures, from the points of a history: plain functions of arrays.
 
 const BINS = 120; // of the shares over time: wider than a pixel's noise, narrower than a restart that one looks for
-const GAP = 4; // times the usual distance of two points: as far apart, nobody looked in between
+const GAP = 4; // times the usual distance of the points before it or after it: as far apart, nobody looked in between
+const BESIDE = 3; // distances on either side say what is usual there: points are sparse where one scrapes or thins out
+const FEW = 4; // points; fewer do not say what is usual
+const FAR_S = 60; // of few points: whoever follows a history looks more often
 
 /** Return {times, columns}: one column for each reader, with a null where the points have a gap. */
 export function lines(points, readers) {
   const times = [];
   const columns = readers.map(() => []);
-  const usual = median(points.slice(1).map((point, index) => point.t - points[index].t));
+  const distances = points.slice(1).map((point, index) => point.t - points[index].t);
   points.forEach((point, index) => {
-    const last = index > 0 ? points[index - 1].t : point.t;
-    if (usual > 0 && point.t - last > GAP * usual) {
-      times.push((point.t + last) / 2);
+    if (index > 0 && isGap(distances, index - 1)) {
+      times.push((point.t + points[index - 1].t) / 2);
       for (const column of columns) column.push(null);
     }
     times.push(point.t);
     readers.forEach((reader, place) => columns[place].push(reader(point)));
   });
   return { times, columns };
+}
+
+function isGap(distances, place) {
+  const before = median(distances.slice(Math.max(0, place - BESIDE), place));
+  const after = median(distances.slice(place + 1, place + 1 + BESIDE));
+  if (distances.length + 1 < FEW && distances[place] > FAR_S) return true;
+  const usual = Math.max(before, after);
+  return usual > 0 && distances[place] > GAP * usual;
 }
 
 /**
@@ -71,5 +81,5 @@ export function extent(column) {
 
 function median(values) {
   if (values.length === 0) return 0;
-  return [...values].sort((left, right) => left - right)[Math.floor(values.length / 2)];
+  return [...values].sort((left, right) => left - right)[Math.floor((values.length - 1) / 2)];
 }

@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -339,6 +339,7 @@ class MasterServer(Resource):
         except BaseException:
             journal.close()
             raise
+        known = set(book.datasets())
         try:
             await term.begin(replayed)
             term.events.extend(earlier_events(last))
@@ -358,7 +359,8 @@ class MasterServer(Resource):
             await term.close(str(exc))
             raise
         logger.info(
-            "this master leads job %r from now on, at %s: term %d, %s", *(self.job, self.endpoint, number), _told(book)
+            "this master leads job %r from now on, at %s: term %d, %s",
+            *(self.job, self.endpoint, number, _told(book, known)),
         )
         return term
 
@@ -480,6 +482,7 @@ def _is_done(term: Term) -> bool:
     return bool(names) and not term.book.sessions() and all(term.book.is_finished(name) for name in names)
 
 
-def _told(book: ShardBook) -> str:
-    left = [f"{name} {'is done' if book.is_finished(name) else 'goes on'}" for name in sorted(book.datasets())]
-    return ", ".join(left) or "no data set yet"
+def _told(book: ShardBook, known: Collection[str]) -> str:
+    goes_on = {name: "goes on" if name in known else "begins" for name in sorted(book.datasets())}
+    states = [f"{name} {'is done' if book.is_finished(name) else state}" for name, state in goes_on.items()]
+    return ", ".join(states) or "no data set yet"

@@ -117,6 +117,43 @@ def test_strange_first_state_is_drawn(look: Look, state: Any) -> None:
     assert "resnet50-imagenet" in page.evaluate(TEXT)
 
 
+# Times of points, and how many lines they make.
+@pytest.mark.parametrize(
+    ("times", "count"),
+    [
+        ([0, 600], 2), ([0, 600, 1200], 3), ([0, 1, 600], 2), ([0, 2], 1), ([0, 15, 30], 1),
+        ([*range(0, 150, 15), *range(150, 190)], 1), ([*range(40), *range(45, 300, 15)], 1),
+        ([*range(9), 600, *range(1200, 1209)], 3), ([*range(0, 90, 15), *range(900, 909)], 2),
+        (range(0, 36000, 600), 1),
+    ],
+)  # fmt: skip
+def test_gaps_go_by_their_neighbours(look: Look, times: list[int], count: int) -> None:
+    _, page = look(states.EMPTY)
+    points = [{"t": t, "v": 1} for t in times]
+    column = page.evaluate(
+        f"import('./static/series.js').then(({{lines}}) => lines({points}, [(point) => point.v]).columns[0])"
+    )
+    assert column.count(None) == count - 1
+
+
+def test_master_alone_is_measured_in_units(look: Look) -> None:
+    """Its job has no steps and no samples of which to speak, whether or not it moves."""
+    (job, *_) = states.rich()["jobs"]
+    job |= {"job": "labels", "master_only": True, "samples_per_s": None, "steps_per_s": 0.0}
+    job["history"] = [{"t": states.NOW + t, "seconds": {}, "units_per_s": 0.0, "steps_per_s": 0.0} for t in range(3)]
+    _, page = look(states.EMPTY | {"jobs": [job]})
+    text = page.evaluate(TEXT)
+    assert "Throughput, units/s" in text
+    assert "Throughput, samples/s" not in text
+
+
+def test_names_are_apart_when_copied(look: Look) -> None:
+    student = {"id": "r", "job": "", "teachers": ["t1", "t2"]}
+    service = {"service": "s", "teachers": [], "students": [student], "history": []}
+    _, page = look(states.EMPTY | {"services": [service]})
+    assert page.evaluate("document.querySelector('.names').textContent") == "t1, t2"
+
+
 def test_huge_state_stays_quick(look: Look) -> None:
     server, page = look(states.huge())
     assert page.evaluate("document.querySelectorAll('#events tbody tr').length") == 30

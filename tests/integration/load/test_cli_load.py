@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from collections.abc import Iterator
@@ -9,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from edl.cli import main
+from edl.cli.scaling.load_view import LoadView
 from edl.discovery import Instance, Registry, open_registry, open_store
+from edl.load_reporting import read_service
 
 
 @pytest.fixture
@@ -106,3 +110,15 @@ def test_unknown_service_has_no_load(url: str, registry: Registry, capsys: pytes
     text = capsys.readouterr().out
     assert "No teacher of service 'other'" in text
     assert "live" not in text
+
+
+def test_lapsed_teacher_has_one_state(url: str) -> None:
+    """The record that it published last says "ready", and a rate."""
+    publish(url, teacher("t0"), teacher("t1"))
+    with open_store(url) as store:
+        view = LoadView(read_service(store, "s"), None, 1, lapsed=frozenset({"t0"}))
+    assert [part["state"] for part in view.as_dict()["load"]["teachers"]] == ["lapsed", "ready"]
+    output = io.StringIO()
+    Console(file=output, width=200).print(*view.renderables())
+    rows = [line.split() for line in output.getvalue().splitlines() if line.split()[:1] in (["t0"], ["t1"])]
+    assert rows == [["t0", "lapsed", *4 * "-"], ["t1", "ready", "92", "100", "92%", "7"]]

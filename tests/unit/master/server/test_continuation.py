@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from edl.cli.cmd_master import _default_journal
 from edl.errors import ConflictError, SettingsError
 from edl.master.datasets import ShardSettings, open_dataset
 from edl.master.server.continuation import check_continued, check_data, earlier_events, takeover_cause
+from edl.master.server.master_server import _told
 from edl.master.shards import ShardBook
 from edl.protocol import master as messages
 
@@ -87,3 +89,13 @@ def test_a_takeover_has_a_cause(last: dict[str, Any] | None, cause: str) -> None
 @pytest.mark.parametrize("last", [None, {}, {"events": None}, {"events": "x"}, {"events": [1, "x", None]}])
 def test_garbage_is_no_event(last: dict[str, Any] | None) -> None:
     assert earlier_events(last) == []
+
+
+def test_data_of_a_new_journal_begin() -> None:
+    book = book_of(open_dataset("range:100").spec)
+    assert (_told(book, ()), _told(book, ("data",))) == ("data begins", "data goes on")
+
+
+@pytest.mark.parametrize("slashes", ["/", "//"])
+def test_default_journal_has_one_slash(slashes: str) -> None:
+    assert _default_journal(f"sqlite://{slashes}x/store.sqlite", "a/b") == "sqlite:///x/a%252Fb.master.sqlite"

@@ -84,10 +84,6 @@ class Browser:
         os.close(command_in)
         os.close(command_out)
 
-    @property
-    def has_ended(self) -> bool:
-        return self._process.poll() is not None
-
     def call(self, method: str, session: str = "", **parameters: Any) -> dict[str, Any]:
         """Return the result of a command.
 
@@ -115,8 +111,8 @@ class Browser:
             return
         read = os.read(self._in, 1 << 20)
         if not read:
-            code = self._process.wait(ANSWER_S)
-            raise AssertionError(f"the browser ended with code {code}; {self._log.read_text(errors='replace')[-2000:]}")
+            log = self._log.read_text(errors="replace")[-2000:]
+            raise AssertionError(f"the browser's pipe has ended; its exit code: {self._process.poll()}; {log}")
         *messages, self._rest = (self._rest + read).split(b"\0")
         for text in messages:
             message = json.loads(text)
@@ -241,33 +237,14 @@ class Page:
         self._browser.call("Target.disposeBrowserContext", browserContextId=self._context)
 
 
-class _SharedBrowser:
-    """The browser of all tests of a process; another one where that was killed from outside between two tests."""
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A running browser, the same for all tests of a file; each opens its own tabs.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._started: list[Browser] = []
-
-    def get(self) -> Browser:
-        if not self._started or self._started[-1].has_ended:
-            self._started.append(Browser(self._folder / str(len(self._started))))
-        return self._started[-1]
-
-    def close(self) -> None:
-        for browser in self._started:
-            browser.close()
-
-
-@pytest.fixture(scope="session")
-def _shared_browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_SharedBrowser]:
-    shared = _SharedBrowser(tmp_path_factory.mktemp("chromium"))
+    It ends with the file: its pipes would not outlive tests of other files that close descriptors by their numbers.
+    """
+    started = Browser(tmp_path_factory.mktemp("chromium"))
     try:
-        yield shared
+        yield started
     finally:
-        shared.close()
-
-
-@pytest.fixture
-def browser(_shared_browser: _SharedBrowser) -> Browser:
-    """A running browser, the same for all tests; each opens its own tabs."""
-    return _shared_browser.get()
+        started.close()

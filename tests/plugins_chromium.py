@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -53,6 +54,12 @@ def chromium_binary() -> str:
     return found
 
 
+def _moved_up(descriptor: int) -> int:
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 10)
+    os.close(descriptor)
+    return moved
+
+
 class Browser:
     """A running Chromium.
 
@@ -70,8 +77,9 @@ class Browser:
         self._pages: dict[str, Page] = {}
         self._rest = b""
         self._log = folder / "log"
-        # Chromium reads from 3 and writes to 4; moved there by way of numbers that neither has.
-        moved = f"exec 18<&{command_in} 19>&{command_out}; exec 3<&18 4>&19 18<&- 19>&-"
+        # Chromium reads from 3 and writes to 4. Numbers above these, so that neither is moved over the other.
+        command_in, command_out = _moved_up(command_in), _moved_up(command_out)
+        moved = f"exec 3<&{command_in} 4>&{command_out} {command_in}<&- {command_out}>&-"
         home = {"HOME": str(folder), "XDG_CACHE_HOME": str(folder)}
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -237,12 +245,9 @@ class Page:
         self._browser.call("Target.disposeBrowserContext", browserContextId=self._context)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """A running browser, the same for all tests of a file; each opens its own tabs.
-
-    It ends with the file: its pipes would not outlive tests of other files that close descriptors by their numbers.
-    """
+    """A running browser, the same for all tests of a process; each opens its own tabs."""
     started = Browser(tmp_path_factory.mktemp("chromium"))
     try:
         yield started

@@ -1,4 +1,4 @@
-"""Who gets what, over a seeded day of a cluster, and how long a decision takes.
+"""Measures the arbiter over a seeded day of a cluster, and how long a decision takes.
 
 The functions of `edl.master.scaling` share 3,200 GPUs (400 nodes of 8) among the jobs that come in a day, as many as
 request 95% of the GPU hours that there are, while an online load takes 15% to 45% of the GPUs, node after node, and
@@ -73,7 +73,7 @@ def measure(options: Options, picture: Path | None) -> dict[str, list[float]]:
 
 
 def live(size: ClusterSize, seed: int) -> dict[str, Result]:
-    """One day under every policy."""
+    """Run a day under each policy."""
     trace = make_trace(size, seed)
     ancestor = AncestorAutoscaler()
     at_minimum = GangScheduler("gang at the minimum", at_minimum=True)

@@ -1,4 +1,4 @@
-"""Who shares the GPUs out: EDL's own functions, gang scheduling, and the ancestor's autoscaler."""
+"""Policies that share the GPUs out: EDL's own functions, gang scheduling, and the ancestor's autoscaler."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ class AncestorAutoscaler:
         return self._schedule(view)
 
     def _schedule(self, view: ClusterView) -> Placements:
-        """What Kubernetes does: surplus pods end, pods that wait get a node, by priority and age; then borrowers."""
+        """Schedule like Kubernetes: surplus pods end, waiting ones get a node, by priority and age; then borrowers."""
         free = FreeGpus(view.capacities)
         found: Placements = {}
         for name, job in view.jobs.items():

@@ -56,7 +56,7 @@ class RunningJob:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """What a policy sees.
+    """Hold what a policy sees.
 
     Attributes:
         now_s: time.
@@ -100,7 +100,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a trace under a policy.
+    """Hold the outcome of a trace under a policy.
 
     Attributes:
         policy: its name.

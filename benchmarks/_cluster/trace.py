@@ -71,7 +71,7 @@ class Submission:
 
 @dataclass(frozen=True)
 class Trace:
-    """What happens in a day, whoever shares the GPUs out.
+    """Hold the events of a day, which are the same under all policies.
 
     Attributes:
         size: of the cluster.

@@ -1,4 +1,4 @@
-"""What `edl label` is made of.
+"""Parts of the command `edl label`.
 
 `arguments`: the command line; `screen`: progress while it runs; `conclusion`: what is said at its end. With `--job`
 several processes share a run: `job_spec` is what they must have in common (pure), `shards` joins the shards of a job's

@@ -1,4 +1,4 @@
-"""What is said when labels are made: how many, where they are, and how to read them."""
+"""Prints the outcome of a labelling: how many labels, where they are, and how to read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all workers of a labelling job have in common: the data, and what teachers are asked for. Pure."""
+"""The agreement of all workers of a labelling job: the data, and what teachers are asked for. Pure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def shard_rows(rows: int, batch_rows: int) -> int:
 
 @dataclass(frozen=True)
 class LabelJobSpec:
-    """What the first worker of a job sets, and all others must have.
+    """The agreement that the first worker of a job sets, and that all others must have.
 
     Attributes:
         data: of the rows.

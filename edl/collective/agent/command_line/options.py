@@ -75,6 +75,13 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "show their stacks and are started anew; those that visibly work have ten times as long, and those that say "
         "they are busy (Checkpointer.evaluate, busy) as long as they say (default: 300)",
     },
+    "--regroup-timeout": {
+        "metavar": "SECONDS",
+        "type": _seconds,
+        "default": 2.0,
+        "help": "a worker that goes on in its process (run_in_process) and takes longer than this to come to the next "
+        "generation is replaced by a new one; steps that take longer need a longer time (default: 2)",
+    },
     "--grace-period": {
         "metavar": "SECONDS",
         "type": _seconds,

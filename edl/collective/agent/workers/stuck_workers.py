@@ -10,20 +10,22 @@ from edl.collective.agent.health.process_activity import read_queued_s
 from edl.collective.agent.processes.regroup_timer import RegroupTimer
 from edl.collective.worker_status import WorkerStatus
 
-__all__ = ["REGROUP_S", "StuckWorkers"]
+__all__ = ["StuckWorkers"]
 
-REGROUP_S = 2.0
-"""How long a worker may take to go on in its process, which takes a tenth of it; a new worker is there after 0.4 s."""
 _STOPPED_S = 1.0
 """How long a worker may be stopped: a debugger stops and continues a process within it, and all ranks wait for it."""
 
 
 class StuckWorkers:
-    """Finds such workers of a node. Its methods are called several times a second, with process ids by local rank."""
+    """Finds such workers of a node. Its methods are called several times a second, with process ids by local rank.
 
-    def __init__(self) -> None:
+    Args:
+        regroup_s: how long a worker may take to come to the next generation in its process, in seconds.
+    """
+
+    def __init__(self, regroup_s: float) -> None:
         self._stopped_since: dict[int, float] = {}
-        self._regroup_timer = RegroupTimer(REGROUP_S)
+        self._regroup_timer = RegroupTimer(regroup_s)
         self._generation = -1
 
     def expect_generation(self, generation: int, ranks: Collection[int], statuses: Mapping[int, WorkerStatus]) -> None:

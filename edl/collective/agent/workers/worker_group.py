@@ -21,7 +21,7 @@ from edl.collective.agent.processes.stack_dump import dump_stacks
 from edl.collective.agent.processes.zygote import ForkRequest
 from edl.collective.agent.workers.generation_outcome import HANGING, GenerationOutcome
 from edl.collective.agent.workers.status_pages import NodeStatusPages
-from edl.collective.agent.workers.stuck_workers import REGROUP_S, StuckWorkers
+from edl.collective.agent.workers.stuck_workers import StuckWorkers
 from edl.collective.job_records import World
 from edl.collective.worker_status import WorkerStatus
 from edl.errors import EDLError
@@ -68,7 +68,7 @@ class WorkerGroup:
         self._log_tee = LogTee(spec.role)
         self._error_files: dict[int, Path] = {}
         self._outcome = GenerationOutcome(spec)
-        self._stuck_workers = StuckWorkers()
+        self._stuck_workers = StuckWorkers(spec.hang.regroup_s)
         self._began_at = 0.0
         self._prewarm_usable = True
         self._since_generation = 0
@@ -268,7 +268,7 @@ class WorkerGroup:
     def _record_late_worker(self, local_rank: int, running: dict[int, int]) -> None:
         """Have a worker replaced that stayed and has not come to the next generation; show why it has not."""
         rank = self.first_rank + local_rank
-        description = f"worker {local_rank} took more than {REGROUP_S:g} s to go on in process"
+        description = f"worker {local_rank} took more than {self._spec.hang.regroup_s:g} s to go on in process"
         worker = {local_rank: running[local_rank]} if local_rank in running else {}
         stacks = self._dump_stacks(worker, timeout_s=_LATE_STACKS_TIMEOUT_S)
         if stacks:

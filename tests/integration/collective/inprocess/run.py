@@ -25,11 +25,13 @@ DEADLINE_S = 240.0
 """For what takes seconds on an idle machine: processes that import torch share its cores with other tests' there."""
 
 
-def until(condition: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) -> Any:
-    """Poll until `condition()` is true, and return it."""
+def until(
+    condition: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S, output: Callable[[], str] = str
+) -> Any:
+    """Poll until `condition()` is true, and return it. `output` is called for the message of a failure."""
     deadline = time.monotonic() + timeout_s
     while not (result := condition()):
-        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}\n{output()}"
         time.sleep(0.01)
     return result
 
@@ -68,6 +70,8 @@ class Job:
         script = [str(JOB), str(self.folder), *self.arguments]
         # What is lost here is seen to be lost at once, by the end of a process; a lease may be as long as it likes.
         options = ["--nnodes", nodes, "--nproc-per-node", str(workers), "--lease-ttl", "15", *store]
+        if "clings" not in self.arguments:  # a survivor that waits for a busy disk or core is not to be replaced
+            options += ["--regroup-timeout", "60"]
         with (self.folder / "output").open("ab") as output:
             environ = {**os.environ, "OMP_NUM_THREADS": "1"}
             command = [sys.executable, "-m", "edl", "run", *options, *script]
@@ -101,7 +105,8 @@ class Job:
                 return together
             return None
 
-        return until(lambda: found() or self._alive(), f"a world of {size} after generation {after}:\n{self.output}")
+        what = f"a world of {size} after generation {after}"
+        return until(lambda: found() or self._alive(), what, output=lambda: self.output)
 
     def _alive(self) -> None:
         assert any(agent.poll() is None for agent in self.agents), self.output
@@ -117,7 +122,8 @@ class Job:
         def first(pid: int) -> float | None:
             return next((row["at"] for row in self.rows()[pid] if row["generation"] > generation), None)
 
-        until(lambda: all(first(pid) for pid in survivors), f"steps after generation {generation}:\n{self.output}")
+        what = f"steps of {survivors} after generation {generation}"
+        until(lambda: all(first(pid) for pid in survivors), what, output=lambda: self.output)
         return max(first(pid) or 0.0 for pid in survivors) - since
 
 

@@ -72,6 +72,7 @@ def test_reconfigurations_leak_nothing(tmp_path: Path) -> None:
             generation = world[survivor]["generation"]
             kill(next(pid for pid in world if pid != survivor))
             world = job.world(2, after=generation)
+            assert survivor in world, job.output
             generations.append(world[survivor]["generation"])
         early = next(row for row in reversed(job.rows()[survivor]) if row["generation"] == generations[0])
 

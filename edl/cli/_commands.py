@@ -1,6 +1,6 @@
 """Which commands there are, found out without importing them.
 
-A command is a module `edl.cli.cmd_NAME` with `main(argv)`, or an entry point NAME of the group `edl.commands` in any
+A command is a module `cmd_NAME` of `edl.cli` or `edl.cli.kube` with `main(argv)`, or an entry point NAME of the group `edl.commands` in any
 installed package. Its summary is the first line of its module's docstring, read from the source: some commands
 import torch, and `edl --help` should not.
 """
@@ -27,19 +27,25 @@ GROUP = "edl.commands"
 # The order in which somebody new meets them; others follow by name.
 _ORDER = (
     *("demo", "serve", "register", "teachers", "label", "master", "run", "status", "report", "dashboard", "bench"),
+    *("submit", "jobs", "logs", "scale", "suspend", "resume", "delete", "operator"),
 )
+
+_PACKAGES = ("edl.cli", "edl.cli.kube")
 
 _PROVIDERS = {
     "aiohttp": ("aiohttp", "dashboard"),
     "consul": ("py-consul", "consul"),
     "fsspec": ("fsspec", "collective"),
     "grpc_health": ("grpcio-health-checking", "serving"),
+    "kopf": ("kopf", "kubernetes"),
+    "kubernetes": ("kubernetes", "kubernetes"),
     "matplotlib": ("matplotlib", "demo"),
     "paddle": ("paddlepaddle", "paddle"),
     "plotext": ("plotext", "demo"),
     "sklearn": ("scikit-learn", "demo"),
     "tomli": ("tomli", "serving"),
     "torch": ("torch", "torch"),
+    "yaml": ("pyyaml", "kubernetes"),
 }
 """A module -> the package that has it, and the extra of EDL that installs it, with whatever else is needed."""
 
@@ -88,12 +94,12 @@ def _locate(module: str) -> ModuleSpec | None:
 
 def find() -> dict[str, Command]:
     """All commands by name, in the order in which to list them. EDL's own cannot be replaced."""
-    package = importlib.import_module("edl.cli")
     found = {entry.name: Command(entry.name, entry.value) for entry in entry_points(group=GROUP)}
-    for info in pkgutil.iter_modules(package.__path__):
-        if info.name.startswith("cmd_"):
-            name = info.name.removeprefix("cmd_").replace("_", "-")
-            found[name] = Command(name, f"edl.cli.{info.name}:main")
+    for package in _PACKAGES:
+        for info in pkgutil.iter_modules(importlib.import_module(package).__path__):
+            if info.name.startswith("cmd_"):
+                name = info.name.removeprefix("cmd_").replace("_", "-")
+                found[name] = Command(name, f"{package}.{info.name}:main")
     return {name: found[name] for name in sorted(found, key=_rank)}
 
 

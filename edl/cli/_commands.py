@@ -1,8 +1,8 @@
 """Which commands there are, found out without importing them.
 
-A command is a module `cmd_NAME` of `edl.cli` or `edl.cli.kube` with `main(argv)`, or an entry point NAME of the group `edl.commands` in any
-installed package. Its summary is the first line of its module's docstring, read from the source: some commands
-import torch, and `edl --help` should not.
+A command is a module `cmd_NAME` of `edl.cli` or `edl.cli.kube` with `main(argv)`, or an entry point NAME of the group
+`edl.commands` in any installed package. Its summary is the first line of its module's docstring, read from the source:
+some commands import torch, and `edl --help` should not.
 """
 
 from __future__ import annotations

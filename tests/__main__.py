@@ -1,4 +1,4 @@
-"""Runs the tests: those that may run side by side, then jobs of several processes two at a time, then the rest alone.
+"""Runs the tests: those that may run side by side, jobs of several processes two at a time, Kubernetes, the rest alone.
 
     python -m tests                      everything
     python -m tests -k reader -x         a part; arguments are pytest's
@@ -18,7 +18,7 @@ import time
 
 NO_TESTS = 5  # pytest.ExitCode.NO_TESTS_COLLECTED
 INTERRUPTED = 2
-QUICK = "not serial and not consul and not etcd and not chromium and not prometheus"
+QUICK = "not serial and not kubernetes and not consul and not etcd and not chromium and not prometheus"
 
 
 def main() -> int:
@@ -32,8 +32,10 @@ def main() -> int:
     order = ["--dist", "loadfile", "--no-loadscope-reorder"]  # as collected: see LONG in tests/conftest.py
     beside = ["-n", str(options.workers), *order]
     parts = {
-        "side by side": ["-m", "not serial", *beside],
-        "two at a time": ["-m", "serial and not alone", "-n", str(options.jobs), *order],
+        "side by side": ["-m", "not serial and not kubernetes", *beside],
+        "two at a time": ["-m", "serial and not alone and not kubernetes", "-n", str(options.jobs), *order],
+        # One cluster, and jobs whose pods share the cores.
+        "on Kubernetes": ["-m", "kubernetes and not alone", "-n", str(options.jobs), *order],
         "one after another": ["-m", "alone"],
     }
     if options.quick:

@@ -30,6 +30,7 @@ pytest_plugins = [
     "tests.plugins_chromium",
     "tests.plugins_consul",
     "tests.plugins_etcd",
+    "tests.plugins_kubernetes",
     "tests.plugins_prometheus",
     "tests.plugins_slurm",
     "tests.plugins_triton",
@@ -103,6 +104,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No settings from outside, and a discovery file of the test's own as the default."""
     for name in os.environ:
-        if name.startswith(("EDL_", "PADDLE_DISTILL_", "CONSUL_", "ETCDCTL_", "SLURM_", "SLURMD_")):
+        if name.startswith(("EDL_", "PADDLE_DISTILL_", "CONSUL_", "ETCDCTL_", "KUBE", "SLURM_", "SLURMD_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -1,0 +1,254 @@
+"""A pytest plugin with a real Kubernetes cluster.
+
+`cluster` is the one that KUBECONFIG names, or the one of `../shared/kube` on this machine, which is brought up if it is
+not, and taken down by the last test process that uses it. `namespace` is a namespace of the test's own, `operator`
+starts `edl operator` in it, `pod_template` makes pods that run this project, `gpus` advertises GPUs that do not exist,
+and `stoppable_nodes` stops nodes; a test with one of the last two is alone with it.
+
+    KUBECONFIG=FILE [EDL_TEST_IMAGE=IMAGE] pytest tests/kube
+
+An image is needed where the nodes are other machines: one with this version of EDL, and `python -m edl`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.cluster import pods
+from tests.cluster.locks import exclusive_lock, is_free, shared_lock
+from tests.cluster.machine import SCRIPT, KubeMachine
+
+if TYPE_CHECKING:
+    from tests.cluster.api import Cluster
+    from tests.cluster.operator_process import OperatorFactory
+
+TEST_S = 300
+DELETED_S = 120.0
+KUBECONFIG = os.environ.get("KUBECONFIG", "")
+IMAGE = os.environ.get("EDL_TEST_IMAGE", "")
+CHART = Path(__file__).parent.parent / "serving/kube/chart"
+
+
+def _skip(reason: str) -> None:
+    # In CI, nothing may be skipped where the cluster can be built.
+    if os.environ.get("CI") == "true" and SCRIPT.exists():
+        pytest.fail(f"{reason}; in CI nothing may be skipped")
+    pytest.skip(reason)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.kubernetes)
+            if item.get_closest_marker("timeout") is None:
+                # A test waits for its turn with what others use; that is in its fixtures.
+                item.add_marker(pytest.mark.timeout(TEST_S, func_only=True))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    outcome: Any = yield
+    report = outcome.get_result()
+    arguments = getattr(item, "funcargs", {})
+    if report.when != "call" or not report.failed or "namespace" not in arguments:
+        return
+    report.sections.append(("Kubernetes", arguments["cluster"].describe(arguments["namespace"])))
+    if "operator" in arguments:
+        report.sections.append(("edl operator", arguments["operator"].text))
+
+
+def _shared_machine() -> KubeMachine | None:
+    if not SCRIPT.exists() or os.getuid() != 0:
+        return None
+    return KubeMachine()
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The cluster, with EDL's resources; the same for all tests and test processes of this machine."""
+    if importlib.util.find_spec("kubernetes") is None:
+        _skip("the package kubernetes is not installed: pip install 'elastic-distill[kubernetes]'")
+    from tests.cluster.api import Cluster, helm_program, kubectl_program
+
+    if not kubectl_program() or not helm_program():
+        _skip("kubectl or helm is neither in .tools/helm nor on PATH: tools/kubernetes.sh fetches them")
+    machine = _shared_machine()
+    if KUBECONFIG and not (machine and Path(KUBECONFIG).resolve() == machine.home / "run/kubeconfig"):
+        found = Cluster(Path(KUBECONFIG), image=IMAGE)
+        try:
+            _install_resources(found)
+            yield found
+        finally:
+            found.close()
+        return
+    if machine is None:
+        _skip(
+            "no Kubernetes cluster: KUBECONFIG names none, and the one that ../shared/kube builds is not here, or needs"
+            " root"
+        )
+        return
+    folder = tmp_path_factory.mktemp("kube")
+    with contextlib.ExitStack() as stack:
+        with exclusive_lock("up"):
+            machine.up()
+            stack.enter_context(shared_lock("use"))
+            root = folder / "image"
+            pods.make_root(root)
+            image = machine.load_image(root, ["/usr/bin/true"])
+            machine.write_kubeconfig(folder / "kubeconfig.json")
+            found = Cluster(folder / "kubeconfig.json", machine, image)
+            stack.callback(found.close)
+            _install_resources(found)
+        yield found
+    with exclusive_lock("up"):
+        if machine.started_by_tests and is_free("use"):
+            machine.down()
+
+
+def _install_resources(cluster: Cluster) -> None:
+    for path in sorted((CHART / "files").glob("*.yaml")):
+        cluster.kubectl("apply", "-f", str(path))
+    cluster.apply(
+        {
+            "apiVersion": "scheduling.k8s.io/v1",
+            "kind": "PriorityClass",
+            "metadata": {"name": "edl-teacher"},
+            "value": -100,
+            "preemptionPolicy": "Never",
+        }
+    )
+
+
+@pytest.fixture
+def _cluster_lock(request: pytest.FixtureRequest, cluster: Cluster) -> Iterator[None]:
+    lock = exclusive_lock if "stoppable_nodes" in request.fixturenames else shared_lock
+    with lock("nodes"):
+        yield
+
+
+@pytest.fixture
+def machine(cluster: Cluster) -> KubeMachine:
+    """The cluster's machine: skips where the cluster is another's."""
+    if cluster.machine is None:
+        pytest.skip("the cluster that KUBECONFIG names has nodes that this test could not stop or give GPUs")
+    return cluster.machine
+
+
+@pytest.fixture
+def gpus(machine: KubeMachine, cluster: Cluster, _cluster_lock: None) -> Iterator[Callable[[str, int], None]]:
+    """`gpus("node1", 2)` advertises two `nvidia.com/gpu`; no other test has any meanwhile."""
+    given: set[str] = set()
+
+    def set_gpus(node: str, count: int) -> None:
+        given.add(node)
+        machine.set_gpus(node, count)
+        cluster.wait(f"{node} with {count} GPUs", lambda: _count_gpus(cluster, node) == count)
+
+    with exclusive_lock("gpus"):
+        yield set_gpus
+        for node in given:
+            machine.set_gpus(node, 0)
+
+
+def _count_gpus(cluster: Cluster, node: str) -> int:
+    return int(cluster.ask(f"/api/v1/nodes/{node}")["status"]["allocatable"].get("nvidia.com/gpu", 0))
+
+
+class StoppableNodes:
+    """Nodes to stop; those that are stopped are started again when the test ends.
+
+    Args:
+        machine: where they run.
+    """
+
+    def __init__(self, machine: KubeMachine) -> None:
+        self._machine = machine
+        self.stopped: set[str] = set()
+
+    def stop(self, node: str) -> None:
+        """Kill a node's kubelet and containers."""
+        self.stopped.add(node)
+        self._machine.stop_node(node)
+
+    def start(self, node: str) -> None:
+        """Bring a node back, and wait until it is ready."""
+        self._machine.start_node(node)
+        self.stopped.discard(node)
+
+
+@pytest.fixture
+def stoppable_nodes(machine: KubeMachine, _cluster_lock: None) -> Iterator[StoppableNodes]:
+    """`stoppable_nodes.stop("node2")`; no other test uses the cluster meanwhile."""
+    nodes = StoppableNodes(machine)
+    try:
+        yield nodes
+    finally:
+        for node in sorted(nodes.stopped):
+            nodes.start(node)
+
+
+@pytest.fixture
+def image(cluster: Cluster) -> str:
+    """An image for pods that run EDL: see `pod_template`."""
+    if not cluster.image:
+        pytest.skip("EDL_TEST_IMAGE names no image with this version of EDL for the cluster of KUBECONFIG")
+    return cluster.image
+
+
+@pytest.fixture
+def pod_template(cluster: Cluster, image: str) -> Callable[..., dict[str, Any]]:
+    """`tests.cluster.pods.pod_template` without its first argument."""
+    return functools.partial(pods.pod_template, image, host=cluster.machine is not None)
+
+
+@pytest.fixture
+def namespace(request: pytest.FixtureRequest, cluster: Cluster, _cluster_lock: None) -> Iterator[str]:
+    """A namespace of this test alone; it is deleted, with all pods, when the test ends."""
+    for name in ("stoppable_nodes", "gpus"):
+        if name in request.fixturenames:
+            request.getfixturevalue(name)  # so that it ends after the namespace
+    name = f"edl-test-{secrets.token_hex(4)}"
+    cluster.ask("/api/v1/namespaces", "POST", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+    try:
+        cluster.wait(
+            "the namespace's service account",
+            lambda: cluster.ask(f"/api/v1/namespaces/{name}/serviceaccounts/default"),
+        )
+        yield name
+    finally:
+        delete_namespace(cluster, name)
+
+
+def delete_namespace(cluster: Cluster, name: str) -> None:
+    """Delete a namespace, and wait until its pods have gone; its other objects go by themselves."""
+    path = f"/api/v1/namespaces/{name}"
+    if cluster.ask(path) is None:
+        return
+    cluster.ask(path, "DELETE")
+    deadline = time.monotonic() + DELETED_S
+    while cluster.ask(f"{path}/pods")["items"]:
+        if time.monotonic() > deadline:
+            raise AssertionError(f"pods outlived their namespace:\n{cluster.describe(name)}")
+        # Again, until none is made any more.
+        cluster.ask(f"{path}/pods", "DELETE", {"gracePeriodSeconds": 1})
+        time.sleep(0.3)
+
+
+@pytest.fixture
+def operator(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[OperatorFactory]:
+    """`operator(*arguments, capacity=False)` starts `edl operator` here, with the chart's service account's rights."""
+    from tests.cluster.operator_process import operators
+
+    with operators(cluster, namespace, tmp_path) as factory:
+        yield factory

@@ -1,0 +1,10 @@
+"""Member pods of ElasticJobs and TeacherPools: read, named, built, and their ends recorded; the same for every role.
+
+Workers, teachers and masters are members alike. What a planner decides with is a `MemberPod`; what must outlive a pod
+stands in the owner's `status.members`. What does not belong here: how many members there should be
+(`edl.master.kube.jobs`, `edl.master.kube.pools`), and calls of the API.
+"""
+
+from edl.master.kube.members.member_pod import MemberPod, read_member_pod, read_member_pods
+
+__all__ = ["MemberPod", "read_member_pod", "read_member_pods"]

@@ -1,0 +1,127 @@
+"""What a pod's JSON tells of its end, as the plain report that `edl.master.scaling.terminations` weighs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from edl.master.scaling.terminations import TerminationReport
+
+__all__ = ["build_termination_report", "find_main_container", "get_list", "get_mapping", "get_text", "is_node_silent"]
+
+MAIN_CONTAINER: Final = "edl"
+"""A container of this name is the member's, wherever it stands among others; without it, the first is."""
+_MAX_MESSAGE_CHARS: Final = 4096  # of /dev/termination-log, the kubelet keeps no more
+
+
+def get_mapping(parent: object, key: str) -> Mapping[str, Any]:
+    """Return a mapping inside a mapping of JSON; empty where there is none.
+
+    Args:
+        parent: of which kind ever.
+        key: whose value is wanted.
+    """
+    value = parent.get(key) if isinstance(parent, Mapping) else None
+    return value if isinstance(value, Mapping) else {}
+
+
+def get_list(parent: object, key: str) -> list[Mapping[str, Any]]:
+    """Return the mappings of a list inside a mapping of JSON; empty where there is no list.
+
+    Args:
+        parent: of which kind ever.
+        key: whose value is wanted.
+    """
+    value = parent.get(key) if isinstance(parent, Mapping) else None
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
+
+
+def get_text(parent: object, key: str) -> str:
+    """Return a text inside a mapping of JSON; empty where there is none.
+
+    Args:
+        parent: of which kind ever.
+        key: whose value is wanted.
+    """
+    value = parent.get(key) if isinstance(parent, Mapping) else None
+    return value if isinstance(value, str) else ""
+
+
+def find_main_container(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the container of a pod's spec that is the member; empty where there is no container.
+
+    Args:
+        spec: of a pod or a pod template.
+    """
+    containers = get_list(spec, "containers")
+    named = [container for container in containers if container.get("name") == MAIN_CONTAINER]
+    return (named or containers or [{}])[0]
+
+
+def is_node_silent(pod: Mapping[str, Any]) -> bool:
+    """Whether the node controller has marked a pod as not ready since its node no longer answers.
+
+    It writes the condition `Ready` and leaves `ContainersReady` as the kubelet wrote it; the kubelet itself writes such
+    a pair only where readiness gates are set.
+
+    Args:
+        pod: as the API has it.
+    """
+    if get_text(get_mapping(pod, "status"), "reason") == "NodeLost":
+        return True
+    if get_list(get_mapping(pod, "spec"), "readinessGates"):
+        return False
+    found = {
+        get_text(item, "type"): get_text(item, "status") for item in get_list(get_mapping(pod, "status"), "conditions")
+    }
+    return found.get("Ready") in ("False", "Unknown") and found.get("ContainersReady") == "True"
+
+
+def build_termination_report(pod: Mapping[str, Any], events: Iterable[str] = ()) -> TerminationReport:
+    """Return what is known of a pod's end, or would be if it ended now.
+
+    Args:
+        pod: as the API has it.
+        events: reasons of the pod's events since it started.
+    """
+    status = get_mapping(pod, "status")
+    main = get_text(find_main_container(get_mapping(pod, "spec")), "name")
+    state: Mapping[str, Any] = {}
+    for container in get_list(status, "containerStatuses"):
+        if container.get("name") == main:
+            state = get_mapping(container, "state")
+    terminated, waiting = get_mapping(state, "terminated"), get_mapping(state, "waiting")
+    agent = _read_agent_message(get_text(terminated, "message"))
+    signal = terminated.get("signal")
+    kills = agent.get("oom_kills")
+    return TerminationReport(
+        exit_code=_read_int(terminated.get("exitCode")),
+        signal=_read_int(signal) or 0,
+        oom_kills=kills if isinstance(kills, int) and not isinstance(kills, bool) and kills >= 0 else None,
+        agent_cause=get_text(agent, "cause"),
+        pod_phase=get_text(status, "phase"),
+        pod_reason=get_text(status, "reason"),
+        container_reason=get_text(terminated, "reason") or get_text(waiting, "reason"),
+        conditions=tuple(
+            get_text(item, "reason")
+            for item in get_list(status, "conditions")
+            if item.get("status") == "True" and get_text(item, "reason")
+        ),
+        events=tuple(events),
+        node_ready=False if is_node_silent(pod) else None,
+        message=get_text(agent, "message") or get_text(waiting, "message") or get_text(status, "message"),
+    )
+
+
+def _read_int(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _read_agent_message(text: str) -> Mapping[str, Any]:
+    """Return what `edl run` wrote to the termination log; another program's text is the message as it is."""
+    try:
+        read = json.loads(text)
+    except (ValueError, RecursionError):
+        read = None
+    return read if isinstance(read, dict) else {"message": text.strip()[-_MAX_MESSAGE_CHARS:]}

@@ -1,0 +1,207 @@
+"""A member pod as it was read: plain values, on which planners decide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from edl.errors import ProtocolError
+from edl.master.kube.members.evidence import (
+    build_termination_report,
+    find_main_container,
+    get_list,
+    get_mapping,
+    get_text,
+    is_node_silent,
+)
+from edl.master.kube.members.naming import INDEX_LABEL, OWNER_UID_LABEL, ROLE_LABEL, TRY_LABEL
+from edl.master.scaling.terminations import TerminationReport
+
+__all__ = ["MemberPod", "read_member_pod", "read_member_pods"]
+
+_MAX_NUMBER = 10**9  # of an index or try: what no operator reaches, and what every JSON reader holds exactly
+
+
+@dataclass(frozen=True)
+class MemberPod:
+    """A pod of an ElasticJob or a TeacherPool.
+
+    Attributes:
+        name: of the pod.
+        role: `worker`, `teacher` or `master`.
+        index: of the member, from 0.
+        try_number: of the member's pods, from 0.
+        uid: of the pod.
+        owner_uid: of the resource that it belongs to.
+        resource_version: at which it was read.
+        phase: `status.phase`; `Pending` where none is written yet.
+        ready: whether its containers say that they are ready.
+        scheduled: whether it has a node.
+        unschedulable: the scheduler's words why it has none; empty if it did not say any.
+        node: on which it is; empty before.
+        node_silent: its node no longer answers.
+        deleting: it was asked to end, by whomever; on a dead node it stays so.
+        delete_by_s: when its grace period is over, Unix time; None if it is not deleting.
+        created_s: when it was created, Unix time.
+        started_s: when its main container started; None before.
+        finished_s: when its main container ended; None before.
+        finished: its main container has ended, or the pod was given up before it began.
+        waiting: reason for which its main container does not start, such as `ImagePullBackOff`; empty if there is none.
+        waiting_message: the kubelet's words for that.
+        request: what its main container asks for, as in its spec: resource -> quantity.
+        priority: by which the scheduler compares it.
+        labels: of the pod.
+        termination: what is known of its end; of a pod that goes on, what would be if it ended now.
+    """
+
+    name: str
+    role: str
+    index: int
+    try_number: int
+    uid: str
+    owner_uid: str = ""
+    resource_version: str = ""
+    phase: str = "Pending"
+    ready: bool = False
+    scheduled: bool = False
+    unschedulable: str = ""
+    node: str = ""
+    node_silent: bool = False
+    deleting: bool = False
+    delete_by_s: float | None = None
+    created_s: float = 0.0
+    started_s: float | None = None
+    finished_s: float | None = None
+    finished: bool = False
+    waiting: str = ""
+    waiting_message: str = ""
+    request: Mapping[str, str] = field(default_factory=dict)
+    priority: int = 0
+    labels: Mapping[str, str] = field(default_factory=dict)
+    termination: TerminationReport = field(default_factory=TerminationReport)
+
+    @property
+    def live(self) -> bool:
+        """Whether it takes part, or will: it has neither ended nor been asked to."""
+        return not self.deleting and not self.finished
+
+    @property
+    def pending(self) -> bool:
+        """Whether it waits for a node."""
+        return self.live and not self.scheduled
+
+    @property
+    def key(self) -> str:
+        """The member's key in `status.members`, as `worker-0`."""
+        return f"{self.role}-{self.index}"
+
+
+def read_member_pods(
+    pods: Iterable[Mapping[str, Any]], owner_uid: str, events: Mapping[str, Iterable[str]] | None = None
+) -> tuple[tuple[MemberPod, ...], tuple[str, ...]]:
+    """Read an owner's member pods out of a list, and why some are none.
+
+    Args:
+        pods: as the API has them.
+        owner_uid: of the owner.
+        events: uid of a pod -> reasons of its events, where they are known.
+
+    Returns:
+        The member pods by role, index and try; and a line for each pod that has the owner's label and is no member,
+        which is left alone.
+    """
+    found: list[MemberPod] = []
+    reasons: list[str] = []
+    for pod in pods:
+        if get_text(get_mapping(get_mapping(pod, "metadata"), "labels"), OWNER_UID_LABEL) != owner_uid:
+            continue
+        try:
+            found.append(read_member_pod(pod, (events or {}).get(get_text(get_mapping(pod, "metadata"), "uid"), ())))
+        except ProtocolError as error:
+            reasons.append(str(error))
+    return tuple(sorted(found, key=lambda pod: (pod.role, pod.index, pod.try_number))), tuple(sorted(reasons))
+
+
+def read_member_pod(pod: Mapping[str, Any], events: Iterable[str] = ()) -> MemberPod:
+    """Read a member pod.
+
+    Args:
+        pod: as the API has it.
+        events: reasons of the pod's events since it started, where they are known.
+
+    Raises:
+        ProtocolError: it is not a member's; the message says what is missing.
+    """
+    metadata, spec, status = (get_mapping(pod, key) for key in ("metadata", "spec", "status"))
+    labels = {key: value for key, value in get_mapping(metadata, "labels").items() if isinstance(value, str)}
+    name, uid, owner_uid = get_text(metadata, "name"), get_text(metadata, "uid"), labels.get(OWNER_UID_LABEL, "")
+    index, try_number = _read_number(labels.get(INDEX_LABEL)), _read_number(labels.get(TRY_LABEL))
+    role = labels.get(ROLE_LABEL, "")
+    if not name or not uid:
+        raise ProtocolError("a pod without name or uid")
+    if index is None or try_number is None or not role:
+        raise ProtocolError(f"pod {name}: no member: role, index or try is missing among its labels")
+    controllers = [get_text(item, "uid") for item in get_list(metadata, "ownerReferences") if item.get("controller")]
+    if controllers != [owner_uid]:
+        raise ProtocolError(f"pod {name}: no member: it has the labels of a member, but is not controlled by its owner")
+    conditions = {get_text(item, "type"): item for item in get_list(status, "conditions")}
+    scheduled = conditions.get("PodScheduled", {})
+    main = find_main_container(spec)
+    state: Mapping[str, Any] = {}
+    for container in get_list(status, "containerStatuses"):
+        if container.get("name") == main.get("name"):
+            state = get_mapping(container, "state")
+    running, terminated, waiting = (get_mapping(state, key) for key in ("running", "terminated", "waiting"))
+    phase = get_text(status, "phase") or "Pending"
+    node = get_text(spec, "nodeName")
+    return MemberPod(
+        name=name,
+        role=role,
+        index=index,
+        try_number=try_number,
+        uid=uid,
+        owner_uid=owner_uid,
+        resource_version=get_text(metadata, "resourceVersion"),
+        phase=phase,
+        ready=get_text(conditions.get("Ready"), "status") == "True",
+        scheduled=bool(node),
+        unschedulable=get_text(scheduled, "message") if scheduled.get("reason") == "Unschedulable" and not node else "",
+        node=node,
+        node_silent=is_node_silent(pod),
+        deleting=bool(metadata.get("deletionTimestamp")),
+        delete_by_s=_read_time(metadata.get("deletionTimestamp")),
+        created_s=_read_time(metadata.get("creationTimestamp")) or 0.0,
+        started_s=_read_time(running.get("startedAt") or terminated.get("startedAt")),
+        finished_s=_read_time(terminated.get("finishedAt")),
+        finished=phase in ("Succeeded", "Failed") or "exitCode" in terminated,
+        waiting=get_text(waiting, "reason"),
+        waiting_message=get_text(waiting, "message"),
+        request=_read_request(main),
+        priority=spec["priority"] if isinstance(spec.get("priority"), int) else 0,
+        labels=labels,
+        termination=build_termination_report(pod, events),
+    )
+
+
+def _read_time(value: object) -> float | None:
+    """Return the Unix time that the API wrote; None for what is no time with a zone."""
+    try:
+        read = datetime.fromisoformat(value.replace("Z", "+00:00")) if isinstance(value, str) else None
+        return read.timestamp() if read is not None and read.tzinfo is not None else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def _read_number(text: str | None) -> int | None:
+    if text is None or not text.isascii() or not text.isdecimal() or len(text) > 10 or int(text) > _MAX_NUMBER:
+        return None
+    return int(text)
+
+
+def _read_request(container: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a container asks for: a limit without a request is a request as well."""
+    resources = get_mapping(container, "resources")
+    asked = {**get_mapping(resources, "limits"), **get_mapping(resources, "requests")}
+    return {name: str(amount) for name, amount in asked.items() if isinstance(amount, str | int)}

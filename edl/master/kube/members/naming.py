@@ -1,0 +1,66 @@
+"""Names and labels of member pods, alike for workers, teachers and masters.
+
+A pod's name has its try in it, so that a pod that hangs on a dead node does not block its successor. What a name is too
+long for is cut, and told apart by a hash of the whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Final
+
+__all__ = [
+    "INDEX_LABEL",
+    "JOB_LABEL",
+    "MANAGED_BY",
+    "OWNER_UID_LABEL",
+    "POOL_LABEL",
+    "ROLE_LABEL",
+    "TRY_LABEL",
+    "build_member_name",
+    "shorten_name",
+]
+
+JOB_LABEL: Final = "edl.io/job"
+POOL_LABEL: Final = "edl.io/pool"
+OWNER_UID_LABEL: Final = "edl.io/owner-uid"
+ROLE_LABEL: Final = "edl.io/role"
+INDEX_LABEL: Final = "edl.io/index"
+TRY_LABEL: Final = "edl.io/try"
+MANAGED_BY: Final = ("app.kubernetes.io/managed-by", "edl")
+
+MAX_LABEL_CHARS: Final = 63
+"""A DNS-1123 label and a label's value have no more characters; a pod's name beyond it has its host name cut."""
+_HASH_CHARS: Final = (
+    8  # 32 bits: a namespace has a few thousand names, of which two collide once in a thousand clusters
+)
+_NOT_IN_A_LABEL: Final = re.compile(r"[^a-z0-9-]")
+
+
+def shorten_name(name: str, limit: int) -> str:
+    """Return a name as a DNS-1123 label of at most `limit` characters; as it is if it is such a label.
+
+    Args:
+        name: of a resource: lower-case letters, digits, `-` and `.`, of any length.
+        limit: how many characters there is room for, from 10.
+    """
+    label = _NOT_IN_A_LABEL.sub("-", name.lower()).strip("-")
+    if label == name and len(label) <= limit:
+        return label
+    digest = hashlib.sha256(name.encode()).hexdigest()[:_HASH_CHARS]
+    return f"{label[: limit - _HASH_CHARS - 1].strip('-') or 'x'}-{digest}"
+
+
+def build_member_name(owner_name: str, role: str, index: int, try_number: int) -> str:
+    """Return a member pod's name, `NAME-ROLE-INDEX-TRY`: a DNS-1123 label, the same whoever computes it.
+
+    Args:
+        owner_name: of the ElasticJob or TeacherPool.
+        role: `worker`, `teacher` or `master`.
+        index: of the member, from 0.
+        try_number: of the member's pods, from 0.
+    """
+    suffix = f"-{role}-{index}-{try_number}"
+    name = shorten_name(owner_name, MAX_LABEL_CHARS - len(suffix)) + suffix
+    return name if name[0].isalpha() or name[0].isdigit() else f"x{name[1:]}"

@@ -32,9 +32,8 @@ MANAGED_BY: Final = ("app.kubernetes.io/managed-by", "edl")
 
 MAX_LABEL_CHARS: Final = 63
 """A DNS-1123 label and a label's value have no more characters; a pod's name beyond it has its host name cut."""
-_HASH_CHARS: Final = (
-    8  # 32 bits: a namespace has a few thousand names, of which two collide once in a thousand clusters
-)
+_HASH_CHARS: Final = 8
+"""32 bits: with a thousand cut names in a namespace, two of them are the same in 1 of 8,000 clusters."""
 _NOT_IN_A_LABEL: Final = re.compile(r"[^a-z0-9-]")
 
 

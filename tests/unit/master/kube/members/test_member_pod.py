@@ -52,7 +52,7 @@ def test_oom_kill_inside_the_container() -> None:
     assert find_termination_cause(report).cause is TerminationCause.OUT_OF_MEMORY
 
 
-def test_main_container_ends_beside_a_sidecar() -> None:
+def test_sidecar_outlives_the_member() -> None:
     pod = build_ended(0)
     pod["spec"]["containers"] = [{"name": "log"}, {"name": "edl"}]
     pod["status"]["phase"] = "Running"

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import edl
 from edl.cli import _commands
 from edl.errors import DiscoveryError, EDLError, SettingsError
+from edl.init_process import run_init
 from edl.settings import read
 
 __all__ = ["main"]
@@ -65,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code. `argparse` may raise SystemExit instead.
     """
+    if argv is None and (code := run_init()) is not None:
+        return code
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _dispatch(arguments)

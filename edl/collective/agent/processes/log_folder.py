@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from edl.errors import SettingsError
+
 __all__ = ["kept_log_folder", "temporary_log_folder"]
 
 _LOGS: Final = "edl-logs-"
@@ -26,8 +28,17 @@ def temporary_log_folder() -> Iterator[str]:
 
     Yields:
         Its path.
+
+    Raises:
+        SettingsError: no folder for temporary files can be written to, as in a container with a read-only root.
     """
-    base = Path(tempfile.gettempdir())
+    try:
+        base = Path(tempfile.gettempdir())
+    except FileNotFoundError as exc:
+        raise SettingsError(
+            "no folder for temporary files can be written to, which workers need as well: set TMPDIR, or in a "
+            "container with a read-only root mount a folder at /tmp (in Kubernetes an emptyDir)"
+        ) from exc
     for path in base.glob(f"{_LOGS}*"):
         with suppress(OSError), _locked(path):
             if path.stat().st_uid == os.getuid() and time.time() - path.stat().st_mtime > _ABANDONED_S:

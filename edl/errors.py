@@ -7,12 +7,16 @@
     ├── ClosedError                the object was closed, or inherited through a fork
     ├── TemporaryError             the same call may succeed later
     │   ├── DiscoveryError         the registry or store cannot be reached
+    │   ├── KubernetesError        the API server of Kubernetes is away, too slow or overloaded
+    │   ├── QuotaExceededError     a quota of the namespace has no room for the object
     │   ├── JournalError           what must outlive the process cannot be written or read
     │   ├── NoMasterError          no master of a job within `timeout_s` (also a TimeoutError)
     │   ├── NoTeacherError         no live teacher within `teacher_timeout` (also a TimeoutError)
     │   └── OverloadedError        a teacher's queue is full
     └── PermanentError             the same call will fail again
+        ├── AccessDeniedError      Kubernetes takes the credentials not at all, or not for this
         ├── ConflictError          a compare-and-set, lock or name was taken by another
+        ├── InvalidObjectError     Kubernetes refuses an object, or does not have its kind
         ├── LeaseLostError         a lease expired before it was renewed
         ├── PoisonedShardsError    shards of a data set were given up after they failed again and again
         ├── SourceError            the user's data cannot be read, have changed, or cannot be sent
@@ -27,12 +31,15 @@ Errors of libraries (grpc, sqlite3, requests) are translated where EDL calls the
 from __future__ import annotations
 
 __all__ = [
+    "AccessDeniedError",
     "BadOutputError",
     "ClosedError",
     "ConflictError",
     "DiscoveryError",
     "EDLError",
+    "InvalidObjectError",
     "JournalError",
+    "KubernetesError",
     "LeaseLostError",
     "NoMasterError",
     "NoTeacherError",
@@ -40,6 +47,7 @@ __all__ = [
     "PermanentError",
     "PoisonedShardsError",
     "ProtocolError",
+    "QuotaExceededError",
     "RejectedError",
     "SettingsError",
     "SourceError",
@@ -65,6 +73,24 @@ class TemporaryError(EDLError):
 
 class DiscoveryError(TemporaryError):
     """The registry or the store did not answer. Never used for "there is nothing"."""
+
+
+class KubernetesError(TemporaryError):
+    """The API server of Kubernetes did not do what was asked: it is away, slow or overloaded. Never used for "none".
+
+    Whether a change was made is not known: a caller that goes on looks first.
+
+    Attributes:
+        retry_after_s: seconds after which the server wants to be asked again; 0 where it says nothing.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class QuotaExceededError(TemporaryError):
+    """A ResourceQuota of the namespace has no room for the object. Carries the server's words."""
 
 
 class JournalError(TemporaryError):
@@ -103,6 +129,14 @@ class OverloadedError(TemporaryError):
 
 class PermanentError(EDLError):
     """The same call will fail again."""
+
+
+class AccessDeniedError(PermanentError):
+    """Kubernetes refuses the credentials, or what they ask for. The message names the missing rule of RBAC."""
+
+
+class InvalidObjectError(PermanentError):
+    """Kubernetes refuses an object (a field, a policy, a namespace that ends), or does not have its kind."""
 
 
 class ConflictError(PermanentError):

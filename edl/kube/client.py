@@ -1,0 +1,411 @@
+"""The verbs of the API: get, list, create, apply, patch, delete, scale, logs."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
+
+from edl.errors import InvalidObjectError, KubernetesError
+from edl.kube.connection import Connection, Stream
+from edl.kube.objects import Object, ObjectList
+from edl.kube.resource_types import PODS, ResourceType
+from edl.kube.responses import Call, ExpiredError, MissingError, NotServedError, parse_object
+from edl.kube.settings import KubeSettings
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+__all__ = ["KubeClient"]
+
+_PAGE: Final = 500
+"""Objects in an answer, as kubectl has it: some megabytes of pods."""
+_MOST_RELISTS: Final = 2
+"""Lists of pages begun again because the first pages are no longer kept; the last one asks for all at once."""
+_NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._:-]*[A-Za-z0-9])?")
+"""Of an object. Checked before it becomes a part of a path: a DELETE without a name deletes them all."""
+_WATCH_GRACE_S: Final = 20.0
+"""How much longer than its own end a watch may be silent before its connection counts as dead."""
+
+
+class KubeClient:
+    """Calls to an API server. Thread-safe; a context manager; not to be used in a fork of the process that opened it.
+
+    Every method raises, beside what it says: KubernetesError where the server cannot be reached, or does not answer in
+    time; AccessDeniedError where it does not let the caller; InvalidObjectError where it refuses the object, or does
+    not have the kind; ClosedError after `close`.
+
+    Args:
+        settings: which cluster, and as whom; None for the kubeconfig's or the pod's own.
+
+    Raises:
+        SettingsError: no cluster is named anywhere, or the file that names it cannot be used.
+    """
+
+    def __init__(self, settings: KubeSettings | None = None) -> None:
+        self._settings = settings or KubeSettings()
+        self._connection = Connection(self._settings)
+        self._versions: dict[str, str] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def namespace(self) -> str:
+        """Of calls that name none."""
+        return self._connection.namespace
+
+    @property
+    def url(self) -> str:
+        """Where the API server is."""
+        return self._connection.url
+
+    def close(self) -> None:
+        """Close the connections; may be called twice."""
+        self._connection.close()
+
+    def get(self, kind: ResourceType, name: str, namespace: str | None = None) -> Object | None:
+        """Read an object; None where there is none of this name."""
+        call = self._call("get", kind, namespace, name)
+        return self._request_named(call, "GET", self._path(kind, namespace, name))
+
+    def list(
+        self, kind: ResourceType, namespace: str | None = None, *, label_selector: str = "", field_selector: str = ""
+    ) -> ObjectList:
+        """Read all objects of a kind, as they are now.
+
+        Args:
+            kind: their kind.
+            namespace: empty for all of the cluster.
+            label_selector: such as `app=edl,role in (a,b)`.
+            field_selector: such as `status.phase=Running`.
+
+        Returns:
+            The objects, and the moment from which a watch can follow.
+        """
+        selectors = _filled(labelSelector=label_selector, fieldSelector=field_selector)
+        call = self._call("list", kind, namespace)
+        path = self._path(kind, namespace)
+        for limit in (*[str(_PAGE)] * _MOST_RELISTS, ""):
+            items: list[Object] = []
+            token = ""
+            try:
+                while True:
+                    answer = self._request(
+                        call, "GET", path, {**selectors, **_filled(limit=limit, **{"continue": token})}
+                    )
+                    items.extend(answer.get("items") or ())
+                    metadata = answer.get("metadata") or {}
+                    token = metadata.get("continue") or ""
+                    if not token:
+                        return ObjectList(items, str(metadata.get("resourceVersion") or ""))
+            except ExpiredError:
+                if not token:
+                    raise
+        raise KubernetesError(f"{self.url}: {call}: the list changes faster than it can be read")
+
+    def create(self, kind: ResourceType, obj: Mapping[str, Any], namespace: str | None = None) -> Object:
+        """Make an object.
+
+        Returns:
+            The object as it is now.
+
+        Raises:
+            ConflictError: there is an object of this name.
+            QuotaExceededError: the namespace's quota has no room for it.
+        """
+        call = self._call("create", kind, namespace, str(_metadata(obj).get("name") or ""))
+        body = self._encode(kind, obj)
+        return self._request(call, "POST", self._path(kind, namespace), {}, body)
+
+    def apply(
+        self,
+        kind: ResourceType,
+        obj: Mapping[str, Any],
+        namespace: str | None = None,
+        *,
+        field_manager: str = "edl-operator",
+        force: bool = True,
+    ) -> Object:
+        """Make an object, or change its fields to these: server-side apply.
+
+        Args:
+            kind: its kind.
+            obj: its name, and the fields that `field_manager` wants; those that it wanted before and leaves out go.
+            namespace: None for the client's own.
+            field_manager: in whose name.
+            force: take fields that another manager set.
+
+        Returns:
+            The object as it is now.
+
+        Raises:
+            ConflictError: another manager has a field, without `force`.
+            QuotaExceededError: the namespace's quota has no room for it.
+        """
+        name = str(_metadata(obj).get("name") or "")
+        call = self._call("patch", kind, namespace, name)
+        query = {"fieldManager": field_manager, "force": "true" if force else "false"}
+        path = self._path(kind, namespace, name)
+        return self._request(call, "PATCH", path, query, self._encode(kind, obj), "application/apply-patch+yaml")
+
+    def patch(
+        self,
+        kind: ResourceType,
+        name: str,
+        patch: Mapping[str, Any],
+        namespace: str | None = None,
+        *,
+        subresource: str = "",
+    ) -> Object | None:
+        """Change fields: a merge patch (RFC 7386), where None removes a field.
+
+        Args:
+            kind: its kind.
+            name: its name.
+            patch: the fields. `metadata.resourceVersion` among them is what the object must still have.
+            namespace: None for the client's own.
+            subresource: such as `status`.
+
+        Returns:
+            The object as it is now; None where there is none of this name.
+
+        Raises:
+            ConflictError: the object is no longer of the `resourceVersion` given.
+        """
+        call = self._call("patch", kind, namespace, name, subresource)
+        path = self._path(kind, namespace, name, subresource)
+        return self._request_named(call, "PATCH", path, json.dumps(patch).encode(), "application/merge-patch+json")
+
+    def delete(
+        self,
+        kind: ResourceType,
+        name: str,
+        namespace: str | None = None,
+        *,
+        uid: str = "",
+        resource_version: str = "",
+        grace_period_s: int | None = None,
+        propagation: str = "Background",
+    ) -> bool:
+        """Delete an object.
+
+        Args:
+            kind: its kind.
+            name: its name.
+            namespace: None for the client's own.
+            uid: which it must have.
+            resource_version: which it must still have.
+            grace_period_s: of a pod: seconds between SIGTERM and SIGKILL; None for its own.
+            propagation: what becomes of the objects that it owns: Background, Foreground or Orphan.
+
+        Returns:
+            Whether it was there. A pod may take its grace period to end.
+
+        Raises:
+            ConflictError: it is not of this uid or version.
+        """
+        call = self._call("delete", kind, namespace, name)
+        options: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": propagation}
+        if preconditions := _filled(uid=uid, resourceVersion=resource_version):
+            options["preconditions"] = preconditions
+        if grace_period_s is not None:
+            options["gracePeriodSeconds"] = grace_period_s
+        body = json.dumps(options).encode()
+        return self._request_named(call, "DELETE", self._path(kind, namespace, name), body) is not None
+
+    def read_scale(self, kind: ResourceType, name: str, namespace: str | None = None) -> Object | None:
+        """Read how many replicas are wanted and there: a `Scale`; None where there is no object of this name."""
+        call = self._call("get", kind, namespace, name, "scale")
+        return self._request_named(call, "GET", self._path(kind, namespace, name, "scale"))
+
+    def write_scale(self, kind: ResourceType, name: str, replicas: int, namespace: str | None = None) -> Object | None:
+        """Change how many replicas are wanted.
+
+        Returns:
+            The `Scale` as it is now; None where there is no object of this name.
+        """
+        return self.patch(kind, name, {"spec": {"replicas": replicas}}, namespace, subresource="scale")
+
+    def read_log(
+        self,
+        pod: str,
+        namespace: str | None = None,
+        *,
+        container: str = "",
+        follow: bool = False,
+        tail_lines: int | None = None,
+        previous: bool = False,
+        since_s: int | None = None,
+        deadline_s: float | None = None,
+    ) -> Iterator[bytes]:
+        """Yield what a container wrote, in pieces as they come.
+
+        Args:
+            pod: its pod's name.
+            namespace: None for the client's own.
+            container: may be empty where the pod has a single one.
+            follow: go on until the container ends.
+            tail_lines: only so many of the last lines.
+            previous: of the container before its last restart.
+            since_s: only of the last so many seconds.
+            deadline_s: end after so many seconds; None for no end but the log's. A node that went away without a word
+                ends it with an error after a minute.
+
+        Yields:
+            Bytes; a piece may end within a line.
+
+        Raises:
+            InvalidObjectError: there is no such pod or container, or it has not started.
+        """
+        call = self._call("get", PODS, namespace, pod, "log")
+        query = _filled(container=container, follow="true" if follow else "", previous="true" if previous else "")
+        if tail_lines is not None:
+            query["tailLines"] = str(tail_lines)
+        if since_s is not None:
+            query["sinceSeconds"] = str(since_s)
+        end = None if deadline_s is None else time.monotonic() + deadline_s
+        silence_s = deadline_s if follow else self._settings.timeout_s
+        stream = self._connection.stream(call, self._path(PODS, namespace, pod, "log"), query, silence_s)
+        try:
+            yield from _read_until(stream, end) if end is not None else stream
+        finally:
+            stream.close()
+
+    def watch(
+        self,
+        kind: ResourceType,
+        namespace: str | None,
+        resource_version: str,
+        selectors: Mapping[str, str],
+        length_s: int,
+    ) -> Stream:
+        """Begin to follow changes; `edl.kube.watch.KubeWatch` is what callers use.
+
+        Args:
+            kind: of the objects.
+            namespace: empty for all of the cluster.
+            resource_version: the moment after which to begin.
+            selectors: `labelSelector` and `fieldSelector`.
+            length_s: after which the server ends the watch.
+
+        Returns:
+            Lines of JSON, an event in each.
+        """
+        query = {
+            **selectors,
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": resource_version,
+            "timeoutSeconds": str(length_s),
+        }
+        call = self._call("watch", kind, namespace)
+        return self._connection.stream(call, self._path(kind, namespace), query, length_s + _WATCH_GRACE_S)
+
+    def has_resource(self, group: str, version: str, plural: str) -> bool:
+        """Whether the server has a kind, such as `scheduling.volcano.sh`, `v1beta1`, `podgroups`."""
+        call = Call("get", f"the resources of {group or 'core'}/{version}", group)
+        path = (
+            f"/apis/{quote(group, safe='')}/{quote(version, safe='')}" if group else f"/api/{quote(version, safe='')}"
+        )
+        try:
+            answer = self._request(call, "GET", path)
+        except (MissingError, NotServedError):
+            return False
+        return any(entry.get("name") == plural for entry in answer.get("resources") or ())
+
+    def server_version(self) -> str:
+        """Return the server's version, such as `v1.20.15`."""
+        return str(self._request(Call("get", "the version"), "GET", "/version").get("gitVersion") or "")
+
+    def _request(
+        self,
+        call: Call,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+        content_type: str = "application/json",
+    ) -> Object:
+        return parse_object(call, self.url, self._connection.send(call, method, path, query, body, content_type))
+
+    def _request_named(
+        self, call: Call, method: str, path: str, body: bytes | None = None, content_type: str = "application/json"
+    ) -> Object | None:
+        try:
+            return self._request(call, method, path, None, body, content_type)
+        except MissingError:
+            return None
+
+    def _call(
+        self, verb: str, kind: ResourceType, namespace: str | None, name: str = "", subresource: str = ""
+    ) -> Call:
+        where = "" if not kind.namespaced else self.namespace if namespace is None else namespace
+        return Call(verb, f"{kind.plural}/{subresource}" if subresource else kind.plural, kind.group, where, name)
+
+    def _path(self, kind: ResourceType, namespace: str | None, name: str | None = None, subresource: str = "") -> str:
+        version = self._version(kind)
+        path = f"/apis/{kind.group}/{version}" if kind.group else f"/api/{version}"
+        where = self.namespace if namespace is None else namespace
+        if kind.namespaced and where:
+            path += f"/namespaces/{_checked(where)}"
+        path += f"/{kind.plural}"
+        if name is not None:
+            if kind.namespaced and not where:
+                raise InvalidObjectError(f"{kind.plural} {name!r}: an object needs the namespace that it is in")
+            path += f"/{_checked(name)}"
+        return f"{path}/{subresource}" if subresource else path
+
+    def _version(self, kind: ResourceType) -> str:
+        if kind.version:
+            return kind.version
+        if kind.group not in self._versions:
+            answer = self._request(Call("get", f"the versions of {kind.group}"), "GET", f"/apis/{kind.group}")
+            self._versions[kind.group] = str((answer.get("preferredVersion") or {}).get("version") or "v1")
+        return self._versions[kind.group]
+
+    def _encode(self, kind: ResourceType, obj: Mapping[str, Any]) -> bytes:
+        whole = {**obj, "apiVersion": kind._replace(version=self._version(kind)).api_version, "kind": kind.kind}
+        return json.dumps(whole).encode()
+
+
+def _metadata(obj: Mapping[str, Any]) -> Mapping[str, Any]:
+    metadata = obj.get("metadata")
+    return metadata if isinstance(metadata, Mapping) else {}
+
+
+def _filled(**values: str) -> dict[str, str]:
+    return {name: value for name, value in values.items() if value}
+
+
+def _checked(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise InvalidObjectError(
+            f"{name!r} is no name of an object: letters, digits, '-' and '.', beginning with either"
+        )
+    return quote(name, safe="")
+
+
+def _read_until(stream: Stream, end: float) -> Iterator[bytes]:
+    """Yield pieces until the monotonic time `end`."""
+    stream.set_silence_limit(end - time.monotonic())
+    try:
+        for piece in stream:
+            yield piece
+            left_s = end - time.monotonic()
+            if left_s <= 0:
+                return
+            stream.set_silence_limit(left_s)
+    except KubernetesError:
+        if time.monotonic() < end - 0.05:  # the silence limit of a socket may end a little early
+            raise

@@ -1,0 +1,344 @@
+"""A request to the API server: with credentials that are read again when they change, and a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import urlencode
+
+from edl.errors import ClosedError, KubernetesError, SettingsError
+from edl.kube.responses import Call, explain_failure
+from edl.kube.settings import KubeSettings
+from edl.quoting import shown
+from edl.settings import read
+
+if TYPE_CHECKING:
+    from urllib3 import BaseHTTPResponse
+
+__all__ = ["Connection", "Stream"]
+
+logger = logging.getLogger(__name__)
+
+_SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_MOST_CONNECTIONS: Final = 64
+"""That stay open for the next call: as many as an operator has threads. Calls beyond it open and close their own."""
+_CHUNK: Final = 256 * 1024
+"""Bytes read at a time: a page of pods is some megabytes."""
+_CALL_TIMEOUTS: Final = 3
+"""A whole call takes at most so many times the timeout: to connect, to begin to answer, and to end."""
+_KEEPALIVE: Final = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", getattr(socket, "TCP_KEEPALIVE", 0x10)), 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
+)
+"""A host that went away without a word is noticed after a minute, also by streams that are silent by right."""
+
+
+class _Access(NamedTuple):
+    """What the official client makes of a kubeconfig or service account."""
+
+    url: str
+    namespace: str
+    source: str
+    api_client: Any
+
+
+class Connection:
+    """Requests to an API server. Thread-safe; not to be used in a fork of the process that opened it.
+
+    Args:
+        settings: which cluster, and as whom.
+
+    Raises:
+        SettingsError: no cluster is named anywhere, or the file that names it cannot be used.
+    """
+
+    def __init__(self, settings: KubeSettings) -> None:
+        self._settings = settings
+        self._pid = os.getpid()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._access = _load_access(settings)
+
+    @property
+    def url(self) -> str:
+        """Where the API server is."""
+        return self._access.url
+
+    @property
+    def namespace(self) -> str:
+        """Of calls that name none."""
+        return self._settings.namespace or self._access.namespace or "default"
+
+    def send(
+        self,
+        call: Call,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+        content_type: str = "application/json",
+    ) -> bytes:
+        """Send a request, and read its answer whole.
+
+        Raises:
+            EDLError: as `explain_failure` has it.
+            KubernetesError: the server cannot be reached, or does not answer in time.
+            ClosedError: this is closed, or was opened before a fork.
+        """
+        deadline = time.monotonic() + _CALL_TIMEOUTS * self._settings.timeout_s
+        with self._open(call, method, path, query, body, content_type, self._settings.timeout_s) as response:
+            return _read_whole(call, self.url, response, deadline)
+
+    def stream(self, call: Call, path: str, query: Mapping[str, str], read_timeout_s: float | None) -> Stream:
+        """Begin to read an answer that comes piece by piece.
+
+        Args:
+            call: for messages.
+            path: of the URL.
+            query: of the URL.
+            read_timeout_s: the longest silence in seconds; None for any, as long as the server's host is there.
+
+        Returns:
+            The pieces. The caller closes it.
+
+        Raises:
+            EDLError: as for `send`.
+        """
+        return Stream(call, self.url, self._open(call, "GET", path, query, None, "", read_timeout_s))
+
+    def close(self) -> None:
+        """Close the connections that no call uses; calls under way end by themselves."""
+        if self._pid != os.getpid():
+            return
+        self._closed = True
+        self._access.api_client.rest_client.pool_manager.clear()
+
+    def _open(
+        self,
+        call: Call,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None,
+        body: bytes | None,
+        content_type: str,
+        read_timeout_s: float | None,
+    ) -> BaseHTTPResponse:
+        import urllib3
+
+        self._check()
+        timeout = urllib3.Timeout(connect=self._settings.timeout_s, read=read_timeout_s)
+        access = self._access
+        for attempt in (1, 2):
+            headers = {"Accept": "application/json", "User-Agent": "edl"}
+            if body is not None:
+                headers["Content-Type"] = content_type
+            with _translated(call, access.url):
+                access.api_client.update_params_for_auth(headers, [], ["BearerToken"])
+                response: BaseHTTPResponse = access.api_client.rest_client.pool_manager.request(
+                    method,
+                    access.url + path + (f"?{urlencode(query)}" if query else ""),
+                    body=body,
+                    headers=headers,
+                    timeout=timeout,
+                    retries=False,
+                    redirect=False,
+                    preload_content=False,
+                )
+            if 200 <= response.status <= 299:
+                return response
+            with response:
+                deadline = time.monotonic() + self._settings.timeout_s
+                answer = _read_whole(call, access.url, response, deadline)
+            if response.status != 401 or attempt == 2:
+                break
+            access = self._reload(access)  # a token that has run out, or a certificate that was replaced
+        raise explain_failure(call, access.url, response.status, answer, response.headers.get("Retry-After", ""))
+
+    def _reload(self, refused: _Access) -> _Access:
+        """Read the credentials again, unless another thread has done so since `refused` was read."""
+        with self._lock:
+            if self._access is refused:
+                self._access = _load_access(self._settings)
+            return self._access
+
+    def _check(self) -> None:
+        if self._pid != os.getpid():
+            raise ClosedError("KubeClient was opened before a fork: open it again in the child")
+        if self._closed:
+            raise ClosedError("KubeClient is closed")
+
+
+class Stream:
+    """An answer that comes piece by piece."""
+
+    def __init__(self, call: Call, url: str, response: BaseHTTPResponse) -> None:
+        self._call = call
+        self._url = url
+        self._response = response
+        self._closing = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Yield pieces as they come.
+
+        Raises:
+            KubernetesError: the connection breaks, or is silent for too long; not after `interrupt`.
+        """
+        try:
+            with _translated(self._call, self._url):
+                while not self._closing and (piece := self._response.read1(_CHUNK)):
+                    yield piece
+        except KubernetesError:
+            if not self._closing:
+                raise
+
+    def lines(self) -> Iterator[bytes]:
+        """Yield whole lines as they come, without their ends; a last line that is cut is left out.
+
+        Raises:
+            KubernetesError: as for iteration.
+        """
+        rest = b""
+        for piece in self:
+            *whole, rest = (rest + piece).split(b"\n")
+            yield from whole
+
+    def set_silence_limit(self, seconds: float) -> None:
+        """Change how long the rest may be silent."""
+        sock = getattr(getattr(self._response, "connection", None), "sock", None)
+        if sock is not None:
+            sock.settimeout(max(seconds, 0.001))
+
+    def interrupt(self) -> None:
+        """Have a read in another thread end at once."""
+        self._closing = True
+        with contextlib.suppress(Exception):  # whatever the state of a socket that is being closed
+            self._response.shutdown()
+
+    def close(self) -> None:
+        """Hang up."""
+        self._closing = True
+        with contextlib.suppress(OSError, ValueError):
+            self._response.close()
+
+
+def _read_whole(call: Call, url: str, response: BaseHTTPResponse, deadline: float) -> bytes:
+    pieces: list[bytes] = []
+    with _translated(call, url):
+        while piece := response.read1(_CHUNK):
+            pieces.append(piece)
+            if time.monotonic() > deadline:
+                response.close()
+                raise KubernetesError(f"{url}: {call}: the answer does not come to its end: the API server is too slow")
+        response.release_conn()
+    return b"".join(pieces)
+
+
+@contextlib.contextmanager
+def _translated(call: Call, url: str) -> Iterator[None]:
+    """Translate what goes wrong with a connection."""
+    import urllib3.exceptions
+    from kubernetes.config import ConfigException
+
+    try:
+        yield
+    except urllib3.exceptions.SSLError as exc:
+        raise KubernetesError(
+            f"{url}: {call}: no TLS connection ({shown(exc)}): look whether the cluster's certificate-authority in the"
+            " kubeconfig is that of this API server, and its certificate valid for this name"
+        ) from exc
+    except (urllib3.exceptions.ReadTimeoutError, urllib3.exceptions.ConnectTimeoutError) as exc:
+        raise KubernetesError(
+            f"{url}: {call}: the API server does not answer in time ({shown(exc)}): look whether it is overloaded, and"
+            " whether a firewall drops packets"
+        ) from exc
+    except (urllib3.exceptions.HTTPError, OSError) as exc:
+        raise KubernetesError(
+            f"{url}: {call}: the API server cannot be reached ({shown(exc)}): look whether it runs, and whether the"
+            " kubeconfig names the right address"
+        ) from exc
+    except (ConfigException, ValueError) as exc:
+        raise KubernetesError(f"{url}: {call}: the credentials cannot be read ({shown(exc)})") from exc
+
+
+def _load_access(settings: KubeSettings) -> _Access:
+    from kubernetes import client
+
+    configuration = client.Configuration()
+    source, namespace = _configure(settings, configuration)
+    configuration.retries = False
+    configuration.connection_pool_maxsize = _MOST_CONNECTIONS
+    url = str(configuration.host).rstrip("/")
+    _leave_out_proxy(configuration, url)
+    try:
+        api_client = client.ApiClient(configuration)
+    except (OSError, ValueError) as exc:
+        raise SettingsError(f"{source}: its certificates cannot be used: {shown(exc)}") from exc
+    _keep_alive(api_client.rest_client.pool_manager)
+    if not configuration.verify_ssl:
+        _log_insecure(url, source)
+    return _Access(url, namespace, source, api_client)
+
+
+def _configure(settings: KubeSettings, configuration: Any) -> tuple[str, str]:
+    """Fill in where the cluster is and who asks; return where that stands, and the namespace."""
+    from kubernetes import config
+
+    named = settings.kubeconfig or read("KUBECONFIG", str)
+    in_pod = read("KUBERNETES_SERVICE_HOST", str) is not None
+    if in_pod and not named and not settings.context:
+        with contextlib.suppress(config.ConfigException):
+            config.load_incluster_config(configuration)
+            return "the pod's service account", _read_pod_namespace()
+    source = named or "~/.kube/config"
+    context = settings.context or None
+    try:
+        config.load_kube_config(
+            named or None, context=context, client_configuration=configuration, persist_config=False
+        )
+        contexts, current = config.list_kube_config_contexts(named or None)
+    except Exception as exc:  # a file of others: yaml, keys, base64 and files that are wrong raise all kinds
+        raise SettingsError(
+            f"{source} cannot be used as a kubeconfig{f' with context {context!r}' if context else ''}: {shown(exc)}."
+            " Set KUBECONFIG, or run in a pod with a service account"
+        ) from exc
+    chosen: Mapping[str, Any] = next((entry for entry in contexts if entry["name"] == context), current)
+    return source, str(chosen["context"].get("namespace") or "")
+
+
+def _read_pod_namespace() -> str:
+    with contextlib.suppress(OSError):
+        return (_SERVICE_ACCOUNT / "namespace").read_text(encoding="utf-8").strip()
+    return ""
+
+
+def _leave_out_proxy(configuration: Any, url: str) -> None:
+    """Honour NO_PROXY, which the official client reads and then forgets."""
+    from requests.utils import should_bypass_proxies
+
+    bypass: Callable[[str, Any], bool] = should_bypass_proxies
+    if configuration.proxy and bypass(url, None):
+        configuration.proxy = None
+
+
+def _log_insecure(url: str, source: str) -> None:
+    """Log once what urllib3 would warn of with each connection."""
+    import urllib3
+
+    urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
+    logger.warning("%s: any host may pose as this API server: %s sets insecure-skip-tls-verify", url, source)
+
+
+def _keep_alive(pool_manager: Any) -> None:
+    from urllib3.connection import HTTPConnection
+
+    options = [*HTTPConnection.default_socket_options, *_KEEPALIVE]
+    pool_manager.connection_pool_kw["socket_options"] = options

@@ -1,0 +1,70 @@
+"""Amounts of resources, such as `500m`, `1.5Gi` and `2e3`: read, and written again.
+
+The notation: https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import ROUND_CEILING, Decimal
+from typing import Final
+
+__all__ = ["format_quantity", "parse_quantity"]
+
+_PATTERN: Final = re.compile(r"([+-]?(?:\d+(?:\.\d*)?|\.\d+))(?:([KMGTPE]i|[numkMGTPE])|[eE]([+-]?\d{1,3}))?", re.ASCII)
+_FACTORS: Final = {
+    **{f"{letter}i": Decimal(1024) ** power for power, letter in enumerate("KMGTPE", 1)},
+    **{letter: Decimal(1000) ** power for power, letter in enumerate("kMGTPE", 1)},
+    **{letter: Decimal(1000) ** -power for power, letter in enumerate("mun", 1)},
+}
+_MOST_CHARS: Final = 64
+"""Of a quantity; the server's own have at most some twenty."""
+
+
+def parse_quantity(text: str | int | float) -> Decimal:
+    """Read an amount.
+
+    Args:
+        text: as the API has it, such as `500m` or `2Gi`; YAML also makes plain numbers of it.
+
+    Returns:
+        The amount, in units (cores, bytes, devices).
+
+    Raises:
+        ValueError: `text` is no amount.
+    """
+    written = str(text).strip() if not isinstance(text, bool) else ""
+    match = _PATTERN.fullmatch(written) if len(written) <= _MOST_CHARS else None
+    if match is None:
+        raise ValueError(f"{text!r} is no quantity, such as 500m, 2 or 1.5Gi")
+    number, suffix, exponent = match.groups()
+    if suffix:
+        return Decimal(number) * _FACTORS[suffix]
+    return Decimal(number).scaleb(int(exponent or 0))
+
+
+def format_quantity(amount: Decimal, *, binary: bool = False) -> str:
+    """Write an amount, rounded up to what the API can hold.
+
+    Args:
+        amount: in units.
+        binary: with suffixes such as Mi, in whole bytes, as memory is written.
+
+    Returns:
+        The amount with the largest suffix that needs no fraction.
+    """
+    if binary:
+        whole = _round_up(amount)
+        for suffix in ("Ei", "Pi", "Ti", "Gi", "Mi", "Ki"):
+            if whole and whole % int(_FACTORS[suffix]) == 0:
+                return f"{whole // int(_FACTORS[suffix])}{suffix}"
+        return str(whole)
+    for suffix in ("", "m", "u", "n"):
+        scaled = amount / _FACTORS.get(suffix, Decimal(1))
+        if scaled == scaled.to_integral_value():
+            return f"{int(scaled)}{suffix}"
+    return f"{_round_up(amount / _FACTORS['n'])}n"
+
+
+def _round_up(amount: Decimal) -> int:
+    return int(amount.to_integral_value(ROUND_CEILING))

@@ -1,0 +1,68 @@
+"""Kinds of objects, as the API's URLs name them."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+__all__ = [
+    "CONFIG_MAPS",
+    "CUSTOM_RESOURCE_DEFINITIONS",
+    "DEPLOYMENTS",
+    "ELASTIC_JOBS",
+    "ENDPOINT_SLICES",
+    "EVENTS",
+    "LEASES",
+    "NAMESPACES",
+    "NODES",
+    "PODS",
+    "POD_DISRUPTION_BUDGETS",
+    "PRIORITY_CLASSES",
+    "ResourceType",
+    "SECRETS",
+    "SERVICES",
+    "TEACHER_POOLS",
+]
+
+
+class ResourceType(NamedTuple):
+    """A kind of objects.
+
+    Attributes:
+        group: of the API; empty for the core.
+        version: of the API; empty for the version that the server prefers, which the client asks it for.
+        plural: as URLs and RBAC have it.
+        kind: as objects have it.
+        namespaced: whether objects belong to a namespace.
+    """
+
+    group: str
+    version: str
+    plural: str
+    kind: str
+    namespaced: bool = True
+
+    @property
+    def api_version(self) -> str:
+        """The `apiVersion` of its objects."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+
+PODS: Final = ResourceType("", "v1", "pods", "Pod")
+NODES: Final = ResourceType("", "v1", "nodes", "Node", namespaced=False)
+NAMESPACES: Final = ResourceType("", "v1", "namespaces", "Namespace", namespaced=False)
+SERVICES: Final = ResourceType("", "v1", "services", "Service")
+EVENTS: Final = ResourceType("", "v1", "events", "Event")
+SECRETS: Final = ResourceType("", "v1", "secrets", "Secret")
+CONFIG_MAPS: Final = ResourceType("", "v1", "configmaps", "ConfigMap")
+LEASES: Final = ResourceType("coordination.k8s.io", "v1", "leases", "Lease")
+DEPLOYMENTS: Final = ResourceType("apps", "v1", "deployments", "Deployment")
+PRIORITY_CLASSES: Final = ResourceType("scheduling.k8s.io", "v1", "priorityclasses", "PriorityClass", namespaced=False)
+POD_DISRUPTION_BUDGETS: Final = ResourceType("policy", "", "poddisruptionbudgets", "PodDisruptionBudget")
+"""v1beta1 up to 1.20, v1 from 1.21 on."""
+ENDPOINT_SLICES: Final = ResourceType("discovery.k8s.io", "", "endpointslices", "EndpointSlice")
+"""v1beta1 up to 1.20, v1 from 1.21 on."""
+CUSTOM_RESOURCE_DEFINITIONS: Final = ResourceType(
+    "apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", namespaced=False
+)
+ELASTIC_JOBS: Final = ResourceType("edl.io", "v1alpha1", "elasticjobs", "ElasticJob")
+TEACHER_POOLS: Final = ResourceType("edl.io", "v1alpha1", "teacherpools", "TeacherPool")

@@ -1,0 +1,166 @@
+"""What an answer of the API server means: an object, or which error, with what to do about it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Final
+
+from edl.errors import (
+    AccessDeniedError,
+    ConflictError,
+    EDLError,
+    InvalidObjectError,
+    KubernetesError,
+    QuotaExceededError,
+)
+from edl.kube.objects import Object
+from edl.quoting import listed, shown
+
+__all__ = ["Call", "ExpiredError", "MissingError", "NotServedError", "explain_failure", "parse_object"]
+
+_MOST_CAUSES: Final = 8
+"""Of a refused object, in a message: a template that is wrong has one or two."""
+
+
+class MissingError(InvalidObjectError):
+    """There is no object of this name. Where a method can say so, it returns None instead."""
+
+
+class NotServedError(InvalidObjectError):
+    """The server does not have the kind of objects, or the namespace."""
+
+
+class ExpiredError(KubernetesError):
+    """The moment from which to go on is no longer kept (410): what was read has to be read again."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is asked of the API server, for messages.
+
+    Attributes:
+        verb: as RBAC has it: get, list, watch, create, patch, delete.
+        resource: as RBAC has it, such as `pods` or `pods/log`.
+        group: of the API.
+        namespace: empty for all of them, or for a kind without.
+        name: of the object, if it has one.
+    """
+
+    verb: str
+    resource: str
+    group: str = ""
+    namespace: str = ""
+    name: str = ""
+
+    def __str__(self) -> str:
+        place = f" in namespace {shown(self.namespace)}" if self.namespace else ""
+        return f"{self.verb} {self.resource}{f' {shown(self.name)}' if self.name else ''}{place}"
+
+
+def parse_object(call: Call, url: str, body: bytes) -> Object:
+    """Read an answer that is good.
+
+    Raises:
+        KubernetesError: it is no object of JSON, so that something else than an API server answers.
+    """
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        words = shown(body[:200].decode(errors="replace"))
+        raise KubernetesError(f"{url}: {call}: the answer is no JSON object, so this is no API server: {words}")
+    return found
+
+
+def explain_failure(call: Call, url: str, status: int, body: bytes, retry_after: str = "") -> EDLError:
+    """Say what an answer other than 2xx means.
+
+    Args:
+        call: what was asked.
+        url: of the API server.
+        status: of HTTP.
+        body: of the answer.
+        retry_after: the header of this name.
+
+    Returns:
+        The error to raise.
+    """
+    said = _parse_status(body)
+    words = shown(said["message"]) if said["message"] else shown(body[:200].decode(errors="replace"))
+    what = f"{url}: {call}"
+    if status == 401:
+        return AccessDeniedError(
+            f"{what}: the API server does not know who asks (401 {words}): look whether the token or certificate of the"
+            " kubeconfig or service account has expired"
+        )
+    if status == 403:
+        return _explain_forbidden(call, what, said, words)
+    if status == 404:
+        if said["details"].get("name") and call.verb != "create":
+            return MissingError(f"{what}: {words}")
+        return NotServedError(
+            f"{what}: not found ({words}): look whether the namespace exists, and whether the cluster serves the kind"
+            " (its custom resource definition may not be installed)"
+        )
+    if status == 409:
+        return ConflictError(f"{what}: {words}")
+    if status == 410:
+        return ExpiredError(f"{what}: what was asked from is no longer kept (410 {words})")
+    if status in (400, 405, 406, 413, 415, 422):
+        causes = [f"{cause.get('field', '')}: {cause.get('message', '')}" for cause in _causes(said)]
+        detail = f" ({listed(causes, _MOST_CAUSES, '; ')})" if len(causes) > 1 else ""
+        return InvalidObjectError(f"{what}: refused ({status}): {words}{detail}")
+    seconds = _parse_seconds(retry_after, said)
+    return KubernetesError(
+        f"{what}: the API server cannot do it now ({status} {words}): look at its load and its health (kubectl get"
+        " --raw /readyz)",
+        seconds,
+    )
+
+
+def _explain_forbidden(call: Call, what: str, said: dict[str, Any], words: str) -> EDLError:
+    message = str(said["message"])
+    if "exceeded quota" in message:
+        return QuotaExceededError(f"{what}: {words}")
+    if any(cause.get("reason") == "NamespaceTerminating" for cause in _causes(said)):
+        return InvalidObjectError(f"{what}: the namespace is being deleted, nothing can be made in it any more")
+    if " cannot " not in message and call.verb in ("create", "patch", "delete") and message:
+        # Admission (PodSecurity, a webhook, a LimitRange) refuses with 403 as well.
+        return InvalidObjectError(f"{what}: the cluster's admission refuses it: {words}")
+    role = f"a Role in namespace {shown(call.namespace)}" if call.namespace else "a ClusterRole"
+    return AccessDeniedError(
+        f"{what}: not allowed (403). It takes {role} with apiGroups: [{json.dumps(call.group)}], resources:"
+        f" [{json.dumps(call.resource)}], verbs: [{json.dumps(call.verb)}], bound to who asks. The server says: {words}"
+    )
+
+
+def _parse_status(body: bytes) -> dict[str, Any]:
+    """Read an answer's `Status`; where it is none, a status without words."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or found.get("kind") != "Status":
+        return {"message": "", "reason": "", "details": {}}
+    details = found.get("details")
+    return {
+        "message": str(found.get("message") or ""),
+        "reason": str(found.get("reason") or ""),
+        "details": details if isinstance(details, dict) else {},
+    }
+
+
+def _causes(said: dict[str, Any]) -> list[dict[str, Any]]:
+    causes = said["details"].get("causes")
+    return [cause for cause in causes if isinstance(cause, dict)] if isinstance(causes, list) else []
+
+
+def _parse_seconds(retry_after: str, said: dict[str, Any]) -> float:
+    hint = retry_after or said["details"].get("retryAfterSeconds") or 0
+    try:
+        seconds = float(hint)
+    except (TypeError, ValueError):
+        return 0.0
+    return seconds if 0 < seconds < 3600 else 0.0

@@ -1,0 +1,38 @@
+"""Which cluster to talk to, and as whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edl.errors import SettingsError
+from edl.settings import is_above_zero
+
+__all__ = ["KubeSettings"]
+
+
+@dataclass(frozen=True)
+class KubeSettings:
+    """Which cluster to talk to, and as whom.
+
+    Where neither file nor context is named, `KUBECONFIG` decides if it is set; else a pod's service account; else
+    `~/.kube/config`.
+
+    Attributes:
+        kubeconfig: path of a kubeconfig.
+        context: its context; empty for its current one.
+        namespace: of calls that name none; empty for the context's, or the pod's own.
+        timeout_s: how long to wait for a connection, and for an answer to begin or to go on, in seconds. A call takes
+            at most three times as long.
+
+    Raises:
+        SettingsError: a timeout that is not above zero.
+    """
+
+    kubeconfig: str = ""
+    context: str = ""
+    namespace: str = ""
+    timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not is_above_zero(self.timeout_s) or self.timeout_s == float("inf"):
+            raise SettingsError(f"timeout_s={self.timeout_s!r}: expected a finite number of seconds above 0")

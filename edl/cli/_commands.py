@@ -39,8 +39,6 @@ _PROVIDERS = {
     "grpc_health": ("grpcio-health-checking", "serving"),
     "kopf": ("kopf", "kubernetes"),
     "kubernetes": ("kubernetes", "kubernetes"),
-    "kopf": ("kopf", "kubernetes"),
-    "kubernetes": ("kubernetes", "kubernetes"),
     "matplotlib": ("matplotlib", "demo"),
     "paddle": ("paddlepaddle", "paddle"),
     "plotext": ("plotext", "demo"),

@@ -87,8 +87,8 @@ def explain_failure(call: Call, url: str, status: int, body: bytes, retry_after:
     Returns:
         The error to raise.
     """
-    said = _parse_status(body)
-    words = shown(said["message"]) if said["message"] else shown(body[:200].decode(errors="replace"))
+    status_object = _parse_status(body)
+    words = shown(status_object["message"]) if status_object["message"] else shown(body[:200].decode(errors="replace"))
     what = f"{url}: {call}"
     if status == 401:
         return AccessDeniedError(
@@ -96,9 +96,9 @@ def explain_failure(call: Call, url: str, status: int, body: bytes, retry_after:
             " kubeconfig or service account has expired"
         )
     if status == 403:
-        return _explain_forbidden(call, what, said, words)
+        return _explain_forbidden(call, what, status_object, words)
     if status == 404:
-        if said["details"].get("name") and call.verb != "create":
+        if status_object["details"].get("name") and call.verb != "create":
             return MissingError(f"{what}: {words}")
         return NotServedError(
             f"{what}: not found ({words}): look whether the namespace exists, and whether the cluster serves the kind"
@@ -109,10 +109,10 @@ def explain_failure(call: Call, url: str, status: int, body: bytes, retry_after:
     if status == 410:
         return ExpiredError(f"{what}: what was asked from is no longer kept (410 {words})")
     if status in (400, 405, 406, 413, 415, 422):
-        causes = [f"{cause.get('field', '')}: {cause.get('message', '')}" for cause in _causes(said)]
+        causes = [f"{cause.get('field', '')}: {cause.get('message', '')}" for cause in _causes(status_object)]
         detail = f" ({listed(causes, _MOST_CAUSES, '; ')})" if len(causes) > 1 else ""
         return InvalidObjectError(f"{what}: refused ({status}): {words}{detail}")
-    seconds = _parse_seconds(retry_after, said)
+    seconds = _parse_seconds(retry_after, status_object)
     return KubernetesError(
         f"{what}: the API server cannot do it now ({status} {words}): look at its load and its health (kubectl get"
         " --raw /readyz)",
@@ -120,11 +120,11 @@ def explain_failure(call: Call, url: str, status: int, body: bytes, retry_after:
     )
 
 
-def _explain_forbidden(call: Call, what: str, said: dict[str, Any], words: str) -> EDLError:
-    message = str(said["message"])
+def _explain_forbidden(call: Call, what: str, status_object: dict[str, Any], words: str) -> EDLError:
+    message = str(status_object["message"])
     if "exceeded quota" in message:
         return QuotaExceededError(f"{what}: {words}")
-    if any(cause.get("reason") == "NamespaceTerminating" for cause in _causes(said)):
+    if any(cause.get("reason") == "NamespaceTerminating" for cause in _causes(status_object)):
         return InvalidObjectError(f"{what}: the namespace is being deleted, nothing can be made in it any more")
     if " cannot " not in message and call.verb in ("create", "patch", "delete") and message:
         # Admission (PodSecurity, a webhook, a LimitRange) refuses with 403 as well.
@@ -152,13 +152,13 @@ def _parse_status(body: bytes) -> dict[str, Any]:
     }
 
 
-def _causes(said: dict[str, Any]) -> list[dict[str, Any]]:
-    causes = said["details"].get("causes")
+def _causes(status_object: dict[str, Any]) -> list[dict[str, Any]]:
+    causes = status_object["details"].get("causes")
     return [cause for cause in causes if isinstance(cause, dict)] if isinstance(causes, list) else []
 
 
-def _parse_seconds(retry_after: str, said: dict[str, Any]) -> float:
-    hint = retry_after or said["details"].get("retryAfterSeconds") or 0
+def _parse_seconds(retry_after: str, status_object: dict[str, Any]) -> float:
+    hint = retry_after or status_object["details"].get("retryAfterSeconds") or 0
     try:
         seconds = float(hint)
     except (TypeError, ValueError):

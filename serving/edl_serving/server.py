@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Sequence
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -38,6 +39,9 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _AGE_GRACE_MS = 30_000  # for requests under way on a connection that has come to its age; as long as draining takes
 _SWEEP_EVERY_S = 5.0  # memory of students that were killed is held for so long at most, at microseconds a look
+_TURN_S = 4.0
+"""How long the event loop may take to come round before the process counts as stuck: within the 5 s that the operator's
+probes wait, and far beyond what large requests take."""
 _FLUSH_S = 0.25  # for RPCs that nobody waits for, such as watches of health
 
 
@@ -149,6 +153,30 @@ class TeacherServer:
         """
         self._ready_watch = changed
 
+    def _add_checks(self) -> None:
+        """Say what `/livez` and `/readyz` go by."""
+        loop, probes = asyncio.get_running_loop(), self._metrics.probes
+
+        def check_loop() -> str:
+            turned = threading.Event()
+            try:
+                loop.call_soon_threadsafe(turned.set)
+            except RuntimeError:  # closed: the process is about to end by itself
+                return ""
+            return "" if turned.wait(_TURN_S) else f"the event loop has not come round for {_TURN_S:g} s"
+
+        def check_model() -> str:
+            lifecycle = self._lifecycle
+            if lifecycle is None or lifecycle.state is ServerState.STARTING:
+                return "the model is warming up"
+            if lifecycle.state is not ServerState.READY:
+                return "draining"
+            return "" if lifecycle.healthy else "the model fails a row of the sample (--canary)"
+
+        probes.add_check("/livez", "event-loop", check_loop)
+        probes.add_check("/livez", "model", lambda: self._metrics.find_stall(self._settings.stall_timeout_s))
+        probes.add_check("/readyz", "model", check_model)
+
     def _start_canary(self, batcher: Batcher) -> None:
         settings = self._settings
         if settings.canary_s is None:
@@ -215,6 +243,7 @@ class TeacherServer:
         if regions is not None:
             self._metrics.add_gauge("edl_teacher_regions", "Regions of shared memory.", lambda: len(regions))
             self._metrics.add_gauge("edl_teacher_region_bytes", "Bytes of them.", lambda: regions.nbytes)
+        self._add_checks()
         if settings.metrics_port is not None:
             self._metrics_port = self._metrics.listen(settings.metrics_host, settings.metrics_port)
 

@@ -30,6 +30,10 @@ _LEAST_CANARY_S = 0.01
 """More often, the canary would be what keeps the model busy."""
 
 
+_LEAST_STALL_S = 1.0
+"""Kubernetes probes once a second at most: a shorter limit would be seen by chance alone."""
+
+
 @dataclass(frozen=True)
 class ServerSettings:
     """Everything that a teacher server can be told.
@@ -59,7 +63,8 @@ class ServerSettings:
             could else end the server by making it shorter.
         max_regions, max_region_bytes: how many regions may be registered, and how large all of them together.
         drain_timeout_s: how long SIGTERM waits for what is in flight.
-        metrics_port: serve Prometheus metrics over HTTP on this port (0 for a free one); None for not at all.
+        metrics_port: serve Prometheus metrics, `/livez` and `/readyz` over HTTP on this port (0 for a free one); None
+            for not at all.
         metrics_host: address for that.
         credentials: certificate, key and tokens; with a `ca` only clients with a certificate of it are served (mutual
             TLS). Files are read again when they change.
@@ -69,6 +74,7 @@ class ServerSettings:
         canary_s: run a row of the sample through the model so often, and be ready only while it is answered; None for
             never.
         canary_timeout_s: how long that may take, waiting included.
+        stall_timeout_s: a call of the model, or its warm-up, that takes longer makes `/livez` fail.
         access_log: a file for a line of JSON for each request, "-" for standard output; None for none.
 
     Raises:
@@ -101,6 +107,7 @@ class ServerSettings:
     max_connection_age_s: float = 3600.0
     canary_s: float | None = None
     canary_timeout_s: float = 30.0
+    stall_timeout_s: float = 1800.0
     access_log: str | None = None
 
     def __post_init__(self) -> None:
@@ -119,6 +126,7 @@ class ServerSettings:
         if self.canary_s is not None:
             self._check("canary_s", _LEAST_CANARY_S, 86400)
         self._check("canary_timeout_s", _LEAST_CANARY_S, 86400)
+        self._check("stall_timeout_s", _LEAST_STALL_S, 86400 * 365)
         self._check("port", 0, 65535)
         if self.metrics_port is not None:
             self._check("metrics_port", 0, 65535)

@@ -28,10 +28,14 @@ _MAX_BODY: Final = 4096
 """Bytes of a request: a form with a token."""
 _LOOK_S: Final = 10.0
 """For a look that a request waits for; Prometheus itself gives up after 10 s unless told otherwise."""
+_READY_LOOK_S: Final = 0.8
+"""For a look that a probe waits for; a kubelet gives up after 1 s unless told otherwise, and asks again."""
 _COOKIE_S: Final = 30 * 24 * 3600
 """A month, as long as the process lives."""
 
-_OPEN: Final = frozenset({"/healthz", "/login"})
+_PROBES: Final = frozenset({"/healthz", "/livez", "/readyz"})
+"""Paths that are answered under any name and without a token: a kubelet has neither."""
+_OPEN: Final = _PROBES | {"/login"}
 """Paths that need no token."""
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -78,7 +82,13 @@ class Pages:
         return web.Response(body=encode(self._metrics.registry), headers={**NO_STORE, "Content-Type": content_type})
 
     async def health(self, _: web.Request) -> web.Response:
-        """Answer `/healthz`: this process lives. Asks the Store nothing."""
+        """Answer `/healthz` and `/livez`: this process lives. Asks the Store nothing."""
+        return web.Response(text="ok\n", headers=NO_STORE)
+
+    async def ready(self, _: web.Request) -> web.Response:
+        """Answer `/readyz`: there is something to show, of a store that has answered at least once."""
+        if self._looks.latest is None and await self._looks.fresh(_READY_LOOK_S) is None:
+            return web.Response(status=503, text="the store has not answered yet\n", headers=NO_STORE)
         return web.Response(text="ok\n", headers=NO_STORE)
 
     async def index(self, request: web.Request) -> web.Response:
@@ -150,6 +160,8 @@ def make_app(pages: Pages, streams: EventStreams, hosts: HostCheck, tokens: Toke
     app.router.add_get("/api/events", streams.answer)
     app.router.add_get("/metrics", pages.metrics)
     app.router.add_get("/healthz", pages.health)
+    app.router.add_get("/livez", pages.health)
+    app.router.add_get("/readyz", pages.ready)
     app.router.add_get("/login", pages.login_form)
     app.router.add_post("/login", pages.login)
     return app
@@ -165,7 +177,7 @@ async def _checked(
         HTTPUnauthorized: there is no valid token.
         HTTPSeeOther: there is none in a browser's request for the page.
     """
-    if request.path == "/healthz":
+    if request.path in _PROBES:
         return await handler(request)
     if tokens is None and not hosts.allows(request.headers.get("Host")):
         raise web.HTTPForbidden(

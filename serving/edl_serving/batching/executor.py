@@ -173,6 +173,7 @@ class Executor:
     def _predict(self, arrays: Sequence[Array], rows: int) -> Mapping[str, Array]:
         inputs = {spec.name: array for spec, array in zip(self._model.inputs, arrays, strict=True)}
         started = time.perf_counter()
+        self._metrics.computing_since_s = time.monotonic()
         try:
             outputs = self._backend.predict(inputs)
             exit_if_forked(self._pid)
@@ -180,6 +181,7 @@ class Executor:
             exit_if_forked(self._pid)
             raise ModelFault("exception", f"raised {type(exc).__name__}: {clip(str(exc), 500)}") from exc
         finally:
+            self._metrics.computing_since_s = None
             self._metrics.record_batch(rows, time.perf_counter() - started)
         if not isinstance(outputs, Mapping):
             raise ModelFault("output", f"returned {type(outputs).__name__}, not a mapping of names to arrays")

@@ -87,10 +87,12 @@ class Worker:
 
     def _warm_up(self) -> Exception | None:
         pid = os.getpid()
+        self._metrics.computing_since_s = time.monotonic()
         try:
             try:
                 self._backend.warm_up(self._max_batch_rows)
             finally:
+                self._metrics.computing_since_s = None
                 exit_if_forked(pid)
         except StopIteration as exc:  # no future can carry it: the server would wait for ever
             failure = RuntimeError(f"warming up raised StopIteration: {exc}")

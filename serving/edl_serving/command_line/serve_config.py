@@ -92,10 +92,13 @@ _SERVER = OptionGroup(
             "take shared memory of another user than the server's own, by a copy; a name or number, repeatable",
             many=True,
         ),
-        Option("metrics-port", v.port, "PORT", "serve Prometheus metrics here, 0 for a free port (default: off)"),
+        Option("metrics-port", v.port, "PORT", "serve /metrics, /livez and /readyz, 0 for any port (default: off)"),
         Option("metrics-host", v.text, "ADDRESS", "address for that (default 127.0.0.1)"),
         Option("canary", v.seconds, "TIME", "run a row of the sample so often; not ready while it fails"),
         Option("canary-timeout", v.seconds, "TIME", "how long that may take, waiting included (default 30s)"),
+        Option(
+            "stall-timeout", v.seconds, "TIME", "/livez fails when a call of the model takes longer (default 30min)"
+        ),
         Option("access-log", v.text, "PATH", "a line of JSON for each request, - for standard output (default: none)"),
     ),
 )
@@ -284,6 +287,7 @@ def _server(model: str, given: Mapping[str, Any]) -> ServerSettings:
         "drain_timeout": "drain_timeout_s",
         "canary": "canary_s",
         "canary_timeout": "canary_timeout_s",
+        "stall_timeout": "stall_timeout_s",
         "max_connection_age": "max_connection_age_s",
     }
     chosen = _only(given, names)

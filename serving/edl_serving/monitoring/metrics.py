@@ -6,6 +6,7 @@ increment, which at thousands of requests a second costs more than all of the ba
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from edl.errors import SettingsError
 from edl_serving.monitoring.metrics_server import MetricsServer
+from edl_serving.monitoring.probes import HealthProbes
 from edl_serving.request_error import RequestError
 
 __all__ = ["Metrics", "WorkerMetrics"]
@@ -50,9 +52,11 @@ class WorkerMetrics:
         batch_rows: histogram of rows in a call of the model.
         queue_s: histogram of seconds from arrival to batch.
         compute_s: histogram of seconds of a call of the model.
+        computing_since_s: `time.monotonic()` when the call of the model under way began; None between calls.
     """
 
     def __init__(self) -> None:
+        self.computing_since_s: float | None = None
         self.rows = 0
         self.faults: Counter[str] = Counter()
         self.batch_rows = _Buckets(_ROWS)
@@ -86,10 +90,12 @@ class Metrics(Collector):
 
     Attributes:
         registry: of the Prometheus client library.
+        probes: what `/livez` and `/readyz` beside `/metrics` answer.
     """
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
+        self.probes = HealthProbes()
         self._model = model
         self._outcomes: Counter[str] = Counter()
         self._refusals: Counter[str] = Counter()
@@ -117,6 +123,19 @@ class Metrics(Collector):
         """Return the rows that were computed, and the seconds that it took, summed over workers. From any thread."""
         workers = self._workers
         return sum(worker.rows for worker in workers), sum(worker.compute_s.sum for worker in workers)
+
+    def find_stall(self, limit_s: float) -> str:
+        """Return in words which call of the model takes longer than it may; empty if none does. From any thread.
+
+        Args:
+            limit_s: how long a call may take, in seconds.
+        """
+        now_s = time.monotonic()
+        for worker in self._workers:
+            since_s = worker.computing_since_s
+            if since_s is not None and now_s - since_s > limit_s:
+                return f"a call of the model takes {now_s - since_s:,.0f} s already, and {limit_s:g} s are the limit"
+        return ""
 
     def record_outcome(self, outcome: str) -> None:
         """Count a request that ended. For the event loop's thread only.
@@ -188,7 +207,7 @@ class Metrics(Collector):
         return family
 
     def listen(self, host: str, port: int) -> int:
-        """Serve `/metrics`.
+        """Serve `/metrics`, `/livez` and `/readyz`.
 
         Args:
             host: a name or an address.
@@ -201,7 +220,7 @@ class Metrics(Collector):
             SettingsError: the address cannot be listened on.
         """
         try:
-            self._http = MetricsServer(self.registry, host, port)
+            self._http = MetricsServer(self.registry, host, port, self.probes)
         except OSError as exc:
             raise SettingsError(f"metrics cannot listen on {host}:{port}: {exc.strerror or exc}") from exc
         return self._http.port

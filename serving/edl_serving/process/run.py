@@ -60,6 +60,10 @@ async def _serve(
     server = TeacherServer(settings, backends)
     signalled = _on_first_signal()
     close_within_s = 0.0
+    joined = asyncio.Event()
+    if join is not None:
+        probes = server.metrics.probes
+        probes.add_check("/readyz", "discovery", lambda: "" if joined.is_set() else "not registered yet")
     try:
         starting = asyncio.ensure_future(server.start())
         if not await _done_before(signalled, starting):
@@ -73,6 +77,7 @@ async def _serve(
             if not await _done_before(signalled, joining):  # else `leave` could overtake it
                 await asyncio.wait({joining}, timeout=settings.drain_timeout_s / 2)
                 joining.cancel()  # a call that ends when the loop is closed has nothing to wake there
+            joined.set()
         await signalled.wait()
         drained = await _drain(server, leave)
         if drained:

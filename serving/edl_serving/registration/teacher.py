@@ -59,6 +59,7 @@ class TeacherRegistration:
         self._lock = threading.Lock()  # between the event loop, which reports health, and the threads of the callers
         self._healthy = True
         self._draining = False
+        self._was_published = False
         self._load: TeacherLoad | None = None
         if settings.url is not None:
             self._reconciler = InstanceReconciler(settings.url, settings.ttl_s, self._on_published)
@@ -87,6 +88,8 @@ class TeacherRegistration:
             "Whether discovery has this teacher, and its lease is kept.",
             lambda: float(reconciler.published is not None and not reconciler.error),
         )
+        # A registry that is away later changes nothing: students keep the teachers that they know.
+        server.metrics.probes.add_check("/readyz", "registry", lambda: "" if self._was_published else "does not answer")
         warn_of_loopback(self._settings.url, self._address, "--host 0.0.0.0")
         with self._lock:
             if self._load is not None:
@@ -153,6 +156,7 @@ class TeacherRegistration:
 
     def _on_published(self, instance: Instance | None) -> None:
         if instance is not None and instance.state == "ready":
+            self._was_published = True
             _log.info("registered as %s/%s at %s", instance.service, instance.id, self._settings.url)
             self._write_ready_file(instance)
 

@@ -60,7 +60,8 @@ def test_rebound_names_get_nothing(page: str, store: Store, host: str, status: i
         assert answer.status == status, path
         if status != 200:
             assert b"resnet" not in answer.body
-    assert ask(page, "/healthz", headers={"Host": host}).status == 200
+    for path in ("/healthz", "/livez", "/readyz"):
+        assert ask(page, path, headers={"Host": host}).body == b"ok\n", path
 
 
 def test_allowed_hosts_are_answered(url: str, store: Store) -> None:
@@ -86,7 +87,8 @@ def test_nothing_without_a_token(closed: str) -> None:
             assert b"resnet" not in answer.body
     front = ask(closed, "/")
     assert (front.status, front.headers["location"]) == (303, "login")
-    assert ask(closed, "/healthz").status == 200
+    for path in ("/healthz", "/livez", "/readyz"):
+        assert ask(closed, path).status == 200, path
     assert ask(closed, "/api/state", headers={"Authorization": f"Bearer {TOKEN}"}).json()["jobs"]
     assert ask(closed, "/api/state", headers={"Authorization": "bearer another-long-enough-token"}).status == 200
 

@@ -42,7 +42,12 @@ def test_store_that_dies_and_comes_back(served: ServedBackend) -> None:
         figures = samples(ask(server.url, "/metrics").body.decode())
         assert figures["edl_dashboard_store_up"] == 0
         assert not [series for series in figures if series.startswith("edl_job")]
-        assert ask(server.url, "/").status == ask(server.url, "/healthz").status == 200
+        assert (
+            ask(server.url, "/").status
+            == ask(server.url, "/healthz").status
+            == ask(server.url, "/readyz").status
+            == 200
+        )
         served.start()
         until(lambda: client.next()[2].get("stale", "x") == "", "the store is back")
         assert samples(ask(server.url, "/metrics").body.decode())["edl_dashboard_store_up"] == 1

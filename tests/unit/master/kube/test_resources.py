@@ -1,0 +1,178 @@
+"""ElasticJob and TeacherPool: what is read of them, and why they are refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edl.master.kube.resources import ElasticJob, TeacherPool, parse_elastic_job, parse_teacher_pool
+
+CRDS = Path(__file__).parents[4] / "serving" / "kube" / "chart" / "files"
+METADATA = {
+    "name": "digits",
+    "namespace": "lab",
+    "uid": "0123456789abcdef",
+    "resourceVersion": "7",
+    "generation": 3,
+    "creationTimestamp": "2026-01-31T12:00:00Z",
+}
+TEMPLATE = {"spec": {"containers": [{"name": "main", "image": "student:1"}]}}
+
+
+def make_job(**spec: Any) -> dict[str, Any]:
+    return {
+        "metadata": dict(METADATA),
+        "spec": {"run": ["train.py"], "store": "consul://c", "template": TEMPLATE, **spec},
+    }
+
+
+def make_pool(**spec: Any) -> dict[str, Any]:
+    return {
+        "metadata": dict(METADATA),
+        "spec": {"serve": ["m.py:f"], "store": "consul://c", "template": TEMPLATE, **spec},
+    }
+
+
+def reasons(found: object) -> list[str]:
+    assert isinstance(found, tuple), f"accepted: {found}"
+    return [problem.reason for problem in found]
+
+
+def test_job_with_defaults() -> None:
+    job = parse_elastic_job(make_job())
+    assert isinstance(job, ElasticJob)
+    assert (job.min_replicas, job.max_replicas, job.replicas, job.scaling) == (1, 1, None, "auto")
+    assert job.job_id == "digits-01234567"
+    assert job.key == "elasticjobs/lab/digits"
+    assert job.created_s == 1769860800.0
+    assert parse_elastic_job(make_job(minReplicas=3)).max_replicas == 3  # type: ignore[union-attr]
+
+
+def test_pool_with_defaults() -> None:
+    pool = parse_teacher_pool(make_pool())
+    assert isinstance(pool, TeacherPool)
+    assert (pool.min_replicas, pool.max_replicas, pool.service, pool.probe_s) == (0, 1, "digits", 20)
+    assert (pool.priority_class_name, pool.grace_period_s) == ("edl-teacher", 10)
+
+
+def test_store_of_the_operator() -> None:
+    resource = make_job()
+    del resource["spec"]["store"]
+    assert reasons(parse_elastic_job(resource)) == ["NoStore"]
+    assert parse_elastic_job(resource, "etcd://e").store == "etcd://e"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason", "words"),
+    [
+        ({"minReplicas": 5, "maxReplicas": 2}, "MinAboveMax", "spec.minReplicas is 5"),
+        ({"minReplicas": 0}, "InvalidField", "1 worker or more"),
+        ({"minReplicas": True}, "InvalidField", "whole number"),
+        ({"maxReplicas": 2.5}, "InvalidField", "2.5"),
+        ({"replicas": -1}, "InvalidField", "-1"),
+        ({"run": []}, "EmptyRun", "edl run"),
+        ({"run": ["train.py", 0.1]}, "InvalidField", "quotes"),
+        ({"scaling": "manual"}, "InvalidField", "auto or external"),
+        ({"suspend": "yes"}, "InvalidField", "true or false"),
+        ({"template": None}, "NoTemplate", "pod template"),
+        ({"template": {"spec": {}}}, "NoContainer", "containers"),
+        ({"template": {"spec": {"containers": "x"}}}, "InvalidField", "list of objects"),
+        ({"template": {"spec": {"containers": [7]}}}, "InvalidField", "containers[0]"),
+        ({"template": {"spec": {"containers": [{"name": "a"}]}}}, "InvalidContainer", "image"),
+        ({"template": {"spec": {"containers": [{"name": "a", "image": "i"}] * 2}}}, "InvalidContainer", "of its own"),
+        (
+            {"template": {"spec": {"containers": [{"name": "a", "image": "i", "args": ["x"]}]}}},
+            "ArgsInTemplate",
+            "spec.run",
+        ),
+        ({"master": {"enabled": 1}}, "InvalidField", "spec.master.enabled"),
+    ],
+)
+def test_refused_job(spec: dict[str, Any], reason: str, words: str) -> None:
+    found = parse_elastic_job(make_job(**spec))
+    assert reason in reasons(found)
+    assert words in "\n".join(problem.message for problem in found)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ({"serve": []}, "EmptyServe"),
+        ({"scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": "t"}}, "TemplateBesideTarget"),
+        ({"scaleTargetRef": {"kind": "Deployment"}, "template": None, "serve": None}, "InvalidScaleTarget"),
+        ({"probeSeconds": 0}, "InvalidField"),
+    ],
+)
+def test_refused_pool(spec: dict[str, Any], reason: str) -> None:
+    assert reason in reasons(parse_teacher_pool(make_pool(**spec)))
+
+
+def test_pool_with_scale_target() -> None:
+    target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "triton"}
+    pool = parse_teacher_pool(make_pool(scaleTargetRef=target, template=None, serve=None))
+    assert isinstance(pool, TeacherPool)
+    assert pool.scale_target_ref is not None
+    assert pool.scale_target_ref.name == "triton"
+
+
+def test_long_name_is_refused() -> None:
+    resource = make_job()
+    resource["metadata"]["name"] = "a" * 64
+    assert reasons(parse_elastic_job(resource)) == ["InvalidName"]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.data())
+def test_garbage_is_refused_with_reasons(data: st.DataObject) -> None:
+    for parse, make in ((parse_elastic_job, make_job), (parse_teacher_pool, make_pool)):
+        resource = copy.deepcopy(make(scaleTargetRef=None, master={}, minReplicas=1, maxReplicas=2))
+        place = data.draw(st.sampled_from(["metadata", "spec", "status", *resource["spec"]]))
+        (resource["spec"] if place in resource["spec"] else resource)[place] = data.draw(JSON)
+        found = parse(resource)
+        for problem in found if isinstance(found, tuple) else ():
+            assert re.fullmatch("[A-Z][A-Za-z]+", problem.reason)
+            assert problem.message
+
+
+def _field_names(kind: type) -> dict[str, Any]:
+    """Names of `spec` by the dataclass's fields, with their defaults."""
+    read_only = {"name", "namespace", "uid", "resource_version", "generation", "created_s"}
+    read_only |= {"deleting", "labels", "annotations", "status"}
+    names = {}
+    for field in dataclasses.fields(kind):
+        if field.name not in read_only:
+            words = re.sub("_s$", "_seconds", field.name).split("_")
+            names[words[0] + "".join(word.capitalize() for word in words[1:])] = field
+    return names
+
+
+@pytest.mark.parametrize(
+    ("plural", "kind", "parse"),
+    [("elasticjobs", ElasticJob, parse_elastic_job), ("teacherpools", TeacherPool, parse_teacher_pool)],
+)
+def test_schema_is_the_dataclass(plural: str, kind: type, parse: Any) -> None:
+    crd = yaml.safe_load((CRDS / f"{plural}.edl.io.yaml").read_text())
+    (version,) = crd["spec"]["versions"]
+    assert version["subresources"].keys() == {"status", "scale"}
+    schema = version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
+    assert schema.keys() == _field_names(kind).keys()
+    given = (make_job if kind is ElasticJob else make_pool)()
+    defaulted = copy.deepcopy(given)
+    for name, field in schema.items():
+        if "default" in field:
+            defaulted["spec"].setdefault(name, field["default"])
+    assert parse(defaulted) == parse(given), "a default of the schema is not that of the dataclass"

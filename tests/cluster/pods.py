@@ -11,6 +11,10 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
 USER = 65532  # "nonroot" of the distroless images
+NO_DNS = {
+    "nameservers": ["127.0.0.1"],
+    "options": [{"name": "timeout", "value": "1"}, {"name": "attempts", "value": "1"}],
+}
 SYSTEM = ("/usr", "/etc/alternatives")
 
 
@@ -128,6 +132,8 @@ def pod_template(
         "metadata": {"labels": dict(labels or {})},
         "spec": {
             **({"nodeSelector": {"kubernetes.io/hostname": node}} if node else {}),
+            # Without a DNS server in the cluster, each reverse look-up of torch's would wait for its timeouts.
+            **({"dnsPolicy": "None", "dnsConfig": NO_DNS} if host else {}),
             "securityContext": {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER},
             "containers": [
                 {

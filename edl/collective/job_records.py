@@ -126,6 +126,8 @@ class World:
         message: why this world came to be, in words; of a job that failed, the traceback.
         pause_at: the step after which all workers shall pause, None while no node wants that.
         forgiven: after how many errors of the script's own the job went on.
+        cause: of a job that failed, why: a value of `edl.collective.agent.health.failures.ExitCause`.
+        failed_rank: of a job that failed, the rank that failed first; -1 if none did.
     """
 
     generation: int = -1
@@ -134,6 +136,8 @@ class World:
     message: str = ""
     pause_at: int | None = None
     forgiven: int = 0
+    cause: str = ""
+    failed_rank: int = -1
 
     @property
     def size(self) -> int:
@@ -172,7 +176,7 @@ class World:
             values["state"] = JobState(values["state"])
             values["nodes"] = tuple(Member(**_known(Member, member)) for member in values["nodes"])
             world = cls(**values)
-            _check_types(world, ("message",), ("generation", "forgiven"))
+            _check_types(world, ("message", "cause"), ("generation", "forgiven", "failed_rank"))
             for member in world.nodes:
                 _check_types(member, ("id", "addr"), ("port", "local_world_size", "first_rank"))
             return world

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import queue
+import signal
 import time
 
 from edl.collective.agent.context import AgentContext, EventQueue, PeerLost, open_agent_context
@@ -17,6 +18,7 @@ from edl.collective.agent.join import join_job
 from edl.collective.agent.launch_spec import LaunchSpec
 from edl.collective.agent.reconciler import NodeReconciler
 from edl.collective.agent.signals import AskedToLeaveError, StopSignals
+from edl.collective.agent.termination_message import TerminationMessage, write_termination_message
 from edl.discovery.store import Store
 from edl.errors import DiscoveryError
 
@@ -75,9 +77,16 @@ class Agent:
                 if context.shutdown.joined:
                     context.status.record_event("leave", "asked to")
                 code = self._signals.exit_code
+            if self._signals.stopping and code == self._signals.exit_code:
+                name = signal.Signals(self._signals.number).name
+                context.shutdown.end = TerminationMessage(node=context.id, message=f"asked to leave ({name})")
             context.shutdown.code = code
+            # Before the last state is stored: that takes time, and what asked this node to leave may not wait.
+            write_termination_message(self._spec.termination_log, context.shutdown.termination)
         exit_code = context.shutdown.exit_code
         assert exit_code is not None
+        if exit_code != code:
+            write_termination_message(self._spec.termination_log, context.shutdown.termination)
         return exit_code
 
     def _take_turn(self, context: AgentContext, reconciler: NodeReconciler) -> int | None:

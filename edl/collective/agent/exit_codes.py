@@ -20,3 +20,6 @@ class ExitCode(IntEnum):
     where the store does not answer when a node comes."""
     FAULTY_NODE = 69
     """A GPU of this node failed, or the node did not pass the check before joining (EX_UNAVAILABLE): run elsewhere."""
+    OUT_OF_MEMORY = 137
+    """The kernel killed a worker for want of memory, and the node left for that (`--leave-on-oom`). It is the code of a
+    process that SIGKILL ended, so that whatever starts nodes again treats it alike."""

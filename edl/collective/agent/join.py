@@ -12,10 +12,12 @@ from pathlib import Path
 
 from edl.collective.agent.context import AgentContext
 from edl.collective.agent.exit_codes import ExitCode
+from edl.collective.agent.health.failures import ExitCause
 from edl.collective.agent.health.node_check.gate import check_before_joining
 from edl.collective.agent.health.node_check.runner import NodeCheckSettings
 from edl.collective.agent.job_run import JobRun
 from edl.collective.agent.membership.excluded_hosts import REMEDY, Exclusions, host_key
+from edl.collective.agent.termination_message import TerminationMessage
 from edl.collective.checkpoint.memory.slots import preallocate_slots
 from edl.collective.job_records import JobState, World, prefix
 from edl.errors import SettingsError
@@ -86,13 +88,16 @@ def _check_job_state(context: AgentContext) -> int | None:
             fields = {"job": spec.job}
             logger.info("job %s has ended already (%s): nothing to do", spec.job, world.message, extra=fields)
             logger.info("another --rdzv-id starts another job")
+            context.shutdown.end = TerminationMessage(node=context.id, message=f"job {spec.job} has ended already")
             return ExitCode.DONE
         if world.state is not JobState.FAILED:
             return None
         if not records.nodes:
             context.membership.propose_world(World(world.generation, message="started again"), records.version)
         elif time.monotonic() > deadline:
-            logger.error("job %s has failed, and its nodes have not left yet: try again in a moment", spec.job)
+            reason = f"job {spec.job} has failed, and its nodes have not left yet: try again in a moment"
+            logger.error("%s", reason)
+            context.shutdown.end = TerminationMessage(node=context.id, message=reason)
             return ExitCode.FAILED
         else:
             time.sleep(_POLL_S)
@@ -122,7 +127,14 @@ def _is_excluded(context: AgentContext) -> bool:
         *(context.spec.job, exclusion.reason, REMEDY, code),
         extra={"job": context.spec.job, "exit_code": code},
     )
+    _note_fault(context, exclusion.reason)
     return True
+
+
+def _note_fault(context: AgentContext, reason: str) -> None:
+    """Note why this node cannot take part, for the record of its end."""
+    cause = ExitCause.HARDWARE.value
+    context.shutdown.end = TerminationMessage(cause=cause, node=context.id, message=reason)
 
 
 def _agree_on_script(context: AgentContext) -> None:
@@ -177,6 +189,7 @@ def _check_node(context: AgentContext, settings: NodeCheckSettings) -> int | Non
         *(result.faulty[context.id], code),
         extra={"exit_code": code},
     )
+    _note_fault(context, result.faulty[context.id])
     return code
 
 

@@ -61,6 +61,9 @@ class LaunchSpec:
         framework: what the workers train with, `torch` or `paddle`.
         role: torchrun's `--role`, which begins the lines of `--tee`.
         slurm: whether this node is a task of a Slurm step, and signals are Slurm's.
+        leave_on_oom: whether this node leaves the job, for a start with more memory, when the kernel killed a worker of
+            it for want of memory, and does not start its workers again.
+        termination_log: the file that shall say what ended this node, empty for none.
     """
 
     job: str
@@ -86,6 +89,8 @@ class LaunchSpec:
     resumable: bool = True
     command: str = ""
     slurm: bool = False
+    leave_on_oom: bool = False
+    termination_log: str = ""
 
 
 def open_master_endpoint(spec: LaunchSpec) -> MasterEndpoint:

@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from edl.collective.agent.context import AgentContext, is_member
+from edl.collective.agent.departure import Departure
 from edl.collective.agent.exit_codes import ExitCode
-from edl.collective.agent.health.failures import RecoveryDecision
+from edl.collective.agent.health.failures import ExitCause, RecoveryDecision
 from edl.collective.agent.health.peer_monitor import choose_peers
 from edl.collective.agent.launch_spec import MasterEndpoint, open_master_endpoint
-from edl.collective.agent.membership.excluded_hosts import REMEDY, Exclusions, host_key
+from edl.collective.agent.membership.excluded_hosts import Exclusions, host_key
 from edl.collective.agent.membership.membership_timer import MembershipTimer, is_join_deferred
 from edl.collective.agent.membership.node_records import JobRecords
 from edl.collective.agent.membership.quorum_wait import QuorumWait
 from edl.collective.agent.membership.rendezvous import LocalObservation, failed_world, next_world
+from edl.collective.agent.termination_message import TerminationMessage
 from edl.collective.agent.workers.generation_outcome import HANGING
 from edl.collective.checkpoint.memory.slots import slot_nbytes
 from edl.collective.goodput.node import AgentState
@@ -55,7 +57,8 @@ class NodeReconciler:
         self._membership_timer = MembershipTimer(time.monotonic())
         self._quorum_wait = QuorumWait(context.spec.rendezvous.min_nodes, context.spec.join_timeout_s)
         self._exclusions = Exclusions(context.store, context.spec.job, host_key())
-        self._excluded: Exclusion | None = None
+        self._exclusion: Exclusion | None = None
+        self._departure: Departure | None = None
         self._unreachable_since: float | None = None
         self._waits_for_place = False
         self._alone_s = _STORE_OUTAGE_SHARE * context.spec.rendezvous.takeover_s
@@ -105,8 +108,10 @@ class NodeReconciler:
         if world.ended:
             return self._end_job(world)
         position = world.position(self._context.id) if world.state is JobState.RUNNING else None
-        if self._excluded is not None:
-            return self._leave_faulty(records, self._excluded, member=position is not None)
+        if world.generation != self._worker_group.generation:  # others lost contact, and were first to begin anew
+            self._prepare_departure(self._worker_group.judge_failures(world.forgiven))
+        if self._departure is not None:
+            return self._depart(records, self._departure, member=position is not None)
         if world.state is not JobState.FORMING:
             self._quorum_wait.end_wait()
         self._note_place(position is None and len(world.nodes) >= self._spec.rendezvous.max_nodes, world)
@@ -115,11 +120,6 @@ class NodeReconciler:
             if code is not None:
                 return code
         elif world.generation != self._worker_group.generation:
-            decision = self._worker_group.judge_failures(world.forgiven)
-            if decision is not None and decision.leave_out:  # others lost contact, and were first to begin anew
-                self._exclude_host(decision)
-                if self._excluded is not None:
-                    return self._leave_faulty(records, member=True)
             self._start_generation(world, position)
         self._worker_group.hangs.others_busy = any(
             name != self._context.id and node.busy == world.generation for name, node in records.nodes.items()
@@ -159,17 +159,25 @@ class NodeReconciler:
         if self._signals.stopping:
             return self._signals.exit_code
         away_s = time.monotonic() - self._unreachable_since
+        if self._departure is not None and away_s > self._alone_s:  # the others go on without asking it
+            return self._departure.exit_code
         if away_s <= self._spec.join_timeout_s:
             return None
         self._context.shutdown.is_last_node = (
             True  # as far as is known here: the state in memory is kept for a later start
         )
+        return self._give_up(f"no store for {away_s:.0f} s")
+
+    def _give_up(self, reason: str) -> int:
+        """Return the exit code of a node that has waited for too long."""
+        code = int(ExitCode.TRY_AGAIN)
         logger.error(
-            "no store for %.0f s (--rdzv-conf join_timeout=SECONDS waits longer): giving up, exit code %d",
-            *(away_s, ExitCode.TRY_AGAIN),
-            extra={"exit_code": int(ExitCode.TRY_AGAIN)},
+            "%s (--rdzv-conf join_timeout=SECONDS waits longer): giving up, exit code %d",
+            *(reason, code),
+            extra={"exit_code": code},
         )
-        return ExitCode.TRY_AGAIN
+        self._context.shutdown.end = TerminationMessage(node=self._context.id, message=reason)
+        return code
 
     @property
     def workers_may_run_until(self) -> float:
@@ -235,13 +243,7 @@ class NodeReconciler:
         waited_s = self._quorum_wait.waited_s(now)
         if waited_s > self._spec.join_timeout_s:
             wanted = self._spec.rendezvous.min_nodes
-            logger.error(
-                "only %s of at least %d came within %.0f s (--rdzv-conf join_timeout=SECONDS waits longer): giving up, "
-                "exit code %d",
-                *(_count(here, "node"), wanted, waited_s, ExitCode.TRY_AGAIN),
-                extra={"exit_code": int(ExitCode.TRY_AGAIN)},
-            )
-            return ExitCode.TRY_AGAIN
+            return self._give_up(f"only {_count(here, 'node')} of at least {wanted} came within {waited_s:.0f} s")
         if words:
             logger.info("%s", words, extra={"nodes": here})
         return None
@@ -258,11 +260,21 @@ class NodeReconciler:
     def _end_job(self, world: World) -> int:
         """Stop the workers of a job that has ended. Returns the exit code."""
         self._worker_group.stop_workers()
+        self._context.shutdown.end = self._describe_end(world)
         if world.state is JobState.DONE:
             logger.info("job %s has ended: %s", self._spec.job, world.message, extra={"job": self._spec.job})
             return ExitCode.DONE
         logger.error("job %s has failed: %s", self._spec.job, world.message, extra={"job": self._spec.job})
         return ExitCode.FAILED
+
+    def _describe_end(self, world: World) -> TerminationMessage:
+        """Return what ended a job: on every node the same, but for what the kernel killed."""
+        own, here = self._context.shutdown.end, self._context.id
+        node = next((member.id for member in world.nodes if world.failed_rank in member.ranks), here)
+        oom_kills = own.oom_kills if (own.node, own.rank) == (node, world.failed_rank) == (here, own.rank) else 0
+        return TerminationMessage(
+            cause=world.cause, rank=world.failed_rank, node=node, oom_kills=oom_kills, message=world.message
+        )
 
     def _propose_next_world(self, records: JobRecords) -> int | None:
         """Propose what the job's record should become. Returns the exit code if this node's part is then over."""
@@ -273,12 +285,12 @@ class NodeReconciler:
         ended = [rank for member in finished for rank in member.ranks]
         missing = len(present) < len(world.nodes)
         decision = self._worker_group.judge_failures(world.forgiven, others_ended=ended, missing=missing)
-        if decision is not None and decision.leave_out:
-            decision = self._exclude_host(decision)
-            if self._excluded is not None:
-                return self.reconcile(records)
+        decision = self._prepare_departure(decision)
+        if self._departure is not None:
+            return self.reconcile(records)
         if decision is not None and decision.fatal:
-            proposal: World | None = failed_world(world, decision.fatal)
+            cause = decision.cause.value if decision.cause is not None else ""
+            proposal: World | None = failed_world(world, decision.fatal, cause, decision.rank)
         else:
             observation = self._observe(decision or RecoveryDecision(restart=self._missed_generation(world)))
             proposal = next_world(world, records.nodes, observation, self._spec.rendezvous)
@@ -288,6 +300,8 @@ class NodeReconciler:
             self._context.events.put(None)  # another node was first: look again
             return None
         if decision is not None:
+            if decision.fatal:
+                self._note_failure(decision, decision.fatal)
             if decision.fatal and decision.unclear:
                 self._exclusions.remove_unclear()
             self._worker_group.count_restart()
@@ -297,6 +311,34 @@ class NodeReconciler:
             )
             self._context.status.record_event(kind, text, world.generation)
         return self.reconcile(self._membership.read_records())  # the others learn of it by their watches
+
+    def _prepare_departure(self, decision: RecoveryDecision | None) -> RecoveryDecision | None:
+        """Stop the workers where failures mean that this node shall leave. Returns what else follows from them."""
+        if decision is None or not (decision.leave_out or decision.needs_memory):
+            return decision
+        if decision.leave_out:
+            decision = self._exclude_host(decision)
+            if self._exclusion is None:
+                return decision
+            self._departure = Departure.for_faulty_gpu(self._context.id, self._spec.job)
+        else:
+            logger.error("%s: this node leaves, for a start with more memory", decision.restart)
+            self._context.status.record_event("restart", decision.restart, self._worker_group.generation)
+            self._departure = Departure.for_memory(self._context.id)
+        self._note_failure(decision, "\n".join(filter(None, (decision.restart, decision.traceback))))
+        self._worker_group.stop_workers()
+        self._context.persister.store_newest()
+        return decision
+
+    def _note_failure(self, decision: RecoveryDecision, message: str) -> None:
+        """Note what failed on this node, for the record of its end."""
+        self._context.shutdown.end = TerminationMessage(
+            cause=decision.cause.value if decision.cause is not None else "",
+            rank=decision.rank,
+            node=self._context.id,
+            oom_kills=decision.oom_kills,
+            message=message,
+        )
 
     def _exclude_host(self, decision: RecoveryDecision) -> RecoveryDecision:
         """Leave this host out because of its GPU. Returns another decision where another host had the fault before.
@@ -311,36 +353,35 @@ class NodeReconciler:
         other = None if clear else self._exclusions.find_same_elsewhere(exclusion)
         if other is not None:
             where = f"so it was on {other.node} before, and no step further: the script's own error"
-            return RecoveryDecision(fatal=f"{decision.restart} ({where})\n{decision.traceback}", unclear=True)
+            fatal = f"{decision.restart} ({where})\n{decision.traceback}"
+            return RecoveryDecision(fatal=fatal, unclear=True, rank=decision.rank, cause=ExitCause.ERROR)
         self._exclusions.add(exclusion)
-        self._excluded = exclusion
+        self._exclusion = exclusion
         surely = "this node's GPU has failed" if clear else "this node's GPU has probably failed, for the second time"
         logger.error("%s (%s): the job goes on without this node", surely, decision.restart)
         self._context.status.record_event("faulty", decision.restart, self._worker_group.generation)
-        self._worker_group.stop_workers()
-        self._context.persister.store_newest()
         return decision
 
-    def _leave_faulty(self, records: JobRecords, exclusion: Exclusion, *, member: bool) -> int | None:
+    def _depart(self, records: JobRecords, departure: Departure, *, member: bool) -> int | None:
         """Leave a job that goes on without this node; first the others get what only this node's memory has."""
+        forming = records.world.state is JobState.FORMING
+        if (member or forming) and not self._context.replicas.hand_over_state():
+            return None
         if member:
-            if not self._context.replicas.hand_over_state():
-                return None
             if not self._membership.node.leaving:
                 self._membership.update_node(leaving=True)
             nodes = records.nodes | {self._context.id: self._membership.node}
-            observation = replace(self._observe(RecoveryDecision()), restart=f"a GPU of {self._context.id} failed")
+            observation = replace(self._observe(RecoveryDecision()), restart=departure.restart)
             proposal = next_world(records.world, nodes, observation, self._spec.rendezvous)
             if proposal is not None and self._membership.propose_world(proposal, records.version):
                 return self.reconcile(self._membership.read_records())
             return None
-        self._context.status.record_event("leave", "its GPU failed", records.world.generation)
+        self._context.status.record_event("leave", departure.reason, records.world.generation)
+        code = departure.exit_code
         logger.error(
-            "left; this host is out of job %s: %s; exit code %d",
-            *(self._spec.job, REMEDY, ExitCode.FAULTY_NODE),
-            extra={"job": self._spec.job, "exit_code": int(ExitCode.FAULTY_NODE)},
+            "left; %s; exit code %d", departure.remedy, code, extra={"job": self._spec.job, "exit_code": int(code)}
         )
-        return ExitCode.FAULTY_NODE
+        return code
 
     def _missed_generation(self, world: World) -> str:
         """Return why this node's workers of the present generation do not run any more, "" if they do.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from edl.background import start_call
 from edl.collective.agent.exit_codes import ExitCode
 from edl.collective.agent.host_folder import HostFolder
 from edl.collective.agent.launch_spec import LaunchSpec
 from edl.collective.agent.signals import StopSignals
+from edl.collective.agent.termination_message import TerminationMessage
 from edl.collective.checkpoint.storage.persister import CheckpointPersister
 
 __all__ = ["ShutdownState", "release_host_folder", "store_last_state"]
@@ -33,17 +34,26 @@ class ShutdownState:
         joined: whether the other nodes have seen this node.
         is_last_node: whether no other node was there last that was to stay.
         stored: whether nothing is left that had to be taken to storage.
+        end: what ended this node's part, as far as is known beside the exit code.
     """
 
     code: int | None = None
     joined: bool = False
     is_last_node: bool = True
     stored: bool = True
+    end: TerminationMessage = field(default_factory=TerminationMessage)
 
     @property
     def exit_code(self) -> int | None:
         """The process's exit code: a job that is done is not a success while its result is in no storage."""
         return ExitCode.NOT_STORED if self.code == ExitCode.DONE and not self.stored else self.code
+
+    @property
+    def termination(self) -> TerminationMessage:
+        """What ended this node, as far as is known by now."""
+        code = self.exit_code
+        message = "the job is done, its last state is not stored" if code == ExitCode.NOT_STORED else self.end.message
+        return replace(self.end, exit_code=int(code if code is not None else ExitCode.FAILED), message=message)
 
     @property
     def job_over(self) -> bool:

@@ -39,6 +39,10 @@ def obey(folder: Path, rank: int) -> None:
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nFor debugging consider passing ...\n")
     elif action == "launch":
         raise RuntimeError("CUDA error: unspecified launch failure\nCUDA kernel errors might be reported late.\n")
+    elif action == "eat":  # until the kernel ends it
+        eaten = []
+        while True:
+            eaten.append(bytearray(os.urandom(1 << 20)) * 16)
     elif action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif action == "stop":

@@ -40,9 +40,10 @@ from edl.collective.agent.launch_spec import LaunchSpec
 from edl.collective.agent.membership.rendezvous import RendezvousSettings
 from edl.collective.agent.processes.log_folder import kept_log_folder, temporary_log_folder
 from edl.collective.agent.processes.zygote import ProgramSpec
+from edl.collective.agent.termination_message import TerminationMessage, write_termination_message
 from edl.collective.paddle.environment import has_gpu_build
 from edl.discovery import Store, open_store
-from edl.errors import SettingsError
+from edl.errors import DiscoveryError, EDLError, SettingsError
 from edl.log_output import plain_log_to_stderr
 from edl.settings import Credentials, default_discovery_url, read
 
@@ -59,6 +60,7 @@ _LOGGERS = ("edl.collective.agent", "edl.collective.replica")
 _STORE_TIMEOUT_S = 2.0
 """For a request to the store. Longer than the lease: other nodes go on without a node whose store is that slow, and its
 workers are stopped, whether it waits for the answer or not."""
+_EXIT_USAGE = 2  # of `edl.cli`, which turns the errors that are raised here into exit codes
 _SERVED = "edl://"
 _NO_NAME = "none"
 """torchrun's own `--rdzv-id` where none is given."""
@@ -80,6 +82,20 @@ def main(argv: Sequence[str]) -> int:
         SettingsError: an option cannot be used.
         DiscoveryError: the store cannot be reached.
     """
+    try:
+        return _run_agent(argv)
+    except EDLError as exc:
+        codes = {DiscoveryError: ExitCode.TRY_AGAIN, SettingsError: _EXIT_USAGE}
+        code = next((int(code) for kind, code in codes.items() if isinstance(exc, kind)), int(ExitCode.FAILED))
+        write_termination_message(_termination_log(), TerminationMessage(exit_code=code, message=str(exc)))
+        raise
+
+
+def _termination_log() -> str:
+    return read("EDL_TERMINATION_LOG", str) or ""
+
+
+def _run_agent(argv: Sequence[str]) -> int:
     step = SlurmStep.of()
     options = parse_options(argv, step)
     with ExitStack() as stack:
@@ -196,6 +212,8 @@ def _launch(options: argparse.Namespace, conf: dict[str, str], url: str, stack: 
         command=_command(options) if job == _NO_NAME else "",
         environ={"TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle},
         tls=_tls(options),
+        leave_on_oom=options.leave_on_oom,
+        termination_log=_termination_log(),
     )
 
 

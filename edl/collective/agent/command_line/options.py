@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from torch.distributed import run as torchrun
 
 from edl.collective.agent.command_line.slurm import SlurmStep
+from edl.errors import SettingsError
 from edl.settings import read
 
 __all__ = ["parse_options", "parser"]
@@ -33,7 +34,9 @@ follow from the step (docs/slurm.md).
 
 Exit codes: 0 the job has ended, 1 the script failed, 2 wrong usage, 69 this node or a
 GPU of it is faulty, 74 the script's last state could not be stored, 75 too few nodes came in time, or the store
-cannot be reached: try again, 143 this node was asked to leave (SIGTERM) and did."""
+cannot be reached: try again, 137 too little memory (--leave-on-oom), 143 this node was asked to leave (SIGTERM)
+and did.
+EDL_TERMINATION_LOG names a file that shall say what ended the node, in JSON of at most 4096 bytes."""
 
 
 def _seconds(text: str) -> float:
@@ -88,6 +91,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "default": 30.0,
         "help": "a node that is asked to leave passes the signal on to its workers, once they have saved where they "
         "save at all, and kills those that have not ended after this long (default: 30, as torchrun)",
+    },
+    "--leave-on-oom": {
+        "action": "store_true",
+        "help": "when the kernel killed a worker of this node for want of memory (its cgroup counts that), leave with "
+        "exit code 137, for a start with more memory, instead of starting the workers again; the other nodes go on",
     },
     "--log-format": {
         "choices": ["text", "json"],
@@ -148,7 +156,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if "training_script" in message:
             message = "which script? `edl run [OPTIONS] train.py [ITS ARGUMENTS]`"
-        self.exit(2, f"{self.prog}: {message}{self._meant(message)}; `{self.prog} --help` lists the options\n")
+        raise SettingsError(f"{message}{self._meant(message)}; `{self.prog} --help` lists the options")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._given = list(args or ())
@@ -198,7 +206,7 @@ def parse_options(argv: Sequence[str], step: SlurmStep | None) -> argparse.Names
         The options by name.
 
     Raises:
-        SettingsError: the step's GPUs do not say how many workers to run.
+        SettingsError: an option is unknown or wrong, or the step's GPUs do not say how many workers to run.
     """
     options = parser()
     if step is None:

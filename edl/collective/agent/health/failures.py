@@ -96,6 +96,10 @@ class RecoveryDecision:
         unclear: a GPU failed, or a kernel of the script, and nothing tells which.
         leave_out: the node's GPU is to blame, and the job goes on without the node.
         traceback: the whole error, where a GPU may have failed.
+        rank: of the worker from which the decision follows, -1 for none.
+        cause: why that worker ended, None for none.
+        oom_kills: how many processes the kernel has killed for want of memory in this generation; None if unknown.
+        needs_memory: the kernel killed a worker so, and the node shall leave instead of trying the same again.
     """
 
     restart: str = ""
@@ -104,6 +108,10 @@ class RecoveryDecision:
     unclear: bool = False
     leave_out: bool = False
     traceback: str = ""
+    rank: int = -1
+    cause: ExitCause | None = None
+    oom_kills: int | None = 0
+    needs_memory: bool = False
 
 
 def find_exit_cause(status: int, text: str) -> ExitCause:
@@ -164,12 +172,20 @@ def decide_recovery(
         for cause in (ExitCause.ERROR, ExitCause.KILLED, ExitCause.UNCLEAR, ExitCause.HARDWARE)
     )
     if broken:
-        return RecoveryDecision(restart=broken[0].reason, leave_out=True, traceback=broken[0].text)
+        return RecoveryDecision(
+            restart=broken[0].reason,
+            leave_out=True,
+            traceback=broken[0].text,
+            rank=broken[0].rank,
+            cause=ExitCause.HARDWARE,
+        )
     # An error of the script's own has its cause in its traceback; all other ends are what an Xid leads to.
     if xids and len(errors) < len(failures):
-        return RecoveryDecision(restart=f"{xids[0]}; {failures[0].reason}", leave_out=True)
+        first = failures[0]
+        what = f"{xids[0]}; {first.reason}"
+        return RecoveryDecision(restart=what, leave_out=True, rank=first.rank, cause=ExitCause.HARDWARE)
     if killed:
-        return RecoveryDecision(restart=killed[0].reason)
+        return RecoveryDecision(restart=killed[0].reason, rank=killed[0].rank, cause=ExitCause.KILLED)
     if errors:
         error = next((failure for failure in errors if failure.text), errors[0])
         # Without a traceback it may have been the loss of a node that the script ended itself for. That may be seen
@@ -178,10 +194,13 @@ def decide_recovery(
             return None
         limit_s = error_grace_s if error.text else contact_timeout_s
         fatal = f"rank {error.rank}: {error.description}\n{error.text or error.description}"
-        return RecoveryDecision(fatal=fatal) if waited_s >= limit_s else None
+        decision = RecoveryDecision(fatal=fatal, rank=error.rank, cause=ExitCause.ERROR)
+        return decision if waited_s >= limit_s else None
     if unclear:
         first = unclear[0]
-        decision = RecoveryDecision(restart=first.reason, unclear=True, traceback=first.text)
+        decision = RecoveryDecision(
+            restart=first.reason, unclear=True, traceback=first.text, rank=first.rank, cause=ExitCause.UNCLEAR
+        )
         return decision if waited_s >= error_grace_s else None
     if failures and waited_s >= contact_timeout_s:
         first = failures[0]
@@ -190,7 +209,7 @@ def decide_recovery(
             ended and not missing and all(failure.status > 0 for failure in failures)
         ):  # by a signal: perhaps of its own code
             what += f", perhaps because the script had already ended on {_ranks(ended)}: all must make the same steps"
-        return RecoveryDecision(restart=what)
+        return RecoveryDecision(restart=what, rank=first.rank, cause=ExitCause.PEER_LOST)
     return None
 
 
@@ -209,7 +228,7 @@ def _ranks(ranks: Collection[int]) -> str:
 def read_error_file(path: Path) -> str:
     """Return the traceback that a worker left in torchrun's error file, empty if there is none."""
     try:
-        message = json.loads(path.read_text())["message"]
+        message = json.loads(path.read_text("utf-8", "replace"))["message"]
     except (OSError, ValueError, KeyError, TypeError):
         return ""
     if not isinstance(message, dict):

@@ -41,10 +41,10 @@ class RestartPolicy:
         if decision.unclear and self._unclear_faults:
             return replace(decision, leave_out=True)
         if decision.fatal and forgiven < self._max_forgiven:
-            return RecoveryDecision(restart=decision.fatal.split("\n", 1)[0], after_error=True)
+            return replace(decision, restart=decision.fatal.split("\n", 1)[0], fatal="", after_error=True)
         if decision.restart and self._fruitless >= _FRUITLESS and self._best_step >= step:
             why = f"{_FRUITLESS} restarts in a row led nowhere; the last because {decision.restart}"
-            return RecoveryDecision(fatal=why)
+            return replace(decision, restart="", fatal=why, unclear=False, leave_out=False)
         return decision
 
     def record_unclear_fault(self) -> None:

@@ -103,17 +103,19 @@ def next_world(
     return _changed(world, nodes, observation, settings)
 
 
-def failed_world(world: World, message: str) -> World:
+def failed_world(world: World, message: str, cause: str = "", rank: int = -1) -> World:
     """Return the record of a job that ends on all nodes, because of the user's code.
 
     Args:
         world: the record before.
         message: the error. Where it is long its middle is left out: the error itself is at the end.
+        cause: why the worker ended that failed first, in a word.
+        rank: of that worker, -1 for none.
     """
     kept = message
     if len(message) > _MESSAGE_CHARS:
         kept = f"{message[: _MESSAGE_CHARS // 4]}\n[...]\n{message[-_MESSAGE_CHARS * 3 // 4 :]}"
-    return replace(world, state=JobState.FAILED, message=kept, pause_at=None)
+    return replace(world, state=JobState.FAILED, message=kept, pause_at=None, cause=cause, failed_rank=rank)
 
 
 def _formed(

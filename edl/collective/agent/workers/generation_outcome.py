@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from edl import cgroups
@@ -43,6 +44,8 @@ class GenerationOutcome:
         self._kernel_log = KernelLog()
         self._began_at = 0.0
         self._oom_kills: int | None = None
+        self._leave_on_oom = spec.leave_on_oom
+        self._killed_for_memory = False
 
     @property
     def failed(self) -> bool:
@@ -65,6 +68,7 @@ class GenerationOutcome:
             self._restart_policy.record_unclear_fault()  # also where another node was first to begin anew because of it
         self._failures.clear()
         self._ended_well.clear()
+        self._killed_for_memory = False
 
     def begin_generation(self, now: float) -> None:
         """Count the workers' life from `now` (`time.monotonic()`), and what the kernel logs and kills."""
@@ -87,12 +91,21 @@ class GenerationOutcome:
             description = f"{event} (rank {rank})"
             if event.status == -signal.SIGKILL and self._count_oom_kills():
                 description += ": there was too little memory, as its cgroup says"
-            self.record_failure(WorkerFailure(rank, event.status, text, description))
+            failure = WorkerFailure(rank, event.status, text, description)
+            # Of a killed process that reads data for it, the worker only says that it was killed.
+            by_kill = event.status == -signal.SIGKILL or (event.status > 0 and failure.cause is ExitCause.KILLED)
+            self._killed_for_memory |= by_kill and bool(self._count_oom_kills())
+            self.record_failure(failure)
 
-    def _count_oom_kills(self) -> int:
-        """Return how many processes the kernel has killed for want of memory in this generation; 0 if unknown."""
+    def record_lost_zygote(self, rank: int) -> None:
+        """Record that the process died from which workers are forked, and all workers with it."""
+        self._killed_for_memory |= bool(self._count_oom_kills())
+        self.record_stuck_worker(rank, "the process that forks workers died")
+
+    def _count_oom_kills(self) -> int | None:
+        """Return how many processes the kernel has killed for want of memory in this generation; None if unknown."""
         now = cgroups.read_oom_kills()
-        return 0 if now is None or self._oom_kills is None else now - self._oom_kills
+        return None if now is None or self._oom_kills is None else now - self._oom_kills
 
     def record_stuck_worker(self, rank: int, description: str, number: int = signal.SIGKILL) -> None:
         """Record a worker that neither works nor ends, as if `number`, a signal, had killed it."""
@@ -132,7 +145,12 @@ class GenerationOutcome:
             trained=trained,
             xids=self._kernel_log.read_xids(),
         )
-        return self._restart_policy.apply_limits(decision, forgiven, step) if decision is not None else None
+        if decision is None:
+            return None
+        decision = replace(decision, oom_kills=self._count_oom_kills())
+        if decision.restart and self._leave_on_oom and self._killed_for_memory and not decision.leave_out:
+            return replace(decision, needs_memory=True)
+        return self._restart_policy.apply_limits(decision, forgiven, step)
 
     def count_restart(self, step: int) -> None:
         """Count a restart that was carried out.

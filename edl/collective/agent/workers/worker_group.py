@@ -186,7 +186,7 @@ class WorkerGroup:
     def handle_event(self, event: WorkerExit | ZygoteLost) -> None:
         """Record that a worker ended, or all of them."""
         if isinstance(event, ZygoteLost):
-            self._outcome.record_stuck_worker(self.first_rank, "the process that forks workers died")
+            self._outcome.record_lost_zygote(self.first_rank)
         elif event.generation == self.generation and self.running:
             self._outcome.record_exit(event, self.first_rank + event.local_rank, self._error_files)
 

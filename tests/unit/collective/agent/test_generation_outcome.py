@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import signal
+from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
 
 from edl import cgroups
+from edl.collective.agent.health.failures import ExitCause
 from edl.collective.agent.launch_spec import LaunchSpec
 from edl.collective.agent.membership.rendezvous import RendezvousSettings
 from edl.collective.agent.processes.pool import WorkerExit
@@ -29,7 +32,7 @@ from edl.collective.agent.workers.generation_outcome import GenerationOutcome
 def test_want_of_memory_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, before: int | None, after: int | None, status: int, named: bool
 ) -> None:
-    counts = iter([before, after])
+    counts = chain([before], repeat(after))
     monkeypatch.setattr(cgroups, "read_oom_kills", lambda: next(counts))
     program, rendezvous = ProgramSpec("script", "train.py"), RendezvousSettings(1, 1)
     outcome = GenerationOutcome(LaunchSpec("resnet", program, 1, rendezvous, "10.0.0.1"))
@@ -41,3 +44,39 @@ def test_want_of_memory_is_named(
         assert ("too little memory" in decision.restart) == named, decision.restart
     else:
         assert decision is None or "memory" not in decision.restart + decision.fatal
+
+
+DATA_LOADER = "RuntimeError: DataLoader worker (pid 71) is killed by signal: Killed."
+
+
+@pytest.mark.parametrize(
+    ("kills", "status", "text", "leaves"),
+    [
+        (1, -signal.SIGKILL, "", True),
+        (0, -signal.SIGKILL, "", False),
+        (None, -signal.SIGKILL, "", False),
+        (1, -signal.SIGSEGV, "", False),
+        (1, 1, DATA_LOADER, True),
+        (0, 1, DATA_LOADER, False),
+    ],
+)
+def test_want_of_memory_may_end_a_node(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kills: int | None, status: int, text: str, leaves: bool
+) -> None:
+    counts = chain([5], repeat(None if kills is None else 5 + kills))
+    monkeypatch.setattr(cgroups, "read_oom_kills", lambda: next(counts))
+    (tmp_path / "error.json").write_text(json.dumps({"message": {"message": text}}))
+    program, rendezvous = ProgramSpec("script", "train.py"), RendezvousSettings(1, 1)
+    outcome = GenerationOutcome(LaunchSpec("resnet", program, 1, rendezvous, "10.0.0.1", leave_on_oom=True))
+    outcome.begin_generation(0.0)
+    outcome.record_exit(WorkerExit(0, 0, 1, status), 3, {0: tmp_path / "error.json"})
+    decision = outcome.decide_recovery(0, (), missing=False, trained=True, step=0)
+    assert decision is not None
+    assert decision.needs_memory is leaves
+    assert (decision.rank, decision.cause, decision.oom_kills) == (3, ExitCause.KILLED, kills)
+    outcome.clear_generation()
+    outcome.begin_generation(0.0)
+    outcome.record_exit(WorkerExit(0, 0, 1, -signal.SIGKILL), 3, {0: tmp_path / "error.json"})
+    again = outcome.decide_recovery(0, (), missing=False, trained=True, step=0)
+    assert again is not None
+    assert not again.needs_memory, "that was the generation before"

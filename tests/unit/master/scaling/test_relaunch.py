@@ -78,6 +78,7 @@ def test_agents_words_are_understood() -> None:
         ExitCode.FAILED: Cause.USER_ERROR,
         ExitCode.NOT_STORED: Cause.NOT_STORED,
         ExitCode.TRY_AGAIN: Cause.QUORUM_MISSED,
+        ExitCode.OUT_OF_MEMORY: Cause.KILLED,  # by the code alone: the counter in its message tells
         ExitCode.FAULTY_NODE: Cause.HARDWARE,
     }
 

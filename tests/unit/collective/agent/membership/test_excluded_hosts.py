@@ -12,6 +12,7 @@ import pytest
 from edl.collective.agent.context import AgentContext
 from edl.collective.agent.join import _is_excluded
 from edl.collective.agent.membership.excluded_hosts import Exclusions, host_key
+from edl.collective.agent.shutdown import ShutdownState
 from edl.collective.goodput.records import read_job
 from edl.collective.job_records import Exclusion
 from edl.discovery import Store, open_store
@@ -75,7 +76,9 @@ def test_readmit_lets_a_host_join_again(store: Store, caplog: pytest.LogCaptureF
 
     def left_out(*, readmit: bool) -> bool:
         spec = SimpleNamespace(job="job", readmit=readmit)
-        return _is_excluded(cast(AgentContext, SimpleNamespace(store=store, spec=spec)))
+        return _is_excluded(
+            cast(AgentContext, SimpleNamespace(store=store, spec=spec, id="node-b", shutdown=ShutdownState()))
+        )
 
     assert left_out(readmit=False)
     assert f"leaves this host out ({FAULT})" in caplog.messages[-1]

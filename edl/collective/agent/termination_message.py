@@ -1,0 +1,144 @@
+"""What ended a node's agent, in a small file that outlives it: a container's termination message.
+
+Kubernetes keeps the last 4,096 bytes of the file that `terminationMessagePath` names in the container's status
+(https://kubernetes.io/docs/tasks/debug/debug-application/determine-reason-pod-failure/). `edl.master` reads it with
+`edl.master.scaling.termination_messages`, which it may not import from here; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import stat
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Final
+
+__all__ = ["TerminationMessage", "cut_traceback", "write_termination_message"]
+
+logger = logging.getLogger(__name__)
+
+_MAX_BYTES: Final = 4096
+"""As the kubelet reads: of a longer file it would keep the end, which is no JSON."""
+_NAME_CHARS: Final = 253  # of a node's name, as long as a host's may be: the message must keep its room
+_GAP: Final = "\n[...]\n"
+_FRAME: Final = re.compile(r'^ +(\| +)?File "', re.MULTILINE)  # a call in a traceback, in an exception group too
+_FIRST_COLUMN: Final = re.compile(r"^\S", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class TerminationMessage:
+    """What ended an agent.
+
+    Attributes:
+        cause: a value of `edl.collective.agent.health.failures.ExitCause`, empty where no worker failed.
+        exit_code: of the agent.
+        rank: of the worker that failed first, -1 for none.
+        node: the node's name in the job on which that worker ran; of this node where no worker failed.
+        oom_kills: how many processes of this node the kernel killed for want of memory since the workers were started,
+            where a worker here failed, else 0; None if the kernel does not tell.
+        message: what a person should read: the traceback, as far as there is room.
+    """
+
+    cause: str = ""
+    exit_code: int = 0
+    rank: int = -1
+    node: str = ""
+    oom_kills: int | None = 0
+    message: str = ""
+
+    def encode(self) -> bytes:
+        """Return the message as a JSON object of at most 4,096 bytes, valid UTF-8; a long text is cut."""
+        values = asdict(self) | {"node": self.node[:_NAME_CHARS], "message": ""}
+        room = _MAX_BYTES - len(_to_json(values))
+        return _to_json(values | {"message": cut_traceback(self.message, room)})
+
+
+def write_termination_message(path: str, message: TerminationMessage) -> None:
+    """Write what ended this agent to a file. What goes wrong is logged: it must not change how the agent ends.
+
+    The file is written in place, by a single call: a container's is a mount, which nothing can be renamed onto.
+
+    Args:
+        path: the file; empty to write nothing.
+        message: what ended the agent.
+    """
+    if not path:
+        return
+    data = message.encode()
+    try:
+        # Not waiting: of a pipe that nothing reads, opening would wait for ever.
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+        try:
+            os.write(file, data)
+            if stat.S_ISREG(os.fstat(file).st_mode):
+                os.ftruncate(file, len(data))  # of what an earlier run wrote
+        finally:
+            os.close(file)
+    except (OSError, ValueError) as exc:  # ValueError: a path with a NUL
+        logger.warning("what ended this node cannot be written to %s (EDL_TERMINATION_LOG): %s", path, exc)
+
+
+def cut_traceback(text: str, max_bytes: int) -> str:
+    """Return the most telling part of a traceback: its first line, the last calls, and the exception.
+
+    Args:
+        text: what a worker left.
+        max_bytes: as JSON in UTF-8, without quotation marks.
+
+    Returns:
+        The text; of a long text, parts with `[...]` between them.
+    """
+    if _count_bytes(text) <= max_bytes:
+        return text
+    at = _find_exception(text)
+    exception = text[at:]
+    budget = max_bytes * 3 // 4
+    if _count_bytes(exception) > budget:  # its type is at the beginning, and what was wrong often at the end
+        exception = _keep_start(exception, budget // 2) + _GAP + _keep_end(exception, budget // 3)
+    first, _, calls = text[:at].partition("\n")
+    first = _keep_start(first, max_bytes // 16)
+    left = max_bytes - _count_bytes(first + _GAP + exception)
+    kept = _keep_end(calls, left)
+    if len(kept) < len(calls):
+        kept = kept.partition("\n")[2]  # no line by halves
+    return first + _GAP + kept + exception
+
+
+def _find_exception(text: str) -> int:
+    """Return where the exception's own lines begin, after the last call; of other text, its last line."""
+    calls = list(_FRAME.finditer(text))
+    found = _FIRST_COLUMN.search(text, calls[-1].end()) if calls else None
+    return found.start() if found else text.rstrip().rfind("\n") + 1
+
+
+def _keep_start(text: str, max_bytes: int) -> str:
+    return text[: _count_fitting(text[:max_bytes], max_bytes)]
+
+
+def _keep_end(text: str, max_bytes: int) -> str:
+    tail = text[-max_bytes:] if max_bytes > 0 else ""
+    kept = _count_fitting(reversed(tail), max_bytes)
+    return tail[len(tail) - kept :]
+
+
+def _count_fitting(characters: Iterable[str], max_bytes: int) -> int:
+    """Return how many of the characters fit."""
+    used = count = 0
+    for character in characters:
+        used += _count_bytes(character)
+        if used > max_bytes:
+            break
+        count += 1
+    return count
+
+
+def _count_bytes(text: str) -> int:
+    return len(_to_json(text)) - 2  # its quotation marks
+
+
+def _to_json(value: object) -> bytes:
+    """Return JSON in UTF-8; a part of a character that is none, such as of a file's name, is a question mark."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")

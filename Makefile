@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test lint docs bench soak tools bench-tools protocol wheel clean
+.PHONY: help demo check test lint docs bench soak tools bench-tools protocol manifests wheel clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -63,6 +63,9 @@ protocol: $(VENV)/.dev ## compile edl/protocol/*.proto
 		$(BIN)/python -m grpc_tools.protoc --proto_path=edl/protocol --descriptor_set_out=edl/protocol/$$name.binpb \
 			--pyi_out=edl/protocol $$name.proto && mv edl/protocol/$${name}_pb2.pyi edl/protocol/$$name.pyi || exit 1; \
 	done
+
+manifests: tools ## render serving/kube/manifests from the Helm chart
+	$(BIN)/python tools/manifests.py
 
 wheel: $(VENV)/.dev ## build the wheel into dist/
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .

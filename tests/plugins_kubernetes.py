@@ -5,6 +5,8 @@ not, and taken down by the last test process that uses it. `namespace` is a name
 starts `edl operator` in it, `pod_template` makes pods that run this project, `gpus` advertises GPUs that do not exist,
 and `stoppable_nodes` stops nodes; a test with one of the last two is alone with it.
 
+`helm` is the program, in both versions.
+
     KUBECONFIG=FILE [EDL_TEST_IMAGE=IMAGE] pytest tests/kube
 
 An image is needed where the nodes are other machines: one with this version of EDL, and `python -m edl`.
@@ -72,6 +74,15 @@ def _shared_machine() -> KubeMachine | None:
     if not SCRIPT.exists() or os.getuid() != 0:
         return None
     return KubeMachine()
+
+
+@pytest.fixture(params=[3, 4], ids=["helm3", "helm4"])
+def helm(request: pytest.FixtureRequest) -> str:
+    """Helm's program, of both versions that people use."""
+    fetched = CHART.parent.parent.parent / f".tools/helm/helm{request.param}"
+    if not fetched.exists():
+        _skip(f"{fetched} is not there: tools/kubernetes.sh fetches it")
+    return str(fetched)
 
 
 @pytest.fixture(scope="session")

@@ -20,9 +20,9 @@ ACCOUNT = "edl-operator"
 STOP_S = 30.0
 
 
-def render_chart(namespace: str, *options: str, helm: int = 3) -> str:
+def render_chart(namespace: str, *options: str, helm: str = "") -> str:
     """What `helm template` makes of the chart."""
-    command = [helm_program(helm), "template", RELEASE, str(CHART), "--namespace", namespace, *options]
+    command = [helm or helm_program(), "template", RELEASE, str(CHART), "--namespace", namespace, *options]
     return run_program(command, timeout_s=60.0)
 
 

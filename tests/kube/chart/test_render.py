@@ -1,0 +1,194 @@
+"""What Helm makes of the chart, without a cluster."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.cluster.api import run_program
+from tests.cluster.machine import ROOT
+from tests.cluster.operator_process import CHART, render_chart
+
+IMAGE = ("--set", "image.repository=registry.example.com/edl/operator")
+EVERYTHING = (
+    *IMAGE,
+    "--set",
+    "capacity.enabled=true,dashboard.enabled=true,dashboard.tokenSecret=t,dashboard.tlsSecret=s,grafana.enabled=true",
+    "--set",
+    "watchNamespaces={red,blue},operator.priorityClassName=high,image.pullSecrets={mine}",
+    "--api-versions",
+    "monitoring.coreos.com/v1/PodMonitor",
+)
+UNKNOWN = ("PodMonitor",)  # not Kubernetes' own
+BOUND_VERBS = {"get", "list", "watch", "create", "update", "patch", "delete"}
+
+
+def _objects(helm: str, *options: str, namespace: str = "edl") -> list[dict[str, Any]]:
+    return [item for item in yaml.safe_load_all(render_chart(namespace, *options, helm=helm)) if item]
+
+
+def _pod_specs(objects: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [item["spec"]["template"]["spec"] for item in objects if item["kind"] == "Deployment"]
+
+
+def test_lint(helm: str) -> None:
+    said = run_program([helm, "lint", "--strict", str(CHART), *IMAGE])
+    assert "0 chart(s) failed" in said
+
+
+@pytest.mark.parametrize("version", ["1.25", "1.29", "1.33", "1.37"])
+@pytest.mark.parametrize("options", [IMAGE, EVERYTHING], ids=["default", "everything"])
+def test_newer_apis_take_it(helm: str, options: tuple[str, ...], version: str) -> None:
+    objects = _objects(helm, *options)
+    assert {"Deployment", "Role", "CustomResourceDefinition"} <= {item["kind"] for item in objects}
+    for item in objects:
+        if item["kind"] not in UNKNOWN:
+            kubernetes_validate.validate(item, version, strict=True)
+
+
+def test_versions_render_alike(tmp_path: Path) -> None:
+    programs = [ROOT / f".tools/helm/helm{version}" for version in (3, 4)]
+    if not all(program.exists() for program in programs):
+        pytest.skip(".tools/helm is not there: tools/kubernetes.sh fetches it")
+    old, new = (_objects(str(program), *EVERYTHING) for program in programs)
+    names = [
+        [f"{item['kind']} {item['metadata'].get('namespace')} {item['metadata']['name']}" for item in objects]
+        for objects in (old, new)
+    ]
+    assert sorted(names[0]) == sorted(names[1])
+    assert sorted(old, key=str) == sorted(new, key=str)
+
+
+def test_crds_are_kept(helm: str) -> None:
+    def crds(*options: str) -> dict[str, Any]:
+        objects = _objects(helm, *IMAGE, *options)
+        return {item["metadata"]["name"]: item for item in objects if item["kind"] == "CustomResourceDefinition"}
+
+    kept = crds()
+    assert set(kept) == {"elasticjobs.edl.io", "teacherpools.edl.io"}
+    for name, item in kept.items():
+        assert item["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}, name
+        written = yaml.safe_load((CHART / f"files/{name}.yaml").read_text())
+        assert {**item, "metadata": written["metadata"]} == written
+    assert all("annotations" not in item["metadata"] for item in crds("--set", "crds.keep=false").values())
+    assert crds("--set", "crds.install=false") == {}
+
+
+def test_pods_are_restricted(helm: str) -> None:
+    specs = _pod_specs(_objects(helm, *EVERYTHING))
+    assert len(specs) == 2
+    for spec in specs:
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
+        for container in spec["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert container["resources"]["requests"]
+            assert container["resources"]["limits"]["memory"]
+            assert {"livenessProbe", "readinessProbe"} <= set(container)
+
+
+def test_roles_are_narrow(helm: str) -> None:
+    rules = [(item, rule) for item in _objects(helm, *EVERYTHING) for rule in item.get("rules", ())]
+    assert rules
+    for item, rule in rules:
+        assert set(rule["verbs"]) <= BOUND_VERBS, item["metadata"]["name"]
+        assert "*" not in rule["resources"] + rule["apiGroups"]
+        assert not {"secrets", "serviceaccounts", "roles", "rolebindings", "pods/exec"} & set(rule["resources"])
+    bound = [item for item in _objects(helm, *EVERYTHING) if item["kind"] == "ClusterRoleBinding"]
+    assert [item["roleRef"]["name"] for item in bound] == ["edl-capacity"]
+    (capacity,) = (
+        item
+        for item in _objects(helm, *EVERYTHING)
+        if item["metadata"]["name"] == "edl-capacity" and item["kind"] == "ClusterRole"
+    )
+    assert capacity["rules"] == [{"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["get", "list", "watch"]}]
+    assert not any(item["metadata"]["name"] == "edl-capacity" for item in _objects(helm, *IMAGE))
+
+
+def test_roles_follow_namespaces(helm: str) -> None:
+    objects = _objects(helm, *EVERYTHING)
+    bindings = [
+        item for item in objects if item["kind"] == "RoleBinding" and item["metadata"]["name"] == "edl-operator"
+    ]
+    assert {item["metadata"]["namespace"] for item in bindings} == {"red", "blue"}
+    assert all(item["subjects"][0]["namespace"] == "edl" for item in bindings)
+    (spec,) = (spec for spec in _pod_specs(objects) if spec["containers"][0]["name"] == "operator")
+    assert {"--namespace=red", "--namespace=blue"} <= set(spec["containers"][0]["args"])
+    (spec,) = _pod_specs(_objects(helm, *IMAGE, namespace="mine"))
+    assert {"--namespace=mine", "--store=kubernetes://mine"} <= set(spec["containers"][0]["args"])
+
+
+def test_other_store_needs_no_leases(helm: str) -> None:
+    objects = _objects(helm, *IMAGE, "--set", "store=consul://10.0.0.7:8500")
+    assert not any(item["metadata"]["name"] == "edl-discovery" for item in objects)
+
+
+def test_pod_monitor_needs_its_api(helm: str) -> None:
+    assert not any(item["kind"] == "PodMonitor" for item in _objects(helm, *IMAGE))
+    assert any(item["kind"] == "PodMonitor" for item in _objects(helm, *EVERYTHING))
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ("image.repository=", "no image of EDL is published"),
+        ("image.repositry=x", "repositry"),
+        ("operator.port=70000", "operator"),
+        ("image.pullPolicy=Sometimes", "pullPolicy"),
+        ("store=http://x", "store"),
+        ("watchNamespaces={A_b}", "watchNamespaces"),
+        ("capacity.enabled=maybe", "capacity"),
+        ("podMonitor.interval=soon", "podMonitor"),
+    ],
+)
+def test_bad_values_are_refused(helm: str, option: str, reason: str) -> None:
+    with pytest.raises(RuntimeError, match=reason):
+        render_chart("edl", *IMAGE, "--set", option, helm=helm)
+
+
+def test_each_value_has_a_schema() -> None:
+    schema = yaml.safe_load((CHART / "values.schema.json").read_text())
+
+    def compare(values: dict[str, Any], known: dict[str, Any], path: str) -> None:
+        assert known.get("additionalProperties") is False, f"{path} takes anything"
+        assert set(values) <= set(known["properties"]), path
+        for name, value in values.items():
+            below = known["properties"][name]
+            if isinstance(value, dict) and "properties" in below:
+                compare(value, below, f"{path}.{name}")
+
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    compare(values, schema, "values")
+    assert set(schema["properties"]) - set(values) == {"global"}
+
+
+def test_manifests_are_up_to_date(helm: str) -> None:
+    spec = importlib.util.spec_from_file_location("manifests", ROOT / "tools/manifests.py")
+    assert spec is not None
+    assert spec.loader is not None
+    manifests = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(manifests)
+    assert (CHART / "files/grafana.json").read_text() == manifests.GRAFANA.read_text(), "make manifests"
+    rendered = manifests.render(helm)
+    assert {path.name for path in manifests.MANIFESTS.iterdir()} == set(rendered)
+    for name, text in rendered.items():
+        written = [item for item in yaml.safe_load_all((manifests.MANIFESTS / name).read_text()) if item]
+        found = [item for item in yaml.safe_load_all(text) if item]
+        assert sorted(written, key=str) == sorted(found, key=str), f"{name}: make manifests"
+
+
+def test_versions_agree() -> None:
+    import edl
+
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert chart["version"] == chart["appVersion"] == edl.__version__

@@ -1,0 +1,231 @@
+"""What is there of a kind, and how it changes: a list, and a watch that goes on from it.
+
+The protocol: https://kubernetes.io/docs/reference/using-api/api-concepts/#efficient-detection-of-changes
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
+
+from edl.background import BackgroundLoop
+from edl.backoff import Backoff
+from edl.errors import ClosedError, EDLError, KubernetesError
+from edl.kube.client import KubeClient
+from edl.kube.connection import Stream
+from edl.kube.objects import Object
+from edl.kube.resource_types import ResourceType
+from edl.kube.responses import ExpiredError
+from edl.notifier import Notifier
+from edl.quoting import shown
+
+__all__ = ["KubeWatch", "ObjectKey"]
+
+logger = logging.getLogger(__name__)
+
+ObjectKey: TypeAlias = tuple[str, str]
+"""Namespace and name; the namespace is empty for kinds without."""
+
+_LENGTH_S: Final = 240.0
+"""After which the server ends a watch, and another one goes on: a connection that died unnoticed ends as well."""
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.2, 5.0
+"""Waits after the first failure and after many: an API server that restarts is found within 5 s."""
+_SHORTEST_S: Final = 1.0
+"""A watch that ended sooner was cut off by something between here and the server, which is not asked at full speed."""
+
+_CLOSE_S: Final = 2.0
+"""How long `close` waits for a request that cannot be cut off, such as a connection that is being made."""
+
+
+class KubeWatch:
+    """Follows all objects of a kind in a background thread, until it is closed.
+
+    While the API server is away the objects known last stay, and `stale` says why. When it answers again they are
+    listed anew. A change that was undone meanwhile is not seen.
+
+    Args:
+        client: to ask with; it stays open when the watch is closed.
+        kind: of the objects.
+        namespace: empty for all of the cluster; None for the client's own.
+        label_selector: such as `app=edl`.
+        field_selector: such as `metadata.name=edl`.
+        on_change: called in the watch's thread with `ADDED`, `MODIFIED` or `DELETED` and the object; with `LISTED` and
+            None where all objects may have changed, and with `STALE` and None where the server is away.
+        length_s: seconds after which the server ends a request and another one goes on. A server that is silent is
+            noticed some seconds after that.
+    """
+
+    def __init__(
+        self,
+        client: KubeClient,
+        kind: ResourceType,
+        namespace: str | None = None,
+        *,
+        label_selector: str = "",
+        field_selector: str = "",
+        on_change: Callable[[str, Object | None], object] = lambda change, obj: None,
+        length_s: float = _LENGTH_S,
+    ) -> None:
+        self._client = client
+        self._kind = kind
+        self._namespace = namespace
+        selectors = {"labelSelector": label_selector, "fieldSelector": field_selector}
+        self._selectors = {name: text for name, text in selectors.items() if text}
+        self._on_change = on_change
+        self._length_s = length_s
+        self._objects: dict[ObjectKey, Object] = {}
+        self._resource_version = ""
+        self._listed = False
+        self._stale = ""
+        self._version = 0
+        self._changed = Notifier()
+        self._stream: Stream | None = None
+        self._closed = False
+        self._backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S, jitter=0.5)
+        self._loop = BackgroundLoop("edl-kube-watch", self._step, self._interrupt)
+
+    @property
+    def objects(self) -> Mapping[ObjectKey, Object]:
+        """All objects, as known last; a mapping that does not change. The objects are not to be written to."""
+        return MappingProxyType(self._objects)
+
+    @property
+    def stale(self) -> str:
+        """Empty while the API server answers; else why it does not."""
+        return self._stale
+
+    @property
+    def listed(self) -> bool:
+        """Whether the server has answered once: before that, no objects means nothing."""
+        return self._listed
+
+    @property
+    def version(self) -> int:
+        """Grows with each change of `objects` or `stale`."""
+        return self._version
+
+    def wait_listed(self, timeout_s: float) -> bool:
+        """Wait until the server has answered once; False if it has not after `timeout_s`, or this is closed."""
+        self._changed.wait_for(lambda: self._listed or self._closed, timeout_s)
+        return self._listed
+
+    def wait_changed(self, version: int, timeout_s: float) -> bool:
+        """Wait until `version` exceeds the given; False if it does not after `timeout_s`, or this is closed."""
+        self._changed.wait_for(lambda: self._version > version or self._closed, timeout_s)
+        return self._version > version
+
+    def close(self) -> None:
+        """Follow no more. May be called twice, and by `on_change`."""
+        self._closed = True
+        self._changed.notify()
+        self._loop.close(_CLOSE_S)
+
+    def _interrupt(self) -> None:
+        stream = self._stream
+        if stream is not None:
+            stream.interrupt()
+
+    def _step(self) -> float | None:
+        begun = time.monotonic()
+        try:
+            if not self._resource_version:
+                self._list()
+            self._follow()
+        except ExpiredError as exc:
+            logger.debug("watching %s: listed again: %s", self._kind.plural, exc)
+            self._resource_version = ""
+        except ClosedError:
+            return None
+        except EDLError as exc:
+            if self._closed:
+                return None
+            self._resource_version = ""
+            self._set_stale(str(exc))
+            hint_s = exc.retry_after_s if isinstance(exc, KubernetesError) else 0.0
+            return max(self._backoff.next_wait_s(), min(hint_s, _LAST_RETRY_S))
+        if time.monotonic() - begun < _SHORTEST_S:
+            return self._backoff.next_wait_s()
+        return 0.0
+
+    def _list(self) -> None:
+        found = self._client.list(
+            self._kind,
+            self._namespace,
+            label_selector=self._selectors.get("labelSelector", ""),
+            field_selector=self._selectors.get("fieldSelector", ""),
+        )
+        self._objects = {_key(obj): obj for obj in found.items}
+        self._resource_version = found.resource_version
+        self._listed = True
+        if self._stale:
+            logger.debug("watching %s: the API server answers again", self._kind.plural)
+            self._stale = ""
+        self._announce("LISTED", None)
+
+    def _follow(self) -> None:
+        # Many watches that began together do not all ask again at the same moment.
+        length_s = round(self._length_s * random.uniform(0.75, 1.0))
+        stream = self._client.watch(self._kind, self._namespace, self._resource_version, self._selectors, length_s)
+        self._stream = stream
+        try:
+            if self._closed:
+                return
+            for line in stream.lines():
+                self._take(line)
+                self._backoff.reset()
+        finally:
+            self._stream = None
+            stream.close()
+
+    def _take(self, line: bytes) -> None:
+        change, obj = _parse_event(self._client.url, line)
+        metadata = obj.get("metadata") or {}
+        self._resource_version = str(metadata.get("resourceVersion") or self._resource_version)
+        if change == "BOOKMARK":
+            return
+        objects = dict(self._objects)
+        if change == "DELETED":
+            objects.pop(_key(obj), None)
+        else:
+            objects[_key(obj)] = obj
+        self._objects = objects
+        self._announce(change, obj)
+
+    def _set_stale(self, reason: str) -> None:
+        if not self._stale:
+            logger.debug("watching %s: keeping what is known: %s", self._kind.plural, reason)
+        if reason != self._stale:
+            self._stale = reason
+            self._announce("STALE", None)
+
+    def _announce(self, change: str, obj: Object | None) -> None:
+        if self._closed:
+            return
+        self._version += 1
+        self._changed.notify()
+        self._on_change(change, obj)
+
+
+def _key(obj: Object) -> ObjectKey:
+    metadata = obj.get("metadata") or {}
+    return str(metadata.get("namespace") or ""), str(metadata.get("name") or "")
+
+
+def _parse_event(url: str, line: bytes) -> tuple[str, Object]:
+    try:
+        event: Any = json.loads(line)
+        change, obj = str(event["type"]), event["object"]
+        code = obj.get("code") if change == "ERROR" else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+        raise KubernetesError(
+            f"{url}: a watch answers what is no event: {shown(line[:200].decode(errors='replace'))}"
+        ) from exc
+    if change == "ERROR":
+        words = f"{url}: the watch ends ({code} {shown(obj.get('message') or '')})"
+        raise ExpiredError(words) if code == 410 else KubernetesError(words)
+    return change, obj

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import Final
+from typing import Any, Final
+
+from edl.master.kube.resources import ElasticJob, MemberOwner
 
 __all__ = [
     "INDEX_LABEL",
@@ -18,7 +20,10 @@ __all__ = [
     "POOL_LABEL",
     "ROLE_LABEL",
     "TRY_LABEL",
+    "build_member_labels",
     "build_member_name",
+    "build_owner_reference",
+    "build_selector",
     "shorten_name",
 ]
 
@@ -63,3 +68,48 @@ def build_member_name(owner_name: str, role: str, index: int, try_number: int) -
     suffix = f"-{role}-{index}-{try_number}"
     name = shorten_name(owner_name, MAX_LABEL_CHARS - len(suffix)) + suffix
     return name if name[0].isalpha() or name[0].isdigit() else f"x{name[1:]}"
+
+
+def build_member_labels(owner: MemberOwner, role: str, index: int, try_number: int) -> dict[str, str]:
+    """Return the labels of a member pod.
+
+    Args:
+        owner: of the pod.
+        role: `worker`, `teacher` or `master`.
+        index: of the member, from 0.
+        try_number: of the member's pods, from 0.
+    """
+    return {
+        JOB_LABEL if isinstance(owner, ElasticJob) else POOL_LABEL: owner.name,
+        OWNER_UID_LABEL: owner.uid,
+        ROLE_LABEL: role,
+        INDEX_LABEL: str(index),
+        TRY_LABEL: str(try_number),
+        MANAGED_BY[0]: MANAGED_BY[1],
+    }
+
+
+def build_selector(owner: MemberOwner, role: str = "") -> dict[str, str]:
+    """Return the labels by which an owner's member pods are selected.
+
+    Args:
+        owner: of the pods.
+        role: of the members; empty for all.
+    """
+    return {OWNER_UID_LABEL: owner.uid, **({ROLE_LABEL: role} if role else {})}
+
+
+def build_owner_reference(owner: MemberOwner) -> dict[str, Any]:
+    """Return the owner reference of what belongs to an owner: deleted with it, and never in the way of its deletion.
+
+    Args:
+        owner: who has it.
+    """
+    return {
+        "apiVersion": owner.resource_type.api_version,
+        "kind": owner.resource_type.kind,
+        "name": owner.name,
+        "uid": owner.uid,
+        "controller": True,
+        "blockOwnerDeletion": False,
+    }

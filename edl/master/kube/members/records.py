@@ -163,12 +163,11 @@ def _sort_key(key: str) -> tuple[str, int]:
 
 def _read_record(value: Mapping[str, Any]) -> MemberRecord:
     failures = get_mapping(value, "failures")
-    factor = value.get("memoryFactor")
     return MemberRecord(
         try_number=_read_count(value.get("try")) or 0,
         uid=get_text(value, "uid"),
         failures={cause: count for cause in failures if (count := _read_count(failures[cause]))},
-        memory_factor=min(max(float(factor), 1.0), MAX_MEMORY_FACTOR) if _is_number(factor) else 1.0,
+        memory_factor=_read_factor(value.get("memoryFactor")),
         excluded_nodes=tuple(
             ExcludedNode(get_text(item, "node"), until_s, get_text(item, "cause"))
             for item in get_list(value, "excludedNodes")
@@ -241,8 +240,10 @@ def read_time(value: object) -> float | None:
         return None
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _read_factor(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < math.inf:
+        return 1.0
+    return min(float(value), MAX_MEMORY_FACTOR)
 
 
 def _read_count(value: object) -> int | None:

@@ -1,0 +1,209 @@
+"""A member pod out of its owner's pod template: the template as it is, and what the operator adds to it.
+
+What a template sets wins wherever a choice is the user's: `command`, environment, security context, tolerations,
+volumes. The operator's are names, labels, `args`, the restart policy, and what a relaunch changes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any, Final
+
+from edl.kube.objects import Object
+from edl.kube.quantity import format_quantity, parse_quantity
+from edl.master.kube.members.evidence import find_main_container, get_mapping
+from edl.master.kube.members.naming import build_member_labels, build_member_name, build_owner_reference
+from edl.master.kube.resources import MemberOwner
+
+__all__ = ["POD_ADDRESS", "MemberLaunch", "build_member_pod", "has_memory_quantity"]
+
+POD_ADDRESS: Final = "$(EDL_POD_IP)"
+"""In a member's `args`: the pod's own address, which the kubelet puts in place."""
+DEFAULT_COMMAND: Final = ("edl",)
+TERMINATION_LOG: Final = "/dev/termination-log"
+UNREACHABLE_S: Final = 30
+"""A pod leaves a node that does not answer after so long, not after Kubernetes' 300 s: a job waits for it meanwhile.
+With much less, a kubelet that is restarted loses its pods."""
+_LOST_NODE_TAINTS: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+
+
+@dataclass(frozen=True)
+class MemberLaunch:
+    """A pod that is to be made for a member.
+
+    Attributes:
+        role: `worker`, `teacher` or `master`.
+        index: of the member, from 0.
+        try_number: of the member's pods, from 0.
+        args: of `edl`: the subcommand and what follows.
+        env: variables that the template may set otherwise.
+        labels: in addition to the template's and the members' own.
+        annotations: in addition to the template's.
+        memory_factor: by which the template's memory is multiplied.
+        excluded_nodes: names of nodes on which it is not to run.
+        resources: of the main container in place of the template's, without any sidecar; None for the template's.
+    """
+
+    role: str
+    index: int
+    try_number: int
+    args: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    memory_factor: float = 1.0
+    excluded_nodes: Sequence[str] = ()
+    resources: Mapping[str, Any] | None = None
+
+
+def build_member_pod(owner: MemberOwner, launch: MemberLaunch) -> Object:
+    """Return the pod of a member: the same object whenever it is built from the same.
+
+    Args:
+        owner: whose template it is, and to whom the pod belongs.
+        launch: which member, and what it runs.
+    """
+    template = copy.deepcopy(dict(owner.template))
+    metadata, spec = dict(get_mapping(template, "metadata")), dict(get_mapping(template, "spec"))
+    containers = [dict(item) for item in spec.get("containers") or [] if isinstance(item, Mapping)] or [{}]
+    main = containers[_find_main_index(spec, containers)]
+    if launch.resources is not None:
+        main["resources"] = copy.deepcopy(dict(launch.resources))
+        containers = [main]
+    spec["containers"] = containers
+    spec["restartPolicy"] = "Never"
+    spec["terminationGracePeriodSeconds"] = owner.grace_period_s
+    if owner.priority_class_name:
+        spec["priorityClassName"] = owner.priority_class_name
+        spec.pop("priority", None)
+    _set_main_container(main, launch, {"EDL_DISCOVERY": owner.store, **launch.env})
+    _add_volumes(spec, main)
+    _add_security_defaults(spec, main)
+    _add_tolerations(spec)
+    _multiply_memory(main, launch.memory_factor)
+    _exclude_nodes(spec, launch.excluded_nodes)
+    labels = build_member_labels(owner, launch.role, launch.index, launch.try_number)
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": build_member_name(owner.name, launch.role, launch.index, launch.try_number),
+            "namespace": owner.namespace,
+            "labels": {**get_mapping(metadata, "labels"), **launch.labels, **labels},
+            "annotations": {**get_mapping(metadata, "annotations"), **launch.annotations},
+            "ownerReferences": [build_owner_reference(owner)],
+        },
+        "spec": spec,
+    }
+
+
+def has_memory_quantity(owner: MemberOwner) -> bool:
+    """Whether an owner's template asks for memory or limits it, so that a relaunch can give more.
+
+    Args:
+        owner: whose template it is.
+    """
+    resources = get_mapping(find_main_container(get_mapping(owner.template, "spec")), "resources")
+    return any("memory" in get_mapping(resources, kind) for kind in ("requests", "limits"))
+
+
+def _find_main_index(spec: Mapping[str, Any], containers: Sequence[Mapping[str, Any]]) -> int:
+    name = find_main_container(spec).get("name")
+    return next((number for number, container in enumerate(containers) if container.get("name") == name), 0)
+
+
+def _set_main_container(main: dict[str, Any], launch: MemberLaunch, env: Mapping[str, str]) -> None:
+    main.setdefault("command", list(DEFAULT_COMMAND))
+    main["args"] = list(launch.args)
+    log = main.setdefault("terminationMessagePath", TERMINATION_LOG)
+    main.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")  # what ended before EDL began has a log alone
+    own: list[dict[str, Any]] = [
+        {"name": "EDL_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": "EDL_POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        {"name": "EDL_TERMINATION_LOG", "value": log},
+    ]
+    fixed = {item["name"] for item in own}  # `args` and the evidence of an end rely on these
+    given = [item for item in main.get("env") or [] if isinstance(item, Mapping) and item.get("name") not in fixed]
+    names = {item.get("name") for item in given}
+    defaults = [{"name": name, "value": value} for name, value in sorted(env.items()) if value and name not in names]
+    main["env"] = [*own, *defaults, *given]
+
+
+def _add_volumes(spec: dict[str, Any], main: dict[str, Any]) -> None:
+    """Add a /dev/shm as large as the container's memory, and a /tmp where the root cannot be written to.
+
+    A container's own /dev/shm has 64 MiB, in which neither checkpoints in memory nor PyTorch's loaders have room.
+    """
+    mounts = [item for item in main.get("volumeMounts") or [] if isinstance(item, Mapping)]
+    volumes = [item for item in spec.get("volumes") or [] if isinstance(item, Mapping)]
+    wanted: list[tuple[str, str, dict[str, Any]]] = [("edl-shm", "/dev/shm", {"medium": "Memory"})]
+    if get_mapping(main, "securityContext").get("readOnlyRootFilesystem") is True:
+        wanted.append(("edl-tmp", "/tmp", {}))
+    for name, path, source in wanted:
+        taken = any(str(mount.get("mountPath", "")).rstrip("/") == path for mount in mounts)
+        if not taken and all(volume.get("name") != name for volume in volumes):
+            mounts.append({"name": name, "mountPath": path})
+            volumes.append({"name": name, "emptyDir": source})
+    main["volumeMounts"] = mounts
+    spec["volumes"] = volumes
+
+
+def _add_security_defaults(spec: dict[str, Any], main: dict[str, Any]) -> None:
+    """Add what takes nothing from a program that does not expect it, where the template says nothing.
+
+    `runAsNonRoot` and dropped capabilities would stop images that are built for root: a template asks for them itself.
+    """
+    if not spec.get("securityContext"):
+        spec["securityContext"] = {"seccompProfile": {"type": "RuntimeDefault"}}
+    if not main.get("securityContext"):
+        main["securityContext"] = {"allowPrivilegeEscalation": False}
+
+
+def _add_tolerations(spec: dict[str, Any]) -> None:
+    tolerations = [item for item in spec.get("tolerations") or [] if isinstance(item, Mapping)]
+    for key in _LOST_NODE_TAINTS:
+        if not any(_tolerates(item, key) for item in tolerations):
+            tolerations.append(
+                {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": UNREACHABLE_S}
+            )
+    spec["tolerations"] = tolerations
+
+
+def _tolerates(toleration: Mapping[str, Any], key: str) -> bool:
+    """Whether a template's toleration says how long to stay on a node that is lost."""
+    return toleration.get("effect") in (None, "", "NoExecute") and toleration.get("key") in (None, "", key)
+
+
+def _multiply_memory(main: dict[str, Any], factor: float) -> None:
+    if factor == 1.0:
+        return
+    resources = {kind: dict(get_mapping(main.get("resources"), kind)) for kind in ("requests", "limits")}
+    for amounts in resources.values():
+        if "memory" in amounts:
+            try:
+                amount = parse_quantity(amounts["memory"]) * Decimal(str(factor))
+            except ValueError:
+                continue  # the API server says what is wrong with it, in its own words
+            amounts["memory"] = format_quantity(Decimal(int(amount)), binary=True)
+    others = {kind: value for kind, value in get_mapping(main, "resources").items() if kind not in resources}
+    main["resources"] = {**others, **{kind: amounts for kind, amounts in resources.items() if amounts}}
+
+
+def _exclude_nodes(spec: dict[str, Any], nodes: Sequence[str]) -> None:
+    """Require other nodes, by their names, in each of the terms of which the template requires any."""
+    if not nodes:
+        return
+    without = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]  # each takes one name
+    affinity = dict(get_mapping(spec, "affinity"))
+    of_nodes = dict(get_mapping(affinity, "nodeAffinity"))
+    required = dict(get_mapping(of_nodes, "requiredDuringSchedulingIgnoredDuringExecution"))
+    terms = [dict(term) for term in required.get("nodeSelectorTerms") or [{}]]
+    for term in terms:
+        term["matchFields"] = [*(term.get("matchFields") or []), *without]
+    required["nodeSelectorTerms"] = terms
+    of_nodes["requiredDuringSchedulingIgnoredDuringExecution"] = required
+    affinity["nodeAffinity"] = of_nodes
+    spec["affinity"] = affinity

@@ -1,0 +1,197 @@
+"""Ends of members: counted once for each try, and what follows each."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edl.master.kube.members import (
+    MemberOutcome,
+    MemberPod,
+    MemberRecord,
+    find_end,
+    format_member_records,
+    read_member_records,
+    record_end,
+    relax_exclusions,
+)
+from edl.master.kube.members.records import ExcludedNode
+from edl.master.kube.members.relaunching import POD_RELAUNCH_TABLE
+from edl.master.scaling.relaunch import RelaunchAction
+from edl.master.scaling.terminations import TerminationCause, TerminationReport
+
+NOW = 1_000_000.0
+OOM = TerminationReport(exit_code=137, container_reason="OOMKilled")
+
+
+def build_member(report: TerminationReport, try_number: int = 0, **fields: Any) -> MemberPod:
+    """Return a pod that has ended, on node1."""
+    fields = {"finished": True, "started_s": NOW - 60, "finished_s": NOW, "node": "node1", **fields}
+    name = f"job-worker-0-{try_number}"
+    return MemberPod(name, "worker", 0, try_number, name, termination=report, scheduled=True, **fields)
+
+
+def end(record: MemberRecord, report: TerminationReport, **fields: Any) -> MemberOutcome:
+    pod = build_member(report, record.try_number, **fields)
+    found = find_end(record, pod, NOW)
+    assert found is not None
+    return record_end(record, found, pod, NOW)
+
+
+def test_more_memory_after_each_kill() -> None:
+    record, factors = MemberRecord(), []
+    for _ in range(3):
+        record = end(record, OOM).record
+        factors.append(record.memory_factor)
+    assert factors == [1.5, 1.5**2, 1.5**3]
+    last = end(record, OOM)
+    assert last.decision.action is RelaunchAction.STOP
+    assert last.record.ended
+    assert last.record.try_number == 3, "no other try follows"
+
+
+def test_memory_stays_raised_after_progress() -> None:
+    record = end(MemberRecord(), OOM).record
+    record = end(record, OOM, started_s=NOW - 3600).record
+    assert record.failures == {"out_of_memory": 1}, "counted anew after an hour"
+    assert record.memory_factor == 1.5**2, "what did not suffice then does not now"
+    assert end(record, TerminationReport(exit_code=143)).record.memory_factor == 1.5**2
+
+
+def test_progress_of_the_job_resets_counts() -> None:
+    killed = build_member(TerminationReport(exit_code=137))
+    first = record_end(MemberRecord(), killed.termination, killed, NOW, progress=10)
+    again = replace(killed, try_number=1)
+    assert record_end(first.record, again.termination, again, NOW, progress=10).record.failures == {"killed": 2}
+    assert record_end(first.record, again.termination, again, NOW, progress=11).record.failures == {"killed": 1}
+
+
+def test_end_is_counted_once() -> None:
+    pod = build_member(TerminationReport(exit_code=137))
+    after = end(MemberRecord(), pod.termination).record
+    assert after.try_number == 1
+    assert after.is_superseded(pod)
+    assert find_end(after, None, NOW) is None, "the next was never seen: there is nothing to count"
+
+
+def test_pod_that_was_seen_and_is_gone() -> None:
+    pod = build_member(TerminationReport(), finished=False)
+    record = MemberRecord().adopt(pod)
+    assert record.uid == pod.uid
+    report = find_end(record, None, NOW)
+    assert report is not None
+    assert record_end(record, report, None, NOW).verdict.cause is TerminationCause.PREEMPTED
+
+
+def test_deleted_pod_does_not_block() -> None:
+    outcome = end(MemberRecord(), TerminationReport(), finished=False, deleting=True, finished_s=None)
+    assert outcome.verdict.cause is TerminationCause.PREEMPTED
+    assert outcome.record.can_start(NOW)
+
+
+def test_image_that_cannot_be_had() -> None:
+    report = TerminationReport(container_reason="ImagePullBackOff", message="pull access denied")
+    pod = build_member(report, finished=False, waiting="ImagePullBackOff", created_s=NOW)
+    assert find_end(MemberRecord(), pod, NOW + 60) is None, "the kubelet still tries"
+    assert find_end(MemberRecord(), pod, NOW + 180) == report
+    starting = replace(pod, waiting="ContainerCreating", termination=TerminationReport())
+    assert find_end(MemberRecord(), starting, NOW + 10_000) is None, "a large image takes its time"
+
+
+def test_delays_double() -> None:
+    record, delays = MemberRecord(), []
+    for _ in range(8):
+        outcome = end(record, TerminationReport(exit_code=143))
+        record = outcome.record
+        delays.append(outcome.decision.delay_s)
+    assert delays == [0, 10, 20, 40, 80, 160, 300, 300]
+    assert not record.can_start(NOW + 299)
+    assert record.can_start(NOW + 300)
+
+
+def test_no_restart_in_place_of_pods() -> None:
+    actions = [rule.action for rules in POD_RELAUNCH_TABLE.values() for rule in rules]
+    assert RelaunchAction.RESTART_IN_PLACE not in actions
+    assert [rule.times for rule in POD_RELAUNCH_TABLE[TerminationCause.KILLED]] == [5, 2]
+
+
+def test_excluded_nodes_age() -> None:
+    lost = TerminationReport(pod_reason="NodeLost")
+    record = end(MemberRecord(), lost).record
+    assert [item.node for item in record.excluded_nodes] == ["node1"]
+    until_s = record.excluded_nodes[0].until_s
+    assert relax_exclusions(record, None, until_s - 1) is record
+    assert relax_exclusions(record, None, until_s + 1).excluded_nodes == ()
+
+
+def test_excluded_nodes_are_few() -> None:
+    record = MemberRecord()
+    for number in range(20):
+        record = end(record, TerminationReport(pod_reason="NodeLost"), node=f"node{number}").record
+    assert [item.node for item in record.excluded_nodes] == [f"node{number}" for number in range(12, 20)]
+
+
+@pytest.mark.parametrize(("cause", "left"), [("node_lost", ()), ("hardware", ("node1",))])
+def test_last_node_is_used_again(cause: str, left: tuple[str, ...]) -> None:
+    """A pod without any node left is let go; a broken GPU is not used for want of another."""
+    record = MemberRecord(1, "u", excluded_nodes=(ExcludedNode("node1", NOW + 900, cause),))
+    pod = MemberPod("p", "worker", 0, 1, "u", unschedulable="0/1 nodes", created_s=NOW - 30)
+    assert relax_exclusions(record, pod, NOW) is record
+    relaxed = relax_exclusions(record, replace(pod, created_s=NOW - 90), NOW)
+    assert tuple(item.node for item in relaxed.excluded_nodes) == left
+    assert relaxed.is_superseded(pod) == (not left)
+
+
+def test_lost_status_is_no_lost_try() -> None:
+    pod = replace(build_member(TerminationReport()), try_number=7, finished=False)
+    record = MemberRecord().adopt(pod)
+    assert (record.try_number, record.is_current(pod)) == (7, True)
+
+
+REPORTS = st.builds(
+    TerminationReport,
+    exit_code=st.none() | st.sampled_from([0, 1, 69, 74, 75, 137, 139, 143]),
+    pod_reason=st.sampled_from(["", "Evicted", "NodeLost", "Preempting"]),
+    container_reason=st.sampled_from(["", "OOMKilled", "Error", "ErrImagePull"]),
+    message=st.text(max_size=2000),
+)
+
+
+@given(st.lists(st.tuples(REPORTS, st.integers(0, 2), st.floats(0, 1000)), max_size=12))
+def test_records_survive_the_status(ends: list[tuple[TerminationReport, int, float]]) -> None:
+    """What is written to the status is read as it was: an operator that restarts decides the same."""
+    record, now_s = MemberRecord(), NOW
+    for report, node, after_s in ends:
+        now_s += after_s
+        pod = build_member(report, record.try_number, node=f"node{node}", started_s=now_s - after_s, finished_s=None)
+        found = find_end(record, pod, now_s)
+        if found is None:
+            break
+        record = record_end(record, found, pod, now_s, progress=node).record
+        written = json.loads(json.dumps({"members": format_member_records({"worker-0": record})}))
+        read = read_member_records(written)["worker-0"]
+        assert format_member_records({"worker-0": read}) == written["members"], "reading changes nothing"
+        assert read.not_before_s is None or record.not_before_s is not None
+        assert len(json.dumps(written)) < 6000
+        record = read
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+FIELDS = st.sampled_from(["try", "uid", "failures", "memoryFactor", "excludedNodes", "notBefore", "lastEnd"])
+
+
+@given(st.dictionaries(FIELDS, JSON) | JSON, JSON)
+def test_garbage_in_the_status(member: Any, members: Any) -> None:
+    for written in ({"members": {"worker-0": member}}, {"members": members}):
+        for record in read_member_records(written).values():
+            assert 1.0 <= record.memory_factor <= 1.5**3
+            assert record.try_number >= 0

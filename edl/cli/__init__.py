@@ -1,7 +1,7 @@
 """The command line: `edl NAME`, a module `cmd_NAME` for every command, with `main(argv)`.
 
 `main` here finds the command, runs it, and turns errors into a line and an exit code: 1 for an `EDLError`, 2 for
-wrong usage, 75 where the registry or the store does not answer (EX_TEMPFAIL: try again), 130 after Ctrl-C. `_commands`
+wrong usage, 75 where the registry, the store or Kubernetes does not answer (EX_TEMPFAIL: try again), 130 after Ctrl-C. `_commands`
 knows which commands there are without importing any of them.
 
 What does not belong here: anything that a program would want to call. Commands parse, call the library, and print.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import edl
 from edl.cli import _commands
-from edl.errors import DiscoveryError, EDLError, SettingsError
+from edl.errors import DiscoveryError, EDLError, KubernetesError, SettingsError
 from edl.init_process import run_init
 from edl.settings import read
 
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if message is None or read("EDL_TRACEBACK", str) is not None:
             raise
         print(f"edl {arguments[0]}: {message or type(exc).__name__}", file=sys.stderr)
-        if isinstance(exc, DiscoveryError):
+        if isinstance(exc, (DiscoveryError, KubernetesError)):
             return EXIT_TRY_AGAIN
         return EXIT_USAGE if isinstance(exc, SettingsError) else EXIT_FAILED
     return code

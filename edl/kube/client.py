@@ -247,6 +247,8 @@ class KubeClient:
         tail_lines: int | None = None,
         previous: bool = False,
         since_s: int | None = None,
+        since_time: str = "",
+        timestamps: bool = False,
         deadline_s: float | None = None,
     ) -> Iterator[bytes]:
         """Yield what a container wrote, in pieces as they come.
@@ -259,6 +261,8 @@ class KubeClient:
             tail_lines: only so many of the last lines.
             previous: of the container before its last restart.
             since_s: only of the last so many seconds.
+            since_time: only from then on, as `format_time` writes it; whole seconds count. Empty for all.
+            timestamps: begin each line with its time, in nanoseconds, as RFC 3339 has it.
             deadline_s: end after so many seconds; None for no end but the log's. A node that went away without a word
                 ends it with an error after a minute.
 
@@ -269,7 +273,8 @@ class KubeClient:
             InvalidObjectError: there is no such pod or container, or it has not started.
         """
         call = self._call("get", PODS, namespace, pod, "log")
-        query = _filled(container=container, follow="true" if follow else "", previous="true" if previous else "")
+        flags = {"follow": follow, "previous": previous, "timestamps": timestamps}
+        query = _filled(container=container, sinceTime=since_time, **{name: "true" for name in flags if flags[name]})
         if tail_lines is not None:
             query["tailLines"] = str(tail_lines)
         if since_s is not None:

@@ -1,0 +1,94 @@
+"""`edl delete`: delete jobs and pools on Kubernetes, with all that is theirs; asks nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from edl.backoff import Backoff
+from edl.cli._changes import printable
+from edl.cli.kube.connection import add_cluster_options, command_parser, open_cluster
+from edl.cli.kube.targets import Target, find_target
+from edl.dashboard.state.cluster.decoding import JOB_LABEL, POOL_LABEL
+from edl.errors import ConflictError, EDLError, KubernetesError, SettingsError
+from edl.kube.client import KubeClient
+from edl.kube.resource_types import CONFIG_MAPS, PODS
+
+__all__ = ["main"]
+
+_TIMEOUT_S: Final = 120.0
+"""Of `--wait`: a member has 30 s to end unless its job says otherwise, and a node that is away some more."""
+
+_DESCRIPTION = """\
+Deletes jobs and pools, without a question. Kubernetes ends their pods within their grace period and removes what
+belongs to them; what they registered ends with its lease. Checkpoints stay where they are."""
+
+_EXAMPLES = """\
+examples:
+  edl delete first-job
+  edl delete job/first-job pool/digits --wait     until their last pod is gone"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `edl delete`."""
+    parser = command_parser("delete", _DESCRIPTION, _EXAMPLES)
+    add = parser.add_argument
+    add("names", nargs="+", metavar="NAME", help="NAME, job/NAME or pool/NAME")
+    add("--wait", action="store_true", help="return when all of it is gone")
+    add("--timeout", type=float, default=_TIMEOUT_S, metavar="S", help="of --wait (default: 120)")
+    add_cluster_options(parser)
+    options = parser.parse_args(argv)
+    if not options.timeout > 0:
+        raise SettingsError(f"--timeout {options.timeout}: must be above 0")
+    with open_cluster(options) as client:
+        targets = [find_target(client, name) for name in options.names]  # all, before any is gone
+        for target in targets:
+            _delete(client, target)
+            print(printable(f"{target}: deleted"), flush=True)
+        if options.wait:
+            _wait(client, targets, options.timeout)
+    return 0
+
+
+def _delete(client: KubeClient, target: Target) -> None:
+    """Delete the very resource that was found; another of its name that came meanwhile stays."""
+    uid = str(target.resource.get("metadata", {}).get("uid") or "")
+    try:
+        client.delete(target.type, target.name, uid=uid)
+    except ConflictError as exc:
+        raise ConflictError(f"{target} was made anew meanwhile, and is left alone: {exc}") from exc
+    if target.kind == "job":
+        # The job owns its script, unless `kubectl apply` made both from `--dry-run`.
+        script = client.get(CONFIG_MAPS, f"{target.name}-script")
+        metadata = script.get("metadata", {}) if script is not None else {}
+        if metadata.get("labels", {}).get("edl.io/script-of") == target.name:
+            client.delete(CONFIG_MAPS, f"{target.name}-script", uid=str(metadata.get("uid") or ""))
+
+
+def _wait(client: KubeClient, targets: Sequence[Target], timeout_s: float) -> None:
+    """Wait until the resources and their pods are gone."""
+    deadline = time.monotonic() + timeout_s
+    backoff = Backoff(0.2, 2.0)
+    left: list[str] = []
+    trouble = ""
+    while True:
+        try:
+            left = [item for target in targets for item in _left(client, target)]
+            trouble = ""
+        except KubernetesError as exc:  # it may be away for a moment; the deadline bounds it
+            trouble = f"; {exc}"
+        if not left and not trouble:
+            return
+        if time.monotonic() >= deadline:
+            raise EDLError(f"still there after {timeout_s:g} s: {', '.join(left[:10]) or 'not known'}{trouble}")
+        time.sleep(min(backoff.next_wait_s(), max(0.0, deadline - time.monotonic())))
+
+
+def _left(client: KubeClient, target: Target) -> list[str]:
+    uid = target.resource.get("metadata", {}).get("uid")
+    found = client.get(target.type, target.name)
+    left = [str(target)] if found is not None and found.get("metadata", {}).get("uid") == uid else []
+    label = JOB_LABEL if target.kind == "job" else POOL_LABEL
+    pods = client.list(PODS, label_selector=f"{label}={target.name},edl.io/owner-uid={uid}").items
+    return left + [f"pod/{pod.get('metadata', {}).get('name')}" for pod in pods]

@@ -1,0 +1,91 @@
+"""A local script that is sent along with a job, in a ConfigMap.
+
+What does not belong here: a project of several files, which belongs into the image.
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from edl.errors import SettingsError
+
+__all__ = ["MAX_SCRIPT_BYTES", "SCRIPT_FOLDER", "LocalScript", "read_script"]
+
+SCRIPT_FOLDER: Final = "/edl/script"
+"""Where pods have it."""
+MAX_SCRIPT_BYTES: Final = 700_000
+"""A ConfigMap, with names and JSON's escapes around its data, is at most 1 MiB; a file that is no text grows by 4/3."""
+
+_IN_IMAGE = "put it into the image, and give its path there with --script-in-image"
+
+
+@dataclass(frozen=True)
+class LocalScript:
+    """A file of this machine.
+
+    Attributes:
+        path: as the user wrote it.
+        name: of the file alone.
+        content: of the file.
+    """
+
+    path: str
+    name: str
+    content: bytes
+
+    def config_map(self, job: str) -> dict[str, object]:
+        """Return the ConfigMap that holds it, without a namespace.
+
+        Args:
+            job: name of the job.
+        """
+        try:
+            data = {"data": {self.name: self.content.decode()}}
+        except UnicodeDecodeError:
+            data = {"binaryData": {self.name: base64.b64encode(self.content).decode()}}
+        return {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {
+                "name": f"{job}-script",
+                "labels": {"edl.io/script-of": job, "app.kubernetes.io/managed-by": "edl"},
+            },
+            **data,
+        }
+
+    @property
+    def path_in_pod(self) -> str:
+        """Where the job's pods have it."""
+        return f"{SCRIPT_FOLDER}/{self.name}"
+
+
+def read_script(path: str) -> LocalScript:
+    """Read a script of this machine.
+
+    Args:
+        path: by the user.
+
+    Raises:
+        SettingsError: it is no file, too large, or has a name that a ConfigMap cannot hold.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(MAX_SCRIPT_BYTES + 1)
+    except FileNotFoundError:
+        raise SettingsError(
+            f"{path}: there is no such file here; of a script that is in the image, say --script-in-image"
+        ) from None
+    except OSError as exc:
+        raise SettingsError(f"{path} cannot be read: {exc.strerror}") from exc
+    if len(content) > MAX_SCRIPT_BYTES:
+        raise SettingsError(
+            f"{path} has more than {MAX_SCRIPT_BYTES:,} bytes, and what Kubernetes takes along is less than 1 MiB: "
+            f"{_IN_IMAGE}"
+        )
+    name = Path(path).name
+    if not all(char.isascii() and (char.isalnum() or char in "-_.") for char in name) or len(name) > 200:
+        raise SettingsError(f"{name!r}: a ConfigMap takes names of letters, digits, '-', '_' and '.': rename it")
+    return LocalScript(path, name, content)

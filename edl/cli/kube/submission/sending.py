@@ -1,0 +1,140 @@
+"""Writes a job's resources into the cluster: all of them, or none.
+
+What does not belong here: what is in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from edl.cli.kube.submission.files import manifest_type
+from edl.cli.kube.submission.options import TeacherDemand
+from edl.errors import ConflictError, EDLError, InvalidObjectError, SettingsError
+from edl.kube.client import KubeClient
+from edl.kube.objects import Object
+from edl.kube.resource_types import CONFIG_MAPS, ELASTIC_JOBS, TEACHER_POOLS
+from edl.master.kube.resources import SpecProblem, parse_elastic_job, parse_teacher_pool
+
+__all__ = ["check_manifests", "create_all", "use_pools"]
+
+_ANY_STORE: Final = "kubernetes://"
+"""For the check of a job without a store: which one the operator has is not known here."""
+
+
+def check_manifests(manifests: Sequence[Object]) -> None:
+    """Refuse what the operator would refuse.
+
+    Args:
+        manifests: as `read_manifests` returns them.
+
+    Raises:
+        SettingsError: names the resource, the field and the remedy.
+    """
+    for manifest in manifests:
+        kind = manifest_type(manifest)
+        parse = {ELASTIC_JOBS: parse_elastic_job, TEACHER_POOLS: parse_teacher_pool}.get(kind)
+        found = parse(manifest, _ANY_STORE) if parse is not None else None
+        if isinstance(found, tuple) and all(isinstance(item, SpecProblem) for item in found):
+            name = manifest["metadata"]["name"]
+            problems = "; ".join(item.message for item in found)
+            raise SettingsError(f"{kind.kind} {name!r}: {problems}")
+
+
+def create_all(
+    client: KubeClient, manifests: Sequence[Object], namespace: str, tell: Callable[[str], None]
+) -> list[Object]:
+    """Make resources in order; where one cannot be made, those made before it are taken back.
+
+    Args:
+        client: of the cluster.
+        manifests: a job's script comes before it, and becomes its own.
+        namespace: of manifests that name none.
+        tell: called with words on what is made.
+
+    Returns:
+        The objects as the API has them.
+
+    Raises:
+        ConflictError: there is a resource of such a name.
+        EDLError: the API server does not answer, or refuses.
+    """
+    made: list[Object] = []
+    try:
+        for manifest in manifests:
+            where = manifest["metadata"].get("namespace") or namespace
+            made.append(_create(client, manifest, where))
+            tell(f"{_words(manifest)} created in namespace {where}")
+        _own_scripts(client, made)
+    except (EDLError, KeyboardInterrupt):
+        for item in reversed(made):
+            with contextlib.suppress(EDLError):  # the first error is what is to be told
+                metadata = item["metadata"]
+                client.delete(manifest_type(item), metadata["name"], metadata["namespace"], uid=metadata["uid"])
+                tell(f"{_words(item)} taken back")
+        raise
+    return made
+
+
+def use_pools(client: KubeClient, demands: Sequence[TeacherDemand], tell: Callable[[str], None]) -> None:
+    """Check that the pools of a job that it does not make are there, and set their bounds where it asks for them.
+
+    Args:
+        client: of the cluster.
+        demands: of `--teachers`.
+        tell: called with words on what is changed.
+
+    Raises:
+        SettingsError: a pool is not there.
+        EDLError: the API server does not answer, or refuses.
+    """
+    wanted = [demand for demand in demands if demand.serve is None]
+    for demand in wanted:
+        if client.get(TEACHER_POOLS, demand.service) is None:
+            raise SettingsError(
+                f"--teachers {demand.service}: there is no pool of this name in namespace {client.namespace!r}; say what "
+                f"its teachers serve, --serve '{demand.service}=--torch-factory …' (what follows `edl serve`)"
+            )
+    for demand in wanted:
+        if demand.replicas is not None:
+            bounds = {"minReplicas": demand.replicas.least, "maxReplicas": demand.replicas.most}
+            client.patch(TEACHER_POOLS, demand.service, {"spec": bounds})
+            tell(f"pool/{demand.service}: from {demand.replicas.least} to {demand.replicas.most} teachers from now on")
+
+
+def _create(client: KubeClient, manifest: Object, namespace: str) -> Object:
+    kind = manifest_type(manifest)
+    try:
+        return client.create(kind, manifest, namespace)
+    except ConflictError as exc:
+        name = manifest["metadata"]["name"]
+        remedy = {
+            ELASTIC_JOBS: f"choose another --name, or `edl delete job/{name} --wait` first",
+            TEACHER_POOLS: f"leave --serve out to use it as it is, or `edl delete pool/{name} --wait` first",
+        }.get(kind, "choose another --name, or delete it first")
+        raise ConflictError(f"{_words(manifest)} is there already in namespace {namespace}: {remedy}") from exc
+    except InvalidObjectError as exc:
+        raise InvalidObjectError(f"{_words(manifest)}: {exc}") from exc
+
+
+def _own_scripts(client: KubeClient, made: Sequence[Object]) -> None:
+    """Make the job the owner of its script, so that it goes with the job."""
+    jobs = {item["metadata"]["name"]: item for item in made if manifest_type(item) == ELASTIC_JOBS}
+    for item in made:
+        metadata: dict[str, Any] = item["metadata"]
+        job = jobs.get((metadata.get("labels") or {}).get("edl.io/script-of"))
+        if manifest_type(item) == CONFIG_MAPS and job is not None:
+            owner = {
+                "apiVersion": ELASTIC_JOBS.api_version,
+                "kind": ELASTIC_JOBS.kind,
+                "name": job["metadata"]["name"],
+                "uid": job["metadata"]["uid"],
+            }
+            patch = {"metadata": {"ownerReferences": [owner]}}
+            client.patch(CONFIG_MAPS, metadata["name"], patch, metadata["namespace"])
+
+
+def _words(manifest: Object) -> str:
+    names = {ELASTIC_JOBS: "job", TEACHER_POOLS: "pool", CONFIG_MAPS: "configmap"}
+    return f"{names[manifest_type(manifest)]}/{manifest['metadata']['name']}"

@@ -1,0 +1,222 @@
+"""Objects of the Kubernetes API as rows.
+
+What does not belong here: asking for them (`reader`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final
+
+from edl.dashboard.state.checks import number, rows, text, whole
+from edl.dashboard.state.cluster.schema import (
+    KubernetesCondition,
+    KubernetesMember,
+    KubernetesWorkload,
+    MemberEnd,
+)
+from edl.quoting import shown
+
+__all__ = ["JOB_LABEL", "POOL_LABEL", "decode_time", "decode_workload", "sort_workloads"]
+
+JOB_LABEL: Final = "edl.io/job"
+POOL_LABEL: Final = "edl.io/pool"
+"""Labels of a pod; their value is the name of its job or pool."""
+
+_MAX_MESSAGE: Final = 4096
+"""Characters: as many as Kubernetes keeps of what ended a container, so a traceback is shown as far as there is one."""
+_MAX_MEMBERS: Final = 2000
+"""Of a job: more help no reader of a page."""
+_ENDED: Final = ("Succeeded", "Failed")
+
+_Json = Mapping[str, Any]
+
+
+def decode_workload(kind: str, found: _Json, pods: Iterable[_Json] | None = None) -> KubernetesWorkload:
+    """Read an ElasticJob or a TeacherPool.
+
+    Args:
+        kind: "job" or "pool".
+        found: the object, as the API has it.
+        pods: of its namespace; others' pods are left out. None where they were not asked for.
+    """
+    metadata, spec, status = (_record(found.get(name)) for name in ("metadata", "spec", "status"))
+    name = text(metadata.get("name"))
+    least = whole(spec.get("minReplicas"))
+    conditions = tuple(map(_condition, rows(status.get("conditions"))))
+    own = None if pods is None else [pod for pod in pods if _is_pod_of(pod, kind, metadata)]
+    return KubernetesWorkload(
+        kind=kind,
+        namespace=text(metadata.get("namespace")),
+        name=name,
+        phase=_phase(metadata, status, conditions),
+        job_id=text(status.get("jobId")) if kind == "job" else text(spec.get("service")) or name,
+        store=shown(text(status.get("store")) or text(spec.get("store"))),
+        ready=whole(status.get("readyReplicas")),
+        replicas=whole(status.get("replicas")),
+        wanted=whole(status.get("wantedReplicas")),
+        min_replicas=least,
+        max_replicas=whole(spec.get("maxReplicas")) or least,
+        scaling=text(spec.get("scaling")) or "auto",
+        suspended=spec.get("suspend") is True,
+        progress=whole(status.get("progressPercentage")),
+        remaining_s=number(status.get("estimatedRemainingSeconds")),
+        created=decode_time(metadata.get("creationTimestamp")),
+        started=decode_time(status.get("startTime")),
+        ended=decode_time(status.get("completionTime")),
+        message=text(status.get("message"), _MAX_MESSAGE),
+        borrowed=whole(status.get("borrowed")),
+        queue=text(spec.get("queue")),
+        conditions=conditions,
+        members=_members(_record(status.get("members")), own),
+    )
+
+
+def sort_workloads(found: Iterable[KubernetesWorkload]) -> list[KubernetesWorkload]:
+    """Return jobs that go on first, newest first, then those that ended last, first; pools by namespace and name.
+
+    Args:
+        found: jobs, pools or both; jobs come first.
+    """
+
+    def rank(item: KubernetesWorkload) -> tuple[bool, bool, float, str, str]:
+        ended = item.phase in _ENDED
+        when = 0.0 if item.kind == "pool" else -((item.ended if ended else item.created) or 0.0)
+        return item.kind == "pool", ended, when, item.namespace, item.name
+
+    return sorted(found, key=rank)
+
+
+def decode_time(value: Any) -> float | None:
+    """Return a time of the API (RFC 3339) in seconds since 1970; None for anything else.
+
+    Args:
+        value: of an object.
+    """
+    if not isinstance(value, str) or not 19 <= len(value) <= 40:
+        return None
+    spelled = re.sub(r"(\.\d{1,6})\d*", lambda match: match[1].ljust(7, "0"), value.replace("Z", "+00:00"))
+    try:
+        moment = datetime.fromisoformat(spelled)
+        return moment.timestamp() if moment.tzinfo is not None else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def _phase(metadata: _Json, status: _Json, conditions: Sequence[KubernetesCondition]) -> str:
+    if metadata.get("deletionTimestamp"):
+        return "Deleting"
+    if any(item.type == "Accepted" and item.status == "False" for item in conditions):
+        return "Rejected"
+    phase = text(status.get("phase"))
+    if phase or not conditions:
+        return phase
+    states = {item.type: item.status for item in conditions}
+    if states.get("Suspended") == "True":
+        return "Suspended"
+    return "Running" if states.get("Ready") == "True" or states.get("Running") == "True" else "Pending"
+
+
+def _condition(found: _Json) -> KubernetesCondition:
+    return KubernetesCondition(
+        type=text(found.get("type")),
+        status=text(found.get("status")),
+        reason=text(found.get("reason")),
+        message=text(found.get("message"), _MAX_MESSAGE),
+        since=decode_time(found.get("lastTransitionTime")),
+    )
+
+
+def _is_pod_of(pod: _Json, kind: str, owner: _Json) -> bool:
+    """Whether a pod is of this very resource, and not of one before it that had the same name."""
+    metadata = _record(pod.get("metadata"))
+    labels = _record(metadata.get("labels"))
+    if metadata.get("namespace") != owner.get("namespace"):
+        return False
+    if labels.get(JOB_LABEL if kind == "job" else POOL_LABEL) != owner.get("name"):
+        return False
+    return labels.get("edl.io/owner-uid") in (None, owner.get("uid"))
+
+
+def _members(recorded: _Json, pods: Sequence[_Json] | None) -> tuple[KubernetesMember, ...]:
+    by_member: dict[str, list[_Json]] = defaultdict(list)
+    for pod in pods or ():
+        labels = _record(_record(pod.get("metadata")).get("labels"))
+        by_member[f"{text(labels.get('edl.io/role'))}-{text(labels.get('edl.io/index'))}"].append(pod)
+    names = sorted(recorded.keys() | by_member.keys(), key=_member_rank)[:_MAX_MEMBERS]
+    known = pods is not None
+    return tuple(_member(text(name), _record(recorded.get(name)), by_member.get(name, []), known) for name in names)
+
+
+def _member_rank(name: str) -> tuple[str, int, str]:
+    role, _, index = name.rpartition("-")
+    return role, int(index) if index.isascii() and index.isdigit() and len(index) < 10 else 0, name
+
+
+def _member(name: str, record: _Json, pods: Sequence[_Json], known: bool) -> KubernetesMember:
+    pod = max(pods, key=lambda item: _attempt(item) or 0, default=None)
+    state, detail = ("waiting" if known else "unknown", "") if pod is None else _pod_state(pod)
+    metadata = _record(pod.get("metadata")) if pod is not None else {}
+    end = record.get("lastEnd")
+    return KubernetesMember(
+        name=name,
+        pod=text(metadata.get("name")),
+        state=state,
+        detail=detail,
+        node=text(_record(pod.get("spec")).get("nodeName")) if pod is not None else "",
+        attempt=max(filter(None, [whole(record.get("try")), _attempt(pod) if pod is not None else None]), default=None),
+        failures={text(key): count for key, count in _record(record.get("failures")).items() if whole(count)},
+        memory_factor=number(record.get("memoryFactor")),
+        not_before=decode_time(record.get("notBefore")),
+        last_end=_end(end) if isinstance(end, Mapping) else None,
+    )
+
+
+def _attempt(pod: _Json) -> int | None:
+    label = _record(_record(pod.get("metadata")).get("labels")).get("edl.io/try")
+    return int(label) if isinstance(label, str) and re.fullmatch(r"[0-9]{1,9}", label) else None
+
+
+def _end(found: _Json) -> MemberEnd:
+    return MemberEnd(
+        cause=text(found.get("cause")),
+        exit_code=whole(found.get("exitCode")),
+        message=text(found.get("message"), _MAX_MESSAGE),
+        time=decode_time(found.get("time")),
+        node=text(found.get("node")),
+    )
+
+
+def _pod_state(pod: _Json) -> tuple[str, str]:
+    """Return a pod's state in a word, and why."""
+    status = _record(pod.get("status"))
+    phase = text(status.get("phase"))
+    if phase in _ENDED:
+        return phase.lower(), text(status.get("reason")) or text(status.get("message"))
+    if _record(pod.get("metadata")).get("deletionTimestamp"):
+        return "ending", ""
+    conditions = {text(item.get("type")): item for item in rows(status.get("conditions"))}
+    if phase == "Running":
+        ready = conditions.get("Ready", {}).get("status") == "True"
+        return ("ready", "") if ready else ("running", _waiting(status))
+    scheduled = conditions.get("PodScheduled", {})
+    if scheduled.get("status") == "False":
+        return "unscheduled", text(scheduled.get("message")) or text(scheduled.get("reason"))
+    return "starting", _waiting(status)
+
+
+def _waiting(status: _Json) -> str:
+    """Return what a container waits for: an image that cannot be pulled, a volume that is not there."""
+    for name in ("initContainerStatuses", "containerStatuses"):
+        for container in rows(status.get(name)):
+            waiting = _record(_record(container.get("state")).get("waiting"))
+            if waiting.get("reason"):
+                return ": ".join(filter(None, [text(waiting.get("reason")), text(waiting.get("message"))]))
+    return ""
+
+
+def _record(value: Any) -> _Json:
+    return value if isinstance(value, Mapping) else {}

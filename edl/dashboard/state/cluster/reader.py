@@ -1,0 +1,66 @@
+"""Asks the API of a cluster for its jobs and pools.
+
+What does not belong here: how often (`edl.dashboard.state.reader`, and commands).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Final
+
+from edl.dashboard.state.cluster.decoding import decode_workload, sort_workloads
+from edl.dashboard.state.cluster.schema import KubernetesStatus
+from edl.errors import EDLError
+from edl.kube.client import KubeClient
+from edl.kube.resource_types import ELASTIC_JOBS, PODS, TEACHER_POOLS
+from edl.quoting import shown
+
+__all__ = ["ClusterReader"]
+
+_MAX_JOBS: Final = 500
+"""Those that go on and those that ended last: a cluster keeps them until they are deleted."""
+_PODS: Final = "app.kubernetes.io/managed-by=edl"
+
+
+class ClusterReader:
+    """Reads jobs and pools, again and again. Not thread-safe.
+
+    Args:
+        client: of the cluster; stays the caller's to close.
+        namespace: empty for all.
+        members: read pods as well, and so say what members do.
+    """
+
+    def __init__(self, client: KubeClient, namespace: str, *, members: bool = False) -> None:
+        self._client = client
+        self._namespace = namespace
+        self._members = members
+        self._last = KubernetesStatus(namespace)
+
+    def read(self) -> KubernetesStatus:
+        """Ask for all.
+
+        Raises:
+            EDLError: the API server does not answer, or refuses.
+        """
+        jobs = self._client.list(ELASTIC_JOBS, self._namespace).items
+        pools = self._client.list(TEACHER_POOLS, self._namespace).items
+        pods = self._client.list(PODS, self._namespace, label_selector=_PODS).items if self._members else None
+        found = sort_workloads(decode_workload("job", job, pods) for job in jobs)
+        self._last = KubernetesStatus(
+            namespace=self._namespace,
+            looked=time.time(),
+            jobs=tuple(found[:_MAX_JOBS]),
+            pools=tuple(sort_workloads(decode_workload("pool", pool, pods) for pool in pools)),
+            more_jobs=max(0, len(found) - _MAX_JOBS),
+        )
+        return self._last
+
+    def read_again(self) -> KubernetesStatus:
+        """Ask for all; where that cannot be, return what was known last, with `stale` set."""
+        try:
+            return self.read()
+        except EDLError as exc:
+            self._last = replace(self._last, stale=f"as known last: {shown(exc)}")
+            return self._last

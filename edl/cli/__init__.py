@@ -1,8 +1,8 @@
 """The command line: `edl NAME`, a module `cmd_NAME` for every command, with `main(argv)`.
 
 `main` here finds the command, runs it, and turns errors into a line and an exit code: 1 for an `EDLError`, 2 for
-wrong usage, 75 where the registry, the store or Kubernetes does not answer (EX_TEMPFAIL: try again), 130 after Ctrl-C. `_commands`
-knows which commands there are without importing any of them.
+wrong usage, 75 where the registry, the store or Kubernetes does not answer (EX_TEMPFAIL: try again), 130 after Ctrl-C.
+`_commands` knows which commands there are without importing any of them.
 
 What does not belong here: anything that a program would want to call. Commands parse, call the library, and print.
 """

@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     if count is None:
         print(printable(f"{target}: EDL decides how many {noun} it has (scaling: auto)"))
     else:
-        print(printable(f"{target}: {count} {noun} wanted (scaling: external; `edl scale {target} auto` takes it back)"))
+        print(printable(f"{target}: {count} {noun} wanted (scaling: external; `edl scale {target} auto` undoes it)"))
     return 0
 
 
@@ -66,8 +66,8 @@ def scale_patch(target: Target, count: int | None, least: int | None, most: int 
     high = spec.get("maxReplicas", max(low, 1)) if most is None else most
     if low < default or high < max(low, 1):
         raise SettingsError(
-            f"{target}: from {low} to {high} cannot be: the least must be {default} or more, the most at least 1 and not "
-            "below it (--min, --max)"
+            f"{target}: from {low} to {high} cannot be: the least must be {default} or more, the most at least 1 and "
+            "not below it (--min, --max)"
         )
     if count is not None and not low <= count <= high:
         bound = f"--min {count}" if count < low else f"--max {count}"

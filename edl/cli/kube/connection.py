@@ -47,7 +47,12 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("cluster").add_argument
     add("-n", "--namespace", metavar="NAME", help="(default: the context's, or the pod's own)")
     add("--context", metavar="NAME", default="", help="of the kubeconfig (default: its current one)")
-    add("--kubeconfig", metavar="FILE", default="", help="(default: KUBECONFIG, the pod's service account, ~/.kube/config)")
+    add(
+        "--kubeconfig",
+        metavar="FILE",
+        default="",
+        help="(default: KUBECONFIG, the pod's service account, ~/.kube/config)",
+    )
 
 
 @contextlib.contextmanager

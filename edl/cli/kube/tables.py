@@ -24,7 +24,7 @@ PHASE_STYLES: Final = {
     "Failed": "bold red",
     "Rejected": "bold red",
 }
-_UNKNOWN: Final = "–"
+_UNKNOWN: Final = "-"
 _MAX_MESSAGE: Final = 100
 """Characters of a message in a row: the rest is in `edl status`."""
 
@@ -61,14 +61,14 @@ def pools_table(pools: Sequence[KubernetesWorkload], now_s: float, *, namespaces
 
 
 def replicas_text(item: KubernetesWorkload) -> str:
-    """Return "ready/wanted (min–max)".
+    """Return "ready/wanted (min-max)".
 
     Args:
         item: a job or pool.
     """
     counts = (_UNKNOWN if count is None else str(count) for count in (item.ready, item.wanted))
     least, most = item.min_replicas, item.max_replicas
-    bounds = "" if least is None or most is None else f" ({least})" if least == most else f" ({least}–{most})"
+    bounds = "" if least is None or most is None else f" ({least})" if least == most else f" ({least}-{most})"
     return "/".join(counts) + bounds
 
 
@@ -112,7 +112,7 @@ def _table(namespaces: bool, noun: str, members: str, numbers: Sequence[str]) ->
 def _cells(item: KubernetesWorkload, now_s: float, namespaces: bool, middle: Sequence[str]) -> list[Text]:
     phase = item.phase or "not taken up"
     since = None if item.created is None else now_s - item.created
-    cells = [
+    return [
         *([Text(printable(item.namespace))] if namespaces else []),
         Text(printable(item.name), "bold"),
         Text(printable(phase), PHASE_STYLES.get(phase, "yellow")),
@@ -121,7 +121,6 @@ def _cells(item: KubernetesWorkload, now_s: float, namespaces: bool, middle: Seq
         Text(age(since)),
         Text(printable(clip(_why(item), _MAX_MESSAGE)), "dim"),
     ]
-    return cells
 
 
 def _why(item: KubernetesWorkload) -> str:

@@ -13,6 +13,7 @@ from typing import Final
 from edl.background import start_call
 from edl.cli.kube.member_logs.pod_log import PodLog
 from edl.cli.kube.member_logs.selection import MemberPodLog, select_present, sort_pods
+from edl.cli.kube.phases import FINAL_PHASES, PhaseObserver
 from edl.cli.kube.targets import Target
 from edl.dashboard.state.cluster.decoding import JOB_LABEL, POOL_LABEL
 from edl.errors import KubernetesError
@@ -28,8 +29,6 @@ _MAX_WAITING: Final = 10_000
 """Lines that wait to be written: a terminal that is slow holds the readers up, and the memory does not grow."""
 _DRAIN_S: Final = 5.0
 """For the last lines, once the job has ended: its pods have written all, and only connections are slow."""
-
-_FINAL: Final = ("Succeeded", "Failed")
 
 
 @dataclass(frozen=True)
@@ -85,6 +84,7 @@ class LogFollower:
         self._note = note
         self._waiting: queue.Queue[tuple[MemberPodLog | None, bytes]] = queue.Queue(_MAX_WAITING)
         self._readers: dict[str, tuple[PodLog, Future[None]]] = {}
+        self._phases = PhaseObserver(target, note)
         self._trouble = ""
         self._last_pods: dict[str, MemberPodLog] = {}
 
@@ -95,13 +95,13 @@ class LogFollower:
             deadline: monotonic time at which to return in any case; None for none.
 
         Returns:
-            The last phase, "Deleted", or empty at the deadline.
+            The last phase, or empty at the deadline.
         """
         phase = ""
         try:
             while deadline is None or time.monotonic() < deadline:
                 phase = self._look()
-                if phase in (*_FINAL, "Deleted"):
+                if phase in FINAL_PHASES:
                     self._drain(_DRAIN_S)
                     return phase
                 self._write_for(_LOOK_S)
@@ -137,9 +137,7 @@ class LogFollower:
             if not item.started and item.uid not in self._last_pods:
                 self._last_pods[item.uid] = item
                 self._note(f"{item.member}: pod {item.pod} has not started yet ({item.detail})")
-        if found is None or found.get("metadata", {}).get("uid") != target.resource.get("metadata", {}).get("uid"):
-            return "Deleted"
-        return str(found.get("status", {}).get("phase") or "")
+        return self._phases.check(found)
 
     def _announce(self, item: MemberPodLog) -> None:
         if any(reader.pod.member == item.member for reader, _ in self._readers.values()):

@@ -16,7 +16,7 @@ from edl.kube.resource_types import PODS
 __all__ = ["PodLog"]
 
 _CONNECTION_S: Final = 30.0
-"""Of a connection: the log of a node that has gone is silent, and stays open until somebody looks whether it is there."""
+"""Of a connection: the log of a node that has gone is silent, and stays open until it is looked whether it is there."""
 
 
 class PodLog:

@@ -55,7 +55,8 @@ def read_pod(pod: Mapping[str, Any]) -> MemberPodLog | None:
     container = _CONTAINER if _CONTAINER in names else names[0]
     attempt = str(labels.get("edl.io/try") or 0)
     phase = status.get("phase")
-    found = next((item for item in status.get("containerStatuses") or () if item.get("name") == container), {})
+    statuses = map(_record, status.get("containerStatuses") or ())
+    found: Mapping[str, Any] = next((item for item in statuses if item.get("name") == container), {})
     state = _record(found.get("state"))
     waiting = _record(state.get("waiting"))
     return MemberPodLog(

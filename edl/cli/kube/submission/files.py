@@ -73,14 +73,15 @@ def dump_manifests(manifests: Iterable[Mapping[str, Any]]) -> str:
     """
     import yaml
 
-    class Dumper(yaml.SafeDumper):
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML has no types
         """Writes texts of several lines as blocks, which people can read."""
 
-    def represent(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    def represent(dumper: Any, text: str) -> Any:
         return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
     Dumper.add_representer(str, represent)
-    return yaml.dump_all(manifests, Dumper=Dumper, sort_keys=False, default_flow_style=False, explicit_start=True)
+    dumped = yaml.dump_all(manifests, Dumper=Dumper, sort_keys=False, default_flow_style=False, explicit_start=True)
+    return str(dumped)
 
 
 def _load_all(path: str) -> list[Any]:
@@ -115,8 +116,8 @@ def _check(path: str, number: int, item: Any) -> None:
     if kind not in _TYPES:
         known = ", ".join(f"{api} {name}" for api, name in _TYPES)
         raise SettingsError(
-            f"{path}: manifest {number} is {kind[0]} {kind[1]}, and `edl submit` takes {known}: `kubectl apply -f` takes "
-            "all kinds"
+            f"{path}: manifest {number} is {kind[0]} {kind[1]}, and `edl submit` takes {known}: `kubectl apply -f` "
+            "takes all kinds"
         )
     metadata = item.get("metadata")
     if not isinstance(metadata, dict) or not isinstance(metadata.get("name"), str):

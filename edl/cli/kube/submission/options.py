@@ -179,7 +179,7 @@ def parse_teachers(teachers: Sequence[str], serve: Sequence[str]) -> tuple[Teach
             commands[service] = tuple(shlex.split(arguments))
         except ValueError as exc:
             raise SettingsError(f"--serve {item!r}: {exc}: quote it as a shell would have it") from exc
-    found = []
+    found: list[TeacherDemand] = []
     for item in teachers:
         service, equals, spelled = item.partition("=")
         check_name(service, "--teachers")

@@ -93,8 +93,8 @@ def use_pools(client: KubeClient, demands: Sequence[TeacherDemand], tell: Callab
     for demand in wanted:
         if client.get(TEACHER_POOLS, demand.service) is None:
             raise SettingsError(
-                f"--teachers {demand.service}: there is no pool of this name in namespace {client.namespace!r}; say what "
-                f"its teachers serve, --serve '{demand.service}=--torch-factory …' (what follows `edl serve`)"
+                f"--teachers {demand.service}: there is no pool of this name in namespace {client.namespace!r}; say "
+                f"what its teachers serve, --serve '{demand.service}=--torch-factory …' (what follows `edl serve`)"
             )
     for demand in wanted:
         if demand.replicas is not None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from edl.cli.kube.submission.options import SubmitOptions, TeacherDemand
+from edl.cli.kube.submission.options import RequestedPool, SubmitOptions
 from edl.cli.kube.submission.script import SCRIPT_FOLDER, LocalScript
 from edl.errors import SettingsError
 
@@ -89,7 +89,7 @@ def _job_spec(options: SubmitOptions, script: LocalScript | None) -> _Object:
     return {**spec, "template": template}
 
 
-def _pool(options: SubmitOptions, demand: TeacherDemand) -> _Object:
+def _pool(options: SubmitOptions, demand: RequestedPool) -> _Object:
     assert demand.replicas is not None, "parse_teachers asks for it"
     spec: _Object = {
         "service": demand.service,

@@ -10,7 +10,7 @@ from typing import Final
 
 from edl.errors import SettingsError
 
-__all__ = ["ReplicaRange", "SubmitOptions", "TeacherDemand", "check_name", "parse_environment", "parse_teachers"]
+__all__ = ["ReplicaRange", "SubmitOptions", "RequestedPool", "check_name", "parse_environment", "parse_teachers"]
 
 _LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -55,7 +55,7 @@ class ReplicaRange:
 
 
 @dataclass(frozen=True)
-class TeacherDemand:
+class RequestedPool:
     """Teachers of a service that a job asks.
 
     Attributes:
@@ -114,7 +114,7 @@ class SubmitOptions:
     checkpoint: str = ""
     queue: str = ""
     priority_class: str = ""
-    teachers: tuple[TeacherDemand, ...] = ()
+    teachers: tuple[RequestedPool, ...] = ()
     teacher_image: str = ""
     teacher_gpus: int = 0
     template: dict[str, object] = field(default_factory=dict)
@@ -158,7 +158,7 @@ def parse_environment(given: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def parse_teachers(teachers: Sequence[str], serve: Sequence[str]) -> tuple[TeacherDemand, ...]:
+def parse_teachers(teachers: Sequence[str], serve: Sequence[str]) -> tuple[RequestedPool, ...]:
     """Read "SERVICE=MIN:MAX" of several `--teachers`, and "SERVICE=ARGUMENTS" of several `--serve`.
 
     Args:
@@ -179,7 +179,7 @@ def parse_teachers(teachers: Sequence[str], serve: Sequence[str]) -> tuple[Teach
             commands[service] = tuple(shlex.split(arguments))
         except ValueError as exc:
             raise SettingsError(f"--serve {item!r}: {exc}: quote it as a shell would have it") from exc
-    found: list[TeacherDemand] = []
+    found: list[RequestedPool] = []
     for item in teachers:
         service, equals, spelled = item.partition("=")
         check_name(service, "--teachers")
@@ -189,7 +189,7 @@ def parse_teachers(teachers: Sequence[str], serve: Sequence[str]) -> tuple[Teach
         arguments_of = commands.pop(service, None)
         if arguments_of is not None and replicas is None:
             raise SettingsError(f"--teachers {service}: say how many, as in --teachers {service}=0:4")
-        found.append(TeacherDemand(service, replicas, arguments_of))
+        found.append(RequestedPool(service, replicas, arguments_of))
     if commands:
         name = next(iter(commands))
         raise SettingsError(f"--serve {name}=…: also say how many teachers there may be, --teachers {name}=0:4")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from edl.cli.kube.submission.files import manifest_type
-from edl.cli.kube.submission.options import TeacherDemand
+from edl.cli.kube.submission.options import RequestedPool
 from edl.errors import ConflictError, EDLError, InvalidObjectError, SettingsError
 from edl.kube.client import KubeClient
 from edl.kube.objects import Object
@@ -77,7 +77,7 @@ def create_all(
     return made
 
 
-def use_pools(client: KubeClient, demands: Sequence[TeacherDemand], tell: Callable[[str], None]) -> None:
+def use_pools(client: KubeClient, demands: Sequence[RequestedPool], tell: Callable[[str], None]) -> None:
     """Check that the pools of a job that it does not make are there, and set their bounds where it asks for them.
 
     Args:

@@ -15,8 +15,8 @@ from edl.dashboard.state.checks import number, rows, text, whole
 from edl.dashboard.state.cluster.schema import (
     KubernetesCondition,
     KubernetesMember,
+    KubernetesMemberEnd,
     KubernetesWorkload,
-    MemberEnd,
 )
 from edl.quoting import shown
 
@@ -180,8 +180,8 @@ def _attempt(pod: _Json) -> int | None:
     return int(label) if isinstance(label, str) and re.fullmatch(r"[0-9]{1,9}", label) else None
 
 
-def _end(found: _Json) -> MemberEnd:
-    return MemberEnd(
+def _end(found: _Json) -> KubernetesMemberEnd:
+    return KubernetesMemberEnd(
         cause=text(found.get("cause")),
         exit_code=whole(found.get("exitCode")),
         message=text(found.get("message"), _MAX_MESSAGE),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["KubernetesCondition", "KubernetesMember", "KubernetesStatus", "KubernetesWorkload", "MemberEnd"]
+__all__ = ["KubernetesCondition", "KubernetesMember", "KubernetesStatus", "KubernetesWorkload", "KubernetesMemberEnd"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class KubernetesCondition:
 
 
 @dataclass(frozen=True)
-class MemberEnd:
+class KubernetesMemberEnd:
     """How the last process of a member ended.
 
     Attributes:
@@ -76,7 +76,7 @@ class KubernetesMember:
     failures: Mapping[str, int]
     memory_factor: float | None
     not_before: float | None
-    last_end: MemberEnd | None
+    last_end: KubernetesMemberEnd | None
 
 
 @dataclass(frozen=True)

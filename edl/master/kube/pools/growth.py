@@ -1,0 +1,106 @@
+"""Whether a pool may make a teacher more at this moment, and if not, why and until when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from edl.master.kube.members import MemberPod
+from edl.master.kube.observation import OwnerObservation
+from edl.master.kube.pools.probing import ProbeBackoff
+from edl.master.kube.resources import TeacherPool
+
+__all__ = ["Growth", "decide_growth"]
+
+_CAPACITY_LAG_S: Final = 1.0
+"""For a watch to show a pod that a list shows already: it takes milliseconds, and a busy API server a second."""
+_CAPACITY_LOOK_S: Final = 30.0
+"""After so long it is looked again whether there is room, where no event came that says so."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Whether a pool grows.
+
+    Attributes:
+        growing: a teacher is being made, or waits for its node.
+        create: it is to be made now.
+        reason: CamelCase, as the condition `Growing` has it.
+        message: for a person; the same as long as nothing changes.
+        requeue_s: when to look again, in seconds; None if nothing but an event changes it.
+    """
+
+    growing: bool
+    reason: str
+    message: str
+    create: bool = False
+    requeue_s: float | None = None
+
+
+def decide_growth(
+    pool: TeacherPool,
+    observation: OwnerObservation,
+    live: Sequence[MemberPod],
+    target: int,
+    backoff: ProbeBackoff | None,
+    not_before_s: float | None,
+    pod: Mapping[str, Any],
+) -> Growth:
+    """Decide whether a pool makes a teacher more.
+
+    Args:
+        pool: the resource.
+        observation: what is known of it.
+        live: its teachers, at most `target`, of which a single one waits for a node at most.
+        target: how many it is to have.
+        backoff: of its probes; None for none.
+        not_before_s: when the member may be made whose turn it is; None for at once.
+        pod: that would be made.
+    """
+    now_s = observation.now_s
+    if pool.suspend:
+        return Growth(False, "Suspended", "suspend: true")
+    waiting = next((other for other in live if not other.scheduled), None)
+    if waiting is not None:
+        requeue_s = None
+        if len(live) > pool.min_replicas and not pool.queue:
+            requeue_s = max(0.1, waiting.created_s + pool.probe_s - now_s)
+        return Growth(True, "WaitsForNode", f"{waiting.name} waits for a node", requeue_s=requeue_s)
+    if len(live) >= target:
+        if target == pool.max_replicas:
+            return Growth(False, "AtMaximum", "maxReplicas is reached")
+        return Growth(False, "AtWanted", "no more teachers are wanted")
+    failing = next((other for other in live if other.waiting.endswith("BackOff")), None)
+    if failing is not None:
+        return Growth(False, "TeacherFailing", f"{failing.name} does not start: {failing.waiting}")
+    if not_before_s is not None and now_s < not_before_s:
+        return Growth(False, "BackOff", "the next teacher waits, since others ended", requeue_s=not_before_s - now_s)
+    if len(live) < pool.min_replicas:
+        return Growth(True, "BelowMinimum", "a teacher is made, since minReplicas is not reached", create=True)
+    return _grow_into_idle_room(observation, live, backoff, pod)
+
+
+def _grow_into_idle_room(
+    observation: OwnerObservation,
+    live: Sequence[MemberPod],
+    backoff: ProbeBackoff | None,
+    pod: Mapping[str, Any],
+) -> Growth:
+    """Decide by what is idle; where that is not known, a teacher that waits for a node finds out."""
+    capacity = observation.capacity
+    left_s = backoff.left_s(observation.now_s) if backoff is not None else 0.0
+    fitting = None
+    if capacity is not None:
+        if not all(capacity.shows(other.uid, other.node) for other in live):
+            return Growth(True, "LooksForRoom", "what is idle is being found out", requeue_s=_CAPACITY_LAG_S)
+        try:
+            fitting = capacity.count_fitting(pod)
+        except ValueError:  # a quantity that is none: the API server says so in its own words when the pod is made
+            fitting = None
+    if fitting == 0:
+        return Growth(False, "NoIdleCapacity", "no node has room for a teacher", requeue_s=_CAPACITY_LOOK_S)
+    if left_s > 0:
+        message = "the last teacher that was tried found no node, or was preempted; tried again later"
+        return Growth(False, "NoIdleCapacity", message, requeue_s=left_s)
+    return Growth(True, "Creating", "a teacher is made", create=True)

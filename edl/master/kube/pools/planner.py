@@ -1,0 +1,192 @@
+"""`plan_pool`: what is to be done about a TeacherPool, from what is known of it at one moment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from edl.kube.objects import Object
+from edl.master.kube.members import MemberPod, MemberRecord, read_member_records, record_end
+from edl.master.kube.observation import OwnerObservation
+from edl.master.kube.plan import EventNote, Plan, PodDeletion
+from edl.master.kube.pools.growth import Growth, decide_growth
+from edl.master.kube.pools.pool_status import PoolView, describe_transitions, write_status
+from edl.master.kube.pools.probing import ProbeBackoff, back_off
+from edl.master.kube.pools.scale_target import plan_scale_target
+from edl.master.kube.pools.target import find_target
+from edl.master.kube.pools.teacher_pod import build_teacher_pod
+from edl.master.kube.resources import TeacherPool
+from edl.master.scaling.relaunch import RelaunchAction, RelaunchRule
+from edl.master.scaling.terminations import TerminationCause, TerminationReport
+
+__all__ = ["plan_pool"]
+
+_ELSEWHERE: Final = frozenset({TerminationCause.EVICTED, TerminationCause.HARDWARE, TerminationCause.NODE_LOST})
+"""Causes that a node has: the teacher's next pod keeps away from it for a while."""
+_TEACHER_TABLE: Final = {
+    cause: (RelaunchRule(RelaunchAction.ELSEWHERE if cause in _ELSEWHERE else RelaunchAction.NEW_POD),)
+    for cause in TerminationCause
+}
+"""A teacher is a server: whatever ended it, another follows. The kubelet restarts containers that end by themselves."""
+
+
+@dataclass
+class _Draft:
+    """A plan that is being made.
+
+    Attributes:
+        pool: the resource.
+        observation: what is known of it.
+        records: of the members.
+        backoff: of the probes; None for none.
+        delete: pods that are to end.
+        create: pods that are to be made.
+        events: to be shown.
+    """
+
+    pool: TeacherPool
+    observation: OwnerObservation
+    records: dict[str, MemberRecord]
+    backoff: ProbeBackoff | None
+    delete: list[PodDeletion] = field(default_factory=list)
+    create: list[Object] = field(default_factory=list)
+    events: list[EventNote] = field(default_factory=list)
+
+    def release(self, pod: MemberPod, reason: str) -> None:
+        """Let a teacher go by the pool's own will: recorded first, so that its name is not given again."""
+        self.records[pod.key] = self.records[pod.key].release()
+        self.delete.append(PodDeletion(pod.name, pod.uid, self.pool.grace_period_s, reason))
+
+
+def plan_pool(pool: TeacherPool, observation: OwnerObservation) -> Plan:
+    """Decide what is to be done about a pool. To be called whenever anything may have changed; at rest nothing is done.
+
+    Args:
+        pool: the resource.
+        observation: what is known of it.
+
+    Returns:
+        The plan; its status is the whole status.
+    """
+    if pool.scale_target_ref is not None:
+        return plan_scale_target(pool, observation)
+    teachers = [pod for pod in observation.pods if pod.role == "teacher"]
+    draft = _Draft(pool, observation, read_member_records(pool.status), ProbeBackoff.read(pool.status))
+    live = _settle_members(draft, teachers)
+    target = find_target(pool, observation, len(live))
+    if draft.backoff is not None and draft.backoff.is_over(pod for pod in live if pod.scheduled):
+        draft.backoff = None
+    live = _shrink(draft, live, target)
+    growth = _grow(draft, live, target)
+    view = PoolView(
+        target=target,
+        replicas=len(live) + len(draft.create),
+        scheduled=sum(pod.scheduled for pod in live),
+        ready=sum(pod.ready for pod in live),
+        leaving=tuple(sorted(pod.name for pod in teachers if pod.deleting and not pod.finished)),
+        failing=next((_describe_failure(pod) for pod in live if _is_failing(pod)), ""),
+        growth=growth,
+        backoff=draft.backoff,
+        records=draft.records,
+    )
+    status = write_status(pool, observation, view)
+    return Plan(
+        status=status,
+        delete=tuple(draft.delete),
+        create=tuple(draft.create),
+        events=(*draft.events, *describe_transitions(pool, view)),
+        requeue_s=growth.requeue_s,
+    )
+
+
+def _settle_members(draft: _Draft, teachers: Sequence[MemberPod]) -> list[MemberPod]:
+    """Record the ends of teachers, and return those that are live: the newest of their members, and not leaving."""
+    now_s = draft.observation.now_s
+    newest: dict[str, MemberPod] = {}
+    for pod in teachers:
+        record = draft.records.get(pod.key, MemberRecord()).adopt(pod)
+        draft.records[pod.key] = record
+        if pod.try_number == record.try_number:
+            newest[pod.key] = pod
+    for key, record in list(draft.records.items()):
+        found = newest.get(key)
+        if key.startswith("teacher-") and (_has_ended(found) if found is not None else bool(record.uid)):
+            _record_end(draft, key, found, now_s)
+    live = []
+    for pod in teachers:
+        if pod.try_number == draft.records[pod.key].try_number:
+            live.append(pod)
+        elif not pod.deleting:  # it ended for good, or was let go by an operator that did not live to delete it
+            draft.delete.append(PodDeletion(pod.name, pod.uid, draft.pool.grace_period_s, "its place is another pod's"))
+    return live
+
+
+def _record_end(draft: _Draft, key: str, pod: MemberPod | None, now_s: float) -> None:
+    """Count a teacher's end; a place that was taken is not asked for again at once where nothing tells what is idle."""
+    report = pod.termination if pod is not None else TerminationReport(events=("Preempted",))
+    outcome = record_end(draft.records[key], report, pod, now_s, table=_TEACHER_TABLE)
+    record, cause, evidence = outcome.record, outcome.verdict.cause, outcome.verdict.evidence
+    drained = pod is not None and pod.deleting and cause is TerminationCause.SUCCEEDED
+    taken = cause is TerminationCause.PREEMPTED or drained
+    if taken:
+        record = replace(record, not_before_s=None, failures={})
+        if draft.observation.capacity is None:
+            wait_s = max(float(draft.pool.probe_s), draft.backoff.wait_s if draft.backoff is not None else 0.0)
+            draft.backoff = ProbeBackoff(now_s, wait_s)
+    draft.records[key] = record
+    name = pod.name if pod is not None else key
+    message = f"{name}: {'it was asked to leave, and has drained' if drained else evidence}"
+    draft.events.append(
+        EventNote("Normal", "Preempted" if taken else "TeacherEnded", message, pod.name if pod is not None else "")
+    )
+
+
+def _shrink(draft: _Draft, live: list[MemberPod], target: int) -> list[MemberPod]:
+    """Let go what is too much: first what has no node, then the newest. Of those that wait for a node keep a single."""
+    now_s, pool = draft.observation.now_s, draft.pool
+    order = sorted(live, key=lambda pod: (not pod.scheduled, pod.created_s, pod.index))
+    for pod in order[target:]:
+        draft.release(pod, "fewer teachers are wanted")
+    kept = order[:target]
+    waiting = [pod for pod in kept if not pod.scheduled]
+    for pod in waiting[1:]:
+        draft.release(pod, "a single teacher waits for a node at a time")
+    kept = [pod for pod in kept if pod.scheduled or pod is waiting[0]]
+    # Of the minimum, a teacher waits as long as it takes; and so does one of which Kueue decides when it starts.
+    is_probe = bool(waiting) and len(kept) > pool.min_replicas and not pool.queue
+    if is_probe and now_s - waiting[0].created_s >= pool.probe_s:
+        draft.backoff = back_off(draft.backoff, float(pool.probe_s), now_s)
+        draft.release(waiting[0], f"no node had room for it within {pool.probe_s} s")
+        kept.remove(waiting[0])
+    return kept
+
+
+def _grow(draft: _Draft, live: Sequence[MemberPod], target: int) -> Growth:
+    """Add a teacher if there is one too few, and room for it; say why or why not."""
+    pool, observation = draft.pool, draft.observation
+    taken = {pod.index for pod in live}
+    index = next(number for number in range(len(taken) + 1) if number not in taken)
+    record = draft.records.get(f"teacher-{index}", MemberRecord())
+    excluded = [node.node for node in record.excluded_nodes if node.until_s > observation.now_s]
+    pod = build_teacher_pod(pool, index, record.try_number, excluded)
+    growth = decide_growth(pool, observation, live, target, draft.backoff, record.not_before_s, pod)
+    if growth.create:
+        draft.records.setdefault(f"teacher-{index}", record)
+        draft.create.append(pod)
+    return growth
+
+
+def _has_ended(pod: MemberPod) -> bool:
+    """Whether a pod is over or about to be; a container that ended is restarted in it, and its place stays its own."""
+    return pod.deleting or pod.phase in ("Succeeded", "Failed")
+
+
+def _is_failing(pod: MemberPod) -> bool:
+    return pod.waiting not in ("", "ContainerCreating", "PodInitializing")
+
+
+def _describe_failure(pod: MemberPod) -> str:
+    return f"{pod.name}: {pod.waiting}: {pod.waiting_message or pod.termination.message}"
+
+

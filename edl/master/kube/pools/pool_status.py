@@ -1,0 +1,135 @@
+"""The status of a TeacherPool, and the events that go with its changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from edl.kube.objects import Object
+from edl.master.kube.conditions import Condition, find_condition, write_conditions
+from edl.master.kube.members import MemberRecord, build_selector, format_member_records
+from edl.master.kube.observation import OwnerObservation
+from edl.master.kube.plan import EventNote
+from edl.master.kube.pools.growth import Growth
+from edl.master.kube.pools.probing import ProbeBackoff
+from edl.master.kube.resources import TeacherPool
+
+__all__ = ["PoolView", "describe_transitions", "write_status"]
+
+
+@dataclass(frozen=True)
+class PoolView:
+    """A pool as it is after its plan.
+
+    Attributes:
+        target: teachers that it is to have.
+        replicas: teachers that there are, or are being made.
+        scheduled: teachers that have a node.
+        ready: teachers that are ready.
+        growth: whether it grows.
+        leaving: names of pods that were asked to end and have not ended.
+        failing: which teacher does not start, and why; empty if all do.
+        backoff: of its probes; None for none.
+        records: of the members.
+    """
+
+    target: int
+    replicas: int
+    scheduled: int
+    ready: int
+    growth: Growth
+    leaving: tuple[str, ...] = ()
+    failing: str = ""
+    backoff: ProbeBackoff | None = None
+    records: Mapping[str, MemberRecord] = field(default_factory=dict)
+
+
+def write_status(pool: TeacherPool, observation: OwnerObservation, view: PoolView) -> Object:
+    """Return the whole status. The same for the same view: nothing in it counts seconds.
+
+    Args:
+        pool: the resource.
+        observation: what is known of it.
+        view: the pool after its plan.
+    """
+    ready, message = _describe_readiness(pool, view)
+    conditions = [
+        Condition("Accepted", True, "Valid", "the specification can be carried out"),
+        ready,
+        Condition("Growing", view.growth.growing, view.growth.reason, view.growth.message),
+        Condition("Suspended", pool.suspend, "Suspended" if pool.suspend else "NotSuspended"),
+    ]
+    if observation.store_stale and pool.scaling == "auto":
+        message += "; how many are wanted is not known, as the store is away"
+    phase = "Suspended" if pool.suspend else "Running" if view.ready or not view.target else "Pending"
+    before = pool.status.get("conditions")
+    return {
+        "observedGeneration": pool.generation,
+        "phase": phase,
+        "service": pool.service,
+        "replicas": view.replicas,
+        "readyReplicas": view.ready,
+        "scheduledReplicas": view.scheduled,
+        "wantedReplicas": view.target,
+        "borrowed": max(0, view.scheduled - pool.min_replicas),
+        "leaving": list(view.leaving),
+        "ignoredReplicas": _find_ignored(pool),
+        "selector": ",".join(f"{key}={value}" for key, value in sorted(build_selector(pool, "teacher").items())),
+        "message": message,
+        "lastProbe": view.backoff.format() if view.backoff is not None else None,
+        "members": format_member_records(view.records),
+        "conditions": write_conditions(
+            before if isinstance(before, list) else [], conditions, pool.generation, observation.now_s
+        ),
+    }
+
+
+def _describe_readiness(pool: TeacherPool, view: PoolView) -> tuple[Condition, str]:
+    """Return the condition `Ready`, and the status's message."""
+    counted = f"{view.ready} of {view.target} teachers are ready"
+    if pool.suspend:
+        return Condition("Ready", False, "Suspended", counted), "suspended"
+    if view.failing:
+        return Condition("Ready", False, "TeacherFailing", f"{counted}; {view.failing}"), f"{counted}; {view.failing}"
+    if view.ready >= view.target:
+        return Condition("Ready", True, "AllReady", counted), counted
+    if view.ready < view.scheduled:
+        return Condition("Ready", False, "Starting", counted), f"{counted}, others start"
+    message = f"{counted}: {view.growth.message}"
+    return Condition("Ready", False, view.growth.reason, message), message
+
+
+def _find_ignored(pool: TeacherPool) -> int | None:
+    """Return what `/scale` wrote where that decides nothing."""
+    return pool.replicas if pool.scaling == "auto" else None
+
+
+def describe_transitions(pool: TeacherPool, view: PoolView) -> tuple[EventNote, ...]:
+    """Return the events of what is otherwise than in the status before; at rest there are none.
+
+    Args:
+        pool: the resource, with the status before.
+        view: the pool after its plan.
+    """
+    events = []
+    before = pool.status
+    was_scheduled = before.get("scheduledReplicas")
+    if isinstance(was_scheduled, int) and view.scheduled > was_scheduled:
+        events.append(EventNote("Normal", "Grew", f"{view.scheduled} teachers have a node, {was_scheduled} before"))
+    was_leaving = before.get("leaving")
+    for name in was_leaving if isinstance(was_leaving, list) else []:
+        if isinstance(name, str) and name not in view.leaving:
+            events.append(EventNote("Normal", "GaveBack", f"{name} has ended: what it had is free", name))
+    if view.growth.reason != find_condition(before, "Growing").get("reason"):
+        if view.growth.reason == "NoIdleCapacity":
+            events.append(EventNote("Normal", "NoIdleCapacity", view.growth.message))
+        if view.growth.reason == "TeacherFailing":
+            events.append(EventNote("Warning", "TeacherFailing", view.failing or view.growth.message))
+        if view.growth.reason == "Suspended":
+            events.append(EventNote("Normal", "Suspended", "all teachers are taken away"))
+    ignored = _find_ignored(pool)
+    if ignored is not None and ignored != before.get("ignoredReplicas"):
+        events.append(
+            EventNote("Normal", "ScaleIgnored", f"replicas: {ignored} decides nothing, as scaling is auto; set external")
+        )
+    return tuple(events)

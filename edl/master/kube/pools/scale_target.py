@@ -1,0 +1,50 @@
+"""A pool whose teachers are another object's pods, such as a Deployment of Triton's: only its `/scale` is moved."""
+
+from __future__ import annotations
+
+from edl.master.kube.observation import OwnerObservation
+from edl.master.kube.plan import Plan
+from edl.master.kube.pools.growth import Growth
+from edl.master.kube.pools.pool_status import PoolView, describe_transitions, write_status
+from edl.master.kube.pools.target import find_target
+from edl.master.kube.resources import TeacherPool
+
+__all__ = ["plan_scale_target"]
+
+
+def plan_scale_target(pool: TeacherPool, observation: OwnerObservation) -> Plan:
+    """Decide what an adopted object's `/scale` is to say. It is written only where it says something else.
+
+    Its pods are not the pool's: they are neither made, probed nor removed one by one, and what is idle is not looked
+    at. An autoscaler that writes the same `/scale` would be written over, and is not supported.
+
+    Args:
+        pool: the resource, which has a `scale_target_ref`.
+        observation: what is known of it.
+    """
+    ref, present = pool.scale_target_ref, observation.target_replicas
+    assert ref is not None
+    target = find_target(pool, observation, present or 0)
+    named = f"{ref.kind} {ref.name}"
+    ready = observation.target_ready
+    if present is None:
+        growth = Growth(False, "TargetMissing", f"there is no {named} in this namespace")
+    elif present < target:
+        growth = Growth(True, "Scaling", f"{named} is scaled to {target}")
+    elif target == pool.max_replicas:
+        growth = Growth(False, "AtMaximum", "maxReplicas is reached")
+    else:
+        growth = Growth(False, "AtWanted", "no more teachers are wanted")
+    replicas = present or 0
+    view = PoolView(
+        target=target,
+        replicas=replicas,
+        scheduled=replicas,
+        ready=min(replicas, target) if ready is None else ready,
+        growth=growth,
+    )
+    return Plan(
+        status=write_status(pool, observation, view),
+        scale_target=target if present is not None and present != target else None,
+        events=describe_transitions(pool, view),
+    )

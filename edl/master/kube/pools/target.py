@@ -1,0 +1,32 @@
+"""How many teachers a pool is to have, whatever room there is for them."""
+
+from __future__ import annotations
+
+from edl.master.kube.observation import OwnerObservation
+from edl.master.kube.resources import TeacherPool
+
+__all__ = ["find_target"]
+
+
+def find_target(pool: TeacherPool, observation: OwnerObservation, present: int) -> int:
+    """Return how many teachers a pool is to have, between its bounds; none while it is suspended.
+
+    Where EDL scales and the store does not say how many are wanted, nothing is moved: while the store is away the
+    number that was wanted last stays, and where nothing stands in it, the number of teachers that are there.
+
+    Args:
+        pool: the resource.
+        observation: what is known of it.
+        present: teachers that are there, those that wait for a node included.
+    """
+    if pool.suspend:
+        return 0
+    if pool.scaling == "external":
+        count = pool.min_replicas if pool.replicas is None else pool.replicas
+    elif observation.wanted is not None:
+        count = observation.wanted
+    else:
+        before = pool.status.get("wantedReplicas")
+        known = observation.store_stale and isinstance(before, int) and not isinstance(before, bool)
+        count = int(before) if known else present
+    return max(pool.min_replicas, min(count, pool.max_replicas))

@@ -1,11 +1,12 @@
 """How long a pod waits for what teachers borrowed: from its creation to its node, as a watch of pods shows them.
 
-The API's own times have whole seconds, so the observer's clock counts, from the event of the pod's creation to the event
-that gives it a node. Both come a few milliseconds late.
+The API's own times have whole seconds, so the observer's clock counts, from the event of the pod's creation to the
+event that gives it a node. Both come a few milliseconds late.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -41,13 +42,13 @@ class GiveBackTracker:
     """Finds pods that waited for a teacher to leave, in the events of a watch.
 
     Such a pod is none of EDL's; the scheduler found no node for it at first, or nominated one; and while it waited a
-    pool's teacher was asked to leave the node that it then got. Pods that were there before the watch began have no
+    pool's teacher was leaving the node that it then got. Pods that were there before the watch began have no
     known time, and do not count.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[str, _Waiting] = {}
-        self._left: dict[str, float] = {}
+        self._left: dict[str, float] = {}  # node -> when a teacher was last seen to leave it
 
     def record(self, event: PodEvent, pod: Mapping[str, Any], now_s: float) -> GiveBack | None:
         """Take note of an event.
@@ -63,10 +64,8 @@ class GiveBackTracker:
         metadata, spec, status = pod.get("metadata") or {}, pod.get("spec") or {}, pod.get("status") or {}
         labels, uid, node = metadata.get("labels") or {}, metadata.get("uid", ""), spec.get("nodeName") or ""
         if POOL_LABEL in labels:
-            if node and metadata.get("deletionTimestamp"):
-                self._left.setdefault(f"{node}/{uid}", now_s)
-            if event == "DELETED":
-                self._forget_left(node, uid, now_s)
+            if node and (metadata.get("deletionTimestamp") or event == "DELETED"):
+                self._left[node] = now_s
             return None
         if OWNER_UID_LABEL in labels:
             return None
@@ -85,9 +84,7 @@ class GiveBackTracker:
             return None
         del self._waiting[uid]
         refused = waiting.refused or bool(status.get("nominatedNodeName"))
-        if not refused or not any(
-            key.startswith(f"{node}/") and at_s >= waiting.since_s for key, at_s in self._left.items()
-        ):
+        if not refused or self._left.get(node, -math.inf) < waiting.since_s:
             return None
         return GiveBack(metadata.get("namespace", ""), metadata.get("name", ""), node, now_s - waiting.since_s)
 
@@ -95,12 +92,6 @@ class GiveBackTracker:
         """Forget what waits: the watch was interrupted, and events are missing."""
         self._waiting.clear()
         self._left.clear()
-
-    def _forget_left(self, node: str, uid: str, now_s: float) -> None:
-        """Keep a teacher that left on record while a pod waits that may get its place, and no longer."""
-        self._left.setdefault(f"{node}/{uid}", now_s)
-        oldest_s = min((waiting.since_s for waiting in self._waiting.values()), default=now_s)
-        self._left = {key: at_s for key, at_s in self._left.items() if at_s >= oldest_s}
 
 
 @dataclass

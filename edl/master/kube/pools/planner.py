@@ -140,6 +140,8 @@ def _record_end(draft: _Draft, key: str, pod: MemberPod | None, now_s: float) ->
     draft.events.append(
         EventNote("Normal", "Preempted" if taken else "TeacherEnded", message, pod.name if pod is not None else "")
     )
+    if pod is None:  # it was gone before it was seen to leave
+        draft.events.append(EventNote("Normal", "GaveBack", f"{name} has ended: what it had is free"))
 
 
 def _shrink(draft: _Draft, live: list[MemberPod], target: int) -> list[MemberPod]:
@@ -188,5 +190,3 @@ def _is_failing(pod: MemberPod) -> bool:
 
 def _describe_failure(pod: MemberPod) -> str:
     return f"{pod.name}: {pod.waiting}: {pod.waiting_message or pod.termination.message}"
-
-

@@ -130,6 +130,8 @@ def describe_transitions(pool: TeacherPool, view: PoolView) -> tuple[EventNote, 
     ignored = _find_ignored(pool)
     if ignored is not None and ignored != before.get("ignoredReplicas"):
         events.append(
-            EventNote("Normal", "ScaleIgnored", f"replicas: {ignored} decides nothing, as scaling is auto; set external")
+            EventNote(
+                "Normal", "ScaleIgnored", f"replicas: {ignored} decides nothing, as scaling is auto; set external"
+            )
         )
     return tuple(events)

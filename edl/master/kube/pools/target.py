@@ -27,6 +27,7 @@ def find_target(pool: TeacherPool, observation: OwnerObservation, present: int) 
         count = observation.wanted
     else:
         before = pool.status.get("wantedReplicas")
-        known = observation.store_stale and isinstance(before, int) and not isinstance(before, bool)
-        count = int(before) if known else present
+        count = present
+        if observation.store_stale and isinstance(before, int) and not isinstance(before, bool):
+            count = before
     return max(pool.min_replicas, min(count, pool.max_replicas))

@@ -295,7 +295,7 @@ def test_failing_teacher_stops_growth() -> None:
     assert reasons(made)["TeacherFailing"] == 1
 
 
-def test_container_that_restarts_keeps_its_place() -> None:
+def test_restart_in_place_changes_nothing() -> None:
     made = cluster([1])
     made.settle(5)
     (pod,) = made.pods.values()

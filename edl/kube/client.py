@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
@@ -42,14 +42,17 @@ class KubeClient:
 
     Args:
         settings: which cluster, and as whom; None for the kubeconfig's or the pod's own.
+        on_answer: called after each request with the call and the answer's code, 0 where none came; for metrics.
 
     Raises:
         SettingsError: no cluster is named anywhere, or the file that names it cannot be used.
     """
 
-    def __init__(self, settings: KubeSettings | None = None) -> None:
+    def __init__(
+        self, settings: KubeSettings | None = None, on_answer: Callable[[Call, int], object] = lambda call, code: None
+    ) -> None:
         self._settings = settings or KubeSettings()
-        self._connection = Connection(self._settings)
+        self._connection = Connection(self._settings, on_answer)
         self._versions: dict[str, str] = {}
 
     def __enter__(self) -> Self:
@@ -69,6 +72,11 @@ class KubeClient:
     def url(self) -> str:
         """Where the API server is."""
         return self._connection.url
+
+    @property
+    def configuration(self) -> Any:
+        """The official client's `Configuration`, with which other libraries reach the same server."""
+        return self._connection.configuration
 
     def close(self) -> None:
         """Close the connections; may be called twice."""

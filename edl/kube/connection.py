@@ -56,13 +56,15 @@ class Connection:
 
     Args:
         settings: which cluster, and as whom.
+        on_answer: called after each request with the call and the answer's code, 0 where none came; for metrics.
 
     Raises:
         SettingsError: no cluster is named anywhere, or the file that names it cannot be used.
     """
 
-    def __init__(self, settings: KubeSettings) -> None:
+    def __init__(self, settings: KubeSettings, on_answer: Callable[[Call, int], object] = lambda call, code: None) -> None:
         self._settings = settings
+        self._on_answer = on_answer
         self._pid = os.getpid()
         self._closed = False
         self._lock = threading.Lock()
@@ -72,6 +74,11 @@ class Connection:
     def url(self) -> str:
         """Where the API server is."""
         return self._access.url
+
+    @property
+    def configuration(self) -> Any:
+        """The official client's `Configuration`, with which other libraries reach the same server."""
+        return self._access.api_client.configuration
 
     @property
     def namespace(self) -> str:
@@ -143,16 +150,21 @@ class Connection:
                 headers["Content-Type"] = content_type
             with _translated(call, access.url):
                 access.api_client.update_params_for_auth(headers, [], ["BearerToken"])
-                response: BaseHTTPResponse = access.api_client.rest_client.pool_manager.request(
-                    method,
-                    access.url + path + (f"?{urlencode(query)}" if query else ""),
-                    body=body,
-                    headers=headers,
-                    timeout=timeout,
-                    retries=False,
-                    redirect=False,
-                    preload_content=False,
-                )
+                code = 0
+                try:
+                    response: BaseHTTPResponse = access.api_client.rest_client.pool_manager.request(
+                        method,
+                        access.url + path + (f"?{urlencode(query)}" if query else ""),
+                        body=body,
+                        headers=headers,
+                        timeout=timeout,
+                        retries=False,
+                        redirect=False,
+                        preload_content=False,
+                    )
+                    code = response.status
+                finally:
+                    self._on_answer(call, code)
             if 200 <= response.status <= 299:
                 return response
             with response:

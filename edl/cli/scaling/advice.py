@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from edl.cli.scaling.work_left import WorkLeft
 from edl.collective.goodput.records import read_job
 from edl.collective.goodput.spans import TimeCategory
 from edl.collective.goodput.summary import Summary, summarize
@@ -17,6 +16,7 @@ from edl.master.reports import read_report
 from edl.master.scaling.advisor import AdvisorSettings, ScalingAdvisor, WorkerAdvice
 from edl.master.scaling.teacher_demand import TeacherScalingSettings
 from edl.master.scaling.throughput import ThroughputHistory
+from edl.master.scaling.work_left import WorkLeft
 from edl.master.scaling.workers import WorkerObservation, decide_workers
 
 __all__ = ["WorkerAdviser", "add_advice_options", "open_advisor"]

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from edl.cli.scaling.advice import WorkerAdviser
-from edl.cli.scaling.work_left import WorkLeft
 from edl.collective.goodput.codec import encode_record
 from edl.collective.goodput.node import NodeRecord, ProgressMark
 from edl.collective.goodput.spans import TimeCategory, span_of
 from edl.collective.job_records import JobState, Member, World
 from edl.discovery import Store, open_store
 from edl.master.naming import report_key
+from edl.master.scaling.work_left import WorkLeft
 
 SECOND = 1_000_000
 

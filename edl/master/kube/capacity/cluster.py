@@ -58,6 +58,11 @@ class ClusterCapacity:
         """
         return cls([NodeCapacity.of(node) for node in nodes], [PodClaim.of(pod) for pod in pods])
 
+    @property
+    def pods(self) -> Collection[PodClaim]:
+        """All pods of the cluster."""
+        return self._pods.values()
+
     def shows(self, uid: str, node: str) -> bool:
         """Return whether a pod is known here, and to be on a node: else what is seen here is older than the pod.
 

@@ -1,6 +1,6 @@
 """How long a job's data will last, from its master's reports: what is left, by the rate at which it was done so far.
 
-What does not belong here: reading the reports (`advice`), and what follows from the time (`edl.master.scaling`).
+What does not belong here: reading the reports, and what follows from the time (`workers`).
 """
 
 from __future__ import annotations

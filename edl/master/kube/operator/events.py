@@ -1,0 +1,174 @@
+"""`EventRecorder`: events as `kubectl describe` shows them. The same event again is counted, not repeated."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+import time
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from edl.background import BackgroundLoop
+from edl.backoff import Backoff
+from edl.errors import AccessDeniedError, ConflictError, InvalidObjectError, KubernetesError
+from edl.kube.objects import Object, format_time
+from edl.kube.resource_types import EVENTS, ResourceType
+from edl.master.kube.operator.kube_api import KubeApi
+from edl.master.kube.plan import EventNote
+from edl.quoting import clip
+
+__all__ = ["EventRecorder"]
+
+logger = logging.getLogger(__name__)
+
+_COMPONENT: Final = "edl-operator"
+_MOST_WAITING: Final = 2000
+"""Events that wait while the API server is away; the oldest are left out beyond that. Conditions tell what holds."""
+_MOST_KNOWN: Final = 10_000
+"""Events of which it is remembered when they were written last."""
+_QUIET_S: Final = 30.0
+"""An event that comes again sooner is counted with the next: what repeats each second is not worth a write each."""
+_MOST_MESSAGE: Final = 1000
+"""Characters: the API takes 1,024 bytes of a note in events.k8s.io, and kubectl shows them in a line."""
+_CLOSE_S: Final = 2.0
+
+
+@dataclass
+class _Known:
+    written_s: float
+    uncounted: int = 0
+
+
+class EventRecorder:
+    """Writes events in a thread of its own, in the order in which they came.
+
+    An event's name follows from what it says and of whom, so that a second operator, or this one after a restart,
+    counts it further.
+
+    Args:
+        api: calls of the API server.
+    """
+
+    def __init__(self, api: KubeApi) -> None:
+        self._api = api
+        self._instance = f"{_COMPONENT}-{socket.gethostname()}-{os.getpid()}"[:128]
+        self._waiting: deque[tuple[str, str, Object]] = deque(maxlen=_MOST_WAITING)
+        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._backoff = Backoff(0.5, 30.0, jitter=0.2)
+        self._denied = False
+        self._loop = BackgroundLoop("edl-events", self._step)
+
+    def record(self, type: ResourceType, resource: Mapping[str, Any], note: EventNote) -> None:
+        """Have an event written. Returns at once.
+
+        Args:
+            type: of the resource.
+            resource: that the event is about, as it was read.
+            note: what the event says.
+        """
+        metadata = resource["metadata"]
+        text = "\0".join((str(metadata.get("uid")), note.type, note.reason, note.message, note.pod))
+        name = f"{metadata['name'][:40].rstrip('.-')}.{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        now = format_time(time.time())
+        event: Object = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": name, "namespace": metadata["namespace"]},
+            "involvedObject": {
+                "apiVersion": type.api_version,
+                "kind": type.kind,
+                "name": metadata["name"],
+                "namespace": metadata["namespace"],
+                "uid": metadata.get("uid"),
+                "resourceVersion": metadata.get("resourceVersion"),
+            },
+            "type": note.type,
+            "reason": note.reason,
+            "message": clip(note.message, _MOST_MESSAGE),
+            "source": {"component": _COMPONENT},
+            "reportingComponent": _COMPONENT,
+            "reportingInstance": self._instance,
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "count": 1,
+        }
+        if note.pod:
+            event["related"] = {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "name": note.pod,
+                "namespace": metadata["namespace"],
+            }
+        self._waiting.append((name, metadata["namespace"], event))
+        self._loop.wake()
+
+    def close(self) -> None:
+        """Write what waits, as far as that takes no more than seconds, and end the thread."""
+        deadline = time.monotonic() + _CLOSE_S
+        while self._waiting and time.monotonic() < deadline and not self._backoff.failures:
+            self._loop.wake()
+            time.sleep(0.02)
+        self._loop.close()
+
+    def _step(self) -> float | None:
+        while self._waiting and not self._loop_closing():
+            name, namespace, event = self._waiting[0]
+            try:
+                self._write(name, namespace, event)
+            except KubernetesError as exc:
+                logger.debug("event %s waits: %s", event["reason"], exc)
+                return self._backoff.next_wait_s()
+            except AccessDeniedError as exc:
+                if not self._denied:
+                    self._denied = True
+                    logger.warning("events are not shown: %s", exc)
+            except (ConflictError, InvalidObjectError) as exc:
+                # Of a namespace that is being deleted, or changed by somebody else at the same moment.
+                logger.debug("event %s is left out: %s", event["reason"], exc)
+            self._backoff.reset()
+            if self._waiting and self._waiting[0][2] is event:
+                self._waiting.popleft()
+        return 60.0
+
+    def _loop_closing(self) -> bool:
+        loop = getattr(self, "_loop", None)  # the first step may come before the constructor has it
+        return loop is not None and loop.closing
+
+    def _write(self, name: str, namespace: str, event: Object) -> None:
+        known = self._known.get(f"{namespace}/{name}")
+        now_s = time.monotonic()
+        if known is not None and now_s - known.written_s < _QUIET_S:
+            known.uncounted += 1
+            return
+        more = 1 + (known.uncounted if known is not None else 0)
+        try:
+            if known is not None:
+                raise ConflictError(name)  # it is there: count it, without an attempt to make it
+            self._api.create(EVENTS, event, namespace)
+        except ConflictError:
+            self._count(name, namespace, event, more)
+        self._known[f"{namespace}/{name}"] = _Known(now_s)
+        self._known.move_to_end(f"{namespace}/{name}")
+        while len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+
+    def _count(self, name: str, namespace: str, event: Object, more: int) -> None:
+        there = self._api.get(EVENTS, name, namespace)
+        if there is None:  # the API server forgets events after an hour
+            self._api.create(EVENTS, event, namespace)
+            return
+        count = there.get("count")
+        self._api.patch(
+            EVENTS,
+            name,
+            {
+                "metadata": {"resourceVersion": there["metadata"]["resourceVersion"]},
+                "count": (count if isinstance(count, int) else 1) + more,
+                "lastTimestamp": event["lastTimestamp"],
+            },
+            namespace,
+        )

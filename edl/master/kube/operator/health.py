@@ -1,0 +1,90 @@
+"""`OperatorHealth`: whether the operator is alive, and whether it is ready, each with the reason if not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+__all__ = ["OperatorHealth"]
+
+_BEAT_LIMIT_S: Final = 60.0
+"""The loop of the watches gives a sign of life each second. A machine that swaps may be late by some; a minute is not."""
+_WORK_LIMIT_S: Final = 300.0
+"""A look at a resource makes some ten requests, each with a deadline of 30 s: one that takes longer hangs."""
+_AWAY_LIMIT_S: Final = 60.0
+"""An API server that is replaced is away for some seconds; an operator that has not reached it for longer is not ready."""
+
+
+class OperatorHealth:
+    """Collects signs of life. Thread-safe.
+
+    An API server that is away makes the operator unready, and not dead: a restart would mend nothing.
+
+    Args:
+        get_stuck_s: returns for how many seconds the slowest look is under way.
+    """
+
+    def __init__(self, get_stuck_s: Callable[[], float]) -> None:
+        self._get_stuck_s = get_stuck_s
+        self._lock = threading.Lock()
+        self._beat_s = time.monotonic()
+        self._waiting = "the watches have not begun"
+        self._failing_since_s: float | None = None
+        self._failure = ""
+
+    def beat(self) -> None:
+        """Note that the loop of the watches goes on."""
+        with self._lock:
+            self._beat_s = time.monotonic()
+
+    def set_waiting(self, reason: str) -> None:
+        """Note for what the watches wait.
+
+        Args:
+            reason: for a person; empty if they wait for nothing.
+        """
+        with self._lock:
+            self._waiting = reason
+
+    def note_request(self, code: int, problem: str = "") -> bool:
+        """Note a request of the API server.
+
+        Args:
+            code: of the answer; 0 where none came.
+            problem: in words.
+
+        Returns:
+            Whether the server answers now and did not before, or the other way round.
+        """
+        away = code == 0 or code >= 500
+        with self._lock:
+            changed = away != (self._failing_since_s is not None)
+            if not away:
+                self._failing_since_s = None
+            elif self._failing_since_s is None:
+                self._failing_since_s = time.monotonic()
+                self._failure = problem
+            return changed
+
+    def check_live(self) -> str:
+        """Return why the operator should be restarted; empty if it lives."""
+        with self._lock:
+            silent_s = time.monotonic() - self._beat_s
+        if silent_s > _BEAT_LIMIT_S:
+            return f"the loop of the watches gave no sign of life for {silent_s:.0f} s"
+        stuck_s = self._get_stuck_s()
+        if stuck_s > _WORK_LIMIT_S:
+            return f"a look at a resource has taken {stuck_s:.0f} s"
+        return ""
+
+    def check_ready(self) -> str:
+        """Return why the operator does not do its work now; empty if it does."""
+        with self._lock:
+            if self._waiting:
+                return self._waiting
+            since_s = self._failing_since_s
+        if since_s is not None and time.monotonic() - since_s > _AWAY_LIMIT_S:
+            return f"the API server has been away for {time.monotonic() - since_s:.0f} s {self._failure}".rstrip()
+        return ""

@@ -1,0 +1,113 @@
+"""Which job may have how many workers: arbitration among all jobs of the operator that ask for GPUs. Pure.
+
+Jobs with a queue of Kueue, or a scheduler that starts gangs (Volcano, KAI), are theirs to arbitrate, and left out; so are
+jobs that only `/scale` moves, and jobs without GPUs. What these hold is no longer there to share.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from edl.master.kube.capacity import ClusterCapacity, PodClaim
+from edl.master.kube.members.naming import OWNER_UID_LABEL, POOL_LABEL, ROLE_LABEL
+from edl.master.kube.resources import ElasticJob
+from edl.master.scaling.arbitration import JobRequest, arbitrate
+
+__all__ = ["SharingJob", "compute_shares", "read_sharing_job"]
+
+_GPU: Final = "nvidia.com/gpu"
+_DEFAULT_SCHEDULERS: Final = ("", "default-scheduler")
+_THOUSANDTHS: Final = 1000
+"""In which capacity counts amounts."""
+_ENDED: Final = frozenset({"Succeeded", "Failed"})
+
+
+@dataclass(frozen=True)
+class SharingJob:
+    """A job among which GPUs are shared.
+
+    Attributes:
+        key: of the resource.
+        uid: of the resource.
+        least: workers that it starts with.
+        most: workers that are of use to it.
+        gpus: of a worker.
+        submitted_s: when it was made, in seconds since 1970.
+        remaining_s: seconds that the rest of it takes with the workers that it has; None if unknown.
+    """
+
+    key: str
+    uid: str
+    least: int
+    most: int
+    gpus: int
+    submitted_s: float
+    remaining_s: int | None = None
+
+
+def read_sharing_job(job: ElasticJob, wanted: int | None, remaining_s: int | None) -> SharingJob | None:
+    """Return a job as arbitration sees it; None if it takes no part.
+
+    Args:
+        job: the resource.
+        wanted: workers that the store says are of use; None if it says nothing.
+        remaining_s: seconds that the rest of it takes; None if unknown.
+    """
+    spec = job.template.get("spec")
+    spec = spec if isinstance(spec, dict) else {}
+    if job.scaling != "auto" or job.suspend or job.queue or spec.get("schedulerName", "") not in _DEFAULT_SCHEDULERS:
+        return None
+    if job.status.get("phase") in _ENDED:
+        return None
+    gpus = _count_gpus(spec)
+    if gpus < 1:
+        return None
+    most = job.max_replicas if wanted is None else max(job.min_replicas, min(job.max_replicas, wanted))
+    return SharingJob(job.key, job.uid, job.min_replicas, most, gpus, job.created_s, remaining_s)
+
+
+def compute_shares(capacity: ClusterCapacity, jobs: Sequence[SharingJob], now_s: float) -> Mapping[str, int]:
+    """Return how many workers each job may have, by its key.
+
+    Args:
+        capacity: what the cluster has.
+        jobs: that share it.
+        now_s: the time, in seconds since 1970.
+    """
+    uids = {job.uid for job in jobs}
+    nodes = capacity.list_devices(lambda pod: pod.labels.get(OWNER_UID_LABEL) in uids or POOL_LABEL in pod.labels)
+    workers: dict[str, list[PodClaim]] = {job.uid: [] for job in jobs}
+    for pod in capacity.pods:
+        owner = pod.labels.get(OWNER_UID_LABEL, "")
+        if owner in workers and pod.labels.get(ROLE_LABEL) == "worker" and not pod.ended:
+            workers[owner].append(pod)
+    requests, placements = [], {}
+    for job in jobs:
+        pods = workers[job.uid]
+        placements[job.key] = Counter(pod.node for pod in pods if pod.node)
+        there = placements[job.key].total()
+        requests.append(
+            JobRequest(
+                name=job.key,
+                min_workers=job.least,
+                max_workers=job.most,
+                gpus=job.gpus,
+                priority=max((pod.priority or 0 for pod in pods), default=0),
+                submitted_s=job.submitted_s,
+                remaining=None if job.remaining_s is None or not there else float(job.remaining_s * there),
+                age_s=max(0.0, now_s - job.submitted_s),
+            )
+        )
+    allocation = arbitrate(nodes, requests, placements)
+    return {job.key: allocation.count_workers(job.key) for job in jobs}
+
+
+def _count_gpus(spec: Mapping[str, Any]) -> int:
+    """Return the GPUs that a worker asks for; 0 where its template cannot be read, which admission refuses later."""
+    try:
+        return PodClaim.of({"spec": spec}).requests.get(_GPU, 0) // _THOUSANDTHS
+    except (ValueError, TypeError, AttributeError):
+        return 0

@@ -1,0 +1,182 @@
+"""`LiveSurroundings`: stores, idle capacity and the shares of jobs, as they are now."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol
+
+from edl.background import BackgroundLoop
+from edl.master.kube.capacity import ClusterCapacity
+from edl.master.kube.operator.job_shares import SharingJob, compute_shares, read_sharing_job
+from edl.master.kube.operator.stores import StoreAnswer, StoreDirectory
+from edl.master.kube.operator.surroundings import OwnerSurroundings
+from edl.master.kube.resources import ElasticJob, MemberOwner, TeacherPool
+
+__all__ = ["CapacitySource", "LiveSurroundings"]
+
+logger = logging.getLogger(__name__)
+
+_SPREAD_S: Final = 1.0
+"""Between two looks at changed capacity: pods of a cluster change many times a second, and each look may start others."""
+_RESOURCES: Final = ("nvidia.com/gpu", "cpu")
+"""Of which more may have become idle."""
+_ENDED: Final = frozenset({"Succeeded", "Failed"})
+
+
+class CapacitySource(Protocol):
+    """Knows what the cluster has idle, where that is allowed: `edl.master.kube.capacity.watch.CapacityWatch`."""
+
+    def current(self) -> ClusterCapacity | None:
+        """Return what is idle; None where that is not known."""
+
+
+class LiveSurroundings:
+    """Looks at all that is beside resources and pods. Thread-safe.
+
+    Args:
+        on_key: called with the key of a resource that should be looked at.
+    """
+
+    def __init__(self, on_key: Callable[[str], None]) -> None:
+        self._on_key = on_key
+        self._stores = StoreDirectory(on_key)
+        self._capacity: CapacitySource | None = None
+        self._lock = threading.Lock()
+        self._sharing: dict[str, SharingJob] = {}
+        self._shares: Mapping[str, int] = {}
+        self._waiting: set[str] = set()
+        self._idle: dict[tuple[str, str], int] = {}
+        self._looked_s = 0.0
+        self._changed = False
+        self._loop = BackgroundLoop("edl-operator-shares", self._step)
+
+    def set_capacity(self, source: CapacitySource) -> None:
+        """Take what is idle from a source.
+
+        Args:
+            source: which calls `note_capacity` when it knows something new.
+        """
+        self._capacity = source
+        self.note_capacity()
+
+    def note_capacity(self) -> None:
+        """Note that what is idle has changed. Returns at once."""
+        self._changed = True
+        self._loop.wake()
+
+    def look(self, owner: MemberOwner) -> OwnerSurroundings:
+        """Return what is known now; asks the API server nothing.
+
+        Args:
+            owner: the resource.
+        """
+        if owner.status.get("phase") in _ENDED:
+            self.forget(owner.key)
+            return OwnerSurroundings()
+        answer = self._ask_store(owner)
+        capacity = self._capacity.current() if self._capacity is not None else None
+        allocation = None
+        if isinstance(owner, ElasticJob):
+            remaining_s = answer.progress.remaining_s if answer.progress is not None else None
+            allocation = self._share(owner, answer.wanted, remaining_s, capacity)
+        return OwnerSurroundings(capacity, answer.wanted, allocation, answer.progress, answer.stale)
+
+    def note_status(self, owner: MemberOwner, status: Mapping[str, Any]) -> None:
+        """Note whether a resource waits for room: it is looked at when more is idle.
+
+        Args:
+            owner: the resource.
+            status: as it is now.
+        """
+        wanted, there = status.get("wantedReplicas"), status.get("replicas")
+        waits = isinstance(wanted, int) and isinstance(there, int) and wanted > there
+        with self._lock:
+            (self._waiting.add if waits else self._waiting.discard)(owner.key)
+
+    def forget(self, key: str) -> None:
+        """Look at nothing more for a resource that is gone, or has ended.
+
+        Args:
+            key: of the resource.
+        """
+        self._stores.forget(key)
+        with self._lock:
+            self._waiting.discard(key)
+            shared = self._sharing.pop(key, None)
+        if shared is not None:
+            self.note_capacity()  # what it had is the others'
+
+    def close(self) -> None:
+        """Look no more, and close all stores."""
+        self._loop.close()
+        self._stores.close()
+
+    def _ask_store(self, owner: MemberOwner) -> StoreAnswer:
+        if isinstance(owner, ElasticJob):
+            return self._stores.ask(owner.key, owner.store, "workers", owner.job_id)
+        if isinstance(owner, TeacherPool):
+            advised = owner.scaling == "auto" and not owner.suspend
+            return self._stores.ask(owner.key, owner.store, "teachers", owner.service, advised=advised)
+        raise TypeError(f"{type(owner).__name__} is neither job nor pool")
+
+    def _share(
+        self, job: ElasticJob, wanted: int | None, remaining_s: int | None, capacity: ClusterCapacity | None
+    ) -> int | None:
+        sharing = read_sharing_job(job, wanted, remaining_s)
+        with self._lock:
+            before = self._sharing.pop(job.key, None)
+            if sharing is None:
+                return None
+            self._sharing[job.key] = sharing
+            known = self._shares.get(job.key)
+            jobs = list(self._sharing.values())
+        if capacity is None:
+            return None
+        if known is not None and before == sharing:
+            return known
+        self._recompute(capacity, jobs, but=job.key)
+        return self._shares.get(job.key)
+
+    def _step(self) -> float | None:
+        now_s = time.monotonic()
+        if not self._changed:
+            return 60.0
+        if now_s - self._looked_s < _SPREAD_S:
+            return _SPREAD_S - (now_s - self._looked_s)
+        self._looked_s = now_s
+        self._changed = False
+        capacity = self._capacity.current() if self._capacity is not None else None
+        with self._lock:
+            jobs = list(self._sharing.values())
+            waiting = set(self._waiting)
+        if capacity is None:
+            with self._lock:
+                self._shares = {}
+            return 0.0
+        self._recompute(capacity, jobs)
+        if self._note_idle(capacity):
+            for key in waiting:
+                self._on_key(key)
+        return 0.0
+
+    def _recompute(self, capacity: ClusterCapacity, jobs: list[SharingJob], but: str = "") -> None:
+        """Share anew, and have all other jobs looked at whose share has changed."""
+        shares = compute_shares(capacity, jobs, time.time()) if jobs else {}
+        with self._lock:
+            before, self._shares = self._shares, shares
+        for key, count in shares.items():
+            if key != but and before.get(key) != count:
+                self._on_key(key)
+
+    def _note_idle(self, capacity: ClusterCapacity) -> bool:
+        """Return whether more is idle anywhere than at the last look."""
+        idle = {
+            (resource, node): count
+            for resource in _RESOURCES
+            for node, count in capacity.list_devices(lambda pod: False, resource).items()
+        }
+        before, self._idle = self._idle, idle
+        return any(count > before.get(place, 0) for place, count in idle.items())

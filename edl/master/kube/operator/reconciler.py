@@ -1,0 +1,239 @@
+"""`Reconciler`: reads a resource and its pods live, has its planner decide, and carries the plan out."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from edl.errors import AccessDeniedError, ConflictError, InvalidObjectError
+from edl.kube.objects import Object
+from edl.kube.resource_types import PODS, ResourceType
+from edl.master.kube.conditions import Condition
+from edl.master.kube.members import read_member_pods
+from edl.master.kube.members.naming import OWNER_UID_LABEL
+from edl.master.kube.observation import OwnerObservation
+from edl.master.kube.operator.kube_api import KubeApi
+from edl.master.kube.operator.pod_evidence import PodEvidence
+from edl.master.kube.operator.scale_target import ScaleTarget, find_scale_target
+from edl.master.kube.operator.status_patch import build_merge_patch, describe_refused_spec, set_condition
+from edl.master.kube.operator.surroundings import Surroundings
+from edl.master.kube.plan import EventNote, Plan
+from edl.master.kube.resources import MemberOwner, SpecProblem, TeacherPool
+
+__all__ = ["Reconciler", "ResourceHandling"]
+
+logger = logging.getLogger(__name__)
+
+_CONFLICT_RETRY_S: Final = 0.2
+"""After somebody else has changed the resource between its read and the write of its status: read it again."""
+_MOST_WARNED: Final = 1000
+"""Pods that carry a resource's label and are no members, of which it is remembered that they were logged."""
+
+
+@dataclass(frozen=True)
+class ResourceHandling:
+    """How resources of a kind are read and planned.
+
+    Attributes:
+        type: of the resources.
+        parse: reads a resource; the second argument is the default store.
+        plan: decides.
+    """
+
+    type: ResourceType
+    parse: Callable[[Mapping[str, Any], str], MemberOwner | tuple[SpecProblem, ...]]
+    plan: Callable[[Any, OwnerObservation], Plan]
+
+
+class Reconciler:
+    """Makes what is there into what should be, a resource at a time. Thread-safe for different keys.
+
+    Whatever it is killed between, the next look ends at the same state: outcomes of pods are recorded before the pods
+    go, by a write that fails if somebody else has written meanwhile; names of pods follow from the status; what is
+    deleted must have the uid that was seen; and what is there already is as good as made.
+
+    Args:
+        api: calls of the API server.
+        kinds: by the plural that keys begin with.
+        surroundings: looks at all else.
+        record_event: has an event shown of a resource.
+        default_store: URL of discovery of resources that name none.
+        clock: the time, in seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        api: KubeApi,
+        kinds: Mapping[str, ResourceHandling],
+        surroundings: Surroundings,
+        record_event: Callable[[ResourceType, Mapping[str, Any], EventNote], None],
+        *,
+        default_store: str = "",
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._api = api
+        self._kinds = kinds
+        self._surroundings = surroundings
+        self._record_event = record_event
+        self._default_store = default_store
+        self._clock = clock
+        self._evidence = PodEvidence(api)
+        self._refusals: dict[str, tuple[str, int, SpecProblem]] = {}
+        self._warned: set[str] = set()
+
+    def reconcile(self, key: str) -> float | None:
+        """Look at a resource, and do what is to be done.
+
+        Args:
+            key: `PLURAL/NAMESPACE/NAME`.
+
+        Returns:
+            Seconds after which to look again whatever happens, infinite for no such need; None where it is gone.
+
+        Raises:
+            EDLError: a call failed; the look is to be repeated.
+        """
+        plural, namespace, name = key.split("/")
+        kind = self._kinds[plural]
+        resource = self._api.get(kind.type, name, namespace)
+        if resource is None:
+            self.forget(key)
+            return None
+        if resource["metadata"].get("deletionTimestamp"):
+            return math.inf  # its pods are the garbage collector's, by their owner reference
+        owner = kind.parse(resource, self._default_store)
+        if isinstance(owner, tuple):
+            return self._refuse(kind, resource, owner)
+        target = None
+        if isinstance(owner, TeacherPool) and owner.scale_target_ref is not None:
+            target = find_scale_target(self._api, owner.scale_target_ref, namespace)
+        plan = kind.plan(owner, self._observe(owner, target))
+        return self._carry_out(kind, resource, owner, plan, target)
+
+    def forget(self, key: str) -> None:
+        """Drop what is remembered of a resource that is gone.
+
+        Args:
+            key: of the resource.
+        """
+        self._refusals.pop(key, None)
+        self._surroundings.forget(key)
+
+    def _observe(self, owner: MemberOwner, target: ScaleTarget | None) -> OwnerObservation:
+        listed = self._api.list(PODS, owner.namespace, label_selector=f"{OWNER_UID_LABEL}={owner.uid}").items
+        pods, strangers = read_member_pods(listed, owner.uid, self._evidence.collect(listed, owner.namespace))
+        for reason in strangers:
+            if reason not in self._warned and len(self._warned) < _MOST_WARNED:
+                self._warned.add(reason)
+                logger.warning("%s: %s", owner.key, reason)
+        known = self._surroundings.look(owner)
+        return OwnerObservation(
+            now_s=self._clock(),
+            pods=pods,
+            capacity=known.capacity,
+            wanted=known.wanted,
+            allocation=known.allocation,
+            progress=known.progress,
+            store_stale=known.store_stale,
+            target_replicas=None if target is None else target.replicas,
+            target_ready=None if target is None else target.ready,
+        )
+
+    def _refuse(
+        self, kind: ResourceHandling, resource: Object, problems: tuple[SpecProblem, ...]
+    ) -> float:
+        before = resource.get("status")
+        before = before if isinstance(before, dict) else {}
+        generation = resource["metadata"].get("generation", 0)
+        status = describe_refused_spec(before, problems, generation, self._clock())
+        written = self._write_status(kind.type, resource, status)
+        if written is None:
+            return _CONFLICT_RETRY_S
+        if written:
+            for problem in problems:
+                self._record_event(kind.type, resource, EventNote("Warning", problem.reason, problem.message))
+        return math.inf
+
+    def _carry_out(
+        self, kind: ResourceHandling, resource: Object, owner: MemberOwner, plan: Plan, target: ScaleTarget | None
+    ) -> float:
+        plan = self._note_refusal(owner, plan)
+        self._surroundings.note_status(owner, plan.status)
+        if self._write_status(kind.type, resource, plan.status) is None:
+            return _CONFLICT_RETRY_S  # the plan is of a resource that is no more so
+        self._take_away(owner, plan)
+        try:
+            self._make(owner, plan)
+        except (InvalidObjectError, AccessDeniedError) as exc:
+            self._remember_refusal(kind, resource, owner, exc)
+            raise
+        self._refusals.pop(owner.key, None)
+        if target is not None and plan.scale_target is not None and plan.scale_target != target.replicas:
+            self._api.write_scale(target.type, target.name, plan.scale_target, owner.namespace)
+        for note in plan.events:
+            self._record_event(kind.type, resource, note)
+        if plan.delete_owner:
+            self._api.delete(kind.type, owner.name, owner.namespace, uid=owner.uid)
+        return math.inf if plan.requeue_s is None else plan.requeue_s
+
+    def _take_away(self, owner: MemberOwner, plan: Plan) -> None:
+        for pod in plan.delete:
+            try:
+                self._api.delete(PODS, pod.name, owner.namespace, uid=pod.uid, grace_period_s=pod.grace_period_s)
+            except ConflictError:
+                continue  # another pod has that name by now
+            logger.info("%s: pod %s deleted: %s", owner.key, pod.name, pod.reason)
+        for type, name in plan.remove:
+            self._api.delete(type, name, owner.namespace)
+
+    def _make(self, owner: MemberOwner, plan: Plan) -> None:
+        for type, obj in plan.apply:
+            self._api.apply(type, obj, owner.namespace)
+        for obj in plan.create:
+            try:
+                self._api.create(PODS, obj, owner.namespace)
+            except ConflictError:
+                continue  # made before: by this operator in a life that was cut off, or by a second one
+            logger.info("%s: pod %s created", owner.key, obj["metadata"]["name"])
+
+    def _write_status(self, type: ResourceType, resource: Object, status: Mapping[str, Any]) -> bool | None:
+        """Write a status if it differs; return whether it did, or None where the resource has changed or is gone."""
+        metadata = resource["metadata"]
+        before = resource.get("status")
+        patch = build_merge_patch(before if isinstance(before, dict) else {}, status)
+        if not patch:
+            return False
+        body = {"metadata": {"resourceVersion": metadata["resourceVersion"]}, "status": patch}
+        try:
+            written = self._api.patch(type, metadata["name"], body, metadata["namespace"], subresource="status")
+        except ConflictError:
+            return None
+        return None if written is None else True
+
+    def _note_refusal(self, owner: MemberOwner, plan: Plan) -> Plan:
+        """Keep the condition that the API server refused an object for as long as it does, for this spec."""
+        uid, generation, problem = self._refusals.get(owner.key, ("", 0, None))
+        if problem is None or (uid, generation) != (owner.uid, owner.generation):
+            return plan
+        return replace(plan, status=self._with_problem(plan.status, problem, owner))
+
+    def _remember_refusal(
+        self, kind: ResourceHandling, resource: Object, owner: MemberOwner, exc: InvalidObjectError | AccessDeniedError
+    ) -> None:
+        reason = "ObjectRefused" if isinstance(exc, InvalidObjectError) else "AccessDenied"
+        problem = SpecProblem(reason, str(exc))
+        known = self._refusals.get(owner.key)
+        self._refusals[owner.key] = (owner.uid, owner.generation, problem)
+        if known is None or known[2] != problem:
+            self._record_event(kind.type, resource, EventNote("Warning", reason, str(exc)))
+            fresh = self._api.get(kind.type, owner.name, owner.namespace)
+            if fresh is not None and fresh["metadata"].get("uid") == owner.uid:
+                self._write_status(kind.type, fresh, self._with_problem(fresh.get("status") or {}, problem, owner))
+
+    def _with_problem(self, status: Mapping[str, Any], problem: SpecProblem, owner: MemberOwner) -> Object:
+        condition = Condition("Accepted", False, problem.reason, problem.message)
+        return {**set_condition(status, condition, owner.generation, self._clock()), "message": problem.message}

@@ -1,0 +1,236 @@
+"""`ResourceWatches`: kopf's low-level half, which only says when to look at a resource.
+
+kopf (https://kopf.readthedocs.io) lists and watches resources and pods, with bookmarks, finite timeouts and reconnects.
+None of its handlers that keep state are used: no finalizers, no annotations, no posting, no peering, no scanning of the
+cluster. What its events carry decides nothing: the reconciler reads all of it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from edl.background import BackgroundLoop
+from edl.backoff import Backoff
+from edl.errors import EDLError
+from edl.kube.client import KubeClient
+from edl.kube.resource_types import PODS, ResourceType
+from edl.kube.settings import KubeSettings
+from edl.master.kube.members.naming import JOB_LABEL, OWNER_UID_LABEL, POOL_LABEL
+from edl.master.kube.operator.health import OperatorHealth
+from edl.master.kube.operator.settings import ALL_NAMESPACES
+
+__all__ = ["ResourceWatches"]
+
+logger = logging.getLogger(__name__)
+
+_BEAT_S: Final = 1.0
+"""Between two signs of life of kopf's loop."""
+_SERVER_TIMEOUT_S: Final = 290
+"""After which the API server ends a watch, and the next one begins where it ended: below the 300 s after which some load
+balancers cut what is silent."""
+_REQUEST_TIMEOUT_S: Final = 30.0
+"""Of a list; a server that has not answered by then is away."""
+_SILENCE_S: Final = 90.0
+"""A watch without an event or bookmark for so long is dead: bookmarks come each minute."""
+_GROUP_DELAY_S: Final = 0.05
+"""Events of a resource's pods that come together are a single look: thirty workers end in the same moment."""
+_CRD_WAIT_S: Final = 5.0
+"""Between two looks whether the CRDs are there, where they are not."""
+
+
+class ResourceWatches:
+    """Calls `on_key` for a resource that is new, has changed, or whose pods have, from a thread of its own.
+
+    Args:
+        client: tells whether the CRDs are there.
+        settings: which cluster, and as whom.
+        types: of the resources; each by a plural of its own.
+        namespaces: to watch; `*` alone for all of the cluster.
+        on_key: called with a resource's key, and seconds within which more may come.
+        health: to which signs of life go.
+    """
+
+    def __init__(
+        self,
+        client: KubeClient,
+        settings: KubeSettings,
+        types: Sequence[ResourceType],
+        namespaces: Sequence[str],
+        on_key: Callable[[str, float], None],
+        health: OperatorHealth,
+    ) -> None:
+        self._client = client
+        self._settings = settings
+        self._types = types
+        self._namespaces = namespaces
+        self._on_key = on_key
+        self._health = health
+        self._seen: dict[str, tuple[object, ...]] = {}
+        self._backoff = Backoff(1.0, 30.0, jitter=0.2)
+        self._running: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+        self._closing = False
+        self._absent = ""
+        self._loop = BackgroundLoop("edl-kopf", self._step, self._interrupt)
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._closing = True
+        self._loop.close(10.0)
+
+    def _interrupt(self) -> None:
+        running = self._running
+        if running is not None:
+            loop, stop = running
+            try:
+                loop.call_soon_threadsafe(stop.set)
+            except RuntimeError:
+                return  # the loop has just ended
+
+    def _step(self) -> float | None:
+        self._health.beat()
+        if self._closing:
+            return None
+        try:
+            absent = self._find_absent()
+            if absent:
+                if absent != self._absent:
+                    logger.warning("%s; the operator waits for it", absent)
+                self._absent = absent
+                self._health.set_waiting(absent)
+                return _CRD_WAIT_S
+            self._absent = ""
+            asyncio.run(self._follow())
+        except EDLError as exc:
+            self._health.set_waiting(str(exc))
+            logger.warning("resources cannot be watched: %s", exc)
+            return min(_CRD_WAIT_S, self._backoff.next_wait_s())
+        except Exception as exc:  # noqa: BLE001 - kopf's own errors are not told apart: it ends on those it cannot mend
+            self._health.set_waiting(f"the watches ended: {exc}")
+            logger.warning("the watches ended, and begin anew: %s: %s", type(exc).__name__, exc)
+            return self._backoff.next_wait_s()
+        return None if self._closing else self._backoff.next_wait_s()
+
+    def _find_absent(self) -> str:
+        """Return which CRD is missing, in words; empty if all are there."""
+        for kind in self._types:
+            if not self._client.has_resource(kind.group, kind.version, kind.plural):
+                return f"the cluster has no resource {kind.plural}.{kind.group}/{kind.version}: install the CRD"
+        for kind in self._types:  # a missing right is a message that says so, not a silence of the watch
+            for namespace in self._namespaces:
+                self._client.list(kind, "" if namespace == ALL_NAMESPACES else namespace)
+        return ""
+
+    async def _follow(self) -> None:
+        import kopf
+
+        registry, settings = self._register(), kopf.OperatorSettings()
+        settings.posting.enabled = False
+        settings.scanning.disabled = True
+        settings.peering.standalone = True
+        settings.process.ultimate_exiting_timeout = None
+        settings.watching.server_timeout = _SERVER_TIMEOUT_S
+        settings.watching.client_timeout = _SERVER_TIMEOUT_S + 30.0
+        settings.watching.connect_timeout = _REQUEST_TIMEOUT_S
+        settings.watching.inactivity_timeout = _SILENCE_S
+        settings.networking.request_timeout = _REQUEST_TIMEOUT_S
+        stop, ready = asyncio.Event(), asyncio.Event()
+        self._running = asyncio.get_running_loop(), stop
+        self._seen.clear()
+        beats = asyncio.create_task(self._beat(ready))
+        try:
+            if self._closing:
+                return
+            everywhere = ALL_NAMESPACES in self._namespaces
+            await kopf.operator(
+                registry=registry,
+                settings=settings,
+                standalone=True,
+                clusterwide=everywhere,
+                namespaces=() if everywhere else tuple(self._namespaces),
+                stop_flag=stop,
+                ready_flag=ready,
+            )
+        finally:
+            self._running = None
+            beats.cancel()
+
+    async def _beat(self, ready: asyncio.Event) -> None:
+        announced = False
+        while True:
+            self._health.beat()
+            if ready.is_set() and not announced:
+                announced = True
+                self._backoff.reset()
+                self._health.set_waiting("")
+                logger.info("resources and pods are watched in %s", ", ".join(self._namespaces))
+            await asyncio.sleep(_BEAT_S)
+
+    def _register(self) -> Any:
+        import kopf
+
+        registry = kopf.OperatorRegistry()
+
+        @kopf.on.login(registry=registry)
+        async def login(**_: Any) -> Any:
+            return await asyncio.to_thread(_read_credentials, self._settings)
+
+        for kind in self._types:
+
+            @kopf.on.event(kind.group, kind.version, kind.plural, registry=registry, id=f"edl-{kind.plural}")
+            async def on_resource(event: Any, kind: ResourceType = kind, **_: Any) -> None:
+                self._take_resource(kind, event)
+
+        @kopf.on.event(
+            PODS.version, PODS.plural, registry=registry, id="edl-pods", labels={OWNER_UID_LABEL: kopf.PRESENT}
+        )
+        async def on_pod(event: Any, **_: Any) -> None:
+            self._take_pod(event)
+
+        return registry
+
+    def _take_resource(self, kind: ResourceType, event: Any) -> None:
+        """Ask for a look, unless only the status has changed, which the operator itself writes."""
+        metadata = event["object"]["metadata"]
+        key = f"{kind.plural}/{metadata['namespace']}/{metadata['name']}"
+        if event["type"] == "DELETED":
+            self._seen.pop(key, None)
+        else:
+            parts = ("uid", "generation", "deletionTimestamp", "labels", "annotations")
+            seen = tuple(repr(metadata.get(part)) for part in parts)
+            if self._seen.get(key) == seen:
+                return
+            self._seen[key] = seen
+        self._on_key(key, 0.0)
+
+    def _take_pod(self, event: Any) -> None:
+        metadata = event["object"]["metadata"]
+        labels = metadata.get("labels") or {}
+        plurals = {JOB_LABEL: "elasticjobs", POOL_LABEL: "teacherpools"}
+        for label, plural in plurals.items():
+            if labels.get(label):
+                self._on_key(f"{plural}/{metadata['namespace']}/{labels[label]}", _GROUP_DELAY_S)
+
+
+def _read_credentials(settings: KubeSettings) -> Any:
+    """Return kopf's credentials, read afresh: kopf asks again when they were refused."""
+    import kopf
+
+    with KubeClient(settings) as client:
+        found = client.configuration
+        header = found.get_api_key_with_prefix("BearerToken") or found.get_api_key_with_prefix("authorization") or ""
+        scheme, _, token = header.rpartition(" ")
+        return kopf.ConnectionInfo(
+            server=client.url,
+            ca_path=found.ssl_ca_cert,
+            insecure=not found.verify_ssl,
+            username=found.username or None,
+            password=found.password or None,
+            scheme=scheme or None,
+            token=token or None,
+            certificate_path=found.cert_file,
+            private_key_path=found.key_file,
+            proxy_url=found.proxy,
+        )

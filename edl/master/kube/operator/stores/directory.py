@@ -1,0 +1,135 @@
+"""`StoreDirectory`: the stores that resources name, each opened once, and closed when no resource names it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from edl.background import start_call
+from edl.errors import DiscoveryError, SettingsError
+from edl.load_reporting.wanted import WantedKind, wanted_key
+from edl.master.kube.operator.stores.follower import StoreAnswer, StoreFollower
+from edl.master.naming import report_key
+
+__all__ = ["StoreDirectory"]
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S: Final = 30.0
+"""Between two attempts to open a store that cannot be opened."""
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What a resource wants to know, and of which store."""
+
+    url: str
+    kind: WantedKind
+    name: str
+    advised: bool
+
+
+class StoreDirectory:
+    """Answers what stores say of resources. Thread-safe.
+
+    Args:
+        on_change: called with the key of each resource of which a store says something new.
+    """
+
+    def __init__(self, on_change: Callable[[str], None]) -> None:
+        self._on_change = on_change
+        self._lock = threading.RLock()
+        self._followers: dict[str, StoreFollower] = {}
+        self._failed: dict[str, tuple[float, str]] = {}
+        self._subjects: dict[str, _Subject] = {}
+        self._closed = False
+
+    def ask(self, key: str, url: str, kind: WantedKind, name: str, *, advised: bool = False) -> StoreAnswer:
+        """Return what a store says of a resource, and have `on_change` called when it says something else.
+
+        Args:
+            key: of the resource.
+            url: of the store.
+            kind: "workers" of a job, or "teachers" of a service.
+            name: of the job or service.
+            advised: whether this process decides how many teachers of the service are useful.
+        """
+        subject = _Subject(url, kind, name, advised)
+        with self._lock:
+            before = self._subjects.get(key)
+            self._subjects[key] = subject
+            follower = self._open(url)
+            if before != subject:
+                self._settle(before)
+                self._settle(subject)
+        if isinstance(follower, str):
+            return StoreAnswer(stale=follower)
+        return follower.ask(kind, name)
+
+    def forget(self, key: str) -> None:
+        """Follow nothing more for a resource.
+
+        Args:
+            key: of the resource.
+        """
+        with self._lock:
+            self._settle(self._subjects.pop(key, None))
+
+    def close(self) -> None:
+        """Close all stores."""
+        with self._lock:
+            self._closed = True
+            followers = list(self._followers.values())
+            self._followers.clear()
+        for follower in followers:
+            follower.close()
+
+    def _open(self, url: str) -> StoreFollower | str:
+        """Return the follower of a store, or why there is none."""
+        found = self._followers.get(url)
+        if found is not None:
+            return found
+        failed_s, reason = self._failed.get(url, (0.0, ""))
+        now_s = time.monotonic()
+        if self._closed or (reason and now_s - failed_s < _RETRY_S):
+            return reason or "the operator ends"
+        try:
+            follower = StoreFollower(url, lambda store_key: self._spread(url, store_key))
+        except (SettingsError, DiscoveryError) as exc:
+            self._failed[url] = now_s, str(exc)
+            logger.warning("a store that resources name cannot be opened: %s", exc)
+            return str(exc)
+        self._failed.pop(url, None)
+        self._followers[url] = follower
+        self._advise(url)
+        return follower
+
+    def _settle(self, subject: _Subject | None) -> None:
+        """Close the store that nothing names any more, and let the advisor be where it is wanted."""
+        if subject is None or self._closed:
+            return
+        if any(other.url == subject.url for other in self._subjects.values()):
+            self._advise(subject.url)
+        elif (follower := self._followers.pop(subject.url, None)) is not None:
+            start_call("edl-operator-store-close", follower.close)  # it may wait for calls of `_spread`
+
+    def _advise(self, url: str) -> None:
+        follower = self._followers.get(url)
+        if follower is not None:
+            follower.advise(any(subject.url == url and subject.advised for subject in self._subjects.values()))
+
+    def _spread(self, url: str, store_key: str) -> None:
+        """Say of which resources a store says something new; the empty key is all of the store's."""
+        with self._lock:
+            keys = [
+                key
+                for key, subject in self._subjects.items()
+                if subject.url == url
+                and store_key in ("", wanted_key(subject.kind, subject.name), report_key(subject.name))
+            ]
+        for key in keys:
+            self._on_change(key)

@@ -62,7 +62,9 @@ class Connection:
         SettingsError: no cluster is named anywhere, or the file that names it cannot be used.
     """
 
-    def __init__(self, settings: KubeSettings, on_answer: Callable[[Call, int], object] = lambda call, code: None) -> None:
+    def __init__(
+        self, settings: KubeSettings, on_answer: Callable[[Call, int], object] = lambda call, code: None
+    ) -> None:
         self._settings = settings
         self._on_answer = on_answer
         self._pid = os.getpid()

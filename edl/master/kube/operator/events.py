@@ -17,7 +17,7 @@ from edl.backoff import Backoff
 from edl.errors import AccessDeniedError, ConflictError, InvalidObjectError, KubernetesError
 from edl.kube.objects import Object, format_time
 from edl.kube.resource_types import EVENTS, ResourceType
-from edl.master.kube.operator.kube_api import KubeApi
+from edl.master.kube.operator.reconciling.kube_api import KubeApi
 from edl.master.kube.plan import EventNote
 from edl.quoting import clip
 
@@ -35,6 +35,7 @@ _QUIET_S: Final = 30.0
 _MOST_MESSAGE: Final = 1000
 """Characters: the API takes 1,024 bytes of a note in events.k8s.io, and kubectl shows them in a line."""
 _CLOSE_S: Final = 2.0
+"""How long `close` writes what waits: some dozens of events, and a fraction of a pod's grace period."""
 
 
 @dataclass
@@ -62,11 +63,11 @@ class EventRecorder:
         self._denied = False
         self._loop = BackgroundLoop("edl-events", self._step)
 
-    def record(self, type: ResourceType, resource: Mapping[str, Any], note: EventNote) -> None:
+    def record(self, kind: ResourceType, resource: Mapping[str, Any], note: EventNote) -> None:
         """Have an event written. Returns at once.
 
         Args:
-            type: of the resource.
+            kind: of the resource.
             resource: that the event is about, as it was read.
             note: what the event says.
         """
@@ -79,8 +80,8 @@ class EventRecorder:
             "kind": "Event",
             "metadata": {"name": name, "namespace": metadata["namespace"]},
             "involvedObject": {
-                "apiVersion": type.api_version,
-                "kind": type.kind,
+                "apiVersion": kind.api_version,
+                "kind": kind.kind,
                 "name": metadata["name"],
                 "namespace": metadata["namespace"],
                 "uid": metadata.get("uid"),

@@ -1,7 +1,7 @@
 """Which job may have how many workers: arbitration among all jobs of the operator that ask for GPUs. Pure.
 
-Jobs with a queue of Kueue, or a scheduler that starts gangs (Volcano, KAI), are theirs to arbitrate, and left out; so are
-jobs that only `/scale` moves, and jobs without GPUs. What these hold is no longer there to share.
+Jobs with a queue of Kueue, or a scheduler that starts gangs (Volcano, KAI), are theirs to arbitrate, and left out; so
+are jobs that only `/scale` moves, and jobs without GPUs. What these hold is no longer there to share.
 """
 
 from __future__ import annotations

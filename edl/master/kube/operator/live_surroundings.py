@@ -11,8 +11,8 @@ from typing import Any, Final, Protocol
 from edl.background import BackgroundLoop
 from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.operator.job_shares import SharingJob, compute_shares, read_sharing_job
+from edl.master.kube.operator.reconciling.surroundings import OwnerSurroundings
 from edl.master.kube.operator.stores import StoreAnswer, StoreDirectory
-from edl.master.kube.operator.surroundings import OwnerSurroundings
 from edl.master.kube.resources import ElasticJob, MemberOwner, TeacherPool
 
 __all__ = ["CapacitySource", "LiveSurroundings"]
@@ -20,7 +20,7 @@ __all__ = ["CapacitySource", "LiveSurroundings"]
 logger = logging.getLogger(__name__)
 
 _SPREAD_S: Final = 1.0
-"""Between two looks at changed capacity: pods of a cluster change many times a second, and each look may start others."""
+"""Between two looks at changed capacity: pods change many times a second, and each look may start others."""
 _RESOURCES: Final = ("nvidia.com/gpu", "cpu")
 """Of which more may have become idle."""
 _ENDED: Final = frozenset({"Succeeded", "Failed"})

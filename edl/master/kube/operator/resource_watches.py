@@ -16,10 +16,11 @@ from edl.background import BackgroundLoop
 from edl.backoff import Backoff
 from edl.errors import EDLError
 from edl.kube.client import KubeClient
+from edl.kube.objects import Object
 from edl.kube.resource_types import PODS, ResourceType
 from edl.kube.settings import KubeSettings
-from edl.master.kube.members.naming import JOB_LABEL, OWNER_UID_LABEL, POOL_LABEL
-from edl.master.kube.operator.health import OperatorHealth
+from edl.master.kube.members.naming import JOB_LABEL, POOL_LABEL
+from edl.master.kube.operator.monitoring.health import OperatorHealth
 from edl.master.kube.operator.settings import ALL_NAMESPACES
 
 __all__ = ["ResourceWatches"]
@@ -29,8 +30,8 @@ logger = logging.getLogger(__name__)
 _BEAT_S: Final = 1.0
 """Between two signs of life of kopf's loop."""
 _SERVER_TIMEOUT_S: Final = 290
-"""After which the API server ends a watch, and the next one begins where it ended: below the 300 s after which some load
-balancers cut what is silent."""
+"""After which the API server ends a watch, and the next one begins where it ended: below the 300 s after which some
+load balancers cut what is silent."""
 _REQUEST_TIMEOUT_S: Final = 30.0
 """Of a list; a server that has not answered by then is away."""
 _SILENCE_S: Final = 90.0
@@ -50,6 +51,7 @@ class ResourceWatches:
         types: of the resources; each by a plural of its own.
         namespaces: to watch; `*` alone for all of the cluster.
         on_key: called with a resource's key, and seconds within which more may come.
+        on_pod: called with each event of any pod: its type, ADDED where the pod was listed, and the pod.
         health: to which signs of life go.
     """
 
@@ -60,6 +62,7 @@ class ResourceWatches:
         types: Sequence[ResourceType],
         namespaces: Sequence[str],
         on_key: Callable[[str, float], None],
+        on_pod: Callable[[str, Object], None],
         health: OperatorHealth,
     ) -> None:
         self._client = client
@@ -67,6 +70,7 @@ class ResourceWatches:
         self._types = types
         self._namespaces = namespaces
         self._on_key = on_key
+        self._on_pod = on_pod
         self._health = health
         self._seen: dict[str, tuple[object, ...]] = {}
         self._backoff = Backoff(1.0, 30.0, jitter=0.2)
@@ -183,9 +187,7 @@ class ResourceWatches:
             async def on_resource(event: Any, kind: ResourceType = kind, **_: Any) -> None:
                 self._take_resource(kind, event)
 
-        @kopf.on.event(
-            PODS.version, PODS.plural, registry=registry, id="edl-pods", labels={OWNER_UID_LABEL: kopf.PRESENT}
-        )
+        @kopf.on.event(PODS.version, PODS.plural, registry=registry, id="edl-pods")
         async def on_pod(event: Any, **_: Any) -> None:
             self._take_pod(event)
 
@@ -206,6 +208,7 @@ class ResourceWatches:
         self._on_key(key, 0.0)
 
     def _take_pod(self, event: Any) -> None:
+        self._on_pod(str(event["type"] or "ADDED"), dict(event["object"]))
         metadata = event["object"]["metadata"]
         labels = metadata.get("labels") or {}
         plurals = {JOB_LABEL: "elasticjobs", POOL_LABEL: "teacherpools"}

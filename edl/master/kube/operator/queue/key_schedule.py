@@ -78,7 +78,9 @@ class KeySchedule:
         self._active.pop(key, None)
         again = self._again.pop(key, None)
         if failed:
-            backoff = self._failures.setdefault(key, Backoff(self._first_backoff_s, self._last_backoff_s, jitter=_JITTER))
+            backoff = self._failures.setdefault(
+                key, Backoff(self._first_backoff_s, self._last_backoff_s, jitter=_JITTER)
+            )
             self.add(key, now_s + backoff.next_wait_s())
         else:
             self._failures.pop(key, None)

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _LOOK_S: Final = 1.0
 """Longest wait of a worker at a time, so that it sees soon that the queue is closed."""
 _CLOSE_S: Final = 10.0
-"""How long `close` waits for work under way: some requests of a reconcile. What is cut off is done by the next operator."""
+"""How long `close` waits for work under way, some requests. What is cut off is done by the next operator."""
 
 
 class WorkQueue:

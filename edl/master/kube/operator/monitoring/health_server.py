@@ -34,9 +34,7 @@ class HealthServer:
         SettingsError: the address cannot be listened on.
     """
 
-    def __init__(
-        self, host: str, port: int, checks: dict[str, Callable[[], str]], registry: CollectorRegistry
-    ) -> None:
+    def __init__(self, host: str, port: int, checks: dict[str, Callable[[], str]], registry: CollectorRegistry) -> None:
         metrics = make_wsgi_app(registry)
 
         def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
@@ -54,9 +52,7 @@ class HealthServer:
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
             server_class: type[_HealthWsgiServer] = type("_Server", (_HealthWsgiServer,), {"address_family": found[0]})
-            self._server: _HealthWsgiServer = make_server(
-                str(found[4][0]), port, answer, server_class, _HealthHandler
-            )
+            self._server: _HealthWsgiServer = make_server(str(found[4][0]), port, answer, server_class, _HealthHandler)
         except OSError as exc:
             raise SettingsError(f"{host} port {port} cannot be listened on: {exc.strerror or exc}") from exc
         self._serving = start_call("edl-operator-http", lambda: self._server.serve_forever(_CLOSE_LOOK_S))

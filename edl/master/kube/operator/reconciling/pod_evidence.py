@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from edl.errors import AccessDeniedError
 from edl.kube.resource_types import EVENTS
-from edl.master.kube.operator.kube_api import KubeApi
+from edl.master.kube.operator.reconciling.kube_api import KubeApi
 
 __all__ = ["PodEvidence"]
 

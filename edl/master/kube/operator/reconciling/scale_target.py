@@ -7,7 +7,7 @@ from typing import Final
 
 from edl.errors import InvalidObjectError
 from edl.kube.resource_types import ResourceType
-from edl.master.kube.operator.kube_api import KubeApi
+from edl.master.kube.operator.reconciling.kube_api import KubeApi
 from edl.master.kube.resources import ScaleTargetRef
 
 __all__ = ["ScaleTarget", "find_scale_target"]
@@ -46,11 +46,11 @@ def find_scale_target(api: KubeApi, target: ScaleTargetRef, namespace: str) -> S
         KubernetesError: the API server does not answer.
     """
     group, _, version = target.api_version.rpartition("/")
-    type = ResourceType(group, version, _PLURALS.get(target.kind, f"{target.kind.lower()}s"), target.kind)
-    scale = api.read_scale(type, target.name, namespace)
+    kind = ResourceType(group, version, _PLURALS.get(target.kind, f"{target.kind.lower()}s"), target.kind)
+    scale = api.read_scale(kind, target.name, namespace)
     if scale is None:
         return None
     replicas, there = (scale.get("spec") or {}).get("replicas", 0), (scale.get("status") or {}).get("replicas", 0)
     if not all(isinstance(count, int) and count >= 0 for count in (replicas, there)):
         raise InvalidObjectError(f"{target.kind} {target.name}: its /scale says {replicas!r} and {there!r} replicas")
-    return ScaleTarget(type, target.name, replicas, there)
+    return ScaleTarget(kind, target.name, replicas, there)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
@@ -16,11 +17,12 @@ from edl.master.kube.conditions import Condition
 from edl.master.kube.members import read_member_pods
 from edl.master.kube.members.naming import OWNER_UID_LABEL
 from edl.master.kube.observation import OwnerObservation
-from edl.master.kube.operator.kube_api import KubeApi
-from edl.master.kube.operator.pod_evidence import PodEvidence
-from edl.master.kube.operator.scale_target import ScaleTarget, find_scale_target
-from edl.master.kube.operator.status_patch import build_merge_patch, describe_refused_spec, set_condition
-from edl.master.kube.operator.surroundings import Surroundings
+from edl.master.kube.operator.reconciling.done_writes import DoneWrites
+from edl.master.kube.operator.reconciling.kube_api import KubeApi
+from edl.master.kube.operator.reconciling.pod_evidence import PodEvidence
+from edl.master.kube.operator.reconciling.scale_target import ScaleTarget, find_scale_target
+from edl.master.kube.operator.reconciling.status_patch import build_merge_patch, describe_refused_spec, set_condition
+from edl.master.kube.operator.reconciling.surroundings import Surroundings
 from edl.master.kube.plan import EventNote, Plan
 from edl.master.kube.resources import MemberOwner, SpecProblem, TeacherPool
 
@@ -82,6 +84,7 @@ class Reconciler:
         self._default_store = default_store
         self._clock = clock
         self._evidence = PodEvidence(api)
+        self._done = DoneWrites()
         self._refusals: dict[str, tuple[str, int, SpecProblem]] = {}
         self._warned: set[str] = set()
 
@@ -143,9 +146,7 @@ class Reconciler:
             target_ready=None if target is None else target.ready,
         )
 
-    def _refuse(
-        self, kind: ResourceHandling, resource: Object, problems: tuple[SpecProblem, ...]
-    ) -> float:
+    def _refuse(self, kind: ResourceHandling, resource: Object, problems: tuple[SpecProblem, ...]) -> float:
         before = resource.get("status")
         before = before if isinstance(before, dict) else {}
         generation = resource["metadata"].get("generation", 0)
@@ -187,12 +188,17 @@ class Reconciler:
             except ConflictError:
                 continue  # another pod has that name by now
             logger.info("%s: pod %s deleted: %s", owner.key, pod.name, pod.reason)
-        for type, name in plan.remove:
-            self._api.delete(type, name, owner.namespace)
+        for kind, name in plan.remove:
+            if self._done.is_new(owner.uid, kind, name, ""):
+                self._api.delete(kind, name, owner.namespace)
+                self._done.note(owner.uid, kind, name, "")
 
     def _make(self, owner: MemberOwner, plan: Plan) -> None:
-        for type, obj in plan.apply:
-            self._api.apply(type, obj, owner.namespace)
+        for kind, obj in plan.apply:
+            name, text = obj["metadata"]["name"], json.dumps(obj, sort_keys=True)
+            if self._done.is_new(owner.uid, kind, name, text):
+                self._api.apply(kind, obj, owner.namespace)
+                self._done.note(owner.uid, kind, name, text)
         for obj in plan.create:
             try:
                 self._api.create(PODS, obj, owner.namespace)
@@ -200,7 +206,7 @@ class Reconciler:
                 continue  # made before: by this operator in a life that was cut off, or by a second one
             logger.info("%s: pod %s created", owner.key, obj["metadata"]["name"])
 
-    def _write_status(self, type: ResourceType, resource: Object, status: Mapping[str, Any]) -> bool | None:
+    def _write_status(self, kind: ResourceType, resource: Object, status: Mapping[str, Any]) -> bool | None:
         """Write a status if it differs; return whether it did, or None where the resource has changed or is gone."""
         metadata = resource["metadata"]
         before = resource.get("status")
@@ -209,7 +215,7 @@ class Reconciler:
             return False
         body = {"metadata": {"resourceVersion": metadata["resourceVersion"]}, "status": patch}
         try:
-            written = self._api.patch(type, metadata["name"], body, metadata["namespace"], subresource="status")
+            written = self._api.patch(kind, metadata["name"], body, metadata["namespace"], subresource="status")
         except ConflictError:
             return None
         return None if written is None else True

@@ -10,11 +10,11 @@ from typing import Final
 __all__ = ["OperatorHealth"]
 
 _BEAT_LIMIT_S: Final = 60.0
-"""The loop of the watches gives a sign of life each second. A machine that swaps may be late by some; a minute is not."""
+"""The loop of the watches gives a sign of life each second; a machine that swaps is late by some, not by a minute."""
 _WORK_LIMIT_S: Final = 300.0
 """A look at a resource makes some ten requests, each with a deadline of 30 s: one that takes longer hangs."""
 _AWAY_LIMIT_S: Final = 60.0
-"""An API server that is replaced is away for some seconds; an operator that has not reached it for longer is not ready."""
+"""An API server that is replaced is away for some seconds; an operator without it for longer is not ready."""
 
 
 class OperatorHealth:

@@ -41,7 +41,8 @@ class Cluster:
     @functools.cached_property
     def client(self) -> Any:
         """An `edl.kube.KubeClient` of the administrator."""
-        from edl.kube import KubeClient, KubeSettings
+        from edl.kube.client import KubeClient
+        from edl.kube.settings import KubeSettings
 
         return KubeClient(KubeSettings(kubeconfig=str(self.kubeconfig), namespace="default"))
 

@@ -169,6 +169,25 @@ class Cluster:
         config["current-context"] = account
         path.write_text(json.dumps(config))
 
+    def may(
+        self, user: str, verb: str, resource: str, namespace: str = "", group: str = "", subresource: str = ""
+    ) -> bool:
+        """Whether a user may do so, in a namespace or in all of them."""
+        attributes = {
+            "verb": verb,
+            "resource": resource,
+            "namespace": namespace,
+            "group": group,
+            "subresource": subresource,
+        }
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SubjectAccessReview",
+            "spec": {"user": user, "resourceAttributes": attributes},
+        }
+        found = self.ask("/apis/authorization.k8s.io/v1/subjectaccessreviews", "POST", review)
+        return bool(found["status"]["allowed"])
+
     def nodes(self) -> list[str]:
         """Names of the nodes that are ready."""
         return [

@@ -1,0 +1,180 @@
+"""Helm installs the chart on the real cluster, as docs/kubernetes-operators.md says; the operator runs in a pod."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.api import Cluster, run_program
+from tests.cluster.locks import exclusive_lock
+from tests.cluster.machine import ROOT
+
+PAGE = ROOT / "docs/kubernetes-operators.md"
+HELM_S = 180.0
+READY_S = 120.0
+CRDS = ("elasticjobs.edl.io", "teacherpools.edl.io")
+OWNED = ("meta.helm.sh/release-name", "meta.helm.sh/release-namespace")
+
+
+def page_commands(section: str) -> list[list[str]]:
+    """The commands of a section of the page."""
+    text = PAGE.read_text().split(f"\n## {section}\n")[1].split("\n## ")[0]
+    return [
+        shlex.split(line) for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()
+    ]
+
+
+@pytest.fixture
+def values(tmp_path: Path, cluster: Cluster, pod_template: Callable[..., dict[str, Any]]) -> Path:
+    """Values for pods that run this project: what an image would have is mounted."""
+    spec = pod_template()["spec"]
+    container = spec["containers"][0]
+    repository, tag = container["image"].rsplit(":", 1)
+    own = ("tmp", "shm")
+    part = {
+        "env": container["env"],
+        "volumes": [volume for volume in spec["volumes"] if volume["name"] not in own],
+        "volumeMounts": [mount for mount in container["volumeMounts"] if mount["name"] not in own],
+    }
+    path = tmp_path / "values.json"
+    path.write_text(
+        json.dumps(
+            {
+                "image": {"repository": repository, "tag": tag, "pullPolicy": container["imagePullPolicy"]},
+                "command": container["command"],
+                "operator": part,
+                "dashboard": part,
+            }
+        )
+    )
+    return path
+
+
+class Release:
+    """Runs the page's commands in a namespace of the test's own.
+
+    Args:
+        cluster: where.
+        helm: Helm's program.
+        namespace: in the place of the page's `edl`.
+        values: in the place of the page's image.
+        home: of Helm's cache and settings.
+    """
+
+    def __init__(self, cluster: Cluster, helm: str, namespace: str, values: Path, home: Path) -> None:
+        self._cluster = cluster
+        self._programs = {"helm": helm, "kubectl": ""}
+        self._namespace = namespace
+        self._values = values
+        self._home = home
+
+    def run(self, command: list[str], *options: str) -> str:
+        """Run a command of the page."""
+        words = [
+            self._namespace if before == "--namespace" else word
+            for before, word in zip(["", *command], command, strict=False)
+        ]
+        if "image.repository=REGISTRY/edl/operator" in words:
+            index = words.index("image.repository=REGISTRY/edl/operator")
+            words[index - 1 : index + 1] = ["--values", str(self._values)]
+        words = [word.replace("release-namespace=edl", f"release-namespace={self._namespace}") for word in words]
+        if words[0] == "kubectl":
+            return self._cluster.kubectl(*words[1:], *options, timeout_s=HELM_S)
+        words = [str(ROOT / word) if word == "serving/kube/chart" else word for word in words[1:]]
+        kubeconfig = ["--kubeconfig", str(self._cluster.kubeconfig)]
+        return run_program([self._programs["helm"], *words, *kubeconfig, *options], timeout_s=HELM_S)
+
+
+@pytest.fixture
+def shared_objects(cluster: Cluster) -> Iterator[None]:
+    """Hand the cluster's CRDs over to Helm, and take them back: other tests have resources of them."""
+    with exclusive_lock("chart"):
+        yield
+        for name in CRDS:
+            cluster.kubectl("annotate", "crd", name, *(f"{key}-" for key in OWNED), "helm.sh/resource-policy-")
+            cluster.kubectl("label", "crd", name, "app.kubernetes.io/managed-by-")
+
+
+@pytest.fixture
+def release(
+    cluster: Cluster, helm: str, namespace: str, values: Path, tmp_path: Path, shared_objects: None
+) -> Iterator[Release]:
+    """A release that is not installed yet, of a namespace of its own."""
+    release = Release(cluster, helm, namespace, values, tmp_path)
+    try:
+        yield release
+    finally:
+        for kind in ("clusterrole", "clusterrolebinding"):
+            cluster.kubectl("delete", "--ignore-not-found", kind, "edl-edit", "edl-view", f"edl-capacity-{namespace}")
+
+
+def _job(name: str, template: dict[str, Any], *command: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "edl.io/v1alpha1",
+        "kind": "ElasticJob",
+        "metadata": {"name": name},
+        "spec": {"run": ["--no-python", *command], "template": template},
+    }
+
+
+def _phase(cluster: Cluster, namespace: str, name: str) -> str:
+    return str(cluster.get("elasticjobs", name, namespace).get("status", {}).get("phase"))
+
+
+def _may(cluster: Cluster, namespace: str, verb: str, resource: str) -> bool:
+    """Whether the operator may do so in all namespaces."""
+    return cluster.may(f"system:serviceaccount:{namespace}:edl-operator", verb, resource)
+
+
+def _crd_version(cluster: Cluster, name: str) -> dict[str, Any]:
+    crd = cluster.ask(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}")
+    assert crd is not None, f"{name} is gone"
+    return dict(crd["metadata"].get("annotations", {}))
+
+
+@pytest.mark.slow
+def test_install_upgrade_uninstall(
+    release: Release, cluster: Cluster, namespace: str, pod_template: Callable[..., dict[str, Any]]
+) -> None:
+    install, *looks = page_commands("Install")[:3]
+    *handing_over, upgrade = sorted(page_commands("Upgrade"), key=lambda command: command[0] == "helm")
+    (uninstall,) = page_commands("Remove")
+    template = {"spec": pod_template()["spec"]}
+    own = "priorityClasses.install=false"  # it is the whole cluster's, and other tests' pods name it
+
+    with pytest.raises(RuntimeError, match="invalid ownership metadata"):
+        release.run(install, "--set", own)
+    for command in handing_over:
+        release.run(command)
+    release.run(install, "--set", own)
+    for command in looks:
+        release.run(command)
+    cluster.apply(_job("first", template, "/usr/bin/sleep", "1"), namespace=namespace)
+    cluster.wait("the first job's end", lambda: _phase(cluster, namespace, "first") == "Succeeded", namespace, READY_S)
+
+    assert not _may(cluster, namespace, "list", "nodes")
+    assert not _may(cluster, namespace, "list", "pods")
+    release.run(upgrade, "--set", f"capacity.enabled=true,capacity.name=edl-capacity-{namespace}")
+    assert _may(cluster, namespace, "list", "nodes")
+    assert not _may(cluster, namespace, "list", "secrets")
+    cluster.apply(_job("second", template, "/usr/bin/sleep", "600"), namespace=namespace)
+    cluster.wait("the second job's pod", lambda: _phase(cluster, namespace, "second") == "Running", namespace, READY_S)
+
+    release.run(uninstall)
+    for name in CRDS:
+        assert _crd_version(cluster, name)["helm.sh/resource-policy"] == "keep"
+    assert not _may(cluster, namespace, "list", "nodes")
+    pods = cluster.list_pods(namespace, "edl.io/job=second")
+    assert [pod["status"]["phase"] for pod in pods] == ["Running"], "the job goes on without its operator"
+    cluster.kubectl("-n", namespace, "delete", "elasticjob", "first", "second", "--wait=true")
+    cluster.wait("no pods", lambda: not cluster.list_pods(namespace), namespace, READY_S)
+    left = cluster.kubectl(
+        "-n", namespace, "get", "deployments,services,rolebindings,roles,poddisruptionbudgets,leases"
+    )
+    assert not left, left

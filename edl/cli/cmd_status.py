@@ -1,7 +1,8 @@
-"""`edl status`: who is in a job, what it does, and where its time went."""
+"""`edl status`: who is in a job, what it does, and where its time went; on Kubernetes also what it waits for."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import time
@@ -17,6 +18,9 @@ from rich.text import Text
 from edl.cli import _jobs
 from edl.cli._changes import printable
 from edl.cli._shards import master_lines
+from edl.cli.kube.connection import add_cluster_options, open_cluster
+from edl.cli.kube.targets import find_target
+from edl.cli.kube.workload_status import show_workload
 from edl.collective.goodput.codec import Event
 from edl.collective.goodput.spans import TimeCategory
 from edl.collective.goodput.summary import NodeRow, Summary
@@ -25,13 +29,15 @@ from edl.dashboard.state import as_json
 from edl.dashboard.state.jobs import read_job_status
 from edl.dashboard.state.schema import JobStatus
 from edl.discovery import Store, open_store
-from edl.errors import DiscoveryError, SettingsError
+from edl.errors import DiscoveryError, KubernetesError, PermanentError, SettingsError
 from edl.settings import DiscoverySettings
 
 __all__ = ["main"]
 
 Look: TypeAlias = "tuple[Summary | None, JobStatus]"
 
+_FALLBACK_S = 3.0
+"""For a cluster to answer that the user did not name: it may be one that was switched off long ago."""
 _EVERY_S = 1.0
 """Between two looks of `--watch`: agents write what they do as often."""
 _MAX_GONE = 5
@@ -57,14 +63,17 @@ _STYLES = {
 _DESCRIPTION = """\
 Shows an elastic job: its members with their ranks, how far and how fast they train, the goodput until now (the part
 of the wall-clock time that went into steps which were finished once and not lost), and what happened lately. Of a job
-with a master it shows the shards, poisoned ones first."""
+with a master it shows the shards, poisoned ones first. A job that the default store does not know is looked for in the
+Kubernetes cluster of the kubeconfig; --kube, --namespace, --context and --kubeconfig look only there."""
 
 _EXAMPLES = """\
 examples:
   edl status myjob                          once, from the default store (a SQLite file of yours)
   edl status myjob --watch                  again each second, until the job ends or Ctrl-C
   edl status myjob --json | jq .goodput     for programs; with --watch one JSON object a line
-  edl status myjob --store consul://10.0.0.7:8500"""
+  edl status myjob --store consul://10.0.0.7:8500
+  edl status myjob -n research              of a Kubernetes cluster: with conditions, pods, how they ended, and events
+  edl status pool/digits --kube             a pool of teachers"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -74,11 +83,24 @@ def main(argv: Sequence[str]) -> int:
     add("--events", type=int, default=10, metavar="N", help="show the last N events (default: 10)")
     add("--watch", action="store_true", help="go on, until the job ends or Ctrl-C")
     add("--json", action="store_true", help="print JSON")
+    add("--kube", action="store_true", help="of a Kubernetes cluster: NAME, job/NAME or pool/NAME")
+    add_cluster_options(parser)
     options = parser.parse_args(argv)
     if options.events < 0:
         raise SettingsError(f"--events {options.events}: must be at least 0")
+    if options.kube or options.namespace is not None or options.context or options.kubeconfig:
+        if options.store is not None:
+            raise SettingsError(f"--store {options.store}: a job of a cluster names its own store; leave either out")
+        with open_cluster(options) as client:
+            show_workload(client, options, _jobs.console(_WIDTH), _shown)
+        return 0
     with open_store(DiscoverySettings.of(options.store).url) as store:
-        look = read_job_status(store, options.job, options.events)
+        try:
+            look = read_job_status(store, options.job, options.events)
+        except SettingsError as exc:
+            if options.store is not None or not _show_from_cluster(options, exc):
+                raise
+            return 0
         if options.watch:
             _watch(store, look, options.events, as_json=options.json)
         elif options.json:
@@ -86,6 +108,34 @@ def main(argv: Sequence[str]) -> int:
         else:
             _jobs.console(_WIDTH).print(_shown(look, options.events))
     return 0
+
+
+def _show_from_cluster(options: argparse.Namespace, missing: SettingsError) -> bool:
+    """Look in the cluster of the kubeconfig, if there is any, for a job that no store knows.
+
+    Args:
+        options: of the command.
+        missing: why the store has nothing.
+
+    Returns:
+        Whether there is a cluster that could be asked.
+
+    Raises:
+        SettingsError: the cluster does not know the job either.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            client = stack.enter_context(open_cluster(options, timeout_s=_FALLBACK_S))
+        except (ModuleNotFoundError, SettingsError):
+            return False
+        try:
+            find_target(client, options.job)
+        except SettingsError as exc:
+            raise SettingsError(f"{missing}; in the cluster {exc}") from exc
+        except (KubernetesError, PermanentError) as exc:
+            raise SettingsError(f"{missing}; and whether the cluster has it is not known: {exc}") from exc
+        show_workload(client, options, _jobs.console(_WIDTH), _shown)
+    return True
 
 
 def _json(look: Look) -> str:

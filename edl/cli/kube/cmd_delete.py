@@ -9,11 +9,11 @@ from typing import Final
 from edl.backoff import Backoff
 from edl.cli._changes import printable
 from edl.cli.kube.connection import add_cluster_options, command_parser, open_cluster
+from edl.cli.kube.member_logs.follower import list_pods
 from edl.cli.kube.targets import Target, find_target
-from edl.dashboard.state.cluster.decoding import JOB_LABEL, POOL_LABEL
 from edl.errors import ConflictError, EDLError, KubernetesError, SettingsError
 from edl.kube.client import KubeClient
-from edl.kube.resource_types import CONFIG_MAPS, PODS
+from edl.kube.resource_types import CONFIG_MAPS
 
 __all__ = ["main"]
 
@@ -89,6 +89,4 @@ def _left(client: KubeClient, target: Target) -> list[str]:
     uid = target.resource.get("metadata", {}).get("uid")
     found = client.get(target.type, target.name)
     left = [str(target)] if found is not None and found.get("metadata", {}).get("uid") == uid else []
-    label = JOB_LABEL if target.kind == "job" else POOL_LABEL
-    pods = client.list(PODS, label_selector=f"{label}={target.name},edl.io/owner-uid={uid}").items
-    return left + [f"pod/{pod.get('metadata', {}).get('name')}" for pod in pods]
+    return left + [f"pod/{pod.get('metadata', {}).get('name')}" for pod in list_pods(client, target)]

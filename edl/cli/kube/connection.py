@@ -56,11 +56,12 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
 
 
 @contextlib.contextmanager
-def open_cluster(options: argparse.Namespace) -> Iterator[KubeClient]:
+def open_cluster(options: argparse.Namespace, timeout_s: float = _TIMEOUT_S) -> Iterator[KubeClient]:
     """Open the cluster that the options name.
 
     Args:
         options: with what `add_cluster_options` added.
+        timeout_s: for the API server to answer.
 
     Raises:
         SettingsError: there is none.
@@ -68,7 +69,7 @@ def open_cluster(options: argparse.Namespace) -> Iterator[KubeClient]:
     """
     if options.namespace == "":
         raise SettingsError("--namespace '': expected a name; -A shows all namespaces where a command has it")
-    settings = KubeSettings(options.kubeconfig, options.context, options.namespace or "", _TIMEOUT_S)
+    settings = KubeSettings(options.kubeconfig, options.context, options.namespace or "", timeout_s)
     with KubeClient(settings) as client:
         try:
             yield client

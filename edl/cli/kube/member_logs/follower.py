@@ -15,11 +15,11 @@ from edl.cli.kube.member_logs.pod_log import PodLog
 from edl.cli.kube.member_logs.selection import MemberPodLog, select_present, sort_pods
 from edl.cli.kube.phases import FINAL_PHASES, PhaseObserver
 from edl.cli.kube.targets import Target
-from edl.dashboard.state.cluster.decoding import JOB_LABEL, POOL_LABEL
 from edl.errors import KubernetesError
 from edl.kube.client import KubeClient
 from edl.kube.objects import Object
 from edl.kube.resource_types import PODS
+from edl.master.kube.members.naming import JOB_LABEL, OWNER_UID_LABEL, POOL_LABEL
 
 __all__ = ["FollowOptions", "LogFollower", "list_pods"]
 
@@ -55,7 +55,7 @@ def list_pods(client: KubeClient, target: Target) -> list[Object]:
     """
     label = JOB_LABEL if target.kind == "job" else POOL_LABEL
     uid = target.resource.get("metadata", {}).get("uid")
-    return client.list(PODS, label_selector=f"{label}={target.name},edl.io/owner-uid={uid}").items
+    return client.list(PODS, label_selector=f"{label}={target.name},{OWNER_UID_LABEL}={uid}").items
 
 
 class LogFollower:

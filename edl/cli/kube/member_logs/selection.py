@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from edl.master.kube.members.naming import INDEX_LABEL, ROLE_LABEL, TRY_LABEL
+
 __all__ = ["MemberPodLog", "read_pod", "select_previous", "select_present", "sort_pods"]
 
 _CONTAINER = "edl"
@@ -48,12 +50,12 @@ def read_pod(pod: Mapping[str, Any]) -> MemberPodLog | None:
     """
     metadata, spec, status = (_record(pod.get(name)) for name in ("metadata", "spec", "status"))
     labels = _record(metadata.get("labels"))
-    role, index = labels.get("edl.io/role"), str(labels.get("edl.io/index"))
+    role, index = labels.get(ROLE_LABEL), str(labels.get(INDEX_LABEL))
     names = [str(_record(item).get("name")) for item in spec.get("containers") or ()]
     if not role or not index.isdigit() or not names:
         return None
     container = _CONTAINER if _CONTAINER in names else names[0]
-    attempt = str(labels.get("edl.io/try") or 0)
+    attempt = str(labels.get(TRY_LABEL) or 0)
     phase = status.get("phase")
     statuses = map(_record, status.get("containerStatuses") or ())
     found: Mapping[str, Any] = next((item for item in statuses if item.get("name") == container), {})

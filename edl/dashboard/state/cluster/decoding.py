@@ -18,13 +18,15 @@ from edl.dashboard.state.cluster.schema import (
     KubernetesMemberEnd,
     KubernetesWorkload,
 )
+from edl.master.kube.members.naming import (
+    JOB_LABEL,
+    OWNER_UID_LABEL,
+    POOL_LABEL,
+    TRY_LABEL,
+)
 from edl.quoting import shown
 
-__all__ = ["JOB_LABEL", "POOL_LABEL", "decode_time", "decode_workload", "sort_workloads"]
-
-JOB_LABEL: Final = "edl.io/job"
-POOL_LABEL: Final = "edl.io/pool"
-"""Labels of a pod; their value is the name of its job or pool."""
+__all__ = ["decode_time", "decode_workload", "sort_workloads"]
 
 _MAX_MESSAGE: Final = 4096
 """Characters: as many as Kubernetes keeps of what ended a container, so a traceback is shown as far as there is one."""
@@ -138,7 +140,7 @@ def _is_pod_of(pod: _Json, kind: str, owner: _Json) -> bool:
         return False
     if labels.get(JOB_LABEL if kind == "job" else POOL_LABEL) != owner.get("name"):
         return False
-    return labels.get("edl.io/owner-uid") in (None, owner.get("uid"))
+    return labels.get(OWNER_UID_LABEL) in (None, owner.get("uid"))
 
 
 def _members(recorded: _Json, pods: Sequence[_Json] | None) -> tuple[KubernetesMember, ...]:
@@ -161,13 +163,14 @@ def _member(name: str, record: _Json, pods: Sequence[_Json], known: bool) -> Kub
     state, detail = ("waiting" if known else "unknown", "") if pod is None else _pod_state(pod)
     metadata = _record(pod.get("metadata")) if pod is not None else {}
     end = record.get("lastEnd")
+    tries = [whole(record.get("try")), _attempt(pod) if pod is not None else None]
     return KubernetesMember(
         name=name,
         pod=text(metadata.get("name")),
         state=state,
         detail=detail,
         node=text(_record(pod.get("spec")).get("nodeName")) if pod is not None else "",
-        attempt=max(filter(None, [whole(record.get("try")), _attempt(pod) if pod is not None else None]), default=None),
+        attempt=max((count for count in tries if count is not None), default=None),
         failures={text(key): count for key, count in _record(record.get("failures")).items() if whole(count)},
         memory_factor=number(record.get("memoryFactor")),
         not_before=decode_time(record.get("notBefore")),
@@ -176,7 +179,7 @@ def _member(name: str, record: _Json, pods: Sequence[_Json], known: bool) -> Kub
 
 
 def _attempt(pod: _Json) -> int | None:
-    label = _record(_record(pod.get("metadata")).get("labels")).get("edl.io/try")
+    label = _record(_record(pod.get("metadata")).get("labels")).get(TRY_LABEL)
     return int(label) if isinstance(label, str) and re.fullmatch(r"[0-9]{1,9}", label) else None
 
 

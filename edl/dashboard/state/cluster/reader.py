@@ -14,13 +14,14 @@ from edl.dashboard.state.cluster.schema import KubernetesStatus
 from edl.errors import EDLError
 from edl.kube.client import KubeClient
 from edl.kube.resource_types import ELASTIC_JOBS, PODS, TEACHER_POOLS
+from edl.master.kube.members.naming import MANAGED_BY
 from edl.quoting import shown
 
 __all__ = ["ClusterReader"]
 
 _MAX_JOBS: Final = 500
 """Those that go on and those that ended last: a cluster keeps them until they are deleted."""
-_PODS: Final = "app.kubernetes.io/managed-by=edl"
+_PODS: Final = "=".join(MANAGED_BY)
 
 
 class ClusterReader:

@@ -60,7 +60,7 @@ class KubernetesMember:
             no pod, "unknown" where pods were not asked for.
         detail: why it is so, in words.
         node: that its pod is on.
-        attempt: the number of pods it has had.
+        attempt: the number in its pod's name, from 0: how many pods it has had before.
         failures: how often it failed, by cause.
         memory_factor: of the memory in the template that it gets, after it ran out of it; None where nothing says.
         not_before: wall clock before which it gets no new pod.

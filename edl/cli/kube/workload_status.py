@@ -1,0 +1,196 @@
+"""`edl status` of a job or pool of a cluster: what Kubernetes knows of it, and what its agents report in a store."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from edl.cli._changes import printable
+from edl.cli.kube.member_logs.follower import list_pods
+from edl.cli.kube.phases import FINAL_PHASES
+from edl.cli.kube.targets import Target, find_target
+from edl.cli.kube.workload_view import WorkloadEvent, decode_events, workload_view
+from edl.collective.goodput.summary import Summary
+from edl.dashboard.state.cluster.decoding import decode_workload
+from edl.dashboard.state.cluster.schema import KubernetesWorkload
+from edl.dashboard.state.jobs import read_job_status
+from edl.dashboard.state.schema import JobStatus, as_json
+from edl.discovery import Store, open_store
+from edl.errors import EDLError, SettingsError
+from edl.kube.client import KubeClient
+from edl.kube.resource_types import EVENTS
+from edl.quoting import shown
+
+__all__ = ["WorkloadLook", "WorkloadStatus", "show_workload"]
+
+_EVERY_S: Final = 2.0
+"""Between two looks of `--watch`: three requests each."""
+_STORE_S: Final = 3.0
+"""For the store of a job to answer: it may be one that only pods reach."""
+
+StoreLook = tuple[Summary | None, JobStatus]
+
+
+@dataclass(frozen=True)
+class WorkloadLook:
+    """A job or pool at a moment.
+
+    Attributes:
+        item: with its members.
+        events: oldest first.
+        job: what its store says; None where it says nothing.
+        trouble: why not, or why the rest is old; empty for neither.
+    """
+
+    item: KubernetesWorkload
+    events: tuple[WorkloadEvent, ...]
+    job: StoreLook | None
+    trouble: str = ""
+
+
+class WorkloadStatus:
+    """Reads a job or pool again and again. A context manager.
+
+    Args:
+        client: of the cluster.
+        target: what to read.
+        events: how many of the last.
+    """
+
+    def __init__(self, client: KubeClient, target: Target, events: int) -> None:
+        self._client = client
+        self._target = target
+        self._events = events
+        self._store: Store | None = None
+        self._last: WorkloadLook | None = None
+
+    def read(self) -> WorkloadLook:
+        """Look.
+
+        Raises:
+            SettingsError: the resource is gone.
+            EDLError: the API server does not answer, or refuses.
+        """
+        target = self._target
+        found = self._client.get(target.type, target.name)
+        if found is None:
+            raise SettingsError(f"{target} has been deleted")
+        pods = list_pods(self._client, Target(target.kind, target.name, found))
+        uid = found.get("metadata", {}).get("uid")
+        events = self._client.list(EVENTS, field_selector=f"involvedObject.uid={uid}").items if self._events else []
+        item = decode_workload(target.kind, found, pods)
+        job, trouble = self._read_store(found.get("status") or {}, found.get("spec") or {}, item)
+        self._last = WorkloadLook(item, decode_events(events, self._events), job, trouble)
+        return self._last
+
+    def read_again(self) -> WorkloadLook:
+        """Look; where that cannot be, return what was known last, with the reason.
+
+        Raises:
+            SettingsError: the resource is gone.
+        """
+        try:
+            return self.read()
+        except SettingsError:
+            raise
+        except EDLError as exc:
+            assert self._last is not None
+            return WorkloadLook(self._last.item, self._last.events, self._last.job, f"as known last: {shown(exc)}")
+
+    def _read_store(
+        self, status: dict[str, Any], spec: dict[str, Any], item: KubernetesWorkload
+    ) -> tuple[StoreLook | None, str]:
+        """Ask the job's store; that it does not answer from here is no error of the job's."""
+        url = status.get("store") or spec.get("store")
+        if item.kind != "job" or not item.job_id or not isinstance(url, str) or not url:
+            return None, ""
+        try:
+            if self._store is None:
+                self._store = open_store(url, timeout_s=_STORE_S)
+            return read_job_status(self._store, item.job_id, self._events), ""
+        except SettingsError:
+            return None, ""  # its agents have not begun, or the store is of a kind that is not known here
+        except EDLError as exc:
+            return None, f"what its agents report is in {item.store}, which does not answer from here: {shown(exc)}"
+
+    def __enter__(self) -> WorkloadStatus:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._store is not None:
+            self._store.close()
+
+
+def show_workload(
+    client: KubeClient,
+    options: argparse.Namespace,
+    screen: Console,
+    show_job: Callable[[StoreLook, int], RenderableType],
+) -> None:
+    """Run `edl status` for a job or pool of a cluster.
+
+    Args:
+        client: of the cluster.
+        options: of `edl status`.
+        screen: to print on.
+        show_job: returns what is shown of a job of a store.
+
+    Raises:
+        SettingsError: there is none, or it was deleted meanwhile.
+        EDLError: the API server does not answer, or refuses.
+    """
+    target = find_target(client, options.job)
+    with WorkloadStatus(client, target, options.events) as status:
+        look = status.read()
+        if not options.watch:
+            _print(screen, look, options, show_job)
+            return
+        if screen.is_terminal and not options.json:
+            with Live(console=screen, auto_refresh=False) as live:
+                while True:
+                    live.update(_shown(look, options.events, show_job), refresh=True)
+                    if look.item.phase in FINAL_PHASES:
+                        return
+                    time.sleep(_EVERY_S)
+                    look = status.read_again()
+        while True:
+            _print(screen, look, options, show_job)
+            if look.item.phase in FINAL_PHASES:
+                return
+            time.sleep(_EVERY_S)
+            look = status.read_again()
+
+
+def _print(
+    screen: Console,
+    look: WorkloadLook,
+    options: argparse.Namespace,
+    show_job: Callable[[StoreLook, int], RenderableType],
+) -> None:
+    if not options.json:
+        screen.print(_shown(look, options.events, show_job))
+        return
+    job = None if look.job is None else as_json(look.job[1])
+    if job is not None:
+        del job["history"]
+    fields = as_json(look.item) | {"events": as_json(look.events), "job": job, "trouble": look.trouble}
+    print(json.dumps(fields, allow_nan=False), flush=True)
+
+
+def _shown(look: WorkloadLook, events: int, show_job: Callable[[StoreLook, int], RenderableType]) -> RenderableType:
+    item = look.item
+    logs = f"edl logs {item.kind}/{item.name} -n {item.namespace} shows what its members write"
+    parts = [workload_view(item, look.events, time.time(), logs)]
+    if look.job is not None:
+        parts += [Text(""), show_job(look.job, events)]
+    if look.trouble:
+        parts.append(Text(printable(look.trouble), "yellow"))
+    return Group(*parts)

@@ -10,6 +10,7 @@ from edl.backoff import Backoff
 from edl.cli._changes import printable
 from edl.cli.kube.connection import add_cluster_options, command_parser, open_cluster
 from edl.cli.kube.member_logs.follower import list_pods
+from edl.cli.kube.submission.script import SCRIPT_LABEL
 from edl.cli.kube.targets import Target, find_target
 from edl.errors import ConflictError, EDLError, KubernetesError, SettingsError
 from edl.kube.client import KubeClient
@@ -62,7 +63,7 @@ def _delete(client: KubeClient, target: Target) -> None:
         # The job owns its script, unless `kubectl apply` made both from `--dry-run`.
         script = client.get(CONFIG_MAPS, f"{target.name}-script")
         metadata = script.get("metadata", {}) if script is not None else {}
-        if metadata.get("labels", {}).get("edl.io/script-of") == target.name:
+        if metadata.get("labels", {}).get(SCRIPT_LABEL) == target.name:
             client.delete(CONFIG_MAPS, f"{target.name}-script", uid=str(metadata.get("uid") or ""))
 
 

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Final
 
 from edl.errors import SettingsError
+from edl.master.kube.members.naming import MANAGED_BY
 
-__all__ = ["MAX_SCRIPT_BYTES", "SCRIPT_FOLDER", "LocalScript", "read_script"]
+__all__ = ["MAX_SCRIPT_BYTES", "SCRIPT_FOLDER", "SCRIPT_LABEL", "LocalScript", "read_script"]
 
 SCRIPT_FOLDER: Final = "/edl/script"
 """Where pods have it."""
+SCRIPT_LABEL: Final = "edl.io/script-of"
+"""Of a ConfigMap: the job that it is for."""
 MAX_SCRIPT_BYTES: Final = 700_000
 """A ConfigMap, with names and JSON's escapes around its data, is at most 1 MiB; a file that is no text grows by 4/3."""
 
@@ -51,7 +54,7 @@ class LocalScript:
             "kind": "ConfigMap",
             "metadata": {
                 "name": f"{job}-script",
-                "labels": {"edl.io/script-of": job, "app.kubernetes.io/managed-by": "edl"},
+                "labels": {SCRIPT_LABEL: job, **dict([MANAGED_BY])},
             },
             **data,
         }

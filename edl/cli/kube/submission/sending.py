@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from edl.cli.kube.submission.files import manifest_type
 from edl.cli.kube.submission.options import RequestedPool
+from edl.cli.kube.submission.script import SCRIPT_LABEL
 from edl.errors import ConflictError, EDLError, InvalidObjectError, SettingsError
 from edl.kube.client import KubeClient
 from edl.kube.objects import Object
@@ -105,17 +106,43 @@ def use_pools(client: KubeClient, demands: Sequence[RequestedPool], tell: Callab
 
 def _create(client: KubeClient, manifest: Object, namespace: str) -> Object:
     kind = manifest_type(manifest)
+    name = manifest["metadata"]["name"]
     try:
-        return client.create(kind, manifest, namespace)
+        try:
+            return client.create(kind, manifest, namespace)
+        except ConflictError:
+            if kind != CONFIG_MAPS or not _delete_orphan(client, manifest, namespace):
+                raise
+            return client.create(kind, manifest, namespace)
     except ConflictError as exc:
-        name = manifest["metadata"]["name"]
         remedy = {
             ELASTIC_JOBS: f"choose another --name, or `edl delete job/{name} --wait` first",
             TEACHER_POOLS: f"leave --serve out to use it as it is, or `edl delete pool/{name} --wait` first",
-        }.get(kind, "choose another --name, or delete it first")
+        }.get(kind, "the job of this name has it, or another program made it: choose another --name")
         raise ConflictError(f"{_words(manifest)} is there already in namespace {namespace}: {remedy}") from exc
     except InvalidObjectError as exc:
         raise InvalidObjectError(f"{_words(manifest)}: {exc}") from exc
+
+
+def _delete_orphan(client: KubeClient, manifest: Object, namespace: str) -> bool:
+    """Delete a script whose job was never made, as a submission that was killed leaves it.
+
+    Args:
+        client: of the cluster.
+        manifest: of the new script.
+        namespace: of it.
+
+    Returns:
+        Whether there was such a script.
+    """
+    name, job = manifest["metadata"]["name"], (manifest["metadata"].get("labels") or {}).get(SCRIPT_LABEL)
+    found = client.get(CONFIG_MAPS, name, namespace)
+    metadata = found["metadata"] if found is not None else {}
+    if not job or (metadata.get("labels") or {}).get(SCRIPT_LABEL) != job or metadata.get("ownerReferences"):
+        return False
+    if client.get(ELASTIC_JOBS, job, namespace) is not None:
+        return False
+    return client.delete(CONFIG_MAPS, name, namespace, uid=metadata["uid"])
 
 
 def _own_scripts(client: KubeClient, made: Sequence[Object]) -> None:
@@ -123,7 +150,7 @@ def _own_scripts(client: KubeClient, made: Sequence[Object]) -> None:
     jobs = {item["metadata"]["name"]: item for item in made if manifest_type(item) == ELASTIC_JOBS}
     for item in made:
         metadata: dict[str, Any] = item["metadata"]
-        job = jobs.get((metadata.get("labels") or {}).get("edl.io/script-of"))
+        job = jobs.get((metadata.get("labels") or {}).get(SCRIPT_LABEL))
         if manifest_type(item) == CONFIG_MAPS and job is not None:
             owner = {
                 "apiVersion": ELASTIC_JOBS.api_version,

@@ -1,0 +1,274 @@
+"""What `edl submit` makes of its options, and what it refuses."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edl.cli import main
+from edl.cli.kube.submission.files import dump_manifests, load_template, read_manifests
+from edl.cli.kube.submission.manifests import make_submission
+from edl.cli.kube.submission.options import (
+    ReplicaRange,
+    RequestedPool,
+    SubmitOptions,
+    check_name,
+    parse_environment,
+    parse_teachers,
+)
+from edl.cli.kube.submission.script import MAX_SCRIPT_BYTES, LocalScript, read_script
+from edl.cli.kube.submission.sending import check_manifests
+from edl.errors import SettingsError
+
+yaml = pytest.importorskip("yaml", reason="the extra kubernetes is not installed")
+
+OPTIONS = SubmitOptions(
+    name="first",
+    script="train.py",
+    arguments=("--lr", "0.1"),
+    image="student:1",
+    workers=ReplicaRange(1, 8),
+    gpus=2,
+    memory="16Gi",
+    cpu="2",
+    environment={"SEED": "7"},
+    checkpoint="s3://bucket/first",
+)
+
+
+def worker(job: dict[str, Any]) -> dict[str, Any]:
+    return job["spec"]["template"]["spec"]["containers"][0]
+
+
+def test_job_has_what_was_asked() -> None:
+    made = make_submission(OPTIONS, LocalScript("train.py", "train.py", b"print(1)\n"))
+    assert made.config_map is not None
+    assert made.config_map["data"] == {"train.py": "print(1)\n"}
+    spec = made.job["spec"]
+    assert spec["run"] == ["--nproc-per-node", "2", "/edl/script/train.py", "--lr", "0.1"]
+    assert (spec["minReplicas"], spec["maxReplicas"], spec["checkpoint"]) == (1, 8, "s3://bucket/first")
+    container = worker(made.job)
+    assert container["image"] == "student:1"
+    assert container["resources"] == {
+        "limits": {"nvidia.com/gpu": "2", "memory": "16Gi"},
+        "requests": {"cpu": "2", "memory": "16Gi"},
+    }
+    assert container["env"] == [{"name": "SEED", "value": "7"}]
+    assert container["volumeMounts"] == [{"name": "edl-script", "mountPath": "/edl/script", "readOnly": True}]
+    assert made.job["spec"]["template"]["spec"]["volumes"][0]["configMap"] == {"name": "first-script"}
+    check_manifests(list(made.objects))
+
+
+def test_script_in_image_or_module() -> None:
+    made = make_submission(SubmitOptions(name="a", script="/app/train.py", image="i"), None)
+    assert made.objects == (made.job,)
+    assert made.job["spec"]["run"] == ["--nproc-per-node", "1", "/app/train.py"]
+    module = SubmitOptions(name="a", script="pkg.train", module=True, image="i", run=("--max-restarts", "3"))
+    assert make_submission(module, None).job["spec"]["run"] == [
+        "--nproc-per-node", "1", "--max-restarts", "3", "-m", "pkg.train",
+    ]  # fmt: skip
+
+
+def test_teachers_have_a_pool() -> None:
+    pools = parse_teachers(["digits=0:4"], ["digits=--torch-factory 'teacher:make model' --input image:float32[1,8,8]"])
+    assert pools[0].serve == ("--torch-factory", "teacher:make model", "--input", "image:float32[1,8,8]")
+    options = SubmitOptions(name="a", script="t.py", image="i", teachers=pools, teacher_gpus=1, store="consul://h:8500")
+    made = make_submission(options, None)
+    (pool,) = made.pools
+    assert pool["spec"]["minReplicas"] == 0
+    assert pool["spec"]["maxReplicas"] == 4
+    assert pool["spec"]["store"] == made.job["spec"]["store"] == "consul://h:8500"
+    assert worker(pool)["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+    assert worker(made.job)["env"] == [{"name": "EDL_SERVICE", "value": "digits"}]
+    check_manifests(list(made.objects))
+    assert made.objects[-1] is made.job, "the job comes last, when all that it needs is there"
+
+
+def test_two_services_are_not_guessed() -> None:
+    pools = parse_teachers(["a=0:1", "b"], ["a=--callable t.py:f"])
+    assert pools == (RequestedPool("a", ReplicaRange(0, 1), ("--callable", "t.py:f")), RequestedPool("b", None, None))
+    made = make_submission(SubmitOptions(name="j", script="t.py", image="i", teachers=pools), None)
+    assert "env" not in worker(made.job), "which of two services is the student's is not ours to say"
+    assert len(made.pools) == 1, "b exists already"
+
+
+def test_template_is_kept() -> None:
+    template: dict[str, object] = {
+        "metadata": {"labels": {"team": "vision"}},
+        "spec": {
+            "tolerations": [{"operator": "Exists"}],
+            "volumes": [{"name": "data", "hostPath": {"path": "/data"}}],
+            "containers": [
+                {"name": "proxy", "image": "proxy:1"},
+                {"name": "edl", "image": "old", "env": [{"name": "SEED", "value": "1"}, {"name": "B", "value": "2"}]},
+            ],
+        },
+    }
+    options = SubmitOptions(name="a", script="t.py", image="new", environment={"SEED": "7"}, template=template)
+    made = make_submission(options, LocalScript("t.py", "t.py", b""))
+    pod = made.job["spec"]["template"]["spec"]
+    assert pod["tolerations"] == [{"operator": "Exists"}]
+    assert [volume["name"] for volume in pod["volumes"]] == ["data", "edl-script"]
+    assert pod["containers"][0] == {"name": "proxy", "image": "proxy:1"}
+    assert pod["containers"][1]["image"] == "new"
+    assert pod["containers"][1]["env"] == [{"name": "B", "value": "2"}, {"name": "SEED", "value": "7"}]
+    assert template["spec"]["containers"][1]["image"] == "old", "the caller's template is not changed"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("spelled", "lowest", "words"),
+    [
+        ("8:1", 1, "not below it"),
+        ("0", 1, "at least 1"),
+        ("0:0", 0, "at least 1"),
+        ("-1", 0, "MIN:MAX"),
+        ("1:2:3", 1, "MIN:MAX"),
+        ("1:", 1, "MIN:MAX"),
+        ("9" * 20, 1, "MIN:MAX"),
+        ("٣", 1, "MIN:MAX"),
+    ],
+)
+def test_range_that_cannot_be(spelled: str, lowest: int, words: str) -> None:
+    with pytest.raises(SettingsError, match=words) as caught:
+        ReplicaRange.parse(spelled, "--workers", lowest)
+    assert repr(spelled) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["", "A", "a_b", "-a", "a-", "a.b", "a" * 53, "ä", "a\n"])
+def test_name_that_cannot_be(name: str) -> None:
+    with pytest.raises(SettingsError, match="--name"):
+        check_name(name)
+
+
+def test_environment_is_checked() -> None:
+    assert parse_environment(["A=1", "B=x=y", "C="]) == {"A": "1", "B": "x=y", "C": ""}
+    for wrong in (["A"], ["1A=2"], ["=2"], ["A=1", "A=2"]):
+        with pytest.raises(SettingsError, match="--env"):
+            parse_environment(wrong)
+
+
+@pytest.mark.parametrize(
+    ("teachers", "serve", "words"),
+    [
+        (["digits=4:1"], [], "not below it"),
+        (["digits=1:2", "digits"], [], "twice"),
+        (["digits"], ["digits=--callable a:b"], "how many"),
+        ([], ["digits=--callable a:b"], "--teachers digits=0:4"),
+        (["digits=0:1"], ["digits="], "SERVICE=ARGUMENTS"),
+        (["digits=0:1"], ["digits=--a 'b"], "quotation"),
+        (["Digits=0:1"], [], "a-z"),
+    ],
+)
+def test_teachers_that_cannot_be(teachers: list[str], serve: list[str], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        parse_teachers(teachers, serve)
+
+
+def test_script_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_bytes(b"\xff\xfe\x00")
+    script = read_script(str(path))
+    (data,) = script.config_map("a")["binaryData"].items()  # type: ignore[attr-defined]
+    assert data == ("train.py", base64.b64encode(b"\xff\xfe\x00").decode())
+    with pytest.raises(SettingsError, match="--script-in-image"):
+        read_script(str(tmp_path / "none.py"))
+    with pytest.raises(SettingsError, match="cannot be read"):
+        read_script(str(tmp_path))
+    path.write_bytes(b"#" * (MAX_SCRIPT_BYTES + 1))
+    with pytest.raises(SettingsError, match="less than 1 MiB"):
+        read_script(str(path))
+    odd = tmp_path / "my train.py"
+    odd.write_text("")
+    with pytest.raises(SettingsError, match="rename"):
+        read_script(str(odd))
+
+
+def test_largest_script_fits(tmp_path: Path) -> None:
+    """Base64 of the largest file that is no text is below the API's 1 MiB."""
+    script = LocalScript("a.py", "a.py", b"\xff" * MAX_SCRIPT_BYTES)
+    assert len(str(script.config_map("a")).encode()) < 1024 * 1024
+
+
+def test_yaml_is_read_back(tmp_path: Path) -> None:
+    script = "import os\n\n# ünïcode: 'x' \"y\"\nprint('a\\tb')\n\ttab\nend without newline"
+    made = make_submission(OPTIONS, LocalScript("train.py", "train.py", script.encode()))
+    text = dump_manifests(made.objects)
+    assert list(yaml.safe_load_all(text)) == list(made.objects)
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    assert read_manifests(str(path)) == list(made.objects)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no manifest"),
+        ("a: [", "no YAML"),
+        ("- 1\n", "no object"),
+        ("!!python/object/apply:os.system ['true']", "no YAML"),
+        ("apiVersion: v1\nkind: Pod\nmetadata: {name: a}", "v1 Pod"),
+        ("apiVersion: edl.io/v1alpha1\nkind: ElasticJob\nspec: {}", "metadata.name"),
+        ("apiVersion: edl.io/v1alpha1\nkind: ElasticJob\nmetadata: {name: 2024-01-01}", "no YAML"),
+    ],
+)
+def test_file_that_cannot_be(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match=words):
+        read_manifests(str(path))
+
+
+def test_spec_is_checked_before_sending() -> None:
+    job = make_submission(OPTIONS, None).job
+    job["spec"]["minReplicas"] = 9
+    with pytest.raises(SettingsError, match=r"ElasticJob 'first': spec.minReplicas is 9.*maxReplicas"):
+        check_manifests([job])
+
+
+def test_template_file(tmp_path: Path) -> None:
+    path = tmp_path / "pod.yaml"
+    path.write_text("kind: Pod\nmetadata: {labels: {a: b}}\nspec: {containers: []}\n")
+    assert load_template(str(path)) == {"metadata": {"labels": {"a": "b"}}, "spec": {"containers": []}}
+    path.write_text("containers: []")
+    with pytest.raises(SettingsError, match="pod template"):
+        load_template(str(path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["train.py"], 2, "--image is missing"),
+        (["--image", "i", "none.py"], 2, "--script-in-image"),
+        (["--image", "i", "--workers", "3:1", "t.py"], 2, "--workers '3:1'"),
+        (["--image", "i", "--memory", "lots", "t.py"], 2, "16Gi"),
+        (["--image", "i", "--gpus", "-1", "t.py"], 2, "--gpus -1"),
+        (["-f", "job.yaml", "--image", "i"], 2, "leave either out"),
+        (["--image", "i", "--timeout", "3", "t.py"], 2, "--wait and --follow"),
+        (["--image", "i", "--serve", "a=--x", "--script-in-image", "t.py"], 2, "--teachers a=0:4"),
+    ],
+)
+def test_submit_refuses(
+    arguments: list[str], code: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.py").write_text("")
+    (tmp_path / "job.yaml").write_text(dump_manifests(make_submission(OPTIONS, None).objects))
+    assert main(["submit", *arguments]) == code
+    assert words in capsys.readouterr().err
+
+
+def test_dry_run_asks_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    (tmp_path / "My_train.py").write_text("print(1)\n")
+    command = ["submit", "--image", "i", "--dry-run", "-n", "research", "My_train.py", "--dry-run", "-f", "x"]
+    assert main(command) == 0
+    shown = capsys.readouterr()
+    script, job = yaml.safe_load_all(shown.out)
+    assert job["metadata"]["namespace"] == script["metadata"]["namespace"] == "research"
+    assert job["metadata"]["name"].startswith("my-train-")
+    assert job["spec"]["run"][2:] == ["/edl/script/My_train.py", "--dry-run", "-f", "x"], "the script's own options"
+    assert "that file alone" in shown.err

@@ -1,0 +1,254 @@
+"""Rows of jobs and pools: what stands in the API's objects, and what a person sees of it."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console, RenderableType
+
+from edl.cli.kube.cmd_scale import scale_patch
+from edl.cli.kube.tables import age, jobs_table, pools_table
+from edl.cli.kube.targets import Target, parse_target
+from edl.cli.kube.workload_view import decode_events, workload_view
+from edl.dashboard.state.cluster.decoding import decode_time, decode_workload, sort_workloads
+from edl.dashboard.state.schema import as_json
+from edl.errors import SettingsError
+
+NOW = 1769860800.0  # 2026-01-31T12:00:00Z
+TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3\nValueError: no such \x1b[31mcolumn'
+
+
+def job(**status: Any) -> dict[str, Any]:
+    return {
+        "metadata": {"name": "first", "namespace": "n", "uid": "u", "creationTimestamp": "2026-01-31T11:50:00Z"},
+        "spec": {"minReplicas": 2, "maxReplicas": 8, "run": ["train.py"]},
+        "status": status,
+    }
+
+
+def shown(what: RenderableType) -> str:
+    console = Console(file=io.StringIO(), width=220, highlight=False)
+    console.print(what)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def failed_job() -> dict[str, Any]:
+    return job(
+        phase="Failed",
+        jobId="first-12345678",
+        readyReplicas=0,
+        wantedReplicas=2,
+        progressPercentage=45,
+        startTime="2026-01-31T11:50:10.123456789Z",
+        completionTime="2026-01-31T11:55:10Z",
+        conditions=[
+            {"type": "Accepted", "status": "True", "reason": "Valid"},
+            {"type": "Failed", "status": "True", "reason": "UserError", "message": TRACEBACK},
+        ],
+        members={
+            "worker-10": {"try": 1, "failures": {"node_lost": 1}, "notBefore": "2026-01-31T12:00:30Z"},
+            "worker-2": {
+                "try": 3,
+                "failures": {"out_of_memory": 2},
+                "memoryFactor": 2.25,
+                "lastEnd": {"try": 2, "cause": "out_of_memory", "exitCode": 137, "node": "node1", "message": "Killed"},
+            },
+        },
+    )
+
+
+def pod(name: str, index: int, attempt: int, **status: Any) -> dict[str, Any]:
+    labels = {"edl.io/job": "first", "edl.io/owner-uid": "u", "edl.io/role": "worker", "edl.io/index": str(index)}
+    metadata = {"name": name, "namespace": "n", "labels": {**labels, "edl.io/try": str(attempt)}}
+    return {"metadata": metadata, "spec": {"nodeName": "node1"}, "status": status}
+
+
+def test_failed_job_is_explained() -> None:
+    pods = [
+        pod("first-worker-2-3", 2, 3, phase="Running", conditions=[{"type": "Ready", "status": "True"}]),
+        pod("first-worker-2-2", 2, 2, phase="Failed", reason="OOMKilled"),
+        pod("other", 0, 0, phase="Running") | {"metadata": {"namespace": "m", "labels": {"edl.io/job": "first"}}},
+    ]
+    item = decode_workload("job", failed_job(), pods)
+    assert [member.name for member in item.members] == ["worker-2", "worker-10"], "numbers, not text"
+    assert (item.members[0].state, item.members[0].pod, item.members[0].attempt) == ("ready", "first-worker-2-3", 3)
+    assert item.members[1].state == "waiting"
+    text = shown(workload_view(item, (), NOW))
+    assert "Failed, workers 0/2 (2-8), 45%" in text
+    assert "ran 5m" in text
+    assert 'File "train.py", line 3' in text
+    assert "\x1b" not in text
+    assert "2x out_of_memory; memory x2.25" in text
+    assert "out_of_memory, exit code 137 on node1: Killed" in text
+    assert "waiting (next try in 30s)" in text
+    row = shown(jobs_table([item], NOW, namespaces=True))
+    assert "ValueError: no such" in row, "the last line of a traceback says what it is"
+    json.dumps(as_json(item), allow_nan=False)
+
+
+def test_pod_says_what_it_waits_for() -> None:
+    waiting = {"name": "edl", "state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}}
+    unscheduled = {"type": "PodScheduled", "status": "False", "message": "0/2 nodes: Insufficient nvidia.com/gpu"}
+    pods = [
+        pod("a", 0, 0, phase="Pending", containerStatuses=[waiting]),
+        pod("b", 1, 0, phase="Pending", conditions=[unscheduled]),
+        pod("c", 2, 0, phase="Running"),
+    ]
+    pods[2]["metadata"]["deletionTimestamp"] = "2026-01-31T12:00:00Z"
+    item = decode_workload("job", job(phase="Pending"), pods)
+    found = [(member.state, member.detail) for member in item.members]
+    assert found == [
+        ("starting", "ImagePullBackOff: no such image"),
+        ("unscheduled", "0/2 nodes: Insufficient nvidia.com/gpu"),
+        ("ending", ""),
+    ]
+
+
+def test_phases_that_no_status_says() -> None:
+    new = {"metadata": {"name": "a"}, "spec": {}}
+    assert decode_workload("job", new).phase == ""
+    refused = job(phase="Pending", conditions=[{"type": "Accepted", "status": "False", "message": "min above max"}])
+    assert decode_workload("job", refused).phase == "Rejected"
+    assert "min above max" in shown(jobs_table([decode_workload("job", refused)], NOW, namespaces=False))
+    deleted = job(phase="Running")
+    deleted["metadata"]["deletionTimestamp"] = "2026-01-31T12:00:00Z"
+    assert decode_workload("job", deleted).phase == "Deleting"
+    assert "no operator has looked" in shown(jobs_table([decode_workload("job", new)], NOW, namespaces=False))
+    pool = {"metadata": {"name": "p"}, "status": {"conditions": [{"type": "Ready", "status": "True"}]}}
+    assert decode_workload("pool", pool).phase == "Running"
+
+
+def test_pool_says_why_it_does_not_grow() -> None:
+    growing = {"type": "Growing", "status": "False", "reason": "NoIdleCapacity", "message": "no GPU is idle"}
+    found = {
+        "metadata": {"name": "digits", "namespace": "n"},
+        "spec": {"minReplicas": 0, "maxReplicas": 4},
+        "status": {"phase": "Running", "readyReplicas": 2, "wantedReplicas": 4, "borrowed": 2, "conditions": [growing]},
+    }
+    text = shown(pools_table([decode_workload("pool", found)], NOW, namespaces=False))
+    assert "2/4 (0-4)" in text
+    assert "no GPU is idle" in text
+
+
+def test_order_of_jobs() -> None:
+    def made(name: str, phase: str, minute: int) -> Any:
+        found = job(phase=phase, completionTime=f"2026-01-31T12:{minute:02d}:00Z")
+        found["metadata"] |= {"name": name, "creationTimestamp": f"2026-01-31T11:{minute:02d}:00Z"}
+        return decode_workload("job", found)
+
+    jobs = [made("a", "Succeeded", 1), made("b", "Running", 2), made("c", "Failed", 3), made("d", "Running", 4)]
+    assert [item.name for item in sort_workloads(jobs)] == ["d", "b", "c", "a"]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = st.sampled_from(
+    [
+        "phase",
+        "members",
+        "conditions",
+        "try",
+        "failures",
+        "lastEnd",
+        "memoryFactor",
+        "message",
+        "type",
+        "status",
+        "reason",
+        "minReplicas",
+        "jobId",
+        "store",
+        "startTime",
+        "progressPercentage",
+        "notBefore",
+        "uid",
+        "name",
+        "namespace",
+        "labels",
+        "containerStatuses",
+        "state",
+        "waiting",
+    ]
+)
+NESTED = st.dictionaries(
+    FIELDS, st.dictionaries(FIELDS, JSON, max_size=4) | JSON | st.lists(JSON, max_size=2), max_size=6
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(NESTED, NESTED, NESTED, NESTED)
+def test_any_object_is_a_row(metadata: Any, spec: Any, status: Any, pod_status: Any) -> None:
+    """Whatever somebody wrote into a resource, the others are shown."""
+    pods = [{"metadata": metadata, "spec": spec, "status": pod_status}, pod("a", 0, 0) | {"status": pod_status}]
+    for kind, name in (("job", metadata), ("job", job()["metadata"]), ("pool", metadata)):
+        item = decode_workload(kind, {"metadata": name, "spec": spec, "status": status}, pods)
+        json.dumps(as_json(item), allow_nan=False)
+        shown(workload_view(item, decode_events([metadata, status], 5), NOW))
+        shown((jobs_table if kind == "job" else pools_table)([item], NOW, namespaces=True))
+
+
+def test_events_are_sorted() -> None:
+    found = [
+        {"reason": "B", "lastTimestamp": "2026-01-31T12:00:02Z", "count": 3},
+        {"reason": "A", "eventTime": "2026-01-31T12:00:01.000001Z", "series": {"count": 7}},
+        {"reason": "C"},
+    ]
+    events = decode_events(found, 2)
+    assert [(event.reason, event.count) for event in events] == [("A", 7), ("B", 3)]
+    assert decode_events(found, 0) == ()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (None, "-"),
+        (-5, "0s"),
+        (119.4, "119s"),
+        (200, "3m20s"),
+        (3600, "60m"),
+        (7500, "2h5m"),
+        (1e6, "11d"),
+        (4e5, "4d15h"),
+    ],
+)
+def test_age(seconds: float | None, text: str) -> None:
+    assert age(seconds) == text
+
+
+def test_times() -> None:
+    assert decode_time("2026-01-31T12:00:00Z") == NOW
+    assert decode_time("2026-01-31T12:00:00.5Z") == NOW + 0.5
+    assert decode_time("2026-01-31T13:00:00.123456789+01:00") == pytest.approx(NOW + 0.123456, abs=1e-6)
+    for wrong in (None, 5, "", "soon", "2026-01-31T12:00:00", "2026-02-31T12:00:00Z", "9" * 100):
+        assert decode_time(wrong) is None
+
+
+def test_target_is_parsed() -> None:
+    assert parse_target("first") == (None, "first")
+    assert parse_target("job/first") == parse_target("elasticjob/first") == parse_target("ej/first") == ("job", "first")
+    assert parse_target("TeacherPool/digits") == ("pool", "digits")
+    for wrong in ("", "job/", "pod/first", "/first"):
+        with pytest.raises(SettingsError):
+            parse_target(wrong)
+
+
+def test_scale_keeps_to_bounds() -> None:
+    target = Target("job", "first", job())
+    assert scale_patch(target, 3, None, None) == {"scaling": "external", "replicas": 3}
+    assert scale_patch(target, None, None, None) == {"scaling": "auto", "replicas": None}
+    assert scale_patch(target, 12, None, 12) == {"scaling": "external", "replicas": 12, "maxReplicas": 12}
+    for count, words in ((9, "--max 9"), (1, "--min 1"), (0, "edl suspend job/first")):
+        with pytest.raises(SettingsError, match=words):
+            scale_patch(target, count, None, None)
+    with pytest.raises(SettingsError, match="cannot be"):
+        scale_patch(target, None, 5, 3)
+    pool = Target("pool", "digits", {"spec": {"maxReplicas": 4}})
+    assert scale_patch(pool, 0, None, None)["replicas"] == 0

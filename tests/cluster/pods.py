@@ -141,7 +141,7 @@ def pod_template(
                     "image": image,
                     "imagePullPolicy": "Never" if host else "IfNotPresent",
                     "command": list(command or [python, "-m", "edl"]),
-                    "args": list(arguments),
+                    **({"args": list(arguments)} if arguments else {}),
                     "workingDir": str(ROOT) if host else "/tmp",
                     "env": [{"name": name, "value": value} for name, value in environment.items() if value],
                     "resources": {"requests": {"cpu": cpu, **quantities}, "limits": quantities},

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tests.cluster.operator_process import OperatorFactory
 
 TEST_S = 300
+PROCESS_LABEL = "edl.io/test-process"
 DELETED_S = 120.0
 KUBECONFIG = os.environ.get("KUBECONFIG", "")
 IMAGE = os.environ.get("EDL_TEST_IMAGE", "")
@@ -120,11 +121,24 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             machine.write_kubeconfig(folder / "kubeconfig.json")
             found = Cluster(folder / "kubeconfig.json", machine, image)
             stack.callback(found.close)
+            _clear_killed_tests(found)
             _install_resources(found)
         yield found
     with exclusive_lock("up"):
         if machine.started_by_tests and is_free("use"):
             machine.down()
+
+
+def _clear_killed_tests(cluster: Cluster) -> None:
+    """Remove what tests have left that were killed: stopped programs, stopped nodes, and namespaces."""
+    assert cluster.machine is not None
+    if is_free("nodes"):
+        cluster.machine.continue_api_server()
+        for node in cluster.machine.list_stopped_nodes():
+            cluster.machine.start_node(node)
+    for namespace in cluster.ask("/api/v1/namespaces", query={"labelSelector": PROCESS_LABEL})["items"]:
+        if not Path(f"/proc/{namespace['metadata']['labels'][PROCESS_LABEL]}").exists():
+            cluster.ask(f"/api/v1/namespaces/{namespace['metadata']['name']}", "DELETE")
 
 
 def _install_resources(cluster: Cluster) -> None:
@@ -167,6 +181,9 @@ def gpus(machine: KubeMachine, cluster: Cluster, _cluster_lock: None) -> Iterato
         cluster.wait(f"{node} with {count} GPUs", lambda: _count_gpus(cluster, node) == count)
 
     with exclusive_lock("gpus"):
+        for node in cluster.nodes():
+            if _count_gpus(cluster, node):  # of a test that was killed
+                set_gpus(node, 0)
         yield set_gpus
         for node in given:
             machine.set_gpus(node, 0)
@@ -230,7 +247,8 @@ def namespace(request: pytest.FixtureRequest, cluster: Cluster, _cluster_lock: N
         if name in request.fixturenames:
             request.getfixturevalue(name)  # so that it ends after the namespace
     name = f"edl-test-{secrets.token_hex(4)}"
-    cluster.ask("/api/v1/namespaces", "POST", {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+    metadata = {"name": name, "labels": {PROCESS_LABEL: str(os.getpid())}}
+    cluster.ask("/api/v1/namespaces", "POST", {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
     try:
         cluster.wait(
             "the namespace's service account",

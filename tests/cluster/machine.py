@@ -104,6 +104,17 @@ class KubeMachine:
         """Bring a node back, and wait until it is ready."""
         self._script("start-node", node, timeout_s=120.0)
 
+    def list_stopped_nodes(self) -> list[str]:
+        """Nodes whose kubelet does not run."""
+        names = (self.home / "run/nodes").read_text().split()
+        return [name for name in names if not self._runs_program(f"{name}.kubelet")]
+
+    def _runs_program(self, program: str) -> bool:
+        try:
+            return Path(f"/proc/{self._pid(program)}").exists()
+        except (OSError, ValueError):
+            return False
+
     def stop_api_server(self) -> None:
         """Stop the API server's process where it is: no connection is answered, and none is refused."""
         os.kill(self._pid("apiserver"), signal.SIGSTOP)

@@ -50,7 +50,8 @@ def write_conditions(
                 "type": condition.type,
                 "status": status,
                 "reason": condition.reason,
-                "message": condition.message,
+                # Never empty: Kubernetes 1.20 makes null of an empty text in a status that was not there before.
+                "message": condition.message or condition.reason,
                 "lastTransitionTime": since or format_time(now_s),
                 "observedGeneration": generation,
             }

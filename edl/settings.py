@@ -24,6 +24,7 @@ __all__ = [
     "Credentials",
     "DiscoverySettings",
     "LoadSettings",
+    "PodIdentity",
     "TeacherSettings",
     "default_discovery_url",
     "is_above_zero",
@@ -246,6 +247,25 @@ class LoadSettings:
             # torchrun's default id is "none".
             job=read("EDL_JOB", str, environ) or ("" if run_id in (None, "none") else run_id or ""),
         )
+
+
+@dataclass(frozen=True)
+class PodIdentity:
+    """The pod that this process runs in, as the downward API tells.
+
+    Attributes:
+        name: of the pod. `EDL_POD_NAME`.
+        uid: of the pod. `EDL_POD_UID`.
+    """
+
+    name: str
+    uid: str
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> PodIdentity | None:
+        """Return what the environment says; None where it does not say both."""
+        name, uid = read("EDL_POD_NAME", str, environ), read("EDL_POD_UID", str, environ)
+        return cls(name, uid) if name and uid else None
 
 
 SYSTEM_CA = "system"

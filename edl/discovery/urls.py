@@ -16,11 +16,17 @@ __all__ = ["open_registry", "open_store", "servers_of"]
 
 _ACCEPTED = (
     "accepted are sqlite:///absolute/path/to/file, consul://host:8500 and etcd://host:2379,host2:2379"
-    " (consul+https:// and etcd+https:// for TLS), and for a store edl://host:29400"
+    " (consul+https:// and etcd+https:// for TLS), kubernetes://namespace, and for a store edl://host:29400"
 )
 _CONSUL = ("consul", "consul+https")
 _ETCD = ("etcd", "etcd+https")
-_SCHEMES = ("sqlite", *_CONSUL, *_ETCD, "edl")
+_KUBERNETES = "kubernetes"
+_SCHEMES = ("sqlite", *_CONSUL, *_ETCD, _KUBERNETES, "edl")
+
+
+_PACKAGES = {"consul": "py-consul", "kubernetes": "'kubernetes<36'"}
+_ANY_TIMEOUT_S = 5.0
+"""Where nothing is asked."""
 
 
 def open_registry(url: str, *, timeout_s: float = 5.0) -> Registry:
@@ -33,6 +39,9 @@ def open_registry(url: str, *, timeout_s: float = 5.0) -> Registry:
     - `etcd://host:port,host2:port`: members of an etcd cluster, of which the first that answers is asked; `etcd+https://`
       speaks TLS. User and certificates come from the variables of etcd's own command line (`ETCDCTL_USER`,
       `ETCDCTL_PASSWORD`, `ETCDCTL_CACERT`, ...). Opening does not ask the members anything.
+    - `kubernetes://namespace`: objects in a namespace; without a name, of the pod's own or that of the context. The
+      cluster and its credentials come from `KUBECONFIG`, from the pod's service account, or from `~/.kube/config`;
+      `?context=NAME` and `?kubeconfig=PATH` name others. Opening does not ask the API server anything.
 
     Args:
         url: where the registry is.
@@ -61,6 +70,14 @@ def open_registry(url: str, *, timeout_s: float = 5.0) -> Registry:
         from edl.discovery.etcd.target import EtcdTarget
 
         return EtcdRegistry(EtcdTarget.of(parts, timeout_s))
+    if scheme == _KUBERNETES:
+        from edl.discovery.kubernetes.target import KubernetesTarget
+
+        kubernetes_target = KubernetesTarget.of(parts, timeout_s)
+        with _naming_the_extra():
+            from edl.discovery.kubernetes.registry import KubernetesRegistry
+
+            return KubernetesRegistry(kubernetes_target)
     assert scheme in _CONSUL, f"no registry is opened for {scheme}"
     from edl.discovery.consul.target import ConsulTarget
 
@@ -101,6 +118,14 @@ def open_store(url: str, *, timeout_s: float = 5.0, credentials: Credentials | N
         from edl.discovery.etcd.target import EtcdTarget
 
         return EtcdStore(EtcdTarget.of(parts, timeout_s))
+    if scheme == _KUBERNETES:
+        from edl.discovery.kubernetes.target import KubernetesTarget
+
+        kubernetes_target = KubernetesTarget.of(parts, timeout_s)
+        with _naming_the_extra():
+            from edl.discovery.kubernetes.store import KubernetesStore
+
+            return KubernetesStore(kubernetes_target)
     assert scheme in _CONSUL, f"no store is opened for {scheme}"
     from edl.discovery.consul.target import ConsulTarget
 
@@ -113,6 +138,12 @@ def open_store(url: str, *, timeout_s: float = 5.0, credentials: Credentials | N
 def servers_of(url: str) -> list[tuple[str, int | None]]:
     """Hosts, and ports where they are given, of the servers that a URL names; none for a file."""
     parts = urlsplit(url)
+    if parts.scheme == _KUBERNETES:
+        from edl.discovery.kubernetes.target import KubernetesTarget
+
+        with _naming_the_extra():
+            server = KubernetesTarget.of(parts, _ANY_TIMEOUT_S).server()
+        return [server] if server else []
     each = (urlsplit(f"//{member}") for member in parts.netloc.split(","))
     return [(member.hostname, member.port) for member in each if member.hostname]
 
@@ -136,9 +167,11 @@ def _naming_the_extra() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as exc:
-        if (exc.name or "").partition(".")[0] != "consul":
+        scheme = (exc.name or "").partition(".")[0]
+        if scheme not in _PACKAGES:
             raise
-        raise SettingsError("a consul: URL needs the package py-consul: pip install py-consul") from exc
+        package = _PACKAGES[scheme]
+        raise SettingsError(f"a {scheme}: URL needs the package {package}: pip install {package}") from exc
 
 
 def _path(url: str, parts: SplitResult) -> str:

@@ -29,6 +29,7 @@ _MOST_RELISTS: Final = 2
 """Lists of pages begun again because the first pages are no longer kept; the last one asks for all at once."""
 _NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._:-]*[A-Za-z0-9])?")
 """Of an object. Checked before it becomes a part of a path: a DELETE without a name deletes them all."""
+_METADATA: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _WATCH_GRACE_S: Final = 20.0
 """How much longer than its own end a watch may be silent before its connection counts as dead."""
 
@@ -88,7 +89,13 @@ class KubeClient:
         return self._request_named(call, "GET", self._path(kind, namespace, name))
 
     def list(
-        self, kind: ResourceType, namespace: str | None = None, *, label_selector: str = "", field_selector: str = ""
+        self,
+        kind: ResourceType,
+        namespace: str | None = None,
+        *,
+        label_selector: str = "",
+        field_selector: str = "",
+        metadata_only: bool = False,
     ) -> ObjectList:
         """Read all objects of a kind, as they are now.
 
@@ -97,6 +104,7 @@ class KubeClient:
             namespace: empty for all of the cluster.
             label_selector: such as `app=edl,role in (a,b)`.
             field_selector: such as `status.phase=Running`.
+            metadata_only: leave out everything else of the objects.
 
         Returns:
             The objects, and the moment from which a watch can follow.
@@ -104,14 +112,14 @@ class KubeClient:
         selectors = _filled(labelSelector=label_selector, fieldSelector=field_selector)
         call = self._call("list", kind, namespace)
         path = self._path(kind, namespace)
+        accept = _METADATA if metadata_only else "application/json"
         for limit in (*[str(_PAGE)] * _MOST_RELISTS, ""):
             items: list[Object] = []
             token = ""
             try:
                 while True:
-                    answer = self._request(
-                        call, "GET", path, {**selectors, **_filled(limit=limit, **{"continue": token})}
-                    )
+                    query = {**selectors, **_filled(limit=limit, **{"continue": token})}
+                    answer = self._request(call, "GET", path, query, accept=accept)
                     items.extend(answer.get("items") or ())
                     metadata = answer.get("metadata") or {}
                     token = metadata.get("continue") or ""
@@ -349,8 +357,10 @@ class KubeClient:
         query: Mapping[str, str] | None = None,
         body: bytes | None = None,
         content_type: str = "application/json",
+        accept: str = "application/json",
     ) -> Object:
-        return parse_object(call, self.url, self._connection.send(call, method, path, query, body, content_type))
+        answer = self._connection.send(call, method, path, query, body, content_type, accept)
+        return parse_object(call, self.url, answer)
 
     def _request_named(
         self, call: Call, method: str, path: str, body: bytes | None = None, content_type: str = "application/json"

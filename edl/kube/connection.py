@@ -22,10 +22,13 @@ from edl.settings import read
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
 
-__all__ = ["Connection", "Stream"]
+__all__ = ["Connection", "Stream", "find_server"]
 
 logger = logging.getLogger(__name__)
 
+_JSON: Final = "application/json"
+_MOST_BYTES: Final = 256 * 1024**2
+"""Of an answer: a page of 500 objects of half a megabyte. What goes on for longer is no API server."""
 _SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _MOST_CONNECTIONS: Final = 64
 """That stay open for the next call: as many as an operator has threads. Calls beyond it open and close their own."""
@@ -94,7 +97,8 @@ class Connection:
         path: str,
         query: Mapping[str, str] | None = None,
         body: bytes | None = None,
-        content_type: str = "application/json",
+        content_type: str = _JSON,
+        accept: str = _JSON,
     ) -> bytes:
         """Send a request, and read its answer whole.
 
@@ -104,7 +108,7 @@ class Connection:
             ClosedError: this is closed, or was opened before a fork.
         """
         deadline = time.monotonic() + _CALL_TIMEOUTS * self._settings.timeout_s
-        with self._open(call, method, path, query, body, content_type, self._settings.timeout_s) as response:
+        with self._open(call, method, path, query, body, (content_type, accept), self._settings.timeout_s) as response:
             return _read_whole(call, self.url, response, deadline)
 
     def stream(self, call: Call, path: str, query: Mapping[str, str], read_timeout_s: float | None) -> Stream:
@@ -122,14 +126,14 @@ class Connection:
         Raises:
             EDLError: as for `send`.
         """
-        return Stream(call, self.url, self._open(call, "GET", path, query, None, "", read_timeout_s))
+        return Stream(call, self.url, self._open(call, "GET", path, query, None, ("", _JSON), read_timeout_s))
 
     def close(self) -> None:
         """Close the connections that no call uses; calls under way end by themselves."""
         if self._pid != os.getpid():
             return
         self._closed = True
-        self._access.api_client.rest_client.pool_manager.clear()
+        _close_idle(self._access)
 
     def _open(
         self,
@@ -138,7 +142,7 @@ class Connection:
         path: str,
         query: Mapping[str, str] | None,
         body: bytes | None,
-        content_type: str,
+        media_types: tuple[str, str],
         read_timeout_s: float | None,
     ) -> BaseHTTPResponse:
         import urllib3
@@ -147,7 +151,8 @@ class Connection:
         timeout = urllib3.Timeout(connect=self._settings.timeout_s, read=read_timeout_s)
         access = self._access
         for attempt in (1, 2):
-            headers = {"Accept": "application/json", "User-Agent": "edl"}
+            content_type, accept = media_types
+            headers = {"Accept": accept, "User-Agent": "edl"}
             if body is not None:
                 headers["Content-Type"] = content_type
             with _translated(call, access.url):
@@ -182,6 +187,7 @@ class Connection:
         with self._lock:
             if self._access is refused:
                 self._access = _load_access(self._settings)
+                _close_idle(refused)
             return self._access
 
     def _check(self) -> None:
@@ -246,10 +252,12 @@ class Stream:
 
 def _read_whole(call: Call, url: str, response: BaseHTTPResponse, deadline: float) -> bytes:
     pieces: list[bytes] = []
+    left = _MOST_BYTES
     with _translated(call, url):
         while piece := response.read1(_CHUNK):
             pieces.append(piece)
-            if time.monotonic() > deadline:
+            left -= len(piece)
+            if time.monotonic() > deadline or left < 0:
                 response.close()
                 raise KubernetesError(f"{url}: {call}: the answer does not come to its end: the API server is too slow")
         response.release_conn()
@@ -269,18 +277,29 @@ def _translated(call: Call, url: str) -> Iterator[None]:
             f"{url}: {call}: no TLS connection ({shown(exc)}): look whether the cluster's certificate-authority in the"
             " kubeconfig is that of this API server, and its certificate valid for this name"
         ) from exc
-    except (urllib3.exceptions.ReadTimeoutError, urllib3.exceptions.ConnectTimeoutError) as exc:
+    except (urllib3.exceptions.HTTPError, OSError) as exc:
+        timeouts = (urllib3.exceptions.ReadTimeoutError, urllib3.exceptions.ConnectTimeoutError, TimeoutError)
+        if not isinstance(exc, timeouts) or isinstance(exc, urllib3.exceptions.NewConnectionError):
+            raise KubernetesError(
+                f"{url}: {call}: the API server cannot be reached ({shown(exc)}): look whether it runs, and whether the"
+                " kubeconfig names the right address"
+            ) from exc
         raise KubernetesError(
             f"{url}: {call}: the API server does not answer in time ({shown(exc)}): look whether it is overloaded, and"
             " whether a firewall drops packets"
         ) from exc
-    except (urllib3.exceptions.HTTPError, OSError) as exc:
-        raise KubernetesError(
-            f"{url}: {call}: the API server cannot be reached ({shown(exc)}): look whether it runs, and whether the"
-            " kubeconfig names the right address"
-        ) from exc
     except (ConfigException, ValueError) as exc:
         raise KubernetesError(f"{url}: {call}: the credentials cannot be read ({shown(exc)})") from exc
+
+
+def _close_idle(access: _Access) -> None:
+    """Close the connections that no call uses. Clearing the manager would leave them to the garbage collector."""
+    manager = access.api_client.rest_client.pool_manager
+    for key in manager.pools.keys():  # noqa: SIM118 - it is no dict, and refuses to be iterated
+        pool = manager.pools.get(key)
+        if pool is not None:
+            pool.close()
+    manager.clear()
 
 
 def _load_access(settings: KubeSettings) -> _Access:
@@ -300,6 +319,19 @@ def _load_access(settings: KubeSettings) -> _Access:
     if not configuration.verify_ssl:
         _log_insecure(url, source)
     return _Access(url, namespace, source, api_client)
+
+
+def find_server(settings: KubeSettings) -> str:
+    """Return the URL of the API server that the settings lead to. Asks the server nothing.
+
+    Raises:
+        SettingsError: no cluster is named anywhere, or the file that names it cannot be used.
+    """
+    from kubernetes import client
+
+    configuration = client.Configuration()
+    _configure(settings, configuration)
+    return str(configuration.host).rstrip("/")
 
 
 def _configure(settings: KubeSettings, configuration: Any) -> tuple[str, str]:

@@ -6,6 +6,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,7 +19,11 @@ from tests.conformance.discovery.backends import (
     SqliteBackend,
     eventually,
 )
+from tests.conformance.discovery.kubernetes_backend import open_kubernetes_backend
 from tests.conformance.discovery.processes import Member
+
+if TYPE_CHECKING:
+    from tests.cluster.api import Cluster
 
 
 def _open_things() -> set[str]:
@@ -35,7 +40,10 @@ def _open_things() -> set[str]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_stays_open() -> Iterator[None]:
+def _nothing_stays_open(request: pytest.FixtureRequest) -> Iterator[None]:
+    callspec = getattr(request.node, "callspec", None)
+    if callspec is not None and callspec.params.get("backend") == "kubernetes":
+        request.getfixturevalue("kubernetes_backend")  # has sockets, and is there for all tests
     before = _open_things()
     yield
     eventually(lambda: not _open_things() - before, 5.0)  # a socket of a fixture, or of gRPC, may be closing
@@ -45,9 +53,16 @@ def _nothing_stays_open() -> Iterator[None]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Tests run over each implementation, and those that are marked `stores` over a store that is served as well."""
     if "backend" in metafunc.fixturenames:
-        servers = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("consul", "etcd")]
+        servers = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("consul", "etcd", "kubernetes")]
         served = ["served"] if metafunc.definition.get_closest_marker("stores") else []
         metafunc.parametrize("backend", ["sqlite", *servers, *served], indirect=True)
+
+
+@pytest.fixture(scope="session")
+def kubernetes_backend(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backend]:
+    """A namespace for all these tests, behind a proxy that can be taken away."""
+    with open_kubernetes_backend(cluster, tmp_path_factory.mktemp("kubernetes")) as backend:
+        yield backend
 
 
 @pytest.fixture
@@ -58,6 +73,8 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]
         yield ConsulBackend(request.getfixturevalue("consul_agent"))
     elif request.param == "etcd":
         yield EtcdBackend(request.getfixturevalue("etcd_server"))
+    elif request.param == "kubernetes":
+        yield request.getfixturevalue("kubernetes_backend")
     else:
         served = ServedBackend(tmp_path / "discovery.sqlite")
         yield served

@@ -39,7 +39,7 @@ def write_kubeconfig(path: Path, url: str, user: dict[str, Any] | None = None, *
 
 @pytest.fixture
 def kubeconfig(server: ApiServer, tmp_path: Path) -> str:
-    return write_kubeconfig(tmp_path / "config", server.url, namespace="home")
+    return write_kubeconfig(tmp_path / "config", server.url, namespace="here")
 
 
 @pytest.fixture

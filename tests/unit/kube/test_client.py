@@ -85,7 +85,7 @@ def test_forbidden_names_the_rule(server: ApiServer, client: KubeClient) -> None
     server.answer = lambda request: status(403, "Forbidden", words)
     text = str(failing(client))
     assert 'apiGroups: [""], resources: ["pods"], verbs: ["list"]' in text
-    assert "Role in namespace home" in text
+    assert "Role in namespace here" in text
     assert "system:serviceaccount:a:b" in text
     with pytest.raises(AccessDeniedError, match=r'ClusterRole with apiGroups: \[""\], resources: \["nodes"\]'):
         client.list(NODES)
@@ -222,12 +222,12 @@ def test_bodies_and_paths(server: ApiServer, client: KubeClient) -> None:
     client.delete(PODS, "d", uid="u", resource_version="4", grace_period_s=0, propagation="Orphan")
     client.list(PODS, "", metadata_only=True)
     created, applied, patched, deleted, listed = server.requests
-    assert (created.method, created.path) == ("POST", "/api/v1/namespaces/home/configmaps")
+    assert (created.method, created.path) == ("POST", "/api/v1/namespaces/here/configmaps")
     assert created.body == {"metadata": {"name": "a"}, "apiVersion": "v1", "kind": "ConfigMap"}
     assert applied.path == ("/apis/coordination.k8s.io/v1/namespaces/there/leases/b?fieldManager=me&force=false")
     assert applied.headers["content-type"] == "application/apply-patch+yaml"
     assert applied.body["apiVersion"] == "coordination.k8s.io/v1"
-    assert patched.path == "/api/v1/namespaces/home/pods/c/status"
+    assert patched.path == "/api/v1/namespaces/here/pods/c/status"
     assert patched.headers["content-type"] == "application/merge-patch+json"
     assert deleted.body["preconditions"] == {"uid": "u", "resourceVersion": "4"}
     assert deleted.body["gracePeriodSeconds"] == 0
@@ -245,7 +245,7 @@ def test_version_is_discovered_once(server: ApiServer, client: KubeClient) -> No
     client.list(POD_DISRUPTION_BUDGETS)
     asked, applied, listed = server.requests
     assert asked.path == "/apis/policy"
-    assert applied.path.startswith("/apis/policy/v1beta1/namespaces/home/poddisruptionbudgets/a?")
+    assert applied.path.startswith("/apis/policy/v1beta1/namespaces/here/poddisruptionbudgets/a?")
     assert applied.body["apiVersion"] == "policy/v1beta1"
     assert listed.path.startswith("/apis/policy/v1beta1/")
 
@@ -346,7 +346,7 @@ def test_environment_names_the_cluster(kubeconfig: str, server: ApiServer, monke
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "203.0.113.1")
     with KubeClient() as client:
         assert client.url == server.url
-        assert client.namespace == "home"
+        assert client.namespace == "here"
     with KubeClient(KubeSettings(namespace="there")) as client:
         assert client.namespace == "there"
 

@@ -84,7 +84,16 @@ class KubeClient:
         self._connection.close()
 
     def get(self, kind: ResourceType, name: str, namespace: str | None = None) -> Object | None:
-        """Read an object; None where there is none of this name."""
+        """Read an object.
+
+        Args:
+            kind: its kind.
+            name: its name.
+            namespace: None for the client's own.
+
+        Returns:
+            The object; None where there is none of this name.
+        """
         call = self._call("get", kind, namespace, name)
         return self._request_named(call, "GET", self._path(kind, namespace, name))
 
@@ -132,6 +141,11 @@ class KubeClient:
 
     def create(self, kind: ResourceType, obj: Mapping[str, Any], namespace: str | None = None) -> Object:
         """Make an object.
+
+        Args:
+            kind: its kind.
+            obj: with its name; `apiVersion` and `kind` are filled in.
+            namespace: None for the client's own.
 
         Returns:
             The object as it is now.
@@ -241,12 +255,27 @@ class KubeClient:
         return self._request_named(call, "DELETE", self._path(kind, namespace, name), body) is not None
 
     def read_scale(self, kind: ResourceType, name: str, namespace: str | None = None) -> Object | None:
-        """Read how many replicas are wanted and there: a `Scale`; None where there is no object of this name."""
+        """Read how many replicas are wanted and there.
+
+        Args:
+            kind: its kind.
+            name: its name.
+            namespace: None for the client's own.
+
+        Returns:
+            A `Scale`; None where there is no object of this name.
+        """
         call = self._call("get", kind, namespace, name, "scale")
         return self._request_named(call, "GET", self._path(kind, namespace, name, "scale"))
 
     def write_scale(self, kind: ResourceType, name: str, replicas: int, namespace: str | None = None) -> Object | None:
         """Change how many replicas are wanted.
+
+        Args:
+            kind: its kind.
+            name: its name.
+            replicas: that are wanted.
+            namespace: None for the client's own.
 
         Returns:
             The `Scale` as it is now; None where there is no object of this name.
@@ -334,7 +363,16 @@ class KubeClient:
         return self._connection.stream(call, self._path(kind, namespace), query, length_s + _WATCH_GRACE_S)
 
     def has_resource(self, group: str, version: str, plural: str) -> bool:
-        """Whether the server has a kind, such as `scheduling.volcano.sh`, `v1beta1`, `podgroups`."""
+        """Ask whether the server has a kind of objects.
+
+        Args:
+            group: of the API, such as `scheduling.volcano.sh`; empty for the core.
+            version: of the API, such as `v1beta1`.
+            plural: such as `podgroups`.
+
+        Returns:
+            Whether it has.
+        """
         call = Call("get", f"the resources of {group or 'core'}/{version}", group)
         path = (
             f"/apis/{quote(group, safe='')}/{quote(version, safe='')}" if group else f"/api/{quote(version, safe='')}"

@@ -110,12 +110,27 @@ class KubeWatch:
         return self._version
 
     def wait_listed(self, timeout_s: float) -> bool:
-        """Wait until the server has answered once; False if it has not after `timeout_s`, or this is closed."""
+        """Wait until the server has answered once.
+
+        Args:
+            timeout_s: how long, in seconds.
+
+        Returns:
+            Whether it has; False after `timeout_s`, or where this is closed.
+        """
         self._changed.wait_for(lambda: self._listed or self._closed, timeout_s)
         return self._listed
 
     def wait_changed(self, version: int, timeout_s: float) -> bool:
-        """Wait until `version` exceeds the given; False if it does not after `timeout_s`, or this is closed."""
+        """Wait until something has changed.
+
+        Args:
+            version: that is known already.
+            timeout_s: how long, in seconds.
+
+        Returns:
+            Whether there is a newer version; False after `timeout_s`, or where this is closed.
+        """
         self._changed.wait_for(lambda: self._version > version or self._closed, timeout_s)
         return self._version > version
 

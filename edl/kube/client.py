@@ -117,6 +117,9 @@ class KubeClient:
 
         Returns:
             The objects, and the moment from which a watch can follow.
+
+        Raises:
+            KubernetesError: as for all methods; also where the list changes faster than its pages can be read.
         """
         selectors = _filled(labelSelector=label_selector, fieldSelector=field_selector)
         call = self._call("list", kind, namespace)

@@ -44,7 +44,7 @@ class TerminationCause(Enum):
     PREEMPTED = "preempted"
     """Its place was taken for something more important, or it was asked to leave (SIGTERM)."""
     EVICTED = "evicted"
-    """The node had too little memory, disk or process numbers, and the kubelet chose this pod."""
+    """The node had too little of something, and the kubelet chose this pod, or refused it when it came."""
     NODE_LOST = "node_lost"
     """The node is gone, or no longer answers."""
     HARDWARE = "hardware"
@@ -125,7 +125,14 @@ _NODE_LOST: Final = frozenset(
         *("NodeShutdown", "Shutdown", "Terminated", "RemovingNode", "DeletingNode"),
     }
 )
-_EVICTED: Final = frozenset({"Evicted", "TerminationByKubelet"})
+_EVICTED: Final = frozenset(
+    {
+        *("Evicted", "TerminationByKubelet"),
+        # Refused by the kubelet when it came to its node, as after a restart: pkg/kubelet/lifecycle and cm/admission.
+        *("UnexpectedAdmissionError", "NodeAffinity", "NodePorts", "TopologyAffinityError", "AdmissionFailed"),
+    }
+)
+_NO_ROOM_PREFIX: Final = "OutOf"  # and a resource: OutOfcpu, OutOfnvidia.com/gpu
 _MEMORY: Final = frozenset({"OOMKilled"})
 _LAUNCH: Final = frozenset(
     {
@@ -209,7 +216,7 @@ def _find_by_pod(report: TerminationReport, code: int | None, number: int) -> Te
         return TerminationVerdict(TerminationCause.PREEMPTED, f"the pod's status says {min(found)}")
     if found := status & _NODE_LOST:
         return TerminationVerdict(TerminationCause.NODE_LOST, f"the pod's status says {min(found)}")
-    if found := status & _EVICTED:
+    if found := status & _EVICTED or ({report.pod_reason} if report.pod_reason.startswith(_NO_ROOM_PREFIX) else set()):
         return TerminationVerdict(TerminationCause.EVICTED, f"the pod's status says {min(found)}")
     if found := status & _LAUNCH:
         return TerminationVerdict(TerminationCause.LAUNCH_FAILED, f"the container's status says {min(found)}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
+from edl.master.scaling.termination_messages import parse_termination_message
 from edl.master.scaling.terminations import TerminationReport
 
 __all__ = ["build_termination_report", "find_main_container", "get_list", "get_mapping", "get_text", "is_node_silent"]
@@ -92,14 +93,11 @@ def build_termination_report(pod: Mapping[str, Any], events: Iterable[str] = ())
         if container.get("name") == main:
             state = get_mapping(container, "state")
     terminated, waiting = get_mapping(state, "terminated"), get_mapping(state, "waiting")
-    agent = _read_agent_message(get_text(terminated, "message"))
-    signal = terminated.get("signal")
-    kills = agent.get("oom_kills")
-    return TerminationReport(
-        exit_code=_read_int(terminated.get("exitCode")),
-        signal=_read_int(signal) or 0,
-        oom_kills=kills if isinstance(kills, int) and not isinstance(kills, bool) and kills >= 0 else None,
-        agent_cause=get_text(agent, "cause"),
+    agent = parse_termination_message(get_text(terminated, "message"))
+    return replace(
+        agent,
+        exit_code=_read_int(terminated.get("exitCode")),  # as the kubelet saw it: the agent may have been killed after
+        signal=_read_int(terminated.get("signal")) or 0,
         pod_phase=get_text(status, "phase"),
         pod_reason=get_text(status, "reason"),
         container_reason=get_text(terminated, "reason") or get_text(waiting, "reason"),
@@ -110,18 +108,9 @@ def build_termination_report(pod: Mapping[str, Any], events: Iterable[str] = ())
         ),
         events=tuple(events),
         node_ready=False if is_node_silent(pod) else None,
-        message=get_text(agent, "message") or get_text(waiting, "message") or get_text(status, "message"),
+        message=(agent.message or get_text(waiting, "message") or get_text(status, "message"))[-_MAX_MESSAGE_CHARS:],
     )
 
 
 def _read_int(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _read_agent_message(text: str) -> Mapping[str, Any]:
-    """Return what `edl run` wrote to the termination log; another program's text is the message as it is."""
-    try:
-        read = json.loads(text)
-    except (ValueError, RecursionError):
-        read = None
-    return read if isinstance(read, dict) else {"message": text.strip()[-_MAX_MESSAGE_CHARS:]}

@@ -24,6 +24,8 @@ POD_ADDRESS: Final = "$(EDL_POD_IP)"
 """In a member's `args`: the pod's own address, which the kubelet puts in place."""
 DEFAULT_COMMAND: Final = ("edl",)
 TERMINATION_LOG: Final = "/dev/termination-log"
+MEMBER_ACCOUNT: Final = "edl-member"
+"""The service account of members, which the chart makes with the rights that `kubernetes://` needs."""
 UNREACHABLE_S: Final = 30
 """A pod leaves a node that does not answer after so long, not after Kubernetes' 300 s: a job waits for it meanwhile.
 With much less, a kubelet that is restarted loses its pods."""
@@ -82,6 +84,7 @@ def build_member_pod(owner: MemberOwner, launch: MemberLaunch) -> Object:
     _set_main_container(main, launch, {"EDL_DISCOVERY": owner.store, **launch.env})
     _add_volumes(spec, main)
     _add_security_defaults(spec, main)
+    _add_service_account(spec, owner)
     _add_tolerations(spec)
     _multiply_memory(main, launch.memory_factor)
     _exclude_nodes(spec, launch.excluded_nodes)
@@ -160,6 +163,15 @@ def _add_security_defaults(spec: dict[str, Any], main: dict[str, Any]) -> None:
         spec["securityContext"] = {"seccompProfile": {"type": "RuntimeDefault"}}
     if not main.get("securityContext"):
         main["securityContext"] = {"allowPrivilegeEscalation": False}
+
+
+def _add_service_account(spec: dict[str, Any], owner: MemberOwner) -> None:
+    """Give members the rights of discovery where that is Kubernetes itself, and else no access to the API at all."""
+    if owner.store.startswith("kubernetes:"):
+        if not spec.get("serviceAccountName"):
+            spec["serviceAccountName"] = MEMBER_ACCOUNT
+    elif "serviceAccountName" not in spec:
+        spec.setdefault("automountServiceAccountToken", False)
 
 
 def _add_tolerations(spec: dict[str, Any]) -> None:

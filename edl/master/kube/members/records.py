@@ -53,6 +53,7 @@ class MemberEnd:
         node: on which it was.
         time_s: when it ended or was found gone, Unix time.
         progress: the owner's progress then, in percent; None if unknown.
+        displaced: its place is taken or lost: a successor needs another.
     """
 
     try_number: int
@@ -64,6 +65,7 @@ class MemberEnd:
     node: str = ""
     time_s: float = 0.0
     progress: int | None = None
+    displaced: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,12 @@ class MemberRecord:
             pod: of this member.
         """
         return pod.try_number < self.try_number
+
+    @property
+    def replaces(self) -> bool:
+        """Whether the pod of this try takes the place of a pod that has just ended, and was not yet seen."""
+        end = self.last_end
+        return end is not None and end.try_number == self.try_number - 1 and not self.uid and not end.displaced
 
     def can_start(self, now_s: float) -> bool:
         """Whether the pod of this try may be made.
@@ -193,6 +201,7 @@ def _read_end(value: Mapping[str, Any]) -> MemberEnd | None:
         node=get_text(value, "node"),
         time_s=read_time(value.get("time")) or 0.0,
         progress=_read_count(value.get("progress")),
+        displaced=value.get("displaced") is True,
     )
 
 
@@ -225,6 +234,8 @@ def _format_end(end: MemberEnd) -> dict[str, Any]:
         written["exitCode"] = end.exit_code
     if end.progress is not None:
         written["progress"] = end.progress
+    if end.displaced:
+        written["displaced"] = True
     return written
 
 

@@ -39,6 +39,8 @@ FAULTY_EXCLUSION_S: Final = 86_400.0
 """From a node whose GPU is broken, a day: it is repaired by people."""
 _MOST_EXCLUDED: Final = 8
 """Nodes that a member keeps away from, the last ones; with more, a small cluster has no node left."""
+_TAKEN: Final = frozenset({"PreemptionByScheduler", "Preempted", "Preempting"})
+"""Reasons by which the scheduler and the kubelet say that another pod has a pod's place."""
 _ROOM_PATIENCE_S: Final = 60.0
 """A pod that no node takes for so long is made again with fewer nodes left out."""
 
@@ -93,7 +95,7 @@ def find_end(record: MemberRecord, pod: MemberPod | None, now_s: float) -> Termi
         return None
     if pod is None:
         # Seen before, and gone without a trace: deleted by force, or by the control plane when its node was removed.
-        return TerminationReport(events=("Preempted",)) if record.uid else None
+        return TerminationReport() if record.uid else None
     if not pod.live:
         return pod.termination
     if pod.waiting and now_s - pod.created_s >= LAUNCH_PATIENCE_S:
@@ -136,6 +138,7 @@ def record_end(
         node=pod.node if pod else "",
         time_s=(pod.finished_s if pod else None) or now_s,
         progress=progress,
+        displaced=_is_displaced(verdict, report),
     )
     if verdict.cause is not TerminationCause.SUCCEEDED:
         failures[verdict.cause.value] = count
@@ -180,6 +183,13 @@ def _find_cause(report: TerminationReport, pod: MemberPod | None) -> Termination
         # Counted as soon as it is asked to end, so that its successor need not wait for it.
         return TerminationVerdict(TerminationCause.PREEMPTED, "it was asked to leave: its pod is being deleted")
     return verdict
+
+
+def _is_displaced(verdict: TerminationVerdict, report: TerminationReport) -> bool:
+    if verdict.cause in (TerminationCause.EVICTED, TerminationCause.NODE_LOST):
+        return True
+    reasons = {report.pod_reason, report.container_reason, *report.conditions, *report.events}
+    return verdict.cause is TerminationCause.PREEMPTED and bool(reasons & _TAKEN)
 
 
 def _has_progressed(record: MemberRecord, pod: MemberPod | None, now_s: float, progress: int | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -143,3 +144,12 @@ def test_named_container_among_others() -> None:
     assert (main["command"], main["args"]) == (["python", "-m", "edl"], ["run", "train.py"])
     alone = build(job, resources={"requests": {"cpu": "100m"}})["spec"]["containers"]
     assert [(item["name"], item["resources"]) for item in alone] == [("edl", {"requests": {"cpu": "100m"}})]
+
+
+def test_service_account() -> None:
+    spec = build(build_job())["spec"]
+    assert (spec.get("serviceAccountName"), spec["automountServiceAccountToken"]) == (None, False)
+    named = build(build_job(spec={"serviceAccountName": "mine"}))["spec"]
+    assert (named["serviceAccountName"], "automountServiceAccountToken" in named) == ("mine", False)
+    in_cluster = replace(build_job(), store="kubernetes://ns")
+    assert build(in_cluster)["spec"]["serviceAccountName"] == "edl-member"

@@ -94,6 +94,23 @@ def test_deleted_pod_does_not_block() -> None:
     assert outcome.record.can_start(NOW)
 
 
+@pytest.mark.parametrize(
+    ("report", "replaces"),
+    [
+        (TerminationReport(exit_code=143), True),
+        (TerminationReport(exit_code=143, events=("Preempted",)), False),
+        (TerminationReport(pod_reason="NodeLost"), False),
+        (OOM, True),
+    ],
+)
+def test_place_of_a_pod_that_ended(report: TerminationReport, replaces: bool) -> None:
+    record = end(MemberRecord(), report).record
+    assert record.replaces is replaces
+    assert read_member_records({"members": format_member_records({"a": record})})["a"].replaces is replaces
+    assert not record.adopt(build_member(report, 1)).replaces, "it was made"
+    assert not record.release().replaces
+
+
 def test_image_that_cannot_be_had() -> None:
     report = TerminationReport(container_reason="ImagePullBackOff", message="pull access denied")
     pod = build_member(report, finished=False, waiting="ImagePullBackOff", created_s=NOW)

@@ -26,7 +26,15 @@ from edl.master.scaling.terminations import (
     find_termination_cause,
 )
 
-__all__ = ["LAUNCH_PATIENCE_S", "POD_RELAUNCH_TABLE", "MemberOutcome", "find_end", "record_end", "relax_exclusions"]
+__all__ = [
+    "LAUNCH_PATIENCE_S",
+    "POD_RELAUNCH_TABLE",
+    "ROOM_PATIENCE_S",
+    "MemberOutcome",
+    "find_end",
+    "record_end",
+    "relax_exclusions",
+]
 
 LAUNCH_PATIENCE_S: Final = 120.0
 """A container that cannot be started, for want of its image or a volume, counts as ended after so long: the kubelet has
@@ -41,7 +49,7 @@ _MOST_EXCLUDED: Final = 8
 """Nodes that a member keeps away from, the last ones; with more, a small cluster has no node left."""
 _TAKEN: Final = frozenset({"PreemptionByScheduler", "Preempted", "Preempting"})
 """Reasons by which the scheduler and the kubelet say that another pod has a pod's place."""
-_ROOM_PATIENCE_S: Final = 60.0
+ROOM_PATIENCE_S: Final = 60.0
 """A pod that no node takes for so long is made again with fewer nodes left out."""
 
 
@@ -167,7 +175,7 @@ def relax_exclusions(record: MemberRecord, pod: MemberPod | None, now_s: float) 
         now_s: the time.
     """
     left = tuple(item for item in record.excluded_nodes if item.until_s > now_s)
-    stuck = pod is not None and pod.pending and bool(pod.unschedulable) and now_s - pod.created_s >= _ROOM_PATIENCE_S
+    stuck = pod is not None and pod.pending and bool(pod.unschedulable) and now_s - pod.created_s >= ROOM_PATIENCE_S
     if stuck and record.excluded_nodes:
         faulty = tuple(item for item in left if item.cause == TerminationCause.HARDWARE.value)
         if faulty != record.excluded_nodes:

@@ -1,0 +1,12 @@
+"""ElasticJobs: which workers come and go, what their pods run, and what a job's status says. Pure functions.
+
+A job starts with its minimum at once and grows by the room that appears; it ends when a worker has done all there is to
+do, or with an error that does not pass by itself. What does not belong here: how many workers are useful
+(`edl.master.scaling`), what is idle (`edl.master.kube.capacity`), and calls of the API (`edl.master.kube.operator`).
+"""
+
+from edl.master.kube.jobs.gangs import shares_cluster
+from edl.master.kube.jobs.planner import plan_job
+from edl.master.kube.jobs.reasons import CONDITION_REASONS, EVENT_REASONS
+
+__all__ = ["CONDITION_REASONS", "EVENT_REASONS", "plan_job", "shares_cluster"]

@@ -1,0 +1,66 @@
+"""What the pods of a job run: workers `edl run`, a master `edl master`."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from edl.master.kube.jobs.gangs import build_gang_labels
+from edl.master.kube.members import MemberLaunch, MemberRecord
+from edl.master.kube.members.pod_template import POD_ADDRESS
+from edl.master.kube.resources import ElasticJob
+
+__all__ = ["MASTER", "WORKER", "build_master_launch", "build_worker_launch"]
+
+WORKER: Final = "worker"
+MASTER: Final = "master"
+_SAVING_SHARE: Final = 0.8
+"""Of a pod's grace period, what workers have to end: with all of it, the agent could not say why it ended."""
+_MASTER_RESOURCES: Final[dict[str, Any]] = {"requests": {"cpu": "100m", "memory": "256Mi"}}
+"""A master holds the state of shards, not data: with the workers' resources it would take a GPU."""
+
+
+def build_worker_launch(job: ElasticJob, index: int, record: MemberRecord) -> MemberLaunch:
+    """Return what a worker's pod runs; options in `spec.run` come last, so that they win.
+
+    Args:
+        job: of the worker.
+        index: of the worker.
+        record: of the worker.
+    """
+    args = ["run", "--rdzv-id", job.job_id, "--store", job.store, "--nnodes", f"{job.min_replicas}:{job.max_replicas}"]
+    args += ["--local-addr", POD_ADDRESS, "--leave-on-oom"]
+    args += ["--grace-period", str(max(1, int(job.grace_period_s * _SAVING_SHARE)))]
+    args += ["--checkpoint", job.checkpoint] if job.checkpoint else []
+    labels, annotations = build_gang_labels(job, index)
+    return MemberLaunch(
+        role=WORKER,
+        index=index,
+        try_number=record.try_number,
+        args=[*args, *job.run],
+        labels=labels,
+        annotations=annotations,
+        memory_factor=record.memory_factor,
+        excluded_nodes=[item.node for item in record.excluded_nodes],
+    )
+
+
+def build_master_launch(job: ElasticJob, record: MemberRecord) -> MemberLaunch:
+    """Return what the master's pod runs. Its journal is in the store, so that its successor goes on anywhere.
+
+    Args:
+        job: of the master.
+        record: of the master.
+    """
+    args = ["master", job.job_id, "--store", job.store, "--journal", "store:", "--host", POD_ADDRESS]
+    labels, annotations = build_gang_labels(job, None)
+    return MemberLaunch(
+        role=MASTER,
+        index=0,
+        try_number=record.try_number,
+        args=[*args, *job.master.args],
+        labels=labels,
+        annotations=annotations,
+        memory_factor=record.memory_factor,
+        excluded_nodes=[item.node for item in record.excluded_nodes],
+        resources=_MASTER_RESOURCES,
+    )

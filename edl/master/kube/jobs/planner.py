@@ -1,0 +1,324 @@
+"""`plan_job`: what is to be done about an ElasticJob, from what is known of it at one moment. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from edl.kube.objects import Object
+from edl.kube.resource_types import POD_DISRUPTION_BUDGETS, ResourceType
+from edl.master.kube.jobs.disruption import build_disruption_budget, build_disruption_budget_name
+from edl.master.kube.jobs.gangs import build_pod_group
+from edl.master.kube.jobs.job_end import JobFailure, find_failure, find_success_s, has_given_up_shards
+from edl.master.kube.jobs.job_status import (
+    JobView,
+    get_started_s,
+    is_finished,
+    write_finished_status,
+    write_job_status,
+)
+from edl.master.kube.jobs.launches import MASTER, WORKER, build_master_launch, build_worker_launch
+from edl.master.kube.jobs.sizing import Sizing, size_workers
+from edl.master.kube.members import MemberPod, MemberRecord, build_member_pod, read_member_records
+from edl.master.kube.members.pod_template import has_memory_quantity
+from edl.master.kube.members.records import read_time
+from edl.master.kube.members.relaunching import LAUNCH_PATIENCE_S, ROOM_PATIENCE_S, MemberOutcome
+from edl.master.kube.members.review import MemberReview, list_superseded, review_members
+from edl.master.kube.observation import OwnerObservation
+from edl.master.kube.plan import EventNote, Plan, PodDeletion
+from edl.master.kube.resources import ElasticJob
+from edl.master.scaling.terminations import TerminationCause
+
+__all__ = ["plan_job"]
+
+_ENDING_S: Final = 60.0
+"""After a worker has ended the job, the others have so long to end by themselves, or their grace period if that is
+longer: their last states are stored in that time."""
+_MOST_NOTES: Final = 5
+"""Ends of members that have an event each; more at once have a single one."""
+_SOON_S: Final = 0.5
+"""The least time after which a plan asks to be looked at again: times in statuses have whole seconds."""
+
+
+@dataclass
+class _Draft:
+    """A plan that is being made."""
+
+    job: ElasticJob
+    observation: OwnerObservation
+    review: MemberReview
+    records: dict[str, MemberRecord]
+    events: list[EventNote] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def note(self, reason: str, message: str, pod: str = "", warning: bool = False) -> None:
+        self.events.append(EventNote("Warning" if warning else "Normal", reason, message, pod))
+
+    def release(self, pod: MemberPod, reason: str) -> None:
+        """Let a pod go by the job's own will: another try has its place, so that it is deleted whoever looks next."""
+        if not self.records[pod.key].is_superseded(pod):
+            self.records[pod.key] = self.records[pod.key].release()
+        self.reasons[pod.name] = reason
+
+    def list_deletions(self, pods: tuple[MemberPod, ...]) -> tuple[PodDeletion, ...]:
+        return tuple(
+            PodDeletion(pod.name, pod.uid, None, self.reasons.get(pod.name, "its end is recorded")) for pod in pods
+        )
+
+    def get_requeue_s(self) -> float | None:
+        now_s = self.observation.now_s
+        times = [time_s for time_s in self.times if time_s > now_s]
+        return max(_SOON_S, min(times) - now_s) if times else None
+
+
+def plan_job(job: ElasticJob, observation: OwnerObservation) -> Plan:
+    """Decide what is to be done about a job. At rest nothing is, and the status is as it was.
+
+    Args:
+        job: the resource, with its status.
+        observation: what is known of it, with a live list of its pods.
+
+    Returns:
+        The plan; its status is the whole status.
+    """
+    if job.deleting:
+        return Plan(status=dict(job.status))  # pods go with their owner
+    if is_finished(job):
+        return _plan_finished(job, observation)
+    progress = observation.progress.percentage if observation.progress is not None else None
+    review = review_members(read_member_records(job.status), observation.pods, observation.now_s, progress)
+    draft = _Draft(job, observation, review, dict(review.records))
+    _note_outcomes(draft)
+    if success := find_success_s(draft.records, observation.pods, observation.now_s):
+        return _plan_ending(draft, *success)
+    messages = {key: outcome.message for key, outcome in review.outcomes.items()}
+    failure = find_failure(job, draft.records, messages, get_started_s(job), observation.now_s)
+    if failure is not None:
+        return _plan_failed(draft, failure)
+    if job.suspend:
+        return _plan_suspended(draft)
+    return _plan_running(draft)
+
+
+def _plan_running(draft: _Draft) -> Plan:
+    job, observation = draft.job, draft.observation
+    create: list[Object] = []
+    if job.master.enabled:
+        create += _make_master(draft)
+    elif f"{MASTER}-0" in draft.review.current:
+        draft.release(draft.review.current[f"{MASTER}-0"], "the job has no master any more")
+    sizing = size_workers(job, observation, draft.records, draft.review.current, _build_fit_count(draft))
+    draft.records = dict(sizing.records)
+    for key in (*sizing.shrunk, *sizing.homeless):
+        reason = "fewer workers are wanted" if key in sizing.shrunk else "no node takes it"
+        draft.reasons[draft.review.current[key].name] = reason
+    for index in sizing.create:
+        record = draft.records.setdefault(f"{WORKER}-{index}", MemberRecord())
+        create.append(build_member_pod(job, build_worker_launch(job, index, record)))
+    workers = tuple(draft.review.current[key] for key in sorted(sizing.kept, key=_sort_key))
+    view = JobView(
+        records=draft.records,
+        workers=workers,
+        target=sizing.target,
+        creating=len(sizing.create),
+        waiting=sizing.waiting,
+    )
+    _note_changes(draft, sizing, len(workers))
+    if sizing.look_again_s is not None:
+        draft.times.append(sizing.look_again_s)
+    draft.times += [pod.created_s + LAUNCH_PATIENCE_S for pod in workers if pod.waiting]
+    draft.times += [
+        pod.created_s + ROOM_PATIENCE_S for pod in workers if pod.pending and draft.records[pod.key].excluded_nodes
+    ]
+    if job.active_deadline_s is not None:
+        draft.times.append((get_started_s(job) or observation.now_s) + job.active_deadline_s)
+    group = build_pod_group(job)
+    return Plan(
+        status=write_job_status(job, observation, view),
+        delete=draft.list_deletions(list_superseded(draft.records, observation.pods)),
+        apply=(build_disruption_budget(job), *((group,) if group is not None else ())),
+        create=tuple(create),
+        events=tuple(draft.events),
+        requeue_s=draft.get_requeue_s(),
+    )
+
+
+def _make_master(draft: _Draft) -> list[Object]:
+    """Return the master's pod if it is to be made now: it is replaced as soon as it dies."""
+    key, now_s = f"{MASTER}-0", draft.observation.now_s
+    record = draft.records.setdefault(key, MemberRecord())
+    if key in draft.review.current or record.ended:
+        return []
+    if not record.can_start(now_s):
+        draft.times.append(record.not_before_s or now_s)
+        return []
+    return [build_member_pod(draft.job, build_master_launch(draft.job, record))]
+
+
+def _build_fit_count(draft: _Draft) -> Callable[[int], int | None]:
+    """Return the function that says how many pods of a worker fit."""
+
+    def count_fitting(index: int) -> int | None:
+        capacity = draft.observation.capacity
+        if capacity is None:
+            return None
+        record = draft.records.get(f"{WORKER}-{index}", MemberRecord())
+        pod = build_member_pod(draft.job, build_worker_launch(draft.job, index, record))
+        try:
+            return capacity.count_fitting(pod)
+        except ValueError:
+            return 1  # a quantity that is none: the API server refuses the pod in its own words
+
+    return count_fitting
+
+
+def _plan_ending(draft: _Draft, winner: str, success_s: float) -> Plan:
+    """Wait for the workers that run, let the others go, and end well."""
+    job, observation = draft.job, draft.observation
+    end_s = success_s + max(_ENDING_S, float(job.grace_period_s))
+    late = observation.now_s >= end_s
+    left: list[MemberPod] = []
+    for key, pod in draft.review.current.items():
+        if pod.role == WORKER and pod.started_s is not None and not pod.node_silent and not late:
+            left.append(pod)
+        elif pod.role == WORKER:
+            draft.release(draft.review.current[key], "the job has ended")
+    draft.times.append(end_s)
+    ending = f"{winner} has ended the job; {len(left)} others end" if left else ""
+    workers = tuple(sorted(left, key=lambda pod: pod.index))
+    target = max(1, len(workers))
+    view = JobView(draft.records, workers, target, ending=ending, succeeded="" if left else winner)
+    if not left:
+        draft.note("Succeeded", f"{winner} has ended the job")
+    return _build_last_plan(draft, write_job_status(job, observation, view), bool(left))
+
+
+def _plan_failed(draft: _Draft, failure: JobFailure) -> Plan:
+    view = JobView(draft.records, failure=failure)
+    draft.note("Failed", failure.message, warning=True)
+    return _build_last_plan(draft, write_job_status(draft.job, draft.observation, view), False)
+
+
+def _plan_suspended(draft: _Draft) -> Plan:
+    """Let all pods go; what is remembered of members stays."""
+    job, observation = draft.job, draft.observation
+    for pod in draft.review.current.values():
+        draft.release(pod, "the job is suspended")
+    if job.status.get("phase") != "Suspended":
+        draft.note("Suspended", f"spec.suspend is true: {len(draft.review.current)} pods are let go")
+    status = write_job_status(job, observation, JobView(draft.records, suspended=True))
+    return _build_last_plan(draft, status, False)
+
+
+def _build_last_plan(draft: _Draft, status: Object, running: bool) -> Plan:
+    """Return the plan of a job that makes no pods: those that are live and not waited for are deleted."""
+    job, pods = draft.job, draft.observation.pods
+    going = {pod.name for pod in list_superseded(draft.records, pods)}
+    if not running:
+        going |= {pod.name for pod in pods if pod.live}
+    kept = _keep_ended(pods, draft.records)
+    return Plan(
+        status=status,
+        delete=draft.list_deletions(tuple(pod for pod in pods if pod.name in going - kept)),
+        remove=() if running else _list_removals(job),
+        events=tuple(draft.events),
+        requeue_s=_get_ttl_s(job, status, draft.observation.now_s) if not running else draft.get_requeue_s(),
+    )
+
+
+def _keep_ended(pods: tuple[MemberPod, ...], records: Mapping[str, MemberRecord]) -> set[str]:
+    """Return the names of ended pods that stay, for their logs: of members that ended for good."""
+    return {
+        pod.name
+        for pod in pods
+        if pod.finished and (pod.termination.exit_code == 0 or (pod.key in records and records[pod.key].ended))
+    }
+
+
+def _plan_finished(job: ElasticJob, observation: OwnerObservation) -> Plan:
+    """Delete what still runs of a job that has ended before, and the job itself when its time is over."""
+    live = tuple(pod for pod in observation.pods if pod.live)
+    status = write_finished_status(job, sum(pod.role == WORKER for pod in live))
+    requeue_s = _get_ttl_s(job, status, observation.now_s)
+    return Plan(
+        status=status,
+        delete=tuple(PodDeletion(pod.name, pod.uid, None, "the job has ended") for pod in live),
+        remove=_list_removals(job),
+        delete_owner=requeue_s is not None and requeue_s <= 0,
+        requeue_s=None if requeue_s is None else max(_SOON_S, requeue_s),
+    )
+
+
+def _get_ttl_s(job: ElasticJob, status: Mapping[str, object], now_s: float) -> float | None:
+    """Return in how many seconds a job that has ended is deleted; None for never."""
+    completed_s = read_time(status.get("completionTime"))
+    if job.ttl_seconds_after_finished is None or completed_s is None:
+        return None
+    return completed_s + job.ttl_seconds_after_finished - now_s
+
+
+def _list_removals(job: ElasticJob) -> tuple[tuple[ResourceType, str], ...]:
+    group = build_pod_group(job)
+    removals = [(POD_DISRUPTION_BUDGETS, build_disruption_budget_name(job))]
+    if group is not None:
+        removals.append((group[0], group[1]["metadata"]["name"]))
+    return tuple(removals)
+
+
+def _sort_key(key: str) -> tuple[str, int]:
+    role, _, index = key.rpartition("-")
+    return role, int(index)
+
+
+def _note_outcomes(draft: _Draft) -> None:
+    """Note each end that was counted, or of many at once how many there were of which cause."""
+    outcomes = draft.review.outcomes
+    workers = {key: outcome for key, outcome in outcomes.items() if key.startswith(f"{WORKER}-")}
+    if len(workers) > _MOST_NOTES:
+        causes = Counter(outcome.verdict.cause.value.replace("_", " ") for outcome in workers.values())
+        text = ", ".join(f"{count} {cause}" for cause, count in sorted(causes.items()))
+        draft.note("WorkerEnded", f"{len(workers)} workers ended: {text}", warning=True)
+        workers = {}
+    for key, outcome in workers.items():
+        _note_outcome(draft, "WorkerEnded", key, outcome)
+    for key, outcome in outcomes.items():
+        if key.startswith(f"{MASTER}-") and has_given_up_shards(outcome.end, key):
+            draft.note("ShardsGivenUp", "shards were given up: `edl status` shows which, and why", warning=True)
+        elif key.startswith(f"{MASTER}-"):
+            _note_outcome(draft, "MasterEnded", key, outcome)
+    out_of_memory = any(outcome.verdict.cause is TerminationCause.OUT_OF_MEMORY for outcome in outcomes.values())
+    if out_of_memory and not has_memory_quantity(draft.job):
+        text = "spec.template sets no memory for its container: set resources.limits.memory, which is then raised"
+        draft.note("MemoryNotSet", text, warning=True)
+
+
+def _note_outcome(draft: _Draft, reason: str, key: str, outcome: MemberOutcome) -> None:
+    end, cause = outcome.end, outcome.verdict.cause
+    where = f" on {end.node}" if end.node else ""
+    what = f"{key}{where}: {cause.value.replace('_', ' ')} ({end.evidence}): {outcome.decision.action.value}"
+    if outcome.decision.delay_s:
+        what += f" after {outcome.decision.delay_s:.0f} s"
+    draft.note(reason, what, end.pod, warning=cause is not TerminationCause.SUCCEEDED)
+
+
+def _note_changes(draft: _Draft, sizing: Sizing, kept: int) -> None:
+    """Note what a person sees of the plan: workers that come and go."""
+    job, status = draft.job, draft.job.status
+    if job.scaling == "auto" and job.replicas is not None and status.get("observedGeneration") != job.generation:
+        draft.note("ScaleIgnored", f"spec.replicas is {job.replicas}, but spec.scaling is auto", warning=True)
+    grown = [index for index in sizing.create if not draft.records[f"{WORKER}-{index}"].replaces]
+    if status.get("phase") == "Suspended":
+        draft.note("Resumed", "spec.suspend is false again")
+        grown = []
+    elif get_started_s(job) is None:
+        draft.note("Started", f"{len(sizing.create)} workers are made; {sizing.target} are wanted")
+        grown = []
+    if grown:
+        draft.note("Growing", f"{kept} workers, and {len(grown)} are made; {sizing.target} are wanted")
+    if sizing.shrunk:
+        draft.note("Shrinking", f"{len(sizing.shrunk)} workers are let go; {sizing.target} are wanted")
+    for key in sizing.homeless:
+        draft.note("NoRoom", f"no node takes {key}: it is let go, and tried again later")

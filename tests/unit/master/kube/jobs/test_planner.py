@@ -1,0 +1,347 @@
+"""plan_job on a simulated cluster: what a job does when this and that happens to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from edl.master.kube.observation import WorkProgress
+from tests.unit.master.kube.jobs.simulated_cluster import SimulatedCluster
+
+
+def build_running(**spec: Any) -> SimulatedCluster:
+    """Return a cluster whose job runs with all the workers it can have."""
+    cluster = SimulatedCluster(**spec)
+    cluster.settle()
+    return cluster
+
+
+def get_record(cluster: SimulatedCluster, key: str = "worker-0") -> dict[str, Any]:
+    record = cluster.status["members"][key]
+    assert isinstance(record, dict)
+    return record
+
+
+def test_minimum_starts_at_once() -> None:
+    cluster = SimulatedCluster(minReplicas=3, maxReplicas=8)
+    plan = cluster.reconcile()
+    assert len(plan.create) == 3, "no more before these have nodes"
+    args = plan.create[0]["spec"]["containers"][0]["args"]
+    assert args[:3] == ["run", "--rdzv-id", "job-01234567"]
+    assert args[args.index("--nnodes") + 1] == "3:8"
+    assert args[-1] == "train.py"
+    assert cluster.status["phase"] == "Pending"
+    assert cluster.find_condition("Scheduled")["reason"] == "WaitingForNode"
+    assert cluster.events == ["Started"]
+
+
+def test_grows_by_single_workers() -> None:
+    cluster = SimulatedCluster(minReplicas=1, maxReplicas=8)
+    for count in (1, 2, 3, 4, 5):
+        cluster.reconcile()
+        assert len(cluster.list_live()) == count
+        cluster.schedule()
+    assert len(cluster.list_running()) == 4, "as many as there is room for"
+    cluster.now_s += 21
+    plan = cluster.reconcile()
+    assert len(plan.delete) == 1
+    assert len(cluster.list_live()) == 4
+    assert cluster.events[-1] == "NoRoom"
+    assert plan.requeue_s is not None
+    assert plan.requeue_s >= 20
+    condition = cluster.find_condition("Scheduled")
+    assert (condition["status"], condition["reason"]) == ("True", "MinimumScheduled")
+
+
+def test_probes_back_off_and_grow_later() -> None:
+    cluster = build_running(minReplicas=1, maxReplicas=8)
+    made = cluster.made
+    cluster.settle(20)
+    assert cluster.made - made <= 20
+    cluster.nodes["node3"] = 4
+    cluster.settle()
+    assert len(cluster.list_running()) == 8
+
+
+def test_thirty_come_back_in_one_round() -> None:
+    cluster = SimulatedCluster(minReplicas=2, maxReplicas=30)
+    cluster.nodes["node1"] = 40
+    cluster.settle(80)
+    assert len(cluster.list_running()) == 30
+    for name in cluster.list_running():
+        cluster.ask_to_end(name)
+    plan = cluster.reconcile()
+    assert len(plan.create) == 30
+    assert [note.reason for note in plan.events] == ["WorkerEnded"]
+    assert "30 workers" in plan.events[0].message
+
+
+def test_more_memory_after_a_kill() -> None:
+    cluster = build_running()
+    cluster.end("job-worker-0-0", 137, "OOMKilled")
+    plan = cluster.reconcile()
+    limits = plan.create[0]["spec"]["containers"][0]["resources"]["limits"]
+    assert limits == {"memory": "1536Mi"}
+    assert [deletion.name for deletion in plan.delete] == ["job-worker-0-0"]
+    assert get_record(cluster)["failures"] == {"out_of_memory": 1}
+    for number in (1, 2, 3):
+        cluster.schedule()
+        cluster.end(f"job-worker-0-{number}", 137, "OOMKilled")
+        cluster.reconcile()
+    assert cluster.find_condition("Failed")["reason"] == "OutOfMemory"
+    assert cluster.status["phase"] == "Failed"
+
+
+def test_bug_in_the_script_stops_the_job() -> None:
+    cluster = build_running(minReplicas=2, maxReplicas=2)
+    text = '{"cause": "error", "exit_code": 1, "oom_kills": 0, "message": "Traceback:\\n  x\\nValueError: no data"}'
+    cluster.end("job-worker-1-0", 1, message=text)
+    plan = cluster.reconcile()
+    assert cluster.status["phase"] == "Failed"
+    condition = cluster.find_condition("Failed")
+    assert (condition["status"], condition["reason"]) == ("True", "UserError")
+    assert "ValueError: no data" in condition["message"]
+    assert cluster.status["message"] == "worker-1: ValueError: no data"
+    assert [note.reason for note in plan.events] == ["WorkerEnded", "Failed"]
+    assert "ValueError" in plan.events[1].message
+    assert [deletion.name for deletion in plan.delete] == ["job-worker-0-0"], "the failed pod stays for its logs"
+    cluster.settle()
+    assert list(cluster.pods) == ["job-worker-1-0"]
+    assert cluster.reconcile().create == ()
+
+
+def test_error_of_the_script_before_others() -> None:
+    """A worker that lost its peers, of whom the first raised, is not what the job failed of."""
+    cluster = build_running(minReplicas=2, maxReplicas=2)
+    cluster.end("job-worker-0-0", 1, message='{"cause": "contact", "message": "peer lost"}')
+    cluster.end("job-worker-1-0", 1, message='{"cause": "error", "message": "KeyError: 3"}')
+    cluster.reconcile()
+    assert cluster.status["message"] == "worker-1: KeyError: 3"
+
+
+def test_success_waits_for_the_others() -> None:
+    cluster = build_running(minReplicas=2, maxReplicas=3)
+    cluster.progress = WorkProgress(percentage=99)
+    cluster.end("job-worker-0-0", 0)
+    plan = cluster.reconcile()
+    assert plan.create == plan.delete == ()
+    assert cluster.status["phase"] == "Running"
+    assert cluster.find_condition("Running")["reason"] == "Ending"
+    cluster.end("job-worker-1-0", 0)
+    cluster.end("job-worker-2-0", 143)
+    plan = cluster.reconcile()
+    assert cluster.status["phase"] == "Succeeded"
+    assert cluster.status["progressPercentage"] == 100
+    assert plan.events[-1].reason == "Succeeded"
+    assert plan.create == ()
+
+
+def test_success_does_not_wait_for_ever() -> None:
+    cluster = build_running(minReplicas=2, maxReplicas=2)
+    cluster.end("job-worker-0-0", 0)
+    assert cluster.reconcile().requeue_s == pytest.approx(60, abs=1)
+    cluster.now_s += 61
+    cluster.reconcile()
+    assert cluster.status["phase"] == "Succeeded"
+    assert cluster.list_live() == []
+
+
+def test_preempted_worker_did_the_last_step() -> None:
+    cluster = build_running()
+    cluster.ask_to_end("job-worker-0-0")
+    pod = cluster.pods["job-worker-0-0"]
+    cluster.reconcile()
+    assert "job-worker-0-1" in cluster.pods
+    cluster.end("job-worker-0-0", 0)
+    cluster.pods["job-worker-0-0"] = pod  # the kubelet has written its end, and not yet removed it
+    cluster.reconcile()
+    assert cluster.status["phase"] == "Succeeded"
+    assert cluster.list_live() == []
+
+
+def test_suspend_and_resume() -> None:
+    cluster = build_running(minReplicas=2, maxReplicas=2)
+    cluster.end("job-worker-0-0", 137, "OOMKilled")
+    cluster.settle()
+    cluster.set_spec(suspend=True)
+    plan = cluster.reconcile()
+    assert {deletion.grace_period_s for deletion in plan.delete} == {None}, "the pod's own grace period"
+    cluster.settle()
+    assert cluster.pods == {}
+    assert (cluster.status["phase"], cluster.status["replicas"]) == ("Suspended", 0)
+    assert "startTime" not in cluster.status
+    assert get_record(cluster)["memoryFactor"] == 1.5
+    cluster.set_spec(suspend=False)
+    assert len(cluster.reconcile().create) == 2, "at once"
+    assert cluster.events[-1] == "Resumed"
+    assert set(cluster.pods) == {"job-worker-0-2", "job-worker-1-1"}, "no name is used twice"
+    assert get_record(cluster)["failures"] == {"out_of_memory": 1}
+
+
+def test_lost_node() -> None:
+    """The pod on the dead node stays, and its successor runs elsewhere."""
+    cluster = build_running(minReplicas=2, maxReplicas=2)
+    cluster.nodes = {"node1": 2, "node2": 2}
+    node = cluster.pods["job-worker-0-0"]["spec"]["nodeName"]
+    cluster.lose_node(node)
+    cluster.reconcile()
+    cluster.schedule()
+    assert len(cluster.list_running()) == 2
+    assert get_record(cluster)["lastEnd"]["cause"] == "node_lost"
+    assert "job-worker-0-0" in cluster.pods
+    cluster.return_node(node)
+    cluster.settle()
+    assert sorted(cluster.pods) == ["job-worker-0-1", "job-worker-1-1"]
+
+
+def test_shrinks_by_the_newest() -> None:
+    cluster = build_running(minReplicas=1, maxReplicas=4)
+    assert len(cluster.list_running()) == 4
+    cluster.wanted = 2
+    plan = cluster.reconcile()
+    assert [deletion.name for deletion in plan.delete] == ["job-worker-2-0", "job-worker-3-0"]
+    assert plan.events[0].reason == "Shrinking"
+    assert cluster.status["wantedReplicas"] == 2
+    cluster.settle()
+    assert len(cluster.list_live()) == 2
+
+
+def test_external_scaling() -> None:
+    cluster = build_running(minReplicas=1, maxReplicas=4, scaling="external", replicas=3)
+    assert len(cluster.list_running()) == 3
+    cluster.wanted = 1
+    cluster.reconcile()
+    assert len(cluster.list_running()) == 3, "only /scale moves it"
+    cluster.set_spec(replicas=99)
+    cluster.settle()
+    assert cluster.status["wantedReplicas"] == 4
+
+
+def test_scale_is_ignored_in_words() -> None:
+    cluster = build_running(minReplicas=1, maxReplicas=4)
+    cluster.set_spec(replicas=2)
+    cluster.settle()
+    assert cluster.events.count("ScaleIgnored") == 1
+    assert len(cluster.list_running()) == 4
+
+
+def test_store_that_is_away_changes_nothing() -> None:
+    cluster = SimulatedCluster(minReplicas=1, maxReplicas=4)
+    cluster.stale = "the store does not answer"
+    cluster.settle()
+    assert len(cluster.list_running()) == 1
+    cluster.stale, cluster.wanted = "", 3
+    cluster.settle()
+    cluster.stale, cluster.wanted = "away again", None
+    cluster.settle()
+    assert len(cluster.list_running()) == 3
+
+
+def test_arbiter_gives_and_takes() -> None:
+    cluster = SimulatedCluster(minReplicas=1, maxReplicas=4)
+    cluster.allocation = 3
+    plan = cluster.reconcile()
+    assert len(plan.create) == 3, "what is given need not be probed for"
+    cluster.schedule()
+    cluster.allocation = 0
+    cluster.reconcile()
+    assert len(cluster.list_live()) == 1, "its minimum is left to it"
+
+
+def test_deadline() -> None:
+    cluster = SimulatedCluster(activeDeadlineSeconds=100)
+    cluster.reconcile()
+    cluster.schedule()
+    cluster.now_s += 1
+    assert cluster.reconcile().requeue_s == pytest.approx(100, abs=10)
+    cluster.now_s += 101
+    cluster.reconcile()
+    assert cluster.find_condition("Failed")["reason"] == "DeadlineExceeded"
+    assert cluster.list_live() == []
+
+
+def test_time_after_the_end() -> None:
+    cluster = build_running(ttlSecondsAfterFinished=60)
+    cluster.end("job-worker-0-0", 0)
+    cluster.reconcile()
+    plan = cluster.reconcile()
+    assert plan.requeue_s == pytest.approx(60, abs=1)
+    assert not plan.delete_owner
+    cluster.now_s += 61
+    assert cluster.reconcile().delete_owner
+
+
+def test_master_is_replaced_at_once() -> None:
+    cluster = build_running(master={"enabled": True, "args": ["--data", "range:10"]})
+    args = cluster.pods["job-master-0-0"]["spec"]["containers"][0]["args"]
+    assert args[:2] == ["master", "job-01234567"]
+    assert args[-2:] == ["--data", "range:10"]
+    assert args[args.index("--journal") + 1] == "store:", "its successor reads what it has written"
+    cluster.end("job-master-0-0", 137)
+    cluster.reconcile()
+    assert cluster.list_live("master") == ["job-master-0-1"]
+    assert cluster.status["replicas"] == 1, "a master is no worker"
+
+
+@pytest.mark.parametrize(("code", "event"), [(0, "MasterEnded"), (3, "ShardsGivenUp")])
+def test_master_that_is_done(code: int, event: str) -> None:
+    cluster = build_running(master={"enabled": True})
+    cluster.end("job-master-0-0", code)
+    cluster.settle()
+    assert event in cluster.events
+    assert cluster.list_live("master") == []
+    assert cluster.status["phase"] == "Running"
+
+
+def test_image_that_does_not_come() -> None:
+    cluster = SimulatedCluster()
+    cluster.reconcile()
+    cluster.schedule()
+    pod = cluster.pods["job-worker-0-0"]
+    waiting = {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "none"'}
+    pod["status"] |= {"phase": "Pending", "conditions": []}
+    pod["status"]["containerStatuses"] = [{"name": "w", "state": {"waiting": waiting}}]
+    plan = cluster.reconcile()
+    condition = cluster.find_condition("Running")
+    assert (condition["reason"], "ImagePullBackOff" in condition["message"]) == ("ContainerWaiting", True)
+    assert plan.requeue_s == pytest.approx(120, abs=2)
+    cluster.now_s += 121
+    cluster.reconcile()
+    assert get_record(cluster)["lastEnd"]["cause"] == "launch_failed"
+
+
+def test_progress_is_shown_and_kept() -> None:
+    cluster = build_running()
+    cluster.progress = WorkProgress(percentage=10, remaining_s=1000)
+    cluster.reconcile()
+    writes = cluster.status_writes
+    cluster.progress = WorkProgress(percentage=10, remaining_s=950)
+    cluster.reconcile()
+    assert cluster.status_writes == writes, "an estimate that is nearly the same is not worth a write"
+    cluster.progress = None
+    cluster.reconcile()
+    assert cluster.status["progressPercentage"] == 10
+    assert cluster.status["estimatedRemainingSeconds"] == 1000
+
+
+def test_disruption_budget() -> None:
+    plan = SimulatedCluster(minReplicas=3, maxReplicas=4).reconcile()
+    ((kind, budget),) = plan.apply
+    assert kind.plural == "poddisruptionbudgets"
+    assert budget["spec"]["minAvailable"] == 3
+    assert budget["spec"]["selector"]["matchLabels"]["edl.io/role"] == "worker"
+    assert "apiVersion" not in budget, "the client knows the server's"
+
+
+def test_scheduled_and_running_in_words() -> None:
+    cluster = SimulatedCluster(minReplicas=6, maxReplicas=6)
+    cluster.reconcile()
+    cluster.schedule()
+    cluster.reconcile()
+    scheduled = cluster.find_condition("Scheduled")
+    assert (scheduled["status"], scheduled["reason"]) == ("False", "Unschedulable")
+    assert "4 of the 6" in scheduled["message"]
+    assert "0/2 nodes are available" in scheduled["message"]
+    assert cluster.status["message"] == scheduled["message"]
+    assert cluster.find_condition("Running")["reason"] == "NotScheduled"

@@ -21,10 +21,14 @@ EVERYTHING = (
     "capacity.enabled=true,dashboard.enabled=true,dashboard.tokenSecret=t,dashboard.tlsSecret=s,grafana.enabled=true",
     "--set",
     "watchNamespaces={red,blue},operator.priorityClassName=high,image.pullSecrets={mine}",
+    "--set",
+    "schedulers.volcano=true,schedulers.kai=true",
     "--api-versions",
     "monitoring.coreos.com/v1/PodMonitor",
+    "--api-versions",
+    "kueue.x-k8s.io/v1beta1/WorkloadPriorityClass",
 )
-UNKNOWN = ("PodMonitor",)  # not Kubernetes' own
+UNKNOWN = ("PodMonitor", "WorkloadPriorityClass")  # not Kubernetes' own
 BOUND_VERBS = {"get", "list", "watch", "create", "update", "patch", "delete"}
 
 
@@ -133,9 +137,10 @@ def test_other_store_needs_no_leases(helm: str) -> None:
     assert not any(item["metadata"]["name"] == "edl-discovery" for item in objects)
 
 
-def test_pod_monitor_needs_its_api(helm: str) -> None:
-    assert not any(item["kind"] == "PodMonitor" for item in _objects(helm, *IMAGE))
-    assert any(item["kind"] == "PodMonitor" for item in _objects(helm, *EVERYTHING))
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_optional_kinds_need_their_api(helm: str, kind: str) -> None:
+    assert not any(item["kind"] == kind for item in _objects(helm, *IMAGE))
+    assert any(item["kind"] == kind for item in _objects(helm, *EVERYTHING))
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,11 @@ class KubeClient:
         """The official client's `Configuration`, with which other libraries reach the same server."""
         return self._connection.configuration
 
+    @property
+    def pod_namespace(self) -> str:
+        """The namespace of the pod whose service account asks; empty where a kubeconfig says who asks."""
+        return self._connection.pod_namespace
+
     def close(self) -> None:
         """Close the connections; may be called twice."""
         self._connection.close()

@@ -50,7 +50,7 @@ class _Access(NamedTuple):
 
     url: str
     namespace: str
-    source: str
+    pod_namespace: str
     api_client: Any
 
 
@@ -89,6 +89,11 @@ class Connection:
     def namespace(self) -> str:
         """Of calls that name none."""
         return self._settings.namespace or self._access.namespace or "default"
+
+    @property
+    def pod_namespace(self) -> str:
+        """The namespace of the pod whose service account asks; empty where a kubeconfig says who asks."""
+        return self._access.pod_namespace
 
     def send(
         self,
@@ -306,7 +311,7 @@ def _load_access(settings: KubeSettings) -> _Access:
     from kubernetes import client
 
     configuration = client.Configuration()
-    source, namespace = _configure(settings, configuration)
+    source, namespace, pod_namespace = _configure(settings, configuration)
     configuration.retries = False
     configuration.connection_pool_maxsize = _MOST_CONNECTIONS
     url = str(configuration.host).rstrip("/")
@@ -318,7 +323,7 @@ def _load_access(settings: KubeSettings) -> _Access:
     _keep_alive(api_client.rest_client.pool_manager)
     if not configuration.verify_ssl:
         _log_insecure(url, source)
-    return _Access(url, namespace, source, api_client)
+    return _Access(url, namespace, pod_namespace, api_client)
 
 
 def find_server(settings: KubeSettings) -> str:
@@ -334,8 +339,8 @@ def find_server(settings: KubeSettings) -> str:
     return str(configuration.host).rstrip("/")
 
 
-def _configure(settings: KubeSettings, configuration: Any) -> tuple[str, str]:
-    """Fill in where the cluster is and who asks; return where that stands, and the namespace."""
+def _configure(settings: KubeSettings, configuration: Any) -> tuple[str, str, str]:
+    """Fill in where the cluster is and who asks; return where that stands, the namespace, and that of the own pod."""
     from kubernetes import config
 
     named = settings.kubeconfig or read("KUBECONFIG", str)
@@ -343,7 +348,8 @@ def _configure(settings: KubeSettings, configuration: Any) -> tuple[str, str]:
     if in_pod and not named and not settings.context:
         with contextlib.suppress(config.ConfigException):
             config.load_incluster_config(configuration)
-            return "the pod's service account", _read_pod_namespace()
+            namespace = _read_pod_namespace()
+            return "the pod's service account", namespace, namespace
     source = named or "~/.kube/config"
     context = settings.context or None
     try:
@@ -357,7 +363,7 @@ def _configure(settings: KubeSettings, configuration: Any) -> tuple[str, str]:
             " Set KUBECONFIG, or run in a pod with a service account"
         ) from exc
     chosen: Mapping[str, Any] = next((entry for entry in contexts if entry["name"] == context), current)
-    return source, str(chosen["context"].get("namespace") or "")
+    return source, str(chosen["context"].get("namespace") or ""), ""
 
 
 def _read_pod_namespace() -> str:

@@ -234,13 +234,15 @@ def _key(obj: Object) -> ObjectKey:
 def _parse_event(url: str, line: bytes) -> tuple[str, Object]:
     try:
         event: Any = json.loads(line)
-        change, obj = str(event["type"]), event["object"]
-        code = obj.get("code") if change == "ERROR" else None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
-        raise KubernetesError(
-            f"{url}: a watch answers what is no event: {shown(line[:200].decode(errors='replace'))}"
-        ) from exc
+        change, obj = event["type"], event["object"]
+        found = isinstance(change, str) and isinstance(obj, dict)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        found = False
+    if not found:
+        words = shown(line[:200].decode(errors="replace"))
+        raise KubernetesError(f"{url}: a watch answers what is no event: {words}")
     if change == "ERROR":
+        code = obj.get("code")
         words = f"{url}: the watch ends ({code} {shown(obj.get('message') or '')})"
         raise ExpiredError(words) if code == 410 else KubernetesError(words)
     return change, obj

@@ -37,6 +37,10 @@ class KubernetesApi(Resource):
     Args:
         target: which cluster and namespace.
 
+    Attributes:
+        client: for background threads that follow objects.
+        pod: the pod that owns this process's objects, so that they go with it; None outside of this namespace.
+
     Raises:
         SettingsError: no cluster is configured.
     """
@@ -45,6 +49,9 @@ class KubernetesApi(Resource):
         super().__init__()
         self.target = target
         self.client = KubeClient(target.settings)
+        # Of an owner in another namespace or cluster the garbage collector finds nothing, and deletes what it owns.
+        own = self.client.pod_namespace == self.client.namespace
+        self.pod = target.pod if own else None
         self._calls = self._own(CallThread("edl-kubernetes"))
         self._own(self.client)
 

@@ -38,7 +38,7 @@ class LeaseClaim(Claim):
         asked = time.monotonic()
         holder = f"{platform.node()}/{os.getpid()}"
         name = random_name("lease")
-        made = self.api.create(LEASES, build_lease(name, "lease", holder, self._ttl_s, self.api.target.pod))
+        made = self.api.create(LEASES, build_lease(name, "lease", holder, self._ttl_s, self.api.pod))
         self.ref = LeaseRef(name, str(made["metadata"]["uid"]))
         self.since = version_of(made)
         return asked

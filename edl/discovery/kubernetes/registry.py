@@ -110,7 +110,7 @@ class _RecordClaim(InstanceClaim):
         self._checked_s = time.monotonic()
 
     def _write(self, instance: Instance, lease: LeaseClaim) -> None:
-        pod = self._api.target.pod
+        pod = self._api.pod
         for _ in range(_ATTEMPTS):
             patch = build_instance(self._name, instance, lease.ref, lease.since, pod, patch=True)
             if self._api.patch(CONFIG_MAPS, self._name, patch) is not None:

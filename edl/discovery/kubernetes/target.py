@@ -24,7 +24,7 @@ class KubernetesTarget:
 
     Attributes:
         settings: which cluster, as whom, and which namespace (empty for that of the context or pod).
-        pod: the pod that this process runs in, which owns the process's objects; None where it is not known.
+        pod: the pod that this process runs in; None where it is not known.
     """
 
     settings: KubeSettings

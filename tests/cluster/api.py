@@ -95,8 +95,8 @@ class Cluster:
 
     def apply(self, *objects: Any, namespace: str = "") -> None:
         """Apply objects as `kubectl apply` does."""
-        documents = "\n---\n".join(json.dumps(item) for item in objects)
-        self.kubectl(*(["-n", namespace] if namespace else []), "apply", "-f", "-", text=documents)
+        text = json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})  # kubectl 1.20 reads one JSON alone
+        self.kubectl(*(["-n", namespace] if namespace else []), "apply", "-f", "-", text=text)
 
     def run_pod(self, namespace: str, name: str, template: Mapping[str, Any], restart_policy: str = "Never") -> None:
         """Make a pod of a PodTemplateSpec."""

@@ -3,6 +3,7 @@
 What does not belong here: decisions about jobs and pools (`edl.master.kube.jobs`, `edl.master.kube.pools`).
 """
 
+from edl.master.kube.operator.operator import Operator
 from edl.master.kube.operator.settings import ALL_NAMESPACES, OperatorSettings
 
-__all__ = ["ALL_NAMESPACES", "OperatorSettings"]
+__all__ = ["ALL_NAMESPACES", "Operator", "OperatorSettings"]

@@ -51,7 +51,7 @@ class ResourceWatches:
         types: of the resources; each by a plural of its own.
         namespaces: to watch; `*` alone for all of the cluster.
         on_key: called with a resource's key, and seconds within which more may come.
-        on_pod: called with each event of any pod: its type, ADDED where the pod was listed, and the pod.
+        on_pod: called with each event of any pod: its type, empty where the pod was listed, and the pod.
         health: to which signs of life go.
     """
 
@@ -208,7 +208,7 @@ class ResourceWatches:
         self._on_key(key, 0.0)
 
     def _take_pod(self, event: Any) -> None:
-        self._on_pod(str(event["type"] or "ADDED"), dict(event["object"]))
+        self._on_pod(str(event["type"] or ""), dict(event["object"]))
         metadata = event["object"]["metadata"]
         labels = metadata.get("labels") or {}
         plurals = {JOB_LABEL: "elasticjobs", POOL_LABEL: "teacherpools"}

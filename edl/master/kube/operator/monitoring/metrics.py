@@ -78,4 +78,5 @@ class OperatorMetrics:
             call: what was asked.
             code: of the answer; 0 where none came.
         """
-        self._requests.labels(call.verb, call.resource, str(code)).inc()
+        resource = "discovery" if " " in call.resource else call.resource
+        self._requests.labels(call.verb, resource, str(code)).inc()

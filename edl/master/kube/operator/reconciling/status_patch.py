@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,31 +18,38 @@ def build_merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Ob
 
     Args:
         before: as it was read.
-        after: as it is to be; a field that is None is not there.
+        after: as it is to be; a field that is None or an empty text is not there.
     """
     patch: Object = {}
     for name in [*after, *(name for name in before if name not in after)]:
         old, new = before.get(name), after.get(name)
-        if new is None:
+        if _is_absent(new):
             if old is not None:
                 patch[name] = None
         elif isinstance(old, Mapping) and isinstance(new, Mapping):
             if inner := build_merge_patch(old, new):
                 patch[name] = inner
-        elif old != new or isinstance(old, bool) != isinstance(new, bool):
-            patch[name] = without_none(new)
+        elif _encode(old) != _encode(written := _keep_present(new)):  # which tells 1 from true
+            patch[name] = written
     return patch
 
 
-def without_none(value: Any) -> Any:
-    """Return JSON without the fields of objects that are null, which a merge patch would take for removals.
-
-    Args:
-        value: the JSON.
-    """
+def _keep_present(value: Any) -> Any:
+    """Return JSON without fields of objects that are null, which a merge patch would take for removals, or empty."""
     if isinstance(value, Mapping):
-        return {name: without_none(inner) for name, inner in value.items() if inner is not None}
+        return {name: _keep_present(inner) for name, inner in value.items() if not _is_absent(inner)}
+    if isinstance(value, (list, tuple)):
+        return [_keep_present(inner) for inner in value]
     return value
+
+
+def _encode(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _is_absent(value: object) -> bool:
+    """Whether a field is not written. API servers of 1.20 refuse an empty text as null where a schema wants a text."""
+    return value is None or value == ""
 
 
 def describe_refused_spec(

@@ -108,7 +108,10 @@ class StoreFollower:
 
     def close(self) -> None:
         """Watch no more, and close the store."""
-        self.advise(False)
+        with self._lock:
+            advisor, self._advisor = self._advisor, None
+        if advisor is not None:
+            advisor.close()
         for watch in self._watches:
             watch.close()
         for loop in self._loops:

@@ -304,7 +304,7 @@ def test_two_operators_at_once(switch: int) -> None:
 
 
 VALUE = st.recursive(
-    st.none() | st.booleans() | st.integers(0, 2) | st.sampled_from(["a", "b"]),
+    st.none() | st.booleans() | st.integers(0, 2) | st.sampled_from(["a", "b", ""]),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("xyz"), inner, max_size=3),
     max_leaves=8,
 )
@@ -315,8 +315,8 @@ STATUS = st.dictionaries(st.sampled_from("pqr"), VALUE, max_size=3)
 def test_merge_patch_makes_the_status(before: dict[str, Any], after: dict[str, Any]) -> None:
     def clean(value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: clean(inner) for name, inner in value.items() if inner is not None}
-        return value
+            return {name: clean(inner) for name, inner in value.items() if inner is not None and inner != ""}
+        return [clean(inner) for inner in value] if isinstance(value, list) else value
 
     before = clean(before)
     patch = build_merge_patch(before, after)

@@ -1,0 +1,138 @@
+"""`edl operator`: runs ElasticJobs and TeacherPools of a Kubernetes cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from edl.cli.kube.connection import command_parser
+from edl.errors import SettingsError
+from edl.kube.settings import KubeSettings
+from edl.log_output import log_to_stderr
+
+__all__ = ["main"]
+
+logger = logging.getLogger(__name__)
+
+_POLL_S: Final = 0.2
+"""How soon a signal is noticed."""
+_BY_SIGNAL: Final = 128
+"""Exit code: as in a shell, this and the signal's number."""
+
+_DESCRIPTION = """\
+Works on the ElasticJobs and TeacherPools of a cluster: makes their pods, replaces those that end, grows into GPUs that
+are idle, and gives them back. It finds the cluster as kubectl does, or by the service account of the pod that it runs
+in. Normally the chart starts it (serving/kube/chart); on a machine of yours it does the same, with your rights.
+
+Everything that it remembers stands in the status of the resources. Kill it at any moment: pods run on, and the next
+operator goes on from there. A second one beside it does no harm. While the API server is away it waits.
+
+What it needs: the CRDs, and the Role edl-operator in each namespace (docs/kubernetes.md). With the ClusterRole
+edl-capacity it sees what is idle before it starts a pod; without, a pod that waits is how it finds out.
+
+SIGTERM and Ctrl-C end it: exit code 143 or 130. It serves /livez, /readyz and /metrics with --http-port."""
+
+_EXAMPLES = """\
+examples:
+  edl operator --store consul://consul:8500
+      the namespace of the kubeconfig's context; resources that name no store use this one
+  edl operator --namespace team-a --namespace team-b --http-host :: --http-port 8652
+      two namespaces, with probes and metrics for all interfaces
+  edl operator --all-namespaces
+      all of the cluster, where its account may read all pods
+  kubectl get ej,tp; kubectl describe ej first-job
+      what it says: columns, conditions and events"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `edl operator`."""
+    parser = command_parser("operator", _DESCRIPTION, _EXAMPLES)
+    add = parser.add_argument
+    add(
+        "-n",
+        "--namespace",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="whose resources it works on; may be given several times (default: the context's, or the pod's own)",
+    )
+    add("-A", "--all-namespaces", action="store_true", help="work on those of all namespaces")
+    add(
+        "--store",
+        metavar="URL",
+        default="",
+        help="discovery of resources that name none: consul://host:port, etcd://host:port, kubernetes://NAMESPACE",
+    )
+    add("--workers", type=int, default=4, metavar="N", help="resources that are worked on at once (default: 4)")
+    add(
+        "--resync",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="look at each resource so often even if nothing happens; more rarely with hundreds (default: 600)",
+    )
+    add("--no-capacity", action="store_true", help="do not look at nodes and all pods, even where that is allowed")
+    add = parser.add_argument_group("cluster").add_argument
+    add("--context", metavar="NAME", default="", help="of the kubeconfig (default: its current one)")
+    add(
+        "--kubeconfig",
+        metavar="FILE",
+        default="",
+        help="(default: KUBECONFIG, the pod's service account, ~/.kube/config)",
+    )
+    add("--timeout", type=float, default=10.0, metavar="S", help="for an answer of the API server (default: 10)")
+    add = parser.add_argument_group("health and metrics").add_argument
+    add("--http-port", type=int, metavar="N", help="serve /livez, /readyz and /metrics there; 0 for a free port")
+    add("--http-host", default="127.0.0.1", metavar="HOST", help="where that listens (default: 127.0.0.1)")
+    add = parser.add_argument_group("log").add_argument
+    add("--log-format", choices=("text", "json"), default="text", help="on standard error (default: text)")
+    add("--verbose", action="store_true", help="debug lines, too")
+    options = parser.parse_args(argv)
+    log_to_stderr("edl operator", verbose=options.verbose, log_format=options.log_format)
+    # kopf says that it leaves signals to us, and each change of a resource; what it cannot do is an error of ours.
+    for name in ("kopf", "kopf.objects"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if options.all_namespaces and options.namespace:
+        raise SettingsError("--all-namespaces beside --namespace: give either")
+    if "" in options.namespace:
+        raise SettingsError("--namespace '': expected a name")
+    from edl.master.kube.operator import ALL_NAMESPACES, Operator, OperatorSettings
+
+    settings = OperatorSettings(
+        kube=KubeSettings(options.kubeconfig, options.context, timeout_s=options.timeout),
+        namespaces=(ALL_NAMESPACES,) if options.all_namespaces else tuple(dict.fromkeys(options.namespace)),
+        store=options.store,
+        workers=options.workers,
+        resync_s=options.resync,
+        capacity=not options.no_capacity,
+        host=options.http_host if options.http_port is not None else None,
+        port=options.http_port or 0,
+    )
+    with _signals() as caught:
+        with Operator(settings) as operator:
+            where = "all namespaces" if options.all_namespaces else ", ".join(operator.namespaces)
+            health = f"; health and metrics on port {operator.port}" if operator.port is not None else ""
+            logger.info("working on %s%s", where, health)
+            while not caught:
+                time.sleep(_POLL_S)
+            logger.info("ending by %s; pods run on", signal.Signals(caught[0]).name)
+        return _BY_SIGNAL + caught[0]
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collect signals that ask for an end."""
+    caught: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, frame: caught.append(number))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

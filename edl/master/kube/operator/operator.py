@@ -1,0 +1,125 @@
+"""`Operator`: all of it, from its start to its end."""
+
+from __future__ import annotations
+
+import logging
+import random
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Final
+
+from prometheus_client import CollectorRegistry
+from typing_extensions import Self
+
+from edl.kube.client import KubeClient
+from edl.kube.responses import Call
+from edl.master.kube.capacity.watch import CapacityWatch
+from edl.master.kube.operator.events import EventRecorder
+from edl.master.kube.operator.kinds import KINDS
+from edl.master.kube.operator.live_surroundings import LiveSurroundings
+from edl.master.kube.operator.monitoring import GiveBackMeter, HealthServer, OperatorHealth, OperatorMetrics
+from edl.master.kube.operator.queue import WorkQueue
+from edl.master.kube.operator.reconciling.reconciler import Reconciler
+from edl.master.kube.operator.resource_watches import ResourceWatches
+from edl.master.kube.operator.settings import OperatorSettings
+
+__all__ = ["Operator"]
+
+logger = logging.getLogger(__name__)
+
+_JITTER: Final = 0.2
+"""Share of the time between two looks that is left to chance, so that resources made together do not stay together."""
+
+
+class Operator:
+    """Works on the resources of its namespaces, in threads of its own, until it is closed.
+
+    Two operators at once do no harm: whoever comes second finds done what the first did.
+
+    Args:
+        settings: what it goes by.
+        registry: of its metrics; None for a registry of its own.
+
+    Raises:
+        SettingsError: no cluster is named anywhere, or an address cannot be listened on.
+    """
+
+    def __init__(self, settings: OperatorSettings, registry: CollectorRegistry | None = None) -> None:
+        self._settings = settings
+        self._queue: WorkQueue | None = None
+        self.metrics: Final = OperatorMetrics(registry)
+        self._give_backs = GiveBackMeter(self.metrics.registry)
+        self.health: Final = OperatorHealth(lambda: self._queue.get_stuck_s() if self._queue else 0.0)
+        with ExitStack() as stack:
+            self._client = stack.enter_context(KubeClient(settings.kube, self._note_request))
+            self.namespaces = settings.namespaces or (self._client.namespace,)
+            self._events = EventRecorder(self._client)
+            stack.callback(self._events.close)
+            self._surroundings = LiveSurroundings(self._add)
+            stack.callback(self._surroundings.close)
+            self._reconciler = Reconciler(
+                self._client, KINDS, self._surroundings, self._events.record, default_store=settings.store
+            )
+            self._queue = WorkQueue(self._work, workers=settings.workers, on_result=self.metrics.count_reconcile)
+            stack.callback(self._queue.close)
+            self.metrics.watch_queue(self._queue.count_due, self._queue.__len__)
+            self.port = self._serve(stack)
+            self._watch(stack)
+            self._closing = stack.pop_all()
+
+    def close(self) -> None:
+        """End; what is under way is finished, as far as that takes no more than seconds."""
+        self._closing.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _serve(self, stack: ExitStack) -> int | None:
+        """Serve health and metrics; return the port."""
+        if self._settings.host is None:
+            return None
+        checks = {"/livez": self.health.check_live, "/readyz": self.health.check_ready}
+        server = HealthServer(self._settings.host, self._settings.port, checks, self.metrics.registry)
+        stack.callback(server.close)
+        return server.port
+
+    def _watch(self, stack: ExitStack) -> None:
+        if self._settings.capacity:
+            capacity = CapacityWatch(self._client, self._surroundings.note_capacity, self._give_backs.record_cluster)
+            stack.callback(capacity.close)
+            self._surroundings.set_capacity(capacity)
+        types = [kind.type for kind in KINDS.values()]
+        on_pod = self._give_backs.record_namespace
+        watches = ResourceWatches(
+            self._client, self._settings.kube, types, self.namespaces, self._add, on_pod, self.health
+        )
+        stack.callback(watches.close)
+
+    def _add(self, key: str, delay_s: float = 0.0) -> None:
+        queue = self._queue
+        if queue is not None:
+            queue.add(key, delay_s)
+
+    def _work(self, key: str) -> float | None:
+        """Look at a resource; return when to look again, in any case."""
+        wait_s = self._reconciler.reconcile(key)
+        if wait_s is None or self._queue is None:
+            return None
+        resync_s = max(self._settings.resync_s, len(self._queue) / self._settings.resync_rate)
+        return min(wait_s, resync_s * random.uniform(1.0 - _JITTER, 1.0 + _JITTER))
+
+    def _note_request(self, call: Call, code: int) -> None:
+        self.metrics.count_request(call, code)
+        if not self.health.note_request(code):
+            return
+        if code == 0 or code >= 500:
+            logger.warning(
+                "the API server does not answer (%s): pods run on, and the operator goes on when it is back", call
+            )
+        else:
+            logger.info("the API server answers again")

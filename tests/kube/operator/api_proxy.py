@@ -1,0 +1,150 @@
+"""`ApiProxy`: stands between an operator and the API server; counts requests, is away, or kills somebody in between."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from edl.background import start_call
+
+_KEPT = ("authorization", "content-type", "accept", "user-agent")
+
+
+class ApiProxy:
+    """Forwards HTTP to the API server of a kubeconfig, over HTTP on this machine.
+
+    Attributes:
+        requests: "METHOD path user-agent" of each request that was forwarded.
+        away: connections are closed as they come, and those that are open were.
+        before: called before a request is forwarded, with its line; what it raises ends the connection.
+        after: called when it was answered, before its answer is passed on.
+        hidden: paths that begin so are answered with 404, as by a server without that group.
+    """
+
+    def __init__(self, kubeconfig: Path, folder: Path) -> None:
+        config = json.loads(kubeconfig.read_text())
+        server = urlsplit(config["clusters"][0]["cluster"]["server"])
+        self._target = (str(server.hostname), server.port or 443)
+        self.requests: list[str] = []
+        self.before: Callable[[str], None] = lambda line: None
+        self.after: Callable[[str], None] = lambda line: None
+        self.away = False
+        self.hidden = ""
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        proxy = self
+
+        class Handler(_Handler):
+            owner = proxy
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        start_call("edl-test-proxy", lambda: self._server.serve_forever(0.05))
+        config["clusters"][0]["cluster"] = {"server": f"http://127.0.0.1:{self._server.server_port}"}
+        self.kubeconfig = folder / "through-proxy.json"
+        self.kubeconfig.write_text(json.dumps(config))
+
+    def connect(self) -> http.client.HTTPSConnection:
+        context = ssl.create_default_context()
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        return http.client.HTTPSConnection(*self._target, context=context, timeout=330)
+
+    def go_away(self) -> None:
+        """Close all connections, and each that comes."""
+        self.away = True
+        with self._lock:
+            for connection in self._open:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def come_back(self) -> None:
+        self.away = False
+
+    def close(self) -> None:
+        self.go_away()
+        self._server.shutdown()
+        self._server.server_close()
+
+    def track(self, connection: socket.socket, present: bool) -> None:
+        with self._lock:
+            (self._open.add if present else self._open.discard)(connection)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    owner: ApiProxy
+
+    def setup(self) -> None:
+        super().setup()
+        self.owner.track(self.connection, True)
+        self._upstream: http.client.HTTPSConnection | None = None
+
+    def finish(self) -> None:
+        self.owner.track(self.connection, False)
+        if self._upstream is not None:
+            self._upstream.close()
+        with contextlib.suppress(OSError, ValueError):
+            super().finish()
+
+    def _forward(self) -> None:
+        owner = self.owner
+        self.close_connection = self.close_connection or owner.away
+        if owner.away:
+            return
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        line = f"{self.command} {self.path} {self.headers.get('User-Agent', '')}"
+        try:
+            if owner.hidden and self.path.startswith(owner.hidden):
+                self._refuse()
+                return
+            owner.before(line)
+            upstream = self._upstream = self._upstream or owner.connect()
+            headers = {name: value for name, value in self.headers.items() if name.lower() in _KEPT}
+            upstream.request(self.command, self.path, body=body or None, headers=headers)
+            response = upstream.getresponse()
+            owner.requests.append(line)
+            watch = "watch=" in self.path
+            data = b"" if watch else response.read()
+            owner.after(line)
+            self.send_response(response.status)
+            for name in ("Content-Type", "Retry-After"):
+                if response.headers.get(name):
+                    self.send_header(name, response.headers[name])
+            if not watch:
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+                return
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            while piece := response.read1(65536):
+                self.wfile.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+            self.wfile.write(b"0\r\n\r\n")
+        except (OSError, http.client.HTTPException):
+            self.close_connection = True
+            if self._upstream is not None:
+                self._upstream.close()
+                self._upstream = None
+
+    def _refuse(self) -> None:
+        data = json.dumps({"kind": "Status", "code": 404, "reason": "NotFound", "message": "not found"}).encode()
+        self.send_response(404)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _forward  # noqa: N815 - the base class's names
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name for it
+        """Log nothing."""

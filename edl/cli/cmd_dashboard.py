@@ -11,11 +11,14 @@ from collections.abc import Iterator, Sequence
 
 from edl.cli._changes import printable
 from edl.dashboard.state.reader import shown_url
+from edl.kube.settings import KubeSettings
 from edl.settings import Credentials, DiscoverySettings
 
 __all__ = ["main"]
 
 _PORT = 8650  # DEFAULT_PORT of edl.dashboard.server, which imports aiohttp
+_KUBE_TIMEOUT_S = 3.0
+"""For the API server: the look at the store waits for it."""
 _WAIT_S = 3600.0  # again and again; a signal ends it, and any length would do
 
 _DESCRIPTION = """\
@@ -27,6 +30,7 @@ _EXAMPLES = """\
 examples:
   edl dashboard --open                      the default store (a SQLite file of yours), and the browser on it
   edl dashboard --store consul://10.0.0.7:8500
+  edl dashboard --kube research             with the jobs and pools of that namespace of the kubeconfig's cluster
   ssh -L 8650:localhost:8650 HOST           then http://localhost:8650 shows the page that runs on HOST
   edl dashboard --host 0.0.0.0 --token-file tokens --tls-cert cert.pem --tls-key key.pem
                                             for others, too; a file of tokens that only you can read:
@@ -52,6 +56,9 @@ def main(argv: Sequence[str]) -> int:
     url = DiscoverySettings.of(options.store).url
     from edl.dashboard.server import DashboardServer, DashboardSettings
 
+    kube = None
+    if options.kube is not None or options.context or options.kubeconfig:
+        kube = KubeSettings(options.kubeconfig, options.context, options.kube or "", _KUBE_TIMEOUT_S)
     settings = DashboardSettings(
         store=url,
         registry=options.discovery,
@@ -60,6 +67,7 @@ def main(argv: Sequence[str]) -> int:
         job=options.job,
         allowed_hosts=tuple(options.allow_host),
         credentials=credentials,
+        kube=kube,
     )
     with _signals() as ended, DashboardServer(settings) as server:
         print(printable(f"The page of {shown_url(url)} is at {server.url} ; Ctrl-C ends it."), flush=True)
@@ -99,6 +107,16 @@ def _parser() -> argparse.ArgumentParser:
         "file)",
     )
     add("--discovery", metavar="URL", help="where teachers register (default: the same URL)")
+    add(
+        "--kube",
+        nargs="?",
+        const="",
+        metavar="NAMESPACE",
+        help="show the jobs and pools of a Kubernetes cluster, too: of this namespace, or of the context's (in a pod: "
+        "of its own); with conditions, members and how they ended",
+    )
+    add("--context", metavar="NAME", default="", help="of the kubeconfig, for --kube")
+    add("--kubeconfig", metavar="FILE", default="", help="for --kube (default: as kubectl has it)")
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
     add("--port", type=int, default=_PORT, help=f"0 for a free port (default: {_PORT})")
     add("--open", action="store_true", help="open the page in the browser")

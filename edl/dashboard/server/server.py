@@ -31,6 +31,7 @@ from edl.dashboard.server.look_loop import LookLoop
 from edl.dashboard.server.settings import DashboardSettings
 from edl.dashboard.server.static_files import read_static_files
 from edl.dashboard.state import StateReader
+from edl.dashboard.state.cluster.view import ClusterView
 from edl.errors import SettingsError
 from edl.protocol.tls import certificates
 from edl.protocol.tls.credentials import CHECK_EVERY_S, CredentialFiles
@@ -83,7 +84,11 @@ class DashboardServer:
         self._streams_s = (heartbeat_s, write_s)
         self._stopping = asyncio.Event()
         self._reader = StateReader(
-            settings.store, registry_url=settings.registry, job=settings.job, credentials=settings.store_credentials
+            settings.store,
+            registry_url=settings.registry,
+            job=settings.job,
+            credentials=settings.store_credentials,
+            cluster=ClusterView(settings.kube) if settings.kube is not None else None,
         )
         try:
             self._reader.open()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from edl.errors import SettingsError
+from edl.kube.settings import KubeSettings
 from edl.protocol.channel import is_this_host
 from edl.settings import Credentials
 
@@ -27,6 +28,7 @@ class DashboardSettings:
         job: the only job to show; None for all.
         allowed_hosts: names, besides this machine's, by which browsers may ask for the page.
         credentials: certificate and key for HTTPS, and the file of tokens, any of which opens the page.
+        kube: which cluster's jobs and pools to show as well; None for none. Its namespace is the one shown.
         store_credentials: what a Store that an agent of `edl run` serves is shown; None for what the environment names.
 
     Raises:
@@ -41,6 +43,7 @@ class DashboardSettings:
     allowed_hosts: tuple[str, ...] = ()
     credentials: Credentials = field(default_factory=Credentials)
     store_credentials: Credentials | None = None
+    kube: KubeSettings | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port <= 65535:

@@ -18,6 +18,7 @@ from typing_extensions import Self
 
 import edl
 from edl.collective.goodput.summary import Summary
+from edl.dashboard.state.cluster.view import ClusterView
 from edl.dashboard.state.events import LAST_MERGED, merge_events
 from edl.dashboard.state.history import FROM_ENDED, FROM_LEDGER, History, points_of_ledger
 from edl.dashboard.state.jobs import LAST_EVENTS, JobReader, job_status, sort_jobs
@@ -64,6 +65,7 @@ class StateReader:
         registry_url: where teachers register; None for the same URL.
         job: the only job to show; None for all.
         credentials: as for `open_store`.
+        cluster: whose jobs and pools to show; None for none. Closed with the reader.
 
     Attributes:
         looks: how many looks there were.
@@ -76,7 +78,9 @@ class StateReader:
         registry_url: str | None = None,
         job: str | None = None,
         credentials: Credentials | None = None,
+        cluster: ClusterView | None = None,
     ) -> None:
+        self._cluster = cluster
         self._url = url
         self._registry_url = registry_url or url
         self._job = job
@@ -109,6 +113,7 @@ class StateReader:
         """
         now_s = time.time()
         self.looks += 1
+        kubernetes = self._cluster.read() if self._cluster is not None else None
         try:
             self._open()
             assert self._jobs is not None
@@ -116,7 +121,8 @@ class StateReader:
             summaries, masters, unreadable = self._jobs.read(now_s)
             services, wanted, rejected = self._services.read()
         except EDLError as exc:
-            self._last = replace(self._last, time=time.time(), stale=f"as known last: {shown(exc)}")
+            stale = f"as known last: {shown(exc)}"
+            self._last = replace(self._last, time=time.time(), stale=stale, kubernetes=kubernetes)
             return self._last
         jobs = self._job_statuses(summaries, masters, wanted)
         if self._job is not None:
@@ -138,12 +144,13 @@ class StateReader:
             services=tuple(followed),
             events=merge_events(sampled, followed, self._changes),
             unreadable=(*unreadable, *rejected),
+            kubernetes=kubernetes,
         )
         return self._last
 
     def close(self) -> None:
         """Close the Store and the registry."""
-        for opened in (self._registry, self._store):
+        for opened in (self._registry, self._store, self._cluster):
             if opened is not None:
                 opened.close()
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Final
 
+from edl.dashboard.state.cluster.schema import KubernetesStatus
+
 __all__ = [
     "DashboardState",
     "DatasetStatus",
@@ -512,6 +514,7 @@ class DashboardState:
         services: by name.
         events: of all of them, newest last.
         unreadable: records that are left out.
+        kubernetes: jobs and pools of a cluster; None where none is shown.
     """
 
     time: float
@@ -525,6 +528,7 @@ class DashboardState:
     services: tuple[ServiceStatus, ...] = ()
     events: tuple[EventRow, ...] = ()
     unreadable: tuple[UnreadableRecord, ...] = field(default=())
+    kubernetes: KubernetesStatus | None = None
 
 
 def as_json(value: Any, after_look: int = -1) -> Any:

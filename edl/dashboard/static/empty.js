@@ -23,7 +23,7 @@ export class EmptyView {
   }
 
   update(state) {
-    const empty = state.jobs.length === 0 && state.services.length === 0;
+    const empty = state.jobs.length === 0 && state.services.length === 0 && state.kubernetes === null;
     this._section.hidden = !empty;
     this._where.hidden = state.store === "";
     setText(this._store, state.store);

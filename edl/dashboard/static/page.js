@@ -6,6 +6,7 @@ import { EmptyView } from "./empty.js";
 import { EventsView, eventsOf } from "./events.js";
 import { age, count, fullTime, plural } from "./format.js";
 import { JobsView } from "./jobs.js";
+import { KubernetesView, troubledIn, workloadsOf } from "./kubernetes.js";
 import { ServicesView, liveTeachers } from "./services.js";
 import { ShardsView, datasetsOf, poisonedIn } from "./shards.js";
 import { applyEvent } from "./state.js";
@@ -16,6 +17,7 @@ const find = (id) => document.getElementById(id);
 const views = [
   ["empty", new EmptyView(find("empty")), () => true],
   ["jobs", new JobsView(find("jobs")), (state) => state.jobs.length > 0],
+  ["kubernetes", new KubernetesView(find("kubernetes")), (state) => state.kubernetes !== null],
   ["shards", new ShardsView(find("shards")), (state) => datasetsOf(state).length > 0],
   ["teachers", new ServicesView(find("teachers")), (state) => state.services.length > 0],
   ["events", new EventsView(find("events")), (state) => eventsOf(state).length > 0],
@@ -79,8 +81,10 @@ function drawSections(current) {
   const datasets = datasetsOf(current);
   const poisoned = datasets.reduce((sum, item) => sum + poisonedIn(item.dataset), 0);
   const teachers = current.services.reduce((sum, service) => sum + liveTeachers(service), 0);
+  const troubled = troubledIn(current);
   const links = [
     ["jobs", plural(current.jobs.length, "job"), current.jobs.length > 0, ""],
+    ["kubernetes", plural(workloadsOf(current).length, "Kubernetes resource"), current.kubernetes !== null, troubled > 0 ? `▲ ${count(troubled)} failed` : ""],
     ["shards", plural(datasets.length, "dataset"), datasets.length > 0, poisoned > 0 ? `▲ ${plural(poisoned, "poisoned shard")}` : ""],
     ["teachers", plural(teachers, "teacher"), current.services.length > 0, ""],
     ["events", plural(eventsOf(current).length, "event"), eventsOf(current).length > 0, ""],

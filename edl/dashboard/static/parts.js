@@ -4,11 +4,13 @@ import { element, reconcile, setClass, setText, setTitle } from "./dom.js";
 import { UNKNOWN, count, fullTime, percent, plural, time } from "./format.js";
 
 // Words of states and events, by what a person is to think of them. Each has a sign beside its colour.
-const GOOD = new Set(["running", "ready", "train", "done", "join", "joined", "finished", "leading", "register", "recovered"]);
+const GOOD = new Set(["running", "ready", "train", "done", "join", "joined", "finished", "leading", "register", "recovered",
+  "succeeded"]);
 const BUSY = new Set(["forming", "rendezvous", "load", "save", "starting", "loading", "draining", "rollback", "idle",
-  "restart", "relaunch", "generation", "leave", "unready", "wanted", "retried", "takeover"]);
+  "restart", "relaunch", "generation", "leave", "unready", "wanted", "retried", "takeover",
+  "pending", "suspended", "deleting", "ending", "unscheduled", "waiting", "not taken up"]);
 const BAD = new Set(["failed", "down", "lost", "kill", "killed", "exit", "hang", "error", "faulty", "straggler", "poisoned",
-  "expired", "lapsed", "silent", "stopped", "unreachable", "refused", "oom"]);
+  "expired", "lapsed", "silent", "stopped", "unreachable", "refused", "oom", "rejected"]);
 const OLD_S = 60; // of a wanted count: masters write it every 10 s
 const SIGNS = { good: "●", busy: "◐", bad: "▲", plain: "○" };
 

@@ -183,6 +183,63 @@ function readService(service) {
   };
 }
 
+function readWorkload(item) {
+  return {
+    kind: text(item.kind),
+    namespace: text(item.namespace),
+    name: text(item.name),
+    phase: text(item.phase),
+    ready: number(item.ready),
+    wanted: number(item.wanted),
+    least: number(item.min_replicas),
+    most: number(item.max_replicas),
+    scaling: text(item.scaling),
+    progress: number(item.progress),
+    remainingS: number(item.remaining_s),
+    created: number(item.created),
+    started: number(item.started),
+    ended: number(item.ended),
+    message: text(item.message),
+    borrowed: number(item.borrowed),
+    queue: text(item.queue),
+    conditions: records(item.conditions).map((condition) => ({
+      type: text(condition.type),
+      status: text(condition.status),
+      reason: text(condition.reason),
+      message: text(condition.message),
+      since: number(condition.since),
+    })),
+    members: records(item.members).map((member) => ({
+      name: text(member.name),
+      pod: text(member.pod),
+      state: text(member.state),
+      detail: text(member.detail),
+      node: text(member.node),
+      attempt: number(member.attempt),
+      failures: amounts(member.failures),
+      memoryFactor: number(member.memory_factor),
+      notBefore: number(member.not_before),
+      end: orNull(member.last_end, (end) => ({
+        cause: text(end.cause),
+        exitCode: number(end.exit_code),
+        message: text(end.message),
+        node: text(end.node),
+      })),
+    })),
+  };
+}
+
+function readKubernetes(cluster) {
+  return {
+    namespace: text(cluster.namespace),
+    stale: text(cluster.stale),
+    looked: number(cluster.looked),
+    jobs: records(cluster.jobs).map(readWorkload),
+    pools: records(cluster.pools).map(readWorkload),
+    moreJobs: number(cluster.more_jobs) ?? 0,
+  };
+}
+
 /** Return a checked copy of what the server sent, in the page's own names. */
 export function readState(sent) {
   const state = record(sent);
@@ -195,6 +252,7 @@ export function readState(sent) {
     unreadable: records(state.unreadable).map((bad) => ({ key: text(bad.key), reason: text(bad.reason) })),
     jobs: records(state.jobs).map(readJob),
     services: records(state.services).map(readService),
+    kubernetes: orNull(state.kubernetes, readKubernetes),
     events: records(state.events).map(readEvent),
   };
 }

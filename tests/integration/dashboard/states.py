@@ -200,3 +200,69 @@ def hostile(now: float = NOW) -> dict[str, Any]:
         for name in HOSTILE
     ]
     return state | {"store": HOSTILE[0], "stale": HOSTILE[1]}
+
+
+def workload(
+    name: str, phase: str = "Running", *, kind: str = "job", now: float = NOW, **fields: Any
+) -> dict[str, Any]:
+    """A job or pool of a cluster, as the server sends it."""
+    conditions = [
+        {"type": "Accepted", "status": "True", "reason": "Valid", "message": "", "since": now - 620.0},
+        {"type": phase, "status": "True", "reason": phase, "message": "3 of 4 workers are ready", "since": now - 600.0},
+    ]
+    return {
+        "kind": kind, "namespace": "research", "name": name, "phase": phase, "job_id": f"{name}-1f3a5c7e",
+        "store": "kubernetes://research", "ready": 3, "replicas": 4, "wanted": 4, "min_replicas": 1, "max_replicas": 8,
+        "scaling": "auto", "suspended": False, "progress": 62 if kind == "job" else None, "remaining_s": 754.0,
+        "created": now - 620.0, "started": now - 610.0, "ended": None, "message": "", "borrowed": 2, "queue": "",
+        "conditions": conditions, "members": [], **fields,
+    }  # fmt: skip
+
+
+def member(name: str, state: str = "ready", **fields: Any) -> dict[str, Any]:
+    """A member of a job or pool of a cluster."""
+    return {
+        "name": name, "pod": f"first-{name}-0", "state": state, "detail": "", "node": "node1.cluster.example",
+        "attempt": 0, "failures": {}, "memory_factor": 1.0, "not_before": None, "last_end": None, **fields,
+    }  # fmt: skip
+
+
+def kubernetes(now: float = NOW) -> dict[str, Any]:
+    """A cluster with a job that recovers, one that failed, one that was refused, one that is new, and two pools."""
+    killed = {"cause": "out_of_memory", "exit_code": 137, "message": "Killed", "time": now - 40.0, "node": "node2"}
+    members = [
+        member("worker-0"),
+        member("worker-1", attempt=2, failures={"out_of_memory": 2}, memory_factor=2.25, last_end=killed),
+        member("worker-2", "unscheduled", detail="0/2 nodes are available: 2 Insufficient nvidia.com/gpu.", node=""),
+        member("worker-3", "waiting", not_before=now + 25.0, node="", last_end=killed | {"cause": "node_lost"}),
+    ]
+    trace = 'Traceback (most recent call last):\n  File "/edl/script/train.py", line 31, in <module>\n' + TRACE_END
+    failed = [
+        {"type": "Failed", "status": "True", "reason": "UserError", "message": trace, "since": now - 3.0},
+    ]
+    refused = [
+        {"type": "Accepted", "status": "False", "reason": "MinAboveMax", "message": MIN_ABOVE_MAX, "since": now - 9.0},
+    ]
+    growing = [
+        {"type": "Ready", "status": "True", "reason": "Ready", "message": "2 teachers answer", "since": now - 300.0},
+        {"type": "Growing", "status": "False", "reason": "NoIdleCapacity", "message": NO_GPU, "since": now - 100.0},
+    ]
+    jobs = [
+        workload("first", now=now, members=members, message="3 of 4 workers are ready"),
+        workload(
+            "new", "", now=now, ready=None, replicas=None, wanted=None, progress=None, conditions=[], started=None
+        ),
+        workload("refused", "Rejected", now=now, ready=0, conditions=refused, message=MIN_ABOVE_MAX, progress=None),
+        workload("broken", "Failed", now=now, ready=0, conditions=failed, ended=now - 3.0, message="UserError"),
+    ]
+    pools = [
+        workload("digits", kind="pool", now=now, wanted=4, ready=2, min_replicas=0, max_replicas=4, conditions=growing),
+        workload("vision", "Suspended", kind="pool", now=now, wanted=0, ready=0, scaling="external", borrowed=0),
+    ]
+    cluster = {"namespace": "research", "stale": "", "looked": now, "jobs": jobs, "pools": pools, "more_jobs": 3}
+    return EMPTY | {"time": now, "kubernetes": cluster}
+
+
+TRACE_END = "ValueError: column 'label' is not in part-0007.parquet"
+MIN_ABOVE_MAX = "spec.minReplicas is 9: above spec.maxReplicas, 4: lower it, or raise that"
+NO_GPU = "no node has an idle nvidia.com/gpu"

@@ -19,7 +19,7 @@ from edl.quoting import shown
 
 __all__ = ["ClusterReader"]
 
-_MAX_JOBS: Final = 500
+MAX_JOBS: Final = 500
 """Those that go on and those that ended last: a cluster keeps them until they are deleted."""
 _PODS: Final = "=".join(MANAGED_BY)
 
@@ -31,12 +31,14 @@ class ClusterReader:
         client: of the cluster; stays the caller's to close.
         namespace: empty for all.
         members: read pods as well, and so say what members do.
+        max_jobs: of those that ended, the older ones are left out.
     """
 
-    def __init__(self, client: KubeClient, namespace: str, *, members: bool = False) -> None:
+    def __init__(self, client: KubeClient, namespace: str, *, members: bool = False, max_jobs: int = MAX_JOBS) -> None:
         self._client = client
         self._namespace = namespace
         self._members = members
+        self._max_jobs = max_jobs
         self._last = KubernetesStatus(namespace)
 
     def read(self) -> KubernetesStatus:
@@ -52,9 +54,9 @@ class ClusterReader:
         self._last = KubernetesStatus(
             namespace=self._namespace,
             looked=time.time(),
-            jobs=tuple(found[:_MAX_JOBS]),
+            jobs=tuple(found[: self._max_jobs]),
             pools=tuple(sort_workloads(decode_workload("pool", pool, pods) for pool in pools)),
-            more_jobs=max(0, len(found) - _MAX_JOBS),
+            more_jobs=max(0, len(found) - self._max_jobs),
         )
         return self._last
 

@@ -214,12 +214,21 @@ class Page:
         return value
 
     def load(self, url: str, timeout_s: float = 75.0) -> None:
-        """Go to another address, and wait for its document."""
-        loads, deadline = self._loads, time.monotonic() + timeout_s
-        self.call("Page.navigate", url=url)
-        while self._loads == loads:
-            assert time.monotonic() < deadline, f"{url} did not load within {timeout_s:g} s; {list(self.troubles)}"
-            self._browser.pump(0.05)
+        """Go to another address, and wait for its document.
+
+        Where an interface of this machine comes or goes, as those of pods do, Chromium aborts what it loads: once more.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            loads, before = self._loads, list(self.troubles)
+            self.call("Page.navigate", url=url)
+            while self._loads == loads:
+                assert time.monotonic() < deadline, f"{url} did not load within {timeout_s:g} s; {list(self.troubles)}"
+                self._browser.pump(0.05)
+            if not any("ERR_NETWORK_CHANGED" in trouble for trouble in self.troubles):
+                return
+            self.troubles.clear()
+            self.troubles.extend(before)
 
     def resize(self, width: int, height: int) -> None:
         """Give the tab another size, in CSS pixels; below 500 it is a phone's."""

@@ -48,6 +48,8 @@ class MemberPod:
         started_s: when its main container started; None before.
         finished_s: when its main container ended; None before.
         finished: its main container has ended, or the pod was given up before it began.
+        emptied: none of its containers runs any more, and it was asked to end before they ended: what it held is free
+            whether the API server still has it or not.
         waiting: reason for which its main container does not start, such as `ImagePullBackOff`; empty if there is none.
         waiting_message: the kubelet's words for that.
         request: what its main container asks for, as in its spec: resource -> quantity.
@@ -75,6 +77,7 @@ class MemberPod:
     started_s: float | None = None
     finished_s: float | None = None
     finished: bool = False
+    emptied: bool = False
     waiting: str = ""
     waiting_message: str = ""
     request: Mapping[str, str] = field(default_factory=dict)
@@ -176,6 +179,7 @@ def read_member_pod(pod: Mapping[str, Any], events: Iterable[str] = ()) -> Membe
         started_s=_read_time(running.get("startedAt") or terminated.get("startedAt")),
         finished_s=_read_time(terminated.get("finishedAt")),
         finished=phase in ("Succeeded", "Failed") or "exitCode" in terminated,
+        emptied=_is_emptied(pod),
         waiting=get_text(waiting, "reason"),
         waiting_message=get_text(waiting, "message"),
         request=_read_request(main),
@@ -183,6 +187,28 @@ def read_member_pod(pod: Mapping[str, Any], events: Iterable[str] = ()) -> Membe
         labels=labels,
         termination=build_termination_report(pod, events),
     )
+
+
+def _is_emptied(pod: Mapping[str, Any]) -> bool:
+    """Return whether a pod that was asked to end has no running container left, as its kubelet says.
+
+    A kubelet up to 1.21 deletes a pod up to 10 s after its containers have ended, and may say `ContainerCreating` of
+    containers that it has removed. What ended before the pod was asked to may have been restarted since.
+    """
+    metadata, spec, status = (get_mapping(pod, key) for key in ("metadata", "spec", "status"))
+    delete_by_s = _read_time(metadata.get("deletionTimestamp"))
+    statuses = get_list(status, "containerStatuses")
+    if delete_by_s is None or not statuses or len(statuses) != len(get_list(spec, "containers")):
+        return False
+    grace_s = metadata.get("deletionGracePeriodSeconds")
+    asked_s = delete_by_s - (grace_s if isinstance(grace_s, int) else 0)
+    for container in statuses:
+        state = get_mapping(container, "state")
+        ended_s = _read_time(get_mapping(state, "terminated").get("finishedAt"))
+        removed = get_text(get_mapping(state, "waiting"), "reason") == "ContainerCreating"
+        if not (removed and status.get("phase") == "Running") and (ended_s is None or ended_s < asked_s):
+            return False
+    return not any("running" in get_mapping(init, "state") for init in get_list(status, "initContainerStatuses"))
 
 
 def _read_time(value: object) -> float | None:

@@ -117,6 +117,10 @@ def _settle_members(draft: _Draft, teachers: Sequence[MemberPod]) -> list[Member
     for pod in teachers:
         if pod.try_number == draft.records[pod.key].try_number:
             live.append(pod)
+        elif pod.emptied and not pod.node_silent:
+            draft.delete.append(
+                PodDeletion(pod.name, pod.uid, 0, "its containers have ended: others wait for its place")
+            )
         elif not pod.deleting:  # it ended for good, or was let go by an operator that did not live to delete it
             draft.delete.append(PodDeletion(pod.name, pod.uid, draft.pool.grace_period_s, "its place is another pod's"))
     return live

@@ -20,6 +20,9 @@ METRICS_PORT: Final = 8002
 _EXIT_MARGIN_S: Final = 2.0
 """Of the grace period, for all but draining: the kubelet's SIGTERM, deregistration, closing the model, and the end of
 the interpreter. With less, a teacher that drains to its deadline is killed before it has left discovery."""
+_LINGER: Final = "100ms"
+"""How long a teacher that leaves still takes requests, after discovery shows it as draining: its students' watches hear
+of it within some 10 ms. Who waits for its GPU waits for this as well; a request that comes later is asked elsewhere."""
 _LOADING_S: Final = 1800
 """A model may take so long to be loaded and warmed up before the kubelet restarts its container."""
 _QUEUE_LABEL: Final = "kueue.x-k8s.io/queue-name"
@@ -39,7 +42,8 @@ def build_teacher_args(pool: TeacherPool) -> list[str]:
     if pool.store:
         args += ["--discovery", pool.store]
     args += ["--host", "0.0.0.0", "--port", str(SERVE_PORT), "--advertise", POD_ADDRESS]
-    args += ["--metrics-host", "0.0.0.0", "--metrics-port", str(METRICS_PORT), "--drain-timeout", f"{drain_s:g}s"]
+    args += ["--metrics-host", "0.0.0.0", "--metrics-port", str(METRICS_PORT)]
+    args += ["--drain-timeout", f"{drain_s:g}s", "--linger", _LINGER]
     return [*args, *pool.serve]
 
 

@@ -114,3 +114,56 @@ def test_pod_that_its_node_refused(reason: str) -> None:
     """Seen after a kubelet is restarted: devices come back later than pods."""
     report = read_member_pod(build_pod(reason=reason, message="no room")).termination
     assert find_termination_cause(report).cause is TerminationCause.EVICTED
+
+
+ENDED = {"terminated": {"exitCode": 0, "finishedAt": "2026-03-01T12:06:00Z"}}
+REMOVED = {"waiting": {"reason": "ContainerCreating"}}
+
+
+def build_leaving(*states: dict[str, Any], init: dict[str, Any] | None = None, grace_s: int = 10) -> dict[str, Any]:
+    """A pod that was asked at 12:05:59 to end, with a state of each of its containers."""
+    pod = build_pod(phase="Running")
+    pod["metadata"] |= {
+        "deletionTimestamp": f"2026-03-01T12:06:{grace_s - 1:02}Z",
+        "deletionGracePeriodSeconds": grace_s,
+    }
+    pod["spec"]["containers"] = [{"name": f"c{number}"} for number in range(2)]
+    pod["status"]["containerStatuses"] = [{"name": f"c{n}", "state": state} for n, state in enumerate(states)]
+    pod["status"]["initContainerStatuses"] = [{"name": "init", "state": init or ENDED}]
+    return pod
+
+
+def test_emptied_before_it_is_deleted() -> None:
+    assert read_member_pod(build_leaving(ENDED, ENDED)).emptied
+    assert read_member_pod(build_leaving(REMOVED, ENDED)).emptied, "as a kubelet of 1.20 has it after a removal"
+
+
+@pytest.mark.parametrize(
+    "states",
+    [
+        (ENDED, {"running": {"startedAt": "2026-03-01T12:00:00Z"}}),
+        (ENDED,),
+        (),
+        (ENDED, {"waiting": {"reason": "CrashLoopBackOff"}}),
+        (ENDED, {"terminated": {"exitCode": 1, "finishedAt": "2026-03-01T12:05:58Z"}}),
+        (ENDED, {"terminated": {"exitCode": 1}}),
+        (ENDED, {}),
+    ],
+)
+def test_not_emptied_for_certain(states: tuple[dict[str, Any], ...]) -> None:
+    """A container that runs, may be restarted, or is not spoken of."""
+    assert not read_member_pod(build_leaving(*states)).emptied
+
+
+def test_sidecar_that_runs_holds_its_pod() -> None:
+    running = {"running": {"startedAt": "2026-03-01T12:00:00Z"}}
+    assert not read_member_pod(build_leaving(ENDED, ENDED, init=running)).emptied
+
+
+def test_pod_not_asked_to_end_is_not_emptied() -> None:
+    pod = build_leaving(ENDED, ENDED)
+    del pod["metadata"]["deletionTimestamp"]
+    assert not read_member_pod(pod).emptied
+    starting = build_leaving(REMOVED, REMOVED)
+    starting["status"]["phase"] = "Pending"
+    assert not read_member_pod(starting).emptied, "it has not started, and may be starting now"

@@ -382,3 +382,25 @@ def test_arguments_are_read_by_edl_serve() -> None:
     )
     assert (config.server.host, config.server.metrics_host, config.server.metrics_port) == ("0.0.0.0", "0.0.0.0", 8002)
     assert config.server.drain_timeout_s == 3.0, "what the user says comes last"
+
+
+def test_emptied_pod_is_deleted_at_once() -> None:
+    """Its kubelet would do so, up to 10 s later, while the online pod waits."""
+    made = cluster([2], wanted=2)
+    made.settle(5)
+    name, other = sorted(made.pods)
+    made.delete(name)
+    made.reconcile()
+    pod = made.pods[name]
+    asked = pod["metadata"]["deletionTimestamp"]
+    assert not made.reconcile().delete, "it still runs"
+    pod["status"]["containerStatuses"] = [
+        {"name": "edl", "state": {"terminated": {"exitCode": 0, "finishedAt": asked}}}
+    ]
+    (deletion,) = made.plan().delete
+    assert (deletion.name, deletion.uid, deletion.grace_period_s) == (name, pod["metadata"]["uid"], 0)
+    pod["status"] |= {
+        "conditions": [{"type": "Ready", "status": "False"}, {"type": "ContainersReady", "status": "True"}]
+    }
+    assert not made.plan().delete, "its node is silent: nobody knows what runs there"
+    assert other in made.pods

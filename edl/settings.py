@@ -149,7 +149,8 @@ class DiscoverySettings:
     """Where services register.
 
     Attributes:
-        url: `sqlite:///path/to/file`, `consul://host:8500` or `etcd://host:2379`. `EDL_DISCOVERY`.
+        url: `sqlite:///path/to/file`, `consul://host:8500`, `etcd://host:2379` or `kubernetes://namespace`.
+            `EDL_DISCOVERY`.
         ttl_s: how long a process may be silent before others see it gone. `EDL_TTL_S`.
     """
 

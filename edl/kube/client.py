@@ -368,7 +368,8 @@ class KubeClient:
             "timeoutSeconds": str(length_s),
         }
         call = self._call("watch", kind, namespace)
-        return self._connection.stream(call, self._path(kind, namespace), query, length_s + _WATCH_GRACE_S)
+        path = self._path(kind, namespace)
+        return self._connection.stream(call, path, query, length_s + _WATCH_GRACE_S, begins_at_once=True)
 
     def has_resource(self, group: str, version: str, plural: str) -> bool:
         """Ask whether the server has a kind of objects.

@@ -45,6 +45,10 @@ _KEEPALIVE: Final = (
 """A host that went away without a word is noticed after a minute, also by streams that are silent by right."""
 
 
+_insecure: set[str] = set()
+"""Servers that a warning was logged of."""
+
+
 class _Access(NamedTuple):
     """What the official client makes of a kubeconfig or service account."""
 
@@ -116,7 +120,15 @@ class Connection:
         with self._open(call, method, path, query, body, (content_type, accept), self._settings.timeout_s) as response:
             return _read_whole(call, self.url, response, deadline)
 
-    def stream(self, call: Call, path: str, query: Mapping[str, str], read_timeout_s: float | None) -> Stream:
+    def stream(
+        self,
+        call: Call,
+        path: str,
+        query: Mapping[str, str],
+        read_timeout_s: float | None,
+        *,
+        begins_at_once: bool = False,
+    ) -> Stream:
         """Begin to read an answer that comes piece by piece.
 
         Args:
@@ -124,6 +136,7 @@ class Connection:
             path: of the URL.
             query: of the URL.
             read_timeout_s: the longest silence in seconds; None for any, as long as the server's host is there.
+            begins_at_once: the first byte, which says whether there will be more, takes no longer than a call's answer.
 
         Returns:
             The pieces. The caller closes it.
@@ -131,7 +144,11 @@ class Connection:
         Raises:
             EDLError: as for `send`.
         """
-        return Stream(call, self.url, self._open(call, "GET", path, query, None, ("", _JSON), read_timeout_s))
+        first_s = self._settings.timeout_s if begins_at_once else read_timeout_s
+        stream = Stream(call, self.url, self._open(call, "GET", path, query, None, ("", _JSON), first_s))
+        if begins_at_once:
+            stream.set_silence_limit(read_timeout_s)
+        return stream
 
     def close(self) -> None:
         """Close the connections that no call uses; calls under way end by themselves."""
@@ -236,11 +253,15 @@ class Stream:
             *whole, rest = (rest + piece).split(b"\n")
             yield from whole
 
-    def set_silence_limit(self, seconds: float) -> None:
-        """Change how long the rest may be silent."""
+    def set_silence_limit(self, seconds: float | None) -> None:
+        """Change how long the rest may be silent; None for any time."""
         sock = getattr(getattr(self._response, "connection", None), "sock", None)
+        if sock is None:  # http.client gives the socket of an answer without a length to the answer
+            sock = getattr(
+                getattr(getattr(getattr(self._response, "_fp", None), "fp", None), "raw", None), "_sock", None
+            )
         if sock is not None:
-            sock.settimeout(max(seconds, 0.001))
+            sock.settimeout(None if seconds is None else max(seconds, 0.001))
 
     def interrupt(self) -> None:
         """Have a read in another thread end at once."""
@@ -382,10 +403,13 @@ def _leave_out_proxy(configuration: Any, url: str) -> None:
 
 
 def _log_insecure(url: str, source: str) -> None:
-    """Log once what urllib3 would warn of with each connection."""
+    """Log once for each server what urllib3 would warn of with each connection."""
     import urllib3
 
     urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
+    if url in _insecure:
+        return
+    _insecure.add(url)
     logger.warning("%s: any host may pose as this API server: %s sets insecure-skip-tls-verify", url, source)
 
 

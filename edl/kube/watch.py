@@ -136,6 +136,8 @@ class KubeWatch:
 
     def close(self) -> None:
         """Follow no more. May be called twice, and by `on_change`."""
+        if self._closed:
+            return
         self._closed = True
         self._changed.notify()
         self._loop.close(_CLOSE_S)

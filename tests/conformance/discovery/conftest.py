@@ -53,7 +53,11 @@ def _nothing_stays_open(request: pytest.FixtureRequest) -> Iterator[None]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Tests run over each implementation, and those that are marked `stores` over a store that is served as well."""
     if "backend" in metafunc.fixturenames:
-        servers = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("consul", "etcd", "kubernetes")]
+        servers = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("consul", "etcd")]
+        # The first of these may have to wait until a cluster is up.
+        servers.append(
+            pytest.param("kubernetes", marks=[pytest.mark.kubernetes, pytest.mark.timeout(120, func_only=True)])
+        )
         served = ["served"] if metafunc.definition.get_closest_marker("stores") else []
         metafunc.parametrize("backend", ["sqlite", *servers, *served], indirect=True)
 

@@ -29,6 +29,7 @@ class Reply(NamedTuple):
         length: that is announced; None for the body's own.
         delay_s: before the first byte.
         pieces: chunks with a pause before each, in place of a body; the connection is cut after them if `cut`.
+        chunked: whether the pieces are chunks; else the end of the connection is that of the body.
         cut: end the connection without the last chunk.
     """
 
@@ -38,6 +39,7 @@ class Reply(NamedTuple):
     length: int | None = None
     delay_s: float = 0.0
     pieces: tuple[tuple[float, bytes], ...] = ()
+    chunked: bool = True
     cut: bool = False
 
 
@@ -96,13 +98,15 @@ class ApiServer:
         for name, value in reply.headers.items():
             handler.send_header(name, value)
         if reply.pieces:
-            handler.send_header("Transfer-Encoding", "chunked")
+            framing = ("Transfer-Encoding", "chunked") if reply.chunked else ("Connection", "close")
+            handler.send_header(*framing)
             handler.end_headers()
             for pause_s, piece in reply.pieces:
                 self.closing.wait(pause_s)
-                handler.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
-                handler.wfile.flush()
-            if not reply.cut:
+                if piece:
+                    handler.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece) if reply.chunked else piece)
+                    handler.wfile.flush()
+            if reply.chunked and not reply.cut:
                 handler.wfile.write(b"0\r\n\r\n")
             else:
                 handler.close_connection = True

@@ -155,6 +155,24 @@ def test_silent_connection_is_noticed(
     wait_until(lambda: script.asked.count("list") >= 2)
 
 
+def test_watch_that_does_not_begin(script: Script, follow: Callable[..., KubeWatch]) -> None:
+    """The connection died before the server answered: that is noticed as soon as with any call."""
+    script.watches.append(Reply(200, b"", delay_s=60))
+    watch = follow()
+    wait_until(lambda: script.asked == ["list", "10", "list", "10"], 5)
+    assert names(watch) == ["a"]
+
+
+def test_answer_without_a_length(script: Script, follow: Callable[..., KubeWatch]) -> None:
+    """Some proxies in between make one of it that ends with its connection. Its silence is none of an outage."""
+    script.watches.append(
+        Reply(200, pieces=((0.0, b""), (1.2, event("ADDED", pod("b", 11))), (60.0, b"")), chunked=False)
+    )
+    watch = follow()
+    wait_until(lambda: names(watch) == ["a", "b"])
+    assert script.asked == ["list", "10"]
+
+
 def test_watches_that_end_at_once(script: Script, follow: Callable[..., KubeWatch]) -> None:
     """Something in between ends them: the server is not asked at full speed."""
     script.watches += [Reply(200, b"")] * 1000

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks._api_proxy import ApiProxy
 from tests.cluster.api import Cluster
 from tests.cluster.operator_process import ACCOUNT, install_account
-from tests.kube.operator.api_proxy import ApiProxy
 
 
 @pytest.fixture

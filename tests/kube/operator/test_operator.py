@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks._api_proxy import ApiProxy
 from tests.cluster.api import Cluster
 from tests.cluster.operator_process import OperatorFactory, OperatorProcess
-from tests.kube.operator.api_proxy import ApiProxy
 
 MakeJob = Callable[..., dict[str, Any]]
 
@@ -219,7 +219,7 @@ def test_missing_resource_definitions(
 def test_rest_costs_few_requests(
     cluster: Cluster, namespace: str, operator: OperatorFactory, proxy: ApiProxy, make_job: MakeJob
 ) -> None:
-    """Scenario 9 at a smaller scale; `benchmarks/operator.py` has 200 jobs."""
+    """Scenario 9 at a smaller scale; `benchmarks/kube_operator.py` has 200 jobs."""
     operator("--kubeconfig", str(proxy.kubeconfig))
     names = [f"job-{number}" for number in range(12)]
     cluster.apply(*(make_job(name) for name in names))

@@ -27,8 +27,8 @@ __all__ = ["Operator"]
 
 logger = logging.getLogger(__name__)
 
-_JITTER: Final = 0.2
-"""Share of the time between two looks that is left to chance, so that resources made together do not stay together."""
+_JITTER: Final = 0.5
+"""Share of the time between two looks that is left to chance: looks at resources made together are spread evenly."""
 
 
 class Operator:

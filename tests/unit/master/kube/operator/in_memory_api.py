@@ -32,6 +32,7 @@ class InMemoryApi:
         self.kill_after: int | None = None
         self.refuse: Exception | None = None
         self._versions = itertools.count(1)
+        self._lives: dict[tuple[str, str, str], int] = {}
         self.now_s = 1_000_000.0
 
     def get(self, kind: ResourceType, name: str, namespace: str | None = None) -> Object | None:
@@ -146,7 +147,9 @@ class InMemoryApi:
         metadata = made["metadata"]
         metadata["namespace"] = key[1]
         before = self.objects.get(key, {}).get("metadata", {})
-        metadata.setdefault("uid", before.get("uid") or f"uid-{next(self._versions)}")
+        if not before:
+            self._lives[key] = self._lives.get(key, 0) + 1
+        metadata.setdefault("uid", before.get("uid") or f"uid-{key[2]}-{self._lives[key]}")
         metadata.setdefault("creationTimestamp", format_time(self.now_s))
         metadata["resourceVersion"] = str(next(self._versions))
         self.objects[key] = made

@@ -1,10 +1,12 @@
-"""`ApiProxy`: stands between an operator and the API server; counts requests, is away, or kills somebody in between."""
+"""`ApiProxy`: stands between an operator and the API server; counts requests, is away, or calls somebody in between."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import http.client
 import json
+import os
 import socket
 import ssl
 import threading
@@ -15,6 +17,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from edl.background import start_call
+
+__all__ = ["ApiProxy", "write_json_kubeconfig"]
 
 _KEPT = ("authorization", "content-type", "accept", "user-agent")
 
@@ -34,6 +38,15 @@ class ApiProxy:
         config = json.loads(kubeconfig.read_text())
         server = urlsplit(config["clusters"][0]["cluster"]["server"])
         self._target = (str(server.hostname), server.port or 443)
+        self._context = ssl.create_default_context()
+        self._context.check_hostname = False
+        self._context.verify_mode = ssl.CERT_NONE
+        user = config["users"][0]["user"]
+        if "client-certificate-data" in user:
+            pem = folder / "client.pem"
+            texts = (user.pop("client-certificate-data"), user.pop("client-key-data"))
+            pem.write_bytes(b"\n".join(base64.b64decode(text) for text in texts))
+            self._context.load_cert_chain(pem)
         self.requests: list[str] = []
         self.before: Callable[[str], None] = lambda line: None
         self.after: Callable[[str], None] = lambda line: None
@@ -54,10 +67,7 @@ class ApiProxy:
         self.kubeconfig.write_text(json.dumps(config))
 
     def connect(self) -> http.client.HTTPSConnection:
-        context = ssl.create_default_context()
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-        return http.client.HTTPSConnection(*self._target, context=context, timeout=330)
+        return http.client.HTTPSConnection(*self._target, context=self._context, timeout=330)
 
     def go_away(self) -> None:
         """Close all connections, and each that comes."""
@@ -78,6 +88,27 @@ class ApiProxy:
     def track(self, connection: socket.socket, present: bool) -> None:
         with self._lock:
             (self._open.add if present else self._open.discard)(connection)
+
+
+def write_json_kubeconfig(folder: Path) -> Path:
+    """Write the current context of the kubeconfig that KUBECONFIG names, with all credentials in it, as JSON."""
+    import yaml
+
+    given = os.environ.get("KUBECONFIG", "").split(os.pathsep)[0] or Path.home() / ".kube/config"
+    config = yaml.safe_load(Path(given).read_text())
+    context = next(entry for entry in config["contexts"] if entry["name"] == config["current-context"])
+    chosen = {"clusters": context["context"]["cluster"], "users": context["context"]["user"]}
+    for part, name in chosen.items():
+        config[part] = [entry for entry in config[part] if entry["name"] == name]
+    config["contexts"] = [context]
+    user = config["users"][0]["user"]
+    for name in ("client-certificate", "client-key"):
+        if name in user:
+            path = Path(user.pop(name))
+            user[f"{name}-data"] = base64.b64encode(path.read_bytes()).decode()
+    path = folder / "kubeconfig.json"
+    path.write_text(json.dumps(config))
+    return path
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -1,0 +1,165 @@
+"""Shares of jobs: GPUs go to all that can use them, and not to whom others arbitrate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from edl.kube.objects import Object
+from edl.master.kube.capacity import ClusterCapacity
+from edl.master.kube.operator.job_shares import compute_shares, read_sharing_job
+from edl.master.kube.operator.live_surroundings import LiveSurroundings
+from edl.master.kube.resources import ElasticJob, parse_elastic_job
+
+NOW_S = 1.7e9
+
+
+def make_job(name: str, least: int = 1, most: int = 8, gpus: int = 1, **spec: Any) -> ElasticJob:
+    container = {"name": "main", "image": "i", "resources": {"limits": {"nvidia.com/gpu": gpus}} if gpus else {}}
+    template = {"spec": {"containers": [container], **spec.pop("pod", {})}}
+    metadata = {"name": name, "namespace": "lab", "uid": f"u-{name}", "creationTimestamp": "2023-11-14T00:00:00Z"}
+    bounds = {"minReplicas": least, "maxReplicas": most}
+    job = parse_elastic_job(
+        {
+            "metadata": metadata,
+            "spec": {"run": ["t.py"], "store": "sqlite:////nowhere/x.sqlite", "template": template, **bounds, **spec},
+            "status": {},
+        }
+    )
+    assert isinstance(job, ElasticJob), job
+    return job
+
+
+def make_node(name: str, gpus: int) -> Object:
+    amounts = {"cpu": "64", "memory": "256Gi", "pods": "110", "nvidia.com/gpu": str(gpus)}
+    conditions = [{"type": "Ready", "status": "True"}]
+    return {"metadata": {"name": name}, "spec": {}, "status": {"allocatable": amounts, "conditions": conditions}}
+
+
+def make_pod(name: str, node: str, owner: str = "", gpus: int = 1) -> Object:
+    labels = {"edl.io/owner-uid": f"u-{owner}", "edl.io/role": "worker", "edl.io/job": owner} if owner else {}
+    container = {"name": "m", "resources": {"requests": {"nvidia.com/gpu": str(gpus)}}}
+    return {
+        "metadata": {"name": name, "namespace": "lab", "uid": name, "labels": labels},
+        "spec": {"containers": [container], "nodeName": node},
+        "status": {"phase": "Running" if node else "Pending"},
+    }
+
+
+def share(nodes: list[Object], pods: list[Object], *jobs: ElasticJob) -> dict[str, int]:
+    sharing = [found for job in jobs if (found := read_sharing_job(job, None, None)) is not None]
+    found = compute_shares(ClusterCapacity.of(nodes, pods), sharing, NOW_S)
+    return {key.rpartition("/")[2]: count for key, count in found.items()}
+
+
+def test_one_job_gets_all() -> None:
+    assert share([make_node("n", 4)], [], make_job("a")) == {"a": 4}
+
+
+def test_jobs_share_and_keep_their_minimum() -> None:
+    pods = [make_pod(f"a-{number}", "n", "a") for number in range(4)]
+    found = share([make_node("n", 4)], pods, make_job("a"), make_job("b", least=2))
+    assert sum(found.values()) == 4
+    assert found["b"] >= 2
+    assert found["a"] >= 1
+
+
+def test_what_others_hold_is_not_shared() -> None:
+    pods = [make_pod("online", "n", gpus=3)]
+    assert share([make_node("n", 4)], pods, make_job("a")) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        make_job("a", queue="team"),
+        make_job("a", scaling="external"),
+        make_job("a", suspend=True),
+        make_job("a", gpus=0),
+        make_job("a", pod={"schedulerName": "volcano"}),
+    ],
+    ids=["kueue", "external", "suspended", "no GPU", "volcano"],
+)
+def test_job_that_others_arbitrate(job: ElasticJob) -> None:
+    assert read_sharing_job(job, None, None) is None
+
+
+def test_wanted_is_the_most_of_use() -> None:
+    found = read_sharing_job(make_job("a", least=2), 3, None)
+    assert found is not None
+    assert (found.least, found.most) == (2, 3)
+    none = read_sharing_job(make_job("a", least=2), 0, None)
+    assert none is not None
+    assert none.most == 2
+
+
+def test_unreadable_template_takes_no_part() -> None:
+    assert read_sharing_job(make_job("a", pod={"initContainers": 7}), None, None) is None
+
+
+class GivenCapacity:
+    """What is idle, as a test says."""
+
+    def __init__(self) -> None:
+        self.found: ClusterCapacity | None = None
+
+    def current(self) -> ClusterCapacity | None:
+        return self.found
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_changed_shares_are_looked_at() -> None:
+    told: list[str] = []
+    surroundings = LiveSurroundings(told.append)
+    source = GivenCapacity()
+    try:
+        assert surroundings.look(make_job("a")).allocation is None
+        source.found = ClusterCapacity.of([make_node("n", 4)], [])
+        surroundings.set_capacity(source)
+        assert surroundings.look(make_job("a")).allocation == 4
+        told.clear()
+        found = surroundings.look(make_job("b", least=2)).allocation
+        assert found is not None
+        assert found >= 2
+        assert told == ["elasticjobs/lab/a"]
+        told.clear()
+        surroundings.forget("elasticjobs/lab/b")
+        wait_for(lambda: "elasticjobs/lab/a" in told)
+        assert surroundings.look(make_job("a")).allocation == 4
+        source.found = None
+        assert surroundings.look(make_job("a")).allocation is None
+    finally:
+        surroundings.close()
+
+
+def test_waiting_resource_hears_of_idle_room() -> None:
+    told: list[str] = []
+    surroundings = LiveSurroundings(told.append)
+    source = GivenCapacity()
+    full = [make_pod(f"x-{number}", "n") for number in range(4)]
+    try:
+        source.found = ClusterCapacity.of([make_node("n", 4)], full)
+        surroundings.set_capacity(source)
+        waiting, content = make_job("a", scaling="external"), make_job("b", scaling="external")
+        time.sleep(1.2)
+        surroundings.note_status(waiting, {"wantedReplicas": 3, "replicas": 1})
+        surroundings.note_status(content, {"wantedReplicas": 1, "replicas": 1})
+        told.clear()
+        surroundings.note_capacity()
+        time.sleep(1.2)
+        assert told == [], "nothing more is idle"
+        source.found = ClusterCapacity.of([make_node("n", 4)], full[:3])
+        surroundings.note_capacity()
+        wait_for(lambda: told)
+        assert told == [waiting.key]
+    finally:
+        surroundings.close()

@@ -1,0 +1,119 @@
+"""The real planners under a reconciler that is killed after any call: the end is that of one that was not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edl.kube.objects import Object, format_time
+from edl.kube.resource_types import ELASTIC_JOBS, PODS, TEACHER_POOLS, ResourceType
+from edl.master.kube.operator.kinds import KINDS
+from edl.master.kube.operator.reconciling import Reconciler
+from tests.unit.master.kube.operator.in_memory_api import InMemoryApi, OperatorKilled
+from tests.unit.master.kube.operator.test_reconciler import NoSurroundings, snapshot
+
+TEMPLATE = {"spec": {"containers": [{"name": "main", "image": "i", "resources": {"requests": {"memory": "1Gi"}}}]}}
+METADATA = {"name": "digits", "namespace": "lab", "uid": "0123456789", "generation": 1}
+JOB = {"run": ["t.py"], "minReplicas": 1, "maxReplicas": 4, "scaling": "external", "replicas": 2}
+POOL = {"serve": ["m:f"], "minReplicas": 1, "maxReplicas": 4, "scaling": "external", "replicas": 2}
+
+Action = tuple[str, int]
+ACTIONS = st.tuples(
+    st.sampled_from(["start", "oom", "error", "success", "evict", "silent", "scale", "suspend", "wait"]),
+    st.integers(0, 3),
+)
+
+
+def reconcile(api: InMemoryApi, key: str) -> None:
+    Reconciler(api, KINDS, NoSurroundings(), lambda *args: None, clock=lambda: api.now_s).reconcile(key)
+
+
+def settle(api: InMemoryApi, key: str) -> None:
+    for _ in range(20):
+        before = snapshot(api)
+        reconcile(api, key)
+        if snapshot(api) == before:
+            return
+    raise AssertionError(f"it never settles: {api.calls[-30:]}")
+
+
+def act(api: InMemoryApi, kind: ResourceType, action: Action) -> None:
+    """Do what users, kubelets and time do."""
+    verb, number = action
+    owner = api.objects.get((kind.plural, "lab", "digits"))
+    names = api.names(PODS)
+    if verb == "wait":
+        api.now_s += 400.0 * number
+    elif owner is not None and verb in ("scale", "suspend"):
+        owner["spec"].update({"replicas": number + 1} if verb == "scale" else {"suspend": number % 2 == 0})
+        owner["metadata"]["generation"] += 1
+    elif names:
+        end_pod(api, api.objects["pods", "lab", names[number % len(names)]], verb)
+
+
+def end_pod(api: InMemoryApi, pod: Object, how: str) -> None:
+    now = format_time(api.now_s)
+    spec, status = pod["spec"], pod.setdefault("status", {})
+    spec["nodeName"] = "node1"
+    main = spec["containers"][0]["name"]
+    conditions = [{"type": "PodScheduled", "status": "True"}]
+    if how == "start":
+        state: Object = {"running": {"startedAt": now}}
+        phase = "Running"
+        conditions += [{"type": "Ready", "status": "True"}]
+    elif how == "silent":
+        pod["metadata"]["deletionTimestamp"] = now
+        return
+    else:
+        code, reason = {
+            "oom": (137, "OOMKilled"),
+            "error": (1, "Error"),
+            "success": (0, "Completed"),
+            "evict": (137, "Error"),
+        }[how]
+        state = {"terminated": {"exitCode": code, "reason": reason, "startedAt": now, "finishedAt": now}}
+        phase = "Succeeded" if how == "success" else "Failed"
+        if how == "evict":
+            status["reason"] = "Evicted"
+    status.update({"phase": phase, "conditions": conditions, "containerStatuses": [{"name": main, "state": state}]})
+
+
+def run(kind: ResourceType, spec: dict[str, Any], steps: list[tuple[Action, list[int]]], *, kill: bool) -> InMemoryApi:
+    api = InMemoryApi()
+    api.put(kind, {"metadata": dict(METADATA), "spec": {"store": "consul://c", "template": TEMPLATE, **spec}})
+    key = f"{kind.plural}/lab/digits"
+    for action, kills in steps:
+        for calls in kills if kill else ():
+            api.calls.clear()
+            api.kill_after = calls
+            try:
+                for _ in range(6):
+                    reconcile(api, key)
+            except OperatorKilled:
+                pass
+            api.kill_after = None
+        settle(api, key)
+        act(api, kind, action)
+    settle(api, key)
+    return api
+
+
+STEPS = st.lists(st.tuples(ACTIONS, st.lists(st.integers(1, 12), max_size=3)), max_size=6)
+
+
+@settings(max_examples=60)
+@given(STEPS)
+def test_job_after_any_kill(steps: list[tuple[Action, list[int]]]) -> None:
+    killed, undisturbed = (run(ELASTIC_JOBS, JOB, steps, kill=kill) for kill in (True, False))
+    assert snapshot(killed) == snapshot(undisturbed)
+    assert sorted(killed.made) == sorted(undisturbed.made), "a pod was made twice, or another one"
+
+
+@settings(max_examples=60)
+@given(STEPS)
+def test_pool_after_any_kill(steps: list[tuple[Action, list[int]]]) -> None:
+    killed, undisturbed = (run(TEACHER_POOLS, POOL, steps, kill=kill) for kill in (True, False))
+    assert snapshot(killed) == snapshot(undisturbed)
+    assert sorted(killed.made) == sorted(undisturbed.made), "a pod was made twice, or another one"

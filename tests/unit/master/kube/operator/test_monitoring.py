@@ -1,0 +1,100 @@
+"""Health and metrics: an API server that is away is not a dead operator."""
+
+from __future__ import annotations
+
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from edl.errors import SettingsError
+from edl.kube.responses import Call
+from edl.master.kube.operator import OperatorSettings
+from edl.master.kube.operator.monitoring import GiveBackMeter, HealthServer, OperatorHealth, OperatorMetrics, health
+
+
+def test_away_is_unready_and_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = OperatorHealth(lambda: 0.0)
+    assert found.check_ready() == "the watches have not begun"
+    found.set_waiting("")
+    assert found.check_ready() == ""
+    assert found.note_request(0, "no route") is True
+    assert found.note_request(503) is False
+    assert found.check_ready() == "", "a short absence is not worth a word"
+    monkeypatch.setattr(health, "_AWAY_LIMIT_S", 0.0)
+    time.sleep(0.01)
+    assert "has been away" in found.check_ready()
+    assert found.check_live() == ""
+    assert found.note_request(404) is True
+    assert found.check_ready() == ""
+
+
+def test_stuck_work_and_silent_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck_s = [0.0]
+    found = OperatorHealth(lambda: stuck_s[0])
+    assert found.check_live() == ""
+    stuck_s[0] = 1000.0
+    assert "1000 s" in found.check_live()
+    stuck_s[0] = 0.0
+    monkeypatch.setattr(health, "_BEAT_LIMIT_S", 0.0)
+    time.sleep(0.01)
+    assert "no sign of life" in found.check_live()
+
+
+def test_server_answers_checks_and_metrics() -> None:
+    metrics = OperatorMetrics()
+    metrics.count_request(Call("get", "pods"), 200)
+    metrics.count_request(Call("get", "the resources of x/v1"), 200)
+    metrics.count_reconcile("elasticjobs/lab/a", 0.1, ValueError("x"))
+    metrics.watch_queue(lambda: 3, lambda: 5)
+    server = HealthServer("127.0.0.1", 0, {"/livez": lambda: "", "/readyz": lambda: "no CRD"}, metrics.registry)
+    try:
+        base = f"http://127.0.0.1:{server.port}"
+        assert urllib.request.urlopen(f"{base}/livez", timeout=5).read() == b"ok\n"
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(f"{base}/readyz", timeout=5)
+        with caught.value as answer:
+            assert (answer.code, answer.read()) == (503, b"no CRD\n")
+        text = urllib.request.urlopen(f"{base}/metrics", timeout=5).read().decode()
+    finally:
+        server.close()
+    for line in (
+        'edl_operator_api_requests_total{code="200",resource="pods",verb="get"} 1.0',
+        'edl_operator_api_requests_total{code="200",resource="discovery",verb="get"} 1.0',
+        'edl_operator_reconcile_failures_total{error="ValueError",kind="elasticjobs"} 1.0',
+        "edl_operator_queue_length 3.0",
+    ):
+        assert line in text
+
+
+def test_give_back_counts_once() -> None:
+    registry = CollectorRegistry()
+    meter = GiveBackMeter(registry)
+
+    def count() -> float | None:
+        return registry.get_sample_value("edl_give_back_seconds_count")
+
+    def play(record: object) -> None:
+        teacher = {"metadata": {"uid": "t", "labels": {"edl.io/pool": "p"}}, "spec": {"nodeName": "n"}}
+        waiting = {"metadata": {"uid": "w"}, "spec": {}, "status": {"nominatedNodeName": "n"}}
+        record("ADDED", waiting)  # type: ignore[operator]
+        record("MODIFIED", {**teacher, "metadata": {**teacher["metadata"], "deletionTimestamp": "x"}})  # type: ignore[operator]
+        record("MODIFIED", {**waiting, "spec": {"nodeName": "n"}})  # type: ignore[operator]
+
+    play(meter.record_namespace)
+    assert count() == 1.0
+    meter.record_cluster("LISTED", None)
+    play(meter.record_cluster)
+    play(meter.record_namespace)
+    assert count() == 2.0, "the same pod was counted by both watches"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"workers": 0}, {"resync_s": 0.0}, {"resync_s": float("nan")}, {"namespaces": ("*", "a")}],
+)
+def test_settings_that_cannot_be(settings: dict[str, object]) -> None:
+    with pytest.raises(SettingsError):
+        OperatorSettings(**settings)  # type: ignore[arg-type]

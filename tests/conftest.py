@@ -54,6 +54,7 @@ SERIAL = (
     "integration/test_example_paddle.py",
     "integration/test_soak.py",
     "integration/distill/teachers/test_limits.py",
+    "integration/distill/transport/test_borrowed_triton.py",
     "integration/load/test_closed_loop.py",  # four teachers, and a student whose time is measured
 )
 """Folders and files of tests that run two at a time, beside no others (`python -m tests`)."""
@@ -61,6 +62,7 @@ SERIAL = (
 ALONE = (
     f"{JOBS}health/test_nodecheck.py",  # how long a node's work takes
     "integration/distill/teachers/test_limits.py",  # one student's time beside another's
+    "integration/distill/transport/test_borrowed_triton.py",  # how long a server's own clients wait
     "integration/test_demo.py",
 )
 """Those of them that measure time, and run one by one."""

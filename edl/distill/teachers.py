@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from edl.discovery.registry import Instance
+from edl.distill.transport.priority import Priority, check_priority
 from edl.distill.transport.schema import check_version
 from edl.errors import SettingsError
 from edl.settings import DiscoverySettings, TeacherSettings, is_above_zero, is_count
@@ -28,6 +29,10 @@ class Teachers:
         model: model name in requests; empty for what the teacher registered, or the only model that it serves.
         weight: share in a weighted average with other services.
         version: labels of this version of the model only; empty for any. See "Versions" in docs/students.md.
+        priority: with which a Triton is asked that others use as well: "lowest" borrows it from its own clients, with
+            few rows and requests at a time; "default" is as they are; a number is that level; "auto" is what the
+            server's registration says (`edl register --priority`), else the lowest level where the model has levels.
+            See docs/borrowing-triton.md.
 
     Raises:
         SettingsError: a value that cannot be, or neither or both of a service and endpoints.
@@ -40,9 +45,11 @@ class Teachers:
     model: str = ""
     weight: float = 1.0
     version: str = ""
+    priority: Priority = "auto"
 
     def __post_init__(self) -> None:
         check_version(self.version)
+        check_priority(self.priority)
         if bool(self.service) == bool(self.endpoints):
             raise SettingsError("name either a service or endpoints of teachers (and not both)")
         if self.max_teachers is not None and not is_count(self.max_teachers):

@@ -16,12 +16,15 @@ __all__ = [
     "EXTENSION_OUTPUT_DTYPE",
     "EXTENSION_SHARED_MEMORY",
     "EXTENSION_NO_NAN",
+    "EXTENSION_SCHEDULE_POLICY",
     "EXTENSION_STREAM",
     "EXTENSION_TOP_K",
     "FRAGMENT",
     "LOCKED_MEMORY",
     "MAX_BYTES",
     "MAX_ROWS",
+    "PRIORITY",
+    "PRIORITY_META",
     "REQUEST_ID",
     "RETRY_AFTER",
     "RETRY_AFTER_MS",
@@ -48,6 +51,9 @@ TEMPERATURE = "edl_temperature"
 """Request parameter (double, default 1): the temperature at which the tail's mass is summed up with `edl_top_k`."""
 DTYPE = "edl_dtype"
 """Request parameter (string): "FP16" or "FP32", the datatype of floating-point outputs."""
+
+PRIORITY = "priority"
+"""Request parameter (int64) of Triton's extension `schedule_policy`: 1 is the highest, 0 the model's default."""
 
 TIMEOUT_MS = "edl_timeout_ms"
 """Request parameter (int64): a deadline for one request of a stream, counted from its arrival."""
@@ -85,6 +91,7 @@ MAX_BYTES = "edl_max_message_bytes"
 
 EXTENSION_TOP_K = "edl_top_k"
 EXTENSION_OUTPUT_DTYPE = "edl_dtype"
+EXTENSION_SCHEDULE_POLICY = "schedule_policy"
 EXTENSION_SHARED_MEMORY = "system_shared_memory"
 EXTENSION_NO_NAN = "edl_no_nan"
 """Floating-point outputs have been looked through: a request whose answer would hold NaN gets an error in its place."""
@@ -107,6 +114,9 @@ SHM_NBYTES = "shared_memory_byte_size"
 TLS_META = "tls"
 """Metadata of an instance in discovery: "1" if it speaks TLS. For messages: a registry may have been tampered with, so
 whether a student speaks TLS is for its own settings to say."""
+
+PRIORITY_META = "priority"
+"""Metadata of an instance in discovery: with which priority students shall ask it, where they do not say themselves."""
 
 RETRY_AFTER_MS = "grpc-retry-pushback-ms"
 """Trailing metadata beside UNAVAILABLE: milliseconds after which a retry may find room (gRPC proposal A6)."""

@@ -57,11 +57,31 @@ examples:
 
 exit codes: 0 ended by a signal, 2 wrong usage or settings."""
 
+
+def _priority(raw: Any) -> str:
+    """Parse a priority: a word or a level.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    text = str(raw).strip()
+    if text not in ("lowest", "default", "auto") and not (text.isascii() and text.isdigit() and 0 < int(text) < 2**32):
+        raise ValueError("expected lowest, default, auto, or a level from 1 on")
+    return text
+
+
 _GROUPS = (
     OptionGroup(
         "the server",
         (
             Option("model", v.text, "NAME", "the model that counts (default: the service's name)"),
+            Option(
+                "priority",
+                _priority,
+                "LEVEL",
+                "how students ask it beside its own clients: lowest, default, or a level (default: lowest if it has"
+                " levels)",
+            ),
             Option("interval", v.duration_s, "TIME", "how often the server is asked (default 1s)"),
             Option("timeout", v.duration_s, "TIME", "how long it may take to answer (default 2s)"),
             Option("failures", v.count, "N", "it is gone after so many questions without an answer (default 2)"),
@@ -99,6 +119,7 @@ class RegisterConfig:
         registration: how the server shows in discovery.
         interval_s: between two probes.
         timeout_s: for a probe.
+        priority: with which students shall ask the server; empty for what they choose.
         failures: probes without an answer after which the server is gone.
         credentials: TLS and tokens for the server.
         ready_file: path of the ready file; None for none.
@@ -115,6 +136,7 @@ class RegisterConfig:
     interval_s: float = 1.0
     timeout_s: float = 2.0
     failures: int = 2
+    priority: str = ""
     credentials: Credentials = field(default_factory=Credentials)
     ready_file: str | None = None
     exit_with: int | None = None
@@ -145,7 +167,7 @@ class RegisterConfig:
             if given.get(name) == 0:
                 raise SettingsError(f"--{name} 0: expected more than nothing")
         seconds = {"interval": "interval_s", "timeout": "timeout_s"}
-        kept = ("interval", "timeout", "failures", "ready_file", "exit_with", "verbose", "log_format")
+        kept = ("priority", "interval", "timeout", "failures", "ready_file", "exit_with", "verbose", "log_format")
         rest = {seconds.get(name, name): given[name] for name in kept if name in given}
         return cls(endpoint, address, port, model, registration, credentials=Credentials.of_options(given), **rest)
 
@@ -262,6 +284,8 @@ def _instance(config: RegisterConfig, probe: ReadinessProbe) -> Instance:
             "%s: its model's version %s is not told to discovery: it is no text", config.target, quote(version)
         )
         meta = {}
+    if config.priority:
+        meta[names.PRIORITY_META] = config.priority
     if config.credentials.ca:
         meta[names.TLS_META] = "1"
     return registration.instance(config.address, config.port, config.model, meta)

@@ -168,3 +168,14 @@ def test_wrong_usage_is_one_line() -> None:
     assert done.returncode == 2, done.stderr
     assert "unknown scheme 'zookeeper'" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_priority_is_told_to_students(triton: TritonFactory, register: Start, url: str) -> None:
+    """Whoever registers a server that others use says how students shall ask it."""
+    server = triton.start()
+    register(server.endpoint, "--service", "shared", "--model", server.model, "--priority", "lowest")
+    with open_registry(url) as registry:
+        until(
+            lambda: [instance.meta.get("priority") for instance in registry.snapshot("shared").instances] == ["lowest"],
+            20,
+        )

@@ -150,7 +150,9 @@ class Dispatcher:
         self._changed = True
         return self._assign(now)
 
-    def teacher_up(self, teacher: str, now: float, max_rows: int = 0, max_nbytes: int = 0) -> list[Action]:
+    def teacher_up(
+        self, teacher: str, now: float, max_rows: int = 0, max_nbytes: int = 0, max_in_flight: int = 0
+    ) -> list[Action]:
         """Note that a teacher is connected, for the first time or again.
 
         Args:
@@ -158,6 +160,7 @@ class Dispatcher:
             now: seconds.
             max_rows: most rows that it takes in a request; 0 for any number.
             max_nbytes: most bytes of tensors that it takes in a request; 0 for any number.
+            max_in_flight: most requests that it may have, 0 for what the policy says.
 
         Returns:
             What is to be done.
@@ -172,6 +175,8 @@ class Dispatcher:
             state.why = ""
         state.live = True
         state.draining = False
+        state.window.limit = min(self.policy.window, max_in_flight or self.policy.window)
+        state.window.size = min(state.window.size, state.window.limit)
         state.max_rows = max_rows
         state.max_nbytes = max_nbytes
         self._changed = True

@@ -15,9 +15,11 @@ from edl.discovery.registry import Instance
 from edl.distill.dispatch.actions import FailureKind, RequestFailure
 from edl.distill.transport.client import RequestFailed, TeacherClient
 from edl.distill.transport.message_limits import MESSAGE_LIMITS, MessageLimits
+from edl.distill.transport.priority import parse_priority
 from edl.distill.transport.request import Payload
 from edl.distill.transport.schema import ModelSpec, OutputSpec, Reply
 from edl.distill.transport.shm_registration import RegionNames
+from edl.errors import SettingsError
 from edl.protocol import names
 from edl.protocol.tls.credentials import CHECK_EVERY_S, CredentialFiles
 from edl.protocol.tls.handshake import explain_handshake, looks_like_handshake
@@ -81,9 +83,7 @@ class TeacherConnection:
         self.why = ""
         self.lapsed = False
         self._version = instance.meta.get("version", "")
-        self._output_spec = (
-            output_spec if output_spec.model or not instance.model else replace(output_spec, model=instance.model)
-        )
+        self._output_spec = _complete_spec(output_spec, instance)
         self.changed_spec: ModelSpec | None = None
         self._shared_memory = shared_memory
         self._files = files
@@ -320,3 +320,16 @@ class TeacherConnection:
         except Exception:
             logger.exception("the reason why %s cannot be connected to was not found", self.instance.endpoint)
             return ""
+
+
+def _complete_spec(output_spec: OutputSpec, instance: Instance) -> OutputSpec:
+    """Return what is asked for, with what the student left open as the teacher's registration says."""
+    if not output_spec.model and instance.model:
+        output_spec = replace(output_spec, model=instance.model)
+    registered = instance.meta.get(names.PRIORITY_META, "")
+    if output_spec.priority == "auto" and registered:
+        try:
+            output_spec = replace(output_spec, priority=parse_priority(registered))
+        except SettingsError as exc:
+            logger.warning("the registration of %s: %s", instance.id, exc)
+    return output_spec

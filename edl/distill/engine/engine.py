@@ -271,7 +271,7 @@ class Engine:
         if self._compatibility.spec is None:
             self._compatibility.spec = connection.spec
         spec = connection.spec
-        limits = (spec.max_rows, spec.max_nbytes) if spec is not None else (0, 0)
+        limits = (spec.max_rows, spec.max_nbytes, spec.max_in_flight) if spec is not None else (0, 0, 0)
         actions = self._dispatcher.teacher_up(connection.instance.id, self._now(), *limits)
         self._update_request_limits()
         self._spec_known.notify()

@@ -125,6 +125,7 @@ class ChunkLabeller:
                     replace(
                         output_spec,
                         model=group.model or output_spec.model,
+                        priority=group.priority,
                         version=group.version or output_spec.version,
                     ),
                 )

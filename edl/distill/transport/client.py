@@ -29,6 +29,7 @@ from edl.distill.transport.message_limits import (
     channel_options,
     max_answer_nbytes,
 )
+from edl.distill.transport.priority import RequestPriority, choose_priority
 from edl.distill.transport.request import Payload, request_header
 from edl.distill.transport.schema import ModelSpec, OutputSpec, Reply, TensorMetadata, kserve_datatype
 from edl.distill.transport.shm_registration import RegionNames, ShmRegistrations, is_about_memory
@@ -117,6 +118,7 @@ class TeacherClient:
         self._ids = RequestIds()
         self._proven_nbytes = _SMALL_NBYTES
         self._max_batch = 0
+        self._priority = RequestPriority()
         self._max_nbytes = limits.request_bytes
         self._closed = False
 
@@ -180,7 +182,19 @@ class TeacherClient:
         self._server_bundles = names.EXTENSION_BUNDLE in server.extensions
         self._server_fragments = names.EXTENSION_FRAGMENT in server.extensions
         self._server_checks_nan = names.EXTENSION_NO_NAN in server.extensions
-        self._max_batch = await self._max_rows(model, deadline) if _CONFIGURATION in server.extensions else 0
+        config = await self._fetch_config(model, deadline) if _CONFIGURATION in server.extensions else None
+        self._max_batch = self._max_rows(config) if config is not None else 0
+        self._priority = choose_priority(
+            self.output_spec.priority,
+            supported=names.EXTENSION_SCHEDULE_POLICY in server.extensions,
+            levels=config.dynamic_batching.priority_levels if config is not None else 0,
+            max_batch=self._max_batch,
+            instances=_count_instances(config) if config is not None else 0,
+        )
+        if self._server_streams:  # a teacher of ours, which is nobody else's
+            self._priority = RequestPriority()
+        if self._priority.warning:
+            logger.warning("%s (model %r): %s", self.endpoint, model, self._priority.warning)
         return await self._spec(model, deadline)
 
     async def check_ready(self, timeout_s: float) -> None:
@@ -452,7 +466,8 @@ class TeacherClient:
             versions=versions,
             inputs={tensor.name: _spec_of(tensor) for tensor in meta.inputs},
             outputs={tensor.name: _spec_of(tensor) for tensor in meta.outputs},
-            max_rows=self._max_batch,
+            max_rows=min(filter(None, (self._max_batch, self._priority.max_rows)), default=0),
+            max_in_flight=self._priority.max_in_flight,
             max_nbytes=self._max_nbytes,
         )
 
@@ -530,6 +545,7 @@ class TeacherClient:
                 compressed=self._server_top_k,
                 region=region,
                 version=self._named_version,
+                priority=self._priority.level,
             )
             if self._server_streams:
                 header += _parameters(timeout_s, payload.traceparent)
@@ -544,15 +560,20 @@ class TeacherClient:
             raise RequestFailed(FailureKind.REJECTED, f"{self.endpoint} {has}: say which one with model=")
         return str(found[0])
 
-    async def _max_rows(self, model: str, deadline: float) -> int:
-        """Return the rows of a request that the server takes, 0 if it does not say."""
+    async def _fetch_config(self, model: str, deadline: float) -> kserve.ModelConfig | None:
+        """Return a model's configuration, None if the server does not tell it."""
         try:
-            config = (await self._call_method("ModelConfig", kserve.ModelConfigRequest(name=model), deadline)).config
+            answer = await self._call_method("ModelConfig", kserve.ModelConfigRequest(name=model), deadline)
         except RequestFailed as exc:
             if exc.failure.kind is FailureKind.LOST:
                 raise
             logger.info("%s does not tell the configuration of model %r: %s", self.endpoint, model, exc)
-            return 0
+            return None
+        config: kserve.ModelConfig = answer.config
+        return config
+
+    def _max_rows(self, config: kserve.ModelConfig) -> int:
+        """Return the rows of a request that the server takes, 0 if it does not say."""
         if not self._server_streams:
             return max(int(config.max_batch_size), 0)
         nbytes = _config_number(config, names.MAX_BYTES)
@@ -721,6 +742,11 @@ def _config_number(config: kserve.ModelConfig, name: str) -> int:
     """Return a parameter of a model's configuration, 0 if it is none or no number."""
     text = config.parameters[name].string_value
     return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else 0
+
+
+def _count_instances(config: kserve.ModelConfig) -> int:
+    """Return how many instances a model has, 0 if its configuration does not tell."""
+    return sum(max(group.count, 0) * max(len(group.gpus), 1) for group in config.instance_group)
 
 
 def _is_local(endpoint: str) -> bool:

@@ -77,7 +77,14 @@ def _to_raw(name: str, array: Array) -> codec.Buffer:
 
 
 def request_header(
-    output_spec: OutputSpec, model: str, payload: Payload, *, compressed: bool, region: str | None, version: str = ""
+    output_spec: OutputSpec,
+    model: str,
+    payload: Payload,
+    *,
+    compressed: bool,
+    region: str | None,
+    version: str = "",
+    priority: int = 0,
 ) -> bytes:
     """Return a serialized ModelInferRequest with everything but raw tensors.
 
@@ -89,6 +96,7 @@ def request_header(
         region: the name under which the server knows the payload's shared memory, which is named in place of raw
             tensors; None to send raw tensors.
         version: of the model; empty to leave it to the server.
+        priority: Triton's parameter; 0 for none.
     """
     header = kserve.ModelInferRequest(model_name=model, model_version=version)
     at = payload.slot.offset if payload.slot is not None else 0
@@ -106,6 +114,8 @@ def request_header(
         header.parameters[names.TEMPERATURE].double_param = output_spec.temperature
     if output_spec.dtype is not None:
         header.parameters[names.DTYPE].string_param = kserve_datatype(output_spec.dtype)
+    if priority:
+        header.parameters[names.PRIORITY].int64_param = priority
     for name in outputs:
         header.outputs.add(name=name)
     return bytes(header.SerializeToString())

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from edl.distill.compress import TopK
+from edl.distill.transport.priority import Priority, check_priority
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 from edl.settings import is_above_zero, is_count
@@ -49,6 +50,7 @@ class OutputSpec:
         temperature: at which the tail's mass is summed up with `top_k`.
         dtype: "float16" or "float32" for floating-point outputs, None as the model gives them.
         version: labels of this version of the model only; empty for the version that a server answers with by itself.
+        priority: with which servers are asked that have priorities; see `edl.distill.transport.priority`.
 
     Raises:
         SettingsError: a value that cannot be.
@@ -60,9 +62,11 @@ class OutputSpec:
     temperature: float = 1.0
     dtype: Literal["float16", "float32"] | None = None
     version: str = ""
+    priority: Priority = "auto"
 
     def __post_init__(self) -> None:
         check_version(self.version)
+        check_priority(self.priority)
         if not self.outputs or not all(isinstance(name, str) and name for name in self.outputs):
             raise SettingsError(f"outputs {self.outputs!r}: name at least one output of the teacher")
         if self.top_k is not None and not is_count(self.top_k):
@@ -108,6 +112,7 @@ class ModelSpec:
         max_rows: most rows in a request, 0 if the server does not say.
         max_nbytes: of the tensors of a request, 0 if there is no limit.
         versions: all that the server has; where a version is asked for, only that, or none if the server lists none.
+        max_in_flight: most requests in flight, 0 if that is for the student to choose.
     """
 
     name: str
@@ -117,6 +122,7 @@ class ModelSpec:
     max_rows: int = 0
     max_nbytes: int = 0
     versions: tuple[str, ...] = ()
+    max_in_flight: int = 0
 
 
 def kserve_datatype(dtype: Literal["float16", "float32"]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from edl.discovery import Instance, open_registry
 from tests.cluster.api import Cluster, run_program
 from tests.cluster.locks import exclusive_lock
 from tests.cluster.machine import ROOT
@@ -178,3 +179,22 @@ def test_install_upgrade_uninstall(
         "-n", namespace, "get", "deployments,services,rolebindings,roles,poddisruptionbudgets,leases"
     )
     assert not left, left
+
+
+def test_dashboard_reads_the_cluster(
+    release: Release, cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page in a pod, with an account that may only read."""
+    (install,) = (command for command in page_commands("Install") if command[0] == "helm")
+    parts = "operator.enabled=false,dashboard.enabled=true,grafana.enabled=true"
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+    with open_registry(f"kubernetes://{namespace}") as registry:
+        registry.register(Instance("digits", "teacher-0", "10.88.0.1", 8001), ttl_s=60.0)
+        release.run(install, "--set", f"crds.install=false,priorityClasses.install=false,{parts}")
+        path = f"/api/v1/namespaces/{namespace}/services/edl-dashboard:8650/proxy/api/state"
+        state = cluster.wait("the service", lambda: cluster.ask(path).get("services"), namespace, READY_S)
+    assert [service["service"] for service in state] == ["digits"]
+    log = cluster.kubectl("-n", namespace, "logs", "deployment/edl-dashboard")
+    assert "Traceback" not in log, log
+    grafana = cluster.ask(f"/api/v1/namespaces/{namespace}/configmaps/edl-grafana")
+    assert json.loads(grafana["data"]["edl.json"])["title"] == "EDL"

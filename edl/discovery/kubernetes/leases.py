@@ -11,37 +11,68 @@ from typing_extensions import override
 from edl.discovery.common.renewal import Claim
 from edl.discovery.kubernetes.api import KubernetesApi
 from edl.discovery.kubernetes.naming import LeaseRef, build_lease, random_name, renewal_patch, version_of
+from edl.discovery.kubernetes.target import KubernetesTarget
 from edl.errors import ConflictError
 from edl.kube.resource_types import CONFIG_MAPS, LEASES
 
-__all__ = ["LeaseClaim"]
+__all__ = ["LeaseClaim", "LeaseObject"]
 
 
-class LeaseClaim(Claim):
+class LeaseObject:
     """A Lease object. Removing it is what ends the lease; `reaper` does that where the holder renews it no more.
 
     Args:
-        api: of the store or registry, which closes it after its leases.
+        api: to ask with.
         ttl_s: seconds after the last renewal until it is over.
     """
 
     def __init__(self, api: KubernetesApi, ttl_s: float) -> None:
-        self.api = api
+        self._api = api
         self._ttl_s = ttl_s
         self._renewals = 0
-        self._keys: dict[str, str] = {}  # name of a key's ConfigMap -> its uid
         self.ref = LeaseRef("", "")
         self.since = 0
 
-    def open(self) -> float:
-        """Make the Lease, under a new name; returns a monotonic time before that."""
+    def create(self) -> float:
+        """Make the object, under a new name; returns a monotonic time before that."""
         asked = time.monotonic()
         holder = f"{platform.node()}/{os.getpid()}"
         name = random_name("lease")
-        made = self.api.create(LEASES, build_lease(name, "lease", holder, self._ttl_s, self.api.pod))
+        made = self._api.create(LEASES, build_lease(name, "lease", holder, self._ttl_s, self._api.pod))
         self.ref = LeaseRef(name, str(made["metadata"]["uid"]))
         self.since = version_of(made)
         return asked
+
+    def renew(self) -> bool:
+        """Renew it; False where it is gone."""
+        self._renewals += 1
+        return self._api.patch(LEASES, self.ref.name, renewal_patch(self._renewals)) is not None
+
+    def remove(self) -> None:
+        """End it now."""
+        if self.ref.name:
+            self._api.delete(LEASES, self.ref.name)
+
+
+class LeaseClaim(Claim):
+    """A store's lease, and the keys that belong to it.
+
+    Its connection is its own: the store may be closed while the lease is made.
+    """
+
+    def __init__(self, target: KubernetesTarget, ttl_s: float) -> None:
+        self.api = KubernetesApi(target)
+        self._lease = LeaseObject(self.api, ttl_s)
+        self._keys: dict[str, str] = {}  # name of a key's ConfigMap -> its uid
+
+    @property
+    def ref(self) -> LeaseRef:
+        """What keys name."""
+        return self._lease.ref
+
+    def open(self) -> float:
+        """Make the lease; returns a monotonic time before that."""
+        return self._lease.create()
 
     def add_key(self, name: str, uid: str) -> None:
         """Note that a key's ConfigMap belongs to this from now on."""
@@ -49,16 +80,17 @@ class LeaseClaim(Claim):
 
     @override
     def renew(self) -> bool:
-        self._renewals += 1
-        return self.api.patch(LEASES, self.ref.name, renewal_patch(self._renewals)) is not None
+        return self._lease.renew()
 
     @override
     def withdraw(self) -> None:
-        # The keys first: a lease that is gone with keys left behind needs the reaper.
-        for name, uid in list(self._keys.items()):
-            try:
-                self.api.delete(CONFIG_MAPS, name, uid=uid)
-            except ConflictError:
-                continue  # the key was deleted, and is another's now
-        if self.ref.name:
-            self.api.delete(LEASES, self.ref.name)
+        try:
+            # The keys first: a lease that is gone with keys left behind needs the reaper.
+            for name, uid in list(self._keys.items()):
+                try:
+                    self.api.delete(CONFIG_MAPS, name, uid=uid)
+                except ConflictError:
+                    continue  # the key was deleted, and is another's now
+            self._lease.remove()
+        finally:
+            self.api.close()

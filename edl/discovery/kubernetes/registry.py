@@ -17,7 +17,7 @@ from edl.discovery.common.renewal import InstanceClaim, RenewedRegistration
 from edl.discovery.common.resource import Resource
 from edl.discovery.common.service_view import ServiceView, build_snapshot
 from edl.discovery.kubernetes.api import KubernetesApi
-from edl.discovery.kubernetes.leases import LeaseClaim
+from edl.discovery.kubernetes.leases import LeaseObject
 from edl.discovery.kubernetes.naming import (
     INSTANCES,
     LABEL_LAPSED,
@@ -60,7 +60,12 @@ class KubernetesRegistry(Resource, Registry):
     def register(self, instance: Instance, ttl_s: float = 10.0) -> Registration:
         instance, ttl_s = validated(instance), check_ttl(ttl_s)
         self._begin()
-        return self._own(RenewedRegistration(_RecordClaim(self._api, ttl_s), instance, ttl_s))
+        claim = _RecordClaim(self._target, ttl_s)
+        try:
+            return self._own(RenewedRegistration(claim, instance, ttl_s))
+        except BaseException:
+            claim.api.close()
+            raise
 
     @override
     def snapshot(self, service: str) -> Snapshot:
@@ -93,36 +98,36 @@ class KubernetesRegistry(Resource, Registry):
 class _RecordClaim(InstanceClaim):
     """A registration's ConfigMap and Lease. The names are its own, so that closing it never removes a successor's."""
 
-    def __init__(self, api: KubernetesApi, ttl_s: float) -> None:
-        self._api = api
+    def __init__(self, target: KubernetesTarget, ttl_s: float) -> None:
+        self.api = KubernetesApi(target)
         self._ttl_s = ttl_s
         self._name = random_name("instance")
-        self._lease: LeaseClaim | None = None
+        self._lease: LeaseObject | None = None
         self._checked_s = 0.0
 
     @override
     def announce(self, instance: Instance) -> None:
         if self._lease is None:
-            lease = LeaseClaim(self._api, self._ttl_s)
-            lease.open()
+            lease = LeaseObject(self.api, self._ttl_s)
+            lease.create()
             self._lease = lease
         self._write(instance, self._lease)
         self._checked_s = time.monotonic()
 
-    def _write(self, instance: Instance, lease: LeaseClaim) -> None:
-        pod = self._api.pod
+    def _write(self, instance: Instance, lease: LeaseObject) -> None:
+        pod = self.api.pod
         for _ in range(_ATTEMPTS):
             patch = build_instance(self._name, instance, lease.ref, lease.since, pod, patch=True)
-            if self._api.patch(CONFIG_MAPS, self._name, patch) is not None:
+            if self.api.patch(CONFIG_MAPS, self._name, patch) is not None:
                 return
             try:
-                self._api.create(
+                self.api.create(
                     CONFIG_MAPS, build_instance(self._name, instance, lease.ref, lease.since, pod, patch=False)
                 )
             except ConflictError:
                 continue
             return
-        raise DiscoveryError(f"{self._api.target}: ConfigMap {self._name} comes and goes: another program deletes it")
+        raise DiscoveryError(f"{self.api.target}: ConfigMap {self._name} comes and goes: another program deletes it")
 
     @override
     def renew(self) -> bool:
@@ -133,7 +138,7 @@ class _RecordClaim(InstanceClaim):
             return False
         if time.monotonic() < self._checked_s + RECORD_CHECK_S:
             return True
-        found = self._api.get(CONFIG_MAPS, self._name)
+        found = self.api.get(CONFIG_MAPS, self._name)
         if found is None or LABEL_LAPSED in (found["metadata"].get("labels") or {}):
             return False
         self._checked_s = time.monotonic()
@@ -141,9 +146,12 @@ class _RecordClaim(InstanceClaim):
 
     @override
     def withdraw(self) -> None:
-        self._api.delete(CONFIG_MAPS, self._name)
-        if self._lease is not None:
-            self._lease.withdraw()
+        try:
+            self.api.delete(CONFIG_MAPS, self._name)
+            if self._lease is not None:
+                self._lease.remove()
+        finally:
+            self.api.close()
 
 
 class _ServiceWatch(BlockingWatch[Snapshot, Snapshot], Watch):

@@ -62,8 +62,12 @@ class KubernetesStore(Resource, Store):
     @override
     def lease(self, ttl_s: float = 10.0) -> Lease:
         self._begin()
-        claim = LeaseClaim(self._api, check_ttl(ttl_s))
-        granted = claim.open()
+        claim = LeaseClaim(self._target, check_ttl(ttl_s))
+        try:
+            granted = claim.open()
+        except BaseException:
+            claim.api.close()
+            raise
         return self._own(RenewedLease(claim, ttl_s, granted))
 
     @override

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import itertools
 import json
 import threading
 import time
@@ -15,10 +17,11 @@ import yaml
 
 from edl.discovery import Snapshot, open_registry, open_store
 from edl.discovery.kubernetes.naming import LeaseRef, build_key, key_object_name
-from edl.errors import ConflictError, DiscoveryError
+from edl.errors import ClosedError, ConflictError, DiscoveryError, LeaseLostError
 from tests.conformance.discovery.backends import eventually, teacher
 from tests.conformance.discovery.kubernetes_backend import KubernetesBackend, open_kubernetes_backend
 from tests.conformance.discovery.processes import Member
+from tests.interrupting import InterruptAt, deadline
 
 if TYPE_CHECKING:
     from tests.cluster.api import Cluster
@@ -310,3 +313,44 @@ def test_nothing_is_left(own_namespace: KubernetesBackend, service: str) -> None
     for path in (own_namespace.config_maps, own_namespace.leases):
         items = own_namespace.cluster.ask(path, query={"labelSelector": "app.kubernetes.io/managed-by=edl"})["items"]
         assert items == []
+
+
+@pytest.mark.parametrize("what", ["registry", "store"])
+def test_closing_in_the_middle_of_a_call(kube: KubernetesBackend, service: str, what: str) -> None:
+    """By a signal handler, in the main thread's own calls, wherever they are."""
+
+    def use_registry() -> Any:
+        opened = open_registry(kube.url)
+
+        def use() -> None:
+            with opened.register(teacher(service)) as registration, opened.watch(service) as watch:
+                watch.get(5)
+                registration.update(teacher(service, state="draining"))
+                opened.snapshot(service)
+
+        return opened, use
+
+    def use_store() -> Any:
+        opened = open_store(kube.url)
+
+        def use() -> None:
+            with opened.lease() as lease, opened.watch(f"{service}/") as watch:
+                opened.put(f"{service}/a", b"1", lease)
+                watch.get(5)
+                opened.delete(f"{service}/a")
+
+        return opened, use
+
+    for number in itertools.count(1, 97):
+        with deadline(20, f"closed before line {number}"):
+            opened, use = use_registry() if what == "registry" else use_store()
+            with (
+                InterruptAt(number, opened.close, "edl/") as interrupt,
+                contextlib.suppress(ClosedError, LeaseLostError),
+            ):
+                use()
+            opened.close()
+        if not interrupt.reached:
+            assert number > 500, "nothing was interrupted"
+            break
+    assert eventually(lambda: not config_maps(kube, f"edl.io/service={service}")), "what was closed is still registered"

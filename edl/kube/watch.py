@@ -192,9 +192,15 @@ class KubeWatch:
         try:
             if self._closed:
                 return
+            heard = False
             for line in stream.lines():
                 self._take(line)
                 self._backoff.reset()
+                heard = True
+            if not heard:
+                # A server sends a bookmark before it ends a watch, unless it never had the version to go on from: it
+                # was restored from a backup, and would be silent until its versions come that far again.
+                self._resource_version = ""
         finally:
             self._stream = None
             stream.close()

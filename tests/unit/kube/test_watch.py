@@ -155,6 +155,17 @@ def test_silent_connection_is_noticed(
     wait_until(lambda: script.asked.count("list") >= 2)
 
 
+def test_server_restored_from_a_backup(script: Script, follow: Callable[..., KubeWatch]) -> None:
+    """Its versions went back: it knows of no change after the version that the watcher has."""
+    script.watches.append(Reply(200, pieces=((1.1, b""),)))
+    watch = follow()
+    assert watch.wait_listed(5)
+    script.pods, script.version = [pod("old", 2)], 5
+    wait_until(lambda: names(watch) == ["old"])
+    wait_until(lambda: script.asked == ["list", "10", "list", "5"])
+    assert not watch.stale
+
+
 def test_watch_that_does_not_begin(script: Script, follow: Callable[..., KubeWatch]) -> None:
     """The connection died before the server answered: that is noticed as soon as with any call."""
     script.watches.append(Reply(200, b"", delay_s=60))

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 
 from edl.background import BackgroundLoop
 from edl.backoff import Backoff
-from edl.errors import ClosedError, EDLError, KubernetesError
+from edl.errors import AccessDeniedError, ClosedError, EDLError, KubernetesError
 from edl.kube.client import KubeClient
 from edl.kube.connection import Stream
 from edl.kube.objects import Object
@@ -35,6 +35,11 @@ _LENGTH_S: Final = 240.0
 """After which the server ends a watch, and another one goes on: a connection that died unnoticed ends as well."""
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.2, 5.0
 """Waits after the first failure and after many: an API server that restarts is found within 5 s."""
+_DENIED_RETRY_S: Final = 20.0
+"""Longest wait where asking is not allowed: a right that is given is noticed by then, and one that never is costs the
+API server an answer in a quarter of a minute."""
+_QUICK_TRIES: Final = 5
+"""Refusals in a row before that wait: rights may be given a moment after the watch begins."""
 _SHORTEST_S: Final = 1.0
 """A watch that ended sooner was cut off by something between here and the server, which is not asked at full speed."""
 
@@ -163,6 +168,8 @@ class KubeWatch:
                 return None
             self._resource_version = ""
             self._set_stale(str(exc))
+            if isinstance(exc, AccessDeniedError) and self._backoff.failures >= _QUICK_TRIES:
+                return _DENIED_RETRY_S * random.uniform(0.5, 1.0)
             hint_s = exc.retry_after_s if isinstance(exc, KubernetesError) else 0.0
             return max(self._backoff.next_wait_s(), min(hint_s, _LAST_RETRY_S))
         if time.monotonic() - begun < _SHORTEST_S:

@@ -40,7 +40,7 @@ def make_job(
                 "run": ["train.py"],
                 "scaling": "external",
                 "store": f"sqlite://{tmp_path}/store.sqlite",
-                "gracePeriodSeconds": 0,
+                "gracePeriodSeconds": 1,
                 "template": template,
                 **spec,
             },

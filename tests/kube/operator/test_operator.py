@@ -214,6 +214,15 @@ def test_missing_resource_definitions(
     cluster.wait("readiness", lambda: ask(port, "/readyz")[0] == 200, namespace)
     cluster.apply(make_job("sleepy"))
     cluster.wait("a worker", lambda: live_pods(cluster, namespace), namespace)
+    proxy.hidden = "/apis/edl.io"
+    proxy.go_away()  # so that the watches that are open end, as they do when a CRD is deleted
+    proxy.come_back()
+    cluster.wait("unreadiness", lambda: ask(port, "/readyz")[0] == 503, namespace)
+    assert ask(port, "/livez")[0] == 200
+    proxy.hidden = ""
+    cluster.apply(make_job("later"))
+    cluster.wait("a worker of the second", lambda: live_pods(cluster, namespace, "later"), namespace, 90.0)
+    cluster.wait("readiness again", lambda: ask(port, "/readyz")[0] == 200, namespace)
 
 
 def test_rest_costs_few_requests(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import given, settings
@@ -9,8 +10,11 @@ from hypothesis import strategies as st
 
 from edl.kube.objects import Object, format_time
 from edl.kube.resource_types import ELASTIC_JOBS, PODS, TEACHER_POOLS, ResourceType
+from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.operator.kinds import KINDS
 from edl.master.kube.operator.reconciling import Reconciler
+from edl.master.kube.operator.reconciling.surroundings import OwnerSurroundings
+from edl.master.kube.resources import MemberOwner
 from tests.unit.master.kube.operator.in_memory_api import InMemoryApi, OperatorKilled
 from tests.unit.master.kube.operator.test_reconciler import NoSurroundings, snapshot
 
@@ -26,14 +30,41 @@ ACTIONS = st.tuples(
 )
 
 
-def reconcile(api: InMemoryApi, key: str) -> None:
-    Reconciler(api, KINDS, NoSurroundings(), lambda *args: None, clock=lambda: api.now_s).reconcile(key)
+@dataclass(frozen=True)
+class Given:
+    """What is known beside the resource and its pods."""
+
+    wanted: int | None = None
+    allocation: int | None = None
+    stale: str = ""
+    cores: int | None = None
 
 
-def settle(api: InMemoryApi, key: str) -> None:
-    for _ in range(20):
+class GivenSurroundings(NoSurroundings):
+    def __init__(self, api: InMemoryApi, given: Given) -> None:
+        self._api = api
+        self._given = given
+
+    def look(self, owner: MemberOwner) -> OwnerSurroundings:
+        found, capacity = self._given, None
+        if found.cores is not None:
+            amounts = {"cpu": str(found.cores), "memory": "64Gi", "pods": "110"}
+            ready = {"allocatable": amounts, "conditions": [{"type": "Ready", "status": "True"}]}
+            node = {"metadata": {"name": "node1"}, "spec": {}, "status": ready}
+            pods = [obj for (plural, *_), obj in self._api.objects.items() if plural == "pods"]
+            capacity = ClusterCapacity.of([node], pods)
+        return OwnerSurroundings(capacity, found.wanted, found.allocation, None, found.stale)
+
+
+def reconcile(api: InMemoryApi, key: str, given: Given) -> None:
+    around = GivenSurroundings(api, given)
+    Reconciler(api, KINDS, around, lambda *args: None, clock=lambda: api.now_s).reconcile(key)
+
+
+def settle(api: InMemoryApi, key: str, given: Given) -> None:
+    for _ in range(30):
         before = snapshot(api)
-        reconcile(api, key)
+        reconcile(api, key, given)
         if snapshot(api) == before:
             return
     raise AssertionError(f"it never settles: {api.calls[-30:]}")
@@ -80,7 +111,9 @@ def end_pod(api: InMemoryApi, pod: Object, how: str) -> None:
     status.update({"phase": phase, "conditions": conditions, "containerStatuses": [{"name": main, "state": state}]})
 
 
-def run(kind: ResourceType, spec: dict[str, Any], steps: list[tuple[Action, list[int]]], *, kill: bool) -> InMemoryApi:
+def run(
+    kind: ResourceType, spec: dict[str, Any], steps: list[tuple[Action, list[int]]], given: Given, *, kill: bool
+) -> InMemoryApi:
     api = InMemoryApi()
     api.put(kind, {"metadata": dict(METADATA), "spec": {"store": "consul://c", "template": TEMPLATE, **spec}})
     key = f"{kind.plural}/lab/digits"
@@ -90,30 +123,42 @@ def run(kind: ResourceType, spec: dict[str, Any], steps: list[tuple[Action, list
             api.kill_after = calls
             try:
                 for _ in range(6):
-                    reconcile(api, key)
+                    reconcile(api, key, given)
             except OperatorKilled:
                 pass
             api.kill_after = None
-        settle(api, key)
+        settle(api, key, given)
         act(api, kind, action)
-    settle(api, key)
+    settle(api, key, given)
     return api
 
 
 STEPS = st.lists(st.tuples(ACTIONS, st.lists(st.integers(1, 12), max_size=3)), max_size=6)
 
 
+GIVEN = st.builds(
+    Given,
+    st.none() | st.integers(0, 6),
+    st.none() | st.integers(0, 5),
+    st.sampled_from(["", "away"]),
+    st.none() | st.integers(0, 5),
+)
+SCALING = st.sampled_from(["auto", "external"])
+
+
 @settings(max_examples=60)
-@given(STEPS)
-def test_job_after_any_kill(steps: list[tuple[Action, list[int]]]) -> None:
-    killed, undisturbed = (run(ELASTIC_JOBS, JOB, steps, kill=kill) for kill in (True, False))
+@given(STEPS, GIVEN, SCALING)
+def test_job_after_any_kill(steps: list[tuple[Action, list[int]]], around: Given, scaling: str) -> None:
+    spec = {**JOB, "scaling": scaling}
+    killed, undisturbed = (run(ELASTIC_JOBS, spec, steps, around, kill=kill) for kill in (True, False))
     assert snapshot(killed) == snapshot(undisturbed)
     assert sorted(killed.made) == sorted(undisturbed.made), "a pod was made twice, or another one"
 
 
 @settings(max_examples=60)
-@given(STEPS)
-def test_pool_after_any_kill(steps: list[tuple[Action, list[int]]]) -> None:
-    killed, undisturbed = (run(TEACHER_POOLS, POOL, steps, kill=kill) for kill in (True, False))
+@given(STEPS, GIVEN, SCALING)
+def test_pool_after_any_kill(steps: list[tuple[Action, list[int]]], around: Given, scaling: str) -> None:
+    spec = {**POOL, "scaling": scaling}
+    killed, undisturbed = (run(TEACHER_POOLS, spec, steps, around, kill=kill) for kill in (True, False))
     assert snapshot(killed) == snapshot(undisturbed)
     assert sorted(killed.made) == sorted(undisturbed.made), "a pod was made twice, or another one"

@@ -1,0 +1,133 @@
+"""The commands of people, with an operator, on the real cluster."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.cluster.api import Cluster
+from tests.cluster.operator_process import OperatorFactory
+from tests.kube.cli.conftest import Person
+
+pytestmark = [pytest.mark.slow, pytest.mark.serial]
+
+STEPS = """\
+import os, time
+for step in range(int(os.environ["STEPS"])):
+    print(f"step {step} of rank {os.environ['RANK']}", flush=True)
+    time.sleep(0.2)
+"""
+FAULTY = """\
+def load(path):
+    raise ValueError(f"no column 'label' in {path}")
+load("part-0007.parquet")
+"""
+
+
+def test_life_of_a_job(cluster: Cluster, namespace: str, operator: OperatorFactory, person: Person) -> None:
+    operator("--store", f"kubernetes://{namespace}")
+    (person.folder / "steps.py").write_text(STEPS)
+    said = person.run(
+        "submit", "--template", "pod.json", "--name", "story", "--workers", "2", "--env", "STEPS=100000", "steps.py"
+    )
+    assert "job/story created" in said
+    assert "that file alone" in said
+    assert "is there already" in person.run(
+        "submit", "--template", "pod.json", "--name", "story", "--script-in-image", "steps.py", code=1
+    )
+    cluster.wait("two workers", lambda: person.jobs()["story"]["ready"] == 2, namespace)
+
+    logs, path = person.start("logs", "story", "-f")
+    cluster.wait("both logs", lambda: {"worker-0", "worker-1"} <= prefixes(path.read_text()), namespace)
+    pod = next(pod for pod in cluster.list_pods(namespace) if pod["metadata"]["labels"]["edl.io/index"] == "1")
+    cluster.kubectl("-n", namespace, "delete", "pod", pod["metadata"]["name"], "--grace-period=0", "--force")
+    cluster.wait(
+        "the log of its successor", lambda: "worker-1: goes on in pod story-worker-1-" in path.read_text(), namespace
+    )
+    cluster.wait("the job's recovery", lambda: person.jobs()["story"]["ready"] == 2, namespace)
+    steps = [line for line in path.read_text().splitlines() if line.startswith("worker-0 ") and "step " in line]
+    assert len(steps) == len(set(steps)) or "step 0 of" in "".join(steps[1:]), "no line comes twice but after a restart"
+
+    status = person.run("status", "story")
+    for words in ("job story in namespace", "Running", "worker-1", "Accepted", "edl logs job/story"):
+        assert words in status, status
+    assert "--max 5" in person.run("scale", "story", "5", code=2)
+    assert "3 workers wanted" in person.run("scale", "story", "3", "--max", "3")
+    cluster.wait("three workers", lambda: person.jobs()["story"]["ready"] == 3, namespace)
+    assert "step " in person.run("logs", "job/story", "--worker", "2", "--tail", "3")
+    person.run("suspend", "story")
+    cluster.wait("no pods", lambda: not cluster.list_pods(namespace), namespace)
+    assert person.jobs()["story"]["phase"] == "Suspended"
+    person.run("resume", "story")
+    cluster.wait("three workers again", lambda: person.jobs()["story"]["ready"] == 3, namespace)
+    assert "job/story: deleted" in person.run("delete", "story", "--wait")
+    assert not cluster.list_pods(namespace)
+    assert "story-script" not in cluster.kubectl("-n", namespace, "get", "configmaps", "-o", "name")
+    cluster.wait("the end of the logs", lambda: logs.poll() is not None, namespace)
+    assert logs.returncode == 0, path.read_text()[-2000:]
+    assert "Deleted" in path.read_text()
+
+
+def test_ends_of_jobs(cluster: Cluster, namespace: str, operator: OperatorFactory, person: Person) -> None:
+    """A job's exit code and output are those of the command that waits for it; what failed is explained afterwards."""
+    operator("--store", f"kubernetes://{namespace}")
+    (person.folder / "steps.py").write_text(STEPS)
+    (person.folder / "faulty.py").write_text(FAULTY)
+    waiting, path = person.start(
+        "submit", "--template", "pod.json", "--name", "long", "--env", "STEPS=100000", "--wait", "steps.py"
+    )
+    good = person.run(
+        "submit",
+        "--template",
+        "pod.json",
+        "--name",
+        "good",
+        "--env",
+        "STEPS=5",
+        "--follow",
+        "--timeout",
+        "100",
+        "steps.py",
+    )
+    assert [line for line in good.splitlines() if "step " in line] == [
+        f"worker-0  | step {step} of rank 0" for step in range(5)
+    ]
+    assert "job/good: Succeeded" in good
+    bad = person.run("submit", "--template", "pod.json", "--name", "bad", "--wait", "faulty.py", code=1)
+    assert "ValueError: no column 'label' in part-0007.parquet" in bad, "the traceback, where it was waited for"
+    status = person.run("status", "bad")
+    assert 'File "/edl/script/faulty.py", line 2, in load' in status
+    assert "ValueError: no column 'label' in part-0007.parquet" in status
+    assert "Failed" in status
+    waiting.send_signal(signal.SIGINT)
+    assert waiting.wait(20) == 130
+    assert "job/long goes on" in path.read_text()
+    assert person.jobs()["long"]["phase"] in ("Pending", "Running"), "Ctrl-C ends the command, not the job"
+
+
+def test_without_operator(cluster: Cluster, namespace: str, person: Person) -> None:
+    (person.folder / "steps.py").write_text(STEPS)
+    said = person.run(
+        "submit", "--template", "pod.json", "--name", "lonely", "--wait", "--timeout", "18", "steps.py", code=124
+    )
+    assert "no operator has taken it up" in said
+    assert "not taken up" in person.run("jobs")
+    refused = "--teachers digits: there is no pool of this name"
+    assert refused in person.run("submit", "--template", "pod.json", "--teachers", "digits", "steps.py", code=2)
+    pool = ("--teachers", "digits=0:2", "--serve", "digits=--callable teacher.py:predict")
+    person.run("submit", "--template", "pod.json", "--name", "first", *pool, "steps.py")
+    said = person.run("submit", "--template", "pod.json", "--name", "second", *pool, "steps.py", code=1)
+    assert "leave --serve out" in said
+    assert "taken back" in said, "a script whose job was not made is not left behind"
+    names = cluster.kubectl("-n", namespace, "get", "configmaps,elasticjobs,teacherpools", "-o", "name")
+    assert "second" not in names
+    person.run("submit", "--template", "pod.json", "--name", "third", "--teachers", "digits=1:3", "steps.py")
+    assert cluster.get("teacherpools", "digits", namespace)["spec"]["maxReplicas"] == 3
+    person.run("delete", "lonely", "first", "third", "pool/digits", "--wait")
+    left = cluster.kubectl("-n", namespace, "get", "configmaps,elasticjobs,teacherpools", "-o", "name")
+    assert left.split() == ["configmap/kube-root-ca.crt"]
+
+
+def prefixes(text: str) -> set[str]:
+    return {line.partition(" ")[0] for line in text.splitlines() if " | step " in line}

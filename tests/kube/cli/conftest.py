@@ -88,7 +88,7 @@ def person(
     cluster: Cluster, namespace: str, tmp_path: Path, pod_template: Callable[..., dict[str, Any]]
 ) -> Iterator[Person]:
     """Somebody with a kubeconfig."""
-    found = Person(cluster, namespace, tmp_path, pod_template())
+    found = Person(cluster, namespace, tmp_path, pod_template(cpu="1m"))
     yield found
     for process in found.started:
         process.kill()

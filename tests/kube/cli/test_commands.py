@@ -12,6 +12,8 @@ from tests.kube.cli.conftest import Person
 
 pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
+WAIT_S = 150.0  # a crowded cluster takes its time to schedule
+
 STEPS = """\
 import os, time
 for step in range(int(os.environ["STEPS"])):
@@ -36,16 +38,19 @@ def test_life_of_a_job(cluster: Cluster, namespace: str, operator: OperatorFacto
     assert "is there already" in person.run(
         "submit", "--template", "pod.json", "--name", "story", "--script-in-image", "steps.py", code=1
     )
-    cluster.wait("two workers", lambda: person.jobs()["story"]["ready"] == 2, namespace)
+    cluster.wait("two workers", lambda: person.jobs()["story"]["ready"] == 2, namespace, WAIT_S)
 
     logs, path = person.start("logs", "story", "-f")
-    cluster.wait("both logs", lambda: {"worker-0", "worker-1"} <= prefixes(path.read_text()), namespace)
+    cluster.wait("both logs", lambda: {"worker-0", "worker-1"} <= prefixes(path.read_text()), namespace, WAIT_S)
     pod = next(pod for pod in cluster.list_pods(namespace) if pod["metadata"]["labels"]["edl.io/index"] == "1")
     cluster.kubectl("-n", namespace, "delete", "pod", pod["metadata"]["name"], "--grace-period=0", "--force")
     cluster.wait(
-        "the log of its successor", lambda: "worker-1: goes on in pod story-worker-1-" in path.read_text(), namespace
+        "the log of its successor",
+        lambda: "worker-1: goes on in pod story-worker-1-" in path.read_text(),
+        namespace,
+        WAIT_S,
     )
-    cluster.wait("the job's recovery", lambda: person.jobs()["story"]["ready"] == 2, namespace)
+    cluster.wait("the job's recovery", lambda: person.jobs()["story"]["ready"] == 2, namespace, WAIT_S)
     steps = [line for line in path.read_text().splitlines() if line.startswith("worker-0 ") and "step " in line]
     assert len(steps) == len(set(steps)) or "step 0 of" in "".join(steps[1:]), "no line comes twice but after a restart"
 
@@ -54,17 +59,18 @@ def test_life_of_a_job(cluster: Cluster, namespace: str, operator: OperatorFacto
         assert words in status, status
     assert "--max 5" in person.run("scale", "story", "5", code=2)
     assert "3 workers wanted" in person.run("scale", "story", "3", "--max", "3")
-    cluster.wait("three workers", lambda: person.jobs()["story"]["ready"] == 3, namespace)
-    assert "step " in person.run("logs", "job/story", "--worker", "2", "--tail", "3")
+    cluster.wait("three workers", lambda: person.jobs()["story"]["ready"] == 3, namespace, WAIT_S)
+    one = ("logs", "job/story", "--worker", "2", "--tail", "3")
+    cluster.wait("a step of the third", lambda: person.run(*one).startswith("step "), namespace, WAIT_S)
     person.run("suspend", "story")
-    cluster.wait("no pods", lambda: not cluster.list_pods(namespace), namespace)
+    cluster.wait("no pods", lambda: not cluster.list_pods(namespace), namespace, WAIT_S)
     assert person.jobs()["story"]["phase"] == "Suspended"
     person.run("resume", "story")
-    cluster.wait("three workers again", lambda: person.jobs()["story"]["ready"] == 3, namespace)
+    cluster.wait("three workers again", lambda: person.jobs()["story"]["ready"] == 3, namespace, WAIT_S)
     assert "job/story: deleted" in person.run("delete", "story", "--wait")
     assert not cluster.list_pods(namespace)
     assert "story-script" not in cluster.kubectl("-n", namespace, "get", "configmaps", "-o", "name")
-    cluster.wait("the end of the logs", lambda: logs.poll() is not None, namespace)
+    cluster.wait("the end of the logs", lambda: logs.poll() is not None, namespace, WAIT_S)
     assert logs.returncode == 0, path.read_text()[-2000:]
     assert "Deleted" in path.read_text()
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from edl.discovery import open_registry
@@ -18,6 +18,9 @@ HOST = "10.88.0.1"  # this machine, from a pod
 TEACHER = f"{Path(__file__).parent / 'small_teacher.py'}:predict"
 GRACE_S = 5
 LEASE_S = 30.0
+KILLED_S = GRACE_S + 20.0  # the kubelet notices, asks, waits for the grace period, and kills
+# A kubelet of 1.20 reports a pod's end a minute late at times, on a busy machine; its processes have ended long before.
+REPORTED_S = 120.0
 READY_S = 150.0
 KINDS = (
     "/api/v1/namespaces/{}/pods",
@@ -92,6 +95,15 @@ class Members:
         phases = [pod["status"].get("phase") for pod in self._cluster.list_pods(self._namespace)]
         return phases == ["Running"] * 3
 
+    def list_processes(self) -> list[str]:
+        """Command lines of this machine's processes that belong to the job or the teacher."""
+        found = []
+        for process in psutil.process_iter(["environ", "cmdline"]):
+            environ = process.info["environ"] or {}
+            if environ.get("MEMBERS_OF") == self._namespace:
+                found.append(" ".join(process.info["cmdline"] or ()))
+        return found
+
     def registered(self) -> int:
         """How many teachers Consul has of the namespace's service."""
         with open_registry(self.url) as registry:
@@ -103,7 +115,9 @@ def members(
     cluster: Cluster, namespace: str, consul: ConsulAgent, pod_template: Callable[..., dict[str, Any]]
 ) -> Members:
     """Not made yet."""
-    return Members(cluster, namespace, consul.url.replace("127.0.0.1", HOST), pod_template())
+    return Members(
+        cluster, namespace, consul.url.replace("127.0.0.1", HOST), pod_template(env={"MEMBERS_OF": namespace})
+    )
 
 
 @pytest.mark.slow
@@ -116,11 +130,11 @@ def test_deleted_resources_leave_nothing(
     before = _list_all(cluster, namespace)
     members.create()
     assert len(_list_all(cluster, namespace) - before) >= 6, "a job, a pool, three pods and a disruption budget"
-    begin = time.monotonic()
+    assert len(members.list_processes()) >= 3
     cluster.kubectl("-n", namespace, "delete", "elasticjob/job", "teacherpool/pool", "--wait=true")
-    cluster.wait("nothing left", lambda: _list_all(cluster, namespace) == before, namespace, GRACE_S + 30.0)
+    cluster.wait("no process", lambda: not members.list_processes(), namespace, KILLED_S)
     cluster.wait("no registration", lambda: not members.registered(), namespace, LEASE_S)
-    assert time.monotonic() - begin < GRACE_S + 60.0
+    cluster.wait("nothing left", lambda: _list_all(cluster, namespace) == before, namespace, REPORTED_S)
 
 
 @pytest.mark.slow
@@ -139,6 +153,6 @@ def test_namespace_needs_no_operator(
         assert not pod["metadata"].get("finalizers"), pod["metadata"]
     path = f"/api/v1/namespaces/{namespace}"
     cluster.ask(path, "DELETE")
-    # Kubernetes itself looks again at what a namespace still has only after a while.
-    cluster.wait("the namespace's end", lambda: cluster.ask(path) is None, timeout_s=GRACE_S + 40.0)
+    cluster.wait("no process", lambda: not members.list_processes(), timeout_s=KILLED_S)
     cluster.wait("no registration", lambda: not members.registered(), timeout_s=LEASE_S)
+    cluster.wait("the namespace's end", lambda: cluster.ask(path) is None, timeout_s=REPORTED_S)

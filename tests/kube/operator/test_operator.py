@@ -225,6 +225,15 @@ def test_missing_resource_definitions(
     cluster.wait("readiness again", lambda: ask(port, "/readyz")[0] == 200, namespace)
 
 
+def test_forbidden_namespace_is_left_out(
+    cluster: Cluster, namespace: str, operator: OperatorFactory, make_job: MakeJob
+) -> None:
+    process = operator("--namespace", "kube-system", "--no-capacity")
+    process.wait_for("namespace kube-system is left out")
+    cluster.apply(make_job("sleepy"))
+    cluster.wait("a worker", lambda: live_pods(cluster, namespace), namespace)
+
+
 def test_rest_costs_few_requests(
     cluster: Cluster, namespace: str, operator: OperatorFactory, proxy: ApiProxy, make_job: MakeJob
 ) -> None:

@@ -8,13 +8,14 @@ cluster. What its events carry decides nothing: the reconciler reads all of it a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from edl.background import BackgroundLoop
 from edl.backoff import Backoff
-from edl.errors import EDLError
+from edl.errors import AccessDeniedError, EDLError
 from edl.kube.client import KubeClient
 from edl.kube.objects import Object
 from edl.kube.resource_types import PODS, ResourceType
@@ -38,6 +39,10 @@ _SILENCE_S: Final = 90.0
 """A watch without an event or bookmark for so long is dead: bookmarks come each minute."""
 _GROUP_DELAY_S: Final = 0.05
 """Events of a resource's pods that come together are a single look: thirty workers end in the same moment."""
+_DENIED_WAIT_S: Final = 60.0
+"""Between two looks whether a namespace that was left out may be watched by now."""
+_NO_OBJECT: Final = "edl.io/no-object-has-this-label"
+"""A list with this label says whether listing is allowed, and carries nothing."""
 _CRD_WAIT_S: Final = 5.0
 """Between two looks whether the CRDs are there, where they are not."""
 
@@ -77,6 +82,7 @@ class ResourceWatches:
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
         self._closing = False
         self._absent = ""
+        self._denied: dict[str, AccessDeniedError] = {}
         self._loop = BackgroundLoop("edl-kopf", self._step, self._interrupt)
 
     def close(self) -> None:
@@ -106,7 +112,7 @@ class ResourceWatches:
                 self._health.set_waiting(absent)
                 return _CRD_WAIT_S
             self._absent = ""
-            asyncio.run(self._follow())
+            asyncio.run(self._follow(self._find_watchable()))
         except EDLError as exc:
             self._health.set_waiting(str(exc))
             logger.warning("resources cannot be watched: %s", exc)
@@ -122,12 +128,32 @@ class ResourceWatches:
         for kind in self._types:
             if not self._client.has_resource(kind.group, kind.version, kind.plural):
                 return f"the cluster has no resource {kind.plural}.{kind.group}/{kind.version}: install the CRD"
-        for kind in self._types:  # a missing right is a message that says so, not a silence of the watch
-            for namespace in self._namespaces:
-                self._client.list(kind, "" if namespace == ALL_NAMESPACES else namespace)
         return ""
 
-    async def _follow(self) -> None:
+    def _find_watchable(self) -> list[str]:
+        """Return the namespaces in which resources and pods may be listed; the others are left out, and said once.
+
+        Raises:
+            AccessDeniedError: there is none.
+        """
+        found, denied = [], {}
+        for namespace in self._namespaces:
+            where = "" if namespace == ALL_NAMESPACES else namespace
+            try:
+                for kind in (*self._types, PODS):
+                    self._client.list(kind, where, label_selector=_NO_OBJECT)
+            except AccessDeniedError as exc:
+                denied[namespace] = exc
+            else:
+                found.append(namespace)
+        if not found:
+            raise next(iter(denied.values()))
+        for namespace in sorted(denied.keys() - self._denied.keys()):
+            logger.warning("namespace %s is left out until this is allowed: %s", namespace, denied[namespace])
+        self._denied = denied
+        return found
+
+    async def _follow(self, namespaces: Sequence[str]) -> None:
         import kopf
 
         registry, settings = self._register(), kopf.OperatorSettings()
@@ -143,25 +169,39 @@ class ResourceWatches:
         stop, ready = asyncio.Event(), asyncio.Event()
         self._running = asyncio.get_running_loop(), stop
         self._seen.clear()
-        beats = asyncio.create_task(self._beat(ready))
+        tasks = [asyncio.create_task(self._beat(ready, namespaces))]
+        if self._denied:
+            tasks.append(asyncio.create_task(self._retry_denied(stop)))
         try:
             if self._closing:
                 return
-            everywhere = ALL_NAMESPACES in self._namespaces
+            everywhere = ALL_NAMESPACES in namespaces
             await kopf.operator(
                 registry=registry,
                 settings=settings,
                 standalone=True,
                 clusterwide=everywhere,
-                namespaces=() if everywhere else tuple(self._namespaces),
+                namespaces=() if everywhere else tuple(namespaces),
                 stop_flag=stop,
                 ready_flag=ready,
             )
         finally:
             self._running = None
-            beats.cancel()
+            for task in tasks:
+                task.cancel()
 
-    async def _beat(self, ready: asyncio.Event) -> None:
+    async def _retry_denied(self, stop: asyncio.Event) -> None:
+        """Begin the watches anew when a namespace that was left out may be watched."""
+        before = set(self._denied)
+        while True:
+            await asyncio.sleep(_DENIED_WAIT_S)
+            with contextlib.suppress(EDLError):
+                await asyncio.to_thread(self._find_watchable)
+                if set(self._denied) != before:
+                    stop.set()
+                    return
+
+    async def _beat(self, ready: asyncio.Event, namespaces: Sequence[str]) -> None:
         announced = False
         while True:
             self._health.beat()
@@ -169,7 +209,7 @@ class ResourceWatches:
                 announced = True
                 self._backoff.reset()
                 self._health.set_waiting("")
-                logger.info("resources and pods are watched in %s", ", ".join(self._namespaces))
+                logger.info("resources and pods are watched in %s", ", ".join(namespaces))
             await asyncio.sleep(_BEAT_S)
 
     def _register(self) -> Any:

@@ -15,7 +15,7 @@ from urllib.parse import quote, unquote, urlsplit
 from edl.cli._credentials import add_credentials, warn_of_open_port
 from edl.cli._streams import StreamFollower
 from edl.cli.scaling.advice import add_advice_options, open_advisor
-from edl.discovery import open_store
+from edl.discovery import Store, open_store
 from edl.discovery.served.own_host import is_loopback
 from edl.errors import SettingsError
 from edl.log_output import log_to_stderr
@@ -91,9 +91,12 @@ def main(argv: Sequence[str]) -> int:
         if options.http_port is not None:
             stack.enter_context(_page(options, url, credentials, master))
         stream = stack.enter_context(StreamFollower(master, options.name, dataset, following, credentials))
-        if not options.no_advice:
+        if not options.no_advice or options.scaler_port is not None:
             store = stack.enter_context(open_store(url, credentials=credentials))
+        if not options.no_advice:
             stack.enter_context(open_advisor(store, options, lambda: master.is_leader))
+        if options.scaler_port is not None:
+            stack.enter_context(_scaler(store, options, credentials))
         begun = time.monotonic()
         while not caught and master.failure is None:
             stream.check()
@@ -128,6 +131,18 @@ def _page(
     return page
 
 
+def _scaler(
+    store: Store, options: argparse.Namespace, credentials: Credentials
+) -> contextlib.AbstractContextManager[object]:
+    """Serve KEDA's external scaler: what is wanted in the whole store, not of this job alone."""
+    from edl.master.external_scaler import ExternalScalerServer, ExternalScalerSettings
+
+    warn_of_open_port(options.host, credentials)
+    scaler = ExternalScalerServer(store, ExternalScalerSettings(options.host, options.scaler_port, credentials))
+    logger.info("KEDA's external scaler is served on port %d", scaler.port, extra={"port": scaler.port})
+    return scaler
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="edl master",
@@ -158,6 +173,12 @@ def _parser() -> argparse.ArgumentParser:
         help="serve a page, and /metrics, there; 0 for a free port (docs/dashboard.md)",
     )
     add("--http-host", default="127.0.0.1", metavar="HOST", help="where the page listens (default: 127.0.0.1)")
+    add(
+        "--scaler-port",
+        type=int,
+        metavar="N",
+        help="serve KEDA's external scaler on --host there; 0 for a free port (docs/kubernetes-scaling-external.md)",
+    )
     add("--lease", type=float, default=5.0, metavar="S", help="a standby takes over after so long (default: 5)")
     add("--stay", action="store_true", help="go on when all is done: workers may create more data sets")
     add("--new", action="store_true", help="begin anew: a journal that is there is set aside")

@@ -15,7 +15,7 @@ __all__ = ["load_messages"]
 
 
 def load_messages(name: str) -> dict[str, Any]:
-    """Build the message classes, and the values of enums outside of messages, of `NAME.binpb` beside this module."""
+    """Build the message classes, and the values of enums outside of messages, of `NAME.binpb` in this package."""
     files = descriptor_pb2.FileDescriptorSet.FromString(
         resources.files(__package__).joinpath(f"{name}.binpb").read_bytes()
     )

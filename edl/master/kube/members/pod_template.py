@@ -126,6 +126,7 @@ def _set_main_container(main: dict[str, Any], launch: MemberLaunch, env: Mapping
     own: list[dict[str, Any]] = [
         {"name": "EDL_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "EDL_POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        {"name": "EDL_POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
         {"name": "EDL_TERMINATION_LOG", "value": log},
     ]
     fixed = {item["name"] for item in own}  # `args` and the evidence of an end rely on these

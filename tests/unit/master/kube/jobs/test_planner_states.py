@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from edl.kube.objects import parse_time
 from edl.master.kube.jobs import CONDITION_REASONS, EVENT_REASONS
 from edl.master.kube.plan import Plan
 from tests.unit.master.kube.jobs.simulated_cluster import Reading, SimulatedCluster
@@ -33,13 +34,21 @@ class JobMachine(RuleBasedStateMachine):
     def create_job(self, least: int, more: int, master: bool, grace: int) -> None:
         spec = {"gracePeriodSeconds": grace, "master": {"enabled": master}}
         self.cluster = SimulatedCluster(minReplicas=least, maxReplicas=least + more, **spec)
+        self.cluster.nodes = {"node1": 3, "node2": 3}
         self.readings: list[Reading] = []
         self.ends: dict[str, int] = {}
         self.finished = ""
 
-    @rule()
-    def reconcile(self) -> None:
-        self.check(self.cluster.reconcile())
+    @rule(rounds=st.integers(1, 8))
+    def work(self, rounds: int) -> None:
+        """An operator, the scheduler and the kubelets do their work, undisturbed."""
+        for _ in range(rounds):
+            plan = self.cluster.reconcile()
+            self.check(plan)
+            self.check_members()
+            self.cluster.schedule()
+            if self.cluster.list_ending():
+                self.cluster.end(self.cluster.list_ending()[0], 143)
 
     @rule(calls=st.integers(0, 4))
     def operator_is_killed(self, calls: int) -> None:
@@ -72,7 +81,7 @@ class JobMachine(RuleBasedStateMachine):
     @rule(data=st.data(), code=st.sampled_from([0, 1]))
     def worker_ends_the_job(self, data: st.DataObject, code: int) -> None:
         running = self.cluster.list_running()
-        if running and data.draw(st.integers(0, 4)) == 0:
+        if running and data.draw(st.integers(0, 9)) == 9:
             self.cluster.end(data.draw(st.sampled_from(sorted(running))), code)
 
     @rule(data=st.data())
@@ -91,17 +100,20 @@ class JobMachine(RuleBasedStateMachine):
         if ending:
             self.cluster.end(data.draw(st.sampled_from(sorted(ending))), code)
 
-    @rule(node=st.sampled_from(["node1", "node2"]))
-    def node_is_lost(self, node: str) -> None:
-        self.cluster.lose_node(node)
+    @rule()
+    def node_is_lost_or_back(self) -> None:
+        if "node2" in self.cluster.dead:
+            self.cluster.return_node("node2")
+        else:
+            self.cluster.lose_node("node2")
 
-    @rule(node=st.sampled_from(["node1", "node2"]))
-    def node_is_back(self, node: str) -> None:
-        self.cluster.return_node(node)
-
-    @rule(suspend=st.booleans())
-    def user_suspends(self, suspend: bool) -> None:
-        self.cluster.set_spec(suspend=suspend)
+    @rule(lasts=st.booleans(), calls=st.integers(0, 9))
+    def user_suspends(self, lasts: bool, calls: int) -> None:
+        """For a while, or for as long as an operator takes to do something of it."""
+        self.cluster.set_spec(suspend=True)
+        self.cluster.reconcile(calls)
+        if not lasts:
+            self.cluster.set_spec(suspend=False)
 
     @rule(most=st.integers(3, 6), external=st.booleans(), replicas=st.integers(0, 9))
     def user_scales(self, most: int, external: bool, replicas: int) -> None:
@@ -134,20 +146,23 @@ class JobMachine(RuleBasedStateMachine):
             assert plan.create == ()
         assert plan.requeue_s is None or plan.requeue_s > 0
 
-    @invariant()
-    def no_member_runs_twice(self) -> None:
-        live = [name.rsplit("-", 1)[0] for name in self.cluster.list_live()]
-        if self.is_settled():
-            assert len(set(live)) == len(live), "two live pods of a member"
-
-    def is_settled(self) -> bool:
-        """Whether the last operator was not cut off: then nothing is left to be deleted."""
-        return not self.cluster.read().plan.delete
-
-    @invariant()
-    def no_more_than_the_maximum(self) -> None:
-        if self.is_settled():
-            assert len(self.cluster.list_live()) <= self.cluster.resource["spec"]["maxReplicas"]
+    def check_members(self) -> None:
+        """Check the pods that a whole plan leaves."""
+        spec, phase = self.cluster.resource["spec"], self.cluster.status["phase"]
+        live = self.cluster.list_live() + self.cluster.list_live("master")
+        members = [name.rsplit("-", 1)[0] for name in live]
+        assert len(set(members)) == len(members), "two live pods of a member"
+        assert len(self.cluster.list_live()) <= spec["maxReplicas"]
+        if phase in ("Succeeded", "Failed", "Suspended"):
+            assert live == []
+        elif self.cluster.find_condition("Running")["reason"] != "Ending":
+            waiting = [
+                key
+                for key, record in self.cluster.status["members"].items()
+                if "notBefore" in record and parse_time(record["notBefore"]) > self.cluster.now_s
+            ]
+            assert len(self.cluster.list_live()) + len(waiting) >= spec["minReplicas"], "the minimum is made at once"
+        assert self.cluster.status["replicas"] == len(self.cluster.list_live())
 
     @invariant()
     def what_ended_stays_ended(self) -> None:

@@ -125,7 +125,8 @@ def test_success_waits_for_the_others() -> None:
     cluster.progress = WorkProgress(percentage=99)
     cluster.end("job-worker-0-0", 0)
     plan = cluster.reconcile()
-    assert plan.create == plan.delete == ()
+    assert not (plan.create)
+    assert not (plan.delete)
     assert cluster.status["phase"] == "Running"
     assert cluster.find_condition("Running")["reason"] == "Ending"
     cluster.end("job-worker-1-0", 0)

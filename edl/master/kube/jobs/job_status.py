@@ -90,7 +90,7 @@ def write_job_status(job: ElasticJob, observation: OwnerObservation, view: JobVi
     ready = sum(pod.ready for pod in view.workers)
     finished = view.failure is not None or bool(view.succeeded)
     conditions = [
-        Condition("Accepted", True, "SpecAccepted", "the spec can be worked on"),
+        Condition("Accepted", True, "Valid", "the spec can be worked on"),
         _describe_scheduled(job, view, finished),
         _describe_running(job, view, ready, finished),
         _describe_suspended(view),

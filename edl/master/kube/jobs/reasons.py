@@ -44,7 +44,7 @@ FAILURE_ADVICE: Final[Mapping[str, str]] = {
 """What to do about each reason of the condition `Failed`."""
 
 CONDITION_REASONS: Final[Mapping[str, Mapping[str, str]]] = {
-    "Accepted": {"SpecAccepted": "The spec can be worked on."},
+    "Accepted": {"Valid": "The spec can be worked on."},
     "Scheduled": {
         "AllScheduled": "All workers that are wanted have a node.",
         "MinimumScheduled": "At least `minReplicas` workers have a node; others wait for room.",

@@ -11,6 +11,7 @@ from edl.discovery.common.resource import Resource
 from edl.discovery.kubernetes.target import KubernetesTarget
 from edl.errors import (
     AccessDeniedError,
+    ConflictError,
     DiscoveryError,
     InvalidObjectError,
     KubernetesError,
@@ -71,7 +72,12 @@ class KubernetesApi(Resource):
 
     def patch(self, kind: ResourceType, name: str, patch: Mapping[str, Any]) -> Object | None:
         """Change fields; None where there is no such object, ConflictError where its version is another."""
-        return self._run(lambda: self.client.patch(kind, name, patch))
+        try:
+            return self._run(lambda: self.client.patch(kind, name, patch))
+        except ConflictError as exc:
+            if "resourceVersion" in patch.get("metadata", {}):
+                raise
+            raise DiscoveryError(str(exc)) from exc  # others write it faster than the server can merge
 
     def delete(self, kind: ResourceType, name: str, *, uid: str = "", resource_version: str = "") -> bool:
         """Delete an object; False where there is none, ConflictError where it is another or of another version."""

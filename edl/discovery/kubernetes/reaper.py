@@ -41,9 +41,9 @@ __all__ = ["LeaseReaper"]
 logger = logging.getLogger(__name__)
 
 REAPER: Final = "edl-lease-reaper"
-REAPER_TTL_S: Final = 4.0
+REAPER_TTL_S: Final = 3.0
 """How long the reaper may be silent before another takes over: a process that dies with it is missed so much later."""
-REAPER_RENEWAL_S: Final = 1.25
+REAPER_RENEWAL_S: Final = 1.0
 """Three in the length. Every process that stands by sees each of them."""
 SWEEP_S: Final = 15.0
 """How often what belongs to no Lease is looked for: what a reaper left that died in the middle."""

@@ -1,0 +1,84 @@
+"""Trains elastically, counts every row that it trains on within its state, and keeps a diary that only grows.
+
+    edl run counting.py DIARY --rows 480 --batch 8 --epochs 1 --step-s 0.2
+
+The counts travel with the state, so that at the end they say of the model that came out how often it has seen each
+row, whatever was lost, repeated or run twice on the way.
+"""
+
+import argparse
+import json
+import os
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from edl.collective import Checkpointer, ElasticSampler, ElasticTrainer, State
+
+parser = argparse.ArgumentParser()
+parser.add_argument("diary")
+parser.add_argument("--rows", type=int, default=480)
+parser.add_argument("--batch", type=int, default=8)
+parser.add_argument("--epochs", type=int, default=1)
+parser.add_argument("--step-s", type=float, default=0.2)
+options = parser.parse_args()
+
+
+class Diary:
+    """Lines that all workers append to one file."""
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._own = {"pod": os.environ.get("HOSTNAME", ""), "pid": os.getpid(), "rank": dist.get_rank()}
+
+    def write(self, kind: str, **fields: object) -> None:
+        line = {"kind": kind, "at": time.time(), **self._own, **fields}
+        os.write(self._file, (json.dumps(line) + "\n").encode())
+
+    def show_alive(self) -> None:
+        while True:
+            self.write("alive")
+            time.sleep(0.25)
+
+
+dist.init_process_group("gloo")
+diary = Diary(options.diary)
+diary.write("start", world=dist.get_world_size())
+threading.Thread(target=diary.show_alive, daemon=True).start()
+torch.manual_seed(0)
+network = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+data = TensorDataset(torch.arange(options.rows), torch.randn(options.rows, 4))
+sampler = ElasticSampler(len(data), global_batch=options.batch)
+state = State(
+    model=network, optimizer=optimizer, sampler=sampler, step=-1, seen=torch.zeros(options.rows, dtype=torch.int64)
+)
+with Checkpointer(state) as checkpointer:
+    checkpointer.restore()
+    diary.write("restored", step=state.step)
+    trainer = ElasticTrainer(DistributedDataParallel(network), optimizer, sampler=sampler)
+    loader = DataLoader(data, batch_sampler=sampler, generator=torch.Generator())
+    for _ in sampler.epochs(options.epochs):
+        for batch in loader:
+            counts = torch.zeros_like(state.seen)
+            for ids, features in trainer.micro_batches(batch):
+                trainer.backward(trainer.model(features).square().mean())
+                counts += torch.bincount(ids, minlength=options.rows)
+            share = sampler.share_rows
+            dist.all_reduce(counts)
+            trainer.step()
+            state.seen = state.seen + counts
+            state.step += 1
+            checkpointer.save(state.step, samples=share)
+            if dist.get_rank() == 0:
+                diary.write("step", step=state.step, world=dist.get_world_size())
+            time.sleep(options.step_s)
+if dist.get_rank() == 0:
+    diary.write("end", step=state.step, least=int(state.seen.min()), most=int(state.seen.max()))
+dist.barrier()
+dist.destroy_process_group()

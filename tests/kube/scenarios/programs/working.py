@@ -1,0 +1,55 @@
+"""Works off units that take a fixed time each, with as many workers as there are; a unit stands for a GPU's second.
+
+    edl run working.py FOLDER --units 60 --unit-s 1
+
+A worker holds a unit by a lock on its file, which ends with the worker, and writes down when it has done it. What a
+worker that left had begun is begun anew by another, and counts once.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+
+parser = argparse.ArgumentParser()
+parser.add_argument("folder", type=Path)
+parser.add_argument("--units", type=int, default=60)
+parser.add_argument("--unit-s", type=float, default=1.0)
+options = parser.parse_args()
+pod = os.environ.get("HOSTNAME", "")
+diary = os.open(options.folder / "diary.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+
+
+def write(kind: str, **fields: object) -> None:
+    os.write(
+        diary, (json.dumps({"kind": kind, "at": time.time(), "pod": pod, "pid": os.getpid(), **fields}) + "\n").encode()
+    )
+
+
+def work(unit: int) -> bool:
+    """Do a unit; False where another worker holds it. Done units are files with a byte."""
+    file = os.open(options.folder / f"unit-{unit}", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    else:
+        if os.fstat(file).st_size == 0:
+            begin = time.time()
+            time.sleep(options.unit_s)
+            os.write(file, b"x")
+            write("unit", unit=unit, begin=begin)
+        return True
+    finally:
+        os.close(file)
+
+
+write("start", world=int(os.environ["WORLD_SIZE"]))
+left = list(range(options.units))
+while left:
+    left = [unit for unit in left if not work(unit)]
+    if left:
+        time.sleep(0.05)
+write("end")

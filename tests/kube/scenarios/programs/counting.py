@@ -1,9 +1,9 @@
 """Trains elastically, counts every row that it trains on within its state, and keeps a diary that only grows.
 
-    edl run counting.py DIARY --rows 480 --batch 8 --epochs 1 --step-s 0.2
+    edl run counting.py DIARY --rows 40 --batch 8 --step-s 0.2 --until FILE
 
-The counts travel with the state, so that at the end they say of the model that came out how often it has seen each
-row, whatever was lost, repeated or run twice on the way.
+It ends with the epoch in which FILE appears. The counts travel with the state, so that at the end they say of the model
+that came out how often it has seen each row, whatever was lost, repeated or run twice on the way.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import json
 import os
 import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,10 +23,10 @@ from edl.collective import Checkpointer, ElasticSampler, ElasticTrainer, State
 
 parser = argparse.ArgumentParser()
 parser.add_argument("diary")
-parser.add_argument("--rows", type=int, default=480)
+parser.add_argument("--rows", type=int, default=40)
 parser.add_argument("--batch", type=int, default=8)
-parser.add_argument("--epochs", type=int, default=1)
 parser.add_argument("--step-s", type=float, default=0.2)
+parser.add_argument("--until", type=Path, required=True)
 options = parser.parse_args()
 
 
@@ -63,7 +64,7 @@ with Checkpointer(state) as checkpointer:
     diary.write("restored", step=state.step)
     trainer = ElasticTrainer(DistributedDataParallel(network), optimizer, sampler=sampler)
     loader = DataLoader(data, batch_sampler=sampler, generator=torch.Generator())
-    for _ in sampler.epochs(options.epochs):
+    for epoch in sampler.epochs(10**9):
         for batch in loader:
             counts = torch.zeros_like(state.seen)
             for ids, features in trainer.micro_batches(batch):
@@ -78,7 +79,11 @@ with Checkpointer(state) as checkpointer:
             if dist.get_rank() == 0:
                 diary.write("step", step=state.step, world=dist.get_world_size())
             time.sleep(options.step_s)
+        ended = torch.tensor([options.until.exists()], dtype=torch.int64)
+        dist.broadcast(ended, 0)
+        if ended:
+            break
 if dist.get_rank() == 0:
-    diary.write("end", step=state.step, least=int(state.seen.min()), most=int(state.seen.max()))
+    diary.write("end", step=state.step, epochs=epoch + 1, least=int(state.seen.min()), most=int(state.seen.max()))
 dist.barrier()
 dist.destroy_process_group()

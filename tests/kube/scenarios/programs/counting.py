@@ -79,11 +79,12 @@ with Checkpointer(state) as checkpointer:
             if dist.get_rank() == 0:
                 diary.write("step", step=state.step, world=dist.get_world_size())
             time.sleep(options.step_s)
+        trained = epoch + 1
         ended = torch.tensor([options.until.exists()], dtype=torch.int64)
         dist.broadcast(ended, 0)
         if ended:
             break
 if dist.get_rank() == 0:
-    diary.write("end", step=state.step, epochs=epoch + 1, least=int(state.seen.min()), most=int(state.seen.max()))
+    diary.write("end", step=state.step, epochs=trained, least=int(state.seen.min()), most=int(state.seen.max()))
 dist.barrier()
 dist.destroy_process_group()

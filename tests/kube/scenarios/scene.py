@@ -57,6 +57,11 @@ class Scene:
         body = {"apiVersion": "edl.io/v1alpha1", "kind": kind, "metadata": {"name": name}, "spec": spec}
         self.cluster.ask(path, "POST", body)
 
+    def delete_job(self, name: str) -> None:
+        """Delete an ElasticJob, and wait until its pods have gone."""
+        self.cluster.ask(f"/apis/edl.io/v1alpha1/namespaces/{self.namespace}/elasticjobs/{name}", "DELETE")
+        self.wait(f"the end of the pods of {name}", lambda: not self.pods(name))
+
     def phase(self, job: str) -> str:
         """A job's phase."""
         return str(self.status(job).get("phase", ""))

@@ -1,0 +1,47 @@
+"""A job that wants every GPU comes while another runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.operator_process import OperatorFactory
+from tests.kube.scenarios.scene import Scene
+from tests.kube.scenarios.sharing import GPUS, Sharing, Work, share_gpus
+
+
+@pytest.mark.timeout(400, func_only=True)
+def test_job_grows_when_another_ends(
+    scene: Scene,
+    gpus: Callable[[str, int], None],
+    operator: OperatorFactory,
+    consul_store: str,
+    pod_template: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    """It starts at once with what is there; the same job all or nothing waits, and GPUs are idle meanwhile."""
+    work = Work()
+    for node in scene.cluster.nodes():
+        gpus(node, GPUS // 2)
+    operator("--store", consul_store, capacity=True)
+    found: dict[bool, Sharing] = {}
+    for elastic in (True, False):
+        folder = tmp_path / f"elastic-{elastic}"
+        template = pod_template(gpus=1, writes=[folder])
+        found[elastic] = share_gpus(scene, template, folder, work, elastic=elastic)
+        for name in ("first", "second"):
+            scene.delete_job(name)
+    for sharing in found.values():
+        assert sorted(sharing.first.numbers) == list(range(work.first))
+        assert sorted(sharing.second.numbers) == list(range(work.second))
+    worlds = [world for _, world in found[True].second.workers]
+    assert worlds[0] < GPUS, "it did not start with what was there"
+    assert worlds[-1] == GPUS, f"it did not grow: {worlds}"
+    assert {world for _, world in found[False].second.workers} == {GPUS}
+    first_end = max(end for _, end in found[True].first.units)
+    assert min(begin for begin, _ in found[True].second.units) < first_end, "it waited for the first job's end"
+    assert found[True].second.wait_s < found[False].second.wait_s
+    assert found[True].utilization > found[False].utilization

@@ -99,7 +99,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if KUBECONFIG and not (machine and Path(KUBECONFIG).resolve() == machine.home / "run/kubeconfig"):
         found = Cluster(Path(KUBECONFIG), image=IMAGE)
         try:
-            _install_resources(found)
+            install_resources(found)
             yield found
         finally:
             found.close()
@@ -122,7 +122,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             found = Cluster(folder / "kubeconfig.json", machine, image)
             stack.callback(found.close)
             _clear_killed_tests(found)
-            _install_resources(found)
+            install_resources(found)
         yield found
     with exclusive_lock("up"):
         if machine.started_by_tests and is_free("use"):
@@ -141,7 +141,8 @@ def _clear_killed_tests(cluster: Cluster) -> None:
             cluster.ask(f"/api/v1/namespaces/{namespace['metadata']['name']}", "DELETE")
 
 
-def _install_resources(cluster: Cluster) -> None:
+def install_resources(cluster: Cluster) -> None:
+    """Install EDL's resources and the priority of its teachers."""
     for path in sorted((CHART / "files").glob("*.yaml")):
         cluster.kubectl("apply", "-f", str(path))
     cluster.apply(

@@ -1,7 +1,7 @@
 """ElasticDL's experiment: a job that wants every GPU arrives while another runs on a part of them.
 
-Experiment 1 of https://github.com/sql-machine-learning/elasticdl/blob/develop/docs/benchmark/allreduce/report.md has two
-jobs of four GPUs each on six. Here a job of two fixed workers runs on two of four GPUs, and some seconds later comes one
+Experiment 1 of https://github.com/sql-machine-learning/elasticdl/blob/develop/docs/benchmark/allreduce/report.md has
+two jobs of four GPUs each on six. Here a job of two fixed workers runs on two of four GPUs, and seconds later comes one
 that can use four: elastically (1 to 4 workers), and beside that all or nothing (4 to 4), as under gang scheduling.
 Workers stand for GPUs: a unit of work takes a fixed time on one.
 """

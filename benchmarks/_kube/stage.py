@@ -1,0 +1,79 @@
+"""A namespace on this machine's cluster, with GPUs, a store, and an operator."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import secrets
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.cluster import pods
+from tests.cluster.api import Cluster
+from tests.cluster.locks import exclusive_lock, shared_lock
+from tests.cluster.machine import KubeMachine
+from tests.cluster.operator_process import OperatorFactory, operators
+from tests.kube.scenarios.scene import Scene, consul_url, start_consul
+from tests.plugins_kubernetes import delete_namespace, install_resources
+
+__all__ = ["Stage", "open_stage"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A namespace that is deleted afterwards.
+
+    Attributes:
+        scene: resources in it.
+        operator: starts operators of it.
+        store: URL of a Consul, for pods and this machine.
+        pod_template: makes pods that run this project; see `tests.cluster.pods.pod_template`.
+        folder: for files.
+    """
+
+    scene: Scene
+    operator: OperatorFactory
+    store: str
+    pod_template: Callable[..., dict[str, Any]]
+    folder: Path
+
+
+@contextlib.contextmanager
+def open_stage(gpus_per_node: int = 0) -> Iterator[Stage]:
+    """Bring the cluster up if it is not, and make a namespace; nobody else has GPUs meanwhile."""
+    machine = KubeMachine()
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="edl-kube-benchmark-")))
+        folder.chmod(0o755)
+        with exclusive_lock("up"):
+            machine.up()
+            stack.enter_context(shared_lock("use"))
+            pods.make_root(folder / "image")
+            image = machine.load_image(folder / "image", ["/usr/bin/true"])
+            machine.write_kubeconfig(folder / "kubeconfig.json")
+            cluster = Cluster(folder / "kubeconfig.json", machine, image)
+            stack.callback(cluster.close)
+            install_resources(cluster)
+        stack.enter_context(shared_lock("nodes"))
+        stack.enter_context(exclusive_lock("gpus"))
+        for node in cluster.nodes() if gpus_per_node else ():
+            stack.callback(machine.set_gpus, node, 0)
+            machine.set_gpus(node, gpus_per_node)
+        namespace = f"edl-bench-{secrets.token_hex(4)}"
+        body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
+        cluster.ask("/api/v1/namespaces", "POST", body)
+        stack.callback(delete_namespace, cluster, namespace)
+        account = f"/api/v1/namespaces/{namespace}/serviceaccounts/default"
+        cluster.wait("the namespace's service account", lambda: cluster.ask(account))
+        consul = start_consul(folder / "consul")
+        stack.callback(consul.stop)
+        yield Stage(
+            Scene(cluster, namespace),
+            stack.enter_context(operators(cluster, namespace, folder)),
+            consul_url(consul),
+            functools.partial(pods.pod_template, image),
+            folder,
+        )

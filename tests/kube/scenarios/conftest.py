@@ -27,3 +27,11 @@ def consul_store(machine: KubeMachine, tmp_path: Path) -> Iterator[str]:
         yield consul_url(agent)
     finally:
         agent.stop()
+
+
+@pytest.fixture(params=["consul", "kubernetes"])
+def store(request: pytest.FixtureRequest, namespace: str) -> str:
+    """URL of a Consul, or of the namespace itself: a test runs with each."""
+    if request.param == "kubernetes":
+        return f"kubernetes://{namespace}"
+    return str(request.getfixturevalue("consul_store"))

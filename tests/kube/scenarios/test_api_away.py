@@ -24,14 +24,14 @@ def test_running_job_does_not_notice(
     stoppable_nodes: StoppableNodes,  # nobody else has an API server meanwhile
     machine: KubeMachine,
     operator: OperatorFactory,
-    consul_store: str,
+    store: str,
     pod_template: Callable[..., dict[str, Any]],
     tmp_path: Path,
 ) -> None:
     """For 30 s no request is answered, to nobody in the cluster: the same processes go on, step by step."""
     shared = tmp_path / "shared"
     diary, ended = Diary(shared / "diary.jsonl"), shared / "ended"
-    running = operator("--store", consul_store)
+    running = operator("--store", store)
     program = ["--nproc-per-node", "1", str(PROGRAMS / "counting.py"), str(diary.path), "--until", str(ended)]
     scene.create_job("count", program, pod_template(writes=[shared]), minReplicas=2)
     scene.wait("two workers that train", lambda: diary.has("step", lambda step: step["world"] == 2))

@@ -20,18 +20,15 @@ EPOCHS = 30
 IMAGES = 1197
 
 
-@pytest.mark.parametrize("kind", ["consul", "kubernetes"])
 def test_digits_are_distilled(
-    request: pytest.FixtureRequest,
-    kind: str,
     scene: Scene,
+    store: str,
     operator: OperatorFactory,
     pod_template: Callable[..., dict[str, Any]],
     tmp_path: Path,
 ) -> None:
     """The student ends with its accuracy, and has had exactly one label for every image of each epoch."""
     pytest.importorskip("sklearn", reason="the example needs scikit-learn")
-    store = request.getfixturevalue("consul_store") if kind == "consul" else f"kubernetes://{scene.namespace}"
     weights, output = tmp_path / "weights", tmp_path / "output"
     weights.mkdir()
     subprocess.run(

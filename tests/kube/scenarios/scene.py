@@ -14,6 +14,8 @@ from tests.plugins_consul import ConsulAgent
 HOST = "10.88.0.1"
 """The machine, as its pods see it."""
 PROGRAMS = Path(__file__).parent / "programs"
+MEMORY = "1Gi"
+"""Of a pod that trains with PyTorch: `edl run` takes 370 MB, of which the worker shares 200 MB until its interpreter ends."""
 START_S = 120.0
 """Until pods run and have imported PyTorch, on a machine that is busy with other tests."""
 END_S = 240.0

@@ -10,7 +10,7 @@ from typing import Any
 from tests.cluster.machine import KubeMachine
 from tests.cluster.operator_process import OperatorFactory
 from tests.kube.scenarios.diary import Diary, lives
-from tests.kube.scenarios.scene import PROGRAMS, Scene
+from tests.kube.scenarios.scene import MEMORY, PROGRAMS, Scene
 from tests.plugins_kubernetes import StoppableNodes
 
 AWAY_S = 30.0
@@ -33,7 +33,7 @@ def test_running_job_does_not_notice(
     diary, ended = Diary(shared / "diary.jsonl"), shared / "ended"
     running = operator("--store", store)
     program = ["--nproc-per-node", "1", str(PROGRAMS / "counting.py"), str(diary.path), "--until", str(ended)]
-    scene.create_job("count", program, pod_template(writes=[shared]), minReplicas=2)
+    scene.create_job("count", program, pod_template(memory=MEMORY, writes=[shared]), minReplicas=2)
     scene.wait("two workers that train", lambda: diary.has("step", lambda step: step["world"] == 2))
     scene.wait("the phase", lambda: scene.phase("count") == "Running")
     workers = scene.running("count")

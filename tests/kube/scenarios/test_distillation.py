@@ -13,7 +13,7 @@ import pytest
 
 from tests.cluster.machine import ROOT
 from tests.cluster.operator_process import OperatorFactory
-from tests.kube.scenarios.scene import Scene
+from tests.kube.scenarios.scene import MEMORY, Scene
 
 DIGITS = ROOT / "examples/digits"
 EPOCHS = 30
@@ -34,7 +34,7 @@ def test_digits_are_distilled(
     subprocess.run(
         [sys.executable, "train_teacher.py", "--out", str(weights / "teacher.pt")], cwd=DIGITS, check=True, timeout=100
     )
-    template = pod_template(memory="1Gi", reads=[weights], writes=[output])
+    template = pod_template(memory=MEMORY, reads=[weights], writes=[output])
     operator("--store", store)
     serve = ["--torch-factory", f"{DIGITS}/nets.py:teacher", "--checkpoint", f"{weights}/teacher.pt"]
     serve += ["--input", "image:float32[1,8,8]", "--output", "logits", "--model", "handwriting"]

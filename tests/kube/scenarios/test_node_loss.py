@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.cluster.operator_process import OperatorFactory
 from tests.kube.scenarios.diary import Diary, index_of, lives, overlaps
-from tests.kube.scenarios.scene import PROGRAMS, Scene, is_running, node_of
+from tests.kube.scenarios.scene import MEMORY, PROGRAMS, Scene, is_running, node_of
 from tests.plugins_kubernetes import StoppableNodes
 
 LOST_S = 150.0
@@ -28,7 +28,7 @@ def test_job_goes_on_without_its_node(
     """It shrinks to what is left, grows on the other node, and when the node is back nothing runs twice."""
     home, other = scene.cluster.nodes()
     shared = tmp_path / "shared"
-    template = pod_template(gpus=1, writes=[shared])
+    template = pod_template(gpus=1, memory=MEMORY, writes=[shared])
     diary, ended = Diary(shared / "diary.jsonl"), shared / "ended"
     gpus(home, 1)
     gpus(other, 1)

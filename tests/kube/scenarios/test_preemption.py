@@ -12,7 +12,7 @@ import pytest
 from tests.cluster.api import Cluster
 from tests.cluster.operator_process import OperatorFactory
 from tests.kube.scenarios.diary import Diary, lives, overlaps
-from tests.kube.scenarios.scene import PROGRAMS, Scene, is_running
+from tests.kube.scenarios.scene import MEMORY, PROGRAMS, Scene, is_running
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_preempted_job_shrinks_and_grows(
     """Of four workers three go and one stays; when there is room again, all come back, and no row was lost."""
     cluster, namespace = scene.cluster, scene.namespace
     shared = tmp_path / "shared"
-    template = pod_template(gpus=1, writes=[shared])
+    template = pod_template(gpus=1, memory=MEMORY, writes=[shared])
     diary, ended = Diary(shared / "diary.jsonl"), shared / "ended"
     for node in cluster.nodes():
         gpus(node, 2)

@@ -15,7 +15,7 @@ HOST = "10.88.0.1"
 """The machine, as its pods see it."""
 PROGRAMS = Path(__file__).parent / "programs"
 MEMORY = "1Gi"
-"""Of a pod that trains with PyTorch: `edl run` takes 370 MB, 200 MB of them shared until the worker's interpreter ends."""
+"""Of a pod with PyTorch: `edl run` takes 370 MB, 200 MB of them shared until the worker's interpreter ends."""
 START_S = 120.0
 """Until pods run and have imported PyTorch, on a machine that is busy with other tests."""
 END_S = 240.0

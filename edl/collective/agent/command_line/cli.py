@@ -189,7 +189,9 @@ def _launch(options: argparse.Namespace, conf: dict[str, str], url: str, stack: 
         job=job,
         program=_program(options),
         workers=workers,
-        rendezvous=RendezvousSettings(minimum, maximum, last_call_s=last_call),
+        rendezvous=RendezvousSettings(
+            minimum, maximum, last_call_s=last_call, takeover_s=_number(conf, "takeover_timeout", 10.0)
+        ),
         addr=options.local_addr or "",
         store=url,
         ttl_s=options.lease_ttl,

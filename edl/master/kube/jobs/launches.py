@@ -15,6 +15,9 @@ WORKER: Final = "worker"
 MASTER: Final = "master"
 _SAVING_SHARE: Final = 0.8
 """Of a pod's grace period, what workers have to end: with all of it, the agent could not say why it ended."""
+_TAKEOVER_S: Final = 45
+"""Where the store is the API server itself: workers go on without it for 0.8 of that, which covers an API server that
+is away for 30 s. In return new workers wait for so long where all workers of the job died without a word."""
 _MASTER_RESOURCES: Final[dict[str, Any]] = {"requests": {"cpu": "100m", "memory": "256Mi"}}
 """A master holds the state of shards, not data: with the workers' resources it would take a GPU."""
 
@@ -30,6 +33,8 @@ def build_worker_launch(job: ElasticJob, index: int, record: MemberRecord) -> Me
     args = ["run", "--rdzv-id", job.job_id, "--store", job.store, "--nnodes", f"{job.min_replicas}:{job.max_replicas}"]
     args += ["--local-addr", POD_ADDRESS, "--leave-on-oom"]
     args += ["--grace-period", str(max(1, int(job.grace_period_s * _SAVING_SHARE)))]
+    if job.store.startswith("kubernetes:"):
+        args += ["--rdzv-conf", f"takeover_timeout={_TAKEOVER_S}"]
     args += ["--checkpoint", job.checkpoint] if job.checkpoint else []
     labels, annotations = build_gang_labels(job, index)
     return MemberLaunch(

@@ -1,13 +1,15 @@
-"""The digest of a command, by which an unnamed job knows whether a state in memory is its own."""
+"""What `edl run` makes of its command line: the digest of the command, and how long a rendezvous waits."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from edl.collective.agent.command_line.cli import _command
+from edl.collective.agent.command_line.cli import _command, _launch
 from edl.collective.agent.command_line.options import parse_options
+from edl.errors import SettingsError
 
 
 @pytest.fixture
@@ -44,3 +46,16 @@ def test_script_is_named_from_anywhere(folders: tuple[Path, Path]) -> None:
     argv = ("--no-python", "bash", "-e")
     absolute = digests(folders, *argv, str(folders[0] / "train.sh"), "out.log")
     assert absolute == digests((folders[0], folders[0]), *argv, "train.sh", "out.log")
+
+
+def test_takeover_timeout_is_read(folders: tuple[Path, Path]) -> None:
+    argv = ["--nnodes", "1:2", "--rdzv-id", "job", str(folders[0] / "train.sh")]
+
+    def takeover_s(conf: dict[str, str]) -> float:
+        with ExitStack() as stack:
+            return _launch(parse_options(argv, None), conf, "sqlite:///store", stack).rendezvous.takeover_s
+
+    assert takeover_s({}) == 10.0
+    assert takeover_s({"takeover_timeout": "45"}) == 45.0
+    with pytest.raises(SettingsError, match="takeover_timeout"):
+        takeover_s({"takeover_timeout": "soon"})

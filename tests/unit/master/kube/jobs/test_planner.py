@@ -36,6 +36,14 @@ def test_minimum_starts_at_once() -> None:
     assert cluster.events == ["Started"]
 
 
+@pytest.mark.parametrize(("store", "expected"), [("kubernetes://team", True), ("consul://10.0.0.9:8500", False)])
+def test_api_server_as_store_may_be_away(store: str, expected: bool) -> None:
+    """Workers go on for 36 s without their store where that is the API server."""
+    plan = SimulatedCluster(minReplicas=1, store=store).reconcile()
+    args = plan.create[0]["spec"]["containers"][0]["args"]
+    assert ("takeover_timeout=45" in args) == expected
+
+
 def test_grows_by_single_workers() -> None:
     cluster = SimulatedCluster(minReplicas=1, maxReplicas=8)
     for count in (1, 2, 3, 4, 5):

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from edl.kube.objects import Object
 from edl.kube.quantity import format_quantity, parse_quantity
-from edl.master.kube.members.evidence import find_main_container, get_mapping
+from edl.master.kube.members.evidence import find_main_container, get_list, get_mapping, get_text
 from edl.master.kube.members.naming import build_member_labels, build_member_name, build_owner_reference
 from edl.master.kube.resources import MemberOwner
 
@@ -130,10 +130,19 @@ def _set_main_container(main: dict[str, Any], launch: MemberLaunch, env: Mapping
         {"name": "EDL_TERMINATION_LOG", "value": log},
     ]
     fixed = {item["name"] for item in own}  # `args` and the evidence of an end rely on these
-    given = [item for item in main.get("env") or [] if isinstance(item, Mapping) and item.get("name") not in fixed]
-    names = {item.get("name") for item in given}
+    found = _read_list(main, "env")
+    if found is None:
+        return
+    given = [item for item in found if get_text(item, "name") not in fixed]
+    names = {get_text(item, "name") for item in given}
     defaults = [{"name": name, "value": value} for name, value in sorted(env.items()) if value and name not in names]
     main["env"] = [*own, *defaults, *given]
+
+
+def _read_list(parent: Mapping[str, Any], key: str) -> list[Any] | None:
+    """Return a list of a template; None where there is something else, which the API server refuses itself."""
+    value = parent.get(key)
+    return list(value) if isinstance(value, list) else [] if value is None else None
 
 
 def _add_volumes(spec: dict[str, Any], main: dict[str, Any]) -> None:
@@ -141,14 +150,15 @@ def _add_volumes(spec: dict[str, Any], main: dict[str, Any]) -> None:
 
     A container's own /dev/shm has 64 MiB, in which neither checkpoints in memory nor PyTorch's loaders have room.
     """
-    mounts = [item for item in main.get("volumeMounts") or [] if isinstance(item, Mapping)]
-    volumes = [item for item in spec.get("volumes") or [] if isinstance(item, Mapping)]
+    mounts, volumes = _read_list(main, "volumeMounts"), _read_list(spec, "volumes")
+    if mounts is None or volumes is None:
+        return
     wanted: list[tuple[str, str, dict[str, Any]]] = [("edl-shm", "/dev/shm", {"medium": "Memory"})]
     if get_mapping(main, "securityContext").get("readOnlyRootFilesystem") is True:
         wanted.append(("edl-tmp", "/tmp", {}))
     for name, path, source in wanted:
-        taken = any(str(mount.get("mountPath", "")).rstrip("/") == path for mount in mounts)
-        if not taken and all(volume.get("name") != name for volume in volumes):
+        taken = any(get_text(mount, "mountPath").rstrip("/") == path for mount in mounts)
+        if not taken and all(get_text(volume, "name") != name for volume in volumes):
             mounts.append({"name": name, "mountPath": path})
             volumes.append({"name": name, "emptyDir": source})
     main["volumeMounts"] = mounts
@@ -176,7 +186,9 @@ def _add_service_account(spec: dict[str, Any], owner: MemberOwner) -> None:
 
 
 def _add_tolerations(spec: dict[str, Any]) -> None:
-    tolerations = [item for item in spec.get("tolerations") or [] if isinstance(item, Mapping)]
+    tolerations = _read_list(spec, "tolerations")
+    if tolerations is None:
+        return
     for key in _LOST_NODE_TAINTS:
         if not any(_tolerates(item, key) for item in tolerations):
             tolerations.append(
@@ -185,8 +197,10 @@ def _add_tolerations(spec: dict[str, Any]) -> None:
     spec["tolerations"] = tolerations
 
 
-def _tolerates(toleration: Mapping[str, Any], key: str) -> bool:
+def _tolerates(toleration: object, key: str) -> bool:
     """Whether a template's toleration says how long to stay on a node that is lost."""
+    if not isinstance(toleration, Mapping):
+        return False
     return toleration.get("effect") in (None, "", "NoExecute") and toleration.get("key") in (None, "", key)
 
 
@@ -213,7 +227,7 @@ def _exclude_nodes(spec: dict[str, Any], nodes: Sequence[str]) -> None:
     affinity = dict(get_mapping(spec, "affinity"))
     of_nodes = dict(get_mapping(affinity, "nodeAffinity"))
     required = dict(get_mapping(of_nodes, "requiredDuringSchedulingIgnoredDuringExecution"))
-    terms = [dict(term) for term in required.get("nodeSelectorTerms") or [{}]]
+    terms = [dict(term) for term in get_list(required, "nodeSelectorTerms") or [{}]]
     for term in terms:
         term["matchFields"] = [*(term.get("matchFields") or []), *without]
     required["nodeSelectorTerms"] = terms

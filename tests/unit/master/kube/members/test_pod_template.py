@@ -153,3 +153,15 @@ def test_service_account() -> None:
     assert (named["serviceAccountName"], "automountServiceAccountToken" in named) == ("mine", False)
     in_cluster = replace(build_job(), store="kubernetes://ns")
     assert build(in_cluster)["spec"]["serviceAccountName"] == "edl-member"
+
+
+@pytest.mark.parametrize("value", [{"LR": "0.1"}, "x", 3, ["x", 3, None]])
+def test_garbage_is_left_to_the_server(value: Any) -> None:
+    """A mapping where Kubernetes wants a list is a common slip: left out, the script would run without it."""
+    pod = build(build_job({"env": value, "volumeMounts": value}, {"tolerations": value, "volumes": value}))
+    places = [(get_main(pod), "env"), (get_main(pod), "volumeMounts"), (pod["spec"], "tolerations")]
+    for parent, key in [*places, (pod["spec"], "volumes")]:
+        if isinstance(value, list):
+            assert all(item in parent[key] for item in value)
+        else:
+            assert parent[key] == value

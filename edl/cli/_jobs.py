@@ -28,7 +28,8 @@ def parser(command: str, description: str, examples: str) -> argparse.ArgumentPa
     add(
         "--store",
         metavar="URL",
-        help="sqlite:///path, consul://host:port, etcd://host:port (default: EDL_DISCOVERY, or your file)",
+        help="sqlite:///path, consul://host:port, etcd://host:port, kubernetes://namespace (default: EDL_DISCOVERY, or "
+        "your file)",
     )
     return options
 

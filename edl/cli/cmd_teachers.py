@@ -72,7 +72,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--discovery",
         metavar="URL",
-        help="sqlite:///path, consul://host:port, etcd://host:port (default: EDL_DISCOVERY, or your file)",
+        help="sqlite:///path, consul://host:port, etcd://host:port, kubernetes://namespace (default: EDL_DISCOVERY, or "
+        "your file)",
     )
     parser.add_argument("--watch", action="store_true", help="go on, with a line for each change, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="print JSON")

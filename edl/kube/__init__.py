@@ -11,9 +11,4 @@ with the first client, not with this package.
 
 from __future__ import annotations
 
-from edl.kube.client import KubeClient
-from edl.kube.resource_types import ResourceType
-from edl.kube.settings import KubeSettings
-from edl.kube.watch import KubeWatch
-
-__all__ = ["KubeClient", "KubeSettings", "KubeWatch", "ResourceType"]
+__all__: list[str] = []

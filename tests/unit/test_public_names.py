@@ -38,7 +38,7 @@ PUBLIC = {
     ],
     "edl.distill.metrics": ["export"],
     "edl.distill.torch": ["TorchLoader", "distill"],
-    "edl.kube": ["KubeClient", "KubeSettings", "KubeWatch", "ResourceType"],
+    "edl.kube": [],
     "edl.load_reporting": [
         *("LoadPublisher", "LoadSource", "ServiceLoad", "StudentRate", "TeacherRate"),
         *("read_all_wanted", "read_service", "read_services", "read_wanted"),

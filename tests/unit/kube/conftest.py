@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from edl.kube import KubeClient, KubeSettings
+from edl.kube.client import KubeClient
+from edl.kube.settings import KubeSettings
 from tests.unit.kube.server import ApiServer
 
 pytest.importorskip("kubernetes", reason="the package kubernetes is not installed")

@@ -22,8 +22,9 @@ from edl.errors import (
     QuotaExceededError,
     SettingsError,
 )
-from edl.kube import KubeClient, KubeSettings
+from edl.kube.client import KubeClient
 from edl.kube.resource_types import CONFIG_MAPS, DEPLOYMENTS, LEASES, NODES, POD_DISRUPTION_BUDGETS, PODS
+from edl.kube.settings import KubeSettings
 from tests.unit.kube.conftest import write_kubeconfig
 from tests.unit.kube.server import ApiServer, Reply, Request, status
 

@@ -10,8 +10,9 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from edl.kube import KubeClient, KubeWatch
+from edl.kube.client import KubeClient
 from edl.kube.resource_types import PODS
+from edl.kube.watch import KubeWatch
 from tests.unit.kube.server import ApiServer, Reply, Request, status, wait_until
 
 

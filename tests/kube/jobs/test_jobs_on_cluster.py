@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from edl.discovery import open_store
+from edl.master.naming import election_key
 from tests.cluster.api import Cluster
 from tests.cluster.operator_process import OperatorFactory
 from tests.plugins_consul import ConsulAgent
@@ -130,3 +132,29 @@ def test_thirty_come_back(
     assert {record["lastEnd"]["cause"] for record in members.values()} == {"preempted"}
     created = {pod["metadata"]["creationTimestamp"] for pod in cluster.list_pods(namespace, "edl.io/job=job")}
     assert len(created) <= 15, f"not one after another: {sorted(created)}"
+
+
+def test_master_is_replaced(
+    cluster: Cluster, namespace: str, operator: OperatorFactory, store: str, make_job: Callable[..., dict[str, Any]]
+) -> None:
+    """The successor goes on with the journal in the store, under another address."""
+    operator()
+    master = {"enabled": True, "args": ["--data", "range:10", "--shard-size", "1"]}
+    cluster.apply(make_job(["--no-python", "/usr/bin/sleep", "600"], master=master))
+    job_id = cluster.wait("the job's id", lambda: read_status(cluster, namespace).get("jobId"), namespace)
+
+    def find_address(pod: str) -> str:
+        """The pod's address, if the store says that the job's master is there."""
+        found = cluster.ask(f"/api/v1/namespaces/{namespace}/pods/{pod}")
+        address = str(found["status"].get("podIP", "")) if found else ""
+        with open_store(store) as opened:
+            entry = opened.get(election_key(job_id))
+        return address if entry is not None and address and address in entry.value.decode() else ""
+
+    first = cluster.wait("the master", lambda: find_address("job-master-0-0"), namespace, END_S)
+    cluster.kubectl("-n", namespace, "delete", "pod", "job-master-0-0", "--grace-period=0", "--force")
+    second = cluster.wait("its successor", lambda: find_address("job-master-0-1"), namespace, END_S)
+    assert first != second
+    requests = cluster.ask(f"/api/v1/namespaces/{namespace}/pods/job-master-0-1")["spec"]["containers"][0]["resources"]
+    assert "nvidia.com/gpu" not in requests.get("requests", {})
+    assert read_status(cluster, namespace)["members"]["worker-0"]["try"] == 0, "workers do not notice"

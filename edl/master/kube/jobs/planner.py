@@ -38,6 +38,8 @@ _ENDING_S: Final = 60.0
 longer: their last states are stored in that time."""
 _MOST_NOTES: Final = 5
 """Ends of members that have an event each; more at once have a single one."""
+_MOST_EVENT_CHARS: Final = 900
+"""Of an event's message: the API takes 1,024 bytes, and its recorder cuts the end, a traceback's point."""
 _SOON_S: Final = 0.5
 """The least time after which a plan asks to be looked at again: times in statuses have whole seconds."""
 
@@ -198,8 +200,16 @@ def _plan_ending(draft: _Draft, winner: str, success_s: float) -> Plan:
 
 def _plan_failed(draft: _Draft, failure: JobFailure) -> Plan:
     view = JobView(draft.records, failure=failure)
-    draft.note("Failed", failure.message, warning=True)
+    draft.note("Failed", _cut_middle(failure.message), warning=True)
     return _build_last_plan(draft, write_job_status(draft.job, draft.observation, view), False)
+
+
+def _cut_middle(text: str) -> str:
+    """Return a text that an event has room for: what it is about, and a traceback's end."""
+    if len(text) <= _MOST_EVENT_CHARS:
+        return text
+    head = text.partition("\n")[0][: _MOST_EVENT_CHARS // 3]
+    return f"{head}\n[...]\n{text[len(head) + 10 - _MOST_EVENT_CHARS :]}"
 
 
 def _plan_suspended(draft: _Draft) -> Plan:

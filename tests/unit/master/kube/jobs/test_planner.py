@@ -354,3 +354,13 @@ def test_scheduled_and_running_in_words() -> None:
     assert "0/2 nodes are available" in scheduled["message"]
     assert cluster.status["message"] == scheduled["message"]
     assert cluster.find_condition("Running")["reason"] == "NotScheduled"
+
+
+def test_event_has_the_end_of_a_traceback() -> None:
+    cluster = build_running()
+    cluster.end("job-worker-0-0", 1, message="Traceback:\n" + "  File x\n" * 400 + "KeyError: 'label'")
+    message = cluster.reconcile().events[-1].message
+    assert message.startswith("worker-0 on node1 ended: user error")
+    assert message.endswith("KeyError: 'label'")
+    assert len(message) <= 900
+    assert len(cluster.find_condition("Failed")["message"]) > 3000, "the condition has all of it"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlencode
 
-from edl.errors import ClosedError, KubernetesError, SettingsError
+from edl.errors import AccessDeniedError, ClosedError, KubernetesError, SettingsError
 from edl.kube.responses import Call, explain_failure
 from edl.kube.settings import KubeSettings
 from edl.quoting import shown
@@ -208,7 +208,10 @@ class Connection:
         """Read the credentials again, unless another thread has done so since `refused` was read."""
         with self._lock:
             if self._access is refused:
-                self._access = _load_access(self._settings)
+                try:
+                    self._access = _load_access(self._settings)
+                except SettingsError as exc:
+                    raise AccessDeniedError(f"{refused.url}: 401, and no other credentials can be read: {exc}") from exc
                 _close_idle(refused)
             return self._access
 

@@ -297,7 +297,7 @@ def test_new_token_is_read_after_a_401(server: ApiServer, kubeconfig: str, tmp_p
         assert "secret" not in text
         assert len(server.requests) == 4, "a single attempt with what was read again"
         Path(kubeconfig).unlink()
-        with pytest.raises(EDLError):
+        with pytest.raises(AccessDeniedError, match="no other credentials"):
             client.get(PODS, "a")
 
 

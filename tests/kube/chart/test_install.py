@@ -124,6 +124,11 @@ def _job(name: str, template: dict[str, Any], *command: str) -> dict[str, Any]:
     }
 
 
+def _looked(status: dict[str, Any]) -> dict[str, Any] | None:
+    """What the page has of the cluster; None before its first look."""
+    return status if status["looked"] or status["stale"] else None
+
+
 def _phase(cluster: Cluster, namespace: str, name: str) -> str:
     return str(cluster.get("elasticjobs", name, namespace).get("status", {}).get("phase"))
 
@@ -194,6 +199,8 @@ def test_dashboard_reads_the_cluster(
         path = f"/api/v1/namespaces/{namespace}/services/edl-dashboard:8650/proxy/api/state"
         state = cluster.wait("the service", lambda: cluster.ask(path).get("services"), namespace, READY_S)
     assert [service["service"] for service in state] == ["digits"]
+    shown = cluster.wait("the cluster", lambda: _looked(cluster.ask(path)["kubernetes"]), namespace, READY_S)
+    assert (shown["namespace"], shown["stale"], shown["jobs"]) == (namespace, "", []), "its account may list resources"
     log = cluster.kubectl("-n", namespace, "logs", "deployment/edl-dashboard")
     assert "Traceback" not in log, log
     grafana = cluster.ask(f"/api/v1/namespaces/{namespace}/configmaps/edl-grafana")

@@ -31,9 +31,10 @@ def test_life_of_a_job(cluster: Cluster, namespace: str, operator: OperatorFacto
     operator("--store", f"kubernetes://{namespace}")
     (person.folder / "steps.py").write_text(STEPS)
     said = person.run(
-        "submit", "--template", "pod.json", "--name", "story", "--workers", "2", "--env", "STEPS=100000", "steps.py"
+        "submit", "--template", "pod.json", "--name", "story", "--workers", "1:3", "--env", "STEPS=100000", "steps.py"
     )
     assert "job/story created" in said
+    assert "2 workers wanted" in person.run("scale", "story", "2")
     assert "that file alone" in said
     assert "is there already" in person.run(
         "submit", "--template", "pod.json", "--name", "story", "--script-in-image", "steps.py", code=1
@@ -58,7 +59,7 @@ def test_life_of_a_job(cluster: Cluster, namespace: str, operator: OperatorFacto
     for words in ("job story in namespace", "Running", "worker-1", "Accepted", "edl logs job/story"):
         assert words in status, status
     assert "--max 5" in person.run("scale", "story", "5", code=2)
-    assert "3 workers wanted" in person.run("scale", "story", "3", "--max", "3")
+    assert "3 workers wanted" in person.run("scale", "job/story", "3")
     cluster.wait("three workers", lambda: person.jobs()["story"]["ready"] == 3, namespace, WAIT_S)
     one = ("logs", "job/story", "--worker", "2", "--tail", "3")
     cluster.wait("a step of the third", lambda: person.run(*one).startswith("step "), namespace, WAIT_S)

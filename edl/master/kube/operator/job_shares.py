@@ -69,13 +69,15 @@ def read_sharing_job(job: ElasticJob, wanted: int | None, remaining_s: int | Non
     return SharingJob(job.key, job.uid, job.min_replicas, most, gpus, job.created_s, remaining_s)
 
 
-def compute_shares(capacity: ClusterCapacity, jobs: Sequence[SharingJob], now_s: float) -> Mapping[str, int]:
+def compute_shares(capacity: ClusterCapacity, jobs: Sequence[SharingJob]) -> Mapping[str, int]:
     """Return how many workers each job may have, by its key.
+
+    Jobs count as old ones: the arbiter would hold young ones back, and take from them what has been made and waits for
+    its node, while the reallocations that this damps are not counted here.
 
     Args:
         capacity: what the cluster has.
         jobs: that share it.
-        now_s: the time, in seconds since 1970.
     """
     uids = {job.uid for job in jobs}
     nodes = capacity.list_devices(lambda pod: pod.labels.get(OWNER_UID_LABEL) in uids or POOL_LABEL in pod.labels)
@@ -98,7 +100,6 @@ def compute_shares(capacity: ClusterCapacity, jobs: Sequence[SharingJob], now_s:
                 priority=max((pod.priority or 0 for pod in pods), default=0),
                 submitted_s=job.submitted_s,
                 remaining=None if job.remaining_s is None or not there else float(job.remaining_s * there),
-                age_s=max(0.0, now_s - job.submitted_s),
             )
         )
     allocation = arbitrate(nodes, requests, placements)

@@ -85,12 +85,15 @@ class LiveSurroundings:
         return OwnerSurroundings(capacity, answer.wanted, allocation, answer.progress, answer.stale)
 
     def note_status(self, owner: MemberOwner, status: Mapping[str, Any]) -> None:
-        """Note whether a resource waits for room: it is looked at when more is idle.
+        """Note whether a resource waits for room: it is looked at when more is idle. What has ended leaves its share.
 
         Args:
             owner: the resource.
             status: as it is now.
         """
+        if status.get("phase") in _ENDED:
+            self.forget(owner.key)
+            return
         wanted, there = status.get("wantedReplicas"), status.get("replicas")
         waits = isinstance(wanted, int) and isinstance(there, int) and wanted > there
         with self._lock:
@@ -164,7 +167,7 @@ class LiveSurroundings:
 
     def _recompute(self, capacity: ClusterCapacity, jobs: list[SharingJob], but: str = "") -> None:
         """Share anew, and have all other jobs looked at whose share has changed."""
-        shares = compute_shares(capacity, jobs, time.time()) if jobs else {}
+        shares = compute_shares(capacity, jobs) if jobs else {}
         with self._lock:
             before, self._shares = self._shares, shares
         for key, count in shares.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,6 @@ from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.operator.job_shares import compute_shares, read_sharing_job
 from edl.master.kube.operator.live_surroundings import LiveSurroundings
 from edl.master.kube.resources import ElasticJob, parse_elastic_job
-
-NOW_S = 1.7e9
 
 
 def make_job(name: str, least: int = 1, most: int = 8, gpus: int = 1, **spec: Any) -> ElasticJob:
@@ -51,12 +50,19 @@ def make_pod(name: str, node: str, owner: str = "", gpus: int = 1) -> Object:
 
 def share(nodes: list[Object], pods: list[Object], *jobs: ElasticJob) -> dict[str, int]:
     sharing = [found for job in jobs if (found := read_sharing_job(job, None, None)) is not None]
-    found = compute_shares(ClusterCapacity.of(nodes, pods), sharing, NOW_S)
+    found = compute_shares(ClusterCapacity.of(nodes, pods), sharing)
     return {key.rpartition("/")[2]: count for key, count in found.items()}
 
 
 def test_one_job_gets_all() -> None:
     assert share([make_node("n", 4)], [], make_job("a")) == {"a": 4}
+
+
+def test_young_job_keeps_what_it_was_given() -> None:
+    """Its second pod, made a moment ago, has no node yet."""
+    young = replace(make_job("a"), created_s=time.time())
+    pods = [make_pod("a-0", "n", "a"), make_pod("a-1", "", "a")]
+    assert share([make_node("n", 4)], pods, young) == {"a": 4}
 
 
 def test_jobs_share_and_keep_their_minimum() -> None:
@@ -137,6 +143,24 @@ def test_changed_shares_are_looked_at() -> None:
         assert surroundings.look(make_job("a")).allocation == 4
         source.found = None
         assert surroundings.look(make_job("a")).allocation is None
+    finally:
+        surroundings.close()
+
+
+def test_ended_job_leaves_its_share_at_once() -> None:
+    """Nothing need happen to it any more after the status that says so."""
+    told: list[str] = []
+    surroundings = LiveSurroundings(told.append)
+    source = GivenCapacity()
+    try:
+        source.found = ClusterCapacity.of([make_node("n", 4)], [])
+        surroundings.set_capacity(source)
+        ending = make_job("b", least=2, most=2)
+        surroundings.look(ending)
+        assert surroundings.look(make_job("a")).allocation == 2
+        surroundings.note_status(ending, {"phase": "Succeeded"})
+        wait_for(lambda: surroundings.look(make_job("a")).allocation == 4)
+        assert "elasticjobs/lab/a" in told
     finally:
         surroundings.close()
 

@@ -27,7 +27,16 @@ from benchmarks._harness import Spread, table
 
 NAMES = (
     *("reader", "counts", "degradation", "heterogeneous", "kill", "balance", "fairness"),
-    *("checkpoint", "recovery", "churn", "shards", "accuracy_parity", "cluster_sim", "kube_operator"),
+    *(
+        "checkpoint",
+        "recovery",
+        "churn",
+        "shards",
+        "accuracy_parity",
+        "cluster_sim",
+        "kube_operator",
+        "borrowed_triton",
+    ),
 )
 _PACKAGES = ("numpy", "grpcio", "protobuf", "torch")
 _PAGE = ROOT / "docs/benchmarks.md"

@@ -22,7 +22,7 @@ _WORDS: Final = ("auto", "lowest", "default")
 _MOST_LEVELS: Final = 2**32  # Triton keeps levels in 32 bits; a larger number is no configuration
 _SHARE: Final = 16
 """Rows of a borrowing request, as a share of the model's largest batch. Measured with a model whose time grows with its
-rows: with an eighth the p99 of the server's own clients was 1.3 times that without us, with a sixteenth 1.16 times."""
+rows: with an eighth the p99 of the server's own clients was 1.3 times that without us, with a sixteenth 1.1 times."""
 
 
 @dataclass(frozen=True)

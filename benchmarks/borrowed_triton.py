@@ -1,0 +1,66 @@
+"""What students cost a Triton's own clients: the 99th percentile of their latency, beside us and without us.
+
+The real Triton with an online model of one instance and two priority levels, whose own clients come at random and ask
+for half of what it could do for them one by one. A student asks for all that it can get beside them: with no priority,
+with the lowest level alone (`auto`), or with few rows and requests at a time, too (`lowest`). `batch_...` is a model
+that takes 40 ms for a batch of any size, `row_...` one that takes 10 ms and 5 ms for each row, of which its own clients
+send four at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from benchmarks._borrowed import Model, ask_as_its_clients, p99, start, student, undisturbed
+from benchmarks._harness import Goal, Options, Spread, divide, main, note, take_turns
+from edl.distill.transport.priority import Priority
+from tests.plugins_triton import TritonFactory
+
+GOALS = [Goal("batch_auto", 1.2, "at most"), Goal("row_lowest", 1.2, "at most")]
+_MODELS = {"batch": Model(0.04, 0.0, 1), "row": Model(0.01, 0.005, 4)}
+_PRIORITIES: tuple[Priority, ...] = ("default", "auto", "lowest")
+
+
+def measure(options: Options) -> dict[str, list[float]]:
+    """The ratios of every round."""
+    ratios: dict[str, list[float]] = {}
+    with undisturbed():
+        triton = TritonFactory()
+        try:
+            for name, model in _MODELS.items():
+                ratios |= _measure(name, model, start(triton, model).endpoint, options)
+        finally:
+            triton.close()
+    return ratios
+
+
+def _measure(name: str, model: Model, endpoint: str, options: Options) -> dict[str, list[float]]:
+    labelled: dict[Priority, int] = dict.fromkeys(_PRIORITIES, 0)
+
+    def alone() -> float:
+        return p99(ask_as_its_clients(endpoint, model, seed=1))
+
+    def beside(priority: Priority) -> float:
+        with student(endpoint, priority) as rows:
+            before = sum(rows)
+            found = alone()
+            labelled[priority] += sum(rows) - before
+        return found
+
+    alone()  # what begins slowly is not measured
+    sides: dict[str, Callable[[], float]] = {"alone": alone}
+    sides |= {str(priority): partial(beside, priority) for priority in _PRIORITIES}
+    rounds = take_turns(sides, options.repeats)
+    note(f"| {name}: beside | 99th percentile, ms | rows labelled in a round |")
+    note("| --- | ---: | ---: |")
+    note(f"| nobody | {Spread.of([1e3 * seconds for seconds in rounds['alone']])} | |")
+    for priority in _PRIORITIES:
+        spread = Spread.of([1e3 * seconds for seconds in rounds[str(priority)]])
+        note(f"| a student, {priority} | {spread} | {labelled[priority] // options.repeats} |")
+    note("")
+    return {f"{name}_{priority}": divide(rounds[str(priority)], rounds["alone"]) for priority in _PRIORITIES}
+
+
+if __name__ == "__main__":
+    main("borrowed_triton", measure, GOALS, __doc__)

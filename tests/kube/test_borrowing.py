@@ -114,7 +114,7 @@ class BorrowingWatch:
                 if name not in self.exit_codes:
                     self.ended_s.append(now_s - self._asked.get(name, now_s))
                 self.exit_codes[name] = container["state"]["terminated"]["exitCode"]
-        if change == "DELETED":
+        if change == "DELETED" and "nodeName" in pod["spec"]:
             self.freed_s.append(now_s - self._asked.get(name, now_s))
         pending = [
             found

@@ -136,7 +136,10 @@ def _record_end(draft: _Draft, key: str, pod: MemberPod | None, now_s: float) ->
     if taken:
         record = replace(record, not_before_s=None, failures={})
         if draft.observation.capacity is None:
-            wait_s = max(float(draft.pool.probe_s), draft.backoff.wait_s if draft.backoff is not None else 0.0)
+            # Not before the teacher is gone, and the pod has its node that took its place: another scheduler than the
+            # pod's does not keep the place for it, and a probe would be there first.
+            least_s = float(max(draft.pool.probe_s, draft.pool.grace_period_s))
+            wait_s = max(least_s, draft.backoff.wait_s if draft.backoff is not None else 0.0)
             draft.backoff = ProbeBackoff(now_s, wait_s)
     draft.records[key] = record
     name = pod.name if pod is not None else key

@@ -404,3 +404,17 @@ def test_emptied_pod_is_deleted_at_once() -> None:
     }
     assert not made.plan().delete, "its node is silent: nobody knows what runs there"
     assert other in made.pods
+
+
+def test_no_probe_while_a_place_is_given() -> None:
+    """A probe within the grace period could take the place before the pod for which it was freed."""
+    made = cluster([1], capacity=False, probeSeconds=2)
+    made.settle(10)
+    made.add_online("online")
+    made.schedule()
+    created = made.created
+    asked_s = made.now_s
+    while made.now_s < asked_s + 9:
+        made.reconcile()
+        made.now_s += 1
+    assert made.created == created

@@ -13,11 +13,10 @@ from edl.errors import SettingsError
 
 __all__ = ["main"]
 
-_OLD_BOUNDS = (
-    "the new bounds are those of pods that are made from now on; workers that run keep to the bounds that they began "
-    "with"
+_OLD_MINIMUM = (
+    "pods that run keep the least number that they began with; those that are made from now on have the new one"
 )
-"""They stand in the command line of a pod, as `edl run --nnodes MIN:MAX`."""
+"""It stands in the command line of a pod: `edl run --nnodes MIN:…`."""
 
 _DESCRIPTION = """\
 Sets how many workers a job has, or how many teachers a pool has: `scaling: external` and `replicas: N` in its spec, so
@@ -48,8 +47,8 @@ def main(argv: Sequence[str]) -> int:
         patch = scale_patch(target, count, options.min, options.max)
         client.patch(target.type, target.name, {"spec": patch})
     noun = "workers" if target.kind == "job" else "teachers"
-    if target.kind == "job" and (options.min is not None or options.max is not None):
-        print(f"edl scale: {printable(str(target))}: {_OLD_BOUNDS}", file=sys.stderr)
+    if target.kind == "job" and options.min is not None:
+        print(f"edl scale: {printable(str(target))}: {_OLD_MINIMUM}", file=sys.stderr)
     if count is None:
         print(printable(f"{target}: EDL decides how many {noun} it has (scaling: auto)"))
     else:

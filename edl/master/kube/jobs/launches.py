@@ -15,6 +15,9 @@ WORKER: Final = "worker"
 MASTER: Final = "master"
 _SAVING_SHARE: Final = 0.8
 """Of a pod's grace period, what workers have to end: with all of it, the agent could not say why it ended."""
+_MOST_NODES: Final = 10_000
+"""More than any job has. The operator alone makes workers, so each of them has its place; with `maxReplicas` here,
+workers that run would leave those out that come after it was raised. The first world waits a second for more."""
 _TAKEOVER_S: Final = 45
 """Where the store is the API server itself: workers go on without it for 0.8 of that, which covers an API server that
 is away for 30 s. In return new workers wait for so long where all workers of the job died without a word."""
@@ -30,7 +33,7 @@ def build_worker_launch(job: ElasticJob, index: int, record: MemberRecord) -> Me
         index: of the worker.
         record: of the worker.
     """
-    args = ["run", "--rdzv-id", job.job_id, "--store", job.store, "--nnodes", f"{job.min_replicas}:{job.max_replicas}"]
+    args = ["run", "--rdzv-id", job.job_id, "--store", job.store, "--nnodes", f"{job.min_replicas}:{_MOST_NODES}"]
     args += ["--local-addr", POD_ADDRESS, "--leave-on-oom"]
     args += ["--grace-period", str(max(1, int(job.grace_period_s * _SAVING_SHARE)))]
     if job.store.startswith("kubernetes:"):

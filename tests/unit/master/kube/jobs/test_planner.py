@@ -29,7 +29,7 @@ def test_minimum_starts_at_once() -> None:
     assert len(plan.create) == 3, "no more before these have nodes"
     args = plan.create[0]["spec"]["containers"][0]["args"]
     assert args[:3] == ["run", "--rdzv-id", "job-01234567"]
-    assert args[args.index("--nnodes") + 1] == "3:8"
+    assert args[args.index("--nnodes") + 1] == "3:10000"
     assert args[-1] == "train.py"
     assert cluster.status["phase"] == "Pending"
     assert cluster.find_condition("Scheduled")["reason"] == "WaitingForNode"

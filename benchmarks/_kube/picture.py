@@ -51,7 +51,7 @@ def draw_sharing(sides: Mapping[str, Sharing], path: Path) -> None:
         axis.set_xlim(0, longest + 2)
         axis.spines[["top", "right"]].set_visible(False)
     rows[-1].set_xlabel("seconds since the first job began to work")
-    rows[0].legend(loc="lower right", fontsize=8)
+    rows[0].legend(loc="upper right", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, metadata={"Software": None})
     plt.close(figure)

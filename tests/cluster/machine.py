@@ -62,6 +62,7 @@ class KubeMachine:
     def write_kubeconfig(self, path: Path) -> None:
         """Write the administrator's kubeconfig, which checks the API server's certificate."""
         authority = base64.b64encode((self.home / "run/certs/apiserver.crt").read_bytes()).decode()
+        path.touch(0o600)
         path.write_text(
             json.dumps(
                 {

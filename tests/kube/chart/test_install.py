@@ -65,15 +65,13 @@ class Release:
         helm: Helm's program.
         namespace: in the place of the page's `edl`.
         values: in the place of the page's image.
-        home: of Helm's cache and settings.
     """
 
-    def __init__(self, cluster: Cluster, helm: str, namespace: str, values: Path, home: Path) -> None:
+    def __init__(self, cluster: Cluster, helm: str, namespace: str, values: Path) -> None:
         self._cluster = cluster
         self._programs = {"helm": helm, "kubectl": ""}
         self._namespace = namespace
         self._values = values
-        self._home = home
 
     def run(self, command: list[str], *options: str) -> str:
         """Run a command of the page."""
@@ -96,23 +94,26 @@ class Release:
 def shared_objects(cluster: Cluster) -> Iterator[None]:
     """Hand the cluster's CRDs over to Helm, and take them back: other tests have resources of them."""
     with exclusive_lock("chart"):
+        _remove_user_roles(cluster)  # of a test that was killed
         yield
+        _remove_user_roles(cluster)
         for name in CRDS:
             cluster.kubectl("annotate", "crd", name, *(f"{key}-" for key in OWNED), "helm.sh/resource-policy-")
             cluster.kubectl("label", "crd", name, "app.kubernetes.io/managed-by-")
 
 
 @pytest.fixture
-def release(
-    cluster: Cluster, helm: str, namespace: str, values: Path, tmp_path: Path, shared_objects: None
-) -> Iterator[Release]:
+def release(cluster: Cluster, helm: str, namespace: str, values: Path, shared_objects: None) -> Iterator[Release]:
     """A release that is not installed yet, of a namespace of its own."""
-    release = Release(cluster, helm, namespace, values, tmp_path)
     try:
-        yield release
+        yield Release(cluster, helm, namespace, values)
     finally:
         for kind in ("clusterrole", "clusterrolebinding"):
-            cluster.kubectl("delete", "--ignore-not-found", kind, "edl-edit", "edl-view", f"edl-capacity-{namespace}")
+            cluster.kubectl("delete", "--ignore-not-found", kind, f"edl-capacity-{namespace}")
+
+
+def _remove_user_roles(cluster: Cluster) -> None:
+    cluster.kubectl("delete", "--ignore-not-found", "clusterrole", "edl-edit", "edl-view")
 
 
 def _job(name: str, template: dict[str, Any], *command: str) -> dict[str, Any]:
@@ -176,14 +177,16 @@ def test_install_upgrade_uninstall(
     for name in CRDS:
         assert _crd_version(cluster, name)["helm.sh/resource-policy"] == "keep"
     assert not _may(cluster, namespace, "list", "nodes")
+    member = f"system:serviceaccount:{namespace}:edl-member"
+    assert cluster.may(member, "patch", "leases", namespace, "coordination.k8s.io"), "members still have their store"
     pods = cluster.list_pods(namespace, "edl.io/job=second")
     assert [pod["status"]["phase"] for pod in pods] == ["Running"], "the job goes on without its operator"
     cluster.kubectl("-n", namespace, "delete", "elasticjob", "first", "second", "--wait=true")
     cluster.wait("no pods", lambda: not cluster.list_pods(namespace), namespace, READY_S)
-    left = cluster.kubectl(
-        "-n", namespace, "get", "deployments,services,rolebindings,roles,poddisruptionbudgets,leases"
-    )
-    assert not left, left
+    kinds = "deployments,services,rolebindings,roles,poddisruptionbudgets,leases"
+    left = set(cluster.kubectl("-n", namespace, "get", kinds, "-o", "name").split())
+    kept = {f"{kind}.rbac.authorization.k8s.io/edl-discovery" for kind in ("role", "rolebinding")}
+    assert left - {"lease.coordination.k8s.io/edl-lease-reaper"} == kept
 
 
 def test_dashboard_reads_the_cluster(

@@ -62,3 +62,11 @@ affinity: {{- toYaml . | nindent 2 }}
 {{- regexFind "^[^/?]+" (trimPrefix "kubernetes://" $store) -}}
 {{- end -}}
 {{- end }}
+
+{{- /* Kept with the resource definitions: jobs and pools outlive the release, and lose their store without these. */ -}}
+{{- define "edl.kept" -}}
+{{- if .Values.crds.keep }}
+annotations:
+  helm.sh/resource-policy: keep
+{{- end }}
+{{- end }}

@@ -24,6 +24,8 @@ _MAX_BYTES: Final = 4096
 """As the kubelet reads: of a longer file it would keep the end, which is no JSON."""
 _NAME_CHARS: Final = 253  # of a node's name, as long as a host's may be: the message must keep its room
 _GAP: Final = "\n[...]\n"
+_LEAST_PARTS_BYTES: Final = 200
+"""Below this, parts with gaps between them say less than the end of the text, and may not even fit."""
 _FRAME: Final = re.compile(r'^ +(\| +)?File "', re.MULTILINE)  # a call in a traceback, in an exception group too
 _FIRST_COLUMN: Final = re.compile(r"^\S", re.MULTILINE)
 
@@ -93,6 +95,8 @@ def cut_traceback(text: str, max_bytes: int) -> str:
     """
     if _count_bytes(text) <= max_bytes:
         return text
+    if max_bytes < _LEAST_PARTS_BYTES:
+        return _keep_end(text, max_bytes)
     at = _find_exception(text)
     exception = text[at:]
     budget = max_bytes * 3 // 4

@@ -56,7 +56,7 @@ def load(url: str) -> ServiceLoad:
         return read_service(store, "s")
 
 
-def until(url: str, wanted: Callable[[TeacherRate], object], within_s: float = 30.0) -> TeacherRate:
+def until(url: str, wanted: Callable[[TeacherRate], object], within_s: float = 90.0) -> TeacherRate:
     deadline = time.monotonic() + within_s
     while not (found := load(url).teachers) or not wanted(found[0]):
         assert time.monotonic() < deadline, f"not within {within_s} s: {found}"

@@ -3,6 +3,7 @@
     python -m tests                      everything
     python -m tests -k reader -x         a part; arguments are pytest's
     python -m tests --workers 4          so many side by side
+    python -m tests --without-kubernetes all but the tests that need a cluster
     python -m tests --quick              unit tests, and the conformance of stores that need no server: `make check`
 
 `python -m pytest` runs them too, all one after another.
@@ -27,6 +28,7 @@ def main() -> int:
     # Most tests wait for processes that they started: twice as many as there are cores keep these busy.
     parser.add_argument("--workers", type=int, default=2 * len(os.sched_getaffinity(0)))
     parser.add_argument("--jobs", type=int, default=2, help="jobs of several processes at a time")
+    parser.add_argument("--without-kubernetes", action="store_true")
     parser.add_argument("--quick", action="store_true")
     options, arguments = parser.parse_known_args()
     order = ["--dist", "loadfile", "--no-loadscope-reorder"]  # as collected: see LONG in tests/conftest.py
@@ -38,6 +40,9 @@ def main() -> int:
         "on Kubernetes": ["-m", "kubernetes and not alone", "-n", str(options.jobs), *order],
         "one after another": ["-m", "alone"],
     }
+    if options.without_kubernetes:
+        del parts["on Kubernetes"]
+        parts["one after another"] = ["-m", "alone and not kubernetes"]
     if options.quick:
         parts = {"quickly": ["-m", QUICK, *beside, "tests/unit", "tests/conformance"]}
     codes = []

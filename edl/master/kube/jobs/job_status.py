@@ -90,7 +90,7 @@ def write_job_status(job: ElasticJob, observation: OwnerObservation, view: JobVi
     ready = sum(pod.ready for pod in view.workers)
     finished = view.failure is not None or bool(view.succeeded)
     conditions = [
-        Condition("Accepted", True, "Valid", "the spec can be worked on"),
+        _describe_accepted(job),
         _describe_scheduled(job, view, finished),
         _describe_running(job, view, ready, finished),
         _describe_suspended(view),
@@ -104,6 +104,7 @@ def write_job_status(job: ElasticJob, observation: OwnerObservation, view: JobVi
         "phase": _find_phase(view, ready),
         "jobId": job.job_id,
         "store": job.store,
+        "checkpoint": job.checkpoint,
         "replicas": len(view.workers) + view.creating,
         "readyReplicas": ready,
         "wantedReplicas": 0 if finished or view.suspended else view.target,
@@ -133,6 +134,12 @@ def _find_phase(view: JobView, ready: int) -> str:
     if view.suspended:
         return "Suspended"
     return "Running" if ready or view.ending else "Pending"
+
+
+def _describe_accepted(job: ElasticJob) -> Condition:
+    if job.ignored_edits:
+        return Condition("Accepted", True, "StoreChangeIgnored", job.ignored_edits)
+    return Condition("Accepted", True, "Valid", "the spec can be worked on")
 
 
 def _describe_scheduled(job: ElasticJob, view: JobView, finished: bool) -> Condition:

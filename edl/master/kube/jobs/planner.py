@@ -9,6 +9,7 @@ from typing import Final
 
 from edl.kube.objects import Object
 from edl.kube.resource_types import POD_DISRUPTION_BUDGETS, ResourceType
+from edl.master.kube.conditions import find_condition
 from edl.master.kube.jobs.disruption import build_disruption_budget, build_disruption_budget_name
 from edl.master.kube.jobs.gangs import build_pod_group
 from edl.master.kube.jobs.job_end import JobFailure, find_failure, find_success_s, has_given_up_shards
@@ -90,6 +91,8 @@ def plan_job(job: ElasticJob, observation: OwnerObservation) -> Plan:
         return Plan(status=dict(job.status))  # pods go with their owner
     if is_finished(job):
         return _plan_finished(job, observation)
+    if not job.started and any(not pod.finished for pod in observation.pods):
+        job = job.pin_run()  # it was suspended, and pods of its last run are still about
     progress = observation.progress.percentage if observation.progress is not None else None
     review = review_members(read_member_records(job.status), observation.pods, observation.now_s, progress)
     draft = _Draft(job, observation, review, dict(review.records))
@@ -319,6 +322,8 @@ def _note_changes(draft: _Draft, sizing: Sizing, kept: int) -> None:
     job, status = draft.job, draft.job.status
     if job.scaling == "auto" and job.replicas is not None and status.get("observedGeneration") != job.generation:
         draft.note("ScaleIgnored", f"spec.replicas is {job.replicas}, but spec.scaling is auto", warning=True)
+    if job.ignored_edits and find_condition(status, "Accepted").get("message") != job.ignored_edits:
+        draft.note("StoreChangeIgnored", job.ignored_edits, warning=True)
     grown = [index for index in sizing.create if not draft.records[f"{WORKER}-{index}"].replaces]
     if status.get("phase") == "Suspended":
         draft.note("Resumed", "spec.suspend is false again")

@@ -44,7 +44,10 @@ FAILURE_ADVICE: Final[Mapping[str, str]] = {
 """What to do about each reason of the condition `Failed`."""
 
 CONDITION_REASONS: Final[Mapping[str, Mapping[str, str]]] = {
-    "Accepted": {"Valid": "The spec can be worked on."},
+    "Accepted": {
+        "Valid": "The spec can be worked on.",
+        "StoreChangeIgnored": "The job keeps the store and checkpoint that it started with, until it runs no more.",
+    },
     "Scheduled": {
         "AllScheduled": "All workers that are wanted have a node.",
         "MinimumScheduled": "At least `minReplicas` workers have a node; others wait for room.",
@@ -101,6 +104,7 @@ EVENT_REASONS: Final[Mapping[str, str]] = {
     "ShardsGivenUp": "The master ended since shards had failed again and again: `edl status JOB` shows them.",
     "MemoryNotSet": "A worker ended for want of memory, and the template sets none that could be raised.",
     "ScaleIgnored": "`spec.replicas` was set, but `spec.scaling` is `auto`: set it to `external` for `kubectl scale`.",
+    "StoreChangeIgnored": "Another store or checkpoint is not taken while pods run: suspend the job, then resume it.",
     "Suspended": "The workers are let go since `spec.suspend` is true.",
     "Resumed": "`spec.suspend` is false again.",
     "Succeeded": "The job has succeeded.",

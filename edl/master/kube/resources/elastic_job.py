@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final
 
 from edl.kube.resource_types import ELASTIC_JOBS, ResourceType
 from edl.master.kube.resources.fields import FieldReader, SpecProblem
 from edl.master.kube.resources.member_owner import MemberOwner, check_template, read_owner
+from edl.quoting import shown
 
 __all__ = ["ElasticJob", "MasterSpec", "parse_elastic_job"]
 
@@ -39,6 +40,7 @@ class ElasticJob(MemberOwner):
         active_deadline_s: seconds after its start when it fails; None for never.
         ttl_seconds_after_finished: seconds after its end when it is deleted; None for never.
         master: the job's master.
+        ignored_edits: what the spec says otherwise than the run that goes on has it, and what to do; empty for nothing.
     """
 
     resource_type: ClassVar[ResourceType] = ELASTIC_JOBS
@@ -48,11 +50,35 @@ class ElasticJob(MemberOwner):
     active_deadline_s: int | None = None
     ttl_seconds_after_finished: int | None = None
     master: MasterSpec = field(default_factory=MasterSpec)
+    ignored_edits: str = ""
 
     @property
     def job_id(self) -> str:
         """What `edl status` and the store call the job: two jobs of one name that follow one another are not one."""
         return f"{self.name}-{self.uid[:_UID_CHARS]}"
+
+    @property
+    def started(self) -> bool:
+        """Whether a run of it goes on, as its status says; none does while it is suspended."""
+        return bool(self.status.get("startTime"))
+
+    def pin_run(self) -> ElasticJob:
+        """Return the job with the store and the checkpoint that its run began with, as its status has them.
+
+        Workers that meet in another store would be a second world of the same job, and write to the same checkpoint.
+        """
+        store, checkpoint = self.status.get("store"), self.status.get("checkpoint")
+        store = store if isinstance(store, str) and store else self.store
+        checkpoint = checkpoint if isinstance(checkpoint, str) else self.checkpoint
+        edits = []
+        if self.store != store:
+            edits.append(f"store {shown(self.store or 'none')} in place of {shown(store)}")
+        if self.checkpoint != checkpoint:
+            edits.append(f"checkpoint {shown(self.checkpoint or 'none')} in place of {shown(checkpoint or 'none')}")
+        if not edits:
+            return self
+        text = f"not taken while pods of the job run: {', '.join(edits)}; suspend the job, and resume it without pods"
+        return replace(self, store=store, checkpoint=checkpoint, ignored_edits=text)
 
 
 def parse_elastic_job(resource: Mapping[str, Any], default_store: str = "") -> ElasticJob | tuple[SpecProblem, ...]:
@@ -72,7 +98,7 @@ def parse_elastic_job(resource: Mapping[str, Any], default_store: str = "") -> E
         spec.refuse("EmptyRun", "run", list(run), 'write what follows `edl run`, such as ["train.py", "--lr", "0.1"]')
     if common["min_replicas"] < 1:
         spec.refuse("InvalidField", "minReplicas", common["min_replicas"], "a job needs 1 worker or more")
-    if not common["store"]:
+    if not common["store"] and not (common["status"].get("startTime") and common["status"].get("store")):
         spec.refuse("NoStore", "store", None, "name the job's store, or start the operator with --store")
     master = spec.open_object("master")
     check_template(spec, "run")
@@ -84,4 +110,4 @@ def parse_elastic_job(resource: Mapping[str, Any], default_store: str = "") -> E
         ttl_seconds_after_finished=spec.read_optional_count("ttlSecondsAfterFinished"),
         master=MasterSpec(master.read_flag("enabled"), master.read_texts("args")),
     )
-    return tuple(spec.problems) or job
+    return tuple(spec.problems) or (job.pin_run() if job.started else job)

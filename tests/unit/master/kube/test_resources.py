@@ -151,7 +151,7 @@ def test_garbage_is_refused_with_reasons(data: st.DataObject) -> None:
 def _field_names(kind: type) -> dict[str, Any]:
     """Names of `spec` by the dataclass's fields, with their defaults."""
     read_only = {"name", "namespace", "uid", "resource_version", "generation", "created_s"}
-    read_only |= {"deleting", "labels", "annotations", "status"}
+    read_only |= {"deleting", "labels", "annotations", "status", "ignored_edits"}
     names = {}
     for field in dataclasses.fields(kind):
         if field.name not in read_only:

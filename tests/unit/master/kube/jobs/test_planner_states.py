@@ -237,3 +237,55 @@ def test_stories_are_not_empty() -> None:
         test_anything_in_any_order()
     assert {"Growing", "Shrinking", "WorkerEnded", "Suspended", "goes on"} <= set(SEEN)
     assert {"Succeeded", "Failed"} & set(SEEN)
+
+
+def list_options(cluster: SimulatedCluster, option: str) -> set[str]:
+    """Return the values of an option in the command lines of all pods."""
+    lines = [pod["spec"]["containers"][0]["args"] for pod in cluster.pods.values()]
+    return {line[line.index(option) + 1] for line in lines}
+
+
+def test_store_is_kept_while_pods_run() -> None:
+    """A successor that met in another store would train the same job again, into the same checkpoint."""
+    cluster = SimulatedCluster(minReplicas=2, checkpoint="/c")
+    cluster.settle()
+    cluster.set_spec(store="consul://new:8500", checkpoint="/d")
+    cluster.end("job-worker-1-0", 137, "Error")
+    cluster.settle()
+    assert "job-worker-1-1" in cluster.list_running()
+    assert list_options(cluster, "--store") == {"consul://c:8500"}
+    assert list_options(cluster, "--checkpoint") == {"/c"}
+    accepted = cluster.find_condition("Accepted")
+    assert (accepted["status"], accepted["reason"]) == ("True", "StoreChangeIgnored")
+    assert "consul://new:8500" in accepted["message"]
+    assert cluster.events.count("StoreChangeIgnored") == 1
+    cluster.set_spec(suspend=True)
+    cluster.reconcile()
+    assert cluster.pods
+    cluster.set_spec(suspend=False)
+    cluster.reconcile()
+    assert list_options(cluster, "--store") == {"consul://c:8500"}, "pods of the old store are still about"
+
+
+def test_new_store_after_suspension() -> None:
+    cluster = SimulatedCluster(minReplicas=2)
+    cluster.settle()
+    cluster.set_spec(store="consul://new:8500", suspend=True)
+    cluster.settle()
+    assert not cluster.pods
+    assert cluster.status["store"] == "consul://new:8500"
+    cluster.set_spec(suspend=False)
+    cluster.settle()
+    assert list_options(cluster, "--store") == {"consul://new:8500"}
+    assert cluster.find_condition("Accepted")["reason"] == "Valid"
+
+
+def test_running_job_needs_no_default_store() -> None:
+    """The operator was started again without `--store`."""
+    cluster = SimulatedCluster(minReplicas=2)
+    cluster.settle()
+    cluster.set_spec(store="")
+    cluster.end("job-worker-1-0", 137, "Error")
+    cluster.settle()
+    assert "job-worker-1-1" in cluster.list_running()
+    assert list_options(cluster, "--store") == {"consul://c:8500"}

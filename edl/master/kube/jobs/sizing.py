@@ -17,6 +17,10 @@ __all__ = ["Sizing", "find_target", "size_workers"]
 
 PROBE_S: Final = 20.0
 """A worker beyond the minimum that no node takes for so long is let go: others may wait for the same room."""
+_MOST_CREATED: Final = 100
+"""Pods that a look makes at most: others wait for their look, and the API server for its turn."""
+_NEXT_CREATED_S: Final = 0.5
+"""After so long the next are made."""
 _MOST_BACKOFF_S: Final = 300.0
 """As in the relaunch table: what waits longer is forgotten by people."""
 
@@ -108,6 +112,9 @@ def size_workers(
         after[key] = _back_off(after[key], now_s)
     kept = [key for key in kept if key not in homeless]
     create, waiting = _find_indices(job, observation, after, workers, kept, target, count_fitting)
+    if len(create) > _MOST_CREATED:
+        create = create[:_MOST_CREATED]
+        times.append(now_s + _NEXT_CREATED_S)
     times = [time_s for time_s in [*times, *waiting.values()] if time_s > now_s]
     return Sizing(
         target=target,

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from edl.kube.objects import parse_time
 from edl.quoting import shown
 
 __all__ = ["FieldReader", "SpecProblem"]
+
+_MOST_COUNT: Final = 2**31 - 1
+"""Of format `int32`."""
 
 
 @dataclass(frozen=True)
@@ -150,29 +153,32 @@ class FieldReader:
         self.refuse("InvalidField", name, value, "must be true or false")
         return default
 
-    def read_count(self, name: str, default: int, least: int = 0) -> int:
+    def read_count(self, name: str, default: int, least: int = 0, most: int = _MOST_COUNT) -> int:
         """Return a whole number.
 
         Args:
             name: of the field.
             default: where it is missing.
             least: smallest number that is possible.
+            most: largest number that is possible.
         """
-        found = self.read_optional_count(name, least)
+        found = self.read_optional_count(name, least, most)
         return default if found is None else found
 
-    def read_optional_count(self, name: str, least: int = 0) -> int | None:
+    def read_optional_count(self, name: str, least: int = 0, most: int = _MOST_COUNT) -> int | None:
         """Return a whole number; None where it is missing, or is none.
 
         Args:
             name: of the field.
             least: smallest number that is possible.
+            most: largest number that is possible.
         """
         value = self._fields.get(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
-            self.refuse("InvalidField", name, value, f"must be a whole number, {least} or more")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            bounds = f"{least} or more" if most == _MOST_COUNT else f"{least} to {most}"
+            self.refuse("InvalidField", name, value, f"must be a whole number, {bounds}")
             return None
         return value
 

@@ -10,9 +10,12 @@ from typing import Any, ClassVar, Final, Literal
 from edl.kube.resource_types import ELASTIC_JOBS, ResourceType
 from edl.master.kube.resources.fields import FieldReader
 
-__all__ = ["MemberOwner", "OwnerFields", "check_template", "read_owner"]
+__all__ = ["MOST_MEMBERS", "MemberOwner", "OwnerFields", "check_template", "read_owner"]
 
 SCALING: Final = ("auto", "external")
+MOST_MEMBERS: Final = 1000
+"""Of one resource. The status remembers each of them, and etcd takes 1.5 MB of an object; what is planned at once takes
+memory and time of the operator, which others wait for."""
 _LONGEST_NAME: Final = 63
 """A label's value has at most 63 characters, and members carry the owner's name as a label."""
 _DNS_NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
@@ -100,8 +103,8 @@ def read_owner(
             name,
             f"choose a DNS name of at most {_LONGEST_NAME} characters: pods carry it as label",
         )
-    least = spec.read_count("minReplicas", default_min)
-    most = spec.read_count("maxReplicas", max(least, 1), 1)
+    least = spec.read_count("minReplicas", default_min, most=MOST_MEMBERS)
+    most = spec.read_count("maxReplicas", max(least, 1), 1, MOST_MEMBERS)
     if least > most:
         spec.refuse(
             "MinAboveMax",

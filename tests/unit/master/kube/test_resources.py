@@ -76,6 +76,8 @@ def test_store_of_the_operator() -> None:
         ({"minReplicas": 5, "maxReplicas": 2}, "MinAboveMax", "spec.minReplicas is 5"),
         ({"minReplicas": 0}, "InvalidField", "1 worker or more"),
         ({"minReplicas": True}, "InvalidField", "whole number"),
+        ({"minReplicas": 1001, "maxReplicas": 1001}, "InvalidField", "spec.minReplicas is 1001"),
+        ({"maxReplicas": 1_000_000}, "InvalidField", "1 to 1000"),
         ({"maxReplicas": 2.5}, "InvalidField", "2.5"),
         ({"replicas": -1}, "InvalidField", "-1"),
         ({"run": []}, "EmptyRun", "edl run"),

@@ -72,6 +72,16 @@ def test_probes_back_off_and_grow_later() -> None:
     assert len(cluster.list_running()) == 8
 
 
+def test_many_workers_come_by_the_hundred() -> None:
+    """A look stays short, and is followed by the next at once."""
+    cluster = SimulatedCluster(minReplicas=250, maxReplicas=250)
+    plans = [cluster.reconcile() for _ in range(4)]
+    assert [len(plan.create) for plan in plans] == [100, 100, 50, 0]
+    assert plans[0].requeue_s is not None
+    assert plans[0].requeue_s <= 1
+    assert len(cluster.list_live()) == 250
+
+
 def test_thirty_come_back_in_one_round() -> None:
     cluster = SimulatedCluster(minReplicas=2, maxReplicas=30)
     cluster.nodes["node1"] = 40

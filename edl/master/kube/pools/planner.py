@@ -69,11 +69,11 @@ def plan_pool(pool: TeacherPool, observation: OwnerObservation) -> Plan:
     Returns:
         The plan; its status is the whole status.
     """
-    if pool.scale_target_ref is not None:
-        return plan_scale_target(pool, observation)
     teachers = [pod for pod in observation.pods if pod.role == "teacher"]
     draft = _Draft(pool, observation, read_member_records(pool.status), ProbeBackoff.read(pool.status))
     live = _settle_members(draft, teachers)
+    if pool.scale_target_ref is not None:
+        return _plan_adopted(draft, teachers, live)
     target = find_target(pool, observation, len(live))
     if draft.backoff is not None and draft.backoff.is_over(pod for pod in live if pod.scheduled):
         draft.backoff = None
@@ -84,7 +84,7 @@ def plan_pool(pool: TeacherPool, observation: OwnerObservation) -> Plan:
         replicas=len(live) + len(draft.create),
         scheduled=sum(pod.scheduled for pod in live),
         ready=sum(pod.ready for pod in live),
-        leaving=tuple(sorted(pod.name for pod in teachers if pod.deleting and not pod.finished)),
+        leaving=_list_leaving(teachers),
         failing=next((_describe_failure(pod) for pod in live if _is_failing(pod)), ""),
         growth=growth,
         backoff=draft.backoff,
@@ -98,6 +98,18 @@ def plan_pool(pool: TeacherPool, observation: OwnerObservation) -> Plan:
         events=(*draft.events, *describe_transitions(pool, view)),
         requeue_s=growth.requeue_s,
     )
+
+
+def _plan_adopted(draft: _Draft, teachers: Sequence[MemberPod], live: Sequence[MemberPod]) -> Plan:
+    """Scale an adopted object; teachers of the time before it was adopted go, and are remembered for the time after."""
+    for pod in live:
+        draft.release(pod, "the pool scales another object in place of pods of its own")
+    plan = plan_scale_target(draft.pool, draft.observation, draft.records, _list_leaving(teachers))
+    return replace(plan, delete=tuple(draft.delete), events=(*draft.events, *plan.events))
+
+
+def _list_leaving(teachers: Sequence[MemberPod]) -> tuple[str, ...]:
+    return tuple(sorted(pod.name for pod in teachers if pod.deleting and not pod.finished))
 
 
 def _settle_members(draft: _Draft, teachers: Sequence[MemberPod]) -> list[MemberPod]:

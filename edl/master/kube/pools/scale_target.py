@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from edl.master.kube.members import MemberRecord
 from edl.master.kube.observation import OwnerObservation
 from edl.master.kube.plan import Plan
 from edl.master.kube.pools.growth import Growth
@@ -12,7 +15,12 @@ from edl.master.kube.resources import TeacherPool
 __all__ = ["plan_scale_target"]
 
 
-def plan_scale_target(pool: TeacherPool, observation: OwnerObservation) -> Plan:
+def plan_scale_target(
+    pool: TeacherPool,
+    observation: OwnerObservation,
+    records: Mapping[str, MemberRecord],
+    leaving: tuple[str, ...] = (),
+) -> Plan:
     """Decide what an adopted object's `/scale` is to say. It is written only where it says something else.
 
     Its pods are not the pool's: they are neither made, probed nor removed one by one, and what is idle is not looked
@@ -21,6 +29,8 @@ def plan_scale_target(pool: TeacherPool, observation: OwnerObservation) -> Plan:
     Args:
         pool: the resource, which has a `scale_target_ref`.
         observation: what is known of it.
+        records: of teachers of its own, which it had before.
+        leaving: names of those of them that were asked to end and have not ended.
     """
     ref, present = pool.scale_target_ref, observation.target_replicas
     assert ref is not None
@@ -42,6 +52,8 @@ def plan_scale_target(pool: TeacherPool, observation: OwnerObservation) -> Plan:
         scheduled=replicas,
         ready=min(replicas, target) if ready is None else ready,
         growth=growth,
+        leaving=leaving,
+        records=records,
     )
     return Plan(
         status=write_status(pool, observation, view),

@@ -418,3 +418,26 @@ def test_no_probe_while_a_place_is_given() -> None:
         made.reconcile()
         made.now_s += 1
     assert made.created == created
+
+
+def test_adopted_target_ends_own_teachers() -> None:
+    """They would hold their GPUs, and serve, beside the pods of the object that the pool scales from now on."""
+    made = cluster([2], minReplicas=1, maxReplicas=2)
+    made.settle(10)
+    names = [pod["metadata"]["name"] for pod in made.teachers()]
+    assert len(names) == 2
+    spec = made.resource["spec"]
+    own = {"serve": spec.pop("serve"), "template": spec.pop("template")}
+    spec["scaleTargetRef"] = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "triton"}
+    plan = made.reconcile()
+    assert sorted(deletion.name for deletion in plan.delete) == sorted(names)
+    made.reconcile()
+    assert made.resource["status"]["leaving"] == sorted(names)
+    made.settle(10)
+    assert not made.pods
+    assert not made.reconcile().delete
+    del spec["scaleTargetRef"]
+    spec.update(own)
+    made.settle(10)
+    assert len(made.teachers()) == 2
+    assert not set(names) & made.pods.keys(), "their names are not given again"

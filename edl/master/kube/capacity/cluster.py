@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from edl.master.kube.capacity.amounts import ONE, Amounts, add_amounts
 from edl.master.kube.capacity.nodes import NodeCapacity
-from edl.master.kube.capacity.pods import PodClaim
+from edl.master.kube.capacity.pods import PodClaim, refuse_shapes
 
 __all__ = ["GPU", "ClusterCapacity"]
 
@@ -81,11 +81,12 @@ class ClusterCapacity:
             ignored: uids of pods that wait and do not come first, such as the asking pool's own.
 
         Raises:
-            ValueError: a quantity is none of Kubernetes'.
+            ValueError: a quantity is none of Kubernetes', or a field is not what the API has there.
         """
         claim = pod if isinstance(pod, PodClaim) else PodClaim.of(pod)
         free = self._free(lambda other: other.uid not in ignored and _comes_first(other, claim))
-        return sum(_count_of(claim.requests, free[node.name]) for node in self._usable(claim))
+        with refuse_shapes():
+            return sum(_count_of(claim.requests, free[node.name]) for node in self._usable(claim))
 
     def count_possible(self, pod: Mapping[str, Any] | PodClaim) -> int:
         """Return how many pods like this could start if no other pod were there.
@@ -94,10 +95,11 @@ class ClusterCapacity:
             pod: the Kubernetes object, or a template of pods (`{"spec": …}`).
 
         Raises:
-            ValueError: a quantity is none of Kubernetes'.
+            ValueError: a quantity is none of Kubernetes', or a field is not what the API has there.
         """
         claim = pod if isinstance(pod, PodClaim) else PodClaim.of(pod)
-        return sum(_count_of(claim.requests, node.allocatable) for node in self._usable(claim))
+        with refuse_shapes():
+            return sum(_count_of(claim.requests, node.allocatable) for node in self._usable(claim))
 
     def list_devices(self, is_lent: Callable[[PodClaim], bool], resource: str = GPU) -> dict[str, int]:
         """Return how many devices of each usable node are there for jobs to share.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -10,10 +11,23 @@ from typing import Any, Final
 from edl.master.kube.capacity.amounts import Amounts, pod_requests
 from edl.master.kube.capacity.placement import PlacementRules
 
-__all__ = ["PodClaim"]
+__all__ = ["PodClaim", "refuse_shapes"]
 
 _ENDED: Final = frozenset({"Succeeded", "Failed"})
 """Phases in which a pod holds nothing any more."""
+
+
+@contextmanager
+def refuse_shapes() -> Iterator[None]:
+    """Raise a ValueError where a field is not what the API has there: templates are read before the API server does.
+
+    Raises:
+        ValueError: such as for a text in the place of an object.
+    """
+    try:
+        yield
+    except (AttributeError, TypeError) as exc:
+        raise ValueError(f"a field is not what the API has there: {exc}") from exc
 
 
 @dataclass(frozen=True)
@@ -58,8 +72,13 @@ class PodClaim:
             pod: the Kubernetes object; of a template `spec` is enough.
 
         Raises:
-            ValueError: a quantity is none of Kubernetes'.
+            ValueError: a quantity is none of Kubernetes', or a field is not what the API has there.
         """
+        with refuse_shapes():
+            return cls._read(pod)
+
+    @classmethod
+    def _read(cls, pod: Mapping[str, Any]) -> PodClaim:
         metadata, spec, status = pod.get("metadata") or {}, pod.get("spec") or {}, pod.get("status") or {}
         return cls(
             uid=metadata.get("uid", ""),

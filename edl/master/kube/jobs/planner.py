@@ -175,7 +175,7 @@ def _build_fit_count(draft: _Draft) -> Callable[[int], int | None]:
         try:
             return capacity.count_fitting(pod)
         except ValueError:
-            return 1  # a quantity that is none: the API server refuses the pod in its own words
+            return 1  # not as the API has it: the API server refuses the pod in its own words
 
     return count_fitting
 

@@ -110,5 +110,5 @@ def _count_gpus(spec: Mapping[str, Any]) -> int:
     """Return the GPUs that a worker asks for; 0 where its template cannot be read, which admission refuses later."""
     try:
         return PodClaim.of({"spec": spec}).requests.get(_GPU, 0) // _THOUSANDTHS
-    except (ValueError, TypeError, AttributeError):
+    except ValueError:
         return 0

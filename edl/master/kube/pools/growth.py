@@ -96,7 +96,7 @@ def _grow_into_idle_room(
             return Growth(True, "LooksForRoom", "what is idle is being found out", requeue_s=_CAPACITY_LAG_S)
         try:
             fitting = capacity.count_fitting(pod)
-        except ValueError:  # a quantity that is none: the API server says so in its own words when the pod is made
+        except ValueError:  # not as the API has it: the API server says so in its own words when the pod is made
             fitting = None
     if fitting == 0:
         return Growth(False, "NoIdleCapacity", "no node has room for a teacher", requeue_s=_CAPACITY_LOOK_S)

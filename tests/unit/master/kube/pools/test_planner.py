@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import Counter
 from typing import Any
@@ -441,3 +442,27 @@ def test_adopted_target_ends_own_teachers() -> None:
     made.settle(10)
     assert len(made.teachers()) == 2
     assert not set(names) & made.pods.keys(), "their names are not given again"
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("resources", "big"),
+        ("resources", {"limits": ["x"]}),
+        ("tolerations", 7),
+        ("tolerations", ["x"]),
+        ("nodeSelector", "x"),
+        ("initContainers", ["x"]),
+        ("affinity", {"nodeAffinity": [7]}),
+        ("overhead", "x"),
+    ],
+)
+def test_unreadable_template_makes_a_pod(place: str, value: object) -> None:
+    """The API server says what is wrong with the pod, in its own words, as soon as there is one to refuse."""
+    template = copy.deepcopy(TEMPLATE)
+    (template["spec"]["containers"][0] if place == "resources" else template["spec"])[place] = value  # type: ignore[index]
+    made = cluster([2], template=template)
+    assert made.pool.min_replicas == 0
+    capacity = ClusterCapacity.of([node("n0", 2, taints=[{"key": "k", "effect": "NoSchedule"}])], [])
+    plan = plan_pool(made.pool, OwnerObservation(made.now_s, (), capacity, 1))
+    assert len(plan.create) == 1

@@ -47,6 +47,7 @@ class LiveSurroundings:
         self._lock = threading.Lock()
         self._sharing: dict[str, SharingJob] = {}
         self._shares: Mapping[str, int] = {}
+        self._pools: dict[str, TeacherPool] = {}
         self._waiting: set[str] = set()
         self._idle: dict[tuple[str, str], int] = {}
         self._looked_s = 0.0
@@ -82,7 +83,8 @@ class LiveSurroundings:
         if isinstance(owner, ElasticJob):
             remaining_s = answer.progress.remaining_s if answer.progress is not None else None
             allocation = self._share(owner, answer.wanted, remaining_s, capacity)
-        return OwnerSurroundings(capacity, answer.wanted, allocation, answer.progress, answer.stale)
+        holder = self._find_holder(owner) if isinstance(owner, TeacherPool) else ""
+        return OwnerSurroundings(capacity, answer.wanted, allocation, answer.progress, answer.stale, holder)
 
     def note_status(self, owner: MemberOwner, status: Mapping[str, Any]) -> None:
         """Note whether a resource waits for room: it is looked at when more is idle. What has ended leaves its share.
@@ -109,6 +111,10 @@ class LiveSurroundings:
         with self._lock:
             self._waiting.discard(key)
             shared = self._sharing.pop(key, None)
+            pool = self._pools.pop(key, None)
+            rivals = self._list_rivals(pool) if pool is not None else []
+        for rival in rivals:
+            self._on_key(rival.key)  # the service may be its own now
         if shared is not None:
             self.note_capacity()  # what it had is the others'
 
@@ -116,6 +122,28 @@ class LiveSurroundings:
         """Look no more, and close all stores."""
         self._loop.close()
         self._stores.close()
+
+    def _find_holder(self, pool: TeacherPool) -> str:
+        """Return the pool of another namespace whose service this is: the oldest. Who serves with another's is told."""
+        with self._lock:
+            before = self._pools.get(pool.key)
+            self._pools[pool.key] = pool
+            rivals = self._list_rivals(pool)
+            left = self._list_rivals(before) if before is not None else []
+        if before is None or (before.store, before.service) != (pool.store, pool.service):
+            for rival in {other.key for other in (*rivals, *left)}:
+                self._on_key(rival)
+        holder = min((pool, *rivals), key=lambda other: (other.created_s, other.key))
+        return "" if holder is pool else holder.key
+
+    def _list_rivals(self, pool: TeacherPool) -> list[TeacherPool]:
+        """Return pools of other namespaces with the same service in the same store."""
+        place = pool.store, pool.service
+        return [
+            other
+            for other in self._pools.values()
+            if other.namespace != pool.namespace and (other.store, other.service) == place
+        ]
 
     def _ask_store(self, owner: MemberOwner) -> StoreAnswer:
         if isinstance(owner, ElasticJob):

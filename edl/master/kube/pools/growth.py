@@ -61,6 +61,8 @@ def decide_growth(
     now_s = observation.now_s
     if pool.suspend:
         return Growth(False, "Suspended", "suspend: true")
+    if observation.service_holder:
+        return Growth(False, "ServiceTaken", f"{observation.service_holder} serves {pool.service} in the same store")
     waiting = next((other for other in live if not other.scheduled), None)
     if waiting is not None:
         requeue_s = None

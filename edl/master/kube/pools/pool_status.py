@@ -54,11 +54,13 @@ def write_status(pool: TeacherPool, observation: OwnerObservation, view: PoolVie
     """
     ready, message = _describe_readiness(pool, view)
     conditions = [
-        Condition("Accepted", True, "Valid", "the specification can be carried out"),
+        _describe_acceptance(pool, observation),
         ready,
         Condition("Growing", view.growth.growing, view.growth.reason, view.growth.message),
         Condition("Suspended", pool.suspend, "Suspended" if pool.suspend else "NotSuspended"),
     ]
+    if observation.service_holder:
+        message = conditions[0].message
     if observation.store_stale and pool.scaling == "auto":
         message += "; how many are wanted is not known, as the store is away"
     phase = "Suspended" if pool.suspend else "Running" if view.ready or not view.target else "Pending"
@@ -82,6 +84,13 @@ def write_status(pool: TeacherPool, observation: OwnerObservation, view: PoolVie
             before if isinstance(before, list) else [], conditions, pool.generation, observation.now_s
         ),
     }
+
+
+def _describe_acceptance(pool: TeacherPool, observation: OwnerObservation) -> Condition:
+    if not observation.service_holder:
+        return Condition("Accepted", True, "Valid", "the specification can be carried out")
+    text = f"{observation.service_holder} serves {pool.service} in the same store: choose another spec.service or store"
+    return Condition("Accepted", False, "ServiceTaken", text)
 
 
 def _describe_readiness(pool: TeacherPool, view: PoolView) -> tuple[Condition, str]:
@@ -125,6 +134,8 @@ def describe_transitions(pool: TeacherPool, view: PoolView) -> tuple[EventNote, 
             events.append(EventNote("Normal", "NoIdleCapacity", view.growth.message))
         if view.growth.reason == "TeacherFailing":
             events.append(EventNote("Warning", "TeacherFailing", view.failing or view.growth.message))
+        if view.growth.reason == "ServiceTaken":
+            events.append(EventNote("Warning", "ServiceTaken", view.growth.message))
         if view.growth.reason == "Suspended":
             events.append(EventNote("Normal", "Suspended", "all teachers are taken away"))
     ignored = _find_ignored(pool)

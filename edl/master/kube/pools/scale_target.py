@@ -37,7 +37,10 @@ def plan_scale_target(
     target = find_target(pool, observation, present or 0)
     named = f"{ref.kind} {ref.name}"
     ready = observation.target_ready
-    if present is None:
+    if observation.service_holder:
+        target = present or 0  # not the pool's to end: its registrations are what is wrong
+        growth = Growth(False, "ServiceTaken", f"{observation.service_holder} serves {pool.service} in the same store")
+    elif present is None:
         growth = Growth(False, "TargetMissing", f"there is no {named} in this namespace")
     elif present < target:
         growth = Growth(True, "Scaling", f"{named} is scaled to {target}")

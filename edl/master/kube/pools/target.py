@@ -9,7 +9,7 @@ __all__ = ["find_target"]
 
 
 def find_target(pool: TeacherPool, observation: OwnerObservation, present: int) -> int:
-    """Return how many teachers a pool is to have, between its bounds; none while it is suspended.
+    """Return how many teachers a pool is to have, between its bounds; none while it is suspended, or its service taken.
 
     Where EDL scales and the store does not say how many are wanted, nothing is moved: while the store is away the
     number that was wanted last stays, and where nothing stands in it, the number of teachers that are there.
@@ -19,7 +19,7 @@ def find_target(pool: TeacherPool, observation: OwnerObservation, present: int) 
         observation: what is known of it.
         present: teachers that are there, those that wait for a node included.
     """
-    if pool.suspend:
+    if pool.suspend or observation.service_holder:
         return 0
     if pool.scaling == "external":
         count = pool.min_replicas if pool.replicas is None else pool.replicas

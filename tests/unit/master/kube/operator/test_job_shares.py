@@ -13,7 +13,7 @@ from edl.kube.objects import Object
 from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.operator.job_shares import compute_shares, read_sharing_job
 from edl.master.kube.operator.live_surroundings import LiveSurroundings
-from edl.master.kube.resources import ElasticJob, parse_elastic_job
+from edl.master.kube.resources import ElasticJob, TeacherPool, parse_elastic_job, parse_teacher_pool
 
 
 def make_job(name: str, least: int = 1, most: int = 8, gpus: int = 1, **spec: Any) -> ElasticJob:
@@ -185,5 +185,33 @@ def test_waiting_resource_hears_of_idle_room() -> None:
         surroundings.note_capacity()
         wait_for(lambda: told)
         assert told == [waiting.key]
+    finally:
+        surroundings.close()
+
+
+def make_pool(namespace: str, day: int, service: str = "digits") -> TeacherPool:
+    spec = {"serve": ["m.py:f"], "service": service, "store": "sqlite:////nowhere/x.sqlite"}
+    metadata = {"name": "p", "namespace": namespace, "uid": namespace, "creationTimestamp": f"2026-01-0{day}T00:00:00Z"}
+    template = {"spec": {"containers": [{"name": "main", "image": "i"}]}}
+    pool = parse_teacher_pool({"metadata": metadata, "spec": {**spec, "template": template}})
+    assert isinstance(pool, TeacherPool), pool
+    return pool
+
+
+def test_service_is_the_oldest_pools() -> None:
+    """Two teams that call their model `digits` in one store would label each other's data."""
+    looked_at: list[str] = []
+    surroundings = LiveSurroundings(looked_at.append)
+    old, young = make_pool("a", 1), make_pool("b", 2)
+    try:
+        assert surroundings.look(young).service_holder == "", "nothing else is known yet"
+        assert surroundings.look(old).service_holder == ""
+        assert looked_at == [young.key]
+        assert surroundings.look(young).service_holder == old.key
+        assert surroundings.look(make_pool("c", 3, "letters")).service_holder == ""
+        looked_at.clear()
+        surroundings.forget(old.key)
+        assert looked_at == [young.key]
+        assert surroundings.look(young).service_holder == ""
     finally:
         surroundings.close()

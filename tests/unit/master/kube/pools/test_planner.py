@@ -466,3 +466,17 @@ def test_unreadable_template_makes_a_pod(place: str, value: object) -> None:
     capacity = ClusterCapacity.of([node("n0", 2, taints=[{"key": "k", "effect": "NoSchedule"}])], [])
     plan = plan_pool(made.pool, OwnerObservation(made.now_s, (), capacity, 1))
     assert len(plan.create) == 1
+
+
+def test_pool_leaves_a_service_that_is_taken() -> None:
+    made = cluster([2], wanted=1, minReplicas=1)
+    made.settle(5)
+    (pod,), _ = read_member_pods(list(made.pods.values()), "pool-uid")
+    seen = OwnerObservation(made.now_s, (pod,), None, 2, service_holder="teacherpools/team-a/digits")
+    plan = plan_pool(made.pool, seen)
+    assert [deletion.name for deletion in plan.delete] == [pod.name]
+    assert not plan.create
+    accepted = find_condition(plan.status, "Accepted")
+    assert (accepted["status"], accepted["reason"]) == ("False", "ServiceTaken")
+    assert "team-a" in plan.status["message"]
+    assert [event.reason for event in plan.events] == ["ServiceTaken"]

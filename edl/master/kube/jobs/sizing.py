@@ -17,6 +17,8 @@ __all__ = ["Sizing", "find_target", "size_workers"]
 
 PROBE_S: Final = 20.0
 """A worker beyond the minimum that no node takes for so long is let go: others may wait for the same room."""
+_GIVING_S: Final = 60.0
+"""Longer than that where the arbiter has given it room: whoever has that room yet has a grace period to leave it."""
 _MOST_CREATED: Final = 100
 """Pods that a look makes at most: others wait for their look, and the API server for its turn."""
 _NEXT_CREATED_S: Final = 0.5
@@ -100,10 +102,11 @@ def size_workers(
     kept, shrunk = ranked[:target], ranked[target:]
     homeless: list[str] = []
     times: list[float] = []
-    if not gang and observation.allocation is None:
+    if not gang:
+        patience_s = PROBE_S if observation.allocation is None else PROBE_S + _GIVING_S
         for key in kept[job.min_replicas :]:
             if workers[key].pending:
-                times.append(workers[key].created_s + PROBE_S)
+                times.append(workers[key].created_s + patience_s)
                 if now_s >= times[-1]:
                     homeless.append(key)
     for key in (*shrunk, *homeless):

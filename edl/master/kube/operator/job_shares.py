@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 from edl.master.kube.capacity import ClusterCapacity, PodClaim
@@ -69,7 +70,9 @@ def read_sharing_job(job: ElasticJob, wanted: int | None, remaining_s: int | Non
     return SharingJob(job.key, job.uid, job.min_replicas, most, gpus, job.created_s, remaining_s)
 
 
-def compute_shares(capacity: ClusterCapacity, jobs: Sequence[SharingJob]) -> Mapping[str, int]:
+def compute_shares(
+    capacity: ClusterCapacity, jobs: Sequence[SharingJob], pools: Mapping[str, int] = MappingProxyType({})
+) -> Mapping[str, int]:
     """Return how many workers each job may have, by its key.
 
     Jobs count as old ones: the arbiter would hold young ones back, and take from them what has been made and waits for
@@ -78,14 +81,16 @@ def compute_shares(capacity: ClusterCapacity, jobs: Sequence[SharingJob]) -> Map
     Args:
         capacity: what the cluster has.
         jobs: that share it.
+        pools: uid of each pool of teachers that lends what it has -> teachers that it keeps for itself.
     """
-    uids = {job.uid for job in jobs}
-    nodes = capacity.list_devices(lambda pod: pod.labels.get(OWNER_UID_LABEL) in uids or POOL_LABEL in pod.labels)
     workers: dict[str, list[PodClaim]] = {job.uid: [] for job in jobs}
     for pod in capacity.pods:
         owner = pod.labels.get(OWNER_UID_LABEL, "")
         if owner in workers and pod.labels.get(ROLE_LABEL) == "worker" and not pod.ended:
             workers[owner].append(pod)
+    priorities = {job.uid: max((pod.priority or 0 for pod in workers[job.uid]), default=0) for job in jobs}
+    lent = _find_lent(capacity, pools, min(priorities.values(), default=0))
+    nodes = capacity.list_devices(lambda pod: pod.labels.get(OWNER_UID_LABEL) in priorities or pod.uid in lent)
     requests, placements = [], {}
     for job in jobs:
         pods = workers[job.uid]
@@ -97,13 +102,27 @@ def compute_shares(capacity: ClusterCapacity, jobs: Sequence[SharingJob]) -> Map
                 min_workers=job.least,
                 max_workers=job.most,
                 gpus=job.gpus,
-                priority=max((pod.priority or 0 for pod in pods), default=0),
+                priority=priorities[job.uid],
                 submitted_s=job.submitted_s,
                 remaining=None if job.remaining_s is None or not there else float(job.remaining_s * there),
             )
         )
     allocation = arbitrate(nodes, requests, placements)
     return {job.key: allocation.count_workers(job.key) for job in jobs}
+
+
+def _find_lent(capacity: ClusterCapacity, pools: Mapping[str, int], priority: int) -> frozenset[str]:
+    """Return the uids of teachers whose places workers get: the scheduler takes only those of less priority."""
+    teachers: dict[str, list[PodClaim]] = {uid: [] for uid in pools}
+    for pod in capacity.pods:
+        owner = pod.labels.get(OWNER_UID_LABEL, "")
+        if owner in teachers and POOL_LABEL in pod.labels and not pod.ended:
+            teachers[owner].append(pod)
+    lent: set[str] = set()
+    for uid, pods in teachers.items():
+        pods.sort(key=lambda pod: (not pod.node, pod.deleting, pod.created, pod.name))
+        lent |= {pod.uid for pod in pods[pools[uid] :] if (pod.priority or 0) < priority}
+    return frozenset(lent)
 
 
 def _count_gpus(spec: Mapping[str, Any]) -> int:

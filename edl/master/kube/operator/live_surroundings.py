@@ -133,6 +133,8 @@ class LiveSurroundings:
         if before is None or (before.store, before.service) != (pool.store, pool.service):
             for rival in {other.key for other in (*rivals, *left)}:
                 self._on_key(rival)
+        if before is None or before.min_replicas != pool.min_replicas:
+            self.note_capacity()  # what it lends is shared among jobs
         holder = min((pool, *rivals), key=lambda other: (other.created_s, other.key))
         return "" if holder is pool else holder.key
 
@@ -195,7 +197,9 @@ class LiveSurroundings:
 
     def _recompute(self, capacity: ClusterCapacity, jobs: list[SharingJob], but: str = "") -> None:
         """Share anew, and have all other jobs looked at whose share has changed."""
-        shares = compute_shares(capacity, jobs) if jobs else {}
+        with self._lock:
+            pools = {pool.uid: pool.min_replicas for pool in self._pools.values() if pool.scale_target_ref is None}
+        shares = compute_shares(capacity, jobs, pools) if jobs else {}
         with self._lock:
             before, self._shares = self._shares, shares
         for key, count in shares.items():

@@ -82,6 +82,23 @@ def test_many_workers_come_by_the_hundred() -> None:
     assert len(cluster.list_live()) == 250
 
 
+def test_given_room_that_does_not_come() -> None:
+    """A worker that waits for ever would keep all that is idle from others, since what waits comes first."""
+    cluster = SimulatedCluster(minReplicas=1, maxReplicas=8)
+    cluster.allocation = 6
+    cluster.reconcile()
+    cluster.schedule()
+    cluster.reconcile()
+    assert len(cluster.list_live()) == 6
+    cluster.schedule()
+    cluster.now_s += 30
+    assert not cluster.reconcile().delete, "whoever has the room is leaving it"
+    cluster.now_s += 60
+    assert len(cluster.reconcile().delete) == 2
+    assert len(cluster.list_live()) == 4
+    assert "NoRoom" in cluster.events
+
+
 def test_thirty_come_back_in_one_round() -> None:
     cluster = SimulatedCluster(minReplicas=2, maxReplicas=30)
     cluster.nodes["node1"] = 40

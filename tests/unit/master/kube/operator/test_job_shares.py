@@ -215,3 +215,22 @@ def test_service_is_the_oldest_pools() -> None:
         assert surroundings.look(young).service_holder == ""
     finally:
         surroundings.close()
+
+
+def make_teacher(number: int, priority: int) -> Object:
+    pod = make_pod(f"t-{number}", "n")
+    pod["metadata"]["labels"] = {"edl.io/owner-uid": "u-pool", "edl.io/role": "teacher", "edl.io/pool": "p"}
+    pod["spec"]["priority"] = priority
+    return pod
+
+
+@pytest.mark.parametrize(
+    ("pools", "priority", "count"),
+    [({"u-pool": 0}, -100, 4), ({"u-pool": 2}, -100, 2), ({"u-pool": 0}, 1000, 1), ({}, -100, 1)],
+    ids=["all lent", "its minimum is kept", "of higher priority", "of another operator"],
+)
+def test_only_what_can_be_taken_is_lent(pools: dict[str, int], priority: int, count: int) -> None:
+    pods = [make_pod("a-0", "n", "a"), *(make_teacher(number, priority) for number in range(3))]
+    sharing = read_sharing_job(make_job("a"), None, None)
+    assert sharing is not None
+    assert compute_shares(ClusterCapacity.of([make_node("n", 4)], pods), [sharing], pools) == {sharing.key: count}

@@ -10,12 +10,22 @@ from typing_extensions import override
 
 from edl.discovery.common.renewal import Claim
 from edl.discovery.kubernetes.api import KubernetesApi
-from edl.discovery.kubernetes.naming import LeaseRef, build_lease, random_name, renewal_patch, version_of
+from edl.discovery.kubernetes.naming import (
+    LeaseRef,
+    build_lease,
+    lease_ref_of,
+    random_name,
+    renewal_patch,
+    version_of,
+)
 from edl.discovery.kubernetes.target import KubernetesTarget
 from edl.errors import ConflictError
 from edl.kube.resource_types import CONFIG_MAPS, LEASES
 
 __all__ = ["LeaseClaim", "LeaseObject"]
+
+_DELETIONS = 5
+"""Of a key that changes meanwhile; who removes the keys of leases that are gone does the rest."""
 
 
 class LeaseObject:
@@ -63,7 +73,7 @@ class LeaseClaim(Claim):
     def __init__(self, target: KubernetesTarget, ttl_s: float) -> None:
         self.api = KubernetesApi(target)
         self._lease = LeaseObject(self.api, ttl_s)
-        self._keys: dict[str, str] = {}  # name of a key's ConfigMap -> its uid
+        self._keys: dict[str, int] = {}  # name of a key's ConfigMap -> the version written last
 
     @property
     def ref(self) -> LeaseRef:
@@ -74,9 +84,9 @@ class LeaseClaim(Claim):
         """Make the lease; returns a monotonic time before that."""
         return self._lease.create()
 
-    def add_key(self, name: str, uid: str) -> None:
-        """Note that a key's ConfigMap belongs to this from now on."""
-        self._keys[name] = uid
+    def add_key(self, name: str, version: int) -> None:
+        """Note that a key's ConfigMap belongs to this from now on, at this version."""
+        self._keys[name] = version
 
     @override
     def renew(self) -> bool:
@@ -86,11 +96,23 @@ class LeaseClaim(Claim):
     def withdraw(self) -> None:
         try:
             # The keys first: a lease that is gone with keys left behind needs the reaper.
-            for name, uid in list(self._keys.items()):
-                try:
-                    self.api.delete(CONFIG_MAPS, name, uid=uid)
-                except ConflictError:
-                    continue  # the key was deleted, and is another's now
+            for name, version in list(self._keys.items()):
+                self._delete_key(name, version)
             self._lease.remove()
         finally:
             self.api.close()
+
+    def _delete_key(self, name: str, version: int) -> None:
+        """Delete a key that is still this lease's.
+
+        Who takes over the key of a lease that is gone writes the same object, whose uid stays: the version tells.
+        """
+        for _ in range(_DELETIONS):
+            try:
+                self.api.delete(CONFIG_MAPS, name, resource_version=str(version))
+                return
+            except ConflictError:
+                found = self.api.get(CONFIG_MAPS, name)
+                if found is None or lease_ref_of(found) != self.ref:
+                    return
+                version = version_of(found)  # a write of this lease's own whose answer did not arrive

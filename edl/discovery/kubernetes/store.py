@@ -204,7 +204,7 @@ class KubernetesStore(Resource, Store):
             self._known.pop(name, None)
             return None
         if claim is not None:
-            claim.add_key(name, str(written["metadata"]["uid"]))
+            claim.add_key(name, version_of(written))
         if len(self._known) >= _MOST_KNOWN:
             self._known.clear()
         entry = Entry(key, value, version_of(written))

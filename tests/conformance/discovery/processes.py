@@ -52,6 +52,12 @@ class Member:
         self.process.kill()
         self.process.wait()
 
+    def finish(self) -> None:
+        """Let it come to its end."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        assert self.process.wait(30) == 0
+
     def end(self) -> None:
         """Kill, and close the pipes."""
         self.process.kill()

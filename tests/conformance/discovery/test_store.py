@@ -204,6 +204,8 @@ def test_lapsed_lease_is_lost_for_good(store: Store, folder: str, member: Start)
         time.sleep(1.0)
         assert process.ask("?") == "lost"
         assert store.get(key) == mine
+        process.finish()
+        assert store.get(key) == mine, "it gave up its lease, and with it another's key"
 
 
 def test_race_for_a_key_has_one_winner(store: Store, folder: str, member: Start) -> None:

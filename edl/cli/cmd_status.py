@@ -64,7 +64,8 @@ _DESCRIPTION = """\
 Shows an elastic job: its members with their ranks, how far and how fast they train, the goodput until now (the part
 of the wall-clock time that went into steps which were finished once and not lost), and what happened lately. Of a job
 with a master it shows the shards, poisoned ones first. A job that the default store does not know is looked for in the
-Kubernetes cluster of the kubeconfig; --kube, --namespace, --context and --kubeconfig look only there."""
+Kubernetes cluster of the kubeconfig; --kube, --namespace, --context and --kubeconfig look only there. What its agents
+report is read where the job says, if that is kubernetes:// or your own EDL_DISCOVERY, and else where --store says."""
 
 _EXAMPLES = """\
 examples:
@@ -73,6 +74,7 @@ examples:
   edl status myjob --json | jq .goodput     for programs; with --watch one JSON object a line
   edl status myjob --store consul://10.0.0.7:8500
   edl status myjob -n research              of a Kubernetes cluster: with conditions, pods, how they ended, and events
+  edl status myjob -n research --store consul://10.0.0.7:8500   its agents' reports are there, and you trust that host
   edl status pool/digits --kube             a pool of teachers"""
 
 
@@ -89,8 +91,6 @@ def main(argv: Sequence[str]) -> int:
     if options.events < 0:
         raise SettingsError(f"--events {options.events}: must be at least 0")
     if options.kube or options.namespace is not None or options.context or options.kubeconfig:
-        if options.store is not None:
-            raise SettingsError(f"--store {options.store}: a job of a cluster names its own store; leave either out")
         with open_cluster(options) as client:
             show_workload(client, options, _jobs.console(_WIDTH), _shown)
         return 0

@@ -65,6 +65,11 @@ class KubeClient:
         self.close()
 
     @property
+    def settings(self) -> KubeSettings:
+        """Which cluster, and as whom."""
+        return self._settings
+
+    @property
     def namespace(self) -> str:
         """Of calls that name none."""
         return self._connection.namespace

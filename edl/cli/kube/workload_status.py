@@ -6,8 +6,9 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -22,12 +23,14 @@ from edl.collective.goodput.summary import Summary
 from edl.dashboard.state.cluster.decoding import decode_workload
 from edl.dashboard.state.cluster.schema import KubernetesWorkload
 from edl.dashboard.state.jobs import read_job_status
+from edl.dashboard.state.reader import shown_url
 from edl.dashboard.state.schema import JobStatus, as_json
 from edl.discovery import Store, open_store
 from edl.errors import EDLError, SettingsError
 from edl.kube.client import KubeClient
 from edl.kube.resource_types import EVENTS
 from edl.quoting import shown
+from edl.settings import DiscoverySettings
 
 __all__ = ["WorkloadLook", "WorkloadStatus", "show_workload"]
 
@@ -63,10 +66,12 @@ class WorkloadStatus:
         client: of the cluster.
         target: what to read.
         events: how many of the last.
+        store_url: where the user says that the job's store is; empty for where the job says.
     """
 
-    def __init__(self, client: KubeClient, target: Target, events: int) -> None:
+    def __init__(self, client: KubeClient, target: Target, events: int, store_url: str = "") -> None:
         self._client = client
+        self._store_url = store_url
         self._target = target
         self._events = events
         self._store: Store | None = None
@@ -109,17 +114,48 @@ class WorkloadStatus:
         self, status: dict[str, Any], spec: dict[str, Any], item: KubernetesWorkload
     ) -> tuple[StoreLook | None, str]:
         """Ask the job's store; that it does not answer from here is no error of the job's."""
-        url = status.get("store") or spec.get("store")
+        url = self._store_url or status.get("store") or spec.get("store")
         if item.kind != "job" or not item.job_id or not isinstance(url, str) or not url:
             return None, ""
+        place = f"what its agents report is in {shown_url(url)}"
         try:
             if self._store is None:
-                self._store = open_store(url, timeout_s=_STORE_S)
+                self._store = self._open_store(url, item.namespace)
+        except EDLError as exc:
+            return None, f"{place}: {shown(exc)}"
+        try:
             return read_job_status(self._store, item.job_id, self._events), ""
         except SettingsError:
-            return None, ""  # its agents have not begun, or the store is of a kind that is not known here
+            return None, ""  # its agents have not begun
         except EDLError as exc:
-            return None, f"what its agents report is in {item.store}, which does not answer from here: {shown(exc)}"
+            return None, f"{place}, which does not answer from here: {shown(exc)}"
+
+    def _open_store(self, url: str, namespace: str) -> Store:
+        """Open a job's store.
+
+        Who writes a job names a host for whoever looks at it: only where the user named the same does it get what
+        belongs to the user, as is a token or a file. What is in the cluster is read from the cluster that is looked
+        at, and nothing is changed there.
+
+        Raises:
+            SettingsError: the store is not opened from here, and what to do.
+            DiscoveryError: it cannot be opened just now.
+        """
+        if url in (self._store_url, DiscoverySettings.of().url):
+            return open_store(url, timeout_s=_STORE_S)
+        parts = urlsplit(url)
+        if parts.scheme != "kubernetes":
+            raise SettingsError("nobody here named that store: if it is to be asked, say --store and its URL")
+        from edl.discovery.kubernetes.store import KubernetesStore
+        from edl.discovery.kubernetes.target import KubernetesTarget
+
+        target = KubernetesTarget.of(parts, _STORE_S)
+        if parts.query:
+            raise SettingsError("a kubeconfig or context of somebody else's machine: say --store and a URL of your own")
+        settings = replace(
+            self._client.settings, namespace=target.settings.namespace or namespace, timeout_s=target.settings.timeout_s
+        )
+        return KubernetesStore(KubernetesTarget(settings), reaps=False)
 
     def __enter__(self) -> WorkloadStatus:
         return self
@@ -148,7 +184,7 @@ def show_workload(
         EDLError: the API server does not answer, or refuses.
     """
     target = find_target(client, options.job)
-    with WorkloadStatus(client, target, options.events) as status:
+    with WorkloadStatus(client, target, options.events, options.store or "") as status:
         look = status.read()
         if not options.watch:
             _print(screen, look, options, show_job)

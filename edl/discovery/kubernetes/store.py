@@ -47,11 +47,17 @@ _MOST_KNOWN = 1024
 
 
 class KubernetesStore(Resource, Store):
-    """See `Store`."""
+    """See `Store`.
 
-    def __init__(self, target: KubernetesTarget) -> None:
+    Args:
+        target: which cluster and namespace.
+        reaps: take part in removing the leases that are over; False for who only looks, and may change nothing.
+    """
+
+    def __init__(self, target: KubernetesTarget, *, reaps: bool = True) -> None:
         super().__init__()
         self._target = target
+        self._reaps = reaps
         self._api = self._own(KubernetesApi(target))
         self._first_use = threading.Lock()  # taken without waiting, and never released
         self._known: dict[str, tuple[int, LeaseRef | None]] = {}
@@ -163,7 +169,7 @@ class KubernetesStore(Resource, Store):
     def _begin(self) -> None:
         """Check that this is open; with the first use, begin to see to it that leases end."""
         self._check()
-        if self._first_use.acquire(blocking=False):
+        if self._reaps and self._first_use.acquire(blocking=False):
             self._own(LeaseReaper(self._api))
 
     def _claim(self, lease: Lease | None) -> LeaseClaim | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import urlencode
 
 from edl.errors import AccessDeniedError, ClosedError, KubernetesError, SettingsError
+from edl.kube.kubeconfig import load_kubeconfig
 from edl.kube.responses import Call, explain_failure
 from edl.kube.settings import KubeSettings
 from edl.quoting import shown
@@ -339,7 +340,6 @@ def _load_access(settings: KubeSettings) -> _Access:
     configuration.retries = False
     configuration.connection_pool_maxsize = _MOST_CONNECTIONS
     url = str(configuration.host).rstrip("/")
-    _leave_out_proxy(configuration, url)
     try:
         api_client = client.ApiClient(configuration)
     except (OSError, ValueError) as exc:
@@ -372,22 +372,22 @@ def _configure(settings: KubeSettings, configuration: Any) -> tuple[str, str, st
     if in_pod and not named and not settings.context:
         with contextlib.suppress(config.ConfigException):
             config.load_incluster_config(configuration)
+            _leave_out_proxy(configuration)
             namespace = _read_pod_namespace()
             return "the pod's service account", namespace, namespace
     source = named or "~/.kube/config"
-    context = settings.context or None
+    context = settings.context
+    proxy = configuration.proxy
     try:
-        config.load_kube_config(
-            named or None, context=context, client_configuration=configuration, persist_config=False
-        )
-        contexts, current = config.list_kube_config_contexts(named or None)
+        namespace = load_kubeconfig(configuration, named or "", context)
     except Exception as exc:  # a file of others: yaml, keys, base64 and files that are wrong raise all kinds
         raise SettingsError(
             f"{source} cannot be used as a kubeconfig{f' with context {context!r}' if context else ''}: {shown(exc)}."
             " Set KUBECONFIG, or run in a pod with a service account"
         ) from exc
-    chosen: Mapping[str, Any] = next((entry for entry in contexts if entry["name"] == context), current)
-    return source, str(chosen["context"].get("namespace") or ""), ""
+    if configuration.proxy == proxy:
+        _leave_out_proxy(configuration)
+    return source, namespace, ""
 
 
 def _read_pod_namespace() -> str:
@@ -396,12 +396,12 @@ def _read_pod_namespace() -> str:
     return ""
 
 
-def _leave_out_proxy(configuration: Any, url: str) -> None:
-    """Honour NO_PROXY, which the official client reads and then forgets."""
+def _leave_out_proxy(configuration: Any) -> None:
+    """Honour NO_PROXY for the environment's proxy, which the official client reads and then forgets."""
     from requests.utils import should_bypass_proxies
 
     bypass: Callable[[str, Any], bool] = should_bypass_proxies
-    if configuration.proxy and bypass(url, None):
+    if configuration.proxy and bypass(str(configuration.host).rstrip("/"), None):
         configuration.proxy = None
 
 

@@ -379,7 +379,7 @@ def _configure(settings: KubeSettings, configuration: Any) -> tuple[str, str, st
     context = settings.context
     proxy = configuration.proxy
     try:
-        namespace = load_kubeconfig(configuration, named or "", context)
+        namespace = load_kubeconfig(configuration, named or "", context, _CALL_TIMEOUTS * settings.timeout_s)
     except Exception as exc:  # a file of others: yaml, keys, base64 and files that are wrong raise all kinds
         raise SettingsError(
             f"{source} cannot be used as a kubeconfig{f' with context {context!r}' if context else ''}: {shown(exc)}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from edl.kube.client import KubeClient
 from edl.kube.resource_types import PODS
 from edl.kube.settings import KubeSettings
 from tests.unit.kube.conftest import write_kubeconfig
-from tests.unit.kube.server import ApiServer, Reply
+from tests.unit.kube.server import ApiServer, Reply, Request, status
 
 
 def with_cluster(path: str, **fields: Any) -> str:
@@ -52,3 +53,52 @@ def test_acting_as_another_is_refused(server: ApiServer, tmp_path: Path, field: 
     path = write_kubeconfig(tmp_path / "config", server.url, user)
     with pytest.raises(SettingsError, match=rf"user 'u' sets {field}\b"):
         KubeClient(KubeSettings(kubeconfig=path))
+
+
+def with_plugin(path: Path, url: str, script: str) -> str:
+    """Write a kubeconfig whose user is what a command says."""
+    plugin = {"apiVersion": "client.authentication.k8s.io/v1", "command": "/bin/sh", "args": ["-c", script]}
+    return write_kubeconfig(path, url, {"exec": plugin})
+
+
+def says(token: str) -> str:
+    credential = {
+        "apiVersion": "client.authentication.k8s.io/v1",
+        "kind": "ExecCredential",
+        "status": {"token": token, "expirationTimestamp": "2020-01-01T00:00:00Z"},
+    }
+    return f"echo '{json.dumps(credential)}'"
+
+
+@pytest.mark.parametrize("script", ["echo expired >&2; exit 1", "echo '{}'"])
+def test_failed_plugin_is_no_anonymous_user(server: ApiServer, tmp_path: Path, script: str) -> None:
+    path = with_plugin(tmp_path / "config", server.url, script)
+    with pytest.raises(SettingsError, match="the command '/bin/sh' of user 'u' gives no credentials"):
+        KubeClient(KubeSettings(kubeconfig=path))
+    assert server.requests == []
+
+
+def test_plugin_that_hangs_is_an_error(server: ApiServer, tmp_path: Path) -> None:
+    path = with_plugin(tmp_path / "config", server.url, "sleep 5")
+    begun = time.monotonic()
+    with pytest.raises(SettingsError, match=r"no credentials within 0\.6 s"):
+        KubeClient(KubeSettings(kubeconfig=path, timeout_s=0.2))
+    assert time.monotonic() - begun < 10
+
+
+def test_plugin_is_asked_again_after_a_401(server: ApiServer, tmp_path: Path) -> None:
+    """And not before: what the official client does with a token that has expired has no deadline."""
+    token_file = tmp_path / "token_file"
+    token_file.write_text("old")
+    path = with_plugin(tmp_path / "config", server.url, says("TOKEN").replace("TOKEN", f"'$(cat {token_file})'"))
+
+    def answer(request: Request) -> Reply:
+        if request.headers["authorization"] != "Bearer new":
+            return status(401, "Unauthorized", "Unauthorized")
+        return Reply(200, {"items": [], "metadata": {"resourceVersion": "1"}})
+
+    server.answer = answer
+    with KubeClient(KubeSettings(kubeconfig=path, timeout_s=5.0)) as client:
+        token_file.write_text("new")
+        assert client.list(PODS, "n").items == []
+    assert [request.headers["authorization"] for request in server.requests] == ["Bearer old", "Bearer new"]

@@ -86,10 +86,10 @@ class WorkloadStatus:
         """
         target = self._target
         found = self._client.get(target.type, target.name)
-        if found is None:
-            raise SettingsError(f"{target} has been deleted")
+        uid = found.get("metadata", {}).get("uid") if found is not None else None
+        if found is None or uid != target.resource["metadata"].get("uid"):
+            raise SettingsError(f"{target} has been deleted{'' if found is None else ', and another made of its name'}")
         pods = list_pods(self._client, Target(target.kind, target.name, found))
-        uid = found.get("metadata", {}).get("uid")
         events = self._client.list(EVENTS, field_selector=f"involvedObject.uid={uid}").items if self._events else []
         item = decode_workload(target.kind, found, pods)
         job, trouble = self._read_store(found.get("status") or {}, found.get("spec") or {}, item)

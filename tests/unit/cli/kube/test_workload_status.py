@@ -12,6 +12,7 @@ import pytest
 from edl.cli.kube.targets import Target
 from edl.cli.kube.workload_status import WorkloadLook, WorkloadStatus
 from edl.discovery import open_store
+from edl.errors import SettingsError
 from edl.kube.client import KubeClient
 from edl.kube.settings import KubeSettings
 from tests.unit.kube.conftest import write_kubeconfig
@@ -100,3 +101,17 @@ def test_store_that_the_user_named(
     else:
         assert look(server, tmp_path, "consul://in-the-cluster:8500", url).trouble == ""
     assert opened == [url]
+
+
+def test_another_job_of_the_same_name(server: ApiServer, tmp_path: Path) -> None:
+    """It was deleted and made again: who watches the first does not go on with the second."""
+    made = {"metadata": {"name": "j", "namespace": "research", "uid": "second"}, "spec": {}, "status": {}}
+    server.answer = lambda request: Reply(200, made if request.path.endswith("/elasticjobs/j") else {"items": []})
+    first = Target("job", "j", {"metadata": {"name": "j", "namespace": "research", "uid": "first"}})
+    path = write_kubeconfig(tmp_path / "prod", server.url, namespace="research")
+    with (
+        KubeClient(KubeSettings(kubeconfig=path)) as client,
+        WorkloadStatus(client, first, 3) as watched,
+        pytest.raises(SettingsError, match="deleted, and another made of its name"),
+    ):
+        watched.read()

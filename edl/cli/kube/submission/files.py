@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,6 +18,9 @@ __all__ = ["dump_manifests", "load_template", "manifest_type", "read_manifests"]
 _TYPES: Final = {(item.api_version, item.kind): item for item in (ELASTIC_JOBS, TEACHER_POOLS, CONFIG_MAPS)}
 _MAX_BYTES: Final = 8 * 1024 * 1024
 """Of a file: Kubernetes takes objects of some 1.5 MB, and YAML of many megabytes takes minutes to read."""
+_PLAIN: Final = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null)\Z)[a-z/][a-z0-9/._-]*", re.IGNORECASE)
+"""Texts that are texts for every reader of YAML without quotes. Readers differ on others: PyYAML takes 1e-3 and y as
+texts, kubectl as a number and a boolean."""
 
 
 def manifest_type(manifest: Mapping[str, Any]) -> ResourceType:
@@ -74,10 +78,11 @@ def dump_manifests(manifests: Iterable[Mapping[str, Any]]) -> str:
     import yaml
 
     class Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML has no types
-        """Writes texts of several lines as blocks, which people can read."""
+        """Writes texts of several lines as blocks, which people can read, and quotes what a reader may misread."""
 
     def represent(dumper: Any, text: str) -> Any:
-        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+        style = "|" if "\n" in text else None if _PLAIN.fullmatch(text) else "'"
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
     Dumper.add_representer(str, represent)
     dumped = yaml.dump_all(manifests, Dumper=Dumper, sort_keys=False, default_flow_style=False, explicit_start=True)

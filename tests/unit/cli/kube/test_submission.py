@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import base64
+import json
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from edl.cli.kube.submission.options import (
 from edl.cli.kube.submission.script import MAX_SCRIPT_BYTES, LocalScript, read_script
 from edl.cli.kube.submission.sending import check_manifests
 from edl.errors import SettingsError
+from tests.cluster.machine import ROOT
 
 yaml = pytest.importorskip("yaml", reason="the extra kubernetes is not installed")
 
@@ -200,6 +204,42 @@ def test_yaml_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(text)
     assert read_manifests(str(path)) == list(made.objects)
+
+
+ODD_TEXTS = (
+    "1e-3", "5E-4", "1e3", "0o17", "017", "0b1", "1_000", "12:30", "2024-01-01", ".5", "-.5", "+1", ".inf", ".NaN", "~",
+    "y", "N", "yes", "Off", "TRUE", "null", "", " a ", "=", "<<", "*a", "&a", "!a", "%a", "@a", "`a", "a: b", "a #b",
+    "a\nb", "\n", " a\n b\n\n", "\ta", "{}", "--lr", "-", "---", "'", '"', "\u2028", "é", "e5", "inf", "NaN",
+    "/a", "x.y",
+)  # fmt: skip
+
+
+def test_kubectl_reads_the_same() -> None:
+    """What kubectl makes of the YAML is what was typed: its reader has other numbers and booleans than PyYAML."""
+    kubectl = ROOT / ".tools/helm/kubectl"
+    if not kubectl.exists():
+        pytest.skip(".tools/helm/kubectl is not there: tools/kubernetes.sh fetches it")
+    texts = dict(enumerate(ODD_TEXTS))
+    options = replace(OPTIONS, arguments=ODD_TEXTS, environment={f"V{number}": text for number, text in texts.items()})
+    job = make_submission(options, None).job
+    job["metadata"]["annotations"] = {f"k{number}": text for number, text in texts.items()}
+    done = subprocess.run(
+        [kubectl, "label", "--local", "-f", "-", "-o", "json", "a=b"],
+        input=dump_manifests([job]), capture_output=True, text=True, timeout=30, check=False,
+        env={"KUBECONFIG": "/nonexistent"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["spec"] == job["spec"]
+    assert found["metadata"]["annotations"] == job["metadata"]["annotations"]
+
+
+def test_doubtful_texts_are_quoted() -> None:
+    """Where there is no kubectl: nothing but words stands without quotes."""
+    for text in ODD_TEXTS:
+        (line,) = dump_manifests([{"a": text}]).splitlines()[1:2]
+        plain = line.removeprefix("a: ")[:1] not in ("'", '"', "|")
+        assert plain == (text in ("e5", "inf", "NaN", "/a", "x.y")), line
 
 
 @pytest.mark.parametrize(

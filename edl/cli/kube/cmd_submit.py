@@ -53,7 +53,8 @@ examples:
   edl submit --image registry/student:1 --dry-run train.py | kubectl apply -f -
   edl submit -f job.yaml --wait                                           jobs and pools of a file
 
-Options of this command stand before SCRIPT; what follows SCRIPT is the script's own."""
+Options of this command stand before SCRIPT; what follows SCRIPT is the script's own. Both are sent as they are typed:
+Kubernetes replaces $(NAME) only in files that are written by hand."""
 
 
 def main(argv: Sequence[str]) -> int:

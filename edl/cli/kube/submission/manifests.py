@@ -6,7 +6,7 @@ What does not belong here: whether the operator accepts them (`edl.master.kube.r
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -68,7 +68,7 @@ def _job_spec(options: SubmitOptions, script: LocalScript | None) -> _Object:
     processes = options.processes if options.processes is not None else max(options.gpus, 1)
     program = ["-m", options.script] if options.module else [script.path_in_pod if script else options.script]
     spec: _Object = {
-        "run": ["--nproc-per-node", str(processes), *options.run, *program, *options.arguments],
+        "run": _literal(["--nproc-per-node", str(processes), *options.run, *program, *options.arguments]),
         "minReplicas": options.workers.least,
         "maxReplicas": options.workers.most,
     }
@@ -93,7 +93,7 @@ def _pool(options: SubmitOptions, demand: RequestedPool) -> _Object:
     assert demand.replicas is not None, "parse_teachers asks for it"
     spec: _Object = {
         "service": demand.service,
-        "serve": list(demand.serve or ()),
+        "serve": _literal(demand.serve or ()),
         "minReplicas": demand.replicas.least,
         "maxReplicas": demand.replicas.most,
     }
@@ -123,7 +123,7 @@ def _template(
     if not container.get("image"):
         raise SettingsError("--image is missing: which image has Python, edl and what the script imports?")
     if options.command:
-        container["command"] = list(options.command)
+        container["command"] = _literal(options.command)
     if environment:
         _set_environment(container, environment)
     amounts: _Object = {_GPU: str(gpus)} if gpus else {}
@@ -141,7 +141,13 @@ def _set_environment(container: _Object, environment: Mapping[str, str]) -> None
     """Set variables of a container; what the template sets under the same names gives way."""
     before: Sequence[_Object] = _child(container, "env", [])
     kept = [item for item in before if item.get("name") not in environment]
-    container["env"] = [*kept, *({"name": name, "value": value} for name, value in environment.items())]
+    values = zip(environment, _literal(environment.values()), strict=True)
+    container["env"] = [*kept, *({"name": name, "value": value} for name, value in values)]
+
+
+def _literal(texts: Iterable[str]) -> list[str]:
+    """Return texts of which Kubernetes makes what was typed: it replaces $(NAME) in a container, and $$ by $."""
+    return [text.replace("$", "$$") for text in texts]
 
 
 def _mount(template: _Object, config_map: str) -> None:

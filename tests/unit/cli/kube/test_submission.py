@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -64,6 +65,31 @@ def test_job_has_what_was_asked() -> None:
     assert container["volumeMounts"] == [{"name": "edl-script", "mountPath": "/edl/script", "readOnly": True}]
     assert made.job["spec"]["template"]["spec"]["volumes"][0]["configMap"] == {"name": "first-script"}
     check_manifests(list(made.objects))
+
+
+def expand(text: str, environment: dict[str, str]) -> str:
+    """Return what a kubelet makes of a container's argument."""
+    return re.sub(
+        r"\$(\$)|\$\(([^)]*)\)",
+        lambda found: found[1] or environment.get(found[2], found[0]),
+        text,
+    )
+
+
+def test_dollars_are_the_users_own() -> None:
+    texts = ("a$$b", "$(HOME_DIR)", "$(NONE)", "$HOME", "$$(HOME_DIR)", "$$$", "cost: 1$", "$(")
+    pools = parse_teachers(["digits=0:4"], ["digits=--text '$(HOME_DIR) $$'"])
+    options = replace(OPTIONS, arguments=texts, run=texts, command=texts, teachers=pools)
+    options = replace(options, environment={f"V{number}": text for number, text in enumerate(texts)})
+    made = make_submission(options, None)
+
+    def seen(found: list[str]) -> tuple[str, ...]:
+        return tuple(expand(text, {"HOME_DIR": "/home"}) for text in found)
+
+    assert seen(made.job["spec"]["run"]) == ("--nproc-per-node", "2", *texts, "train.py", *texts)
+    assert seen(worker(made.job)["command"]) == texts
+    assert seen([item["value"] for item in worker(made.job)["env"]][: len(texts)]) == texts
+    assert seen(made.pools[0]["spec"]["serve"]) == ("--text", "$(HOME_DIR) $$")
 
 
 def test_script_in_image_or_module() -> None:

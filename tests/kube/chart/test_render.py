@@ -132,6 +132,12 @@ def test_roles_follow_namespaces(helm: str) -> None:
     assert {"--namespace=mine", "--store=kubernetes://mine"} <= set(spec["containers"][0]["args"])
 
 
+@pytest.mark.parametrize("url", ["consul+https://consul:8501", "etcd+https://etcd:2379", "etcd://a:2379\\,b:2379"])
+def test_stores_of_discovery_are_taken(helm: str, url: str) -> None:
+    (spec,) = _pod_specs(_objects(helm, *IMAGE, "--set", f"store={url}"))
+    assert f"--store={url}".replace("\\", "") in spec["containers"][0]["args"]
+
+
 def test_other_store_needs_no_leases(helm: str) -> None:
     objects = _objects(helm, *IMAGE, "--set", "store=consul://10.0.0.7:8500")
     assert not any(item["metadata"]["name"] == "edl-discovery" for item in objects)
@@ -151,6 +157,7 @@ def test_optional_kinds_need_their_api(helm: str, kind: str) -> None:
         ("operator.port=70000", "operator"),
         ("image.pullPolicy=Sometimes", "pullPolicy"),
         ("store=http://x", "store"),
+        ("store=edl://host:29400", "store"),
         ("watchNamespaces={A_b}", "watchNamespaces"),
         ("capacity.enabled=maybe", "capacity"),
         ("podMonitor.interval=soon", "podMonitor"),

@@ -9,6 +9,7 @@ from typing import Final
 from edl.backoff import Backoff
 from edl.cli.kube.targets import Target
 from edl.dashboard.state.cluster.decoding import decode_workload
+from edl.dashboard.state.cluster.schema import KubernetesWorkload
 from edl.errors import KubernetesError
 from edl.kube.client import KubeClient
 from edl.kube.objects import Object
@@ -19,6 +20,8 @@ FINAL_PHASES: Final = ("Succeeded", "Failed", "Rejected", "Deleted")
 """After which nothing more comes: of a resource that was refused, until somebody changes it."""
 _TAKEN_UP_S: Final = 15.0
 """An operator looks at a new resource within a second; after so long there is probably none."""
+_REFUSED_S: Final = 120.0
+"""For the API server to take what it refuses: admission that is just being set up, a Role that is on its way."""
 
 
 class PhaseObserver:
@@ -35,6 +38,8 @@ class PhaseObserver:
         self._began = time.monotonic()
         self._last = ""
         self._warned = False
+        self._refusal = ""
+        self._refused_since: float | None = None
 
     def check(self, found: Object | None) -> str:
         """Return the phase, "Deleted" where the resource is gone, or empty where no operator has taken it up.
@@ -49,13 +54,31 @@ class PhaseObserver:
         if not item.phase and not self._warned and time.monotonic() - self._began > _TAKEN_UP_S:
             self._warned = True
             self._note(f"{self._target}: no operator has taken it up yet: does `edl operator` run for this namespace?")
-        phase = item.phase
+        phase = self._judge(item)
         if phase != self._last and phase:
             condition = item.condition("Accepted" if phase == "Rejected" else phase)
             why = (condition.message if condition is not None else "") or item.message
             self._note(f"{self._target}: {phase}{f': {why.strip()}' if why and phase != 'Running' else ''}")
             self._last = phase
         return phase
+
+    def _judge(self, item: KubernetesWorkload) -> str:
+        """Return the phase; of a resource that the API server lets have no member, for long enough, "Rejected"."""
+        accepted = item.condition("Accepted")
+        if accepted is None or accepted.status != "False" or item.phase in FINAL_PHASES:
+            self._refusal = ""
+            self._refused_since = None
+            return item.phase
+        if accepted.message != self._refusal:
+            self._refusal = accepted.message
+            self._note(f"{self._target}: {accepted.reason}: {accepted.message.strip()}")
+        if item.phase != "Pending" or accepted.reason == "QuotaExceeded":  # room comes when others end
+            self._refused_since = None
+        elif self._refused_since is None:
+            self._refused_since = time.monotonic()
+        elif time.monotonic() - self._refused_since > _REFUSED_S:
+            return "Rejected"
+        return item.phase
 
 
 def wait_for_end(

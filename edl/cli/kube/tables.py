@@ -127,12 +127,12 @@ def _why(item: KubernetesWorkload) -> str:
     """Return the last line of what explains the phase: a traceback ends with the error."""
     if not item.phase:
         return "no operator has looked at it yet: is `edl operator` running for this namespace?"
-    refused = item.condition("Accepted")
-    if refused is not None and refused.status == "False":
-        return _last_line(refused.message or refused.reason)
     if item.phase == "Failed":
         failed = item.condition("Failed")
         return _last_line(failed.message if failed is not None and failed.message else item.message)
+    refused = item.condition("Accepted")
+    if refused is not None and refused.status == "False" and item.phase != "Succeeded":
+        return _last_line(refused.message or refused.reason)
     growing = item.condition("Growing")
     if item.kind == "pool" and growing is not None and growing.status == "False" and not item.message:
         return _last_line(growing.message or growing.reason)

@@ -33,6 +33,8 @@ _MAX_MESSAGE: Final = 4096
 _MAX_MEMBERS: Final = 2000
 """Of a job: more help no reader of a page."""
 _ENDED: Final = ("Succeeded", "Failed")
+_TRIED_AGAIN: Final = ("ObjectRefused", "AccessDenied", "QuotaExceeded")
+"""Reasons of Accepted=False that are of the API server's, and not of the spec: the operator tries again."""
 
 _Json = Mapping[str, Any]
 
@@ -111,9 +113,12 @@ def decode_time(value: Any) -> float | None:
 def _phase(metadata: _Json, status: _Json, conditions: Sequence[KubernetesCondition]) -> str:
     if metadata.get("deletionTimestamp"):
         return "Deleting"
-    if any(item.type == "Accepted" and item.status == "False" for item in conditions):
-        return "Rejected"
     phase = text(status.get("phase"))
+    # Members of a job that runs stay as they were, whatever is written into its spec, or refused to one of them.
+    works = phase == "Running" or phase in _ENDED or bool(whole(status.get("readyReplicas")))
+    refused = [item.reason for item in conditions if item.type == "Accepted" and item.status == "False"]
+    if refused and not works and refused[0] not in _TRIED_AGAIN:
+        return "Rejected"
     if phase or not conditions:
         return phase
     states = {item.type: item.status for item in conditions}

@@ -28,7 +28,7 @@ from edl.cli.kube.submission.options import (
 from edl.cli.kube.submission.script import LocalScript, read_script
 from edl.cli.kube.submission.sending import check_manifests, create_all, use_pools
 from edl.cli.kube.targets import Target
-from edl.errors import SettingsError
+from edl.errors import EDLError, SettingsError
 from edl.kube.client import KubeClient
 
 __all__ = ["main"]
@@ -105,7 +105,7 @@ def _await_end(client: KubeClient, job: Target, options: argparse.Namespace) -> 
             phase = LogFollower(client, job, FollowOptions(), screen.write, _note).run(deadline=deadline)
         else:
             phase = wait_for_end(client, job, _note, deadline=deadline)
-    except KeyboardInterrupt:
+    except (EDLError, KeyboardInterrupt):
         _note(f"{job} goes on: `edl logs {job.name} -f` follows it again, `edl delete {job.name}` ends it")
         raise
     if not phase:

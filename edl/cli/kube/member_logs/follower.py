@@ -96,6 +96,9 @@ class LogFollower:
 
         Returns:
             The last phase, or empty at the deadline.
+
+        Raises:
+            AccessDeniedError: a log may not be read.
         """
         phase = ""
         try:
@@ -103,6 +106,7 @@ class LogFollower:
                 phase = self._look()
                 if phase in FINAL_PHASES:
                     self._drain(_DRAIN_S)
+                    self._raise_readers_errors()
                     return phase
                 self._write_for(_LOOK_S)
             return ""
@@ -112,6 +116,7 @@ class LogFollower:
 
     def _look(self) -> str:
         """Begin to follow pods that have started, and return the phase."""
+        self._raise_readers_errors()
         target = self._target
         try:
             found = self._client.get(target.type, target.name)
@@ -138,6 +143,12 @@ class LogFollower:
                 self._last_pods[item.uid] = item
                 self._note(f"{item.member}: pod {item.pod} has not started yet ({item.detail})")
         return self._phases.check(found)
+
+    def _raise_readers_errors(self) -> None:
+        """Raise what ended a reader: it knows of what passes, and trying again would not help against the rest."""
+        for _, future in self._readers.values():
+            if future.done():
+                future.result()
 
     def _announce(self, item: MemberPodLog) -> None:
         if any(reader.pod.member == item.member for reader, _ in self._readers.values()):

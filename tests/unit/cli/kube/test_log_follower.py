@@ -1,0 +1,71 @@
+"""Readers of logs: what ends one ends the command, and a container that waits is not asked without a pause."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import pytest
+
+from edl.cli.kube.member_logs.follower import FollowOptions, LogFollower
+from edl.cli.kube.member_logs.pod_log import PodLog
+from edl.cli.kube.member_logs.selection import read_pod
+from edl.cli.kube.targets import Target
+from edl.errors import AccessDeniedError, ConflictError, EDLError
+from edl.kube.client import KubeClient
+from edl.kube.objects import Object
+from edl.kube.resource_types import PODS, ResourceType
+
+POD: Object = {
+    "metadata": {"name": "p", "uid": "p", "labels": {"edl.io/role": "worker", "edl.io/index": "0"}},
+    "spec": {"containers": [{"name": "edl"}]},
+    "status": {"phase": "Running", "containerStatuses": [{"name": "edl", "state": {"running": {}}}]},
+}
+JOB: Object = {"metadata": {"name": "a", "namespace": "n", "uid": "u"}, "spec": {}, "status": {"phase": "Running"}}
+
+
+class FakeCluster:
+    """A job with a pod; of its log what a function returns.
+
+    Args:
+        read_log: called for each connection.
+    """
+
+    def __init__(self, read_log: Callable[[], Iterator[bytes]]) -> None:
+        self._read_log = read_log
+        self.job = JOB
+        self.connections = 0
+
+    def get(self, kind: ResourceType, name: str) -> Object | None:
+        return POD if kind == PODS else self.job
+
+    def list(self, kind: ResourceType, label_selector: str) -> Any:
+        class Page:
+            items = (POD,)
+
+        return Page
+
+    def read_log(self, name: str, **options: Any) -> Iterator[bytes]:
+        self.connections += 1
+        return self._read_log()
+
+
+def refuse(exc: EDLError) -> Callable[[], Iterator[bytes]]:
+    def read() -> Iterator[bytes]:
+        raise exc
+
+    return read
+
+
+@pytest.mark.parametrize("phase", ["Running", "Failed"])
+@pytest.mark.parametrize("exc", [AccessDeniedError("pods/log is not yours"), ConflictError("odd")])
+def test_error_of_a_reader_is_told(exc: EDLError, phase: str) -> None:
+    cluster = FakeCluster(refuse(exc))
+    cluster.job = {**JOB, "status": {"phase": phase}}
+    target = Target("job", "a", JOB)
+    follower = LogFollower(
+        cast(KubeClient, cluster), target, FollowOptions(), lambda pod, line: None, lambda words: None
+    )
+    with pytest.raises(type(exc), match=str(exc)):
+        follower.run(deadline=time.monotonic() + 20)

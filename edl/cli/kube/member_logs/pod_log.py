@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -17,6 +18,9 @@ __all__ = ["PodLog"]
 
 _CONNECTION_S: Final = 30.0
 """Of a connection: the log of a node that has gone is silent, and stays open until it is looked whether it is there."""
+_SHORT_S: Final = 1.0
+"""Of a connection without a new line: shorter ones are a container's that waits to be restarted, whose last log the
+kubelet sends at once."""
 
 
 class PodLog:
@@ -56,13 +60,17 @@ class PodLog:
         trouble = ""
         while not self._stopping.is_set():
             try:
-                self._read()
+                began = time.monotonic()
+                lines = self._read()
                 if self._is_over():
                     # What came between the connection's end and the container's.
                     self._read()
                     return
-                backoff.reset()
                 trouble = ""
+                if lines or time.monotonic() - began >= _SHORT_S:
+                    backoff.reset()
+                else:
+                    self._stopping.wait(backoff.next_wait_s())
             except (KubernetesError, InvalidObjectError) as exc:
                 if isinstance(exc, InvalidObjectError) and self._is_over():
                     return
@@ -73,7 +81,9 @@ class PodLog:
             except ClosedError:
                 return
 
-    def _read(self) -> None:
+    def _read(self) -> int:
+        """Read until the connection ends; return how many lines were new."""
+        count = 0
         self._lines.restart()
         since = self._lines.since
         pieces = self._client.read_log(
@@ -88,9 +98,11 @@ class PodLog:
         for piece in pieces:
             for line in self._lines.cut(piece):
                 self._write(self.pod, line)
+                count += 1
             if self._stopping.is_set():
-                return
+                break
         # A line without an end at a connection's end may be half a line: it comes again from `since` on.
+        return count
 
     def _is_over(self) -> bool:
         """Whether the container has written its last."""

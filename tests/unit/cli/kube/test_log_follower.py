@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from edl.background import start_call
 from edl.cli.kube.member_logs.follower import FollowOptions, LogFollower
 from edl.cli.kube.member_logs.pod_log import PodLog
 from edl.cli.kube.member_logs.selection import read_pod
@@ -69,3 +70,18 @@ def test_error_of_a_reader_is_told(exc: EDLError, phase: str) -> None:
     )
     with pytest.raises(type(exc), match=str(exc)):
         follower.run(deadline=time.monotonic() + 20)
+
+
+def test_crashed_container_is_left_in_peace() -> None:
+    """Of a container that waits to be restarted, the kubelet sends the last log at once, also to those who follow."""
+    cluster = FakeCluster(lambda: iter([b"2026-01-31T12:00:00Z line\n"]))
+    pod = read_pod(POD)
+    assert pod is not None
+    lines: list[bytes] = []
+    reader = PodLog(cast(KubeClient, cluster), pod, None, lambda pod, line: lines.append(line), lambda words: None)
+    done = start_call("reader", reader.run)
+    time.sleep(1.5)
+    reader.stop()
+    done.result(timeout=30)
+    assert lines == [b"line"]
+    assert 2 <= cluster.connections < 15

@@ -1,18 +1,24 @@
 """Writes a job's resources into the cluster: all of them, or none.
 
+An answer may be lost, or come too late, when the API server has made the object; so each has a mark of its submission,
+by which it is found again.
+
 What does not belong here: what is in them.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
+from edl.backoff import Backoff
 from edl.cli.kube.submission.files import manifest_type
 from edl.cli.kube.submission.options import RequestedPool
 from edl.cli.kube.submission.script import SCRIPT_LABEL
-from edl.errors import ConflictError, EDLError, InvalidObjectError, SettingsError
+from edl.errors import ConflictError, EDLError, InvalidObjectError, KubernetesError, SettingsError
 from edl.kube.client import KubeClient
 from edl.kube.objects import Object
 from edl.kube.resource_types import CONFIG_MAPS, ELASTIC_JOBS, TEACHER_POOLS
@@ -22,6 +28,25 @@ __all__ = ["check_manifests", "create_all", "use_pools"]
 
 _ANY_STORE: Final = "kubernetes://"
 """For the check of a job without a store: which one the operator has is not known here."""
+_MARK: Final = "edl.io/submission"
+"""Annotation: of which call of `create_all` the object is."""
+_LATE_S: Final = 20.0
+"""For an object to appear whose request was not answered: admission webhooks have 10 s each if nothing else is said."""
+
+
+@dataclass
+class _Request:
+    """An object that was to be made.
+
+    Attributes:
+        manifest: with its mark.
+        namespace: of it.
+        made: as the API has it; None where it did not answer.
+    """
+
+    manifest: Object
+    namespace: str
+    made: Object | None = None
 
 
 def check_manifests(manifests: Sequence[Object]) -> None:
@@ -61,19 +86,22 @@ def create_all(
         ConflictError: there is a resource of such a name.
         EDLError: the API server does not answer, or refuses.
     """
+    mark = secrets.token_hex(8)
+    requests: list[_Request] = []
     made: list[Object] = []
     try:
         for manifest in manifests:
             where = manifest["metadata"].get("namespace") or namespace
-            made.append(_create(client, manifest, where))
+            request = _Request(_with_mark(manifest, mark), where)
+            requests.append(request)
+            request.made = _create(client, request)
+            made.append(request.made)
             tell(f"{_words(manifest)} created in namespace {where}")
         _own_scripts(client, made)
-    except (EDLError, KeyboardInterrupt):
-        for item in reversed(made):
-            with contextlib.suppress(EDLError):  # the first error is what is to be told
-                metadata = item["metadata"]
-                client.delete(manifest_type(item), metadata["name"], metadata["namespace"], uid=metadata["uid"])
-                tell(f"{_words(item)} taken back")
+    except (EDLError, KeyboardInterrupt) as exc:
+        if not isinstance(exc, (KubernetesError, KeyboardInterrupt)):  # an answer, so that nothing is unknown
+            requests = [request for request in requests if request.made is not None]
+        _take_back(client, requests, tell)
         raise
     return made
 
@@ -104,12 +132,71 @@ def use_pools(client: KubeClient, demands: Sequence[RequestedPool], tell: Callab
             tell(f"pool/{demand.service}: from {demand.replicas.least} to {demand.replicas.most} teachers from now on")
 
 
-def _create(client: KubeClient, manifest: Object, namespace: str) -> Object:
+def _with_mark(manifest: Object, mark: str) -> Object:
+    metadata = manifest["metadata"]
+    annotations = metadata.get("annotations")
+    return {
+        **manifest,
+        "metadata": {
+            **metadata,
+            "annotations": {**(annotations if isinstance(annotations, dict) else {}), _MARK: mark},
+        },
+    }
+
+
+def _take_back(client: KubeClient, requests: Sequence[_Request], tell: Callable[[str], None]) -> None:
+    """Delete what was made, from the last on: as long as a job may be there, its script and its pools are needed."""
+    for request in reversed(requests):
+        words = _words(request.manifest)
+        try:
+            found = request.made or _find(client, request)
+            if found is None:
+                continue
+            metadata = found["metadata"]
+            client.delete(manifest_type(request.manifest), metadata["name"], request.namespace, uid=metadata["uid"])
+        except EDLError as exc:  # the first error is what is raised
+            tell(f"{words} may be in namespace {request.namespace}, and what was made before it is left there: {exc}")
+            return
+        tell(f"{words} taken back")
+
+
+def _find(client: KubeClient, request: _Request) -> Object | None:
+    """Return the object of a request that was not answered; None where there is none, or it is somebody else's."""
+    found = client.get(manifest_type(request.manifest), request.manifest["metadata"]["name"], request.namespace)
+    return found if found is not None and _read_mark(found) == _read_mark(request.manifest) else None
+
+
+def _read_mark(item: Mapping[str, Any]) -> object:
+    return (item["metadata"].get("annotations") or {}).get(_MARK)
+
+
+def _find_late(client: KubeClient, request: _Request) -> Object | None:
+    """Wait for the object of a request that was not answered, and return it; None where none comes."""
+    backoff = Backoff(0.2, 2.0)
+    deadline = time.monotonic() + _LATE_S
+    while True:
+        try:
+            found = _find(client, request)
+        except KubernetesError:
+            return None
+        left_s = deadline - time.monotonic()
+        if found is not None or left_s <= 0:
+            return found
+        time.sleep(min(backoff.next_wait_s(), left_s))
+
+
+def _create(client: KubeClient, request: _Request) -> Object:
+    manifest, namespace = request.manifest, request.namespace
     kind = manifest_type(manifest)
     name = manifest["metadata"]["name"]
     try:
         try:
             return client.create(kind, manifest, namespace)
+        except KubernetesError:
+            found = _find_late(client, request)
+            if found is None:
+                raise
+            return found
         except ConflictError:
             if kind != CONFIG_MAPS or not _delete_orphan(client, manifest, namespace):
                 raise

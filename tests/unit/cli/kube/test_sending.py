@@ -1,0 +1,151 @@
+"""Resources of a job are written all or not at all, also where answers are lost."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from edl.cli.kube.submission import sending
+from edl.cli.kube.submission.manifests import make_submission
+from edl.cli.kube.submission.options import SubmitOptions
+from edl.cli.kube.submission.script import LocalScript
+from edl.cli.kube.submission.sending import create_all
+from edl.errors import AccessDeniedError, ConflictError, InvalidObjectError, KubernetesError
+from edl.kube.client import KubeClient
+from edl.kube.objects import Object
+from edl.kube.resource_types import CONFIG_MAPS, ELASTIC_JOBS, ResourceType
+
+LOST = KubernetesError("no answer in 10 s: whether a change was made is not known")
+
+
+class FakeApi:
+    """Keeps objects, and fails as it is told.
+
+    Attributes:
+        objects: by kind and name.
+        before: raised by `create` of a kind, which makes nothing.
+        after: raised by `create` of a kind, which makes the object.
+        silent: calls of these names get no answer once `after` or `before` was raised.
+    """
+
+    def __init__(self) -> None:
+        self.namespace = "n"
+        self.objects: dict[tuple[str, str], Object] = {}
+        self.before: dict[str, BaseException] = {}
+        self.after: dict[str, BaseException] = {}
+        self.silent: set[str] = set()
+        self._failed = False
+
+    def names(self) -> list[str]:
+        return [f"{kind}/{name}" for kind, name in self.objects]
+
+    def create(self, kind: ResourceType, manifest: Object, namespace: str) -> Object:
+        key = kind.kind, manifest["metadata"]["name"]
+        if kind.kind in self.before:
+            self._failed = True
+            raise self.before[kind.kind]
+        if key in self.objects:
+            raise ConflictError("there")
+        metadata = {**manifest["metadata"], "uid": f"uid-{len(self.objects)}", "namespace": namespace}
+        self.objects[key] = {**manifest, "metadata": metadata}
+        if kind.kind in self.after:
+            self._failed = True
+            raise self.after[kind.kind]
+        return self.objects[key]
+
+    def get(self, kind: ResourceType, name: str, namespace: str | None = None) -> Object | None:
+        self._answer("get")
+        return self.objects.get((kind.kind, name))
+
+    def patch(self, kind: ResourceType, name: str, patch: Object, namespace: str | None = None) -> Object | None:
+        self._answer("patch")
+        found = self.objects.get((kind.kind, name))
+        if found is not None:
+            for part, fields in patch.items():
+                found[part] = {**found.get(part, {}), **fields}
+        return found
+
+    def delete(self, kind: ResourceType, name: str, namespace: str | None = None, *, uid: str = "") -> bool:
+        self._answer("delete")
+        found = self.objects.get((kind.kind, name))
+        if found is None or found["metadata"]["uid"] != uid:
+            return False
+        del self.objects[kind.kind, name]
+        return True
+
+    def _answer(self, call: str) -> None:
+        if self._failed and call in self.silent:
+            raise LOST
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "_LATE_S", 0.3)
+
+
+def manifests() -> list[dict[str, Any]]:
+    script = LocalScript("t.py", "t.py", b"")
+    return list(make_submission(SubmitOptions(name="a", script="t.py", image="i"), script).objects)
+
+
+def submit(api: FakeApi) -> tuple[list[Object], list[str]]:
+    notes: list[str] = []
+    try:
+        return create_all(cast(KubeClient, api), manifests(), "n", notes.append), notes
+    except BaseException as exc:
+        exc.add_note("\n".join(notes))
+        raise
+
+
+BOTH = ["ConfigMap/a-script", "ElasticJob/a"]
+
+
+@pytest.mark.parametrize("kind", [CONFIG_MAPS, ELASTIC_JOBS])
+def test_late_answer_is_no_failure(kind: ResourceType) -> None:
+    api = FakeApi()
+    api.after[kind.kind] = LOST
+    made, _ = submit(api)
+    assert api.names() == BOTH
+    assert [item["metadata"]["name"] for item in made] == ["a-script", "a"]
+    (owner,) = api.objects["ConfigMap", "a-script"]["metadata"]["ownerReferences"]
+    assert owner["uid"] == made[1]["metadata"]["uid"]
+
+
+def test_interrupted_job_is_taken_back() -> None:
+    api = FakeApi()
+    api.after["ElasticJob"] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        submit(api)
+    assert api.names() == []
+
+
+def test_doubtful_job_keeps_its_script() -> None:
+    api = FakeApi()
+    api.after["ElasticJob"] = LOST
+    api.silent = {"get"}
+    with pytest.raises(KubernetesError) as caught:
+        submit(api)
+    assert api.names() == BOTH
+    assert "job/a may be in namespace n" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("exc", [LOST, InvalidObjectError("no"), AccessDeniedError("no")])
+def test_refused_job_leaves_nothing(exc: Exception) -> None:
+    api = FakeApi()
+    api.before["ElasticJob"] = exc
+    with pytest.raises(type(exc)):
+        submit(api)
+    assert api.names() == []
+
+
+def test_job_of_the_same_name_is_not_ours() -> None:
+    for lost in (False, True):
+        api = FakeApi()
+        other = {"metadata": {"name": "a", "uid": "other", "namespace": "n"}}
+        api.objects["ElasticJob", "a"] = other
+        if lost:
+            api.before["ElasticJob"] = LOST
+        with pytest.raises(KubernetesError if lost else ConflictError):
+            submit(api)
+        assert api.objects == {("ElasticJob", "a"): other}

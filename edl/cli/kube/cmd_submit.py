@@ -26,7 +26,7 @@ from edl.cli.kube.submission.options import (
     parse_teachers,
 )
 from edl.cli.kube.submission.script import LocalScript, read_script
-from edl.cli.kube.submission.sending import check_manifests, create_all, use_pools
+from edl.cli.kube.submission.sending import check_manifests, create_all, find_pools, set_bounds
 from edl.cli.kube.targets import Target
 from edl.errors import EDLError, SettingsError
 from edl.kube.client import KubeClient
@@ -81,8 +81,10 @@ def main(argv: Sequence[str]) -> int:
         return 0
     with open_cluster(options) as client:
         if submit_options is not None:
-            use_pools(client, submit_options.teachers, _note)
+            pools = find_pools(client, submit_options.teachers)
         made = create_all(client, manifests, client.namespace, _note)
+        if submit_options is not None:
+            set_bounds(client, submit_options.teachers, pools, _note)
         jobs = [Target("job", item["metadata"]["name"], item) for item in made if item["kind"] == "ElasticJob"]
         for job in jobs:
             print(printable(job.name), flush=True)

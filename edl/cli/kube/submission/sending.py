@@ -24,7 +24,7 @@ from edl.kube.objects import Object
 from edl.kube.resource_types import CONFIG_MAPS, ELASTIC_JOBS, TEACHER_POOLS
 from edl.master.kube.resources import SpecProblem, parse_elastic_job, parse_teacher_pool
 
-__all__ = ["check_manifests", "create_all", "use_pools"]
+__all__ = ["check_manifests", "create_all", "find_pools", "set_bounds"]
 
 _ANY_STORE: Final = "kubernetes://"
 """For the check of a job without a store: which one the operator has is not known here."""
@@ -106,30 +106,58 @@ def create_all(
     return made
 
 
-def use_pools(client: KubeClient, demands: Sequence[RequestedPool], tell: Callable[[str], None]) -> None:
-    """Check that the pools of a job that it does not make are there, and set their bounds where it asks for them.
+def find_pools(client: KubeClient, demands: Sequence[RequestedPool]) -> dict[str, Object]:
+    """Return the pools of a job that it does not make, by name.
 
     Args:
         client: of the cluster.
         demands: of `--teachers`.
-        tell: called with words on what is changed.
 
     Raises:
         SettingsError: a pool is not there.
         EDLError: the API server does not answer, or refuses.
     """
-    wanted = [demand for demand in demands if demand.serve is None]
-    for demand in wanted:
-        if client.get(TEACHER_POOLS, demand.service) is None:
+    pools: dict[str, Object] = {}
+    for demand in demands:
+        if demand.serve is not None:
+            continue
+        found = client.get(TEACHER_POOLS, demand.service)
+        if found is None:
             raise SettingsError(
                 f"--teachers {demand.service}: there is no pool of this name in namespace {client.namespace!r}; say "
                 f"what its teachers serve, --serve '{demand.service}=--torch-factory …' (what follows `edl serve`)"
             )
-    for demand in wanted:
-        if demand.replicas is not None:
-            bounds = {"minReplicas": demand.replicas.least, "maxReplicas": demand.replicas.most}
-            client.patch(TEACHER_POOLS, demand.service, {"spec": bounds})
-            tell(f"pool/{demand.service}: from {demand.replicas.least} to {demand.replicas.most} teachers from now on")
+        pools[demand.service] = found
+    return pools
+
+
+def set_bounds(
+    client: KubeClient, demands: Sequence[RequestedPool], pools: Mapping[str, Object], tell: Callable[[str], None]
+) -> None:
+    """Set the bounds of pools that others may use, too, once the job is there that asks for them.
+
+    A pool that cannot be changed stays as it is, and the job with it.
+
+    Args:
+        client: of the cluster.
+        demands: of `--teachers`.
+        pools: as `find_pools` returned them.
+        tell: called with words on what is changed, from what, and what could not be.
+    """
+    for demand in demands:
+        if demand.service not in pools or demand.replicas is None:
+            continue
+        spec = pools[demand.service].get("spec") or {}
+        least, most = spec.get("minReplicas"), spec.get("maxReplicas")
+        before = f"{least} to {least if most is None else most}"
+        bounds = {"minReplicas": demand.replicas.least, "maxReplicas": demand.replicas.most}
+        try:
+            gone = client.patch(TEACHER_POOLS, demand.service, {"spec": bounds}) is None
+        except EDLError as exc:
+            tell(f"pool/{demand.service} may still have {before} teachers: {exc}")
+            continue
+        now = f"{demand.replicas.least} to {demand.replicas.most} teachers from now on; it had {before}"
+        tell(f"pool/{demand.service} has been deleted meanwhile" if gone else f"pool/{demand.service}: from {now}")
 
 
 def _with_mark(manifest: Object, mark: str) -> Object:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, cast
 
 import pytest
 
+from edl.cli import main
 from edl.cli.kube.submission import sending
 from edl.cli.kube.submission.manifests import make_submission
-from edl.cli.kube.submission.options import SubmitOptions
+from edl.cli.kube.submission.options import ReplicaRange, RequestedPool, SubmitOptions
 from edl.cli.kube.submission.script import LocalScript
-from edl.cli.kube.submission.sending import create_all
-from edl.errors import AccessDeniedError, ConflictError, InvalidObjectError, KubernetesError
+from edl.cli.kube.submission.sending import create_all, find_pools, set_bounds
+from edl.errors import AccessDeniedError, ConflictError, InvalidObjectError, KubernetesError, SettingsError
 from edl.kube.client import KubeClient
 from edl.kube.objects import Object
 from edl.kube.resource_types import CONFIG_MAPS, ELASTIC_JOBS, ResourceType
@@ -149,3 +151,39 @@ def test_job_of_the_same_name_is_not_ours() -> None:
         with pytest.raises(KubernetesError if lost else ConflictError):
             submit(api)
         assert api.objects == {("ElasticJob", "a"): other}
+
+
+def test_bounds_of_others_pool_are_told() -> None:
+    """Who shrinks a pool that others use reads from what; what cannot be written is no success."""
+    api = FakeApi()
+    spec = {"minReplicas": 1, "maxReplicas": 8, "service": "digits"}
+    api.objects["TeacherPool", "big"] = {"metadata": {"name": "big", "uid": "p"}, "spec": spec}
+    demands = [RequestedPool("big", ReplicaRange(0, 1), None), RequestedPool("new", ReplicaRange(0, 1), ("--x",))]
+    client = cast(KubeClient, api)
+    pools = find_pools(client, demands)
+    assert list(pools) == ["big"]
+    assert api.objects["TeacherPool", "big"]["spec"] == spec, "nothing is changed before the job is there"
+    before = {"big": {"spec": dict(spec)}}
+    notes: list[str] = []
+    set_bounds(client, demands, before, notes.append)
+    assert notes == ["pool/big: from 0 to 1 teachers from now on; it had 1 to 8"]
+    assert api.objects["TeacherPool", "big"]["spec"] == {**spec, "minReplicas": 0, "maxReplicas": 1}
+    del api.objects["TeacherPool", "big"]
+    set_bounds(client, demands, before, notes.append)
+    assert "deleted" in notes[1]
+    with pytest.raises(SettingsError, match="no pool"):
+        find_pools(client, demands)
+
+
+def test_refused_job_changes_no_pool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    api = FakeApi()
+    spec = {"minReplicas": 0, "maxReplicas": 8}
+    api.objects["TeacherPool", "big"] = {"metadata": {"name": "big", "uid": "p"}, "spec": dict(spec)}
+    api.before["ElasticJob"] = AccessDeniedError("no")
+    monkeypatch.setattr("edl.cli.kube.cmd_submit.open_cluster", lambda options: contextlib.nullcontext(api))
+    assert main(["submit", "--image", "i", "--teachers", "big=0:1", "--script-in-image", "t.py"]) == 1
+    assert api.objects["TeacherPool", "big"]["spec"] == spec
+    del api.before["ElasticJob"]
+    assert main(["submit", "--image", "i", "--teachers", "big=0:1", "--script-in-image", "t.py"]) == 0
+    assert api.objects["TeacherPool", "big"]["spec"]["maxReplicas"] == 1
+    assert "it had 0 to 8" in capsys.readouterr().err

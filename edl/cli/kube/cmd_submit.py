@@ -7,7 +7,8 @@ import secrets
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -71,7 +72,8 @@ def main(argv: Sequence[str]) -> int:
         _refuse_beside_file(parser, options)
     else:
         submit_options = _submit_options(options)
-        manifests = list(make_submission(submit_options, _local_script(options)).objects)
+        script = _local_script(options)
+        manifests = list(make_submission(submit_options, script).objects)
     check_manifests(manifests)
     if options.dry_run:
         for manifest in manifests:
@@ -82,6 +84,8 @@ def main(argv: Sequence[str]) -> int:
     with open_cluster(options) as client:
         if submit_options is not None:
             pools = find_pools(client, submit_options.teachers)
+            services = {name: (pool.get("spec") or {}).get("service") for name, pool in pools.items()}
+            manifests = list(make_submission(_with_services(submit_options, services), script).objects)
         made = create_all(client, manifests, client.namespace, _note)
         if submit_options is not None:
             set_bounds(client, submit_options.teachers, pools, _note)
@@ -166,6 +170,12 @@ def _submit_options(options: argparse.Namespace) -> SubmitOptions:
         teacher_gpus=options.gpus if options.teacher_gpus is None else options.teacher_gpus,
         template=load_template(options.template) if options.template else {},
     )
+
+
+def _with_services(options: SubmitOptions, services: Mapping[str, str | None]) -> SubmitOptions:
+    """Return the options, with EDL_SERVICE where the job's only pool exists and serves under another name."""
+    service = services.get(options.teachers[0].service) if len(options.teachers) == 1 else None
+    return replace(options, environment={"EDL_SERVICE": service} | options.environment) if service else options
 
 
 def _make_name(stem: str) -> str:

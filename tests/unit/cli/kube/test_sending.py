@@ -175,6 +175,21 @@ def test_bounds_of_others_pool_are_told() -> None:
         find_pools(client, demands)
 
 
+def read_env(job: Object) -> Any:
+    return job["spec"]["template"]["spec"]["containers"][0]["env"]
+
+
+@pytest.mark.parametrize(("options", "service"), [([], "digits"), (["--env", "EDL_SERVICE=mine"], "mine")])
+def test_service_is_the_pools(options: list[str], service: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool that exists may serve under another name than its own: students ask for that."""
+    api = FakeApi()
+    api.objects["TeacherPool", "big"] = {"metadata": {"name": "big", "uid": "p"}, "spec": {"service": "digits"}}
+    monkeypatch.setattr("edl.cli.kube.cmd_submit.open_cluster", lambda options: contextlib.nullcontext(api))
+    command = ["submit", "--image", "i", "--name", "a", "--teachers", "big", "--script-in-image", *options, "t.py"]
+    assert main(command) == 0
+    assert read_env(api.objects["ElasticJob", "a"]) == [{"name": "EDL_SERVICE", "value": service}]
+
+
 def test_refused_job_changes_no_pool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     api = FakeApi()
     spec = {"minReplicas": 0, "maxReplicas": 8}
@@ -186,4 +201,6 @@ def test_refused_job_changes_no_pool(monkeypatch: pytest.MonkeyPatch, capsys: py
     del api.before["ElasticJob"]
     assert main(["submit", "--image", "i", "--teachers", "big=0:1", "--script-in-image", "t.py"]) == 0
     assert api.objects["TeacherPool", "big"]["spec"]["maxReplicas"] == 1
+    (job,) = (item for (kind, _), item in api.objects.items() if kind == "ElasticJob")
+    assert read_env(job) == [{"name": "EDL_SERVICE", "value": "big"}], "a pool without spec.service has its own name"
     assert "it had 0 to 8" in capsys.readouterr().err

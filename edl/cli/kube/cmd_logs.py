@@ -13,7 +13,7 @@ from edl.cli.kube.member_logs.follower import FollowOptions, LogFollower, list_p
 from edl.cli.kube.member_logs.lines import LineCutter, terminal_safe
 from edl.cli.kube.member_logs.selection import MemberPodLog, select_present, select_previous, sort_pods
 from edl.cli.kube.targets import Target, find_target
-from edl.errors import EDLError, InvalidObjectError, SettingsError
+from edl.errors import EDLError, InvalidObjectError, KubernetesError, SettingsError
 from edl.kube.client import KubeClient
 
 __all__ = ["LogScreen", "main"]
@@ -92,22 +92,27 @@ def main(argv: Sequence[str]) -> int:
             phase = LogFollower(client, target, chosen, screen.write, screen.note).run()
             screen.note(f"{target}: {phase}")
             return 0
-        _show(client, target, chosen, screen, previous=options.previous)
-    return 0
+        return 0 if _show(client, target, chosen, screen, previous=options.previous) else 1
 
 
-def _show(client: KubeClient, target: Target, chosen: FollowOptions, screen: LogScreen, *, previous: bool) -> None:
+def _show(client: KubeClient, target: Target, chosen: FollowOptions, screen: LogScreen, *, previous: bool) -> bool:
+    """Show logs as they are now; return whether each could be read."""
+    whole = True
     pods = sort_pods(list_pods(client, target), chosen.role, chosen.index)
     selected = select_previous(pods) if previous else select_present(pods)
     for pod in selected:
         try:
             _read(client, pod, chosen.tail_lines, screen)
+        except KubernetesError as exc:  # the pod's node is away, say; the others' logs are wanted then
+            screen.note(f"{pod.member}: {exc}")
+            whole = False
         except InvalidObjectError as exc:
             screen.note(f"{pod.member}: {exc}" if pod.started else f"{pod.member}: has not started ({pod.detail})")
     if previous:
         _tell_recorded(target, chosen, {pod.member for pod in selected}, screen)
     elif not selected:
         raise EDLError(f"{target} has no such pods now; its phase and its last ends are in `edl status {target.name}`")
+    return whole
 
 
 def _read(client: KubeClient, pod: MemberPodLog, tail_lines: int | None, screen: LogScreen) -> None:

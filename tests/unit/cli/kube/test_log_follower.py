@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -9,11 +10,12 @@ from typing import Any, cast
 import pytest
 
 from edl.background import start_call
+from edl.cli.kube import cmd_logs
 from edl.cli.kube.member_logs.follower import FollowOptions, LogFollower
 from edl.cli.kube.member_logs.pod_log import PodLog
 from edl.cli.kube.member_logs.selection import read_pod
 from edl.cli.kube.targets import Target
-from edl.errors import AccessDeniedError, ConflictError, EDLError
+from edl.errors import AccessDeniedError, ConflictError, EDLError, KubernetesError
 from edl.kube.client import KubeClient
 from edl.kube.objects import Object
 from edl.kube.resource_types import PODS, ResourceType
@@ -85,3 +87,19 @@ def test_crashed_container_is_left_in_peace() -> None:
     done.result(timeout=30)
     assert lines == [b"line"]
     assert 2 <= cluster.connections < 15
+
+
+def test_lost_node_hides_no_other_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = [refuse(KubernetesError("dial tcp: no route to host")), lambda: iter([b"2026-01-31T12:00:00Z second\n"])]
+    cluster = FakeCluster(lambda: answers.pop(0)())
+    other = {
+        **POD,
+        "metadata": {**POD["metadata"], "name": "q", "labels": {"edl.io/role": "worker", "edl.io/index": "1"}},
+    }
+    monkeypatch.setattr(cmd_logs, "list_pods", lambda client, target: [POD, other])
+    monkeypatch.setattr(cmd_logs, "find_target", lambda client, name: Target("job", "a", JOB))
+    monkeypatch.setattr(cmd_logs, "open_cluster", lambda options: contextlib.nullcontext(cluster))
+    assert cmd_logs.main(["a"]) == 1
+    said = capsys.readouterr()
+    assert "second" in said.out
+    assert "worker-0: dial tcp: no route to host" in said.err

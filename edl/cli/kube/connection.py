@@ -15,8 +15,9 @@ from edl.kube.settings import KubeSettings
 __all__ = ["INSTALL_HINT", "add_cluster_options", "command_parser", "open_cluster"]
 
 INSTALL_HINT: Final = (
-    "install EDL in the cluster: helm install edl serving/kube/chart, or kubectl apply -f serving/kube/manifests "
-    "(docs/kubernetes.md)"
+    "install EDL in the cluster: helm install edl serving/kube/chart --namespace edl --create-namespace "
+    "--set image.repository=IMAGE, or, with your image in it, kubectl apply -f serving/kube/manifests/crds.yaml "
+    "-f serving/kube/manifests/operator.yaml (docs/kubernetes-operators.md)"
 )
 _TIMEOUT_S: Final = 10.0
 """For the API server to answer: a person waits for it."""

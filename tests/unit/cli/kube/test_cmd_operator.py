@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from edl.cli import main
+from edl.cli.kube.connection import INSTALL_HINT
 
+ROOT = Path(__file__).parents[4]
 KUBECONFIG = """\
 apiVersion: v1
 kind: Config
@@ -43,3 +45,14 @@ def test_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         port = taken.getsockname()[1]
         assert main(["operator", "--kubeconfig", str(kubeconfig), "--http-port", str(port)]) == 2
     assert "cannot be listened on" in capsys.readouterr().err
+
+
+def test_install_hint_is_as_documented() -> None:
+    """The first words that a person reads who has no operator must work: the same commands as the tested page's."""
+    page = (ROOT / "docs/kubernetes-operators.md").read_text()
+    assert "helm install edl serving/kube/chart --namespace edl --create-namespace --set image.repository=" in page
+    assert (
+        "helm install edl serving/kube/chart --namespace edl --create-namespace --set image.repository=" in INSTALL_HINT
+    )
+    files = [word for word in INSTALL_HINT.split() if word.endswith(".yaml")]
+    assert [f"kubectl apply -f {name}" in page for name in files] == [True, True]

@@ -153,7 +153,6 @@ _CRASHES: Final = frozenset(
 _LEAVING: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 _BY_EXIT_CODE: Final[Mapping[int, TerminationCause]] = {
     _EXIT_FAULTY_NODE: TerminationCause.HARDWARE,
-    _EXIT_NOT_STORED: TerminationCause.NOT_STORED,
     _EXIT_TRY_AGAIN: TerminationCause.QUORUM_MISSED,
 }
 
@@ -167,6 +166,8 @@ def find_termination_cause(report: TerminationReport) -> TerminationVerdict:
     number, code = _read_exit(report)
     if code == 0 and not number:
         return TerminationVerdict(TerminationCause.SUCCEEDED, "exit code 0")
+    if code == _EXIT_NOT_STORED:  # the job's end as well, which no later loss of the pod makes untrue
+        return TerminationVerdict(TerminationCause.NOT_STORED, f"exit code {code}")
     return (
         _find_by_hardware(report, code)
         or _find_by_memory(report, number)

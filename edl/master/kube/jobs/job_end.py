@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Final
 
 from edl.master.kube.jobs.launches import MASTER, WORKER
 from edl.master.kube.jobs.reasons import FAILURE_ADVICE, FAILURE_REASONS
 from edl.master.kube.members import MemberEnd, MemberPod, MemberRecord
+from edl.master.kube.members.records import MAX_MESSAGE_CHARS
 from edl.master.kube.resources import ElasticJob
-from edl.master.scaling.terminations import TerminationCause
+from edl.master.scaling.terminations import TerminationCause, find_termination_cause
 
-__all__ = ["JobFailure", "find_failure", "find_success_s", "has_given_up_shards"]
+__all__ = ["Completion", "JobFailure", "find_completion", "find_failure", "has_given_up_shards", "note_last_steps"]
 
 _EXIT_POISONED: Final = 3
 """What `edl master` ends with where shards were given up: the job has its result, without these."""
 _SUCCEEDED: Final = TerminationCause.SUCCEEDED.value
+_NOT_STORED: Final = TerminationCause.NOT_STORED.value
+_LAST_STEPS: Final = (_SUCCEEDED, _NOT_STORED)
+"""Causes of a worker's end with which the script has ended, and the job with it."""
 _DEADLINE: Final = "DeadlineExceeded"
 
 
@@ -35,32 +39,83 @@ class JobFailure:
     message: str
 
 
-def find_success_s(
-    records: Mapping[str, MemberRecord], pods: Sequence[MemberPod], now_s: float
-) -> tuple[str, float] | None:
-    """Return the worker that has ended the job, and when; None while none has.
+@dataclass(frozen=True)
+class Completion:
+    """The end of a job's work: a worker has done the last step.
 
-    A pod that was let go counts as well: it may have done the last step while it was asked to leave.
+    Attributes:
+        key: of the worker that was the first to end.
+        time_s: when it ended, Unix time.
+        failure: why the job has failed nevertheless: a worker's last state is not stored; None if all are.
+    """
+
+    key: str
+    time_s: float
+    failure: JobFailure | None = None
+
+
+def note_last_steps(
+    before: Mapping[str, MemberRecord], records: Mapping[str, MemberRecord], pods: Iterable[MemberPod], now_s: float
+) -> dict[str, MemberRecord]:
+    """Return records with the ends of workers that did the last step while they were asked to leave.
+
+    Such an end stands in no record, since another try has the worker's place; and its pod goes before the others end.
+    A last state that is not stored stays so, however well the other try ends, which found the job done.
 
     Args:
-        records: of all members.
+        before: of all members, as they were written last.
+        records: of all members, with all ends counted.
         pods: of the job.
         now_s: the time.
     """
-    ends = [
-        (end.time_s, key)
+    after = dict(records)
+    for key, record in before.items():
+        old, new = record.last_end, after[key].last_end
+        if old is not None and new is not None and old.cause == _NOT_STORED:
+            after[key] = replace(after[key], last_end=replace(old, try_number=new.try_number))
+    for pod in pods:
+        record = after.get(pod.key, MemberRecord())
+        if pod.role != WORKER or not pod.finished or not record.is_superseded(pod):
+            continue
+        verdict, last = find_termination_cause(pod.termination), record.last_end
+        counted = -1 if last is None else last.try_number
+        known = last is not None and last.cause in (_NOT_STORED, verdict.cause.value)
+        later = verdict.cause is TerminationCause.SUCCEEDED and counted > pod.try_number
+        if verdict.cause.value in _LAST_STEPS and not known and not later:
+            end = MemberEnd(
+                # What is counted of a later try, such as one that found the job done, stays counted.
+                try_number=max(pod.try_number, counted),
+                cause=verdict.cause.value,
+                evidence=verdict.evidence,
+                exit_code=pod.termination.exit_code,
+                message=pod.termination.message[-MAX_MESSAGE_CHARS:],
+                pod=pod.name,
+                node=pod.node,
+                time_s=pod.finished_s or now_s,
+            )
+            after[pod.key] = replace(record, last_end=end)
+    return after
+
+
+def find_completion(records: Mapping[str, MemberRecord], messages: Mapping[str, str]) -> Completion | None:
+    """Return the end of the job's work; None while it goes on.
+
+    Args:
+        records: of all members, with `note_last_steps`.
+        messages: key of a member -> the whole message of its end, where that is known.
+    """
+    ends = sorted(
+        (end.time_s, key, end)
         for key, record in records.items()
-        if (end := record.last_end) is not None and key.startswith(f"{WORKER}-") and end.cause == _SUCCEEDED
-    ]
-    ends += [
-        (pod.finished_s or now_s, pod.key)
-        for pod in pods
-        if pod.role == WORKER and pod.finished and pod.termination.exit_code == 0 and not pod.termination.signal
-    ]
+        if (end := record.last_end) is not None and key.startswith(f"{WORKER}-") and end.cause in _LAST_STEPS
+    )
     if not ends:
         return None
-    time_s, key = min(ends)
-    return key, time_s
+    time_s, first, _ = ends[0]
+    for _, key, end in ends:
+        if end.cause == _NOT_STORED:
+            return Completion(first, time_s, _describe(key, end, messages.get(key) or end.message))
+    return Completion(first, time_s)
 
 
 def has_given_up_shards(end: MemberEnd, key: str) -> bool:

@@ -12,7 +12,14 @@ from edl.kube.resource_types import POD_DISRUPTION_BUDGETS, ResourceType
 from edl.master.kube.conditions import find_condition
 from edl.master.kube.jobs.disruption import build_disruption_budget, build_disruption_budget_name
 from edl.master.kube.jobs.gangs import build_pod_group
-from edl.master.kube.jobs.job_end import JobFailure, find_failure, find_success_s, has_given_up_shards
+from edl.master.kube.jobs.job_end import (
+    Completion,
+    JobFailure,
+    find_completion,
+    find_failure,
+    has_given_up_shards,
+    note_last_steps,
+)
 from edl.master.kube.jobs.job_status import (
     JobView,
     get_started_s,
@@ -94,12 +101,14 @@ def plan_job(job: ElasticJob, observation: OwnerObservation) -> Plan:
     if not job.started and any(not pod.finished for pod in observation.pods):
         job = job.pin_run()  # it was suspended, and pods of its last run are still about
     progress = observation.progress.percentage if observation.progress is not None else None
-    review = review_members(read_member_records(job.status), observation.pods, observation.now_s, progress)
-    draft = _Draft(job, observation, review, dict(review.records))
+    before = read_member_records(job.status)
+    review = review_members(before, observation.pods, observation.now_s, progress)
+    records = note_last_steps(before, review.records, observation.pods, observation.now_s)
+    draft = _Draft(job, observation, review, records)
     _note_outcomes(draft)
-    if success := find_success_s(draft.records, observation.pods, observation.now_s):
-        return _plan_ending(draft, *success)
     messages = {key: outcome.message for key, outcome in review.outcomes.items()}
+    if completion := find_completion(draft.records, messages):
+        return _plan_ending(draft, completion)
     failure = find_failure(job, draft.records, messages, get_started_s(job), observation.now_s)
     if failure is not None:
         return _plan_failed(draft, failure)
@@ -180,10 +189,10 @@ def _build_fit_count(draft: _Draft) -> Callable[[int], int | None]:
     return count_fitting
 
 
-def _plan_ending(draft: _Draft, winner: str, success_s: float) -> Plan:
-    """Wait for the workers that run, let the others go, and end well."""
-    job, observation = draft.job, draft.observation
-    end_s = success_s + max(_ENDING_S, float(job.grace_period_s))
+def _plan_ending(draft: _Draft, completion: Completion) -> Plan:
+    """Wait for the workers that run, let the others go, and end: well if all last states are stored."""
+    job, observation, winner = draft.job, draft.observation, completion.key
+    end_s = completion.time_s + max(_ENDING_S, float(job.grace_period_s))
     late = observation.now_s >= end_s
     left: list[MemberPod] = []
     for key, pod in draft.review.current.items():
@@ -191,6 +200,8 @@ def _plan_ending(draft: _Draft, winner: str, success_s: float) -> Plan:
             left.append(pod)
         elif pod.role == WORKER:
             draft.release(draft.review.current[key], "the job has ended")
+    if completion.failure is not None and not left:
+        return _plan_failed(draft, completion.failure)
     draft.times.append(end_s)
     ending = f"{winner} has ended the job; {len(left)} others end" if left else ""
     workers = tuple(sorted(left, key=lambda pod: pod.index))

@@ -63,7 +63,7 @@ CONDITION_REASONS: Final[Mapping[str, Mapping[str, str]]] = {
         "Starting": "Containers of the workers are being started.",
         "ContainerWaiting": "A container cannot be started: the kubelet's words are in the message.",
         "BackingOff": "Workers that ended are made again after a while; the message says why they ended.",
-        "Ending": "A worker has ended with exit code 0, so the job has: the others are waited for.",
+        "Ending": "A worker has come to the end of the script, so the job has ended: the others are waited for.",
         "Suspended": "`spec.suspend` is true: there are no workers.",
         "Finished": "The job has ended.",
     },

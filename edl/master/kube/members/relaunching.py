@@ -67,9 +67,11 @@ def _merge_rules(rules: tuple[RelaunchRule, ...]) -> tuple[RelaunchRule, ...]:
 
 
 POD_RELAUNCH_TABLE: Final[Mapping[TerminationCause, tuple[RelaunchRule, ...]]] = {
-    cause: _merge_rules(rules) for cause, rules in RELAUNCH_TABLE.items()
+    **{cause: _merge_rules(rules) for cause, rules in RELAUNCH_TABLE.items()},
+    TerminationCause.NOT_STORED: (),
 }
-"""`RELAUNCH_TABLE` for pods that have ended."""
+"""`RELAUNCH_TABLE` for pods that have ended. A last state that is not stored goes with its pod's memory: another pod
+would find the job done, and nothing to store."""
 
 
 @dataclass(frozen=True)

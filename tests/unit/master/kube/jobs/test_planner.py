@@ -196,6 +196,45 @@ def test_preempted_worker_did_the_last_step() -> None:
     assert cluster.list_live() == []
 
 
+def test_last_state_that_is_not_stored() -> None:
+    """Another pod would find the job done, and nothing in its memory."""
+    cluster = build_running()
+    cluster.end("job-worker-0-0", 74)
+    plan = cluster.reconcile()
+    assert (cluster.status["phase"], plan.create) == ("Failed", ())
+    assert cluster.find_condition("Failed")["reason"] == "NotStored"
+
+
+@pytest.mark.parametrize("codes", [(0, 74), (74, 0)])
+def test_one_of_two_is_not_stored(codes: tuple[int, int]) -> None:
+    """The second ends while the job is ending: it stores its own last state meanwhile."""
+    cluster = build_running(minReplicas=2, maxReplicas=2)
+    cluster.end("job-worker-0-0", codes[0])
+    plan = cluster.reconcile()
+    assert (plan.create, plan.delete) == ((), ())
+    assert cluster.find_condition("Running")["reason"] == "Ending"
+    cluster.end("job-worker-1-0", codes[1])
+    cluster.reconcile()
+    assert cluster.status["phase"] == "Failed"
+    assert cluster.find_condition("Failed")["reason"] == "NotStored"
+
+
+def test_not_stored_by_one_that_leaves() -> None:
+    cluster = build_running(minReplicas=2, maxReplicas=2)
+    cluster.ask_to_end("job-worker-0-0")
+    pod = cluster.pods["job-worker-0-0"]
+    cluster.reconcile()
+    cluster.end("job-worker-0-0", 74)
+    cluster.pods["job-worker-0-0"] = pod  # the kubelet has written its end, and not yet removed it
+    cluster.schedule()
+    cluster.reconcile()
+    cluster.pods.pop("job-worker-0-0", None)
+    for name in ("job-worker-0-1", "job-worker-1-0"):
+        cluster.end(name, 0)
+    cluster.reconcile()
+    assert cluster.find_condition("Failed")["reason"] == "NotStored"
+
+
 def test_suspend_and_resume() -> None:
     cluster = build_running(minReplicas=2, maxReplicas=2)
     cluster.end("job-worker-0-0", 137, "OOMKilled")

@@ -78,7 +78,7 @@ class Story:
     def job_ends(self, number: int) -> None:
         """Seldom, or no story is long."""
         if number >= 10 and (name := self.pick(self.cluster.list_running(), number)):
-            self.cluster.end(name, number % 2)
+            self.cluster.end(name, (0, 1, 0, 74)[number % 4])
 
     def pod_is_deleted(self, number: int) -> None:
         if name := self.pick(list(self.cluster.pods), number):

@@ -242,7 +242,7 @@ def _build_last_plan(draft: _Draft, status: Object, running: bool) -> Plan:
     job, pods = draft.job, draft.observation.pods
     going = {pod.name for pod in list_superseded(draft.records, pods)}
     if not running:
-        going |= {pod.name for pod in pods if pod.live}
+        going |= {pod.name for pod in pods if pod.occupying}
     kept = _keep_ended(pods, draft.records)
     return Plan(
         status=status,
@@ -254,11 +254,12 @@ def _build_last_plan(draft: _Draft, status: Object, running: bool) -> Plan:
 
 
 def _keep_ended(pods: tuple[MemberPod, ...], records: Mapping[str, MemberRecord]) -> set[str]:
-    """Return the names of ended pods that stay, for their logs: of members that ended for good."""
+    """Return the names of ended pods that stay, for their logs: of members that ended for good, and hold nothing."""
     return {
         pod.name
         for pod in pods
-        if pod.finished and (pod.termination.exit_code == 0 or (pod.key in records and records[pod.key].ended))
+        if pod.phase in ("Succeeded", "Failed")
+        and (pod.termination.exit_code == 0 or (pod.key in records and records[pod.key].ended))
     }
 
 
@@ -269,7 +270,9 @@ def _plan_finished(job: ElasticJob, observation: OwnerObservation) -> Plan:
     requeue_s = _get_ttl_s(job, status, observation.now_s)
     return Plan(
         status=status,
-        delete=tuple(PodDeletion(pod.name, pod.uid, None, "the job has ended") for pod in live),
+        delete=tuple(
+            PodDeletion(pod.name, pod.uid, None, "the job has ended") for pod in observation.pods if pod.occupying
+        ),
         remove=_list_removals(job),
         delete_owner=requeue_s is not None and requeue_s <= 0,
         requeue_s=None if requeue_s is None else max(_SOON_S, requeue_s),

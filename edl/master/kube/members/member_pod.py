@@ -91,6 +91,11 @@ class MemberPod:
         return not self.deleting and not self.finished
 
     @property
+    def occupying(self) -> bool:
+        """Whether it holds its requests and was not asked to end: a sidecar may run on after its main container."""
+        return not self.deleting and self.phase not in ("Succeeded", "Failed")
+
+    @property
     def pending(self) -> bool:
         """Whether it waits for a node."""
         return self.live and not self.scheduled

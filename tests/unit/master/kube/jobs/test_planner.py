@@ -196,6 +196,20 @@ def test_preempted_worker_did_the_last_step() -> None:
     assert cluster.list_live() == []
 
 
+@pytest.mark.parametrize("code", [0, 1])
+def test_sidecar_holds_nothing_in_the_end(code: int) -> None:
+    """The main container has ended, another runs on: the pod keeps its GPU until it is deleted."""
+    cluster = build_running()
+    cluster.end("job-worker-0-0", code)
+    cluster.pods["job-worker-0-0"]["status"]["phase"] = "Running"
+    cluster.reconcile()
+    assert cluster.status["phase"] == ("Failed" if code else "Succeeded")
+    assert cluster.list_ending() == ["job-worker-0-0"]
+    del cluster.pods["job-worker-0-0"]["metadata"]["deletionTimestamp"]  # that operator was killed before it asked
+    cluster.reconcile()
+    assert cluster.list_ending() == ["job-worker-0-0"]
+
+
 def test_last_state_that_is_not_stored() -> None:
     """Another pod would find the job done, and nothing in its memory."""
     cluster = build_running()

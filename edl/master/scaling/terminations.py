@@ -145,6 +145,7 @@ _LAUNCH: Final = frozenset(
             "RunContainerError",
         ),
         *("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox"),
+        "InitContainerFailed",  # not of Kubernetes, whose pod only says that it has failed
     }
 )
 _CRASHES: Final = frozenset(

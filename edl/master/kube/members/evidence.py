@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from edl.master.scaling.termination_messages import parse_termination_message
 from edl.master.scaling.terminations import TerminationReport
 
-__all__ = ["build_termination_report", "find_main_container", "get_list", "get_mapping", "get_text", "is_node_silent"]
+__all__ = [
+    "InitFailure",
+    "build_termination_report",
+    "find_init_failure",
+    "find_main_container",
+    "get_list",
+    "get_mapping",
+    "get_text",
+    "is_node_silent",
+]
 
 MAIN_CONTAINER: Final = "edl"
 """A container of this name is the member's, wherever it stands among others; without it, the first is."""
 _MAX_MESSAGE_CHARS: Final = 4096  # of /dev/termination-log, the kubelet keeps no more
+_STARTING: Final = frozenset({"", "ContainerCreating", "PodInitializing"})
+"""Why a container waits that nothing keeps from starting."""
+
+
+@dataclass(frozen=True)
+class InitFailure:
+    """Why a pod's main container does not come to its start: an init container.
+
+    Attributes:
+        reason: why that waits, as `ErrImagePull`; `InitContainerFailed` if it has ended.
+        message: its name, and its words.
+    """
+
+    reason: str
+    message: str
 
 
 def get_mapping(parent: object, key: str) -> Mapping[str, Any]:
@@ -79,6 +103,29 @@ def is_node_silent(pod: Mapping[str, Any]) -> bool:
     return found.get("Ready") in ("False", "Unknown") and found.get("ContainersReady") == "True"
 
 
+def find_init_failure(pod: Mapping[str, Any]) -> InitFailure | None:
+    """Return what an init container keeps a pod from starting by; None if none does, or the pod is asked to end.
+
+    Args:
+        pod: as the API has it.
+    """
+    if get_mapping(pod, "metadata").get("deletionTimestamp"):
+        return None  # that ends them as well
+    status = get_mapping(pod, "status")
+    for container in get_list(status, "initContainerStatuses"):
+        state, name = get_mapping(container, "state"), get_text(container, "name")
+        terminated, waiting = get_mapping(state, "terminated"), get_mapping(state, "waiting")
+        code = _read_int(terminated.get("exitCode"))
+        if code and get_text(status, "phase") == "Failed":
+            how = f"{get_text(terminated, 'reason') or 'Error'}, exit code {code}"
+            words = f"init container {name}: {how}: {get_text(terminated, 'message')}"
+            return InitFailure("InitContainerFailed", words.rstrip(": "))
+        if get_text(waiting, "reason") not in _STARTING:
+            words = f"init container {name}: {get_text(waiting, 'message')}"
+            return InitFailure(get_text(waiting, "reason"), words.rstrip(": "))
+    return None
+
+
 def build_termination_report(pod: Mapping[str, Any], events: Iterable[str] = ()) -> TerminationReport:
     """Return what is known of a pod's end, or would be if it ended now.
 
@@ -94,13 +141,15 @@ def build_termination_report(pod: Mapping[str, Any], events: Iterable[str] = ())
             state = get_mapping(container, "state")
     terminated, waiting = get_mapping(state, "terminated"), get_mapping(state, "waiting")
     agent = parse_termination_message(get_text(terminated, "message"))
+    init = None if terminated or "running" in state else find_init_failure(pod)
+    words = init.message if init is not None else get_text(waiting, "message")
     return replace(
         agent,
         exit_code=_read_int(terminated.get("exitCode")),  # as the kubelet saw it: the agent may have been killed after
         signal=_read_int(terminated.get("signal")) or 0,
         pod_phase=get_text(status, "phase"),
         pod_reason=get_text(status, "reason"),
-        container_reason=get_text(terminated, "reason") or get_text(waiting, "reason"),
+        container_reason=init.reason if init is not None else get_text(terminated or waiting, "reason"),
         conditions=tuple(
             get_text(item, "reason")
             for item in get_list(status, "conditions")
@@ -108,7 +157,7 @@ def build_termination_report(pod: Mapping[str, Any], events: Iterable[str] = ())
         ),
         events=tuple(events),
         node_ready=False if is_node_silent(pod) else None,
-        message=(agent.message or get_text(waiting, "message") or get_text(status, "message"))[-_MAX_MESSAGE_CHARS:],
+        message=(agent.message or words or get_text(status, "message"))[-_MAX_MESSAGE_CHARS:],
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from edl.errors import ProtocolError
 from edl.master.kube.members.evidence import (
     build_termination_report,
+    find_init_failure,
     find_main_container,
     get_list,
     get_mapping,
@@ -50,7 +51,8 @@ class MemberPod:
         finished: its main container has ended, or the pod was given up before it began.
         emptied: none of its containers runs any more, and it was asked to end before they ended: what it held is free
             whether the API server still has it or not.
-        waiting: reason for which its main container does not start, such as `ImagePullBackOff`; empty if there is none.
+        waiting: reason for which its main container does not start, such as `ImagePullBackOff`, which an init container
+            may have; empty if there is none.
         waiting_message: the kubelet's words for that.
         request: what its main container asks for, as in its spec: resource -> quantity.
         priority: by which the scheduler compares it.
@@ -164,6 +166,7 @@ def read_member_pod(pod: Mapping[str, Any], events: Iterable[str] = ()) -> Membe
     running, terminated, waiting = (get_mapping(state, key) for key in ("running", "terminated", "waiting"))
     phase = get_text(status, "phase") or "Pending"
     node = get_text(spec, "nodeName")
+    init = None if running or terminated else find_init_failure(pod)
     return MemberPod(
         name=name,
         role=role,
@@ -185,8 +188,8 @@ def read_member_pod(pod: Mapping[str, Any], events: Iterable[str] = ()) -> Membe
         finished_s=_read_time(terminated.get("finishedAt")),
         finished=phase in ("Succeeded", "Failed") or "exitCode" in terminated,
         emptied=_is_emptied(pod),
-        waiting=get_text(waiting, "reason"),
-        waiting_message=get_text(waiting, "message"),
+        waiting=init.reason if init is not None else get_text(waiting, "reason"),
+        waiting_message=init.message if init is not None else get_text(waiting, "message"),
         request=_read_request(main),
         priority=spec["priority"] if isinstance(spec.get("priority"), int) else 0,
         labels=labels,

@@ -52,6 +52,28 @@ def test_oom_kill_inside_the_container() -> None:
     assert find_termination_cause(report).cause is TerminationCause.OUT_OF_MEMORY
 
 
+INITIALIZING = [{"name": "worker", "state": {"waiting": {"reason": "PodInitializing"}}}]
+
+
+def test_init_container_that_fails() -> None:
+    """It has the words of a pod that only says Failed; what it ends with is not `edl run`'s code."""
+    state = {"terminated": {"exitCode": 74, "reason": "Error", "message": "no such bucket"}}
+    inits = [{"name": "copy", "state": {"terminated": {"exitCode": 0}}}, {"name": "get", "state": state}]
+    pod = build_pod(phase="Failed", initContainerStatuses=inits, containerStatuses=INITIALIZING)
+    verdict = find_termination_cause(read_member_pod(pod).termination)
+    assert verdict.cause is TerminationCause.LAUNCH_FAILED
+    assert read_member_pod(pod).termination.message == "init container get: Error, exit code 74: no such bucket"
+    pod["metadata"]["deletionTimestamp"] = "2026-03-01T12:00:30Z"
+    assert find_termination_cause(read_member_pod(pod).termination).cause is TerminationCause.UNKNOWN
+
+
+def test_init_container_without_its_image() -> None:
+    inits = [{"name": "get", "state": {"waiting": {"reason": "ErrImagePull", "message": "denied"}}}]
+    pod = read_member_pod(build_pod(initContainerStatuses=inits, containerStatuses=INITIALIZING))
+    assert (pod.waiting, pod.waiting_message) == ("ErrImagePull", "init container get: denied")
+    assert find_termination_cause(pod.termination).cause is TerminationCause.LAUNCH_FAILED
+
+
 def test_sidecar_outlives_the_member() -> None:
     pod = build_ended(0)
     pod["spec"]["containers"] = [{"name": "log"}, {"name": "edl"}]

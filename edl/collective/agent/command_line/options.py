@@ -176,6 +176,21 @@ class _Parser(argparse.ArgumentParser):
         return ""
 
 
+class _JoinedConfig(argparse.Action):
+    """Adds the NAME=VALUE pairs of a further `--rdzv-conf` to those before, of which the later wins by name."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        given = before is not self.default  # else it is that of the environment, which options replace
+        setattr(namespace, self.dest, ",".join(filter(None, (before, values))) if given else values)
+
+
 def parser() -> argparse.ArgumentParser:
     """Return a parser of torchrun's options and ours."""
     options = torchrun.get_args_parser()
@@ -184,6 +199,9 @@ def parser() -> argparse.ArgumentParser:
     options.description = _DESCRIPTION
     options.allow_abbrev = False  # they would be looked for among the script's arguments, too
     options.formatter_class = argparse.RawDescriptionHelpFormatter
+    for action in options._actions:
+        if action.dest == "rdzv_conf":
+            action.__class__ = _JoinedConfig  # the operator gives pairs of its own, which a user's leave as they are
     ours = options.add_argument_group("EDL")
     for name, kwargs in _OPTIONS.items():
         ours.add_argument(name, **kwargs)

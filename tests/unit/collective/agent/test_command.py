@@ -59,3 +59,14 @@ def test_takeover_timeout_is_read(folders: tuple[Path, Path]) -> None:
     assert takeover_s({"takeover_timeout": "45"}) == 45.0
     with pytest.raises(SettingsError, match="takeover_timeout"):
         takeover_s({"takeover_timeout": "soon"})
+
+
+def test_rendezvous_pairs_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator names a pair of its own: a user's other pair leaves it as it is, and the same one wins."""
+    monkeypatch.setenv("PET_RDZV_CONF", "last_call_timeout=9")
+    found = parse_options(["train.py"], None).rdzv_conf
+    assert found == "last_call_timeout=9"
+    argv = ["--rdzv-conf", "takeover_timeout=45", "--rdzv-conf=join_timeout=600", "train.py", "--rdzv-conf", "its-own"]
+    assert parse_options(argv, None).rdzv_conf == "takeover_timeout=45,join_timeout=600"
+    argv = ["--rdzv-conf", "takeover_timeout=45", "--rdzv-conf", "takeover_timeout=9", "train.py"]
+    assert parse_options(argv, None).rdzv_conf == "takeover_timeout=45,takeover_timeout=9", "the later wins"

@@ -45,12 +45,12 @@ class Completion:
 
     Attributes:
         key: of the worker that was the first to end.
-        time_s: when it ended, Unix time.
+        seen_s: when the operator first saw a worker's end, Unix time: nodes' clocks may be minutes away from its own.
         failure: why the job has failed nevertheless: a worker's last state is not stored; None if all are.
     """
 
     key: str
-    time_s: float
+    seen_s: float
     failure: JobFailure | None = None
 
 
@@ -92,6 +92,7 @@ def note_last_steps(
                 pod=pod.name,
                 node=pod.node,
                 time_s=pod.finished_s or now_s,
+                seen_s=now_s,
             )
             after[pod.key] = replace(record, last_end=end)
     return after
@@ -111,11 +112,11 @@ def find_completion(records: Mapping[str, MemberRecord], messages: Mapping[str, 
     )
     if not ends:
         return None
-    time_s, first, _ = ends[0]
+    first, seen_s = ends[0][1], min(end.seen_s for _, _, end in ends)
     for _, key, end in ends:
         if end.cause == _NOT_STORED:
-            return Completion(first, time_s, _describe(key, end, messages.get(key) or end.message))
-    return Completion(first, time_s)
+            return Completion(first, seen_s, _describe(key, end, messages.get(key) or end.message))
+    return Completion(first, seen_s)
 
 
 def has_given_up_shards(end: MemberEnd, key: str) -> bool:

@@ -143,7 +143,7 @@ def _plan_running(draft: _Draft) -> Plan:
     _note_changes(draft, sizing, len(workers))
     if sizing.look_again_s is not None:
         draft.times.append(sizing.look_again_s)
-    draft.times += [pod.created_s + LAUNCH_PATIENCE_S for pod in workers if pod.waiting]
+    draft.times += [pod.placed_s + LAUNCH_PATIENCE_S for pod in workers if pod.waiting]
     draft.times += [
         pod.created_s + ROOM_PATIENCE_S for pod in workers if pod.pending and draft.records[pod.key].excluded_nodes
     ]
@@ -192,7 +192,7 @@ def _build_fit_count(draft: _Draft) -> Callable[[int], int | None]:
 def _plan_ending(draft: _Draft, completion: Completion) -> Plan:
     """Wait for the workers that run, let the others go, and end: well if all last states are stored."""
     job, observation, winner = draft.job, draft.observation, completion.key
-    end_s = completion.time_s + max(_ENDING_S, float(job.grace_period_s))
+    end_s = completion.seen_s + max(_ENDING_S, float(job.grace_period_s))
     late = observation.now_s >= end_s
     left: list[MemberPod] = []
     for key, pod in draft.review.current.items():

@@ -46,6 +46,7 @@ class MemberPod:
         deleting: it was asked to end, by whomever; on a dead node it stays so.
         delete_by_s: when its grace period is over, Unix time; None if it is not deleting.
         created_s: when it was created, Unix time.
+        scheduled_s: when it got its node, Unix time; None before.
         started_s: when its main container started; None before.
         finished_s: when its main container ended; None before.
         finished: its main container has ended, or the pod was given up before it began.
@@ -76,6 +77,7 @@ class MemberPod:
     deleting: bool = False
     delete_by_s: float | None = None
     created_s: float = 0.0
+    scheduled_s: float | None = None
     started_s: float | None = None
     finished_s: float | None = None
     finished: bool = False
@@ -96,6 +98,11 @@ class MemberPod:
     def occupying(self) -> bool:
         """Whether it holds its requests and was not asked to end: a sidecar may run on after its main container."""
         return not self.deleting and self.phase not in ("Succeeded", "Failed")
+
+    @property
+    def placed_s(self) -> float:
+        """Since when its containers can be started, Unix time: it may have waited for its node for hours."""
+        return self.created_s if self.scheduled_s is None else self.scheduled_s
 
     @property
     def pending(self) -> bool:
@@ -184,6 +191,7 @@ def read_member_pod(pod: Mapping[str, Any], events: Iterable[str] = ()) -> Membe
         deleting=bool(metadata.get("deletionTimestamp")),
         delete_by_s=_read_time(metadata.get("deletionTimestamp")),
         created_s=_read_time(metadata.get("creationTimestamp")) or 0.0,
+        scheduled_s=_read_time(scheduled.get("lastTransitionTime")) if scheduled.get("status") == "True" else None,
         started_s=_read_time(running.get("startedAt") or terminated.get("startedAt")),
         finished_s=_read_time(terminated.get("finishedAt")),
         finished=phase in ("Succeeded", "Failed") or "exitCode" in terminated,

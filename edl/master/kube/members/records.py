@@ -51,7 +51,8 @@ class MemberEnd:
         message: of the end, its last `MAX_MESSAGE_CHARS` characters.
         pod: its name.
         node: on which it was.
-        time_s: when it ended or was found gone, Unix time.
+        time_s: when it ended by its node's clock, or was found gone, Unix time.
+        seen_s: when the operator saw that, Unix time: what is waited for from then on goes by its clock alone.
         progress: the owner's progress then, in percent; None if unknown.
         displaced: its place is taken or lost: a successor needs another.
     """
@@ -64,6 +65,7 @@ class MemberEnd:
     pod: str = ""
     node: str = ""
     time_s: float = 0.0
+    seen_s: float = 0.0
     progress: int | None = None
     displaced: bool = False
 
@@ -199,7 +201,8 @@ def _read_end(value: Mapping[str, Any]) -> MemberEnd | None:
         message=get_text(value, "message"),
         pod=get_text(value, "pod"),
         node=get_text(value, "node"),
-        time_s=read_time(value.get("time")) or 0.0,
+        time_s=(time_s := read_time(value.get("time")) or 0.0),
+        seen_s=read_time(value.get("seen")) or time_s,
         progress=_read_count(value.get("progress")),
         displaced=value.get("displaced") is True,
     )
@@ -226,7 +229,8 @@ def _format_record(record: MemberRecord) -> dict[str, Any]:
 
 
 def _format_end(end: MemberEnd) -> dict[str, Any]:
-    written: dict[str, Any] = {"try": end.try_number, "cause": end.cause, "time": format_time(end.time_s)}
+    times = {"time": format_time(end.time_s), "seen": format_time(end.seen_s)}
+    written: dict[str, Any] = {"try": end.try_number, "cause": end.cause, **times}
     for key, value in (("evidence", end.evidence), ("message", end.message), ("pod", end.pod), ("node", end.node)):
         if value:
             written[key] = value

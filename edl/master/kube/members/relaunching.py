@@ -108,7 +108,7 @@ def find_end(record: MemberRecord, pod: MemberPod | None, now_s: float) -> Termi
         return TerminationReport() if record.uid else None
     if not pod.live:
         return pod.termination
-    if pod.waiting and now_s - pod.created_s >= LAUNCH_PATIENCE_S:
+    if pod.waiting and now_s - pod.placed_s >= LAUNCH_PATIENCE_S:
         verdict = find_termination_cause(pod.termination)
         if verdict.cause is TerminationCause.LAUNCH_FAILED:
             return pod.termination
@@ -147,6 +147,7 @@ def record_end(
         pod=pod.name if pod else "",
         node=pod.node if pod else "",
         time_s=(pod.finished_s if pod else None) or now_s,
+        seen_s=now_s,
         progress=progress,
         displaced=_is_displaced(verdict, report),
     )

@@ -183,6 +183,20 @@ def test_success_does_not_wait_for_ever() -> None:
     assert cluster.list_live() == []
 
 
+@pytest.mark.parametrize("ahead_s", [-3600, 3600])
+def test_nodes_clock_is_another(ahead_s: float) -> None:
+    """The others have a minute to store their last states, by the operator's clock."""
+    cluster = build_running(minReplicas=2, maxReplicas=2)
+    cluster.now_s += ahead_s
+    cluster.end("job-worker-0-0", 0)
+    cluster.now_s -= ahead_s
+    assert cluster.reconcile().requeue_s == pytest.approx(60, abs=1)
+    assert cluster.list_live() == ["job-worker-1-0"]
+    cluster.now_s += 61
+    cluster.reconcile()
+    assert cluster.list_live() == []
+
+
 def test_preempted_worker_did_the_last_step() -> None:
     cluster = build_running()
     cluster.ask_to_end("job-worker-0-0")

@@ -28,6 +28,9 @@ def test_pending_pod() -> None:
     assert not pod.ready
     assert pod.unschedulable == "0/2 nodes fit"
     assert pod.request == {"memory": "1Gi"}, "a limit is a request"
+    assert pod.placed_s == NOON
+    condition = {"type": "PodScheduled", "status": "True", "lastTransitionTime": "2026-03-01T12:10:00Z"}
+    assert read_member_pod(build_pod(conditions=[condition])).placed_s == NOON + 600
 
 
 def test_ended_pod_has_the_agents_words() -> None:

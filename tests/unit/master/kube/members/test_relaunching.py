@@ -116,6 +116,9 @@ def test_image_that_cannot_be_had() -> None:
     pod = build_member(report, finished=False, waiting="ImagePullBackOff", created_s=NOW)
     assert find_end(MemberRecord(), pod, NOW + 60) is None, "the kubelet still tries"
     assert find_end(MemberRecord(), pod, NOW + 180) == report
+    waited = replace(pod, created_s=NOW - 3600, scheduled_s=NOW)
+    assert find_end(MemberRecord(), waited, NOW + 60) is None, "it counts from when it got its node"
+    assert find_end(MemberRecord(), waited, NOW + 180) == report
     starting = replace(pod, waiting="ContainerCreating", termination=TerminationReport())
     assert find_end(MemberRecord(), starting, NOW + 10_000) is None, "a large image takes its time"
 

@@ -48,6 +48,8 @@ _MOST_NOTES: Final = 5
 """Ends of members that have an event each; more at once have a single one."""
 _MOST_EVENT_CHARS: Final = 900
 """Of an event's message: the API takes 1,024 bytes, and its recorder cuts the end, a traceback's point."""
+_START_LOOK_S: Final = 30.0
+"""After so long workers that do not start are looked at again: a volume or secret that is missing changes no pod."""
 _SOON_S: Final = 0.5
 """The least time after which a plan asks to be looked at again: times in statuses have whole seconds."""
 
@@ -144,6 +146,8 @@ def _plan_running(draft: _Draft) -> Plan:
     if sizing.look_again_s is not None:
         draft.times.append(sizing.look_again_s)
     draft.times += [pod.placed_s + LAUNCH_PATIENCE_S for pod in workers if pod.waiting]
+    if any(pod.starting for pod in workers):
+        draft.times.append(observation.now_s + _START_LOOK_S)
     draft.times += [
         pod.created_s + ROOM_PATIENCE_S for pod in workers if pod.pending and draft.records[pod.key].excluded_nodes
     ]

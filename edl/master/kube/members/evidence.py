@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from edl.master.scaling.termination_messages import parse_termination_message
-from edl.master.scaling.terminations import TerminationReport
+from edl.master.scaling.terminations import TerminationCause, TerminationReport, find_termination_cause
 
 __all__ = [
-    "InitFailure",
+    "NO_EVENTS",
+    "STARTING",
+    "StartFailure",
     "build_termination_report",
-    "find_init_failure",
+    "find_start_failure",
     "find_main_container",
     "get_list",
     "get_mapping",
@@ -23,17 +25,18 @@ __all__ = [
 MAIN_CONTAINER: Final = "edl"
 """A container of this name is the member's, wherever it stands among others; without it, the first is."""
 _MAX_MESSAGE_CHARS: Final = 4096  # of /dev/termination-log, the kubelet keeps no more
-_STARTING: Final = frozenset({"", "ContainerCreating", "PodInitializing"})
+NO_EVENTS: Final[Mapping[str, str]] = {}
+STARTING: Final = frozenset({"", "ContainerCreating", "PodInitializing"})
 """Why a container waits that nothing keeps from starting."""
 
 
 @dataclass(frozen=True)
-class InitFailure:
-    """Why a pod's main container does not come to its start: an init container.
+class StartFailure:
+    """Why a pod's main container does not come to its start: an init container, a volume, a secret or the sandbox.
 
     Attributes:
-        reason: why that waits, as `ErrImagePull`; `InitContainerFailed` if it has ended.
-        message: its name, and its words.
+        reason: why an init container waits, as `ErrImagePull`; `InitContainerFailed` if it has ended; of an event.
+        message: the init container's name and its words, or the event's.
     """
 
     reason: str
@@ -103,11 +106,12 @@ def is_node_silent(pod: Mapping[str, Any]) -> bool:
     return found.get("Ready") in ("False", "Unknown") and found.get("ContainersReady") == "True"
 
 
-def find_init_failure(pod: Mapping[str, Any]) -> InitFailure | None:
-    """Return what an init container keeps a pod from starting by; None if none does, or the pod is asked to end.
+def find_start_failure(pod: Mapping[str, Any], events: Mapping[str, str] = NO_EVENTS) -> StartFailure | None:
+    """Return what keeps a pod from starting its main container; None if nothing does, or the pod is asked to end.
 
     Args:
-        pod: as the API has it.
+        pod: as the API has it; its main container does not run, and has not.
+        events: reasons of the pod's events and their messages.
     """
     if get_mapping(pod, "metadata").get("deletionTimestamp"):
         return None  # that ends them as well
@@ -119,19 +123,23 @@ def find_init_failure(pod: Mapping[str, Any]) -> InitFailure | None:
         if code and get_text(status, "phase") == "Failed":
             how = f"{get_text(terminated, 'reason') or 'Error'}, exit code {code}"
             words = f"init container {name}: {how}: {get_text(terminated, 'message')}"
-            return InitFailure("InitContainerFailed", words.rstrip(": "))
-        if get_text(waiting, "reason") not in _STARTING:
+            return StartFailure("InitContainerFailed", words.rstrip(": "))
+        if get_text(waiting, "reason") not in STARTING:
             words = f"init container {name}: {get_text(waiting, 'message')}"
-            return InitFailure(get_text(waiting, "reason"), words.rstrip(": "))
+            return StartFailure(get_text(waiting, "reason"), words.rstrip(": "))
+    for reason, message in events.items():
+        found = find_termination_cause(TerminationReport(events=(reason,))).cause
+        if get_text(status, "phase") == "Pending" and found is TerminationCause.LAUNCH_FAILED:
+            return StartFailure(reason, message)
     return None
 
 
-def build_termination_report(pod: Mapping[str, Any], events: Iterable[str] = ()) -> TerminationReport:
+def build_termination_report(pod: Mapping[str, Any], events: Mapping[str, str] = NO_EVENTS) -> TerminationReport:
     """Return what is known of a pod's end, or would be if it ended now.
 
     Args:
         pod: as the API has it.
-        events: reasons of the pod's events since it started.
+        events: reasons of the pod's events since it started, and their messages.
     """
     status = get_mapping(pod, "status")
     main = get_text(find_main_container(get_mapping(pod, "spec")), "name")
@@ -141,15 +149,15 @@ def build_termination_report(pod: Mapping[str, Any], events: Iterable[str] = ())
             state = get_mapping(container, "state")
     terminated, waiting = get_mapping(state, "terminated"), get_mapping(state, "waiting")
     agent = parse_termination_message(get_text(terminated, "message"))
-    init = None if terminated or "running" in state else find_init_failure(pod)
-    words = init.message if init is not None else get_text(waiting, "message")
+    failure = None if terminated or "running" in state else find_start_failure(pod, events)
+    words = failure.message if failure is not None else get_text(waiting, "message")
     return replace(
         agent,
         exit_code=_read_int(terminated.get("exitCode")),  # as the kubelet saw it: the agent may have been killed after
         signal=_read_int(terminated.get("signal")) or 0,
         pod_phase=get_text(status, "phase"),
         pod_reason=get_text(status, "reason"),
-        container_reason=init.reason if init is not None else get_text(terminated or waiting, "reason"),
+        container_reason=failure.reason if failure is not None else get_text(terminated or waiting, "reason"),
         conditions=tuple(
             get_text(item, "reason")
             for item in get_list(status, "conditions")

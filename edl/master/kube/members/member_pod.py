@@ -9,9 +9,11 @@ from typing import Any
 
 from edl.errors import ProtocolError
 from edl.master.kube.members.evidence import (
+    NO_EVENTS,
+    STARTING,
     build_termination_report,
-    find_init_failure,
     find_main_container,
+    find_start_failure,
     get_list,
     get_mapping,
     get_text,
@@ -100,6 +102,11 @@ class MemberPod:
         return not self.deleting and self.phase not in ("Succeeded", "Failed")
 
     @property
+    def starting(self) -> bool:
+        """Whether it has a node, and its containers are being started, or wait for what changes no pod: a volume."""
+        return self.live and self.scheduled and self.phase == "Pending" and self.waiting in STARTING
+
+    @property
     def placed_s(self) -> float:
         """Since when its containers can be started, Unix time: it may have waited for its node for hours."""
         return self.created_s if self.scheduled_s is None else self.scheduled_s
@@ -116,14 +123,14 @@ class MemberPod:
 
 
 def read_member_pods(
-    pods: Iterable[Mapping[str, Any]], owner_uid: str, events: Mapping[str, Iterable[str]] | None = None
+    pods: Iterable[Mapping[str, Any]], owner_uid: str, events: Mapping[str, Mapping[str, str]] | None = None
 ) -> tuple[tuple[MemberPod, ...], tuple[str, ...]]:
     """Read an owner's member pods out of a list, and why some are none.
 
     Args:
         pods: as the API has them.
         owner_uid: of the owner.
-        events: uid of a pod -> reasons of its events, where they are known.
+        events: uid of a pod -> reasons of its events and their messages, where they are known.
 
     Returns:
         The member pods by role, index and try; and a line for each pod that has the owner's label and is no member,
@@ -135,18 +142,18 @@ def read_member_pods(
         if get_text(get_mapping(get_mapping(pod, "metadata"), "labels"), OWNER_UID_LABEL) != owner_uid:
             continue
         try:
-            found.append(read_member_pod(pod, (events or {}).get(get_text(get_mapping(pod, "metadata"), "uid"), ())))
+            found.append(read_member_pod(pod, (events or {}).get(get_text(get_mapping(pod, "metadata"), "uid"), {})))
         except ProtocolError as error:
             reasons.append(str(error))
     return tuple(sorted(found, key=lambda pod: (pod.role, pod.index, pod.try_number))), tuple(sorted(reasons))
 
 
-def read_member_pod(pod: Mapping[str, Any], events: Iterable[str] = ()) -> MemberPod:
+def read_member_pod(pod: Mapping[str, Any], events: Mapping[str, str] = NO_EVENTS) -> MemberPod:
     """Read a member pod.
 
     Args:
         pod: as the API has it.
-        events: reasons of the pod's events since it started, where they are known.
+        events: reasons of the pod's events since it started and their messages, where they are known.
 
     Raises:
         ProtocolError: it is not a member's; the message says what is missing.
@@ -173,7 +180,7 @@ def read_member_pod(pod: Mapping[str, Any], events: Iterable[str] = ()) -> Membe
     running, terminated, waiting = (get_mapping(state, key) for key in ("running", "terminated", "waiting"))
     phase = get_text(status, "phase") or "Pending"
     node = get_text(spec, "nodeName")
-    init = None if running or terminated else find_init_failure(pod)
+    failure = None if running or terminated else find_start_failure(pod, events)
     return MemberPod(
         name=name,
         role=role,
@@ -196,8 +203,8 @@ def read_member_pod(pod: Mapping[str, Any], events: Iterable[str] = ()) -> Membe
         finished_s=_read_time(terminated.get("finishedAt")),
         finished=phase in ("Succeeded", "Failed") or "exitCode" in terminated,
         emptied=_is_emptied(pod),
-        waiting=init.reason if init is not None else get_text(waiting, "reason"),
-        waiting_message=init.message if init is not None else get_text(waiting, "message"),
+        waiting=failure.reason if failure is not None else get_text(waiting, "reason"),
+        waiting_message=failure.message if failure is not None else get_text(waiting, "message"),
         request=_read_request(main),
         priority=spec["priority"] if isinstance(spec.get("priority"), int) else 0,
         labels=labels,

@@ -128,7 +128,8 @@ class Reconciler:
 
     def _observe(self, owner: MemberOwner, target: ScaleTarget | None) -> OwnerObservation:
         listed = self._api.list(PODS, owner.namespace, label_selector=f"{OWNER_UID_LABEL}={owner.uid}").items
-        pods, strangers = read_member_pods(listed, owner.uid, self._evidence.collect(listed, owner.namespace))
+        evidence = self._evidence.collect(listed, owner.namespace, self._clock())
+        pods, strangers = read_member_pods(listed, owner.uid, evidence)
         for reason in strangers:
             if reason not in self._warned and len(self._warned) < _MOST_WARNED:
                 self._warned.add(reason)

@@ -15,12 +15,14 @@ from edl.errors import InvalidObjectError, KubernetesError
 from edl.kube.objects import Object
 from edl.kube.resource_types import ELASTIC_JOBS, EVENTS, POD_DISRUPTION_BUDGETS, PODS
 from edl.master.kube.conditions import Condition, find_condition, write_conditions
+from edl.master.kube.members import MemberRecord, find_end
 from edl.master.kube.observation import OwnerObservation
 from edl.master.kube.operator.reconciling.reconciler import Reconciler, ResourceHandling
 from edl.master.kube.operator.reconciling.status_patch import build_merge_patch
 from edl.master.kube.operator.reconciling.surroundings import OwnerSurroundings
 from edl.master.kube.plan import EventNote, Plan, PodDeletion
 from edl.master.kube.resources import ElasticJob, MemberOwner, parse_elastic_job
+from edl.master.scaling.terminations import TerminationCause, find_termination_cause
 from tests.unit.master.kube.operator.in_memory_api import InMemoryApi, OperatorKilled, merge
 
 KEY = "elasticjobs/lab/digits"
@@ -322,6 +324,44 @@ def test_merge_patch_makes_the_status(before: dict[str, Any], after: dict[str, A
     patch = build_merge_patch(before, after)
     assert json.dumps(merge(before, patch), sort_keys=True) == json.dumps(clean(after), sort_keys=True)
     assert (patch == {}) == (json.dumps(before, sort_keys=True) == json.dumps(clean(after), sort_keys=True))
+
+
+@pytest.mark.parametrize(("follows", "expected"), [("", "FailedMount"), ("Pulling", "ContainerCreating")])
+def test_missing_secret_is_in_events(follows: str, expected: str) -> None:
+    api = InMemoryApi()
+    api.put(ELASTIC_JOBS, make_job())
+    pod = make_pod("digits", "u-1", 0, 0, "Pending")
+    pod["metadata"]["uid"] = "p-1"
+    pod["spec"]["nodeName"] = "node1"
+    state = {"waiting": {"reason": "ContainerCreating"}}
+    pod["status"]["containerStatuses"] = [{"name": "main", "state": state}]
+    api.put(PODS, pod)
+    for second, reason in enumerate(("FailedMount", follows)):
+        event = {
+            "reason": reason,
+            "message": 'secret "keys" not found',
+            "lastTimestamp": f"2026-01-31T12:00:0{second}Z",
+        }
+        api.put(
+            EVENTS, {"metadata": {"name": f"e{second}", "namespace": "lab"}, "involvedObject": {"uid": "p-1"}, **event}
+        )
+    seen: list[OwnerObservation] = []
+
+    def plan(job: ElasticJob, observation: OwnerObservation) -> Plan:
+        seen.append(observation)
+        return Plan({"phase": "Running"})
+
+    kinds = {"elasticjobs": ResourceHandling(ELASTIC_JOBS, parse_elastic_job, plan)}
+    for age_s in (10.0, 130.0):
+        now_s = api.now_s + age_s
+        Reconciler(api, kinds, NoSurroundings(), lambda *args: None, clock=lambda now_s=now_s: now_s).reconcile(KEY)
+    assert [item.pods[0].waiting for item in seen] == ["ContainerCreating", expected]
+    late = seen[1].pods[0]
+    report = find_end(MemberRecord(), late, seen[1].now_s)
+    assert (report is not None) == (not follows)
+    if report is not None:
+        assert report.message == late.waiting_message == 'secret "keys" not found'
+        assert find_termination_cause(report).cause is TerminationCause.LAUNCH_FAILED
 
 
 def test_evidence_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

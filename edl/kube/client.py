@@ -28,7 +28,8 @@ _PAGE: Final = 500
 _MOST_RELISTS: Final = 2
 """Lists of pages begun again because the first pages are no longer kept; the last one asks for all at once."""
 _NAME: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._:-]*[A-Za-z0-9])?")
-"""Of an object. Checked before it becomes a part of a path: a DELETE without a name deletes them all."""
+"""Of an object, group, version, kind or namespace. Checked before it becomes a part of a path: a DELETE without a name
+deletes them all, and a group with a slash, which a resource may name, leads to what its author may not touch."""
 _METADATA: Final = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _WATCH_GRACE_S: Final = 20.0
 """How much longer than its own end a watch may be silent before its connection counts as dead."""
@@ -429,23 +430,24 @@ class KubeClient:
         return Call(verb, f"{kind.plural}/{subresource}" if subresource else kind.plural, kind.group, where, name)
 
     def _path(self, kind: ResourceType, namespace: str | None, name: str | None = None, subresource: str = "") -> str:
-        version = self._version(kind)
-        path = f"/apis/{kind.group}/{version}" if kind.group else f"/api/{version}"
+        version = _checked(self._version(kind))
+        path = f"/apis/{_checked(kind.group)}/{version}" if kind.group else f"/api/{version}"
         where = self.namespace if namespace is None else namespace
         if kind.namespaced and where:
             path += f"/namespaces/{_checked(where)}"
-        path += f"/{kind.plural}"
+        path += f"/{_checked(kind.plural)}"
         if name is not None:
             if kind.namespaced and not where:
                 raise InvalidObjectError(f"{kind.plural} {name!r}: an object needs the namespace that it is in")
             path += f"/{_checked(name)}"
-        return f"{path}/{subresource}" if subresource else path
+        return f"{path}/{_checked(subresource)}" if subresource else path
 
     def _version(self, kind: ResourceType) -> str:
         if kind.version:
             return kind.version
         if kind.group not in self._versions:
-            answer = self._request(Call("get", f"the versions of {kind.group}"), "GET", f"/apis/{kind.group}")
+            path = f"/apis/{_checked(kind.group)}"
+            answer = self._request(Call("get", f"the versions of {kind.group}"), "GET", path)
             self._versions[kind.group] = str((answer.get("preferredVersion") or {}).get("version") or "v1")
         return self._versions[kind.group]
 
@@ -466,7 +468,7 @@ def _filled(**values: str) -> dict[str, str]:
 def _checked(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise InvalidObjectError(
-            f"{name!r} is no name of an object: letters, digits, '-' and '.', beginning with either"
+            f"{name!r} is no name of an object or kind: letters, digits, '-' and '.', beginning with either"
         )
     return quote(name, safe="")
 

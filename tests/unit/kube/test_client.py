@@ -264,6 +264,25 @@ def test_names_stay_names(server: ApiServer, client: KubeClient, name: str) -> N
     assert server.requests == []
 
 
+@pytest.mark.parametrize("field", ["group", "version", "plural"])
+@pytest.mark.parametrize("value", ["apps/v1/namespaces/b/deployments/victim/scale?x=", "..", "a%2Fb", "a b", "a#"])
+def test_kinds_stay_kinds(server: ApiServer, client: KubeClient, field: str, value: str) -> None:
+    """A kind comes from the spec of a resource, whose author has other rights than who asks."""
+    kind = DEPLOYMENTS._replace(**{field: value})  # type: ignore[arg-type]
+    for call in (
+        lambda: client.read_scale(kind, "a"),
+        lambda: client.write_scale(kind, "a", 0),
+        lambda: client.list(kind),
+        lambda: client.patch(DEPLOYMENTS, "a", {}, subresource=value),
+    ):
+        with pytest.raises(InvalidObjectError):
+            call()
+    if field == "group":
+        with pytest.raises(InvalidObjectError):
+            client.get(kind._replace(version=""), "a")
+    assert server.requests == []
+
+
 def test_log_is_followed_until_a_deadline(server: ApiServer, client: KubeClient) -> None:
     server.answer = lambda request: Reply(200, pieces=((0.0, b"first\n"), (0.8, b"second\n"), (60.0, b"never")))
     begun = time.monotonic()

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from edl.kube.resource_types import TEACHER_POOLS, ResourceType
 from edl.master.kube.resources.fields import FieldReader, SpecProblem
 from edl.master.kube.resources.member_owner import MemberOwner, check_template, read_owner
 
 __all__ = ["ScaleTargetRef", "TeacherPool", "parse_teacher_pool"]
+
+_TARGET_FIELDS: Final = {
+    "apiVersion": (re.compile(r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?v[0-9][a-z0-9]*"), "apps/v1"),
+    "kind": (re.compile(r"[A-Za-z][A-Za-z0-9]*"), "Deployment"),
+    "name": (re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?"), "triton"),
+}
+"""What each may be, since they become parts of a path of the API server; and an example. The CRD has the same."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,8 @@ def parse_teacher_pool(resource: Mapping[str, Any], default_store: str = "") -> 
 
 def _read_target(spec: FieldReader) -> ScaleTargetRef:
     target = spec.open_object("scaleTargetRef")
-    for name, example in (("apiVersion", "apps/v1"), ("kind", "Deployment"), ("name", "triton")):
-        if not target.read_text(name):
-            target.refuse("InvalidScaleTarget", name, None, f"name it, such as {example}")
+    for name, (pattern, example) in _TARGET_FIELDS.items():
+        value = target.read_text(name)
+        if not pattern.fullmatch(value):
+            target.refuse("InvalidScaleTarget", name, value or None, f"name it, such as {example}")
     return ScaleTargetRef(target.read_text("apiVersion"), target.read_text("kind"), target.read_text("name"))

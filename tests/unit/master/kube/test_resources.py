@@ -117,6 +117,23 @@ def test_refused_pool(spec: dict[str, Any], reason: str) -> None:
     assert reason in reasons(parse_teacher_pool(make_pool(**spec)))
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("apiVersion", "apps/v1/namespaces/team-b/deployments/victim/scale?x=/v1"),
+        ("apiVersion", "../v1"),
+        ("apiVersion", "apps/v1\n"),
+        ("kind", "Pods/a/eviction?"),
+        ("kind", "Pod%2F"),
+        ("name", "../../team-b/deployments/victim"),
+    ],
+)
+def test_scale_target_leads_nowhere_else(field: str, value: str) -> None:
+    target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "triton", field: value}
+    found = parse_teacher_pool(make_pool(scaleTargetRef=target, template=None, serve=None))
+    assert reasons(found) == ["InvalidScaleTarget"]
+
+
 def test_pool_with_scale_target() -> None:
     target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "triton"}
     pool = parse_teacher_pool(make_pool(scaleTargetRef=target, template=None, serve=None))

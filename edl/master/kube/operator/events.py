@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from edl.background import BackgroundLoop
 from edl.backoff import Backoff
-from edl.errors import AccessDeniedError, ConflictError, InvalidObjectError, KubernetesError
+from edl.errors import AccessDeniedError, ConflictError, InvalidObjectError, KubernetesError, QuotaExceededError
 from edl.kube.objects import Object, format_time
 from edl.kube.resource_types import EVENTS, ResourceType
 from edl.master.kube.operator.reconciling.kube_api import KubeApi
@@ -127,8 +127,8 @@ class EventRecorder:
                 if not self._denied:
                     self._denied = True
                     logger.warning("events are not shown: %s", exc)
-            except (ConflictError, InvalidObjectError) as exc:
-                # Of a namespace that is being deleted, or changed by somebody else at the same moment.
+            except (ConflictError, InvalidObjectError, QuotaExceededError) as exc:
+                # Of a namespace that is being deleted or full, or changed by somebody else at the same moment.
                 logger.debug("event %s is left out: %s", event["reason"], exc)
             self._backoff.reset()
             if self._waiting and self._waiting[0][2] is event:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from edl.errors import AccessDeniedError, ConflictError, InvalidObjectError
+from edl.errors import AccessDeniedError, ConflictError, InvalidObjectError, QuotaExceededError
 from edl.kube.objects import Object
 from edl.kube.resource_types import PODS, ResourceType
 from edl.master.kube.conditions import Condition
@@ -34,6 +34,12 @@ _CONFLICT_RETRY_S: Final = 0.2
 """After somebody else has changed the resource between its read and the write of its status: read it again."""
 _MOST_WARNED: Final = 1000
 """Pods that carry a resource's label and are no members, of which it is remembered that they were logged."""
+_REFUSALS: Final[Mapping[type[Exception], str]] = {
+    InvalidObjectError: "ObjectRefused",
+    AccessDeniedError: "AccessDenied",
+    QuotaExceededError: "QuotaExceeded",
+}
+"""Reasons of the condition `Accepted` where the API server takes the spec, and not what follows from it."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +177,7 @@ class Reconciler:
         self._take_away(owner, plan)
         try:
             self._make(owner, plan)
-        except (InvalidObjectError, AccessDeniedError) as exc:
+        except (InvalidObjectError, AccessDeniedError, QuotaExceededError) as exc:
             self._remember_refusal(kind, resource, owner, exc)
             raise
         self._refusals.pop(owner.key, None)
@@ -230,9 +236,13 @@ class Reconciler:
         return replace(plan, status=self._with_problem(plan.status, problem, owner))
 
     def _remember_refusal(
-        self, kind: ResourceHandling, resource: Object, owner: MemberOwner, exc: InvalidObjectError | AccessDeniedError
+        self,
+        kind: ResourceHandling,
+        resource: Object,
+        owner: MemberOwner,
+        exc: InvalidObjectError | AccessDeniedError | QuotaExceededError,
     ) -> None:
-        reason = "ObjectRefused" if isinstance(exc, InvalidObjectError) else "AccessDenied"
+        reason = next(reason for error, reason in _REFUSALS.items() if isinstance(exc, error))
         problem = SpecProblem(reason, str(exc))
         known = self._refusals.get(owner.key)
         self._refusals[owner.key] = (owner.uid, owner.generation, problem)

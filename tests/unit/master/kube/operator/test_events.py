@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from edl.errors import AccessDeniedError, KubernetesError
+from edl.errors import AccessDeniedError, KubernetesError, QuotaExceededError
 from edl.kube.resource_types import ELASTIC_JOBS, EVENTS
 from edl.master.kube.operator import events
 from edl.master.kube.operator.events import EventRecorder
@@ -104,3 +104,19 @@ def test_operator_that_may_not_write_events(caplog: pytest.LogCaptureFixture) ->
     wait_for(lambda: not recorder._waiting)
     recorder.close()
     assert caplog.text.count("not allowed") == 1
+
+
+def test_quota_on_events_blocks_nothing() -> None:
+    class Full(InMemoryApi):
+        def create(self, kind: Any, obj: Any, namespace: Any = None) -> Any:
+            if "first" in obj["message"]:
+                raise QuotaExceededError("exceeded quota: count/events")
+            return super().create(kind, obj, namespace)
+
+    api = Full()
+    recorder = EventRecorder(api)
+    for message in ("the first", "the second"):
+        recorder.record(ELASTIC_JOBS, JOB, EventNote("Normal", "Scaled", message))
+    wait_for(lambda: not recorder._waiting)
+    recorder.close()
+    assert only_event(api)["message"] == "the second"

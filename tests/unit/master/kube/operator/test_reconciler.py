@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl.errors import InvalidObjectError, KubernetesError
+from edl.errors import InvalidObjectError, KubernetesError, QuotaExceededError
 from edl.kube.objects import Object
 from edl.kube.resource_types import ELASTIC_JOBS, EVENTS, POD_DISRUPTION_BUDGETS, PODS
 from edl.master.kube.conditions import Condition, find_condition, write_conditions
@@ -225,6 +225,24 @@ def test_refused_pod_is_a_condition() -> None:
     assert [event.reason for event in events] == ["ObjectRefused"]
     writes = [call for call in api.calls if call[0] == "patch"]
     assert len(writes) <= 3, "the condition goes back and forth"
+    api.refuse = None
+    reconciler.reconcile(KEY)
+    reconciler.reconcile(KEY)
+    assert find_condition(api.objects["elasticjobs", "lab", "digits"]["status"], "Accepted")["status"] == "True"
+
+
+def test_full_quota_is_a_condition() -> None:
+    api = InMemoryApi()
+    api.put(ELASTIC_JOBS, make_job())
+    api.refuse = QuotaExceededError('pods "digits-worker-0-0" is forbidden: exceeded quota: gpus')
+    reconciler, events = make_reconciler(api)
+    for _ in range(2):
+        with pytest.raises(QuotaExceededError):
+            reconciler.reconcile(KEY)
+        accepted = find_condition(api.objects["elasticjobs", "lab", "digits"]["status"], "Accepted")
+        assert (accepted["status"], accepted["reason"]) == ("False", "QuotaExceeded")
+        assert "exceeded quota: gpus" in accepted["message"]
+    assert [event.reason for event in events] == ["QuotaExceeded"]
     api.refuse = None
     reconciler.reconcile(KEY)
     reconciler.reconcile(KEY)

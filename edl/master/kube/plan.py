@@ -56,7 +56,7 @@ class Plan:
         delete: pods that are to end.
         remove: other objects that are to go: type and name.
         apply: other objects as they are to be, by server-side apply.
-        create: pods to be made; one that is there by that name is as good.
+        create: pods to be made; a pod of the resource that is there by that name is as good.
         scale_target: replicas that the pool's `scaleTargetRef` is to have; None to leave it as it is.
         events: to be shown.
         delete_owner: the resource itself is to go: its time after its end is over.

@@ -101,6 +101,7 @@ EVENT_REASONS: Final[Mapping[str, str]] = {
     "NoRoom": "A worker beyond `minReplicas` found no node and is let go; it is tried again later.",
     "WorkerEnded": "A worker's pod ended, why, and what is done about it.",
     "MasterEnded": "The master's pod ended, why, and what is done about it.",
+    "NameTaken": "A pod of another resource has the name of a new worker's: the next try's name is used.",
     "ShardsGivenUp": "The master ended since shards had failed again and again: `edl status JOB` shows them.",
     "MemoryNotSet": "A worker ended for want of memory, and the template sets none that could be raised.",
     "ScaleIgnored": "`spec.replicas` was set, but `spec.scaling` is `auto`: set it to `external` for `kubectl scale`.",

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ from edl.kube.objects import Object
 from edl.kube.resource_types import PODS, ResourceType
 from edl.master.kube.conditions import Condition
 from edl.master.kube.members import read_member_pods
-from edl.master.kube.members.naming import OWNER_UID_LABEL
+from edl.master.kube.members.naming import INDEX_LABEL, OWNER_UID_LABEL, ROLE_LABEL, TRY_LABEL
 from edl.master.kube.observation import OwnerObservation
 from edl.master.kube.operator.reconciling.done_writes import DoneWrites
 from edl.master.kube.operator.reconciling.kube_api import KubeApi
@@ -62,7 +62,7 @@ class Reconciler:
 
     Whatever it is killed between, the next look ends at the same state: outcomes of pods are recorded before the pods
     go, by a write that fails if somebody else has written meanwhile; names of pods follow from the status; what is
-    deleted must have the uid that was seen; and what is there already is as good as made.
+    deleted must have the uid that was seen; and what is there already, and the resource's, is as good as made.
 
     Args:
         api: calls of the API server.
@@ -176,7 +176,7 @@ class Reconciler:
             return _CONFLICT_RETRY_S  # the plan is of a resource that is no more so
         self._take_away(owner, plan)
         try:
-            self._make(owner, plan)
+            taken = self._make(owner, plan)
         except (InvalidObjectError, AccessDeniedError, QuotaExceededError) as exc:
             self._remember_refusal(kind, resource, owner, exc)
             raise
@@ -187,6 +187,9 @@ class Reconciler:
             self._record_event(kind.type, resource, note)
         if plan.delete_owner:
             self._api.delete(kind.type, owner.name, owner.namespace, uid=owner.uid)
+        if taken:
+            self._skip_tries(kind, owner, taken)
+            return _CONFLICT_RETRY_S
         return math.inf if plan.requeue_s is None else plan.requeue_s
 
     def _take_away(self, owner: MemberOwner, plan: Plan) -> None:
@@ -201,7 +204,9 @@ class Reconciler:
                 self._api.delete(kind, name, owner.namespace)
                 self._done.note(owner.uid, kind, name, "")
 
-    def _make(self, owner: MemberOwner, plan: Plan) -> None:
+    def _make(self, owner: MemberOwner, plan: Plan) -> list[Object]:
+        """Make what is planned; return the pods whose names are not to be had."""
+        taken = []
         for kind, obj in plan.apply:
             name, text = obj["metadata"]["name"], json.dumps(obj, sort_keys=True)
             if self._done.is_new(owner.uid, kind, name, text):
@@ -211,8 +216,42 @@ class Reconciler:
             try:
                 self._api.create(PODS, obj, owner.namespace)
             except ConflictError:
+                if not self._has_pod(owner, obj["metadata"]["name"]):
+                    taken.append(obj)
                 continue  # made before: by this operator in a life that was cut off, or by a second one
             logger.info("%s: pod %s created", owner.key, obj["metadata"]["name"])
+        return taken
+
+    def _has_pod(self, owner: MemberOwner, name: str) -> bool:
+        """Whether the pod of a name is the owner's: names have no uid, so it may be a namesake's that hangs.
+
+        Raises:
+            ConflictError: it has gone meanwhile, so that the look is to be repeated.
+        """
+        found = self._api.list(PODS, owner.namespace, field_selector=f"metadata.name={name}").items
+        if not found:
+            raise ConflictError(f"{owner.key}: pod {name} was there, and has gone")
+        return bool(read_member_pods(found, owner.uid)[0])
+
+    def _skip_tries(self, kind: ResourceHandling, owner: MemberOwner, pods: Sequence[Object]) -> None:
+        """Record that the members' next pods have another name, that of the try after."""
+        fresh = self._api.get(kind.type, owner.name, owner.namespace)
+        if fresh is None or fresh["metadata"].get("uid") != owner.uid:
+            return
+        status = fresh.get("status") or {}
+        members, skipped = dict(status.get("members") or {}), []
+        for pod in pods:
+            labels = pod["metadata"]["labels"]
+            key, number = f"{labels[ROLE_LABEL]}-{labels[INDEX_LABEL]}", int(labels[TRY_LABEL])
+            record = members.get(key)
+            if isinstance(record, Mapping) and record.get("try") == number:
+                members[key] = {**record, "try": number + 1}
+                skipped.append(pod["metadata"]["name"])
+        if self._write_status(kind.type, fresh, {**status, "members": members}):
+            for name in skipped:
+                message = f"a pod named {name} is there that is not this resource's: the next try's name is used"
+                logger.warning("%s: %s", owner.key, message)
+                self._record_event(kind.type, fresh, EventNote("Warning", "NameTaken", message, name))
 
     def _write_status(self, kind: ResourceType, resource: Object, status: Mapping[str, Any]) -> bool | None:
         """Write a status if it differs; return whether it did, or None where the resource has changed or is gone."""

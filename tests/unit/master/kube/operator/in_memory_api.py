@@ -44,12 +44,14 @@ class InMemoryApi:
         self, kind: ResourceType, namespace: str | None = None, *, label_selector: str = "", field_selector: str = ""
     ) -> ObjectList:
         label, _, value = label_selector.partition("=")
+        named = field_selector.partition("metadata.name=")[2]
         uid = field_selector.partition("involvedObject.uid=")[2]
         items = [
             copy.deepcopy(obj)
             for (plural, where, _), obj in sorted(self.objects.items())
             if plural == kind.plural
             and where == namespace
+            and (not named or obj["metadata"]["name"] == named)
             and (not label or obj["metadata"].get("labels", {}).get(label) == value)
             and (not uid or obj.get("involvedObject", {}).get("uid") == uid)
         ]

@@ -249,6 +249,22 @@ def test_full_quota_is_a_condition() -> None:
     assert find_condition(api.objects["elasticjobs", "lab", "digits"]["status"], "Accepted")["status"] == "True"
 
 
+def test_name_that_another_has() -> None:
+    """A namesake's pod hangs on a dead node: the job does not wait for it, nor takes it for its own."""
+    api = InMemoryApi()
+    api.put(ELASTIC_JOBS, make_job())
+    api.put(PODS, make_pod("digits", "u-0", 0, 0))
+    reconciler, events = make_reconciler(api)
+    wait_s = reconciler.reconcile(KEY)
+    assert wait_s is not None
+    assert wait_s < 1.0, "nothing else asks for a look"
+    assert [event.reason for event in events] == ["NameTaken"]
+    settle(api)
+    assert api.names(PODS) == ["digits-worker-0-0", "digits-worker-0-1"]
+    assert api.objects["pods", "lab", "digits-worker-0-0"]["metadata"]["labels"]["edl.io/owner-uid"] == "u-0"
+    assert api.made == ["digits-worker-0-1"]
+
+
 def test_away_is_never_no_pods() -> None:
     api = InMemoryApi()
     api.put(ELASTIC_JOBS, make_job(maxReplicas=2))

@@ -49,7 +49,8 @@ class Plan:
     """What is to be done about a resource, in the order of the attributes.
 
     `status` comes first: the outcome of a pod is recorded before the pod goes, so that an operator that is killed in
-    between never forgets why the pod ended, or gives a number again that was used.
+    between never forgets why the pod ended, or gives a number again that was used. Events are shown as soon as it is
+    written.
 
     Attributes:
         status: the whole of it; None in a field removes what was there.

@@ -163,8 +163,8 @@ class Reconciler:
         if written is None:
             return _CONFLICT_RETRY_S
         if written:
-            for problem in problems:
-                self._record_event(kind.type, resource, EventNote("Warning", problem.reason, problem.message))
+            notes = [EventNote("Warning", problem.reason, problem.message) for problem in problems]
+            self._show(kind, resource, notes)
         return math.inf
 
     def _carry_out(
@@ -172,8 +172,11 @@ class Reconciler:
     ) -> float:
         plan = self._note_refusal(owner, plan)
         self._surroundings.note_status(owner, plan.status)
-        if self._write_status(kind.type, resource, plan.status) is None:
+        written = self._write_status(kind.type, resource, plan.status)
+        if written is None:
             return _CONFLICT_RETRY_S  # the plan is of a resource that is no more so
+        if written:
+            self._show(kind, resource, plan.events)  # what they tell of is in the status, and is not found again
         self._take_away(owner, plan)
         try:
             taken = self._make(owner, plan)
@@ -183,14 +186,18 @@ class Reconciler:
         self._refusals.pop(owner.key, None)
         if target is not None and plan.scale_target is not None and plan.scale_target != target.replicas:
             self._api.write_scale(target.type, target.name, plan.scale_target, owner.namespace)
-        for note in plan.events:
-            self._record_event(kind.type, resource, note)
+        if not written:
+            self._show(kind, resource, plan.events)
         if plan.delete_owner:
             self._api.delete(kind.type, owner.name, owner.namespace, uid=owner.uid)
         if taken:
             self._skip_tries(kind, owner, taken)
             return _CONFLICT_RETRY_S
         return math.inf if plan.requeue_s is None else plan.requeue_s
+
+    def _show(self, kind: ResourceHandling, resource: Object, notes: Sequence[EventNote]) -> None:
+        for note in notes:
+            self._record_event(kind.type, resource, note)
 
     def _take_away(self, owner: MemberOwner, plan: Plan) -> None:
         for pod in plan.delete:

@@ -265,6 +265,20 @@ def test_name_that_another_has() -> None:
     assert api.made == ["digits-worker-0-1"]
 
 
+def test_events_survive_what_fails_after() -> None:
+    api = InMemoryApi()
+    api.put(ELASTIC_JOBS, make_job())
+    api.put(PODS, make_pod("digits", "u-1", 0, 0, phase="Failed"))
+    api.refuse = KubernetesError("the API server does not answer")
+    reconciler, events = make_reconciler(api)
+    for _ in range(2):
+        with pytest.raises(KubernetesError):
+            reconciler.reconcile(KEY)
+    api.refuse = None
+    reconciler.reconcile(KEY)
+    assert [event.reason for event in events] == ["WorkerFailed"]
+
+
 def test_away_is_never_no_pods() -> None:
     api = InMemoryApi()
     api.put(ELASTIC_JOBS, make_job(maxReplicas=2))

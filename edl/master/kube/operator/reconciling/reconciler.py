@@ -279,7 +279,7 @@ class Reconciler:
         uid, generation, problem = self._refusals.get(owner.key, ("", 0, None))
         if problem is None or (uid, generation) != (owner.uid, owner.generation):
             return plan
-        return replace(plan, status=self._with_problem(plan.status, problem, owner))
+        return replace(plan, status=self._with_problem(plan.status, problem, owner, owner.status))
 
     def _remember_refusal(
         self,
@@ -296,8 +296,13 @@ class Reconciler:
             self._record_event(kind.type, resource, EventNote("Warning", reason, str(exc)))
             fresh = self._api.get(kind.type, owner.name, owner.namespace)
             if fresh is not None and fresh["metadata"].get("uid") == owner.uid:
-                self._write_status(kind.type, fresh, self._with_problem(fresh.get("status") or {}, problem, owner))
+                status = fresh.get("status") or {}
+                self._write_status(kind.type, fresh, self._with_problem(status, problem, owner, status))
 
-    def _with_problem(self, status: Mapping[str, Any], problem: SpecProblem, owner: MemberOwner) -> Object:
+    def _with_problem(
+        self, status: Mapping[str, Any], problem: SpecProblem, owner: MemberOwner, before: Mapping[str, Any]
+    ) -> Object:
+        """Return a status that says what the API server refuses, since when as `before` has it."""
         condition = Condition("Accepted", False, problem.reason, problem.message)
-        return {**set_condition(status, condition, owner.generation, self._clock()), "message": problem.message}
+        written = set_condition(status, condition, owner.generation, self._clock(), before)
+        return {**written, "message": problem.message}

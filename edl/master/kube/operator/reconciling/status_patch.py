@@ -68,17 +68,27 @@ def describe_refused_spec(
     return {**status, "observedGeneration": generation, "phase": before.get("phase") or "Pending", "message": message}
 
 
-def set_condition(status: Mapping[str, Any], condition: Condition, generation: int, now_s: float) -> Object:
+def set_condition(
+    status: Mapping[str, Any],
+    condition: Condition,
+    generation: int,
+    now_s: float,
+    before: Mapping[str, Any] | None = None,
+) -> Object:
     """Return a status in which a condition is as given, and the others as they were.
 
     Args:
-        status: until now.
+        status: as it is to be but for the condition.
         condition: that is new.
         generation: of the spec that it speaks of.
         now_s: the time, in seconds since 1970.
+        before: the status as it was read, from which a time of transition is kept; None for `status`.
     """
-    found = status.get("conditions")
-    before = [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []
-    written = write_conditions(before, [condition], generation, now_s)
-    others = [item for item in before if item.get("type") != condition.type]
+    written = write_conditions(_list_conditions(status if before is None else before), [condition], generation, now_s)
+    others = [item for item in _list_conditions(status) if item.get("type") != condition.type]
     return {**status, "conditions": [*written, *others]}
+
+
+def _list_conditions(status: Mapping[str, Any]) -> list[Object]:
+    found = status.get("conditions")
+    return [item for item in found if isinstance(item, dict)] if isinstance(found, list) else []

@@ -17,6 +17,7 @@ from edl.kube.resource_types import ELASTIC_JOBS, EVENTS, POD_DISRUPTION_BUDGETS
 from edl.master.kube.conditions import Condition, find_condition, write_conditions
 from edl.master.kube.members import MemberRecord, find_end
 from edl.master.kube.observation import OwnerObservation
+from edl.master.kube.operator.kinds import KINDS
 from edl.master.kube.operator.reconciling.reconciler import Reconciler, ResourceHandling
 from edl.master.kube.operator.reconciling.status_patch import build_merge_patch
 from edl.master.kube.operator.reconciling.surroundings import OwnerSurroundings
@@ -229,6 +230,22 @@ def test_refused_pod_is_a_condition() -> None:
     reconciler.reconcile(KEY)
     reconciler.reconcile(KEY)
     assert find_condition(api.objects["elasticjobs", "lab", "digits"]["status"], "Accepted")["status"] == "True"
+
+
+def test_refused_pod_is_written_once() -> None:
+    """By the real planner, which knows of no refusal and has the condition be True at each look."""
+    api = InMemoryApi()
+    api.put(ELASTIC_JOBS, make_job())
+    api.refuse = InvalidObjectError("pods: spec.containers[0].image: must not be empty")
+    reconciler = Reconciler(api, KINDS, NoSurroundings(), lambda *args: None, clock=lambda: api.now_s)
+    seen = []
+    for _ in range(4):
+        with pytest.raises(InvalidObjectError):
+            reconciler.reconcile(KEY)
+        seen.append(copy.deepcopy(api.objects["elasticjobs", "lab", "digits"]))
+        api.now_s += 60.0
+    assert find_condition(seen[-1]["status"], "Accepted")["reason"] == "ObjectRefused"
+    assert [job["metadata"]["resourceVersion"] for job in seen[1:]] == [seen[0]["metadata"]["resourceVersion"]] * 3
 
 
 def test_full_quota_is_a_condition() -> None:

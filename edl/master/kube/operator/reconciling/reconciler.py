@@ -31,7 +31,7 @@ __all__ = ["Reconciler", "ResourceHandling"]
 logger = logging.getLogger(__name__)
 
 _CONFLICT_RETRY_S: Final = 0.2
-"""After somebody else has changed the resource between its read and the write of its status: read it again."""
+"""After what was read is no more so, since somebody else or this look has changed it: read it again."""
 _MOST_WARNED: Final = 1000
 """Pods that carry a resource's label and are no members, of which it is remembered that they were logged."""
 _REFUSALS: Final[Mapping[type[Exception], str]] = {
@@ -119,7 +119,11 @@ class Reconciler:
             return self._refuse(kind, resource, owner)
         target = None
         if isinstance(owner, TeacherPool) and owner.scale_target_ref is not None:
-            target = find_scale_target(self._api, owner.scale_target_ref, namespace)
+            try:
+                target = find_scale_target(self._api, owner.scale_target_ref, namespace)
+            except (InvalidObjectError, AccessDeniedError) as exc:
+                self._remember_refusal(kind, resource, owner, exc)
+                raise
         plan = kind.plan(owner, self._observe(owner, target))
         return self._carry_out(kind, resource, owner, plan, target)
 
@@ -180,12 +184,12 @@ class Reconciler:
         self._take_away(owner, plan)
         try:
             taken = self._make(owner, plan)
+            if target is not None and plan.scale_target is not None and plan.scale_target != target.replicas:
+                self._api.write_scale(target.type, target.name, plan.scale_target, owner.namespace)
         except (InvalidObjectError, AccessDeniedError, QuotaExceededError) as exc:
             self._remember_refusal(kind, resource, owner, exc)
             raise
-        self._refusals.pop(owner.key, None)
-        if target is not None and plan.scale_target is not None and plan.scale_target != target.replicas:
-            self._api.write_scale(target.type, target.name, plan.scale_target, owner.namespace)
+        was_refused = self._refusals.pop(owner.key, None) is not None
         if not written:
             self._show(kind, resource, plan.events)
         if plan.delete_owner:
@@ -193,6 +197,8 @@ class Reconciler:
         if taken:
             self._skip_tries(kind, owner, taken)
             return _CONFLICT_RETRY_S
+        if was_refused:
+            return _CONFLICT_RETRY_S  # the status still says so
         return math.inf if plan.requeue_s is None else plan.requeue_s
 
     def _show(self, kind: ResourceHandling, resource: Object, notes: Sequence[EventNote]) -> None:

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl.errors import InvalidObjectError, KubernetesError, QuotaExceededError
+from edl.errors import AccessDeniedError, EDLError, InvalidObjectError, KubernetesError, QuotaExceededError
 from edl.kube.objects import Object
-from edl.kube.resource_types import ELASTIC_JOBS, EVENTS, POD_DISRUPTION_BUDGETS, PODS
+from edl.kube.resource_types import ELASTIC_JOBS, EVENTS, POD_DISRUPTION_BUDGETS, PODS, TEACHER_POOLS, ResourceType
+from edl.kube.responses import NotServedError
 from edl.master.kube.conditions import Condition, find_condition, write_conditions
 from edl.master.kube.members import MemberRecord, find_end
 from edl.master.kube.observation import OwnerObservation
@@ -246,6 +247,46 @@ def test_refused_pod_is_written_once() -> None:
         api.now_s += 60.0
     assert find_condition(seen[-1]["status"], "Accepted")["reason"] == "ObjectRefused"
     assert [job["metadata"]["resourceVersion"] for job in seen[1:]] == [seen[0]["metadata"]["resourceVersion"]] * 3
+
+
+@pytest.mark.parametrize("call", ["read_scale", "write_scale"])
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (NotServedError("get gizmos/scale: not found"), "ObjectRefused"),
+        (AccessDeniedError("gizmos/scale: not allowed (403)"), "AccessDenied"),
+    ],
+)
+def test_scale_target_that_is_refused(
+    monkeypatch: pytest.MonkeyPatch, call: str, error: EDLError, reason: str
+) -> None:
+    def refuse(*args: Any) -> Object:
+        raise error
+
+    api = InMemoryApi()
+    target = {"apiVersion": "example.com/v1", "kind": "Gizmo", "name": "triton"}
+    spec = {"store": "consul://c", "scaleTargetRef": target, "scaling": "external", "replicas": 2, "maxReplicas": 4}
+    pool = {"metadata": {"name": "digits", "namespace": "lab", "uid": "u-1", "generation": 1}, "spec": spec}
+    api.put(TEACHER_POOLS, pool)
+    gizmos = ResourceType("example.com", "v1", "gizmos", "Gizmo")
+    api.put(gizmos, {"metadata": {"name": "triton", "namespace": "lab"}, "spec": {"replicas": 1}})
+    events: list[EventNote] = []
+    reconciler = Reconciler(api, KINDS, NoSurroundings(), lambda kind, resource, note: events.append(note))
+    with monkeypatch.context() as patched:
+        patched.setattr(api, call, refuse)
+        for _ in range(2):
+            with pytest.raises(type(error)):
+                reconciler.reconcile("teacherpools/lab/digits")
+    accepted = find_condition(api.objects["teacherpools", "lab", "digits"]["status"], "Accepted")
+    assert (accepted["status"], accepted["reason"], accepted["message"]) == ("False", reason, str(error))
+    assert [event.reason for event in events].count(reason) == 1
+    wait_s = reconciler.reconcile("teacherpools/lab/digits")
+    assert wait_s is not None
+    assert wait_s < 1.0
+    reconciler.reconcile("teacherpools/lab/digits")
+    status = api.objects["teacherpools", "lab", "digits"]["status"]
+    assert find_condition(status, "Accepted")["status"] == "True"
+    assert api.objects["gizmos", "lab", "triton"]["spec"]["replicas"] == 2
 
 
 def test_full_quota_is_a_condition() -> None:

@@ -179,6 +179,8 @@ class Reconciler:
         written = self._write_status(kind.type, resource, plan.status)
         if written is None:
             return _CONFLICT_RETRY_S  # the plan is of a resource that is no more so
+        if plan.create and not written and self._has_changed(kind, resource):
+            return _CONFLICT_RETRY_S  # no write has told that this look is old, such as of an operator that stood still
         if written:
             self._show(kind, resource, plan.events)  # what they tell of is in the status, and is not found again
         self._take_away(owner, plan)
@@ -200,6 +202,11 @@ class Reconciler:
         if was_refused:
             return _CONFLICT_RETRY_S  # the status still says so
         return math.inf if plan.requeue_s is None else plan.requeue_s
+
+    def _has_changed(self, kind: ResourceHandling, resource: Object) -> bool:
+        read = resource["metadata"]
+        now = self._api.get(kind.type, read["name"], read["namespace"])
+        return now is None or now["metadata"].get("resourceVersion") != read["resourceVersion"]
 
     def _show(self, kind: ResourceHandling, resource: Object, notes: Sequence[EventNote]) -> None:
         for note in notes:

@@ -212,6 +212,31 @@ def test_changed_resource_is_read_again() -> None:
     assert api.made == [], "a plan of a resource that is no more so was carried out"
 
 
+def test_old_look_makes_no_pods() -> None:
+    """An operator stands still between its reads and its writes, and another counts an end and removes the pod."""
+    api = InMemoryApi()
+    api.put(ELASTIC_JOBS, make_job())
+    settle(api)
+    api.objects.pop(("pods", "lab", "digits-worker-0-0"))  # this operator has seen that, and no other change
+
+    class Still(InMemoryApi):
+        def list(self, *args: Any, **kwargs: Any) -> Any:
+            found = super().list(*args, **kwargs)
+            members = {"worker-0": {"try": 1, "failed": 1}}
+            self.patch(ELASTIC_JOBS, "digits", {"status": {"members": members}}, "lab", subresource="status")
+            return found
+
+    api.made.clear()
+    api.__class__ = Still
+    wait_s = make_reconciler(api)[0].reconcile(KEY)
+    assert wait_s is not None
+    assert wait_s < 1.0
+    assert api.made == [], "the name of a try that is over was given again"
+    api.__class__ = InMemoryApi
+    settle(api)
+    assert api.names(PODS) == ["digits-worker-0-1"]
+
+
 def test_refused_pod_is_a_condition() -> None:
     api = InMemoryApi()
     api.put(ELASTIC_JOBS, make_job())

@@ -13,6 +13,7 @@ from typing import Any, Final
 from edl.errors import AccessDeniedError, ConflictError, InvalidObjectError, QuotaExceededError
 from edl.kube.objects import Object
 from edl.kube.resource_types import PODS, ResourceType
+from edl.kube.responses import NotServedError
 from edl.master.kube.conditions import Condition
 from edl.master.kube.members import read_member_pods
 from edl.master.kube.members.naming import INDEX_LABEL, OWNER_UID_LABEL, ROLE_LABEL, TRY_LABEL
@@ -183,7 +184,9 @@ class Reconciler:
             return _CONFLICT_RETRY_S  # no write has told that this look is old, such as of an operator that stood still
         if written:
             self._show(kind, resource, plan.events)  # what they tell of is in the status, and is not found again
-        self._take_away(owner, plan)
+        denied = self._take_away(owner, plan)
+        if denied is not None:
+            self._remember_refusal(kind, resource, owner, denied)
         try:
             taken = self._make(owner, plan)
             if target is not None and plan.scale_target is not None and plan.scale_target != target.replicas:
@@ -191,7 +194,7 @@ class Reconciler:
         except (InvalidObjectError, AccessDeniedError, QuotaExceededError) as exc:
             self._remember_refusal(kind, resource, owner, exc)
             raise
-        was_refused = self._refusals.pop(owner.key, None) is not None
+        was_refused = denied is None and self._refusals.pop(owner.key, None) is not None
         if not written:
             self._show(kind, resource, plan.events)
         if plan.delete_owner:
@@ -212,7 +215,9 @@ class Reconciler:
         for note in notes:
             self._record_event(kind.type, resource, note)
 
-    def _take_away(self, owner: MemberOwner, plan: Plan) -> None:
+    def _take_away(self, owner: MemberOwner, plan: Plan) -> AccessDeniedError | None:
+        """Delete what is to go; return why an object beside the pods may not be deleted, which is in nobody's way."""
+        denied = None
         for pod in plan.delete:
             try:
                 self._api.delete(PODS, pod.name, owner.namespace, uid=pod.uid, grace_period_s=pod.grace_period_s)
@@ -221,8 +226,15 @@ class Reconciler:
             logger.info("%s: pod %s deleted: %s", owner.key, pod.name, pod.reason)
         for kind, name in plan.remove:
             if self._done.is_new(owner.uid, kind, name, ""):
-                self._api.delete(kind, name, owner.namespace)
+                try:
+                    self._api.delete(kind, name, owner.namespace)
+                except NotServedError:
+                    pass  # a cluster without the kind has none of it
+                except AccessDeniedError as exc:
+                    denied = exc
+                    continue
                 self._done.note(owner.uid, kind, name, "")
+        return denied
 
     def _make(self, owner: MemberOwner, plan: Plan) -> list[Object]:
         """Make what is planned; return the pods whose names are not to be had."""

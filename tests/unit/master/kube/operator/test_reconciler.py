@@ -282,9 +282,7 @@ def test_refused_pod_is_written_once() -> None:
         (AccessDeniedError("gizmos/scale: not allowed (403)"), "AccessDenied"),
     ],
 )
-def test_scale_target_that_is_refused(
-    monkeypatch: pytest.MonkeyPatch, call: str, error: EDLError, reason: str
-) -> None:
+def test_scale_target_that_is_refused(monkeypatch: pytest.MonkeyPatch, call: str, error: EDLError, reason: str) -> None:
     def refuse(*args: Any) -> Object:
         raise error
 
@@ -312,6 +310,41 @@ def test_scale_target_that_is_refused(
     status = api.objects["teacherpools", "lab", "digits"]["status"]
     assert find_condition(status, "Accepted")["status"] == "True"
     assert api.objects["gizmos", "lab", "triton"]["spec"]["replicas"] == 2
+
+
+@pytest.mark.parametrize(
+    "error", [NotServedError("delete podgroups: not found"), AccessDeniedError("delete podgroups: not allowed (403)")]
+)
+def test_removal_that_is_refused(monkeypatch: pytest.MonkeyPatch, error: EDLError) -> None:
+    """What comes after, here the job's own deletion at the end of its time, does not wait for it."""
+
+    def refuse(*args: Any) -> bool:
+        raise error
+
+    def plan(job: ElasticJob, observation: OwnerObservation) -> Plan:
+        conditions = [Condition("Accepted", True, "Valid")]
+        status = {"conditions": write_conditions([], conditions, 1, 0.0)}
+        due = observation.now_s > 1_000_000.0
+        return Plan(status, remove=((POD_DISRUPTION_BUDGETS, "digits"),), delete_owner=due)
+
+    api = InMemoryApi()
+    api.put(ELASTIC_JOBS, make_job())
+    events: list[EventNote] = []
+    kinds = {"elasticjobs": ResourceHandling(ELASTIC_JOBS, parse_elastic_job, plan)}
+    reconciler = Reconciler(
+        api, kinds, NoSurroundings(), lambda kind, resource, note: events.append(note), clock=lambda: api.now_s
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(api, "delete", lambda kind, *args, **options: refuse())
+        for _ in range(3):
+            reconciler.reconcile(KEY)
+    denied = isinstance(error, AccessDeniedError)
+    accepted = find_condition(api.objects["elasticjobs", "lab", "digits"]["status"], "Accepted")
+    assert (accepted["status"], accepted["reason"]) == (("False", "AccessDenied") if denied else ("True", "Valid"))
+    assert [event.reason for event in events] == (["AccessDenied"] if denied else [])
+    api.now_s += 60.0
+    reconciler.reconcile(KEY)
+    assert api.names(ELASTIC_JOBS) == []
 
 
 def test_full_quota_is_a_condition() -> None:

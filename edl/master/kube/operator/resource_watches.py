@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -43,6 +44,10 @@ _DENIED_WAIT_S: Final = 60.0
 """Between two looks whether a namespace that was left out may be watched by now."""
 _NO_OBJECT: Final = "edl.io/no-object-has-this-label"
 """A list with this label says whether listing is allowed, and carries nothing."""
+_RELIST_RATE: Final = 20.0
+"""Looks a second after a new list: what went while nothing was watched has no event, so that all are looked at."""
+_RELIST_MOST_S: Final = 60.0
+"""Over which these looks are spread at most."""
 _CRD_WAIT_S: Final = 5.0
 """Between two looks whether the CRDs are there, where they are not."""
 
@@ -78,6 +83,7 @@ class ResourceWatches:
         self._on_pod = on_pod
         self._health = health
         self._seen: dict[str, tuple[object, ...]] = {}
+        self._listed: dict[tuple[str, str], set[str]] = {}
         self._backoff = Backoff(1.0, 30.0, jitter=0.2)
         self._running: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
         self._closing = False
@@ -168,7 +174,9 @@ class ResourceWatches:
         settings.networking.request_timeout = _REQUEST_TIMEOUT_S
         stop, ready = asyncio.Event(), asyncio.Event()
         self._running = asyncio.get_running_loop(), stop
+        self._look_again(list(self._seen))
         self._seen.clear()
+        self._listed.clear()
         tasks = [asyncio.create_task(self._beat(ready, namespaces))]
         if self._denied:
             tasks.append(asyncio.create_task(self._retry_denied(stop)))
@@ -236,6 +244,7 @@ class ResourceWatches:
     def _take_resource(self, kind: ResourceType, event: Any) -> None:
         """Ask for a look, unless only the status has changed, which the operator itself writes."""
         metadata = event["object"]["metadata"]
+        self._note_list(kind.plural, event)
         key = f"{kind.plural}/{metadata['namespace']}/{metadata['name']}"
         if event["type"] == "DELETED":
             self._seen.pop(key, None)
@@ -247,8 +256,30 @@ class ResourceWatches:
             self._seen[key] = seen
         self._on_key(key, 0.0)
 
+    def _note_list(self, plural: str, event: Any) -> None:
+        """Notice that a kind is listed anew, as what is known is listed: kopf says nothing of that, nor of what went.
+
+        So it is after an answer 410, such as of an API server that has started again.
+        """
+        metadata = event["object"]["metadata"]
+        namespace, uid = metadata["namespace"], str(metadata.get("uid"))
+        listed = self._listed.setdefault((plural, namespace), set())
+        if event["type"] == "DELETED":
+            listed.discard(uid)
+            return
+        if event["type"] is None and uid in listed:
+            listed.clear()
+            self._look_again([key for key in self._seen if key.split("/")[1] == namespace])
+        listed.add(uid)
+
+    def _look_again(self, keys: Sequence[str]) -> None:
+        spread_s = min(_RELIST_MOST_S, len(keys) / _RELIST_RATE)
+        for key in keys:
+            self._on_key(key, random.uniform(0.0, spread_s))
+
     def _take_pod(self, event: Any) -> None:
         self._on_pod(str(event["type"] or ""), dict(event["object"]))
+        self._note_list(PODS.plural, event)
         metadata = event["object"]["metadata"]
         labels = metadata.get("labels") or {}
         plurals = {JOB_LABEL: "elasticjobs", POOL_LABEL: "teacherpools"}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -100,6 +102,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _lies_in(item, ALONE):
             item.add_marker(pytest.mark.alone)
     items.sort(key=lambda item: not _lies_in(item, LONG))  # stable: a file's tests stay together, in their order
+
+
+@pytest.fixture(autouse=True)
+def clean_logging() -> Iterator[None]:
+    """A command that a test calls in this process leaves no handler on a stream that closes with the test."""
+    loggers = [logging.getLogger(name) for name in ("", "edl", "edl_serving")]
+    before = [(list(logger.handlers), logger.level) for logger in loggers]
+    yield
+    for logger, (handlers, level) in zip(loggers, before, strict=True):
+        for handler in set(logger.handlers).difference(handlers):
+            logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

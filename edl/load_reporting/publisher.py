@@ -189,6 +189,10 @@ def _printable(value: Any) -> Any:
 
 
 def _without_times(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a record is worth writing it again: all but the clock."""
+    """Return what of a record is worth writing it again: all but the clock.
+
+    With one exception: a sample that there is nothing to compare with has no rate, and the next one, alike, has one.
+    """
     since = {name: value for name, value in body["since"].items() if name != "t"}
-    return {**{name: value for name, value in body.items() if name != "t"}, "since": since}
+    comparable = body["since"]["t"] < body["t"]
+    return {**{name: value for name, value in body.items() if name != "t"}, "since": since, "comparable": comparable}

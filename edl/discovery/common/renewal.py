@@ -63,7 +63,8 @@ class RenewedLease(Resource, Lease):
         self._expires = granted + ttl_s
         self._late_at = -math.inf
         self._forfeited = False
-        self._own(BackgroundLoop("edl-lease", self._renew))
+        self._begun = False
+        self._own(BackgroundLoop("edl-lease", self._step))
 
     @property
     @override
@@ -89,6 +90,12 @@ class RenewedLease(Resource, Lease):
         now = time.monotonic()
         if now > self._expires - self._ttl_s / 2:
             self._late_at = now
+
+    def _step(self) -> float | None:
+        if not self._begun:  # it has just been granted
+            self._begun = True
+            return self._ttl_s / RENEWALS
+        return self._renew()
 
     def _renew(self) -> float | None:
         if self.lost:
@@ -141,6 +148,7 @@ class RenewedRegistration(Resource, Registration):
         self._updated = Notifier()
         self._announced = False
         self._kept_until = 0.0  # monotonic: by then at the latest it lapses, as far as is known here
+        self._begun = False
         self._announce()
         self._background = self._own(BackgroundLoop("edl-registration", self._step))
 
@@ -192,6 +200,9 @@ class RenewedRegistration(Resource, Registration):
 
     def _step(self) -> float:
         if not self._updates:
+            if not self._begun:  # it has just been announced
+                self._begun = True
+                return self._ttl_s / RENEWALS
             return self._renew()
         self._take_updates()
         if self._announced:

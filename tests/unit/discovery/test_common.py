@@ -113,8 +113,19 @@ def test_lease_gone_at_the_store_is_lost() -> None:
     """A lease that the store calls gone is lost at once."""
     claim = FakeClaim()
     claim.answer = lambda: False
-    with kept_lease(claim, 60.0) as lease:
-        assert eventually(lambda: lease.lost, 10.0)
+    with kept_lease(claim, 8.0) as lease:
+        assert eventually(lambda: lease.lost, 6.0), "by the first renewal"
+
+
+def test_first_renewal_waits() -> None:
+    """What has just been granted or announced is not renewed at once."""
+    renewed: list[float] = []
+    claim = FakeClaim()
+    claim.answer = lambda: renewed.append(time.monotonic()) or True
+    begun = time.monotonic()
+    with kept_lease(claim, 4.0), RenewedRegistration(claim, Instance("digits", "a", "h", 1), 4.0):
+        assert eventually(lambda: len(renewed) >= 2, 30.0)
+    assert renewed[0] - begun >= 1.0
 
 
 def test_lease_counts_from_its_request() -> None:

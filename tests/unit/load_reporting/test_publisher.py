@@ -83,6 +83,24 @@ def test_nothing_is_written_without_a_change(url: str) -> None:
     publisher.close()
 
 
+def test_idle_server_has_a_rate_after_a_restart(url: str) -> None:
+    """Its first counters after a restart have nothing to compare with; the next ones, all alike, have."""
+    counts: list[float | None] = [0.0]
+    source = LoadSource(
+        "s",
+        "teachers",
+        lambda: {"rows": counts[0], "compute_s": counts[0], "queue_rows": None},
+        lambda: {"teacher": "t", "model": "m", "state": "ready", "workers": 1},
+    )
+    publisher = LoadPublisher(url, [source], QUICK)
+    until(lambda: [teacher.rows_per_s for teacher in load(url).teachers] == [0.0])
+    counts[0] = None
+    until(lambda: [teacher.rows_per_s for teacher in load(url).teachers] == [None])
+    counts[0] = 0.0
+    until(lambda: [teacher.rows_per_s for teacher in load(url).teachers] == [0.0])
+    publisher.close()
+
+
 def test_short_life_publishes_nothing(url: str, tmp_path: Path) -> None:
     LoadPublisher(url, [Counted().source()], LoadSettings(interval_s=60.0, window_s=60.0)).close()
     assert not (tmp_path / "store.sqlite").exists()

@@ -47,7 +47,7 @@ class Watching:
         for line in self.process.stdout:
             self._lines.put(line)
 
-    def wait_for(self, words: str, timeout_s: float = 20.0) -> str:
+    def wait_for(self, words: str, timeout_s: float = 60.0) -> str:
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(Empty):

@@ -59,7 +59,7 @@ def seen(
     return found
 
 
-def until(condition: Callable[[], object], within_s: float = 10.0) -> None:
+def until(condition: Callable[[], object], within_s: float = 60.0) -> None:
     """Wait until `condition` holds."""
     deadline = time.monotonic() + within_s
     while not condition():
@@ -92,7 +92,7 @@ def test_triton_enters_leaves_and_returns(triton: TritonFactory, register: Start
 
     process.terminate()
     assert process.wait(20) == 0
-    seen(url, "labels", lambda found: not found, within_s=1.0)
+    seen(url, "labels", lambda found: not found, within_s=10.0)
     log = (tmp_path / "register.log").read_text()
     assert "out of discovery until it is ready again" in log
     assert "Traceback" not in log

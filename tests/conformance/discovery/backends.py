@@ -21,7 +21,7 @@ from tests.plugins_etcd import EtcdServer
 T = TypeVar("T")
 
 
-def eventually(condition: Callable[[], T], timeout_s: float = 20.0) -> T:
+def eventually(condition: Callable[[], T], timeout_s: float = 60.0) -> T:
     """Poll until `condition` holds; the last value, true or not."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()) and time.monotonic() < deadline:

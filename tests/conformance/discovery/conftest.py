@@ -46,7 +46,7 @@ def _nothing_stays_open(request: pytest.FixtureRequest) -> Iterator[None]:
         request.getfixturevalue("kubernetes_backend")  # has sockets, and is there for all tests
     before = _open_things()
     yield
-    eventually(lambda: not _open_things() - before, 5.0)  # a socket of a fixture, or of gRPC, may be closing
+    eventually(lambda: not _open_things() - before, 30.0)  # a socket of a fixture, or of gRPC, may be closing
     assert _open_things() - before == set()
 
 

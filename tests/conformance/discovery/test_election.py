@@ -40,7 +40,7 @@ def test_campaign_ends_with_its_deadline(store: Store, service: str) -> None:
         with store.elect(service, b"2") as second:
             begun = time.monotonic()
             assert not second.wait(0.3)
-            assert time.monotonic() - begun < 5
+            assert time.monotonic() - begun < 30
             assert second.leader() == b"1"
             closing = threading.Timer(0.2, second.close)
             closing.start()

@@ -484,4 +484,4 @@ class TestGuarded:
             assert eventually(lambda: not refusal(lambda: store.get("a")))
             begun = time.monotonic()
             assert store.get("a") is None
-            assert time.monotonic() - begun < 5.0
+            assert time.monotonic() - begun < 20.0

@@ -214,10 +214,10 @@ def test_silent_server(kube: KubernetesBackend, service: str) -> None:
             begun = time.monotonic()
             with pytest.raises(DiscoveryError, match="in time"):
                 store.get("a")
-            assert time.monotonic() - begun < 6
+            assert time.monotonic() - begun < 20
             begun = time.monotonic()
             watch.close()
-            assert time.monotonic() - begun < 4
+            assert time.monotonic() - begun < 20
         finally:
             kube.proxy.restore()
             kube.proxy.cut()

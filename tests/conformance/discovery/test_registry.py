@@ -25,7 +25,7 @@ def ids(snapshot: Snapshot | None) -> list[str]:
     return [] if snapshot is None else [instance.id for instance in snapshot.instances]
 
 
-def seen(watch: Watch, wanted: list[str], timeout_s: float = 20.0) -> Snapshot:
+def seen(watch: Watch, wanted: list[str], timeout_s: float = 60.0) -> Snapshot:
     """Follow until exactly `wanted` are there."""
     deadline = time.monotonic() + timeout_s
     snapshot = None
@@ -189,7 +189,7 @@ def test_slow_watch_gets_the_newest_only(registry: Registry, service: str) -> No
                 registration.update(teacher(service, port=port))
                 eventually(lambda port=port: [i.port for i in (quick.get(1) or Snapshot("", ())).instances] == [port])
             # What `quick` was told, `slow` is told soon: they follow independently.
-            assert eventually(lambda: [i.port for i in (slow.get(1) or Snapshot("", ())).instances] == [10], 5)
+            assert eventually(lambda: [i.port for i in (slow.get(1) or Snapshot("", ())).instances] == [10])
             assert slow.get(0.3) is None
 
 
@@ -200,7 +200,7 @@ def test_closing_elsewhere_ends_get(registry: Registry, service: str) -> None:
     begun = time.monotonic()
     assert watch.get() is None
     assert list(watch) == []
-    assert time.monotonic() - begun < 5.0
+    assert time.monotonic() - begun < 30.0
 
 
 def test_closed_registry_refuses_more(backend: Backend, service: str) -> None:

@@ -195,7 +195,7 @@ def test_watching_costs_next_to_nothing(url: str) -> None:
         assert watch.get(5) is not None
         begun = time.process_time()
         time.sleep(1.0)
-        assert time.process_time() - begun < 0.2, "a watch polls ten times a second, it does not spin"
+        assert time.process_time() - begun < 0.5, "a watch polls ten times a second, it does not spin"
 
 
 def test_deleted_file_is_made_again_for_all(path: Path, url: str) -> None:

@@ -20,7 +20,7 @@ Start = Callable[..., Member]
 pytestmark = pytest.mark.stores
 
 
-def seen(watch: StoreWatch, wanted: dict[str, bytes], timeout_s: float = 20.0) -> StoreSnapshot:
+def seen(watch: StoreWatch, wanted: dict[str, bytes], timeout_s: float = 60.0) -> StoreSnapshot:
     """Follow until exactly the keys and values `wanted` are there."""
     deadline = time.monotonic() + timeout_s
     snapshot = None
@@ -258,7 +258,7 @@ def test_closing_elsewhere_ends_get(store: Store, folder: str) -> None:
     begun = time.monotonic()
     assert watch.get() is None
     assert list(watch) == []
-    assert time.monotonic() - begun < 5.0
+    assert time.monotonic() - begun < 30.0
 
 
 def test_closed_store_refuses_more(backend: Backend, folder: str) -> None:

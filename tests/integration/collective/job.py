@@ -238,7 +238,7 @@ class Job:
 
     def nothing_is_left(self, *, state: bool = False) -> None:
         """No process, no file in shared memory; with `state`, that stays for whoever continues the job."""
-        wait_until(lambda: not self.processes(), "the job's processes have ended", 10.0)
+        wait_until(lambda: not self.processes(), "the job's processes have ended", 30.0)
         assert self.shared_memory.exists() is state
 
 

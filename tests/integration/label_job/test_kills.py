@@ -63,5 +63,5 @@ def _leases_of_killed(run: Run, worker: Worker) -> int:
     if pid == worker.pid:  # another is to lead first
         until(lambda: run.report()["pid"] != worker.pid, 20)
     reported = run.report()["time"]
-    until(lambda: run.report()["time"] > reported, 10)
+    until(lambda: run.report()["time"] > reported, 60)
     return run.leases_of(worker)

@@ -169,7 +169,7 @@ def test_a_store_that_is_away_stops_nobody(
         path.rename(hidden / path.name)
     store.mkdir()
     try:
-        until(lambda: master.is_leader, 5)
+        until(lambda: master.is_leader, 60)
         time.sleep(3 * LEASE_S)
         found += [next(reader).start for _ in range(50)]
         assert master.failure is None

@@ -18,7 +18,7 @@ from edl.discovery.store import Entry, Lease
 from edl.errors import ClosedError, DiscoveryError
 
 
-def eventually(condition: Callable[[], object], timeout_s: float = 10.0) -> bool:
+def eventually(condition: Callable[[], object], timeout_s: float = 30.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.005)

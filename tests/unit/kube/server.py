@@ -124,7 +124,7 @@ class ApiServer:
         self._server.server_close()
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Poll until the condition holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():

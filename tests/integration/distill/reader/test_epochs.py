@@ -190,12 +190,12 @@ def test_nothing_is_left_behind(start: Start) -> None:
         reader()
     reader.close()
     del rows, reader
-    until(nothing_more, 10)
+    until(nothing_more, 60)
 
     reader = reader_of(teacher).set_sample_generator(samples(200))
     next(reader())
     del reader
-    until(nothing_more, 10)
+    until(nothing_more, 60)
 
 
 def target(link: Path) -> str:

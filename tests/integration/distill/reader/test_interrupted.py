@@ -106,7 +106,7 @@ def test_garbage_is_collected_at_any_line(start: Start, thread: str) -> None:
                     break
         finally:
             gc.enable()
-    until(lambda: left() == NOTHING, 10)
+    until(lambda: left() == NOTHING, 60)
 
 
 def left() -> tuple[set[str], list[str]]:
@@ -136,7 +136,7 @@ def test_handler_closes_before_any_line(start: Start, registry_url: str, kind: s
             with InterruptAt(number, reader.close, "edl/") as interrupt:
                 run_until_closed(reader, 2)
                 reader.close()
-            until(lambda: left() == NOTHING, 10)
+            until(lambda: left() == NOTHING, 60)
         if not interrupt.reached:
             assert number > 300, "nothing was interrupted"
             return

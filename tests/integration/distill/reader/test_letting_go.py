@@ -60,7 +60,7 @@ def fails(program: Program, error: type[Exception], **run: Any) -> weakref.ref[D
 
 def test_after_a_time_without_teachers() -> None:
     reader = fails(Program(["127.0.0.1:9"], rows(9), teacher_timeout_s=0.3), NoTeacherError)
-    until(lambda: left() == NOTHING, 10)
+    until(lambda: left() == NOTHING, 60)
     assert reader() is None
 
 
@@ -73,7 +73,7 @@ def test_after_the_last_teacher_was_lost(start: Start) -> None:
         list(labelled)
 
     reader = fails(Program([teacher.endpoint], rows(500), teacher_timeout_s=0.3), NoTeacherError, use=use)
-    until(lambda: left() == NOTHING, 10)
+    until(lambda: left() == NOTHING, 60)
     assert reader() is None
 
 
@@ -83,14 +83,14 @@ def test_after_an_error_of_the_source(start: Start) -> None:
         raise OSError("the disk is gone")
 
     reader = fails(Program([start("echo").endpoint], source), OSError)
-    until(lambda: left() == NOTHING, 10)
+    until(lambda: left() == NOTHING, 60)
     assert reader() is None
 
 
 def test_after_unfit_samples(start: Start) -> None:
     """After samples that the model does not take."""
     reader = fails(Program([start("echo").endpoint], rows(5, WIDTH + 1)), SourceError)
-    until(lambda: left() == NOTHING, 10)
+    until(lambda: left() == NOTHING, 60)
     assert reader() is None
 
 
@@ -107,7 +107,7 @@ def test_after_requests_that_teachers_refuse(start: Start) -> None:
     program.reader.set_batch_generator(lambda: ((batch,) for batch in source()))
     reader = fails(program, EDLError)
     del program
-    until(lambda: left() == NOTHING, 10)
+    until(lambda: left() == NOTHING, 60)
     assert reader() is None
 
 
@@ -123,7 +123,7 @@ def test_after_break_and_error(start: Start) -> None:
     program.run(next)
     reader = fails(program, ZeroDivisionError, use=stop)
     del program
-    until(lambda: left() == NOTHING, 10)
+    until(lambda: left() == NOTHING, 60)
     assert reader() is None
 
 
@@ -143,5 +143,5 @@ def test_kept_error_keeps_its_reader(start: Start) -> None:
     gc.collect()
     assert reader() is not None, "its traceback leads there"
     kept.clear()
-    until(lambda: left() == NOTHING, 10)
+    until(lambda: left() == NOTHING, 60)
     assert reader() is None

@@ -40,7 +40,7 @@ def test_outage_is_reported_and_not_felt(start: Start, consul_agent: ConsulAgent
 
             return pull
 
-        until(step(lambda stats: stats.teachers_live == 1), 10)
+        until(step(lambda stats: stats.teachers_live == 1), 60)
         consul_agent.kill()
         until(step(lambda stats: stats.discovery), 30)
         assert reader.stats().teachers_live == 1, "the teacher last known is kept"

@@ -33,7 +33,7 @@ def test_teachers_set_aside_count_by_reason(start: Start) -> None:
             assert value(registry, "edl_reader_set_aside_total", reason=reason) == 0
         reader.set_sample_generator(samples(200))
         check(list(reader()), 200)
-        until(lambda: value(registry, "edl_reader_set_aside_total", reason="bad output") >= 1, 10)
+        until(lambda: value(registry, "edl_reader_set_aside_total", reason="bad output") >= 1, 60)
         assert value(registry, "edl_reader_set_aside_total", reason="overloaded") >= 1
         assert value(registry, "edl_reader_set_aside_total", reason="error") == 0
 

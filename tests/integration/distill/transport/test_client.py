@@ -98,7 +98,7 @@ def test_killed_teacher_fails_all_requests(start: Start, with_client: WithClient
         killed = time.monotonic()
         teacher.kill()
         assert await asyncio.gather(*tasks) == [FailureKind.LOST] * 5
-        assert time.monotonic() - killed < 5, "milliseconds on an idle machine; a request's time is 20 s"
+        assert time.monotonic() - killed < 15, "milliseconds on an idle machine; a request's time is 20 s"
         assert await kind_of(infer(client, 0)) is FailureKind.LOST
 
     with_client(teacher, test)

@@ -72,7 +72,7 @@ def started(url: str, prefix: Path, lines: list[str]) -> CheckpointPersister:
     return persister
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline

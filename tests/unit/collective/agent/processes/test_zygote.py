@@ -53,7 +53,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-def wait_for(condition: object, timeout_s: float = 20.0) -> None:
+def wait_for(condition: object, timeout_s: float = 60.0) -> None:
     assert callable(condition)
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -102,7 +102,7 @@ def test_success_ends_the_backoff() -> None:
     assert due_s <= 1.0
 
 
-def wait_for(condition: object, seconds: float = 10.0) -> None:
+def wait_for(condition: object, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline, "nothing happened"

@@ -161,11 +161,20 @@ def test_optional_kinds_need_their_api(helm: str, kind: str) -> None:
         ("watchNamespaces={A_b}", "watchNamespaces"),
         ("capacity.enabled=maybe", "capacity"),
         ("podMonitor.interval=soon", "podMonitor"),
+        ("dashboard.enabled=true,dashboard.tokenSecret=t", "dashboard.tlsSecret=SECRET"),
     ],
 )
 def test_bad_values_are_refused(helm: str, option: str, reason: str) -> None:
     with pytest.raises(RuntimeError, match=reason):
         render_chart("edl", *IMAGE, "--set", option, helm=helm)
+
+
+def test_tokens_behind_a_proxy(helm: str) -> None:
+    extra = "dashboard.enabled=true,dashboard.tokenSecret=t,dashboard.extraArgs={--allow-insecure-tokens}"
+    specs = _pod_specs(_objects(helm, *IMAGE, "--set", extra))
+    (page,) = (spec["containers"][0]["args"] for spec in specs if spec["containers"][0]["name"] == "dashboard")
+    assert {"--token-file=/etc/edl/tokens/tokens", "--allow-insecure-tokens"} <= set(page)
+    assert not any(argument.startswith("--tls") for argument in page)
 
 
 def test_each_value_has_a_schema() -> None:

@@ -143,6 +143,43 @@ def test_other_store_needs_no_leases(helm: str) -> None:
     assert not any(item["metadata"]["name"] == "edl-discovery" for item in objects)
 
 
+def _page_monitor(helm: str, page: str) -> dict[str, Any] | None:
+    """The PodMonitor that takes the page, of those whose selector does; None without."""
+    api = ("--api-versions", "monitoring.coreos.com/v1/PodMonitor")
+    objects = _objects(helm, *IMAGE, *api, "--set", f"dashboard.enabled=true{page}")
+    (labels,) = (
+        item["spec"]["template"]["metadata"]["labels"]
+        for item in objects
+        if item["kind"] == "Deployment" and item["metadata"]["name"] == "edl-dashboard"
+    )
+    found = [
+        item["spec"]["podMetricsEndpoints"]
+        for item in objects
+        if item["kind"] == "PodMonitor" and item["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    ]
+    assert len(found) <= 1, "the page is scraped twice"
+    return dict(found[0][0]) if found else None
+
+
+def test_page_is_scraped_with_token(helm: str) -> None:
+    plain = _page_monitor(helm, "")
+    assert plain is not None
+    assert not {"scheme", "authorization"} & set(plain)
+    guarded = ",dashboard.tokenSecret=t,dashboard.tlsSecret=s"
+    assert _page_monitor(helm, guarded) is None, "each scrape would be refused"
+    monitor = _page_monitor(helm, f"{guarded},podMonitor.tokenSecret=scrape")
+    assert monitor is not None
+    assert monitor["scheme"] == "https"
+    assert monitor["authorization"] == {"credentials": {"name": "scrape", "key": "token"}}
+    assert monitor["tlsConfig"] == {
+        "ca": {"secret": {"name": "s", "key": "tls.crt"}},
+        "serverName": "edl-dashboard.edl.svc",
+    }
+    monitor = _page_monitor(helm, ",dashboard.tlsSecret=s,podMonitor.tlsConfig.serverName=page")
+    assert monitor is not None
+    assert monitor["tlsConfig"] == {"serverName": "page"}
+
+
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_optional_kinds_need_their_api(helm: str, kind: str) -> None:
     assert not any(item["kind"] == kind for item in _objects(helm, *IMAGE))

@@ -57,8 +57,8 @@ def main(argv: Sequence[str]) -> int:
     from edl.dashboard.server import DashboardServer, DashboardSettings
 
     kube = None
-    if options.kube is not None or options.context or options.kubeconfig:
-        kube = KubeSettings(options.kubeconfig, options.context, options.kube or "", _KUBE_TIMEOUT_S)
+    if options.kube or options.context or options.kubeconfig:
+        kube = KubeSettings(options.kubeconfig, options.context, timeout_s=_KUBE_TIMEOUT_S)
     settings = DashboardSettings(
         store=url,
         registry=options.discovery,
@@ -68,6 +68,7 @@ def main(argv: Sequence[str]) -> int:
         allowed_hosts=tuple(options.allow_host),
         credentials=credentials,
         kube=kube,
+        kube_namespaces=tuple(options.kube),
     )
     with _signals() as ended, DashboardServer(settings) as server:
         print(printable(f"The page of {shown_url(url)} is at {server.url} ; Ctrl-C ends it."), flush=True)
@@ -109,11 +110,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--discovery", metavar="URL", help="where teachers register (default: the same URL)")
     add(
         "--kube",
+        action="append",
         nargs="?",
         const="",
+        default=[],
         metavar="NAMESPACE",
         help="show the jobs and pools of a Kubernetes cluster, too: of this namespace, or of the context's (in a pod: "
-        "of its own); with conditions, members and how they ended",
+        "of its own); with conditions, members and how they ended; may be repeated",
     )
     add("--context", metavar="NAME", default="", help="of the kubeconfig, for --kube")
     add("--kubeconfig", metavar="FILE", default="", help="for --kube (default: as kubectl has it)")

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     add_cluster_options(parser)
     options = parser.parse_args(argv)
     with open_cluster(options) as client:
-        reader = ClusterReader(client, "" if options.all_namespaces else client.namespace)
+        reader = ClusterReader(client, () if options.all_namespaces else (client.namespace,))
         status = reader.read()
         if options.watch:
             _watch(reader, status, options)
@@ -94,7 +94,7 @@ def _shown(status: KubernetesStatus, now_s: float, namespaces: bool) -> Renderab
     if status.pools:
         parts.append(pools_table(status.pools, now_s, namespaces=namespaces))
     if not parts:
-        where = "the cluster" if namespaces else f"namespace {status.namespace!r}"
+        where = "the cluster" if namespaces else f"namespace {', '.join(status.namespaces)!r}"
         parts.append(Text(printable(f"There are no jobs and no pools in {where}; `edl submit` makes one.")))
     if status.more_jobs:
         parts.append(Text(f"and {status.more_jobs:,} jobs that ended before those", "dim"))

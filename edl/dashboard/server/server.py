@@ -88,7 +88,7 @@ class DashboardServer:
             registry_url=settings.registry,
             job=settings.job,
             credentials=settings.store_credentials,
-            cluster=ClusterView(settings.kube) if settings.kube is not None else None,
+            cluster=ClusterView(settings.kube, settings.kube_namespaces) if settings.kube is not None else None,
         )
         try:
             self._reader.open()

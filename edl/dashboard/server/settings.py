@@ -28,7 +28,8 @@ class DashboardSettings:
         job: the only job to show; None for all.
         allowed_hosts: names, besides this machine's, by which browsers may ask for the page.
         credentials: certificate and key for HTTPS, and the file of tokens, any of which opens the page.
-        kube: which cluster's jobs and pools to show as well; None for none. Its namespace is the one shown.
+        kube: which cluster's jobs and pools to show as well; None for none.
+        kube_namespaces: whose jobs and pools these are, an empty one for that of `kube`; none for that alone.
         store_credentials: what a Store that an agent of `edl run` serves is shown; None for what the environment names.
 
     Raises:
@@ -44,6 +45,7 @@ class DashboardSettings:
     credentials: Credentials = field(default_factory=Credentials)
     store_credentials: Credentials | None = None
     kube: KubeSettings | None = None
+    kube_namespaces: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port <= 65535:

@@ -25,10 +25,10 @@ export class KubernetesView {
   update(state) {
     const cluster = state.kubernetes;
     this._state = state;
-    setText(this._where, cluster.namespace === "" ? "All namespaces" : `Namespace ${cluster.namespace}`);
+    setText(this._where, placesOf(cluster));
     this._stale.hidden = cluster.stale === "";
     setText(this._stale, cluster.stale === "" ? "" : `These figures are old: ${cluster.stale}`);
-    const items = workloadsOf(state).map((workload) => ({ workload, now: state.time, spacious: cluster.namespace === "" }));
+    const items = workloadsOf(state).map((workload) => ({ workload, now: state.time, spacious: cluster.namespaces.length !== 1 }));
     this._none.hidden = items.length > 0 || cluster.looked === null;
     reconcile(this._list, this._more.shown(items), keyOf, () => {
       this._made += 1;
@@ -37,6 +37,11 @@ export class KubernetesView {
     this._older.hidden = cluster.moreJobs <= 0;
     setText(this._older, `${plural(cluster.moreJobs, "older job")} that ended ${cluster.moreJobs === 1 ? "is" : "are"} left out.`);
   }
+}
+
+function placesOf({ namespaces }) {
+  if (namespaces.length === 0) return "All namespaces";
+  return `${namespaces.length === 1 ? "Namespace" : "Namespaces"} ${namespaces.join(", ")}`;
 }
 
 /** Jobs and pools, in the order in which the server sends them: those that go on first. */

@@ -231,7 +231,7 @@ function readWorkload(item) {
 
 function readKubernetes(cluster) {
   return {
-    namespace: text(cluster.namespace),
+    namespaces: names(cluster.namespaces),
     stale: text(cluster.stale),
     looked: number(cluster.looked),
     jobs: records(cluster.jobs).map(readWorkload),

@@ -259,7 +259,7 @@ def kubernetes(now: float = NOW) -> dict[str, Any]:
         workload("digits", kind="pool", now=now, wanted=4, ready=2, min_replicas=0, max_replicas=4, conditions=growing),
         workload("vision", "Suspended", kind="pool", now=now, wanted=0, ready=0, scaling="external", borrowed=0),
     ]
-    cluster = {"namespace": "research", "stale": "", "looked": now, "jobs": jobs, "pools": pools, "more_jobs": 3}
+    cluster = {"namespaces": ["research"], "stale": "", "looked": now, "jobs": jobs, "pools": pools, "more_jobs": 3}
     return EMPTY | {"time": now, "kubernetes": cluster}
 
 

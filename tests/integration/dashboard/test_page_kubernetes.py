@@ -46,6 +46,15 @@ def test_cluster_away_and_back(look: Look) -> None:
     assert "edl submit" in text
 
 
+def test_two_namespaces(look: Look) -> None:
+    state = states.kubernetes()
+    state["kubernetes"]["namespaces"] = ["research", "vision"]
+    state["kubernetes"]["jobs"].append(states.workload("first", "Running") | {"namespace": "vision"})
+    _, page = look(state)
+    page.wait(f"{TEXT}.includes('Namespaces research, vision')")
+    assert "vision/first" in page.evaluate(TEXT)
+
+
 @pytest.mark.parametrize("width", [320, 1280])
 def test_hostile_names_are_text(look: Look, width: int) -> None:
     state = states.kubernetes()

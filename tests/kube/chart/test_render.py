@@ -132,6 +132,15 @@ def test_roles_follow_namespaces(helm: str) -> None:
     assert {"--namespace=mine", "--store=kubernetes://mine"} <= set(spec["containers"][0]["args"])
 
 
+def test_page_shows_each_namespace(helm: str) -> None:
+    objects = _objects(helm, *EVERYTHING)
+    (page,) = (spec["containers"][0] for spec in _pod_specs(objects) if spec["containers"][0]["name"] == "dashboard")
+    assert [item for item in page["args"] if item.startswith("--kube")] == ["--kube=red", "--kube=blue"]
+    for kind in ("Role", "RoleBinding"):
+        found = [item for item in objects if item["kind"] == kind and item["metadata"]["name"] == "edl-dashboard"]
+        assert {item["metadata"]["namespace"] for item in found} == {"red", "blue"}, kind
+
+
 @pytest.mark.parametrize("url", ["consul+https://consul:8501", "etcd+https://etcd:2379", "etcd://a:2379\\,b:2379"])
 def test_stores_of_discovery_are_taken(helm: str, url: str) -> None:
     (spec,) = _pod_specs(_objects(helm, *IMAGE, "--set", f"store={url}"))

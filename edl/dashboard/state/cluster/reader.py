@@ -6,6 +6,7 @@ What does not belong here: how often (`edl.dashboard.state.reader`, and commands
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -13,7 +14,8 @@ from edl.dashboard.state.cluster.decoding import decode_workload, sort_workloads
 from edl.dashboard.state.cluster.schema import KubernetesStatus
 from edl.errors import EDLError
 from edl.kube.client import KubeClient
-from edl.kube.resource_types import ELASTIC_JOBS, PODS, TEACHER_POOLS
+from edl.kube.objects import Object
+from edl.kube.resource_types import ELASTIC_JOBS, PODS, TEACHER_POOLS, ResourceType
 from edl.master.kube.members.naming import MANAGED_BY
 from edl.quoting import shown
 
@@ -29,17 +31,19 @@ class ClusterReader:
 
     Args:
         client: of the cluster; stays the caller's to close.
-        namespace: empty for all.
+        namespaces: to look in; empty for all.
         members: read pods as well, and so say what members do.
         max_jobs: of those that ended, the older ones are left out.
     """
 
-    def __init__(self, client: KubeClient, namespace: str, *, members: bool = False, max_jobs: int = MAX_JOBS) -> None:
+    def __init__(
+        self, client: KubeClient, namespaces: Sequence[str], *, members: bool = False, max_jobs: int = MAX_JOBS
+    ) -> None:
         self._client = client
-        self._namespace = namespace
+        self._namespaces = tuple(namespaces)
         self._members = members
         self._max_jobs = max_jobs
-        self._last = KubernetesStatus(namespace)
+        self._last = KubernetesStatus(self._namespaces)
 
     def read(self) -> KubernetesStatus:
         """Ask for all.
@@ -47,18 +51,22 @@ class ClusterReader:
         Raises:
             EDLError: the API server does not answer, or refuses.
         """
-        jobs = self._client.list(ELASTIC_JOBS, self._namespace).items
-        pools = self._client.list(TEACHER_POOLS, self._namespace).items
-        pods = self._client.list(PODS, self._namespace, label_selector=_PODS).items if self._members else None
+        jobs = self._list(ELASTIC_JOBS)
+        pools = self._list(TEACHER_POOLS)
+        pods = self._list(PODS, _PODS) if self._members else None
         found = sort_workloads(decode_workload("job", job, pods) for job in jobs)
         self._last = KubernetesStatus(
-            namespace=self._namespace,
+            namespaces=self._namespaces,
             looked=time.time(),
             jobs=tuple(found[: self._max_jobs]),
             pools=tuple(sort_workloads(decode_workload("pool", pool, pods) for pool in pools)),
             more_jobs=max(0, len(found) - self._max_jobs),
         )
         return self._last
+
+    def _list(self, kind: ResourceType, labels: str = "") -> list[Object]:
+        places = self._namespaces or ("",)
+        return [item for place in places for item in self._client.list(kind, place, label_selector=labels).items]
 
     def read_again(self) -> KubernetesStatus:
         """Ask for all; where that cannot be, return what was known last, with `stale` set."""

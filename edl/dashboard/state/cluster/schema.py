@@ -145,10 +145,10 @@ class KubernetesWorkload:
 
 @dataclass(frozen=True)
 class KubernetesStatus:
-    """The jobs and pools of a namespace, or of all.
+    """The jobs and pools of some namespaces, or of all.
 
     Attributes:
-        namespace: empty for all.
+        namespaces: in which was looked; empty for all.
         stale: empty, or why the figures are old: the API server does not answer, or refuses.
         looked: wall clock of the last look that found everything, None before the first.
         jobs: those that go on first, then those that ended last.
@@ -156,7 +156,7 @@ class KubernetesStatus:
         more_jobs: that ended before those, and are left out.
     """
 
-    namespace: str
+    namespaces: tuple[str, ...]
     stale: str = ""
     looked: float | None = None
     jobs: tuple[KubernetesWorkload, ...] = ()

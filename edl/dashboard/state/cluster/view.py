@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Final
 
 from edl.dashboard.state.cluster.reader import ClusterReader
@@ -15,7 +16,7 @@ __all__ = ["ClusterView"]
 _MAX_JOBS: Final = 100
 """On the page, as of jobs of a Store."""
 _EVERY_S: Final = 2.0
-"""Between two looks, of three lists each: the operator changes a status about as often."""
+"""Between two looks, of three lists a namespace, for each namespace: the operator changes a status about as often."""
 _AWAY_S: Final = 10.0
 """After a look without an answer, which may have taken its timeout, and held up the rest of the page."""
 _SHARE: Final = 0.2
@@ -23,19 +24,22 @@ _SHARE: Final = 0.2
 
 
 class ClusterView:
-    """Jobs and pools of a namespace, as new as a page needs them. Not thread-safe.
+    """Jobs and pools of some namespaces, as new as a page needs them. Not thread-safe.
 
     Args:
-        settings: which cluster and namespace.
+        settings: which cluster.
+        namespaces: to look in, of which an empty one is that of the settings; none for that alone.
 
     Raises:
         SettingsError: no cluster is named anywhere, or the file that names it cannot be used.
     """
 
-    def __init__(self, settings: KubeSettings) -> None:
+    def __init__(self, settings: KubeSettings, namespaces: Sequence[str] = ()) -> None:
         self._client = KubeClient(settings)
-        self._reader = ClusterReader(self._client, self._client.namespace, members=True, max_jobs=_MAX_JOBS)
-        self._last = KubernetesStatus(self._client.namespace)
+        places = tuple(dict.fromkeys(name or self._client.namespace for name in namespaces or ("",)))
+        self._reader = ClusterReader(self._client, places, members=True, max_jobs=_MAX_JOBS)
+        self._last = KubernetesStatus(places)
+        self._every_s = min(_EVERY_S * len(places), _AWAY_S)
         self._next = 0.0
 
     def read(self) -> KubernetesStatus:
@@ -44,7 +48,7 @@ class ClusterView:
         if began >= self._next:
             self._last = self._reader.read_again()
             took_s = time.monotonic() - began
-            every_s = _AWAY_S if self._last.stale else _EVERY_S
+            every_s = _AWAY_S if self._last.stale else self._every_s
             self._next = began + took_s + max(every_s - took_s, took_s * (1.0 / _SHARE - 1.0))
         return self._last
 

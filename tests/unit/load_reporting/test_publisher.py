@@ -83,7 +83,7 @@ def test_nothing_is_written_without_a_change(url: str) -> None:
     publisher.close()
 
 
-def test_idle_server_has_a_rate_after_a_restart(url: str) -> None:
+def test_idle_rate_after_a_restart(url: str) -> None:
     """Its first counters after a restart have nothing to compare with; the next ones, all alike, have."""
     counts: list[float | None] = [0.0]
     source = LoadSource(

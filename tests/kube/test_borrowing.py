@@ -226,7 +226,7 @@ def test_borrowed_and_given_back(
     for node in cluster.nodes():
         gpus(node, 2)
     (port,) = free_ports(1)
-    operator("--http-port", str(port), capacity=capacity)
+    operator("--http-port", str(port), "--allow-store", consul, capacity=capacity)
     cluster.apply(make_pool(namespace, consul, pod_template(gpus=1)))
     sleeper = pod_template(["sleep", "100000"], gpus=1)
     schedulers = {"online": "default-scheduler", "quick": quick_scheduler}

@@ -67,6 +67,14 @@ def main(argv: Sequence[str]) -> int:
         default="",
         help="discovery of resources that name none: consul://host:port, etcd://host:port, kubernetes://NAMESPACE",
     )
+    add(
+        "--allow-store",
+        action="append",
+        default=[],
+        metavar="PREFIX",
+        help="a store of resources that it may read with its own credentials, beside --store: SCHEME://HOST:PORT,"
+        " SCHEME://HOST or SCHEME://; may be given several times",
+    )
     add("--workers", type=int, default=4, metavar="N", help="resources that are worked on at once (default: 4)")
     add(
         "--resync",
@@ -106,6 +114,7 @@ def main(argv: Sequence[str]) -> int:
         kube=KubeSettings(options.kubeconfig, options.context, timeout_s=options.timeout),
         namespaces=(ALL_NAMESPACES,) if options.all_namespaces else tuple(dict.fromkeys(options.namespace)),
         store=options.store,
+        allow_stores=tuple(options.allow_store),
         workers=options.workers,
         resync_s=options.resync,
         capacity=not options.no_capacity,

@@ -39,6 +39,7 @@ class OwnerObservation:
         allocation: workers that arbitration over all jobs gives this one; None where it does not arbitrate.
         progress: how far a job is; None if that is not known.
         store_stale: why the store's answers are old; empty if they are not.
+        store_refused: why the operator does not ask the resource's store; empty if it does.
         service_holder: pool of another namespace whose the service is, in the same store; empty for none.
         target_replicas: what the pool's `scaleTargetRef` has now; None if there is no such target.
         target_ready: how many of them are ready; None if that is not known.
@@ -51,6 +52,7 @@ class OwnerObservation:
     allocation: int | None = None
     progress: WorkProgress | None = None
     store_stale: str = ""
+    store_refused: str = ""
     service_holder: str = ""
     target_replicas: int | None = None
     target_ready: int | None = None

@@ -147,6 +147,16 @@ def test_stores_of_discovery_are_taken(helm: str, url: str) -> None:
     assert f"--store={url}".replace("\\", "") in spec["containers"][0]["args"]
 
 
+def test_allowed_stores_are_passed_on(helm: str) -> None:
+    stores = "operator.allowStores={consul://consul:8500,etcd+https://}"
+    (spec,) = _pod_specs(_objects(helm, *IMAGE, "--set", stores))
+    arguments = spec["containers"][0]["args"]
+    assert [word for word in arguments if "allow" in word] == [
+        "--allow-store=consul://consul:8500",
+        "--allow-store=etcd+https://",
+    ]
+
+
 def test_other_store_needs_no_leases(helm: str) -> None:
     objects = _objects(helm, *IMAGE, "--set", "store=consul://10.0.0.7:8500")
     assert not any(item["metadata"]["name"] == "edl-discovery" for item in objects)
@@ -204,6 +214,8 @@ def test_optional_kinds_need_their_api(helm: str, kind: str) -> None:
         ("image.pullPolicy=Sometimes", "pullPolicy"),
         ("store=http://x", "store"),
         ("store=edl://host:29400", "store"),
+        ("operator.allowStores={sqlite:///x}", "allowStores"),
+        ("operator.allowStores={consul://a@b}", "allowStores"),
         ("watchNamespaces={A_b}", "watchNamespaces"),
         ("capacity.enabled=maybe", "capacity"),
         ("podMonitor.interval=soon", "podMonitor"),

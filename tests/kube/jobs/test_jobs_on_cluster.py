@@ -138,7 +138,7 @@ def test_master_is_replaced(
     cluster: Cluster, namespace: str, operator: OperatorFactory, store: str, make_job: Callable[..., dict[str, Any]]
 ) -> None:
     """The successor goes on with the journal in the store, under another address."""
-    operator()
+    operator("--allow-store", store)
     master = {"enabled": True, "args": ["--data", "range:10", "--shard-size", "1"]}
     cluster.apply(make_job(["--no-python", "/usr/bin/sleep", "600"], master=master))
     job_id = cluster.wait("the job's id", lambda: read_status(cluster, namespace).get("jobId"), namespace)

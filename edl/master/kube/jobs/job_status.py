@@ -90,7 +90,7 @@ def write_job_status(job: ElasticJob, observation: OwnerObservation, view: JobVi
     ready = sum(pod.ready for pod in view.workers)
     finished = view.failure is not None or bool(view.succeeded)
     conditions = [
-        _describe_accepted(job),
+        _describe_accepted(job, observation),
         _describe_scheduled(job, view, finished),
         _describe_running(job, view, ready, finished),
         _describe_suspended(view),
@@ -136,9 +136,11 @@ def _find_phase(view: JobView, ready: int) -> str:
     return "Running" if ready or view.ending else "Pending"
 
 
-def _describe_accepted(job: ElasticJob) -> Condition:
+def _describe_accepted(job: ElasticJob, observation: OwnerObservation) -> Condition:
     if job.ignored_edits:
         return Condition("Accepted", True, "StoreChangeIgnored", job.ignored_edits)
+    if observation.store_refused:
+        return Condition("Accepted", True, "StoreNotAllowed", observation.store_refused)
     return Condition("Accepted", True, "Valid", "the spec can be worked on")
 
 

@@ -342,6 +342,8 @@ def _note_changes(draft: _Draft, sizing: Sizing, kept: int) -> None:
         draft.note("ScaleIgnored", f"spec.replicas is {job.replicas}, but spec.scaling is auto", warning=True)
     if job.ignored_edits and find_condition(status, "Accepted").get("message") != job.ignored_edits:
         draft.note("StoreChangeIgnored", job.ignored_edits, warning=True)
+    elif draft.observation.store_refused and find_condition(status, "Accepted").get("reason") in (None, "Valid"):
+        draft.note("StoreNotAllowed", draft.observation.store_refused, warning=True)
     grown = [index for index in sizing.create if not draft.records[f"{WORKER}-{index}"].replaces]
     if status.get("phase") == "Suspended":
         draft.note("Resumed", "spec.suspend is false again")

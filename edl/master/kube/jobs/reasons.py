@@ -47,6 +47,7 @@ CONDITION_REASONS: Final[Mapping[str, Mapping[str, str]]] = {
     "Accepted": {
         "Valid": "The spec can be worked on.",
         "StoreChangeIgnored": "The job keeps the store and checkpoint that it started with, until it runs no more.",
+        "StoreNotAllowed": "The operator may not read the job's store: neither progress nor a useful size is known.",
     },
     "Scheduled": {
         "AllScheduled": "All workers that are wanted have a node.",
@@ -106,6 +107,7 @@ EVENT_REASONS: Final[Mapping[str, str]] = {
     "MemoryNotSet": "A worker ended for want of memory, and the template sets none that could be raised.",
     "ScaleIgnored": "`spec.replicas` was set, but `spec.scaling` is `auto`: set it to `external` for `kubectl scale`.",
     "StoreChangeIgnored": "Another store or checkpoint is not taken while pods run: suspend the job, then resume it.",
+    "StoreNotAllowed": "The operator does not read the job's store; the message says what would allow it.",
     "Suspended": "The workers are let go since `spec.suspend` is true.",
     "Resumed": "`spec.suspend` is false again.",
     "Succeeded": "The job has succeeded.",

@@ -12,6 +12,7 @@ from edl.background import BackgroundLoop
 from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.operator.job_shares import SharingJob, compute_shares, read_sharing_job
 from edl.master.kube.operator.reconciling.surroundings import OwnerSurroundings
+from edl.master.kube.operator.store_allowlist import StoreAllowlist
 from edl.master.kube.operator.stores import StoreAnswer, StoreDirectory
 from edl.master.kube.resources import ElasticJob, MemberOwner, TeacherPool
 
@@ -38,11 +39,12 @@ class LiveSurroundings:
 
     Args:
         on_key: called with the key of a resource that should be looked at.
+        allowlist: which stores may be opened.
     """
 
-    def __init__(self, on_key: Callable[[str], None]) -> None:
+    def __init__(self, on_key: Callable[[str], None], allowlist: StoreAllowlist) -> None:
         self._on_key = on_key
-        self._stores = StoreDirectory(on_key)
+        self._stores = StoreDirectory(on_key, allowlist)
         self._capacity: CapacitySource | None = None
         self._lock = threading.Lock()
         self._sharing: dict[str, SharingJob] = {}
@@ -84,7 +86,9 @@ class LiveSurroundings:
             remaining_s = answer.progress.remaining_s if answer.progress is not None else None
             allocation = self._share(owner, answer.wanted, remaining_s, capacity)
         holder = self._find_holder(owner) if isinstance(owner, TeacherPool) else ""
-        return OwnerSurroundings(capacity, answer.wanted, allocation, answer.progress, answer.stale, holder)
+        return OwnerSurroundings(
+            capacity, answer.wanted, allocation, answer.progress, answer.stale, answer.refused, holder
+        )
 
     def note_status(self, owner: MemberOwner, status: Mapping[str, Any]) -> None:
         """Note whether a resource waits for room: it is looked at when more is idle. What has ended leaves its share.
@@ -149,10 +153,12 @@ class LiveSurroundings:
 
     def _ask_store(self, owner: MemberOwner) -> StoreAnswer:
         if isinstance(owner, ElasticJob):
-            return self._stores.ask(owner.key, owner.store, "workers", owner.job_id)
+            return self._stores.ask(owner.key, owner.store, "workers", owner.job_id, namespace=owner.namespace)
         if isinstance(owner, TeacherPool):
             advised = owner.scaling == "auto" and not owner.suspend
-            return self._stores.ask(owner.key, owner.store, "teachers", owner.service, advised=advised)
+            return self._stores.ask(
+                owner.key, owner.store, "teachers", owner.service, namespace=owner.namespace, advised=advised
+            )
         raise TypeError(f"{type(owner).__name__} is neither job nor pool")
 
     def _share(

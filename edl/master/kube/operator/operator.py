@@ -22,6 +22,7 @@ from edl.master.kube.operator.queue import WorkQueue
 from edl.master.kube.operator.reconciling.reconciler import Reconciler
 from edl.master.kube.operator.resource_watches import ResourceWatches
 from edl.master.kube.operator.settings import OperatorSettings
+from edl.master.kube.operator.store_allowlist import StoreAllowlist
 
 __all__ = ["Operator"]
 
@@ -55,7 +56,8 @@ class Operator:
             self.namespaces = settings.namespaces or (self._client.namespace,)
             self._events = EventRecorder(self._client)
             stack.callback(self._events.close)
-            self._surroundings = LiveSurroundings(self._add)
+            allowlist = StoreAllowlist(settings.store, settings.allow_stores)
+            self._surroundings = LiveSurroundings(self._add, allowlist)
             stack.callback(self._surroundings.close)
             self._reconciler = Reconciler(
                 self._client, KINDS, self._surroundings, self._events.record, default_store=settings.store

@@ -7,6 +7,7 @@ from typing import Final
 
 from edl.errors import SettingsError
 from edl.kube.settings import KubeSettings
+from edl.master.kube.operator.store_allowlist import StoreAllowlist
 from edl.settings import is_above_zero
 
 __all__ = ["ALL_NAMESPACES", "OperatorSettings"]
@@ -23,6 +24,7 @@ class OperatorSettings:
         kube: which cluster, and as whom.
         namespaces: whose resources it works on; empty for the one that it is in, `*` for all of the cluster.
         store: URL of discovery of resources that name none; empty for none.
+        allow_stores: prefixes of stores that it opens where resources name them: see `StoreAllowlist`.
         workers: resources that are worked on at the same time.
         resync_s: each resource is looked at once in so many seconds whatever happens, and more rarely where there are
             many: what no event told of is found then.
@@ -32,12 +34,14 @@ class OperatorSettings:
         port: 0 for a free one.
 
     Raises:
-        SettingsError: a number is out of range, or all of the cluster is named beside a namespace.
+        SettingsError: a number is out of range, all of the cluster is named beside a namespace, or an allowed store is
+            no such.
     """
 
     kube: KubeSettings = field(default_factory=KubeSettings)
     namespaces: tuple[str, ...] = ()
     store: str = ""
+    allow_stores: tuple[str, ...] = ()
     workers: int = 4
     resync_s: float = 600.0
     resync_rate: float = 0.2
@@ -52,5 +56,6 @@ class OperatorSettings:
             value = getattr(self, name)
             if not is_above_zero(value) or value == float("inf"):
                 raise SettingsError(f"{name}={value!r}: expected a finite number above 0")
+        StoreAllowlist(self.store, self.allow_stores)
         if ALL_NAMESPACES in self.namespaces and len(self.namespaces) > 1:
             raise SettingsError(f"namespaces={','.join(self.namespaces)}: {ALL_NAMESPACES} is all of them already")

@@ -63,6 +63,8 @@ def write_status(pool: TeacherPool, observation: OwnerObservation, view: PoolVie
         message = conditions[0].message
     if observation.store_stale and pool.scaling == "auto":
         message += "; how many are wanted is not known, as the store is away"
+    if observation.store_refused and pool.scaling == "auto" and not pool.suspend:
+        message += f"; how many are wanted is not known: {observation.store_refused}"
     phase = "Suspended" if pool.suspend else "Running" if view.ready or not view.target else "Pending"
     before = pool.status.get("conditions")
     return {
@@ -87,6 +89,8 @@ def write_status(pool: TeacherPool, observation: OwnerObservation, view: PoolVie
 
 
 def _describe_acceptance(pool: TeacherPool, observation: OwnerObservation) -> Condition:
+    if not observation.service_holder and observation.store_refused:
+        return Condition("Accepted", True, "StoreNotAllowed", observation.store_refused)
     if not observation.service_holder:
         return Condition("Accepted", True, "Valid", "the specification can be carried out")
     text = f"{observation.service_holder} serves {pool.service} in the same store: choose another spec.service or store"

@@ -11,8 +11,8 @@ __all__ = ["find_target"]
 def find_target(pool: TeacherPool, observation: OwnerObservation, present: int) -> int:
     """Return how many teachers a pool is to have, between its bounds; none while it is suspended, or its service taken.
 
-    Where EDL scales and the store does not say how many are wanted, nothing is moved: while the store is away the
-    number that was wanted last stays, and where nothing stands in it, the number of teachers that are there.
+    Where EDL scales and the store does not say how many are wanted, nothing is moved: while the store is away, or may
+    not be asked, the number that was wanted last stays, and where nothing stands in it, that of the teachers there are.
 
     Args:
         pool: the resource.
@@ -28,6 +28,10 @@ def find_target(pool: TeacherPool, observation: OwnerObservation, present: int) 
     else:
         before = pool.status.get("wantedReplicas")
         count = present
-        if observation.store_stale and isinstance(before, int) and not isinstance(before, bool):
+        if (
+            (observation.store_stale or observation.store_refused)
+            and isinstance(before, int)
+            and not isinstance(before, bool)
+        ):
             count = before
     return max(pool.min_replicas, min(count, pool.max_replicas))

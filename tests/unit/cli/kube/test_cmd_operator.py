@@ -28,6 +28,7 @@ contexts: [{name: nowhere, context: {cluster: nowhere, user: nobody, namespace: 
         (["-A", "-n", "lab"], "give either"),
         (["-n", ""], "expected a name"),
         (["--workers", "0"], "workers=0"),
+        (["--allow-store", "sqlite:///x"], "--allow-store"),
         (["--resync", "nan"], "resync_s"),
         (["--timeout", "0"], "timeout_s"),
         (["--kubeconfig", "/nowhere/config"], "/nowhere/config"),

@@ -154,6 +154,7 @@ class Reconciler:
             allocation=known.allocation,
             progress=known.progress,
             store_stale=known.store_stale,
+            store_refused=known.store_refused,
             service_holder=known.service_holder,
             target_replicas=None if target is None else target.replicas,
             target_ready=None if target is None else target.ready,

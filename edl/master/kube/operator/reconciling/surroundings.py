@@ -22,6 +22,7 @@ class OwnerSurroundings:
     allocation: int | None = None
     progress: WorkProgress | None = None
     store_stale: str = ""
+    store_refused: str = ""
     service_holder: str = ""
 
 

@@ -12,8 +12,10 @@ from typing import Final
 from edl.background import start_call
 from edl.errors import DiscoveryError, SettingsError
 from edl.load_reporting.wanted import WantedKind, wanted_key
+from edl.master.kube.operator.store_allowlist import StoreAllowlist
 from edl.master.kube.operator.stores.follower import StoreAnswer, StoreFollower
 from edl.master.naming import report_key
+from edl.quoting import shown
 
 __all__ = ["StoreDirectory"]
 
@@ -21,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S: Final = 30.0
 """Between two attempts to open a store that cannot be opened."""
+_MOST_STORES: Final = 100
+"""That are open: each has connections and threads of its own, and resources choose how many there are."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +42,21 @@ class StoreDirectory:
 
     Args:
         on_change: called with the key of each resource of which a store says something new.
+        allowlist: which stores may be opened.
     """
 
-    def __init__(self, on_change: Callable[[str], None]) -> None:
+    def __init__(self, on_change: Callable[[str], None], allowlist: StoreAllowlist) -> None:
         self._on_change = on_change
+        self._allowlist = allowlist
         self._lock = threading.RLock()
         self._followers: dict[str, StoreFollower] = {}
         self._failed: dict[str, tuple[float, str]] = {}
         self._subjects: dict[str, _Subject] = {}
         self._closed = False
 
-    def ask(self, key: str, url: str, kind: WantedKind, name: str, *, advised: bool = False) -> StoreAnswer:
+    def ask(
+        self, key: str, url: str, kind: WantedKind, name: str, *, namespace: str, advised: bool = False
+    ) -> StoreAnswer:
         """Return what a store says of a resource, and have `on_change` called when it says something else.
 
         Args:
@@ -56,15 +64,20 @@ class StoreDirectory:
             url: of the store.
             kind: "workers" of a job, or "teachers" of a service.
             name: of the job or service.
+            namespace: of the resource.
             advised: whether this process decides how many teachers of the service are useful.
         """
+        if reason := self._allowlist.find_refusal(url, namespace):
+            self.forget(key)
+            return StoreAnswer(refused=f"{_show(url)}: {reason}")
         subject = _Subject(url, kind, name, advised)
         with self._lock:
             before = self._subjects.get(key)
             self._subjects[key] = subject
-            follower = self._open(url)
             if before != subject:
                 self._settle(before)
+            follower = self._open(url)
+            if before != subject:
                 self._settle(subject)
         if isinstance(follower, str):
             return StoreAnswer(stale=follower)
@@ -97,6 +110,8 @@ class StoreDirectory:
         now_s = time.monotonic()
         if self._closed or (reason and now_s - failed_s < _RETRY_S):
             return reason or "the operator ends"
+        if len(self._followers) >= _MOST_STORES:
+            return f"{_MOST_STORES} stores are open, and no more are opened"
         try:
             follower = StoreFollower(url, lambda store_key: self._spread(url, store_key))
         except (SettingsError, DiscoveryError) as exc:
@@ -114,7 +129,9 @@ class StoreDirectory:
             return
         if any(other.url == subject.url for other in self._subjects.values()):
             self._advise(subject.url)
-        elif (follower := self._followers.pop(subject.url, None)) is not None:
+            return
+        self._failed.pop(subject.url, None)
+        if (follower := self._followers.pop(subject.url, None)) is not None:
             start_call("edl-operator-store-close", follower.close)  # it may wait for calls of `_spread`
 
     def _advise(self, url: str) -> None:
@@ -133,3 +150,9 @@ class StoreDirectory:
             ]
         for key in keys:
             self._on_change(key)
+
+
+def _show(url: str) -> str:
+    """Return a URL as people see it: without what may be a token in it."""
+    scheme, slashes, rest = url.partition("?")[0].partition("//")
+    return shown(f"{scheme}{slashes}{rest.rpartition('@')[2]}")

@@ -40,11 +40,13 @@ class StoreAnswer:
         wanted: members that are useful; None if nothing says so. While the store is away, what it said last.
         progress: how far the job is; None if that is not known.
         stale: why the store's answers are old; empty if they are not.
+        refused: why the store is not asked at all; empty if it is.
     """
 
     wanted: int | None = None
     progress: WorkProgress | None = None
     stale: str = ""
+    refused: str = ""
 
 
 class StoreFollower:

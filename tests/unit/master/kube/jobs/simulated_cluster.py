@@ -44,6 +44,7 @@ class SimulatedCluster:
         self.allocation: int | None = None
         self.progress: WorkProgress | None = None
         self.stale = ""
+        self.refused = ""
         self.capacity: Any = None
         self.deleted = False
         self.events: list[str] = []
@@ -79,6 +80,7 @@ class SimulatedCluster:
             allocation=self.allocation,
             progress=self.progress,
             store_stale=self.stale,
+            store_refused=self.refused,
         )
         plan = plan_job(job, observation)
         assert plan_job(job, observation) == plan, "the same from the same"

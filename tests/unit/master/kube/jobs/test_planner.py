@@ -341,6 +341,16 @@ def test_store_that_is_away_changes_nothing() -> None:
     assert len(cluster.list_running()) == 3
 
 
+def test_store_that_may_not_be_read() -> None:
+    cluster = SimulatedCluster(minReplicas=1, maxReplicas=4)
+    cluster.refused = "consul://x: the operator reads it once it is allowed"
+    cluster.settle()
+    assert len(cluster.list_running()) == 4, "nothing will ever say what is useful"
+    accepted = next(item for item in cluster.status["conditions"] if item["type"] == "Accepted")
+    assert (accepted["status"], accepted["reason"], accepted["message"]) == ("True", "StoreNotAllowed", cluster.refused)
+    assert cluster.events.count("StoreNotAllowed") == 1
+
+
 def test_arbiter_gives_and_takes() -> None:
     cluster = SimulatedCluster(minReplicas=1, maxReplicas=4)
     cluster.allocation = 3

@@ -13,6 +13,7 @@ from edl.kube.objects import Object
 from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.operator.job_shares import compute_shares, read_sharing_job
 from edl.master.kube.operator.live_surroundings import LiveSurroundings
+from edl.master.kube.operator.store_allowlist import StoreAllowlist
 from edl.master.kube.resources import ElasticJob, TeacherPool, parse_elastic_job, parse_teacher_pool
 
 
@@ -125,7 +126,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 def test_changed_shares_are_looked_at() -> None:
     told: list[str] = []
-    surroundings = LiveSurroundings(told.append)
+    surroundings = LiveSurroundings(told.append, StoreAllowlist())
     source = GivenCapacity()
     try:
         assert surroundings.look(make_job("a")).allocation is None
@@ -150,7 +151,7 @@ def test_changed_shares_are_looked_at() -> None:
 def test_ended_job_leaves_its_share_at_once() -> None:
     """Nothing need happen to it any more after the status that says so."""
     told: list[str] = []
-    surroundings = LiveSurroundings(told.append)
+    surroundings = LiveSurroundings(told.append, StoreAllowlist())
     source = GivenCapacity()
     try:
         source.found = ClusterCapacity.of([make_node("n", 4)], [])
@@ -167,7 +168,7 @@ def test_ended_job_leaves_its_share_at_once() -> None:
 
 def test_waiting_resource_hears_of_idle_room() -> None:
     told: list[str] = []
-    surroundings = LiveSurroundings(told.append)
+    surroundings = LiveSurroundings(told.append, StoreAllowlist())
     source = GivenCapacity()
     full = [make_pod(f"x-{number}", "n") for number in range(4)]
     try:
@@ -201,7 +202,7 @@ def make_pool(namespace: str, day: int, service: str = "digits") -> TeacherPool:
 def test_service_is_the_oldest_pools() -> None:
     """Two teams that call their model `digits` in one store would label each other's data."""
     looked_at: list[str] = []
-    surroundings = LiveSurroundings(looked_at.append)
+    surroundings = LiveSurroundings(looked_at.append, StoreAllowlist())
     old, young = make_pool("a", 1), make_pool("b", 2)
     try:
         assert surroundings.look(young).service_holder == "", "nothing else is known yet"

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from edl.discovery import open_store
 from edl.discovery.served.listening import ListenAddress
 from edl.discovery.served.server import StoreServer
+from edl.errors import DiscoveryError, SettingsError
 from edl.load_reporting.wanted import wanted_key
+from edl.master.kube.operator.store_allowlist import StoreAllowlist
 from edl.master.kube.operator.stores import StoreDirectory
 from edl.master.kube.operator.stores.progress import ProgressReader, count_done
 from edl.master.naming import report_key
@@ -51,8 +53,9 @@ def told() -> list[str]:
 
 
 @pytest.fixture
-def directory(told: list[str]) -> Iterator[StoreDirectory]:
-    found = StoreDirectory(told.append)
+def directory(told: list[str], tmp_path: Path) -> Iterator[StoreDirectory]:
+    allowlist = StoreAllowlist(f"sqlite://{tmp_path}/store.sqlite", ("edl://127.0.0.1", "consul://127.0.0.1"))
+    found = StoreDirectory(told.append, allowlist)
     yield found
     found.close()
 
@@ -60,25 +63,27 @@ def directory(told: list[str]) -> Iterator[StoreDirectory]:
 def test_wanted_and_progress(directory: StoreDirectory, told: list[str], tmp_path: Path) -> None:
     url = f"sqlite://{tmp_path}/store.sqlite"
     with open_store(url) as store:
-        first = directory.ask("a", url, "workers", "job-1")
+        first = directory.ask("a", url, "workers", "job-1", namespace="lab")
         assert first.wanted is None
         assert first.stale or first.progress is None
         wait_for(lambda: told, "the first answer")
-        assert directory.ask("a", url, "workers", "job-1").stale == ""
+        assert directory.ask("a", url, "workers", "job-1", namespace="lab").stale == ""
         told.clear()
         store.put(wanted_key("workers", "job-1"), wanted(5))
         wait_for(lambda: told == ["a"], "the change")
-        assert directory.ask("a", url, "workers", "job-1").wanted == 5
+        assert directory.ask("a", url, "workers", "job-1", namespace="lab").wanted == 5
         store.put(wanted_key("workers", "job-1"), wanted(5, reason="the same"))
         store.put(wanted_key("workers", "another"), wanted(7))
         store.put(report_key("job-1"), report(units_done=50))
-        wait_for(lambda: directory.ask("a", url, "workers", "job-1").progress is not None, "the progress")
-        progress = directory.ask("a", url, "workers", "job-1").progress
+        wait_for(
+            lambda: directory.ask("a", url, "workers", "job-1", namespace="lab").progress is not None, "the progress"
+        )
+        progress = directory.ask("a", url, "workers", "job-1", namespace="lab").progress
         assert progress is not None
         assert progress.percentage == 25
         assert told in (["a"], ["a", "a"]), "told of what is another's, or says nothing new"
         store.delete(wanted_key("workers", "job-1"))
-        wait_for(lambda: directory.ask("a", url, "workers", "job-1").wanted is None, "the removal")
+        wait_for(lambda: directory.ask("a", url, "workers", "job-1", namespace="lab").wanted is None, "the removal")
 
 
 def test_store_away_keeps_what_was_wanted(directory: StoreDirectory, told: list[str], tmp_path: Path) -> None:
@@ -87,15 +92,99 @@ def test_store_away_keeps_what_was_wanted(directory: StoreDirectory, told: list[
     url = f"edl://127.0.0.1:{port}"
     with contextlib.closing(server), open_store(url) as store:
         store.put(wanted_key("teachers", "digits"), wanted(3))
-        wait_for(lambda: directory.ask("p", url, "teachers", "digits").wanted == 3, "what is wanted")
-    wait_for(lambda: directory.ask("p", url, "teachers", "digits").stale, "the loss")
-    assert directory.ask("p", url, "teachers", "digits").wanted == 3
+        wait_for(lambda: directory.ask("p", url, "teachers", "digits", namespace="lab").wanted == 3, "what is wanted")
+    wait_for(lambda: directory.ask("p", url, "teachers", "digits", namespace="lab").stale, "the loss")
+    assert directory.ask("p", url, "teachers", "digits", namespace="lab").wanted == 3
 
 
 def test_bad_store_is_no_answer(directory: StoreDirectory) -> None:
-    answer = directory.ask("a", "gopher://x", "workers", "j")
+    answer = directory.ask("a", "consul://127.0.0.1?dc=", "workers", "j", namespace="lab")
     assert answer.wanted is None
-    assert "gopher" in answer.stale
+    assert "dc" in answer.stale
+
+
+def test_refused_store_is_not_opened(
+    directory: StoreDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator's token is not for any host that whoever writes a resource names."""
+    opened: list[str] = []
+    monkeypatch.setattr("edl.master.kube.operator.stores.follower.open_store", opened.append)
+    for url in ("consul://evil:8500", f"sqlite://{tmp_path}/other.sqlite", "kubernetes://lab?kubeconfig=/etc/x"):
+        answer = directory.ask("a", url, "workers", "j", namespace="lab")
+        assert answer.refused.startswith(f"{url.partition('?')[0]}: "), answer
+    assert (
+        "hunter2" not in directory.ask("a", "consul://u:hunter2@evil?t=hunter2", "workers", "j", namespace="b").refused
+    )
+    assert opened == []
+
+
+def test_open_stores_are_bounded(directory: StoreDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(url: str) -> None:
+        raise DiscoveryError(f"{url} does not answer")
+
+    monkeypatch.setattr("edl.master.kube.operator.stores.directory._MOST_STORES", 1)
+    for port in (1, 2):
+        directory.ask(f"job-{port}", f"edl://127.0.0.1:{port}", "workers", "j", namespace="lab")
+    assert "no more are opened" in directory.ask("job-2", "edl://127.0.0.1:2", "workers", "j", namespace="lab").stale
+    directory.forget("job-1")
+    assert "no more" not in directory.ask("job-2", "edl://127.0.0.1:2", "workers", "j", namespace="lab").stale
+    directory.forget("job-2")
+    monkeypatch.setattr("edl.master.kube.operator.stores.follower.open_store", refuse)
+    for port in range(3, 50):
+        directory.ask("job", f"edl://127.0.0.1:{port}", "workers", "j", namespace="lab")
+    assert len(directory._failed) == 1, "what no resource names is remembered"
+
+
+@pytest.mark.parametrize(
+    ("url", "allowed"),
+    [
+        ("consul://c:8500", True),
+        ("consul://C:8500?dc=east", True),
+        ("consul://c:8500?x=y", False),
+        ("consul://c", False),
+        ("consul://c:9", False),
+        ("consul+https://c:8500", False),
+        ("consul://u@c:8500", False),
+        ("consul://c:8500/x", False),
+        ("consul://c:8500@evil", False),
+        ("consul://d", True),
+        ("consul://d:77", True),
+        ("consul://d.evil", False),
+        ("consul://d,evil", False),
+        ("consul://", False),
+        ("consul://[::1]:8500", True),
+        ("etcd://e:1,f:1", True),
+        ("etcd://e:1,evil:1", False),
+        ("etcd+https://anything:1", True),
+        ("etcd+https://", False),
+        ("edl://c:8500", False),
+        ("sqlite:///tmp/x", False),
+        ("kubernetes://lab", True),
+        ("kubernetes://shared", True),
+        ("kubernetes://other", False),
+        ("kubernetes://lab?context=x", False),
+        ("kubernetes://", False),
+        ("http://[", False),
+        ("", False),
+    ],
+)
+def test_stores_that_are_opened(url: str, allowed: bool) -> None:
+    prefixes = ("consul://d", "consul://[::1]", "etcd://e:1", "etcd://f", "etcd+https://", "kubernetes://shared")
+    refusal = StoreAllowlist("consul://c:8500", prefixes).find_refusal(url, "lab")
+    assert (refusal == "") == allowed, refusal
+
+
+def test_own_store_may_be_a_file() -> None:
+    assert StoreAllowlist("sqlite:///tmp/x").find_refusal("sqlite:///tmp/x", "lab") == ""
+    assert "--allow-store consul://x:1" in StoreAllowlist("sqlite:///tmp/x").find_refusal("consul://x:1", "lab")
+
+
+@pytest.mark.parametrize(
+    "prefix", ["sqlite://", "consul", "consul://u@x", "consul://x?dc=1", "etcd://a,b", "consul://x/y", "http://x"]
+)
+def test_allowances_that_cannot_be(prefix: str) -> None:
+    with pytest.raises(SettingsError, match="--allow-store"):
+        StoreAllowlist("", (prefix,))
 
 
 def test_store_is_opened_once(directory: StoreDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,20 +197,20 @@ def test_store_is_opened_once(directory: StoreDirectory, tmp_path: Path, monkeyp
     monkeypatch.setattr("edl.master.kube.operator.stores.follower.open_store", open_counted)
     url = f"sqlite://{tmp_path}/store.sqlite"
     for number in range(20):
-        directory.ask(f"job-{number}", url, "workers", f"j-{number}")
+        directory.ask(f"job-{number}", url, "workers", f"j-{number}", namespace="lab")
     assert opened == [url]
     for number in range(20):
         directory.forget(f"job-{number}")
-    directory.ask("job-0", url, "workers", "j-0")
+    directory.ask("job-0", url, "workers", "j-0", namespace="lab")
     assert opened == [url, url], "it was not closed with the last resource"
 
 
 def test_advisor_runs_for_auto_pools(directory: StoreDirectory, tmp_path: Path) -> None:
     url = f"sqlite://{tmp_path}/store.sqlite"
-    directory.ask("p", url, "teachers", "digits", advised=True)
+    directory.ask("p", url, "teachers", "digits", namespace="lab", advised=True)
     with open_store(url) as store:
         wait_for(lambda: store.get("elections/advisor"), "the advisor")
-        directory.ask("p", url, "teachers", "digits", advised=False)
+        directory.ask("p", url, "teachers", "digits", namespace="lab", advised=False)
         wait_for(lambda: store.get("elections/advisor") is None, "the advisor's end")
 
 

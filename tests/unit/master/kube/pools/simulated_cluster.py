@@ -28,6 +28,7 @@ class SimulatedCluster:
         self.capacity = capacity
         self.wanted: int | None = None
         self.store_stale = ""
+        self.store_refused = ""
         self.pods: dict[str, dict[str, Any]] = {}
         self.events: list[EventNote] = []
         self.created = 0
@@ -62,9 +63,15 @@ class SimulatedCluster:
         capacity = None
         if self.capacity:
             capacity = ClusterCapacity.of([node(name, gpus) for name, gpus in self.nodes.items()], self.pods.values())
-        return plan_pool(
-            self.pool, OwnerObservation(self.now_s, members, capacity, self.wanted, store_stale=self.store_stale)
+        observation = OwnerObservation(
+            now_s=self.now_s,
+            pods=members,
+            capacity=capacity,
+            wanted=self.wanted,
+            store_stale=self.store_stale,
+            store_refused=self.store_refused,
         )
+        return plan_pool(self.pool, observation)
 
     def reconcile(self, calls: int = 1000) -> Plan:
         """Carry a plan out; `calls`: the operator is killed after so many of its calls."""

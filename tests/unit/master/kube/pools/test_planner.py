@@ -196,6 +196,17 @@ def test_store_away_keeps_what_was_wanted() -> None:
     assert made.placed() == 3, "three were wanted last"
 
 
+def test_store_that_may_not_be_read() -> None:
+    made = cluster([4], wanted=3)
+    made.settle(10)
+    made.wanted, made.store_refused = None, "consul://x: the operator reads it once it is allowed"
+    made.settle(10)
+    assert made.placed() == 3, "three were wanted last"
+    accepted = next(item for item in made.resource["status"]["conditions"] if item["type"] == "Accepted")
+    assert (accepted["status"], accepted["reason"]) == ("True", "StoreNotAllowed")
+    assert made.store_refused in made.resource["status"]["message"]
+
+
 def test_nothing_known_means_the_minimum() -> None:
     made = cluster([4], wanted=None, minReplicas=2)
     made.settle(10)

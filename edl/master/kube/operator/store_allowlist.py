@@ -1,0 +1,115 @@
+"""`StoreAllowlist`: which stores the operator opens, with what it alone has: tokens, certificates, and its network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import SplitResult, parse_qsl, urlsplit
+
+from edl.errors import SettingsError
+from edl.quoting import shown
+
+__all__ = ["StoreAllowlist"]
+
+_SCHEMES: Final = ("consul", "consul+https", "etcd", "etcd+https", "kubernetes", "edl")
+"""Of stores that may be allowed. A `sqlite:` file would be one of the operator's own machine."""
+_ETCD: Final = ("etcd", "etcd+https")
+
+
+@dataclass(frozen=True)
+class StoreAllowlist:
+    """Stores that may be opened.
+
+    Whoever writes a resource chooses its store. Were each of them opened, the operator's token would go to any host
+    that is named, and requests of the operator's to any address that only it reaches.
+
+    Attributes:
+        own: URL of the operator's own store, which is allowed; others of its scheme, host and port are as well.
+        prefixes: `SCHEME://HOST:PORT`, `SCHEME://HOST` for any port of it, `SCHEME://` for any host.
+
+    Raises:
+        SettingsError: a prefix is not of this form.
+    """
+
+    own: str = ""
+    prefixes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for prefix in self.prefixes:
+            parts = _split(prefix)
+            if parts is None or parts.scheme not in _SCHEMES or _find_extras(parts) or parts.query or "," in prefix:
+                raise SettingsError(
+                    f"--allow-store {shown(prefix.partition('?')[0].rpartition('@')[2])}: expected SCHEME://HOST:PORT,"
+                    f" SCHEME://HOST or SCHEME://, with a scheme of {', '.join(_SCHEMES)}"
+                )
+
+    def find_refusal(self, url: str, namespace: str) -> str:
+        """Return why a store is not opened, for whoever wrote its URL; empty if it may be.
+
+        Args:
+            url: of the store, as a resource has it.
+            namespace: of the resource: `kubernetes://` of it is its own.
+        """
+        if url == self.own:
+            return ""
+        parts = _split(url)
+        if parts is None or parts.scheme not in (*_SCHEMES, "sqlite"):
+            return "no URL of a store"
+        if parts.scheme == "sqlite":
+            return "a file of the machine that it is on, which the operator opens where it is its own --store only"
+        if extras := _find_extras(parts):
+            return f"a URL with {extras}, which the operator does not take from a resource"
+        if parts.scheme == "kubernetes" and parts.netloc and parts.netloc == namespace:
+            return ""
+        members = _list_members(parts)
+        if "" in members:
+            return "a URL without a host"
+        own = _split(self.own)
+        allowed = [] if own is None else [(own.scheme, member) for member in _list_members(own)]
+        for member in members:
+            if (parts.scheme, member) not in allowed and not self._is_listed(parts.scheme, member):
+                prefix = shown(f"{parts.scheme}://{member}")
+                return f"the operator reads it once it is started with --allow-store {prefix}"
+        return ""
+
+    def _is_listed(self, scheme: str, member: str) -> bool:
+        for prefix in self.prefixes:
+            listed = urlsplit(prefix)
+            host = listed.netloc.lower()
+            if listed.scheme == scheme and (host in ("", member) or (listed.port is None and host == _host_of(member))):
+                return True
+        return False
+
+
+def _split(url: str) -> SplitResult | None:
+    try:
+        parts = urlsplit(url)
+        if "," not in parts.netloc:
+            _ = parts.port  # which is looked at when it is asked for
+    except ValueError:
+        return None
+    return parts
+
+
+def _find_extras(parts: SplitResult) -> str:
+    """Return what a URL has beside hosts; a datacenter of Consul's is harmless."""
+    if "@" in parts.netloc:
+        return "a user"
+    if parts.path not in ("", "/") or parts.fragment:
+        return "a path"
+    try:
+        names = {name for name, _ in parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))}
+    except ValueError:
+        return "options"
+    return "options" if names - ({"dc"} if parts.scheme.startswith("consul") else set()) else ""
+
+
+def _list_members(parts: SplitResult) -> list[str]:
+    netloc = parts.netloc.lower()
+    return netloc.split(",") if parts.scheme in _ETCD else [netloc]
+
+
+def _host_of(member: str) -> str:
+    """Return the host of `HOST:PORT`, with the brackets of an IPv6 address."""
+    host, colon, port = member.rpartition(":")
+    return host if colon and port.isdigit() else member

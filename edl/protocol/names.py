@@ -20,20 +20,31 @@ __all__ = [
     "EXTENSION_STREAM",
     "EXTENSION_TOP_K",
     "FRAGMENT",
+    "IDS",
     "LOCKED_MEMORY",
+    "LOGPROBS",
     "MAX_BYTES",
     "MAX_ROWS",
+    "MAX_SEQUENCE",
+    "MAX_TOP_K",
+    "OPTIONAL_INPUTS",
+    "POSITION",
     "PRIORITY",
     "PRIORITY_META",
     "REQUEST_ID",
     "RETRY_AFTER",
     "RETRY_AFTER_MS",
+    "SEQUENCES",
     "SERVICE",
     "SHM_NBYTES",
     "SHM_OFFSET",
     "SHM_REGION",
     "STATUS",
+    "TARGETS",
+    "TARGET_LOGPROBS",
     "TLS_META",
+    "TOKENIZER",
+    "TOKENIZER_META",
     "TEMPERATURE",
     "TIMEOUT_MS",
     "TOP_K",
@@ -88,6 +99,35 @@ MAX_ROWS = "edl_max_rows"
 
 MAX_BYTES = "edl_max_message_bytes"
 """Parameter of a model's configuration: the largest request in bytes, be it in shared memory or not."""
+
+IDS = "ids"
+"""Input of a language model: token ids, INT32 `[rows]`. A sequence of T tokens is T rows; row t holds token t and the
+teacher's prediction of token t + 1 (the last row predicts what would follow)."""
+POSITION = "position"
+"""Input of a language model: the position of a row's token in its sequence, INT32 `[rows]`. It begins at 0 with each
+sequence, and rises by 1."""
+TARGETS = "targets"
+"""Optional input of a language model: token ids whose log-probabilities are asked for, INT32 `[rows, m]`."""
+LOGPROBS = "logprobs"
+"""Output of a language model: log-probabilities at temperature 1, FP32 `[rows, vocabulary]`. They are never sent whole,
+but with `TOP_K` under `top_k_names`."""
+TARGET_LOGPROBS = "target_logprobs"
+"""Output of a language model that was sent `TARGETS`: the log-probability of `targets[t, j]` at row t, FP32
+`[rows, m]`."""
+
+SEQUENCES = "edl_sequences"
+"""Parameter of a model's configuration: the input that is 0 where a sequence begins. Requests hold whole sequences."""
+MAX_SEQUENCE = "edl_max_sequence"
+"""Parameter of a model's configuration: the most rows of a sequence."""
+MAX_TOP_K = "edl_max_top_k"
+"""Parameter of a model's configuration: the largest `TOP_K`. A model that has it takes no request without `TOP_K`."""
+OPTIONAL_INPUTS = "edl_optional_inputs"
+"""Parameter of a model's configuration: inputs that a request may have, with commas. The model's metadata and
+configuration have neither them nor the outputs that come with them."""
+TOKENIZER = "edl_tokenizer"
+"""Parameter of a model's configuration: the hash of its tokenizer, as in `TOKENIZER_META`."""
+TOKENIZER_META = "tokenizer"
+"""Metadata of an instance in discovery: the hash of its tokenizer. With another one, ids mean other tokens."""
 
 EXTENSION_TOP_K = "edl_top_k"
 EXTENSION_OUTPUT_DTYPE = "edl_dtype"

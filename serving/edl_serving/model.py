@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from edl.errors import SettingsError
 from edl.protocol import kserve, names
@@ -27,6 +27,14 @@ class ServedModel:
         inputs: in the model's order.
         outputs: in the model's order.
         max_message_bytes: the largest request.
+        max_top_k: the largest k, of a model that computes the k largest values itself; else None.
+        top_k_outputs: the outputs of such a model that are never computed whole; else empty.
+        sequence_input: the input that is 0 where a sequence begins; None where rows are independent.
+        max_sequence: the most rows of a sequence.
+        optional_outputs: names of optional inputs, by the outputs that are there only with them.
+        instance_meta: metadata that students find in discovery.
+        check_inputs: refuses a request's values (`Backend.check_inputs`).
+        checks_inputs: whether the model refuses any.
 
     Raises:
         SettingsError: there is no instance, they differ, or a name or type cannot be served.
@@ -42,7 +50,7 @@ class ServedModel:
         self.inputs = tuple(first.inputs)
         self.outputs = tuple(first.outputs)
         for other in backends[1:]:
-            if (other.version, other.inputs, other.outputs) != (self.version, self.inputs, self.outputs):
+            if _identity(other) != _identity(first):
                 raise SettingsError(f"the backends of model {self.name!r} differ in version, inputs or outputs")
         for kind, specs in (("input", self.inputs), ("output", self.outputs)):
             if not specs:
@@ -53,7 +61,34 @@ class ServedModel:
             if spec.datatype == "BF16":
                 raise SettingsError(f"output {spec.name!r} is BF16: declare it as FP32 and let students ask for FP16")
         self.max_message_bytes = settings.max_message_bytes
+        self.max_top_k = first.max_top_k
+        self.top_k_outputs = first.top_k_outputs if first.max_top_k is not None else frozenset[str]()
+        self.optional_outputs = dict(first.optional_outputs)
+        self.instance_meta = dict(first.instance_meta)
+        self.check_inputs = first.check_inputs
+        self.checks_inputs = type(first).check_inputs is not Backend.check_inputs
+        self.sequence_input = first.sequence_input
+        self.max_sequence = min(first.max_sequence or settings.max_batch_rows, settings.max_batch_rows)
         self._settings = settings
+        self._check_rows_of_sequences(first)
+
+    def _check_rows_of_sequences(self, backend: Backend) -> None:
+        if self.sequence_input is None:
+            return
+        if TensorSpec(self.sequence_input, "INT32") not in self.inputs:
+            raise SettingsError(f"model {self.name!r} has no input {self.sequence_input!r} of INT32, a number a row")
+        if backend.inline:
+            raise SettingsError(f"model {self.name!r} has rows of sequences, and cannot be inline")
+
+    def inputs_of(self, sent: Collection[str]) -> tuple[TensorSpec, ...]:
+        """Return the inputs without those optional ones that were not sent."""
+        optional = {*self.optional_outputs.values()} - {*sent}
+        return tuple([spec for spec in self.inputs if spec.name not in optional])
+
+    def outputs_of(self, sent: Collection[str]) -> tuple[TensorSpec, ...]:
+        """Return the outputs that there are for a request with the inputs `sent`."""
+        missing = {name for name, needed in self.optional_outputs.items() if needed not in sent}
+        return tuple([spec for spec in self.outputs if spec.name not in missing])
 
     def check_request(self, name: str, version: str) -> None:
         """Refuse a request for another model or version.
@@ -76,7 +111,7 @@ class ServedModel:
         answer = kserve.ModelMetadataResponse(
             name=self.name, versions=[self.version] if self.version else [], platform=self.platform
         )
-        for specs, field in ((self.inputs, answer.inputs), (self.outputs, answer.outputs)):
+        for specs, field in ((self.inputs_of(()), answer.inputs), (self.outputs_of(()), answer.outputs)):
             for spec in specs:
                 field.add(name=spec.name, datatype=spec.datatype, shape=[-1, *spec.shape])
         return answer
@@ -89,13 +124,23 @@ class ServedModel:
             backend=self.platform,
             max_batch_size=self._settings.max_batch_rows,
         )
-        for spec in self.inputs:
+        for spec in self.inputs_of(()):
             config.input.add(name=spec.name, data_type=_type_of(spec), dims=spec.shape)
-        for spec in self.outputs:
+        for spec in self.outputs_of(()):
             config.output.add(name=spec.name, data_type=_type_of(spec), dims=spec.shape)
         config.dynamic_batching.max_queue_delay_microseconds = round(self._settings.max_delay_s * 1e6)
         config.parameters[names.MAX_ROWS].string_value = str(self._settings.max_queue_rows)
         config.parameters[names.MAX_BYTES].string_value = str(self._settings.max_message_bytes)
+        if self.sequence_input is not None:
+            config.parameters[names.SEQUENCES].string_value = self.sequence_input
+            config.parameters[names.MAX_SEQUENCE].string_value = str(self.max_sequence)
+        if self.max_top_k is not None:
+            config.parameters[names.MAX_TOP_K].string_value = str(self.max_top_k)
+        if self.optional_outputs:
+            optional = ",".join(sorted({*self.optional_outputs.values()}))
+            config.parameters[names.OPTIONAL_INPUTS].string_value = optional
+        if names.TOKENIZER_META in self.instance_meta:
+            config.parameters[names.TOKENIZER].string_value = self.instance_meta[names.TOKENIZER_META]
         return kserve.ModelConfigResponse(config=config)
 
     def extensions(self) -> list[str]:
@@ -107,6 +152,20 @@ class ServedModel:
         if self._settings.shared_memory:
             offered.append(names.EXTENSION_SHARED_MEMORY)
         return offered
+
+
+def _identity(backend: Backend) -> tuple[object, ...]:
+    """Return what instances of one model have in common."""
+    return (
+        backend.version,
+        backend.inputs,
+        backend.outputs,
+        backend.max_top_k,
+        backend.sequence_input,
+        backend.max_sequence,
+        backend.optional_outputs,
+        backend.instance_meta,
+    )
 
 
 def _type_of(spec: TensorSpec) -> kserve.DataType:

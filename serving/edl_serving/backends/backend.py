@@ -6,6 +6,7 @@ import abc
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from edl.errors import ProtocolError, SettingsError
 from edl.protocol.tensors import Array, dtype_of
 from edl_serving.backends.input_writes import modifies_inputs, warn_of_copies, with_nonzero_floats
 
-__all__ = ["Array", "Backend", "TensorSpec"]
+__all__ = ["Array", "Backend", "TensorSpec", "TopKArrays"]
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +47,20 @@ class TensorSpec:
         bad = [size for size in self.shape if size != -1 and size <= 0]
         if bad:
             raise SettingsError(f"tensor {self.name!r}: shape {list(self.shape)} has a size of {bad[0]}")
+
+
+class TopKArrays(NamedTuple):
+    """The k largest values of each row of an output, and what the others add to a softmax.
+
+    Attributes:
+        ids: of the classes, INT32 `[rows, k]`, by falling value; equal values by rising id.
+        values: theirs, `[rows, k]` in the output's datatype.
+        tail: log(sum(exp(value / temperature))) over the classes left out, FP32 `[rows]`; -inf if there are none.
+    """
+
+    ids: Array
+    values: Array
+    tail: Array
 
 
 class Backend(abc.ABC):
@@ -104,10 +119,10 @@ class Backend(abc.ABC):
         """Compute outputs for a batch.
 
         Args:
-            inputs: every name in `inputs`, `[rows, *shape]` in the dtype of its datatype (BYTES: object arrays of
-                bytes), C-contiguous. They are views of the network's buffers or of shared memory, so they may be
-                read-only and not aligned, and they must not be kept: the memory is used again after `predict` returns.
-                With `writes_inputs` they may be written to.
+            inputs: every name in `inputs` (optional ones where they were sent), `[rows, *shape]` in the dtype of its
+                datatype (BYTES: object arrays of bytes), C-contiguous. They are views of the network's buffers or of
+                shared memory, so they may be read-only and not aligned, and they must not be kept: the memory is used
+                again after `predict` returns. With `writes_inputs` they may be written to.
 
         Returns:
             Every name in `outputs`, `[rows, *shape]` with the same number of rows and in the same order, in the dtype
@@ -120,6 +135,69 @@ class Backend(abc.ABC):
             Exception: any; the students of this batch are told its type and message, and the server serves on.
         """
 
+    @property
+    def max_top_k(self) -> int | None:
+        """The largest k of `predict_top_k`; None for a model that is called by `predict` alone."""
+        return None
+
+    @property
+    def top_k_outputs(self) -> frozenset[str]:
+        """The outputs that `predict_top_k` returns as `TopKArrays`; those with a last dimension of a known size."""
+        return frozenset(spec.name for spec in self.outputs if spec.shape and spec.shape[-1] != -1)
+
+    def predict_top_k(
+        self, inputs: Mapping[str, Array], k: int, temperature: float
+    ) -> Mapping[str, Array | TopKArrays]:
+        """Compute outputs for a batch, where `max_top_k` is not None; the whole outputs never come to the host.
+
+        Args:
+            inputs: as for `predict`.
+            k: from 1 to `max_top_k`.
+            temperature: of the tails.
+
+        Returns:
+            As `predict`, but `TopKArrays` for `top_k_outputs`.
+
+        Raises:
+            Exception: as for `predict`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has max_top_k={self.max_top_k} and no predict_top_k")
+
+    @property
+    def sequence_input(self) -> str | None:
+        """The INT32 input of shape () that is 0 where a sequence begins, and then rises by 1 from row to row.
+
+        Batches hold whole sequences then. None where rows have nothing to do with one another.
+        """
+        return None
+
+    @property
+    def max_sequence(self) -> int | None:
+        """The most rows of a sequence; None for as many as a batch has."""
+        return None
+
+    @property
+    def optional_outputs(self) -> Mapping[str, str]:
+        """The outputs that are there only if the request has an optional input: the input's name by the output's."""
+        return {}
+
+    @property
+    def instance_meta(self) -> Mapping[str, str]:
+        """Metadata that students find in discovery beside the server's own."""
+        return {}
+
+    def check_inputs(self, inputs: Mapping[str, Array], temperature: float) -> None:  # noqa: B027 - most take any
+        """Refuse a request before it waits. Called on the server's event loop: microseconds only.
+
+        Args:
+            inputs: as for `predict`, of the request alone.
+            temperature: that the request asks for.
+
+        Raises:
+            RequestError: the request cannot be computed (`request_error.invalid_argument`). `predict` may raise it as
+                well, where it shows only then.
+        """
+
     def sample(self, rows: int) -> Mapping[str, Array]:
         """Return a batch to try the model with; zeros by default.
 
@@ -127,9 +205,10 @@ class Backend(abc.ABC):
             rows: of the batch.
 
         Returns:
-            Every name in `inputs`, `[rows, *shape]`.
+            Every name in `inputs` that is not optional, `[rows, *shape]`.
         """
-        return {spec.name: zeros(spec, rows) for spec in self.inputs}
+        optional = {*self.optional_outputs.values()}
+        return {spec.name: zeros(spec, rows) for spec in self.inputs if spec.name not in optional}
 
     def warm_up(self, max_rows: int) -> None:
         """Make the first request as fast as the rest; called before the server is ready.
@@ -140,6 +219,10 @@ class Backend(abc.ABC):
         Args:
             max_rows: the most rows that `predict` will be given at once.
         """
+        if self.max_top_k is not None:
+            for rows in sorted({1, max_rows}):
+                self.predict_top_k(self.sample(rows), self.max_top_k, 1.0)
+            return
         if self.writes_inputs or not self._look_for_writes():
             self.predict(self.sample(1))
         if max_rows > 1:

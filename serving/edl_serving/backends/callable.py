@@ -7,6 +7,7 @@ same number of rows in the same order; a single output may come as the bare arra
 - `version`: identifies its weights;
 - `inline = True`: it takes microseconds, so the server may call it on its event loop;
 - `warm_up(max_rows)` in place of the two calls on zeros, and `close()`;
+- `sequence_input`, `max_sequence`: see `Backend`;
 - `writes_inputs = True` where it changes its inputs, and `warm_up` is its own: then it gets copies.
 """
 
@@ -72,6 +73,16 @@ class CallableBackend(DescribedBackend):
     def inline(self) -> bool:
         """The function's attribute `inline`."""
         return bool(getattr(self._function, "inline", False))
+
+    @property
+    def sequence_input(self) -> str | None:
+        """The function's attribute of that name."""
+        return getattr(self._function, "sequence_input", None)
+
+    @property
+    def max_sequence(self) -> int | None:
+        """The function's attribute of that name."""
+        return getattr(self._function, "max_sequence", None)
 
     def _run_model(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         answer = self._function(inputs)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
-from edl.protocol import kserve
+from edl.protocol import kserve, names
 from edl.protocol.transport import grpc
 from edl_serving.backends.backend import Array
 from edl_serving.batching.batcher import Batcher
@@ -53,11 +53,12 @@ class Canary:
         self._timeout_s = timeout_s
         self._changed = changed
         header = kserve.ModelInferRequest(model_name=model.name, id=_NAME)
-        for spec in model.inputs:
+        inputs = model.inputs_of(())
+        for spec in inputs:
             header.inputs.add(name=spec.name, datatype=spec.datatype, shape=row[spec.name].shape)
-        self._request = DecodedRequest(
-            plan_request(header, model, 1), tuple(row[spec.name] for spec in model.inputs), {}
-        )
+        if model.max_top_k is not None:
+            header.parameters[names.TOP_K].int64_param = model.max_top_k
+        self._request = DecodedRequest(plan_request(header, model, 1), tuple(row[spec.name] for spec in inputs), {})
         self._model = model.name
         self.healthy = True
 

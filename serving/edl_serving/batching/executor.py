@@ -10,12 +10,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from edl.errors import ProtocolError
+from edl.protocol import names
 from edl.protocol.tensors import dtype_of, with_objects
 from edl.protocol.transport import grpc
-from edl_serving.backends.backend import Array, Backend, TensorSpec
+from edl_serving.backends.backend import Array, Backend, TensorSpec, TopKArrays
 from edl_serving.backends.input_writes import is_read_only_error, warn_of_copies
 from edl_serving.batching.fork_guard import exit_if_forked
 from edl_serving.batching.job import InferenceJob
+from edl_serving.messages.request_plan import RequestPlan
 from edl_serving.messages.response import encode_response
 from edl_serving.model import ServedModel
 from edl_serving.monitoring.log_throttle import LogThrottle
@@ -90,6 +92,12 @@ class Executor:
             outputs = self._compute(jobs)
             if outputs is None:
                 return
+        except RequestError as error:
+            if len(jobs) == 1:
+                jobs[0].answer = error.with_traceback(None)
+                return
+            self._run_alone(jobs)
+            return
         except ModelFault as fault:
             if len(jobs) > 1:
                 self._throttle.log_error(
@@ -97,9 +105,7 @@ class Executor:
                     f"model {self._model.name!r} {fault}; its batch of {len(jobs)} requests is computed one by one",
                     fault.__cause__,
                 )
-                for job in jobs:
-                    if job.deadline > time.monotonic():
-                        self.run_jobs([job])
+                self._run_alone(jobs)
             else:
                 jobs[0].answer = self._report_fault(fault, jobs[0])
             return
@@ -116,26 +122,44 @@ class Executor:
             except RequestError as error:
                 job.answer = error.with_traceback(None)  # whose frames hold the job
 
+    def _run_alone(self, jobs: Sequence[InferenceJob]) -> None:
+        """Compute jobs one by one that failed together."""
+        for job in jobs:
+            if job.deadline > time.monotonic():
+                self.run_jobs([job])
+
     def _compute(self, jobs: Sequence[InferenceJob]) -> Mapping[str, Array] | None:
         rows = sum(job.rows for job in jobs)
+        plan = jobs[0].request.plan
         if rows > self._max_batch_rows:
             return self._compute_part(jobs[0])
         if len(jobs) == 1:
-            return self._predict_views(jobs[0].request.arrays, rows)
-        return self._predict(self._merge(jobs, rows), rows)
+            return self._predict_views(jobs[0].request.arrays, rows, plan)
+        k = max(job.request.plan.options.top_k or 1 for job in jobs)
+        return self._predict(self._merge(jobs, rows), rows, plan, k)
+
+    def _part_end(self, job: InferenceJob) -> int:
+        """Return where the next part of a job ends: after a full batch, or before the sequence that would not fit."""
+        end = min(job.done + self._max_batch_rows, job.rows)
+        if self._model.sequence_input is None or end == job.rows:
+            return end
+        index = [tensor.spec.name for tensor in job.request.plan.inputs].index(self._model.sequence_input)
+        starts = np.flatnonzero(job.request.arrays[index][job.done + 1 : end + 1] == 0)
+        return job.done + 1 + int(starts[-1])  # there is one, since no sequence is longer than a batch
 
     def _compute_part(self, job: InferenceJob) -> Mapping[str, Array] | None:
         """Compute the next part of a job that is larger than a batch; return None if there are parts to come."""
         at = job.done
-        part = [array[at : at + self._max_batch_rows] for array in job.request.arrays]
+        end = self._part_end(job)
+        part = [array[at:end] for array in job.request.arrays]
         whole: dict[str, Array] = job.partial if at else {}
-        for name, output in self._predict_views(part, len(part[0])).items():
+        for name, output in self._predict_views(part, end - at, job.request.plan).items():
             if at == 0:
                 whole[name] = np.empty((job.rows, *output.shape[1:]), output.dtype)
             elif output.shape[1:] != whole[name].shape[1:] or output.dtype != whole[name].dtype:
                 raise ModelFault("output", f"output {name!r} changes its shape between parts of one request")
             whole[name][at : at + len(output)] = output
-        job.done = at + len(part[0])
+        job.done = end
         job.partial = whole
         if job.done < job.rows:
             return None
@@ -157,40 +181,57 @@ class Executor:
             merged.append(np.concatenate([job.request.arrays[index] for job in jobs], out=target))
         return merged
 
-    def _predict_views(self, arrays: Sequence[Array], rows: int) -> Mapping[str, Array]:
+    def _predict_views(self, arrays: Sequence[Array], rows: int, plan: RequestPlan) -> Mapping[str, Array]:
         """Compute as `_predict` does, on memory that belongs to a message or a student."""
+        k = plan.options.top_k or 1
         if self._backend.writes_inputs:
-            return self._predict([array.copy() for array in arrays], rows)
+            return self._predict([array.copy() for array in arrays], rows, plan, k)
         try:
-            return self._predict(arrays, rows)
+            return self._predict(arrays, rows, plan, k)
         except ModelFault as fault:
             if fault.__cause__ is None or not is_read_only_error(fault.__cause__):
                 raise
         self._backend.writes_inputs = True  # which its warm-up did not show
         warn_of_copies()
-        return self._predict([array.copy() for array in arrays], rows)
+        return self._predict([array.copy() for array in arrays], rows, plan, k)
 
-    def _predict(self, arrays: Sequence[Array], rows: int) -> Mapping[str, Array]:
-        inputs = {spec.name: array for spec, array in zip(self._model.inputs, arrays, strict=True)}
+    def _predict(self, arrays: Sequence[Array], rows: int, plan: RequestPlan, k: int) -> Mapping[str, Array]:
+        """Call the model with the inputs of `plan`, or of several plans that can share a batch with it."""
+        inputs = {tensor.spec.name: array for tensor, array in zip(plan.inputs, arrays, strict=True)}
         started = time.perf_counter()
         self._metrics.computing_since_s = time.monotonic()
+        outputs: Mapping[str, Array | TopKArrays]
         try:
-            outputs = self._backend.predict(inputs)
+            if self._model.max_top_k is None:
+                outputs = self._backend.predict(inputs)
+            else:
+                outputs = self._backend.predict_top_k(inputs, k, plan.options.temperature)
             exit_if_forked(self._pid)
         except BaseException as exc:
             exit_if_forked(self._pid)
+            if isinstance(exc, RequestError):
+                raise
             raise ModelFault("exception", f"raised {type(exc).__name__}: {clip(str(exc), 500)}") from exc
         finally:
             self._metrics.computing_since_s = None
             self._metrics.record_batch(rows, time.perf_counter() - started)
         if not isinstance(outputs, Mapping):
             raise ModelFault("output", f"returned {type(outputs).__name__}, not a mapping of names to arrays")
-        return {spec.name: _check_output(spec, outputs.get(spec.name), rows) for spec in self._model.outputs}
+        checked: dict[str, Array] = {}
+        for spec in self._model.outputs_of(inputs):
+            if spec.name in self._model.top_k_outputs:
+                checked.update(_check_top_k(spec, outputs.get(spec.name), rows, k))
+            else:
+                checked[spec.name] = _check_output(spec, outputs.get(spec.name), rows)
+        return checked
 
     def _check_for_nan(self, job: InferenceJob, outputs: Mapping[str, Array]) -> None:
         if not self._check_nan:
             return
-        for name in {wanted.spec.name for wanted in job.request.plan.outputs}:
+        wanted = {output.spec.name for output in job.request.plan.outputs}
+        for name in wanted & self._model.top_k_outputs:
+            wanted = (wanted - {name}) | {*names.top_k_names(name)}
+        for name in wanted:
             array = outputs[name]
             # `min` hands NaN on, and is done in half the time of a look at each.
             if array.dtype.kind == "f" and array.size and np.isnan(array.min()):
@@ -204,6 +245,19 @@ class Executor:
             type(cause or fault).__name__ + fault.kind, f"model {self._model.name!r}: {fault}{job.origin}", cause
         )
         return RequestError(grpc.StatusCode.INTERNAL, f"model {quote(self._model.name)}: {fault}")
+
+
+def _check_top_k(spec: TensorSpec, output: object, rows: int, k: int) -> dict[str, Array]:
+    """Return the parts of a top-k output by their names on the wire, if they are what the model promised."""
+    if output is not None and not isinstance(output, TopKArrays):
+        raise ModelFault("output", f"output {spec.name!r} is a {type(output).__name__}, not TopKArrays")
+    leading = spec.shape[:-1]
+    kinds = (("INT32", (*leading, k)), (spec.datatype, (*leading, k)), ("FP32", leading))
+    parts = output or (None, None, None)
+    return {
+        name: _check_output(TensorSpec(name, datatype, shape), part, rows)
+        for name, part, (datatype, shape) in zip(names.top_k_names(spec.name), parts, kinds, strict=True)
+    }
 
 
 def _check_output(spec: TensorSpec, output: object, rows: int) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -11,8 +12,8 @@ from edl_serving.request_error import RequestError, quote
 
 __all__ = ["InferenceJob", "Shapes"]
 
-Shapes: TypeAlias = tuple[tuple[int, ...], ...]
-"""Of a job's inputs, without the rows."""
+Shapes: TypeAlias = tuple[Hashable, ...]
+"""Of a job's inputs, without the rows, and what else jobs of one batch have in common (`RequestPlan.shapes`)."""
 
 
 @dataclass(eq=False)

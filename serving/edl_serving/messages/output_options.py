@@ -14,10 +14,10 @@ import numpy as np
 
 from edl.protocol import kserve, names
 from edl.protocol.tensors import dtype_of
-from edl_serving.backends.backend import Array, TensorSpec
+from edl_serving.backends.backend import Array, TensorSpec, TopKArrays
 from edl_serving.request_error import invalid_argument, quote
 
-__all__ = ["OutputOptions", "top_k"]
+__all__ = ["OutputOptions", "cut_top_k", "top_k"]
 
 _FLOATS = ("FP16", "FP32", "FP64")
 _DTYPES = ("FP16", "FP32")
@@ -116,12 +116,26 @@ class OutputOptions:
             RequestError: there are fewer than k classes (where only the model could know).
         """
         if self.top_k is None:
-            return {spec.name: self._cast(output)}
+            return {spec.name: self.cast(output)}
         self._check_classes(spec.name, output.shape[-1])
         ids, values, tail = top_k(output, self.top_k, self.temperature)
-        return dict(zip(names.top_k_names(spec.name), (ids, self._cast(values), tail), strict=True))
+        return dict(zip(names.top_k_names(spec.name), (ids, self.cast(values), tail), strict=True))
 
-    def _cast(self, output: Array) -> Array:
+    def apply_to_top_k(self, spec: TensorSpec, computed: TopKArrays) -> dict[str, Array]:
+        """Make the arrays that are sent for an output of which the model has computed the largest values.
+
+        Args:
+            spec: of the output.
+            computed: at least as many as the request asks for, and the tail at its temperature.
+
+        Returns:
+            Arrays `[rows, ...]` by the names of `wire_names`.
+        """
+        ids, values, tail = cut_top_k(computed, self.top_k or 1, self.temperature)
+        return dict(zip(names.top_k_names(spec.name), (ids, self.cast(values), tail), strict=True))
+
+    def cast(self, output: Array) -> Array:
+        """Return `output` in the datatype that the request asks for."""
         if self.datatype is None or output.dtype.kind != "f":
             return output
         return _cast_clamped(output, dtype_of(self.datatype))
@@ -186,3 +200,25 @@ def top_k(logits: Array, k: int, temperature: float) -> tuple[Array, Array, Arra
         total = np.exp(tail, out=tail).sum(-1, keepdims=True)
         lse = np.log(total) + shift / temperature
     return ids.astype(np.int32), values, lse[..., 0].astype(np.float32)
+
+
+def cut_top_k(computed: TopKArrays, k: int, temperature: float) -> TopKArrays:
+    """Keep the k largest of more values; what is left out joins the tail.
+
+    Args:
+        computed: at least k values, and the tail at `temperature`.
+        k: how many to keep.
+        temperature: of the tail.
+
+    Returns:
+        What k asked for at once would have given: the same ids and values; the tail is rounded once more.
+    """
+    ids, values, tail = computed
+    if values.shape[-1] == k:
+        return computed
+    terms = np.concatenate([values[..., k:].astype(np.float64) / temperature, tail[..., None].astype(np.float64)], -1)
+    largest = terms.max(-1, keepdims=True)
+    shift = np.where(np.isfinite(largest), largest, 0)  # inf - inf would be NaN
+    with np.errstate(over="ignore", divide="ignore"):
+        lse = np.log(np.exp(terms - shift).sum(-1, keepdims=True)) + shift
+    return TopKArrays(ids[..., :k], values[..., :k], lse[..., 0].astype(np.float32))

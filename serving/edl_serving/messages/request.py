@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from edl.errors import ProtocolError
 from edl.protocol import codec
@@ -17,6 +17,7 @@ from edl.protocol.tensors import from_raw
 from edl_serving.backends.backend import Array
 from edl_serving.messages.large_headers import check_large_header
 from edl_serving.messages.request_plan import RawContents, RegionSlice, RequestInput, RequestPlan, plan_request
+from edl_serving.messages.sequences import check_sequences
 from edl_serving.model import ServedModel
 from edl_serving.request_error import invalid_argument, quote
 from edl_serving.shared_memory.region import SharedMemoryRegion
@@ -54,6 +55,7 @@ class RequestDecoder:
 
     def __init__(self, model: ServedModel, max_rows: int) -> None:
         self._model = model
+        self._checks_rows = model.sequence_input is not None or model.checks_inputs
         self._max_rows = max_rows
         self._max_bytes = model.max_message_bytes
         self._has_bytes = any(spec.datatype == "BYTES" for spec in model.inputs)
@@ -78,8 +80,21 @@ class RequestDecoder:
             slow = len(header) > _SLOW_TO_READ
             plan = await asyncio.to_thread(self._plan, header) if slow else self._plan(header)
         if self._has_bytes and sum(view.nbytes for view in raw) > _SLOW_TO_READ:
-            return await asyncio.to_thread(bind_tensors, plan, raw, regions)
-        return bind_tensors(plan, raw, regions)
+            request = await asyncio.to_thread(bind_tensors, plan, raw, regions)
+        else:
+            request = bind_tensors(plan, raw, regions)
+        return self._check_rows(request) if self._checks_rows else request
+
+    def _check_rows(self, request: DecodedRequest) -> DecodedRequest:
+        """Return the request, if its rows are sequences and the model takes its values."""
+        plan = request.plan
+        if plan.uses_shared_memory:  # which its client could change after the check
+            request = replace(request, arrays=tuple([array.copy() for array in request.arrays]))
+        inputs = {tensor.spec.name: array for tensor, array in zip(plan.inputs, request.arrays, strict=True)}
+        if self._model.sequence_input is not None:
+            check_sequences(self._model.sequence_input, inputs[self._model.sequence_input], self._model.max_sequence)
+        self._model.check_inputs(inputs, plan.options.temperature)
+        return request
 
     def _plan(self, header: bytes) -> RequestPlan:
         try:

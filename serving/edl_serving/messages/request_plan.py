@@ -6,7 +6,7 @@ A client sends the same header with every batch, so a plan is made once and used
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -87,9 +87,10 @@ class RequestPlan:
     Attributes:
         id: the client's, sent back.
         rows: above 0, the first dimension of every input.
-        inputs: in the model's order.
+        inputs: in the model's order; optional ones only if they were sent.
         raw_count: how many `raw_input_contents` there must be.
-        shapes: of the inputs without the rows; requests of the same shapes share a batch.
+        shapes: names and shapes of the inputs without the rows, and the temperature where the model computes with it;
+            requests that are equal in this share a batch.
         options: for the outputs.
         outputs: to be sent, in this order.
         typed: name of an input whose elements came in the header, None if there is none; such a plan belongs to a
@@ -105,7 +106,7 @@ class RequestPlan:
     rows: int
     inputs: tuple[RequestInput, ...]
     raw_count: int
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[Hashable, ...]
     options: OutputOptions
     outputs: tuple[RequestedOutput, ...]
     typed: str | None
@@ -139,14 +140,15 @@ def plan_request(header: kserve.ModelInferRequest, model: ServedModel, max_rows:
     model.check_request(header.model_name, header.model_version)
     inputs = _read_inputs(header, model, max_rows)
     options = OutputOptions.parse(header.parameters)
-    outputs = _read_outputs(header, model, options)
+    sent = [tensor.spec.name for tensor in inputs]
+    outputs = _read_outputs(header, model, options, sent)
     sources = [tensor.source for tensor in inputs]
     return RequestPlan(
         id=header.id,
         rows=inputs[0].shape[0],
         inputs=inputs,
         raw_count=sum(isinstance(source, RawContents) for source in sources),
-        shapes=tuple([tensor.shape[1:] for tensor in inputs]),
+        shapes=_batch_key(model, inputs, options),
         options=options,
         outputs=outputs,
         typed=next(
@@ -160,6 +162,15 @@ def plan_request(header: kserve.ModelInferRequest, model: ServedModel, max_rows:
         ),
         traceparent=_read_traceparent(header.parameters),
     )
+
+
+def _batch_key(model: ServedModel, inputs: tuple[RequestInput, ...], options: OutputOptions) -> tuple[Hashable, ...]:
+    shapes: tuple[Hashable, ...] = tuple([tensor.shape[1:] for tensor in inputs])
+    if model.optional_outputs:
+        shapes += (tuple([tensor.spec.name for tensor in inputs]),)
+    if model.max_top_k is not None:
+        shapes += (options.temperature,)
+    return shapes
 
 
 def _read_timeout(parameters: Mapping[str, kserve.InferParameter]) -> float | None:
@@ -180,7 +191,8 @@ def _read_traceparent(parameters: Mapping[str, kserve.InferParameter]) -> str:
 def _read_inputs(header: kserve.ModelInferRequest, model: ServedModel, max_rows: int) -> tuple[RequestInput, ...]:
     specs = {spec.name: spec for spec in model.inputs}
     sent = [tensor.name for tensor in header.inputs]
-    if len(sent) != len(specs) or set(sent) != specs.keys():
+    known = {spec.name for spec in model.inputs_of(sent)}
+    if len(sent) != len(known) or set(sent) != known:
         _refuse_names(sent, model)
     found: dict[str, RequestInput] = {}
     raw_count = 0
@@ -210,7 +222,7 @@ def _read_inputs(header: kserve.ModelInferRequest, model: ServedModel, max_rows:
         else:
             _check_nbytes(spec, shape, source)
         found[spec.name] = RequestInput(spec, shape, source)
-    return tuple([found[spec.name] for spec in model.inputs])
+    return tuple([found[spec.name] for spec in model.inputs if spec.name in found])
 
 
 def _refuse_names(sent: list[str], model: ServedModel) -> None:
@@ -224,7 +236,8 @@ def _refuse_names(sent: list[str], model: ServedModel) -> None:
         if name in seen:
             raise invalid_argument(f"input {quote(name)} was sent twice")
         seen.add(name)
-    raise invalid_argument(f"input {quote(next(name for name in known if name not in seen))} is missing: {has}")
+    missing = next(spec.name for spec in model.inputs_of(()) if spec.name not in seen)
+    raise invalid_argument(f"input {quote(missing)} is missing: {has}")
 
 
 def _check_shape(datatype: str, shape: tuple[int, ...], spec: TensorSpec) -> None:
@@ -287,24 +300,50 @@ def _number(name: str, parameters: Mapping[str, kserve.InferParameter], key: str
     return value
 
 
+def _wire_names(spec: TensorSpec, model: ServedModel, options: OutputOptions) -> tuple[str, ...]:
+    """Return the names under which an output is sent; refuse options that the model cannot fulfil."""
+    if model.max_top_k is None:
+        return options.wire_names(spec)
+    if spec.name not in model.top_k_outputs:
+        return (spec.name,)
+    if options.top_k is None:
+        raise invalid_argument(
+            f"output {quote(spec.name)} has {spec.shape[-1]} values a row and is never sent whole: ask for the largest "
+            f"with parameter {names.TOP_K}, at most {model.max_top_k}"
+        )
+    if options.top_k > model.max_top_k:
+        raise invalid_argument(
+            f"parameter {names.TOP_K}={options.top_k}: this server computes {model.max_top_k} at most "
+            "(edl serve --top-k)"
+        )
+    return options.wire_names(spec)
+
+
 def _read_outputs(
-    header: kserve.ModelInferRequest, model: ServedModel, options: OutputOptions
+    header: kserve.ModelInferRequest, model: ServedModel, options: OutputOptions, sent: list[str]
 ) -> tuple[RequestedOutput, ...]:
+    offered = model.outputs_of(sent)
     if not header.outputs:
-        options.check_outputs(list(model.outputs))
-        return tuple([RequestedOutput(name, spec, None) for spec in model.outputs for name in options.wire_names(spec)])
-    by_name = {spec.name: spec for spec in model.outputs}
+        options.check_outputs(list(offered))
+        return tuple(
+            [RequestedOutput(name, spec, None) for spec in offered for name in _wire_names(spec, model, options)]
+        )
+    by_name = {spec.name: spec for spec in offered}
     parts = {}
     if options.top_k is not None:  # `logits__topk_ids` may be asked for alone
-        parts = {name: spec for spec in model.outputs for name in names.top_k_names(spec.name)}
+        with_parts = (spec for spec in offered if model.max_top_k is None or spec.name in model.top_k_outputs)
+        parts = {name: spec for spec in with_parts for name in names.top_k_names(spec.name)}
     wanted: dict[str, RequestedOutput] = {}
     for output in header.outputs:
         spec = by_name.get(output.name) or parts.get(output.name)
         if spec is None:
+            needed = model.optional_outputs.get(output.name)
+            if needed is not None:
+                raise invalid_argument(f"output {quote(output.name)} comes with input {needed!r}, which was not sent")
             raise invalid_argument(
                 f"unknown output {quote(output.name)}: model {model.name!r} has {', '.join(by_name)}"
             )
-        sent_names = options.wire_names(spec)
+        sent_names = _wire_names(spec, model, options)
         if output.name not in by_name:
             sent_names = (output.name,)
         if "classification" in output.parameters:

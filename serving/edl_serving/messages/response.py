@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from edl.protocol import codec, kserve, names
 from edl.protocol.codec import Buffer
 from edl.protocol.tensors import datatype_of, to_raw
-from edl_serving.backends.backend import Array
+from edl_serving.backends.backend import Array, TensorSpec, TopKArrays
 from edl_serving.messages.request import DecodedRequest
 from edl_serving.messages.request_plan import RegionSlice, RequestPlan
 from edl_serving.model import ServedModel
@@ -28,7 +28,7 @@ def encode_response(
     Args:
         model: that is served.
         request: that is answered.
-        outputs: by the model's names, this request's rows only.
+        outputs: by the model's names, this request's rows only; the parts of top-k outputs by `names.top_k_names`.
         id_bytes: if the response is on a stream, the id that it carries there (`codec.id_field`).
 
     Returns:
@@ -41,7 +41,7 @@ def encode_response(
     sent: dict[str, Array] = {}
     for output in plan.outputs:
         if output.name not in sent:
-            sent.update(plan.options.apply_to(output.spec, outputs[output.spec.name]))
+            sent.update(_apply_options(model, plan, output.spec, outputs))
     arrays = [sent[output.name] for output in plan.outputs]
     raw: list[Buffer] = [to_raw(array) for array in arrays]
     for index, output in enumerate(plan.outputs):
@@ -51,6 +51,17 @@ def encode_response(
     if id_bytes is None:
         return codec.join_response(header, raw)
     return codec.join_streamed_response(header, raw, id_bytes)
+
+
+def _apply_options(
+    model: ServedModel, plan: RequestPlan, spec: TensorSpec, outputs: Mapping[str, Array]
+) -> Mapping[str, Array]:
+    if model.max_top_k is None:
+        return plan.options.apply_to(spec, outputs[spec.name])
+    if spec.name in model.top_k_outputs:
+        computed = TopKArrays(*[outputs[name] for name in names.top_k_names(spec.name)])
+        return plan.options.apply_to_top_k(spec, computed)
+    return {spec.name: plan.options.cast(outputs[spec.name])}
 
 
 def _put(request: DecodedRequest, name: str, place: RegionSlice, data: Buffer) -> bytes:

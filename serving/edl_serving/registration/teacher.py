@@ -142,7 +142,7 @@ class TeacherRegistration:
                 self._write_ready_file(self._instance)
 
     def _metadata(self, server: TeacherServer) -> dict[str, str]:
-        meta = {"pid": str(os.getpid())}
+        meta = {**server.model.instance_meta, "pid": str(os.getpid())}
         if self.version:
             meta["version"] = self.version
         # Equal on student and teacher if they share a kernel, and so perhaps memory.

@@ -9,7 +9,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from edl.distill.cache import SoftLabelCache
 from edl.distill.loader import TeachersLike, resolve_teachers
@@ -21,6 +21,7 @@ from edl.distill.pipeline.epoch_iterator import EpochIterator
 from edl.distill.pipeline.session import LabelSession
 from edl.distill.source.chunk import Item
 from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter, SampleListCutter
+from edl.distill.source.sequence_cutters import SequenceCutter, SequenceListCutter
 from edl.distill.stats import ReaderStats
 from edl.distill.teachers import Teachers, teachers_from_env
 from edl.distill.transport.schema import OutputSpec
@@ -29,7 +30,14 @@ from edl.settings import is_count
 
 __all__ = ["DistillReader"]
 
-_CUTTERS: dict[str, type[Cutter]] = {"sample": SampleCutter, "sample_list": SampleListCutter, "batch": BatchCutter}
+_Kind: TypeAlias = Literal["sample", "sample_list", "batch", "sequence", "sequence_list"]
+_CUTTERS: dict[_Kind, type[Cutter]] = {
+    "sample": SampleCutter,
+    "sample_list": SampleListCutter,
+    "batch": BatchCutter,
+    "sequence": SequenceCutter,
+    "sequence_list": SequenceListCutter,
+}
 
 
 class DistillReader:
@@ -104,7 +112,7 @@ class DistillReader:
         self._teachers: list[Teachers] = [] if teachers is None else resolve_teachers(teachers)
         self._max_teachers: int | None = None
         self._batch_size = self._checked_batch_size(teacher_batch_size)
-        self._kind: Literal["sample", "sample_list", "batch"] | None = None
+        self._kind: _Kind | None = None
         self._source: Callable[[], Iterable[Any]] | None = None
         self._session: LabelSession | None = None
         self._closed = False
@@ -157,6 +165,42 @@ class DistillReader:
             SettingsError: a source is set already, or `reader` cannot be called.
         """
         return self._set_source("batch", reader)
+
+    def set_sequence_generator(self, reader: Callable[[], Iterable[Any]]) -> DistillReader:
+        """Set a source of sequences: tuples of fields; of those named in `ins`, arrays [tokens, ...] of equal length.
+
+        Sequences may differ in length, and nothing is padded: a sequence of T tokens is T rows; row t holds token t and
+        the teacher's prediction of token t + 1 (the last row predicts what would follow). Requests are filled with
+        whole sequences up to `teacher_batch_size` tokens. Where the teachers' model has an input `position`, and `ins`
+        does not name it, the tokens' positions are sent as well. Delivered: the tuple with the predictions behind it,
+        arrays [tokens, ...] or `TopK` of so many rows.
+
+        Args:
+            reader: called once an epoch; returns an iterable of sequences.
+
+        Returns:
+            This reader.
+
+        Raises:
+            SettingsError: a source is set already, or `reader` cannot be called.
+        """
+        return self._set_source("sequence", reader)
+
+    def set_sequence_list_generator(self, reader: Callable[[], Iterable[Any]]) -> DistillReader:
+        """Set a source of lists of sequences.
+
+        Delivered: lists of the same lengths, of sequences as `set_sequence_generator` has them.
+
+        Args:
+            reader: called once an epoch; returns an iterable of lists.
+
+        Returns:
+            This reader.
+
+        Raises:
+            SettingsError: a source is set already, or `reader` cannot be called.
+        """
+        return self._set_source("sequence_list", reader)
 
     def set_fixed_teacher(self, teachers: str | Sequence[str]) -> DistillReader:
         """Use these teachers.
@@ -227,8 +271,9 @@ class DistillReader:
     def set_teacher_batch_size(self, teacher_batch_size: int) -> DistillReader:
         """Set the rows of a request.
 
-        Default: 32 with samples; with batches the whole batch, or pieces of 256 if it is larger. In either case fewer
-        where a teacher takes no more.
+        Default: 32 with samples; with batches the whole batch, or pieces of 256 if it is larger; with sequences 2,048
+        tokens. In either case fewer where a teacher takes no more. A sequence with more tokens than that is never
+        split: it is a request of its own.
 
         Args:
             teacher_batch_size: at least 1.
@@ -319,7 +364,7 @@ class DistillReader:
         return self._session
 
     def _deliver(self, epoch: Epoch, combiner: Combiner, services: int) -> Generator[Any, None, None]:
-        shape = {"sample": _sample, "sample_list": _sample_list, "batch": _batch}[self._kind or "batch"]
+        shape = _SHAPES[self._kind or "batch"]
         try:
             for item in epoch:
                 if not item.parts:  # an empty list of samples
@@ -333,15 +378,15 @@ class DistillReader:
         finally:
             epoch.close()
 
-    def _set_source(
-        self, kind: Literal["sample", "sample_list", "batch"], reader: Callable[[], Iterable[Any]]
-    ) -> DistillReader:
+    def _set_source(self, kind: _Kind, reader: Callable[[], Iterable[Any]]) -> DistillReader:
         if self._source is not None:
             raise SettingsError(f"the data source is set already (as {self._kind})")
         if not callable(reader):
             raise SettingsError(
                 f"{reader!r} is not callable: pass a function that returns an iterator, not the iterator"
             )
+        if self._cache_config is not None and kind in ("sequence", "sequence_list"):
+            raise SettingsError("labels of sequences are not kept in a cache: leave cache and id_field out")
         self._kind = kind
         self._source = reader
         return self
@@ -385,3 +430,18 @@ def _sample_list(item: Item, predictions: list[Any]) -> list[tuple[Any, ...]]:
 
 def _batch(item: Item, predictions: list[Any]) -> tuple[Any, ...]:
     return (*item.value, *predictions)
+
+
+def _sequence_list(item: Item, predictions: list[Any]) -> list[tuple[Any, ...]]:
+    stops = list(itertools.accumulate(stop - start for _, start, stop in item.parts))
+    places = zip(item.value, [0, *stops], stops, strict=False)
+    return [(*sample, *(values[start:stop] for values in predictions)) for sample, start, stop in places]
+
+
+_SHAPES: dict[_Kind, Callable[[Item, list[Any]], Any]] = {
+    "sample": _sample,
+    "sample_list": _sample_list,
+    "batch": _batch,
+    "sequence": _batch,
+    "sequence_list": _sequence_list,
+}

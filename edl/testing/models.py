@@ -27,6 +27,8 @@ __all__ = [
     "fingerprint_of",
     "linear",
     "nan",
+    "prefix_scores",
+    "prefix_scores_of",
     "raises",
     "wrong_shape",
     "wrong_width",
@@ -172,6 +174,52 @@ def fingerprint_of(rows: Array, classes: int = 10) -> Array:
     classed = np.random.default_rng(9302).integers(1 << 63, size=classes, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
     mixed = (sums[:, None] * classed) >> np.uint64(32)
     answer: Array = (mixed % np.uint64(_PRIME)).astype(np.float32)
+    return answer
+
+
+def prefix_scores(vocabulary: int = 16, name: str = "logprobs", **options: Any) -> Model:
+    """`ids` INT32 and `position` INT32 [rows] to `name` FP32 [rows, vocabulary] = `prefix_scores_of` of each sequence.
+
+    A row's answer depends on all tokens of its sequence up to it, as a language model's does, so that a sequence that
+    was split or shifted is found out. A batch that begins within a sequence is an error.
+
+    Args:
+        vocabulary: numbers for a row.
+        name: of the output.
+        **options: of `Model`.
+    """
+
+    def answer(inputs: Arrays) -> Arrays:
+        ids, position = inputs["ids"], inputs["position"]
+        starts = np.flatnonzero(position == 0)
+        expected = np.arange(len(ids)) - np.repeat(starts, np.diff([*starts, len(ids)])) if position[0] == 0 else None
+        if expected is None or (position != expected).any():
+            raise ValueError(f"positions {position.tolist()} are not those of whole sequences")
+        found = [prefix_scores_of(part, vocabulary) for part in np.split(ids, starts[1:])]
+        return {name: np.concatenate(found)}
+
+    return Model(answer, ["ids:int32[]", "position:int32[]"], [f"{name}:float32[{vocabulary}]"], **options)
+
+
+def prefix_scores_of(ids: Array, vocabulary: int = 16) -> Array:
+    """Return what `prefix_scores` answers for a sequence: numbers from -15.9 to 0, exact in FP32.
+
+    Args:
+        ids: [tokens], whole numbers.
+        vocabulary: numbers for a row.
+
+    Returns:
+        FP32 [tokens, vocabulary].
+    """
+    tokens = np.asarray(ids, np.int64).astype(np.uint64) + np.uint64(1)
+    steps = np.arange(1, len(tokens) + 1, dtype=np.uint64)
+    with np.errstate(over="ignore"):  # sums wrap around at 2**64
+        prefixes = np.cumsum(tokens * (steps * np.uint64(0x9E3779B97F4A7C15) | np.uint64(1)), dtype=np.uint64)
+        factors = np.random.default_rng(9302).integers(1 << 63, size=vocabulary, dtype=np.uint64) * np.uint64(
+            2
+        ) + np.uint64(1)
+        mixed = (prefixes[:, None] * factors) >> np.uint64(32)
+    answer: Array = ((mixed % np.uint64(_PRIME)).astype(np.float32)) / np.float32(-128)
     return answer
 
 

@@ -54,6 +54,7 @@ class _Attempt:
 class _Task:
     rows: int = 0
     nbytes: int = 0
+    longest: int = 0
     attempts: set[int] = field(default_factory=set)
     failures: list[tuple[str, RequestFailure]] = field(default_factory=list)
     lost: int = 0
@@ -107,7 +108,7 @@ class Dispatcher:
 
     # Events
 
-    def add_task(self, task: int, now: float, rows: int = 0, nbytes: int = 0) -> list[Action]:
+    def add_task(self, task: int, now: float, rows: int = 0, nbytes: int = 0, longest: int = 0) -> list[Action]:
         """Take in a new task.
 
         Args:
@@ -115,11 +116,12 @@ class Dispatcher:
             now: seconds.
             rows: rows of its request.
             nbytes: bytes of its request's tensors.
+            longest: rows of its longest sequence, 0 if its rows are no sequences.
 
         Returns:
             What is to be done.
         """
-        self._tasks[task] = _Task(rows, nbytes)
+        self._tasks[task] = _Task(rows, nbytes, longest)
         heapq.heappush(self._waiting, task)
         return self._assign(now)
 
@@ -151,7 +153,13 @@ class Dispatcher:
         return self._assign(now)
 
     def teacher_up(
-        self, teacher: str, now: float, max_rows: int = 0, max_nbytes: int = 0, max_in_flight: int = 0
+        self,
+        teacher: str,
+        now: float,
+        max_rows: int = 0,
+        max_nbytes: int = 0,
+        max_in_flight: int = 0,
+        max_sequence: int = 0,
     ) -> list[Action]:
         """Note that a teacher is connected, for the first time or again.
 
@@ -161,6 +169,7 @@ class Dispatcher:
             max_rows: most rows that it takes in a request; 0 for any number.
             max_nbytes: most bytes of tensors that it takes in a request; 0 for any number.
             max_in_flight: most requests that it may have, 0 for what the policy says.
+            max_sequence: most rows of a sequence that it takes; 0 for any number.
 
         Returns:
             What is to be done.
@@ -179,6 +188,7 @@ class Dispatcher:
         state.window.size = min(state.window.size, state.window.limit)
         state.max_rows = max_rows
         state.max_nbytes = max_nbytes
+        state.max_sequence = max_sequence
         self._changed = True
         return self._assign(now)
 
@@ -324,14 +334,15 @@ class Dispatcher:
     def oversized_rows(self, now: float) -> int:
         """Return the rows of the largest waiting task that no usable teacher takes; 0 without such a task."""
         usable = [state for state in list(self.teachers.values()) if state.is_usable(now)]
-        if not usable or any(state.accepts(math.inf, math.inf) for state in usable):
+        if not usable or any(state.accepts(math.inf, math.inf, math.inf) for state in usable):
             return 0
         waiting = (self._tasks[task] for task in (*self._waiting, *self._parked) if task in self._tasks)
         return max(
             (
                 task.rows
                 for task in waiting
-                if not task.attempts and not any(state.accepts(task.rows, task.nbytes) for state in usable)
+                if not task.attempts
+                and not any(state.accepts(task.rows, task.nbytes, task.longest) for state in usable)
             ),
             default=0,
         )
@@ -345,6 +356,12 @@ class Dispatcher:
     def max_nbytes(self) -> int:
         """Bytes that every known teacher takes in a request, as `max_rows`."""
         return min((state.max_nbytes for state in self.teachers.values() if state.max_nbytes), default=0)
+
+    @property
+    def max_sequence(self) -> int:
+        """Rows of the longest sequence that some known teacher takes, lost teachers included; 0 if any number."""
+        longest = max((state.longest_sequence for state in self.teachers.values()), default=math.inf)
+        return int(longest) if longest < math.inf else 0
 
     @property
     def waiting(self) -> int:
@@ -512,7 +529,7 @@ class Dispatcher:
             for name, state in self.teachers.items()
             if state.live
             and not state.draining
-            and state.accepts(task.rows, task.nbytes)
+            and state.accepts(task.rows, task.nbytes, task.longest)
             and state.closed_until <= soon
         ]
         if not task.no_room_at or not task.failures or now < task.first_failed_at + self.policy.coming_s:
@@ -529,7 +546,7 @@ class Dispatcher:
         fit = [
             (name, state)
             for name, state in free
-            if state.accepts(task.rows, task.nbytes) and (again or not task.failed_at(name))
+            if state.accepts(task.rows, task.nbytes, task.longest) and (again or not task.failed_at(name))
         ]
         if again:
             refused = {name for name, failure in task.failures if failure.kind is FailureKind.REJECTED}
@@ -625,7 +642,7 @@ class Dispatcher:
             state.window.median_s
             for name, state in self.teachers.items()
             if name != attempt.teacher and state.live and not state.in_flight and state.window.median_s is not None
-            if state.accepts(head.rows, head.nbytes)
+            if state.accepts(head.rows, head.nbytes, head.longest)
         ]
         if not idle:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from edl.distill.dispatch.window import Window
@@ -21,6 +22,7 @@ class TeacherState:
         why: why it is closed, in words for a person.
         max_rows: most rows in a request, 0 if any number.
         max_nbytes: most bytes of tensors in a request, 0 if any number.
+        max_sequence: most rows of a sequence, 0 if any number.
         in_flight: numbers of its attempts.
         last_progress_at: when it last answered, or began with something to do.
         failures: failures in a row.
@@ -36,6 +38,7 @@ class TeacherState:
     why: str = ""
     max_rows: int = 0
     max_nbytes: int = 0
+    max_sequence: int = 0
     in_flight: set[int] = field(default_factory=set)
     last_progress_at: float = 0.0
     failures: int = 0
@@ -47,9 +50,18 @@ class TeacherState:
         """Return whether it may be given work, now or when it has room."""
         return self.live and not self.draining and now >= self.closed_until
 
-    def accepts(self, rows: float, nbytes: float) -> bool:
-        """Return whether a request of so many rows and bytes is within its limits."""
-        return (not self.max_rows or rows <= self.max_rows) and (not self.max_nbytes or nbytes <= self.max_nbytes)
+    def accepts(self, rows: float, nbytes: float, longest: float = 0) -> bool:
+        """Return whether it takes a request of so many rows and bytes, whose longest sequence has `longest` rows."""
+        return (
+            (not self.max_rows or rows <= self.max_rows)
+            and (not self.max_nbytes or nbytes <= self.max_nbytes)
+            and (not self.max_sequence or longest <= self.max_sequence)
+        )
+
+    @property
+    def longest_sequence(self) -> float:
+        """Rows of the longest sequence that fits a request."""
+        return min((limit for limit in (self.max_rows, self.max_sequence) if limit), default=math.inf)
 
     def has_room(self, now: float) -> bool:
         """Return whether it may be given a request now."""

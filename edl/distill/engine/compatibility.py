@@ -15,6 +15,7 @@ from edl.distill.compress import TopK
 from edl.distill.dispatch.actions import FailureKind, RequestFailure
 from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec
 from edl.errors import SettingsError
+from edl.protocol import names
 from edl.protocol.tensors import Array
 from edl.quoting import listed
 
@@ -70,6 +71,14 @@ class TeacherCompatibility:
         missing = [name for name in self._output_spec.outputs if spec.outputs and name not in spec.outputs]
         if missing:
             return f"its model {spec.name!r} has no output {missing[0]!r}, only {listed(spec.outputs)}"
+        if spec.max_top_k and names.LOGPROBS in self._output_spec.outputs:
+            k = self._output_spec.top_k
+            if k is None or k > spec.max_top_k:
+                asked = "whole outputs are asked for" if k is None else f"top_k={k} is asked for"
+                return (
+                    f"its model {spec.name!r} answers with the {spec.max_top_k} largest log-probabilities of a row at "
+                    f"most, and {asked}: set top_k={spec.max_top_k} or less, or serve it with a larger --top-k"
+                )
         known = self.spec
         if known is not None and spec.name != known.name:  # equal versions tell nothing: of any model "1" is the first
             return (

@@ -198,7 +198,10 @@ class Engine:
             self._outage.start_work(self._now())
         self._jobs[job.number] = job
         self._counters.asked += job.payload.rows
-        self._apply(self._dispatcher.add_task(job.number, self._now(), job.payload.rows, job.payload.nbytes))
+        payload = job.payload
+        self._apply(
+            self._dispatcher.add_task(job.number, self._now(), payload.rows, payload.nbytes, payload.longest_sequence)
+        )
 
     def set_awaited(self, number: int) -> None:
         """Note that the training loop waits for this job."""
@@ -271,7 +274,7 @@ class Engine:
         if self._compatibility.spec is None:
             self._compatibility.spec = connection.spec
         spec = connection.spec
-        limits = (spec.max_rows, spec.max_nbytes, spec.max_in_flight) if spec is not None else (0, 0, 0)
+        limits = (spec.max_rows, spec.max_nbytes, spec.max_in_flight, spec.max_sequence) if spec is not None else ()
         actions = self._dispatcher.teacher_up(connection.instance.id, self._now(), *limits)
         self._update_request_limits()
         self._spec_known.notify()
@@ -280,7 +283,12 @@ class Engine:
 
     def _update_request_limits(self) -> None:
         dispatcher = self._dispatcher
-        self.limits = replace(self.limits, max_rows=dispatcher.max_rows, max_nbytes=dispatcher.max_nbytes)
+        self.limits = replace(
+            self.limits,
+            max_rows=dispatcher.max_rows,
+            max_nbytes=dispatcher.max_nbytes,
+            max_sequence=dispatcher.max_sequence,
+        )
 
     def _teacher_unreachable(self, connection: TeacherConnection) -> None:
         if self._pool.connections.get(connection.instance.id) is connection:

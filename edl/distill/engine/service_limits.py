@@ -17,9 +17,12 @@ class ServiceLimits:
         max_rows: rows that every one of them takes in a request, as of when the last teacher came or left; 0 without a
             limit.
         max_nbytes: bytes of tensors likewise.
+        max_sequence: rows of the longest sequence that one of them takes, since longer sequences are sent to teachers
+            that take them; 0 without a limit.
     """
 
     capacity: int = 0
     gather_limit: int = 0
     max_rows: int = 0
     max_nbytes: int = 0
+    max_sequence: int = 0

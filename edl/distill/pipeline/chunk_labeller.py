@@ -31,6 +31,7 @@ from edl.distill.pipeline.cache_lookup import (
 )
 from edl.distill.pipeline.cache_queue import CacheQueue
 from edl.distill.source.chunk import Chunk
+from edl.distill.source.sequence_cutters import sequence_fields
 from edl.distill.stats import ReaderStats, merged
 from edl.distill.teachers import Teachers, service_identities
 from edl.distill.transport.conversion import select_inputs
@@ -215,13 +216,14 @@ class ChunkLabeller:
             if missing is not None and missing.found.complete:
                 self._store_cached(chunk, index, dict(missing.found.outputs))
                 continue
-            fields = select_inputs(spec, chunk.fields)
+            fields = select_inputs(spec, sequence_fields(spec, chunk))
             if missing is not None and missing.found.outputs:
                 fields = {name: array[~missing.found.mask] for name, array in fields.items()}
             # A label that is kept must be that of the bytes which came with the id, whenever they are sent.
             copy = missing is not None and not chunk.copied
             payload = Payload.of(fields, self._arena if engine.wants_arena else None, copy=copy)
             payload.traceparent = self._traceparent
+            payload.longest_sequence = chunk.longest_sequence
             number = next(self._numbers)
             chunk.jobs.append((index, number))
             self._submitted[index] += 1
@@ -242,6 +244,11 @@ class ChunkLabeller:
         """
         limits = [engine.limits.max_rows for engine in self._engines if self._await_spec(engine, stopped) is not None]
         return min((limit for limit in limits if limit), default=0)
+
+    @property
+    def max_sequence(self) -> int:
+        """Rows of the longest sequence that every service has a teacher for, 0 if any number."""
+        return min((engine.limits.max_sequence for engine in self._engines if engine.limits.max_sequence), default=0)
 
     def rows_that_fit(self, fields: Mapping[str, Array]) -> int:
         """Return how many rows like these all teachers take in a request by their bytes, 0 if any number."""

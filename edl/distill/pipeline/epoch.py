@@ -269,8 +269,9 @@ class Epoch:
                 raise
             if not self._take_back():
                 return
-            if cutter.empty:  # a new chunk, whose size may be another one; asked for each sample it takes its time
+            if cutter.wants_limits:
                 cutter.max_rows = self._labeller.max_rows(lambda: self._closed)
+                cutter.max_sequence = self._labeller.max_sequence
             item, ready = cutter.put(value)
             self._reuse.check_drawn(item)
             self._offer(item)

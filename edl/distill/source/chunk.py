@@ -25,6 +25,8 @@ class Chunk:
         nbytes: of its inputs.
         rest_nbytes: of what its items hold besides, which waits for the training loop as well.
         fields: inputs [rows, ...] by name.
+        positions: int32 [rows], of each row in its sequence; None if rows are no sequences.
+        longest_sequence: rows of the longest sequence, 0 if rows are no sequences.
         ids: of the samples [rows], None without a cache.
         outputs: by service, None until its answer is there.
         jobs: (service, number of the job there).
@@ -43,6 +45,8 @@ class Chunk:
     nbytes: int = 0
     rest_nbytes: int = 0
     fields: dict[str, Array] = field(default_factory=dict)
+    positions: Array | None = None
+    longest_sequence: int = 0
     ids: Sequence[Any] | None = None
     outputs: list[Outputs | None] = field(default_factory=list)
     jobs: list[tuple[int, int]] = field(default_factory=list)  # (service, number of the job there)
@@ -71,6 +75,7 @@ class Chunk:
     def release(self) -> None:
         """Let the memory of inputs and answers go; all rows have been taken."""
         self.fields = {}
+        self.positions = None
         self.outputs = [{} for _ in self.outputs]
 
     def seal(self, fields: dict[str, Array], ids: Sequence[Any] | None) -> Chunk:

@@ -43,6 +43,7 @@ class Cutter(abc.ABC):
     Attributes:
         seen: items so far.
         max_rows: rows that teachers take in a request, 0 if any number.
+        max_sequence: rows of the longest sequence that teachers take, 0 if any number.
         time_budget: of the epoch, for checking that whole items are delivered as they were sent.
         fit: returns how many rows like its argument teachers take in a request, by their bytes; 0 if any number.
         usual_rows: most rows of a request where the user does not say.
@@ -58,7 +59,7 @@ class Cutter(abc.ABC):
         self.getters = getters
         self.services = services
         self.ids = ids
-        self.seen = self.max_rows = 0
+        self.seen = self.max_rows = self.max_sequence = 0
         self.time_budget = TimeBudget(_CHECKING_SHARE)
         self._chunk_rows = chunk_rows
 
@@ -81,6 +82,11 @@ class Cutter(abc.ABC):
         """
 
     @property
+    def wants_limits(self) -> bool:
+        """Whether `max_rows` and `max_sequence` are to be set before the next item; that takes its time."""
+        return self.empty
+
+    @property
     def empty(self) -> bool:
         """Whether no row waits for a request to be full."""
         return True
@@ -96,6 +102,15 @@ class Cutter(abc.ABC):
             raise _stopped(f"what finds input {name!r} in {what} {self.seen}") from exc
         except (LookupError, TypeError, AttributeError) as exc:
             raise SourceError(f"{what} {self.seen} of the source has no field for input {name!r}: {exc}") from exc
+
+    def _read_sample(self, sample: Any) -> tuple[ItemFingerprint, dict[str, Array]]:
+        what = f"sample {self.seen}"
+        found = {name: self._get(name, getter, sample, "sample") for name, getter in self.getters.items()}
+        fingerprint = ItemFingerprint(what, sample, found, self.time_budget)
+        arrays = {name: as_array(part, f"{what}, input {name!r}") for name, part in found.items()}
+        if fingerprint.conversions_matter:
+            fingerprint.add_sent(found, arrays, functools.partial(as_array, what=what))
+        return fingerprint, arrays
 
     def _get_ids(self, ids: Getter, value: Any, what: str) -> Any:
         try:
@@ -149,11 +164,7 @@ class _RowGatherer(Cutter):
         self._full = 0
 
     def _row(self, sample: Any, ready: list[Chunk]) -> tuple[Chunk, int, ItemFingerprint]:
-        found = {name: self._get(name, getter, sample, "sample") for name, getter in self.getters.items()}
-        fingerprint = ItemFingerprint(f"sample {self.seen}", sample, found, self.time_budget)
-        arrays = {name: as_array(part, f"sample {self.seen}, input {name!r}") for name, part in found.items()}
-        if fingerprint.conversions_matter:
-            fingerprint.add_sent(found, arrays, functools.partial(as_array, what=f"sample {self.seen}"))
+        fingerprint, arrays = self._read_sample(sample)
         if not self._open.rows:
             self._full = self._rows_like({name: array[None] for name, array in arrays.items()})
         for name, array in arrays.items():

@@ -1,4 +1,4 @@
-"""Gathers single rows in an array."""
+"""Gathers rows in an array."""
 
 from __future__ import annotations
 
@@ -40,29 +40,49 @@ class RowBuffer:
         Raises:
             SourceError: it has another shape than the rows before it, or no type holds them all as they are.
         """
+        self._admit(array, array.shape, what)
+        if self._count == len(self._rows):
+            self._grow(self._count + 1)
+        self._rows[self._count, ...] = array  # `...`: else an array of no dimension would be the object
+        self._count += 1
+
+    def extend(self, rows: Array, what: str) -> None:
+        """Add rows.
+
+        Args:
+            rows: [rows, ...].
+            what: the sample they are from, for messages.
+
+        Raises:
+            SourceError: as `append`.
+        """
+        self._admit(rows, rows.shape[1:], what)
+        stop = self._count + len(rows)
+        if stop > len(self._rows):
+            self._grow(stop)
+        self._rows[self._count : stop] = rows
+        self._count = stop
+
+    def _admit(self, array: Array, shape: tuple[int, ...], what: str) -> None:
         if not self._count:
-            self._rows = np.empty((min(self._most, _FIRST_ROWS), *array.shape), array.dtype.newbyteorder("="))
-        elif array.shape != self._rows.shape[1:]:
+            self._rows = np.empty((min(self._most, _FIRST_ROWS), *shape), array.dtype.newbyteorder("="))
+        elif shape != self._rows.shape[1:]:
             raise SourceError(
-                f"{what}: input {self._name!r} has shape {list(array.shape)}, samples before it "
+                f"{what}: input {self._name!r} has shape {list(shape)}, samples before it "
                 f"{list(self._rows.shape[1:])}: {self._remedy}"
             )
         elif array.dtype != self._rows.dtype:
             self._widen(array, what)
-        if self._count == len(self._rows):
-            self._grow()
-        self._rows[self._count, ...] = array  # `...`: else an array of no dimension would be the object
-        self._count += 1
 
     def gathered(self) -> Array:
         """Return all rows so far, [rows, ...]."""
         found = self._rows[: self._count]
         return found if 2 * self._count > len(self._rows) else found.copy()  # a few rows need not keep room for all
 
-    def _grow(self) -> None:
+    def _grow(self, least: int) -> None:
         rows = self._rows
-        self._rows = np.empty((min(2 * self._count, self._most), *rows.shape[1:]), rows.dtype)
-        self._rows[: self._count] = rows
+        self._rows = np.empty((max(min(2 * self._count, self._most), least), *rows.shape[1:]), rows.dtype)
+        self._rows[: self._count] = rows[: self._count]
 
     def _widen(self, array: Array, what: str) -> None:
         rows = self._rows[: self._count]

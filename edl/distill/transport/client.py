@@ -118,6 +118,7 @@ class TeacherClient:
         self._ids = RequestIds()
         self._proven_nbytes = _SMALL_NBYTES
         self._max_batch = 0
+        self._sequence_limits = ("", 0, 0)
         self._priority = RequestPriority()
         self._max_nbytes = limits.request_bytes
         self._closed = False
@@ -184,6 +185,7 @@ class TeacherClient:
         self._server_checks_nan = names.EXTENSION_NO_NAN in server.extensions
         config = await self._fetch_config(model, deadline) if _CONFIGURATION in server.extensions else None
         self._max_batch = self._max_rows(config) if config is not None else 0
+        self._sequence_limits = _sequence_limits(config) if config is not None and self._server_streams else ("", 0, 0)
         self._priority = choose_priority(
             self.output_spec.priority,
             supported=names.EXTENSION_SCHEDULE_POLICY in server.extensions,
@@ -460,6 +462,7 @@ class TeacherClient:
             versions = (version,) if versions else ()
         elif versions == self.spec.versions and self.spec.version in versions:
             version = self.spec.version  # which need not be the newest, as answers said
+        sequences, max_top_k, max_sequence = self._sequence_limits
         return ModelSpec(
             name=model,
             version=version,
@@ -469,6 +472,9 @@ class TeacherClient:
             max_rows=min(filter(None, (self._max_batch, self._priority.max_rows)), default=0),
             max_in_flight=self._priority.max_in_flight,
             max_nbytes=self._max_nbytes,
+            sequences=sequences,
+            max_top_k=max_top_k,
+            max_sequence=max_sequence,
         )
 
     def _check_names(self, *found: str) -> None:
@@ -696,8 +702,11 @@ class TeacherClient:
         if self.output_spec.top_k is None:
             return self._checked(name, found, rows)
         ids_name, values_name, tail_name = names.top_k_names(name)
-        if ids_name not in found:  # the server knows nothing of top-k: do it here
+        if ids_name not in found:
             whole = self._checked(name, found, rows)
+            if self.spec.max_top_k:  # which sends whole what is no distribution over classes
+                return whole
+            # The server knows nothing of top-k: do it here.
             return top_k(whole, min(self.output_spec.top_k, whole.shape[-1]), self.output_spec.temperature)
         width = self.spec.outputs[name].shape[-1] if name in self.spec.outputs else -1
         return TopK(
@@ -742,6 +751,14 @@ def _config_number(config: kserve.ModelConfig, name: str) -> int:
     """Return a parameter of a model's configuration, 0 if it is none or no number."""
     text = config.parameters[name].string_value
     return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else 0
+
+
+def _sequence_limits(config: kserve.ModelConfig) -> tuple[str, int, int]:
+    """Return the input that tells where sequences begin, the largest k, and the longest sequence; empty and 0."""
+    sequences = config.parameters[names.SEQUENCES].string_value
+    known = len(sequences) <= _LONGEST_NAME and sequences.isprintable()
+    longest = _config_number(config, names.MAX_SEQUENCE)
+    return sequences if known else "", _config_number(config, names.MAX_TOP_K), longest
 
 
 def _count_instances(config: kserve.ModelConfig) -> int:

@@ -69,7 +69,10 @@ def max_answer_nbytes(spec: ModelSpec, limits: MessageLimits) -> int:
             return limits.answer_bytes
         if dtype.kind == "O" or -1 in output.shape:
             return limits.answer_bytes
-        row += max(dtype.itemsize, 2) * math.prod(output.shape)
+        shape = output.shape
+        if spec.max_top_k and shape and shape[-1] > spec.max_top_k:  # sent as the top k alone
+            shape = (*shape[:-1], spec.max_top_k)
+        row += max(dtype.itemsize, 2) * math.prod(shape)
     if not spec.outputs or not spec.max_rows:
         return limits.answer_bytes
     return int(min(_MARGIN * spec.max_rows * row + _BESIDE_NBYTES, limits.answer_bytes))

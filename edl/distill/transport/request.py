@@ -27,6 +27,7 @@ class Payload:
             ahead of time, so that the few messages under way use the same, warm memory over and over.
         slot: shared memory that holds `raw`; None without.
         traceparent: that of `tracing.current_traceparent`.
+        longest_sequence: rows of the longest sequence, 0 if rows are no sequences.
     """
 
     rows: int
@@ -34,6 +35,7 @@ class Payload:
     raw: Sequence[codec.Buffer]
     slot: ShmSlot | None = None
     traceparent: str = ""
+    longest_sequence: int = 0
 
     @property
     def nbytes(self) -> int:

@@ -113,6 +113,9 @@ class ModelSpec:
         max_nbytes: of the tensors of a request, 0 if there is no limit.
         versions: all that the server has; where a version is asked for, only that, or none if the server lists none.
         max_in_flight: most requests in flight, 0 if that is for the student to choose.
+        sequences: the input whose 0 begins a sequence, if rows belong to sequences; else empty.
+        max_top_k: the largest k of `TopK` answers, where whole outputs are never sent; else 0.
+        max_sequence: most rows of a sequence, 0 if the server does not say.
     """
 
     name: str
@@ -123,6 +126,9 @@ class ModelSpec:
     max_nbytes: int = 0
     versions: tuple[str, ...] = ()
     max_in_flight: int = 0
+    sequences: str = ""
+    max_top_k: int = 0
+    max_sequence: int = 0
 
 
 def kserve_datatype(dtype: Literal["float16", "float32"]) -> str:

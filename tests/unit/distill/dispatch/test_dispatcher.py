@@ -369,3 +369,20 @@ def test_broken_connection_counts_once() -> None:
     for attempt in attempts:
         dispatcher.attempt_failed(attempt, RequestFailure(FailureKind.LOST, "reset"), 0.1)
     assert len(sends(dispatcher.teacher_up("a", 0.2))) == 1, "at once, and one first to measure"
+
+
+def test_long_sequences_go_where_they_fit() -> None:
+    """A request is no larger than others, but only a teacher that takes its longest sequence is asked."""
+    dispatcher = Dispatcher(Policy())
+    dispatcher.teacher_up("short", 0.0, 100, 0, 0, 16)
+    assert dispatcher.max_sequence == 16
+    assert [action.teacher for action in dispatcher.add_task(1, 0.0, 64, 256, 16) if isinstance(action, Send)] == [
+        "short"
+    ]
+    assert dispatcher.add_task(2, 0.0, 64, 256, 17) == []
+    assert dispatcher.oversized_rows(0.0) == 64, "it waits for a teacher that takes it"
+    sent = dispatcher.teacher_up("long", 0.1, 100, 0, 0, 200)
+    assert [(action.task, action.teacher) for action in sent if isinstance(action, Send)] == [(2, "long")]
+    assert (dispatcher.oversized_rows(0.1), dispatcher.max_sequence) == (0, 100), "a request holds 100 rows"
+    dispatcher.teacher_up("any", 0.2)
+    assert dispatcher.max_sequence == 0

@@ -265,3 +265,15 @@ def test_another_models_name_is_refused(mixed_versions: Any) -> None:
     )
     compatibility.select_version([*dogs, *specs("2")])
     assert (compatibility.spec.name, compatibility.spec.version) == ("m", "2")
+
+
+@pytest.mark.parametrize(
+    ("k", "words"), [(8, ""), (64, ""), (65, "top_k=65 is asked for"), (None, "whole outputs are asked for")]
+)
+def test_top_k_is_within_the_teachers(k: int | None, words: str) -> None:
+    """A teacher that sends the 64 largest log-probabilities at most is refused by name where more is asked for."""
+    known = replace(spec(9), outputs={"logprobs": TensorMetadata("logprobs", "FP32", (32000,))}, max_top_k=64)
+    compatibility = TeacherCompatibility("s", OutputSpec(("logprobs",), top_k=k))
+    why = compatibility.incompatibility(Instance("s", "t", "127.0.0.1", 1), known)
+    assert (words in why) if words else not why
+    assert not why or "set top_k=64 or less" in why

@@ -23,6 +23,7 @@ class Labels:
     linger_s = 0.005
     depth = 8
     backlog = 0.0
+    max_sequence = 0
 
     def __init__(self, submit_error: Exception | None = None) -> None:
         self.submit_error = submit_error

@@ -51,6 +51,7 @@ class EchoLabels:
     linger_s = 0.1
     depth = 8
     backlog = 0.0
+    max_sequence = 0
 
     def check(self) -> None: ...
     def prepare_epoch(self) -> None: ...

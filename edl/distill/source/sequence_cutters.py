@@ -1,0 +1,158 @@
+"""Cuts sequences of any length into requests: rows of several sequences fill a request, and none is split.
+
+A sequence of T tokens is T rows; row t holds token t and the teacher's prediction of token t + 1 (the last row predicts
+what would follow).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from edl.distill.source.chunk import Chunk, Item
+from edl.distill.source.cutters import Cutter, Getter
+from edl.distill.source.fingerprint import ItemFingerprint
+from edl.distill.source.row_buffer import RowBuffer
+from edl.distill.transport.schema import ModelSpec
+from edl.errors import SourceError
+from edl.protocol.names import POSITION
+from edl.protocol.tensors import Array
+
+__all__ = ["SequenceCutter", "SequenceListCutter", "sequence_fields"]
+
+_OTHER_SHAPE = "the rows of all sequences must have one shape; only the number of rows may differ"
+
+
+def sequence_fields(spec: ModelSpec, chunk: Chunk) -> Mapping[str, Array]:
+    """Return a chunk's fields, with the positions of its rows where the model wants them and the source has none.
+
+    Args:
+        spec: the model.
+        chunk: sealed.
+
+    Raises:
+        SourceError: the model's rows belong to sequences, and these rows do not begin one.
+    """
+    name = spec.sequences or POSITION
+    if chunk.positions is not None and name in spec.inputs and name not in chunk.fields:
+        return {**chunk.fields, name: chunk.positions}
+    if spec.sequences and (name not in chunk.fields or chunk.fields[name].flat[0] != 0):
+        raise SourceError(
+            f"rows of the teachers' model {spec.name!r} belong to sequences, and a request holds whole ones: set the "
+            "source with set_sequence_generator or set_sequence_list_generator, which never split a sequence"
+        )
+    return chunk.fields
+
+
+class SequenceCutter(Cutter):
+    """Gathers sequences: samples whose fields are arrays [tokens, ...], of as many tokens as a sample has."""
+
+    usual_rows = 2048  # tokens; on an accelerator a batch of that many is busy enough, and its top 64 are 1 MB
+
+    def __init__(
+        self, getters: Mapping[str, Getter], chunk_rows: int | None, services: int, ids: Getter | None = None
+    ) -> None:
+        super().__init__(getters, chunk_rows, services, ids)
+        self._open = Chunk(services)
+        self._rows: dict[str, RowBuffer] = {}
+        self._lengths: list[int] = []
+
+    @property
+    def wants_limits(self) -> bool:
+        """Whether `max_rows` and `max_sequence` are to be set before the next item."""
+        return True
+
+    @property
+    def empty(self) -> bool:
+        """Whether no row waits for a request to be full."""
+        return not self._open.rows
+
+    def put(self, value: Any) -> tuple[Item, list[Chunk]]:
+        """Take in a sequence."""
+        ready: list[Chunk] = []
+        part, fingerprint = self._take_in(value, ready)
+        return Item(value, [part], (fingerprint,)), ready
+
+    def finish(self) -> list[Chunk]:
+        """Seal what is not full: the source is at its end, or silent."""
+        return [self._sealed()] if self._open.rows else []
+
+    def _take_in(self, sample: Any, ready: list[Chunk]) -> tuple[tuple[Chunk, int, int], ItemFingerprint]:
+        what = f"sample {self.seen}"
+        fingerprint, arrays = self._read_sample(sample)
+        rows = _sequence_rows(arrays, what)
+        budget = self._budget(arrays, rows, what)
+        if self._open.rows and self._open.rows + rows > budget:
+            ready.append(self._sealed())
+        for name, array in arrays.items():
+            if name not in self._rows:
+                self._rows[name] = RowBuffer(name, max(budget, rows), _OTHER_SHAPE)
+            self._rows[name].extend(array, what)
+        self._lengths.append(rows)
+        chunk = self._open
+        start = chunk.rows
+        chunk.rows += rows
+        chunk.rest_nbytes += fingerprint.rest_nbytes
+        self.seen += 1
+        if chunk.rows >= budget:
+            ready.append(self._sealed())
+        return (chunk, start, start + rows), fingerprint
+
+    def _budget(self, arrays: Mapping[str, Array], rows: int, what: str) -> int:
+        """Return how many rows fill a request.
+
+        Raises:
+            SourceError: no teacher takes a sequence as long as this.
+        """
+        if self.max_sequence and rows > self.max_sequence:
+            raise SourceError(
+                f"{what} is a sequence of {rows} tokens, and teachers take at most {self.max_sequence}: cut it in your "
+                "source, or serve the model with a larger --max-tokens"
+            )
+        fitting = self.fit({POSITION: np.broadcast_to(np.int32(0), (rows,)), **arrays})
+        if fitting and rows > fitting:
+            raise SourceError(
+                f"{what} is a sequence of {rows} tokens, and teachers take messages of at most {fitting} tokens like "
+                "these: cut it in your source, or serve the model with a larger --max-message"
+            )
+        return min(filter(None, (self._chunk_rows or self.usual_rows, self.max_rows, fitting)))
+
+    def _sealed(self) -> Chunk:
+        chunk = self._open.seal({name: rows.gathered() for name, rows in self._rows.items()}, None)
+        chunk.positions = np.concatenate([np.arange(length, dtype=np.int32) for length in self._lengths])
+        chunk.nbytes += chunk.positions.nbytes
+        chunk.longest_sequence = max(self._lengths)
+        chunk.copied = True
+        self._open = Chunk(self.services)
+        self._rows = {}
+        self._lengths = []
+        return chunk
+
+
+class SequenceListCutter(SequenceCutter):
+    """Gathers lists of sequences; a request may hold sequences of several lists."""
+
+    def put(self, value: Any) -> tuple[Item, list[Chunk]]:
+        """Take in a list of sequences, each of them a part of the item."""
+        ready: list[Chunk] = []
+        if not isinstance(value, Collection):  # also a generator, which could not be gone through again at the end
+            raise SourceError(
+                f"after {self.seen} sequences the source yielded {type(value).__name__}, which is no list of samples"
+            )
+        found = [self._take_in(sample, ready) for sample in value]
+        return Item(value, [part for part, _ in found], tuple(fingerprint for _, fingerprint in found)), ready
+
+
+def _sequence_rows(arrays: Mapping[str, Array], what: str) -> int:
+    scalar = next((name for name, array in arrays.items() if not array.ndim), None)
+    if scalar is not None:
+        raise SourceError(f"{what}: input {scalar!r} is one value, where a sequence has an array [tokens, ...]")
+    counts = {name: len(array) for name, array in arrays.items()}
+    if len(set(counts.values())) > 1:
+        raise SourceError(f"{what}: the inputs of a sequence have different numbers of tokens: {counts}")
+    rows = next(iter(counts.values()))
+    if not rows:
+        raise SourceError(f"{what} is a sequence without tokens: leave it out in your source")
+    return rows

@@ -14,6 +14,7 @@ from edl.master.kube.operator.job_shares import SharingJob, compute_shares, read
 from edl.master.kube.operator.reconciling.surroundings import OwnerSurroundings
 from edl.master.kube.operator.store_allowlist import StoreAllowlist
 from edl.master.kube.operator.stores import StoreAnswer, StoreDirectory
+from edl.master.kube.operator.waiting_owners import WaitingOwners
 from edl.master.kube.resources import ElasticJob, MemberOwner, TeacherPool
 
 __all__ = ["CapacitySource", "LiveSurroundings"]
@@ -22,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 _SPREAD_S: Final = 1.0
 """Between two looks at changed capacity: pods change many times a second, and each look may start others."""
-_RESOURCES: Final = ("nvidia.com/gpu", "cpu")
-"""Of which more may have become idle."""
 _ENDED: Final = frozenset({"Succeeded", "Failed"})
 
 
@@ -50,8 +49,7 @@ class LiveSurroundings:
         self._sharing: dict[str, SharingJob] = {}
         self._shares: Mapping[str, int] = {}
         self._pools: dict[str, TeacherPool] = {}
-        self._waiting: set[str] = set()
-        self._idle: dict[tuple[str, str], int] = {}
+        self._waiting = WaitingOwners()
         self._looked_s = 0.0
         self._changed = False
         self._loop = BackgroundLoop("edl-operator-shares", self._step)
@@ -81,6 +79,7 @@ class LiveSurroundings:
             return OwnerSurroundings()
         answer = self._ask_store(owner)
         capacity = self._capacity.current() if self._capacity is not None else None
+        self._waiting.observe(owner, capacity)
         allocation = None
         if isinstance(owner, ElasticJob):
             remaining_s = answer.progress.remaining_s if answer.progress is not None else None
@@ -102,8 +101,7 @@ class LiveSurroundings:
             return
         wanted, there = status.get("wantedReplicas"), status.get("replicas")
         waits = isinstance(wanted, int) and isinstance(there, int) and wanted > there
-        with self._lock:
-            (self._waiting.add if waits else self._waiting.discard)(owner.key)
+        self._waiting.note(owner, waits)
 
     def forget(self, key: str) -> None:
         """Look at nothing more for a resource that is gone, or has ended.
@@ -112,8 +110,8 @@ class LiveSurroundings:
             key: of the resource.
         """
         self._stores.forget(key)
+        self._waiting.forget(key)
         with self._lock:
-            self._waiting.discard(key)
             shared = self._sharing.pop(key, None)
             pool = self._pools.pop(key, None)
             rivals = self._list_rivals(pool) if pool is not None else []
@@ -190,16 +188,18 @@ class LiveSurroundings:
         capacity = self._capacity.current() if self._capacity is not None else None
         with self._lock:
             jobs = list(self._sharing.values())
-            waiting = set(self._waiting)
         if capacity is None:
             with self._lock:
                 self._shares = {}
             return 0.0
         self._recompute(capacity, jobs)
-        if self._note_idle(capacity):
-            for key in waiting:
-                self._on_key(key)
-        return 0.0
+        due, wait_s = self._waiting.find_due(capacity, now_s)
+        for key in due:
+            self._on_key(key)
+        if wait_s is None:
+            return 0.0
+        self._changed = True
+        return wait_s
 
     def _recompute(self, capacity: ClusterCapacity, jobs: list[SharingJob], but: str = "") -> None:
         """Share anew, and have all other jobs looked at whose share has changed."""
@@ -211,13 +211,3 @@ class LiveSurroundings:
         for key, count in shares.items():
             if key != but and before.get(key) != count:
                 self._on_key(key)
-
-    def _note_idle(self, capacity: ClusterCapacity) -> bool:
-        """Return whether more is idle anywhere than at the last look."""
-        idle = {
-            (resource, node): count
-            for resource in _RESOURCES
-            for node, count in capacity.list_devices(lambda pod: False, resource).items()
-        }
-        before, self._idle = self._idle, idle
-        return any(count > before.get(place, 0) for place, count in idle.items())

@@ -14,6 +14,7 @@ from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.operator.job_shares import compute_shares, read_sharing_job
 from edl.master.kube.operator.live_surroundings import LiveSurroundings
 from edl.master.kube.operator.store_allowlist import StoreAllowlist
+from edl.master.kube.operator.waiting_owners import WaitingOwners
 from edl.master.kube.resources import ElasticJob, TeacherPool, parse_elastic_job, parse_teacher_pool
 
 
@@ -235,3 +236,48 @@ def test_only_what_can_be_taken_is_lent(pools: dict[str, int], priority: int, co
     sharing = read_sharing_job(make_job("a"), None, None)
     assert sharing is not None
     assert compute_shares(ClusterCapacity.of([make_node("n", 4)], pods), [sharing], pools) == {sharing.key: count}
+
+
+def test_room_is_counted_for_who_waits() -> None:
+    waiting = WaitingOwners()
+    gpu, cpu = make_job("gpu"), make_job("cpu", gpus=0)
+    full = [make_pod(f"x-{number}", "n") for number in range(4)]
+    no_gpu = ClusterCapacity.of([make_node("n", 4)], full)
+    a_gpu = ClusterCapacity.of([make_node("n", 4)], [*full[1:], make_pod("y", "n", gpus=0)])
+    for job in (gpu, cpu):
+        waiting.observe(job, no_gpu)
+        waiting.note(job, True)
+    assert waiting.find_due(no_gpu, 100.0) == ([], None), "as it was"
+    assert waiting.find_due(a_gpu, 101.0) == ([gpu.key], None)
+    assert waiting.find_due(a_gpu, 102.0) == ([], None), "nothing has come since"
+    assert waiting.find_due(no_gpu, 103.0) == ([], None)
+    assert waiting.find_due(a_gpu, 104.0) == ([], 7.0), "room that comes and goes is no look each"
+    assert waiting.find_due(a_gpu, 111.0) == ([gpu.key], None)
+    waiting.note(gpu, False)
+    waiting.find_due(no_gpu, 130.0)
+    assert waiting.find_due(a_gpu, 131.0) == ([], None)
+
+
+def test_template_of_many_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting, counted = WaitingOwners(), []
+    capacity = ClusterCapacity.of([make_node("n", 4)], [])
+    for number in range(20):
+        waiting.note(make_job(f"j-{number}"), True)
+    count_fitting = ClusterCapacity.count_fitting
+
+    def count(self: ClusterCapacity, pod: Any) -> int:
+        counted.append(pod)
+        return count_fitting(self, pod)
+
+    monkeypatch.setattr(ClusterCapacity, "count_fitting", count)
+    assert len(waiting.find_due(capacity, 1.0)[0]) == 20
+    assert len(counted) == 1
+
+
+def test_bad_template_waits_for_nothing() -> None:
+    waiting = WaitingOwners()
+    job = make_job("a", pod={"nodeSelector": "gpu"})
+    waiting.note(job, True)
+    capacity = ClusterCapacity.of([make_node("n", 4)], [])
+    waiting.observe(job, capacity)
+    assert waiting.find_due(capacity, 1.0) == ([], None)

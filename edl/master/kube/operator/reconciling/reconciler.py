@@ -18,6 +18,7 @@ from edl.master.kube.conditions import Condition
 from edl.master.kube.members import read_member_pods
 from edl.master.kube.members.naming import INDEX_LABEL, OWNER_UID_LABEL, ROLE_LABEL, TRY_LABEL
 from edl.master.kube.observation import OwnerObservation
+from edl.master.kube.operator.reconciling.accepted_specs import AcceptedSpecs
 from edl.master.kube.operator.reconciling.done_writes import DoneWrites
 from edl.master.kube.operator.reconciling.kube_api import KubeApi
 from edl.master.kube.operator.reconciling.pod_evidence import PodEvidence
@@ -35,6 +36,7 @@ _CONFLICT_RETRY_S: Final = 0.2
 """After what was read is no more so, since somebody else or this look has changed it: read it again."""
 _MOST_WARNED: Final = 1000
 """Pods that carry a resource's label and are no members, of which it is remembered that they were logged."""
+_FORMER_SPEC: Final = "until that is mended, what the spec was before counts"
 _REFUSALS: Final[Mapping[type[Exception], str]] = {
     InvalidObjectError: "ObjectRefused",
     AccessDeniedError: "AccessDenied",
@@ -92,6 +94,7 @@ class Reconciler:
         self._clock = clock
         self._evidence = PodEvidence(api)
         self._done = DoneWrites()
+        self._accepted = AcceptedSpecs()
         self._refusals: dict[str, tuple[str, int, SpecProblem]] = {}
         self._warned: set[str] = set()
 
@@ -115,9 +118,14 @@ class Reconciler:
             return None
         if resource["metadata"].get("deletionTimestamp"):
             return math.inf  # its pods are the garbage collector's, by their owner reference
-        owner = kind.parse(resource, self._default_store)
-        if isinstance(owner, tuple):
-            return self._refuse(kind, resource, owner)
+        parsed = kind.parse(resource, self._default_store)
+        if isinstance(parsed, tuple):
+            owner = self._parse_former(kind, key, resource)
+            if owner is None:
+                return self._refuse(kind, resource, parsed)
+        else:
+            owner = parsed
+            self._accepted.note(key, resource)
         target = None
         if isinstance(owner, TeacherPool) and owner.scale_target_ref is not None:
             try:
@@ -126,6 +134,8 @@ class Reconciler:
                 self._remember_refusal(kind, resource, owner, exc)
                 raise
         plan = kind.plan(owner, self._observe(owner, target))
+        if isinstance(parsed, tuple):
+            plan = self._note_problems(owner, plan, parsed)
         return self._carry_out(kind, resource, owner, plan, target)
 
     def forget(self, key: str) -> None:
@@ -135,7 +145,26 @@ class Reconciler:
             key: of the resource.
         """
         self._refusals.pop(key, None)
+        self._accepted.forget(key)
         self._surroundings.forget(key)
+
+    def _parse_former(self, kind: ResourceHandling, key: str, resource: Object) -> MemberOwner | None:
+        """Return a resource as its spec was before it became one that cannot be worked on; None if that is not known.
+
+        Else a slip in an edit would leave pods that end where they are, and the job's own end unseen.
+        """
+        former = self._accepted.restore(key, resource)
+        owner = None if former is None else kind.parse(former, self._default_store)
+        return None if isinstance(owner, tuple) else owner
+
+    def _note_problems(self, owner: MemberOwner, plan: Plan, problems: tuple[SpecProblem, ...]) -> Plan:
+        """Return the plan of a former spec with what is wrong with the present one."""
+        message = f"{'; '.join(problem.message for problem in problems)}; {_FORMER_SPEC}"
+        problem = SpecProblem(problems[0].reason, message)
+        status, events = self._with_problem(plan.status, problem, owner, owner.status), plan.events
+        if owner.status.get("observedGeneration") != owner.generation:
+            events = (*events, EventNote("Warning", problem.reason, message))
+        return replace(plan, status={**status, "observedGeneration": owner.generation}, events=events)
 
     def _observe(self, owner: MemberOwner, target: ScaleTarget | None) -> OwnerObservation:
         listed = self._api.list(PODS, owner.namespace, label_selector=f"{OWNER_UID_LABEL}={owner.uid}").items

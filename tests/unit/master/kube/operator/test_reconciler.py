@@ -195,6 +195,49 @@ def test_refused_spec_keeps_its_pods() -> None:
     assert len(events) == 1, "an event that says nothing new"
 
 
+def test_slip_in_an_edit_stops_nothing() -> None:
+    """By the real planner: a job whose spec becomes invalid goes on by the spec before, and says what is wrong."""
+    api = InMemoryApi()
+    api.put(ELASTIC_JOBS, make_job(minReplicas=2, maxReplicas=2))
+    events: list[EventNote] = []
+    reconciler = Reconciler(
+        api, KINDS, NoSurroundings(), lambda kind, resource, note: events.append(note), clock=lambda: api.now_s
+    )
+    for _ in range(3):
+        reconciler.reconcile(KEY)
+    assert len([key for key in api.objects if key[0] == "pods"]) == 2
+    job = api.objects["elasticjobs", "lab", "digits"]
+    job["spec"] = {**job["spec"], "minReplicas": 3}
+    job["metadata"]["generation"] += 1
+    pod = api.objects["pods", "lab", "digits-worker-0-0"]
+    pod["status"] = {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory"}
+    for _ in range(4):
+        api.now_s += 20.0
+        reconciler.reconcile(KEY)
+    assert ("pods", "lab", "digits-worker-0-1") in api.objects, "what ended is replaced"
+    status = api.objects["elasticjobs", "lab", "digits"]["status"]
+    accepted = find_condition(status, "Accepted")
+    assert (accepted["status"], accepted["reason"]) == ("False", "MinAboveMax")
+    assert "what the spec was before counts" in accepted["message"]
+    assert (status["observedGeneration"], status["message"]) == (2, accepted["message"])
+    assert [note.reason for note in events].count("MinAboveMax") == 1
+    writes = len(api.calls)
+    reconciler.reconcile(KEY)
+    assert [call for call in api.calls[writes:] if call[0] not in ("get", "list")] == [], "it is written once"
+    job = api.objects["elasticjobs", "lab", "digits"]
+    job["spec"]["suspend"] = True
+    job["metadata"]["generation"] += 1
+    for _ in range(3):
+        reconciler.reconcile(KEY)
+    assert api.objects["elasticjobs", "lab", "digits"]["status"]["phase"] == "Suspended"
+    job = api.objects["elasticjobs", "lab", "digits"]
+    job["spec"].update(minReplicas=2, suspend=False)
+    job["metadata"]["generation"] += 1
+    reconciler.reconcile(KEY)
+    status = api.objects["elasticjobs", "lab", "digits"]["status"]
+    assert find_condition(status, "Accepted")["status"] == "True"
+
+
 def test_changed_resource_is_read_again() -> None:
     api = InMemoryApi()
     api.put(ELASTIC_JOBS, make_job())

@@ -34,6 +34,7 @@ PUBLIC = {
         "logit_mse",
         "mix",
         "soft_cross_entropy",
+        "token_loss",
         "top_k_kl",
     ],
     "edl.distill.metrics": ["export"],

@@ -1,0 +1,29 @@
+"""Losses of a student that learns from soft labels, for PyTorch; `edl.distill.paddle_losses` has them for PaddlePaddle.
+
+Logits are [rows, ..., classes]. They are computed in float32 (float64 where the student's are), whatever the precision
+of the labels and of autocast; no gradient flows to the teacher. Losses over probabilities at a temperature T are
+multiplied by T², so that their gradients keep their size next to a hard loss when T changes (Hinton, Vinyals, Dean,
+"Distilling the Knowledge in a Neural Network", 2015, section 2). `reduction` is "mean" over all rows and positions
+(`batchmean` in `torch.nn.KLDivLoss`, whose "mean" divides by the classes too), "sum", or "none" for [rows, ...].
+"""
+
+from __future__ import annotations
+
+from edl.distill.losses.features import feature_mse
+from edl.distill.losses.mixture import DistillLoss, mix
+from edl.distill.losses.soft import kl_divergence, logit_mse, soft_cross_entropy, top_k_kl
+from edl.distill.losses.terms import Reduction, TeacherIs
+from edl.distill.losses.tokens import token_loss
+
+__all__ = [
+    "DistillLoss",
+    "Reduction",
+    "TeacherIs",
+    "feature_mse",
+    "kl_divergence",
+    "logit_mse",
+    "mix",
+    "soft_cross_entropy",
+    "token_loss",
+    "top_k_kl",
+]

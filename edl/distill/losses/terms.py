@@ -1,0 +1,121 @@
+"""What all losses are made of: types, conversions, expectations, and checks with words that help."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from edl.errors import SettingsError
+from edl.protocol.tensors import Array
+from edl.settings import is_above_zero
+
+__all__ = [
+    "Reduction",
+    "TeacherIs",
+    "as_tensor",
+    "check_reduction",
+    "check_same_shape",
+    "check_teacher_is",
+    "check_temperature",
+    "expected",
+    "log_probabilities",
+    "reduced",
+    "widened",
+]
+
+Reduction: TypeAlias = Literal["mean", "sum", "none"]
+"""What is made of the losses of a batch's rows, as in torch; with `none` they are returned one by one."""
+
+TeacherIs: TypeAlias = Literal["logits", "probabilities"]
+"""What the teacher's output holds."""
+
+_SUM_TOLERANCE = 0.02  # float16 probabilities of many classes sum to 1 only so nearly
+
+
+def expected(log_p: Tensor, values: Tensor) -> Tensor:
+    """Return the sum of p times `values`; values without probability add 0, even if infinite. NaN stays NaN."""
+    p = log_p.exp()
+    return (p * torch.where(p > 0, values, 0.0)).sum(dim=-1)
+
+
+def log_probabilities(
+    student_logits: Tensor, teacher: Tensor | Array, temperature: float, teacher_is: TeacherIs
+) -> tuple[Tensor, Tensor]:
+    """Return the logarithms of the teacher's and the student's probabilities at `temperature`."""
+    check_temperature(temperature)
+    check_teacher_is(teacher_is)
+    student = widened(student_logits)
+    given = as_tensor(teacher, student.device).detach().to(student.dtype)
+    check_same_shape("logits", student, given)
+    if teacher_is == "probabilities":
+        _check_probabilities(given)
+        given = given.log()
+    return (given / temperature).log_softmax(dim=-1), (student / temperature).log_softmax(dim=-1)
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """Return the tensor as at least float32."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        what = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise SettingsError(f"the student's outputs are {what}: expected a floating-point tensor")
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def as_tensor(value: Tensor | Array, device: torch.device) -> Tensor:
+    """Return labels as a tensor on `device`; an array's memory is shared where that is allowed."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value if value.flags.writeable else value.copy()).to(device)
+    if not isinstance(value, Tensor):
+        raise SettingsError(f"soft labels are {type(value).__name__}: expected a tensor or a numpy array")
+    return value.to(device)
+
+
+def reduced(rows: Tensor, reduction: Reduction) -> Tensor:
+    """Return the losses of rows, their mean or their sum."""
+    check_reduction(reduction)
+    if reduction == "none":
+        return rows
+    return rows.mean() if reduction == "mean" else rows.sum()
+
+
+def check_reduction(reduction: Reduction) -> None:
+    """Raise a `SettingsError` for a reduction that is not known."""
+    if reduction not in ("mean", "sum", "none"):
+        raise SettingsError(f"reduction={reduction!r}: must be 'mean', 'sum' or 'none'")
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise a `SettingsError` for a temperature that is not above 0 and finite."""
+    if not is_above_zero(temperature) or temperature == float("inf"):
+        raise SettingsError(f"temperature={temperature!r}: must be a finite number above 0")
+
+
+def check_teacher_is(teacher_is: TeacherIs) -> None:
+    """Raise a `SettingsError` for a kind of outputs that is not known."""
+    if teacher_is not in ("logits", "probabilities"):
+        raise SettingsError(f"teacher_is={teacher_is!r}: must be 'logits' or 'probabilities'")
+
+
+def check_same_shape(what: str, student: Tensor, teacher: Tensor) -> None:
+    """Raise a `SettingsError` unless both are [rows, ..., classes]."""
+    if student.shape != teacher.shape or student.ndim < 2:
+        raise SettingsError(
+            f"{what} of the student are {list(student.shape)}, of the teacher {list(teacher.shape)}: "
+            "both must be [rows, ..., classes]"
+        )
+
+
+def _check_probabilities(given: Tensor) -> None:
+    """Check that labels are probabilities. On the CPU only: on an accelerator every step would wait for the device."""
+    if given.device.type != "cpu" or torch.compiler.is_compiling() or not given.numel():
+        return
+    low, sums = float(given.min()), given.sum(dim=-1)
+    furthest = float((sums - 1).abs().max())
+    if low < 0 or not furthest <= _SUM_TOLERANCE:
+        raise SettingsError(
+            f"teacher_is='probabilities', but the labels reach down to {low:g} and sum to as far as {furthest:g} from "
+            "1: if they are logits, pass teacher_is='logits'"
+        )

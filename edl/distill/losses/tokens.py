@@ -1,0 +1,175 @@
+"""Losses over the tokens of sequences: row t holds token t and the prediction of token t + 1."""
+
+from __future__ import annotations
+
+import math
+import numbers
+
+import torch
+from torch import Tensor
+
+from edl.distill.compress import TopK
+from edl.distill.losses.buckets import bucket_log_probabilities
+from edl.distill.losses.terms import Reduction, as_tensor, check_reduction, expected
+from edl.errors import SettingsError
+from edl.settings import is_above_zero, is_share
+
+__all__ = ["FLOOR", "TokenCount", "check_divergence", "divergence", "kept_rows", "masked_labels", "token_loss", "total"]
+
+TokenCount = int | float | Tensor | None
+"""What a sum over tokens is divided by: None for the tokens of this call that the mask keeps."""
+
+FLOOR = 1e-6
+"""Least probability of the teacher in the reverse direction: a token costs at most 14 nats. Sums of float32
+probabilities are off by some 1e-7, so that a smaller floor would have a student learn rounding errors of the tail; a
+larger one forgives tokens that the teacher finds improbable."""
+
+
+def token_loss(
+    student_logits: Tensor,
+    labels: TopK,
+    *,
+    mask: Tensor | None = None,
+    beta: float = 0.0,
+    temperature: float | None = None,
+    token_count: TokenCount = None,
+    floor: float = FLOOR,
+    padded_vocabulary: bool = False,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Compute T² times the generalized Jensen-Shannon divergence of teacher and student, token by token.
+
+    P and Q are the distributions of teacher and student at temperature T over the k tokens kept and the tail. With
+    M = `beta` P + (1 - `beta`) Q the divergence is
+
+    - KL(P ‖ Q), the forward direction, for `beta` 0;
+    - `beta` KL(P ‖ M) + (1 - `beta`) KL(Q ‖ M) between;
+    - KL(Q ‖ P'), the reverse direction, for `beta` 1. P' is P with no probability below `floor`, scaled to sum to 1:
+      KL(Q ‖ P) is infinite where a teacher says 0.
+
+    Source: Agarwal et al., "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes", 2024,
+    equation 1, and TRL's `generalized_jsd_loss`, whose `beta` this is. As there, the loss tends to 0 as `beta` tends to
+    0 or 1, and is a whole KL at 0 and at 1. TRL does not multiply by T².
+
+    The same divergence over k tokens and the tail is never more than the one over the whole vocabulary, and equal to it
+    with every token kept, or where the two distributions differ by a factor within the tail.
+
+    Args:
+        student_logits: floating-point [rows, ..., vocabulary].
+        labels: of as many rows, of numpy arrays or tensors.
+        mask: bool or integer [rows, ...], 0 for tokens that do not count. Whatever stands in their logits and labels,
+            also NaN, they add nothing and get a gradient of 0. None for all that are there.
+        beta: from 0 to 1.
+        temperature: T, which must be the labels'; None for whatever that is.
+        token_count: what the sum over tokens is divided by with reduction "mean": None for the tokens kept here. With
+            gradient accumulation, or several processes, give the number of tokens of the whole optimizer step, such
+            as `num_items_in_batch` of Hugging Face's Trainer, so that each token weighs the same.
+        floor: of the reverse direction, above 0 and below 1.
+        padded_vocabulary: whether student and teacher may have different numbers of classes, as models with the same
+            tokenizer and different padding of the vocabulary have. What one does not have counts in the other's tail.
+        reduction: "mean" over tokens, "sum", or "none" for [rows, ...].
+
+    Returns:
+        The loss, or losses [rows, ...] with reduction "none"; 0 where the mask keeps nothing.
+
+    Raises:
+        SettingsError: shapes, types or values that cannot be.
+    """
+    check_divergence(labels, beta, temperature, floor)
+    check_reduction(reduction)
+    kept = kept_rows(mask, student_logits.shape[:-1], student_logits.device)
+    if kept is not None:
+        # The inputs, not only the losses: a gradient of 0 times NaN would be NaN.
+        student_logits = torch.where(kept.unsqueeze(-1), student_logits, 0.0)
+        labels = masked_labels(labels, kept)
+    log_p, log_q = bucket_log_probabilities(student_logits, labels, padded_vocabulary=padded_vocabulary)
+    losses = divergence(log_p, log_q, beta, floor) * labels.temperature**2
+    return total(losses, kept, token_count, reduction)
+
+
+def divergence(log_p: Tensor, log_q: Tensor, beta: float, floor: float) -> Tensor:
+    """Return the generalized Jensen-Shannon divergence [rows, ...] of distributions [rows, ..., buckets]."""
+    if beta == 0:
+        return expected(log_p, log_p - log_q)
+    # Finite, since 0 times infinity is NaN, and so is its gradient. A quarter, so that no difference overflows.
+    lowest = torch.finfo(log_q.dtype).min / 4
+    log_q = log_q.clamp(min=lowest)
+    if beta == 1:
+        floored = log_p.clamp(min=math.log(floor))
+        return (log_q.exp() * (log_q - floored.log_softmax(dim=-1))).sum(dim=-1)
+    log_p = log_p.clamp(min=lowest)
+    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+    teacher, student = log_p.exp() * (log_p - log_m), log_q.exp() * (log_q - log_m)
+    return (beta * teacher + (1 - beta) * student).sum(dim=-1)
+
+
+def kept_rows(mask: Tensor | None, rows: torch.Size, device: torch.device) -> Tensor | None:
+    """Return the mask as booleans on `device`, None without.
+
+    Args:
+        mask: bool or integer, of the shape of `rows`, or None.
+        rows: the shape of the logits without the vocabulary.
+        device: of the logits.
+
+    Raises:
+        SettingsError: another shape or type.
+    """
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.is_floating_point() or mask.is_complex():
+        found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise SettingsError(f"the mask is {found}: expected a tensor of bool or whole numbers, 0 for what is left out")
+    if mask.shape != rows:
+        raise SettingsError(f"the mask is {list(mask.shape)}, the logits have rows {list(rows)}: they do not agree")
+    return mask.to(device) != 0
+
+
+def masked_labels(labels: TopK, kept: Tensor) -> TopK:
+    """Return labels whose left out rows are zeros: padding may hold ids and values that cannot be."""
+    if labels.ids.shape[:-1] != kept.shape:
+        raise SettingsError(
+            f"logits have rows {list(kept.shape)}, top-k labels are {list(labels.ids.shape)}: the rows do not agree"
+        )
+
+    def masked(array: object) -> Tensor:
+        tensor = as_tensor(array, kept.device)  # type: ignore[arg-type]  # numpy's, or tensors after `TopK.map`
+        return tensor.masked_fill(~kept.reshape(kept.shape + (1,) * (tensor.ndim - kept.ndim)), 0)
+
+    return labels.map(masked)
+
+
+def total(losses: Tensor, kept: Tensor | None, token_count: TokenCount, reduction: Reduction) -> Tensor:
+    """Return losses [rows, ...], their sum, or their sum divided by the count of tokens, at least 1."""
+    if kept is not None:
+        losses = torch.where(kept, losses, 0.0)
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / _divisor(token_count, losses.numel() if kept is None else kept.sum(), losses)
+
+
+def _divisor(token_count: TokenCount, here: int | Tensor, losses: Tensor) -> Tensor | float:
+    count = here if token_count is None else token_count
+    if isinstance(count, Tensor):
+        if count.numel() != 1:
+            raise SettingsError(f"token_count is of shape {list(count.shape)}: expected a single number")
+        return count.detach().reshape(()).to(losses.device, losses.dtype).clamp(min=1)
+    if not isinstance(count, numbers.Real) or not 0 <= count < math.inf:
+        raise SettingsError(f"token_count={count!r}: must be a number of tokens, or None for those that the mask keeps")
+    return max(float(count), 1.0)
+
+
+def check_divergence(labels: TopK, beta: float, temperature: float | None, floor: float) -> None:
+    """Raise a `SettingsError` for labels or settings that cannot be."""
+    if not isinstance(labels, TopK):
+        raise SettingsError(f"labels are {type(labels).__name__}: expected TopK; edl.distill.compress.top_k makes them")
+    if not is_share(beta):
+        raise SettingsError(f"beta={beta!r}: must be from 0 (forward KL) to 1 (reverse KL)")
+    if not is_above_zero(floor) or floor >= 1:
+        raise SettingsError(f"floor={floor!r}: must be a probability above 0 and below 1")
+    if temperature is not None and temperature != labels.temperature:
+        raise SettingsError(
+            f"top-k labels were made at temperature {labels.temperature:g}, the loss uses {temperature!r}: "
+            "ask the teachers for that temperature"
+        )

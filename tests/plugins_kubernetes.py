@@ -40,6 +40,8 @@ DELETED_S = 120.0
 KUBECONFIG = os.environ.get("KUBECONFIG", "")
 IMAGE = os.environ.get("EDL_TEST_IMAGE", "")
 CHART = Path(__file__).parent.parent / "serving/kube/chart"
+DESCRIPTIONS = pytest.StashKey[dict[str, Callable[[], str]]]()
+"""What a failed test's report shows, by its title; fixtures fill it, also those that a test has by way of others."""
 
 
 def _skip(reason: str) -> None:
@@ -63,12 +65,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     outcome: Any = yield
     report = outcome.get_result()
-    arguments = getattr(item, "funcargs", {})
-    if report.when != "call" or not report.failed or "namespace" not in arguments:
-        return
-    report.sections.append(("Kubernetes", arguments["cluster"].describe(arguments["namespace"])))
-    if "operator" in arguments:
-        report.sections.append(("edl operator", arguments["operator"].text))
+    if report.when == "call" and report.failed:
+        for title, describe in item.stash.get(DESCRIPTIONS, {}).items():
+            try:
+                text = describe()
+            except Exception as exc:  # noqa: BLE001 - the test's own failure is what the report is about
+                text = f"not to be had: {exc!r}"
+            report.sections.append((title, text))
 
 
 def _shared_machine() -> KubeMachine | None:
@@ -124,6 +127,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             _clear_killed_tests(found)
             install_resources(found)
         yield found
+        for name in _list_namespaces(found, str(os.getpid())):
+            wait_for_deletion(found, name)
     with exclusive_lock("up"):
         if machine.started_by_tests and is_free("use"):
             machine.down()
@@ -136,9 +141,16 @@ def _clear_killed_tests(cluster: Cluster) -> None:
         cluster.machine.continue_api_server()
         for node in cluster.machine.list_stopped_nodes():
             cluster.machine.start_node(node)
-    for namespace in cluster.ask("/api/v1/namespaces", query={"labelSelector": PROCESS_LABEL})["items"]:
-        if not Path(f"/proc/{namespace['metadata']['labels'][PROCESS_LABEL]}").exists():
-            cluster.ask(f"/api/v1/namespaces/{namespace['metadata']['name']}", "DELETE")
+    for name, process in _list_namespaces(cluster).items():
+        if not Path(f"/proc/{process}").exists():
+            delete_namespace(cluster, name)
+
+
+def _list_namespaces(cluster: Cluster, process: str = "") -> dict[str, str]:
+    """Namespaces of a test process, or of all, with the process."""
+    query = {"labelSelector": f"{PROCESS_LABEL}={process}" if process else PROCESS_LABEL}
+    found = [item["metadata"] for item in cluster.ask("/api/v1/namespaces", query=query)["items"]]
+    return {metadata["name"]: metadata["labels"][PROCESS_LABEL] for metadata in found}
 
 
 def install_resources(cluster: Cluster) -> None:
@@ -243,10 +255,10 @@ def pod_template(cluster: Cluster, image: str) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def namespace(request: pytest.FixtureRequest, cluster: Cluster, _cluster_lock: None) -> Iterator[str]:
-    """A namespace of this test alone; it is deleted, with all pods, when the test ends."""
-    for name in ("stoppable_nodes", "gpus"):
-        if name in request.fixturenames:
-            request.getfixturevalue(name)  # so that it ends after the namespace
+    """A namespace of this test alone; it is deleted, with all that is in it, when the test ends."""
+    lent = [name for name in ("stoppable_nodes", "gpus") if name in request.fixturenames]
+    for name in lent:
+        request.getfixturevalue(name)  # so that it ends after the namespace
     name = f"edl-test-{secrets.token_hex(4)}"
     metadata = {"name": name, "labels": {PROCESS_LABEL: str(os.getpid())}}
     cluster.ask("/api/v1/namespaces", "POST", {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
@@ -255,30 +267,41 @@ def namespace(request: pytest.FixtureRequest, cluster: Cluster, _cluster_lock: N
             "the namespace's service account",
             lambda: cluster.ask(f"/api/v1/namespaces/{name}/serviceaccounts/default"),
         )
+        request.node.stash.setdefault(DESCRIPTIONS, {})["Kubernetes"] = lambda: cluster.describe(name)
         yield name
     finally:
         delete_namespace(cluster, name)
+        if lent:  # the next test with it must find it free
+            wait_for_deletion(cluster, name)
 
 
 def delete_namespace(cluster: Cluster, name: str) -> None:
-    """Delete a namespace, and wait until its pods have gone; its other objects go by themselves."""
+    """Begin to delete a namespace, and tell its pods to hurry: none is made in it any more."""
     path = f"/api/v1/namespaces/{name}"
-    if cluster.ask(path) is None:
-        return
-    cluster.ask(path, "DELETE")
+    found = cluster.ask(path)
+    if found is not None:
+        if "deletionTimestamp" not in found["metadata"]:
+            cluster.ask(path, "DELETE")
+        cluster.ask(f"{path}/pods", "DELETE", {"gracePeriodSeconds": 1})
+
+
+def wait_for_deletion(cluster: Cluster, name: str) -> None:
+    """Wait until a namespace that is deleted has no pods; its other objects go by themselves."""
+    path = f"/api/v1/namespaces/{name}/pods"
     deadline = time.monotonic() + DELETED_S
-    while cluster.ask(f"{path}/pods")["items"]:
+    while cluster.ask(path)["items"]:
         if time.monotonic() > deadline:
             raise AssertionError(f"pods outlived their namespace:\n{cluster.describe(name)}")
-        # Again, until none is made any more.
-        cluster.ask(f"{path}/pods", "DELETE", {"gracePeriodSeconds": 1})
         time.sleep(0.3)
 
 
 @pytest.fixture
-def operator(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[OperatorFactory]:
+def operator(
+    request: pytest.FixtureRequest, cluster: Cluster, namespace: str, tmp_path: Path
+) -> Iterator[OperatorFactory]:
     """`operator(*arguments, capacity=False)` starts `edl operator` here, with the chart's service account's rights."""
     from tests.cluster.operator_process import operators
 
     with operators(cluster, namespace, tmp_path) as factory:
+        request.node.stash.setdefault(DESCRIPTIONS, {})["edl operator"] = lambda: factory.text
         yield factory

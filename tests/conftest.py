@@ -85,6 +85,7 @@ LONG = (
     f"{JOBS}shutdown/test_ends.py",
     f"{JOBS}run/test_slurm.py",
     f"{JOBS}trainers",
+    "kube/scenarios/test_growth.py",  # has all GPUs, which others wait for later
 )
 """Files that take long, and so begin first: a process that has nothing left waits for the last one."""
 

@@ -3,7 +3,8 @@
 `cluster` is the one that KUBECONFIG names, or the one of `../shared/kube` on this machine, which is brought up if it is
 not, and taken down by the last test process that uses it. `namespace` is a namespace of the test's own, `operator`
 starts `edl operator` in it, `pod_template` makes pods that run this project, `gpus` advertises GPUs that do not exist,
-and `stoppable_nodes` stops nodes; a test with one of the last two is alone with it.
+and `stoppable_nodes` stops nodes; a test with one of the last two is alone with it, and one that stops nodes runs among
+those that run one by one.
 
 `helm` is the program, in both versions.
 
@@ -56,6 +57,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "cluster" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.kubernetes)
+            if "stoppable_nodes" in item.fixturenames:  # else both processes would wait for each other
+                item.add_marker(pytest.mark.serial)
+                item.add_marker(pytest.mark.alone)
             if item.get_closest_marker("timeout") is None:
                 # A test waits for its turn with what others use; that is in its fixtures.
                 item.add_marker(pytest.mark.timeout(TEST_S, func_only=True))

@@ -134,11 +134,7 @@ class KubernetesStore(Resource, Store):
             raise _held(key)
         entry = self._write(key, value, found, claim)
         if entry is None and version is None:
-            found, holder = self._read(name)
-            if (
-                found and holder is not None and not self._is_held(holder)
-            ):  # it went with its lease; who removes it is late
-                entry = self._write(key, value, found, claim)
+            entry = self._write_dead(key, value, claim)
         if entry is not None:
             self._verify(entry, lease)
         return entry
@@ -216,6 +212,18 @@ class KubernetesStore(Resource, Store):
         entry = Entry(key, value, version_of(written))
         self._known[name] = (entry.version, ref)
         return entry
+
+    def _write_dead(self, key: str, value: bytes, claim: LeaseClaim | None) -> Entry | None:
+        """Write a key that went with its lease, while who removes such keys is late or just at it; None if it lives."""
+        name = key_object_name(key)
+        for _ in self._attempts(key):
+            found, holder = self._read(name)
+            if found and (holder is None or self._is_held(holder)):
+                return None
+            entry = self._write(key, value, found, claim)
+            if entry is not None:
+                return entry
+        raise AssertionError("unreachable")
 
     def _verify(self, entry: Entry, lease: Lease | None) -> None:
         """Undo a write whose lease ended while it was made."""

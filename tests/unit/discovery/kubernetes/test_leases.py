@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from edl.discovery import Store, open_store
@@ -75,6 +77,34 @@ def test_a_lost_lease_leaves_its_successor(objects: Namespace, write: str, lease
         lost.close()
         assert entry is not None
         assert other.get(KEY) == entry
+
+
+@pytest.mark.parametrize("call", ["create", "patch"])
+def test_a_dead_key_goes_while_it_is_taken(objects: Namespace, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Who removes what belongs to no lease does so between two calls of who takes it over."""
+    ask = getattr(objects, call)
+    left = [key_object_name(KEY)]
+
+    def ask_meanwhile(*arguments: Any, **options: Any) -> Any:
+        if call == "patch" and left:
+            InMemoryApi.delete(objects, CONFIG_MAPS, left.pop())
+        try:
+            return ask(*arguments, **options)
+        finally:
+            if call == "create" and left:
+                InMemoryApi.delete(objects, CONFIG_MAPS, left.pop())
+
+    with open_namespace() as first, open_namespace() as other:
+        lost = first.lease(60.0)
+        first.put(KEY, b"first", lost)
+        end_lease(objects, lost)
+        monkeypatch.setattr(objects, call, ask_meanwhile)
+        entry = other.compare_and_set(KEY, b"other", None)
+        assert not left
+        assert entry is not None
+        assert other.get(KEY) == entry
+        assert other.compare_and_set(KEY, b"again", None) is None, "a key that is there"
+        lost.close()
 
 
 def test_a_lease_takes_its_changed_keys(objects: Namespace) -> None:

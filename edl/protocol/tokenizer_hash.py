@@ -1,0 +1,76 @@
+"""The hash of a tokenizer: equal if every id means the same token, so that a teacher's ids are the student's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from edl.errors import SettingsError
+
+__all__ = ["hash_tokenizer"]
+
+_PREFIX = "sha256:"
+_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt")
+"""What tokenizers without a tokenizer.json have, by transformers' names; those that are there count together."""
+
+
+def hash_tokenizer(path: str | Path) -> str:
+    """Hash a tokenizer.
+
+    Of a `tokenizer.json` it counts which token each id is. How text is normalized, padded or truncated does not: a
+    trainer that saves a tokenizer again changes that, and the ids mean the same.
+
+    Args:
+        path: of a `tokenizer.json` or another tokenizer's file, or of a folder with one, such as a model's.
+
+    Returns:
+        "sha256:" and 64 hexadecimal digits.
+
+    Raises:
+        SettingsError: there is no tokenizer.
+    """
+    place = Path(path).expanduser()
+    try:
+        if place.is_dir():
+            if (place / "tokenizer.json").is_file():
+                return _hash_json(place / "tokenizer.json")
+            files = [place / name for name in _FILES if (place / name).is_file()]
+            if not files:
+                raise SettingsError(f"{str(place)!r}: no tokenizer.json, nor {', '.join(_FILES)}")
+            return _hash_files(files)
+        return _hash_json(place) if place.suffix == ".json" else _hash_files([place])
+    except OSError as exc:
+        raise SettingsError(f"tokenizer {str(place)!r}: {exc.strerror or exc}") from exc
+
+
+def _hash_json(path: Path) -> str:
+    try:
+        content = json.loads(path.read_bytes())
+        vocabulary = content["model"]["vocab"]
+        added = {str(entry["content"]): int(entry["id"]) for entry in content.get("added_tokens") or ()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+        raise SettingsError(f"tokenizer {str(path)!r}: not a tokenizer.json: {type(exc).__name__} {exc}") from exc
+    return _PREFIX + hashlib.sha256(_canonical({**_ids(vocabulary, path), **added})).hexdigest()
+
+
+def _ids(vocabulary: Any, path: Path) -> dict[str, int]:
+    """Return ids by token; Unigram's vocabulary is a list of [token, score], by id."""
+    try:
+        if isinstance(vocabulary, list):
+            return {str(entry[0]): number for number, entry in enumerate(vocabulary)}
+        return {str(token): int(number) for token, number in vocabulary.items()}
+    except (ValueError, TypeError, AttributeError, IndexError) as exc:
+        raise SettingsError(f"tokenizer {str(path)!r}: its vocabulary is of no known kind: {exc}") from exc
+
+
+def _canonical(ids: dict[str, int]) -> bytes:
+    return json.dumps(sorted(ids.items()), separators=(",", ":")).encode()
+
+
+def _hash_files(paths: list[Path]) -> str:
+    total = hashlib.sha256()
+    for path in paths:
+        total.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return _PREFIX + total.hexdigest()

@@ -1,0 +1,77 @@
+"""The hash of a tokenizer says which token each id is, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from edl.errors import SettingsError
+from edl.protocol.tokenizer_hash import hash_tokenizer
+
+_TOKENIZER = {
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": [{"id": 2, "content": "<s>", "special": True}],
+    "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []},
+}
+
+
+def _write(place: Path, **changes: object) -> Path:
+    place.parent.mkdir(exist_ok=True)
+    place.write_text(json.dumps({**_TOKENIZER, **changes}, indent=2))
+    return place
+
+
+def test_folder_and_file_agree(tmp_path: Path) -> None:
+    path = _write(tmp_path / "model/tokenizer.json")
+    assert hash_tokenizer(path) == hash_tokenizer(str(path.parent))
+    assert hash_tokenizer(path).startswith("sha256:")
+
+
+def test_padding_does_not_count(tmp_path: Path) -> None:
+    first = _write(tmp_path / "a.json")
+    second = _write(tmp_path / "b.json", padding={"pad_id": 1}, truncation={"max_length": 5}, version="1.1")
+    assert hash_tokenizer(first) == hash_tokenizer(second)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"vocab": {"a": 1, "b": 0}}},
+        {"added_tokens": []},
+        {"added_tokens": [{"id": 2, "content": "<t>"}]},
+        {"model": {"vocab": [["a", -1.5], ["b", -2.5], ["c", -3.5]]}},
+    ],
+)
+def test_other_ids_differ(tmp_path: Path, changes: dict[str, object]) -> None:
+    assert hash_tokenizer(_write(tmp_path / "a.json")) != hash_tokenizer(_write(tmp_path / "b.json", **changes))
+
+
+def test_unigram_scores_do_not_count(tmp_path: Path) -> None:
+    listed = _write(tmp_path / "a.json", model={"vocab": [["a", -1.5], ["b", -2.5]]})
+    assert hash_tokenizer(listed) == hash_tokenizer(_write(tmp_path / "b.json"))
+
+
+def test_files_without_json(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("a\nb\n")
+    before = hash_tokenizer(tmp_path)
+    (tmp_path / "merges.txt").write_text("a b\n")
+    assert hash_tokenizer(tmp_path) != before
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"model": {}}', '{"model": {"vocab": 3}}', '{"model": {"vocab": [3]}}'])
+def test_other_json_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(content)
+    with pytest.raises(SettingsError, match="tokenizer.json"):
+        hash_tokenizer(path)
+
+
+def test_nothing_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="no tokenizer.json"):
+        hash_tokenizer(tmp_path)
+    with pytest.raises(SettingsError, match="No such file"):
+        hash_tokenizer(tmp_path / "none.json")

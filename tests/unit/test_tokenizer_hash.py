@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from edl.errors import SettingsError
-from edl.protocol.tokenizer_hash import hash_tokenizer
+from edl.tokenizer_hash import hash_tokenizer
 
 _TOKENIZER = {
     "version": "1.0",
@@ -66,12 +66,12 @@ def test_files_without_json(tmp_path: Path) -> None:
 def test_other_json_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(content)
-    with pytest.raises(SettingsError, match="tokenizer.json"):
+    with pytest.raises(SettingsError, match=r"tokenizer\.json"):
         hash_tokenizer(path)
 
 
 def test_nothing_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="no tokenizer.json"):
+    with pytest.raises(SettingsError, match=r"no tokenizer\.json"):
         hash_tokenizer(tmp_path)
     with pytest.raises(SettingsError, match="No such file"):
         hash_tokenizer(tmp_path / "none.json")

@@ -17,7 +17,9 @@ MANIFESTS = ROOT / "serving/kube/manifests"
 GRAFANA = ROOT / "edl/dashboard/grafana.json"
 IMAGE = "registry.example.com/edl/operator"
 HEADER = "# Made from the chart by `make manifests`; for a cluster without Helm. {what}\n"
-OPTIONS = ("capacity.enabled=true", "dashboard.enabled=true", "crds.keep=false")
+OPTIONS = ("crds.keep=false",)
+ENABLED = {"capacity.yaml": "capacity.enabled=true", "dashboard.yaml": "dashboard.enabled=true"}
+"""Files that may be left out, and so no other has any of their rights."""
 FILES = {
     "crds.yaml": ("ElasticJob and TeacherPool.", ("crds", "users")),
     "operator.yaml": (
@@ -35,7 +37,8 @@ def render(helm: str) -> dict[str, str]:
     rendered = {}
     for name, (what, templates) in FILES.items():
         command = [helm, "template", "edl", str(CHART), "--namespace", "edl"]
-        command += ["--set", ",".join((f"image.repository={IMAGE}", *OPTIONS))]
+        options = (f"image.repository={IMAGE}", *OPTIONS, *([ENABLED[name]] if name in ENABLED else []))
+        command += ["--set", ",".join(options)]
         for template in templates:
             command += ["--show-only", f"templates/{template}.yaml"]
         text = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=60).stdout

@@ -266,6 +266,19 @@ def test_manifests_are_up_to_date(helm: str) -> None:
         assert sorted(written, key=str) == sorted(found, key=str), f"{name}: make manifests"
 
 
+def test_operator_manifest_is_its_own() -> None:
+    """Without dashboard.yaml and capacity.yaml, the account and the rights of neither are there."""
+    folder = ROOT / "serving/kube/manifests"
+    found = [item for item in yaml.safe_load_all((folder / "operator.yaml").read_text()) if item]
+    accounts = [item["metadata"]["name"] for item in found if item["kind"] == "ServiceAccount"]
+    assert sorted(accounts) == ["edl-member", "edl-operator"]
+    roles = [item["metadata"]["name"] for item in found if item["kind"] in ("Role", "ClusterRole")]
+    assert sorted(roles) == ["edl-discovery", "edl-operator"]
+    page = [item for item in yaml.safe_load_all((folder / "dashboard.yaml").read_text()) if item]
+    roles = [item["metadata"]["name"] for item in page if item["kind"] == "Role"]
+    assert sorted(roles) == ["edl-dashboard", "edl-discovery-view"]
+
+
 def test_versions_agree() -> None:
     import edl
 

@@ -157,6 +157,24 @@ def test_allowed_stores_are_passed_on(helm: str) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("namespaces", "store", "expected"),
+    [
+        ("edl", "", "edl"),
+        ("edl,edl", "", "edl"),
+        ("red,blue", "", "edl"),
+        ("edl,red", "kubernetes://edl", "edl"),
+        ("edl,red", "kubernetes://meet", "meet"),
+    ],
+)
+def test_store_has_its_role(helm: str, namespaces: str, store: str, expected: str) -> None:
+    objects = _objects(helm, *IMAGE, "--set", f"watchNamespaces={{{namespaces}}},store={store}")
+    (role,) = (item for item in objects if item["kind"] == "Role" and item["metadata"]["name"] == "edl-discovery")
+    assert role["metadata"]["namespace"] == expected
+    (spec,) = _pod_specs(objects)
+    assert f"--store=kubernetes://{expected}" in spec["containers"][0]["args"]
+
+
 def test_other_store_needs_no_leases(helm: str) -> None:
     objects = _objects(helm, *IMAGE, "--set", "store=consul://10.0.0.7:8500")
     assert not any(item["metadata"]["name"] == "edl-discovery" for item in objects)
@@ -217,6 +235,7 @@ def test_optional_kinds_need_their_api(helm: str, kind: str) -> None:
         ("operator.allowStores={sqlite:///x}", "allowStores"),
         ("operator.allowStores={consul://a@b}", "allowStores"),
         ("watchNamespaces={A_b}", "watchNamespaces"),
+        ("watchNamespaces={edl,red}", "store=kubernetes://NAMESPACE"),
         ("capacity.enabled=maybe", "capacity"),
         ("podMonitor.interval=soon", "podMonitor"),
         ("dashboard.enabled=true,dashboard.tokenSecret=t", "dashboard.tlsSecret=SECRET"),

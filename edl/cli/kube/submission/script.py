@@ -42,6 +42,9 @@ class LocalScript:
     def config_map(self, job: str) -> dict[str, object]:
         """Return the ConfigMap that holds it, without a namespace.
 
+        It is immutable: a job's later pods have the script of its first, and no worker that may write to a Store in
+        this namespace changes it.
+
         Args:
             job: name of the job.
         """
@@ -57,6 +60,7 @@ class LocalScript:
                 "labels": {SCRIPT_LABEL: job, **dict([MANAGED_BY])},
             },
             **data,
+            "immutable": True,
         }
 
     @property

@@ -15,7 +15,12 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- default (list .Release.Namespace) .Values.watchNamespaces | uniq | toJson -}}
 {{- end }}
 
+{{- /* The default is the release's namespace, unless other namespaces' members could then change the ConfigMaps of the jobs in it. */ -}}
 {{- define "edl.store" -}}
+{{- $namespaces := include "edl.namespaces" . | fromJsonArray -}}
+{{- if and (not .Values.store) (gt (len $namespaces) 1) (has .Release.Namespace $namespaces) -}}
+{{- fail (printf "store: members of all of watchNamespaces may change each ConfigMap of the store's namespace, and so scripts of jobs in %s: name one where nothing else is (it must exist), store=kubernetes://NAMESPACE, or say that it may be so, store=kubernetes://%s" .Release.Namespace .Release.Namespace) -}}
+{{- end -}}
 {{- .Values.store | default (printf "kubernetes://%s" .Release.Namespace) -}}
 {{- end }}
 

@@ -52,6 +52,7 @@ def test_job_has_what_was_asked() -> None:
     made = make_submission(OPTIONS, LocalScript("train.py", "train.py", b"print(1)\n"))
     assert made.config_map is not None
     assert made.config_map["data"] == {"train.py": "print(1)\n"}
+    assert made.config_map["immutable"] is True, "a worker with rights on ConfigMaps would change it for all later pods"
     spec = made.job["spec"]
     assert spec["run"] == ["--nproc-per-node", "2", "/edl/script/train.py", "--lr", "0.1"]
     assert (spec["minReplicas"], spec["maxReplicas"], spec["checkpoint"]) == (1, 8, "s3://bucket/first")

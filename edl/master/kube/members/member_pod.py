@@ -107,6 +107,11 @@ class MemberPod:
         return self.live and self.scheduled and self.phase == "Pending" and self.waiting in STARTING
 
     @property
+    def failing(self) -> bool:
+        """Whether its main container cannot start, or waits to be restarted: `waiting` says why."""
+        return self.waiting not in STARTING
+
+    @property
     def placed_s(self) -> float:
         """Since when its containers can be started, Unix time: it may have waited for its node for hours."""
         return self.created_s if self.scheduled_s is None else self.scheduled_s

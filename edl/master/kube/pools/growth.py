@@ -73,7 +73,7 @@ def decide_growth(
         if target == pool.max_replicas:
             return Growth(False, "AtMaximum", "maxReplicas is reached")
         return Growth(False, "AtWanted", "no more teachers are wanted")
-    failing = next((other for other in live if other.waiting.endswith("BackOff")), None)
+    failing = next((other for other in live if other.failing), None)
     if failing is not None:
         return Growth(False, "TeacherFailing", f"{failing.name} does not start: {failing.waiting}")
     if not_before_s is not None and now_s < not_before_s:

@@ -30,6 +30,9 @@ _TEACHER_TABLE: Final = {
 }
 """A teacher is a server: whatever ended it, another follows. The kubelet restarts containers that end by themselves."""
 
+_START_LOOK_S: Final = 30.0
+"""After so long teachers that do not start are looked at again: their pods' events are read as seldom."""
+
 
 @dataclass
 class _Draft:
@@ -85,7 +88,7 @@ def plan_pool(pool: TeacherPool, observation: OwnerObservation) -> Plan:
         scheduled=sum(pod.scheduled for pod in live),
         ready=sum(pod.ready for pod in live),
         leaving=_list_leaving(teachers),
-        failing=next((_describe_failure(pod) for pod in live if _is_failing(pod)), ""),
+        failing=next((_describe_failure(pod) for pod in live if pod.failing), ""),
         growth=growth,
         backoff=draft.backoff,
         records=draft.records,
@@ -96,8 +99,15 @@ def plan_pool(pool: TeacherPool, observation: OwnerObservation) -> Plan:
         delete=tuple(draft.delete),
         create=tuple(draft.create),
         events=(*draft.events, *describe_transitions(pool, view)),
-        requeue_s=growth.requeue_s,
+        requeue_s=_find_requeue_s(growth, live),
     )
+
+
+def _find_requeue_s(growth: Growth, live: Sequence[MemberPod]) -> float | None:
+    """Return when to look again: a volume or secret that is missing changes no pod, and neither does one that came."""
+    starting = any(pod.scheduled and pod.phase == "Pending" for pod in live)
+    times = [_START_LOOK_S if starting else None, growth.requeue_s]
+    return min((value for value in times if value is not None), default=None)
 
 
 def _plan_adopted(draft: _Draft, teachers: Sequence[MemberPod], live: Sequence[MemberPod]) -> Plan:
@@ -201,10 +211,6 @@ def _grow(draft: _Draft, live: Sequence[MemberPod], target: int) -> Growth:
 def _has_ended(pod: MemberPod) -> bool:
     """Whether a pod is over or about to be; a container that ended is restarted in it, and its place stays its own."""
     return pod.deleting or pod.phase in ("Succeeded", "Failed")
-
-
-def _is_failing(pod: MemberPod) -> bool:
-    return pod.waiting not in ("", "ContainerCreating", "PodInitializing")
 
 
 def _describe_failure(pod: MemberPod) -> str:

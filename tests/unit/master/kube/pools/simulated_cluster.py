@@ -30,6 +30,7 @@ class SimulatedCluster:
         self.store_stale = ""
         self.store_refused = ""
         self.pods: dict[str, dict[str, Any]] = {}
+        self.pod_events: dict[str, dict[str, str]] = {}
         self.events: list[EventNote] = []
         self.created = 0
         self.status_writes = 0
@@ -58,7 +59,7 @@ class SimulatedCluster:
         return sum("nodeName" not in pod["spec"] for pod in self.teachers())
 
     def plan(self) -> Plan:
-        members, reasons = read_member_pods(copy.deepcopy(list(self.pods.values())), "pool-uid")
+        members, reasons = read_member_pods(copy.deepcopy(list(self.pods.values())), "pool-uid", self.pod_events)
         assert not reasons
         capacity = None
         if self.capacity:

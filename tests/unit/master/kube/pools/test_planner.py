@@ -307,6 +307,47 @@ def test_failing_teacher_stops_growth() -> None:
     assert reasons(made)["TeacherFailing"] == 1
 
 
+@BOTH
+def test_missing_secret_is_told(capacity: bool) -> None:
+    """It stands in events alone: the pod stays ContainerCreating, and no change of it has the pool looked at."""
+    made = cluster([4], capacity)
+    made.reconcile()
+    made.schedule()
+    (pod,) = made.pods.values()
+    state = {"waiting": {"reason": "ContainerCreating"}}
+    pod["status"] = {"phase": "Pending", "containerStatuses": [{"name": "edl", "state": state}]}
+    requeue_s = made.plan().requeue_s
+    assert requeue_s is not None, "nobody would look at the events"
+    assert requeue_s <= 60
+    words = 'MountVolume.SetUp failed for volume "keys": secret "keys" not found'
+    made.pod_events[pod["metadata"]["uid"]] = {"FailedMount": words}
+    plan = made.reconcile()
+    assert not plan.create, "another would not start either"
+    assert plan.requeue_s is not None, "nobody would see that the events go on"
+    assert growing(made) == ("False", "TeacherFailing")
+    ready = find_condition(made.resource["status"], "Ready")
+    assert (ready["status"], ready["reason"]) == ("False", "TeacherFailing")
+    assert words in ready["message"]
+    assert reasons(made)["TeacherFailing"] == 1
+    made.reconcile()
+    assert reasons(made)["TeacherFailing"] == 1
+    made.pod_events.clear()
+    ready_state = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
+    pod["status"] = {**ready_state, "containerStatuses": [{"name": "edl", "state": {"running": {}}}]}
+    assert made.reconcile().create, "it grows on when the secret is there"
+
+
+def test_missing_key_stops_growth() -> None:
+    made = cluster([4])
+    made.reconcile()
+    made.schedule()
+    (pod,) = made.pods.values()
+    state = {"waiting": {"reason": "CreateContainerConfigError", "message": 'secret "keys" not found'}}
+    pod["status"] = {"phase": "Pending", "containerStatuses": [{"name": "edl", "state": state}]}
+    assert not made.reconcile().create
+    assert growing(made) == ("False", "TeacherFailing")
+
+
 def test_restart_in_place_changes_nothing() -> None:
     made = cluster([1])
     made.settle(5)

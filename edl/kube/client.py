@@ -90,6 +90,10 @@ class KubeClient:
         """The namespace of the pod whose service account asks; empty where a kubeconfig says who asks."""
         return self._connection.pod_namespace
 
+    def read_server_time(self) -> float:
+        """Return the time by the clock that timestamps of objects are from, in seconds since 1970; asks nothing."""
+        return self._connection.server_clock.read()
+
     def close(self) -> None:
         """Close the connections; may be called twice."""
         self._connection.close()

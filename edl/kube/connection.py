@@ -16,6 +16,7 @@ from urllib.parse import urlencode
 from edl.errors import AccessDeniedError, ClosedError, KubernetesError, SettingsError
 from edl.kube.kubeconfig import load_kubeconfig
 from edl.kube.responses import Call, explain_failure
+from edl.kube.server_clock import ServerClock
 from edl.kube.settings import KubeSettings
 from edl.quoting import shown
 from edl.settings import read
@@ -75,6 +76,7 @@ class Connection:
     ) -> None:
         self._settings = settings
         self._on_answer = on_answer
+        self.server_clock: Final = ServerClock()
         self._pid = os.getpid()
         self._closed = False
         self._lock = threading.Lock()
@@ -180,7 +182,7 @@ class Connection:
                 headers["Content-Type"] = content_type
             with _translated(call, access.url):
                 access.api_client.update_params_for_auth(headers, [], ["BearerToken"])
-                code = 0
+                code, sent_s = 0, self.server_clock.begin()
                 try:
                     response: BaseHTTPResponse = access.api_client.rest_client.pool_manager.request(
                         method,
@@ -193,6 +195,7 @@ class Connection:
                         preload_content=False,
                     )
                     code = response.status
+                    self.server_clock.note(response.headers.get("Date", ""), sent_s)
                 finally:
                     self._on_answer(call, code)
             if 200 <= response.status <= 299:

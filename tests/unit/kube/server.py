@@ -63,6 +63,7 @@ class ApiServer:
         self.requests: list[Request] = []
         self.answer: Callable[[Request], Reply] = lambda request: Reply(200, {})
         self.closing = threading.Event()
+        self.clock_s = 0.0  # by how much its clock is ahead
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -77,6 +78,9 @@ class ApiServer:
                 outer.send(self, outer.answer(request))
 
             do_GET = do_POST = do_PATCH = do_DELETE = handle_any  # noqa: N815
+
+            def date_time_string(self, timestamp: float | None = None) -> str:
+                return super().date_time_string(time.time() + outer.clock_s)
 
             def log_message(self, format: str, *args: object) -> None:  # noqa: A002
                 pass

@@ -26,7 +26,7 @@ from edl.kube.client import KubeClient
 from edl.kube.resource_types import CONFIG_MAPS, DEPLOYMENTS, LEASES, NODES, POD_DISRUPTION_BUDGETS, PODS
 from edl.kube.settings import KubeSettings
 from tests.unit.kube.conftest import write_kubeconfig
-from tests.unit.kube.server import ApiServer, Reply, Request, status
+from tests.unit.kube.server import ApiServer, Reply, Request, status, wait_until
 
 CALLS: dict[str, Callable[[KubeClient], Any]] = {
     "get": lambda client: client.get(PODS, "a"),
@@ -377,3 +377,16 @@ def test_proxy_is_left_out(kubeconfig: str, server: ApiServer, monkeypatch: pyte
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
     with KubeClient(KubeSettings(kubeconfig=kubeconfig)) as client:
         assert client.get(PODS, "a") == {}
+
+
+def test_time_is_the_servers(server: ApiServer, client: KubeClient) -> None:
+    """What is compared with timestamps of objects must be by the clock that set them."""
+    assert abs(client.read_server_time() - time.time()) < 5
+
+    def read_skew() -> float:
+        client.list(PODS)
+        return client.read_server_time() - time.time()
+
+    for skew_s in (3600.0, -3600.0):
+        server.clock_s = skew_s
+        wait_until(lambda: abs(read_skew() - skew_s) < 10)  # noqa: B023 - it is called in the loop

@@ -60,7 +60,12 @@ class Operator:
             self._surroundings = LiveSurroundings(self._add, allowlist)
             stack.callback(self._surroundings.close)
             self._reconciler = Reconciler(
-                self._client, KINDS, self._surroundings, self._events.record, default_store=settings.store
+                self._client,
+                KINDS,
+                self._surroundings,
+                self._events.record,
+                default_store=settings.store,
+                clock=self._client.read_server_time,
             )
             self._queue = WorkQueue(self._work, workers=settings.workers, on_result=self.metrics.count_reconcile)
             stack.callback(self._queue.close)

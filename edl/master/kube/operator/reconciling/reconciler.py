@@ -73,7 +73,7 @@ class Reconciler:
         surroundings: looks at all else.
         record_event: has an event shown of a resource.
         default_store: URL of discovery of resources that name none.
-        clock: the time, in seconds since 1970.
+        clock: the time by the API server's clock, which set the timestamps of pods, in seconds since 1970.
     """
 
     def __init__(

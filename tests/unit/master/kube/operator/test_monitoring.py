@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from edl.errors import SettingsError
 from edl.kube.responses import Call
-from edl.master.kube.operator import OperatorSettings
+from edl.kube.settings import KubeSettings
+from edl.master.kube.operator import Operator, OperatorSettings
 from edl.master.kube.operator.monitoring import GiveBackMeter, HealthServer, OperatorHealth, OperatorMetrics, health
 
 
@@ -89,6 +92,17 @@ def test_give_back_counts_once() -> None:
     play(meter.record_cluster)
     play(meter.record_namespace)
     assert count() == 2.0, "the same pod was counted by both watches"
+
+
+def test_operator_goes_by_the_servers_clock(tmp_path: Path) -> None:
+    """Pods' timestamps are by it: an operator some seconds ahead would take each probe away at once."""
+    kubeconfig = tmp_path / "config"
+    user, cluster = {"name": "u", "user": {}}, {"name": "c", "cluster": {"server": "http://127.0.0.1:9"}}
+    context = {"name": "x", "context": {"cluster": "c", "user": "u", "namespace": "lab"}}
+    config = {"current-context": "x", "clusters": [cluster], "users": [user], "contexts": [context]}
+    kubeconfig.write_text(json.dumps(config))
+    with Operator(OperatorSettings(KubeSettings(str(kubeconfig)), capacity=False)) as operator:
+        assert operator._reconciler._clock == operator._client.read_server_time
 
 
 @pytest.mark.parametrize(

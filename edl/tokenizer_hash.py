@@ -9,7 +9,7 @@ from typing import Any
 
 from edl.errors import SettingsError
 
-__all__ = ["hash_tokenizer"]
+__all__ = ["hash_tokenizer", "resolve_tokenizer"]
 
 _PREFIX = "sha256:"
 _FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt")
@@ -43,6 +43,28 @@ def hash_tokenizer(path: str | Path) -> str:
         return _hash_json(place) if place.suffix == ".json" else _hash_files([place])
     except OSError as exc:
         raise SettingsError(f"tokenizer {str(place)!r}: {exc.strerror or exc}") from exc
+
+
+def resolve_tokenizer(tokenizer: str | Path) -> str:
+    """Return the hash of the tokenizer that a user names.
+
+    Args:
+        tokenizer: a path as `hash_tokenizer` takes it, or the hash itself; empty for any tokenizer.
+
+    Returns:
+        The hash, empty for an empty name.
+
+    Raises:
+        SettingsError: it is neither.
+    """
+    text = str(tokenizer)
+    if not text or text.startswith(_PREFIX):
+        return text
+    if not Path(text).expanduser().exists():
+        raise SettingsError(
+            f"tokenizer={text!r}: neither a tokenizer's file or folder on this machine nor a hash ({_PREFIX}...)"
+        )
+    return hash_tokenizer(text)
 
 
 def _hash_json(path: Path) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from edl.errors import SettingsError
-from edl.tokenizer_hash import hash_tokenizer
+from edl.tokenizer_hash import hash_tokenizer, resolve_tokenizer
 
 _TOKENIZER = {
     "version": "1.0",
@@ -75,3 +75,12 @@ def test_nothing_there_is_refused(tmp_path: Path) -> None:
         hash_tokenizer(tmp_path)
     with pytest.raises(SettingsError, match="No such file"):
         hash_tokenizer(tmp_path / "none.json")
+
+
+def test_a_hash_or_a_path_will_do(tmp_path: Path) -> None:
+    tmp_path.joinpath("vocab.txt").write_text("a\nb\n")
+    expected = hash_tokenizer(tmp_path)
+    assert resolve_tokenizer(tmp_path) == resolve_tokenizer(str(tmp_path)) == resolve_tokenizer(expected) == expected
+    assert resolve_tokenizer("") == ""
+    with pytest.raises(SettingsError, match="neither a tokenizer's file or folder"):
+        resolve_tokenizer("gpt2")

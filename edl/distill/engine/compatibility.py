@@ -79,7 +79,19 @@ class TeacherCompatibility:
                     f"its model {spec.name!r} answers with the {spec.max_top_k} largest log-probabilities of a row at "
                     f"most, and {asked}: set top_k={spec.max_top_k} or less, or serve it with a larger --top-k"
                 )
+        tokenizer = spec.tokenizer or instance.meta.get(names.TOKENIZER_META, "")
+        if self._output_spec.tokenizer not in ("", tokenizer):
+            has = f"has tokenizer {tokenizer!r}" if tokenizer else "does not say which tokenizer it has"
+            return (
+                f"its model {spec.name!r} {has}, and the student's is {self._output_spec.tokenizer!r}: their token ids "
+                "mean different texts. Use a teacher of the student's tokenizer, or leave tokenizer= out if they agree"
+            )
         known = self.spec
+        if known is not None and known.tokenizer and spec.tokenizer and known.tokenizer != spec.tokenizer:
+            return (
+                f"its model {spec.name!r} has tokenizer {spec.tokenizer!r}, the teachers before it "
+                f"{known.tokenizer!r}: their token ids mean different texts"
+            )
         if known is not None and spec.name != known.name:  # equal versions tell nothing: of any model "1" is the first
             return (
                 f"it serves model {spec.name!r}, the teachers before it {known.name!r}, and labels of two models are "

@@ -29,6 +29,13 @@ from edl.distill.transport.message_limits import (
     channel_options,
     max_answer_nbytes,
 )
+from edl.distill.transport.model_config import (
+    LONGEST_NAME,
+    MOST_DIGITS,
+    LanguageModelConfig,
+    config_number,
+    count_instances,
+)
 from edl.distill.transport.priority import RequestPriority, choose_priority
 from edl.distill.transport.request import Payload, request_header
 from edl.distill.transport.schema import ModelSpec, OutputSpec, Reply, TensorMetadata, kserve_datatype
@@ -63,8 +70,7 @@ _MOST_SPECS = 64
 """Headers of answers that are known by their bytes: requests of one shape have one; more would only hold memory."""
 _FLOATING = ("FP16", "FP32", "FP64", "BF16")  # what `dtype` is about
 _CONFIGURATION = "model_configuration"  # Triton's extension
-_MOST_NAMES, _LONGEST_NAME = 1000, 512  # of a model's metadata; what no model has, and nobody could read
-_MOST_DIGITS = 18  # of a number in text: what 64 bits hold; of thousands of digits Python makes an error
+_MOST_NAMES = 1000  # of a model's metadata; what no model has, and nobody could read
 _SMALL_NBYTES = 4096  # bytes; no server refuses a message for that
 
 
@@ -118,7 +124,7 @@ class TeacherClient:
         self._ids = RequestIds()
         self._proven_nbytes = _SMALL_NBYTES
         self._max_batch = 0
-        self._sequence_limits = ("", 0, 0)
+        self._of_language = LanguageModelConfig()
         self._priority = RequestPriority()
         self._max_nbytes = limits.request_bytes
         self._closed = False
@@ -185,13 +191,15 @@ class TeacherClient:
         self._server_checks_nan = names.EXTENSION_NO_NAN in server.extensions
         config = await self._fetch_config(model, deadline) if _CONFIGURATION in server.extensions else None
         self._max_batch = self._max_rows(config) if config is not None else 0
-        self._sequence_limits = _sequence_limits(config) if config is not None and self._server_streams else ("", 0, 0)
+        self._of_language = LanguageModelConfig()
+        if config is not None and self._server_streams:
+            self._of_language = LanguageModelConfig.of(config)
         self._priority = choose_priority(
             self.output_spec.priority,
             supported=names.EXTENSION_SCHEDULE_POLICY in server.extensions,
             levels=config.dynamic_batching.priority_levels if config is not None else 0,
             max_batch=self._max_batch,
-            instances=_count_instances(config) if config is not None else 0,
+            instances=count_instances(config) if config is not None else 0,
         )
         if self._server_streams:  # a teacher of ours, which is nobody else's
             self._priority = RequestPriority()
@@ -462,19 +470,25 @@ class TeacherClient:
             versions = (version,) if versions else ()
         elif versions == self.spec.versions and self.spec.version in versions:
             version = self.spec.version  # which need not be the newest, as answers said
-        sequences, max_top_k, max_sequence = self._sequence_limits
+        inputs = {tensor.name: _spec_of(tensor) for tensor in meta.inputs}
+        outputs = {tensor.name: _spec_of(tensor) for tensor in meta.outputs}
+        about = self._of_language
+        if names.TARGETS in about.optional_inputs and names.TARGET_LOGPROBS in self.output_spec.outputs:
+            inputs[names.TARGETS] = TensorMetadata(names.TARGETS, "INT32", (-1,))
+            outputs[names.TARGET_LOGPROBS] = TensorMetadata(names.TARGET_LOGPROBS, "FP32", (-1,))
         return ModelSpec(
             name=model,
             version=version,
             versions=versions,
-            inputs={tensor.name: _spec_of(tensor) for tensor in meta.inputs},
-            outputs={tensor.name: _spec_of(tensor) for tensor in meta.outputs},
+            inputs=inputs,
+            outputs=outputs,
             max_rows=min(filter(None, (self._max_batch, self._priority.max_rows)), default=0),
             max_in_flight=self._priority.max_in_flight,
             max_nbytes=self._max_nbytes,
-            sequences=sequences,
-            max_top_k=max_top_k,
-            max_sequence=max_sequence,
+            sequences=about.sequences,
+            max_top_k=about.max_top_k,
+            max_sequence=about.max_sequence,
+            tokenizer=about.tokenizer,
         )
 
     def _check_names(self, *found: str) -> None:
@@ -483,7 +497,7 @@ class TeacherClient:
             what = f"{self.endpoint}: its model has {len(found)} inputs and outputs, more than {_MOST_NAMES}"
             raise RequestFailed(FailureKind.REJECTED, what)
         for name in found:
-            if len(name) > _LONGEST_NAME or not name.isprintable():
+            if len(name) > LONGEST_NAME or not name.isprintable():
                 what = f"{self.endpoint}: its model's metadata has {quote(name)} in it, which is no name and no version"
                 raise RequestFailed(FailureKind.REJECTED, what)
 
@@ -582,11 +596,11 @@ class TeacherClient:
         """Return the rows of a request that the server takes, 0 if it does not say."""
         if not self._server_streams:
             return max(int(config.max_batch_size), 0)
-        nbytes = _config_number(config, names.MAX_BYTES)
+        nbytes = config_number(config, names.MAX_BYTES)
         if nbytes:
             room = nbytes - min(HEADER_NBYTES, nbytes // 2)
             self._max_nbytes = min(room, self._limits.request_bytes)
-        return _config_number(config, names.MAX_ROWS)
+        return config_number(config, names.MAX_ROWS)
 
     async def _call_method(self, method: str, request: Any, deadline: float) -> Any:
         answer_type = getattr(kserve, f"{method}Response")
@@ -693,7 +707,7 @@ class TeacherClient:
         if not named:
             return expected if len(self.spec.versions) == 1 else ""
         if named != expected:
-            if len(named) > _LONGEST_NAME or not named.isprintable():
+            if len(named) > LONGEST_NAME or not named.isprintable():
                 raise self._unusable(f"it answers with version {quote(named)}, which is none")
             self.spec = replace(self.spec, version=named)
         return named
@@ -747,25 +761,6 @@ def _may_succeed_otherwise(failure: RequestFailure, region: str | None) -> bool:
     return failure.kind is FailureKind.REJECTED or (region is not None and is_about_memory(failure, region))
 
 
-def _config_number(config: kserve.ModelConfig, name: str) -> int:
-    """Return a parameter of a model's configuration, 0 if it is none or no number."""
-    text = config.parameters[name].string_value
-    return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else 0
-
-
-def _sequence_limits(config: kserve.ModelConfig) -> tuple[str, int, int]:
-    """Return the input that tells where sequences begin, the largest k, and the longest sequence; empty and 0."""
-    sequences = config.parameters[names.SEQUENCES].string_value
-    known = len(sequences) <= _LONGEST_NAME and sequences.isprintable()
-    longest = _config_number(config, names.MAX_SEQUENCE)
-    return sequences if known else "", _config_number(config, names.MAX_TOP_K), longest
-
-
-def _count_instances(config: kserve.ModelConfig) -> int:
-    """Return how many instances a model has, 0 if its configuration does not tell."""
-    return sum(max(group.count, 0) * max(len(group.gpus), 1) for group in config.instance_group)
-
-
 def _is_local(endpoint: str) -> bool:
     host = endpoint.rpartition(":")[0].strip("[]")
     return endpoint.startswith("unix:") or host in ("localhost", "::1") or host.startswith("127.")
@@ -789,7 +784,7 @@ def _newest(versions: Sequence[str]) -> str:
 
     Triton takes the highest number. Elsewhere a version is any text.
     """
-    numbers = all(version.isdecimal() and len(version) <= _MOST_DIGITS for version in versions)
+    numbers = all(version.isdecimal() and len(version) <= MOST_DIGITS for version in versions)
     return max(versions, key=int) if versions and numbers else (versions or ("",))[-1]
 
 

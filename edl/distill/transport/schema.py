@@ -51,6 +51,7 @@ class OutputSpec:
         dtype: "float16" or "float32" for floating-point outputs, None as the model gives them.
         version: labels of this version of the model only; empty for the version that a server answers with by itself.
         priority: with which servers are asked that have priorities; see `edl.distill.transport.priority`.
+        tokenizer: hash of the student's tokenizer, which teachers must have as well; empty for any.
 
     Raises:
         SettingsError: a value that cannot be.
@@ -63,6 +64,7 @@ class OutputSpec:
     dtype: Literal["float16", "float32"] | None = None
     version: str = ""
     priority: Priority = "auto"
+    tokenizer: str = ""
 
     def __post_init__(self) -> None:
         check_version(self.version)
@@ -116,6 +118,7 @@ class ModelSpec:
         sequences: the input whose 0 begins a sequence, if rows belong to sequences; else empty.
         max_top_k: the largest k of `TopK` answers, where whole outputs are never sent; else 0.
         max_sequence: most rows of a sequence, 0 if the server does not say.
+        tokenizer: hash of its tokenizer, empty if the server does not say.
     """
 
     name: str
@@ -129,6 +132,7 @@ class ModelSpec:
     sequences: str = ""
     max_top_k: int = 0
     max_sequence: int = 0
+    tokenizer: str = ""
 
 
 def kserve_datatype(dtype: Literal["float16", "float32"]) -> str:

@@ -277,3 +277,29 @@ def test_top_k_is_within_the_teachers(k: int | None, words: str) -> None:
     why = compatibility.incompatibility(Instance("s", "t", "127.0.0.1", 1), known)
     assert (words in why) if words else not why
     assert not why or "set top_k=64 or less" in why
+
+
+@pytest.mark.parametrize(
+    ("wanted", "says", "meta", "words"),
+    [
+        ("", "", "", ""),
+        ("", "aa", "bb", ""),
+        ("aa", "aa", "", ""),
+        ("aa", "", "aa", ""),
+        ("aa", "bb", "", "has tokenizer 'bb', and the student's is 'aa'"),
+        ("aa", "", "bb", "has tokenizer 'bb', and the student's is 'aa'"),
+        ("aa", "", "", "does not say which tokenizer it has"),
+    ],
+)
+def test_another_tokenizer_is_refused(wanted: str, says: str, meta: str, words: str) -> None:
+    """What a teacher's configuration says, or else its instance in discovery, must be the student's."""
+    compatibility = TeacherCompatibility("s", OutputSpec(("y",), tokenizer=wanted))
+    instance = Instance("s", "t", "127.0.0.1", 1, meta={"tokenizer": meta} if meta else {})
+    why = compatibility.incompatibility(instance, replace(spec(9), tokenizer=says))
+    assert (words in why) if words else not why
+
+
+def test_two_tokenizers_are_never_mixed() -> None:
+    compatibility = agree(replace(spec(9), tokenizer="aa"))
+    why = compatibility.incompatibility(Instance("s", "t", "127.0.0.1", 1), replace(spec(9), tokenizer="bb"))
+    assert "'bb', the teachers before it 'aa'" in why

@@ -203,7 +203,7 @@ def test_dashboard_reads_the_cluster(
         state = cluster.wait("the service", lambda: cluster.ask(path).get("services"), namespace, READY_S)
     assert [service["service"] for service in state] == ["digits"]
     shown = cluster.wait("the cluster", lambda: _looked(cluster.ask(path)["kubernetes"]), namespace, READY_S)
-    assert (shown["namespace"], shown["stale"], shown["jobs"]) == (namespace, "", []), "its account may list resources"
+    assert (shown["namespaces"], shown["stale"], shown["jobs"]) == ([namespace], "", []), "its account may list"
     log = cluster.kubectl("-n", namespace, "logs", "deployment/edl-dashboard")
     assert "Traceback" not in log, log
     grafana = cluster.ask(f"/api/v1/namespaces/{namespace}/configmaps/edl-grafana")

@@ -35,6 +35,8 @@ GRACE_S = 10.0
 MEDIAN_S = (
     5.0  # The goal is 2 s, which docs/kubernetes-borrowing.md speaks of; a machine that others keep busy needs more.
 )
+BACKOFF_S = 10.0
+"""The longest that the cluster's own scheduler waits before it tries again: a node may be free before."""
 QUICK = "edl-quick-scheduler"
 READY_S = 120.0
 
@@ -251,7 +253,8 @@ def test_borrowed_and_given_back(
     assert counted == 8
     assert watch.most_pending <= 1, "never more than one teacher waits for a node"
     assert set(watch.exit_codes.values()) <= {0}, "every teacher drained"
-    assert max(itertools.chain(*times.values())) < GRACE_S
+    assert max(watch.ended_s) < GRACE_S
+    assert max(itertools.chain(*times.values())) < GRACE_S + BACKOFF_S
     assert statistics.median(watch.freed_s) <= MEDIAN_S
     assert statistics.median(times["quick"]) <= MEDIAN_S
     reasons = cluster.kubectl("-n", namespace, "get", "events", "-o", "jsonpath={.items[*].reason}").split()

@@ -220,7 +220,8 @@ def _names_file(argv: Sequence[str]) -> bool:
     while index < len(argv) and argv[index].startswith("-") and argv[index] != "--":
         if argv[index].startswith(("-f", "--file")):
             return True
-        index += 1 if argv[index] in _FLAGS or "=" in argv[index] else 2
+        attached = "=" in argv[index] or (len(argv[index]) > 2 and not argv[index].startswith("--"))  # -nNAMESPACE
+        index += 1 if attached or argv[index] in _FLAGS else 2
     return False
 
 

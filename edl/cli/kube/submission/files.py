@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from edl.cli.kube.submission.yaml_loader import load_documents
 from edl.errors import SettingsError
 from edl.kube.objects import Object
 from edl.kube.resource_types import CONFIG_MAPS, ELASTIC_JOBS, TEACHER_POOLS, ResourceType
@@ -90,8 +91,6 @@ def dump_manifests(manifests: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _load_all(path: str) -> list[Any]:
-    import yaml
-
     try:
         text = sys.stdin.read(_MAX_BYTES + 1) if path == "-" else Path(path).read_text(encoding="utf-8")
     except OSError as exc:
@@ -101,9 +100,9 @@ def _load_all(path: str) -> list[Any]:
     if len(text) > _MAX_BYTES:
         raise SettingsError(f"{path} is larger than {_MAX_BYTES:,} bytes, which no manifest is")
     try:
-        documents = list(yaml.safe_load_all(text))
-        json.dumps(documents)  # dates and the like are YAML's, and no JSON
-    except (yaml.YAMLError, TypeError, ValueError, RecursionError) as exc:
+        documents = load_documents(text)
+        json.dumps(documents, allow_nan=False)  # bytes and the like are YAML's, and no JSON
+    except (TypeError, ValueError, RecursionError) as exc:
         raise SettingsError(f"{path} is no YAML of a manifest: {exc}") from exc
     return documents
 
@@ -118,7 +117,7 @@ def _check(path: str, number: int, item: Any) -> None:
     if not isinstance(item, dict):
         raise SettingsError(f"{path}: manifest {number} is no object, but {type(item).__name__}")
     kind = item.get("apiVersion"), item.get("kind")
-    if kind not in _TYPES:
+    if not all(isinstance(word, str) for word in kind) or kind not in _TYPES:
         known = ", ".join(f"{api} {name}" for api, name in _TYPES)
         raise SettingsError(
             f"{path}: manifest {number} is {kind[0]} {kind[1]}, and `edl submit` takes {known}: `kubectl apply -f` "

@@ -18,6 +18,7 @@ from edl.backoff import Backoff
 from edl.cli.kube.submission.files import manifest_type
 from edl.cli.kube.submission.options import RequestedPool
 from edl.cli.kube.submission.script import SCRIPT_LABEL
+from edl.cli.kube.submission.spelling import find_slips
 from edl.errors import ConflictError, EDLError, InvalidObjectError, KubernetesError, SettingsError
 from edl.kube.client import KubeClient
 from edl.kube.objects import Object
@@ -50,7 +51,7 @@ class _Request:
 
 
 def check_manifests(manifests: Sequence[Object]) -> None:
-    """Refuse what the operator would refuse.
+    """Refuse what the operator would refuse, and what the API server would drop without a word.
 
     Args:
         manifests: as `read_manifests` returns them.
@@ -60,6 +61,8 @@ def check_manifests(manifests: Sequence[Object]) -> None:
     """
     for manifest in manifests:
         kind = manifest_type(manifest)
+        if slips := find_slips(manifest):
+            raise SettingsError(f"{kind.kind} {manifest['metadata']['name']!r}: {'; '.join(slips)}")
         parse = {ELASTIC_JOBS: parse_elastic_job, TEACHER_POOLS: parse_teacher_pool}.get(kind)
         found = parse(manifest, _ANY_STORE) if parse is not None else None
         if isinstance(found, tuple) and all(isinstance(item, SpecProblem) for item in found):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import re
 import subprocess
@@ -233,6 +234,7 @@ def test_yaml_is_read_back(tmp_path: Path) -> None:
     assert read_manifests(str(path)) == list(made.objects)
 
 
+PAIRS = list(itertools.pairwise("abcdefghij"))
 ODD_TEXTS = (
     "1e-3", "5E-4", "1e3", "0o17", "017", "0b1", "1_000", "12:30", "2024-01-01", ".5", "-.5", "+1", ".inf", ".NaN", "~",
     "y", "N", "yes", "Off", "TRUE", "null", "", " a ", "=", "<<", "*a", "&a", "!a", "%a", "@a", "`a", "a: b", "a #b",
@@ -277,8 +279,17 @@ def test_doubtful_texts_are_quoted() -> None:
         ("- 1\n", "no object"),
         ("!!python/object/apply:os.system ['true']", "no YAML"),
         ("apiVersion: v1\nkind: Pod\nmetadata: {name: a}", "v1 Pod"),
+        ("apiVersion: [x]\nkind: Pod\nmetadata: {name: a}", r"\['x'\] Pod"),
+        ("a: .nan", "no YAML"),
+        ("a: !!int x", "no YAML"),
+        ("a: &a [*a]", "contains itself"),
+        ("a: &a [1, 1]\n" + "".join(f"{y}: &{y} [{f'*{x},' * 9}]\n" for x, y in PAIRS), "too large"),
+        (
+            "a: &a {x: 1}\n" + "".join(f"{y}: &{y} {{<<: [{f'*{x},' * 9}]}}\n" for x, y in PAIRS),
+            "too large",
+        ),
         ("apiVersion: edl.io/v1alpha1\nkind: ElasticJob\nspec: {}", "metadata.name"),
-        ("apiVersion: edl.io/v1alpha1\nkind: ElasticJob\nmetadata: {name: 2024-01-01}", "no YAML"),
+        ("apiVersion: edl.io/v1alpha1\nkind: ElasticJob\nmetadata: {name: !!binary YQ==}", "no YAML"),
     ],
 )
 def test_file_that_cannot_be(tmp_path: Path, text: str, words: str) -> None:

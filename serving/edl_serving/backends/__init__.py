@@ -1,8 +1,8 @@
 """Models that the teacher server can serve: their loaders, found by name and imported when used.
 
 A module here turns a family of models into a `Backend`: `callable` Python functions over numpy arrays, `torch` PyTorch
-in three formats, `paddle` inference models of PaddlePaddle. All of them pass one conformance suite. `model_version`
-computes the version of a model that Python code makes.
+in three formats, `paddle` inference models of PaddlePaddle, `hf` models of transformers. All but `hf`, whose inputs are
+token ids, pass one conformance suite. `model_version` computes the version of a model that Python code makes.
 
 What does not belong here: batching, requests, sockets. A backend sees arrays and gives arrays.
 A model of another family needs no change here: a `--factory` may return a `Backend` of its own.
@@ -21,7 +21,11 @@ from edl_serving.backends.source import ModelSource
 
 __all__ = ["MODEL_LOADERS", "ModelLoader", "ModelSource", "open_backends"]
 
-_PACKAGES = {"torch": ("PyTorch", "torch"), "paddle": ("PaddlePaddle", "paddlepaddle")}
+_PACKAGES = {
+    "torch": ("PyTorch", "torch"),
+    "paddle": ("PaddlePaddle", "paddlepaddle"),
+    "transformers": ("transformers", "'elastic-distill[hf]'"),
+}
 _ANY_MODEL = frozenset({"inputs", "outputs", "sample", "version"})
 _TORCH = _ANY_MODEL | {"device", "threads", "autocast", "normalize"}
 
@@ -63,6 +67,10 @@ MODEL_LOADERS = {
     "torch-factory": ModelLoader("edl_serving.backends.torch:from_factory", _TORCH | {"options", "checkpoint"}),
     "torchscript": ModelLoader("edl_serving.backends.torch:from_torchscript", _TORCH),
     "torch-export": ModelLoader("edl_serving.backends.torch:from_export", _TORCH),
+    "hf": ModelLoader(
+        "edl_serving.backends.hf.factory:from_folder",
+        frozenset({"task", "top_k", "max_tokens", "dtype", "packing", "device", "threads", "version"}),
+    ),
     "paddle": ModelLoader("edl_serving.backends.paddle:from_inference_model", _ANY_MODEL | {"device", "threads"}),
 }
 
@@ -82,9 +90,10 @@ def open_backends(source: ModelSource) -> list[Backend]:
     """
     kind = MODEL_LOADERS[source.kind]
     for field in fields(source):
-        given = getattr(source, field.name) not in (None, (), {})
+        given = getattr(source, field.name) not in (None, (), {}, False)
         if given and field.name not in kind.takes | {"kind", "target"}:
-            flag = {"inputs": "input", "outputs": "output", "options": "option"}.get(field.name, field.name)
+            flags = {"inputs": "input", "outputs": "output", "options": "option", "version": "model-version"}
+            flag = flags.get(field.name, field.name.replace("_", "-"))
             raise SettingsError(f"--{flag} means nothing to --{source.kind}")
     load = kind.load()
     devices: list[Any] = [device.strip() for device in source.device.split(",")] if source.device else [None]

@@ -13,7 +13,10 @@ import numpy as np
 
 from edl.errors import SettingsError
 
-__all__ = ["ModelSource", "digest", "existing_file", "top_name"]
+__all__ = ["DEFAULT_MAX_TOKENS", "ModelSource", "digest", "existing_file", "top_name"]
+
+DEFAULT_MAX_TOKENS = 8192
+"""Tokens of a batch of sequences: enough to keep a GPU busy, and twice the longest sequences that students train on."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,11 @@ class ModelSource:
         autocast: "bfloat16" or "float16", None for the model's own precision.
         normalize: "imagenet", or means and deviations of channels as "m,m,m/s,s,s": makes floats of uint8 inputs.
         version: identifies the weights; None to compute it.
+        task: what a model of transformers is served for.
+        top_k: the largest k of a language model; None for its default.
+        max_tokens: of a batch of sequences; None for `DEFAULT_MAX_TOKENS`.
+        dtype: of the weights of a model of transformers; None for the checkpoint's own.
+        packing: compute sequences one behind the other, without padding.
     """
 
     kind: str
@@ -47,6 +55,11 @@ class ModelSource:
     autocast: str | None = None
     normalize: str | None = None
     version: str | None = None
+    task: str | None = None
+    top_k: int | None = None
+    max_tokens: int | None = None
+    dtype: str | None = None
+    packing: bool = False
 
     @property
     def module(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from edl.errors import SettingsError
 from edl.settings import Credentials, DiscoverySettings, LoadSettings
 from edl_serving.backends import MODEL_LOADERS
-from edl_serving.backends.source import ModelSource
+from edl_serving.backends.source import DEFAULT_MAX_TOKENS, ModelSource
 from edl_serving.command_line import option_values as v
 from edl_serving.command_line.options import Option, OptionGroup
 from edl_serving.registration.address import outward_address
@@ -28,7 +28,7 @@ __all__ = [
 NO_DISCOVERY = "none"
 
 _MODEL = OptionGroup(
-    "the model (one of the first six)",
+    "the model (one of the first seven)",
     (
         Option("callable", v.text, "TARGET", "a function over numpy arrays: package.module:name or path/file.py:name"),
         Option("factory", v.text, "TARGET", "a function or class that returns such a function; takes --option"),
@@ -36,6 +36,7 @@ _MODEL = OptionGroup(
         Option("torchscript", v.text, "FILE", "a model saved by torch.jit.save"),
         Option("torch-export", v.text, "FILE", "a model saved by torch.export.save (.pt2)"),
         Option("paddle", v.text, "PREFIX", "a PaddlePaddle inference model: PREFIX.json or .pdmodel, PREFIX.pdiparams"),
+        Option("hf", v.text, "FOLDER", "a model of transformers: config.json and .safetensors; needs --task"),
         Option("checkpoint", v.text, "FILE", "weights for --torch-factory: a state_dict (.pt) or .safetensors"),
         Option("option", v.json_or_text, "KEY=VALUE", "argument of the factory; repeatable", pairs=True),
         Option("input", v.text, "SPEC", "an input, name:TYPE[size,size] without the batch; repeatable", many=True),
@@ -50,6 +51,15 @@ _MODEL = OptionGroup(
         Option("autocast", v.text, "DTYPE", "bfloat16 or float16: compute in mixed precision"),
         Option(
             "normalize", v.text, "MEANS/STDS", "imagenet, or m,m,m/s,s,s: makes floats of uint8 images for the model"
+        ),
+        Option("task", v.text, "TASK", "of --hf: causal-lm, masked-lm, feature-extraction or sequence-classification"),
+        Option(
+            "top-k", v.count, "K", "of --hf: the most log-probabilities a token that students may ask for (default 64)"
+        ),
+        Option("max-tokens", v.count, "N", "of --hf: tokens of a batch, and of the longest sequence (default 8192)"),
+        Option("dtype", v.text, "DTYPE", "of --hf: float32, bfloat16, float16 or auto (default: the checkpoint's)"),
+        Option(
+            "packing", v.flag, "", "of --hf: sequences one behind the other, where the model allows it", negative=True
         ),
         Option(
             "model-version",
@@ -264,6 +274,7 @@ def registration_settings_of(given: Mapping[str, Any], service: str) -> Registra
 def _source(kind: str, given: Mapping[str, Any]) -> ModelSource:
     names = {
         **dict.fromkeys(("checkpoint", "sample", "device", "threads", "autocast", "normalize"), ""),
+        **dict.fromkeys(("task", "top_k", "max_tokens", "dtype", "packing"), ""),
         "option": "options",
         "input": "inputs",
         "output": "outputs",
@@ -292,8 +303,12 @@ def _server(model: str, given: Mapping[str, Any]) -> ServerSettings:
     }
     chosen = _only(given, names)
     chosen["credentials"] = Credentials.of_options(given)
-    if "max_queue" not in given and "max_batch" in given:
-        chosen["max_queue_rows"] = max(ServerSettings.max_queue_rows, 4 * given["max_batch"])
+    if "hf" in given and given.get("task") != "sequence-classification":  # whose rows are texts
+        if "max_batch" in given:
+            raise SettingsError("rows of --hf are tokens: give --max-tokens in place of --max-batch")
+        chosen["max_batch_rows"] = given.get("max_tokens", DEFAULT_MAX_TOKENS)
+    if "max_queue" not in given and "max_batch_rows" in chosen:
+        chosen["max_queue_rows"] = max(ServerSettings.max_queue_rows, 4 * chosen["max_batch_rows"])
     if "metrics_port" not in given and "metrics_host" in given:
         raise SettingsError("--metrics-host means nothing without --metrics-port")
     return ServerSettings(model, **chosen)

@@ -55,6 +55,15 @@ def test_model_and_service_default_mutually() -> None:
     assert (config.server.model, config.registration.service) == ("m", "s")
 
 
+def test_tokens_are_rows_of_a_batch() -> None:
+    config = config_of("--hf", "folder", "--model", "m", "--task", "causal-lm")
+    assert (config.server.max_batch_rows, config.server.max_queue_rows) == (8192, 32768)
+    config = config_of("--hf", "folder", "--model", "m", "--task", "masked-lm", "--max-tokens", "2048", "--top-k", "8")
+    assert (config.server.max_batch_rows, config.source.max_tokens, config.source.top_k) == (2048, 2048, 8)
+    texts = config_of("--hf", "folder", "--model", "m", "--task", "sequence-classification", "--max-batch", "16")
+    assert (texts.server.max_batch_rows, texts.server.max_queue_rows) == (16, 1024)
+
+
 FLAGS = [
     *("--factory", "f.py:g", "--model", "m", "--service", "s", "--option", "width=512", "--option", "kind=wide"),
     *("--input", "x:float32[4]", "--input", "y:int64", "--output", "z", "--model-version", "7"),
@@ -161,6 +170,8 @@ def test_flags_win_and_pairs_are_joined(tmp_path: Path) -> None:
         ([*LEAST, "--tag", "a\nb"], "tag 'a\\nb'"),
         ([*LEAST, "--token", "secret"], "--token: expected --token-file with a path: a token on the command line"),
         ([*LEAST, "--tls-cert", "a.pem"], "a TLS certificate without its key"),
+        (["--hf", "folder", "--model", "m", "--max-batch", "8"], "rows of --hf are tokens: give --max-tokens"),
+        (["--hf", "folder", "--model", "m", "--top-k", "0"], "--top-k '0': expected a whole number above 0"),
         (
             [*LEAST, "--host", "0.0.0.0", "--token-file", "a"],
             "tokens without TLS on 0.0.0.0",

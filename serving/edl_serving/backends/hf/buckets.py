@@ -1,0 +1,80 @@
+"""The plan of a batch of sequences: which are computed together, padded to a common length. Plain numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from edl_serving.backends.backend import Array
+
+__all__ = ["Bucket", "make_buckets", "sequence_starts"]
+
+_MAX_PADDING = 0.25
+"""Padding of a bucket by its tokens: with more, sequences of 16 tokens are computed as if they had 512; with much less,
+each length is a call of its own."""
+_FREE_PADDING = 64
+"""Tokens of padding that are cheaper than another call of the model."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences that are computed together.
+
+    Attributes:
+        rows: the row of each place, `[sequences, length]`; of a place that is padding, any row.
+        valid: which places are not padding, `[sequences, length]`.
+    """
+
+    rows: Array
+    valid: Array
+
+    @property
+    def padded(self) -> bool:
+        """Whether any place is padding."""
+        return not bool(self.valid.all())
+
+    @property
+    def flat_rows(self) -> Array:
+        """The rows of the places that are not padding, in the order of the places."""
+        rows: Array = self.rows[self.valid]
+        return rows
+
+
+def sequence_starts(position: Array) -> Array:
+    """Return the rows in which sequences begin, INT64 `[sequences]`."""
+    starts: Array = np.flatnonzero(position == 0)
+    return starts
+
+
+def make_buckets(starts: Array, rows: int, max_tokens: int, *, padding: bool = True) -> list[Bucket]:
+    """Plan the computation of a batch: sequences of similar length together.
+
+    Args:
+        starts: of the sequences, rising from 0.
+        rows: of the batch.
+        max_tokens: the most places of a bucket, padding included; a longer sequence is a bucket by itself.
+        padding: False for buckets of equal lengths.
+
+    Returns:
+        Buckets that have each sequence once.
+    """
+    lengths = np.diff(starts, append=rows)
+    order = np.argsort(-lengths, kind="stable")
+    buckets: list[Bucket] = []
+    at = 0
+    while at < len(order):
+        longest = int(lengths[order[at]])
+        end, tokens = at + 1, longest
+        while end < len(order) and (end + 1 - at) * longest <= max_tokens:
+            tokens += int(lengths[order[end]])
+            added = (end + 1 - at) * longest - tokens
+            if added > (max(_FREE_PADDING, _MAX_PADDING * tokens) if padding else 0):
+                break
+            end += 1
+        chosen = np.sort(order[at:end])
+        places = np.arange(longest)
+        valid = places < lengths[chosen, None]
+        buckets.append(Bucket(np.minimum(starts[chosen, None] + places, rows - 1), valid))
+        at = end
+    return buckets

@@ -1,0 +1,147 @@
+"""Loading of a checkpoint of transformers from a folder: safetensors only, no code of the checkpoint's, all weights."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+
+from edl.errors import SettingsError
+from edl.protocol import names
+from edl.tokenizer_hash import hash_tokenizer
+from edl_serving.backends.source import ModelSource, digest
+
+__all__ = ["TASKS", "instance_meta", "load_model", "longest_sequence", "padding_id", "version_of"]
+
+_log = logging.getLogger(__name__)
+
+TASKS = {
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "feature-extraction": "AutoModel",
+    "sequence-classification": "AutoModelForSequenceClassification",
+}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NO_LENGTH = 10**7
+"""From here on a tokenizer's `model_max_length` says that it is unknown: transformers writes 1e30."""
+
+
+def load_model(source: ModelSource, task: str, device: torch.device) -> Any:
+    """Load a model for evaluation.
+
+    Args:
+        source: `target` is the folder; `dtype` of the weights, None for the checkpoint's own.
+        task: a key of `TASKS`.
+        device: to load it to.
+
+    Returns:
+        A `PreTrainedModel`.
+
+    Raises:
+        SettingsError: the folder has no model that can be loaded for the task without code of its own.
+    """
+    folder = _existing_folder(source.target)
+    dtype = source.dtype or "auto"
+    if dtype != "auto" and dtype not in _DTYPES:
+        raise SettingsError(f"--dtype {dtype!r}: expected auto, {', '.join(_DTYPES)}")
+    progress: Any = transformers.utils.logging
+    progress.disable_progress_bar()  # thousands of lines in a log file
+    loader: Any = getattr(transformers, TASKS[task])
+    try:
+        model, info = loader.from_pretrained(
+            folder,
+            dtype=_DTYPES.get(dtype, "auto"),
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as exc:
+        first = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
+        raise SettingsError(f"--hf {str(folder)!r} as {task}: {type(exc).__name__}: {first}") from exc
+    missing = sorted(name for name in info["missing_keys"] if not (task == "feature-extraction" and "pooler" in name))
+    if missing:
+        raise SettingsError(
+            f"--hf {str(folder)!r}: the checkpoint has no {missing[0]} (of {len(missing)} weights that are missing), "
+            f"and would answer at random: is it a model for another --task than {task}?"
+        )
+    return model.eval().requires_grad_(False).to(device)
+
+
+def _existing_folder(path: str) -> Path:
+    folder = Path(path).expanduser()
+    if not (folder / "config.json").is_file():
+        raise SettingsError(
+            f"--hf {path!r}: no folder with a config.json (in {Path.cwd()}); nothing is downloaded here: "
+            "`hf download NAME --local-dir FOLDER` does it"
+        )
+    if not _weights(folder):
+        raise SettingsError(
+            f"--hf {str(folder)!r} has no .safetensors file, and other formats may run code when they are loaded: "
+            "save it with model.save_pretrained(FOLDER)"
+        )
+    try:
+        json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as exc:
+        raise SettingsError(f"--hf {str(folder)!r}: config.json cannot be read: {exc}") from exc
+    return folder
+
+
+def _weights(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def version_of(source: ModelSource, task: str, model: Any) -> str:
+    """Return the version: a hash of the weights' files, the configuration, the task and the dtype."""
+    folder = Path(source.target).expanduser()
+    kind = repr(("hf", task, str(model.dtype))).encode()
+    return source.version or digest([kind, folder / "config.json", *_weights(folder)])
+
+
+def instance_meta(source: ModelSource) -> dict[str, str]:
+    """Return the tokenizer's hash, for students to compare; empty where the folder has no tokenizer."""
+    folder = Path(source.target).expanduser()
+    try:
+        return {names.TOKENIZER_META: hash_tokenizer(folder)}
+    except SettingsError as exc:
+        _log.warning("students cannot compare tokenizers with this teacher: %s", exc)
+        return {}
+
+
+def padding_id(model: Any) -> int:
+    """Return a token id for places that are padding: some models know them by it."""
+    known = getattr(model.config, "pad_token_id", None)
+    return known if isinstance(known, int) and known >= 0 else 0
+
+
+def longest_sequence(source: ModelSource, model: Any, max_tokens: int) -> int:
+    """Return the most tokens of a sequence: the least of what configuration, tokenizer and `max_tokens` allow.
+
+    Args:
+        source: the model's folder.
+        model: loaded.
+        max_tokens: of a batch.
+    """
+    limits = [max_tokens]
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    embeddings = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
+    padding = getattr(embeddings, "padding_idx", None)
+    taken = padding + 1 if isinstance(padding, int) else 0  # RoBERTa's positions begin behind that of padding
+    for name in ("max_position_embeddings", "n_positions"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > taken:
+            limits.append(value - taken)
+    path = Path(source.target).expanduser() / "tokenizer_config.json"
+    if path.is_file():
+        try:
+            value = json.loads(path.read_text()).get("model_max_length")
+        except (OSError, ValueError) as exc:
+            raise SettingsError(f"{path} cannot be read: {exc}") from exc
+        if isinstance(value, int | float) and 0 < value < _NO_LENGTH:
+            limits.append(int(value))
+    return min(limits)

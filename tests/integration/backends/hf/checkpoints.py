@@ -1,0 +1,87 @@
+"""Tiny random models of transformers whose logits are spread as a trained model's are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+VOCABULARY = 97
+_SIZES = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32}
+_TEXT = {**_SIZES, "intermediate_size": 48, "pad_token_id": 0, "max_position_embeddings": 64}
+
+
+def _random(kind: str, config: Any) -> Any:
+    import transformers
+
+    torch.manual_seed(7)
+    model = getattr(transformers, kind)(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0, 0.3)
+    return model
+
+
+def llama() -> Any:
+    import transformers
+
+    return _random("LlamaForCausalLM", transformers.LlamaConfig(**_TEXT, num_key_value_heads=1))
+
+
+def gemma2() -> Any:
+    """Changes logits behind its head."""
+    import transformers
+
+    config = transformers.Gemma2Config(
+        **_TEXT, num_key_value_heads=1, head_dim=16, final_logit_softcapping=5.0, sliding_window=8
+    )
+    return _random("Gemma2ForCausalLM", config)
+
+
+def gpt2() -> Any:
+    import transformers
+
+    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_layer=2, n_head=2, n_embd=32, n_positions=48)
+    return _random("GPT2LMHeadModel", config)
+
+
+def bert() -> Any:
+    import transformers
+
+    return _random("BertForMaskedLM", transformers.BertConfig(**_TEXT))
+
+
+def roberta() -> Any:
+    import transformers
+
+    return _random("RobertaForMaskedLM", transformers.RobertaConfig(**{**_TEXT, "pad_token_id": 1}))
+
+
+def classifier() -> Any:
+    import transformers
+
+    return _random("BertForSequenceClassification", transformers.BertConfig(**_TEXT, num_labels=3))
+
+
+def llama_classifier() -> Any:
+    """Has no token for padding."""
+    import transformers
+
+    sizes = {**_TEXT, "pad_token_id": None}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=1, num_labels=4)
+    return _random("LlamaForSequenceClassification", config)
+
+
+def mamba() -> Any:
+    """Has a state, which packed sequences would hand on."""
+    import transformers
+
+    config = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4)
+    return _random("MambaForCausalLM", config)
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    maker.__name__: maker for maker in (llama, gemma2, gpt2, bert, roberta, classifier, llama_classifier, mamba)
+}

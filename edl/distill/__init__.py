@@ -2,6 +2,7 @@
 
 `DistillReader` is the reader for any framework; `edl.distill.torch.distill` wraps a PyTorch `DataLoader`. Inside:
 
+- `scoring` labels sequences call by call, for loops in which the student generates them;
 - `pipeline` takes data from its source to the training loop: reads ahead, has it labelled, delivers it in order;
 - `source` cuts the user's data into requests, and checks that it does not change meanwhile;
 - `engine` runs the requests of one service on the event loop, `dispatch` decides, purely, what goes where and when;
@@ -15,8 +16,9 @@ from __future__ import annotations
 
 from edl.distill.options import Options
 from edl.distill.reader import DistillReader
+from edl.distill.scoring import Scorer, on_policy
 from edl.distill.stats import ReaderStats
 from edl.distill.teachers import Teachers
 from edl.settings import Credentials
 
-__all__ = ["Credentials", "DistillReader", "Options", "ReaderStats", "Teachers"]
+__all__ = ["Credentials", "DistillReader", "Options", "ReaderStats", "Scorer", "Teachers", "on_policy"]

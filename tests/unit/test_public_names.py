@@ -23,7 +23,8 @@ PUBLIC = {
     "edl.dashboard.server": ["DashboardServer", "DashboardSettings"],
     "edl.dashboard.state": ["DashboardState", "StateReader", "as_json"],
     "edl.discovery": ["Instance", "Registry", "Snapshot", "Store", "open_registry", "open_store"],
-    "edl.distill": ["Credentials", "DistillReader", "Options", "ReaderStats", "Teachers"],
+    "edl.distill": ["Credentials", "DistillReader", "Options", "ReaderStats", "Scorer", "Teachers", "on_policy"],
+    "edl.distill.scoring": ["Scorer", "on_policy"],
     "edl.distill.cache": ["CacheKey", "CacheStats", "CacheView", "Found", "LabelSet", "SoftLabelCache", "load_labels"],
     "edl.distill.losses": [
         "DistillLoss",

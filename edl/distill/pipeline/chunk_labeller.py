@@ -390,6 +390,20 @@ class ChunkLabeller:
             cache_queue_bytes=self._cache_queue.queued_bytes if self._cache_queue is not None else 0,
         )
 
+    def lacks_teacher(self, since: float) -> bool:
+        """Return whether a service has had no teacher yet.
+
+        Args:
+            since: when work began to wait for it, on the monotonic clock.
+
+        Raises:
+            NoTeacherError: it has waited for `teacher_timeout_s`.
+        """
+        lacking = next((engine for engine in self._engines if engine.await_spec(0.0) is None), None)
+        if lacking is not None and time.monotonic() - since > self._options.teacher_timeout_s:
+            raise lacking.no_teacher()
+        return lacking is not None
+
     def begin_epoch(self) -> None:
         """Note that an epoch begins, in the thread that begins it: the spans of its requests are that thread's."""
         self._epoch_begins = True

@@ -1,0 +1,217 @@
+"""Labels sequences call by call: what a scorer's thread does between the user's calls and the teachers."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from edl.background import BackgroundLoop
+from edl.distill.compress import TopK
+from edl.distill.pipeline.chunk_labeller import ChunkLabeller
+from edl.distill.source.chunk import Chunk, Item
+from edl.distill.source.cutters import Getter
+from edl.distill.source.sequence_cutters import SequenceListCutter
+from edl.errors import ClosedError, TemporaryError
+from edl.protocol.tensors import Array
+
+__all__ = ["ScoreCall", "ScoreCalls"]
+
+_LOOK_S = 0.05
+"""How often a call is looked at that waits for the first teacher: connecting takes longer."""
+_IDLE_S = 3600.0  # nothing to do: calls and answers wake the thread
+
+
+@dataclass(eq=False)
+class ScoreCall:
+    """Sequences that are scored together.
+
+    Attributes:
+        samples: tuples of arrays [tokens, ...].
+        future: of the labels of each sequence.
+        owner: kept alive until the call has ended.
+        deadline: on the monotonic clock, None for none.
+        timeout_s: as the user said it, for messages.
+        labels: makes what the user gets of a sequence's outputs.
+        began: on the monotonic clock.
+        item: where its rows are; None until it is cut.
+        unsent: chunks that wait for room.
+        sent: chunks on their way, or answered.
+    """
+
+    samples: Sequence[tuple[Any, ...]]
+    future: Future[list[Any]]
+    owner: object
+    deadline: float | None
+    timeout_s: float | None
+    labels: Callable[[Mapping[str, Array | TopK]], Any]
+    began: float = field(default_factory=time.monotonic)
+    item: Item | None = None
+    unsent: deque[Chunk] = field(default_factory=deque)
+    sent: list[Chunk] = field(default_factory=list)
+
+
+class ScoreCalls:
+    """Sends calls in the order in which they come, with a bound on the tokens under way.
+
+    Args:
+        labeller: of a single service.
+        getters: by input name, how to find it in a sample.
+        request_tokens: of a request; None for what teachers take.
+        max_tokens: under way at most; a request that is larger goes alone.
+    """
+
+    def __init__(
+        self, labeller: ChunkLabeller, getters: Mapping[str, Getter], request_tokens: int | None, max_tokens: int
+    ) -> None:
+        self._labeller = labeller
+        self._getters = getters
+        self._request_tokens = request_tokens
+        self._max_tokens = max_tokens
+        self._added: deque[ScoreCall] = deque()
+        self._calls: deque[ScoreCall] = deque()  # of this thread alone, the oldest first
+        self._tokens = 0
+        self._loop = BackgroundLoop("edl-score", self._step)
+
+    def add(self, call: ScoreCall) -> None:
+        """Take in a call."""
+        self._added.append(call)
+        if self._labeller.closed:
+            self._end_all()
+        self._loop.wake()
+
+    def wake(self) -> None:
+        """Look at the calls now. May be called by a finalizer."""
+        self._loop.wake()
+
+    def close(self) -> None:
+        """End open calls with `ClosedError`, after the labeller was closed."""
+        self._loop.close()
+        self._end_all()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens under way."""
+        return self._tokens
+
+    # The thread
+
+    def _step(self) -> float | None:
+        if self._labeller.closed:
+            self._end_all()
+            return None
+        while self._added:
+            self._calls.append(self._added.popleft())
+        now = time.monotonic()
+        for call in list(self._calls):
+            if self._has_ended(call, now):
+                self._drop(call)
+        wait_s = self._send()
+        deadlines = [call.deadline for call in self._calls if call.deadline is not None]
+        return max(min([wait_s, *(deadline - now for deadline in deadlines)]), 0.0)
+
+    def _send(self) -> float:
+        """Send what there is room for; return the seconds until the next look."""
+        for call in list(self._calls):
+            try:
+                if call.item is None:
+                    if self._labeller.lacks_teacher(call.began):
+                        return _LOOK_S
+                    self._cut(call)
+                while call.unsent:
+                    chunk = call.unsent[0]
+                    if self._tokens and self._tokens + chunk.rows > self._max_tokens:
+                        return _IDLE_S
+                    call.unsent.popleft()
+                    call.sent.append(chunk)
+                    self._tokens += chunk.rows
+                    self._labeller.estimate_answers(chunk)
+                    self._labeller.submit(chunk, self._answered, lambda: self._labeller.closed)
+            except Exception as exc:  # noqa: BLE001 - raised again where the result is asked for
+                self._drop(call)
+                _fail(call, exc)
+        return _IDLE_S
+
+    def _cut(self, call: ScoreCall) -> None:
+        cutter = SequenceListCutter(self._getters, self._request_tokens, self._labeller.services)
+        cutter.fit = self._labeller.rows_that_fit
+        cutter.max_rows = self._labeller.max_rows(lambda: self._labeller.closed)
+        cutter.max_sequence = self._labeller.max_sequence
+        call.item, ready = cutter.put(call.samples)
+        call.unsent.extend([*ready, *cutter.finish()])
+
+    def _answered(self, surplus_nbytes: int = 0) -> None:
+        """Note, on the event loop, that a chunk may be done."""
+        self._loop.wake()
+
+    def _has_ended(self, call: ScoreCall, now: float) -> bool:
+        """Return whether a call has its answers, or never will; its future says which."""
+        if call.future.cancelled():
+            call.future.set_running_or_notify_cancel()
+            return True
+        failed = next((chunk.error for chunk in call.sent if chunk.error is not None), None)
+        if failed is not None:
+            _fail(call, failed)
+            return True
+        if call.item is not None and not call.unsent and all(chunk.done for chunk in call.sent):
+            self._labeller.record_delivery(call.item.rows)
+            try:
+                scores = [call.labels(_outputs(*part)) for part in call.item.parts]
+            except Exception as exc:  # noqa: BLE001 - raised again where the result is asked for
+                _fail(call, exc)
+            else:
+                if call.future.set_running_or_notify_cancel():
+                    call.future.set_result(scores)
+            return True
+        if call.deadline is not None and now >= call.deadline:
+            done = sum(chunk.rows for chunk in call.sent if chunk.done)
+            words = f"not all sequences were scored within {call.timeout_s:g} s ({done} tokens were)"
+            _fail(call, TemporaryError(words))
+            return True
+        self._release(call)
+        return False
+
+    def _release(self, call: ScoreCall) -> None:
+        """Let others have the room of what is answered."""
+        done = [chunk for chunk in call.sent if chunk.done and chunk.left]
+        for chunk in done:
+            self._tokens -= chunk.left
+            chunk.left = 0
+
+    def _drop(self, call: ScoreCall) -> None:
+        with contextlib.suppress(ValueError):  # a future's callback has closed the scorer
+            self._calls.remove(call)
+        self._tokens -= sum(chunk.left for chunk in call.sent)
+        open_chunks = [chunk for chunk in call.sent if not chunk.done]
+        if open_chunks:
+            self._labeller.cancel(open_chunks)
+        for chunk in call.sent:
+            chunk.left = 0
+        call.owner = None
+
+    def _end_all(self) -> None:
+        """End all calls; may be called by several threads at a time."""
+        for calls in (self._calls, self._added):
+            with contextlib.suppress(IndexError):
+                while True:
+                    _fail(calls.popleft(), ClosedError("the scorer was closed before the sequences were scored"))
+
+
+def _fail(call: ScoreCall, error: BaseException) -> None:
+    if call.future.set_running_or_notify_cancel():
+        call.future.set_exception(error)
+
+
+def _outputs(chunk: Chunk, start: int, stop: int) -> Mapping[str, Array | TopK]:
+    """Return a sequence's outputs as arrays of its own: the user may keep a sequence, and not all of its request."""
+    outputs = chunk.outputs[0]
+    assert outputs is not None
+    return {name: _copied(output[start:stop]) for name, output in outputs.items()}
+
+
+def _copied(output: Array | TopK) -> Array | TopK:
+    return output.map(lambda array: array.copy()) if isinstance(output, TopK) else output.copy()

@@ -1,0 +1,62 @@
+"""A stand-in for a language model as a backend: it knows its vocabulary, its tokenizer, and top-k alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from edl.testing.models import prefix_scores, prefix_scores_of
+from edl_serving import Array, Backend, TensorSpec
+from edl_serving.backends.backend import TopKArrays
+from edl_serving.messages.output_options import top_k
+
+VOCABULARY = 31
+
+
+class PrefixModel(Backend):
+    """Answers `prefix_scores_of` by the largest values, and, for `targets`, theirs."""
+
+    def __init__(self, max_top_k: int = 8, max_sequence: int | None = None, tokenizer: str = "sha256:ab") -> None:
+        self._max_top_k = max_top_k
+        self._max_sequence = max_sequence
+        self._tokenizer = tokenizer
+        self._model = prefix_scores(VOCABULARY)
+
+    inputs = (TensorSpec("ids", "INT32"), TensorSpec("position", "INT32"), TensorSpec("targets", "INT32", (-1,)))  # type: ignore[assignment]
+    outputs = (TensorSpec("logprobs", "FP32", (VOCABULARY,)), TensorSpec("target_logprobs", "FP32", (-1,)))  # type: ignore[assignment]
+    optional_outputs = {"target_logprobs": "targets"}  # type: ignore[assignment]
+    sequence_input = "position"  # type: ignore[assignment]
+
+    @property
+    def max_top_k(self) -> int:
+        return self._max_top_k
+
+    @property
+    def max_sequence(self) -> int | None:
+        return self._max_sequence
+
+    @property
+    def instance_meta(self) -> Mapping[str, str]:
+        return {"tokenizer": self._tokenizer}
+
+    def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        raise AssertionError("whole outputs are never computed")
+
+    def warm_up(self, max_rows: int) -> None: ...
+
+    def predict_top_k(self, inputs: Mapping[str, Array], k: int, temperature: float) -> Mapping[str, Any]:
+        whole = self._model(inputs)["logprobs"]
+        answers: dict[str, Any] = {"logprobs": TopKArrays(*top_k(whole, k, temperature))}
+        if "targets" in inputs:
+            answers["target_logprobs"] = np.take_along_axis(whole, inputs["targets"], -1)
+        return answers
+
+
+def check_labels(ids: Any, labels: Any, k: int) -> None:
+    """Check that these are the k largest values at each token of this sequence."""
+    whole = prefix_scores_of(ids, VOCABULARY)
+    assert labels.ids.shape == (len(ids), k)
+    assert labels.values.tolist() == (-np.sort(-whole, axis=1)[:, :k]).tolist()
+    assert np.take_along_axis(whole, labels.ids.astype(int), 1).tolist() == labels.values.tolist()

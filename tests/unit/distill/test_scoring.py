@@ -1,0 +1,203 @@
+"""Calls of a scorer end, each with its own labels or its own error, whatever becomes of the others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edl.distill.compress import TopK
+from edl.distill.scoring.calls import ScoreCall, ScoreCalls
+from edl.distill.source.chunk import Chunk
+from edl.errors import ClosedError, NoTeacherError, SourceError, TemporaryError
+
+
+class Labels:
+    """A labeller that answers, with the ids and a row of them as `TopK`, when the test says so."""
+
+    services = 1
+
+    def __init__(self) -> None:
+        self.closed = self.lacking = self.gives_up = False
+        self.failure: Exception | None = None
+        self.waiting: list[tuple[Chunk, Callable[..., None]]] = []
+        self.cancelled: list[Chunk] = []
+        self.most = self.open = 0
+
+    def lacks_teacher(self, since: float) -> bool:
+        if self.lacking and self.gives_up:
+            raise NoTeacherError("none")
+        return self.lacking
+
+    def max_rows(self, stopped: Callable[[], bool]) -> int:
+        return 0
+
+    max_sequence = 50
+
+    def rows_that_fit(self, fields: Any) -> int:
+        return 0
+
+    def estimate_answers(self, chunk: Chunk) -> None: ...
+    def record_delivery(self, rows: int) -> None: ...
+    def cancel(self, chunks: Iterable[Chunk]) -> None:
+        self.cancelled += chunks
+
+    def submit(self, chunk: Chunk, changed: Callable[..., None], stopped: Callable[[], bool]) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.open += chunk.rows
+        self.most = max(self.most, self.open)
+        self.waiting.append((chunk, changed))
+
+    def answer(self, error: Exception | None = None) -> None:
+        chunk, changed = self.waiting.pop(0)
+        self.open -= chunk.rows
+        ids = chunk.fields["ids"]
+        if error is not None:
+            chunk.error = error
+        else:
+            tail = np.zeros(len(ids), np.float32)
+            chunk.outputs[0] = {"y": TopK(ids[:, None], ids[:, None].astype(np.float32), tail)}
+        changed()
+
+
+class Scoring:
+    """Calls over `Labels`."""
+
+    def __init__(self, labels: Labels, request_tokens: int = 10, max_tokens: int = 20) -> None:
+        self.labels = labels
+        self.calls = ScoreCalls(labels, {"ids": itemgetter(0)}, request_tokens, max_tokens)  # type: ignore[arg-type]
+
+    def score(self, *lengths: int, timeout_s: float | None = None) -> Future[list[Any]]:
+        future: Future[list[Any]] = Future()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        samples = [(np.arange(length) + 100 * length,) for length in lengths]
+        self.calls.add(ScoreCall(samples, future, None, deadline, timeout_s, lambda outputs: outputs["y"]))
+        return future
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline, "not within 60 s"
+            time.sleep(0.002)
+
+    def answer(self, error: Exception | None = None) -> None:
+        self.until(lambda: self.labels.waiting)
+        self.labels.answer(error)
+
+    def answered(self, future: Future[list[Any]]) -> list[Any]:
+        """Answer whatever waits until this call has ended."""
+        while not future.done():
+            self.until(lambda: self.labels.waiting or future.done())
+            if self.labels.waiting:
+                self.labels.answer()
+        return future.result(60)
+
+
+@pytest.fixture
+def scoring() -> Iterator[Scoring]:
+    found = Scoring(Labels())
+    yield found
+    found.labels.closed = True
+    found.calls.close()
+
+
+def check(found: list[TopK], *lengths: int) -> None:
+    assert [labels.ids[:, 0].tolist() for labels in found] == [
+        list(range(100 * length, 101 * length)) for length in lengths
+    ]
+
+
+def test_calls_get_their_own_labels(scoring: Scoring) -> None:
+    first, second, empty = scoring.score(3, 4, 5), scoring.score(2), scoring.score()
+    for _ in range(3):
+        scoring.answer()
+    check(first.result(60), 3, 4, 5)
+    check(second.result(60), 2)
+    assert empty.result(60) == []
+    assert scoring.calls.tokens == 0
+
+
+def test_answers_are_arrays_of_their_own(scoring: Scoring) -> None:
+    future = scoring.score(3, 4)
+    scoring.answer()
+    first, second = future.result(60)
+    assert first.ids.base is None
+    assert not np.shares_memory(first.ids, second.ids)
+
+
+def test_tokens_under_way_are_bounded(scoring: Scoring) -> None:
+    futures = [scoring.score(7), scoring.score(9, 9), scoring.score(30), scoring.score(5)]
+    for _ in range(5):
+        scoring.answer()
+    for future in futures:
+        future.result(60)
+    assert scoring.labels.most == 30, "beyond 20 goes what is larger alone, and nothing beside it"
+    assert scoring.calls.tokens == 0
+
+
+def test_an_error_is_of_its_call_alone(scoring: Scoring) -> None:
+    bad, good = scoring.score(8, 8), scoring.score(3)
+    scoring.answer(ValueError("odd"))
+    with pytest.raises(ValueError, match="odd"):
+        bad.result(60)
+    scoring.until(lambda: scoring.labels.cancelled)
+    check(scoring.answered(good), 3)
+    assert [chunk.rows for chunk in scoring.labels.cancelled] == [8], "the rest of the call is not wanted"
+    with pytest.raises(SourceError, match="sample 1 is a sequence of 51 tokens"):
+        scoring.score(2, 51).result(60)
+    scoring.labels.failure = RuntimeError("a bug")
+    with pytest.raises(RuntimeError, match="a bug"):
+        scoring.score(1).result(60)
+    assert scoring.calls.tokens == 0
+
+
+def test_a_deadline_ends_a_call(scoring: Scoring) -> None:
+    late, other = scoring.score(4, timeout_s=0.05), scoring.score(4)
+    with pytest.raises(TemporaryError, match=r"not all sequences were scored within 0\.05 s"):
+        late.result(60)
+    check(scoring.answered(other), 4)
+    assert late.exception() is not None, "an answer that is late changes nothing"
+
+
+def test_a_cancelled_call_makes_room(scoring: Scoring) -> None:
+    first, second = scoring.score(15), scoring.score(15)
+    scoring.until(lambda: scoring.labels.waiting)
+    assert first.cancel()
+    scoring.calls.wake()
+    scoring.until(lambda: len(scoring.labels.waiting) == 2)
+    scoring.labels.waiting.pop(0)
+    scoring.answer()
+    check(second.result(60), 15)
+
+
+def test_no_teacher_is_said(scoring: Scoring) -> None:
+    scoring.labels.lacking = scoring.labels.gives_up = True
+    with pytest.raises(NoTeacherError):
+        scoring.score(3).result(60)
+    scoring.labels.gives_up = False
+    future = scoring.score(3)
+    scoring.labels.lacking = False
+    scoring.answer()
+    check(future.result(60), 3)
+
+
+def test_close_ends_all_calls() -> None:
+    scoring = Scoring(Labels())
+    futures = [scoring.score(15), scoring.score(15)]
+    scoring.until(lambda: scoring.labels.waiting)
+    scoring.labels.closed = True
+    closing = [threading.Thread(target=scoring.calls.close) for _ in range(4)]
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join(60)
+    for future in [*futures, scoring.score(1)]:
+        with pytest.raises(ClosedError):
+            future.result(60)

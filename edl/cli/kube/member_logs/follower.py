@@ -176,13 +176,18 @@ class LogFollower:
             self._write(pod, line)
 
     def _drain(self, timeout_s: float) -> None:
-        """Write what the readers still have."""
+        """Write what the readers still have, and say so where that takes too long."""
         end = time.monotonic() + timeout_s
-        while time.monotonic() < end:
-            done = all(future.done() for _, future in self._readers.values())
+        while True:
+            open_members = sorted(reader.pod.member for reader, future in self._readers.values() if not future.done())
+            left_s = end - time.monotonic()
+            if open_members and left_s <= 0:
+                words = "the rest of their logs is not waited for, and `edl logs` shows it"
+                self._note(f"{', '.join(open_members)} may write on: {words}")
+                return
             try:
-                while True:
-                    self._write_line(*self._waiting.get(timeout=0.0 if done else 0.1))
+                # When all readers are done, what waits is all there is.
+                self._write_line(*self._waiting.get(timeout=min(0.1, left_s) if open_members else 0.0))
             except queue.Empty:
-                if done:
+                if not open_members:
                     return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -103,3 +104,32 @@ def test_lost_node_hides_no_other_log(monkeypatch: pytest.MonkeyPatch, capsys: p
     said = capsys.readouterr()
     assert "second" in said.out
     assert "worker-0: dial tcp: no route to host" in said.err
+
+
+def test_pod_that_writes_on_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod of a failed job has its grace period, and writes all the time: the command ends, and says what it left."""
+    monkeypatch.setattr("edl.cli.kube.member_logs.follower._DRAIN_S", 0.5)
+    ended = threading.Event()
+
+    def write_on() -> Iterator[bytes]:
+        for number in range(1_000_000):
+            if ended.wait(0.01):
+                return
+            yield f"2026-01-31T12:00:00.{number:09d}Z line\n".encode()
+
+    cluster = FakeCluster(write_on)
+    cluster.job = {**JOB, "status": {"phase": "Failed"}}
+    notes: list[str] = []
+    follower = LogFollower(
+        cast(KubeClient, cluster),
+        Target("job", "a", JOB),
+        FollowOptions(),
+        lambda pod, line: None,
+        notes.append,
+    )
+    running = start_call("test-follow", follower.run)
+    try:
+        assert running.result(60) == "Failed"
+    finally:
+        ended.set()
+    assert any("worker-0 may write on" in words for words in notes), notes

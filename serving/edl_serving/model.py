@@ -27,6 +27,7 @@ class ServedModel:
         inputs: in the model's order.
         outputs: in the model's order.
         max_message_bytes: the largest request.
+        max_batch_rows: rows of a full batch.
         max_top_k: the largest k, of a model that computes the k largest values itself; else None.
         top_k_outputs: the outputs of such a model that are never computed whole; else empty.
         sequence_input: the input that is 0 where a sequence begins; None where rows are independent.
@@ -61,6 +62,7 @@ class ServedModel:
             if spec.datatype == "BF16":
                 raise SettingsError(f"output {spec.name!r} is BF16: declare it as FP32 and let students ask for FP16")
         self.max_message_bytes = settings.max_message_bytes
+        self.max_batch_rows = settings.max_batch_rows
         self.max_top_k = first.max_top_k
         self.top_k_outputs = first.top_k_outputs if first.max_top_k is not None else frozenset[str]()
         self.optional_outputs = dict(first.optional_outputs)

@@ -30,7 +30,7 @@ class InferenceJob:
         cancelled: whether the client has cancelled it.
         id_bytes: for a response on a stream, the id that it carries (`codec.id_field`); None for a unary call.
         client: who sent it (`clients.client_of`).
-        nbytes: of the message that it came in, and of Python objects that were made of it.
+        nbytes: of the message that it came in, of Python objects that were made of it, and of its answer.
         done: rows computed so far, of a job with more rows than a batch holds.
         partial: outputs of these rows.
         started: when its computation began, on the clock of `arrived`; 0 until then.
@@ -97,7 +97,7 @@ class InferenceJob:
             now,
             deadline,
             client=client,
-            nbytes=nbytes + plan.object_bytes,
+            nbytes=nbytes + plan.object_bytes + plan.answer_bytes,
             id=request_id,
             id_bytes=id_bytes,
         )

@@ -80,7 +80,9 @@ _SERVER = OptionGroup(
         Option("max-batch", v.count, "ROWS", "most rows in one call of the model (default 64)"),
         Option("max-delay", v.duration_s, "TIME", "how long a batch waits for more rows, as in 5ms (default 0)"),
         Option("max-queue", v.count, "ROWS", "rows that may wait before requests are refused (default 1024)"),
-        Option("max-queue-bytes", v.size_bytes, "SIZE", "bytes that may wait, likewise (default 1GiB)"),
+        Option(
+            "max-queue-bytes", v.size_bytes, "SIZE", "bytes that may wait with their answers, likewise (default 1GiB)"
+        ),
         Option("max-message", v.size_bytes, "SIZE", "largest request (default 512MiB)"),
         Option("max-connections", v.count, "N", "clients with calls open at a time (default 1024)"),
         Option("max-streams", v.count, "N", "streams open at a time, of all clients (default 1024)"),

@@ -6,6 +6,7 @@ outputs. Both work on the last axis, row by row, so requests with different opti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -133,6 +134,21 @@ class OutputOptions:
         """
         ids, values, tail = cut_top_k(computed, self.top_k or 1, self.temperature)
         return dict(zip(names.top_k_names(spec.name), (ids, self.cast(values), tail), strict=True))
+
+    def row_bytes(self, spec: TensorSpec, shape: tuple[int, ...], name: str) -> int:
+        """Return the bytes of a row of what is sent for an output.
+
+        Args:
+            spec: of the output.
+            shape: of a row, in which all sizes are known.
+            name: under which it is sent, of `wire_names`.
+        """
+        itemsize = dtype_of(self.datatype if self.datatype and spec.datatype in _FLOATS else spec.datatype).itemsize
+        if name == spec.name or self.top_k is None:
+            return itemsize * math.prod(shape)
+        ids, values, _ = names.top_k_names(spec.name)
+        leading = math.prod(shape[:-1])
+        return leading * {ids: 4 * self.top_k, values: itemsize * self.top_k}.get(name, 4)
 
     def cast(self, output: Array) -> Array:
         """Return `output` in the datatype that the request asks for."""

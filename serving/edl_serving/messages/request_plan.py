@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from edl.errors import ProtocolError
 from edl.protocol import kserve, names
-from edl.protocol.tensors import expected_nbytes, from_contents
+from edl.protocol.tensors import dtype_of, expected_nbytes, from_contents
 from edl_serving.backends.backend import Array, TensorSpec
 from edl_serving.messages.output_options import OutputOptions
 from edl_serving.messages.trace_context import valid_traceparent
@@ -98,6 +98,8 @@ class RequestPlan:
         uses_shared_memory: whether an input or output lies there.
         timeout_s: how long after its arrival the client waits for the response; None if the request does not say.
         object_bytes: beside their message, of the Python objects that BYTES are made into.
+        answer_bytes: of the outputs in the response, and of those that are held until the last part of a large request
+            is computed; without outputs whose size the model alone knows.
         traceparent: the span that it is part of (`trace_context`); empty if the request does not say.
         answers: headers of responses to this plan, serialized, by the shapes of the outputs.
     """
@@ -113,6 +115,7 @@ class RequestPlan:
     uses_shared_memory: bool
     timeout_s: float | None = None
     object_bytes: int = 0
+    answer_bytes: int = 0
     traceparent: str = ""
     answers: dict[object, bytes] = field(default_factory=dict, compare=False)
 
@@ -160,8 +163,33 @@ def plan_request(header: kserve.ModelInferRequest, model: ServedModel, max_rows:
         object_bytes=sum(
             _OBJECT_NBYTES * math.prod(tensor.shape) for tensor in inputs if tensor.spec.datatype == "BYTES"
         ),
+        answer_bytes=_answer_bytes(model, inputs, options, outputs),
         traceparent=_read_traceparent(header.parameters),
     )
+
+
+def _answer_bytes(
+    model: ServedModel,
+    inputs: tuple[RequestInput, ...],
+    options: OutputOptions,
+    outputs: tuple[RequestedOutput, ...],
+) -> int:
+    sizes = {tensor.spec.name: math.prod(tensor.shape[1:]) for tensor in inputs}
+    in_parts = inputs[0].shape[0] > model.max_batch_rows and model.max_top_k is None
+    of_row = 0
+    counted: set[str] = set()
+    for output in outputs:
+        spec = output.spec
+        follows = model.optional_outputs.get(spec.name)
+        shape = spec.shape if follows is None else (sizes[follows],)  # such an output is as large as its input
+        if spec.datatype == "BYTES" or -1 in shape:
+            continue
+        if output.place is None:
+            of_row += options.row_bytes(spec, shape, output.name)
+        if in_parts and spec.name not in counted:
+            counted.add(spec.name)
+            of_row += math.prod(shape) * dtype_of(spec.datatype).itemsize
+    return inputs[0].shape[0] * of_row
 
 
 def _batch_key(model: ServedModel, inputs: tuple[RequestInput, ...], options: OutputOptions) -> tuple[Hashable, ...]:

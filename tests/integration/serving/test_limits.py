@@ -9,11 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 
 from edl.protocol import bundles, codec, names
 from edl.protocol.transport import grpc
-from tests.integration.serving.conftest import Client, Connect, StartProcess, request_bytes, until
+from edl_serving import TensorSpec
+from tests.integration.serving.conftest import Client, Connect, StartInside, StartProcess, request_bytes, until
 from tests.integration.serving.test_fuzz import bad_requests
+from tests.unit.serving.fakes import FakeBackend
 
 GAUGES = ("in_flight", "queue_rows", "queue_bytes", "connections", "streams", "client_bytes")
 
@@ -136,3 +139,17 @@ def test_answers_count_until_they_are_sent(process: StartProcess, connect: Conne
     for _ in range(20):
         client.infer(np.zeros((64, 4), np.float32))
     until(lambda: not left(server.metrics()))
+
+
+def test_answers_count_in_the_queue(inside: StartInside, connect: Connect) -> None:
+    """A row of 16 bytes that is answered with 40,000 waits with what it will take."""
+    large = TensorSpec("y", "FP32", (10_000,))
+    backend = FakeBackend(lambda inputs: {"y": np.ones((len(inputs["x"]), 10_000), np.float32)}, outputs=(large,))
+    server = inside(backend, max_message_bytes=8192, max_queue_bytes=100_000)
+    client = connect(server.target)
+    assert client.infer(np.zeros((2, 4), np.float32))["y"].shape == (2, 10_000)
+    with pytest.raises(grpc.RpcError) as refused:
+        client.infer(np.zeros((3, 4), np.float32))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "and its answer, and 100,000 is all that may wait: send fewer rows" in refused.value.details()
+    assert len(client.infer(np.zeros((9, 4), np.float32), edl_top_k=8)) == 3, "of fewer bytes, though computed whole"

@@ -23,7 +23,7 @@ from edl_serving.messages.sequences import check_sequences
 from edl_serving.model import ServedModel
 from edl_serving.monitoring.metrics import WorkerMetrics
 from edl_serving.request_error import RequestError, invalid_argument
-from tests.unit.serving.fakes import refusal_of
+from tests.unit.serving.fakes import FakeBackend, header_for, model_of, refusal_of
 
 VOCABULARY = 11
 
@@ -275,3 +275,40 @@ def test_a_smaller_k_is_cut_exactly(larger: int, data: st.DataObject, temperatur
     np.testing.assert_array_equal(cut.ids[1:], direct[0][1:])
     np.testing.assert_array_equal(cut.values, direct[1])
     np.testing.assert_allclose(cut.tail, direct[2], rtol=2e-5, atol=1e-5)
+
+
+def answered_bytes(bench: Bench, inputs: Mapping[str, Array], **parameters: Any) -> int:
+    """Bytes of the arrays of the answer."""
+    (answer,) = bench.run(bench.job(inputs, **parameters))
+    return sum(array.nbytes for array in answer.values())
+
+
+@pytest.mark.parametrize("parameters", [{}, {"edl_top_k": 5}, {"edl_temperature": 2.0}])
+@pytest.mark.parametrize("with_targets", [False, True])
+def test_a_queue_counts_answers(parameters: dict[str, Any], with_targets: bool) -> None:
+    bench = Bench(max_batch_rows=8)
+    inputs: dict[str, Array] = tokens(4, 7, 3)
+    if with_targets:
+        inputs["targets"] = np.zeros((14, 3), np.int32)
+    job = bench.job(inputs, **parameters)
+    assert job.nbytes == answered_bytes(bench, inputs, **parameters) == job.request.plan.answer_bytes
+
+
+@pytest.mark.parametrize(
+    ("rows", "parameters", "expected"),
+    [
+        (3, {}, 3 * 20),
+        (3, {"edl_top_k": 2}, 3 * (8 + 8 + 4)),
+        (5, {}, 5 * (20 + 20)),  # held whole until the last part is computed
+        (5, {"edl_top_k": 2}, 5 * (20 + 8 + 8 + 4)),
+    ],
+)
+def test_whole_outputs_of_parts_count(rows: int, parameters: dict[str, int], expected: int) -> None:
+    model = model_of(FakeBackend(), max_batch_rows=4)
+    header = header_for((rows, 4))
+    for name, value in parameters.items():
+        header.parameters[name].int64_param = value
+    assert plan_request(header, model, 100).answer_bytes == expected
+    header.parameters["edl_dtype"].string_param = "FP16"
+    smaller = 2 * (parameters.get("edl_top_k", 5))
+    assert plan_request(header, model, 100).answer_bytes == expected - rows * smaller

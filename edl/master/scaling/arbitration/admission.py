@@ -113,7 +113,7 @@ class _Cursor:
         self._plan = plan
         self._allowed = [False] * len(plan.requests)
         self._victims = sorted(
-            (request.priority, plan.compute_loss(job) / request.gpus, job)
+            (request.priority, plan.price_worker(job) / request.gpus, -job)
             for job, request in enumerate(plan.requests)
             if plan.get_surplus(job) > 0
         )
@@ -132,12 +132,12 @@ class _Cursor:
                 self._nodes.pop()
             if self._next == len(self._victims):
                 return None
-            priority, _, job = self._victims[self._next]
+            priority, _, number = self._victims[self._next]
             if self._next == 0 or self._victims[self._next - 1][0] != priority:
                 for level, _, other in self._victims:
-                    self._allowed[other] = level <= priority
+                    self._allowed[-other] = level <= priority
             self._next += 1
-            self._nodes = sorted(plan.pool.of_job[job], key=lambda node: (plan.pool.free[node], -node))
+            self._nodes = sorted(plan.pool.of_job[-number], key=lambda node: (plan.pool.free[node], -node))
 
 
 def _could_ever_fit(plan: AllocationPlan, job: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Sequence
 
 from edl.master.scaling.arbitration.gpu_pool import GpuPool
@@ -63,15 +62,6 @@ class AllocationPlan:
         now = self.pool.workers[job]
         return self.values[job].compute_utility(now + more) - self.values[job].compute_utility(now)
 
-    def compute_loss(self, job: int, fewer: int = 1) -> float:
-        """Return what a job loses with fewer workers, pauses left out.
-
-        Args:
-            job: its number.
-            fewer: how many fewer.
-        """
-        return -self.compute_gain(job, -fewer)
-
     def compute_cost(self, job: int, workers: int) -> float:
         """Return what the pause costs that the move of a job brings; 0 for a job that moves anyway.
 
@@ -127,44 +117,52 @@ class AllocationPlan:
         return loss + cached[1]
 
     def choose_victims(
-        self, node: int, needed: int, allowed: Sequence[bool], limit: float = math.inf
+        self, node: int, needed: int, allowed: Sequence[bool], limit: float | None = None
     ) -> list[int] | None:
-        """Choose workers of a node that cost least, until so many GPUs are free; a job may be named more than once.
+        """Choose workers of a node until so many GPUs are free: of least cost, or of the lowest priority first.
+
+        Between equals, the youngest job gives.
 
         Args:
             node: where GPUs are needed.
             needed: how many more than are free.
             allowed: by job, whether its surplus may be taken.
-            limit: what the workers must cost less than.
+            limit: what the workers must cost less than. None where surplus goes whatever it costs: then by priority,
+                within one by cost, which is infinite for a job whose pause can never pay, such as at its end.
 
         Returns:
-            The jobs, in the order in which they give a worker; None if surplus of less than the limit does not suffice.
+            The jobs, in the order in which they give a worker, named once for each; None if surplus of less than the
+            limit does not suffice.
         """
         pool, gpus, requests = self.pool, self.pool.gpus, self.requests
-        offers, offered = [], 0
+        offers: list[tuple[int, float, int, int]] = []
+        offered = 0
         for job, count in pool.on_node[node].items():
             surplus = pool.workers[job] - requests[job].min_workers
             if surplus > 0 and allowed[job]:
                 offered += min(count, surplus) * gpus[job]
-                offers.append((self.price_worker(job) / gpus[job], job, 1))
+                level = requests[job].priority if limit is None else 0
+                offers.append((level, self.price_worker(job) / gpus[job], -job, 1))
         if offered < needed:
             return None
         heapq.heapify(offers)
         victims: list[int] = []
         while needed > 0:
-            price, job, count = heapq.heappop(offers)
-            if price * gpus[job] >= limit:
+            level, price, number, count = heapq.heappop(offers)
+            job = -number
+            if limit is not None and price * gpus[job] >= limit:
                 return None
             victims.append(job)
             needed -= gpus[job]
             if count < min(pool.on_node[node][job], pool.workers[job] - requests[job].min_workers):
-                heapq.heappush(offers, (self.price_worker(job, count + 1) / gpus[job], job, count + 1))
+                price = self.price_worker(job, count + 1) / gpus[job]
+                heapq.heappush(offers, (level, price, number, count + 1))
         if needed < 0 and len(victims) > 1:  # what was chosen before may be in vain, now that a larger worker goes
-            for job in sorted(victims, key=lambda victim: gpus[victim]):
+            for job in sorted(victims, key=lambda victim: (limit is None and -requests[victim].priority, gpus[victim])):
                 if needed + gpus[job] <= 0:
                     victims.remove(job)
                     needed += gpus[job]
-        return victims if limit == math.inf or self.price_victims(victims) < limit else None
+        return victims if limit is None or self.price_victims(victims) < limit else None
 
     def price_victims(self, victims: Sequence[int]) -> float:
         """Return what jobs lose that give these workers, pauses included.

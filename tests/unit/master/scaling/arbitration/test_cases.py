@@ -123,6 +123,23 @@ def test_nothing_moves_near_the_end() -> None:
         assert counts(arbitrate({"n": 8}, [job, new], {"ending": {"n": 7}, "new": {"n": 1}}), "ending", "new") == after
 
 
+def test_lower_priorities_give_first() -> None:
+    """Room for a worker of three: the lower priority's surplus goes whatever it costs, before that of the higher."""
+    low, high = JobRequest("low", 0, 1, remaining=0.0), JobRequest("high", 0, 3, priority=1)
+    found = arbitrate({"n": 4}, [low, high, JobRequest("new", 1, 1, 3)], {"low": {"n": 1}, "high": {"n": 3}})
+    assert counts(found, "low", "high", "new") == [0, 1, 1]
+
+
+def test_pauses_count_when_reclaiming() -> None:
+    """Of one priority, a job at its end gives where others have no more; it pauses then anyway, and gives more."""
+    ending = JobRequest("ending", 1, 9, remaining=0.0)
+    other = JobRequest("other", 1, 9)
+    placements = {"ending": {"n1": 5}, "other": {"n2": 4}}
+    for least, shares in ((2, [5, 2]), (4, [3, 2])):
+        new = JobRequest("new", least, least, submitted_s=1.0)
+        assert counts(arbitrate({"n1": 5, "n2": 4}, [ending, other, new], placements), "ending", "other") == shares
+
+
 def test_who_moved_often_stays() -> None:
     """Pollux's damping: with 100 moves of 30 s in an hour, no gain is believed."""
     tired = JobRequest("a", 1, 8, age_s=3600.0, moves=100)

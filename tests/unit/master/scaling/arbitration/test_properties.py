@@ -5,16 +5,24 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from edl.master.scaling.arbitration import ArbitrationSettings, JobRequest, arbitrate
+from edl.master.scaling.arbitration import Allocation, ArbitrationSettings, JobRequest, arbitrate
+from edl.master.scaling.arbitration.requests import JobValue
 from edl.master.scaling.throughput import ThroughputModel
 from tests.unit.master.scaling.arbitration.clusters import Cluster, check, clusters, used_gpus
 
 MANY = settings(max_examples=150, deadline=None)
+IMPATIENT = ArbitrationSettings(patience_s=None)
+
+
+def below_minimum(jobs: Sequence[JobRequest], allocation: Allocation) -> set[str]:
+    """The jobs that do not run."""
+    return {job.name for job in jobs if allocation.count_workers(job.name) < job.min_workers}
 
 
 @MANY
@@ -61,12 +69,20 @@ def test_order_of_input_does_not_matter(cluster: Cluster, shuffler: random.Rando
     assert arbitrate(dict(nodes), jobs, turned) == first
 
 
-# The same examples each time: of others, one in thousands has a job of minimum 0 that keeps a GPU which another needs.
-@settings(MANY, derandomize=True)
+ENDLESS_PAUSE = Cluster(
+    {"n0": 1, "n1": 0},
+    [JobRequest("j0", 0, 1), JobRequest("j1", 0, 1, age_s=0.0), JobRequest("j2", 1, 1)],
+    {"j1": {"n0": 1}},
+)
+"""Moving j1 is never worth its pause, and yet its GPU is j2's."""
+
+
+@MANY
+@example(ENDLESS_PAUSE)
 @given(clusters(sizes=(1,)))
 def test_pending_minima_come_first(cluster: Cluster) -> None:
     """With workers of one GPU it is exact: no surplus is held while a pending minimum fits by reclaiming it."""
-    found = arbitrate(cluster.nodes, cluster.jobs, cluster.placements, ArbitrationSettings(patience_s=None))
+    found = arbitrate(cluster.nodes, cluster.jobs, cluster.placements, IMPATIENT)
     if not found.settled:
         return
     free = sum(cluster.nodes.values()) - sum(used_gpus(cluster, found).values())
@@ -84,15 +100,19 @@ def test_lowest_priority_gives_first(cluster: Cluster) -> None:
     Workers of 2 and 4 GPUs, a newcomer of 2: every worker of surplus makes room for it.
     """
     cluster = replace(cluster, jobs=[replace(job, gpus=2, pause_s=0.0) for job in cluster.jobs])
-    before = arbitrate(cluster.nodes, cluster.jobs, cluster.placements)
+    before = arbitrate(cluster.nodes, cluster.jobs, cluster.placements, IMPATIENT)
+    assume(before.settled)
     newcomer = JobRequest("new", 1, 1, 2, priority=1, submitted_s=9.0)
     after = arbitrate(
         cluster.nodes,
         # What would be moved for gain is left out: here it is about reclaiming alone.
         [*(replace(job, pause_s=1e12, moves=1, age_s=1.0) for job in cluster.jobs), newcomer],
         before.placements,
-        ArbitrationSettings(patience_s=None),
+        IMPATIENT,
     )
+    surplus = sum(max(0, before.count_workers(job.name) - job.min_workers) for job in cluster.jobs)
+    if surplus:
+        assert "new" not in after.pending, "a worker of surplus is as large as it"
     reclaimed = [job for job in cluster.jobs if after.count_workers(job.name) < before.count_workers(job.name)]
     assert len(reclaimed) <= 1
     for job in reclaimed:
@@ -110,6 +130,70 @@ def test_who_runs_goes_on(cluster: Cluster) -> None:
     for job in cluster.jobs:
         if before.count_workers(job.name) >= job.min_workers:
             assert after.count_workers(job.name) >= job.min_workers
+
+
+@MANY
+@given(clusters(), st.integers(1, 8))
+def test_more_room_harms_nobody(cluster: Cluster, gpus: int) -> None:
+    """A new node, or the end of a job: all that ran goes on, and nobody else waits."""
+    before = arbitrate(cluster.nodes, cluster.jobs, cluster.placements)
+    assume(before.settled)
+    larger = arbitrate({**cluster.nodes, "new": gpus}, cluster.jobs, before.placements)
+    assert below_minimum(cluster.jobs, larger) <= below_minimum(cluster.jobs, before)
+    left = cluster.jobs[1:]
+    fewer = arbitrate(cluster.nodes, left, before.placements)
+    assert below_minimum(left, fewer) <= below_minimum(left, before)
+
+
+@MANY
+@given(clusters())
+def test_no_gpu_idles_that_is_of_use(cluster: Cluster) -> None:
+    """A job that pauses for nothing, and may have more workers, finds no node with room for one."""
+    found = arbitrate(cluster.nodes, cluster.jobs, cluster.placements)
+    assume(found.settled)
+    used = used_gpus(cluster, found)
+    widest = max(cluster.nodes[node] - used[node] for node in cluster.nodes)
+    for job in cluster.jobs:
+        if job.pause_s == 0 and job.min_workers <= found.count_workers(job.name) < job.max_workers:
+            assert widest < job.gpus
+
+
+@MANY
+@given(clusters(sizes=(1,)), st.integers(1, 6))
+def test_minima_start_in_order(cluster: Cluster, running: int) -> None:
+    """A job waits only for what runs already, and for those that come before it: by priority, then age."""
+    old = cluster.jobs[:running]
+    before = arbitrate(cluster.nodes, old, cluster.placements, IMPATIENT)
+    after = arbitrate(cluster.nodes, cluster.jobs, before.placements, IMPATIENT)
+    assume(before.settled and after.settled)
+    runs = {job.name for job in old} - below_minimum(old, before)
+
+    def rank(job: JobRequest) -> tuple[float, float, str]:
+        return -job.priority, job.submitted_s, job.name
+
+    for job in cluster.jobs:
+        if job.name in after.pending:
+            first = [other for other in cluster.jobs if other.name in runs or rank(other) < rank(job)]
+            held = sum(other.min_workers for other in first if other.name not in after.pending)
+            assert held + job.min_workers > sum(cluster.nodes.values()), f"{job.name} waits for a later job"
+
+
+@MANY
+@given(clusters(), st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=7, max_size=7))
+def test_moves_gain_more_than_they_cost(cluster: Cluster, weights: list[float]) -> None:
+    """Where nothing starts, the sum of values after a decision, pauses paid, is no smaller than before it."""
+    before = arbitrate(cluster.nodes, cluster.jobs, cluster.placements)
+    assume(before.settled)
+    jobs = [replace(job, weight=weight) for job, weight in zip(cluster.jobs, weights, strict=False)]
+    after = arbitrate(cluster.nodes, jobs, before.placements)
+    assume(after.settled and after.pending == before.pending)
+    gain = 0.0
+    for job in jobs:
+        if job.name in after.changes:
+            value, workers = JobValue(job, ArbitrationSettings()), after.count_workers(job.name)
+            gain += value.compute_utility(workers) - value.compute_utility(before.count_workers(job.name))
+            gain -= value.compute_move_cost(workers)
+    assert gain > -1e-9
 
 
 @st.composite

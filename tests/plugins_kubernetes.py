@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from tests.cluster.api import Cluster
     from tests.cluster.operator_process import OperatorFactory
 
-TEST_S = 300
+TEST_S = 900
 PROCESS_LABEL = "edl.io/test-process"
-DELETED_S = 120.0
+DELETED_S = 240.0
 KUBECONFIG = os.environ.get("KUBECONFIG", "")
 IMAGE = os.environ.get("EDL_TEST_IMAGE", "")
 CHART = Path(__file__).parent.parent / "serving/kube/chart"

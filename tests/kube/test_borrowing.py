@@ -38,7 +38,7 @@ MEDIAN_S = (
 BACKOFF_S = 10.0
 """The longest that the cluster's own scheduler waits before it tries again: a node may be free before."""
 QUICK = "edl-quick-scheduler"
-READY_S = 120.0
+READY_S = 240.0
 
 
 @pytest.fixture
@@ -213,7 +213,7 @@ def read_metric(port: int, name: str) -> float:
 @pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.consul
-@pytest.mark.timeout(600, func_only=True)
+@pytest.mark.timeout(900, func_only=True)
 @pytest.mark.parametrize("capacity", [True, False], ids=["capacity", "probing"])
 def test_borrowed_and_given_back(
     cluster: Cluster,

@@ -50,7 +50,7 @@ def test_not_allowed_is_not_idle(cluster: Cluster, namespace: str, tmp_path: Pat
         assert watch.current() is None
         try:
             install_account(cluster, namespace, capacity=True)
-            cluster.wait("what is idle", lambda: watch.current() is not None, timeout_s=30)
+            cluster.wait("what is idle", lambda: watch.current() is not None, timeout_s=60)
             assert watch.reason == ""
         finally:
             remove_account(cluster, namespace)

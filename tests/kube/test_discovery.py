@@ -63,4 +63,4 @@ def test_pod_registers_and_leaves(
             assert owners
     # Killed, not ended: nobody of EDL's is left to clear up.
     cluster.ask(f"/api/v1/namespaces/{namespace}/pods/teacher", "DELETE", {"gracePeriodSeconds": 0})
-    cluster.wait("nothing of the pod's left", lambda: kinds() in ([], ["reaper"]), namespace, timeout_s=90.0)
+    cluster.wait("nothing of the pod's left", lambda: kinds() in ([], ["reaper"]), namespace, timeout_s=180.0)

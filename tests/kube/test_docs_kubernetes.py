@@ -18,7 +18,7 @@ from tests.cluster.machine import ROOT
 from tests.cluster.operator_process import OperatorFactory
 from tests.kube.cli.conftest import Person
 
-pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(420, func_only=True)]
+pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
 PAGE = (ROOT / "docs/kubernetes.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.split("\n## Measured")[0], re.MULTILINE | re.DOTALL)
@@ -109,7 +109,7 @@ class PageReader:
     def _kubectl(self, words: list[str]) -> str:
         environ = {**os.environ, **self._person.environ}
         done = subprocess.run(
-            [kubectl_program(), *words], env=environ, capture_output=True, text=True, timeout=60, check=False
+            [kubectl_program(), *words], env=environ, capture_output=True, text=True, timeout=150, check=False
         )
         assert done.returncode == 0, f"kubectl {words}: {done.stdout}{done.stderr}"
         return done.stdout

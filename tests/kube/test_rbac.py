@@ -18,7 +18,7 @@ from edl.kube.settings import KubeSettings
 from tests.cluster.api import Cluster
 from tests.cluster.operator_process import ACCOUNT, OperatorFactory, install_account, render_chart
 
-READY_S = 120.0
+READY_S = 240.0
 OPERATOR_RIGHTS = {
     "": {"pods": "create delete list watch", "events": "create get list patch"},
     "apps": {"deployments/scale": "get patch", "statefulsets/scale": "get patch"},

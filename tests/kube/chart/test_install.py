@@ -18,7 +18,7 @@ from tests.cluster.machine import ROOT
 
 PAGE = ROOT / "docs/kubernetes-operators.md"
 HELM_S = 180.0
-READY_S = 120.0
+READY_S = 240.0
 CRDS = ("elasticjobs.edl.io", "teacherpools.edl.io")
 OWNED = ("meta.helm.sh/release-name", "meta.helm.sh/release-namespace")
 

@@ -15,7 +15,7 @@ import pytest
 from tests.cluster.api import Cluster
 from tests.cluster.machine import ROOT
 
-COMMAND_S = 150.0
+COMMAND_S = 300.0
 
 
 class Person:

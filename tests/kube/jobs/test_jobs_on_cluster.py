@@ -15,7 +15,7 @@ from tests.cluster.operator_process import OperatorFactory
 from tests.plugins_consul import ConsulAgent
 
 HOST = "10.88.0.1"  # this machine, from a pod
-END_S = 200.0  # to import torch twice, on a machine that does much else
+END_S = 400.0  # to import torch twice, on a machine that does much else
 SCRIPTS = Path(__file__).parent
 pytestmark = [pytest.mark.slow, pytest.mark.consul]
 

@@ -133,7 +133,6 @@ def test_two_operators_do_no_harm(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_operator_killed_between_calls(
     cluster: Cluster,
     namespace: str,
@@ -221,7 +220,7 @@ def test_missing_resource_definitions(
     assert ask(port, "/livez")[0] == 200
     proxy.hidden = ""
     cluster.apply(make_job("later"))
-    cluster.wait("a worker of the second", lambda: live_pods(cluster, namespace, "later"), namespace, 90.0)
+    cluster.wait("a worker of the second", lambda: live_pods(cluster, namespace, "later"), namespace)
     cluster.wait("readiness again", lambda: ask(port, "/readyz")[0] == 200, namespace)
 
 
@@ -245,7 +244,7 @@ def test_rest_costs_few_requests(
         cluster.wait(
             f"a condition of {name}", lambda name=name: read_condition(cluster, namespace, name, "Accepted"), namespace
         )  # type: ignore[misc]
-    cluster.wait("all workers", lambda: count_running(cluster, namespace) == len(names), namespace, 120.0)
+    cluster.wait("all workers", lambda: count_running(cluster, namespace) == len(names), namespace)
     wait_quiet(proxy)
     before = len(proxy.requests)
     time.sleep(15.0)

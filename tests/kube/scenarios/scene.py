@@ -16,9 +16,9 @@ HOST = "10.88.0.1"
 PROGRAMS = Path(__file__).parent / "programs"
 MEMORY = "1Gi"
 """Of a pod with PyTorch: `edl run` takes 370 MB, 200 MB of them shared until the worker's interpreter ends."""
-START_S = 120.0
+START_S = 240.0
 """Until pods run and have imported PyTorch, on a machine that is busy with other tests."""
-END_S = 240.0
+END_S = 480.0
 EDL = (sys.executable, "-m", "edl")
 
 

@@ -32,7 +32,7 @@ def test_digits_are_distilled(
     weights, output = tmp_path / "weights", tmp_path / "output"
     weights.mkdir()
     subprocess.run(
-        [sys.executable, "train_teacher.py", "--out", str(weights / "teacher.pt")], cwd=DIGITS, check=True, timeout=100
+        [sys.executable, "train_teacher.py", "--out", str(weights / "teacher.pt")], cwd=DIGITS, check=True, timeout=300
     )
     template = pod_template(memory=MEMORY, reads=[weights], writes=[output])
     operator("--store", store)

@@ -6,14 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.cluster.operator_process import OperatorFactory
 from tests.kube.scenarios.scene import Scene
 from tests.kube.scenarios.sharing import GPUS, Sharing, Work, share_gpus
 
 
-@pytest.mark.timeout(400, func_only=True)
 def test_job_grows_when_another_ends(
     scene: Scene,
     gpus: Callable[[str, int], None],

@@ -12,7 +12,7 @@ from tests.kube.scenarios.diary import Diary, index_of, lives, overlaps
 from tests.kube.scenarios.scene import MEMORY, PROGRAMS, Scene, is_running, node_of
 from tests.plugins_kubernetes import StoppableNodes
 
-LOST_S = 150.0
+LOST_S = 240.0
 """Until a pod on a lost node is replaced: 8 s until the node counts as lost, 30 s of toleration, and a start."""
 
 

@@ -13,7 +13,7 @@ from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.operator.job_shares import SharingJob, compute_shares, read_sharing_job
 from edl.master.kube.operator.reconciling.surroundings import OwnerSurroundings
 from edl.master.kube.operator.store_allowlist import StoreAllowlist
-from edl.master.kube.operator.stores import StoreAnswer, StoreDirectory
+from edl.master.kube.operator.stores import JobKeyCleanup, StoreAnswer, StoreDirectory
 from edl.master.kube.operator.waiting_owners import WaitingOwners
 from edl.master.kube.resources import ElasticJob, MemberOwner, TeacherPool
 
@@ -39,10 +39,17 @@ class LiveSurroundings:
     Args:
         on_key: called with the key of a resource that should be looked at.
         allowlist: which stores may be opened.
+        has_pods: whether pods of an owner are there, by namespace and uid; asks the API server.
     """
 
-    def __init__(self, on_key: Callable[[str], None], allowlist: StoreAllowlist) -> None:
+    def __init__(
+        self,
+        on_key: Callable[[str], None],
+        allowlist: StoreAllowlist,
+        has_pods: Callable[[str, str], bool] = lambda namespace, uid: True,
+    ) -> None:
         self._on_key = on_key
+        self._cleanup = JobKeyCleanup(has_pods, lambda url, namespace: not allowlist.find_refusal(url, namespace))
         self._stores = StoreDirectory(on_key, allowlist)
         self._capacity: CapacitySource | None = None
         self._lock = threading.Lock()
@@ -74,6 +81,8 @@ class LiveSurroundings:
         Args:
             owner: the resource.
         """
+        if isinstance(owner, ElasticJob):
+            self._cleanup.note(owner)
         if owner.status.get("phase") in _ENDED:
             self.forget(owner.key)
             return OwnerSurroundings()
@@ -103,6 +112,15 @@ class LiveSurroundings:
         waits = isinstance(wanted, int) and isinstance(there, int) and wanted > there
         self._waiting.note(owner, waits)
 
+    def note_gone(self, key: str) -> None:
+        """Note that a resource has been deleted: what it left in its store goes when its pods have.
+
+        Args:
+            key: of the resource.
+        """
+        self._cleanup.note_gone(key)
+        self.forget(key)
+
     def forget(self, key: str) -> None:
         """Look at nothing more for a resource that is gone, or has ended.
 
@@ -123,6 +141,7 @@ class LiveSurroundings:
     def close(self) -> None:
         """Look no more, and close all stores."""
         self._loop.close()
+        self._cleanup.close()
         self._stores.close()
 
     def _find_holder(self, pool: TeacherPool) -> str:

@@ -12,8 +12,10 @@ from prometheus_client import CollectorRegistry
 from typing_extensions import Self
 
 from edl.kube.client import KubeClient
+from edl.kube.resource_types import PODS
 from edl.kube.responses import Call
 from edl.master.kube.capacity.watch import CapacityWatch
+from edl.master.kube.members.naming import OWNER_UID_LABEL
 from edl.master.kube.operator.events import EventRecorder
 from edl.master.kube.operator.kinds import KINDS
 from edl.master.kube.operator.live_surroundings import LiveSurroundings
@@ -57,7 +59,7 @@ class Operator:
             self._events = EventRecorder(self._client)
             stack.callback(self._events.close)
             allowlist = StoreAllowlist(settings.store, settings.allow_stores)
-            self._surroundings = LiveSurroundings(self._add, allowlist)
+            self._surroundings = LiveSurroundings(self._add, allowlist, self._has_pods)
             stack.callback(self._surroundings.close)
             self._reconciler = Reconciler(
                 self._client,
@@ -106,6 +108,10 @@ class Operator:
             self._client, self._settings.kube, types, self.namespaces, self._add, on_pod, self.health
         )
         stack.callback(watches.close)
+
+    def _has_pods(self, namespace: str, uid: str) -> bool:
+        selector = f"{OWNER_UID_LABEL}={uid}"
+        return bool(self._client.list(PODS, namespace, label_selector=selector, metadata_only=True).items)
 
     def _add(self, key: str, delay_s: float = 0.0) -> None:
         queue = self._queue

@@ -146,7 +146,7 @@ class Reconciler:
         """
         self._refusals.pop(key, None)
         self._accepted.forget(key)
-        self._surroundings.forget(key)
+        self._surroundings.note_gone(key)
 
     def _parse_former(self, kind: ResourceHandling, key: str, resource: Object) -> MemberOwner | None:
         """Return a resource as its spec was before it became one that cannot be worked on; None if that is not known.

@@ -35,5 +35,8 @@ class Surroundings(Protocol):
     def note_status(self, owner: MemberOwner, status: Mapping[str, Any]) -> None:
         """Note what a resource's status says now: of one that waits for room, what has become idle is told."""
 
+    def note_gone(self, key: str) -> None:
+        """Note that a resource has been deleted, and look at nothing more for it."""
+
     def forget(self, key: str) -> None:
         """Look at nothing more for a resource that is gone, or has ended."""

@@ -39,6 +39,9 @@ class NoSurroundings:
     def note_status(self, owner: MemberOwner, status: Any) -> None:
         """Nothing waits."""
 
+    def note_gone(self, key: str) -> None:
+        """Nothing was remembered."""
+
     def forget(self, key: str) -> None:
         """Nothing was remembered."""
 

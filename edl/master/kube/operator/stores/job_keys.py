@@ -1,0 +1,180 @@
+"""`JobKeyCleanup`: deletes what a job left in its store on Kubernetes when its ElasticJob has been deleted."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from edl.background import BackgroundLoop
+from edl.discovery import Store, open_store
+from edl.errors import AccessDeniedError, DiscoveryError, KubernetesError, SettingsError
+from edl.load_reporting.wanted import wanted_key
+from edl.master.kube.resources import ElasticJob
+from edl.master.naming import election_key, report_key
+
+__all__ = ["JobKeyCleanup", "delete_job_keys"]
+
+logger = logging.getLogger(__name__)
+
+_FIRST_S: Final = 60.0
+"""After the deletion: pods of most jobs have ended by then."""
+_RETRY_S: Final = 60.0
+"""Between two looks at a job whose pods are still there, or whose store does not answer."""
+_PATIENCE_S: Final = 3600.0
+"""After so long the keys of a job stay: pods that outlive their owner by this were left on purpose."""
+_PACE_S: Final = 1.0
+"""Between two jobs: hundreds may be deleted at once, and each has some dozens of keys."""
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """What is known of a job that is there, or was.
+
+    Attributes:
+        uid: of the ElasticJob, by which its pods are found.
+        job_id: by which its keys are found.
+        store: URL of its store.
+        namespace: of its pods.
+    """
+
+    uid: str
+    job_id: str
+    store: str
+    namespace: str
+
+
+@dataclass
+class _Removal:
+    """A cleanup that is to come.
+
+    Attributes:
+        trace: of the job.
+        due_s: when to try, by the monotonic clock.
+        end_s: when to give up.
+    """
+
+    trace: _Trace
+    due_s: float
+    end_s: float
+
+
+class JobKeyCleanup:
+    """Notes jobs, and deletes the keys of those that are gone: best effort, while this operator runs. Thread-safe.
+
+    Only keys in `kubernetes://` are deleted, which are objects of the cluster and would stay in it for ever. In other
+    stores they are history, for `edl status`.
+
+    Args:
+        has_pods: whether pods of an owner are there, by namespace and uid; raises a KubernetesError if that is unknown.
+        may_open: whether the operator opens a store, by URL and namespace of the job.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        has_pods: Callable[[str, str], bool],
+        may_open: Callable[[str, str], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._has_pods = has_pods
+        self._may_open = may_open
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._known: dict[str, _Trace] = {}
+        self._removals: list[_Removal] = []
+        self._loop = BackgroundLoop("edl-operator-job-keys", self.step)
+
+    def note(self, job: ElasticJob) -> None:
+        """Note a job that is there. Another of the same name means that the one before is gone.
+
+        Args:
+            job: as it was read.
+        """
+        trace = _Trace(job.uid, job.job_id, job.store, job.namespace)
+        with self._lock:
+            before, self._known[job.key] = self._known.get(job.key), trace
+        if before is not None and before.uid != trace.uid:
+            self._schedule(before)
+
+    def note_gone(self, key: str) -> None:
+        """Note that a resource has been deleted.
+
+        Args:
+            key: of the resource.
+        """
+        with self._lock:
+            trace = self._known.pop(key, None)
+        if trace is not None:
+            self._schedule(trace)
+
+    def close(self) -> None:
+        """Delete no more."""
+        self._loop.close()
+
+    def step(self) -> float | None:
+        """Clean up after the job whose turn it is; return in how many seconds to do so again."""
+        now_s = self._clock()
+        with self._lock:
+            removal = min(self._removals, key=lambda found: found.due_s, default=None)
+            if removal is None:
+                return _FIRST_S
+            if removal.due_s > now_s:
+                return removal.due_s - now_s
+            self._removals.remove(removal)
+        trace = removal.trace
+        try:
+            if self._has_pods(trace.namespace, trace.uid):
+                reason = "pods of it are there"
+            elif not self._may_open(trace.store, trace.namespace):
+                return _PACE_S
+            else:
+                with open_store(trace.store) as store:
+                    reason = delete_job_keys(store, trace.job_id)
+        except (AccessDeniedError, SettingsError) as exc:
+            logger.warning("keys of job %s stay in %s: %s", trace.job_id, trace.store, exc)
+            return _PACE_S
+        except (KubernetesError, DiscoveryError) as exc:
+            reason = str(exc)
+        if reason and now_s < removal.end_s:
+            with self._lock:
+                self._removals.append(_Removal(trace, now_s + _RETRY_S, removal.end_s))
+        elif reason:
+            logger.warning("keys of job %s stay in %s: %s", trace.job_id, trace.store, reason)
+        return _PACE_S
+
+    def _schedule(self, trace: _Trace) -> None:
+        if not trace.store.startswith("kubernetes://"):
+            return
+        now_s = self._clock()
+        with self._lock:
+            self._removals.append(_Removal(trace, now_s + _FIRST_S, now_s + _PATIENCE_S))
+        self._loop.wake()
+
+
+def delete_job_keys(store: Store, job_id: str) -> str:
+    """Delete what a job left in its store, unless it is in use.
+
+    Args:
+        store: where.
+        job_id: of the job.
+
+    Returns:
+        Why it is in use: agents and masters have keys under leases as long as they live. Empty if all is deleted.
+
+    Raises:
+        DiscoveryError: the store does not answer.
+    """
+    entries = store.list(f"jobs/{job_id}/")
+    if any(entry.key.startswith(f"jobs/{job_id}/nodes/") for entry in entries):
+        return "agents of it are there"
+    if store.get(election_key(job_id)) is not None:
+        return "a master of it is there"
+    entries += store.list(f"journals/{job_id}/")
+    found = [store.get(key) for key in (report_key(job_id), wanted_key("workers", job_id))]
+    for entry in (*entries, *(entry for entry in found if entry is not None)):
+        store.delete(entry.key, entry.version)  # which is not there any more, or new, if another process wrote it
+    return ""

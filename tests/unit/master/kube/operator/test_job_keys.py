@@ -1,0 +1,166 @@
+"""Keys of deleted jobs: gone when nothing uses them, and no other's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edl.collective.job_records import prefix
+from edl.discovery import Store, open_store
+from edl.errors import AccessDeniedError, DiscoveryError, KubernetesError
+from edl.load_reporting.wanted import wanted_key
+from edl.master.kube.operator.stores import job_keys
+from edl.master.kube.operator.stores.job_keys import JobKeyCleanup, delete_job_keys
+from edl.master.kube.resources import ElasticJob, parse_elastic_job
+from edl.master.naming import election_key, report_key
+
+JOB_KEYS = ("world", "run", "events/1", "ledger/1")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with open_store(f"sqlite://{tmp_path}/store.sqlite") as store:
+        yield store
+
+
+def make_job(uid: str = "12345678-a", store: str = "kubernetes://lab") -> ElasticJob:
+    template = {"spec": {"containers": [{"name": "main", "image": "i"}]}}
+    job = parse_elastic_job(
+        {
+            "metadata": {"name": "digits", "namespace": "lab", "uid": uid},
+            "spec": {"run": ["t.py"], "store": store, "template": template},
+        }
+    )
+    assert isinstance(job, ElasticJob), job
+    return job
+
+
+def fill(store: Store, job_id: str) -> list[str]:
+    keys = [*(f"{prefix(job_id)}{name}" for name in JOB_KEYS), f"journals/{job_id}/head/000"]
+    keys += [report_key(job_id), wanted_key("workers", job_id)]
+    for key in keys:
+        store.put(key, b"x")
+    return keys
+
+
+def list_keys(store: Store) -> list[str]:
+    return sorted(
+        entry.key for part in ("jobs/", "journals/", "master_reports/", "wanted/") for entry in store.list(part)
+    )
+
+
+def test_only_the_jobs_keys_go(store: Store) -> None:
+    fill(store, "digits-1")
+    others = sorted([*fill(store, "digits-12"), *fill(store, "digits")])
+    assert delete_job_keys(store, "digits-1") == ""
+    assert list_keys(store) == others
+    assert delete_job_keys(store, "digits-1") == "", "nothing is left to do"
+
+
+@pytest.mark.parametrize("key", [f"{prefix('j')}nodes/a", election_key("j")])
+def test_what_is_in_use_stays(store: Store, key: str) -> None:
+    """Somebody goes on with the job by hand."""
+    keys = fill(store, "j")
+    with store.lease(10.0) as lease:
+        store.put(key, b"x", lease)
+        assert delete_job_keys(store, "j") != ""
+        assert set(keys) <= set(list_keys(store))
+    assert delete_job_keys(store, "j") == ""
+    assert list_keys(store) == []
+
+
+class Cleanup:
+    """A cleanup whose clock and pods are the test's."""
+
+    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.pods: bool | Exception = False
+        self.opened: list[str] = []
+        self.trouble: Exception | None = None
+
+        def open_it(url: str) -> Any:
+            self.opened.append(url)
+            if self.trouble is not None:
+                raise self.trouble
+            return contextlib.nullcontext(store)
+
+        monkeypatch.setattr(job_keys, "open_store", open_it)
+        self.cleanup = JobKeyCleanup(self._has_pods, lambda url, namespace: url.endswith(namespace), lambda: self.now_s)
+        self.cleanup._loop.close()
+
+    def _has_pods(self, namespace: str, uid: str) -> bool:
+        assert namespace == "lab"
+        if isinstance(self.pods, Exception):
+            raise self.pods
+        return self.pods
+
+    def run(self, seconds: float) -> None:
+        end_s = self.now_s + seconds
+        while self.now_s <= end_s:
+            wait_s = self.cleanup.step()
+            assert wait_s is not None
+            assert wait_s > 0
+            self.now_s += wait_s
+
+
+@pytest.fixture
+def cleanup(store: Store, monkeypatch: pytest.MonkeyPatch) -> Cleanup:
+    return Cleanup(store, monkeypatch)
+
+
+def test_deleted_job_leaves_no_keys(store: Store, cleanup: Cleanup) -> None:
+    job = make_job()
+    fill(store, job.job_id)
+    cleanup.cleanup.note(job)
+    cleanup.run(600)
+    assert cleanup.opened == [], "it is there"
+    cleanup.cleanup.note_gone(job.key)
+    cleanup.pods = True
+    cleanup.run(600)
+    assert cleanup.opened == [], "its pods run"
+    cleanup.pods = KubernetesError("the API server does not answer")
+    cleanup.run(300)
+    cleanup.pods, cleanup.trouble = False, DiscoveryError("away")
+    cleanup.run(300)
+    assert list_keys(store)
+    cleanup.trouble = None
+    cleanup.run(120)
+    assert list_keys(store) == []
+    opened = len(cleanup.opened)
+    cleanup.run(600)
+    assert len(cleanup.opened) == opened
+
+
+def test_namesake_keeps_its_keys(store: Store, cleanup: Cleanup) -> None:
+    first, second = make_job("11111111-a"), make_job("22222222-b")
+    fill(store, first.job_id)
+    kept = fill(store, second.job_id)
+    cleanup.cleanup.note(first)
+    cleanup.cleanup.note(second)
+    cleanup.run(300)
+    assert list_keys(store) == sorted(kept)
+
+
+@pytest.mark.parametrize("url", ["consul://c:8500", "sqlite:///x", "kubernetes://other"])
+def test_other_stores_keep_their_history(store: Store, cleanup: Cleanup, url: str) -> None:
+    job = make_job(store=url)
+    cleanup.cleanup.note(job)
+    cleanup.cleanup.note_gone(job.key)
+    cleanup.run(300)
+    assert cleanup.opened == []
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_cleanup_gives_up(cleanup: Cleanup, refused: bool, caplog: pytest.LogCaptureFixture) -> None:
+    cleanup.trouble = AccessDeniedError("configmaps") if refused else None
+    cleanup.pods = not refused
+    cleanup.cleanup.note(make_job())
+    cleanup.cleanup.note_gone(make_job().key)
+    cleanup.run(2 * 3600)
+    assert len(cleanup.opened) == int(refused)
+    assert len(caplog.records) == 1
+    assert cleanup.cleanup._removals == []

@@ -96,7 +96,11 @@ class SequenceClassifierBackend(TransformersBackend):
 
     def sample(self, rows: int) -> Mapping[str, Array]:
         """Return texts of a token."""
-        return {names.IDS: np.full(rows, np.zeros(1, "<i4").tobytes(), object)}
+        texts = np.empty(rows, object)
+        texts.fill(
+            np.zeros(1, "<i4").tobytes()
+        )  # `np.full` goes by way of numpy's strings, which end before zero bytes
+        return {names.IDS: texts}
 
     def warm_up(self, max_rows: int) -> None:
         """Compute a text of a token, and a batch of them."""

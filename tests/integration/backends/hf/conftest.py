@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integration.backends.hf import checkpoints
+from tests.integration.serving.conftest import Inside, StartInside
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +25,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return made[name]
 
     return find
+
+
+@pytest.fixture
+def inside() -> Iterator[StartInside]:
+    """Start servers in this process."""
+    started: list[Inside] = []
+
+    def start(*backends: Any, **settings: Any) -> Inside:
+        started.append(Inside(*backends, **settings))
+        return started[-1]
+
+    yield start
+    for server in started:
+        server.close()

@@ -76,6 +76,23 @@ def test_causal_models_agree(checkpoint: Folder, name: str, packing: bool) -> No
         assert_agrees(backend.predict_top_k(inputs, 5, 2.0), logits, 5, 2.0)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_half_precision_is_served(checkpoint: Folder, name: str) -> None:
+    """Equal but for the rounding of bfloat16; what an architecture does is found out in it as well."""
+    inputs = tokens()
+    logits = oracle(checkpoint(name), "AutoModelForCausalLM", inputs)
+    for packing in (False, True):
+        backend = load(checkpoint(name), "causal-lm", max_tokens=64, dtype="bfloat16", packing=packing)
+        ids, values, tail = (torch.from_numpy(array) for array in backend.predict_top_k(inputs, 8, 1.0)["logprobs"])
+        assert values.dtype == torch.float32
+        expected = logits.log_softmax(-1).gather(1, ids.long())
+        error = (values - expected).abs()
+        assert error.mean() < 0.05 * logits.std(), f"packing={packing}: {error.mean()} of {logits.std()}"
+        total = values.double().exp().sum(-1) + tail.double().exp()
+        torch.testing.assert_close(total, torch.ones_like(total), rtol=0, atol=1e-5)
+        assert backend._plain_head == (name != "gemma2")
+
+
 @pytest.mark.parametrize("name", ["bert", "roberta"])
 def test_masked_models_agree(checkpoint: Folder, name: str) -> None:
     backend = load(checkpoint(name), "masked-lm", max_tokens=128)

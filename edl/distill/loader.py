@@ -12,11 +12,12 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from edl.distill.compress import TopK
 from edl.distill.options import Options
 from edl.distill.pipeline.cache_lookup import CacheConfig
-from edl.distill.pipeline.combine import Combine, Combiner, item_outputs, values_by_name
+from edl.distill.pipeline.combine import Combine, Combiner, item_outputs, padded, values_by_name
 from edl.distill.pipeline.epoch import Epoch
 from edl.distill.pipeline.epoch_iterator import EpochIterator
 from edl.distill.pipeline.session import LabelSession
-from edl.distill.source.cutters import BatchCutter, Getter
+from edl.distill.source.cutters import BatchCutter, Cutter, Getter
+from edl.distill.source.sequence_cutters import PaddedBatchCutter
 from edl.distill.stats import ReaderStats
 from edl.distill.teachers import Teachers, teachers_from_env
 from edl.distill.transport.schema import OutputSpec
@@ -59,6 +60,7 @@ class DistillLoader(Generic[B], abc.ABC):
         options: deadlines, memory, retries.
         cache_config: the soft-label cache, None without.
         ids: how to find the samples' ids in a batch; with a cache only.
+        tokens: of batches of padded sequences, how to find the mask of what is a token; None for batches of rows.
 
     Attributes:
         loader: as given.
@@ -77,6 +79,7 @@ class DistillLoader(Generic[B], abc.ABC):
         options: Options,
         cache_config: CacheConfig | None = None,
         ids: Getter | None = None,
+        tokens: Getter | None = None,
     ) -> None:
         if FORK_HANDLERS and getattr(loader, "num_workers", False):
             logger.warning(
@@ -93,7 +96,10 @@ class DistillLoader(Generic[B], abc.ABC):
         self._combiner = Combiner(combine, [group.weight for group in teachers] or [1.0])
         if (cache_config is None) != (ids is None):
             raise SettingsError("cache and ids go together: the cache finds soft labels by the samples' ids")
+        if tokens is not None and cache_config is not None:
+            raise SettingsError("labels of sequences are not kept in a cache: leave cache and ids out")
         self._ids = ids
+        self._tokens = tokens
         self._session = LabelSession(teachers, output_spec, options, cache_config)
         weakref.finalize(self, self._session.close_without_waiting).atexit = False  # the session sees to that
 
@@ -102,7 +108,10 @@ class DistillLoader(Generic[B], abc.ABC):
 
     def __iter__(self) -> Iterator[tuple[B, Any]]:
         self._session.labeller.check()
-        cutter = BatchCutter(self._getters, self._batch_rows, self._session.labeller.services, self._ids)
+        services = self._session.labeller.services
+        cutter: Cutter = BatchCutter(self._getters, self._batch_rows, services, self._ids)
+        if self._tokens is not None:
+            cutter = PaddedBatchCutter(self._getters, self._tokens, self._batch_rows, services)
         # The loader's workers are started here, in the caller's thread, where a fork is as safe as without EDL.
         return EpochIterator(self._ahead(self._labelled(self._session.begin(lambda: self.loader, cutter))))
 
@@ -134,9 +143,10 @@ class DistillLoader(Generic[B], abc.ABC):
             for item in epoch:
                 combined = self._combiner([item_outputs(item, service) for service in range(services)])
                 epoch.taken(item)
-                labels = [
-                    self._tensors(value) for outputs in combined for value in values_by_name(outputs, self._outputs)
-                ]
+                found = [value for outputs in combined for value in values_by_name(outputs, self._outputs)]
+                if item.mask is not None:
+                    found = [padded(value, item.mask) for value in found]
+                labels = [self._tensors(value) for value in found]
                 yield item.value, labels[0] if len(labels) == 1 else tuple(labels)
         finally:
             epoch.close()

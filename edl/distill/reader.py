@@ -6,6 +6,7 @@ The contract is that of PaddlePaddle EDL 0.3's class of the same name, so that i
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -27,6 +28,7 @@ from edl.distill.teachers import Teachers, teachers_from_env
 from edl.distill.transport.schema import OutputSpec
 from edl.errors import ClosedError, SettingsError, SourceError
 from edl.settings import is_count
+from edl.tokenizer_hash import resolve_tokenizer
 
 __all__ = ["DistillReader"]
 
@@ -67,6 +69,8 @@ class DistillReader:
         temperature: at which the tail's mass is summed up with `top_k`.
         dtype: "float16" or "float32" for floating-point outputs, None as the model gives them.
         version: labels of this version of the model only; empty for any.
+        tokenizer: path of the student's tokenizer (a tokenizer.json, or a model's folder), or its hash: teachers of
+            another are refused by name. Empty for any.
         cache: keeps soft labels, so that samples seen before are not asked for again. With a cache that has them all,
             no teachers need be named.
         id_field: with a cache, the position of the field that holds a sample's id (an integer or a string).
@@ -89,6 +93,7 @@ class DistillReader:
         temperature: float = 1.0,
         dtype: Literal["float16", "float32"] | None = None,
         version: str = "",
+        tokenizer: str | os.PathLike[str] = "",
         cache: SoftLabelCache | None = None,
         id_field: int | None = None,
         dataset: str = "",
@@ -101,7 +106,12 @@ class DistillReader:
             raise SettingsError(f"predicts={predicts!r}: expected a list of output names")
         self._ins = tuple(ins)
         self._output_spec = OutputSpec(
-            tuple(predicts), top_k=top_k, temperature=temperature, dtype=dtype, version=version
+            tuple(predicts),
+            top_k=top_k,
+            temperature=temperature,
+            dtype=dtype,
+            version=version,
+            tokenizer=resolve_tokenizer(os.fspath(tokenizer)),
         )
         self._options = options or Options()
         self._combine = combine

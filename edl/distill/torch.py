@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -22,6 +23,7 @@ from edl.distill.pipeline.cache_lookup import CacheConfig
 from edl.distill.pipeline.combine import Combine
 from edl.distill.transport.schema import OutputSpec
 from edl.protocol.tensors import Array
+from edl.tokenizer_hash import resolve_tokenizer
 
 __all__ = ["TorchLoader", "distill"]
 
@@ -35,6 +37,8 @@ def distill(
     inputs: Inputs,
     outputs: str | Sequence[str],
     discovery: str | None = None,
+    tokens: str | int | Callable[[B], Any] | None = None,
+    tokenizer: str | os.PathLike[str] = "",
     batch_rows: int | None = None,
     combine: Combine = "each",
     top_k: int | None = None,
@@ -63,8 +67,13 @@ def distill(
             batch.
         outputs: the teachers' output, or several.
         discovery: URL of the registry that `teachers` names a service of.
+        tokens: of batches of padded sequences, as collators for language models make them: where the mask of what is a
+            token is (a key such as "attention_mask", a position or a function), [sequences, length]. The inputs are
+            [sequences, length, ...] then, what the mask keeps is sent, a token a row, and labels come as [sequences,
+            length, ...], with 0 where the mask has 0. None for batches of rows.
+        tokenizer: path of the student's tokenizer, or its hash: teachers of another are refused by name. Empty for any.
         batch_rows: rows of a request; None for the whole batch, in pieces where it has more than 256 rows or a teacher
-            takes fewer.
+            takes fewer; with `tokens`, None is 2,048 tokens, or fewer where a teacher takes fewer.
         combine: see `DistillReader`.
         top_k: keep the k largest logits of a row, as `TopK` of tensors; None for whole outputs.
         temperature: at which the tail's mass is summed up with `top_k`.
@@ -93,6 +102,7 @@ def distill(
             temperature=temperature,
             dtype=dtype,
             version=version,
+            tokenizer=resolve_tokenizer(os.fspath(tokenizer)),
         ),
         batch_rows=batch_rows,
         combine=combine,
@@ -100,6 +110,7 @@ def distill(
         options=options or Options(),
         cache_config=CacheConfig(cache, dataset) if cache is not None else None,
         ids=ids if ids is None or callable(ids) else field_getter(ids),
+        tokens=tokens if tokens is None or callable(tokens) else field_getter(tokens),
     )
 
 

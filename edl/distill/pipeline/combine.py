@@ -13,7 +13,7 @@ from edl.distill.transport.schema import Outputs
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 
-__all__ = ["Combine", "Combiner", "item_outputs"]
+__all__ = ["Combine", "Combiner", "item_outputs", "padded"]
 
 Combine: TypeAlias = Literal["each", "mean", "mean_probabilities"] | Callable[[Sequence[Any]], Any]
 
@@ -41,6 +41,27 @@ def _joined(name: str, pieces: Sequence[Array | TopK]) -> Array | TopK:
             pieces[0] if len(pieces) == 1 else TopK.concatenate([piece for piece in pieces if isinstance(piece, TopK)])
         )
     return np.concatenate([np.asarray(piece) for piece in pieces])  # copies: what is delivered is the user's own
+
+
+def padded(output: Array | TopK, mask: Array) -> Array | TopK:
+    """Return the rows of a batch of padded sequences in their places, and 0 everywhere else, as arrays of their own.
+
+    Args:
+        output: [rows, ...].
+        mask: bool [sequences, length], with as many elements set as there are rows.
+
+    Returns:
+        [sequences, length, ...].
+    """
+    if isinstance(output, TopK):
+        return output.map(lambda array: _scattered(array, mask))
+    return _scattered(np.asarray(output), mask)
+
+
+def _scattered(rows: Array, mask: Array) -> Array:
+    whole: Array = np.zeros((*mask.shape, *rows.shape[1:]), rows.dtype)
+    whole[mask] = rows
+    return whole
 
 
 class Combiner:

@@ -95,11 +95,13 @@ class Item:
         value: as the source yielded it.
         parts: (chunk, first row, behind the last row).
         fingerprints: of the value, or of its samples.
+        mask: of a batch of padded sequences, bool [sequences, length]: which elements have rows; else None.
     """
 
     value: Any
     parts: list[tuple[Chunk, int, int]]
     fingerprints: tuple[ItemFingerprint, ...] = ()
+    mask: Array | None = None
 
     @property
     def rows(self) -> int:

@@ -6,11 +6,13 @@ what would follow).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
+from edl.distill.source.arrays import as_array
 from edl.distill.source.chunk import Chunk, Item
 from edl.distill.source.cutters import Cutter, Getter
 from edl.distill.source.fingerprint import ItemFingerprint
@@ -20,8 +22,9 @@ from edl.errors import SourceError
 from edl.protocol.names import POSITION
 from edl.protocol.tensors import Array
 
-__all__ = ["SequenceCutter", "SequenceListCutter", "sequence_fields"]
+__all__ = ["PaddedBatchCutter", "SequenceCutter", "SequenceListCutter", "sequence_fields"]
 
+_MASK = "tokens"  # as the user calls the mask
 _OTHER_SHAPE = "the rows of all sequences must have one shape; only the number of rows may differ"
 
 
@@ -41,7 +44,7 @@ def sequence_fields(spec: ModelSpec, chunk: Chunk) -> Mapping[str, Array]:
     if spec.sequences and (name not in chunk.fields or chunk.fields[name].flat[0] != 0):
         raise SourceError(
             f"rows of the teachers' model {spec.name!r} belong to sequences, and a request holds whole ones: set the "
-            "source with set_sequence_generator or set_sequence_list_generator, which never split a sequence"
+            "source with set_sequence_generator or set_sequence_list_generator, or give distill tokens="
         )
     return chunk.fields
 
@@ -82,6 +85,14 @@ class SequenceCutter(Cutter):
     def _take_in(self, sample: Any, ready: list[Chunk]) -> tuple[tuple[Chunk, int, int], ItemFingerprint]:
         what = f"sample {self.seen}"
         fingerprint, arrays = self._read_sample(sample)
+        part = self._add(arrays, what, fingerprint.rest_nbytes, ready)
+        self.seen += 1
+        return part, fingerprint
+
+    def _add(
+        self, arrays: Mapping[str, Array], what: str, rest_nbytes: int, ready: list[Chunk]
+    ) -> tuple[Chunk, int, int]:
+        """Add a sequence to the open request; return where its rows are."""
         rows = _sequence_rows(arrays, what)
         budget = self._budget(arrays, rows, what)
         if self._open.rows and self._open.rows + rows > budget:
@@ -94,11 +105,10 @@ class SequenceCutter(Cutter):
         chunk = self._open
         start = chunk.rows
         chunk.rows += rows
-        chunk.rest_nbytes += fingerprint.rest_nbytes
-        self.seen += 1
+        chunk.rest_nbytes += rest_nbytes
         if chunk.rows >= budget:
             ready.append(self._sealed())
-        return (chunk, start, start + rows), fingerprint
+        return chunk, start, start + rows
 
     def _budget(self, arrays: Mapping[str, Array], rows: int, what: str) -> int:
         """Return how many rows fill a request.
@@ -143,6 +153,55 @@ class SequenceListCutter(SequenceCutter):
             )
         found = [self._take_in(sample, ready) for sample in value]
         return Item(value, [part for part, _ in found], tuple(fingerprint for _, fingerprint in found)), ready
+
+
+class PaddedBatchCutter(SequenceCutter):
+    """Gathers sequences out of batches that are padded to one length; a request may hold sequences of several batches.
+
+    Args:
+        getters: by input name, how to find it in a batch, [sequences, length, ...].
+        mask: how to find what is a token in a batch, [sequences, length], of any type: what is not 0 is.
+        chunk_rows: see `Cutter`.
+        services: see `Cutter`.
+    """
+
+    def __init__(self, getters: Mapping[str, Getter], mask: Getter, chunk_rows: int | None, services: int) -> None:
+        super().__init__(getters, chunk_rows, services)
+        self._mask = mask
+
+    def put(self, value: Any) -> tuple[Item, list[Chunk]]:
+        """Take in a batch; each sequence of it that has tokens is a part of the item."""
+        what = f"batch {self.seen}"
+        found = {name: self._get(name, getter, value, "batch") for name, getter in self.getters.items()}
+        found[_MASK] = self._get(_MASK, self._mask, value, "batch")
+        fingerprint = ItemFingerprint(what, value, found, self.time_budget)
+        arrays = {name: as_array(part, f"{what}, input {name!r}") for name, part in found.items()}
+        if fingerprint.conversions_matter:
+            fingerprint.add_sent(found, arrays, functools.partial(as_array, what=what))
+        mask = arrays.pop(_MASK) != 0
+        _check_padded(arrays, mask, what)
+        ready: list[Chunk] = []
+        parts: list[tuple[Chunk, int, int]] = []
+        for row, kept in enumerate(mask):
+            if kept.any():
+                sequence = {name: array[row][kept] for name, array in arrays.items()}
+                rest_nbytes = 0 if parts else fingerprint.rest_nbytes
+                parts.append(self._add(sequence, f"{what}, sequence {row}", rest_nbytes, ready))
+        if not parts:
+            raise SourceError(f"{what} has no token that its mask keeps")
+        self.seen += 1
+        return Item(value, parts, (fingerprint,), mask.copy()), ready
+
+
+def _check_padded(arrays: Mapping[str, Array], mask: Array, what: str) -> None:
+    if mask.ndim != 2:
+        raise SourceError(f"{what}: its mask has shape {list(mask.shape)}, and must be [sequences, length]")
+    for name, array in arrays.items():
+        if array.shape[:2] != mask.shape:
+            raise SourceError(
+                f"{what}: input {name!r} has shape {list(array.shape)}, its mask {list(mask.shape)}: a batch of padded "
+                "sequences has inputs [sequences, length, ...]"
+            )
 
 
 def _sequence_rows(arrays: Mapping[str, Array], what: str) -> int:

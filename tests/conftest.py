@@ -36,6 +36,7 @@ pytest_plugins = [
     "tests.plugins_prometheus",
     "tests.plugins_slurm",
     "tests.plugins_triton",
+    "tests.plugins_vllm",
 ]
 
 JOBS = "integration/collective/"

@@ -27,6 +27,8 @@ from edl_serving.command_line.serve_config import (
     LOG_FORMAT,
     registration_settings_of,
 )
+from edl_serving.gateway.address import names_engine
+from edl_serving.gateway.command import main as gateway_main
 from edl_serving.process.parent_watch import terminate_with_parent
 from edl_serving.registration.address import warn_of_loopback
 from edl_serving.registration.load import TeacherLoad
@@ -54,6 +56,8 @@ examples:
   edl register 127.0.0.1:8001 --model bert --advertise 10.0.0.9:8001     probed here, reached there
   edl register triton.example:8001 --model bert --tls-ca ca.pem --token-file token
   edl register unix:/run/triton.sock --model bert                        students on this machine only
+  edl register vllm://127.0.0.1:8000 --model qwen --model-version r1     a language model; its options are others:
+  edl register vllm:// --help
 
 exit codes: 0 ended by a signal, 2 wrong usage or settings."""
 
@@ -205,6 +209,8 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         SettingsError: wrong usage or settings.
     """
+    if any(names_engine(argument) for argument in argv):
+        return gateway_main(argv)
     parser = CommandParser("edl register ENDPOINT", _DESCRIPTION, _EXAMPLES)
     parser.add_argument("endpoint", metavar="ENDPOINT", help="the server's gRPC address, host:port")
     arguments, given = parser.parse_settings(_GROUPS, argv)

@@ -26,13 +26,13 @@ class Lifecycle:
 
     Attributes:
         state: of the server.
-        healthy: whether the last canary was answered; True without a canary.
+        healthy: whether neither a canary nor a backend has found a fault.
         in_flight: requests that are not answered yet.
     """
 
     def __init__(self) -> None:
         self.state = ServerState.STARTING
-        self.healthy = True  # as far as a canary knows
+        self.healthy = True
         self.in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()

@@ -42,6 +42,8 @@ _SWEEP_EVERY_S = 5.0  # memory of students that were killed is held for so long 
 _TURN_S = 4.0
 """How long the event loop may take to come round before the process counts as stuck: within the 5 s that the operator's
 probes wait, and far beyond what large requests take."""
+_FAULT_LOOK_S = 1.0
+"""How often backends are asked for faults: a look costs microseconds, and students notice a dead teacher as soon."""
 _FLUSH_S = 0.25  # for RPCs that nobody waits for, such as watches of health
 
 
@@ -75,6 +77,8 @@ class TeacherServer:
         self._metrics_port: int | None = None
         self._access: AccessLog | None = None
         self._canary: asyncio.Task[None] | None = None
+        self._fault_watch: asyncio.Task[None] | None = None
+        self._faults: dict[str, str] = {}
         self._ready_watch: Callable[[bool], None] | None = None
 
     @property
@@ -132,6 +136,8 @@ class TeacherServer:
         self._lifecycle.state = ServerState.READY
         await self._tell_health(_SERVING)
         self._start_canary(self._batcher)
+        if any(type(backend).find_fault is not Backend.find_fault for backend in self._backends):
+            self._fault_watch = asyncio.create_task(self._watch_faults())
         return self._port
 
     def load(self) -> tuple[int, float, int, int]:
@@ -146,7 +152,7 @@ class TeacherServer:
         return rows, compute_s, len(self._backends), batcher.queued_rows if batcher is not None else 0
 
     def watch_ready(self, changed: Callable[[bool], None]) -> None:
-        """Have `changed` called on the event loop when a canary fails, and when it is answered again.
+        """Have `changed` called on the event loop when a canary fails or a backend has a fault, and when that is over.
 
         Args:
             changed: called with whether the server is ready.
@@ -171,7 +177,7 @@ class TeacherServer:
                 return "the model is warming up"
             if lifecycle.state is not ServerState.READY:
                 return "draining"
-            return "" if lifecycle.healthy else "the model fails a row of the sample (--canary)"
+            return next(iter(self._faults.values()), "")
 
         probes.add_check("/livez", "event-loop", check_loop)
         probes.add_check("/livez", "model", lambda: self._metrics.find_stall(self._settings.stall_timeout_s))
@@ -189,8 +195,24 @@ class TeacherServer:
         self._canary = asyncio.create_task(canary.run())
 
     async def _canary_changed(self, healthy: bool) -> None:
+        await self._set_fault("canary", "" if healthy else "the model fails a row of the sample (--canary)")
+
+    async def _watch_faults(self) -> None:
+        """Ask the backends for faults until cancelled."""
+        while True:
+            await self._set_fault("backend", next(filter(None, (b.find_fault() for b in self._backends)), ""))
+            await asyncio.sleep(_FAULT_LOOK_S)
+
+    async def _set_fault(self, finder: str, fault: str) -> None:
+        """Be ready only while nothing has found a fault."""
         lifecycle = self._lifecycle
         if lifecycle is None or lifecycle.state is not ServerState.READY:
+            return
+        self._faults.pop(finder, None)
+        if fault:
+            self._faults[finder] = fault
+        healthy = not self._faults
+        if healthy == lifecycle.healthy:
             return
         lifecycle.healthy = healthy
         await self._tell_health(_SERVING if healthy else _NOT_SERVING)
@@ -304,11 +326,12 @@ class TeacherServer:
         self._following = None
         if following is not None:
             following.cancel()
-        for task in (self._sweeping, self._canary):
+        for task in (self._sweeping, self._canary, self._fault_watch):
             if task is not None:
                 task.cancel()
         self._sweeping = None
         self._canary = None
+        self._fault_watch = None
         own = self._own_path
         self._own_path = None
         if own is not None:

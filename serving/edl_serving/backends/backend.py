@@ -198,6 +198,14 @@ class Backend(abc.ABC):
                 well, where it shows only then.
         """
 
+    def find_fault(self) -> str:
+        """Return why the model cannot be asked now, empty if it can.
+
+        The server calls this every second on its event loop, so it must answer at once. While there is a fault the
+        server is not ready, and is out of discovery.
+        """
+        return ""
+
     def sample(self, rows: int) -> Mapping[str, Array]:
         """Return a batch to try the model with; zeros by default.
 

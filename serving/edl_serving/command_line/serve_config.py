@@ -22,7 +22,9 @@ __all__ = [
     "GROUPS",
     "LOG_FORMAT",
     "ServeConfig",
+    "advertised_address",
     "registration_settings_of",
+    "server_settings_of",
 ]
 
 NO_DISCOVERY = "none"
@@ -234,11 +236,11 @@ class ServeConfig:
         if model is None:
             raise SettingsError("name the model: --model NAME (students ask for it, and find it under --service)")
         registration = registration_settings_of(given, given.get("service") or model)
-        address = _address(given, registration.url)
+        address = advertised_address(given, registration.url)
         registration.check(address)
         return cls(
             source=_source(kinds[0], given),
-            server=_server(model, given),
+            server=server_settings_of(model, given),
             registration=registration,
             address=address,
             **_only(given, {"linger": "linger_s", "ready_file": "", "exit_with": "", "verbose": "", "log_format": ""}),
@@ -285,7 +287,16 @@ def _source(kind: str, given: Mapping[str, Any]) -> ModelSource:
     return ModelSource(kind, given[kind.replace("-", "_")], **_only(given, names))
 
 
-def _server(model: str, given: Mapping[str, Any]) -> ServerSettings:
+def server_settings_of(model: str, given: Mapping[str, Any]) -> ServerSettings:
+    """Build the server's settings from values of its options.
+
+    Args:
+        model: name of the model.
+        given: values by key of their option.
+
+    Raises:
+        SettingsError: something does not go together.
+    """
     names = {
         **dict.fromkeys(
             ("host", "port", "uds", "check_nan", "shared_memory", "metrics_port", "metrics_host", "access_log"), ""
@@ -316,7 +327,13 @@ def _server(model: str, given: Mapping[str, Any]) -> ServerSettings:
     return ServerSettings(model, **chosen)
 
 
-def _address(given: Mapping[str, Any], url: str | None) -> str:
+def advertised_address(given: Mapping[str, Any], url: str | None) -> str:
+    """Return the host name or address at which students reach this server.
+
+    Args:
+        given: values by key of their option.
+        url: of the registry; None without one.
+    """
     if "advertise" in given:
         return str(given["advertise"])
     host = str(given.get("host", ServerSettings.host)).strip("[]")

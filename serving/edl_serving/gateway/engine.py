@@ -1,0 +1,280 @@
+"""An engine's HTTP interface: requests with deadlines, and what its refusals mean.
+
+aiohttp is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from edl.backoff import Backoff
+from edl.errors import SettingsError
+from edl.protocol.transport import grpc
+from edl.quoting import clip, quote
+from edl_serving.gateway.address import EngineAddress
+from edl_serving.request_error import RequestError, invalid_argument
+
+if TYPE_CHECKING:
+    import aiohttp
+
+__all__ = ["EngineAccess", "EngineConnection", "EngineRefusal"]
+
+_CONNECT_S = 5.0
+"""For an engine beside the gateway or in its data centre: with less, one packet lost twice looks like a dead engine."""
+_ATTEMPTS = 2
+"""A connection that the engine has closed while it was idle shows when it is used; what breaks twice is broken."""
+_FIRST_WAIT_S, _LAST_WAIT_S = 0.05, 0.5  # a new connection is there within this, and students wait meanwhile
+_CONNECTIONS = 256  # more would wait in the engine instead of here
+"""Requests that are sent side by side, as many sequences as vLLM computes at a time unless told otherwise."""
+_FULL_HINT_MS = 500  # for an engine that says it is full, and not for how long
+_LONGEST_HINT_MS = 60_000
+"""As long as students believe; a longer wait would have them asleep when the engine is free again."""
+
+
+class EngineRefusal(Exception):
+    """Raised for an answer with another status than 200.
+
+    Attributes:
+        status: of HTTP.
+        message: the engine's words, cut.
+        retry_after_s: as the engine gave it; None if it did not.
+    """
+
+    def __init__(self, status: int, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(f"{status}: {message}")
+        self.status = status
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+    def as_request_error(self, engine: str) -> RequestError:
+        """Return what a student is told.
+
+        Args:
+            engine: its address.
+        """
+        words = f"{engine} answers {self.status}: {quote(self.message)}"
+        if self.status in (400, 413, 422):
+            return invalid_argument(words)
+        if self.status in (429, 503):
+            hint_ms = _FULL_HINT_MS if self.retry_after_s is None else round(1000 * self.retry_after_s)
+            return RequestError(
+                grpc.StatusCode.UNAVAILABLE, words, max(1, min(_LONGEST_HINT_MS, hint_ms)), "engine-full"
+            )
+        if self.status in (401, 403, 404):  # it was not so at the start: another engine, or another key
+            return RequestError(grpc.StatusCode.UNAVAILABLE, words, reason="engine-changed")
+        return RequestError(grpc.StatusCode.INTERNAL, words, reason="engine-failed")
+
+
+@dataclass(frozen=True)
+class EngineAccess:
+    """How to reach an engine.
+
+    Attributes:
+        address: of the engine.
+        ca: path of a file with the CAs of its certificate, PEM; "" or "system" for the system's.
+        token_file: path of a file whose first line is sent as a bearer token; "" for none. Read for each connection.
+        timeout_s: for an answer.
+    """
+
+    address: EngineAddress
+    ca: str = ""
+    token_file: str = ""
+    timeout_s: float = 120.0
+
+    def read_token(self) -> str:
+        """Return the token, empty for none.
+
+        Raises:
+            SettingsError: the file cannot be read, or begins with an empty line.
+        """
+        if not self.token_file:
+            return ""
+        try:
+            with Path(self.token_file).expanduser().open(encoding="utf-8") as file:
+                token = file.readline().strip()
+        except (OSError, UnicodeDecodeError) as exc:
+            raise SettingsError(f"--engine-token-file {self.token_file!r}: {exc}") from exc
+        if not token or not token.isascii() or not token.isprintable():
+            raise SettingsError(f"--engine-token-file {self.token_file!r}: the first line is not a token")
+        return token
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """Return what an engine with TLS is verified by; None without TLS.
+
+        Raises:
+            SettingsError: the CAs cannot be read.
+        """
+        if not self.address.tls:
+            return None
+        try:
+            return ssl.create_default_context(cafile=None if self.ca in ("", "system") else self.ca)
+        except (OSError, ssl.SSLError) as exc:
+            raise SettingsError(f"--engine-ca {self.ca!r}: {exc}") from exc
+
+
+class EngineConnection:
+    """Connections to an engine, of one event loop; to be closed on it.
+
+    Args:
+        engine: how to reach it.
+
+    Raises:
+        SettingsError: aiohttp is not installed, or a file cannot be used.
+    """
+
+    def __init__(self, engine: EngineAccess) -> None:
+        self._engine = engine
+        self._name = str(engine.address)
+        self._session = _open_session(engine)
+
+    async def close(self) -> None:
+        """Close all connections; requests under way are aborted."""
+        await self._session.close()
+
+    async def get(self, path: str, timeout_s: float, limit: int = 1 << 20) -> Any:
+        """Ask once.
+
+        Args:
+            path: of the URL.
+            timeout_s: for the whole answer.
+            limit: bytes that the answer may have.
+
+        Returns:
+            The JSON value; None for an empty answer.
+
+        Raises:
+            EngineRefusal: the answer has another status than 200.
+            RequestError: there is no answer, or no JSON.
+        """
+        return await self._ask("GET", path, None, timeout_s, limit)
+
+    async def is_healthy(self) -> bool:
+        """Return whether the engine says that it is healthy: a vLLM that is dying answers 500 to requests under way."""
+        try:
+            await self.get("/health", _CONNECT_S)
+        except (EngineRefusal, RequestError):
+            return False
+        return True
+
+    async def post(self, path: str, body: Mapping[str, Any], limit: int) -> Mapping[str, Any]:
+        """Ask; once more if the connection breaks: asked twice, an engine gives the same answer.
+
+        Args:
+            path: of the URL.
+            body: sent as JSON.
+            limit: bytes that the answer may have.
+
+        Returns:
+            The JSON object.
+
+        Raises:
+            EngineRefusal: the answer has another status than 200.
+            RequestError: UNAVAILABLE where there is no connection, DEADLINE_EXCEEDED after the engine's `timeout_s`,
+                INTERNAL where the answer is no JSON object or too long.
+        """
+        data = json.dumps(body, separators=(",", ":")).encode()
+        try:
+            answer = await asyncio.wait_for(self._ask_again("POST", path, data, limit), self._engine.timeout_s)
+        except asyncio.TimeoutError:
+            raise self._late_error(self._engine.timeout_s) from None
+        if not isinstance(answer, dict):
+            raise RequestError(grpc.StatusCode.INTERNAL, f"{self._name} answers {path} with no JSON object")
+        return answer
+
+    async def _ask_again(self, method: str, path: str, data: bytes, limit: int) -> Any:
+        backoff = Backoff(_FIRST_WAIT_S, _LAST_WAIT_S, jitter=0.5)
+        while True:
+            try:
+                return await self._ask(method, path, data, self._engine.timeout_s, limit)
+            except RequestError as error:
+                if error.reason != "engine-lost" or backoff.failures + 1 >= _ATTEMPTS:
+                    raise
+            await asyncio.sleep(backoff.next_wait_s())
+
+    async def _ask(self, method: str, path: str, data: bytes | None, timeout_s: float, limit: int) -> Any:
+        import aiohttp
+
+        url = self._engine.address.base_url + path
+        headers = {"Content-Type": "application/json"} if data is not None else {}
+        try:
+            async with self._session.request(
+                method, url, data=data, headers=headers, timeout=_client_timeout(timeout_s), allow_redirects=False
+            ) as response:
+                content = await self._read(response, limit)
+                if response.status != 200:
+                    raise EngineRefusal(response.status, _words_of(content), _retry_after_s(response.headers))
+        except asyncio.TimeoutError:
+            raise self._late_error(timeout_s) from None
+        except (aiohttp.ClientError, ConnectionError, OSError) as exc:
+            why = str(exc) or type(exc).__name__
+            raise RequestError(grpc.StatusCode.UNAVAILABLE, f"{self._name}: {why}", reason="engine-lost") from exc
+        if not content:
+            return None
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError) as exc:
+            words = f"{self._name} answers {path} with no JSON: {quote(clip(str(exc), 200))}"
+            raise RequestError(grpc.StatusCode.INTERNAL, words) from exc
+
+    async def _read(self, response: aiohttp.ClientResponse, limit: int) -> bytes:
+        pieces = bytearray()
+        async for piece in response.content.iter_any():
+            pieces += piece
+            if len(pieces) > limit:
+                response.close()
+                self._refuse_length(limit)
+        return bytes(pieces)
+
+    def _refuse_length(self, limit: int) -> NoReturn:
+        raise RequestError(grpc.StatusCode.INTERNAL, f"{self._name} answers with more than {limit:,} bytes")
+
+    def _late_error(self, timeout_s: float) -> RequestError:
+        words = f"{self._name} gave no answer within {timeout_s:g} s (--engine-timeout)"
+        return RequestError(grpc.StatusCode.DEADLINE_EXCEEDED, words)
+
+
+def _open_session(engine: EngineAccess) -> aiohttp.ClientSession:
+    try:
+        import aiohttp
+    except ModuleNotFoundError as exc:
+        raise SettingsError(f"{exc.name} is not installed: pip install 'elastic-distill[gateway]'") from exc
+    token = engine.read_token()
+    context = engine.tls_context()
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=_CONNECTIONS, ssl=True if context is None else context),
+        headers={"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})},
+        cookie_jar=aiohttp.DummyCookieJar(),
+        trust_env=False,
+    )
+
+
+def _client_timeout(timeout_s: float) -> aiohttp.ClientTimeout:
+    import aiohttp
+
+    return aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
+
+
+def _words_of(content: bytes) -> str:
+    """Return the message of an error's JSON, or its text."""
+    text = content[:4096].decode(errors="replace")
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return clip(text.strip(), 500)
+    for key in ("error", "message", "detail"):
+        if isinstance(found, dict) and key in found:
+            found = found[key]
+    return clip(found if isinstance(found, str) else text, 500)
+
+
+def _retry_after_s(headers: Mapping[str, str]) -> float | None:
+    try:
+        return max(0.0, float(headers["Retry-After"]))
+    except (KeyError, ValueError):
+        return None

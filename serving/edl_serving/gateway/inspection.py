@@ -1,0 +1,190 @@
+"""What an engine can do, found out before students come; what it cannot is refused with what to change."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from edl.backoff import Backoff
+from edl.errors import SettingsError
+from edl.quoting import quote
+from edl_serving.gateway.endpoints import ENDPOINTS, ScoringEndpoint
+from edl_serving.gateway.engine import EngineAccess, EngineConnection, EngineRefusal
+from edl_serving.gateway.top_rows import EngineAnswerError
+from edl_serving.request_error import RequestError
+
+__all__ = ["EngineFacts", "answer_limit", "find_facts", "read_model"]
+
+_log = logging.getLogger(__name__)
+
+_PROBE = (0, 0, 0)  # token 0 is in every vocabulary
+_LOOK_S = 5.0  # for an answer to GET, of an engine that may be busy
+_FIRST_WAIT_S, _LAST_WAIT_S = 0.5, 5.0  # an engine takes half a minute to start, or some
+_ENTRY_BYTES = 512
+"""Of an entry in JSON: about 70, and more where vLLM spells a token of many spaces or of another script."""
+_MOST_K = re.compile(r"max(?:imum)? allowed:? (\d+)")
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What an engine can do.
+
+    Attributes:
+        endpoint: how it is asked.
+        model: its name of the model.
+        root: from where it has loaded the model; empty if it does not say.
+        max_sequence: the longest sequence, in tokens of students.
+        weight_version: the engine's tag of its weights; empty if it has none.
+    """
+
+    endpoint: ScoringEndpoint
+    model: str
+    root: str
+    max_sequence: int
+    weight_version: str = ""
+
+
+def answer_limit(tokens: int, k: int) -> int:
+    """Return how many bytes an answer about `tokens` tokens with `k` entries each may have."""
+    return (1 << 20) + tokens * (k + 1) * _ENTRY_BYTES
+
+
+async def find_facts(engine: EngineAccess, model: str, exact: bool, k: int, wait_s: float) -> EngineFacts:
+    """Wait for an engine, and find out what it can do.
+
+    Args:
+        engine: how to reach it.
+        model: the name to ask for.
+        exact: refuse an engine that has no model of that name; else its only model is taken.
+        k: entries of a position.
+        wait_s: how long to wait for an engine that does not answer yet.
+
+    Raises:
+        SettingsError: it does not answer in time, or not what is needed; says what to change.
+    """
+    connection = EngineConnection(engine)
+    try:
+        await _wait_until_up(connection, engine, wait_s)
+        name, root, length = await _find_model(connection, engine, model, exact)
+        endpoint, version = await _find_endpoint(connection, engine, name, k)
+    finally:
+        await connection.close()
+    # The token behind the sequence, and the one that must be generated.
+    return EngineFacts(endpoint, name, root, length - 2, version)
+
+
+async def _wait_until_up(connection: EngineConnection, engine: EngineAccess, wait_s: float) -> None:
+    deadline = time.monotonic() + wait_s
+    backoff = Backoff(_FIRST_WAIT_S, _LAST_WAIT_S)
+    while True:
+        try:
+            await connection.get("/health", _LOOK_S)
+            return
+        except EngineRefusal as refusal:
+            if refusal.status not in (502, 503):
+                raise SettingsError(f"{engine.address}: /health answers {refusal.status}: no engine?") from refusal
+            why = str(refusal)
+        except RequestError as error:
+            why = error.message
+        if time.monotonic() > deadline:
+            raise SettingsError(f"no engine within {wait_s:g} s (--engine-wait): {why}")
+        if not backoff.failures:
+            _log.info("waiting for the engine: %s", why)
+        await asyncio.sleep(max(0.0, min(backoff.next_wait_s(), deadline - time.monotonic())))
+
+
+async def _find_model(
+    connection: EngineConnection, engine: EngineAccess, model: str, exact: bool
+) -> tuple[str, str, int]:
+    """Return the engine's name of the model, its root and the longest prompt."""
+    try:
+        answer = await connection.get("/v1/models", _LOOK_S)
+    except (EngineRefusal, RequestError) as exc:
+        raise _start_error(engine, "/v1/models", exc) from exc
+    entries = _models_of(answer)
+    if not entries:
+        raise SettingsError(f"{engine.address}: /v1/models lists no model")
+    entry = entries.get(model)
+    if entry is None and not exact and len(entries) == 1:
+        entry = next(iter(entries.values()))
+        _log.info("the engine's model is %r", entry["id"])
+    if entry is None:
+        raise SettingsError(
+            f"{engine.address} has no model {model!r}: name one of {', '.join(map(repr, entries))} by --engine-model"
+        )
+    length = entry.get("max_model_len")
+    if not isinstance(length, int) or length < 3:
+        raise SettingsError(
+            f"{engine.address}: /v1/models does not say how long a prompt may be (max_model_len is {length!r}); "
+            "vLLM and SGLang say it"
+        )
+    return str(entry["id"]), str(entry.get("root") or ""), length
+
+
+async def read_model(connection: EngineConnection, name: str, timeout_s: float) -> tuple[str, int] | None:
+    """Read root and longest prompt of a model; None if the engine has it no more.
+
+    Raises:
+        EngineRefusal: it refuses to say.
+        RequestError: it does not answer.
+    """
+    entry = _models_of(await connection.get("/v1/models", timeout_s)).get(name)
+    if entry is None:
+        return None
+    length = entry.get("max_model_len")
+    return str(entry.get("root") or ""), length if isinstance(length, int) else 0
+
+
+def _models_of(answer: object) -> dict[str, dict[str, Any]]:
+    listed = answer.get("data") if isinstance(answer, dict) else None
+    if not isinstance(listed, list):
+        return {}
+    return {str(entry["id"]): entry for entry in listed if isinstance(entry, dict) and "id" in entry}
+
+
+async def _find_endpoint(
+    connection: EngineConnection, engine: EngineAccess, model: str, k: int
+) -> tuple[ScoringEndpoint, str]:
+    kinds = ENDPOINTS[engine.address.kind]
+    for kind in kinds:
+        endpoint = kind()
+        try:
+            answer = await connection.post(endpoint.path, endpoint.body(model, _PROBE, k), answer_limit(len(_PROBE), k))
+            endpoint.read(answer, _PROBE, k)
+            return endpoint, endpoint.weight_version(answer)
+        except EngineRefusal as refusal:
+            if refusal.status in (403, 404, 405, 501) and kind is not kinds[-1]:
+                _log.info("%s%s is not there: %s", engine.address, endpoint.path, refusal)
+                continue
+            raise _start_error(engine, endpoint.path, refusal, k) from refusal
+        except (EngineAnswerError, RequestError) as exc:
+            raise _start_error(engine, endpoint.path, exc, k) from exc
+    raise AssertionError("there is a last endpoint")
+
+
+def _start_error(engine: EngineAccess, path: str, exc: Exception, k: int = 0) -> SettingsError:
+    """Return what is wrong with an engine, and what to change."""
+    where = f"{engine.address}{path}"
+    if isinstance(exc, RequestError):
+        return SettingsError(exc.message)
+    if isinstance(exc, EngineAnswerError):
+        return SettingsError(
+            f"{where} does not give log-probabilities of the prompt as they are needed: {exc}. Take vLLM or SGLang "
+            "itself, rather than a proxy before it"
+        )
+    assert isinstance(exc, EngineRefusal)
+    if exc.status in (401, 403):
+        return SettingsError(f"{where} answers {exc.status}: give its key by --engine-token-file FILE")
+    most = _MOST_K.search(exc.message)
+    if most is not None:
+        return SettingsError(
+            f"{where} gives {most[1]} log-probabilities of a position at most: start vLLM with --max-logprobs {k} "
+            f"(or -1 for any number), or give --top-k {most[1]}"
+        )
+    return SettingsError(
+        f"{where} refuses to give {k} log-probabilities of a prompt's positions: {exc.status}: {quote(exc.message)}"
+    )

@@ -1,0 +1,144 @@
+"""Answers that engines have really given: vLLM 0.32's as recorded here, and what is published of SGLang's."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edl_serving.backends.backend import TopKArrays
+from edl_serving.gateway.endpoints import CompletionsEndpoint, GenerateEndpoint, ScoringEndpoint, SGLangEndpoint
+from edl_serving.gateway.top_rows import EngineAnswerError
+
+VLLM = json.loads(Path(__file__).with_name("recorded_vllm.json").read_text())
+SGLANG = json.loads(Path(__file__).with_name("recorded_sglang.json").read_text())
+PROMPT = [*VLLM["tokens"], VLLM["tokens"][0]]
+BOTH = [(GenerateEndpoint(), "generate"), (CompletionsEndpoint(), "completions")]
+
+
+def answer_of(name: str) -> Any:
+    return copy.deepcopy(VLLM[name]["body"])
+
+
+def positions_of(answer: Any) -> list[Any]:
+    return answer["prompt_logprobs"] if "prompt_logprobs" in answer else answer["choices"][0]["prompt_logprobs"]
+
+
+@pytest.mark.parametrize(("endpoint", "name"), BOTH)
+def test_vllm_rows_are_those_of_transformers(endpoint: ScoringEndpoint, name: str) -> None:
+    rows = endpoint.read(answer_of(name), PROMPT, 3)
+    expected = VLLM["transformers"]  # of the sequence alone, without the token behind it
+    assert rows.ids.tolist() == expected["ids"]
+    np.testing.assert_allclose(rows.values, expected["values"], atol=1e-5)
+    np.testing.assert_allclose(rows.tail, expected["tail"], atol=1e-5)
+
+
+def test_position_has_k_or_one_more() -> None:
+    recorded = positions_of(answer_of("top_k_in"))
+    assert [position and len(position) for position in recorded] == [None, 2, 3, 3]
+    assert CompletionsEndpoint().read(answer_of("top_k_in"), [5, 103, 103, 103], 2).ids.shape == (3, 2)
+
+
+def test_vllm_weight_version() -> None:
+    assert GenerateEndpoint().weight_version(answer_of("generate")) == "default"
+    assert CompletionsEndpoint().weight_version(answer_of("completions")) == ""
+
+
+def _shift(positions: list[Any]) -> None:
+    positions.append(positions.pop(1))
+
+
+def _drop(positions: list[Any]) -> None:
+    positions.pop()
+
+
+def _empty(positions: list[Any]) -> None:
+    positions[2] = None
+
+
+def _few(positions: list[Any]) -> None:
+    positions[2].pop("946")
+    positions[2].pop("373")
+
+
+def _many(positions: list[Any]) -> None:
+    positions[2]["1"] = positions[2]["2"] = {"logprob": -9.0}
+
+
+def _word(positions: list[Any]) -> None:
+    positions[2]["word"] = positions[2].pop("946")
+
+
+def _text(positions: list[Any]) -> None:
+    positions[2]["946"]["logprob"] = "high"
+
+
+def _null(positions: list[Any]) -> None:
+    positions[2]["946"]["logprob"] = None
+
+
+def _bare(positions: list[Any]) -> None:
+    positions[2]["946"] = -1.5
+
+
+def _list(positions: list[Any]) -> None:
+    positions[2]["946"]["logprob"] = [1, 2]
+
+
+def _twice(positions: list[Any]) -> None:
+    positions[2]["0946"] = positions[2].pop("373")
+
+
+@pytest.mark.parametrize(("endpoint", "name"), BOTH)
+@pytest.mark.parametrize("spoil", [_shift, _drop, _empty, _few, _many, _word, _text, _null, _bare, _list, _twice])
+def test_spoiled_answers_are_refused(endpoint: ScoringEndpoint, name: str, spoil: Callable[[list[Any]], None]) -> None:
+    answer = answer_of(name)
+    spoil(positions_of(answer))
+    with pytest.raises(EngineAnswerError):
+        endpoint.read(answer, PROMPT, 3)
+
+
+@pytest.mark.parametrize("answer", [{}, {"choices": None}, {"choices": [1]}, {"prompt_logprobs": {}}])
+@pytest.mark.parametrize("endpoint", [GenerateEndpoint(), CompletionsEndpoint(), SGLangEndpoint()])
+def test_answers_without_are_refused(endpoint: ScoringEndpoint, answer: dict[str, Any]) -> None:
+    with pytest.raises(EngineAnswerError):
+        endpoint.read(answer, PROMPT, 3)
+
+
+def read_sglang(change: Callable[[Any], object] = lambda meta: None) -> TopKArrays:
+    answer = copy.deepcopy(SGLANG["answer"])
+    change(answer["meta_info"])
+    return SGLangEndpoint().read(answer, [6722, 315, 9625, 374], 3)
+
+
+def test_sglang_rows() -> None:
+    rows = read_sglang()
+    assert rows.ids.tolist() == [[315, 3283, 374], [279, 9625, 5616], [13, 58883, 11]]
+    assert rows.values[0].tolist() == [-0.58203125, -2.140625, -3.765625]
+    np.testing.assert_allclose(np.exp(rows.tail) + np.exp(rows.values).sum(-1), 1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda meta: meta.pop("input_top_logprobs"),
+        lambda meta: meta["input_top_logprobs"].pop(),
+        lambda meta: meta["input_top_logprobs"][1].pop(),
+        lambda meta: meta["input_token_logprobs"].reverse(),
+        lambda meta: meta["input_top_logprobs"][2].append([-9.0]),
+        lambda meta: meta["input_top_logprobs"].__setitem__(2, None),
+    ],
+)
+def test_spoiled_sglang_is_refused(change: Callable[[Any], object]) -> None:
+    with pytest.raises(EngineAnswerError):
+        read_sglang(change)
+
+
+def test_sglang_is_asked_for_all_positions() -> None:
+    body = SGLangEndpoint().body("m", [1, 2], 5)
+    assert (body["logprob_start_len"], body["top_logprobs_num"], body["return_logprob"]) == (0, 5, True)

@@ -80,6 +80,9 @@ class PodClaim:
     @classmethod
     def _read(cls, pod: Mapping[str, Any]) -> PodClaim:
         metadata, spec, status = pod.get("metadata") or {}, pod.get("spec") or {}, pod.get("status") or {}
+        priority = spec.get("priority")
+        if priority is not None and not isinstance(priority, int):
+            raise TypeError(f"priority {priority!r} is no whole number")
         return cls(
             uid=metadata.get("uid", ""),
             namespace=metadata.get("namespace", ""),
@@ -89,7 +92,7 @@ class PodClaim:
             rules=PlacementRules.of(spec),
             node=spec.get("nodeName") or "",
             nominated_node=status.get("nominatedNodeName") or "",
-            priority=spec.get("priority"),
+            priority=priority,
             created=metadata.get("creationTimestamp") or "",
             ended=status.get("phase") in _ENDED,
             deleting=bool(metadata.get("deletionTimestamp")),

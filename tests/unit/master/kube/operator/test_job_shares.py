@@ -274,10 +274,14 @@ def test_template_of_many_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(counted) == 1
 
 
-def test_bad_template_waits_for_nothing() -> None:
+@pytest.mark.parametrize("pod", [{"nodeSelector": "gpu"}, {"priority": "high"}, {"tolerations": 7}, {"affinity": []}])
+def test_bad_template_waits_for_nothing(pod: Object) -> None:
+    """One resource's slip must not end the looks at all others."""
     waiting = WaitingOwners()
-    job = make_job("a", pod={"nodeSelector": "gpu"})
-    waiting.note(job, True)
-    capacity = ClusterCapacity.of([make_node("n", 4)], [])
-    waiting.observe(job, capacity)
-    assert waiting.find_due(capacity, 1.0) == ([], None)
+    bad, good = make_job("a", pod=pod), make_job("b")
+    other = {**make_pod("w", ""), "spec": {"containers": [], "priority": 5}}
+    capacity = ClusterCapacity.of([make_node("n", 4)], [other])
+    waiting.observe(bad, capacity)
+    for job in (bad, good):
+        waiting.note(job, True)
+    assert good.key in waiting.find_due(capacity, 1.0)[0]

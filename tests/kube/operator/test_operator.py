@@ -6,11 +6,13 @@ import json
 import random
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -332,25 +334,42 @@ def show(change, pod):
 watch = KubeWatch(client, PODS, sys.argv[2], on_change=show)
 sys.stdin.read()
 """
+LAST = "last-of-all"
 
 
 class PodRecorder:
     """Records all pods that there ever were in a namespace."""
 
     def __init__(self, cluster: Cluster, namespace: str) -> None:
+        self._cluster = cluster
+        self._namespace = namespace
         self._command = [sys.executable, "-c", WATCH, str(cluster.kubeconfig), namespace]
+        self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115 - closed by __exit__
         self.lines: list[list[str]] = []
 
     def __enter__(self) -> PodRecorder:
-        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline().startswith("LISTED")
+        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=self._output, text=True)
+        self._cluster.wait("the watch", self._read)
         return self
 
-    def __exit__(self, *args: object) -> None:
-        time.sleep(0.5)
-        printed, _ = self._process.communicate("", timeout=30)
-        self.lines = [line.split() for line in printed.splitlines()]
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        try:
+            if kind is None:
+                self._read_to_end()
+        finally:
+            self._process.communicate("", timeout=60)
+            self._output.close()
+
+    def _read_to_end(self) -> None:
+        """Read until a pod that is made now: what was made before has been seen by then."""
+        template = {"spec": {"nodeSelector": {"none": "such"}, "containers": [{"name": "last", "image": "none"}]}}
+        self._cluster.run_pod(self._namespace, LAST, template)
+        self._cluster.wait("the last pod", lambda: any(name == LAST for _, name, _ in self._read()))
+        self.lines = [line for line in self._read() if line[1] != LAST]
+
+    def _read(self) -> list[list[str]]:
+        text = Path(self._output.name).read_text()
+        return [line.split() for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     @property
     def names(self) -> set[str]:

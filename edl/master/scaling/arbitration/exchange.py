@@ -66,7 +66,7 @@ def exchange_workers(plan: AllocationPlan) -> bool:
 
 def _compute_bid(plan: AllocationPlan, job: int) -> float:
     """Return what one more worker is worth to a job, its own pause paid."""
-    return plan.compute_gain(job) - plan.compute_cost(job, plan.pool.workers[job] + 1)
+    return plan.compute_gain(job) - plan.compute_pause(job)
 
 
 def _bid(plan: AllocationPlan, job: int, receivers: list[tuple[float, int]]) -> None:

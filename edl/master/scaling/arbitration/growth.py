@@ -1,9 +1,9 @@
 """Free GPUs, one worker at a time, to the largest weighted gain in log-speedup for each GPU, until none fits.
 
-T is concave, and so is log T: the gains of a job only fall, so that taking the largest each time is the best there is
-for workers of one size (Fox, "Discrete optimization via marginal analysis", Management Science 13, 1966). The sum of
-log-speedups is what proportional fairness makes largest (Kelly, 1997), and what Pollux's power mean of speedups (OSDI
-2021, section 4.2) becomes for p -> 0.
+T is concave, and so is log T, also less what a pause costs (`JobValue.compute_gain`): the gains of a job only fall, so
+that taking the largest each time is the best there is for workers of one size (Fox, "Discrete optimization via marginal
+analysis", Management Science 13, 1966). The sum of log-speedups is what proportional fairness makes largest (Kelly,
+1997), and what Pollux's power mean of speedups (OSDI 2021, section 4.2) becomes for p -> 0.
 """
 
 from __future__ import annotations

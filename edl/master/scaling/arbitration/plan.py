@@ -30,7 +30,6 @@ class AllocationPlan:
         self.exhausted = False
         self.reasons: list[str] = [""] * len(requests)
         self._moved = [False] * len(requests)
-        self._costs: list[tuple[int, float]] = [(-1, 0.0)] * len(requests)
 
     def begin_pass(self) -> None:
         """Count every job as not yet moved."""
@@ -53,23 +52,22 @@ class AllocationPlan:
         return self.pool.workers[job] - self.requests[job].min_workers
 
     def compute_gain(self, job: int, more: int = 1) -> float:
-        """Return what more workers are worth to a job, pauses left out.
+        """Return what more workers are worth to a job that pauses anyway.
 
         Args:
             job: its number.
             more: how many more.
         """
         now = self.pool.workers[job]
-        return self.values[job].compute_utility(now + more) - self.values[job].compute_utility(now)
+        return self.values[job].compute_gain(now, now + more)
 
-    def compute_cost(self, job: int, workers: int) -> float:
+    def compute_pause(self, job: int) -> float:
         """Return what the pause costs that the move of a job brings; 0 for a job that moves anyway.
 
         Args:
             job: its number.
-            workers: with how many it goes on.
         """
-        return 0.0 if self._moved[job] else self.values[job].compute_move_cost(workers)
+        return 0.0 if self._moved[job] else self.values[job].compute_move_cost(self.pool.workers[job])
 
     def has_moved(self, job: int) -> bool:
         """Whether a job moves in this pass anyway.
@@ -106,15 +104,9 @@ class AllocationPlan:
             job: its number.
             count: 1 for the first.
         """
-        now = self.pool.workers[job]
-        value = self.values[job]
-        loss = value.compute_utility(now - count + 1) - value.compute_utility(now - count)
-        if count > 1 or self._moved[job]:
-            return loss
-        cached = self._costs[job]
-        if cached[0] != now:
-            cached = self._costs[job] = now, value.compute_move_cost(now - 1)
-        return loss + cached[1]
+        left = self.pool.workers[job] - count
+        loss = self.values[job].compute_gain(left, left + 1)
+        return loss + self.compute_pause(job) if count == 1 else loss
 
     def choose_victims(
         self, node: int, needed: int, allowed: Sequence[bool], limit: float | None = None

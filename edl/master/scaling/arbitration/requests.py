@@ -100,6 +100,8 @@ class JobValue:
         self._remaining = math.inf if request.remaining is None else max(0.0, request.remaining)
         self._horizon_s = settings.horizon_s
         self._utilities: dict[int, float] = {}
+        self._costs: dict[int, float] = {}
+        self._gains: dict[tuple[int, int], float] = {}
         factor = 1.0
         if math.isfinite(request.age_s):
             factor = compute_realloc_factor(request.age_s, request.moves, request.pause_s)
@@ -125,11 +127,32 @@ class JobValue:
         """
         if self._pause_s == 0:
             return 0.0
-        size = workers or _NO_WORKERS
-        left_s = min(self._horizon_s, self._remaining * (self._a + self._b * size) / size)
-        if left_s <= 0:
-            return math.inf
-        return self.weight * (math.log1p(self._pause_s / left_s) + self._damping)
+        found = self._costs.get(workers)
+        if found is None:
+            size = workers or _NO_WORKERS
+            left_s = min(self._horizon_s, self._remaining * (self._a + self._b * size) / size)
+            cost = math.log1p(self._pause_s / left_s) if left_s > 0 else math.inf
+            found = self._costs[workers] = self.weight * (cost + self._damping)
+        return found
+
+    def compute_gain(self, workers: int, more: int) -> float:
+        """Return what n' workers are worth above n to a job that pauses anyway.
+
+        The pause is a larger part of what is left where that takes less time: what it costs more with n' than with n is
+        deducted, unless it can never pay.
+
+        Args:
+            workers: n.
+            more: n', above n.
+        """
+        found = self._gains.get((workers, more))
+        if found is None:
+            found = self.compute_utility(more) - self.compute_utility(workers)
+            cost = self.compute_move_cost(more)
+            if math.isfinite(cost):
+                found -= cost - self.compute_move_cost(workers)
+            self._gains[workers, more] = found
+        return found
 
     def find_worthwhile_size(self, workers: int, most: int) -> int | None:
         """Return the smallest n' above n whose gain exceeds the cost of the move; None if up to `most` there is none.

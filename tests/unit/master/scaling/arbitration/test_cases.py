@@ -9,6 +9,7 @@ import time
 import pytest
 
 from edl.master.scaling.arbitration import Allocation, ArbitrationSettings, JobRequest, arbitrate
+from edl.master.scaling.arbitration.requests import JobValue
 from edl.master.scaling.throughput import ThroughputModel
 
 FLAT = ThroughputModel(0.0, 1.0)  # more workers do nothing
@@ -138,6 +139,18 @@ def test_pauses_count_when_reclaiming() -> None:
     for least, shares in ((2, [5, 2]), (4, [3, 2])):
         new = JobRequest("new", least, least, submitted_s=1.0)
         assert counts(arbitrate({"n1": 5, "n2": 4}, [ending, other, new], placements), "ending", "other") == shares
+
+
+def test_pause_costs_more_as_a_job_grows() -> None:
+    """Of 300 s of work, 120 s are a larger part for 5 workers than for 2: each worker more has to be worth that."""
+    short = JobRequest("short", 1, 8, remaining=300.0, pause_s=120.0)
+    long = JobRequest("long", 1, 8, model=ThroughputModel(1.0, 0.1), pause_s=0.0)
+    value, other = JobValue(short, ArbitrationSettings()), JobValue(long, ArbitrationSettings())
+    found = arbitrate({"n": 8}, [short, long], {"short": {"n": 1}, "long": {"n": 7}})
+    workers, left = counts(found, "short", "long")
+    gain = value.compute_utility(workers) - value.compute_utility(1)
+    paid = value.compute_move_cost(workers) if workers > 1 else 0.0
+    assert gain - paid >= other.compute_utility(7) - other.compute_utility(left)
 
 
 def test_who_moved_often_stays() -> None:

@@ -6,7 +6,7 @@ scoring, a step ahead. What does not belong here: generation, losses, and data s
 
 from __future__ import annotations
 
-from edl.distill.scoring.on_policy import on_policy
+from edl.distill.scoring.generation import on_policy
 from edl.distill.scoring.scorer import Scorer
 
 __all__ = ["Scorer", "on_policy"]

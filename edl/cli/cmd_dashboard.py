@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import signal
-import threading
+import time
 import webbrowser
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from edl.cli._changes import printable
 from edl.dashboard.state.reader import shown_url
+from edl.end_signals import collect_signals
 from edl.kube.settings import KubeSettings
 from edl.settings import Credentials, DiscoverySettings
 
@@ -19,7 +18,7 @@ __all__ = ["main"]
 _PORT = 8650  # DEFAULT_PORT of edl.dashboard.server, which imports aiohttp
 _KUBE_TIMEOUT_S = 3.0
 """For the API server: the look at the store waits for it."""
-_WAIT_S = 3600.0  # again and again; a signal ends it, and any length would do
+_POLL_S = 0.2  # how soon a signal is noticed
 
 _DESCRIPTION = """\
 Serves a page with everything that a store knows: jobs with their members, goodput and throughput over time, teachers
@@ -70,26 +69,13 @@ def main(argv: Sequence[str]) -> int:
         kube=kube,
         kube_namespaces=tuple(options.kube),
     )
-    with _signals() as ended, DashboardServer(settings) as server:
+    with collect_signals() as caught, DashboardServer(settings) as server:
         print(printable(f"The page of {shown_url(url)} is at {server.url} ; Ctrl-C ends it."), flush=True)
         if options.open and not webbrowser.open(server.url):
             print("no browser could be started: open that address in one")
-        while not ended.wait(_WAIT_S):
-            pass
+        while not caught:
+            time.sleep(_POLL_S)
     return 0
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[threading.Event]:
-    """Set an event at a signal that asks for an end."""
-    ended = threading.Event()
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda *_: ended.set()) for number in numbers}
-    try:
-        yield ended
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
@@ -17,6 +17,7 @@ from edl.cli._streams import StreamFollower
 from edl.cli.scaling.advice import add_advice_options, open_advisor
 from edl.discovery import Store, open_store
 from edl.discovery.served.own_host import is_loopback
+from edl.end_signals import collect_signals
 from edl.errors import SettingsError
 from edl.log_output import log_to_stderr
 from edl.master.client import MasterClient
@@ -85,7 +86,7 @@ def main(argv: Sequence[str]) -> int:
     warn_of_open_port(options.host, credentials)
     dataset = _dataset(options)
     following = FollowSettings(end_after_s=options.end_after, end_marker=options.end_marker)
-    with _signals() as caught, contextlib.ExitStack() as stack:
+    with collect_signals() as caught, contextlib.ExitStack() as stack:
         specs = {} if dataset is None else {options.name: dataset.spec}
         master = stack.enter_context(MasterServer(options.job, settings, specs))
         if options.http_port is not None:
@@ -265,21 +266,6 @@ def _set_aside(journal: str) -> None:
         raise SettingsError(f"--new: {path} cannot be set aside: {exc.strerror or exc}") from exc
     if kept.exists():
         logger.info("the journal until now is kept in %s", kept)
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collect signals that ask for an end."""
-    caught: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, frame: caught.append(number))
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _retry(job: str, url: str, credentials: Credentials) -> int:

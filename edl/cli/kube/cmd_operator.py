@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
-from edl.cli.kube.connection import command_parser
+from edl.cli.kube.connection import add_kubeconfig_options, command_parser
+from edl.end_signals import collect_signals
 from edl.errors import SettingsError
 from edl.kube.settings import KubeSettings
 from edl.log_output import log_to_stderr
@@ -85,13 +85,7 @@ def main(argv: Sequence[str]) -> int:
     )
     add("--no-capacity", action="store_true", help="do not look at nodes and all pods, even where that is allowed")
     add = parser.add_argument_group("cluster").add_argument
-    add("--context", metavar="NAME", default="", help="of the kubeconfig (default: its current one)")
-    add(
-        "--kubeconfig",
-        metavar="FILE",
-        default="",
-        help="(default: KUBECONFIG, the pod's service account, ~/.kube/config)",
-    )
+    add_kubeconfig_options(add)
     add("--timeout", type=float, default=10.0, metavar="S", help="for an answer of the API server (default: 10)")
     add = parser.add_argument_group("health and metrics").add_argument
     add("--http-port", type=int, metavar="N", help="serve /livez, /readyz and /metrics there; 0 for a free port")
@@ -121,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
         host=options.http_host if options.http_port is not None else None,
         port=options.http_port or 0,
     )
-    with _signals() as caught:
+    with collect_signals() as caught:
         with Operator(settings) as operator:
             where = "all namespaces" if options.all_namespaces else ", ".join(operator.namespaces)
             health = f"; health and metrics on port {operator.port}" if operator.port is not None else ""
@@ -130,18 +124,3 @@ def main(argv: Sequence[str]) -> int:
                 time.sleep(_POLL_S)
             logger.info("ending by %s; pods run on", signal.Signals(caught[0]).name)
         return _BY_SIGNAL + caught[0]
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collect signals that ask for an end."""
-    caught: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, frame: caught.append(number))
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

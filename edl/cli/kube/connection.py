@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from edl.errors import InvalidObjectError, SettingsError
@@ -12,7 +12,7 @@ from edl.kube.client import KubeClient
 from edl.kube.resource_types import ELASTIC_JOBS
 from edl.kube.settings import KubeSettings
 
-__all__ = ["INSTALL_HINT", "add_cluster_options", "command_parser", "open_cluster"]
+__all__ = ["INSTALL_HINT", "add_cluster_options", "add_kubeconfig_options", "command_parser", "open_cluster"]
 
 INSTALL_HINT: Final = (
     "install EDL in the cluster: helm install edl serving/kube/chart --namespace edl --create-namespace "
@@ -47,6 +47,15 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     """
     add = parser.add_argument_group("cluster").add_argument
     add("-n", "--namespace", metavar="NAME", help="(default: the context's, or the pod's own)")
+    add_kubeconfig_options(add)
+
+
+def add_kubeconfig_options(add: Callable[..., object]) -> None:
+    """Add the options that say which cluster, and as whom.
+
+    Args:
+        add: `add_argument` of a parser, or of a group.
+    """
     add("--context", metavar="NAME", default="", help="of the kubeconfig (default: its current one)")
     add(
         "--kubeconfig",

@@ -12,7 +12,7 @@ from edl.discovery.common.latest_value import LatestValue
 from edl.discovery.common.resource import Resource
 from edl.errors import ClosedError, DiscoveryError
 
-__all__ = ["BlockingWatch"]
+__all__ = ["BlockingWatch", "WatchSource"]
 
 WAIT_S = 10.0
 """How long the server waits for a change. A server that hangs is noticed this much, and a request's timeout, later."""
@@ -25,8 +25,11 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
-class _Connection(Protocol):
-    def close(self) -> None: ...
+class WatchSource(Protocol):
+    """What a watch asks: a connection, mostly."""
+
+    def close(self) -> None:
+        """End a query that is under way, and answer no other."""
 
 
 class BlockingWatch(Resource, Generic[T, S]):
@@ -42,7 +45,7 @@ class BlockingWatch(Resource, Generic[T, S]):
 
     def __init__(
         self,
-        client: _Connection,
+        client: WatchSource,
         query: Callable[[int | None, float], tuple[int, T]],
         answered: Callable[[T], S],
         failed: Callable[[str], S],

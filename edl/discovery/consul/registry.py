@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 import secrets
-import time
 from typing import Any
 
 from typing_extensions import override
 
-from edl.discovery.common.blocking_watch import BlockingWatch
 from edl.discovery.common.renewal import InstanceClaim, RenewedRegistration
 from edl.discovery.common.resource import Resource
-from edl.discovery.common.service_view import ServiceView, build_snapshot
+from edl.discovery.common.service_view import build_snapshot
+from edl.discovery.common.service_watch import BlockingServiceWatch
 from edl.discovery.consul.client import ConsulClient, ConsulService
 from edl.discovery.consul.target import ConsulTarget
 from edl.discovery.records import RESERVED_META, check_service, check_ttl, is_service, parsed, validated
@@ -104,24 +103,15 @@ class _ServiceClaim(InstanceClaim):
             self.client.close()
 
 
-class _ServiceWatch(BlockingWatch[Snapshot, Snapshot], Watch):
+class _ServiceWatch(BlockingServiceWatch):
     def __init__(self, target: ConsulTarget, service: str) -> None:
-        follower, client = ServiceView(service), ConsulClient(target)
+        client = ConsulClient(target)
 
         def query(index: int | None, wait_s: float) -> tuple[int, Snapshot]:
             index, entries = client.instances(service, index, wait_s)
             return index, _snapshot(service, entries)
 
-        super().__init__(
-            client,
-            query,
-            answered=lambda snapshot: follower.answered(snapshot, time.monotonic()),
-            failed=follower.failed,
-            recheck_at=lambda: follower.recheck_at,
-        )
-
-    def get(self, timeout_s: float | None = None) -> Snapshot | None:
-        return self.take(timeout_s)
+        super().__init__(service, client, query)
 
 
 def _snapshot(service: str, found: list[ConsulService]) -> Snapshot:

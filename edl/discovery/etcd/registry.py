@@ -13,10 +13,10 @@ from collections.abc import Iterable
 
 from typing_extensions import override
 
-from edl.discovery.common.blocking_watch import BlockingWatch
 from edl.discovery.common.renewal import InstanceClaim, RenewedRegistration
 from edl.discovery.common.resource import Resource
-from edl.discovery.common.service_view import ServiceView, build_snapshot
+from edl.discovery.common.service_view import build_snapshot
+from edl.discovery.common.service_watch import BlockingServiceWatch
 from edl.discovery.etcd.client import EtcdClient
 from edl.discovery.etcd.target import EtcdTarget
 from edl.discovery.records import check_service, check_ttl, from_json, is_service, to_json, validated
@@ -136,9 +136,9 @@ class _RecordClaim(InstanceClaim):
             self.client.close()
 
 
-class _ServiceWatch(BlockingWatch[Snapshot, Snapshot], Watch):
+class _ServiceWatch(BlockingServiceWatch):
     def __init__(self, target: EtcdTarget, service: str) -> None:
-        follower, client = ServiceView(service), EtcdClient(target, from_main=False)
+        client = EtcdClient(target, from_main=False)
 
         def query(index: int | None, wait_s: float) -> tuple[int, Snapshot]:
             if index is not None:
@@ -146,16 +146,7 @@ class _ServiceWatch(BlockingWatch[Snapshot, Snapshot], Watch):
             index, found = client.entries(_folder(service))
             return index, _snapshot(service, found)
 
-        super().__init__(
-            client,
-            query,
-            answered=lambda snapshot: follower.answered(snapshot, time.monotonic()),
-            failed=follower.failed,
-            recheck_at=lambda: follower.recheck_at,
-        )
-
-    def get(self, timeout_s: float | None = None) -> Snapshot | None:
-        return self.take(timeout_s)
+        super().__init__(service, client, query)
 
 
 def _folder(service: str) -> bytes:

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 
 from typing_extensions import override
 
-from edl.discovery.common.blocking_watch import BlockingWatch
 from edl.discovery.common.renewal import InstanceClaim, RenewedRegistration
 from edl.discovery.common.resource import Resource
-from edl.discovery.common.service_view import ServiceView, build_snapshot
+from edl.discovery.common.service_view import build_snapshot
+from edl.discovery.common.service_watch import BlockingServiceWatch
 from edl.discovery.kubernetes.api import KubernetesApi
 from edl.discovery.kubernetes.leases import LeaseObject
 from edl.discovery.kubernetes.naming import (
@@ -154,25 +154,15 @@ class _RecordClaim(InstanceClaim):
             self.api.close()
 
 
-class _ServiceWatch(BlockingWatch[Snapshot, Snapshot], Watch):
+class _ServiceWatch(BlockingServiceWatch):
     def __init__(self, api: KubernetesApi, service: str) -> None:
-        follower = ServiceView(service)
         objects = ConfigMapWatch(api, select_service(service))
 
         def query(index: int | None, wait_s: float) -> tuple[int, Snapshot]:
             version, found = objects.await_change(index, wait_s)
             return version, _snapshot(service, found.values())
 
-        super().__init__(
-            objects,
-            query,
-            answered=lambda snapshot: follower.answered(snapshot, time.monotonic()),
-            failed=follower.failed,
-            recheck_at=lambda: follower.recheck_at,
-        )
-
-    def get(self, timeout_s: float | None = None) -> Snapshot | None:
-        return self.take(timeout_s)
+        super().__init__(service, objects, query)
 
 
 def _snapshot(service: str, found: Iterable[Object]) -> Snapshot:

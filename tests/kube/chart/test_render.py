@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from edl.master.kube.resources import ElasticJob, parse_elastic_job
 from tests.cluster.api import run_program
 from tests.cluster.machine import ROOT
 from tests.cluster.operator_process import CHART, render_chart
@@ -283,6 +285,16 @@ def test_manifests_are_up_to_date(helm: str) -> None:
         written = [item for item in yaml.safe_load_all((manifests.MANIFESTS / name).read_text()) if item]
         found = [item for item in yaml.safe_load_all(text) if item]
         assert sorted(written, key=str) == sorted(found, key=str), f"{name}: make manifests"
+
+
+def test_notes_can_be_pasted() -> None:
+    """A shell ends a here-document at a line that is the word and nothing else."""
+    lines = (CHART / "templates/NOTES.txt").read_text().splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.endswith("<<'JOB'"))
+    end = lines.index("JOB")
+    text = re.sub(r"\{\{.*?\}\}", "edl", "\n".join(lines[begin + 1 : end]))
+    job = parse_elastic_job({**yaml.safe_load(text)}, "kubernetes://edl")
+    assert isinstance(job, ElasticJob), job
 
 
 def test_operator_manifest_is_its_own() -> None:

@@ -90,8 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--store",
         metavar="URL",
-        help="sqlite:///path, consul://host:port, etcd://host:port, edl://host:port (default: EDL_DISCOVERY, or your "
-        "file)",
+        help="sqlite:///path, consul://host:port, etcd://host:port, kubernetes://namespace, edl://host:port (default: "
+        "EDL_DISCOVERY, or your file)",
     )
     add("--discovery", metavar="URL", help="where teachers register (default: the same URL)")
     add(

@@ -156,8 +156,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--store",
         metavar="URL",
-        help="where workers find the master: sqlite:///path, consul://host:port, etcd://host:port (default: "
-        "EDL_DISCOVERY, or your file)",
+        help="where workers find the master: sqlite:///path, consul://host:port, etcd://host:port, "
+        "kubernetes://namespace (default: EDL_DISCOVERY, or your file)",
     )
     add(
         "--journal",

@@ -78,8 +78,8 @@ def _add_job(found: argparse.ArgumentParser) -> None:
     add(
         "--store",
         metavar="URL",
-        help="where they meet: sqlite:///path (of one machine), consul://host:port, etcd://host:port (default: "
-        "EDL_DISCOVERY, or your file)",
+        help="where they meet: sqlite:///path (of one machine), consul://host:port, etcd://host:port, "
+        "kubernetes://namespace (default: EDL_DISCOVERY, or your file)",
     )
     add("--shard", type=int, metavar="ROWS", help="rows that a worker takes at a time; the first worker's (32 to 1024)")
     add(

@@ -216,6 +216,13 @@ def test_example_is_a_scaled_object() -> None:
     objects = [item for block in blocks for item in yaml.safe_load_all(block)]
     kinds = {item["kind"]: item for item in objects}
     scaled = kinds["ScaledObject"]
+    (container,) = kinds["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert f"edl {' '.join(container['args'])}\n" in page, "the pod's command is the page's"
+    labels = kinds["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    service = kinds["Service"]
+    assert service["spec"]["selector"] == labels == kinds["Deployment"]["spec"]["selector"]["matchLabels"]
+    address = scaled["spec"]["triggers"][0]["metadata"]["scalerAddress"]
+    assert address == f"{service['metadata']['name']}.default:{service['spec']['ports'][0]['port']}"
     target = scaled["spec"]["scaleTargetRef"]
     pool = kinds["TeacherPool"]
     assert scaled["apiVersion"] == "keda.sh/v1alpha1"

@@ -93,7 +93,7 @@ def chunked_token_loss(
 
     size = chunk_tokens or max(1, _CHUNK_LOGITS // _vocabulary(head, labels))
     # `split` gives a chunk also where no token is left: each parameter of the head has a gradient then, as DDP wants.
-    chunks = zip(rows.split(size), *(part.split(size) for part in parts), strict=True)
+    chunks = zip(*(torch.split(part, size) for part in (rows, *parts)), strict=True)
     losses = torch.stack([checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks])
     count = rows.shape[0] if token_count is None else token_count
     return total(losses * labels.temperature**2, None, count, "mean")

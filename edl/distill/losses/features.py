@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
-from edl.distill.losses.terms import Reduction, as_tensor, reduced, widened
+from edl.distill.losses.terms import (
+    Reduction,
+    as_tensor,
+    check_temperature,
+    reduced,
+    unit_vectors,
+    widened,
+)
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 
-__all__ = ["feature_mse"]
+__all__ = ["attention_transfer", "contrastive", "feature_cosine", "feature_mse"]
 
 
 def feature_mse(
@@ -37,6 +45,128 @@ def feature_mse(
     Raises:
         SettingsError: shapes that differ.
     """
+    projected, target = _projected(student, teacher, projection)
+    return reduced((projected - target).square().flatten(1).mean(dim=1), reduction)
+
+
+def feature_cosine(
+    student: Tensor,
+    teacher: Tensor | Array,
+    projection: Callable[[Tensor], Tensor] | None = None,
+    *,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Compute 1 minus the cosine of the angle between embeddings [rows, ..., features].
+
+    Source: the cosine embedding loss of Sanh et al., "DistilBERT", 2019, section 3.
+
+    Args:
+        student: embeddings, floating-point [rows, ..., features].
+        teacher: embeddings of the same number of features.
+        projection: see `feature_mse`.
+        reduction: "mean" over rows and positions, "sum", or "none" for [rows, ...].
+
+    Returns:
+        The loss, from 0 to 2, or losses [rows, ...] with reduction "none". An embedding of zeros has cosine 0.
+
+    Raises:
+        SettingsError: shapes that differ.
+    """
+    projected, target = _projected(student, teacher, projection)
+    return reduced(1 - (unit_vectors(projected) * unit_vectors(target)).sum(dim=-1), reduction)
+
+
+def contrastive(
+    student: Tensor,
+    teacher: Tensor | Array,
+    projection: Callable[[Tensor], Tensor] | None = None,
+    *,
+    temperature: float = 0.07,
+    negatives: Tensor | Array | None = None,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Compute the cross-entropy of finding the teacher's embedding of the same row among those of all rows (InfoNCE).
+
+    Similarities are cosines divided by `temperature`. Of CRD, for which it is often taken, it has the aim (the mutual
+    information of both embeddings) but not the estimator: CRD compares with thousands of negatives of a memory by noise
+    contrastive estimation.
+
+    Sources: van den Oord et al., "Representation Learning with Contrastive Predictive Coding", 2018, equation 4; Tian,
+    Krishnan, Isola, "Contrastive Representation Distillation", 2020.
+
+    Args:
+        student: embeddings, floating-point [rows, features], at least two rows unless there are negatives.
+        teacher: embeddings [rows, features].
+        projection: see `feature_mse`.
+        temperature: of the similarities, above 0.
+        negatives: more embeddings of the teacher [any number, features], of other rows: a queue, or other processes'.
+        reduction: see the module.
+
+    Returns:
+        The loss, or losses [rows] with reduction "none".
+
+    Raises:
+        SettingsError: shapes or a temperature that cannot be.
+    """
+    check_temperature(temperature)
+    projected, target = _projected(student, teacher, projection)
+    if projected.ndim != 2:
+        raise SettingsError(f"embeddings are {list(projected.shape)}: expected [rows, features]")
+    candidates = target
+    if negatives is not None:
+        others = as_tensor(negatives, projected.device).detach().to(projected.dtype)
+        if others.ndim != 2 or others.shape[1] != projected.shape[1]:
+            raise SettingsError(f"negatives are {list(others.shape)}: expected [any number, {projected.shape[1]}]")
+        candidates = torch.cat([target, others])
+    with torch.autocast(projected.device.type, enabled=False):  # it would multiply in half precision
+        similarities = unit_vectors(projected) @ unit_vectors(candidates).T / temperature
+    if similarities.shape[0] and similarities.shape[1] < 2:
+        raise SettingsError("a single row has nothing to be told from: pass more rows, or negatives")
+    return reduced(-similarities.log_softmax(dim=-1).diagonal(), reduction)
+
+
+def attention_transfer(student: Tensor, teacher: Tensor | Array, *, reduction: Reduction = "mean") -> Tensor:
+    """Compute the squared difference of spatial attention maps, averaged over positions.
+
+    The map of features [rows, channels, ...] is the sum of squares over the channels, scaled to length 1, so that
+    teacher and student may have different numbers of channels. The mean of squares is what the authors' program has;
+    their text has the length of the difference.
+
+    Source: Zagoruyko and Komodakis, "Paying More Attention to Attention", 2017, section 3.1.
+
+    Args:
+        student: features of a layer, floating-point [rows, channels, height, width] or with other spatial axes.
+        teacher: features [rows, channels, height, width] of the same height and width.
+        reduction: see the module.
+
+    Returns:
+        The loss, or losses [rows] with reduction "none". Sum it over layers, times about 1,000 beside a hard loss.
+
+    Raises:
+        SettingsError: shapes that do not agree.
+    """
+    ours = widened(student)
+    theirs = as_tensor(teacher, ours.device).detach().to(ours.dtype)
+    if ours.ndim < 3 or ours.shape[0] != theirs.shape[0] or ours.shape[2:] != theirs.shape[2:]:
+        raise SettingsError(
+            f"features of the student are {list(ours.shape)}, of the teacher {list(theirs.shape)}: both must be "
+            "[rows, channels, height, width] with the same rows, height and width; resize one of them"
+        )
+    maps = [_attention(features) for features in (ours, theirs)]
+    return reduced((maps[0] - maps[1]).square().mean(dim=1), reduction)
+
+
+def _attention(features: Tensor) -> Tensor:
+    """Return maps [rows, positions] of length 1."""
+    largest = features.detach().abs().flatten(1).amax(dim=1).clamp(min=torch.finfo(features.dtype).tiny)
+    # The map does not change with the features' scale, but squares of large ones overflow, those of small ones vanish.
+    scaled = features / largest.reshape(-1, *(1,) * (features.ndim - 1))
+    return unit_vectors(scaled.square().sum(dim=1).flatten(1))
+
+
+def _projected(
+    student: Tensor, teacher: Tensor | Array, projection: Callable[[Tensor], Tensor] | None
+) -> tuple[Tensor, Tensor]:
     projected = widened(projection(student) if projection is not None else student)
     target = as_tensor(teacher, projected.device).detach().to(projected.dtype)
     if projected.shape != target.shape:
@@ -44,4 +174,4 @@ def feature_mse(
             f"features of the student are {list(projected.shape)}, of the teacher {list(target.shape)}: "
             "pass a projection that gives the teacher's shape, such as torch.nn.Linear or a 1x1 convolution"
         )
-    return reduced((projected - target).square().flatten(1).mean(dim=1), reduction)
+    return projected, target

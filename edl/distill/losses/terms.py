@@ -23,6 +23,7 @@ __all__ = [
     "expected",
     "log_probabilities",
     "reduced",
+    "unit_vectors",
     "widened",
 ]
 
@@ -32,6 +33,10 @@ Reduction: TypeAlias = Literal["mean", "sum", "none"]
 TeacherIs: TypeAlias = Literal["logits", "probabilities"]
 """What the teacher's output holds."""
 
+_LEAST_ELEMENT = 1e-8
+"""Vectors without a larger element have no direction, and no gradient, which would be as large as they are small. A
+smaller bound lets rounding errors pass for directions: those of probabilities around 0.01 in float32 are some 1e-9."""
+
 _SUM_TOLERANCE = 0.02  # float16 probabilities of many classes sum to 1 only so nearly
 
 
@@ -39,6 +44,16 @@ def expected(log_p: Tensor, values: Tensor) -> Tensor:
     """Return the sum of p times `values`; values without probability add 0, even if infinite. NaN stays NaN."""
     p = log_p.exp()
     return (p * torch.where(p > 0, values, 0.0)).sum(dim=-1)
+
+
+def unit_vectors(vectors: Tensor) -> Tensor:
+    """Return vectors [..., features] scaled to length 1, however large, and zeros for those without a direction."""
+    largest = vectors.detach().abs().amax(dim=-1, keepdim=True)
+    missing = largest <= _LEAST_ELEMENT  # not of NaN, which stays
+    # Divided by the largest element first: squares of large ones overflow.
+    scaled = vectors / largest.masked_fill(missing, 1.0)
+    squares = scaled.square().sum(dim=-1, keepdim=True)
+    return (scaled / squares.masked_fill(missing, 1.0).sqrt()).masked_fill(missing, 0.0)
 
 
 def log_probabilities(

@@ -40,7 +40,7 @@ def test_log_probabilities_of_tokens() -> None:
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_estimates_and_gradients_are_unbiased(estimator: Any) -> None:
+def test_estimates_are_unbiased(estimator: Any) -> None:
     """Weighing every token by the student's probability, in place of drawing it, gives the KL and its gradient."""
     student, teacher = drawn(4, VOCABULARY, seed=1).requires_grad_(), drawn(4, VOCABULARY, seed=2).log_softmax(-1)
     log_q = token_log_probabilities(student, every_token(4))

@@ -1,0 +1,200 @@
+"""Losses of features, embeddings and images' classes, against their formulas in numpy float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from edl.distill.losses import (  # noqa: E402
+    attention_transfer,
+    contrastive,
+    correlation_loss,
+    decoupled_kl,
+    feature_cosine,
+    kl_divergence,
+)
+from edl.errors import SettingsError  # noqa: E402
+
+Array = np.ndarray[Any, Any]
+
+
+def drawn(*shape: int, seed: int) -> Array:
+    return np.random.default_rng(seed).normal(0, 2, shape)
+
+
+def tensor(array: Array) -> Any:
+    return torch.from_numpy(array.copy())
+
+
+def softmax(values: Array, temperature: float) -> Array:
+    weights = np.exp(values / temperature)
+    return weights / weights.sum(-1, keepdims=True)
+
+
+LABELS = torch.tensor([0, 3, 2])
+LOSSES: dict[str, Callable[[Any, Any], Any]] = {
+    "cosine": feature_cosine,
+    "contrastive": lambda s, t: contrastive(s, t, temperature=0.5, negatives=t.flip(1)[:2]),
+    "DIST": lambda s, t: correlation_loss(s, t, beta=2.0, gamma=0.5, temperature=3.0),
+    "DKD": lambda s, t: decoupled_kl(s, t, LABELS, beta=2.0, temperature=3.0),
+    "attention": lambda s, t: attention_transfer(s.reshape(-1, 1, 2, 2), t.reshape(-1, 1, 2, 2)),
+}
+
+
+def test_cosine_by_definition() -> None:
+    s, t = drawn(2, 5, 8, seed=1), drawn(2, 5, 8, seed=2)
+    expected = 1 - (s * t).sum(-1) / np.sqrt((s**2).sum(-1) * (t**2).sum(-1))
+    np.testing.assert_allclose(feature_cosine(tensor(s), tensor(t), reduction="none").numpy(), expected)
+    assert feature_cosine(tensor(s), tensor(3 * s)).item() == pytest.approx(0, abs=1e-12)
+    assert feature_cosine(tensor(s), -s).item() == pytest.approx(2)
+
+
+def test_contrastive_by_definition() -> None:
+    s, t, others = drawn(4, 8, seed=1), drawn(4, 8, seed=2), drawn(3, 8, seed=3)
+    s, t, others = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (s, t, others))
+    for negatives in (None, others):
+        similarities = np.exp(s @ np.concatenate([t, others][: 1 if negatives is None else 2]).T / 0.1)
+        expected = -np.log(np.diagonal(similarities) / similarities.sum(1))
+        ours = contrastive(tensor(5 * s), t, temperature=0.1, negatives=negatives, reduction="none")
+        np.testing.assert_allclose(ours.numpy(), expected)
+
+
+def test_decoupled_kl_recombines_to_kl() -> None:
+    """The paper's equation 6: with beta = 1 - p of the true class it is the KL, row by row."""
+    s, t, labels = drawn(6, 5, seed=1), drawn(6, 5, seed=2), torch.arange(6) % 5
+    p_true = softmax(t, 2.0)[np.arange(6), labels.numpy()]
+    whole = kl_divergence(tensor(s), tensor(t), temperature=2.0, reduction="none")
+    for row in range(6):
+        part = slice(row, row + 1)
+        ours = decoupled_kl(tensor(s)[part], t[part], labels[part], beta=1 - p_true[row], temperature=2.0)
+        assert ours.item() == pytest.approx(whole[row].item())
+
+
+def test_decoupled_kl_by_definition() -> None:
+    """Both parts on their own, also with axes between."""
+    s, t, labels = drawn(2, 3, 5, seed=1), drawn(2, 3, 5, seed=2), torch.arange(6).reshape(2, 3) % 5
+    q, p = softmax(s, 2.0), softmax(t, 2.0)
+    for index in np.ndindex(2, 3):
+        true = int(labels[index])
+        other = [j for j in range(5) if j != true]
+        p_t, q_t = p[index][true], q[index][true]
+        tckd = p_t * np.log(p_t / q_t) + (1 - p_t) * np.log((1 - p_t) / (1 - q_t))
+        p_o, q_o = p[index][other] / (1 - p_t), q[index][other] / (1 - q_t)
+        nckd = (p_o * np.log(p_o / q_o)).sum()
+        for alpha, beta in ((1.0, 0.0), (0.0, 1.0), (1.0, 8.0)):
+            rows = decoupled_kl(tensor(s), t, labels, alpha=alpha, beta=beta, temperature=2.0, reduction="none")
+            assert rows[index].item() == pytest.approx(4 * (alpha * tckd + beta * nckd))
+
+
+def test_correlations_are_numpys() -> None:
+    s, t = drawn(6, 4, seed=1), drawn(6, 4, seed=2)
+    q, p = softmax(s, 2.0), softmax(t, 2.0)
+    inter = np.mean([np.corrcoef(q[i], p[i])[0, 1] for i in range(6)])
+    intra = np.mean([np.corrcoef(q[:, j], p[:, j])[0, 1] for j in range(4)])
+    ours = correlation_loss(tensor(s), t, beta=2.0, gamma=3.0, temperature=2.0)
+    assert ours.item() == pytest.approx(4 * (2 * (1 - inter) + 3 * (1 - intra)))
+    assert correlation_loss(tensor(s), s).item() == pytest.approx(0, abs=1e-12)
+
+
+def test_attention_by_definition() -> None:
+    """Another number of channels, and of spatial axes, is fine."""
+    s, t = drawn(3, 4, 5, 6, seed=1), drawn(3, 7, 5, 6, seed=2)
+    maps = [(x**2).sum(1).reshape(3, -1) for x in (s, t)]
+    q, p = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in maps)
+    ours = attention_transfer(tensor(s), t, reduction="none")
+    np.testing.assert_allclose(ours.numpy(), ((q - p) ** 2).mean(1))
+    flat = attention_transfer(tensor(s).flatten(2), t.reshape(3, 7, -1), reduction="none")
+    np.testing.assert_allclose(flat.numpy(), ours.numpy())
+    assert attention_transfer(tensor(s), 100 * s).item() == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_are_right(name: str) -> None:
+    student, teacher = tensor(drawn(3, 4, seed=1)).requires_grad_(), tensor(drawn(3, 4, seed=2)).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: LOSSES[name](x, teacher.detach()), (student,))
+    LOSSES[name](student, teacher).backward()
+    assert teacher.grad is None or (teacher.grad == 0).all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1e-6, 1e4, 1e15])
+def test_any_size_stays_finite(name: str, scale: float) -> None:
+    """Zeros as at the start of training, and what overflows when it is squared."""
+    student = (tensor(drawn(3, 4, seed=1)).float() * scale).requires_grad_()
+    for teacher in (tensor(drawn(3, 4, seed=2)).float(), torch.zeros(3, 4)):
+        loss = LOSSES[name](student, teacher)
+        (gradient,) = torch.autograd.grad(loss, student)
+        assert torch.isfinite(loss)
+        assert torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_computes_in_float32(name: str, dtype: Any) -> None:
+    student, teacher = tensor(drawn(3, 4, seed=1)).to(dtype), tensor(drawn(3, 4, seed=2)).to(dtype)
+    loss, expected = LOSSES[name](student, teacher), LOSSES[name](student.double(), teacher.double())
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_autocast_keeps_the_precision(name: str) -> None:
+    student, teacher = tensor(drawn(3, 4, seed=1)).float(), tensor(drawn(3, 4, seed=2)).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = LOSSES[name](student, teacher)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(LOSSES[name](student, teacher).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_nan_is_not_hidden(name: str) -> None:
+    student, teacher = tensor(drawn(3, 4, seed=1)), tensor(drawn(3, 4, seed=2))
+    teacher[1, 2] = float("nan")
+    assert torch.isnan(LOSSES[name](student, teacher))
+
+
+def test_masked_classes_add_nothing() -> None:
+    """Classes that both models exclude with -inf."""
+    student = torch.tensor([[0.5, 0.1, 1.0, -float("inf")]], requires_grad=True)
+    teacher = torch.tensor([[1.0, 2.0, 0.0, -float("inf")]])
+    loss = decoupled_kl(student, teacher, torch.tensor([1]))
+    expected = decoupled_kl(student[:, :3], teacher[:, :3], torch.tensor([1]))
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item())
+    assert torch.isfinite(student.grad).all()
+
+
+def test_projections_learn() -> None:
+    student, teacher = torch.randn(4, 8), torch.randn(4, 16)
+    for loss in (feature_cosine, contrastive):
+        projection = torch.nn.Linear(8, 16)
+        loss(student, teacher, projection).backward()
+        assert projection.weight.grad.abs().sum() > 0
+
+
+X = torch.zeros(3, 4)
+BAD: list[tuple[Callable[[], Any], str]] = [
+    (lambda: feature_cosine(X, X[:, :3]), r"student are \[3, 4\], of the teacher \[3, 3\].*projection"),
+    (lambda: contrastive(X, X, temperature=0), "temperature=0"),
+    (lambda: contrastive(X[None], X[None]), r"embeddings are \[1, 3, 4\]"),
+    (lambda: contrastive(X[:1], X[:1]), "a single row"),
+    (lambda: contrastive(X, X, negatives=X[:, :2]), r"negatives are \[3, 2\]: expected \[any number, 4\]"),
+    (lambda: attention_transfer(X, X), "channels"),
+    (lambda: attention_transfer(X[None, None], X[None, None, :2]), r"\[1, 1, 3, 4\], of the teacher \[1, 1, 2, 4\]"),
+    (lambda: decoupled_kl(X, X, LABELS.float()), r"labels are torch\.float32 \[3\]"),
+    (lambda: decoupled_kl(X, X, LABELS[:2]), r"labels are torch\.int64 \[2\]: expected whole numbers \[3\]"),
+    (lambda: decoupled_kl(X, X, LABELS, beta=-1), "beta=-1"),
+    (lambda: correlation_loss(X, X, gamma=float("nan")), "gamma=nan"),
+    (lambda: correlation_loss(X[None], X[None]), r"logits are \[1, 3, 4\]: expected \[rows, classes\]"),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), BAD)
+def test_bad_input_is_named(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        call()

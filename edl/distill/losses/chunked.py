@@ -43,7 +43,7 @@ def chunked_token_loss(
 
     The logits of 8,192 tokens over 152,000 are 5 GB in float32, and a loss keeps several copies of them. Here each
     chunk's are computed, and computed again for the backward pass. Tokens that the mask leaves out cost nothing, not
-    even the head. The idea: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024, section 3.2.
+    even the head. The idea: Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024.
 
     Args:
         hidden: states before the head, floating-point [rows, ..., features].

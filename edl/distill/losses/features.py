@@ -58,7 +58,7 @@ def feature_cosine(
 ) -> Tensor:
     """Compute 1 minus the cosine of the angle between embeddings [rows, ..., features].
 
-    Source: the cosine embedding loss of Sanh et al., "DistilBERT", 2019, section 3.
+    Source: the cosine embedding loss of Sanh et al., "DistilBERT", 2019.
 
     Args:
         student: embeddings, floating-point [rows, ..., features].
@@ -91,7 +91,7 @@ def contrastive(
     information of both embeddings) but not the estimator: CRD compares with thousands of negatives of a memory by noise
     contrastive estimation.
 
-    Sources: van den Oord et al., "Representation Learning with Contrastive Predictive Coding", 2018, equation 4; Tian,
+    Sources: van den Oord et al., "Representation Learning with Contrastive Predictive Coding", 2018; Tian,
     Krishnan, Isola, "Contrastive Representation Distillation", 2020.
 
     Args:
@@ -132,7 +132,7 @@ def attention_transfer(student: Tensor, teacher: Tensor | Array, *, reduction: R
     teacher and student may have different numbers of channels. The mean of squares is what the authors' program has;
     their text has the length of the difference.
 
-    Source: Zagoruyko and Komodakis, "Paying More Attention to Attention", 2017, section 3.1.
+    Source: Zagoruyko and Komodakis, "Paying More Attention to Attention", 2017.
 
     Args:
         student: features of a layer, floating-point [rows, channels, height, width] or with other spatial axes.

@@ -48,7 +48,7 @@ def token_loss(
       KL(Q ‖ P) is infinite where a teacher says 0.
 
     Source: Agarwal et al., "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes", 2024,
-    equation 1, and TRL's `generalized_jsd_loss`, whose `beta` this is. As there, the loss tends to 0 as `beta` tends to
+    section 2, and TRL's `generalized_jsd_loss`, whose `beta` this is. As there, the loss tends to 0 as `beta` tends to
     0 or 1, and is a whole KL at 0 and at 1. TRL does not multiply by T².
 
     The same divergence over k tokens and the tail is never more than the one over the whole vocabulary, and equal to it

@@ -38,7 +38,7 @@ def decoupled_kl(
     `alpha` 1 and, for each row, `beta` 1 minus the teacher's probability of the true class, this would be the KL of the
     whole distributions: a sure teacher's knowledge of the other classes then weighs next to nothing.
 
-    Source: Zhao et al., "Decoupled Knowledge Distillation", 2022, equations 6 and 7, with the authors' 1 and 8.
+    Source: Zhao et al., "Decoupled Knowledge Distillation", 2022, with weights as in the authors' program.
 
     Args:
         student_logits: floating-point [rows, ..., classes], at least two classes.
@@ -96,7 +96,7 @@ def correlation_loss(
     over the rows, averaged over classes. So the student matches which class is likelier than which, and in which row a
     class is likelier, but not the probabilities: easier than KL where the teacher is much stronger.
 
-    Source: Huang et al., "Knowledge Distillation from A Stronger Teacher", 2022, equations 7 to 10.
+    Source: Huang et al., "Knowledge Distillation from A Stronger Teacher", 2022.
 
     Args:
         student_logits: floating-point [rows, classes]. Rows whose probabilities are all equal have correlation 0, and

@@ -65,7 +65,7 @@ def test_contrastive_by_definition() -> None:
 
 
 def test_decoupled_kl_recombines_to_kl() -> None:
-    """The paper's equation 6: with beta = 1 - p of the true class it is the KL, row by row."""
+    """With beta = 1 - p of the true class it is the KL, row by row."""
     s, t, labels = drawn(6, 5, seed=1), drawn(6, 5, seed=2), torch.arange(6) % 5
     p_true = softmax(t, 2.0)[np.arange(6), labels.numpy()]
     whole = kl_divergence(tensor(s), tensor(t), temperature=2.0, reduction="none")

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from edl.master.kube.capacity import ClusterCapacity, PodClaim
+from edl.master.kube.jobs import shares_cluster
 from edl.master.kube.members.naming import OWNER_UID_LABEL, POOL_LABEL, ROLE_LABEL
 from edl.master.kube.resources import ElasticJob
 from edl.master.scaling.arbitration import JobRequest, arbitrate
@@ -20,7 +21,6 @@ from edl.master.scaling.arbitration import JobRequest, arbitrate
 __all__ = ["SharingJob", "compute_shares", "read_sharing_job"]
 
 _GPU: Final = "nvidia.com/gpu"
-_DEFAULT_SCHEDULERS: Final = ("", "default-scheduler")
 _THOUSANDTHS: Final = 1000
 """In which capacity counts amounts."""
 _ENDED: Final = frozenset({"Succeeded", "Failed"})
@@ -59,7 +59,7 @@ def read_sharing_job(job: ElasticJob, wanted: int | None, remaining_s: int | Non
     """
     spec = job.template.get("spec")
     spec = spec if isinstance(spec, dict) else {}
-    if job.scaling != "auto" or job.suspend or job.queue or spec.get("schedulerName", "") not in _DEFAULT_SCHEDULERS:
+    if job.scaling != "auto" or job.suspend or not shares_cluster(job):
         return None
     if job.status.get("phase") in _ENDED:
         return None

@@ -146,7 +146,7 @@ class LanguageModelBackend(TokenBackend):
             kept = kept[torch.from_numpy(bucket.valid.reshape(-1)).to(self._device)]
         del whole, answer
         head: Any = self._model.get_output_embeddings() if self._plain_head else torch.clone
-        size = rows_of_slice(self._classes)
+        size = rows_of_slice(self._classes, self._device)
         for start in range(0, len(kept), size):
             wanted = targets[start : start + size].to(self._device) if targets is not None else None
             yield select_top_k(head(kept[start : start + size]), k, temperature, wanted)

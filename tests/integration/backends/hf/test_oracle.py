@@ -146,7 +146,7 @@ def test_a_head_is_sliced_where_it_may_be(checkpoint: Folder, monkeypatch: pytes
 
     select = language_model.select_top_k
     monkeypatch.setattr(language_model, "select_top_k", spy)
-    monkeypatch.setattr(language_model, "rows_of_slice", lambda vocabulary: 10)
+    monkeypatch.setattr(language_model, "rows_of_slice", lambda vocabulary, device: 10)
     inputs = tokens((25, 25))
     for name, largest in (("llama", 10), ("gemma2", 50)):
         seen: list[int] = []

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import statistics
 import threading
-import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -286,7 +284,7 @@ def region() -> Iterator[str]:
 
 @pytest.mark.timeout(120 + REQUESTS // 200)
 def test_thousands_of_bad_requests(process: StartProcess, connect: Connect, region: str) -> None:
-    """The server is as it was: memory, descriptors, threads, and the time that a good request takes."""
+    """The server is as it was: memory, descriptors, threads, and what a good request costs it."""
     server = process("Mixed", max_batch_rows=8, metrics_port=0)
     client = connect(server.target)
     client.ask("SystemSharedMemoryRegister", name="fuzz", key=region, byte_size=64)
@@ -295,15 +293,16 @@ def test_thousands_of_bad_requests(process: StartProcess, connect: Connect, regi
     found = psutil.Process(server.popen.pid)
 
     def state() -> dict[str, float]:
-        times = []
+        cpu_s = sum(
+            found.cpu_times()[:2]
+        )  # not how long it takes: a machine may be busy at one time, and idle at another
         for _ in range(300):
-            started = time.perf_counter()
             client.infer_bytes(fine, timeout=30)
-            times.append(time.perf_counter() - started)
+        cpu_s = sum(found.cpu_times()[:2]) - cpu_s
         until(lambda: 'edl_teacher_connections{model="m"} 0.0' in server.metrics())
         memory = found.memory_info().rss / 2**20
         return {
-            "us": statistics.median(times) * 1e6,
+            "cpu_us": cpu_s / 300 * 1e6,
             "MiB": memory,
             "descriptors": found.num_fds(),
             "threads": found.num_threads(),
@@ -321,7 +320,7 @@ def test_thousands_of_bad_requests(process: StartProcess, connect: Connect, regi
     # gRPC's own threads, and what they listen with, come and go with the load.
     assert after["descriptors"] <= before["descriptors"] + 4, f"{before} -> {after}"
     assert after["threads"] <= before["threads"] + 4, f"{before} -> {after}"
-    assert after["us"] < 4 * before["us"], f"a good request takes longer: {before} -> {after}"
+    assert after["cpu_us"] < 4 * before["cpu_us"] + 500, f"a good request costs more: {before} -> {after}"
     header, raw = codec.decode_response(client.infer_bytes(fine, timeout=30))
     assert header.outputs[0].name == "logits"
     np.testing.assert_array_equal(tensors.from_raw("FP32", (2, 5), raw[0]), logits(x))

@@ -16,9 +16,11 @@ import edl.protocol.transport  # noqa: F401 - before anybody imports grpc: it sw
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background has SIGINT ignored, and so would every program that they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-    # `nohup` has it ignored: torchrun's workers are told otherwise, those of `edl run` are not.
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+for _number in (signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        # `nohup` has them ignored, as a shell has for what runs in its background: torchrun tells its workers otherwise,
+        # `edl run` does not.
+        signal.signal(_number, signal.SIG_DFL)
 
 # torch asks DNS for the name of each peer that connects. A question that is lost is asked again after a second, not
 # after five, within which tests of recovery would take a worker for lost.

@@ -185,8 +185,14 @@ def test_commands_of_the_docs(block: Block, workshop: Workshop) -> None:
 
 @functools.cache
 def flags_of(command: str) -> set[str]:
-    told = subprocess.run([sys.executable, "-m", "edl", *command.split(), "--help"], capture_output=True, text=True)
-    return set(re.findall(r"--[a-z][a-z-]*", told.stdout))
+    shown = ""
+    for words in (
+        command.split(),
+        *([[command, "vllm://"]] if command == "register" else []),
+    ):  # engines have their own
+        line = [sys.executable, "-m", "edl", *words, "--help"]
+        shown += subprocess.run(line, capture_output=True, text=True, timeout=100).stdout
+    return set(re.findall(r"--[a-z][a-z-]*", shown))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -18,8 +18,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 for _number in (signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(_number) is signal.SIG_IGN:
-        # `nohup` has them ignored, as a shell has for what runs in its background: torchrun tells its workers otherwise,
-        # `edl run` does not.
+        # `nohup` has them ignored, and so has a shell for what runs in its background: torchrun tells its workers
+        # otherwise, `edl run` does not.
         signal.signal(_number, signal.SIG_DFL)
 
 # torch asks DNS for the name of each peer that connects. A question that is lost is asked again after a second, not

@@ -13,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = ROOT.parent / "shared/kube/kube"
+UP_ATTEMPTS = 4
 UP_S = 900.0  # building included, where tools/kubernetes.sh has not
 ASK_S = 60.0
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edl/kube"
@@ -51,9 +52,24 @@ class KubeMachine:
         if not self.running:
             self._script("build", timeout_s=UP_S)
             subprocess.run(["bash", str(ROOT / "tools/kubelet.sh"), str(self.home)], check=True, timeout=ASK_S)
-            self._script("up", "2", timeout_s=UP_S)
+            self._start()
             self._marker.touch()
         self._publish_ca()
+
+    def _start(self) -> None:
+        """Start the cluster, and try again: the script's look at what an earlier cluster left may fail by chance.
+
+        It asks `ip addr | grep -q` under pipefail, which fails where `ip` writes on after `grep` has seen enough.
+        """
+        for attempt in range(UP_ATTEMPTS):
+            try:
+                self._script("up", "2", timeout_s=UP_S)
+            except RuntimeError:
+                if attempt == UP_ATTEMPTS - 1:
+                    raise
+                self._script("down", timeout_s=120.0)
+            else:
+                return
 
     def down(self) -> None:
         """Stop everything."""

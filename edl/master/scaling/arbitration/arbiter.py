@@ -85,12 +85,14 @@ def arbitrate(
                 pool.add_workers(number, numbers[node], count)
         before.append(dict(places))
     former = release_impossible_workers(plan)
-    settled = False  # each pass but the last places a worker, and there are as many as GPUs to place
+    settled = False  # each pass but two places a worker, and there are as many as GPUs to place
     while not settled:
+        # Only a pass that every job enters unmoved, as it would another decision, shows that this would change nothing.
+        fresh = not any(plan.has_moved(job) for job in range(len(requests)))
         served = admit_pending_jobs(plan, former)
         grown = grow_jobs(plan)
         exchanged = exchange_workers(plan)
-        settled = not (served or grown or exchanged)
+        settled = fresh and not (served or grown or exchanged)
         plan.begin_pass()
     return _describe(plan, names, before)
 

@@ -31,7 +31,20 @@ def test_capacity_and_limits_hold(cluster: Cluster) -> None:
     check(cluster, arbitrate(cluster.nodes, cluster.jobs, cluster.placements))
 
 
+LOST_GPUS = Cluster(
+    {"n": 3},
+    [
+        JobRequest("wide", 0, 2, 2, priority=1, age_s=0.0),
+        JobRequest("flat", 0, 1, model=ThroughputModel(1.0, 0.3), priority=1, pause_s=0.0),
+        JobRequest("steep", 0, 1, pause_s=0.0),
+    ],
+    {"wide": {"n": 2}, "flat": {"n": 1}},
+)
+"""A decision that has to take workers, whose jobs pause anyway, is not the last word on who pauses for nothing."""
+
+
 @MANY
+@example(LOST_GPUS)
 @given(clusters())
 def test_own_result_moves_nothing(cluster: Cluster) -> None:
     first = arbitrate(cluster.nodes, cluster.jobs, cluster.placements)

@@ -7,8 +7,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Final
 
 __all__ = ["Notifier", "ReentrantEvent"]
+
+_SIGNAL_POLL_S: Final = 0.5
+"""How long the main thread waits at a stretch. A signal that comes after CPython's last look for signals and before it
+blocks in the lock interrupts nothing: its handler would run when the wait ends, which without it may be never."""
 
 
 class Notifier:
@@ -42,7 +47,10 @@ class Notifier:
                 left_s = -1.0 if deadline is None else deadline - time.monotonic()
                 if deadline is not None and left_s <= 0:
                     return False
-                woken.acquire(timeout=min(left_s, threading.TIMEOUT_MAX))
+                stretch_s = min(left_s, threading.TIMEOUT_MAX)
+                if threading.get_ident() == threading.main_thread().ident:  # only there do handlers run
+                    stretch_s = min(stretch_s, _SIGNAL_POLL_S) if stretch_s >= 0 else _SIGNAL_POLL_S
+                woken.acquire(timeout=stretch_s)
             finally:
                 with contextlib.suppress(ValueError):  # `notify` has taken it out
                     self._waits.remove(woken)

@@ -92,6 +92,8 @@ def test_garbage_is_collected_at_any_line(start: Start, thread: str) -> None:
     with reader_of(teacher, teacher_batch_size=2) as other:
         other.set_sample_generator(samples(12))
         gc.disable()
+        gc.collect()
+        gc.freeze()  # each collection would look at what other tests' imports have made
         try:
             for number in range(1, 1500, 37):
                 with deadline(30, f"an abandoned reader is collected before line {number} of {thread}"):
@@ -105,6 +107,7 @@ def test_garbage_is_collected_at_any_line(start: Start, thread: str) -> None:
                 if not interrupt.reached:
                     break
         finally:
+            gc.unfreeze()
             gc.enable()
     until(lambda: left() == NOTHING, 60)
 

@@ -109,6 +109,13 @@ def test_summary_after_the_end_is_the_same(tmp_path: Path) -> None:
     assert logged(again) == logged(first)
 
 
+def end_workers(trainer: Any) -> None:
+    """End workers of loaders; the garbage collector, which finds them with the Trainer, has torch wait 5 s for each."""
+    for loader in (trainer.callback_handler.train_dataloader, *trainer._eval_dataloaders.values()):
+        if loader._iterator is not None:
+            loader._iterator._shutdown_workers()
+
+
 @pytest.mark.parametrize("until", [3, 9])
 def test_persistent_workers_draw_once(tmp_path: Path, until: int) -> None:
     """Made before the first epoch and the first evaluation, and again after a restart: in the first or second epoch."""
@@ -125,6 +132,7 @@ def test_persistent_workers_draw_once(tmp_path: Path, until: int) -> None:
                     trainer.train()
             else:
                 trainer.train()
+            end_workers(trainer)
         ended.append((weights(trainer), logged(trainer)))
     (whole, lines), (broken, others) = ended
     assert all(map(torch.equal, whole, broken))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from typing import Final
@@ -11,9 +12,11 @@ from edl.cli._changes import printable
 from edl.cli.kube.connection import add_cluster_options, command_parser, open_cluster
 from edl.cli.kube.member_logs.follower import list_pods
 from edl.cli.kube.submission.script import SCRIPT_LABEL
+from edl.cli.kube.submission.sending import SUBMISSION_MARK
 from edl.cli.kube.targets import Target, find_target
-from edl.errors import ConflictError, EDLError, KubernetesError, SettingsError
+from edl.errors import AccessDeniedError, ConflictError, EDLError, KubernetesError, SettingsError
 from edl.kube.client import KubeClient
+from edl.kube.objects import Object
 from edl.kube.resource_types import CONFIG_MAPS
 
 __all__ = ["main"]
@@ -55,16 +58,35 @@ def main(argv: Sequence[str]) -> int:
 def _delete(client: KubeClient, target: Target) -> None:
     """Delete the very resource that was found; another of its name that came meanwhile stays."""
     uid = str(target.resource.get("metadata", {}).get("uid") or "")
+    scripts = _list_scripts(client, target) if target.kind == "job" else []
     try:
         client.delete(target.type, target.name, uid=uid)
     except ConflictError as exc:
         raise ConflictError(f"{target} was made anew meanwhile, and is left alone: {exc}") from exc
-    if target.kind == "job":
-        # The job owns its script, unless `kubectl apply` made both from `--dry-run`.
-        script = client.get(CONFIG_MAPS, f"{target.name}-script")
-        metadata = script.get("metadata", {}) if script is not None else {}
-        if metadata.get("labels", {}).get(SCRIPT_LABEL) == target.name:
-            client.delete(CONFIG_MAPS, f"{target.name}-script", uid=str(metadata.get("uid") or ""))
+    for metadata in scripts:
+        client.delete(CONFIG_MAPS, metadata["name"], uid=metadata["uid"])
+
+
+def _list_scripts(client: KubeClient, job: Target) -> list[Object]:
+    """Return the metadata of a job's scripts.
+
+    The job owns its script, unless `kubectl apply` made both from `--dry-run`, again with each change of the script.
+    One without an owner that a submission has marked is that of a namesake which is just being made.
+    """
+    try:
+        listed = client.list(CONFIG_MAPS, label_selector=f"{SCRIPT_LABEL}={job.name}", metadata_only=True).items
+    except AccessDeniedError:  # what the job owns, the garbage collector deletes
+        return []
+    return [item["metadata"] for item in listed if _is_script_of(item["metadata"], job)]
+
+
+def _is_script_of(metadata: Object, job: Target) -> bool:
+    owners = [owner.get("uid") for owner in metadata.get("ownerReferences") or ()]
+    if owners:
+        return job.resource.get("metadata", {}).get("uid") in owners
+    if SUBMISSION_MARK not in (metadata.get("annotations") or {}):
+        return True
+    return json.dumps(metadata["name"]) in json.dumps(job.resource.get("spec"))  # its submission was cut off
 
 
 def _wait(client: KubeClient, targets: Sequence[Target], timeout_s: float) -> None:

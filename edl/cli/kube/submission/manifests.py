@@ -85,7 +85,7 @@ def _job_spec(options: SubmitOptions, script: LocalScript | None) -> _Object:
         environment.setdefault("EDL_SERVICE", options.teachers[0].service)
     template = _template(options, options.image, options.gpus, environment)
     if script is not None:
-        _mount(template, f"{options.name}-script")
+        _mount(template, script.config_map_name(options.name))
     return {**spec, "template": template}
 
 

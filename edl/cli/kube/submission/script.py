@@ -6,6 +6,7 @@ What does not belong here: a project of several files, which belongs into the im
 from __future__ import annotations
 
 import base64
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -21,6 +22,9 @@ SCRIPT_LABEL: Final = "edl.io/script-of"
 """Of a ConfigMap: the job that it is for."""
 MAX_SCRIPT_BYTES: Final = 700_000
 """A ConfigMap, with names and JSON's escapes around its data, is at most 1 MiB; a file that is no text grows by 4/3."""
+
+_DIGEST_CHARS: Final = 10
+"""Of a ConfigMap's name: 40 bits tell the scripts of one job apart."""
 
 _IN_IMAGE = "put it into the image, and give its path there with --script-in-image"
 
@@ -39,6 +43,18 @@ class LocalScript:
     name: str
     content: bytes
 
+    def config_map_name(self, job: str) -> str:
+        """Return the name of the ConfigMap that holds it, which another content does not have.
+
+        A kubelet reads an immutable ConfigMap once, and keeps it by its name as long as any pod of its node uses it: a
+        job that is made again under its name, while pods of the one before end, would run the script before.
+
+        Args:
+            job: name of the job.
+        """
+        digest = hashlib.sha256(self.name.encode() + b"\0" + self.content).hexdigest()
+        return f"{job}-script-{digest[:_DIGEST_CHARS]}"
+
     def config_map(self, job: str) -> dict[str, object]:
         """Return the ConfigMap that holds it, without a namespace.
 
@@ -56,7 +72,7 @@ class LocalScript:
             "apiVersion": "v1",
             "kind": "ConfigMap",
             "metadata": {
-                "name": f"{job}-script",
+                "name": self.config_map_name(job),
                 "labels": {SCRIPT_LABEL: job, **dict([MANAGED_BY])},
             },
             **data,

@@ -25,11 +25,11 @@ from edl.kube.objects import Object
 from edl.kube.resource_types import CONFIG_MAPS, ELASTIC_JOBS, TEACHER_POOLS
 from edl.master.kube.resources import SpecProblem, parse_elastic_job, parse_teacher_pool
 
-__all__ = ["check_manifests", "create_all", "find_pools", "set_bounds"]
+__all__ = ["SUBMISSION_MARK", "check_manifests", "create_all", "find_pools", "set_bounds"]
 
 _ANY_STORE: Final = "kubernetes://"
 """For the check of a job without a store: which one the operator has is not known here."""
-_MARK: Final = "edl.io/submission"
+SUBMISSION_MARK: Final = "edl.io/submission"
 """Annotation: of which call of `create_all` the object is."""
 _LATE_S: Final = 20.0
 """For an object to appear whose request was not answered: admission webhooks have 10 s each if nothing else is said."""
@@ -170,7 +170,7 @@ def _with_mark(manifest: Object, mark: str) -> Object:
         **manifest,
         "metadata": {
             **metadata,
-            "annotations": {**(annotations if isinstance(annotations, dict) else {}), _MARK: mark},
+            "annotations": {**(annotations if isinstance(annotations, dict) else {}), SUBMISSION_MARK: mark},
         },
     }
 
@@ -198,7 +198,7 @@ def _find(client: KubeClient, request: _Request) -> Object | None:
 
 
 def _read_mark(item: Mapping[str, Any]) -> object:
-    return (item["metadata"].get("annotations") or {}).get(_MARK)
+    return (item["metadata"].get("annotations") or {}).get(SUBMISSION_MARK)
 
 
 def _find_late(client: KubeClient, request: _Request) -> Object | None:
@@ -243,7 +243,7 @@ def _create(client: KubeClient, request: _Request) -> Object:
 
 
 def _delete_orphan(client: KubeClient, manifest: Object, namespace: str) -> bool:
-    """Delete a script whose job was never made, as a submission that was killed leaves it.
+    """Delete a script whose job is not there: as a submission that was killed leaves it, or the garbage collector's.
 
     Args:
         client: of the cluster.
@@ -256,7 +256,10 @@ def _delete_orphan(client: KubeClient, manifest: Object, namespace: str) -> bool
     name, job = manifest["metadata"]["name"], (manifest["metadata"].get("labels") or {}).get(SCRIPT_LABEL)
     found = client.get(CONFIG_MAPS, name, namespace)
     metadata = found["metadata"] if found is not None else {}
-    if not job or (metadata.get("labels") or {}).get(SCRIPT_LABEL) != job or metadata.get("ownerReferences"):
+    if not job or (metadata.get("labels") or {}).get(SCRIPT_LABEL) != job:
+        return False
+    owners = metadata.get("ownerReferences") or []
+    if any((owner["kind"], owner["name"]) != (ELASTIC_JOBS.kind, job) for owner in owners):
         return False
     if client.get(ELASTIC_JOBS, job, namespace) is not None:
         return False

@@ -11,11 +11,11 @@ from edl.cli import main
 from edl.cli.kube.submission import sending
 from edl.cli.kube.submission.manifests import make_submission
 from edl.cli.kube.submission.options import ReplicaRange, RequestedPool, SubmitOptions
-from edl.cli.kube.submission.script import LocalScript
+from edl.cli.kube.submission.script import SCRIPT_LABEL, LocalScript
 from edl.cli.kube.submission.sending import create_all, find_pools, set_bounds
 from edl.errors import AccessDeniedError, ConflictError, InvalidObjectError, KubernetesError, SettingsError
 from edl.kube.client import KubeClient
-from edl.kube.objects import Object
+from edl.kube.objects import Object, ObjectList
 from edl.kube.resource_types import CONFIG_MAPS, ELASTIC_JOBS, ResourceType
 
 LOST = KubernetesError("no answer in 10 s: whether a change was made is not known")
@@ -60,6 +60,15 @@ class FakeApi:
         self._answer("get")
         return self.objects.get((kind.kind, name))
 
+    def list(
+        self, kind: ResourceType, namespace: str | None = None, *, label_selector: str = "", metadata_only: bool = False
+    ) -> ObjectList:
+        self._answer("list")
+        name, _, value = label_selector.partition("=")
+        items = [item for (each, _), item in self.objects.items() if each == kind.kind]
+        items = [item for item in items if (item["metadata"].get("labels") or {}).get(name) == value]
+        return ObjectList([{"metadata": item["metadata"]} if metadata_only else item for item in items], "1")
+
     def patch(self, kind: ResourceType, name: str, patch: Object, namespace: str | None = None) -> Object | None:
         self._answer("patch")
         found = self.objects.get((kind.kind, name))
@@ -86,8 +95,8 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sending, "_LATE_S", 0.3)
 
 
-def manifests() -> list[dict[str, Any]]:
-    script = LocalScript("t.py", "t.py", b"")
+def manifests(content: bytes = b"") -> list[dict[str, Any]]:
+    script = LocalScript("t.py", "t.py", content)
     return list(make_submission(SubmitOptions(name="a", script="t.py", image="i"), script).objects)
 
 
@@ -100,7 +109,8 @@ def submit(api: FakeApi) -> tuple[list[Object], list[str]]:
         raise
 
 
-BOTH = ["ConfigMap/a-script", "ElasticJob/a"]
+SCRIPT = manifests()[0]["metadata"]["name"]
+BOTH = [f"ConfigMap/{SCRIPT}", "ElasticJob/a"]
 
 
 @pytest.mark.parametrize("kind", [CONFIG_MAPS, ELASTIC_JOBS])
@@ -109,8 +119,8 @@ def test_late_answer_is_no_failure(kind: ResourceType) -> None:
     api.after[kind.kind] = LOST
     made, _ = submit(api)
     assert api.names() == BOTH
-    assert [item["metadata"]["name"] for item in made] == ["a-script", "a"]
-    (owner,) = api.objects["ConfigMap", "a-script"]["metadata"]["ownerReferences"]
+    assert [item["metadata"]["name"] for item in made] == [SCRIPT, "a"]
+    (owner,) = api.objects["ConfigMap", SCRIPT]["metadata"]["ownerReferences"]
     assert owner["uid"] == made[1]["metadata"]["uid"]
 
 
@@ -151,6 +161,51 @@ def test_job_of_the_same_name_is_not_ours() -> None:
         with pytest.raises(KubernetesError if lost else ConflictError):
             submit(api)
         assert api.objects == {("ElasticJob", "a"): other}
+
+
+def delete_job(api: FakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edl.cli.kube.cmd_delete.open_cluster", lambda options: contextlib.nullcontext(api))
+    assert main(["delete", "a"]) == 0
+
+
+def test_deleted_job_takes_its_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    api = FakeApi()
+    submit(api)
+    for item in (*manifests(b"1"), *manifests(b"2")):  # kubectl apply of --dry-run, twice
+        if item["kind"] == "ConfigMap":
+            api.create(CONFIG_MAPS, item, "n")
+    coming = {"name": "a-script-coming", "annotations": {sending.SUBMISSION_MARK: "m"}, "labels": {SCRIPT_LABEL: "a"}}
+    owner = {"kind": "ElasticJob", "name": "a", "uid": "next"}
+    owned = {"name": "a-script-next", "ownerReferences": [owner], "labels": {SCRIPT_LABEL: "a"}}
+    other = {"name": "b-script", "labels": {SCRIPT_LABEL: "b"}}
+    for metadata in (coming, owned, other):
+        api.create(CONFIG_MAPS, {"metadata": metadata}, "n")
+    delete_job(api, monkeypatch)
+    assert api.names() == ["ConfigMap/a-script-coming", "ConfigMap/a-script-next", "ConfigMap/b-script"]
+
+
+def test_cut_off_submission_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A submission that was killed before the job owned its script leaves both."""
+    api = FakeApi()
+    submit(api)
+    del api.objects["ConfigMap", SCRIPT]["metadata"]["ownerReferences"]
+    delete_job(api, monkeypatch)
+    assert api.names() == []
+
+
+def test_deleted_jobs_script_is_no_obstacle() -> None:
+    """The garbage collector deletes a script some time after its job, which may be submitted again meanwhile."""
+    api = FakeApi()
+    submit(api)
+    before = api.objects["ConfigMap", SCRIPT]["metadata"]["uid"]
+    del api.objects["ElasticJob", "a"]
+    api.objects["ConfigMap", "b"] = {"metadata": {"name": "b", "uid": "b"}}  # so that uids differ
+    submit(api)
+    assert api.objects["ConfigMap", SCRIPT]["metadata"]["uid"] != before
+    del api.objects["ElasticJob", "a"]
+    api.objects["ConfigMap", SCRIPT]["metadata"]["ownerReferences"] = [{"kind": "Deployment", "name": "a", "uid": "d"}]
+    with pytest.raises(ConflictError, match="another program"):
+        submit(api)
 
 
 def test_bounds_of_others_pool_are_told() -> None:

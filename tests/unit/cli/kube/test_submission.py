@@ -65,8 +65,27 @@ def test_job_has_what_was_asked() -> None:
     }
     assert container["env"] == [{"name": "SEED", "value": "7"}]
     assert container["volumeMounts"] == [{"name": "edl-script", "mountPath": "/edl/script", "readOnly": True}]
-    assert made.job["spec"]["template"]["spec"]["volumes"][0]["configMap"] == {"name": "first-script"}
+    assert made.job["spec"]["template"]["spec"]["volumes"][0]["configMap"] == {
+        "name": made.config_map["metadata"]["name"]
+    }
     check_manifests(list(made.objects))
+
+
+def test_another_script_has_another_name() -> None:
+    """A kubelet that has read an immutable ConfigMap gives its content to later pods, whatever the API has by then."""
+
+    def name(script: LocalScript) -> str:
+        made = make_submission(OPTIONS, script)
+        assert made.config_map is not None
+        assert made.job["spec"]["template"]["spec"]["volumes"][0]["configMap"] == {
+            "name": made.config_map["metadata"]["name"]
+        }
+        return str(made.config_map["metadata"]["name"])
+
+    scripts = [("a.py", b"1"), ("a.py", b"2"), ("a.py", b"\xff"), ("b.py", b"1")]
+    names = [name(LocalScript("x", *script)) for script in scripts]
+    assert len(set(names)) == len(scripts)
+    assert names[0] == name(LocalScript("y", *scripts[0])), "the same script has the same name"
 
 
 def expand(text: str, environment: dict[str, str]) -> str:

@@ -195,7 +195,8 @@ class Connection:
                         preload_content=False,
                     )
                     code = response.status
-                    self.server_clock.note(response.headers.get("Date", ""), sent_s)
+                    if _is_servers_own(response):
+                        self.server_clock.note(response.headers.get("Date", ""), sent_s)
                 finally:
                     self._on_answer(call, code)
             if 200 <= response.status <= 299:
@@ -281,6 +282,11 @@ class Stream:
         self._closing = True
         with contextlib.suppress(OSError, ValueError):
             self._response.close()
+
+
+def _is_servers_own(response: BaseHTTPResponse) -> bool:
+    """Whether an answer is surely the API server's, and no error page of a proxy, whose clock may be any."""
+    return 200 <= response.status <= 299 and response.headers.get("Content-Type", "").startswith(_JSON)
 
 
 def _read_whole(call: Call, url: str, response: BaseHTTPResponse, deadline: float) -> bytes:

@@ -99,6 +99,8 @@ class ApiServer:
         self.closing.wait(reply.delay_s)
         body = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
         handler.send_response(reply.status)
+        if "Content-Type" not in reply.headers:
+            handler.send_header("Content-Type", "application/json")
         for name, value in reply.headers.items():
             handler.send_header(name, value)
         if reply.pieces:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -390,3 +391,22 @@ def test_time_is_the_servers(server: ApiServer, client: KubeClient) -> None:
     for skew_s in (3600.0, -3600.0):
         server.clock_s = skew_s
         wait_until(lambda: abs(read_skew() - skew_s) < 10)  # noqa: B023 - it is called in the loop
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        status(503, "ServiceUnavailable", "later"),
+        Reply(200, b"<html>log in</html>", {"Content-Type": "text/html"}),
+    ],
+)
+def test_other_answers_set_no_clock(reply: Reply, server: ApiServer, client: KubeClient) -> None:
+    """An error page is dated by the proxy's clock, and so is what it makes itself."""
+    server.answer = lambda request: reply
+    server.clock_s = 3600.0
+    deadline = time.monotonic() + 3.0
+    while time.monotonic() < deadline:
+        with contextlib.suppress(KubernetesError):
+            client.list(PODS)
+        time.sleep(0.2)
+    assert abs(client.read_server_time() - time.time()) < 5

@@ -20,6 +20,9 @@ FINAL_PHASES: Final = ("Succeeded", "Failed", "Rejected", "Deleted")
 """After which nothing more comes: of a resource that was refused, until somebody changes it."""
 _TAKEN_UP_S: Final = 15.0
 """An operator looks at a new resource within a second; after so long there is probably none."""
+_REFUSALS: Final = ("ObjectRefused", "AccessDenied")
+"""Of the API server, in the condition Accepted. Room comes when others end (QuotaExceeded); and a job that is Pending
+with a spec that cannot be worked on goes on by the spec before."""
 _REFUSED_S: Final = 120.0
 """For the API server to take what it refuses: admission that is just being set up, a Role that is on its way."""
 
@@ -72,7 +75,7 @@ class PhaseObserver:
         if accepted.message != self._refusal:
             self._refusal = accepted.message
             self._note(f"{self._target}: {accepted.reason}: {accepted.message.strip()}")
-        if item.phase != "Pending" or accepted.reason == "QuotaExceeded":  # room comes when others end
+        if item.phase != "Pending" or accepted.reason not in _REFUSALS:
             self._refused_since = None
         elif self._refused_since is None:
             self._refused_since = time.monotonic()

@@ -87,8 +87,9 @@ class KubernetesWorkload:
         kind: "job" or "pool".
         namespace: that it is in.
         name: of the resource.
-        phase: "Pending", "Running", "Suspended", "Succeeded" or "Failed"; "Rejected" where its spec cannot be
-            and no member works; "Deleting"; empty where no operator has taken it up.
+        phase: "Pending", "Running", "Suspended", "Succeeded" or "Failed"; "Rejected" where its spec cannot be,
+            no member works and the operator goes on by no spec before; "Deleting"; empty where no operator has taken
+            it up.
         job_id: what the Store calls the job; of a pool its service.
         store: URL of the Store, without secrets; empty where nothing says.
         ready: members that work.

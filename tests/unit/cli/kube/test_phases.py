@@ -36,6 +36,19 @@ def test_refused_spec_ends() -> None:
     assert observer([]).check(job("", 0, "MinAboveMax")) == "Rejected"
 
 
+def test_former_spec_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slip in an edit ends no job, though its only worker is replaced just then and gets no node for long."""
+    now = [0.0]
+    monkeypatch.setattr("edl.cli.kube.phases.time.monotonic", lambda: now[0])
+    found = job("Pending", 0, "MinAboveMax")
+    found["status"]["formerSpec"] = True
+    notes: list[str] = []
+    seen = observer(notes)
+    for now[0] in (0.0, 130.0, 1e6):
+        assert seen.check(found) == "Pending"
+    assert sum("MinAboveMax" in words for words in notes) == 1
+
+
 def test_refused_pod_ends_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator tries again, so a moment's refusal ends nothing; one that stays must not be waited for."""
     now = [0.0]

@@ -23,7 +23,12 @@ from edl.master.kube.operator.reconciling.done_writes import DoneWrites
 from edl.master.kube.operator.reconciling.kube_api import KubeApi
 from edl.master.kube.operator.reconciling.pod_evidence import PodEvidence
 from edl.master.kube.operator.reconciling.scale_target import ScaleTarget, find_scale_target
-from edl.master.kube.operator.reconciling.status_patch import build_merge_patch, describe_refused_spec, set_condition
+from edl.master.kube.operator.reconciling.status_patch import (
+    FORMER_SPEC,
+    build_merge_patch,
+    describe_refused_spec,
+    set_condition,
+)
 from edl.master.kube.operator.reconciling.surroundings import Surroundings
 from edl.master.kube.plan import EventNote, Plan
 from edl.master.kube.resources import MemberOwner, SpecProblem, TeacherPool
@@ -36,7 +41,7 @@ _CONFLICT_RETRY_S: Final = 0.2
 """After what was read is no more so, since somebody else or this look has changed it: read it again."""
 _MOST_WARNED: Final = 1000
 """Pods that carry a resource's label and are no members, of which it is remembered that they were logged."""
-_FORMER_SPEC: Final = "until that is mended, what the spec was before counts"
+_FORMER_SPEC_COUNTS: Final = "until that is mended, what the spec was before counts"
 _REFUSALS: Final[Mapping[type[Exception], str]] = {
     InvalidObjectError: "ObjectRefused",
     AccessDeniedError: "AccessDenied",
@@ -136,6 +141,8 @@ class Reconciler:
         plan = kind.plan(owner, self._observe(owner, target))
         if isinstance(parsed, tuple):
             plan = self._note_problems(owner, plan, parsed)
+        else:
+            plan = replace(plan, status={**plan.status, FORMER_SPEC: None})
         return self._carry_out(kind, resource, owner, plan, target)
 
     def forget(self, key: str) -> None:
@@ -159,12 +166,13 @@ class Reconciler:
 
     def _note_problems(self, owner: MemberOwner, plan: Plan, problems: tuple[SpecProblem, ...]) -> Plan:
         """Return the plan of a former spec with what is wrong with the present one."""
-        message = f"{'; '.join(problem.message for problem in problems)}; {_FORMER_SPEC}"
+        message = f"{'; '.join(problem.message for problem in problems)}; {_FORMER_SPEC_COUNTS}"
         problem = SpecProblem(problems[0].reason, message)
         status, events = self._with_problem(plan.status, problem, owner, owner.status), plan.events
         if owner.status.get("observedGeneration") != owner.generation:
             events = (*events, EventNote("Warning", problem.reason, message))
-        return replace(plan, status={**status, "observedGeneration": owner.generation}, events=events)
+        written = {**status, "observedGeneration": owner.generation, FORMER_SPEC: True}
+        return replace(plan, status=written, events=events)
 
     def _observe(self, owner: MemberOwner, target: ScaleTarget | None) -> OwnerObservation:
         listed = self._api.list(PODS, owner.namespace, label_selector=f"{OWNER_UID_LABEL}={owner.uid}").items

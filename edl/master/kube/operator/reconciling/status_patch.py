@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from edl.kube.objects import Object
 from edl.master.kube.conditions import Condition, write_conditions
 from edl.master.kube.resources import SpecProblem
 
-__all__ = ["build_merge_patch", "describe_refused_spec", "set_condition"]
+__all__ = ["FORMER_SPEC", "build_merge_patch", "describe_refused_spec", "set_condition"]
+
+FORMER_SPEC: Final = "formerSpec"
+"""Field of a status: the spec cannot be worked on, and the operator goes on by the one before."""
 
 
 def build_merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Object:
@@ -65,7 +68,8 @@ def describe_refused_spec(
     """
     message = "; ".join(problem.message for problem in problems)
     status = set_condition(before, Condition("Accepted", False, problems[0].reason, message), generation, now_s)
-    return {**status, "observedGeneration": generation, "phase": before.get("phase") or "Pending", "message": message}
+    phase = before.get("phase") or "Pending"
+    return {**status, "observedGeneration": generation, "phase": phase, "message": message, FORMER_SPEC: None}
 
 
 def set_condition(

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edl.dashboard.state.cluster.decoding import decode_workload
 from edl.errors import AccessDeniedError, EDLError, InvalidObjectError, KubernetesError, QuotaExceededError
 from edl.kube.objects import Object
 from edl.kube.resource_types import ELASTIC_JOBS, EVENTS, POD_DISRUPTION_BUDGETS, PODS, TEACHER_POOLS, ResourceType
@@ -223,6 +224,9 @@ def test_slip_in_an_edit_stops_nothing() -> None:
     assert (accepted["status"], accepted["reason"]) == ("False", "MinAboveMax")
     assert "what the spec was before counts" in accepted["message"]
     assert (status["observedGeneration"], status["message"]) == (2, accepted["message"])
+    assert status["formerSpec"] is True
+    assert (status["phase"], status["readyReplicas"]) == ("Pending", 0)
+    assert decode_workload("job", api.objects["elasticjobs", "lab", "digits"]).phase == "Pending", "it waits for pods"
     assert [note.reason for note in events].count("MinAboveMax") == 1
     writes = len(api.calls)
     reconciler.reconcile(KEY)
@@ -233,12 +237,29 @@ def test_slip_in_an_edit_stops_nothing() -> None:
     for _ in range(3):
         reconciler.reconcile(KEY)
     assert api.objects["elasticjobs", "lab", "digits"]["status"]["phase"] == "Suspended"
+    assert decode_workload("job", api.objects["elasticjobs", "lab", "digits"]).phase == "Suspended"
     job = api.objects["elasticjobs", "lab", "digits"]
     job["spec"].update(minReplicas=2, suspend=False)
     job["metadata"]["generation"] += 1
     reconciler.reconcile(KEY)
     status = api.objects["elasticjobs", "lab", "digits"]["status"]
     assert find_condition(status, "Accepted")["status"] == "True"
+    assert "formerSpec" not in status
+
+
+def test_unknown_former_spec_is_rejected() -> None:
+    """An operator that was started after the slip does not know the spec before, and goes on by none."""
+    api = InMemoryApi()
+    api.put(ELASTIC_JOBS, make_job(maxReplicas=2))
+    settle(api)
+    job = api.objects["elasticjobs", "lab", "digits"]
+    job["spec"]["minReplicas"] = 5
+    job["metadata"]["generation"] = 2
+    job["status"].update(formerSpec=True, phase="Pending", readyReplicas=0)
+    make_reconciler(api)[0].reconcile(KEY)
+    job = api.objects["elasticjobs", "lab", "digits"]
+    assert "formerSpec" not in job["status"]
+    assert decode_workload("job", job).phase == "Rejected"
 
 
 def test_changed_resource_is_read_again() -> None:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from edl.master.kube.members import MemberPod
+from edl.master.kube.members.relaunching import LAUNCH_PATIENCE_S
 from edl.master.kube.observation import OwnerObservation
 from edl.master.kube.pools.probing import ProbeBackoff
 from edl.master.kube.resources import TeacherPool
+from edl.master.scaling.terminations import TerminationCause, find_termination_cause
 
-__all__ = ["Growth", "decide_growth"]
+__all__ = ["Growth", "decide_growth", "find_launch_failure"]
 
 _CAPACITY_LAG_S: Final = 1.0
 """For a watch to show a pod that a list shows already: it takes milliseconds, and a busy API server a second."""
@@ -56,7 +58,7 @@ def decide_growth(
         target: how many it is to have.
         backoff: of its probes; None for none.
         not_before_s: when the member may be made whose turn it is; None for at once.
-        pod: that would be made.
+        pod: that would be made; where capacity is known, it keeps away from the node of `find_launch_failure`.
     """
     now_s = observation.now_s
     if pool.suspend:
@@ -74,13 +76,39 @@ def decide_growth(
             return Growth(False, "AtMaximum", "maxReplicas is reached")
         return Growth(False, "AtWanted", "no more teachers are wanted")
     failing = next((other for other in live if other.failing), None)
-    if failing is not None:
+    if failing is not None and not _may_start_elsewhere(observation, live, pod):
         return Growth(False, "TeacherFailing", f"{failing.name} does not start: {failing.waiting}")
     if not_before_s is not None and now_s < not_before_s:
         return Growth(False, "BackOff", "the next teacher waits, since others ended", requeue_s=not_before_s - now_s)
     if len(live) < pool.min_replicas:
         return Growth(True, "BelowMinimum", "a teacher is made, since minReplicas is not reached", create=True)
     return _grow_into_idle_room(observation, live, backoff, pod)
+
+
+def find_launch_failure(live: Sequence[MemberPod], now_s: float) -> MemberPod | None:
+    """Return the teacher that has not started for long where no other fails: its node may be why, and others may do.
+
+    Args:
+        live: teachers.
+        now_s: the time.
+    """
+    failing = [other for other in live if other.failing]
+    if len(failing) != 1 or now_s - failing[0].placed_s < LAUNCH_PATIENCE_S:
+        return None
+    cause = find_termination_cause(failing[0].termination).cause
+    return failing[0] if cause is TerminationCause.LAUNCH_FAILED else None
+
+
+def _may_start_elsewhere(observation: OwnerObservation, live: Sequence[MemberPod], pod: Mapping[str, Any]) -> bool:
+    """Whether a teacher that fails is no reason to make none. A second one that fails is: then it is not the node."""
+    if find_launch_failure(live, observation.now_s) is None:
+        return False
+    if observation.capacity is None:
+        return True
+    try:
+        return observation.capacity.count_fitting(pod) > 0
+    except ValueError:
+        return False
 
 
 def _grow_into_idle_room(

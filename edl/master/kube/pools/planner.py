@@ -10,7 +10,7 @@ from edl.kube.objects import Object
 from edl.master.kube.members import MemberPod, MemberRecord, read_member_records, record_end
 from edl.master.kube.observation import OwnerObservation
 from edl.master.kube.plan import EventNote, Plan, PodDeletion
-from edl.master.kube.pools.growth import Growth, decide_growth
+from edl.master.kube.pools.growth import Growth, decide_growth, find_launch_failure
 from edl.master.kube.pools.pool_status import PoolView, describe_transitions, write_status
 from edl.master.kube.pools.probing import ProbeBackoff, back_off
 from edl.master.kube.pools.scale_target import plan_scale_target
@@ -200,6 +200,9 @@ def _grow(draft: _Draft, live: Sequence[MemberPod], target: int) -> Growth:
     index = next(number for number in range(len(taken) + 1) if number not in taken)
     record = draft.records.get(f"teacher-{index}", MemberRecord())
     excluded = [node.node for node in record.excluded_nodes if node.until_s > observation.now_s]
+    stuck = find_launch_failure(live, observation.now_s)
+    if stuck is not None and stuck.node and observation.capacity is not None:  # it tells whether another node has room
+        excluded.append(stuck.node)
     pod = build_teacher_pod(pool, index, record.try_number, excluded)
     growth = decide_growth(pool, observation, live, target, draft.backoff, record.not_before_s, pod)
     if growth.create:

@@ -337,6 +337,60 @@ def test_missing_secret_is_told(capacity: bool) -> None:
     assert made.reconcile().create, "it grows on when the secret is there"
 
 
+def fail_to_mount(made: SimulatedCluster, pod: dict[str, Any]) -> None:
+    state = {"waiting": {"reason": "ContainerCreating"}}
+    pod["status"] = {"phase": "Pending", "containerStatuses": [{"name": "edl", "state": state}]}
+    words = "driver name csi.example not found in the list of registered CSI drivers"
+    made.pod_events[pod["metadata"]["uid"]] = {"FailedMount": words}
+
+
+@BOTH
+@pytest.mark.parametrize("least", [0, 2])
+def test_failure_of_a_node_stops_no_other(least: int, capacity: bool) -> None:
+    """A teacher that cannot start on its node left GPUs of other nodes idle; a second one that fails is no node's."""
+    made = cluster([1, 3], capacity, minReplicas=least)
+    made.reconcile()
+    made.schedule()
+    (first,) = made.pods.values()
+    fail_to_mount(made, first)
+    assert not made.reconcile().create
+    assert growing(made) == ("False", "TeacherFailing"), "what comes late, such as a secret, is waited for"
+    made.now_s += 130.0
+    (second,) = made.reconcile().create
+    assert ("nodeAffinity" in second["spec"].get("affinity", {})) is capacity
+    assert find_condition(made.resource["status"], "Ready")["reason"] == "TeacherFailing"
+    made.schedule()
+    fail_to_mount(made, made.pods[second["metadata"]["name"]])
+    for _ in range(3):
+        assert not made.reconcile().create
+        assert growing(made) == ("False", "TeacherFailing")
+        made.now_s += 130.0
+    assert first["metadata"]["name"] in made.pods, "it starts when its node can"
+
+
+def test_failing_node_alone_is_waited_for() -> None:
+    """Where only the node of the failure has room, another teacher would fail as well."""
+    made = cluster([2], True, minReplicas=2)
+    made.reconcile()
+    made.schedule()
+    (first,) = made.pods.values()
+    fail_to_mount(made, first)
+    made.now_s += 130.0
+    assert not made.reconcile().create
+    assert growing(made) == ("False", "TeacherFailing")
+
+
+def test_crashes_are_no_nodes() -> None:
+    made = cluster([1, 3])
+    made.reconcile()
+    made.schedule()
+    (pod,) = made.pods.values()
+    state = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s restarting"}}
+    pod["status"] = {"phase": "Running", "containerStatuses": [{"name": "edl", "state": state}]}
+    made.now_s += 1000.0
+    assert not made.reconcile().create
+
+
 def test_missing_key_stops_growth() -> None:
     made = cluster([4])
     made.reconcile()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import re
 from collections.abc import Iterator
-from urllib.parse import SplitResult, unquote, urlsplit
+from typing import Final
+from urllib.parse import SplitResult, parse_qsl, unquote, urlencode, urlsplit
 
 from edl.discovery.registry import Registry
 from edl.discovery.store import Store
 from edl.errors import SettingsError
 from edl.settings import Credentials
 
-__all__ = ["open_registry", "open_store", "servers_of"]
+__all__ = ["identify_store", "open_registry", "open_store", "servers_of"]
 
 _ACCEPTED = (
     "accepted are sqlite:///absolute/path/to/file, consul://host:8500 and etcd://host:2379,host2:2379"
@@ -27,6 +29,8 @@ _SCHEMES = ("sqlite", *_CONSUL, *_ETCD, _KUBERNETES, "edl")
 _PACKAGES = {"consul": "py-consul", "kubernetes": "'kubernetes<36'"}
 _ANY_TIMEOUT_S = 5.0
 """Where nothing is asked."""
+_PORTS: Final = {"consul": 8500, "consul+https": 8501, "etcd": 2379, "etcd+https": 2379, "edl": 29400}
+"""Of URLs that name none, as the targets of these schemes have it; importing those would import their clients."""
 
 
 def open_registry(url: str, *, timeout_s: float = 5.0) -> Registry:
@@ -133,6 +137,48 @@ def open_store(url: str, *, timeout_s: float = 5.0, credentials: Credentials | N
     with _naming_the_extra():
         from edl.discovery.consul.store import ConsulStore
     return ConsulStore(target)
+
+
+def identify_store(url: str) -> str:
+    """Return the same text for URLs that differ in their spelling only: what they name is the same store.
+
+    These do not count: the case of a host, a port that is the scheme's own, the order of etcd's members, a slash at the
+    end, characters that `urlsplit` drops. Hosts are not resolved, and members of etcd that are named alone are not
+    known to be of one cluster.
+
+    Args:
+        url: of a store. What is no such URL is returned as it is.
+    """
+    try:
+        parts = urlsplit(url)
+        if parts.scheme == "sqlite":
+            return f"sqlite://{_path(url, parts)}"
+        if parts.scheme not in _SCHEMES or parts.path not in ("", "/") or parts.fragment or "@" in parts.netloc:
+            return url
+        if parts.scheme == _KUBERNETES:
+            place = parts.netloc
+        else:
+            members = parts.netloc.split(",") if parts.scheme in _ETCD else [parts.netloc]
+            place = ",".join(sorted({_identify_server(member.strip(), _PORTS[parts.scheme]) for member in members}))
+    except (ValueError, SettingsError):
+        return url
+    query = urlencode(sorted(parse_qsl(parts.query, keep_blank_values=True)))
+    return f"{parts.scheme}://{place}{'?' if query else ''}{query}"
+
+
+def _identify_server(member: str, port: int) -> str:
+    """Return host and port in the one spelling.
+
+    Raises:
+        ValueError: it is no host with a port.
+    """
+    parts = urlsplit(f"//{member}")
+    host = parts.hostname
+    if not host:
+        raise ValueError(f"{member}: no host")
+    if ":" in host:
+        host = f"[{ipaddress.ip_address(host)}]"
+    return f"{host}:{port if parts.port is None else parts.port}"
 
 
 def servers_of(url: str) -> list[tuple[str, int | None]]:

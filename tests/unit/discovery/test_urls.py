@@ -14,7 +14,7 @@ from edl.discovery import open_registry, open_store
 from edl.discovery.consul.target import ConsulTarget
 from edl.discovery.etcd.target import EtcdTarget
 from edl.discovery.served.target import ServedTarget, store_credentials
-from edl.discovery.urls import servers_of
+from edl.discovery.urls import identify_store, servers_of
 from edl.errors import SettingsError
 from edl.settings import Credentials
 
@@ -231,3 +231,62 @@ def test_unusable_etcd_variables_are_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(SettingsError, match=message):
             members("etcd+https://host", **environ)
+
+
+@pytest.mark.parametrize(
+    ("url", "others"),
+    [
+        (
+            "consul://consul:8500",
+            ["consul://Consul", "CONSUL://consul:8500/", "consul://con\tsul?", "consul://consul#"],
+        ),
+        ("consul+https://c", ["consul+https://c:8501/"]),
+        ("consul://[::1]:8500", ["consul://[0:0::1]"]),
+        ("etcd://a:2379,b:2379", ["etcd://b,a", "etcd://A:2379, b/", "etcd://b,a,b"]),
+        ("edl://h", ["edl://H:29400/"]),
+        ("kubernetes://lab", ["kubernetes://lab/", "kubernetes://l\nab", "KUBERNETES://lab?"]),
+        ("kubernetes://lab?context=a&kubeconfig=/b", ["kubernetes://lab/?kubeconfig=/b&context=a"]),
+        ("sqlite:///a/b", ["sqlite:////a/b", "sqlite:///a/%62"]),
+    ],
+)
+def test_spellings_of_a_store(url: str, others: list[str]) -> None:
+    assert {other: identify_store(other) for other in others} == dict.fromkeys(others, identify_store(url))
+    assert identify_store(identify_store(url)) == identify_store(url)
+
+
+def test_stores_that_are_not_the_same() -> None:
+    urls = [
+        "consul://c",
+        "consul+https://c",
+        "consul://c:1",
+        "consul://c?dc=x",
+        "consul://c.",
+        "consul://u@c",
+        "edl://c",
+    ]
+    urls += [
+        "kubernetes://",
+        "kubernetes://lab",
+        "kubernetes://LAB",
+        "kubernetes://lab?context=x",
+        "kubernetes://lab/x",
+    ]
+    urls += [
+        "etcd://c",
+        "etcd://c,d",
+        "etcd://c:x",
+        "etcd://c:99999",
+        "etcd://",
+        "http://[",
+        "",
+        "sqlite:///a",
+        "sqlite://a",
+    ]
+    assert len({identify_store(url) for url in urls}) == len(urls)
+
+
+def test_port_of_a_url_without_one() -> None:
+    assert identify_store("consul://c") == f"consul://c:{target('consul://c').port}"
+    assert identify_store("consul+https://c") == f"consul+https://c:{target('consul+https://c').port}"
+    assert identify_store("etcd://c") == f"etcd://{members('etcd://c').endpoints[0]}"
+    assert identify_store("edl://c") == ServedTarget.of(urlsplit("edl://c"), 5.0).url

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
 from edl.background import BackgroundLoop
+from edl.discovery.urls import identify_store
 from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.operator.job_shares import SharingJob, compute_shares, read_sharing_job
 from edl.master.kube.operator.reconciling.surroundings import OwnerSurroundings
@@ -151,7 +152,7 @@ class LiveSurroundings:
             self._pools[pool.key] = pool
             rivals = self._list_rivals(pool)
             left = self._list_rivals(before) if before is not None else []
-        if before is None or (before.store, before.service) != (pool.store, pool.service):
+        if before is None or _place_of(before) != _place_of(pool):
             for rival in {other.key for other in (*rivals, *left)}:
                 self._on_key(rival)
         if before is None or before.min_replicas != pool.min_replicas:
@@ -161,11 +162,11 @@ class LiveSurroundings:
 
     def _list_rivals(self, pool: TeacherPool) -> list[TeacherPool]:
         """Return pools of other namespaces with the same service in the same store."""
-        place = pool.store, pool.service
+        place = _place_of(pool)
         return [
             other
             for other in self._pools.values()
-            if other.namespace != pool.namespace and (other.store, other.service) == place
+            if other.namespace != pool.namespace and other.service == pool.service and _place_of(other) == place
         ]
 
     def _ask_store(self, owner: MemberOwner) -> StoreAnswer:
@@ -230,3 +231,8 @@ class LiveSurroundings:
         for key, count in shares.items():
             if key != but and before.get(key) != count:
                 self._on_key(key)
+
+
+def _place_of(pool: TeacherPool) -> tuple[str, str]:
+    """Return where students find a pool's teachers, however its author spells the store."""
+    return identify_store(pool.store), pool.service

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from edl.background import start_call
+from edl.discovery.urls import identify_store
 from edl.errors import DiscoveryError, SettingsError
 from edl.load_reporting.wanted import WantedKind, wanted_key
 from edl.master.kube.operator.store_allowlist import StoreAllowlist
@@ -29,9 +30,17 @@ _MOST_STORES: Final = 100
 
 @dataclass(frozen=True)
 class _Subject:
-    """What a resource wants to know, and of which store."""
+    """What a resource wants to know, and of which store.
+
+    Attributes:
+        url: of the store, as the resource has it.
+        store: the same for all URLs of one store.
+        kind, name: see `StoreFollower.ask`.
+        advised: whether this process decides how many teachers of the service are useful.
+    """
 
     url: str
+    store: str
     kind: WantedKind
     name: str
     advised: bool
@@ -70,13 +79,13 @@ class StoreDirectory:
         if reason := self._allowlist.find_refusal(url, namespace):
             self.forget(key)
             return StoreAnswer(refused=f"{_show(url)}: {reason}")
-        subject = _Subject(url, kind, name, advised)
+        subject = _Subject(url, identify_store(url), kind, name, advised)
         with self._lock:
             before = self._subjects.get(key)
             self._subjects[key] = subject
             if before != subject:
                 self._settle(before)
-            follower = self._open(url)
+            follower = self._open(subject)
             if before != subject:
                 self._settle(subject)
         if isinstance(follower, str):
@@ -101,9 +110,10 @@ class StoreDirectory:
         for follower in followers:
             follower.close()
 
-    def _open(self, url: str) -> StoreFollower | str:
+    def _open(self, subject: _Subject) -> StoreFollower | str:
         """Return the follower of a store, or why there is none."""
-        found = self._followers.get(url)
+        url, store = subject.url, subject.store
+        found = self._followers.get(store)
         if found is not None:
             return found
         failed_s, reason = self._failed.get(url, (0.0, ""))
@@ -113,39 +123,39 @@ class StoreDirectory:
         if len(self._followers) >= _MOST_STORES:
             return f"{_MOST_STORES} stores are open, and no more are opened"
         try:
-            follower = StoreFollower(url, lambda store_key: self._spread(url, store_key))
+            follower = StoreFollower(url, lambda store_key: self._spread(store, store_key))
         except (SettingsError, DiscoveryError) as exc:
             self._failed[url] = now_s, str(exc)
             logger.warning("a store that resources name cannot be opened: %s", exc)
             return str(exc)
         self._failed.pop(url, None)
-        self._followers[url] = follower
-        self._advise(url)
+        self._followers[store] = follower
+        self._advise(store)
         return follower
 
     def _settle(self, subject: _Subject | None) -> None:
         """Close the store that nothing names any more, and let the advisor be where it is wanted."""
         if subject is None or self._closed:
             return
-        if any(other.url == subject.url for other in self._subjects.values()):
-            self._advise(subject.url)
-            return
-        self._failed.pop(subject.url, None)
-        if (follower := self._followers.pop(subject.url, None)) is not None:
+        if not any(other.url == subject.url for other in self._subjects.values()):
+            self._failed.pop(subject.url, None)
+        if any(other.store == subject.store for other in self._subjects.values()):
+            self._advise(subject.store)
+        elif (follower := self._followers.pop(subject.store, None)) is not None:
             start_call("edl-operator-store-close", follower.close)  # it may wait for calls of `_spread`
 
-    def _advise(self, url: str) -> None:
-        follower = self._followers.get(url)
+    def _advise(self, store: str) -> None:
+        follower = self._followers.get(store)
         if follower is not None:
-            follower.advise(any(subject.url == url and subject.advised for subject in self._subjects.values()))
+            follower.advise(any(subject.store == store and subject.advised for subject in self._subjects.values()))
 
-    def _spread(self, url: str, store_key: str) -> None:
+    def _spread(self, store: str, store_key: str) -> None:
         """Say of which resources a store says something new; the empty key is all of the store's."""
         with self._lock:
             keys = [
                 key
                 for key, subject in self._subjects.items()
-                if subject.url == url
+                if subject.store == store
                 and store_key in ("", wanted_key(subject.kind, subject.name), report_key(subject.name))
             ]
         for key in keys:

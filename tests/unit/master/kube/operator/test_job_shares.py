@@ -196,8 +196,10 @@ def test_waiting_resource_hears_of_idle_room() -> None:
         surroundings.close()
 
 
-def make_pool(namespace: str, day: int, service: str = "digits") -> TeacherPool:
-    spec = {"serve": ["m.py:f"], "service": service, "store": "sqlite:////nowhere/x.sqlite"}
+def make_pool(
+    namespace: str, day: int, service: str = "digits", store: str = "sqlite:////nowhere/x.sqlite"
+) -> TeacherPool:
+    spec = {"serve": ["m.py:f"], "service": service, "store": store}
     metadata = {"name": "p", "namespace": namespace, "uid": namespace, "creationTimestamp": f"2026-01-0{day}T00:00:00Z"}
     template = {"spec": {"containers": [{"name": "main", "image": "i"}]}}
     pool = parse_teacher_pool({"metadata": metadata, "spec": {**spec, "template": template}})
@@ -220,6 +222,24 @@ def test_service_is_the_oldest_pools() -> None:
         surroundings.forget(old.key)
         assert set(looked_at) == {young.key}
         assert surroundings.look(young).service_holder == ""
+    finally:
+        surroundings.close()
+
+
+@pytest.mark.parametrize(
+    ("store", "spelling"),
+    [
+        ("consul://consul:8500", "consul://Consul/"),
+        ("kubernetes://edl", "kubernetes://edl/"),
+        ("etcd://a:2379,b:2379", "etcd://b,a"),
+    ],
+)
+def test_rivals_by_any_spelling_of_a_store(store: str, spelling: str) -> None:
+    surroundings = LiveSurroundings(lambda key: None, StoreAllowlist())
+    old, young = make_pool("a", 1, store=store), make_pool("b", 2, store=spelling)
+    try:
+        surroundings.look(old)
+        assert surroundings.look(young).service_holder == old.key
     finally:
         surroundings.close()
 

@@ -205,6 +205,25 @@ def test_store_is_opened_once(directory: StoreDirectory, tmp_path: Path, monkeyp
     assert opened == [url, url], "it was not closed with the last resource"
 
 
+def test_spellings_are_one_open_store(directory: StoreDirectory, told: list[str], tmp_path: Path) -> None:
+    """Each follower has connections and threads: a slash more is no store more."""
+    port = free_port()
+    server = StoreServer(str(tmp_path / "served.sqlite"), ListenAddress("127.0.0.1", port))
+    url = f"edl://127.0.0.1:{port}"
+    with contextlib.closing(server), open_store(url) as store:
+        for number, end in enumerate(("", "/", "#", "?")):
+            directory.ask(f"job-{number}", url + end, "workers", "j", namespace="lab")
+        assert len(directory._followers) == 1
+        store.put(wanted_key("workers", "j"), wanted(3))
+        wait_for(lambda: directory.ask("job-0", url, "workers", "j", namespace="lab").wanted == 3, "the change")
+        wait_for(lambda: set(told) >= {f"job-{number}" for number in range(4)}, "the news, for each")
+        for number in range(3):
+            directory.forget(f"job-{number}")
+        assert directory.ask("job-3", f"{url}?", "workers", "j", namespace="lab").wanted == 3, "it was closed too early"
+        directory.forget("job-3")
+        assert not directory._followers
+
+
 def test_advisor_runs_for_auto_pools(directory: StoreDirectory, tmp_path: Path) -> None:
     url = f"sqlite://{tmp_path}/store.sqlite"
     directory.ask("p", url, "teachers", "digits", namespace="lab", advised=True)

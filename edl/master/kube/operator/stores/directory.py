@@ -25,7 +25,9 @@ logger = logging.getLogger(__name__)
 _RETRY_S: Final = 30.0
 """Between two attempts to open a store that cannot be opened."""
 _MOST_STORES: Final = 100
-"""That are open: each has connections and threads of its own, and resources choose how many there are."""
+"""Open beside the operator's own: each has connections and threads, and resources choose how many they are."""
+_MOST_OF_NAMESPACE: Final = 10
+"""Of these, that resources of a namespace hold open: whoever may write there cannot shut the stores of all others."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class _Subject:
         store: the same for all URLs of one store.
         kind, name: see `StoreFollower.ask`.
         advised: whether this process decides how many teachers of the service are useful.
+        namespace: of the resource.
     """
 
     url: str
@@ -44,6 +47,7 @@ class _Subject:
     kind: WantedKind
     name: str
     advised: bool
+    namespace: str
 
 
 class StoreDirectory:
@@ -57,6 +61,7 @@ class StoreDirectory:
     def __init__(self, on_change: Callable[[str], None], allowlist: StoreAllowlist) -> None:
         self._on_change = on_change
         self._allowlist = allowlist
+        self._own = identify_store(allowlist.own)
         self._lock = threading.RLock()
         self._followers: dict[str, StoreFollower] = {}
         self._failed: dict[str, tuple[float, str]] = {}
@@ -79,7 +84,7 @@ class StoreDirectory:
         if reason := self._allowlist.find_refusal(url, namespace):
             self.forget(key)
             return StoreAnswer(refused=f"{_show(url)}: {reason}")
-        subject = _Subject(url, identify_store(url), kind, name, advised)
+        subject = _Subject(url, identify_store(url), kind, name, advised, namespace)
         with self._lock:
             before = self._subjects.get(key)
             self._subjects[key] = subject
@@ -88,9 +93,7 @@ class StoreDirectory:
             follower = self._open(subject)
             if before != subject:
                 self._settle(subject)
-        if isinstance(follower, str):
-            return StoreAnswer(stale=follower)
-        return follower.ask(kind, name)
+        return follower if isinstance(follower, StoreAnswer) else follower.ask(kind, name)
 
     def forget(self, key: str) -> None:
         """Follow nothing more for a resource.
@@ -110,8 +113,8 @@ class StoreDirectory:
         for follower in followers:
             follower.close()
 
-    def _open(self, subject: _Subject) -> StoreFollower | str:
-        """Return the follower of a store, or why there is none."""
+    def _open(self, subject: _Subject) -> StoreFollower | StoreAnswer:
+        """Return the follower of a store, or an answer that says why there is none."""
         url, store = subject.url, subject.store
         found = self._followers.get(store)
         if found is not None:
@@ -119,19 +122,29 @@ class StoreDirectory:
         failed_s, reason = self._failed.get(url, (0.0, ""))
         now_s = time.monotonic()
         if self._closed or (reason and now_s - failed_s < _RETRY_S):
-            return reason or "the operator ends"
-        if len(self._followers) >= _MOST_STORES:
-            return f"{_MOST_STORES} stores are open, and no more are opened"
+            return StoreAnswer(stale=reason or "the operator ends")
+        if reason := self._find_limit(subject):
+            return StoreAnswer(refused=f"{_show(url)}: {reason}")
         try:
             follower = StoreFollower(url, lambda store_key: self._spread(store, store_key))
         except (SettingsError, DiscoveryError) as exc:
             self._failed[url] = now_s, str(exc)
             logger.warning("a store that resources name cannot be opened: %s", exc)
-            return str(exc)
+            return StoreAnswer(stale=str(exc))
         self._failed.pop(url, None)
         self._followers[store] = follower
         self._advise(store)
         return follower
+
+    def _find_limit(self, subject: _Subject) -> str:
+        """Return why a store that is not open is not opened: too many are; empty if it may be."""
+        if subject.store == self._own:
+            return ""
+        others = self._followers.keys() - {self._own}
+        held = {other.store for other in self._subjects.values() if other.namespace == subject.namespace} & others
+        if len(held) >= _MOST_OF_NAMESPACE:
+            return f"resources of namespace {subject.namespace} hold {len(held)} stores open, and no more are opened"
+        return f"{len(others)} stores are open, and no more are opened" if len(others) >= _MOST_STORES else ""
 
     def _settle(self, subject: _Subject | None) -> None:
         """Close the store that nothing names any more, and let the advisor be where it is wanted."""

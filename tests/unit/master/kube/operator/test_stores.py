@@ -122,17 +122,37 @@ def test_open_stores_are_bounded(directory: StoreDirectory, monkeypatch: pytest.
     def refuse(url: str) -> None:
         raise DiscoveryError(f"{url} does not answer")
 
-    monkeypatch.setattr("edl.master.kube.operator.stores.directory._MOST_STORES", 1)
-    for port in (1, 2):
-        directory.ask(f"job-{port}", f"edl://127.0.0.1:{port}", "workers", "j", namespace="lab")
-    assert "no more are opened" in directory.ask("job-2", "edl://127.0.0.1:2", "workers", "j", namespace="lab").stale
+    def ask(number: int, namespace: str = "lab") -> str:
+        url = f"edl://127.0.0.1:{number}"
+        return directory.ask(f"job-{number}", url, "workers", "j", namespace=namespace).refused
+
+    monkeypatch.setattr("edl.master.kube.operator.stores.directory._MOST_OF_NAMESPACE", 2)
+    monkeypatch.setattr("edl.master.kube.operator.stores.directory._MOST_STORES", 3)
+    assert [ask(1), ask(2)] == ["", ""]
+    assert "namespace lab hold 2 stores" in ask(3), "refused, so that the job grows, and says why"
+    assert ask(4, "other") == "", "a namespace shuts the stores of others"
+    assert "3 stores are open" in ask(5, "third")
     directory.forget("job-1")
-    assert "no more" not in directory.ask("job-2", "edl://127.0.0.1:2", "workers", "j", namespace="lab").stale
-    directory.forget("job-2")
+    assert ask(3) == ""
+    for number in range(1, 6):
+        directory.forget(f"job-{number}")
     monkeypatch.setattr("edl.master.kube.operator.stores.follower.open_store", refuse)
     for port in range(3, 50):
         directory.ask("job", f"edl://127.0.0.1:{port}", "workers", "j", namespace="lab")
     assert len(directory._failed) == 1, "what no resource names is remembered"
+
+
+def test_own_store_is_opened_always(directory: StoreDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever fills the operator's places with stores must not hold the jobs of all teams down."""
+    monkeypatch.setattr("edl.master.kube.operator.stores.directory._MOST_STORES", 1)
+    own = f"sqlite://{tmp_path}/store.sqlite"
+    with open_store(own) as store:
+        store.put(wanted_key("workers", "j"), wanted(4))
+    directory.ask("first", "edl://127.0.0.1:1", "workers", "j", namespace="a")
+    assert directory.ask("second", "edl://127.0.0.1:2", "workers", "j", namespace="b").refused
+    wait_for(lambda: directory.ask("third", own, "workers", "j", namespace="c").wanted == 4, "the operator's own store")
+    directory.forget("first")
+    assert not directory.ask("second", "edl://127.0.0.1:2", "workers", "j", namespace="b").refused, "own one counted"
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from edl.background import BackgroundLoop
-from edl.discovery.urls import identify_store
 from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.operator.job_shares import SharingJob, compute_shares, read_sharing_job
 from edl.master.kube.operator.reconciling.surroundings import OwnerSurroundings
+from edl.master.kube.operator.service_holders import ServiceHolders
 from edl.master.kube.operator.store_allowlist import StoreAllowlist
 from edl.master.kube.operator.stores import JobKeyCleanup, StoreAnswer, StoreDirectory
 from edl.master.kube.operator.waiting_owners import WaitingOwners
@@ -41,6 +41,8 @@ class LiveSurroundings:
         on_key: called with the key of a resource that should be looked at.
         allowlist: which stores may be opened.
         has_pods: whether pods of an owner are there, by namespace and uid; asks the API server.
+        list_pools: returns the pools of a namespace; asks the API server.
+        namespaces: that are worked on.
     """
 
     def __init__(
@@ -48,6 +50,8 @@ class LiveSurroundings:
         on_key: Callable[[str], None],
         allowlist: StoreAllowlist,
         has_pods: Callable[[str, str], bool] = lambda namespace, uid: True,
+        list_pools: Callable[[str], Sequence[TeacherPool]] = lambda namespace: (),
+        namespaces: Sequence[str] = (),
     ) -> None:
         self._on_key = on_key
         self._cleanup = JobKeyCleanup(has_pods, lambda url, namespace: not allowlist.find_refusal(url, namespace))
@@ -56,7 +60,7 @@ class LiveSurroundings:
         self._lock = threading.Lock()
         self._sharing: dict[str, SharingJob] = {}
         self._shares: Mapping[str, int] = {}
-        self._pools: dict[str, TeacherPool] = {}
+        self._services = ServiceHolders(on_key, list_pools, namespaces)
         self._waiting = WaitingOwners()
         self._looked_s = 0.0
         self._changed = False
@@ -77,10 +81,13 @@ class LiveSurroundings:
         self._loop.wake()
 
     def look(self, owner: MemberOwner) -> OwnerSurroundings:
-        """Return what is known now; asks the API server nothing.
+        """Return what is known now; asks the API server for all pools before the first answer on a pool.
 
         Args:
             owner: the resource.
+
+        Raises:
+            EDLError: pools cannot be listed just now.
         """
         if isinstance(owner, ElasticJob):
             self._cleanup.note(owner)
@@ -132,10 +139,7 @@ class LiveSurroundings:
         self._waiting.forget(key)
         with self._lock:
             shared = self._sharing.pop(key, None)
-            pool = self._pools.pop(key, None)
-            rivals = self._list_rivals(pool) if pool is not None else []
-        for rival in rivals:
-            self._on_key(rival.key)  # the service may be its own now
+        self._services.forget(key)
         if shared is not None:
             self.note_capacity()  # what it had is the others'
 
@@ -146,28 +150,12 @@ class LiveSurroundings:
         self._stores.close()
 
     def _find_holder(self, pool: TeacherPool) -> str:
-        """Return the pool of another namespace whose service this is: the oldest. Who serves with another's is told."""
-        with self._lock:
-            before = self._pools.get(pool.key)
-            self._pools[pool.key] = pool
-            rivals = self._list_rivals(pool)
-            left = self._list_rivals(before) if before is not None else []
-        if before is None or _place_of(before) != _place_of(pool):
-            for rival in {other.key for other in (*rivals, *left)}:
-                self._on_key(rival)
+        """Return the pool of another namespace whose service this is; note how many GPUs the pool lends."""
+        before = self._services.get_pool(pool.key)
+        holder = self._services.find_holder(pool)
         if before is None or before.min_replicas != pool.min_replicas:
             self.note_capacity()  # what it lends is shared among jobs
-        holder = min((pool, *rivals), key=lambda other: (other.created_s, other.key))
-        return "" if holder is pool else holder.key
-
-    def _list_rivals(self, pool: TeacherPool) -> list[TeacherPool]:
-        """Return pools of other namespaces with the same service in the same store."""
-        place = _place_of(pool)
-        return [
-            other
-            for other in self._pools.values()
-            if other.namespace != pool.namespace and other.service == pool.service and _place_of(other) == place
-        ]
+        return holder
 
     def _ask_store(self, owner: MemberOwner) -> StoreAnswer:
         if isinstance(owner, ElasticJob):
@@ -223,16 +211,10 @@ class LiveSurroundings:
 
     def _recompute(self, capacity: ClusterCapacity, jobs: list[SharingJob], but: str = "") -> None:
         """Share anew, and have all other jobs looked at whose share has changed."""
-        with self._lock:
-            pools = {pool.uid: pool.min_replicas for pool in self._pools.values() if pool.scale_target_ref is None}
+        pools = {pool.uid: pool.min_replicas for pool in self._services.get_pools() if pool.scale_target_ref is None}
         shares = compute_shares(capacity, jobs, pools) if jobs else {}
         with self._lock:
             before, self._shares = self._shares, shares
         for key, count in shares.items():
             if key != but and before.get(key) != count:
                 self._on_key(key)
-
-
-def _place_of(pool: TeacherPool) -> tuple[str, str]:
-    """Return where students find a pool's teachers, however its author spells the store."""
-    return identify_store(pool.store), pool.service

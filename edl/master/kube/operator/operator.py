@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from typing_extensions import Self
 
 from edl.kube.client import KubeClient
-from edl.kube.resource_types import PODS
+from edl.kube.resource_types import PODS, TEACHER_POOLS
 from edl.kube.responses import Call
 from edl.master.kube.capacity.watch import CapacityWatch
 from edl.master.kube.members.naming import OWNER_UID_LABEL
@@ -23,8 +23,9 @@ from edl.master.kube.operator.monitoring import GiveBackMeter, HealthServer, Ope
 from edl.master.kube.operator.queue import WorkQueue
 from edl.master.kube.operator.reconciling.reconciler import Reconciler
 from edl.master.kube.operator.resource_watches import ResourceWatches
-from edl.master.kube.operator.settings import OperatorSettings
+from edl.master.kube.operator.settings import ALL_NAMESPACES, OperatorSettings
 from edl.master.kube.operator.store_allowlist import StoreAllowlist
+from edl.master.kube.resources import TeacherPool, parse_teacher_pool
 
 __all__ = ["Operator"]
 
@@ -59,7 +60,9 @@ class Operator:
             self._events = EventRecorder(self._client)
             stack.callback(self._events.close)
             allowlist = StoreAllowlist(settings.store, settings.allow_stores)
-            self._surroundings = LiveSurroundings(self._add, allowlist, self._has_pods)
+            self._surroundings = LiveSurroundings(
+                self._add, allowlist, self._has_pods, self._list_pools, self.namespaces
+            )
             stack.callback(self._surroundings.close)
             self._reconciler = Reconciler(
                 self._client,
@@ -112,6 +115,12 @@ class Operator:
     def _has_pods(self, namespace: str, uid: str) -> bool:
         selector = f"{OWNER_UID_LABEL}={uid}"
         return bool(self._client.list(PODS, namespace, label_selector=selector, metadata_only=True).items)
+
+    def _list_pools(self, namespace: str) -> list[TeacherPool]:
+        where = "" if namespace == ALL_NAMESPACES else namespace
+        listed = self._client.list(TEACHER_POOLS, where).items
+        parsed = [parse_teacher_pool(resource, self._settings.store) for resource in listed]
+        return [pool for pool in parsed if isinstance(pool, TeacherPool)]
 
     def _add(self, key: str, delay_s: float = 0.0) -> None:
         queue = self._queue

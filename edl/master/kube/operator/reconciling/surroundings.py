@@ -30,7 +30,7 @@ class Surroundings(Protocol):
     """Looks at stores, at idle capacity and at other jobs, for the `Reconciler`."""
 
     def look(self, owner: MemberOwner) -> OwnerSurroundings:
-        """Return what is known now; asks the API server nothing."""
+        """Return what is known now; raises an EDLError where that cannot be read just now."""
 
     def note_status(self, owner: MemberOwner, status: Mapping[str, Any]) -> None:
         """Note what a resource's status says now: of one that waits for room, what has become idle is told."""

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from edl.errors import AccessDeniedError
 from edl.kube.objects import Object
 from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.operator.job_shares import compute_shares, read_sharing_job
 from edl.master.kube.operator.live_surroundings import LiveSurroundings
+from edl.master.kube.operator.service_holders import ServiceHolders
 from edl.master.kube.operator.store_allowlist import StoreAllowlist
 from edl.master.kube.operator.waiting_owners import WaitingOwners
 from edl.master.kube.resources import ElasticJob, TeacherPool, parse_elastic_job, parse_teacher_pool
@@ -242,6 +244,50 @@ def test_rivals_by_any_spelling_of_a_store(store: str, spelling: str) -> None:
         assert surroundings.look(young).service_holder == old.key
     finally:
         surroundings.close()
+
+
+def test_taken_service_after_a_restart() -> None:
+    """An operator that has just started knows of no pool: the one that it looks at first is not the only one."""
+    old, young = make_pool("a", 1), make_pool("b", 2)
+    asked: list[str] = []
+    looked_at: list[str] = []
+
+    def list_pools(namespace: str) -> list[TeacherPool]:
+        asked.append(namespace)
+        return [pool for pool in (old, young) if pool.namespace == namespace]
+
+    surroundings = LiveSurroundings(looked_at.append, StoreAllowlist(), list_pools=list_pools, namespaces=("a", "b"))
+    try:
+        assert surroundings.look(young).service_holder == old.key
+        assert surroundings.look(young).service_holder == old.key
+        assert asked == ["a", "b"], "it asks at each look"
+        assert set(looked_at) >= {old.key}, "one that has gone since would be a rival for ever"
+        surroundings.note_gone(old.key)
+        assert surroundings.look(young).service_holder == ""
+    finally:
+        surroundings.close()
+
+
+def test_taken_service_of_denied_namespace() -> None:
+    old, young = make_pool("a", 1), make_pool("b", 2)
+    text = f"{old.key} serves digits in the same store: choose another spec.service or store"
+    accepted = {"type": "Accepted", "status": "False", "reason": "ServiceTaken", "message": text}
+    taken = replace(young, status={"conditions": [{**accepted, "observedGeneration": young.generation}]})
+    now_s, denied = 100.0, {"a"}
+
+    def list_pools(namespace: str) -> list[TeacherPool]:
+        if namespace in denied:
+            raise AccessDeniedError("teacherpools: not allowed (403)")
+        return []
+
+    holders = ServiceHolders(lambda key: None, list_pools, ("a", "b"), lambda: now_s)
+    assert holders.find_holder(taken) == old.key, "its teachers run on, and it may not be read now"
+    assert holders.find_holder(young) == "", "nothing says that it was taken"
+    assert holders.find_holder(replace(taken, generation=young.generation + 1)) == "", "it was edited meanwhile"
+    denied.clear()
+    assert holders.find_holder(taken) == old.key
+    now_s += 61.0
+    assert holders.find_holder(taken) == "", "its namespace has been listed, and it is not there"
 
 
 def make_teacher(number: int, priority: int) -> Object:

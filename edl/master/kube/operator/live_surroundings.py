@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from edl.background import BackgroundLoop
+from edl.kube.settings import KubeSettings
 from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.operator.job_shares import SharingJob, compute_shares, read_sharing_job
 from edl.master.kube.operator.reconciling.surroundings import OwnerSurroundings
@@ -43,6 +44,7 @@ class LiveSurroundings:
         has_pods: whether pods of an owner are there, by namespace and uid; asks the API server.
         list_pools: returns the pools of a namespace; asks the API server.
         namespaces: that are worked on.
+        kube: the cluster that `kubernetes://` stores are in.
     """
 
     def __init__(
@@ -52,10 +54,12 @@ class LiveSurroundings:
         has_pods: Callable[[str, str], bool] = lambda namespace, uid: True,
         list_pools: Callable[[str], Sequence[TeacherPool]] = lambda namespace: (),
         namespaces: Sequence[str] = (),
+        kube: KubeSettings | None = None,
     ) -> None:
         self._on_key = on_key
-        self._cleanup = JobKeyCleanup(has_pods, lambda url, namespace: not allowlist.find_refusal(url, namespace))
-        self._stores = StoreDirectory(on_key, allowlist)
+        kube = kube or KubeSettings()
+        self._cleanup = JobKeyCleanup(has_pods, lambda url, namespace: not allowlist.find_refusal(url, namespace), kube)
+        self._stores = StoreDirectory(on_key, allowlist, kube)
         self._capacity: CapacitySource | None = None
         self._lock = threading.Lock()
         self._sharing: dict[str, SharingJob] = {}

@@ -65,7 +65,9 @@ class StoreAllowlist:
         if "" in members:
             return "a URL without a host"
         own = _split(self.own)
-        allowed = [] if own is None else [(own.scheme, member) for member in _list_members(own)]
+        # A context or kubeconfig names another cluster than the operator's, where its namespace is another.
+        elsewhere = own is None or (own.scheme == "kubernetes" and own.query)
+        allowed = [] if own is None or elsewhere else [(own.scheme, member) for member in _list_members(own)]
         for member in members:
             if (parts.scheme, member) not in allowed and not self._is_listed(parts.scheme, member):
                 prefix = shown(f"{parts.scheme}://{member}")

@@ -12,6 +12,7 @@ from typing import Final
 from edl.background import start_call
 from edl.discovery.urls import identify_store
 from edl.errors import DiscoveryError, SettingsError
+from edl.kube.settings import KubeSettings
 from edl.load_reporting.wanted import WantedKind, wanted_key
 from edl.master.kube.operator.store_allowlist import StoreAllowlist
 from edl.master.kube.operator.stores.follower import StoreAnswer, StoreFollower
@@ -56,11 +57,13 @@ class StoreDirectory:
     Args:
         on_change: called with the key of each resource of which a store says something new.
         allowlist: which stores may be opened.
+        kube: the cluster that `kubernetes://` stores are in.
     """
 
-    def __init__(self, on_change: Callable[[str], None], allowlist: StoreAllowlist) -> None:
+    def __init__(self, on_change: Callable[[str], None], allowlist: StoreAllowlist, kube: KubeSettings) -> None:
         self._on_change = on_change
         self._allowlist = allowlist
+        self._kube = kube
         self._own = identify_store(allowlist.own)
         self._lock = threading.RLock()
         self._followers: dict[str, StoreFollower] = {}
@@ -126,7 +129,7 @@ class StoreDirectory:
         if reason := self._find_limit(subject):
             return StoreAnswer(refused=f"{_show(url)}: {reason}")
         try:
-            follower = StoreFollower(url, lambda store_key: self._spread(store, store_key))
+            follower = StoreFollower(url, lambda store_key: self._spread(store, store_key), self._kube)
         except (SettingsError, DiscoveryError) as exc:
             self._failed[url] = now_s, str(exc)
             logger.warning("a store that resources name cannot be opened: %s", exc)

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from edl.background import BackgroundLoop
-from edl.discovery import Store, open_store
+from edl.discovery import Store
 from edl.errors import AccessDeniedError, DiscoveryError, KubernetesError, SettingsError
+from edl.kube.settings import KubeSettings
 from edl.load_reporting.wanted import wanted_key
+from edl.master.kube.operator.stores.opening import open_cluster_store
 from edl.master.kube.resources import ElasticJob
 from edl.master.naming import election_key, report_key
 
@@ -71,6 +73,7 @@ class JobKeyCleanup:
     Args:
         has_pods: whether pods of an owner are there, by namespace and uid; raises a KubernetesError if that is unknown.
         may_open: whether the operator opens a store, by URL and namespace of the job.
+        kube: the cluster that the keys are in.
         clock: monotonic seconds.
     """
 
@@ -78,10 +81,12 @@ class JobKeyCleanup:
         self,
         has_pods: Callable[[str, str], bool],
         may_open: Callable[[str, str], bool],
+        kube: KubeSettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._has_pods = has_pods
         self._may_open = may_open
+        self._kube = kube
         self._clock = clock
         self._lock = threading.Lock()
         self._known: dict[str, _Trace] = {}
@@ -132,7 +137,7 @@ class JobKeyCleanup:
             elif not self._may_open(trace.store, trace.namespace):
                 return _PACE_S
             else:
-                with open_store(trace.store) as store:
+                with open_cluster_store(trace.store, self._kube) as store:
                     reason = delete_job_keys(store, trace.job_id)
         except (AccessDeniedError, SettingsError) as exc:
             logger.warning("keys of job %s stay in %s: %s", trace.job_id, trace.store, exc)

@@ -12,6 +12,7 @@ import pytest
 from edl.collective.job_records import prefix
 from edl.discovery import Store, open_store
 from edl.errors import AccessDeniedError, DiscoveryError, KubernetesError
+from edl.kube.settings import KubeSettings
 from edl.load_reporting.wanted import wanted_key
 from edl.master.kube.operator.stores import job_keys
 from edl.master.kube.operator.stores.job_keys import JobKeyCleanup, delete_job_keys
@@ -82,14 +83,16 @@ class Cleanup:
         self.opened: list[str] = []
         self.trouble: Exception | None = None
 
-        def open_it(url: str) -> Any:
+        def open_it(url: str, kube: KubeSettings) -> Any:
             self.opened.append(url)
             if self.trouble is not None:
                 raise self.trouble
             return contextlib.nullcontext(store)
 
-        monkeypatch.setattr(job_keys, "open_store", open_it)
-        self.cleanup = JobKeyCleanup(self._has_pods, lambda url, namespace: url.endswith(namespace), lambda: self.now_s)
+        monkeypatch.setattr(job_keys, "open_cluster_store", open_it)
+        self.cleanup = JobKeyCleanup(
+            self._has_pods, lambda url, namespace: url.endswith(namespace), KubeSettings(), lambda: self.now_s
+        )
         self.cleanup._loop.close()
 
     def _has_pods(self, namespace: str, uid: str) -> bool:

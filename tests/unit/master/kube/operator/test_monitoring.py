@@ -11,11 +11,15 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from edl.discovery.kubernetes.store import KubernetesStore
+from edl.discovery.kubernetes.target import KubernetesTarget
 from edl.errors import SettingsError
+from edl.kube.connection import find_server
 from edl.kube.responses import Call
 from edl.kube.settings import KubeSettings
 from edl.master.kube.operator import Operator, OperatorSettings
 from edl.master.kube.operator.monitoring import GiveBackMeter, HealthServer, OperatorHealth, OperatorMetrics, health
+from edl.master.kube.operator.stores import job_keys
 
 
 def test_away_is_unready_and_alive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,15 +98,44 @@ def test_give_back_counts_once() -> None:
     assert count() == 2.0, "the same pod was counted by both watches"
 
 
-def test_operator_goes_by_the_servers_clock(tmp_path: Path) -> None:
-    """Pods' timestamps are by it: an operator some seconds ahead would take each probe away at once."""
-    kubeconfig = tmp_path / "config"
-    user, cluster = {"name": "u", "user": {}}, {"name": "c", "cluster": {"server": "http://127.0.0.1:9"}}
+def write_kubeconfig(path: Path, port: int) -> str:
+    user, cluster = {"name": "u", "user": {}}, {"name": "c", "cluster": {"server": f"http://127.0.0.1:{port}"}}
     context = {"name": "x", "context": {"cluster": "c", "user": "u", "namespace": "lab"}}
     config = {"current-context": "x", "clusters": [cluster], "users": [user], "contexts": [context]}
-    kubeconfig.write_text(json.dumps(config))
-    with Operator(OperatorSettings(KubeSettings(str(kubeconfig)), capacity=False)) as operator:
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+def test_operator_goes_by_the_servers_clock(tmp_path: Path) -> None:
+    """Pods' timestamps are by it: an operator some seconds ahead would take each probe away at once."""
+    kube = KubeSettings(write_kubeconfig(tmp_path / "config", 9))
+    with Operator(OperatorSettings(kube, capacity=False)) as operator:
         assert operator._reconciler._clock == operator._client.read_server_time
+
+
+def test_stores_of_the_operators_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is current on a person's machine is not the cluster whose jobs an operator works on."""
+    monkeypatch.setenv("KUBECONFIG", write_kubeconfig(tmp_path / "current", 9))
+    kube = KubeSettings(write_kubeconfig(tmp_path / "prod", 8), timeout_s=1.0)
+    opened: list[str] = []
+
+    def note_store(store: KubernetesStore, target: KubernetesTarget, *, reaps: bool = True) -> None:
+        opened.append(f"{target} of {find_server(target.settings)} after {target.settings.timeout_s}")
+        raise SettingsError("not opened")
+
+    monkeypatch.setattr(KubernetesStore, "__init__", note_store)
+    settings = OperatorSettings(kube, store="kubernetes://edl", capacity=False)
+    with Operator(settings) as operator:
+        surroundings = operator._surroundings
+        for url in ("kubernetes://edl", "kubernetes://lab"):
+            surroundings._stores.ask(url, url, "workers", "j", namespace="lab")
+        monkeypatch.setattr(surroundings._cleanup, "_has_pods", lambda namespace, uid: False)
+        surroundings._cleanup._loop.close()
+        removal = job_keys._Removal(job_keys._Trace("u", "j", "kubernetes://edl", "lab"), 0.0, 0.0)
+        surroundings._cleanup._removals.append(removal)
+        surroundings._cleanup.step()
+    server = "of http://127.0.0.1:8 after 5.0"
+    assert opened == [f"kubernetes://{name} {server}" for name in ("edl", "lab", "edl")]
 
 
 @pytest.mark.parametrize(

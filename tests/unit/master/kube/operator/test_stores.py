@@ -18,6 +18,7 @@ from edl.discovery import open_store
 from edl.discovery.served.listening import ListenAddress
 from edl.discovery.served.server import StoreServer
 from edl.errors import DiscoveryError, SettingsError
+from edl.kube.settings import KubeSettings
 from edl.load_reporting.wanted import wanted_key
 from edl.master.kube.operator.store_allowlist import StoreAllowlist
 from edl.master.kube.operator.stores import StoreDirectory
@@ -55,7 +56,7 @@ def told() -> list[str]:
 @pytest.fixture
 def directory(told: list[str], tmp_path: Path) -> Iterator[StoreDirectory]:
     allowlist = StoreAllowlist(f"sqlite://{tmp_path}/store.sqlite", ("edl://127.0.0.1", "consul://127.0.0.1"))
-    found = StoreDirectory(told.append, allowlist)
+    found = StoreDirectory(told.append, allowlist, KubeSettings())
     yield found
     found.close()
 
@@ -108,7 +109,9 @@ def test_refused_store_is_not_opened(
 ) -> None:
     """The operator's token is not for any host that whoever writes a resource names."""
     opened: list[str] = []
-    monkeypatch.setattr("edl.master.kube.operator.stores.follower.open_store", opened.append)
+    monkeypatch.setattr(
+        "edl.master.kube.operator.stores.follower.open_cluster_store", lambda url, kube: opened.append(url)
+    )
     for url in ("consul://evil:8500", f"sqlite://{tmp_path}/other.sqlite", "kubernetes://lab?kubeconfig=/etc/x"):
         answer = directory.ask("a", url, "workers", "j", namespace="lab")
         assert answer.refused.startswith(f"{url.partition('?')[0]}: "), answer
@@ -119,7 +122,7 @@ def test_refused_store_is_not_opened(
 
 
 def test_open_stores_are_bounded(directory: StoreDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(url: str) -> None:
+    def refuse(url: str, kube: KubeSettings) -> None:
         raise DiscoveryError(f"{url} does not answer")
 
     def ask(number: int, namespace: str = "lab") -> str:
@@ -136,7 +139,7 @@ def test_open_stores_are_bounded(directory: StoreDirectory, monkeypatch: pytest.
     assert ask(3) == ""
     for number in range(1, 6):
         directory.forget(f"job-{number}")
-    monkeypatch.setattr("edl.master.kube.operator.stores.follower.open_store", refuse)
+    monkeypatch.setattr("edl.master.kube.operator.stores.follower.open_cluster_store", refuse)
     for port in range(3, 50):
         directory.ask("job", f"edl://127.0.0.1:{port}", "workers", "j", namespace="lab")
     assert len(directory._failed) == 1, "what no resource names is remembered"
@@ -194,8 +197,11 @@ def test_stores_that_are_opened(url: str, allowed: bool) -> None:
     assert (refusal == "") == allowed, refusal
 
 
-def test_own_store_may_be_a_file() -> None:
+def test_own_store_of_other_kinds() -> None:
     assert StoreAllowlist("sqlite:///tmp/x").find_refusal("sqlite:///tmp/x", "lab") == ""
+    elsewhere = StoreAllowlist("kubernetes://edl?context=prod")
+    assert elsewhere.find_refusal("kubernetes://edl?context=prod", "lab") == ""
+    assert "kubernetes://edl" in elsewhere.find_refusal("kubernetes://edl", "lab"), "which is in another cluster"
     assert "--allow-store consul://x:1" in StoreAllowlist("sqlite:///tmp/x").find_refusal("consul://x:1", "lab")
 
 
@@ -210,11 +216,11 @@ def test_allowances_that_cannot_be(prefix: str) -> None:
 def test_store_is_opened_once(directory: StoreDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
 
-    def open_counted(url: str) -> Any:
+    def open_counted(url: str, kube: KubeSettings) -> Any:
         opened.append(url)
         return open_store(url)
 
-    monkeypatch.setattr("edl.master.kube.operator.stores.follower.open_store", open_counted)
+    monkeypatch.setattr("edl.master.kube.operator.stores.follower.open_cluster_store", open_counted)
     url = f"sqlite://{tmp_path}/store.sqlite"
     for number in range(20):
         directory.ask(f"job-{number}", url, "workers", f"j-{number}", namespace="lab")

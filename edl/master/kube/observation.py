@@ -41,6 +41,7 @@ class OwnerObservation:
         store_stale: why the store's answers are old; empty if they are not.
         store_refused: why the operator does not ask the resource's store; empty if it does.
         service_holder: pool of another namespace whose the service is, in the same store; empty for none.
+        store_unreachable: why the store has not answered for half a minute; empty if it has.
         target_replicas: what the pool's `scaleTargetRef` has now; None if there is no such target.
         target_ready: how many of them are ready; None if that is not known.
     """
@@ -54,5 +55,6 @@ class OwnerObservation:
     store_stale: str = ""
     store_refused: str = ""
     service_holder: str = ""
+    store_unreachable: str = ""
     target_replicas: int | None = None
     target_ready: int | None = None

@@ -141,6 +141,8 @@ def _describe_accepted(job: ElasticJob, observation: OwnerObservation) -> Condit
         return Condition("Accepted", True, "StoreChangeIgnored", job.ignored_edits)
     if observation.store_refused:
         return Condition("Accepted", True, "StoreNotAllowed", observation.store_refused)
+    if observation.store_unreachable:
+        return Condition("Accepted", True, "StoreUnreachable", observation.store_unreachable)
     return Condition("Accepted", True, "Valid", "the spec can be worked on")
 
 

@@ -344,6 +344,8 @@ def _note_changes(draft: _Draft, sizing: Sizing, kept: int) -> None:
         draft.note("StoreChangeIgnored", job.ignored_edits, warning=True)
     elif draft.observation.store_refused and find_condition(status, "Accepted").get("reason") in (None, "Valid"):
         draft.note("StoreNotAllowed", draft.observation.store_refused, warning=True)
+    elif draft.observation.store_unreachable and find_condition(status, "Accepted").get("reason") in (None, "Valid"):
+        draft.note("StoreUnreachable", draft.observation.store_unreachable, warning=True)
     grown = [index for index in sizing.create if not draft.records[f"{WORKER}-{index}"].replaces]
     if status.get("phase") == "Suspended":
         draft.note("Resumed", "spec.suspend is false again")

@@ -48,6 +48,7 @@ CONDITION_REASONS: Final[Mapping[str, Mapping[str, str]]] = {
         "Valid": "The spec can be worked on.",
         "StoreChangeIgnored": "The job keeps the store and checkpoint that it started with, until it runs no more.",
         "StoreNotAllowed": "The operator may not read the job's store: neither progress nor a useful size is known.",
+        "StoreUnreachable": "The store does not answer the operator; the job keeps the size that was wanted last.",
     },
     "Scheduled": {
         "AllScheduled": "All workers that are wanted have a node.",
@@ -108,6 +109,7 @@ EVENT_REASONS: Final[Mapping[str, str]] = {
     "ScaleIgnored": "`spec.replicas` was set, but `spec.scaling` is `auto`: set it to `external` for `kubectl scale`.",
     "StoreChangeIgnored": "Another store or checkpoint is not taken while pods run: suspend the job, then resume it.",
     "StoreNotAllowed": "The operator does not read the job's store; the message says what would allow it.",
+    "StoreUnreachable": "The store has not answered the operator for half a minute; the message says why.",
     "Suspended": "The workers are let go since `spec.suspend` is true.",
     "Resumed": "`spec.suspend` is false again.",
     "Succeeded": "The job has succeeded.",

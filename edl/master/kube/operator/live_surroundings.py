@@ -107,7 +107,14 @@ class LiveSurroundings:
             allocation = self._share(owner, answer.wanted, remaining_s, capacity)
         holder = self._find_holder(owner) if isinstance(owner, TeacherPool) else ""
         return OwnerSurroundings(
-            capacity, answer.wanted, allocation, answer.progress, answer.stale, answer.refused, holder
+            capacity,
+            answer.wanted,
+            allocation,
+            answer.progress,
+            answer.stale,
+            answer.refused,
+            holder,
+            answer.unreachable,
         )
 
     def note_status(self, owner: MemberOwner, status: Mapping[str, Any]) -> None:

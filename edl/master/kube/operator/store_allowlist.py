@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
-from urllib.parse import SplitResult, parse_qsl, urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from edl.errors import SettingsError
 from edl.quoting import shown
@@ -37,7 +37,7 @@ class StoreAllowlist:
     def __post_init__(self) -> None:
         for prefix in self.prefixes:
             parts = _split(prefix)
-            if parts is None or parts.scheme not in _SCHEMES or _find_extras(parts) or parts.query or "," in prefix:
+            if parts is None or parts.scheme not in _SCHEMES or _find_extras(parts) or "," in prefix:
                 raise SettingsError(
                     f"--allow-store {shown(prefix.partition('?')[0].rpartition('@')[2])}: expected SCHEME://HOST:PORT,"
                     f" SCHEME://HOST or SCHEME://, with a scheme of {', '.join(_SCHEMES)}"
@@ -94,16 +94,12 @@ def _split(url: str) -> SplitResult | None:
 
 
 def _find_extras(parts: SplitResult) -> str:
-    """Return what a URL has beside hosts; a datacenter of Consul's is harmless."""
+    """Return what a URL has beside hosts. A store has no options, but those that lead to another cluster."""
     if "@" in parts.netloc:
         return "a user"
     if parts.path not in ("", "/") or parts.fragment:
         return "a path"
-    try:
-        names = {name for name, _ in parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))}
-    except ValueError:
-        return "options"
-    return "options" if names - ({"dc"} if parts.scheme.startswith("consul") else set()) else ""
+    return "options" if parts.query else ""
 
 
 def _list_members(parts: SplitResult) -> list[str]:

@@ -91,6 +91,8 @@ def write_status(pool: TeacherPool, observation: OwnerObservation, view: PoolVie
 def _describe_acceptance(pool: TeacherPool, observation: OwnerObservation) -> Condition:
     if not observation.service_holder and observation.store_refused:
         return Condition("Accepted", True, "StoreNotAllowed", observation.store_refused)
+    if not observation.service_holder and observation.store_unreachable and pool.scaling == "auto":
+        return Condition("Accepted", True, "StoreUnreachable", observation.store_unreachable)
     if not observation.service_holder:
         return Condition("Accepted", True, "Valid", "the specification can be carried out")
     text = f"{observation.service_holder} serves {pool.service} in the same store: choose another spec.service or store"

@@ -193,6 +193,7 @@ class Reconciler:
             store_stale=known.store_stale,
             store_refused=known.store_refused,
             service_holder=known.service_holder,
+            store_unreachable=known.store_unreachable,
             target_replicas=None if target is None else target.replicas,
             target_ready=None if target is None else target.ready,
         )

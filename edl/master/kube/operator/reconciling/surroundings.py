@@ -24,6 +24,7 @@ class OwnerSurroundings:
     store_stale: str = ""
     store_refused: str = ""
     service_holder: str = ""
+    store_unreachable: str = ""
 
 
 class Surroundings(Protocol):

@@ -67,7 +67,7 @@ class StoreDirectory:
         self._own = identify_store(allowlist.own)
         self._lock = threading.RLock()
         self._followers: dict[str, StoreFollower] = {}
-        self._failed: dict[str, tuple[float, str]] = {}
+        self._failed: dict[str, tuple[float, StoreAnswer]] = {}
         self._subjects: dict[str, _Subject] = {}
         self._closed = False
 
@@ -122,18 +122,22 @@ class StoreDirectory:
         found = self._followers.get(store)
         if found is not None:
             return found
-        failed_s, reason = self._failed.get(url, (0.0, ""))
+        failed_s, failure = self._failed.get(url, (0.0, None))
         now_s = time.monotonic()
-        if self._closed or (reason and now_s - failed_s < _RETRY_S):
-            return StoreAnswer(stale=reason or "the operator ends")
+        if self._closed:
+            return StoreAnswer(stale="the operator ends")
+        if failure is not None and now_s - failed_s < _RETRY_S:
+            return failure
         if reason := self._find_limit(subject):
             return StoreAnswer(refused=f"{_show(url)}: {reason}")
         try:
             follower = StoreFollower(url, lambda store_key: self._spread(store, store_key), self._kube)
         except (SettingsError, DiscoveryError) as exc:
-            self._failed[url] = now_s, str(exc)
+            permanent = isinstance(exc, SettingsError)
+            failure = StoreAnswer(refused=str(exc)) if permanent else StoreAnswer(stale=str(exc), unreachable=str(exc))
+            self._failed[url] = now_s, failure
             logger.warning("a store that resources name cannot be opened: %s", exc)
-            return StoreAnswer(stale=str(exc))
+            return failure
         self._failed.pop(url, None)
         self._followers[store] = follower
         self._advise(store)

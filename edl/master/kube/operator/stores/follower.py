@@ -31,6 +31,8 @@ _WATCH_S: Final = 1.0
 """How long a look for a snapshot takes at most, so that `close` does not wait for longer."""
 _PROGRESS_S: Final = 10.0
 """A master reports each second; the resource's status follows so often at most, as each change is a write."""
+_AWAY_S: Final = 30.0
+"""Without an answer, after which resources say so: a store that is replaced is away for some seconds."""
 _UNANSWERED: Final = "it has not answered yet"
 
 
@@ -43,12 +45,14 @@ class StoreAnswer:
         progress: how far the job is; None if that is not known.
         stale: why the store's answers are old; empty if they are not.
         refused: why the store is not asked at all; empty if it is.
+        unreachable: why the store has not answered for half a minute; empty if it has.
     """
 
     wanted: int | None = None
     progress: WorkProgress | None = None
     stale: str = ""
     refused: str = ""
+    unreachable: str = ""
 
 
 class StoreFollower:
@@ -73,6 +77,8 @@ class StoreFollower:
         self._readers: dict[str, ProgressReader] = {}
         self._told_s: dict[str, float] = {}
         self._stale = {"wanted/": _UNANSWERED, "master_reports/": _UNANSWERED}
+        self._away_since_s: float | None = time.monotonic()
+        self._unreachable = ""
         self._store: Store = open_cluster_store(url, kube)
         self._advisor: ScalingAdvisor | None = None
         self._watches: list[StoreWatch] = []
@@ -80,7 +86,7 @@ class StoreFollower:
         for prefix, take in (("wanted/", self._take_wanted), ("master_reports/", self._take_reports)):
             watch = self._store.watch(prefix)
             self._watches.append(watch)
-            self._loops.append(BackgroundLoop("edl-operator-store", _Step(watch, take)))
+            self._loops.append(BackgroundLoop("edl-operator-store", _Step(watch, take, self._check_away)))
 
     def ask(self, kind: WantedKind, name: str) -> StoreAnswer:
         """Return what the store says, by its last snapshots; asks it nothing.
@@ -92,7 +98,7 @@ class StoreFollower:
         with self._lock:
             wanted = self._wanted.get(wanted_key(kind, name), (b"", None))[1]
             progress = self._reports.get(report_key(name), (b"", None))[1] if kind == "workers" else None
-            return StoreAnswer(wanted, progress, self._stale["wanted/"])
+            return StoreAnswer(wanted, progress, self._stale["wanted/"], unreachable=self._unreachable)
 
     def advise(self, wanted: bool) -> None:
         """Have this process be among those that decide how many teachers are useful, or not.
@@ -127,7 +133,11 @@ class StoreFollower:
         changed = []
         with self._lock:
             was_stale = self._note_stale("wanted/", snapshot)
+            if snapshot.stale and self._away_since_s is None:
+                self._away_since_s = time.monotonic()
             if not snapshot.stale:
+                self._away_since_s = None
+                self._unreachable = ""
                 found: dict[str, tuple[bytes, int | None]] = {}
                 for key, entry in snapshot.entries.items():
                     before = self._wanted.get(key)
@@ -166,6 +176,15 @@ class StoreFollower:
         for key in changed:
             self._on_change(key)
 
+    def _check_away(self) -> None:
+        """Have all resources of the store looked at once it has been away for long; the reason stays as it is then."""
+        with self._lock:
+            since_s = self._away_since_s
+            if self._unreachable or since_s is None or time.monotonic() - since_s < _AWAY_S:
+                return
+            self._unreachable = self._stale["wanted/"]
+        self._on_change("")
+
     def _note_stale(self, prefix: str, snapshot: StoreSnapshot) -> bool:
         """Note whether the store answers; return whether it does again."""
         before = self._stale[prefix]
@@ -180,15 +199,17 @@ class StoreFollower:
 class _Step:
     """Waits for a watch's next snapshot; the step of a loop."""
 
-    def __init__(self, watch: StoreWatch, take: Callable[[StoreSnapshot], None]) -> None:
+    def __init__(self, watch: StoreWatch, take: Callable[[StoreSnapshot], None], check: Callable[[], None]) -> None:
         self._watch = watch
         self._take = take
+        self._check = check
 
     def __call__(self) -> float | None:
         with contextlib.suppress(ClosedError):
             snapshot = self._watch.get(_WATCH_S)
             if snapshot is not None:
                 self._take(snapshot)
+            self._check()
             return 0.01  # a watch that was closed returns at once; the loop is closed soon after
         return None
 

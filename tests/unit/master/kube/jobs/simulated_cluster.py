@@ -44,6 +44,7 @@ class SimulatedCluster:
         self.allocation: int | None = None
         self.progress: WorkProgress | None = None
         self.stale = ""
+        self.unreachable = ""
         self.refused = ""
         self.capacity: Any = None
         self.deleted = False
@@ -81,6 +82,7 @@ class SimulatedCluster:
             progress=self.progress,
             store_stale=self.stale,
             store_refused=self.refused,
+            store_unreachable=self.unreachable,
         )
         plan = plan_job(job, observation)
         assert plan_job(job, observation) == plan, "the same from the same"

@@ -341,6 +341,21 @@ def test_store_that_is_away_changes_nothing() -> None:
     assert len(cluster.list_running()) == 3
 
 
+def test_store_that_does_not_answer_is_said() -> None:
+    """A job that stays at its minimum for ever, Valid and without a word, is a riddle."""
+    cluster = SimulatedCluster(minReplicas=1, maxReplicas=4)
+    cluster.stale = cluster.unreachable = "kubernetes://team-a: not allowed (403)"
+    cluster.settle()
+    accepted = next(item for item in cluster.status["conditions"] if item["type"] == "Accepted")
+    assert (accepted["status"], accepted["reason"]) == ("True", "StoreUnreachable")
+    assert accepted["message"] == cluster.unreachable
+    assert cluster.events.count("StoreUnreachable") == 1
+    cluster.stale = cluster.unreachable = ""
+    cluster.settle()
+    accepted = next(item for item in cluster.status["conditions"] if item["type"] == "Accepted")
+    assert accepted["reason"] == "Valid"
+
+
 def test_store_that_may_not_be_read() -> None:
     cluster = SimulatedCluster(minReplicas=1, maxReplicas=4)
     cluster.refused = "consul://x: the operator reads it once it is allowed"

@@ -98,10 +98,28 @@ def test_store_away_keeps_what_was_wanted(directory: StoreDirectory, told: list[
     assert directory.ask("p", url, "teachers", "digits", namespace="lab").wanted == 3
 
 
+def test_store_away_for_long_is_said(
+    directory: StoreDirectory, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edl.master.kube.operator.stores.follower._AWAY_S", 0.3)
+    port = free_port()
+    url = f"edl://127.0.0.1:{port}"
+    assert directory.ask("a", url, "workers", "j", namespace="lab").unreachable == "", "it may answer yet"
+    wait_for(lambda: told == ["a"], "a look at the resource")
+    answer = directory.ask("a", url, "workers", "j", namespace="lab")
+    assert str(port) in answer.unreachable
+    told.clear()
+    with contextlib.closing(StoreServer(str(tmp_path / "served.sqlite"), ListenAddress("127.0.0.1", port))):
+        wait_for(lambda: told, "the store's return")
+        assert directory.ask("a", url, "workers", "j", namespace="lab").unreachable == ""
+
+
 def test_bad_store_is_no_answer(directory: StoreDirectory) -> None:
-    answer = directory.ask("a", "consul://127.0.0.1?dc=", "workers", "j", namespace="lab")
-    assert answer.wanted is None
-    assert "dc" in answer.stale
+    """What cannot be mended by waiting is refused, so that a job grows and says why."""
+    for url, word in (("consul://127.0.0.1?dc=b", "options"), ("edl://127.0.0.1:0", "port")):
+        answer = directory.ask("a", url, "workers", "j", namespace="lab")
+        assert (answer.wanted, answer.stale) == (None, "")
+        assert word in answer.refused
 
 
 def test_refused_store_is_not_opened(
@@ -162,7 +180,8 @@ def test_own_store_is_opened_always(directory: StoreDirectory, tmp_path: Path, m
     ("url", "allowed"),
     [
         ("consul://c:8500", True),
-        ("consul://C:8500?dc=east", True),
+        ("consul://C:8500", True),
+        ("consul://c:8500?dc=east", False),
         ("consul://c:8500?x=y", False),
         ("consul://c", False),
         ("consul://c:9", False),
@@ -195,6 +214,15 @@ def test_stores_that_are_opened(url: str, allowed: bool) -> None:
     prefixes = ("consul://d", "consul://[::1]", "etcd://e:1", "etcd://f", "etcd+https://", "kubernetes://shared")
     refusal = StoreAllowlist("consul://c:8500", prefixes).find_refusal(url, "lab")
     assert (refusal == "") == allowed, refusal
+
+
+def test_own_store_that_cannot_be() -> None:
+    own = "consul://127.0.0.1:1?dc=b"
+    with contextlib.closing(StoreDirectory(lambda key: None, StoreAllowlist(own), KubeSettings())) as found:
+        for _ in range(2):
+            answer = found.ask("a", own, "workers", "j", namespace="lab")
+            assert "datacenter" in answer.refused
+            assert answer.stale == ""
 
 
 def test_own_store_of_other_kinds() -> None:

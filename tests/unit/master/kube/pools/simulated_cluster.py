@@ -29,6 +29,7 @@ class SimulatedCluster:
         self.wanted: int | None = None
         self.store_stale = ""
         self.store_refused = ""
+        self.store_unreachable = ""
         self.pods: dict[str, dict[str, Any]] = {}
         self.pod_events: dict[str, dict[str, str]] = {}
         self.events: list[EventNote] = []
@@ -71,6 +72,7 @@ class SimulatedCluster:
             wanted=self.wanted,
             store_stale=self.store_stale,
             store_refused=self.store_refused,
+            store_unreachable=self.store_unreachable,
         )
         return plan_pool(self.pool, observation)
 

@@ -196,6 +196,15 @@ def test_store_away_keeps_what_was_wanted() -> None:
     assert made.placed() == 3, "three were wanted last"
 
 
+def test_store_that_does_not_answer_is_said() -> None:
+    made = cluster([4], wanted=1)
+    made.store_stale = made.store_unreachable = "consul://x: connection refused"
+    made.settle(10)
+    accepted = find_condition(made.resource["status"], "Accepted")
+    assert (accepted["status"], accepted["reason"]) == ("True", "StoreUnreachable")
+    assert accepted["message"] == made.store_unreachable
+
+
 def test_store_that_may_not_be_read() -> None:
     made = cluster([4], wanted=3)
     made.settle(10)

@@ -48,9 +48,10 @@ class ServerSettings:
             a batch is what gathered while the model was busy.
         max_queue_rows: rows that may wait. Beyond it requests are refused with UNAVAILABLE and a hint when to retry;
             a request with more rows than this on its own is INVALID_ARGUMENT.
-        max_queue_bytes: bytes of requests that may wait, with those that their answers will take; refused likewise. Of
-            tensors in shared memory only their names count, as the memory is the client's. 0 for 1 GiB, or room for
-            two of the largest messages if that is more.
+        max_queue_bytes: bytes of requests that may wait, with those that their answers will take; refused likewise. A
+            request that only its answer makes too large waits alone; one that is too large without it is
+            INVALID_ARGUMENT. Of tensors in shared memory only their names count, as the memory is the client's. 0 for
+            1 GiB, or room for two of the largest messages if that is more.
         max_message_bytes: the largest request in bytes.
         max_connections: clients that may have calls open at a time; more are refused with RESOURCE_EXHAUSTED, but for
             questions about health and readiness.

@@ -64,6 +64,9 @@ class BatchQueue:
     Where there is no room for a job, the latest jobs of the client that has most give way to it, as long as that client
     keeps no less than the other one gets: so one client may use the whole queue, and cannot keep others out of it.
 
+    An answer does not exist yet while its job waits: a job that is too large because of it takes all bytes of the
+    queue, and waits alone.
+
     Args:
         max_batch_rows: rows of a full batch.
         max_delay_s: how long a job may wait for others before its batch is due though not full.
@@ -100,7 +103,8 @@ class BatchQueue:
             clients, which were evicted for it.
         """
         evicted: list[InferenceJob] = []
-        if self.rows + job.rows > self._max_queue_rows or self.nbytes + job.nbytes > self._max_queue_bytes:
+        nbytes = self.nbytes + self.charged_nbytes(job)
+        if self.rows + job.rows > self._max_queue_rows or nbytes > self._max_queue_bytes:
             found = self._evictions_for(job)
             if found is None:
                 return [job]
@@ -109,6 +113,10 @@ class BatchQueue:
             evicted = found
         self._queue_for(job).append(job)
         return evicted
+
+    def charged_nbytes(self, job: InferenceJob) -> int:
+        """Return the bytes of the queue that a job takes: with its answer no more than all of them."""
+        return max(min(job.nbytes, self._max_queue_bytes), job.nbytes - job.answer_nbytes)
 
     def requeue_job(self, job: InferenceJob) -> None:
         """Queue the rest of a job that was computed in part: it is its client's next job."""
@@ -160,8 +168,9 @@ class BatchQueue:
         rows = job.rows - job.done
         self.rows += rows
         client.rows += rows
-        self.nbytes += job.nbytes
-        client.nbytes += job.nbytes
+        nbytes = self.charged_nbytes(job)
+        self.nbytes += nbytes
+        client.nbytes += nbytes
         line = client.lines.get(job.shapes)
         if line is None:
             line = client.lines[job.shapes] = deque()
@@ -172,8 +181,9 @@ class BatchQueue:
         rows = job.rows - job.done
         self.rows -= rows
         client.rows -= rows
-        self.nbytes -= job.nbytes
-        client.nbytes -= job.nbytes
+        nbytes = self.charged_nbytes(job)
+        self.nbytes -= nbytes
+        client.nbytes -= nbytes
         if line:
             return
         del client.lines[job.shapes]
@@ -189,9 +199,10 @@ class BatchQueue:
     def _evictions_for(self, job: InferenceJob) -> list[InferenceJob] | None:
         """Return the jobs to evict so that a job fits; None if it has no right to that."""
         rows = self.rows + job.rows - self._max_queue_rows
-        nbytes = self.nbytes + job.nbytes - self._max_queue_bytes
+        charged = self.charged_nbytes(job)
+        nbytes = self.nbytes + charged - self._max_queue_bytes
         own = self._clients.get(job.client)
-        wanted = self._share((own.rows if own else 0) + job.rows, (own.nbytes if own else 0) + job.nbytes)
+        wanted = self._share((own.rows if own else 0) + job.rows, (own.nbytes if own else 0) + charged)
         has = {name: (client.rows, client.nbytes) for name, client in self._clients.items() if client is not own}
         latest = {name: iter(reversed(self._clients[name].jobs())) for name in has}
         chosen: list[InferenceJob] = []
@@ -200,13 +211,14 @@ class BatchQueue:
             other = next(latest[most], None) if most is not None else None
             if most is None or other is None:
                 return None
-            kept = has[most][0] - other.rows + other.done, has[most][1] - other.nbytes
+            freed = self.charged_nbytes(other)
+            kept = has[most][0] - other.rows + other.done, has[most][1] - freed
             if other.done or self._share(*kept) < wanted:
                 return None
             has[most] = kept
             chosen.append(other)
             rows -= other.rows
-            nbytes -= other.nbytes
+            nbytes -= freed
         return chosen
 
     def _share(self, rows: int, nbytes: int) -> float:

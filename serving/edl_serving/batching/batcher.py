@@ -155,13 +155,14 @@ class Batcher:
 
     def _queue_full_error(self, job: InferenceJob) -> RequestError:
         settings, queue = self._settings, self._queue
-        if job.nbytes > settings.max_queue_bytes:  # a hint when to come again would have it come for ever
+        nbytes = queue.charged_nbytes(job)
+        if nbytes > settings.max_queue_bytes:  # a hint when to come again would have it come for ever
             return invalid_argument(
-                f"this request takes {job.nbytes:,} bytes, with the objects that its strings become and its answer, "
-                f"and {settings.max_queue_bytes:,} is all that may wait: send fewer rows (edl serve --max-queue-bytes)"
+                f"this request takes {nbytes:,} bytes, with the objects that its strings become, and "
+                f"{settings.max_queue_bytes:,} is all that may wait: send fewer rows (edl serve --max-queue-bytes)"
             )
-        if queue.nbytes + job.nbytes > settings.max_queue_bytes:
-            full = f"{queue.nbytes:,} of {settings.max_queue_bytes:,} bytes wait, and this request has {job.nbytes:,}"
+        if queue.nbytes + nbytes > settings.max_queue_bytes:
+            full = f"{queue.nbytes:,} of {settings.max_queue_bytes:,} bytes wait, and this request has {nbytes:,}"
             rows = job.rows
         else:
             rows = max(1, queue.rows + job.rows - settings.max_queue_rows)

@@ -31,6 +31,7 @@ class InferenceJob:
         id_bytes: for a response on a stream, the id that it carries (`codec.id_field`); None for a unary call.
         client: who sent it (`clients.client_of`).
         nbytes: of the message that it came in, of Python objects that were made of it, and of its answer.
+        answer_nbytes: of its answer alone.
         done: rows computed so far, of a job with more rows than a batch holds.
         partial: outputs of these rows.
         started: when its computation began, on the clock of `arrived`; 0 until then.
@@ -49,6 +50,7 @@ class InferenceJob:
     id_bytes: bytes | None = None
     client: str = ""
     nbytes: int = 0
+    answer_nbytes: int = 0
     done: int = 0
     partial: Any = None
     started: float = 0.0
@@ -98,6 +100,7 @@ class InferenceJob:
             deadline,
             client=client,
             nbytes=nbytes + plan.object_bytes + plan.answer_bytes,
+            answer_nbytes=plan.answer_bytes,
             id=request_id,
             id_bytes=id_bytes,
         )

@@ -142,6 +142,16 @@ def test_strings_that_never_fit_are_said(inside: StartInside, connect: Connect) 
     assert "--max-queue-bytes" in error.value.details()
 
 
+def test_a_large_answer_is_no_refusal(inside: StartInside, connect: Connect) -> None:
+    """A waiting request holds no answer yet: one whose answer alone fills the queue goes where nothing else waits."""
+    server = inside(Base(), max_batch_rows=8, max_queue_rows=300, max_message_bytes=8192, max_queue_bytes=8192)
+    x = np.random.default_rng(0).random((300, 4), np.float32)  # 6,000 bytes of logits, held whole until the last part
+    client = connect(server.target)
+    for _ in range(2):
+        np.testing.assert_array_equal(client.infer(x)["logits"], logits(x))
+    assert server.metric("edl_teacher_queue_bytes") == 0
+
+
 def test_unwanted_requests_are_not_computed(inside: StartInside, connect: Connect) -> None:
     """Requests nobody waits for are not computed."""
     model = Gated()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,16 @@ import pytest
 
 from edl.protocol import bundles, codec, names
 from edl.protocol.transport import grpc
-from edl_serving import TensorSpec
-from tests.integration.serving.conftest import Client, Connect, StartInside, StartProcess, request_bytes, until
+from edl_serving import Array, TensorSpec
+from tests.integration.serving.conftest import (
+    Client,
+    Connect,
+    StartInside,
+    StartProcess,
+    outputs_of,
+    request_bytes,
+    until,
+)
 from tests.integration.serving.test_fuzz import bad_requests
 from tests.unit.serving.fakes import FakeBackend
 
@@ -142,14 +150,27 @@ def test_answers_count_until_they_are_sent(process: StartProcess, connect: Conne
 
 
 def test_answers_count_in_the_queue(inside: StartInside, connect: Connect) -> None:
-    """A row of 16 bytes that is answered with 40,000 waits with what it will take."""
+    """A row of 16 bytes that is answered with 40,000 waits with what it will take, and alone if that is too much."""
     large = TensorSpec("y", "FP32", (10_000,))
-    backend = FakeBackend(lambda inputs: {"y": np.ones((len(inputs["x"]), 10_000), np.float32)}, outputs=(large,))
-    server = inside(backend, max_message_bytes=8192, max_queue_bytes=100_000)
+    gate = threading.Event()
+    gate.set()
+
+    def answer(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        gate.wait(30)
+        return {"y": np.ones((len(inputs["x"]), 10_000), np.float32)}
+
+    server = inside(FakeBackend(answer, outputs=(large,)), max_message_bytes=8192, max_queue_bytes=100_000)
     client = connect(server.target)
-    assert client.infer(np.zeros((2, 4), np.float32))["y"].shape == (2, 10_000)
+    gate.clear()
+    busy = client.start(np.zeros((3, 4), np.float32))
+    until(lambda: server.metric("edl_teacher_in_flight") == 1 and server.metric("edl_teacher_queue_bytes") == 0)
+    waiting = client.start(np.zeros((3, 4), np.float32))
+    until(lambda: server.metric("edl_teacher_queue_bytes") == 100_000)
     with pytest.raises(grpc.RpcError) as refused:
-        client.infer(np.zeros((3, 4), np.float32))
-    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "and its answer, and 100,000 is all that may wait: send fewer rows" in refused.value.details()
+        client.infer(np.zeros((1, 4), np.float32))
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "100,000 of 100,000 bytes wait" in refused.value.details()
+    gate.set()
+    for call in (busy, waiting):
+        assert outputs_of(call.result())["y"].shape == (3, 10_000)
     assert len(client.infer(np.zeros((9, 4), np.float32), edl_top_k=8)) == 3, "of fewer bytes, though computed whole"

@@ -16,9 +16,13 @@ BATCH = 8
 CLIENTS = ("a", "b", "c")
 
 
-def job(rows: int, client: str, *, arrived: float = 0.0, shape: int = 1, nbytes: int = 0) -> InferenceJob:
+def job(
+    rows: int, client: str, *, arrived: float = 0.0, shape: int = 1, nbytes: int = 0, answer: int = 0
+) -> InferenceJob:
     nothing: Any = None
-    return InferenceJob(nothing, rows, ((shape,),), arrived, FOREVER, client=client, nbytes=nbytes)
+    return InferenceJob(
+        nothing, rows, ((shape,),), arrived, FOREVER, client=client, nbytes=nbytes + answer, answer_nbytes=answer
+    )
 
 
 def take_part(queue: BatchQueue, now: float = 0.0) -> list[tuple[InferenceJob, int]]:
@@ -97,6 +101,22 @@ def test_the_queue_is_bounded_in_bytes() -> None:
     assert queue.push_job(job(1, "a", nbytes=40)) == []
     assert queue.nbytes == 100
     queue.pop_batch(0.0)
+    assert queue.nbytes == 0
+
+
+def test_a_large_answer_waits_alone() -> None:
+    queue = BatchQueue(BATCH, 0.0, 1000, max_queue_bytes=100)
+    large, small = job(2 * BATCH, "a", nbytes=10, answer=500), job(1, "b", nbytes=1)
+    assert queue.push_job(large) == []
+    assert queue.nbytes == 100
+    assert queue.push_job(job(1, "a", nbytes=1)) != [], "its answer takes all of the queue"
+    assert take_part(queue) == [(large, BATCH)]
+    assert take_part(queue) == [(large, BATCH)]
+    assert queue.nbytes == 0
+    assert queue.push_job(small) == []
+    assert queue.push_job(large) == [large], "until nothing else waits"
+    queue.remove_job(small)
+    assert queue.push_job(job(1, "a", nbytes=101)) != [], "too large without its answer"
     assert queue.nbytes == 0
 
 

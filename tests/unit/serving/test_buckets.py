@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl_serving.backends.hf.buckets import make_buckets, sequence_starts
+from edl_serving.backends.hf.buckets import make_buckets, make_packs, sequence_starts
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=60), st.integers(1, 2000), st.booleans())
@@ -37,3 +37,17 @@ def test_similar_lengths_share_a_bucket() -> None:
     lengths = [500, 10, 480, 12, 490, 9, 11]
     buckets = make_buckets(np.cumsum([0, *lengths])[:-1], sum(lengths), 8192)
     assert [bucket.valid.shape for bucket in buckets] == [(3, 500), (4, 12)]
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.sets(st.integers(1, 100), max_size=2), st.booleans())
+def test_borders_are_kept(lengths: list[int], found: set[int], packing: bool) -> None:
+    borders = sorted(found)
+    starts, rows = np.cumsum([0, *lengths])[:-1], sum(lengths)
+    buckets = make_packs(starts, rows, borders) if packing else make_buckets(starts, rows, 8192, borders=borders)
+    length_of = np.repeat(lengths, lengths)
+    np.testing.assert_array_equal(
+        np.sort(np.concatenate([bucket.flat_rows for bucket in buckets])), np.arange(sum(lengths))
+    )
+    for bucket in buckets:
+        of_bucket = length_of[bucket.flat_rows]
+        assert all((of_bucket <= border).all() or (of_bucket > border).all() for border in borders)

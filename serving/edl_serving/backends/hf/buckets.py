@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from edl_serving.backends.backend import Array
 
-__all__ = ["Bucket", "make_buckets", "sequence_starts"]
+__all__ = ["Bucket", "make_buckets", "make_packs", "sequence_starts"]
 
 _MAX_PADDING = 0.25
 """Padding of a bucket by its tokens: with more, sequences of 16 tokens are computed as if they had 512; with much less,
@@ -47,7 +48,9 @@ def sequence_starts(position: Array) -> Array:
     return starts
 
 
-def make_buckets(starts: Array, rows: int, max_tokens: int, *, padding: bool = True) -> list[Bucket]:
+def make_buckets(
+    starts: Array, rows: int, max_tokens: int, *, padding: bool = True, borders: Sequence[int] = ()
+) -> list[Bucket]:
     """Plan the computation of a batch: sequences of similar length together.
 
     Args:
@@ -55,18 +58,20 @@ def make_buckets(starts: Array, rows: int, max_tokens: int, *, padding: bool = T
         rows: of the batch.
         max_tokens: the most places of a bucket, padding included; a longer sequence is a bucket by itself.
         padding: False for buckets of equal lengths.
+        borders: lengths, rising; sequences up to one of them and longer ones are in different buckets.
 
     Returns:
         Buckets that have each sequence once.
     """
     lengths = np.diff(starts, append=rows)
+    sides = np.searchsorted(borders, lengths)
     order = np.argsort(-lengths, kind="stable")
     buckets: list[Bucket] = []
     at = 0
     while at < len(order):
         longest = int(lengths[order[at]])
         end, tokens = at + 1, longest
-        while end < len(order) and (end + 1 - at) * longest <= max_tokens:
+        while end < len(order) and sides[order[end]] == sides[order[at]] and (end + 1 - at) * longest <= max_tokens:
             tokens += int(lengths[order[end]])
             added = (end + 1 - at) * longest - tokens
             if added > (max(_FREE_PADDING, _MAX_PADDING * tokens) if padding else 0):
@@ -78,3 +83,20 @@ def make_buckets(starts: Array, rows: int, max_tokens: int, *, padding: bool = T
         buckets.append(Bucket(np.minimum(starts[chosen, None] + places, rows - 1), valid))
         at = end
     return buckets
+
+
+def make_packs(starts: Array, rows: int, borders: Sequence[int] = ()) -> list[Bucket]:
+    """Plan the computation of a batch whose sequences stand one behind the other.
+
+    Args:
+        starts: of the sequences, rising from 0.
+        rows: of the batch.
+        borders: as of `make_buckets`.
+
+    Returns:
+        Buckets of a single line that have each sequence once, in order.
+    """
+    lengths = np.diff(starts, append=rows)
+    sides = np.repeat(np.searchsorted(borders, lengths), lengths)
+    packs = [np.flatnonzero(sides == side)[None] for side in range(len(borders) + 1)]
+    return [Bucket(pack, np.ones(pack.shape, bool)) for pack in packs if pack.size]

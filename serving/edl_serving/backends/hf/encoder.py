@@ -42,7 +42,8 @@ class FeatureBackend(TokenBackend):
         ids, position = inputs[names.IDS], inputs[names.POSITION]
         hidden = np.empty((len(ids), self._width), np.float32)
         with self._computing():
-            for bucket in make_buckets(sequence_starts(position), len(ids), self._loaded.max_tokens):
+            starts = sequence_starts(position)
+            for bucket in make_buckets(starts, len(ids), self._loaded.max_tokens, borders=self._borders):
                 states = self._call_padded(self._model, ids, bucket, masked=True)[0].float().cpu().numpy()
                 hidden[bucket.flat_rows] = states[bucket.valid]
         return {HIDDEN: hidden}
@@ -123,4 +124,4 @@ class SequenceClassifierBackend(TransformersBackend):
         return {LOGITS: logits}
 
     def _buckets(self, starts: Array, tokens: int) -> list[Bucket]:
-        return make_buckets(starts, tokens, self._loaded.max_tokens if self._pads else 1)
+        return make_buckets(starts, tokens, self._loaded.max_tokens if self._pads else 1, borders=self._borders)

@@ -13,7 +13,7 @@ from edl.errors import SettingsError
 from edl.protocol import names
 from edl_serving.backends.backend import Array, TensorSpec, TopKArrays
 from edl_serving.backends.hf import probes
-from edl_serving.backends.hf.buckets import Bucket, make_buckets, sequence_starts
+from edl_serving.backends.hf.buckets import Bucket, make_buckets, make_packs, sequence_starts
 from edl_serving.backends.hf.top_k import TopLogits, rows_of_slice, select_top_k
 from edl_serving.backends.hf.transformers_backend import LoadedModel, TokenBackend
 
@@ -122,10 +122,10 @@ class LanguageModelBackend(TokenBackend):
         return answers
 
     def _buckets(self, position: Array) -> list[Bucket]:
+        starts, rows = sequence_starts(position), len(position)
         if self._packing:
-            rows = np.arange(len(position))[None]
-            return [Bucket(rows, np.ones(rows.shape, bool))]
-        return make_buckets(sequence_starts(position), len(position), self._max_tokens)
+            return make_packs(starts, rows, self._borders)
+        return make_buckets(starts, rows, self._max_tokens, borders=self._borders)
 
     def _top_logits(
         self, inputs: Mapping[str, Array], bucket: Bucket, k: int, temperature: float, targets: torch.Tensor | None
@@ -134,7 +134,7 @@ class LanguageModelBackend(TokenBackend):
         model = self._model.base_model if self._plain_head else self._model
         if self._packing:
             ids, position = (
-                torch.from_numpy(inputs[name].astype(np.int64))[None].to(self._device)
+                torch.from_numpy(inputs[name][bucket.rows].astype(np.int64)).to(self._device)
                 for name in (names.IDS, names.POSITION)
             )
             answer = model(input_ids=ids, position_ids=position, use_cache=False)

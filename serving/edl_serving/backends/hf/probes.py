@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["has_plain_head", "is_causal", "keeps_packed_apart", "sample_ids"]
+__all__ = ["has_plain_head", "is_causal", "keeps_neighbours_apart", "keeps_packed_apart", "sample_ids"]
 
 _LENGTH = 8
 """Tokens of a probe: a few of each kind of neighbour; long ones would take a large model seconds on a CPU."""
@@ -60,6 +60,45 @@ def keeps_packed_apart(model: Any, vocabulary: int, length: int) -> bool:
         if not _alike(logits[0, length:], alone):
             return False
     return True
+
+
+def keeps_neighbours_apart(model: Any, vocabulary: int, start: int, end: int) -> bool:
+    """Whether the model computes the same of a sequence beside a short one and a long one, and once more afterwards.
+
+    The positions say how long they are: a few tokens of each are enough.
+
+    Args:
+        model: of any task.
+        vocabulary: number of token ids.
+        start: the sequence and its neighbours are longer than this.
+        end: length of the long one.
+    """
+    length = min(end - start, _LENGTH)
+    ids = sample_ids(vocabulary, length)
+    short = torch.arange(length)
+    short[-1] += start
+    long = torch.arange(end - length, end)
+    before, beside, after = (
+        _first_of(model, torch.stack([ids, ids]), torch.stack([short, neighbour])) for neighbour in (short, long, short)
+    )
+    if before is None or beside is None or after is None:  # it takes no positions, or one sequence at a time
+        return True
+    return _alike(before, beside) and _alike(before, after)
+
+
+def _first_of(model: Any, ids: torch.Tensor, position: torch.Tensor) -> torch.Tensor | None:
+    """Return the output of the first sequence of two; None if it cannot be computed."""
+    inputs: dict[str, Any] = {"input_ids": ids.to(model.device), "position_ids": position.to(model.device)}
+    for options in ({"use_cache": False}, {}):  # encoders take no such argument
+        try:
+            with torch.inference_mode():
+                answer = model(**inputs, **options)
+        except (TypeError, ValueError):
+            continue
+        logits: torch.Tensor | None = getattr(answer, "logits", None)
+        output: torch.Tensor = answer[0] if logits is None else logits
+        return output[0]
+    return None
 
 
 def has_plain_head(model: Any, vocabulary: int, length: int) -> bool:

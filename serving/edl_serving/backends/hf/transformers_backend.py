@@ -13,6 +13,7 @@ import torch
 from edl.protocol import names
 from edl_serving.backends.backend import Array, Backend, TensorSpec
 from edl_serving.backends.hf.buckets import Bucket
+from edl_serving.backends.hf.length_dependence import find_borders
 from edl_serving.request_error import invalid_argument
 
 __all__ = ["LoadedModel", "TokenBackend", "TransformersBackend"]
@@ -53,6 +54,9 @@ class TransformersBackend(Backend):
 
     Args:
         loaded: the model.
+
+    Raises:
+        SettingsError: labels of a sequence depend on others.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -60,6 +64,7 @@ class TransformersBackend(Backend):
         self._model = loaded.model
         self._device: torch.device = loaded.model.device
         self._vocabulary = loaded.vocabulary
+        self._borders = find_borders(loaded.model, loaded.vocabulary, loaded.longest)
 
     @property
     def version(self) -> str:

@@ -40,6 +40,41 @@ def gemma2() -> Any:
     return _random("Gemma2ForCausalLM", config)
 
 
+def phi3() -> Any:
+    """Has other rotary frequencies in calls of more than 16 tokens."""
+    import transformers
+
+    long = [1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0, 8.0]
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": long}
+    config = transformers.Phi3Config(
+        **_TEXT,
+        num_key_value_heads=1,
+        original_max_position_embeddings=16,
+        rope_parameters={**rope, "original_max_position_embeddings": 16},
+    )
+    return _random("Phi3ForCausalLM", config)
+
+
+def phi3_classifier() -> Any:
+    config = phi3().config
+    config.num_labels = 4
+    return _random("Phi3ForSequenceClassification", config)
+
+
+def dynamic() -> Any:
+    """Has rotary frequencies that grow with the longest call so far, beyond 64 tokens."""
+    import transformers
+
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    return _random("LlamaForCausalLM", transformers.LlamaConfig(**_TEXT, num_key_value_heads=1, rope_parameters=rope))
+
+
+def big_bird() -> Any:
+    import transformers
+
+    return _random("BigBirdForMaskedLM", transformers.BigBirdConfig(**_TEXT))
+
+
 def gpt2() -> Any:
     import transformers
 
@@ -83,5 +118,19 @@ def mamba() -> Any:
 
 
 MAKERS: dict[str, Callable[[], Any]] = {
-    maker.__name__: maker for maker in (llama, gemma2, gpt2, bert, roberta, classifier, llama_classifier, mamba)
+    maker.__name__: maker
+    for maker in (
+        llama,
+        gemma2,
+        phi3,
+        phi3_classifier,
+        dynamic,
+        big_bird,
+        gpt2,
+        bert,
+        roberta,
+        classifier,
+        llama_classifier,
+        mamba,
+    )
 }

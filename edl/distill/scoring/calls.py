@@ -78,7 +78,10 @@ class ScoreCalls:
         self._loop = BackgroundLoop("edl-score", self._step)
 
     def add(self, call: ScoreCall) -> None:
-        """Take in a call."""
+        """Take in a call. One without sequences has all its labels, and no answer would ever wake the thread for it."""
+        if not call.samples:
+            call.future.set_result([])
+            return
         self._added.append(call)
         if self._labeller.closed:
             self._end_all()

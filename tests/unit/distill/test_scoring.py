@@ -124,6 +124,12 @@ def test_calls_get_their_own_labels(scoring: Scoring) -> None:
     assert scoring.calls.tokens == 0
 
 
+def test_a_call_may_have_no_sequences(scoring: Scoring) -> None:
+    """Nothing is sent for it, so nothing would wake the thread."""
+    assert scoring.score().result(5) == []
+    assert not scoring.labels.waiting
+
+
 def test_answers_are_arrays_of_their_own(scoring: Scoring) -> None:
     future = scoring.score(3, 4)
     scoring.answer()

@@ -152,3 +152,10 @@ def test_the_loop_is_so_far_ahead(model: Inside, ahead: int) -> None:
         loop = on_policy(range(6), generate, scorer, ahead=2)
         next(loop)
         loop.close()
+
+
+def test_a_batch_may_generate_nothing(model: Inside) -> None:
+    with Scorer(model.target, top_k=3) as scorer:
+        loop = on_policy([[1, 2], [], [3]], lambda batch: [[token] for token in batch], scorer, timeout_s=WAIT_S)
+        assert [len(labels) for _, _, labels in loop] == [2, 0, 1]
+        assert scorer.score([]).result(WAIT_S) == []

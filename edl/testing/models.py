@@ -47,6 +47,7 @@ class Model:
     Args:
         function: computes the outputs; its own time counts towards the model's.
         inputs, outputs: tensors as text, for example `"x:float32[4]"`.
+        sequence_input: the input that is 0 where a sequence begins; None where rows are independent.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Model:
         inputs: Sequence[str],
         outputs: Sequence[str],
         *,
+        sequence_input: str | None = None,
         version: str | int = "1",
         delay_s: float = 0.0,
         row_s: float = 0.0,
@@ -66,6 +68,7 @@ class Model:
             raise ValueError(f"straggle={straggle} must be in [0, 1], and times not below 0")
         self.inputs = list(inputs)
         self.outputs = list(outputs)
+        self.sequence_input = sequence_input
         self.version = str(version)
         self._function = function
         self._delay_s = delay_s
@@ -76,8 +79,11 @@ class Model:
 
     @property
     def inline(self) -> bool:
-        """Whether it takes microseconds: the server then need not go to a thread and back."""
-        return self._delay_s == self._row_s == 0
+        """Whether it takes microseconds: the server then need not go to a thread and back.
+
+        A server refuses it for models of sequences.
+        """
+        return self.sequence_input is None and self._delay_s == self._row_s == 0
 
     def __call__(self, inputs: Arrays) -> Arrays:
         """Return outputs for a batch."""
@@ -181,7 +187,8 @@ def prefix_scores(vocabulary: int = 16, name: str = "logprobs", **options: Any) 
     """`ids` INT32 and `position` INT32 [rows] to `name` FP32 [rows, vocabulary] = `prefix_scores_of` of each sequence.
 
     A row's answer depends on all tokens of its sequence up to it, as a language model's does, so that a sequence that
-    was split or shifted is found out. A batch that begins within a sequence is an error.
+    was split or shifted is found out. It says that its rows belong to sequences (`sequence_input`), so that batches
+    hold whole ones; one that does not is an error.
 
     Args:
         vocabulary: numbers for a row.
@@ -198,7 +205,13 @@ def prefix_scores(vocabulary: int = 16, name: str = "logprobs", **options: Any) 
         found = [prefix_scores_of(part, vocabulary) for part in np.split(ids, starts[1:])]
         return {name: np.concatenate(found)}
 
-    return Model(answer, ["ids:int32[]", "position:int32[]"], [f"{name}:float32[{vocabulary}]"], **options)
+    return Model(
+        answer,
+        ["ids:int32[]", "position:int32[]"],
+        [f"{name}:float32[{vocabulary}]"],
+        sequence_input="position",
+        **options,
+    )
 
 
 def prefix_scores_of(ids: Array, vocabulary: int = 16) -> Array:

@@ -101,6 +101,11 @@ class TeacherCompatibility:
             differing = [name for name in known.inputs if spec.inputs.get(name) != known.inputs[name]]
             if differing or len(spec.inputs) != len(known.inputs):
                 return f"its model {spec.name!r} takes other inputs than the teachers before it"
+        if known is not None and spec.sequences != known.sequences:  # requests are filled for one of the two
+            return (
+                f"its model {spec.name!r} has {_rows_of(spec)}, the teachers before it {_rows_of(known)}: serve all "
+                f"with the same sequence_input ({names.SEQUENCES})"
+            )
         for name in self._output_spec.outputs:
             have, want = spec.outputs.get(name), known.outputs.get(name) if known is not None else None
             if have is not None and want is not None and not _shapes_match(have.shape, want.shape):
@@ -314,6 +319,10 @@ class TeacherCompatibility:
             classes = spec.shape[-1]
             return (*spec.shape[:-1], min(self._output_spec.top_k, classes) if classes > 0 else -1)
         return spec.shape
+
+
+def _rows_of(spec: ModelSpec) -> str:
+    return f"rows that belong to sequences by input {spec.sequences!r}" if spec.sequences else "independent rows"
 
 
 def _shapes_match(left: Sequence[int], right: Sequence[int]) -> bool:

@@ -19,7 +19,7 @@ from edl.distill.source.fingerprint import ItemFingerprint
 from edl.distill.source.row_buffer import RowBuffer
 from edl.distill.transport.schema import ModelSpec
 from edl.errors import SourceError
-from edl.protocol.names import POSITION
+from edl.protocol.names import POSITION, SEQUENCES
 from edl.protocol.tensors import Array
 
 __all__ = ["PaddedBatchCutter", "SequenceCutter", "SequenceListCutter", "sequence_fields"]
@@ -29,19 +29,30 @@ _OTHER_SHAPE = "the rows of all sequences must have one shape; only the number o
 
 
 def sequence_fields(spec: ModelSpec, chunk: Chunk) -> Mapping[str, Array]:
-    """Return a chunk's fields, with the positions of its rows where the model wants them and the source has none.
+    """Return a chunk's fields, with the positions of its rows where the source has none.
 
     Args:
         spec: the model.
         chunk: sealed.
 
     Raises:
-        SourceError: the model's rows belong to sequences, and these rows do not begin one.
+        SourceError: the chunk holds sequences, and the model does not say that its rows belong to some; or it does, and
+            these rows do not begin one.
     """
-    name = spec.sequences or POSITION
-    if chunk.positions is not None and name in spec.inputs and name not in chunk.fields:
-        return {**chunk.fields, name: chunk.positions}
-    if spec.sequences and (name not in chunk.fields or chunk.fields[name].flat[0] != 0):
+    name = spec.sequences
+    if chunk.positions is not None:
+        if not name:
+            raise SourceError(
+                f"the teachers' model {spec.name!r} does not say that its rows are tokens of sequences ({SEQUENCES}), "
+                "so it may answer pieces of a sequence, or several as if they were one: serve it with edl serve --hf, "
+                "by edl register vllm:// or sglang://, or as a function (--callable, --factory) with the attribute "
+                f"sequence_input = {POSITION!r}, its INT32 input that is 0 where a sequence begins. Models of "
+                "--torchscript, --torch-export, --torch-factory and --paddle, and servers other than EDL's, cannot say "
+                "so"
+            )
+        if name in spec.inputs and name not in chunk.fields:
+            return {**chunk.fields, name: chunk.positions}
+    if name and (name not in chunk.fields or chunk.fields[name].flat[0] != 0):
         raise SourceError(
             f"rows of the teachers' model {spec.name!r} belong to sequences, and a request holds whole ones: set the "
             "source with set_sequence_generator or set_sequence_list_generator, or give distill tokens="

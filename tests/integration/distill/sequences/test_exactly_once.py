@@ -10,12 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edl.distill import DistillReader, Options, Teachers
+from edl.distill import DistillReader, Options, Scorer, Teachers
 from edl.errors import SourceError
 from edl.testing import LocalTeacher
 from edl.testing.models import prefix_scores_of
+from edl_serving.backends.callable import CallableBackend
 from tests.integration.distill.conftest import Start, until
 from tests.integration.distill.sequences.corpus import check, reader_of, sequences, source
+from tests.integration.serving.conftest import Inside
 
 BATCH = 4096  # rows; a request of these tests is computed whole
 
@@ -98,3 +100,26 @@ def test_a_sequence_beyond_the_teachers(teacher: LocalTeacher) -> None:
         epoch = reader()
         with pytest.raises(SourceError, match=r"sample 1 is a sequence of 70000 tokens, .* at most \d+: cut it"):
             list(epoch)
+
+
+def test_a_server_cuts_between_sequences() -> None:
+    """With the defaults of both, a student's request is larger than a server's batch."""
+    found = sequences(40)
+    with LocalTeacher("prefix_scores") as small, reader_of(small) as reader:
+        reader.set_sequence_generator(source(found))
+        check(list(reader()), found)
+
+
+def test_a_model_that_does_not_say_so() -> None:
+    """It is not asked: its server would cut a request at any row."""
+    backend = CallableBackend(lambda inputs: {"logprobs": inputs["ids"][:, None] * np.float32(1)}, ["ids:int32[]"])
+    model = Inside(backend)
+    try:
+        with Scorer(model.target, top_k=1) as scorer, pytest.raises(SourceError, match=r"model 'm' .*sequence_input"):
+            scorer.score([[1, 2]]).result(60)
+        reader = DistillReader(["ids", None], ["logprobs"], teachers=model.target)
+        with reader.set_sequence_generator(source(sequences(2))), pytest.raises(SourceError, match="sequence_input"):
+            list(reader())
+        assert model.metric("edl_teacher_requests_total", outcome="ok") == 0
+    finally:
+        model.close()

@@ -303,3 +303,15 @@ def test_two_tokenizers_are_never_mixed() -> None:
     compatibility = agree(replace(spec(9), tokenizer="aa"))
     why = compatibility.incompatibility(Instance("s", "t", "127.0.0.1", 1), replace(spec(9), tokenizer="bb"))
     assert "'bb', the teachers before it 'aa'" in why
+
+
+def test_rows_are_tokens_of_all_or_none() -> None:
+    """Requests are filled as the first teacher's model says: another would cut sequences, or take rows for some."""
+    of_tokens, of_rows = replace(spec(9), sequences="position"), spec(9)
+    instance = Instance("b", "s", "10.0.0.1", 1)
+    assert agree(of_tokens).incompatibility(instance, of_tokens) == agree(of_rows).incompatibility(instance, of_rows)
+    words = agree(of_tokens).incompatibility(instance, of_rows)
+    assert "has independent rows, the teachers before it rows that belong to sequences by input 'position'" in words
+    assert "by input 'position', the teachers before it independent" in agree(of_rows).incompatibility(
+        instance, of_tokens
+    )

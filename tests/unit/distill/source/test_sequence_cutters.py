@@ -138,10 +138,26 @@ def test_a_used_buffer_changes_nothing() -> None:
 
 def test_positions_are_sent_where_wanted() -> None:
     _, (chunk,) = cut(SequenceCutter(IDS, 100, 1), sequences([2, 3]))
-    assert sequence_fields(spec("ids", "position"), chunk)["position"].tolist() == [0, 1, 0, 1, 2]
+    fields = sequence_fields(spec("ids", "position", sequences="position"), chunk)
+    assert fields["position"].tolist() == [0, 1, 0, 1, 2]
     assert set(sequence_fields(spec("ids", "place", sequences="place"), chunk)) == {"ids", "place"}
-    assert set(sequence_fields(spec("ids"), chunk)) == {"ids"}
-    assert set(sequence_fields(spec(), chunk)) == {"ids"}, "a server that does not say has no such input"
+
+
+@pytest.mark.parametrize("inputs", [("ids", "position"), ("ids",), ()])
+def test_a_model_must_say_it_takes_them(inputs: tuple[str, ...]) -> None:
+    """Other models would be sent sequences that their server cuts anywhere, or that none tells apart."""
+    _, (chunk,) = cut(SequenceCutter(IDS, 100, 1), sequences([2, 3]))
+    with pytest.raises(SourceError, match=r"model 'm' does not say .*edl_sequences.* sequence_input = 'position'"):
+        sequence_fields(spec(*inputs), chunk)
+    own = SequenceCutter({"ids": itemgetter(0), "position": itemgetter(1)}, 100, 1)
+    _, (chunk,) = cut(own, [(np.arange(4), np.array([0, 1, 0, 1]))])
+    with pytest.raises(SourceError, match="edl_sequences"):
+        sequence_fields(spec(*inputs), chunk)
+
+
+def test_rows_go_to_any_other_model() -> None:
+    chunk = Chunk(1).seal({"ids": np.arange(3), "position": np.array([4, 5, 0])}, None)
+    assert sequence_fields(spec("ids", "position"), chunk) is chunk.fields
 
 
 def test_own_positions_are_kept() -> None:

@@ -68,9 +68,9 @@ def distill(
         outputs: the teachers' output, or several.
         discovery: URL of the registry that `teachers` names a service of.
         tokens: of batches of padded sequences, as collators for language models make them: where the mask of what is a
-            token is (a key such as "attention_mask", a position or a function), [sequences, length]. The inputs are
-            [sequences, length, ...] then, what the mask keeps is sent, a token a row, and labels come as [sequences,
-            length, ...], with 0 where the mask has 0. None for batches of rows.
+            token is (a key such as "attention_mask", a position or a function), 0 and 1 [sequences, length]. The inputs
+            are [sequences, length, ...] then, what the mask keeps is sent, a token a row, and labels come as
+            [sequences, length, ...], with 0 where the mask has 0. None for batches of rows.
         tokenizer: path of the student's tokenizer, or its hash: teachers of another are refused by name. Empty for any.
         batch_rows: rows of a request; None for the whole batch, in pieces where it has more than 256 rows or a teacher
             takes fewer; with `tokens`, None is 2,048 tokens, or fewer where a teacher takes fewer.

@@ -171,7 +171,7 @@ class PaddedBatchCutter(SequenceCutter):
 
     Args:
         getters: by input name, how to find it in a batch, [sequences, length, ...].
-        mask: how to find what is a token in a batch, [sequences, length], of any type: what is not 0 is.
+        mask: how to find what is a token in a batch, [sequences, length], of any type: 1 where one is, else 0.
         chunk_rows: see `Cutter`.
         services: see `Cutter`.
     """
@@ -189,8 +189,9 @@ class PaddedBatchCutter(SequenceCutter):
         arrays = {name: as_array(part, f"{what}, input {name!r}") for name, part in found.items()}
         if fingerprint.conversions_matter:
             fingerprint.add_sent(found, arrays, functools.partial(as_array, what=what))
-        mask = arrays.pop(_MASK) != 0
+        mask = arrays.pop(_MASK)
         _check_padded(arrays, mask, what)
+        mask = mask != 0
         ready: list[Chunk] = []
         parts: list[tuple[Chunk, int, int]] = []
         for row, kept in enumerate(mask):
@@ -207,6 +208,13 @@ class PaddedBatchCutter(SequenceCutter):
 def _check_padded(arrays: Mapping[str, Array], mask: Array, what: str) -> None:
     if mask.ndim != 2:
         raise SourceError(f"{what}: its mask has shape {list(mask.shape)}, and must be [sequences, length]")
+    other = mask[(mask != 0) & (mask != 1)]
+    if other.size:  # the numbers of texts that are packed into a row, or what is added to attention's scores
+        raise SourceError(
+            f"{what}: its mask has {other.flat[0]} in it, and must be 1 where a token is and 0 elsewhere. Where rows "
+            "hold several texts, which would be taken for one, name positions that begin at 0 with each of them as an "
+            "input, or yield the texts one by one (set_sequence_list_generator)"
+        )
     for name, array in arrays.items():
         if array.shape[:2] != mask.shape:
             raise SourceError(

@@ -83,6 +83,22 @@ def test_empty_sequences_and_holes(model: Inside) -> None:
     check_labels([5, 6, 7], TopK(*(p[0][batch[1][0]].numpy() for p in (labels.ids, labels.values, labels.tail_lse))), 3)
 
 
+def test_packed_rows_bring_their_positions(model: Inside) -> None:
+    """A row of several texts gets the labels of each; their numbers in the mask are refused."""
+    ids = torch.tensor([[5, 6, 7, 5, 6, PAD]])
+    numbers, positions = torch.tensor([[1, 1, 1, 2, 2, 0]]), torch.tensor([[0, 1, 2, 0, 1, 0]])
+    asked: Any = {"outputs": "logprobs", "top_k": 3}
+    packed = (ids, positions, numbers != 0)
+    with distill([packed], model.target, inputs={"ids": 0, "position": 1}, tokens=2, **asked) as loader:
+        ((_, labels),) = list(loader)
+    parts = [part[0].numpy() for part in (labels.ids, labels.values, labels.tail_lse)]
+    check_labels([5, 6, 7], TopK(*(part[:3] for part in parts)), 3)
+    check_labels([5, 6], TopK(*(part[3:5] for part in parts)), 3)
+    loader = distill([(ids, numbers)], model.target, inputs={"ids": 0}, tokens=1, **asked)
+    with loader, pytest.raises(SourceError, match="its mask has 2 in it"):
+        list(loader)
+
+
 @pytest.mark.parametrize(
     ("batch", "words"),
     [

@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 
 from edl.distill.source.chunk import Chunk, Item
 from edl.distill.source.cutters import Cutter
-from edl.distill.source.sequence_cutters import SequenceCutter, SequenceListCutter, sequence_fields
+from edl.distill.source.sequence_cutters import (
+    PaddedBatchCutter,
+    SequenceCutter,
+    SequenceListCutter,
+    sequence_fields,
+)
 from edl.distill.transport.schema import ModelSpec, TensorMetadata
 from edl.errors import SourceError
 
@@ -175,3 +180,19 @@ def test_rows_without_sequences_are_refused() -> None:
     chunk = Chunk(1).seal({"ids": np.arange(3), "position": np.array([4, 5, 0])}, None)
     with pytest.raises(SourceError, match="set_sequence_generator"):
         sequence_fields(spec("ids", "position", sequences="position"), chunk)
+
+
+@pytest.mark.parametrize("dtype", [bool, np.int64, np.uint8, np.float32, np.float16])
+def test_a_mask_is_of_any_type(dtype: Any) -> None:
+    mask = np.array([[0, 1, 1], [1, 0, 0]]).astype(dtype)
+    cutter = PaddedBatchCutter(IDS, itemgetter(1), 100, 1)
+    _, (chunk,) = cut(cutter, [(np.arange(6).reshape(2, 3), mask)])
+    assert chunk.fields["ids"].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("mask", [[1, 1, 2, 2], [0.0, -1e9, -1e9, 0.0], [1, 1, np.nan, 0], [1, -1, 1, 0]])
+def test_a_mask_says_yes_or_no(mask: list[float]) -> None:
+    """Numbers of packed texts, or terms of attention's scores, would make other texts of the rows, in silence."""
+    cutter = PaddedBatchCutter(IDS, itemgetter(1), 100, 1)
+    with pytest.raises(SourceError, match=r"batch 0: its mask has .* must be 1 where a token is .*several texts"):
+        cutter.put((np.arange(4)[None], np.array([mask])))

@@ -116,7 +116,7 @@ class TopK:
         """Return the rows of all pieces in new arrays.
 
         Args:
-            pieces: with the same k, temperature and number of classes.
+            pieces: with the same k, temperature and number of classes, where it is known.
 
         Raises:
             SettingsError: they differ, or have no axis of rows.
@@ -130,7 +130,7 @@ class TopK:
         """Return labels of single samples as rows, in new arrays.
 
         Args:
-            samples: with the same k, temperature and number of classes.
+            samples: with the same k, temperature and number of classes, where it is known.
 
         Raises:
             SettingsError: they differ.
@@ -168,9 +168,11 @@ class TopK:
 def _put_together(pieces: Sequence[TopK], join: Callable[[list[Array]], Array]) -> TopK:
     if not pieces:
         raise SettingsError("no top-k labels to put together: pass at least one piece")
-    first = pieces[0]
+    # One that knows the number of classes says it for those that do not: teachers of both kinds serve one service.
+    first = next((piece for piece in pieces if piece.classes is not None), pieces[0])
     for piece in pieces:
-        if (piece.k, piece.temperature, piece.classes) != (first.k, first.temperature, first.classes):
+        classes = first.classes if piece.classes is None else piece.classes
+        if (piece.k, piece.temperature, classes) != (first.k, first.temperature, first.classes):
             raise SettingsError(
                 f"top-k labels do not go together: k={first.k}, temperature={first.temperature:g}, "
                 f"classes={first.classes} and k={piece.k}, temperature={piece.temperature:g}, "

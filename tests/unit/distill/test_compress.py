@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,22 @@ def test_unlike_labels_are_not_joined() -> None:
         TopK.concatenate([top_k(logits, 2, 1.0), top_k(logits, 2, 2.0)])
     with pytest.raises(SettingsError, match="at least one"):
         TopK.concatenate([])
+
+
+def test_a_class_count_is_for_all_pieces() -> None:
+    """A vLLM or SGLang engine does not say how many classes there are; a teacher of transformers beside it does."""
+    known, other = top_k(np.ones((2, 8), np.float32), 2), top_k(np.ones((2, 9), np.float32), 2)
+    unknown = replace(known, classes=None)
+    for pieces in ([known, unknown], [unknown, known, unknown]):
+        joined = TopK.concatenate(pieces)
+        assert (len(joined), joined.classes) == (2 * len(pieces), 8)
+        assert TopK.stack([piece[0] for piece in pieces]).classes == 8
+    assert TopK.concatenate([unknown, unknown]).classes is None
+    with pytest.raises(SettingsError, match=r"classes=8 .* classes=9"):
+        TopK.concatenate([unknown, known, other])
+    beyond = replace(unknown, ids=np.full((2, 2), [8, 0], np.int32))
+    with pytest.raises(SettingsError, match="class ids from 0 to 8, of 8 classes"):
+        TopK.concatenate([known, beyond])
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,10 @@ torch = pytest.importorskip("torch")
 from edl.distill.compress import TopK  # noqa: E402
 from edl.distill.torch import distill  # noqa: E402
 from edl.errors import SettingsError, SourceError  # noqa: E402
+from edl_serving import TensorSpec  # noqa: E402
+from tests.integration.distill.conftest import until  # noqa: E402
 from tests.integration.distill.sequences.corpus import sequences  # noqa: E402
-from tests.integration.distill.sequences.language_model import PrefixModel, check_labels  # noqa: E402
+from tests.integration.distill.sequences.language_model import VOCABULARY, PrefixModel, check_labels  # noqa: E402
 from tests.integration.serving.conftest import Inside  # noqa: E402
 
 PAD = 99_999
@@ -97,6 +99,34 @@ def test_packed_rows_bring_their_positions(model: Inside) -> None:
     loader = distill([(ids, numbers)], model.target, inputs={"ids": 0}, tokens=1, **asked)
     with loader, pytest.raises(SourceError, match="its mask has 2 in it"):
         list(loader)
+
+
+class UncountedModel(PrefixModel):
+    """As an engine's gateway, it does not say how large the vocabulary is."""
+
+    outputs = (TensorSpec("logprobs", "FP32", (-1,)), *PrefixModel.outputs[1:])  # type: ignore[assignment]
+    top_k_outputs = frozenset({"logprobs"})  # type: ignore[assignment]
+
+
+def test_a_batch_of_both_kinds_of_teacher(model: Inside) -> None:
+    """Pieces of one batch come from a teacher that knows its number of classes, and from one that does not."""
+    other = Inside(UncountedModel(), max_batch_rows=512)
+    try:
+        batch = {"ids": torch.arange(24 * 30).reshape(24, 30), "mask": torch.ones(24, 30)}
+        asked: Any = {"inputs": {"ids": "ids"}, "outputs": "logprobs", "tokens": "mask", "top_k": 3, "batch_rows": 60}
+        with distill([batch] * 8, [model.target, other.target], **asked) as loader:
+            next(iter(loader))
+            until(lambda: loader.stats().teachers_live == 2, 60)
+            delivered = list(loader)
+        assert len(delivered) == 8
+        for _, labels in delivered:
+            for row in (0, 11, 23):
+                parts = [part[row].numpy() for part in (labels.ids, labels.values, labels.tail_lse)]
+                check_labels(batch["ids"][row].numpy(), TopK(*parts), 3)
+        assert VOCABULARY in {labels.classes for _, labels in delivered}
+        assert all(server.metric("edl_teacher_requests_total", outcome="ok") for server in (model, other))
+    finally:
+        other.close()
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,8 @@ class ServedModel:
         self.max_top_k = first.max_top_k
         self.top_k_outputs = first.top_k_outputs if first.max_top_k is not None else frozenset[str]()
         self.optional_outputs = dict(first.optional_outputs)
+        # What is asked for by token is summed up by students: rounding it would be lost in what it leaves of 1.
+        self.uncast_outputs = frozenset(self.optional_outputs if first.max_top_k is not None else ())
         self.instance_meta = dict(first.instance_meta)
         self.check_inputs = first.check_inputs
         self.checks_inputs = type(first).check_inputs is not Backend.check_inputs

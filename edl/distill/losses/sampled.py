@@ -114,18 +114,19 @@ def target_labels(targets: Tensor | Array, log_probabilities: Tensor | Array, *,
 
     In the reverse direction it is the student's mass that weighs, so its own likeliest tokens tell more than the
     teacher's. The tail is what the teacher's probabilities leave of 1. They are float32, so that a tail below 1e-6
-    or so is rounding error; the reverse direction's floor is no smaller.
+    or so is rounding error; the reverse direction's floor is no smaller. Half precision, by which a tail below 1e-3
+    would be, is refused.
 
     Args:
         targets: tokens, whole numbers [rows, ..., m], none twice in a row.
-        log_probabilities: the teacher's, at temperature 1, of the same shape.
+        log_probabilities: the teacher's, at temperature 1, of the same shape; float32 or wider.
         classes: how many tokens there are, None if unknown. With all of them as targets, the tail is empty.
 
     Returns:
         Labels of tensors with temperature 1, on the device of `targets`.
 
     Raises:
-        SettingsError: shapes that do not agree.
+        SettingsError: shapes that do not agree, or log-probabilities of half precision.
     """
     ids = as_tensor(targets, targets.device if isinstance(targets, Tensor) else torch.device("cpu"))
     values = as_tensor(log_probabilities, ids.device).detach()
@@ -133,6 +134,11 @@ def target_labels(targets: Tensor | Array, log_probabilities: Tensor | Array, *,
         raise SettingsError(
             f"targets are {ids.dtype} {list(ids.shape)}, log-probabilities {values.dtype} {list(values.shape)}: "
             "expected whole numbers and floating-point, both [rows, ..., m]"
+        )
+    if values.element_size() < 4:
+        raise SettingsError(
+            f"log-probabilities are {values.dtype}: what their sum leaves of 1, the tail, would be rounding error. "
+            "Teachers answer float32; a model of your own takes its log_softmax in float32"
         )
     mass = widened(values).double().logsumexp(dim=-1)
     # At 1 or, by rounding, above it nothing is left.

@@ -46,7 +46,8 @@ class Scorer:
         top_k: how many of the most probable tokens to answer, as `TopK`.
         targets: ask for the log-probabilities of certain tokens as well: each call then has `targets`.
         temperature: at which the tail's mass is summed up; some teachers know 1 only.
-        dtype: "float16" or "float32" for the values, None as the model gives them.
+        dtype: "float16" or "float32" for the values of `TopK`, None as the model gives them. Log-probabilities of
+            `targets` are float32 in any case.
         version: labels of this version of the model only; empty for any.
         tokenizer: path of the student's tokenizer (a tokenizer.json, or a model's folder), or its hash: teachers of
             another are refused by name. Empty for any.

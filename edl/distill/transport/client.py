@@ -456,6 +456,12 @@ class TeacherClient:
             raise RequestFailed(FailureKind.REJECTED, f"{self.endpoint} has {what}")
         return listed
 
+    @property
+    def _uncast_outputs(self) -> tuple[str, ...]:
+        """Outputs that `dtype` is not about: the log-probabilities of tokens that were asked for."""
+        asked = names.TARGETS in self._of_language.optional_inputs and names.TARGET_LOGPROBS in self.output_spec.outputs
+        return (names.TARGET_LOGPROBS,) if asked else ()
+
     async def _spec(self, model: str, deadline: float) -> ModelSpec:
         request = kserve.ModelMetadataRequest(name=model, version=self._named_version)
         meta = await self._call_method("ModelMetadata", request, deadline)
@@ -473,7 +479,7 @@ class TeacherClient:
         inputs = {tensor.name: _spec_of(tensor) for tensor in meta.inputs}
         outputs = {tensor.name: _spec_of(tensor) for tensor in meta.outputs}
         about = self._of_language
-        if names.TARGETS in about.optional_inputs and names.TARGET_LOGPROBS in self.output_spec.outputs:
+        if self._uncast_outputs:
             inputs[names.TARGETS] = TensorMetadata(names.TARGETS, "INT32", (-1,))
             outputs[names.TARGET_LOGPROBS] = TensorMetadata(names.TARGET_LOGPROBS, "FP32", (-1,))
         return ModelSpec(
@@ -746,10 +752,9 @@ class TeacherClient:
             if not self._server_checks_nan and array.size and np.isnan(array.min()):
                 row = int(np.argwhere(np.isnan(array))[0][0])
                 raise self._unusable(f"output {name!r} is NaN in row {row} of {rows}")
-            if self.output_spec.dtype is not None and array.dtype != self.output_spec.dtype:
-                array = (
-                    to_float16(array) if self.output_spec.dtype == "float16" else array.astype(self.output_spec.dtype)
-                )
+            dtype = self.output_spec.dtype
+            if dtype is not None and array.dtype != dtype and name not in self._uncast_outputs:
+                array = to_float16(array) if dtype == "float16" else array.astype(dtype)
         return array
 
     def _unusable(self, what: str) -> RequestFailed:

@@ -184,11 +184,12 @@ def _answer_bytes(
         shape = spec.shape if follows is None else (sizes[follows],)  # such an output is as large as its input
         if spec.datatype == "BYTES" or -1 in shape:
             continue
+        whole = math.prod(shape) * dtype_of(spec.datatype).itemsize
         if output.place is None:
-            of_row += options.row_bytes(spec, shape, output.name)
+            of_row += whole if spec.name in model.uncast_outputs else options.row_bytes(spec, shape, output.name)
         if in_parts and spec.name not in counted:
             counted.add(spec.name)
-            of_row += math.prod(shape) * dtype_of(spec.datatype).itemsize
+            of_row += whole
     return inputs[0].shape[0] * of_row
 
 

@@ -61,7 +61,8 @@ def _apply_options(
     if spec.name in model.top_k_outputs:
         computed = TopKArrays(*[outputs[name] for name in names.top_k_names(spec.name)])
         return plan.options.apply_to_top_k(spec, computed)
-    return {spec.name: plan.options.cast(outputs[spec.name])}
+    output = outputs[spec.name]
+    return {spec.name: output if spec.name in model.uncast_outputs else plan.options.cast(output)}
 
 
 def _put(request: DecodedRequest, name: str, place: RegionSlice, data: Buffer) -> bytes:

@@ -91,7 +91,8 @@ class Bench:
             header.inputs.add(name=name, datatype="INT32", shape=array.shape)
         for name, value in {"edl_top_k": 3, **parameters}.items():
             if value is not None:
-                setattr(header.parameters[name], f"{'int64' if isinstance(value, int) else 'double'}_param", value)
+                kind = {int: "int64", float: "double", str: "string"}[type(value)]
+                setattr(header.parameters[name], f"{kind}_param", value)
         plan = plan_request(header, self.model, 1000)
         return InferenceJob.of(DecodedRequest(plan, tuple(inputs.values()), {}), None, "c", 0, "")
 
@@ -161,6 +162,17 @@ def test_targets_are_optional() -> None:
     np.testing.assert_array_equal(answer["target_logprobs"], np.take_along_axis(whole, targets, -1))
     (plain,) = bench.run(bench.job(inputs))
     assert set(plain) == set(names.top_k_names("logprobs"))
+
+
+def test_values_of_targets_are_not_rounded() -> None:
+    """Students sum them up to what they leave of 1, which float16 does not tell."""
+    bench = Bench()
+    inputs = {**tokens(4, 2), "targets": np.arange(12, dtype=np.int32).reshape(6, 2) % VOCABULARY}
+    (answer,) = bench.run(bench.job(inputs, edl_dtype="FP16"))
+    found = [answer[name].dtype for name in (*names.top_k_names("logprobs"), "target_logprobs")]
+    assert found == [np.int32, np.float16, np.float32, np.float32]
+    whole = logprobs_of(inputs["ids"], inputs["position"])
+    np.testing.assert_array_equal(answer["target_logprobs"], np.take_along_axis(whole, inputs["targets"], -1))
 
 
 def test_whole_outputs_are_refused() -> None:
@@ -283,7 +295,7 @@ def answered_bytes(bench: Bench, inputs: Mapping[str, Array], **parameters: Any)
     return sum(array.nbytes for array in answer.values())
 
 
-@pytest.mark.parametrize("parameters", [{}, {"edl_top_k": 5}, {"edl_temperature": 2.0}])
+@pytest.mark.parametrize("parameters", [{}, {"edl_top_k": 5}, {"edl_temperature": 2.0}, {"edl_dtype": "FP16"}])
 @pytest.mark.parametrize("with_targets", [False, True])
 def test_a_queue_counts_answers(parameters: dict[str, Any], with_targets: bool) -> None:
     bench = Bench(max_batch_rows=8)

@@ -51,6 +51,14 @@ def test_targets_are_scored_beside(model: Inside) -> None:
             assert logprobs.tolist() == np.take_along_axis(prefix_scores_of(ids, VOCABULARY), wanted, 1).tolist()
 
 
+def test_float16_is_for_the_top_k_alone(model: Inside) -> None:
+    ids, targets = sequences(1)[0], np.arange(3)
+    with Scorer(model.target, top_k=4, targets=True, dtype="float16") as scorer:
+        ((labels, logprobs),) = scorer.score([ids], targets=[np.tile(targets, (len(ids), 1))]).result(WAIT_S)
+    assert (labels.values.dtype, logprobs.dtype) == (np.float16, np.float32)
+    assert logprobs.tolist() == prefix_scores_of(ids, VOCABULARY)[:, :3].tolist()
+
+
 def test_a_reader_may_ask_for_targets(model: Inside) -> None:
     found = [(ids, np.zeros((len(ids), 1), np.int64)) for ids in sequences(10)]
     with DistillReader(["ids", "targets"], ["target_logprobs", "logprobs"], teachers=model.target, top_k=2) as reader:

@@ -59,6 +59,7 @@ class TeacherCompatibility:
         self._kept_shapes: dict[str, tuple[int, ...]] = {}
         self._confirmed_by: set[str] = set()  # teachers still there whose answers were like that
         self._has_delivered = False  # whether there was one in this epoch
+        self._tokenizer = ""  # of the first teacher that told, which need not be the first one
         self.spec: ModelSpec | None = None
         self.selecting_version = False
         self._clamp_warnings = ClampWarnings(service, "ask for dtype=None, or dtype='float32'")
@@ -87,10 +88,11 @@ class TeacherCompatibility:
                 "mean different texts. Use a teacher of the student's tokenizer, or leave tokenizer= out if they agree"
             )
         known = self.spec
-        if known is not None and known.tokenizer and spec.tokenizer and known.tokenizer != spec.tokenizer:
+        before = self._tokenizer or (known.tokenizer if known is not None else "")
+        if before and tokenizer and before != tokenizer:
             return (
-                f"its model {spec.name!r} has tokenizer {spec.tokenizer!r}, the teachers before it "
-                f"{known.tokenizer!r}: their token ids mean different texts"
+                f"its model {spec.name!r} has tokenizer {tokenizer!r}, the teachers before it {before!r}: their token "
+                "ids mean different texts"
             )
         if known is not None and spec.name != known.name:  # equal versions tell nothing: of any model "1" is the first
             return (
@@ -136,6 +138,7 @@ class TeacherCompatibility:
                 instance.id,
                 self._service,
             )
+        self._tokenizer = before or tokenizer
         return ""
 
     def check_version(self, teacher: str, version: str) -> RequestFailure | None:

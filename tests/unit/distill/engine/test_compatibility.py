@@ -305,6 +305,24 @@ def test_two_tokenizers_are_never_mixed() -> None:
     assert "'bb', the teachers before it 'aa'" in why
 
 
+@pytest.mark.parametrize("in_metadata", [False, True])
+def test_a_silent_teacher_comes_first(in_metadata: bool) -> None:
+    """The first teacher need not say which tokenizer it has; the first that does is who the others must agree with."""
+
+    def why(compatibility: TeacherCompatibility, tokenizer: str) -> str:
+        meta = {"tokenizer": tokenizer} if in_metadata else {}
+        says = replace(spec(9), tokenizer="" if in_metadata else tokenizer)
+        return compatibility.incompatibility(Instance("s", "t", "127.0.0.1", 1, meta=meta), says)
+
+    compatibility = agree(None)
+    assert not why(compatibility, "")
+    compatibility.spec = spec(9)
+    assert not why(compatibility, "aa")
+    assert "'bb', the teachers before it 'aa'" in why(compatibility, "bb")
+    assert not why(compatibility, "")
+    assert not why(compatibility, "aa")
+
+
 def test_rows_are_tokens_of_all_or_none() -> None:
     """Requests are filled as the first teacher's model says: another would cut sequences, or take rows for some."""
     of_tokens, of_rows = replace(spec(9), sequences="position"), spec(9)

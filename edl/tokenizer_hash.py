@@ -20,7 +20,9 @@ def hash_tokenizer(path: str | Path) -> str:
     """Hash a tokenizer.
 
     Of a `tokenizer.json` it counts which token each id is. How text is normalized, padded or truncated does not: a
-    trainer that saves a tokenizer again changes that, and the ids mean the same.
+    trainer that saves a tokenizer again changes that, and the ids mean the same. Of a folder without one it is the
+    vocabulary's files that count, and the ids of tokens that were added (`added_tokens.json`, `added_tokens_decoder` of
+    `tokenizer_config.json`).
 
     Args:
         path: of a `tokenizer.json` or another tokenizer's file, or of a folder with one, such as a model's.
@@ -39,7 +41,7 @@ def hash_tokenizer(path: str | Path) -> str:
             files = [place / name for name in _FILES if (place / name).is_file()]
             if not files:
                 raise SettingsError(f"{str(place)!r}: no tokenizer.json, nor {', '.join(_FILES)}")
-            return _hash_files(files)
+            return _hash_files(files, _added_ids(place))
         return _hash_json(place) if place.suffix == ".json" else _hash_files([place])
     except OSError as exc:
         raise SettingsError(f"tokenizer {str(place)!r}: {exc.strerror or exc}") from exc
@@ -91,8 +93,25 @@ def _canonical(ids: dict[str, int]) -> bytes:
     return json.dumps(sorted(ids.items()), separators=(",", ":")).encode()
 
 
-def _hash_files(paths: list[Path]) -> str:
-    total = hashlib.sha256()
+def _added_ids(folder: Path) -> dict[str, int]:
+    """Return ids by token of what was added to the files' vocabulary, where transformers keeps them."""
+    found: dict[str, int] = {}
+    config, added = folder / "tokenizer_config.json", folder / "added_tokens.json"
+    path = config
+    try:
+        if config.is_file():
+            decoder = json.loads(config.read_bytes()).get("added_tokens_decoder") or {}
+            found |= {str(entry["content"]): int(number) for number, entry in decoder.items()}
+        path = added
+        if added.is_file():
+            found |= {str(token): int(number) for token, number in json.loads(added.read_bytes()).items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+        raise SettingsError(f"tokenizer {str(path)!r}: its added tokens cannot be read: {exc!r}") from exc
+    return found
+
+
+def _hash_files(paths: list[Path], added: dict[str, int] | None = None) -> str:
+    total = hashlib.sha256(_canonical(added) if added else b"")
     for path in paths:
         total.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return _PREFIX + total.hexdigest()

@@ -62,6 +62,44 @@ def test_files_without_json(tmp_path: Path) -> None:
     assert hash_tokenizer(tmp_path) != before
 
 
+def _model(folder: Path, name: str, content: object) -> Path:
+    folder.mkdir()
+    (folder / "tokenizer.model").write_bytes(b"pieces")
+    (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+def test_added_tokens_without_json_count(tmp_path: Path) -> None:
+    """Two models of one base may have added the same tokens in another order."""
+
+    def decoder(*tokens: str) -> dict[str, object]:
+        return {"added_tokens_decoder": {str(100 + i): {"content": token} for i, token in enumerate(tokens)}}
+
+    config = "tokenizer_config.json"
+    base = hash_tokenizer(_model(tmp_path / "base", config, {"model_max_length": 5}))
+    first = hash_tokenizer(_model(tmp_path / "a", "added_tokens.json", {"<a>": 100, "<b>": 101}))
+    swapped = hash_tokenizer(_model(tmp_path / "b", "added_tokens.json", {"<b>": 100, "<a>": 101}))
+    assert len({base, first, swapped}) == 3
+    assert hash_tokenizer(_model(tmp_path / "c", config, decoder("<a>", "<b>"))) == first
+    assert hash_tokenizer(_model(tmp_path / "d", config, decoder("<b>", "<a>"))) == swapped
+    assert hash_tokenizer(_model(tmp_path / "e", config, {"model_max_length": 9})) == base
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("added_tokens.json", ["<a>"]),
+        ("added_tokens.json", {"<a>": "x"}),
+        ("tokenizer_config.json", []),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "<a>"}}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"3": "<a>"}}),
+    ],
+)
+def test_odd_added_tokens_are_refused(tmp_path: Path, name: str, content: object) -> None:
+    with pytest.raises(SettingsError, match=rf"{name}.*added tokens cannot be read"):
+        hash_tokenizer(_model(tmp_path / "model", name, content))
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"model": {}}', '{"model": {"vocab": 3}}', '{"model": {"vocab": [3]}}'])
 def test_other_json_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "tokenizer.json"

@@ -268,8 +268,8 @@ def namespace(request: pytest.FixtureRequest, cluster: Cluster, _cluster_lock: N
     cluster.ask("/api/v1/namespaces", "POST", {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
     try:
         cluster.wait(
-            "the namespace's service account",
-            lambda: cluster.ask(f"/api/v1/namespaces/{name}/serviceaccounts/default"),
+            "the namespace's service account and its token",
+            lambda: _takes_pods(cluster, name),
         )
         request.node.stash.setdefault(DESCRIPTIONS, {})["Kubernetes"] = lambda: cluster.describe(name)
         yield name
@@ -277,6 +277,19 @@ def namespace(request: pytest.FixtureRequest, cluster: Cluster, _cluster_lock: N
         delete_namespace(cluster, name)
         if lent:  # the next test with it must find it free
             wait_for_deletion(cluster, name)
+
+
+def _takes_pods(cluster: Cluster, namespace: str) -> bool:
+    """Whether pods can be made: a new namespace's service account, and up to 1.23 its token, come a moment later."""
+    spec = {"containers": [{"name": "main", "image": "none"}]}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": spec}
+    try:
+        cluster.ask(f"/api/v1/namespaces/{namespace}/pods", "POST", pod, query={"dryRun": "All"})
+    except RuntimeError as error:
+        if "service account" in str(error) or "serviceaccount" in str(error):
+            return False
+        raise
+    return True
 
 
 def delete_namespace(cluster: Cluster, name: str) -> None:

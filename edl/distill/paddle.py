@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -22,6 +23,7 @@ from edl.distill.pipeline.cache_lookup import CacheConfig
 from edl.distill.pipeline.combine import Combine
 from edl.distill.transport.schema import OutputSpec
 from edl.protocol.tensors import Array
+from edl.tokenizer_hash import resolve_tokenizer
 
 __all__ = ["PaddleLoader", "distill"]
 
@@ -35,6 +37,8 @@ def distill(
     inputs: Inputs,
     outputs: str | Sequence[str],
     discovery: str | None = None,
+    tokens: str | int | Callable[[B], Any] | None = None,
+    tokenizer: str | os.PathLike[str] = "",
     batch_rows: int | None = None,
     combine: Combine = "each",
     top_k: int | None = None,
@@ -56,7 +60,12 @@ def distill(
         resolve_teachers(teachers, discovery, optional=cache is not None),
         getters=input_getters(inputs),
         output_spec=OutputSpec(
-            output_names(outputs), top_k=top_k, temperature=temperature, dtype=dtype, version=version
+            output_names(outputs),
+            top_k=top_k,
+            temperature=temperature,
+            dtype=dtype,
+            version=version,
+            tokenizer=resolve_tokenizer(os.fspath(tokenizer)),
         ),
         batch_rows=batch_rows,
         combine=combine,
@@ -64,6 +73,7 @@ def distill(
         options=options or Options(),
         cache_config=CacheConfig(cache, dataset) if cache is not None else None,
         ids=ids if ids is None or callable(ids) else field_getter(ids),
+        tokens=tokens if tokens is None or callable(tokens) else field_getter(tokens),
     )
 
 

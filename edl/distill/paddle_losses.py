@@ -6,6 +6,7 @@ in float32 or more, multiplied by T², forward KL, no gradient to the teacher.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -14,9 +15,9 @@ import paddle.nn.functional as F  # noqa: N812 - its usual name
 
 from edl.distill.compress import TopK
 from edl.errors import SettingsError
-from edl.settings import is_above_zero
+from edl.settings import is_above_zero, is_share
 
-__all__ = ["kl_divergence", "soft_cross_entropy", "top_k_kl"]
+__all__ = ["kl_divergence", "soft_cross_entropy", "token_loss", "top_k_kl"]
 
 Tensor: TypeAlias = Any  # paddle ships no types
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
@@ -91,6 +92,102 @@ def top_k_kl(student_logits: Tensor, teacher: TopK, *, reduction: Reduction = "m
     Raises:
         SettingsError: rows or classes that do not agree.
     """
+    log_p, log_q = _bucket_log_probabilities(student_logits, teacher)
+    return _reduced(_expected(log_p, log_p - log_q) * teacher.temperature**2, reduction)
+
+
+def token_loss(
+    student_logits: Tensor,
+    labels: TopK,
+    *,
+    mask: Tensor | None = None,
+    beta: float = 0.0,
+    token_count: float | Tensor | None = None,
+    floor: float = 1e-6,
+    reduction: Reduction = "mean",
+) -> Tensor:
+    """Compute T² times the generalized Jensen-Shannon divergence of teacher and student, token by token.
+
+    The definition, with its source, is that of `edl.distill.losses.token_loss`.
+
+    Args:
+        student_logits: floating-point [rows, ..., vocabulary].
+        labels: of as many rows, of numpy arrays or tensors. T is the temperature that they were made at.
+        mask: bool or whole numbers [rows, ...], 0 for tokens that do not count, whatever stands in their logits and
+            labels. None for all that are there.
+        beta: 0 for the forward KL, 1 for the reverse KL, the Jensen-Shannon divergence between.
+        token_count: what the sum over tokens is divided by with reduction "mean": None for the tokens kept here, else
+            the number of tokens of the whole optimizer step.
+        floor: least probability of the teacher in the reverse direction, above 0 and below 1.
+        reduction: "mean" over tokens, "sum", or "none" for [rows, ...].
+
+    Returns:
+        The loss, or losses [rows, ...] with reduction "none"; 0 where the mask keeps nothing.
+
+    Raises:
+        SettingsError: shapes, types or values that cannot be.
+    """
+    if not is_share(beta):
+        raise SettingsError(f"beta={beta!r}: must be from 0 (forward KL) to 1 (reverse KL)")
+    if not is_above_zero(floor) or floor >= 1:
+        raise SettingsError(f"floor={floor!r}: must be a probability above 0 and below 1")
+    kept = _kept_rows(mask, student_logits)
+    if kept is not None:
+        # The inputs, not only the losses: a gradient of 0 times NaN would be NaN.
+        student_logits = _where(kept, student_logits)
+        labels = labels.map(lambda array: _where(kept, _tensor(array)))
+    log_p, log_q = _bucket_log_probabilities(student_logits, labels)
+    losses = _divergence(log_p, log_q, beta, floor) * labels.temperature**2
+    if kept is not None:
+        losses = _where(kept, losses)
+    if reduction != "mean":
+        return _reduced(losses, reduction)
+    if token_count is None:
+        token_count = losses.size if kept is None else kept.sum()
+    count = token_count if isinstance(token_count, paddle.Tensor) else paddle.to_tensor(float(token_count))
+    return losses.sum() / count.astype(losses.dtype).reshape([]).clip(min=1)
+
+
+def _divergence(log_p: Tensor, log_q: Tensor, beta: float, floor: float) -> Tensor:
+    """Return the generalized Jensen-Shannon divergence [rows, ...] of distributions [rows, ..., buckets]."""
+    if beta == 0:
+        return _expected(log_p, log_p - log_q)
+    # Finite, since 0 times infinity is NaN, and so is its gradient. A quarter, so that no difference overflows.
+    lowest = float(paddle.finfo(log_q.dtype).min) / 4
+    log_q = log_q.clip(min=lowest)
+    if beta == 1:
+        floored = F.log_softmax(log_p.clip(min=math.log(floor)), axis=-1)
+        return (log_q.exp() * (log_q - floored)).sum(axis=-1)
+    log_p = log_p.clip(min=lowest)
+    log_m = paddle.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+    teacher, student = log_p.exp() * (log_p - log_m), log_q.exp() * (log_q - log_m)
+    return (beta * teacher + (1 - beta) * student).sum(axis=-1)
+
+
+def _kept_rows(mask: Tensor | None, student_logits: Tensor) -> Tensor | None:
+    if mask is None:
+        return None
+    mask = _tensor(mask)
+    if mask.is_floating_point():
+        raise SettingsError(f"the mask is {mask.dtype}: expected bool or whole numbers, 0 for what is left out")
+    rows = list(student_logits.shape[:-1])
+    if list(mask.shape) != rows:
+        raise SettingsError(f"the mask is {list(mask.shape)}, the logits have rows {rows}: they do not agree")
+    return mask.astype("bool")
+
+
+def _where(kept: Tensor, values: Tensor) -> Tensor:
+    """Return `values` [rows, ...], 0 where a row is not kept."""
+    if list(values.shape[: kept.ndim]) != list(kept.shape):
+        raise SettingsError(
+            f"logits have rows {list(kept.shape)}, top-k labels are {list(values.shape)}: the rows do not agree"
+        )
+    rows = kept.reshape([*kept.shape, *(1 for _ in range(values.ndim - kept.ndim))])
+    return paddle.where(rows, values, paddle.zeros_like(values))
+
+
+def _bucket_log_probabilities(student_logits: Tensor, teacher: TopK) -> tuple[Tensor, Tensor]:
+    """Return the logarithms of teacher's and student's probabilities [rows, ..., k and the tail] at temperature T."""
     student, temperature = _wide(student_logits), teacher.temperature
     ids = _tensor(teacher.ids).astype("int64")
     classes = student.shape[-1]
@@ -110,8 +207,7 @@ def top_k_kl(student_logits: Tensor, teacher: TopK, *, reduction: Reduction = "m
         lowest = paddle.to_tensor(paddle.finfo(student.dtype).min, dtype=student.dtype, place=student.place)
         left_out = paddle.put_along_axis(scaled, ids, lowest, -1)
         log_q = paddle.concat([log_q, left_out.logsumexp(axis=-1, keepdim=True) - total], axis=-1)
-    log_p = F.log_softmax(kept, axis=-1)
-    return _reduced(_expected(log_p, log_p - log_q) * temperature**2, reduction)
+    return F.log_softmax(kept, axis=-1), log_q
 
 
 def _expected(log_p: Tensor, values: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ with warnings.catch_warnings():
     paddle = pytest.importorskip("paddle", reason="PaddlePaddle is not installed")
 
 from edl.distill.compress import TopK, top_k
-from edl.distill.paddle_losses import kl_divergence, soft_cross_entropy, top_k_kl
+from edl.distill.paddle_losses import kl_divergence, soft_cross_entropy, token_loss, top_k_kl
 from edl.errors import SettingsError
 
 Array = np.ndarray[Any, Any]
@@ -151,3 +151,61 @@ def test_bad_input_is_named() -> None:
     for call, words in bad:
         with pytest.raises(SettingsError, match=words):
             call()
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+def test_token_loss_by_definition(beta: float, temperature: float) -> None:
+    """The generalized Jensen-Shannon divergence over the tokens kept and the tail; what is masked adds nothing."""
+    student, teacher = logits((3, 4, 9), 1), logits((3, 4, 9), 2)
+    mask = np.array([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+    labels = top_k(teacher, 5, temperature)
+    p, q = (merged(softmax(values, temperature), labels.ids) for values in (teacher, student))
+    m = beta * p + (1 - beta) * q
+    if beta == 1:
+        expected = (q * np.log(q / p)).sum(-1)
+    else:
+        expected = (p * np.log(p / m)).sum(-1) * (beta or 1) + (1 - beta) * (q * np.log(q / m)).sum(-1)
+    expected = expected * temperature**2
+    student[mask == 0] = np.nan
+    tensor = paddle.to_tensor(student, stop_gradient=False)
+    settings: dict[str, Any] = {"mask": paddle.to_tensor(mask), "beta": beta, "floor": 1e-30}
+    losses = token_loss(tensor, labels.map(paddle.to_tensor), reduction="none", **settings)
+    np.testing.assert_allclose(losses.numpy(), np.where(mask, expected, 0), rtol=1e-6)
+    assert float(token_loss(tensor, labels, **settings)) == pytest.approx((expected * mask).sum() / 4)
+    loss = token_loss(tensor, labels, token_count=10, **settings)
+    assert float(loss) == pytest.approx((expected * mask).sum() / 10)
+    loss.backward()
+    gradient = tensor.grad.numpy()
+    assert np.isfinite(gradient).all()
+    assert not gradient[mask == 0].any()
+    assert gradient[mask == 1].any()
+
+
+def merged(probabilities: Array, ids: Array) -> Array:
+    kept = np.take_along_axis(probabilities, ids.astype(int), -1)
+    return np.concatenate([kept, 1 - kept.sum(-1, keepdims=True)], -1)
+
+
+def test_token_loss_of_no_token_is_zero() -> None:
+    labels = top_k(logits((2, 6), 1), 3)
+    student = paddle.to_tensor(np.full((2, 6), np.nan), stop_gradient=False)
+    loss = token_loss(student, labels, mask=paddle.zeros([2], dtype="int64"))
+    loss.backward()
+    assert float(loss) == 0
+    assert not student.grad.numpy().any()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"beta": 1.5}, "beta=1.5"),
+        ({"floor": 0.0}, "floor=0.0"),
+        ({"mask": np.ones((3,), np.int64)}, "the mask is"),
+        ({"mask": np.ones((2,), np.float32)}, "expected bool or whole numbers"),
+        ({"reduction": "all"}, "reduction='all'"),
+    ],
+)
+def test_token_loss_refuses(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        token_loss(paddle.to_tensor(logits((2, 6), 0)), top_k(logits((2, 6), 1), 3), **options)

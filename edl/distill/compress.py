@@ -111,6 +111,15 @@ class TopK:
         """
         return TopK(function(self.ids), function(self.values), function(self.tail_lse), self.temperature, self.classes)
 
+    def to(self, *args: Any, **kwargs: Any) -> TopK:
+        """Return the same labels moved to a device; of tensors only. Trainers of other libraries move batches so.
+
+        Args:
+            *args: of the tensors' own `to`.
+            **kwargs: of the tensors' own `to`.
+        """
+        return self.map(lambda tensor: tensor.to(*args, **kwargs))  # type: ignore[attr-defined]  # of no array
+
     @staticmethod
     def concatenate(pieces: Sequence[TopK]) -> TopK:
         """Return the rows of all pieces in new arrays.

@@ -17,6 +17,8 @@ from edl.distill.pipeline.epoch import Epoch
 from edl.distill.pipeline.epoch_iterator import EpochIterator
 from edl.distill.pipeline.session import LabelSession
 from edl.distill.source.cutters import BatchCutter, Cutter, Getter
+from edl.distill.source.handover import Handover
+from edl.distill.source.iterator import SourceIterator
 from edl.distill.source.sequence_cutters import PaddedBatchCutter
 from edl.distill.stats import ReaderStats
 from edl.distill.teachers import Teachers, teachers_from_env
@@ -61,6 +63,7 @@ class DistillLoader(Generic[B], abc.ABC):
         cache_config: the soft-label cache, None without.
         ids: how to find the samples' ids in a batch; with a cache only.
         tokens: of batches of padded sequences, how to find the mask of what is a token; None for batches of rows.
+        ahead: batches that are read ahead in the training loop's own thread; None to read in another thread.
 
     Attributes:
         loader: as given.
@@ -80,6 +83,7 @@ class DistillLoader(Generic[B], abc.ABC):
         cache_config: CacheConfig | None = None,
         ids: Getter | None = None,
         tokens: Getter | None = None,
+        ahead: int | None = None,
     ) -> None:
         if FORK_HANDLERS and getattr(loader, "num_workers", False):
             logger.warning(
@@ -88,7 +92,11 @@ class DistillLoader(Generic[B], abc.ABC):
             )
         if batch_rows is not None and not is_count(batch_rows):
             raise SettingsError(f"batch_rows={batch_rows!r}: must be a whole number of at least 1, or None")
+        if ahead is not None and not is_count(ahead) and (isinstance(ahead, bool) or ahead != 0):
+            raise SettingsError(f"ahead={ahead!r}: must be a whole number of batches, 0 or more, or None")
         self.loader = loader
+        self._batches_ahead = ahead
+        self._handover: Handover | None = None
         self._getters = getters
         self._batch_rows = batch_rows
         self._device = device
@@ -107,13 +115,28 @@ class DistillLoader(Generic[B], abc.ABC):
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[tuple[B, Any]]:
+        return self.label(self.loader)
+
+    def label(self, batches: Iterable[B]) -> Iterator[tuple[B, Any]]:
+        """Return an epoch over other batches than all of the loader's: what is left of an epoch, for example.
+
+        Args:
+            batches: like the loader's.
+        """
         self._session.labeller.check()
         services = self._session.labeller.services
         cutter: Cutter = BatchCutter(self._getters, self._batch_rows, services, self._ids)
         if self._tokens is not None:
             cutter = PaddedBatchCutter(self._getters, self._tokens, self._batch_rows, services)
-        # The loader's workers are started here, in the caller's thread, where a fork is as safe as without EDL.
-        return EpochIterator(self._ahead(self._labelled(self._session.begin(lambda: self.loader, cutter))))
+            cutter.whole_batches = self._batches_ahead is not None
+        if self._handover is not None:
+            self._handover.close()  # or the epoch before would wait for more
+        if self._batches_ahead is None:
+            # The loader's workers are started here, in the caller's thread, where a fork is as safe as without EDL.
+            return EpochIterator(self._ahead(self._labelled(self._session.begin(lambda: batches, cutter))))
+        handover = self._handover = Handover()
+        labelled = self._labelled(self._session.begin(lambda: handover, cutter))
+        return EpochIterator(self._read_here(SourceIterator(batches), handover, labelled))
 
     def stats(self) -> ReaderStats:
         """Return what has been done so far; may be called from any thread."""
@@ -121,6 +144,8 @@ class DistillLoader(Generic[B], abc.ABC):
 
     def close(self) -> None:
         """End the epoch and all connections."""
+        if self._handover is not None:
+            self._handover.close()
         self._session.close()
 
     def __enter__(self) -> DistillLoader[B]:
@@ -150,6 +175,41 @@ class DistillLoader(Generic[B], abc.ABC):
                 yield item.value, labels[0] if len(labels) == 1 else tuple(labels)
         finally:
             epoch.close()
+
+    def _read_here(
+        self, batches: Iterator[B], handover: Handover, labelled: Iterator[tuple[B, Any]]
+    ) -> Generator[tuple[B, Any], None, None]:
+        """Read batches in the thread that asks for them, as many ahead of the labelled ones on all ranks alike."""
+        before: deque[Any] = deque()  # what each batch under way was read in
+        left = True
+        try:
+            while True:
+                while left and len(before) <= self._batches_ahead:  # type: ignore[operator]  # it is no None
+                    try:
+                        handover.put(next(batches))
+                        before.append(self._reading_state())
+                    except StopIteration:
+                        left = False
+                        handover.end()
+                    except Exception as exc:  # noqa: BLE001 - raised again behind the batches that came before it
+                        left = False
+                        handover.end(exc)
+                try:
+                    batch = next(labelled)
+                except StopIteration:
+                    return
+                self._set_reading_state(before.popleft())
+                yield batch if self._device is None else self._moved(batch)
+        finally:
+            handover.close()
+            labelled.close()  # type: ignore[attr-defined]  # a generator
+            self._set_reading_state(None)
+
+    def _reading_state(self) -> Any:
+        """Return what the loop around may ask the loader about the batch that was just read."""
+
+    def _set_reading_state(self, state: Any) -> None:
+        """Have the loop around find that again, as the batch is delivered; None behind the last."""
 
     def _ahead(self, batches: Iterator[tuple[B, Any]]) -> Generator[tuple[B, Any], None, None]:
         """Start moving the next batch to the device, if there is one, before the present batch is used."""

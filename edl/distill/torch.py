@@ -29,6 +29,9 @@ __all__ = ["TorchLoader", "distill"]
 
 B = TypeVar("B")
 
+_BATCHES_AHEAD = 16
+"""Enough for a few teachers that are asked for some batches at a time. More costs memory, and time before the first."""
+
 
 def distill(
     loader: Iterable[B],
@@ -49,6 +52,7 @@ def distill(
     cache: SoftLabelCache | None = None,
     ids: str | int | Callable[[B], Any] | None = None,
     dataset: str = "",
+    ahead: int | None = None,
     options: Options | None = None,
 ) -> TorchLoader[B]:
     """Wrap a `DataLoader` so that it yields `(batch, soft labels)`.
@@ -83,6 +87,9 @@ def distill(
         cache: keeps soft labels by sample id. See `DistillReader`.
         ids: with a cache, how to find the ids in a batch: a key, a position or a function.
         dataset: with a cache, what the ids mean. See `DistillReader`.
+        ahead: read so many batches ahead in the training loop's own thread, so that all ranks do it at the same place.
+            None: in another thread, as far ahead as teachers can use. What Accelerate has prepared is read in the
+            loop's thread in any case, 16 batches ahead: its loaders exchange with other ranks, and count batches.
         options: deadlines, memory, hedging.
 
     Returns:
@@ -111,11 +118,14 @@ def distill(
         cache_config=CacheConfig(cache, dataset) if cache is not None else None,
         ids=ids if ids is None or callable(ids) else field_getter(ids),
         tokens=tokens if tokens is None or callable(tokens) else field_getter(tokens),
+        ahead=_BATCHES_AHEAD if ahead is None and _is_prepared(loader) else ahead,
     )
 
 
 class TorchLoader(DistillLoader[B]):
     """Yields `(batch, soft labels)`; made by `distill`, see `DistillLoader`."""
+
+    _place: _DeliveredPlace | None = None
 
     def to_tensor(self, labels: Array) -> torch.Tensor:
         """Return a tensor that shares memory with `labels`.
@@ -133,3 +143,38 @@ class TorchLoader(DistillLoader[B]):
             device: to move to.
         """
         return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+
+    def _reading_state(self) -> Any:
+        loader: Any = self.loader
+        return (loader.end_of_dataloader, loader.remainder) if _is_prepared(loader) else None
+
+    def _set_reading_state(self, state: Any) -> None:
+        if not _is_prepared(self.loader):
+            return
+        gradient_state = self.loader.gradient_state  # type: ignore[attr-defined]
+        if self._place is not None:
+            gradient_state._remove_dataloader(self._place)
+        self._place = _DeliveredPlace(self.loader, *state) if state is not None else None
+        if self._place is not None:
+            gradient_state._add_dataloader(self._place)
+
+
+class _DeliveredPlace:
+    """Stands for a loader of Accelerate's where an `Accelerator` asks it how far it is.
+
+    The loader is ahead of the training loop, and would say at its end, batches too early, that gradients are to be
+    synchronized.
+    """
+
+    def __init__(self, loader: Any, end_of_dataloader: bool, remainder: int) -> None:
+        self._loader = loader
+        self.end_of_dataloader = end_of_dataloader
+        self.remainder = remainder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def _is_prepared(loader: Any) -> bool:
+    """Return whether a loader is what `accelerator.prepare` returned."""
+    return hasattr(loader, "gradient_state") and hasattr(loader, "end_of_dataloader")

@@ -174,7 +174,12 @@ class PaddedBatchCutter(SequenceCutter):
         mask: how to find what is a token in a batch, [sequences, length], of any type: 1 where one is, else 0.
         chunk_rows: see `Cutter`.
         services: see `Cutter`.
+
+    Attributes:
+        whole_batches: whether a request holds sequences of a single batch, since the next one may be long in coming.
     """
+
+    whole_batches = False
 
     def __init__(self, getters: Mapping[str, Getter], mask: Getter, chunk_rows: int | None, services: int) -> None:
         super().__init__(getters, chunk_rows, services)
@@ -201,6 +206,8 @@ class PaddedBatchCutter(SequenceCutter):
                 parts.append(self._add(sequence, f"{what}, sequence {row}", rest_nbytes, ready))
         if not parts:
             raise SourceError(f"{what} has no token that its mask keeps")
+        if self.whole_batches:
+            ready += self.finish()
         self.seen += 1
         return Item(value, parts, (fingerprint,), mask.copy()), ready
 

@@ -1,8 +1,8 @@
 """Which commands there are, found out without importing them.
 
-A command is a module `cmd_NAME` of `edl.cli` or `edl.cli.kube` with `main(argv)`, or an entry point NAME of the group
-`edl.commands` in any installed package. Its summary is the first line of its module's docstring, read from the source:
-some commands import torch, and `edl --help` should not.
+A command is a module `cmd_NAME` of `edl.cli`, `edl.cli.http` or `edl.cli.kube` with `main(argv)`, or an entry point
+NAME of the group `edl.commands` in any installed package. Its summary is the first line of its module's docstring, read
+from the source: some commands import torch, and `edl --help` should not.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ GROUP = "edl.commands"
 
 # The order in which somebody new meets them; others follow by name.
 _ORDER = (
-    *("demo", "serve", "register", "teachers", "label", "master", "run", "status", "report", "dashboard", "bench"),
-    *("submit", "jobs", "logs", "scale", "suspend", "resume", "delete", "operator"),
+    *("demo", "serve", "register", "proxy", "teachers", "label", "master", "run", "status", "report", "dashboard"),
+    *("bench", "submit", "jobs", "logs", "scale", "suspend", "resume", "delete", "operator"),
 )
 
-_PACKAGES = ("edl.cli", "edl.cli.kube")
+_PACKAGES = ("edl.cli", "edl.cli.http", "edl.cli.kube")
 
 _PROVIDERS = {
     "aiohttp": ("aiohttp", "dashboard"),

@@ -34,6 +34,7 @@ PUBLIC = {
     ],
     "edl.distill.metrics": ["export"],
     "edl.distill.torch": ["TorchLoader", "distill"],
+    "edl.http_server": [],
     "edl.kube": [],
     "edl.load_reporting": [
         *("LoadPublisher", "LoadSource", "ServiceLoad", "StudentRate", "TeacherRate"),
@@ -49,6 +50,7 @@ PUBLIC = {
         *("load_dataset", "open_dataset", "same_data"),
     ],
     "edl.protocol": ["bundles", "codec", "kserve", "names", "tensors"],
+    "edl.proxy": [],
     "edl.testing": ["LocalTeacher"],
     "edl_serving": ["Array", "Backend", "ServerSettings", "TeacherServer", "TensorSpec", "serve"],
 }

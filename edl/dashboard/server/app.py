@@ -14,11 +14,12 @@ from aiohttp import web
 from prometheus_client.exposition import choose_encoder
 
 from edl.dashboard.metrics import DashboardMetrics
-from edl.dashboard.server.access import HostCheck, TokenCookieCheck
+from edl.dashboard.server.access import TokenCookieCheck
 from edl.dashboard.server.event_stream import EventStreams
 from edl.dashboard.server.headers import HEADERS, NO_STORE
 from edl.dashboard.server.look_loop import LookLoop
 from edl.dashboard.server.static_files import StaticFile
+from edl.http_server.access import HostCheck
 
 __all__ = ["Pages", "make_app"]
 

@@ -6,7 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from edl.cli import cmd_dashboard
+from edl.cli.http import cmd_dashboard
 from edl.dashboard.metrics import METRICS
 from edl.dashboard.server.event_stream import HEARTBEAT_S
 from edl.dashboard.server.settings import DEFAULT_PORT

@@ -1,6 +1,6 @@
 """A bound on open connections: idle ones must not take all of the process's descriptors.
 
-What does not belong here: clients that follow the stream of events (`event_stream`).
+What does not belong here: what a connection asks for.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from aiohttp import web
 
 __all__ = ["ConnectionLimit", "RequestRecord"]
 
-_MOST: Final = 400
-"""Twice as many as there may be clients of the stream of events."""
 _SILENCE_S: Final = 10.0
 """Until a connection must have sent a request: a browser does so at once, or comes again."""
 
@@ -27,8 +25,8 @@ class RequestRecord:
     def __init__(self) -> None:
         self._protocols: set[asyncio.BaseProtocol] = set()
 
-    async def add(self, request: web.Request, _: web.StreamResponse) -> None:
-        """Add a request's connection; called before its answer is sent.
+    async def add(self, request: web.BaseRequest, _: web.StreamResponse | None = None) -> None:
+        """Add a request's connection; called before its answer is sent at the latest.
 
         Args:
             request: of the connection.
@@ -53,11 +51,12 @@ class ConnectionLimit:
     Args:
         server: of aiohttp.
         requests: which connections have asked for something.
+        most: open connections at most; half of what the process may have open, if that is less.
     """
 
-    def __init__(self, server: web.Server, requests: RequestRecord) -> None:
+    def __init__(self, server: web.Server, requests: RequestRecord, most: int) -> None:
         self._server = server
-        self._most = min(_MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        self._most = min(most, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
         self._since: dict[asyncio.BaseProtocol, float] = {}  # aiohttp's protocols take no weak references
         self._requests = requests
 

@@ -1,0 +1,8 @@
+"""Serves an application of aiohttp over HTTP or HTTPS: a thread with an event loop, who is let in, and bounds.
+
+Imports aiohttp (the extras `dashboard` and `gateway`): import this where a server is asked for, and nowhere else.
+
+What does not belong here: what is answered (`edl.dashboard`, `edl.proxy`).
+"""
+
+__all__: list[str] = []

@@ -1,0 +1,266 @@
+"""Routes of a proxy.
+
+What does not belong here: threads and sockets (`server`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+import numpy as np
+from aiohttp import web
+from prometheus_client.exposition import choose_encoder
+
+from edl.distill import Scorer
+from edl.distill.compress import TopK
+from edl.errors import (
+    ClosedError,
+    EDLError,
+    NoTeacherError,
+    OverloadedError,
+    RejectedError,
+    SourceError,
+    TemporaryError,
+)
+from edl.http_server.access import BearerTokenCheck, HostCheck
+from edl.proxy.admission import TokenGate
+from edl.proxy.completion_request import CompletionRequest, RequestRefusal, read_request
+from edl.proxy.completion_response import answer_head, answer_tail, encode_choice, encode_error
+from edl.proxy.metrics import ProxyMetrics
+from edl.proxy.settings import ProxySettings
+
+__all__ = ["ScoringApi", "body_limit", "make_app"]
+
+logger = logging.getLogger(__name__)
+
+_READ_S: Final = 60.0
+"""For a body: some megabytes over a slow line."""
+_WRITE_S: Final = 60.0
+"""For a choice to be taken by the client: one that reads nothing must not hold its labels for ever."""
+_READERS: Final = 32
+"""Bodies that are read at a time, each of which may have `body_limit`."""
+_SLOW_BODY: Final = 64 << 10  # bytes: beyond, reading takes milliseconds, in which nobody else would be answered
+_SLOW_CHOICE: Final = 4096  # entries of a position, for the same reason
+_RETRY_S: Final = 5.0
+"""Until a client asks again where no teacher is live: one starts within seconds, or later than anybody can say."""
+_PROBES: Final = frozenset({"/health", "/livez"})
+"""Answered under any name and without a token: a kubelet has neither, and vLLM's clients show none there."""
+_NO_STORE: Final = {"Cache-Control": "no-store", "Server": "edl", "X-Content-Type-Options": "nosniff"}
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def body_limit(max_tokens: int) -> int:
+    """Return how many bytes a request may have.
+
+    Args:
+        max_tokens: that it may have.
+    """
+    return (1 << 20) + 12 * max_tokens  # an id of 10 digits, a comma and a space
+
+
+class ScoringApi:
+    """Answers requests.
+
+    Args:
+        settings: of the proxy.
+        scorer: asks the teachers; made with `targets=True`.
+
+    Attributes:
+        draining: whether nothing new is taken.
+        open_requests: that are being answered.
+    """
+
+    def __init__(self, settings: ProxySettings, scorer: Scorer) -> None:
+        self.draining = False
+        self.open_requests = 0
+        self._settings = settings
+        self._scorer = scorer
+        self._gate = TokenGate(settings.max_tokens)
+        self._readers = asyncio.Semaphore(_READERS)
+        self._numbers = itertools.count()
+        self._since = int(time.time())
+        self.metrics = ProxyMetrics(lambda: self._gate.inside, lambda: self._gate.waiting)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """Answer `POST /v1/completions`."""
+        began = time.monotonic()
+        status, tokens = 499, 0
+        self.open_requests += 1
+        try:
+            wanted = await self._read(request)
+            async with self._gate.room(wanted.tokens, self._settings.timeout_s):
+                labels = await self._score(wanted, self._settings.timeout_s - (time.monotonic() - began))
+                response = await self._send(request, wanted, labels)
+            status, tokens = response.status, wanted.tokens
+            return response
+        except RequestRefusal as refusal:
+            status = refusal.status
+            return _refused(refusal, closing=self.draining)
+        except web.HTTPException as exc:
+            status = exc.status
+            raise
+        finally:
+            self.open_requests -= 1
+            self.metrics.record(status, tokens, time.monotonic() - began)
+
+    async def _read(self, request: web.Request) -> CompletionRequest:
+        if self.draining:
+            raise RequestRefusal(503, "this proxy ends", _RETRY_S)
+        async with self._readers:
+            try:
+                body = await asyncio.wait_for(request.read(), _READ_S)
+            except asyncio.TimeoutError:
+                raise RequestRefusal(408, f"the body was not there within {_READ_S:g} s") from None
+            known = self._settings.model_name, self._settings.top_k
+            if len(body) > _SLOW_BODY:
+                return await asyncio.to_thread(read_request, body, *known)
+            return read_request(body, *known)
+
+    async def _score(self, wanted: CompletionRequest, timeout_s: float) -> list[tuple[TopK, Any]]:
+        # The prediction of token t + 1 stands in row t; what follows the last one is not asked for.
+        targets = [np.append(ids[1:], ids[:1])[:, None] for ids in wanted.prompts]
+        try:
+            future = self._scorer.score(wanted.prompts, targets=targets, timeout_s=max(timeout_s, 0.001))
+            return await asyncio.wrap_future(future)
+        except EDLError as exc:
+            raise _refusal_of(exc) from exc
+
+    async def _send(
+        self, request: web.Request, wanted: CompletionRequest, labels: list[tuple[TopK, Any]]
+    ) -> web.StreamResponse:
+        """Send the choices as they are encoded: as a whole they may have a hundred megabytes."""
+        response = web.StreamResponse(headers={"Content-Type": "application/json", **_NO_STORE})
+        if self.draining:
+            response.force_close()
+        await response.prepare(request)
+        await _write(response, answer_head(str(next(self._numbers)), int(time.time()), self._settings.model_name))
+        for index, (ids, (top, own)) in enumerate(zip(wanted.prompts, labels, strict=True)):
+            parts = index, ids, top, own, wanted.k, wanted.with_ids
+            slow = len(ids) * (wanted.k + 1) > _SLOW_CHOICE
+            choice = await asyncio.to_thread(encode_choice, *parts) if slow else encode_choice(*parts)
+            await _write(response, b"," + choice if index else choice)
+        await _write(response, answer_tail(wanted.tokens))
+        await response.write_eof()
+        return response
+
+    async def models(self, _: web.Request) -> web.Response:
+        """Answer `GET /v1/models`."""
+        length = self._scorer.max_sequence
+        model = {
+            "id": self._settings.model_name,
+            "object": "model",
+            "created": self._since,
+            "owned_by": "edl",
+            "root": self._settings.service,
+            "parent": None,
+            # vLLM's has room for a token that is generated.
+            "max_model_len": length + 1 if length else None,
+        }
+        return web.json_response({"object": "list", "data": [model]}, headers=_NO_STORE)
+
+    async def health(self, _: web.Request) -> web.Response:
+        """Answer `GET /health`: a teacher is live, and this does not end."""
+        if self.draining:
+            return _refused(RequestRefusal(503, "this proxy ends", _RETRY_S), closing=True)
+        stats = self._scorer.stats()
+        if not stats.teachers_live:
+            why = f" ({stats.discovery})" if stats.discovery else ""
+            return _refused(RequestRefusal(503, f"no teacher of {self._settings.service!r} is live{why}", _RETRY_S))
+        return web.Response(headers=_NO_STORE)
+
+    async def live(self, _: web.Request) -> web.Response:
+        """Answer `GET /livez`: this process lives."""
+        return web.Response(text="ok\n", headers=_NO_STORE)
+
+    async def world_size(self, _: web.Request) -> web.Response:
+        """Answer `GET /get_world_size`, which TRL's client asks for: there are no ranks to send weights to but this."""
+        return web.json_response({"world_size": 1}, headers=_NO_STORE)
+
+    async def show_metrics(self, request: web.Request) -> web.Response:
+        """Answer `GET /metrics`."""
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        body = encode(self.metrics.registry)
+        return web.Response(body=body, headers={**_NO_STORE, "Content-Type": content_type})
+
+
+def make_app(api: ScoringApi, max_tokens: int, hosts: HostCheck | None, tokens: BearerTokenCheck | None) -> Any:
+    """Return the application, a `web.Application`.
+
+    Args:
+        api: answers.
+        max_tokens: of a request.
+        hosts: refuses names that are not this machine's; None to answer to any.
+        tokens: that clients must show; None where they need none.
+    """
+
+    @web.middleware
+    async def checked(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        if request.path not in _PROBES:
+            if tokens is not None and not tokens.allows_header(request.headers.get("Authorization")):
+                return _error(401, "a token is wanted: Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"})
+            if hosts is not None and not hosts.allows(request.headers.get("Host")):
+                return _error(403, "not known under the name in the Host header: use localhost, or --allow-host NAME")
+        try:
+            return await handler(request)
+        except web.HTTPNotFound:
+            words = f"{request.path} is not here: this proxy scores prompts, POST /v1/completions with prompt_logprobs"
+            return _error(404, words)
+        except web.HTTPRequestEntityTooLarge:
+            return _error(413, f"more than {body_limit(max_tokens)} bytes: send fewer prompts (--max-tokens)")
+        except web.HTTPException as exc:
+            if exc.status < 400:
+                raise
+            return _error(exc.status, exc.reason, dict(exc.headers) if exc.status == 405 else None)
+
+    app = web.Application(middlewares=[checked], client_max_size=body_limit(max_tokens))
+    app.router.add_post("/v1/completions", api.completions)
+    app.router.add_get("/v1/models", api.models)
+    app.router.add_get("/health", api.health)
+    app.router.add_get("/livez", api.live)
+    app.router.add_get("/get_world_size", api.world_size)
+    app.router.add_get("/metrics", api.show_metrics)
+    return app
+
+
+def _refusal_of(error: EDLError) -> RequestRefusal:
+    """Return what a client is told where teachers do not score its prompts."""
+    words = str(error)
+    if isinstance(error, RejectedError | SourceError):
+        return RequestRefusal(400, words)
+    if isinstance(error, OverloadedError):
+        return RequestRefusal(503, words, max(error.retry_after_s, 1.0))
+    if isinstance(error, NoTeacherError | ClosedError):
+        return RequestRefusal(503, words, _RETRY_S)
+    if isinstance(error, TemporaryError):
+        return RequestRefusal(504, words)
+    logger.error("a request was not scored: %s", words)
+    return RequestRefusal(502, words)
+
+
+def _refused(refusal: RequestRefusal, *, closing: bool = False) -> web.Response:
+    headers = {} if refusal.retry_after_s is None else {"Retry-After": str(math.ceil(refusal.retry_after_s))}
+    response = _error(refusal.status, refusal.message, headers)
+    if closing:
+        response.force_close()
+    return response
+
+
+def _error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
+    shown = {**_NO_STORE, "Content-Type": "application/json"}
+    if headers:
+        shown.update({name: text for name, text in headers.items() if name not in ("Content-Type", "Content-Length")})
+    return web.Response(status=status, body=encode_error(status, message), headers=shown)
+
+
+async def _write(response: web.StreamResponse, data: bytes) -> None:
+    try:
+        await asyncio.wait_for(response.write(data), _WRITE_S)
+    except asyncio.TimeoutError:
+        raise ConnectionResetError(f"the client took nothing for {_WRITE_S:g} s") from None

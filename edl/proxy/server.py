@@ -1,0 +1,100 @@
+"""A proxy that runs, from `start` until `close`.
+
+What does not belong here: what is answered (`app`), and listening (`edl.http_server`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Final
+
+from edl.distill import Options, Scorer
+from edl.distill.metrics import export
+from edl.http_server.access import BearerTokenCheck, HostCheck
+from edl.http_server.server import AppServer
+from edl.protocol.tls.credentials import CredentialFiles
+from edl.proxy.app import ScoringApi, make_app
+from edl.proxy.settings import ProxySettings
+
+__all__ = ["ProxyServer"]
+
+logger = logging.getLogger(__name__)
+
+_MOST_CONNECTIONS: Final = 2048
+"""TRL's asynchronous trainer has 128 requests under way for each of its processes."""
+_POLL_S: Final = 0.05  # for the last answer of a proxy that ends
+
+
+class ProxyServer(AppServer):
+    """Answers as a vLLM does that is asked for the log-probabilities of prompts, with the teachers of a service.
+
+    Teachers that are away are no error: requests wait for them, and are refused then.
+
+    Args:
+        settings: where it listens, and whom it asks.
+
+    Raises:
+        SettingsError: the address cannot be listened on, or a setting cannot be used.
+    """
+
+    def __init__(self, settings: ProxySettings) -> None:
+        credentials = CredentialFiles.of(settings.credentials, serving=True)
+        super().__init__("edl-proxy", settings.host, settings.port, credentials, _MOST_CONNECTIONS)
+        self._settings = settings
+        self._scorer = Scorer(
+            settings.service,
+            top_k=settings.top_k,
+            targets=True,
+            version=settings.version,
+            tokenizer=settings.tokenizer,
+            discovery=settings.discovery,
+            max_tokens=settings.max_tokens,
+            options=Options(teacher_timeout_s=settings.teacher_timeout_s, credentials=settings.teacher_credentials),
+        )
+        self._api: ScoringApi | None = None
+        try:
+            self.start()
+        except BaseException:
+            self._scorer.close()
+            raise
+        if not settings.local and not settings.credentials.token_file:
+            logger.warning(
+                "the proxy listens on %s without a token: who reaches this port asks your teachers; set --token-file",
+                settings.host,
+            )
+
+    async def serve(self) -> None:
+        """See `AppServer.serve`."""
+        settings = self._settings
+        self._api = ScoringApi(settings, self._scorer)
+        export(self._scorer, "proxy", self._api.metrics.registry)
+        tokens = None
+        if self._credentials is not None and self._credentials.settings.token_file:
+            tokens = BearerTokenCheck(self._credentials)
+        hosts = HostCheck(True, settings.allowed_hosts) if settings.local and tokens is None else None
+        await self.run_app(make_app(self._api, settings.max_tokens, hosts, tokens), answers_late=True)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Take nothing new, and wait for the answers that are under way.
+
+        Args:
+            timeout_s: for these.
+
+        Returns:
+            Whether all were sent.
+        """
+        api = self._api
+        assert api is not None
+        api.draining = True
+        deadline = time.monotonic() + timeout_s
+        while api.open_requests:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def close(self) -> None:
+        """End all connections, and those to teachers. May be called twice."""
+        super().close()
+        self._scorer.close()

@@ -1,0 +1,76 @@
+"""Where a proxy listens, whose teachers it asks, and how much it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from edl.errors import SettingsError
+from edl.protocol.channel import is_this_host
+from edl.settings import Credentials, is_above_zero
+
+__all__ = ["ProxySettings"]
+
+
+@dataclass(frozen=True)
+class ProxySettings:
+    """Settings of a proxy.
+
+    Attributes:
+        service: the teachers' service, or `host:port` of teachers, separated by commas.
+        discovery: URL of the registry; None for the default.
+        model: the name that clients ask for; empty for that of the service.
+        host: a name or an address to listen on.
+        port: 0 for a free port.
+        top_k: entries of a position at most; what is asked of teachers.
+        max_tokens: held at a time: asked of teachers, or being sent to clients. What comes beyond waits.
+        timeout_s: for an answer, waiting included.
+        teacher_timeout_s: how long a request waits while no teacher is live.
+        version: of the model; empty for any.
+        tokenizer: path or hash that teachers must have; empty for any.
+        allowed_hosts: names, besides localhost, by which clients on this machine may ask.
+        credentials: certificate and key for HTTPS, and the file of tokens that clients must show.
+        teacher_credentials: what is shown to teachers; None for what the environment names.
+
+    Raises:
+        SettingsError: a value that cannot be, or tokens would cross the network as they are.
+    """
+
+    service: str
+    discovery: str | None = None
+    model: str = ""
+    host: str = "127.0.0.1"
+    port: int = 9000
+    top_k: int = 64
+    max_tokens: int = 1 << 18
+    timeout_s: float = 600.0
+    teacher_timeout_s: float = 60.0
+    version: str = ""
+    tokenizer: str = ""
+    allowed_hosts: tuple[str, ...] = ()
+    credentials: Credentials = field(default_factory=Credentials)
+    teacher_credentials: Credentials | None = None
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("port", 0, 65535), ("top_k", 1, 1 << 16), ("max_tokens", 1, 1 << 26)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise SettingsError(f"{name}={value!r}: must be a whole number from {low} to {high}")
+        for name in ("timeout_s", "teacher_timeout_s"):
+            if not is_above_zero(getattr(self, name)):
+                raise SettingsError(f"{name}={getattr(self, name)!r}: must be a number of seconds above 0")
+        asks_token = self.credentials.token_file and not self.credentials.allow_insecure_tokens
+        if asks_token and not self.credentials.cert and not self.local:
+            raise SettingsError(
+                f"a proxy on {self.host} takes no tokens without TLS, where whoever reads the network has them: set "
+                "--tls-cert and --tls-key, or say that the network may be trusted (--allow-insecure-tokens)"
+            )
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients ask for."""
+        return self.model or self.service
+
+    @property
+    def local(self) -> bool:
+        """Whether only this machine reaches the proxy."""
+        return is_this_host(f"[{self.host}]:0" if ":" in self.host else f"{self.host}:0")

@@ -35,6 +35,7 @@ PUBLIC = {
     "edl.distill.metrics": ["export"],
     "edl.distill.torch": ["TorchLoader", "distill"],
     "edl.http_server": [],
+    "edl.distill.transformers": ["DistillArguments", "DistillTrainer"],
     "edl.kube": [],
     "edl.load_reporting": [
         *("LoadPublisher", "LoadSource", "ServiceLoad", "StudentRate", "TeacherRate"),
@@ -63,6 +64,8 @@ def load(module: str) -> ModuleType:
         *("edl.distill.losses", "edl.distill.torch", "edl.master.client.torch"),
     ):
         pytest.importorskip("torch", reason="PyTorch is not installed")
+    if module == "edl.distill.transformers":
+        pytest.importorskip("transformers", "5.23", reason="transformers is not installed, or too old")
     return importlib.import_module(module)
 
 

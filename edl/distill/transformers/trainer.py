@@ -1,0 +1,356 @@
+"""`DistillTrainer`: Hugging Face's `Trainer` that learns from teachers' labels.
+
+The `Trainer` makes, shards, skips and resumes its loaders as ever. Labels come in where it takes batches out of an
+epoch's iterator, so that a rank asks for the labels of what it is about to train, and of nothing else.
+"""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import transformers
+
+from edl.distill.compress import TopK
+from edl.distill.loader import Inputs, TeachersLike
+from edl.distill.options import Options
+from edl.distill.stats import ReaderStats
+from edl.distill.torch import TorchLoader, distill
+from edl.distill.transformers.arguments import DistillArguments
+from edl.distill.transformers.student_loss import all_classes, check_head, logits_of, student_loss
+from edl.distill.transformers.texts import find_texts, learned_rows, text_bytes
+from edl.errors import SettingsError
+from edl.protocol.names import IDS
+from edl.tokenizer_hash import hash_tokenizer
+
+__all__ = ["DistillTrainer"]
+
+_LABELS = "teacher_labels"
+"""The key of a batch's labels; no model of transformers has an argument of that name."""
+
+
+class DistillTrainer(transformers.Trainer):
+    """A `Trainer` whose loss comes from teachers' labels, a part of it from the batch's own if you like.
+
+    ::
+
+        trainer = DistillTrainer(
+            model, args, train_dataset=dataset, processing_class=tokenizer, data_collator=collator,
+            teachers="llama-70b", distill_args=DistillArguments(beta=0.5, hard_weight=0.1),
+        )
+        trainer.train()
+
+    Attributes:
+        distill_args: as given.
+    """
+
+    loss_is_scaled_for_ga = True  # it is the sum over rows, divided by those of the whole step
+
+    def __init__(
+        self,
+        *args: Any,
+        teachers: TeachersLike = None,
+        discovery: str | None = None,
+        distill_args: DistillArguments | None = None,
+        inputs: Inputs | None = None,
+        columns: Sequence[str] = (),
+        options: Options | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Make a trainer; no teacher is asked before it trains.
+
+        Args:
+            *args: of `transformers.Trainer`.
+            teachers: see `edl.distill.torch.distill`.
+            discovery: URL of the registry that `teachers` names a service of.
+            distill_args: what is learned; None for a causal language model's forward KL.
+            inputs: see `edl.distill.torch.distill`; None for the texts of the batch (`input_ids`), as `edl serve --hf`
+                takes them.
+            columns: of the dataset, that functions among `inputs` look at and the student does not.
+            options: deadlines, memory, hedging.
+            **kwargs: of `transformers.Trainer`.
+
+        Raises:
+            SettingsError: an argument, or a way of training, that labels do not fit.
+        """
+        self.distill_args = distill_args or DistillArguments()
+        super().__init__(*args, **kwargs)
+        self._check_settings(inputs)
+        self._teachers = teachers
+        self._discovery = discovery
+        self._teacher_inputs = inputs
+        self._options = options
+        named = inputs.values() if isinstance(inputs, Mapping) else ()
+        student = set(_parameters_of(self.model))
+        self._teacher_columns = [str(name) for name in (*named, *columns) if isinstance(name, str)]
+        self._not_for_student = {*self._teacher_columns} - student - {"labels"}
+        self._labelled: TorchLoader[Any] | None = None
+        self._epoch: Iterator[Any] | None = None
+        self._epoch_source: Any = None
+        self._head_is_checked = False
+
+    def label_stats(self) -> ReaderStats | None:
+        """Return the counters of the labels of this training, None while there is none."""
+        return self._labelled.stats() if self._labelled is not None else None
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as `transformers.Trainer` does; let go of the teachers at the end, whatever it is.
+
+        Args:
+            *args: of `transformers.Trainer.train`.
+            **kwargs: of `transformers.Trainer.train`.
+
+        Returns:
+            What `transformers.Trainer.train` returns.
+        """
+        self._head_is_checked = False
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            labelled, self._labelled = self._labelled, None
+            self._epoch = self._epoch_source = None
+            if labelled is not None:
+                labelled.close()
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """Take the batches of an optimizer step, with labels, and count their rows.
+
+        Args:
+            epoch_iterator: of a prepared loader, behind the batches that were trained before a restart.
+            num_batches: to take.
+            device: for the count.
+
+        Returns:
+            The batches, and the rows of them that are learned, over all processes.
+        """
+        if self._epoch is None or self._epoch_source is not epoch_iterator:
+            if self._labelled is None:
+                self._labelled = self._label(self.callback_handler.train_dataloader)
+            self._epoch_source = epoch_iterator
+            self._epoch = self._merged(self._labelled.label(epoch_iterator))
+        return super().get_batch_samples(self._epoch, num_batches, device)
+
+    def evaluation_loop(self, dataloader: Any, description: str, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as `transformers.Trainer` does, with teachers' labels if `eval_teachers` says so.
+
+        Args:
+            dataloader: prepared.
+            description: of `transformers.Trainer.evaluation_loop`.
+            *args: of `transformers.Trainer.evaluation_loop`.
+            **kwargs: of `transformers.Trainer.evaluation_loop`.
+
+        Returns:
+            What `transformers.Trainer.evaluation_loop` returns.
+        """
+        if not self.distill_args.eval_teachers or description != "Evaluation":
+            return super().evaluation_loop(dataloader, description, *args, **kwargs)
+        with self._label(dataloader) as labelled:
+            merged: Any = _EvaluationBatches(dataloader, self._merged(iter(labelled)))
+            return super().evaluation_loop(merged, description, *args, **kwargs)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Compute the loss of a batch with teachers' labels; of one without, as an evaluation's, the Trainer's own.
+
+        Args:
+            model: the student, wrapped.
+            inputs: a batch.
+            return_outputs: whether to return the student's outputs as well.
+            num_items_in_batch: rows of the whole optimizer step that are learned.
+
+        Returns:
+            The loss; with `return_outputs` a pair of it and the student's outputs.
+        """
+        if _LABELS not in inputs:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        arguments = self.distill_args
+        batch = dict(inputs)
+        labels = batch.pop(_LABELS)
+        asked = {name: value for name, value in batch.items() if name not in ("labels", "shift_labels")}
+        chunked = arguments.chunked_head and model.training
+        if chunked:
+            asked |= {"logits_to_keep": 1, "output_hidden_states": True}
+        outputs = model(**asked)
+        logits, head = logits_of(outputs), None
+        if chunked:
+            logits, head = self._states(outputs, logits)
+        labels = labels if isinstance(labels, TopK) else all_classes(labels, arguments.temperature)
+        count = self._count_rows([batch]) if num_items_in_batch is None else num_items_in_batch
+        loss = student_loss(arguments, batch, labels, count, logits, head) + self._router_loss(outputs)
+        if self.args.average_tokens_across_devices:  # the count is that of all processes, over which DDP averages
+            loss = loss * (self.accelerator.num_processes // self.get_tp_size())
+        return (loss, outputs) if return_outputs else loss
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        """Count the rows of a step that are learned, over all processes."""
+        if not batch_samples:
+            return None
+        count = self._count_rows(batch_samples).to(device)
+        if self.args.average_tokens_across_devices and self.args.world_size > 1:
+            count = self.accelerator.gather(count).sum()
+        return count / self.get_tp_size()
+
+    def _count_rows(self, batches: list[Any]) -> torch.Tensor:
+        if self.distill_args.of_tokens:
+            shifted = self.distill_args.task == "causal-lm"
+            return torch.stack([learned_rows(batch, shifted=shifted).sum() for batch in batches]).sum()
+        rows = [next(len(value) for value in batch.values() if isinstance(value, torch.Tensor)) for batch in batches]
+        return torch.tensor(sum(rows))
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = super()._prepare_inputs(
+            {name: value for name, value in inputs.items() if name not in self._not_for_student}
+        )
+        return found
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Keep the columns that teachers need."""
+        super()._set_signature_columns_if_needed()
+        columns: list[str] = self._signature_columns  # type: ignore[assignment]  # it is set by now
+        columns += [name for name in self._teacher_columns if name not in columns]
+
+    def _label(self, loader: Any) -> TorchLoader[Any]:
+        """Return a prepared loader with labels."""
+        arguments = self.distill_args
+        inputs: Inputs | None = self._teacher_inputs
+        tokens: Any = None
+        if arguments.of_tokens:
+            texts = _TextFinder()
+            inputs = {IDS: texts.ids, **inputs} if isinstance(inputs, Mapping) else {IDS: texts.ids}
+            tokens = texts.mask
+        return distill(
+            loader,
+            self._teachers,
+            inputs=inputs if inputs is not None else {IDS: text_bytes},
+            outputs=arguments.output,
+            discovery=self._discovery,
+            tokens=tokens,
+            tokenizer=self._tokenizer() if arguments.tokenizer is None else arguments.tokenizer,
+            top_k=arguments.kept,
+            temperature=arguments.temperature,
+            ahead=arguments.ahead,
+            options=self._options,
+        )
+
+    def _merged(self, labelled: Iterator[tuple[Any, Any]]) -> Iterator[dict[str, Any]]:
+        """Put the labels of a batch into it, in the places of its rows."""
+        for batch, labels in labelled:
+            if self.distill_args.of_tokens and "attention_mask" not in batch and "position_ids" in batch:
+                texts = find_texts(batch)
+                if texts.packed:
+                    mask, shape = torch.from_numpy(texts.mask != 0), batch["input_ids"].shape
+                    labels = labels.map(lambda part, mask=mask, shape=shape: part[mask].unflatten(0, shape))
+            yield {**batch, _LABELS: labels.to(self.args.device, non_blocking=True)}
+
+    def _states(self, outputs: Any, logits: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return the states before the head, and the head."""
+        states = outputs.hidden_states[-1]
+        embeddings = self.accelerator.unwrap_model(self.model).get_output_embeddings()
+
+        def head(part: torch.Tensor) -> Any:
+            with self.accelerator.autocast():
+                return embeddings(part)
+
+        if not self._head_is_checked:
+            check_head(states, logits, head)
+            self._head_is_checked = True
+        return states, head
+
+    def _router_loss(self, outputs: Any) -> torch.Tensor | float:
+        """Return what a mixture of experts adds so that its experts are used alike."""
+        loss = outputs.get("aux_loss") if isinstance(outputs, Mapping) else None
+        if loss is None:
+            return 0.0
+        share = getattr(getattr(self.model, "config", None), "router_aux_loss_coef", 0.0)
+        added: torch.Tensor = loss * share / max(getattr(self, "current_gradient_accumulation_steps", 1), 1)
+        return added
+
+    def _tokenizer(self) -> str:
+        """Return the hash of the student's tokenizer, empty where it has none that can be compared."""
+        if not getattr(self.processing_class, "is_fast", False):
+            return ""
+        with tempfile.TemporaryDirectory() as folder:
+            self.processing_class.save_pretrained(folder)  # type: ignore[union-attr]  # a tokenizer
+            return hash_tokenizer(folder)
+
+    def _check_settings(self, inputs: Inputs | None) -> None:
+        arguments, args = self.distill_args, self.args
+        config = getattr(self.model, "config", None)
+        if self.compute_loss_func is not None:
+            raise SettingsError("compute_loss_func takes the place of the distillation loss: leave it out")
+        if args.label_smoothing_factor:
+            raise SettingsError("label_smoothing_factor: the teachers' labels are smooth already; leave it out")
+        if getattr(config, "is_encoder_decoder", False):
+            raise SettingsError(
+                "the student is an encoder and a decoder, whose rows are not those of its inputs: distil a causal "
+                "language model, a masked one or a classifier"
+            )
+        if args.n_gpu > 1:
+            raise SettingsError(
+                f"{args.n_gpu} GPUs in one process (DataParallel) would get labels of one another: start the script "
+                "with torchrun or edl run, a process for each GPU"
+            )
+        if self.get_sp_size() > 1 or self.get_cp_size() > 1:
+            raise SettingsError("sequence and context parallelism split a text, and its labels are whole: leave it out")
+        if arguments.of_tokens and inputs is not None and not isinstance(inputs, Mapping):
+            raise SettingsError(f"inputs={inputs!r}: of tokens, name further inputs as {{name: key or function}}")
+        if arguments.chunked_head:
+            self._check_head_settings()
+
+    def _check_head_settings(self) -> None:
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise SettingsError("chunked_head=True: FSDP and DeepSpeed have the head in shards; leave it out")
+        parameters = _parameters_of(self.model)
+        embeddings = getattr(self.model, "get_output_embeddings", lambda: None)()
+        if "logits_to_keep" not in parameters or embeddings is None:
+            raise SettingsError(
+                f"chunked_head=True: {type(self.model).__name__} has no logits_to_keep or no output embeddings, so its "
+                "logits cannot be left out; leave chunked_head out"
+            )
+
+
+def _parameters_of(model: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(model.forward).parameters
+
+
+class _TextFinder:
+    """Finds the texts of a batch once for all inputs."""
+
+    def __init__(self) -> None:
+        self._batch: Any = None
+        self._texts: Any = None
+
+    def ids(self, batch: Mapping[str, Any]) -> Any:
+        """Return token ids [texts, longest]."""
+        return self._find(batch).ids
+
+    def mask(self, batch: Mapping[str, Any]) -> Any:
+        """Return what is a token [texts, longest]."""
+        return self._find(batch).mask
+
+    def _find(self, batch: Mapping[str, Any]) -> Any:
+        if batch is not self._batch:
+            self._texts = find_texts(batch)
+            self._batch = batch
+        return self._texts
+
+
+class _EvaluationBatches:
+    """Stands for a loader whose batches have labels, in an evaluation."""
+
+    def __init__(self, loader: Any, batches: Iterator[dict[str, Any]]) -> None:
+        self._loader = loader
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self._batches
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)

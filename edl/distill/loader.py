@@ -11,18 +11,20 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from edl.distill.compress import TopK
 from edl.distill.options import Options
+from edl.distill.padding import padded
 from edl.distill.pipeline.cache_lookup import CacheConfig
-from edl.distill.pipeline.combine import Combine, Combiner, item_outputs, padded, values_by_name
+from edl.distill.pipeline.combine import Combine, Combiner, item_outputs, values_by_name
 from edl.distill.pipeline.epoch import Epoch
 from edl.distill.pipeline.epoch_iterator import EpochIterator
 from edl.distill.pipeline.session import LabelSession
+from edl.distill.source.chunk import Item
 from edl.distill.source.cutters import BatchCutter, Cutter, Getter
 from edl.distill.source.handover import Handover
 from edl.distill.source.iterator import SourceIterator
 from edl.distill.source.sequence_cutters import PaddedBatchCutter
 from edl.distill.stats import ReaderStats
 from edl.distill.teachers import Teachers, teachers_from_env
-from edl.distill.transport.schema import OutputSpec
+from edl.distill.transport.schema import Outputs, OutputSpec
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 from edl.protocol.transport import FORK_HANDLERS
@@ -104,8 +106,6 @@ class DistillLoader(Generic[B], abc.ABC):
         self._combiner = Combiner(combine, [group.weight for group in teachers] or [1.0])
         if (cache_config is None) != (ids is None):
             raise SettingsError("cache and ids go together: the cache finds soft labels by the samples' ids")
-        if tokens is not None and cache_config is not None:
-            raise SettingsError("labels of sequences are not kept in a cache: leave cache and ids out")
         self._ids = ids
         self._tokens = tokens
         self._session = LabelSession(teachers, output_spec, options, cache_config)
@@ -127,7 +127,7 @@ class DistillLoader(Generic[B], abc.ABC):
         services = self._session.labeller.services
         cutter: Cutter = BatchCutter(self._getters, self._batch_rows, services, self._ids)
         if self._tokens is not None:
-            cutter = PaddedBatchCutter(self._getters, self._tokens, self._batch_rows, services)
+            cutter = PaddedBatchCutter(self._getters, self._tokens, self._batch_rows, services, self._ids)
             cutter.whole_batches = self._batches_ahead is not None
         if self._handover is not None:
             self._handover.close()  # or the epoch before would wait for more
@@ -166,7 +166,7 @@ class DistillLoader(Generic[B], abc.ABC):
         services = self._session.labeller.services
         try:
             for item in epoch:
-                combined = self._combiner([item_outputs(item, service) for service in range(services)])
+                combined = self._combiner([self._outputs_of(item, service) for service in range(services)])
                 epoch.taken(item)
                 found = [value for outputs in combined for value in values_by_name(outputs, self._outputs)]
                 if item.mask is not None:
@@ -210,6 +210,14 @@ class DistillLoader(Generic[B], abc.ABC):
 
     def _set_reading_state(self, state: Any) -> None:
         """Have the loop around find that again, as the batch is delivered; None behind the last."""
+
+    def _outputs_of(self, item: Item, service: int) -> Outputs:
+        if not item.parts:  # a batch whose texts are all empty
+            return self._session.labeller.empty_outputs(service)
+        outputs = item_outputs(item, service)
+        if item.mask is not None:
+            self._session.labeller.note_outputs(service, outputs)
+        return outputs
 
     def _ahead(self, batches: Iterator[tuple[B, Any]]) -> Generator[tuple[B, Any], None, None]:
         """Start moving the next batch to the device, if there is one, before the present batch is used."""

@@ -12,7 +12,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
+
 from edl.distill.cache import SoftLabelCache
+from edl.distill.compress import TopK
 from edl.distill.loader import TeachersLike, resolve_teachers
 from edl.distill.options import Options
 from edl.distill.pipeline.cache_lookup import CacheConfig
@@ -395,8 +398,6 @@ class DistillReader:
             raise SettingsError(
                 f"{reader!r} is not callable: pass a function that returns an iterator, not the iterator"
             )
-        if self._cache_config is not None and kind in ("sequence", "sequence_list"):
-            raise SettingsError("labels of sequences are not kept in a cache: leave cache and id_field out")
         self._kind = kind
         self._source = reader
         return self
@@ -445,7 +446,14 @@ def _batch(item: Item, predictions: list[Any]) -> tuple[Any, ...]:
 def _sequence_list(item: Item, predictions: list[Any]) -> list[tuple[Any, ...]]:
     stops = list(itertools.accumulate(stop - start for _, start, stop in item.parts))
     places = zip(item.value, [0, *stops], stops, strict=False)
-    return [(*sample, *(values[start:stop] for values in predictions)) for sample, start, stop in places]
+    if len(item.parts) == 1:
+        return [(*item.value[0], *predictions)]
+    # Arrays of their own: a user may keep a sequence of each list.
+    return [(*sample, *(_copied(values[start:stop]) for values in predictions)) for sample, start, stop in places]
+
+
+def _copied(values: Any) -> Any:
+    return values.map(np.copy) if isinstance(values, TopK) else np.copy(values)
 
 
 _SHAPES: dict[_Kind, Callable[[Item, list[Any]], Any]] = {

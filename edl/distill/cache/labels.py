@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,8 +18,10 @@ from edl.distill.cache.layout import RowLayout
 from edl.distill.cache.memory import SampleId
 from edl.distill.cache.namespace import Namespace
 from edl.distill.cache.segment import BadSegmentError, FileHandles
+from edl.distill.cache.sequences import SequenceIds, fingerprints_of
 from edl.distill.cache.view import Ids, as_ids
 from edl.distill.compress import TopK
+from edl.distill.padding import as_token_mask, padded
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 
@@ -29,17 +32,19 @@ logger = logging.getLogger("edl.distill")
 
 @dataclass(frozen=True, eq=False)
 class LabelSet:
-    """All labels of a key, in memory.
+    """All labels of a key, in memory: of rows, or of sequences with rows of their own number.
 
     Attributes:
         key: the teacher and the data set that they are of.
-        ids: [rows], integers sorted by value before strings sorted likewise.
-        outputs: arrays [rows, ...] or `TopK`, in the order of `ids`.
+        ids: integers sorted by value before strings sorted likewise; [rows] or [sequences].
+        outputs: arrays [rows, ...] or `TopK`, in the order of `ids`; of sequences the rows of all, behind one another.
+        sequences: of sequences their ids, lengths and fingerprints, in the order of `ids`; None for rows.
     """
 
     key: CacheKey
     ids: tuple[SampleId, ...]
     outputs: Mapping[str, Array | TopK]
+    sequences: SequenceIds | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -51,23 +56,113 @@ class LabelSet:
             ids: [rows], a sequence or an integer array.
 
         Raises:
-            SettingsError: there is no label for some of them.
+            SettingsError: there is no label for some of them, or labels are of sequences.
         """
+        if self.sequences is not None:
+            raise SettingsError("these are labels of sequences: read them with of_sequences(ids) or padded(ids, mask)")
+        index = np.array(self._places(ids), np.intp)
+        return {name: output[index] for name, output in self.outputs.items()}
+
+    def of_sequences(self, ids: Ids, inputs: Mapping[str, Sequence[Any]] | None = None) -> list[dict[str, Any]]:
+        """Return the outputs of each of these sequences, arrays [tokens, ...] or `TopK` of its own.
+
+        Args:
+            ids: [sequences].
+            inputs: the texts themselves, to see that they are those which were labelled: by the name of the teachers'
+                input, [tokens, ...] for each sequence. None to trust the ids.
+
+        Raises:
+            SettingsError: there is no label for some of them, or that of another text; or labels are of rows.
+        """
+        places = self._checked_places(ids)
+        if inputs is not None:
+            self._check_texts(places, {name: [np.asarray(part) for part in column] for name, column in inputs.items()})
+        index = [self._rows_at(place) for place in places]
+        return [{name: output[rows] for name, output in self.outputs.items()} for rows in index]
+
+    def padded(self, ids: Ids, mask: Any, inputs: Mapping[str, Any] | None = None) -> dict[str, Array | TopK]:
+        """Return the outputs of a batch of padded sequences, [sequences, length, ...], 0 where nothing is a token.
+
+        Args:
+            ids: [sequences]; that of a sequence without tokens is not looked up.
+            mask: 0 and 1 [sequences, length], what is a token, such as a collator's `attention_mask`; an array or a
+                tensor. A sequence must have as many tokens as when it was labelled.
+            inputs: the texts themselves, as for `of_sequences`: [sequences, length, ...] by the name of the input.
+
+        Raises:
+            SettingsError: there is no label for some of them, or that of another text; or labels are of rows.
+            SourceError: the mask is none.
+        """
+        kept = as_token_mask(np.asarray(mask), "the batch")
+        samples = as_ids(ids)
+        if len(kept) != len(samples):
+            raise SettingsError(f"a mask {list(kept.shape)} for {len(samples)} ids: expected [sequences, length]")
+        counts = kept.sum(axis=1)
+        places = self._checked_places([sample for sample, count in zip(samples, counts, strict=True) if count])
+        assert self.sequences is not None
+        assert self.sequences.lengths is not None
+        for place, count in zip(places, counts[counts > 0].tolist(), strict=True):
+            labelled = int(self.sequences.lengths[place])
+            if count != labelled:
+                raise SettingsError(
+                    f"sample {self.ids[place]!r} has {count} tokens, and the text that was labelled {labelled}"
+                )
+        if inputs is not None:
+            arrays = {name: np.asarray(array) for name, array in inputs.items()}
+            rows = [row for row, count in enumerate(counts) if count]
+            self._check_texts(places, {name: [a[row][kept[row]] for row in rows] for name, a in arrays.items()})
+        index = np.concatenate([self._rows_at(place) for place in places]) if places else np.empty(0, np.intp)
+        return {name: padded(output[index], kept) for name, output in self.outputs.items()}
+
+    def _rows_at(self, place: int) -> Array:
+        return np.arange(self._stops[place], self._stops[place + 1])
+
+    def _checked_places(self, ids: Ids) -> list[int]:
+        if self.sequences is None:
+            raise SettingsError("these are labels of rows: read them with rows(ids)")
+        return self._places(ids)
+
+    def _check_texts(self, places: Sequence[int], inputs: Mapping[str, Sequence[Array]]) -> None:
+        sequences = self.sequences
+        assert sequences is not None
+        assert sequences.fingerprints is not None
+        missing = sorted({*sequences.inputs} - {*inputs})
+        if missing:
+            raise SettingsError(
+                f"texts were labelled by their inputs {list(sequences.inputs)}: {missing[0]!r} is missing"
+            )
+        if not places:
+            return
+        columns = {name: inputs[name] for name in sequences.inputs}
+        lengths = np.array([len(part) for part in next(iter(columns.values()))], np.int64)
+        if any([len(part) for part in column] != lengths.tolist() for column in columns.values()):
+            raise SettingsError("the inputs of a sequence have different numbers of tokens")
+        found = fingerprints_of({name: np.concatenate(column) for name, column in columns.items()}, lengths)
+        for place, fingerprint in zip(places, found.tolist(), strict=True):
+            if fingerprint != int(sequences.fingerprints[place]):
+                raise SettingsError(f"sample {self.ids[place]!r} is not the text that was labelled under this id")
+
+    def _places(self, ids: Ids) -> list[int]:
         where = self._where
         samples = as_ids(ids)
         try:
-            index = np.fromiter((where[sample] for sample in samples), np.intp, len(samples))
+            return [where[sample] for sample in samples]
         except KeyError as exc:
             missing = sum(sample not in where for sample in samples)
             raise SettingsError(
                 f"no label for sample {exc.args[0]!r} ({missing} of {len(samples)} are missing): "
                 "run `edl label` on the whole data set"
             ) from exc
-        return {name: output[index] for name, output in self.outputs.items()}
 
     @cached_property
     def _where(self) -> dict[SampleId, int]:
         return {sample: row for row, sample in enumerate(self.ids)}
+
+    @cached_property
+    def _stops(self) -> list[int]:
+        assert self.sequences is not None
+        assert self.sequences.lengths is not None
+        return [0, *np.cumsum(self.sequences.lengths, dtype=np.int64).tolist()]
 
 
 def load_labels(
@@ -79,6 +174,10 @@ def load_labels(
 
         labels = load_labels("labels")
         logits = labels.rows(range(len(dataset)))["logits"]
+
+    Of sequences::
+
+        top_k = labels.padded(batch["id"], batch["attention_mask"])["logprobs"]  # TopK of [sequences, length, k]
 
     Args:
         path: of the folder; or of several, where machines wrote to folders of their own. Of labels of the same sample
@@ -113,6 +212,8 @@ class _Reading:
     def __init__(self) -> None:
         self._where: dict[SampleId, tuple[str, int]] = {}  # the file's name, which begins with the time, and the row
         self._parts: list[dict[str, Array]] = []
+        self._lengths: list[Array] = []
+        self._prints: list[Array] = []
         self._rows = 0
         self._layout: RowLayout | None = None
         self._first: Path | None = None
@@ -124,10 +225,11 @@ class _Reading:
         if not len(namespace):
             return
         assert namespace.layout is not None
-        if self._layout is None:
-            self._layout = namespace.layout
-            self._first = root
-        elif self._layout != namespace.layout:
+        merged = namespace.layout if self._layout is None else self._layout.merged(namespace.layout)
+        if merged is not None:
+            self._layout = merged
+            self._first = self._first or root
+        else:
             raise SettingsError(
                 f"labels in {str(root)!r} are {namespace.layout}, in {str(self._first)!r} {self._layout}: they cannot "
                 "be read together"
@@ -145,16 +247,26 @@ class _Reading:
             )
 
     def _add_rows(self, name: str, ids: list[SampleId], records: list[bytes | None]) -> int:
-        """Take in the rows of a file; return how many are damaged."""
+        """Take in the records of a file; return how many are damaged."""
         assert self._layout is not None
         there = [(sample, record) for sample, record in zip(ids, records, strict=True) if record is not None]
         if there:
-            self._parts.append(self._layout.unpack(b"".join(record for _, record in there), len(there)))
+            self._take_in([record for _, record in there])
             for row, (sample, _) in enumerate(there, self._rows):
                 if name >= self._where.get(sample, ("", 0))[0]:  # of several the newest counts
                     self._where[sample] = (name, row)
             self._rows += len(there)
         return len(records) - len(there)
+
+    def _take_in(self, records: list[bytes]) -> None:
+        assert self._layout is not None
+        if self._layout.sequence_inputs is None:
+            self._parts.append(self._layout.unpack(b"".join(records), len(records)))
+            return
+        arrays, lengths, prints = self._layout.unpack_sequences(records)
+        self._parts.append(arrays)
+        self._lengths.append(lengths)
+        self._prints.append(prints)
 
     def labels(self, key: CacheKey, name: str) -> LabelSet:
         if self._layout is None:
@@ -163,11 +275,24 @@ class _Reading:
             raise SettingsError(f"{name} has no labels of {key} that are whole")
         ids = sorted(self._where, key=lambda sample: (isinstance(sample, str), sample))
         order = np.fromiter((self._where[sample][1] for sample in ids), np.intp, len(ids))
-        arrays = {
-            column.name: np.concatenate([part[column.name] for part in self._parts])[order]
-            for column in self._layout.columns
-        }
-        return LabelSet(key, tuple(ids), self._layout.restore(arrays))
+        sequences = None
+        if self._layout.sequence_inputs is not None:
+            lengths, prints = np.concatenate(self._lengths), np.concatenate(self._prints)
+            starts = np.cumsum(lengths) - lengths
+            sequences = SequenceIds(ids, lengths[order], prints[order], self._layout.sequence_inputs)
+            order = _ranges(starts[order], lengths[order])
+        arrays = {}
+        for column in self._layout.columns:
+            pieces = [part.pop(column.name) for part in self._parts]  # each goes when it was copied
+            arrays[column.name] = np.concatenate(pieces)[order]
+        return LabelSet(key, tuple(ids), self._layout.restore(arrays), sequences)
+
+
+def _ranges(starts: Array, lengths: Array) -> Array:
+    """Return the numbers from each start on, as many as its length, behind one another."""
+    before = np.cumsum(lengths) - lengths
+    found: Array = np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
+    return found
 
 
 def _only(found: list[CacheKey], name: str) -> CacheKey:

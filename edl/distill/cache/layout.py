@@ -1,25 +1,29 @@
-"""Packs rows of several outputs into records: a run of bytes per row, all of the same length."""
+"""Packs rows of several outputs into records: a run of bytes for each row, or for each sequence of rows."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from edl.distill.cache.sequences import SequenceIds
 from edl.distill.compress import TopK, to_float16
 from edl.errors import SettingsError
 from edl.protocol.names import top_k_names
 from edl.protocol.tensors import Array
 
-__all__ = ["ID_PREFIX", "Column", "Outputs", "RowLayout", "flatten"]
+__all__ = ["FINGERPRINT_NBYTES", "ID_PREFIX", "Column", "Outputs", "RowLayout", "flatten"]
 
 Outputs: TypeAlias = Mapping[str, Array | TopK]
 
 ID_PREFIX = "sample_ids"
 """Names of tensors that hold the ids in a file; outputs must not be called so."""
+
+FINGERPRINT_NBYTES = 8
+"""Bytes at the beginning of a sequence's record."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +56,45 @@ class RowLayout:
     Attributes:
         columns: sorted by name.
         top_k: by output that is `TopK`, its temperature and number of classes; its three arrays are columns.
+        sequence_inputs: of records of sequences, the inputs that their fingerprints are of; None for records of a row.
     """
 
     columns: tuple[Column, ...]
     top_k: Mapping[str, tuple[float, int | None]] = field(default_factory=dict)
+    sequence_inputs: tuple[str, ...] | None = None
 
     @property
     def row_nbytes(self) -> int:
         """Bytes of a record."""
         return sum(column.nbytes for column in self.columns)
+
+    def merged(self, other: RowLayout) -> RowLayout | None:
+        """Return the layout of records of both; None where they do not go together.
+
+        Teachers of one model may know its number of classes or not, as an engine behind a gateway does not: that number
+        counts where it is known.
+        """
+        if self == other:
+            return self
+        same = (self.columns, self.sequence_inputs, sorted(self.top_k)) == (
+            other.columns,
+            other.sequence_inputs,
+            sorted(other.top_k),
+        )
+        top_k = self.merged_top_k(other) if same else None
+        return None if top_k is None else RowLayout(self.columns, top_k, self.sequence_inputs)
+
+    def merged_top_k(self, other: RowLayout) -> Mapping[str, tuple[float, int | None]] | None:
+        """Return temperatures and numbers of classes of both; None where they differ."""
+        if sorted(self.top_k) != sorted(other.top_k):
+            return None
+        merged = {}
+        for name, (temperature, classes) in self.top_k.items():
+            other_temperature, other_classes = other.top_k[name]
+            if temperature != other_temperature or (classes or other_classes) != (other_classes or classes):
+                return None
+            merged[name] = (temperature, classes or other_classes)
+        return merged
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -102,6 +136,47 @@ class RowLayout:
             at += column.nbytes
         return arrays
 
+    def pack_sequences(self, arrays: Mapping[str, Array], sequences: SequenceIds) -> list[bytes]:
+        """Return a record for every sequence.
+
+        Args:
+            arrays: [rows of all sequences, ...] by column.
+            sequences: with lengths and fingerprints.
+        """
+        heads = sequences.heads
+        assert heads is not None
+        columns = [_as_bytes(arrays[column.name], column).reshape(-1) for column in self.columns]
+        widths = [column.nbytes for column in self.columns]
+        records, start = [], 0
+        for rows, head in heads:
+            stop = start + rows
+            parts = [part[start * width : stop * width].tobytes() for part, width in zip(columns, widths, strict=True)]
+            records.append(b"".join([head, *parts]))
+            start = stop
+        return records
+
+    def unpack_sequences(self, records: Sequence[bytes]) -> tuple[dict[str, Array], Array, Array]:
+        """Return arrays [rows of all sequences, ...] by column, lengths and fingerprints."""
+        lengths = np.fromiter(map(self.rows_of, records), np.int64, len(records))
+        prints = np.frombuffer(b"".join(record[:FINGERPRINT_NBYTES] for record in records), "<u8").astype(np.uint64)
+        starts = np.full(len(records), FINGERPRINT_NBYTES, np.int64)
+        views = [memoryview(record) for record in records]
+        arrays = {}
+        for column in self.columns:
+            stops = starts + lengths * column.nbytes
+            pieces = [view[a:b] for view, a, b in zip(views, starts.tolist(), stops.tolist(), strict=True)]
+            arrays[column.name] = np.frombuffer(b"".join(pieces), column.dtype).reshape(-1, *column.shape)
+            starts = stops
+        return arrays, lengths, prints
+
+    def rows_of(self, record: bytes) -> int:
+        """Return how many rows the record of a sequence has."""
+        return (len(record) - FINGERPRINT_NBYTES) // self.row_nbytes
+
+    def head_of(self, record: bytes) -> tuple[int, bytes]:
+        """Return the rows and the fingerprint of a sequence's record."""
+        return self.rows_of(record), record[:FINGERPRINT_NBYTES]
+
     def restore(self, arrays: Mapping[str, Array]) -> dict[str, Array | TopK]:
         """Return outputs out of columns: the arrays of `TopK` put together again."""
         outputs: dict[str, Array | TopK] = dict(arrays)
@@ -113,7 +188,10 @@ class RowLayout:
         return outputs
 
     def __str__(self) -> str:
-        return ", ".join(map(str, self.columns))
+        columns = ", ".join(map(str, self.columns))
+        if self.sequence_inputs is None:
+            return columns
+        return f"tokens of sequences of {', '.join(map(repr, self.sequence_inputs)) or 'nothing'} with {columns}"
 
 
 def flatten(outputs: Outputs, rows: int, *, half: bool = False) -> tuple[dict[str, Array], RowLayout]:

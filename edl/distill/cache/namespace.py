@@ -92,6 +92,14 @@ class Namespace:
         """Return all ids, in the order in which they were first seen."""
         return list({**dict.fromkeys(self._index), **dict.fromkeys(self.pending)})
 
+    def head(self, sample: SampleId) -> tuple[int, bytes] | None:
+        """Return the rows and the fingerprint of a sequence; None if there is none."""
+        record = self.pending.get(sample)
+        if record is not None and self.layout is not None:
+            return self.layout.head_of(record)
+        code = self._index.get(sample)
+        return None if code is None else self._segments[code >> _ROW_BITS].head(code & _ROW_MASK)
+
     def segments(self) -> list[Segment]:
         """Return the files, oldest first."""
         return [self._segments[number] for _, number in sorted(self._numbers.items())]
@@ -235,9 +243,10 @@ class Namespace:
         Raises:
             BadSegmentError: they have another.
         """
-        if self.layout is None:
-            self.layout = layout
-        elif self.layout != layout:
+        merged = layout if self.layout is None else self.layout.merged(layout)
+        if merged is not None:
+            self.layout = merged
+        else:
             raise BadSegmentError(f"its rows are {layout}; others of the same key are {self.layout}")
 
     def _add(self, segment: Segment) -> None:

@@ -37,6 +37,10 @@ from edl.protocol.tensors import Array
 __all__ = ["BadSegmentError", "FileHandles", "Segment", "encode", "read_small"]
 
 _FORMAT, _UNCHECKED = "edl-soft-labels/2", "edl-soft-labels/1"
+_SEQUENCES = "edl-soft-labels/3"
+"""Of sequences, each with rows of its own number. A name of their own, so that older versions of EDL leave such files
+out and do not take their rows for those of samples."""
+_LENGTHS, _PRINTS = f"{ID_PREFIX}.lengths", f"{ID_PREFIX}.fingerprints"
 _MOST_AXES = 32  # numpy's arrays have no more
 _SUMS = f"{ID_PREFIX}.crc32"
 _LARGEST_HEADER = 16 << 20
@@ -79,10 +83,14 @@ def encode(namespace: str, layout: RowLayout, ids: Sequence[SampleId], records: 
     Args:
         namespace: name of its folder.
         layout: of the rows.
-        ids: [rows], either all integers or all strings.
-        records: [rows].
+        ids: [records], either all integers or all strings.
+        records: of rows or of sequences, as the layout has them.
     """
-    tensors = layout.unpack(b"".join(records), len(records))
+    if layout.sequence_inputs is None:
+        tensors = layout.unpack(b"".join(records), len(records))
+    else:
+        tensors, lengths, prints = layout.unpack_sequences(records)
+        tensors |= {_LENGTHS: lengths, _PRINTS: prints}
     if isinstance(ids[0], int):
         tensors[ID_PREFIX] = np.array(ids, np.int64)
     else:
@@ -92,8 +100,10 @@ def encode(namespace: str, layout: RowLayout, ids: Sequence[SampleId], records: 
     tensors[_SUMS] = np.fromiter(map(zlib.crc32, records), np.uint32, len(records))
     about = {name: tensor for name, tensor in tensors.items() if name.startswith(ID_PREFIX)}
     top_k = json.dumps(dict(layout.top_k), sort_keys=True)
-    stored = RowLayout(layout.columns, _top_k_in(top_k))  # who opens the file has no more than its text
+    stored = RowLayout(layout.columns, _top_k_in(top_k), layout.sequence_inputs)  # as who opens the file has it
     metadata = {"format": _FORMAT, "namespace": namespace, "top_k": top_k, "crc32": _sum_of(about, stored)}
+    if layout.sequence_inputs is not None:
+        metadata |= {"format": _SEQUENCES, "sequence_inputs": json.dumps(layout.sequence_inputs)}
     return safetensors.numpy.save(tensors, metadata)
 
 
@@ -197,19 +207,23 @@ class Segment:
 
     Attributes:
         path: of the file.
-        ids: [rows].
-        layout: of the rows.
+        ids: [records].
+        layout: of the records.
+        stops: of sequences, int64 [ids]: behind the last row of each in the columns; None where an id has one row.
         offsets: by column of the layout, where its tensor starts in the file.
-        sums: uint32 [rows], the records' checksums; None in an old file.
-        checked: by row 1 once its record was found right.
+        sums: uint32 [records], the records' checksums; None in an old file.
+        checked: by record 1 once it was found right.
+        prints: of sequences, the fingerprints, 8 bytes each; else empty.
     """
 
     path: Path
     ids: list[SampleId]
     layout: RowLayout
+    stops: Array | None
     offsets: tuple[int, ...]
     sums: Array | None
     checked: bytearray
+    prints: bytes
 
     @classmethod
     def open(cls, path: Path, namespace: str, handles: FileHandles) -> Segment:
@@ -225,7 +239,7 @@ class Segment:
             metadata = header.pop("__metadata__", {})
             if not isinstance(metadata, dict):
                 raise BadSegmentError("it was not written by EDL")
-            if metadata.get("format") not in (_FORMAT, _UNCHECKED):
+            if metadata.get("format") not in (_FORMAT, _UNCHECKED, _SEQUENCES):
                 raise BadSegmentError("it was not written by EDL")
             if metadata.get("namespace") != namespace:
                 raise BadSegmentError(f"it belongs to {metadata.get('namespace')!r}")
@@ -239,20 +253,26 @@ class Segment:
                 if name.startswith(ID_PREFIX)
             }
             ids = _ids_in(about)
+            of_sequences = metadata["format"] == _SEQUENCES
+            stops = _stops_in(about, len(ids)) if of_sequences else None
+            rows = len(ids) if stops is None else int(stops[-1])
             columns = sorted(name for name in tensors if not name.startswith(ID_PREFIX))
             for name in columns:
-                if tensors[name].shape[:1] != (len(ids),):
-                    raise BadSegmentError(f"tensor {name!r} has shape {tensors[name].shape} for {len(ids)} ids")
+                if tensors[name].shape[:1] != (rows,):
+                    raise BadSegmentError(f"tensor {name!r} has shape {tensors[name].shape} for {rows} rows")
             layout = RowLayout(
                 tuple(Column(name, tensors[name].dtype, tensors[name].shape[1:]) for name in columns),
                 _top_k_in(metadata["top_k"]),
+                _names_in(metadata["sequence_inputs"]) if of_sequences else None,
             )
             _check_layout(layout)
             sums = about.get(_SUMS)
-            checked = metadata["format"] == _FORMAT or sums is not None
+            checked = metadata["format"] != _UNCHECKED or sums is not None
             if checked and (sums is None or len(sums) != len(ids) or _sum_of(about, layout) != metadata.get("crc32")):
                 raise BadSegmentError("it is damaged: its ids or its header are not those that were written")
-            return cls(path, ids, layout, tuple(tensors[name].offset for name in columns), sums, bytearray(len(ids)))
+            offsets = tuple(tensors[name].offset for name in columns)
+            prints = about[_PRINTS].tobytes() if of_sequences else b""
+            return cls(path, ids, layout, stops, offsets, sums, bytearray(len(ids)), prints)
         except OSError as exc:
             raise _unreadable(exc) from exc
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as exc:
@@ -261,23 +281,30 @@ class Segment:
             raise BadSegmentError("its header and ids do not fit into memory", may_pass=True) from exc
 
     def read(self, handles: FileHandles, start: int, count: int) -> list[bytes | None]:
-        """Return the records of `count` rows from row `start` on, None for damaged records.
+        """Return `count` records from record `start` on, None for damaged records.
 
         Raises:
             BadSegmentError: the file is gone, or shorter than it was.
         """
-        records = self._records(handles, start, count)
+        records = self._records(handles, start, count) if self.stops is None else self._sequences(handles, start, count)
         if self.sums is None or self.checked.find(0, start, start + count) < 0:
             return [*records]
         is_right = bytes(map(operator.eq, map(zlib.crc32, records), self.sums[start : start + count].tolist()))
         self.checked[start : start + count] = is_right
         return [record if right else None for record, right in zip(records, is_right, strict=True)]
 
-    def _records(self, handles: FileHandles, start: int, count: int) -> list[bytes]:
+    def head(self, record: int) -> tuple[int, bytes]:
+        """Return the rows and the fingerprint of a sequence, as the file has them, without reading it."""
+        assert self.stops is not None
+        begin = int(self.stops[record - 1]) if record else 0
+        return int(self.stops[record]) - begin, self.prints[8 * record : 8 * record + 8]
+
+    def _columns(self, handles: FileHandles, start: int, count: int) -> list[bytes]:
+        """Return the bytes of `count` rows from row `start` on, by column."""
         widths = [column.nbytes for column in self.layout.columns]
         try:
             handle = handles.get(self.path)
-            parts = [
+            return [
                 _read(handle, offset + start * width, count * width)
                 for offset, width in zip(self.offsets, widths, strict=True)
             ]
@@ -285,6 +312,22 @@ class Segment:
             raise _unreadable(exc) from exc
         except MemoryError as exc:
             raise BadSegmentError(f"{count} rows of it do not fit into memory", may_pass=True) from exc
+
+    def _sequences(self, handles: FileHandles, start: int, count: int) -> list[bytes]:
+        assert self.stops is not None
+        first = int(self.stops[start - 1]) if start else 0
+        stops = (self.stops[start : start + count] - first).tolist()
+        parts = [memoryview(part) for part in self._columns(handles, first, stops[-1])]
+        widths = [column.nbytes for column in self.layout.columns]
+        records = []
+        for at, (begin, stop) in enumerate(zip([0, *stops], stops, strict=False), start):
+            pieces = [part[begin * width : stop * width] for part, width in zip(parts, widths, strict=True)]
+            records.append(b"".join([self.prints[8 * at : 8 * at + 8], *pieces]))
+        return records
+
+    def _records(self, handles: FileHandles, start: int, count: int) -> list[bytes]:
+        widths = [column.nbytes for column in self.layout.columns]
+        parts = self._columns(handles, start, count)
         if count == 1:
             return [b"".join(parts)]
         if len(parts) == 1:
@@ -372,6 +415,28 @@ def _ids_in(arrays: Mapping[str, Array]) -> list[SampleId]:
     if not ends or ends[-1] != len(text) or any(a > b for a, b in zip([0, *ends], ends, strict=False)):
         raise BadSegmentError("the ends of its ids make no sense")
     return [text[begin:end].decode() for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _stops_in(arrays: Mapping[str, Array], ids: int) -> Array:
+    """Return behind which row each sequence ends.
+
+    Raises:
+        BadSegmentError: lengths or fingerprints are not those of so many sequences.
+    """
+    lengths, prints = arrays[_LENGTHS], arrays[_PRINTS]
+    if lengths.dtype != np.int64 or prints.dtype != np.uint64 or len(lengths) != ids or len(prints) != ids or not ids:
+        raise BadSegmentError(f"it has {len(lengths)} lengths and {len(prints)} fingerprints for {ids} sequences")
+    if lengths.min() < 1 or lengths.max() > 1 << 36:  # with more their sum might pass for a small number
+        raise BadSegmentError(f"it has a sequence of {lengths.min()} tokens, and one of {lengths.max()}")
+    stops: Array = np.cumsum(lengths, dtype=np.int64)
+    return stops
+
+
+def _names_in(text: str) -> tuple[str, ...]:
+    names = json.loads(text)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError("the inputs of its sequences make no sense")
+    return tuple(names)
 
 
 def _read(handle: FileHandle, offset: int, count: int) -> bytes:

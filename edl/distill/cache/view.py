@@ -1,10 +1,11 @@
-"""`CacheView`: looks up and keeps the rows of a key, many at a time."""
+"""`CacheView`: looks up and keeps the rows, or the sequences, of a key, many at a time."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -15,6 +16,7 @@ from edl.distill.cache.layout import Outputs, RowLayout, flatten
 from edl.distill.cache.memory import MemoryTier, SampleId
 from edl.distill.cache.namespace import Namespace, RowRange
 from edl.distill.cache.segment import BadSegmentError, FileHandles
+from edl.distill.cache.sequences import SequenceIds
 from edl.distill.cache.writer import SegmentWriter
 from edl.distill.clamping import ClampWarnings
 from edl.distill.compress import TopK, to_float16
@@ -23,21 +25,32 @@ from edl.protocol.tensors import Array
 
 __all__ = ["CacheParts", "CacheView", "Found", "Ids", "as_ids"]
 
+logger = logging.getLogger("edl.distill")
+
 Ids: TypeAlias = Sequence[SampleId] | Array
 
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """Rows that a look-up found.
+    """Rows, or sequences, that a look-up found.
 
     Attributes:
-        mask: bool [rows], which of the ids are there.
+        mask: bool [ids], which of the ids are there.
         outputs: arrays [rows found, ...] or `TopK`, in the order of the ids; empty if none is there. Arrays may be
             read-only.
+        lengths: int64 [ids] of sequences, how many rows each has (0 where that is not known); None where an id is a
+            row.
     """
 
     mask: Array
     outputs: dict[str, Array | TopK]
+    lengths: Array | None = None
+
+    @property
+    def row_mask(self) -> Array:
+        """Which rows are there, bool [rows]."""
+        found: Array = self.mask if self.lengths is None else np.repeat(self.mask, self.lengths)
+        return found
 
     @property
     def complete(self) -> bool:
@@ -55,19 +68,21 @@ class Found:
         """
         if not self.outputs:
             return dict(rest)
-        have, layout = flatten(self.outputs, int(self.mask.sum()))
-        new, other = flatten(rest, int((~self.mask).sum()))
-        if layout.top_k != other.top_k or layout.shapes != other.shapes:
+        mask = self.row_mask
+        have, layout = flatten(self.outputs, int(mask.sum()))
+        new, other = flatten(rest, int((~mask).sum()))
+        top_k = layout.merged_top_k(other)
+        if top_k is None or layout.shapes != other.shapes:
             remedy = "rows of several shapes cannot be kept: pad them alike, or leave the cache out"
             raise SettingsError(f"rows of the cache are {layout}, the others {other}; {remedy}")
         arrays = {}
         for column in layout.columns:
-            array: Array = np.empty((len(self.mask), *column.shape), column.dtype)
+            array: Array = np.empty((len(mask), *column.shape), column.dtype)
             added = new[column.name]
-            array[self.mask] = have[column.name]
-            array[~self.mask] = to_float16(added) if column.dtype == np.float16 and added.dtype.kind == "f" else added
+            array[mask] = have[column.name]
+            array[~mask] = to_float16(added) if column.dtype == np.float16 and added.dtype.kind == "f" else added
             arrays[column.name] = array
-        return layout.restore(arrays)
+        return replace(layout, top_k=top_k).restore(arrays)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,9 +109,11 @@ class CacheParts:
 
 
 class CacheView:
-    """The rows of a key. Made by `SoftLabelCache.view`. Thread-safe.
+    """The rows of a key, or its sequences. Made by `SoftLabelCache.view`. Thread-safe.
 
-    Ids are integers of 64 bits or strings; 1 and "1" are two ids.
+    Ids are integers of 64 bits or strings; 1 and "1" are two ids. Under a key there are either rows, by plain ids, or
+    sequences, by `SequenceIds`, each of which has rows of its own number. A sequence is found where its id, its length
+    and the fingerprint of its inputs are those under which it was kept: a text that was edited has no label.
 
     Args:
         key: what the rows depend on.
@@ -104,8 +121,8 @@ class CacheView:
 
     Attributes:
         key: what the rows depend on.
-        hits: rows looked up that were there.
-        misses: rows looked up that were not there.
+        hits: rows, or sequences, looked up that were there.
+        misses: looked up that were not there.
         disk: the part on disk; None without.
     """
 
@@ -122,72 +139,106 @@ class CacheView:
         folder = parts.folder
         where = f"soft-label cache {folder.path if folder is not None else 'in memory'}, model {key.model!r}"
         self._clamped = ClampWarnings(where, "leave store_dtype='float16' out of SoftLabelCache, under another path")
+        self._other_text_warned = False
         self.disk: Namespace | None = None
         if folder is not None:
             self.disk = Namespace(folder.path, key, parts.handles)
             self.disk.scan(force=True)
 
-    def get(self, ids: Ids) -> Found:
-        """Look rows up.
+    @property
+    def layout(self) -> RowLayout | None:
+        """Columns of the records; None before there are any."""
+        return self.disk.layout if self.disk is not None else self._layout
+
+    def get(self, ids: Ids | SequenceIds) -> Found:
+        """Look rows or sequences up.
 
         Args:
-            ids: [rows], a sequence or an integer array.
+            ids: [rows], a sequence or an integer array; or those of sequences.
 
         Returns:
-            Which rows are there, and their outputs.
+            Which of them are there, and their outputs.
+
+        Raises:
+            SettingsError: rows are looked up, and the labels of the key are of sequences; or the other way round.
         """
         self._check_open()
-        samples = as_ids(ids)
-        records = self._records(samples)
+        sequences = ids if isinstance(ids, SequenceIds) else None
+        samples = as_ids(ids.ids if isinstance(ids, SequenceIds) else ids)
+        self._check_kind(sequences)
+        records = self._records(samples, None if sequences is None else sequences.heads)
         mask = np.fromiter((record is not None for record in records), np.bool_, len(records))
         there = [record for record in records if record is not None]
+        lengths = self._lengths(sequences, records) if sequences is not None else None
         if not there:
-            return Found(mask, {})
-        layout = self.disk.layout if self.disk is not None else self._layout
+            return Found(mask, {}, lengths)
+        layout = self.layout
         assert layout is not None
-        return Found(mask, layout.restore(layout.unpack(b"".join(there), len(there))))
+        self._check_kind(sequences)  # of files that were found just now
+        if sequences is None:
+            return Found(mask, layout.restore(layout.unpack(b"".join(there), len(there))))
+        return Found(mask, layout.restore(layout.unpack_sequences(there)[0]), lengths)
 
-    def put(self, ids: Ids, outputs: Outputs) -> None:
-        """Keep rows. Of several rows of the same id the last counts.
+    def put(self, ids: Ids | SequenceIds, outputs: Outputs) -> None:
+        """Keep rows or sequences. Of several of the same id the last counts.
 
         May wait for the disk when labels come faster than it writes.
 
         Args:
-            ids: [rows].
-            outputs: arrays [rows, ...] of numbers, or `TopK`, by the names in the key.
+            ids: [rows]; or those of sequences, with lengths of at least 1, and fingerprints.
+            outputs: arrays [rows, ...] of numbers, or `TopK`, by the names in the key; of sequences the rows of all,
+                behind one another.
 
         Raises:
             SettingsError: outputs that cannot be kept, or of other dtypes or shapes than outputs kept before.
         """
         self._check_open()
-        samples = as_ids(ids)
+        sequences = ids if isinstance(ids, SequenceIds) else None
+        samples = as_ids(ids.ids if isinstance(ids, SequenceIds) else ids)
         _check_ids(samples)
+        if sequences is not None and (sequences.heads is None or not all(rows for rows, _ in sequences.heads)):
+            raise SettingsError("sequences are kept with their lengths, of at least one token, and fingerprints")
         if sorted(outputs) != sorted(self.key.outputs):
             raise SettingsError(f"outputs {sorted(outputs)}: the cache's key names {sorted(self.key.outputs)}")
         half = self._store_dtype == "float16"
         if half:
             for name, output in outputs.items():
                 self._clamped.before(name, output.values if isinstance(output, TopK) else np.asarray(output))
-        arrays, layout = flatten(outputs, len(samples), half=half)
-        records = layout.pack(arrays)
+        arrays, layout = flatten(outputs, len(samples) if sequences is None else sequences.rows, half=half)
+        if sequences is None:
+            records = layout.pack(arrays)
+        else:
+            layout = replace(layout, sequence_inputs=sequences.inputs)
+            records = layout.pack_sequences(arrays, sequences)
         with self._lock:
             self._agree(layout)
             self._memory.put(self._rows, samples, records)
         if self._writer is not None and self.disk is not None:
             self._writer.put(self.disk, samples, records)
 
-    def contains(self, ids: Ids) -> Array:
-        """Return which ids there are rows for, bool [rows]; without reading them.
+    def contains(self, ids: Ids | SequenceIds) -> Array:
+        """Return which ids there are rows for, bool [ids]; without reading them.
 
         Args:
-            ids: [rows], a sequence or an integer array.
+            ids: [rows], a sequence or an integer array; or those of sequences, which count if they are the same texts.
         """
         self._check_open()
-        samples = as_ids(ids)
+        heads = ids.heads if isinstance(ids, SequenceIds) else None
+        samples = as_ids(ids.ids if isinstance(ids, SequenceIds) else ids)
         with self._lock:
-            known = self._rows.records
-            disk = self._scanned() or ()
-            return np.fromiter((sample in known or sample in disk for sample in samples), np.bool_, len(samples))
+            disk = self._scanned()
+            layout = self.layout
+            if heads is None or layout is None or layout.sequence_inputs is None:
+                known, there = self._rows.records, disk or ()
+                return np.fromiter((sample in known or sample in there for sample in samples), np.bool_, len(samples))
+            same = (self._head(sample, disk, layout) == head for sample, head in zip(samples, heads, strict=True))
+            return np.fromiter(same, np.bool_, len(samples))
+
+    def _head(self, sample: SampleId, disk: Namespace | None, layout: RowLayout) -> tuple[int, bytes] | None:
+        record = self._rows.records.get(sample)
+        if record is not None:
+            return layout.head_of(record)
+        return disk.head(sample) if disk is not None else None
 
     def verify(self) -> None:
         """Read all rows on disk and forget damaged rows, so that `contains` and `ids` can be relied on."""
@@ -204,6 +255,32 @@ class CacheView:
             disk = self._scanned()
             return list(dict.fromkeys([*(disk.ids() if disk is not None else ()), *self._rows.records]))
 
+    def _check_kind(self, sequences: SequenceIds | None) -> None:
+        """Check that labels are of sequences if, and only if, those are wanted."""
+        layout = self.layout
+        if layout is None:
+            return
+        if (sequences is None) == (layout.sequence_inputs is None):
+            if sequences is None or sequences.heads is None or sequences.inputs == layout.sequence_inputs:
+                return
+            raise SettingsError(
+                f"labels of sequences were kept for inputs {list(layout.sequence_inputs or ())}, and are looked up for "
+                f"{list(sequences.inputs)}: name the same inputs, or use another `dataset` tag"
+            )
+        kept, wanted = ("rows", "sequences") if sequences is not None else ("sequences", "rows")
+        raise SettingsError(
+            f"the cache's labels of model {self.key.model!r} are of {kept}, and {wanted} are looked up: read them as "
+            "they were labelled (sequences with set_sequence_generator, or distill with tokens=), or use another "
+            "`dataset` tag"
+        )
+
+    def _lengths(self, sequences: SequenceIds, records: list[bytes | None]) -> Array:
+        layout = self.layout
+        if sequences.lengths is not None:
+            return sequences.lengths
+        rows = (0 if record is None or layout is None else layout.rows_of(record) for record in records)
+        return np.fromiter(rows, np.int64, len(records))
+
     def _scanned(self) -> Namespace | None:
         if self.disk is not None:
             self.disk.scan()
@@ -216,17 +293,18 @@ class CacheView:
             except BadSegmentError as exc:
                 remedy = f"use another `dataset` tag, or delete {self.disk.path}"
                 raise SettingsError(f"soft labels do not fit the cache: {exc}: {remedy}") from exc
-        elif self._layout is None:
-            self._layout = layout
-        elif self._layout != layout:
+            return
+        merged = layout if self._layout is None else self._layout.merged(layout)
+        if merged is None:
             raise SettingsError(
                 f"soft labels do not fit the cache: rows are {layout}, before them {self._layout}: "
                 "use another `dataset` tag"
             )
+        self._layout = merged
 
     # Looking up
 
-    def _records(self, samples: list[SampleId]) -> list[bytes | None]:
+    def _records(self, samples: list[SampleId], heads: list[tuple[int, bytes]] | None = None) -> list[bytes | None]:
         places: list[tuple[list[int], RowRange]] = []
         with self._lock:
             records = self._memory.get(self._rows, samples)
@@ -237,10 +315,32 @@ class CacheView:
         with self._lock:
             for (rows, place), read in zip(places, found, strict=True):
                 self._take(samples, records, rows, place, read)
+            if heads is not None:
+                self._leave_out_other_texts(samples, records, heads)
             missing = records.count(None)
             self.hits += len(records) - missing
             self.misses += missing
         return records
+
+    def _leave_out_other_texts(
+        self, samples: list[SampleId], records: list[bytes | None], heads: list[tuple[int, bytes]]
+    ) -> None:
+        layout = self.layout
+        if layout is None or layout.sequence_inputs is None:
+            return
+        for at, (record, head) in enumerate(zip(records, heads, strict=True)):
+            if record is None or layout.head_of(record) == head:
+                continue
+            records[at] = None
+            if not self._other_text_warned:
+                self._other_text_warned = True
+                logger.warning(
+                    "soft-label cache: sample %r has %d tokens, and the text whose label is kept under this id had %d, "
+                    "or other ones: this label, and those of other samples like it, are not used",
+                    samples[at],
+                    head[0],
+                    layout.rows_of(record),
+                )
 
     @staticmethod
     def _on_disk(

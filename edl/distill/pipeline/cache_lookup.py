@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from edl.distill.cache import CacheKey, CacheView, Found, SoftLabelCache
+from edl.distill.cache import CacheKey, CacheView, Found, SequenceIds, SoftLabelCache, fingerprints_of
+from edl.distill.source.chunk import Chunk
 from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec
 from edl.errors import NoTeacherError, SettingsError
+from edl.protocol.names import POSITION
+from edl.protocol.tensors import Array
 
-__all__ = ["CacheConfig", "CacheKeyTemplate", "CacheMiss", "look_up_offline", "offline_view", "open_view"]
+__all__ = ["CacheConfig", "CacheKeyTemplate", "CacheMiss", "chunk_ids", "look_up_offline", "offline_view", "open_view"]
 
 
 logger = logging.getLogger("edl.distill")
@@ -119,31 +122,63 @@ def offline_view(cache_config: CacheConfig, output_spec: OutputSpec) -> CacheVie
     )
 
 
-def look_up_offline(view: CacheView, ids: Sequence[Any]) -> Outputs:
+def look_up_offline(view: CacheView, chunk: Chunk) -> Found:
     """Return the labels of all rows from the cache alone.
 
     Args:
         view: of the labels.
-        ids: [rows].
+        chunk: with sample ids.
 
     Raises:
         NoTeacherError: some are not there.
+        SettingsError: labels are of sequences and the chunk is not, or of other inputs.
     """
+    ids = chunk_ids(chunk, chunk.fields, POSITION, view.layout.sequence_inputs if view.layout is not None else None)
     found = view.get(ids)
     if not found.complete:
-        missing = next(sample for sample, there in zip(ids, found.mask, strict=True) if not there)
-        raise NoTeacherError(f"sample {missing!r} is not in the cache, and no teachers are named to ask")
-    return dict(found.outputs)
+        samples = ids.ids if isinstance(ids, SequenceIds) else ids
+        missing = next(sample for sample, there in zip(samples, found.mask, strict=True) if not there)
+        words = ", or is that of another text," if isinstance(ids, SequenceIds) else ""
+        raise NoTeacherError(f"the label of sample {missing!r} is not in the cache{words} and no teachers are named")
+    return found
+
+
+def chunk_ids(
+    chunk: Chunk, fields: Mapping[str, Array], position: str, inputs: Sequence[str] | None = None
+) -> Sequence[Any] | SequenceIds:
+    """Return what a chunk's labels are looked up by.
+
+    Args:
+        chunk: with sample ids.
+        fields: what is sent, [rows, ...] by name.
+        position: the name of the input that holds the rows' positions.
+        inputs: of sequences, the names that labels were kept for; None for all of `fields`.
+
+    Raises:
+        SettingsError: one of `inputs` is not among the fields.
+    """
+    assert chunk.ids is not None
+    if chunk.lengths is None:
+        return chunk.ids
+    sent = {name: array for name, array in fields.items() if name != position and (inputs is None or name in inputs)}
+    missing = sorted({*(inputs or ())} - {*sent})
+    if missing:
+        raise SettingsError(
+            f"the cache's labels are of texts with the inputs {list(inputs or ())}, and {missing[0]!r} is missing "
+            "here: name it in `ins` (inputs=)"
+        )
+    prints = fingerprints_of(sent, chunk.lengths, fields.get(position))
+    return SequenceIds(chunk.ids, chunk.lengths, prints, tuple(sorted(sent)))
 
 
 @dataclass(frozen=True)
 class CacheMiss:
-    """Rows of a chunk that the cache does not have, to be completed with their answer.
+    """Rows, or sequences, of a chunk that the cache does not have, to be completed with their answer.
 
     Attributes:
         found: rows that the cache has.
         view: where they were looked up.
-        ids: of the rows that it does not have.
+        ids: of those that it does not have.
         cache: of the view.
         labels: key of the labels, but for the version.
         spec: the model for whose version the rows were looked up; labels of another version are kept apart.
@@ -151,7 +186,7 @@ class CacheMiss:
 
     found: Found
     view: CacheView
-    ids: Sequence[Any]
+    ids: Sequence[Any] | SequenceIds
     cache: SoftLabelCache
     labels: CacheKeyTemplate
     spec: ModelSpec

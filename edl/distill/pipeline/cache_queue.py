@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from edl.distill.cache import CacheKey, CacheView, SoftLabelCache
+from edl.distill.cache import CacheKey, CacheView, SequenceIds, SoftLabelCache
 from edl.distill.pipeline.answer_size import outputs_nbytes
 from edl.distill.transport.schema import Outputs
 from edl.errors import EDLError
 from edl.notifier import Notifier
+from edl.protocol.tensors import Array
 
-__all__ = ["CacheQueue"]
+__all__ = ["CacheQueue", "select_ids"]
 
 logger = logging.getLogger("edl.distill")
 
@@ -43,10 +44,14 @@ class _Entry:
     """
 
     view: CacheView
-    ids: Sequence[Any]
+    ids: Sequence[Any] | SequenceIds
     outputs: Outputs
     nbytes: int
     of: tuple[SoftLabelCache, CacheKey] | None
+
+    @property
+    def rows(self) -> int:
+        return _rows(self.ids)
 
 
 class CacheQueue:
@@ -75,7 +80,11 @@ class CacheQueue:
         self._thread.start()
 
     def put(
-        self, view: CacheView, ids: Sequence[Any], outputs: Outputs, of: tuple[SoftLabelCache, CacheKey] | None = None
+        self,
+        view: CacheView,
+        ids: Sequence[Any] | SequenceIds,
+        outputs: Outputs,
+        of: tuple[SoftLabelCache, CacheKey] | None = None,
     ) -> None:
         """Put rows into the cache soon.
 
@@ -83,14 +92,14 @@ class CacheQueue:
 
         Args:
             view: where to put them.
-            ids: [rows].
+            ids: [rows], or those of sequences.
             outputs: [rows, ...] by name.
             of: cache and key of the view to put them in, if it is not `view`: labels of another version of the model
                 than was looked up. Rows that it has are left alone: they would be written in every epoch.
         """
         entry = _Entry(view, ids, outputs, _ENTRY_NBYTES + outputs_nbytes(outputs), of)
         if self._ended or self._closing:
-            self._not_taken_rows += len(ids)
+            self._not_taken_rows += entry.rows
             return
         queued_bytes = self.queued_bytes
         if not queued_bytes or queued_bytes + entry.nbytes <= self.limit_bytes:
@@ -100,7 +109,7 @@ class CacheQueue:
             if self._ended:  # maybe before the entry was there to be left out as well
                 self._not_taken_rows += self._drop_waiting()
             return
-        self._not_taken_rows += len(ids)
+        self._not_taken_rows += entry.rows
         if self._reported_full:
             return
         self._reported_full = True
@@ -152,7 +161,7 @@ class CacheQueue:
         rows = 0
         with contextlib.suppress(IndexError):
             while True:
-                rows += len(self._entries.popleft().ids)
+                rows += self._entries.popleft().rows
         return rows
 
     # The thread
@@ -173,7 +182,7 @@ class CacheQueue:
         finally:
             if why is not None:
                 self._log_failure(why)
-                self._not_put_rows += len(entry.ids) if entry is not None else 0
+                self._not_put_rows += entry.rows if entry is not None else 0
                 self.failed = True
             self._ended = True
             self._not_put_rows += self._drop_waiting()
@@ -201,12 +210,12 @@ class CacheQueue:
                 if not is_new.any():
                     return
                 if not is_new.all():
-                    ids = [sample for sample, new in zip(ids, is_new, strict=True) if new]
-                    rows = np.flatnonzero(is_new)
+                    rows = np.flatnonzero(ids.rows_of(is_new) if isinstance(ids, SequenceIds) else is_new)
+                    ids = select_ids(ids, is_new)
                     outputs = {name: output[rows] for name, output in outputs.items()}
             view.put(ids, outputs)
         except (EDLError, OSError) as exc:
-            self._not_put_rows += len(ids)
+            self._not_put_rows += _rows(ids)
             words = str(exc)
             if words not in self._reported and len(self._reported) < 64:  # as many as a person reads
                 self._reported.add(words)
@@ -220,3 +229,19 @@ class CacheQueue:
             why,
             exc_info=why,
         )
+
+
+def select_ids(ids: Sequence[Any] | SequenceIds, mask: Array) -> Sequence[Any] | SequenceIds:
+    """Return some of the ids.
+
+    Args:
+        ids: [rows], or those of sequences.
+        mask: bool [ids], which of them.
+    """
+    if isinstance(ids, SequenceIds):
+        return ids.select(mask)
+    return [sample for sample, wanted in zip(ids, mask, strict=True) if wanted]
+
+
+def _rows(ids: Sequence[Any] | SequenceIds) -> int:
+    return ids.rows if isinstance(ids, SequenceIds) else len(ids)

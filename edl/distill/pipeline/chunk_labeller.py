@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from edl.discovery.registry import Snapshot
-from edl.distill.cache import CacheView, SoftLabelCache
+from edl.distill.cache import CacheView, SequenceIds, SoftLabelCache
 from edl.distill.engine.engine import Engine
 from edl.distill.engine.event_loop import EventLoopThread
 from edl.distill.engine.job import LabelJob
@@ -25,11 +25,13 @@ from edl.distill.pipeline.cache_lookup import (
     CacheConfig,
     CacheKeyTemplate,
     CacheMiss,
+    chunk_ids,
     look_up_offline,
     offline_view,
     open_view,
 )
-from edl.distill.pipeline.cache_queue import CacheQueue
+from edl.distill.pipeline.cache_queue import CacheQueue, select_ids
+from edl.distill.pipeline.empty_outputs import empty_like, empty_outputs
 from edl.distill.source.chunk import Chunk
 from edl.distill.source.sequence_cutters import sequence_fields
 from edl.distill.stats import ReaderStats, merged
@@ -40,7 +42,7 @@ from edl.distill.transport.request import Payload
 from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec
 from edl.distill.transport.shm import Arena
 from edl.distill.transport.tracing import current_traceparent
-from edl.errors import ClosedError, EDLError, SettingsError
+from edl.errors import ClosedError, EDLError, SettingsError, SourceError
 from edl.memory import keep_freed_memory
 from edl.protocol.tensors import Array
 from edl.protocol.tls.credentials import CredentialFiles
@@ -110,6 +112,7 @@ class ChunkLabeller:
         self._warned_unversioned = False
         self._watchers: list[TeacherWatcher] = []
         self._answer_sizes: list[AnswerSizeEstimator] = []
+        self._empty: list[Outputs | None] = [None] * max(len(teachers), 1)  # by service, once there was an answer
         self._epoch_begins = False
         self._traceparent = ""
         self._submitted = [0] * len(teachers)  # written by the feeding thread only
@@ -206,24 +209,31 @@ class ChunkLabeller:
             SourceError: the model cannot take these inputs.
         """
         if self._offline is not None and chunk.ids is not None:
-            self._store_cached(chunk, 0, look_up_offline(self._offline, chunk.ids))
+            self._store_cached(chunk, 0, look_up_offline(self._offline, chunk).outputs)
             self._cached += chunk.rows
         for index, engine in enumerate(self._engines):
             spec = self._await_spec(engine, stopped)
             if spec is None:
                 return
-            missing = self._look_up_cache(chunk, index, spec)
+            fields: Mapping[str, Array] = chunk.fields
+            if chunk.lengths is not None or spec.sequences:
+                fields = sequence_fields(spec, chunk)
+            missing = self._look_up_cache(chunk, index, spec, fields)
             if missing is not None and missing.found.complete:
                 self._store_cached(chunk, index, dict(missing.found.outputs))
                 continue
-            fields = select_inputs(spec, sequence_fields(spec, chunk))
+            fields = select_inputs(spec, fields)
+            longest_sequence = chunk.longest_sequence
             if missing is not None and missing.found.outputs:
-                fields = {name: array[~missing.found.mask] for name, array in fields.items()}
+                wanted = ~missing.found.row_mask
+                fields = {name: array[wanted] for name, array in fields.items()}
+                if isinstance(missing.ids, SequenceIds) and missing.ids.lengths is not None:
+                    longest_sequence = int(missing.ids.lengths.max())
             # A label that is kept must be that of the bytes which came with the id, whenever they are sent.
             copy = missing is not None and not chunk.copied
             payload = Payload.of(fields, self._arena if engine.wants_arena else None, copy=copy)
             payload.traceparent = self._traceparent
-            payload.longest_sequence = chunk.longest_sequence
+            payload.longest_sequence = longest_sequence
             number = next(self._numbers)
             chunk.jobs.append((index, number))
             self._submitted[index] += 1
@@ -259,12 +269,20 @@ class ChunkLabeller:
         ]
         return min(fitting, default=0)
 
-    def _look_up_cache(self, chunk: Chunk, index: int, spec: ModelSpec) -> CacheMiss | None:
+    def _look_up_cache(
+        self, chunk: Chunk, index: int, spec: ModelSpec, fields: Mapping[str, Array]
+    ) -> CacheMiss | None:
         if self._cache_config is None or chunk.ids is None:
             return None
         if not spec.version:
             self._warn_unversioned(index, chunk.rows)
             return None
+        if spec.sequences and chunk.lengths is None:
+            raise SourceError(
+                f"rows of the teachers' model {spec.name!r} belong to sequences, and the labels of single rows, which "
+                "depend on the rows before them, are not kept: set the source with set_sequence_generator or "
+                "set_sequence_list_generator, or give distill tokens=; or leave the cache out"
+            )
         self._engines[index].check_cacheable(chunk.fields)
         cache = self._cache_config.cache
         labels = self._cache_keys[index]
@@ -275,10 +293,11 @@ class ChunkLabeller:
             own = [each.service for each in self._cache_keys]
             view = open_view(cache, labels.key(spec, spec.version), own)
             self._views[index, spec.name, spec.version] = view
-        found = view.get(chunk.ids)
-        self._cached += int(found.mask.sum())
-        ids = [sample for sample, there in zip(chunk.ids, found.mask, strict=True) if not there]
-        return CacheMiss(found, view, ids, cache, labels, spec)
+        sent = {name: array for name, array in fields.items() if not spec.inputs or name in spec.inputs}
+        ids = chunk_ids(chunk, sent, spec.sequences)
+        found = view.get(ids)
+        self._cached += int(found.row_mask.sum())
+        return CacheMiss(found, view, select_ids(ids, ~found.mask), cache, labels, spec)
 
     def _warn_unversioned(self, index: int, rows: int) -> None:
         if self._cache_queue is not None:
@@ -331,6 +350,26 @@ class ChunkLabeller:
             self._epoch_begins = False
             for engine in self._engines:
                 engine.select_version()
+
+    def note_outputs(self, service: int, outputs: Outputs) -> None:
+        """Note what outputs of a service look like, for `empty_outputs`."""
+        if self._empty[service] is None:
+            self._empty[service] = empty_like(outputs)
+
+    def empty_outputs(self, service: int) -> Outputs:
+        """Return a service's outputs of no rows, for an item without tokens; may wait for the first teacher.
+
+        Raises:
+            NoTeacherError: no teacher told within `teacher_timeout_s` what its model is.
+            SourceError: there was no answer yet, and the model does not say how large its outputs are.
+        """
+        found = self._empty[service]
+        if found is not None:
+            return found
+        if self._offline is not None:
+            layout = self._offline.layout
+            return {} if layout is None else layout.restore(layout.unpack(b"", 0))
+        return empty_outputs(self.model_spec(service), self._cache_keys[service].output_spec)
 
     def set_awaited(self, chunk: Chunk) -> None:
         """Note that the training loop waits for this chunk now."""
@@ -489,7 +528,7 @@ class _AnswerHandler:
         elif version:
             self.cache_queue.put(missing.view, missing.ids, outputs, (missing.cache, missing.key(version)))
         else:
-            self.cache_queue.count_dropped(len(missing.ids))
+            self.cache_queue.count_dropped(int((~missing.found.row_mask).sum()))
 
 
 def _count_answer_nbytes(

@@ -13,19 +13,27 @@ from edl.distill.transport.schema import Outputs
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 
-__all__ = ["Combine", "Combiner", "item_outputs", "padded"]
+__all__ = ["Combine", "Combiner", "item_outputs"]
 
 Combine: TypeAlias = Literal["each", "mean", "mean_probabilities"] | Callable[[Sequence[Any]], Any]
 
 
 def item_outputs(item: Item, service: int) -> Outputs:
-    """Return an item's outputs from a service: writable arrays [rows, ...] of its own, or `TopK`."""
+    """Return an item's outputs from a service: writable arrays [rows, ...] of its own, or `TopK`.
+
+    `TopK` of rows may share an answer's memory; that of sequences has its own, since a user may keep a text of each
+    request.
+    """
     pieces: list[Outputs] = []
     for chunk, start, stop in item.parts:
         outputs = chunk.outputs[service]
         assert outputs is not None
         pieces.append({name: output[start:stop] for name, output in outputs.items()})
-    return {name: _joined(name, [piece[name] for piece in pieces]) for name in pieces[0]}
+    joined = {name: _joined(name, [piece[name] for piece in pieces]) for name in pieces[0]}
+    chunk, start, stop = item.parts[0]
+    if not chunk.longest_sequence or len(pieces) > 1 or stop - start == chunk.rows or item.mask is not None:
+        return joined  # concatenated, or all of a request, or copied when it is padded
+    return {name: output.map(np.copy) if isinstance(output, TopK) else output for name, output in joined.items()}
 
 
 def _joined(name: str, pieces: Sequence[Array | TopK]) -> Array | TopK:
@@ -41,27 +49,6 @@ def _joined(name: str, pieces: Sequence[Array | TopK]) -> Array | TopK:
             pieces[0] if len(pieces) == 1 else TopK.concatenate([piece for piece in pieces if isinstance(piece, TopK)])
         )
     return np.concatenate([np.asarray(piece) for piece in pieces])  # copies: what is delivered is the user's own
-
-
-def padded(output: Array | TopK, mask: Array) -> Array | TopK:
-    """Return the rows of a batch of padded sequences in their places, and 0 everywhere else, as arrays of their own.
-
-    Args:
-        output: [rows, ...].
-        mask: bool [sequences, length], with as many elements set as there are rows.
-
-    Returns:
-        [sequences, length, ...].
-    """
-    if isinstance(output, TopK):
-        return output.map(lambda array: _scattered(array, mask))
-    return _scattered(np.asarray(output), mask)
-
-
-def _scattered(rows: Array, mask: Array) -> Array:
-    whole: Array = np.zeros((*mask.shape, *rows.shape[1:]), rows.dtype)
-    whole[mask] = rows
-    return whole
 
 
 class Combiner:

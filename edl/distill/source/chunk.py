@@ -27,7 +27,8 @@ class Chunk:
         fields: inputs [rows, ...] by name.
         positions: int32 [rows], of each row in its sequence; None if rows are no sequences.
         longest_sequence: rows of the longest sequence, 0 if rows are no sequences.
-        ids: of the samples [rows], None without a cache.
+        ids: of the samples, [rows] or [sequences]; None without a cache.
+        lengths: int64 [sequences], rows of each sequence; None if rows are no sequences.
         outputs: by service, None until its answer is there.
         jobs: (service, number of the job there).
         error: why there are no outputs; then the chunk counts as done.
@@ -48,6 +49,7 @@ class Chunk:
     positions: Array | None = None
     longest_sequence: int = 0
     ids: Sequence[Any] | None = None
+    lengths: Array | None = None
     outputs: list[Outputs | None] = field(default_factory=list)
     jobs: list[tuple[int, int]] = field(default_factory=list)  # (service, number of the job there)
     error: BaseException | None = None
@@ -75,7 +77,7 @@ class Chunk:
     def release(self) -> None:
         """Let the memory of inputs and answers go; all rows have been taken."""
         self.fields = {}
-        self.positions = None
+        self.positions = self.lengths = None
         self.outputs = [{} for _ in self.outputs]
 
     def seal(self, fields: dict[str, Array], ids: Sequence[Any] | None) -> Chunk:

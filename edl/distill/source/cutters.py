@@ -46,10 +46,13 @@ class Cutter(abc.ABC):
         max_sequence: rows of the longest sequence that teachers take, 0 if any number.
         time_budget: of the epoch, for checking that whole items are delivered as they were sent.
         fit: returns how many rows like its argument teachers take in a request, by their bytes; 0 if any number.
+        await_max_sequence: waits for a teacher that takes a sequence of so many rows, if one may come; returns
+            `max_sequence` as it is then.
         usual_rows: most rows of a request where the user does not say.
     """
 
     fit: Callable[[Mapping[str, Array]], int] = staticmethod(lambda _: 0)
+    await_max_sequence: Callable[[int], int]
 
     usual_rows: int
 
@@ -60,6 +63,7 @@ class Cutter(abc.ABC):
         self.services = services
         self.ids = ids
         self.seen = self.max_rows = self.max_sequence = 0
+        self.await_max_sequence = lambda _: self.max_sequence
         self.time_budget = TimeBudget(_CHECKING_SHARE)
         self._chunk_rows = chunk_rows
 

@@ -7,11 +7,12 @@ what would follow).
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from edl.distill.padding import as_token_mask
 from edl.distill.source.arrays import as_array
 from edl.distill.source.chunk import Chunk, Item
 from edl.distill.source.cutters import Cutter, Getter
@@ -22,7 +23,7 @@ from edl.errors import SourceError
 from edl.protocol.names import POSITION, SEQUENCES
 from edl.protocol.tensors import Array
 
-__all__ = ["PaddedBatchCutter", "SequenceCutter", "SequenceListCutter", "sequence_fields"]
+__all__ = ["PaddedBatchCutter", "SequenceColumnsCutter", "SequenceCutter", "SequenceListCutter", "sequence_fields"]
 
 _MASK = "tokens"  # as the user calls the mask
 _OTHER_SHAPE = "the rows of all sequences must have one shape; only the number of rows may differ"
@@ -72,6 +73,7 @@ class SequenceCutter(Cutter):
         self._open = Chunk(services)
         self._rows: dict[str, RowBuffer] = {}
         self._lengths: list[int] = []
+        self._ids: list[Any] = []
 
     @property
     def wants_limits(self) -> bool:
@@ -96,12 +98,13 @@ class SequenceCutter(Cutter):
     def _take_in(self, sample: Any, ready: list[Chunk]) -> tuple[tuple[Chunk, int, int], ItemFingerprint]:
         what = f"sample {self.seen}"
         fingerprint, arrays = self._read_sample(sample)
-        part = self._add(arrays, what, fingerprint.rest_nbytes, ready)
+        sample_id = self._get_ids(self.ids, sample, "sample") if self.ids is not None else None
+        part = self._add(arrays, what, fingerprint.rest_nbytes, ready, sample_id)
         self.seen += 1
         return part, fingerprint
 
     def _add(
-        self, arrays: Mapping[str, Array], what: str, rest_nbytes: int, ready: list[Chunk]
+        self, arrays: Mapping[str, Array], what: str, rest_nbytes: int, ready: list[Chunk], sample_id: Any
     ) -> tuple[Chunk, int, int]:
         """Add a sequence to the open request; return where its rows are."""
         rows = _sequence_rows(arrays, what)
@@ -113,6 +116,7 @@ class SequenceCutter(Cutter):
                 self._rows[name] = RowBuffer(name, max(budget, rows), _OTHER_SHAPE)
             self._rows[name].extend(array, what)
         self._lengths.append(rows)
+        self._ids.append(sample_id)
         chunk = self._open
         start = chunk.rows
         chunk.rows += rows
@@ -128,6 +132,8 @@ class SequenceCutter(Cutter):
             SourceError: no teacher takes a sequence as long as this.
         """
         if self.max_sequence and rows > self.max_sequence:
+            self.max_sequence = self.await_max_sequence(rows)
+        if self.max_sequence and rows > self.max_sequence:
             raise SourceError(
                 f"{what} is a sequence of {rows} tokens, and teachers take at most {self.max_sequence}: cut it in your "
                 "source, or serve the model with a larger --max-tokens"
@@ -141,7 +147,9 @@ class SequenceCutter(Cutter):
         return min(filter(None, (self._chunk_rows or self.usual_rows, self.max_rows, fitting)))
 
     def _sealed(self) -> Chunk:
-        chunk = self._open.seal({name: rows.gathered() for name, rows in self._rows.items()}, None)
+        ids = self._ids if self.ids is not None else None
+        chunk = self._open.seal({name: rows.gathered() for name, rows in self._rows.items()}, ids)
+        chunk.lengths = np.array(self._lengths, np.int64)
         chunk.positions = np.concatenate([np.arange(length, dtype=np.int32) for length in self._lengths])
         chunk.nbytes += chunk.positions.nbytes
         chunk.longest_sequence = max(self._lengths)
@@ -149,6 +157,7 @@ class SequenceCutter(Cutter):
         self._open = Chunk(self.services)
         self._rows = {}
         self._lengths = []
+        self._ids = []
         return chunk
 
 
@@ -174,6 +183,7 @@ class PaddedBatchCutter(SequenceCutter):
         mask: how to find what is a token in a batch, [sequences, length], of any type: 1 where one is, else 0.
         chunk_rows: see `Cutter`.
         services: see `Cutter`.
+        ids: how to find the ids of a batch's sequences, None without a cache.
 
     Attributes:
         whole_batches: whether a request holds sequences of a single batch, since the next one may be long in coming.
@@ -181,47 +191,88 @@ class PaddedBatchCutter(SequenceCutter):
 
     whole_batches = False
 
-    def __init__(self, getters: Mapping[str, Getter], mask: Getter, chunk_rows: int | None, services: int) -> None:
-        super().__init__(getters, chunk_rows, services)
+    def __init__(
+        self,
+        getters: Mapping[str, Getter],
+        mask: Getter,
+        chunk_rows: int | None,
+        services: int,
+        ids: Getter | None = None,
+    ) -> None:
+        super().__init__(getters, chunk_rows, services, ids)
         self._mask = mask
 
     def put(self, value: Any) -> tuple[Item, list[Chunk]]:
         """Take in a batch; each sequence of it that has tokens is a part of the item."""
         what = f"batch {self.seen}"
+        mask_name = _MASK if _MASK not in self.getters else f"{_MASK} (the mask)"  # an input may be called so, too
         found = {name: self._get(name, getter, value, "batch") for name, getter in self.getters.items()}
-        found[_MASK] = self._get(_MASK, self._mask, value, "batch")
+        found[mask_name] = self._get(mask_name, self._mask, value, "batch")
         fingerprint = ItemFingerprint(what, value, found, self.time_budget)
         arrays = {name: as_array(part, f"{what}, input {name!r}") for name, part in found.items()}
         if fingerprint.conversions_matter:
             fingerprint.add_sent(found, arrays, functools.partial(as_array, what=what))
-        mask = arrays.pop(_MASK)
+        mask = as_token_mask(arrays.pop(mask_name), what)
         _check_padded(arrays, mask, what)
-        mask = mask != 0
+        ids = self._sequence_ids(value, len(mask), what)
         ready: list[Chunk] = []
         parts: list[tuple[Chunk, int, int]] = []
         for row, kept in enumerate(mask):
             if kept.any():
                 sequence = {name: array[row][kept] for name, array in arrays.items()}
                 rest_nbytes = 0 if parts else fingerprint.rest_nbytes
-                parts.append(self._add(sequence, f"{what}, sequence {row}", rest_nbytes, ready))
-        if not parts:
-            raise SourceError(f"{what} has no token that its mask keeps")
-        if self.whole_batches:
-            ready += self.finish()
+        ids: how to find the ids of a batch's sequences, None without a cache.
+
+    Attributes:
+        whole_batches: whether a request holds sequences of a single batch, since the next one may be long in coming.
+    """
+
+    whole_batches = False
+
+    def __init__(
+        self,
+        getters: Mapping[str, Getter],
+        mask: Getter,
+        chunk_rows: int | None,
+        services: int,
+        ids: Getter | None = None,
+    ) -> None:
+        super().__init__(getters, chunk_rows, services, ids)
         self.seen += 1
         return Item(value, parts, (fingerprint,), mask.copy()), ready
 
+    def _sequence_ids(self, value: Any, sequences: int, what: str) -> Sequence[Any]:
+        if self.ids is None:
+            return [None] * sequences
+        ids = self._get_ids(self.ids, value, "batch")
+        found: Sequence[Any] = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+        if len(found) != sequences:
+            raise SourceError(f"{what} has {len(found)} sample ids for {sequences} sequences")
+        return found
+
+
+class SequenceColumnsCutter(SequenceCutter):
+    """Gathers sequences out of batches that have, of each input, a list with an array [tokens, ...] for each sequence.
+
+    For data sets whose arrays stay as they are: they are not looked at again.
+    """
+
+    def put(self, value: Any) -> tuple[Item, list[Chunk]]:
+        """Take in a batch, each sequence of it a part of the item."""
+        ready: list[Chunk] = []
+        columns = {name: self._get(name, getter, value, "batch") for name, getter in self.getters.items()}
+        ids = self._get_ids(self.ids, value, "batch") if self.ids is not None else None
+        parts: list[tuple[Chunk, int, int]] = []
+        for row, found in enumerate(zip(*columns.values(), strict=True)):
+            sample_id = ids[row] if ids is not None else None
+            what = f"sample {sample_id!r}" if ids is not None else f"batch {self.seen}, sequence {row}"
+            arrays = {name: as_array(part, what) for name, part in zip(columns, found, strict=True)}
+            parts.append(self._add(arrays, what, 0, ready, sample_id))
+        self.seen += 1
+        return Item(value, parts), ready
+
 
 def _check_padded(arrays: Mapping[str, Array], mask: Array, what: str) -> None:
-    if mask.ndim != 2:
-        raise SourceError(f"{what}: its mask has shape {list(mask.shape)}, and must be [sequences, length]")
-    other = mask[(mask != 0) & (mask != 1)]
-    if other.size:  # the numbers of texts that are packed into a row, or what is added to attention's scores
-        raise SourceError(
-            f"{what}: its mask has {other.flat[0]} in it, and must be 1 where a token is and 0 elsewhere. Where rows "
-            "hold several texts, which would be taken for one, name positions that begin at 0 with each of them as an "
-            "input, or yield the texts one by one (set_sequence_list_generator)"
-        )
     for name, array in arrays.items():
         if array.shape[:2] != mask.shape:
             raise SourceError(

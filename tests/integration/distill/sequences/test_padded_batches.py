@@ -135,7 +135,6 @@ def test_a_batch_of_both_kinds_of_teacher(model: Inside) -> None:
         ((torch.ones(2, 3), torch.ones(2)), r"batch 0: its mask has shape \[2\]"),
         ((torch.ones(2, 3), torch.ones(2, 4)), r"input 'ids' has shape \[2, 3\], its mask \[2, 4\]"),
         ((torch.ones(2), torch.ones(2, 4)), r"input 'ids' has shape \[2\], its mask \[2, 4\]"),
-        ((torch.ones(2, 3), torch.zeros(2, 3)), "batch 0 has no token that its mask keeps"),
         ((torch.ones(1, 600).long(), torch.ones(1, 600)), "batch 0, sequence 0 is a sequence of 600 tokens, .* 512"),
         ((torch.ones(2, 3),), "batch 0 of the source has no field for input 'tokens'"),
     ],
@@ -144,6 +143,47 @@ def test_odd_batches_are_refused(model: Inside, batch: Any, words: str) -> None:
     loader = distill([batch], model.target, inputs=["ids"], outputs="logprobs", tokens=1, top_k=3)
     with loader, pytest.raises(SourceError, match=words):
         list(loader)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_batch_without_tokens_gets_zeros(model: Inside, first: bool) -> None:
+    """A text may be empty, and so may all of a batch, also before there was any answer."""
+    none = (torch.full((2, 3), PAD), torch.zeros(2, 3))
+    some = (torch.tensor([[5, 6]]), torch.ones(1, 2))
+    batches = [none, some, none] if first else [some, none]
+    loader = distill(batches, model.target, inputs=["ids"], outputs="logprobs", tokens=1, top_k=3)
+    with loader:
+        delivered = list(loader)
+    for (ids, mask), labels in delivered:
+        assert labels.ids.shape == labels.values.shape == (*ids.shape, 3)
+        assert labels.ids.dtype == torch.int32
+        assert labels.values.dtype == torch.float32
+        if not mask.any():
+            assert not labels.ids.any()
+            assert not labels.tail_lse.any()
+            assert labels.classes == VOCABULARY
+        else:
+            check_labels([5, 6], TopK(*(part[0].numpy() for part in (labels.ids, labels.values, labels.tail_lse))), 3)
+
+
+def test_input_may_be_called_tokens() -> None:
+    class Renamed(PrefixModel):
+        inputs = (TensorSpec("tokens", "INT32"), TensorSpec("position", "INT32"))  # type: ignore[assignment]
+        outputs = PrefixModel.outputs[:1]  # type: ignore[assignment]
+        optional_outputs = {}  # type: ignore[assignment]
+
+        def predict_top_k(self, inputs: Any, k: int, temperature: float) -> Any:
+            return super().predict_top_k({"ids": inputs["tokens"], **inputs}, k, temperature)
+
+    server = Inside(Renamed(), max_batch_rows=64)
+    try:
+        batch = {"tokens": torch.tensor([[5, 6, PAD]]), "mask": torch.tensor([[1, 1, 0]])}
+        asked: Any = {"outputs": "logprobs", "tokens": "mask", "top_k": 3}
+        with distill([batch], server.target, inputs={"tokens": "tokens"}, **asked) as loader:
+            ((_, labels),) = list(loader)
+        check_labels([5, 6], TopK(*(part[0, :2].numpy() for part in (labels.ids, labels.values, labels.tail_lse))), 3)
+    finally:
+        server.close()
 
 
 def test_single_rows_of_a_text_are_refused(model: Inside) -> None:

@@ -1,0 +1,127 @@
+"""Sample ids of sequences, and what tells one text from another that comes under the same id.
+
+A sequence of T tokens has T rows and one record: the fingerprint of its inputs, then each column [T, ...] in turn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from edl.distill.cache.memory import SampleId
+from edl.errors import SettingsError
+from edl.protocol.tensors import Array
+
+__all__ = ["SequenceIds", "fingerprints_of"]
+
+_NBYTES = 8
+"""Of a fingerprint. It tells an edited text from the one before, and is no defence against a person who wants two texts
+to have the same: 1 in 2**64 does by chance."""
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceIds:
+    """Sample ids of sequences.
+
+    Attributes:
+        ids: [sequences], integers and strings.
+        lengths: int64 [sequences], rows of each; None where only the ids are known.
+        fingerprints: uint64 [sequences], of the inputs; None where only the ids are known.
+        inputs: names of the inputs that the fingerprints are of, sorted.
+
+    Raises:
+        SettingsError: these do not have the same length.
+    """
+
+    ids: Sequence[SampleId]
+    lengths: Array | None = None
+    fingerprints: Array | None = None
+    inputs: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        counts = {len(part) for part in (self.ids, self.lengths, self.fingerprints) if part is not None}
+        if len(counts) > 1:
+            raise SettingsError(f"{len(self.ids)} ids of sequences, with lengths or fingerprints of another number")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def rows(self) -> int:
+        """Rows of all sequences, 0 where they are not known."""
+        return int(self.lengths.sum()) if self.lengths is not None else 0
+
+    @property
+    def heads(self) -> list[tuple[int, bytes]] | None:
+        """Return of each sequence the rows, and the first bytes of its record; None where they are not known."""
+        if self.lengths is None or self.fingerprints is None:
+            return None
+        prints = self.fingerprints.astype("<u8").tobytes()
+        return [(rows, prints[8 * at : 8 * at + 8]) for at, rows in enumerate(self.lengths.tolist())]
+
+    def select(self, mask: Array) -> SequenceIds:
+        """Return some of them.
+
+        Args:
+            mask: bool [sequences].
+        """
+        return SequenceIds(
+            [sample for sample, wanted in zip(self.ids, mask, strict=True) if wanted],
+            self.lengths[mask] if self.lengths is not None else None,
+            self.fingerprints[mask] if self.fingerprints is not None else None,
+            self.inputs,
+        )
+
+    def rows_of(self, mask: Array) -> Array:
+        """Return which rows belong to the sequences of a mask, bool [rows].
+
+        Args:
+            mask: bool [sequences].
+        """
+        assert self.lengths is not None
+        found: Array = np.repeat(mask, self.lengths)
+        return found
+
+
+def fingerprints_of(inputs: Mapping[str, Array], lengths: Array, positions: Array | None = None) -> Array:
+    """Return fingerprints of the inputs of sequences, uint64 [sequences].
+
+    Numbers count by their value: token ids as int32 and as int64 have the same fingerprint.
+
+    Args:
+        inputs: [rows, ...] by name.
+        lengths: [sequences], rows of each.
+        positions: [rows], of rows in their sequences. They count where they are not those from 0 on.
+    """
+    stops = np.cumsum(lengths, dtype=np.int64).tolist()
+    places = list(zip([0, *stops], stops, strict=False))
+    hashes = [hashlib.blake2b(digest_size=_NBYTES) for _ in places]
+    for name, array in sorted(inputs.items()):
+        head = f"{name} {array.dtype.kind in 'biu'} {array.shape[1:]}\0".encode()
+        for total, part in zip(hashes, _bytes_by_place(array, places), strict=True):
+            total.update(head)
+            total.update(part)
+    if positions is not None:
+        for total, (start, stop) in zip(hashes, places, strict=True):
+            own = positions[start:stop]
+            if not np.array_equal(own, np.arange(stop - start)):
+                total.update(b"positions\0" + own.astype("<i8").tobytes())
+    return np.frombuffer(b"".join(total.digest() for total in hashes), "<u8").astype(np.uint64)
+
+
+def _bytes_by_place(array: Array, places: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+    if array.dtype.kind in "OSU":
+        for start, stop in places:
+            yield b"".join(_framed(value) for value in array[start:stop].reshape(-1).tolist())
+        return
+    values = array.astype("<i8" if array.dtype.kind in "biu" else "<f8")
+    for start, stop in places:
+        yield values[start:stop].tobytes()
+
+
+def _framed(value: object) -> bytes:
+    found = value if isinstance(value, bytes) else str(value).encode()
+    return len(found).to_bytes(8, "little") + found

@@ -25,7 +25,17 @@ PUBLIC = {
     "edl.discovery": ["Instance", "Registry", "Snapshot", "Store", "open_registry", "open_store"],
     "edl.distill": ["Credentials", "DistillReader", "Options", "ReaderStats", "Scorer", "Teachers", "on_policy"],
     "edl.distill.scoring": ["Scorer", "on_policy"],
-    "edl.distill.cache": ["CacheKey", "CacheStats", "CacheView", "Found", "LabelSet", "SoftLabelCache", "load_labels"],
+    "edl.distill.cache": [
+        "CacheKey",
+        "CacheStats",
+        "CacheView",
+        "Found",
+        "LabelSet",
+        "SequenceIds",
+        "SoftLabelCache",
+        "fingerprints_of",
+        "load_labels",
+    ],
     "edl.distill.losses": [
         *("DistillLoss", "KLEstimator", "Reduction", "TeacherIs", "TokenCount", "attention_transfer"),
         *("chunked_token_loss", "contrastive", "correlation_loss", "decoupled_kl", "feature_cosine", "feature_mse"),

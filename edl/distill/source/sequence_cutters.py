@@ -221,23 +221,9 @@ class PaddedBatchCutter(SequenceCutter):
             if kept.any():
                 sequence = {name: array[row][kept] for name, array in arrays.items()}
                 rest_nbytes = 0 if parts else fingerprint.rest_nbytes
-        ids: how to find the ids of a batch's sequences, None without a cache.
-
-    Attributes:
-        whole_batches: whether a request holds sequences of a single batch, since the next one may be long in coming.
-    """
-
-    whole_batches = False
-
-    def __init__(
-        self,
-        getters: Mapping[str, Getter],
-        mask: Getter,
-        chunk_rows: int | None,
-        services: int,
-        ids: Getter | None = None,
-    ) -> None:
-        super().__init__(getters, chunk_rows, services, ids)
+                parts.append(self._add(sequence, f"{what}, sequence {row}", rest_nbytes, ready, ids[row]))
+        if self.whole_batches:
+            ready += self.finish()
         self.seen += 1
         return Item(value, parts, (fingerprint,), mask.copy()), ready
 

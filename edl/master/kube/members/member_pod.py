@@ -41,6 +41,7 @@ class MemberPod:
         resource_version: at which it was read.
         phase: `status.phase`; `Pending` where none is written yet.
         ready: whether its containers say that they are ready.
+        ready_s: since when they do, Unix time; None if they do not, or that is not known.
         scheduled: whether it has a node.
         unschedulable: the scheduler's words why it has none; empty if it did not say any.
         node: on which it is; empty before.
@@ -90,6 +91,7 @@ class MemberPod:
     priority: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
     termination: TerminationReport = field(default_factory=TerminationReport)
+    ready_s: float | None = None
 
     @property
     def live(self) -> bool:
@@ -177,6 +179,8 @@ def read_member_pod(pod: Mapping[str, Any], events: Mapping[str, str] = NO_EVENT
         raise ProtocolError(f"pod {name}: no member: it has the labels of a member, but is not controlled by its owner")
     conditions = {get_text(item, "type"): item for item in get_list(status, "conditions")}
     scheduled = conditions.get("PodScheduled", {})
+    ready = conditions.get("Ready", {})
+    is_ready = get_text(ready, "status") == "True"
     main = find_main_container(spec)
     state: Mapping[str, Any] = {}
     for container in get_list(status, "containerStatuses"):
@@ -195,7 +199,8 @@ def read_member_pod(pod: Mapping[str, Any], events: Mapping[str, str] = NO_EVENT
         owner_uid=owner_uid,
         resource_version=get_text(metadata, "resourceVersion"),
         phase=phase,
-        ready=get_text(conditions.get("Ready"), "status") == "True",
+        ready=is_ready,
+        ready_s=_read_time(ready.get("lastTransitionTime")) if is_ready else None,
         scheduled=bool(node),
         unschedulable=get_text(scheduled, "message") if scheduled.get("reason") == "Unschedulable" and not node else "",
         node=node,

@@ -16,6 +16,7 @@ from edl.master.kube.pools.probing import ProbeBackoff, back_off
 from edl.master.kube.pools.scale_target import plan_scale_target
 from edl.master.kube.pools.target import find_target
 from edl.master.kube.pools.teacher_pod import build_teacher_pod
+from edl.master.kube.pools.updating import TeacherUpdate, UpdateView, choose_surplus, is_behind
 from edl.master.kube.resources import TeacherPool
 from edl.master.scaling.relaunch import RelaunchAction, RelaunchRule
 from edl.master.scaling.terminations import TerminationCause, TerminationReport
@@ -32,6 +33,8 @@ _TEACHER_TABLE: Final = {
 
 _START_LOOK_S: Final = 30.0
 """After so long teachers that do not start are looked at again: their pods' events are read as seldom."""
+_LEAVING_LOOK_S: Final = 1.0
+"""After so long it is looked again whether an outdated teacher has gone, and the watch of what is idle has seen it."""
 
 
 @dataclass
@@ -46,6 +49,9 @@ class _Draft:
         delete: pods that are to end.
         create: pods that are to be made.
         events: to be shown.
+        awaited: the member that went to make room for its successor, which has no node yet; empty for none.
+        waits_for: what the next replacement of an outdated teacher waits for; empty for nothing.
+        look_again_s: when to look whether that is there; None if an event tells.
     """
 
     pool: TeacherPool
@@ -55,6 +61,9 @@ class _Draft:
     delete: list[PodDeletion] = field(default_factory=list)
     create: list[Object] = field(default_factory=list)
     events: list[EventNote] = field(default_factory=list)
+    awaited: str = ""
+    waits_for: str = ""
+    look_again_s: float | None = None
 
     def release(self, pod: MemberPod, reason: str) -> None:
         """Let a teacher go by the pool's own will: recorded first, so that its name is not given again."""
@@ -77,11 +86,15 @@ def plan_pool(pool: TeacherPool, observation: OwnerObservation) -> Plan:
     live = _settle_members(draft, teachers)
     if pool.scale_target_ref is not None:
         return _plan_adopted(draft, teachers, live)
-    target = find_target(pool, observation, len(live))
+    update = TeacherUpdate.of(pool, live)
+    target = find_target(pool, observation, update.count_present(live))
     if draft.backoff is not None and draft.backoff.is_over(pod for pod in live if pod.scheduled):
         draft.backoff = None
-    live = _shrink(draft, live, target)
+    live = _shrink(draft, live, target, update)
+    draft.awaited = update.keep_awaited(live, target)
     growth = _grow(draft, live, target)
+    if update.list_outdated(live) and not growth.create:
+        growth = _replace_outdated(draft, live, target, update, growth)
     view = PoolView(
         target=target,
         replicas=len(live) + len(draft.create),
@@ -92,6 +105,7 @@ def plan_pool(pool: TeacherPool, observation: OwnerObservation) -> Plan:
         growth=growth,
         backoff=draft.backoff,
         records=draft.records,
+        update=_view_update(draft, live, update),
     )
     status = write_status(pool, observation, view)
     return Plan(
@@ -99,14 +113,14 @@ def plan_pool(pool: TeacherPool, observation: OwnerObservation) -> Plan:
         delete=tuple(draft.delete),
         create=tuple(draft.create),
         events=(*draft.events, *describe_transitions(pool, view)),
-        requeue_s=_find_requeue_s(growth, live),
+        requeue_s=_find_requeue_s(draft, growth, live),
     )
 
 
-def _find_requeue_s(growth: Growth, live: Sequence[MemberPod]) -> float | None:
+def _find_requeue_s(draft: _Draft, growth: Growth, live: Sequence[MemberPod]) -> float | None:
     """Return when to look again: a volume or secret that is missing changes no pod, and neither does one that came."""
     starting = any(pod.scheduled and pod.phase == "Pending" for pod in live)
-    times = [_START_LOOK_S if starting else None, growth.requeue_s]
+    times = [_START_LOOK_S if starting else None, growth.requeue_s, draft.look_again_s]
     return min((value for value in times if value is not None), default=None)
 
 
@@ -173,13 +187,19 @@ def _record_end(draft: _Draft, key: str, pod: MemberPod | None, now_s: float) ->
         draft.events.append(EventNote("Normal", "GaveBack", f"{name} has ended: what it had is free"))
 
 
-def _shrink(draft: _Draft, live: list[MemberPod], target: int) -> list[MemberPod]:
+def _shrink(draft: _Draft, live: list[MemberPod], target: int, update: TeacherUpdate) -> list[MemberPod]:
     """Let go what is too much: first what has no node, then the newest. Of those that wait for a node keep a single."""
     now_s, pool = draft.observation.now_s, draft.pool
-    order = sorted(live, key=lambda pod: (not pod.scheduled, pod.created_s, pod.index))
-    for pod in order[target:]:
+    useless = update.list_useless(live)
+    for pod in useless:
+        draft.release(pod, "it is made from a spec before, and serves nobody")
+    kept = sorted(
+        (pod for pod in live if pod not in useless), key=lambda pod: (not pod.scheduled, pod.created_s, pod.index)
+    )
+    surplus = choose_surplus(update, kept, target) if update.list_outdated(kept) else kept[target:]
+    for pod in surplus:
         draft.release(pod, "fewer teachers are wanted")
-    kept = order[:target]
+    kept = [pod for pod in kept if pod not in surplus]
     waiting = [pod for pod in kept if not pod.scheduled]
     for pod in waiting[1:]:
         draft.release(pod, "a single teacher waits for a node at a time")
@@ -198,6 +218,8 @@ def _grow(draft: _Draft, live: Sequence[MemberPod], target: int) -> Growth:
     pool, observation = draft.pool, draft.observation
     taken = {pod.index for pod in live}
     index = next(number for number in range(len(taken) + 1) if number not in taken)
+    if draft.awaited and draft.awaited not in {pod.key for pod in live}:
+        index = int(draft.awaited.rpartition("-")[2])
     record = draft.records.get(f"teacher-{index}", MemberRecord())
     excluded = [node.node for node in record.excluded_nodes if node.until_s > observation.now_s]
     stuck = find_launch_failure(live, observation.now_s)
@@ -209,6 +231,57 @@ def _grow(draft: _Draft, live: Sequence[MemberPod], target: int) -> Growth:
         draft.records.setdefault(f"teacher-{index}", record)
         draft.create.append(pod)
     return growth
+
+
+def _replace_outdated(
+    draft: _Draft, live: list[MemberPod], target: int, update: TeacherUpdate, growth: Growth
+) -> Growth:
+    """Bring an update on by a step: make a successor where there is room for one more, or let an outdated teacher go."""
+    pool, observation = draft.pool, draft.observation
+    chosen = update.list_outdated(live)[0]
+    starting, draft.look_again_s = update.find_starting(live, observation.now_s)
+    if update.find_failing(live) is not None:
+        return growth
+    if starting is not None:
+        held_back = pool.queue and not starting.scheduled and len(live) > target  # by Kueue, for want of quota
+        if not held_back or observation.now_s - starting.created_s < pool.probe_s:
+            draft.waits_for = f"{starting.name} is not ready yet"
+            if held_back:
+                draft.look_again_s = max(0.1, starting.created_s + pool.probe_s - observation.now_s)
+            return growth
+    if len(live) <= target:
+        if draft.awaited:
+            draft.waits_for = f"no node has room for the successor of {draft.awaited}"
+            return growth
+        leaving = any(
+            pod.role == "teacher" and pod.deleting and not pod.finished and not pod.node_silent
+            for pod in observation.pods
+        )
+        if leaving or is_behind(observation.capacity, pool.uid, observation.pods):
+            draft.waits_for, draft.look_again_s = "a teacher that was let go has not ended yet", _LEAVING_LOOK_S
+            return growth
+        if len(live) == target and not update.full:
+            growth = _grow(draft, live, target + 1)
+        if growth.create or not (growth.reason == "NoIdleCapacity" or (update.full and len(live) == target)):
+            return growth
+        draft.awaited = chosen.key
+        draft.backoff = None  # what it leaves is there for its successor
+    draft.release(chosen, "it is made from a spec before, and another takes its place")
+    live.remove(chosen)
+    return growth
+
+
+def _view_update(draft: _Draft, live: Sequence[MemberPod], update: TeacherUpdate) -> UpdateView:
+    outdated, failing = update.list_outdated(live), update.find_failing(live)
+    return UpdateView(
+        revision=update.revision,
+        unlabelled=update.unlabelled,
+        outdated=len(outdated),
+        updated=len(live) - len(outdated) + len(draft.create),
+        awaited=draft.awaited,
+        waits_for=draft.waits_for,
+        stopped=_describe_failure(failing) if failing is not None else "",
+    )
 
 
 def _has_ended(pod: MemberPod) -> bool:

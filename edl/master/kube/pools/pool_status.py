@@ -12,6 +12,7 @@ from edl.master.kube.observation import OwnerObservation
 from edl.master.kube.plan import EventNote
 from edl.master.kube.pools.growth import Growth
 from edl.master.kube.pools.probing import ProbeBackoff
+from edl.master.kube.pools.updating import UpdateView
 from edl.master.kube.resources import TeacherPool
 
 __all__ = ["PoolView", "describe_transitions", "write_status"]
@@ -31,6 +32,7 @@ class PoolView:
         failing: which teacher does not start, and why; empty if all do.
         backoff: of its probes; None for none.
         records: of the members.
+        update: of teachers that were made from a spec before; None where the pool has no teachers of its own.
     """
 
     target: int
@@ -42,6 +44,7 @@ class PoolView:
     failing: str = ""
     backoff: ProbeBackoff | None = None
     records: Mapping[str, MemberRecord] = field(default_factory=dict)
+    update: UpdateView | None = None
 
 
 def write_status(pool: TeacherPool, observation: OwnerObservation, view: PoolView) -> Object:
@@ -59,6 +62,9 @@ def write_status(pool: TeacherPool, observation: OwnerObservation, view: PoolVie
         Condition("Growing", view.growth.growing, view.growth.reason, view.growth.message),
         Condition("Suspended", pool.suspend, "Suspended" if pool.suspend else "NotSuspended"),
     ]
+    update = view.update
+    if update is not None:
+        conditions.append(update.describe())
     if observation.service_holder:
         message = conditions[0].message
     if observation.store_stale and pool.scaling == "auto":
@@ -80,6 +86,10 @@ def write_status(pool: TeacherPool, observation: OwnerObservation, view: PoolVie
         "ignoredReplicas": _find_ignored(pool),
         "selector": ",".join(f"{key}={value}" for key, value in sorted(build_selector(pool, "teacher").items())),
         "message": message,
+        "revision": update.revision if update is not None else None,
+        "unlabelledRevision": update.unlabelled if update is not None else None,
+        "updatedReplicas": update.updated if update is not None else None,
+        "awaitedMember": (update.awaited or None) if update is not None else None,
         "lastProbe": view.backoff.format() if view.backoff is not None else None,
         "members": format_member_records(view.records),
         "conditions": write_conditions(
@@ -107,6 +117,9 @@ def _describe_readiness(pool: TeacherPool, view: PoolView) -> tuple[Condition, s
     if view.failing:
         return Condition("Ready", False, "TeacherFailing", f"{counted}; {view.failing}"), f"{counted}; {view.failing}"
     if view.ready >= view.target:
+        if view.update is not None and view.update.outdated:
+            message = f"{counted}; {view.update.describe().message}"
+            return Condition("Ready", True, "Updating", message), message
         return Condition("Ready", True, "AllReady", counted), counted
     if view.ready < view.scheduled:
         return Condition("Ready", False, "Starting", counted), f"{counted}, others start"
@@ -144,6 +157,8 @@ def describe_transitions(pool: TeacherPool, view: PoolView) -> tuple[EventNote, 
             events.append(EventNote("Warning", "ServiceTaken", view.growth.message))
         if view.growth.reason == "Suspended":
             events.append(EventNote("Normal", "Suspended", "all teachers are taken away"))
+    if view.update is not None:
+        events += _describe_update(before, view.update.describe())
     ignored = _find_ignored(pool)
     if ignored is not None and ignored != before.get("ignoredReplicas"):
         events.append(
@@ -152,3 +167,11 @@ def describe_transitions(pool: TeacherPool, view: PoolView) -> tuple[EventNote, 
             )
         )
     return tuple(events)
+
+
+def _describe_update(before: Mapping[str, object], now: Condition) -> list[EventNote]:
+    reason = find_condition(before, "Updated").get("reason")
+    if now.reason == reason or (now.status and not reason):
+        return []
+    kind = "Warning" if now.reason == "UpdateStopped" else "Normal"
+    return [EventNote(kind, "Updated" if now.status else now.reason, now.message)]

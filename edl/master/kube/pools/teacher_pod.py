@@ -9,6 +9,7 @@ from edl.kube.objects import Object
 from edl.master.kube.members import MemberLaunch, build_member_pod
 from edl.master.kube.members.evidence import find_main_container
 from edl.master.kube.members.pod_template import POD_ADDRESS
+from edl.master.kube.pools.revision import REVISION_LABEL, hash_revision
 from edl.master.kube.resources import TeacherPool
 
 __all__ = ["build_teacher_args", "build_teacher_pod"]
@@ -64,7 +65,7 @@ def build_teacher_pod(pool: TeacherPool, index: int, try_number: int, excluded_n
         index,
         try_number,
         build_teacher_args(pool),
-        labels={_QUEUE_LABEL: pool.queue} if pool.queue else {},
+        labels={REVISION_LABEL: hash_revision(pool), **({_QUEUE_LABEL: pool.queue} if pool.queue else {})},
         excluded_nodes=excluded_nodes,
     )
     pod = build_member_pod(pool, launch)

@@ -53,6 +53,15 @@ class SimulatedCluster:
         found = [pod for pod in self.pods.values() if "edl.io/pool" in pod["metadata"]["labels"]]
         return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
+    def edit(self, **spec: Any) -> None:
+        """Change the pool's spec, as a user does."""
+        self.resource["spec"].update(spec)
+        self.resource["metadata"]["generation"] += 1
+
+    def list_serves(self) -> list[str]:
+        """Return what teachers serve, each once."""
+        return sorted({pod["spec"]["containers"][0]["args"][-1] for pod in self.teachers()})
+
     def placed(self) -> int:
         return sum("nodeName" in pod["spec"] for pod in self.teachers())
 

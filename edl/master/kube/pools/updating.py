@@ -1,0 +1,194 @@
+"""How the teachers of a pool whose spec was edited are replaced: one at a time, the successor first where there is room.
+
+A teacher is taken away when its successor has been ready for some seconds. Where no node has room for one more, a
+teacher goes first, and no other until its successor has a node: what was borrowed may be another's by then. A successor
+that does not start stops it all: what remains of the spec before goes on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from edl.master.kube.capacity import ClusterCapacity
+from edl.master.kube.conditions import Condition, find_condition
+from edl.master.kube.members import MemberPod
+from edl.master.kube.members.naming import OWNER_UID_LABEL
+from edl.master.kube.pools.revision import find_unlabelled_revision, hash_revision, list_outdated
+from edl.master.kube.resources import TeacherPool
+
+__all__ = ["TeacherUpdate", "UpdateView", "choose_surplus", "is_behind"]
+
+_TEACHER: Final = re.compile(r"teacher-[0-9]{1,9}")
+STEADY_S: Final = 10.0
+"""A successor that is ready for so long counts: one that a student's first request ends is not ready any more."""
+
+
+@dataclass(frozen=True)
+class UpdateView:
+    """How far an update is, for the status.
+
+    Attributes:
+        revision: of the spec.
+        unlabelled: of teachers whose pods do not say theirs; None where there are no such.
+        outdated: teachers that were made from another spec.
+        updated: teachers that were made from this one.
+        awaited: the member that went first, to make room for its successor; empty for none.
+        waits_for: what the next replacement waits for, for a person; empty for nothing.
+        stopped: why no more are replaced; empty if they are.
+    """
+
+    revision: str
+    unlabelled: str | None
+    outdated: int
+    updated: int
+    awaited: str = ""
+    waits_for: str = ""
+    stopped: str = ""
+
+    def describe(self) -> Condition:
+        """Return the condition `Updated`."""
+        if not self.outdated:
+            return Condition("Updated", True, "UpToDate", "all teachers are made from the present spec")
+        counted = f"{self.outdated} of {self.outdated + self.updated} teachers are made from a spec before"
+        if self.stopped:
+            return Condition("Updated", False, "UpdateStopped", f"{counted}, and go on: {self.stopped}")
+        waits = f": {self.waits_for}" if self.waits_for else ", and are replaced one at a time"
+        return Condition("Updated", False, "Updating", f"{counted}{waits}")
+
+
+@dataclass(frozen=True)
+class TeacherUpdate:
+    """Which teachers are to be replaced.
+
+    Attributes:
+        revision, unlabelled: see `UpdateView`.
+        awaited: the member that went first, by the status; empty for none.
+        full: the namespace's quota has no room for a teacher more, by the status.
+        wanted: teachers that the status says are wanted; None if it says nothing.
+    """
+
+    revision: str
+    unlabelled: str | None
+    awaited: str
+    full: bool
+    wanted: int | None
+
+    @classmethod
+    def of(cls, pool: TeacherPool, live: Sequence[MemberPod]) -> TeacherUpdate:
+        """Read it.
+
+        Args:
+            pool: the resource, with its status.
+            live: its teachers.
+        """
+        revision = hash_revision(pool)
+        awaited, wanted = pool.status.get("awaitedMember"), pool.status.get("wantedReplicas")
+        refusal = find_condition(pool.status, "Accepted")
+        return cls(
+            revision=revision,
+            unlabelled=find_unlabelled_revision(pool.status, live, revision),
+            awaited=awaited if isinstance(awaited, str) and _TEACHER.fullmatch(awaited) else "",
+            full=refusal.get("reason") == "QuotaExceeded" and refusal.get("observedGeneration") == pool.generation,
+            wanted=wanted if isinstance(wanted, int) and not isinstance(wanted, bool) else None,
+        )
+
+    def list_outdated(self, live: Sequence[MemberPod]) -> tuple[MemberPod, ...]:
+        """Return those that are to be replaced, the first of them first: what serves nobody, then the newest."""
+        found = list_outdated(live, self.revision, self.unlabelled)
+        return tuple(sorted(found, key=lambda pod: (pod.ready, -pod.created_s, -pod.index)))
+
+    def list_updated(self, live: Sequence[MemberPod]) -> tuple[MemberPod, ...]:
+        """Return those that are made from the present spec."""
+        outdated = list_outdated(live, self.revision, self.unlabelled)
+        return tuple(pod for pod in live if pod not in outdated)
+
+    def count_present(self, live: Sequence[MemberPod]) -> int:
+        """Return how many teachers count as there: while some are replaced there are one more or less for a while."""
+        if self.wanted is not None and (self.awaited or self.list_outdated(live)):
+            return self.wanted
+        return len(live)
+
+    def list_useless(self, live: Sequence[MemberPod]) -> list[MemberPod]:
+        """Return outdated teachers that no successor need wait for: they have no node, or cannot start."""
+        stopped = self.find_failing(live) is not None
+        return [pod for pod in self.list_outdated(live) if not pod.scheduled or (pod.failing and not stopped)]
+
+    def find_failing(self, live: Sequence[MemberPod]) -> MemberPod | None:
+        """Return a teacher of the present spec that does not start."""
+        return next((pod for pod in self.list_updated(live) if pod.failing), None)
+
+    def find_starting(self, live: Sequence[MemberPod], now_s: float) -> tuple[MemberPod | None, float | None]:
+        """Return a teacher of the present spec that has not proven itself yet, and when to look again.
+
+        Args:
+            live: teachers.
+            now_s: the time.
+
+        Returns:
+            The teacher, None if there is none; and seconds, None if an event tells.
+        """
+        waits = [(_find_unsteady_s(pod, now_s), pod) for pod in self.list_updated(live)]
+        unready = next((pod for _, pod in waits if not pod.ready), None)
+        if unready is not None:
+            return unready, None
+        left_s, pod = max(waits, key=lambda item: item[0], default=(0.0, None))
+        return (pod, left_s) if left_s > 0 else (None, None)
+
+    def keep_awaited(self, live: Sequence[MemberPod], target: int) -> str:
+        """Return the member whose successor has no node yet; empty if it has, or is not needed any more.
+
+        Args:
+            live: teachers.
+            target: how many there are to be.
+        """
+        arrived = any(pod.key == self.awaited and pod.scheduled for pod in live)
+        return "" if arrived or len(live) >= target else self.awaited
+
+
+def choose_surplus(update: TeacherUpdate, live: Sequence[MemberPod], target: int) -> list[MemberPod]:
+    """Return what is too much of a pool that is being updated, without that fewer than `target` are ready for it.
+
+    Args:
+        update: of the pool.
+        live: its teachers.
+        target: how many there are to be; one more than that may be there.
+    """
+    kept, surplus = list(live), []
+    limit = target + 1 if target and update.list_outdated(live) else target
+    while len(kept) > limit:
+        ready = sum(pod.ready for pod in kept)
+        outdated, updated = update.list_outdated(kept), update.list_updated(kept)
+        spare = [pod for pod in outdated if not pod.ready or ready > target]
+        newest = sorted(updated, key=lambda pod: (not pod.scheduled, not pod.ready, pod.created_s, pod.index))
+        waiting = [pod for pod in newest if not pod.scheduled]
+        chosen = (waiting or spare or newest[::-1] or list(outdated))[0]
+        kept.remove(chosen)
+        surplus.append(chosen)
+    return surplus
+
+
+def is_behind(capacity: ClusterCapacity | None, owner_uid: str, pods: Sequence[MemberPod]) -> bool:
+    """Whether what is idle was counted with a teacher that has gone since: its place is free, and not seen so.
+
+    Args:
+        capacity: None where it is not known.
+        owner_uid: of the pool.
+        pods: of the pool, by a live list.
+    """
+    if capacity is None:
+        return False
+    there = {pod.uid for pod in pods}
+    return any(
+        claim.labels.get(OWNER_UID_LABEL) == owner_uid and claim.uid not in there and not claim.ended
+        for claim in capacity.pods
+    )
+
+
+def _find_unsteady_s(pod: MemberPod, now_s: float) -> float:
+    """Return for how long a teacher is to be ready yet until it counts."""
+    if pod.ready_s is None:
+        return 0.0
+    return max(0.0, min(STEADY_S, pod.ready_s + STEADY_S - now_s))

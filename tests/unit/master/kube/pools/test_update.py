@@ -1,0 +1,284 @@
+"""A pool whose spec is edited: its teachers are replaced, one at a time, and students have theirs meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from edl.kube.objects import format_time
+from edl.master.kube.conditions import find_condition
+from edl.master.kube.pools.revision import REVISION_LABEL, hash_revision
+from tests.unit.master.kube.pools.simulated_cluster import TEMPLATE, SimulatedCluster
+
+BOTH = pytest.mark.parametrize("capacity", [True, False], ids=["capacity", "probing"])
+NEW = ["n.py:load"]
+
+
+def pool(gpus: list[int], capacity: bool = True, wanted: int | None = 2, **spec: Any) -> SimulatedCluster:
+    """Return a cluster with a pool that is at rest."""
+    made = SimulatedCluster(gpus, capacity, **spec)
+    made.wanted = wanted
+    made.settle(60)
+    return made
+
+
+def condition(made: SimulatedCluster, kind: str) -> tuple[str, str]:
+    found = find_condition(made.resource["status"], kind)
+    return found["status"], found["reason"]
+
+
+def count_ready(made: SimulatedCluster) -> int:
+    ready = {"type": "Ready", "status": "True"}
+    return sum(ready.items() <= item.items() for pod in made.teachers() for item in pod["status"]["conditions"])
+
+
+def go_on(made: SimulatedCluster, rounds: int = 100) -> tuple[int, int]:
+    """Let the pool go on; return the fewest teachers that were ready meanwhile, and the most that there were."""
+    fewest, most = count_ready(made), len(made.teachers())
+    for _ in range(rounds):
+        made.settle(1)
+        fewest, most = min(fewest, count_ready(made)), max(most, len(made.teachers()))
+    return fewest, most
+
+
+def break_new(made: SimulatedCluster) -> None:
+    """Have teachers of the edited spec not start."""
+    for pod in made.teachers():
+        if pod["spec"]["containers"][0]["args"][-1] == NEW[0] and "nodeName" in pod["spec"]:
+            waiting = {"reason": "ErrImagePull", "message": "no such image"}
+            pod["status"] |= {
+                "phase": "Pending",
+                "conditions": [],
+                "containerStatuses": [{"name": "edl", "state": {"waiting": waiting}}],
+            }
+
+
+@BOTH
+def test_successor_is_ready_first(capacity: bool) -> None:
+    made = pool([4], capacity)
+    assert condition(made, "Updated") == ("True", "UpToDate")
+    made.edit(serve=NEW)
+    made.reconcile()
+    assert condition(made, "Updated") == ("False", "Updating")
+    assert condition(made, "Ready") == ("True", "Updating")
+    assert go_on(made) == (2, 3)
+    assert made.list_serves() == NEW
+    assert condition(made, "Updated") == ("True", "UpToDate")
+    assert condition(made, "Ready") == ("True", "AllReady")
+    assert [event.reason for event in made.events if event.reason.startswith("Upd")] == ["Updating", "Updated"]
+
+
+@BOTH
+def test_at_its_maximum_one_more_comes(capacity: bool) -> None:
+    made = pool([2], capacity, wanted=1, minReplicas=1, maxReplicas=1)
+    made.edit(serve=NEW)
+    assert go_on(made) == (1, 2)
+    assert made.list_serves() == NEW
+
+
+@BOTH
+def test_without_room_the_old_goes_first(capacity: bool) -> None:
+    made = pool([2], capacity)
+    made.edit(serve=NEW)
+    fewest, most = go_on(made, 250)
+    assert (fewest, most) == (1, 2 if capacity else 3)
+    assert made.list_serves() == NEW
+    assert "awaitedMember" not in made.resource["status"]
+
+
+@BOTH
+@pytest.mark.parametrize("wanted", [0, 1, 2, 3, None])
+def test_what_is_wanted_counts_meanwhile(capacity: bool, wanted: int | None) -> None:
+    made = pool([2], capacity)
+    made.edit(serve=NEW)
+    made.settle(2)
+    made.wanted = wanted
+    made.settle(250)
+    assert made.placed() == (2 if wanted is None else min(2, wanted))
+    assert set(made.list_serves()) <= set(NEW)
+
+
+@BOTH
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_stops_at_the_first_that_fails(capacity: bool, gpus: int) -> None:
+    made = pool([gpus], capacity, wanted=2)
+    made.edit(serve=NEW)
+    least = 2
+    for _ in range(300):
+        made.reconcile()
+        made.schedule()
+        made.run_kubelets()
+        break_new(made)
+        made.now_s += 1
+        least = min(least, count_ready(made))
+    assert least == (1 if gpus == 2 else 2)
+    assert condition(made, "Updated") == ("False", "UpdateStopped")
+    assert "no such image" in find_condition(made.resource["status"], "Updated")["message"]
+    stopped = [event for event in made.events if event.reason == "UpdateStopped"]
+    assert (stopped[0].type, len(stopped)) == ("Warning", 1)
+    made.edit(serve=["m.py:load"])  # back to what was
+    for pod in made.teachers():
+        pod["status"].pop("containerStatuses", None) if pod["status"]["phase"] == "Running" else None
+    made.settle(100)
+    assert made.list_serves() == ["m.py:load"]
+    assert (made.placed(), condition(made, "Ready")) == (2, ("True", "AllReady"))
+
+
+def test_failing_teachers_are_replaced() -> None:
+    """An edit is the remedy of a spec that does not start; until now the failing pod stayed for ever."""
+    made = pool([1], wanted=1, serve=NEW)
+    break_new(made)
+    made.reconcile()
+    assert condition(made, "Ready") == ("False", "TeacherFailing")
+    made.edit(serve=["m.py:load"])
+    made.settle(20)
+    assert (made.list_serves(), condition(made, "Ready")) == (["m.py:load"], ("True", "AllReady"))
+
+
+def test_a_place_that_another_took_is_one() -> None:
+    """Its successor found no node: the others of the spec before go on."""
+    made = pool([3], wanted=3)
+    made.edit(serve=NEW)
+    made.reconcile()
+    (leaving,) = [pod for pod in made.pods.values() if "deletionTimestamp" in pod["metadata"]]
+    del made.pods[leaving["metadata"]["name"]]
+    made.add_online("other")
+    made.pods["other"]["spec"]["nodeName"] = "n0"
+    assert go_on(made, 400) == (2, 2)
+    assert made.list_serves() == ["m.py:load"]
+    updated = find_condition(made.resource["status"], "Updated")
+    assert (updated["reason"], "no node has room" in updated["message"]) == ("Updating", True)
+    made.delete("other")
+    made.settle(100)
+    assert (made.list_serves(), made.placed()) == (NEW, 3)
+
+
+def test_ready_for_seconds_before_the_next() -> None:
+    made = pool([4], wanted=1)
+    made.edit(serve=NEW)
+    made.settle(1)
+    (new,) = [pod for pod in made.teachers() if pod["spec"]["containers"][0]["args"][-1] == NEW[0]]
+    since = {"type": "Ready", "status": "True", "lastTransitionTime": format_time(made.now_s)}
+    new["status"]["conditions"] = [since]
+    plan = made.reconcile()
+    assert (plan.delete, plan.requeue_s) == ((), pytest.approx(10, abs=1))
+    made.now_s += 10
+    assert [deletion.name for deletion in made.plan().delete] == [
+        pod["metadata"]["name"] for pod in made.teachers() if pod is not new
+    ]
+
+
+def test_restart_in_the_middle() -> None:
+    """All that an update goes by stands in the status and on the pods."""
+    for calls in range(6):
+        made = pool([3], wanted=3, minReplicas=2)
+        made.edit(serve=NEW)
+        for step in range(400):
+            made.reconcile(calls=calls if step % 3 else 100)
+            made.schedule()
+            made.run_kubelets()
+            made.now_s += 1
+            assert len(made.teachers()) >= 2
+        assert made.list_serves() == NEW
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"service": "other"},
+        {"store": "sqlite:///t"},
+        {"gracePeriodSeconds": 20},
+        {"priorityClassName": "low"},
+        {"template": {"spec": {"containers": [{**TEMPLATE["spec"]["containers"][0], "image": "other"}]}}},
+    ],
+    ids=lambda edit: next(iter(edit)),
+)
+def test_what_pods_are_made_from_counts(edit: dict[str, Any]) -> None:
+    made = pool([4])
+    names = set(made.pods)
+    made.edit(**edit)
+    made.settle(100)
+    assert len(made.teachers()) == 2
+    assert not names & made.pods.keys()
+
+
+@pytest.mark.parametrize(
+    "edit", [{"maxReplicas": 3}, {"minReplicas": 1}, {"probeSeconds": 5}, {"scaling": "external", "replicas": 2}]
+)
+def test_what_pods_do_not_show_counts_not(edit: dict[str, Any]) -> None:
+    made = pool([4])
+    names = set(made.pods)
+    made.edit(**edit)
+    made.settle(50)
+    assert set(made.pods) == names
+
+
+def test_spelling_of_a_store_is_no_edit() -> None:
+    made = pool([1], store="consul://Consul:8500/")
+    one = hash_revision(made.pool)
+    made.edit(store="consul://consul")
+    assert hash_revision(made.pool) == one
+
+
+def test_pods_of_an_older_operator() -> None:
+    """They have no revision: up to date when they are first seen, outdated by the next edit."""
+    made = pool([4])
+    names = set(made.pods)
+    for pod in made.pods.values():
+        del pod["metadata"]["labels"][REVISION_LABEL]
+    for field in ("revision", "updatedReplicas"):
+        del made.resource["status"][field]
+    made.settle(20)
+    assert set(made.pods) == names
+    assert condition(made, "Updated") == ("True", "UpToDate")
+    made.edit(serve=NEW)
+    made.settle(100)
+    assert made.list_serves() == NEW
+    assert "unlabelledRevision" not in made.resource["status"]
+
+
+def test_suspended_pool_is_not_updated() -> None:
+    made = pool([4])
+    made.edit(suspend=True, serve=NEW)
+    made.settle(20)
+    assert not made.pods
+    made.edit(suspend=False)
+    made.settle(20)
+    assert made.list_serves() == NEW
+    assert not [event for event in made.events if event.reason.startswith("Upd")]
+
+
+def test_quota_has_no_room_for_one_more() -> None:
+    """The API server refuses the successor: an outdated teacher goes first."""
+    made = pool([4])
+    made.edit(serve=NEW)
+    refused = {"type": "Accepted", "status": "False", "reason": "QuotaExceeded", "observedGeneration": 2}
+    made.resource["status"]["conditions"] = [refused]
+    plan = made.reconcile()
+    assert (len(plan.delete), plan.create) == (1, ())
+    made.resource["status"]["conditions"] = [refused]
+    assert not made.reconcile().delete, "one at a time"
+
+
+def test_kueue_holds_the_successor_back() -> None:
+    made = pool([4], queue="team")
+    made.edit(serve=NEW)
+    made.reconcile()
+    for _ in range(30):
+        made.reconcile()
+        made.now_s += 1
+    (waiting,) = [pod for pod in made.teachers() if "nodeName" not in pod["spec"]]
+    assert waiting["metadata"]["name"] in made.pods
+    assert len(made.teachers()) == 2, "an outdated teacher went, so that there is quota"
+    made.settle(100)
+    assert made.list_serves() == NEW
+
+
+@pytest.mark.parametrize("written", [7, "teacher-x", "worker-0", "", {}])
+def test_status_that_nobody_wrote(written: object) -> None:
+    made = pool([2])
+    made.resource["status"] |= {"awaitedMember": written, "unlabelledRevision": written, "wantedReplicas": written}
+    made.edit(serve=NEW)
+    made.settle(100)
+    assert made.list_serves() == NEW

@@ -236,10 +236,11 @@ def _grow(draft: _Draft, live: Sequence[MemberPod], target: int) -> Growth:
 def _replace_outdated(
     draft: _Draft, live: list[MemberPod], target: int, update: TeacherUpdate, growth: Growth
 ) -> Growth:
-    """Bring an update on by a step: make a successor where there is room for one more, or let an outdated teacher go."""
+    """Bring an update on by a step: make a successor where there is room for it, or let an outdated teacher go."""
     pool, observation = draft.pool, draft.observation
     chosen = update.list_outdated(live)[0]
-    starting, draft.look_again_s = update.find_starting(live, observation.now_s)
+    starting, look_again_s = update.find_starting(live, observation.now_s)
+    draft.look_again_s = look_again_s
     if update.find_failing(live) is not None:
         return growth
     if starting is not None:
@@ -258,7 +259,8 @@ def _replace_outdated(
             for pod in observation.pods
         )
         if leaving or is_behind(observation.capacity, pool.uid, observation.pods):
-            draft.waits_for, draft.look_again_s = "a teacher that was let go has not ended yet", _LEAVING_LOOK_S
+            draft.waits_for = "a teacher that was let go has not ended yet"
+            draft.look_again_s = _LEAVING_LOOK_S
             return growth
         if len(live) == target and not update.full:
             growth = _grow(draft, live, target + 1)

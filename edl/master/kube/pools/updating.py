@@ -1,4 +1,4 @@
-"""How the teachers of a pool whose spec was edited are replaced: one at a time, the successor first where there is room.
+"""How the teachers of a pool whose spec was edited are replaced: one by one, the successor first where there is room.
 
 A teacher is taken away when its successor has been ready for some seconds. Where no node has room for one more, a
 teacher goes first, and no other until its successor has a node: what was borrowed may be another's by then. A successor

@@ -46,6 +46,7 @@ PUBLIC = {
     "edl.distill.torch": ["TorchLoader", "distill"],
     "edl.http_server": [],
     "edl.distill.transformers": ["DistillArguments", "DistillTrainer"],
+    "edl.distill.views": ["AugmentedViews", "view_id", "view_seed"],
     "edl.kube": [],
     "edl.load_reporting": [
         *("LoadPublisher", "LoadSource", "ServiceLoad", "StudentRate", "TeacherRate"),
@@ -71,7 +72,7 @@ def load(module: str) -> ModuleType:
     if module == "edl.collective.paddle":
         pytest.importorskip("paddle", reason="PaddlePaddle is not installed")
     if module.startswith("edl.collective") or module in (
-        *("edl.distill.losses", "edl.distill.torch", "edl.master.client.torch"),
+        *("edl.distill.losses", "edl.distill.torch", "edl.distill.views", "edl.master.client.torch"),
     ):
         pytest.importorskip("torch", reason="PyTorch is not installed")
     if module == "edl.distill.transformers":

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import operator
+import weakref
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -74,17 +76,19 @@ class ElasticCallback(transformers.TrainerCallback):
             raise SettingsError("ignore_data_skip=True would train samples again after a restart: leave it out")
         if trainer.is_deepspeed_enabled:
             raise SettingsError("DeepSpeed keeps parameters where a State does not see them: use DDP or FSDP2")
-        self._trainer = trainer
+        # Weakly: a trainer in a cycle lives until the garbage collector finds it, which ends its loaders' workers in an
+        # order in which they are waited for in vain, 5 s each.
+        self._trainer = weakref.proxy(trainer)
         self._boundary = BoundaryCheckpointer(options)
         self._used = self._restored = False
         self._begin = (0, 0)
         self._evaluates_on_start = trainer.args.eval_on_start
-        self._progress = _Progress(trainer)
-        self._init_training_state = trainer._init_training_state
+        self._progress = _Progress(self._trainer)
+        self._init_training_state = _method_of(trainer, "_init_training_state")
         trainer._init_training_state = self._find_beginning
-        self._run_epoch = trainer._run_epoch
+        self._run_epoch = _method_of(trainer, "_run_epoch")
         trainer._run_epoch = self._train_epoch
-        self._get_eval_dataloader = trainer.get_eval_dataloader
+        self._get_eval_dataloader = _method_of(trainer, "get_eval_dataloader")
         trainer.get_eval_dataloader = self._find_eval_dataloader
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -160,6 +164,21 @@ class ElasticCallback(transformers.TrainerCallback):
         kwargs["epochs_trained"] = first
         kwargs["steps_trained_in_current_epoch"] = updates * self._trainer.args.gradient_accumulation_steps
         self._run_epoch(**kwargs)
+
+
+def _method_of(trainer: Any, name: str) -> Callable[..., Any]:
+    """Return a method as it is now, without keeping the trainer alive."""
+    method: Callable[..., Any] = getattr(trainer, name)
+    if getattr(method, "__self__", None) is not trainer:
+        return method  # another callback's
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = reference()
+        assert found is not None  # the trainer calls this
+        return found(*args, **kwargs)
+
+    return call
 
 
 class _Progress:

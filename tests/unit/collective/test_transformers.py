@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +166,16 @@ def test_order_that_is_lost_is_refused(tmp_path: Path) -> None:
     trainer._run_epoch = lambda: None
     with pytest.raises(SettingsError, match=r"transformers .*: use 5\.23"):
         ElasticCallback(trainer)
+
+
+def test_trainer_is_freed_at_once(tmp_path: Path) -> None:
+    """Found by the garbage collector, its loaders' workers would be waited for in vain, 5 s each."""
+    trainer = trainer_of(tmp_path)
+    gc.disable()
+    try:
+        trainer.train()
+        reference = weakref.ref(trainer)
+        del trainer
+        assert reference() is None
+    finally:
+        gc.enable()

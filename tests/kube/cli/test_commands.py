@@ -9,6 +9,7 @@ import pytest
 from tests.cluster.api import Cluster
 from tests.cluster.operator_process import OperatorFactory
 from tests.kube.cli.conftest import Person
+from tests.kube.scenarios.scene import is_running
 
 pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
@@ -40,23 +41,25 @@ def test_life_of_a_job(cluster: Cluster, namespace: str, operator: OperatorFacto
         "submit", "--template", "pod.json", "--name", "story", "--script-in-image", "steps.py", code=1
     )
     cluster.wait("two workers", lambda: person.jobs()["story"]["ready"] == 2, namespace, WAIT_S)
+    # Which two of the three that were made first: those that ran when it was scaled.
+    stays, ends = (name.removeprefix("story-").rpartition("-")[0] for name in list_workers(cluster, namespace))
 
     logs, path = person.start("logs", "story", "-f")
-    cluster.wait("both logs", lambda: {"worker-0", "worker-1"} <= prefixes(path.read_text()), namespace, WAIT_S)
-    pod = next(pod for pod in cluster.list_pods(namespace) if pod["metadata"]["labels"]["edl.io/index"] == "1")
-    cluster.kubectl("-n", namespace, "delete", "pod", pod["metadata"]["name"], "--grace-period=0", "--force")
+    cluster.wait("both logs", lambda: {stays, ends} <= prefixes(path.read_text()), namespace, WAIT_S)
+    pod = next(name for name in list_workers(cluster, namespace) if name.startswith(f"story-{ends}-"))
+    cluster.kubectl("-n", namespace, "delete", "pod", pod, "--grace-period=0", "--force")
     cluster.wait(
         "the log of its successor",
-        lambda: "worker-1: goes on in pod story-worker-1-" in path.read_text(),
+        lambda: f"{ends}: goes on in pod story-{ends}-" in path.read_text(),
         namespace,
         WAIT_S,
     )
     cluster.wait("the job's recovery", lambda: person.jobs()["story"]["ready"] == 2, namespace, WAIT_S)
-    steps = [line for line in path.read_text().splitlines() if line.startswith("worker-0 ") and "step " in line]
+    steps = [line for line in path.read_text().splitlines() if line.startswith(f"{stays} ") and "step " in line]
     assert len(steps) == len(set(steps)) or "step 0 of" in "".join(steps[1:]), "no line comes twice but after a restart"
 
     status = person.run("status", "story")
-    for words in ("job story in namespace", "Running", "worker-1", "Accepted", "edl logs job/story"):
+    for words in ("job story in namespace", "Running", ends, "Accepted", "edl logs job/story"):
         assert words in status, status
     assert "--max 5" in person.run("scale", "story", "5", code=2)
     assert "3 workers wanted" in person.run("scale", "job/story", "3")
@@ -134,6 +137,11 @@ def test_without_operator(cluster: Cluster, namespace: str, person: Person) -> N
     person.run("delete", "lonely", "first", "third", "pool/digits", "--wait")
     left = cluster.kubectl("-n", namespace, "get", "configmaps,elasticjobs,teacherpools", "-o", "name")
     assert left.split() == ["configmap/kube-root-ca.crt"]
+
+
+def list_workers(cluster: Cluster, namespace: str) -> list[str]:
+    """Names of the pods of workers that run."""
+    return sorted(pod["metadata"]["name"] for pod in cluster.list_pods(namespace) if is_running(pod))
 
 
 def prefixes(text: str) -> set[str]:

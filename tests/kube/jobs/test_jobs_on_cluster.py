@@ -111,7 +111,7 @@ def test_thirty_come_back(
     pod_template: Callable[..., dict[str, Any]],
 ) -> None:
     operator()
-    template = pod_template(["sleep", "100000"], cpu="1m", memory="4Mi")
+    template = pod_template(["sleep", "100000"], cpu="1m", memory="32Mi")  # runc needs some before `sh` begins
     template["spec"]["containers"][0]["command"] = ["sh", "-c", "sleep 100000"]
     cluster.apply(make_job(["none"], template, minReplicas=2, maxReplicas=30, scaling="external", replicas=30))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -151,10 +152,10 @@ def _find_indices(
     create: list[int] = []
     waiting: dict[str, float] = {}
     growth: list[int] = []
-    missing, index = target - len(kept), 0
+    missing, indices = target - len(kept), _order_indices(job, records, observation.now_s)
     while missing > 0:
-        key, free = f"{WORKER}-{index}", index
-        index += 1
+        free = next(indices)
+        key = f"{WORKER}-{free}"
         record = records.get(key, MemberRecord())
         if (key in workers and key in kept) or record.ended:
             continue
@@ -170,6 +171,20 @@ def _find_indices(
     if growth and not blocked and (not pending or observation.allocation is not None):
         create += growth[: _count_growth(job, observation, growth, count_fitting)]
     return create, waiting
+
+
+def _order_indices(job: ElasticJob, records: Mapping[str, MemberRecord], now_s: float) -> Iterator[int]:
+    """Yield indices of workers in the order in which they are filled: first those whose pods have just ended.
+
+    Their places are their own. An index that is free since the job shrank is growth, which waits for room. A gang's
+    minimum are its first indices, so that a gang has them in their order alone.
+    """
+    back: list[int] = []
+    if not starts_as_gang(job):
+        keys = (key for key, record in records.items() if record.replaces and record.can_start(now_s))
+        back = sorted(int(key.removeprefix(f"{WORKER}-")) for key in keys if key.startswith(f"{WORKER}-"))
+    yield from back
+    yield from (index for index in itertools.count() if index not in back)
 
 
 def _count_growth(

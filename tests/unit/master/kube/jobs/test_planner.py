@@ -310,6 +310,22 @@ def test_shrinks_by_the_newest() -> None:
     assert len(cluster.list_live()) == 2
 
 
+def test_those_that_ended_come_back_first() -> None:
+    """Their places are their own; an index that is free since the job shrank is growth, which comes one by one."""
+    cluster = build_running(minReplicas=1, maxReplicas=3)
+    cluster.pods["job-worker-0-0"]["status"]["conditions"] = []  # not ready: it goes first
+    cluster.wanted = 2
+    assert [deletion.name for deletion in cluster.reconcile().delete] == ["job-worker-0-0"]
+    cluster.settle()
+    assert cluster.list_running() == ["job-worker-1-0", "job-worker-2-0"]
+    for name in cluster.list_running():
+        cluster.remove(name)
+    plan = cluster.reconcile()
+    assert [pod["metadata"]["name"] for pod in plan.create] == ["job-worker-1-1", "job-worker-2-1"]
+    cluster.settle()
+    assert len(cluster.list_running()) == 2
+
+
 def test_external_scaling() -> None:
     cluster = build_running(minReplicas=1, maxReplicas=4, scaling="external", replicas=3)
     assert len(cluster.list_running()) == 3

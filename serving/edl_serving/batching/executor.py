@@ -93,10 +93,12 @@ class Executor:
             if outputs is None:
                 return
         except RequestError as error:
-            if len(jobs) == 1:
-                jobs[0].answer = error.with_traceback(None)
+            if len(jobs) > 1 and error.code is grpc.StatusCode.INVALID_ARGUMENT:
+                self._run_alone(jobs)
                 return
-            self._run_alone(jobs)
+            # Whatever else a backend says is about itself: asked again for each, a full engine would be fuller.
+            for job in jobs:
+                job.answer = error.with_traceback(None)
             return
         except ModelFault as fault:
             if len(jobs) > 1:

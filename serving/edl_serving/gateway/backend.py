@@ -14,15 +14,23 @@ from edl.protocol.transport import grpc
 from edl_serving.backends.backend import Array, Backend, TensorSpec, TopKArrays
 from edl_serving.gateway.engine import EngineAccess, EngineConnection, EngineRefusal
 from edl_serving.gateway.health import EngineHealth
-from edl_serving.gateway.inspection import EngineFacts, answer_limit
+from edl_serving.gateway.inspection import EngineFacts, answer_limit, most_k
 from edl_serving.request_error import RequestError, invalid_argument
 
 __all__ = ["GatewayBackend", "GatewayModel"]
 
 _log = logging.getLogger(__name__)
 
-_INPUTS = (TensorSpec(names.IDS, "INT32"), TensorSpec(names.POSITION, "INT32"))
-_OUTPUTS = (TensorSpec(names.LOGPROBS, "FP32", (-1,)),)  # engines do not say how many tokens their vocabulary has
+_INPUTS = (
+    TensorSpec(names.IDS, "INT32"),
+    TensorSpec(names.POSITION, "INT32"),
+    TensorSpec(names.TARGETS, "INT32", (1,)),
+)
+_OUTPUTS = (
+    TensorSpec(names.LOGPROBS, "FP32", (-1,)),  # engines do not say how many tokens their vocabulary has
+    TensorSpec(names.TARGET_LOGPROBS, "FP32", (1,)),
+)
+_OPTIONAL = {names.TARGET_LOGPROBS: names.TARGETS}
 _TEMPERATURE = 1.0
 """At which engines give log-probabilities of a prompt; the tail at another one is not in what they answer."""
 
@@ -65,12 +73,12 @@ class GatewayBackend(Backend):
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
-        """Token ids and positions."""
+        """Token ids, positions, and the tokens whose log-probabilities are asked for."""
         return _INPUTS
 
     @property
     def outputs(self) -> tuple[TensorSpec, ...]:
-        """Log-probabilities of the next token."""
+        """Log-probabilities of the next token, and of the tokens that were asked for."""
         return _OUTPUTS
 
     @property
@@ -94,6 +102,11 @@ class GatewayBackend(Backend):
         return frozenset({names.LOGPROBS})
 
     @property
+    def optional_outputs(self) -> Mapping[str, str]:
+        """The log-probabilities of targets, where targets are sent."""
+        return _OPTIONAL
+
+    @property
     def sequence_input(self) -> str:
         """The positions."""
         return names.POSITION
@@ -109,7 +122,7 @@ class GatewayBackend(Backend):
         return self._model.meta
 
     def check_inputs(self, inputs: Mapping[str, Array], temperature: float) -> None:
-        """Refuse another temperature than 1, and ids that are no token's.
+        """Refuse another temperature than 1, ids that are no token's, and targets that an engine says nothing of.
 
         Raises:
             RequestError: the request cannot be computed.
@@ -120,9 +133,24 @@ class GatewayBackend(Backend):
                 "at temperature 1 alone, and what its other tokens add up to at another one is not known. Distill at "
                 "temperature 1, or from `edl serve --hf`"
             )
-        if int(inputs[names.IDS].min()) < 0:
-            row = int(inputs[names.IDS].argmin())
-            raise invalid_argument(f"input {names.IDS!r} is {int(inputs[names.IDS][row])} in row {row}: no token's id")
+        for name in (names.IDS, names.TARGETS):
+            if name in inputs and int(inputs[name].min()) < 0:
+                row = int(inputs[name].reshape(-1).argmin())
+                raise invalid_argument(f"input {name!r} is {int(inputs[name].reshape(-1)[row])} in row {row}: no token")
+        if names.TARGETS in inputs:
+            self._check_targets(inputs[names.IDS], inputs[names.POSITION], inputs[names.TARGETS][:, 0])
+
+    def _check_targets(self, ids: Array, position: Array, targets: Array) -> None:
+        """Refuse other targets than the next token, of which alone engines give the log-probability."""
+        wrong = (targets[:-1] != ids[1:]) & (position[1:] != 0)
+        if wrong.any():
+            row = int(wrong.argmax())
+            next_token = int(ids[row + 1])
+            raise invalid_argument(
+                f"input {names.TARGETS!r} is {int(targets[row])} in row {row}, and the next token is {next_token}: "
+                f"{self.platform} gives log-probabilities of the prompt's own tokens alone. `edl serve --hf` gives "
+                "those of any"
+            )
 
     def find_fault(self) -> str:
         """Return why the engine cannot be asked."""
@@ -152,14 +180,17 @@ class GatewayBackend(Backend):
         """
         if self._health.fault:
             raise RequestError(grpc.StatusCode.UNAVAILABLE, self._health.fault, reason="engine-lost")
-        sequences = _split(inputs[names.IDS], inputs[names.POSITION])
+        sequences = _prompts(inputs[names.IDS], inputs[names.POSITION], inputs.get(names.TARGETS))
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
         parts = self._loop.run_until_complete(self._score(sequences, k))
-        joined = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        return {names.LOGPROBS: TopKArrays(*joined)}
+        joined = (np.concatenate(arrays) for arrays in zip(*[top for top, _ in parts], strict=True))
+        answers: dict[str, Array | TopKArrays] = {names.LOGPROBS: TopKArrays(*joined)}
+        if names.TARGETS in inputs:
+            answers[names.TARGET_LOGPROBS] = np.concatenate([own for _, own in parts])[:, None]
+        return answers
 
-    async def _score(self, sequences: Sequence[list[int]], k: int) -> list[TopKArrays]:
+    async def _score(self, sequences: Sequence[list[int]], k: int) -> list[tuple[TopKArrays, Array]]:
         if self._connection is None:
             self._connection = EngineConnection(self._model.engine)
         connection = self._connection
@@ -171,9 +202,10 @@ class GatewayBackend(Backend):
                 task.cancel()  # the engine drops requests whose connection ends
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _score_sequence(self, connection: EngineConnection, tokens: list[int], k: int) -> TopKArrays:
+    async def _score_sequence(
+        self, connection: EngineConnection, prompt: list[int], k: int
+    ) -> tuple[TopKArrays, Array]:
         facts = self._model.facts
-        prompt = [*tokens, tokens[0]]  # any token: what a causal model predicts depends on those before
         body = facts.endpoint.body(facts.model, prompt, k)
         try:
             answer = await connection.post(facts.endpoint.path, body, answer_limit(len(prompt), k))
@@ -181,6 +213,9 @@ class GatewayBackend(Backend):
             if refusal.status >= 500 and not await connection.is_healthy():
                 words = f"{self._model.engine.address} answers {refusal}, and is not healthy"
                 raise RequestError(grpc.StatusCode.UNAVAILABLE, words, reason="engine-lost") from refusal
+            if refusal.status in (401, 403, 404) or most_k(refusal.message) is not None:
+                fault = self._health.set_doubtful(facts.endpoint.path, refusal)
+                raise RequestError(grpc.StatusCode.UNAVAILABLE, fault, reason="engine-changed") from refusal
             raise refusal.as_request_error(str(self._model.engine.address)) from refusal
         version = facts.endpoint.weight_version(answer)
         if version != facts.weight_version:
@@ -189,7 +224,8 @@ class GatewayBackend(Backend):
                 self._health.set_changed(f"its weights are {version!r} now, and were {facts.weight_version!r}"),
                 reason="engine-changed",
             )
-        return facts.endpoint.read(answer, prompt, k)
+        top = facts.endpoint.read(answer, prompt, k)
+        return top, facts.endpoint.read_own(answer, prompt)
 
     def close(self) -> None:
         """Close the connections."""
@@ -201,7 +237,14 @@ class GatewayBackend(Backend):
             loop.close()
 
 
-def _split(ids: Array, position: Array) -> list[list[int]]:
-    """Return the tokens of each sequence."""
+def _prompts(ids: Array, position: Array, targets: Array | None) -> list[list[int]]:
+    """Return the tokens of each sequence, with another behind them: what its last row is asked about, or any.
+
+    What a causal model predicts depends on the tokens before alone.
+    """
     starts = np.flatnonzero(position == 0)
-    return [part.tolist() for part in np.split(ids, starts[1:])]
+    ends = [*(starts[1:] - 1).tolist(), len(ids) - 1]
+    parts = np.split(ids, starts[1:])
+    if targets is None:
+        return [[*part.tolist(), int(part[0])] for part in parts]
+    return [[*part.tolist(), int(targets[end, 0])] for part, end in zip(parts, ends, strict=True)]

@@ -97,7 +97,7 @@ def run(config: GatewayConfig) -> int:
                 *(engine.address, facts.max_sequence, config.server.max_batch_rows, BATCHES * facts.max_sequence),
             )
         _log.info("%s, model %r, asked at %s", engine.address, facts.model, facts.endpoint.path)
-        health = EngineHealth(engine, facts, config.interval_s, config.timeout_s, config.failures)
+        health = EngineHealth(engine, facts, config.top_k, config.interval_s, config.timeout_s, config.failures)
         stack.callback(health.close)
         model = GatewayModel(engine, facts, config.top_k, config.version, meta)
         registration.version = config.version

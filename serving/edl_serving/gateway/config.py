@@ -139,7 +139,12 @@ class GatewayConfig:
         batch = tokens // BATCHES
         if batch < 1:
             raise SettingsError(f"--max-tokens {tokens}: a batch needs a token, and {BATCHES} batches are in flight")
-        rows = {"max_batch": batch, "max_queue": max(_QUEUED_BATCHES * batch, given.get("max_queue", 0))}
+        queue = given.get("max_queue", _QUEUED_BATCHES * batch)
+        if queue < batch:
+            raise SettingsError(
+                f"--max-queue {queue}: a batch has {batch} tokens (--max-tokens {tokens}), and must fit in the queue"
+            )
+        rows = {"max_batch": batch, "max_queue": queue}
         registration = registration_settings_of(given, given.get("service") or model)
         host = advertised_address(given, registration.url)
         registration.check(host)

@@ -13,10 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from edl_serving.backends.backend import TopKArrays
+from edl_serving.backends.backend import Array, TopKArrays
 from edl_serving.gateway.top_rows import EngineAnswerError, top_k_rows
 
 __all__ = ["ENDPOINTS", "CompletionsEndpoint", "ScoringEndpoint", "GenerateEndpoint", "SGLangEndpoint"]
+
+_ABOVE_CERTAIN = 0.01
+"""Of a log-probability at most: those of bfloat16 logits exceed 0 by some thousandths, logits by far more."""
 
 
 class ScoringEndpoint(abc.ABC):
@@ -54,6 +57,21 @@ class ScoringEndpoint(abc.ABC):
             EngineAnswerError: the answer is something else.
         """
 
+    @abc.abstractmethod
+    def read_own(self, answer: Mapping[str, Any], tokens: Sequence[int]) -> Array:
+        """Read the log-probabilities of the prompt's own tokens from an answer that `read` has taken.
+
+        Args:
+            answer: the JSON object.
+            tokens: as asked.
+
+        Returns:
+            float32 [tokens - 1], of all but the first one.
+
+        Raises:
+            EngineAnswerError: one of them is no number.
+        """
+
     def weight_version(self, answer: Mapping[str, Any]) -> str:
         """Return what the answer says about the version of the weights, empty if nothing."""
         return ""
@@ -75,6 +93,10 @@ class CompletionsEndpoint(ScoringEndpoint):
             raise EngineAnswerError("the answer has not one element of 'choices'")
         return _read_positions(choices[0].get("prompt_logprobs"), tokens, k)
 
+    def read_own(self, answer: Mapping[str, Any], tokens: Sequence[int]) -> Array:
+        """Read the log-probabilities of the prompt's own tokens."""
+        return _own_values(answer["choices"][0]["prompt_logprobs"], tokens)
+
 
 class GenerateEndpoint(ScoringEndpoint):
     """vLLM's `/inference/v1/generate`, which is there with `--enable-scale-out`."""
@@ -88,6 +110,10 @@ class GenerateEndpoint(ScoringEndpoint):
     def read(self, answer: Mapping[str, Any], tokens: Sequence[int], k: int) -> TopKArrays:
         """Read the answer to `body`."""
         return _read_positions(answer.get("prompt_logprobs"), tokens, k)
+
+    def read_own(self, answer: Mapping[str, Any], tokens: Sequence[int]) -> Array:
+        """Read the log-probabilities of the prompt's own tokens."""
+        return _own_values(answer["prompt_logprobs"], tokens)
 
     def weight_version(self, answer: Mapping[str, Any]) -> str:
         """Return the tag of the weights, which vLLM changes when a trainer sends it others."""
@@ -132,6 +158,10 @@ class SGLangEndpoint(ScoringEndpoint):
             raise EngineAnswerError("'input_token_logprobs' is of other tokens than those of the prompt")
         return _ragged_rows(ids, values, k)
 
+    def read_own(self, answer: Mapping[str, Any], tokens: Sequence[int]) -> Array:
+        """Read the log-probabilities of the prompt's own tokens."""
+        return _as_log_probabilities([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]])
+
 
 ENDPOINTS: Mapping[str, tuple[type[ScoringEndpoint], ...]] = {
     "vllm": (GenerateEndpoint, CompletionsEndpoint),
@@ -171,6 +201,21 @@ def _read_positions(positions: object, tokens: Sequence[int], k: int) -> TopKArr
         except (TypeError, ValueError, KeyError) as exc:
             raise EngineAnswerError(f"position {place} has an entry without a number: {exc}") from exc
     return _ragged_rows(ids, values, k)
+
+
+def _own_values(positions: Sequence[Any], tokens: Sequence[int]) -> Array:
+    pairs = zip(positions[1:], tokens[1:], strict=True)
+    return _as_log_probabilities([entries[str(token)]["logprob"] for entries, token in pairs])
+
+
+def _as_log_probabilities(values: list[Any]) -> Array:
+    try:
+        found = np.array(values, np.float32)
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise EngineAnswerError(f"the log-probability of a token of the prompt is no number: {exc}") from exc
+    if found.ndim != 1 or not (found <= _ABOVE_CERTAIN).all():
+        raise EngineAnswerError("the log-probability of a token of the prompt is none")
+    return found
 
 
 def _ragged_rows(ids: list[list[int]], values: list[list[Any]], k: int) -> TopKArrays:

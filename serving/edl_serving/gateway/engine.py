@@ -78,7 +78,7 @@ class EngineAccess:
     Attributes:
         address: of the engine.
         ca: path of a file with the CAs of its certificate, PEM; "" or "system" for the system's.
-        token_file: path of a file whose first line is sent as a bearer token; "" for none. Read for each connection.
+        token_file: path of a file whose first line is sent as a bearer token; "" for none. Read for each request.
         timeout_s: for an answer.
     """
 
@@ -203,6 +203,11 @@ class EngineConnection:
         url = self._engine.address.base_url + path
         headers = {"Content-Type": "application/json"} if data is not None else {}
         try:
+            if token := self._engine.read_token():  # now: keys are rotated
+                headers["Authorization"] = f"Bearer {token}"
+        except SettingsError as exc:
+            raise RequestError(grpc.StatusCode.UNAVAILABLE, str(exc), reason="engine-lost") from exc
+        try:
             async with self._session.request(
                 method, url, data=data, headers=headers, timeout=_client_timeout(timeout_s), allow_redirects=False
             ) as response:
@@ -244,11 +249,11 @@ def _open_session(engine: EngineAccess) -> aiohttp.ClientSession:
         import aiohttp
     except ModuleNotFoundError as exc:
         raise SettingsError(f"{exc.name} is not installed: pip install 'elastic-distill[gateway]'") from exc
-    token = engine.read_token()
+    engine.read_token()
     context = engine.tls_context()
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=_CONNECTIONS, ssl=True if context is None else context),
-        headers={"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})},
+        headers={"Accept-Encoding": "identity"},
         cookie_jar=aiohttp.DummyCookieJar(),
         trust_env=False,
     )

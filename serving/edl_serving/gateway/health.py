@@ -8,7 +8,8 @@ import logging
 from edl.background import BackgroundLoop
 from edl.errors import SettingsError
 from edl_serving.gateway.engine import EngineAccess, EngineConnection, EngineRefusal
-from edl_serving.gateway.inspection import EngineFacts, read_model
+from edl_serving.gateway.inspection import EngineFacts, explain_refusal, probe_endpoint, read_model
+from edl_serving.gateway.top_rows import EngineAnswerError
 from edl_serving.registration.probe import ProbeStatus, ReadinessTracker
 from edl_serving.request_error import RequestError
 
@@ -20,9 +21,13 @@ _log = logging.getLogger(__name__)
 class EngineHealth:
     """Asks an engine for its health, and whether its model is still the one that it was at the start.
 
+    An engine that comes back may have been started with other settings: it is asked about a short prompt then, and so
+    is one that has refused a request as if it had been.
+
     Args:
         engine: how to reach it.
         facts: found at the start.
+        k: entries of a position that it must give.
         every_s: seconds between two questions.
         timeout_s: for an answer.
         failures: questions without an answer after which the engine is away; a refusal counts at once.
@@ -32,10 +37,12 @@ class EngineHealth:
     """
 
     def __init__(
-        self, engine: EngineAccess, facts: EngineFacts, every_s: float, timeout_s: float, failures: int
+        self, engine: EngineAccess, facts: EngineFacts, k: int, every_s: float, timeout_s: float, failures: int
     ) -> None:
         self._engine = engine
         self._facts = facts
+        self._k = k
+        self._doubts = ""
         self._every_s = every_s
         self._timeout_s = timeout_s
         self._tracker = ReadinessTracker(failures)
@@ -60,6 +67,22 @@ class EngineHealth:
         self.fault = self._changed
         return self._changed
 
+    def set_doubtful(self, path: str, refusal: EngineRefusal) -> str:
+        """Say that the engine refuses what it gave at the start: no request is sent until it gives that again.
+
+        Args:
+            path: that was asked.
+            refusal: its answer.
+
+        Returns:
+            The fault.
+        """
+        self._doubts = explain_refusal(self._engine, path, refusal, self._k)
+        if not self.fault:
+            _log.error("%s", self._doubts)
+            self.fault = self._doubts
+        return self._doubts
+
     def close(self) -> None:
         """Ask no more. May be called twice."""
         self._loop.close(self._timeout_s + 1.0)
@@ -67,7 +90,7 @@ class EngineHealth:
     def _look(self) -> float:
         status, why = asyncio.run(self._ask())
         self._tracker.record_probe(status)
-        fault = self._changed or ("" if self._tracker.registered else why)
+        fault = self._changed or self._doubts or ("" if self._tracker.registered else why)
         if bool(fault) != bool(self.fault):
             _log.log(logging.ERROR if fault else logging.WARNING, "%s", fault or f"{self._engine.address} is back")
         self.fault = fault
@@ -83,13 +106,29 @@ class EngineHealth:
         try:
             await connection.get("/health", self._timeout_s)
             found = await read_model(connection, self._facts.model, self._timeout_s)
+            if self._doubts or not self._tracker.registered:
+                await self._probe(connection)
+        except EngineAnswerError as exc:
+            return ProbeStatus.NOT_READY, f"{name} does not answer as it did: {exc}"
         except EngineRefusal as refusal:
             return ProbeStatus.NOT_READY, f"{name} is not healthy: {refusal}"
         except RequestError as error:
             return ProbeStatus.NO_ANSWER, error.message
         finally:
             await connection.close()
-        wanted = self._facts.root, self._facts.max_sequence + 2
+        wanted = self._facts.root, self._facts.max_model_len
         if found != wanted:
             self.set_changed(f"its model {self._facts.model!r} was {wanted}, and is {found}")
         return ProbeStatus.READY, ""
+
+    async def _probe(self, connection: EngineConnection) -> None:
+        facts = self._facts
+        try:
+            version = await probe_endpoint(connection, facts.endpoint, facts.model, self._k)
+        except EngineRefusal as refusal:
+            if refusal.status not in (429, 503):
+                self.set_doubtful(facts.endpoint.path, refusal)
+            raise
+        if version != facts.weight_version:
+            self.set_changed(f"its weights are {version!r} now, and were {facts.weight_version!r}")
+        self._doubts = ""

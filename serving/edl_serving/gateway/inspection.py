@@ -17,13 +17,16 @@ from edl_serving.gateway.engine import EngineAccess, EngineConnection, EngineRef
 from edl_serving.gateway.top_rows import EngineAnswerError
 from edl_serving.request_error import RequestError
 
-__all__ = ["EngineFacts", "answer_limit", "find_facts", "read_model"]
+__all__ = ["EngineFacts", "answer_limit", "explain_refusal", "find_facts", "most_k", "probe_endpoint", "read_model"]
 
 _log = logging.getLogger(__name__)
 
 _PROBE = (0, 0, 0)  # token 0 is in every vocabulary
 _LOOK_S = 5.0  # for an answer to GET, of an engine that may be busy
 _FIRST_WAIT_S, _LAST_WAIT_S = 0.5, 5.0  # an engine takes half a minute to start, or some
+_RESERVED = {"vllm": 2, "sglang": 8}
+"""Tokens of an engine's length that a sequence cannot have: one behind it and one that must be generated, and what
+SGLang keeps besides (`max_req_input_len` in its scheduler)."""
 _ENTRY_BYTES = 512
 """Of an entry in JSON: about 70, and more where vLLM spells a token of many spaces or of another script."""
 _MOST_K = re.compile(r"max(?:imum)? allowed:? (\d+)")
@@ -38,6 +41,7 @@ class EngineFacts:
         model: its name of the model.
         root: from where it has loaded the model; empty if it does not say.
         max_sequence: the longest sequence, in tokens of students.
+        max_model_len: the engine's own limit, which it must still have when it comes back.
         weight_version: the engine's tag of its weights; empty if it has none.
     """
 
@@ -45,6 +49,7 @@ class EngineFacts:
     model: str
     root: str
     max_sequence: int
+    max_model_len: int
     weight_version: str = ""
 
 
@@ -73,8 +78,7 @@ async def find_facts(engine: EngineAccess, model: str, exact: bool, k: int, wait
         endpoint, version = await _find_endpoint(connection, engine, name, k)
     finally:
         await connection.close()
-    # The token behind the sequence, and the one that must be generated.
-    return EngineFacts(endpoint, name, root, length - 2, version)
+    return EngineFacts(endpoint, name, root, length - _RESERVED[engine.address.kind], length, version)
 
 
 async def _wait_until_up(connection: EngineConnection, engine: EngineAccess, wait_s: float) -> None:
@@ -117,7 +121,7 @@ async def _find_model(
             f"{engine.address} has no model {model!r}: name one of {', '.join(map(repr, entries))} by --engine-model"
         )
     length = entry.get("max_model_len")
-    if not isinstance(length, int) or length < 3:
+    if not isinstance(length, int) or length <= _RESERVED[engine.address.kind]:
         raise SettingsError(
             f"{engine.address}: /v1/models does not say how long a prompt may be (max_model_len is {length!r}); "
             "vLLM and SGLang say it"
@@ -153,9 +157,7 @@ async def _find_endpoint(
     for kind in kinds:
         endpoint = kind()
         try:
-            answer = await connection.post(endpoint.path, endpoint.body(model, _PROBE, k), answer_limit(len(_PROBE), k))
-            endpoint.read(answer, _PROBE, k)
-            return endpoint, endpoint.weight_version(answer)
+            return endpoint, await probe_endpoint(connection, endpoint, model, k)
         except EngineRefusal as refusal:
             if refusal.status in (403, 404, 405, 501) and kind is not kinds[-1]:
                 _log.info("%s%s is not there: %s", engine.address, endpoint.path, refusal)
@@ -164,6 +166,51 @@ async def _find_endpoint(
         except (EngineAnswerError, RequestError) as exc:
             raise _start_error(engine, endpoint.path, exc, k) from exc
     raise AssertionError("there is a last endpoint")
+
+
+async def probe_endpoint(connection: EngineConnection, endpoint: ScoringEndpoint, model: str, k: int) -> str:
+    """Ask about a prompt of three tokens.
+
+    Args:
+        connection: to the engine.
+        endpoint: that is asked.
+        model: the engine's name of the model.
+        k: entries of a position.
+
+    Returns:
+        The version of the weights, empty if the engine does not say.
+
+    Raises:
+        EngineRefusal: it refuses.
+        EngineAnswerError: the answer is something else.
+        RequestError: there is no answer.
+    """
+    answer = await connection.post(endpoint.path, endpoint.body(model, _PROBE, k), answer_limit(len(_PROBE), k))
+    endpoint.read(answer, _PROBE, k)
+    endpoint.read_own(answer, _PROBE)
+    return endpoint.weight_version(answer)
+
+
+def most_k(message: str) -> int | None:
+    """Return the largest k that an engine's refusal allows; None where it is about something else.
+
+    Args:
+        message: of the refusal.
+    """
+    found = _MOST_K.search(message)
+    return None if found is None else int(found[1])
+
+
+def explain_refusal(engine: EngineAccess, path: str, refusal: EngineRefusal, k: int) -> str:
+    """Return what is wrong with an engine that refuses what it must give, and what to change.
+
+    Args:
+        engine: the engine.
+        path: that was asked.
+        refusal: its answer.
+        k: that was asked for.
+    """
+    return str(_start_error(engine, path, refusal, k))
 
 
 def _start_error(engine: EngineAccess, path: str, exc: Exception, k: int = 0) -> SettingsError:
@@ -178,12 +225,14 @@ def _start_error(engine: EngineAccess, path: str, exc: Exception, k: int = 0) ->
         )
     assert isinstance(exc, EngineRefusal)
     if exc.status in (401, 403):
-        return SettingsError(f"{where} answers {exc.status}: give its key by --engine-token-file FILE")
-    most = _MOST_K.search(exc.message)
+        return SettingsError(
+            f"{where} answers {exc.status} ({quote(exc.message)}): give its key by --engine-token-file FILE"
+        )
+    most = most_k(exc.message)
     if most is not None:
         return SettingsError(
-            f"{where} gives {most[1]} log-probabilities of a position at most: start vLLM with --max-logprobs {k} "
-            f"(or -1 for any number), or give --top-k {most[1]}"
+            f"{where} gives {most} log-probabilities of a position at most: start vLLM with --max-logprobs {k} "
+            f"(or -1 for any number), or give --top-k {most}"
         )
     return SettingsError(
         f"{where} refuses to give {k} log-probabilities of a prompt's positions: {exc.status}: {quote(exc.message)}"

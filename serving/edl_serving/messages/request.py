@@ -25,7 +25,7 @@ from edl_serving.shared_memory.regions import ClientRegions
 
 __all__ = ["DecodedRequest", "RequestDecoder"]
 
-_SLOW_TO_READ = 64 << 10  # bytes of typed contents or BYTES, which become Python objects one by one
+_SLOW_TO_READ = 64 << 10  # bytes of typed contents or BYTES, which become objects one by one, or of rows to check
 _MAX_CACHED_HEADER = 2048  # bytes: a dozen tensors with options; the cache then takes 2 MB at most
 _MAX_CACHED_PLANS = 1024  # as many clients with a header of their own as may be connected as it comes
 
@@ -83,7 +83,11 @@ class RequestDecoder:
             request = await asyncio.to_thread(bind_tensors, plan, raw, regions)
         else:
             request = bind_tensors(plan, raw, regions)
-        return self._check_rows(request) if self._checks_rows else request
+        if not self._checks_rows:
+            return request
+        if sum(array.nbytes for array in request.arrays) > _SLOW_TO_READ:
+            return await asyncio.to_thread(self._check_rows, request)
+        return self._check_rows(request)
 
     def _check_rows(self, request: DecodedRequest) -> DecodedRequest:
         """Return the request, if its rows are sequences and the model takes its values."""

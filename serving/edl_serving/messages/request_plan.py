@@ -24,6 +24,10 @@ __all__ = ["RequestInput", "RequestedOutput", "RegionSlice", "RequestPlan", "pla
 _OBJECT_NBYTES = 41
 """Of an element of BYTES: CPython's object of bytes has 33 bytes around them, and the array 8 for where it is."""
 
+_MOST_COPIED = 256 << 20
+"""Bytes of shared memory that a request may have copied: 2,048 tokens with 32,768 targets each. Rows are bounded, and
+their width is not."""
+
 
 @dataclass(frozen=True)
 class RegionSlice:
@@ -97,7 +101,8 @@ class RequestPlan:
             single request.
         uses_shared_memory: whether an input or output lies there.
         timeout_s: how long after its arrival the client waits for the response; None if the request does not say.
-        object_bytes: beside their message, of the Python objects that BYTES are made into.
+        object_bytes: beside their message, of the Python objects that BYTES are made into, and of copies of shared
+            memory.
         answer_bytes: of the outputs in the response, and of those that are held until the last part of a large request
             is computed; without outputs whose size the model alone knows.
         traceparent: the span that it is part of (`trace_context`); empty if the request does not say.
@@ -162,10 +167,24 @@ def plan_request(header: kserve.ModelInferRequest, model: ServedModel, max_rows:
         timeout_s=_read_timeout(header.parameters),
         object_bytes=sum(
             _OBJECT_NBYTES * math.prod(tensor.shape) for tensor in inputs if tensor.spec.datatype == "BYTES"
-        ),
+        )
+        + _copied_bytes(model, inputs),
         answer_bytes=_answer_bytes(model, inputs, options, outputs),
         traceparent=_read_traceparent(header.parameters),
     )
+
+
+def _copied_bytes(model: ServedModel, inputs: tuple[RequestInput, ...]) -> int:
+    """Return the bytes of inputs in shared memory that are copied, so that what was checked is what is computed."""
+    if model.sequence_input is None and not model.checks_inputs:
+        return 0
+    copied = sum(tensor.source.nbytes for tensor in inputs if isinstance(tensor.source, RegionSlice))
+    if copied > _MOST_COPIED:
+        raise invalid_argument(
+            f"{copied:,} bytes of inputs lie in shared memory, and this model takes {_MOST_COPIED:,} at most, since it "
+            "copies them: send fewer rows, or the inputs in the message"
+        )
+    return copied
 
 
 def _answer_bytes(

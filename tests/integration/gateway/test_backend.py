@@ -20,6 +20,7 @@ from edl_serving.gateway.health import EngineHealth
 from edl_serving.gateway.inspection import EngineFacts, find_facts
 from edl_serving.gateway.top_rows import EngineAnswerError
 from edl_serving.request_error import RequestError
+from tests.integration.distill.conftest import until as until_within
 from tests.integration.gateway.formula_engine import MAX_MODEL_LEN, VOCABULARY, FormulaEngine, log_probabilities
 
 SEQUENCES = [[3, 1, 4, 1, 5], [9], [2, 6], list(range(40)), [49] * 62]
@@ -30,6 +31,10 @@ def engine() -> Iterator[FormulaEngine]:
     server = FormulaEngine()
     yield server
     server.close()
+
+
+def until(condition: Callable[[], Any]) -> None:
+    until_within(condition, 60)
 
 
 def reach(engine: FormulaEngine, kind: str = "vllm", **options: Any) -> EngineAccess:
@@ -50,7 +55,7 @@ def open_backend(engine: FormulaEngine) -> Iterator[Callable[..., GatewayBackend
     def open_(kind: str = "vllm", k: int = 8, every_s: float = 0.05, **options: Any) -> GatewayBackend:
         address = reach(engine, kind, **options)
         facts = facts_of(address, k)
-        health = EngineHealth(address, facts, every_s, 60.0, 2)
+        health = EngineHealth(address, facts, k, every_s, 60.0, 2)
         opened.append((GatewayBackend(GatewayModel(address, facts, k, "r1"), health), health))
         return opened[-1][0]
 
@@ -102,6 +107,71 @@ def test_sequences_go_side_by_side(engine: FormulaEngine, open_backend: Callable
     sequences = [[number] * 4 for number in range(30)]
     check(score(backend, sequences), sequences)
     assert engine.most_tokens == 30 * 5
+
+
+@pytest.mark.parametrize(("kind", "scale_out"), [("vllm", True), ("vllm", False), ("sglang", True)])
+def test_next_tokens_are_targets(
+    engine: FormulaEngine, open_backend: Callable[..., GatewayBackend], kind: str, scale_out: bool
+) -> None:
+    """Of the last row any target is answered: it is the token that is asked about behind the sequence."""
+    engine.scale_out = scale_out
+    backend = open_backend(kind)
+    sequences = [tokens for tokens in SEQUENCES if len(tokens) <= backend.max_sequence]
+    ids = np.concatenate([np.array(tokens, np.int32) for tokens in sequences])
+    position = np.concatenate([np.arange(len(tokens), dtype=np.int32) for tokens in sequences])
+    targets = np.concatenate([np.array([*tokens[1:], 23], np.int32) for tokens in sequences])[:, None]
+    inputs = {"ids": ids, "position": position, "targets": targets}
+    backend.check_inputs(inputs, 1.0)
+    answers = backend.predict_top_k(inputs, 4, 1.0)
+    whole = np.concatenate([log_probabilities(tokens) for tokens in sequences])
+    np.testing.assert_allclose(answers["target_logprobs"], np.take_along_axis(whole, targets, -1), atol=1e-6)
+    check(answers["logprobs"], sequences, 4)
+    inputs["targets"] = targets.copy()
+    inputs["targets"][1] += 1
+    with pytest.raises(RequestError, match="row 1, and the next token") as refused:
+        backend.check_inputs(inputs, 1.0)
+    assert refused.value.code.name == "INVALID_ARGUMENT"
+
+
+def test_engine_with_other_settings(engine: FormulaEngine, open_backend: Callable[..., GatewayBackend]) -> None:
+    """Restarted with a smaller --max-logprobs: the teacher is away, the request is not at fault, and both come back."""
+    backend = open_backend()
+    engine.max_logprobs = 3
+    with pytest.raises(RequestError, match="--max-logprobs 8") as refused:
+        score(backend, [[1, 2]])
+    assert refused.value.code.name == "UNAVAILABLE"
+    assert "--max-logprobs 8" in backend.find_fault()
+    looks = engine.looks
+    until(lambda: engine.looks > looks + 3)
+    assert "--max-logprobs 8" in backend.find_fault(), "/health and /v1/models are well, and it is of no use"
+    engine.max_logprobs = 20
+    until(lambda: not backend.find_fault())
+    check(score(backend, [[1, 2]]), [[1, 2]])
+
+
+def test_engine_that_comes_back_is_probed(engine: FormulaEngine, open_backend: Callable[..., GatewayBackend]) -> None:
+    backend = open_backend()
+    engine.healthy = False
+    until(backend.find_fault)
+    engine.max_logprobs = 3
+    engine.healthy = True
+    until(lambda: "--max-logprobs 8" in backend.find_fault())
+    engine.max_logprobs = 20
+    until(lambda: not backend.find_fault())
+
+
+def test_rotated_key(engine: FormulaEngine, open_backend: Callable[..., GatewayBackend], tmp_path: Any) -> None:
+    key = tmp_path / "key"
+    key.write_text("old\n")
+    engine.token = "old"
+    backend = open_backend(token_file=str(key))
+    check(score(backend, [[1, 2]]), [[1, 2]])
+    engine.token = "new"
+    with pytest.raises(RequestError, match="401"):
+        score(backend, [[1, 2]])
+    key.write_text("new\n")
+    until(lambda: not backend.find_fault())
+    check(score(backend, [[1, 2]]), [[1, 2]])
 
 
 def test_temperature_is_refused(open_backend: Callable[..., GatewayBackend]) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edl.protocol import codec, tensors
+from edl.protocol.transport import grpc
 from edl_serving import Array, ServerSettings, TensorSpec
 from edl_serving.batching.executor import Executor
 from edl_serving.batching.job import InferenceJob
@@ -147,6 +148,23 @@ def test_only_the_guilty_request_fails() -> None:
     answers = bench.run(bench.job(rows(2)), bench.job(rows(3, 7.0)), bench.job(rows(1)))
     assert [type(answer) for answer in answers] == [bytes, RequestError, bytes]
     assert bench.backend.calls == [6, 2, 3, 1]
+
+
+@pytest.mark.parametrize(("code", "calls"), [("INVALID_ARGUMENT", [6, 2, 3, 1]), ("UNAVAILABLE", [6])])
+def test_backend_refusals_are_not_multiplied(code: str, calls: list[int]) -> None:
+    """A full engine is not asked once more for each request of a batch; who is at fault is found out."""
+    error = RequestError(grpc.StatusCode[code], "no", 30_000)
+
+    def predict(inputs: Mapping[str, Array]) -> dict[str, Array]:
+        if (inputs["x"] == 7.0).any():
+            raise error
+        return five_logits(inputs)
+
+    bench = Bench(FakeBackend(predict))
+    answers = bench.run(bench.job(rows(2)), bench.job(rows(3, 7.0)), bench.job(rows(1)))
+    assert bench.backend.calls == calls
+    assert answers[1] is error
+    assert [answer is error for answer in answers].count(True) == (1 if len(calls) > 1 else 3)
 
 
 def test_late_requests_are_not_recomputed() -> None:

@@ -60,7 +60,9 @@ class SequenceClassifierBackend(TransformersBackend):
         super().__init__(loaded)
         self._classes = int(loaded.model.config.num_labels)
         known = loaded.model.config.pad_token_id
-        self._pads = isinstance(known, int) and known >= 0  # else a decoder cannot tell where a text ends
+        self._pads = (
+            isinstance(known, int) and 0 <= known < self._vocabulary
+        )  # else a decoder cannot tell where a text ends
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:

@@ -16,7 +16,7 @@ from edl.protocol import names
 from edl.tokenizer_hash import hash_tokenizer
 from edl_serving.backends.source import ModelSource, digest
 
-__all__ = ["TASKS", "instance_meta", "load_model", "longest_sequence", "padding_id", "version_of"]
+__all__ = ["TASKS", "embedded_tokens", "instance_meta", "load_model", "longest_sequence", "padding_id", "version_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -114,9 +114,17 @@ def instance_meta(source: ModelSource) -> dict[str, str]:
 
 
 def padding_id(model: Any) -> int:
-    """Return a token id for places that are padding: some models know them by it."""
+    """Return a token id for places that are padding: some models know them by it.
+
+    0 where the configuration names an id that has no embedding: it was added to the tokenizer, and never looked up.
+    """
     known = getattr(model.config, "pad_token_id", None)
-    return known if isinstance(known, int) and known >= 0 else 0
+    return known if isinstance(known, int) and 0 <= known < embedded_tokens(model) else 0
+
+
+def embedded_tokens(model: Any) -> int:
+    """Return how many token ids a model can look up."""
+    return int(model.get_input_embeddings().weight.shape[0])
 
 
 def longest_sequence(source: ModelSource, model: Any, max_tokens: int) -> int:

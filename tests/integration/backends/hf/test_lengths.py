@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from edl.errors import SettingsError
+from tests.integration.backends.hf.checkpoints import VOCABULARY
 from tests.integration.backends.hf.test_oracle import assert_agrees, load, oracle, tokens
 
 torch = pytest.importorskip("torch")
@@ -30,6 +33,16 @@ def test_neighbours_change_nothing(checkpoint: Folder, name: str, packing: bool)
         inputs = tokens(lengths)
         logits = oracle(checkpoint(name), "AutoModelForCausalLM", inputs)
         assert_agrees(backend.predict_top_k(inputs, 8, 1.0), logits, 8)
+
+
+def test_padding_without_embedding(checkpoint: Folder, tmp_path: Path) -> None:
+    """A token for padding was added to the tokenizer, and the model has no place for it: nobody may look it up."""
+    folder = shutil.copytree(checkpoint("gpt2"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "pad_token_id": VOCABULARY}))
+    inputs = tokens((5, 7, 6))
+    answer = load(folder, "causal-lm").predict_top_k(inputs, 8, 1.0)
+    assert_agrees(answer, oracle(folder, "AutoModelForCausalLM", inputs), 8)
 
 
 def test_features_keep_borders(checkpoint: Folder) -> None:

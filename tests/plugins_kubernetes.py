@@ -271,7 +271,7 @@ def namespace(request: pytest.FixtureRequest, cluster: Cluster, _cluster_lock: N
     try:
         cluster.wait(
             "the namespace's service account and its token",
-            lambda: _takes_pods(cluster, name),
+            lambda: takes_pods(cluster, name),
         )
         request.node.stash.setdefault(DESCRIPTIONS, {})["Kubernetes"] = lambda: cluster.describe(name)
         yield name
@@ -281,7 +281,7 @@ def namespace(request: pytest.FixtureRequest, cluster: Cluster, _cluster_lock: N
             wait_for_deletion(cluster, name)
 
 
-def _takes_pods(cluster: Cluster, namespace: str) -> bool:
+def takes_pods(cluster: Cluster, namespace: str) -> bool:
     """Whether pods can be made: a new namespace's service account, and up to 1.23 its token, come a moment later."""
     spec = {"containers": [{"name": "main", "image": "none"}]}
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": spec}

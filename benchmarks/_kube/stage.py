@@ -17,7 +17,7 @@ from tests.cluster.locks import exclusive_lock, shared_lock
 from tests.cluster.machine import KubeMachine
 from tests.cluster.operator_process import OperatorFactory, operators
 from tests.kube.scenarios.scene import Scene, consul_url, start_consul
-from tests.plugins_kubernetes import delete_namespace, install_resources, wait_for_deletion
+from tests.plugins_kubernetes import delete_namespace, install_resources, takes_pods, wait_for_deletion
 
 __all__ = ["Stage", "open_stage"]
 
@@ -67,8 +67,7 @@ def open_stage(gpus_per_node: int = 0) -> Iterator[Stage]:
         cluster.ask("/api/v1/namespaces", "POST", body)
         stack.callback(wait_for_deletion, cluster, namespace)
         stack.callback(delete_namespace, cluster, namespace)
-        account = f"/api/v1/namespaces/{namespace}/serviceaccounts/default"
-        cluster.wait("the namespace's service account", lambda: cluster.ask(account))
+        cluster.wait("the namespace's service account and its token", lambda: takes_pods(cluster, namespace))
         consul = start_consul(folder / "consul")
         stack.callback(consul.stop)
         yield Stage(

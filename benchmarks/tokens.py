@@ -1,0 +1,137 @@
+"""Labels of language models: tokens a second, bytes and CPU a token, against vLLM's HTTP and against padding.
+
+A tiny random Llama of 2,000 tokens, the same weights on all sides, each with one thread to compute with, asked about
+sequences of 16 to 510 tokens for the 64 most likely ones of each. `vs_vllm_http` divides tokens a second through the
+reader from `edl serve --hf` by those of a client that asks a vLLM over HTTP as TRL does and makes arrays of the JSON;
+`vs_padded` by those of the same reader and teacher where each batch of 16 sequences is padded to its longest.
+`bytes_per_token` is what the student's connections carry, both ways, with `dtype="float16"` (the values of the 64; ids
+and tails stay as they are). `client_cpu_vs_json` divides the CPU that the student's process needs for a token through
+`edl register vllm://` by what it needs where it parses vLLM's JSON itself. Without shared memory, since teachers are
+elsewhere as a rule.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks._child import ROOT, Child
+from benchmarks._harness import Goal, Options, Spread, divide, main, note, take_turns
+from benchmarks._token_student import TOP_K
+from edl.testing import LocalTeacher
+from tests.plugins_vllm import MODEL, VllmFactory
+
+GOALS = [
+    Goal("vs_vllm_http", 3.0),
+    Goal("vs_padded", 1.5),
+    Goal("bytes_per_token", 400.0, "at most"),
+    Goal("client_cpu_vs_json", 0.2, "at most"),
+]
+_WAYS = {
+    "rows": "reader, `edl serve --hf`",
+    "padded": "the same, padded to the longest",
+    "gateway": "reader, `edl register vllm://`",
+    "http": "JSON of vLLM over HTTP",
+}
+_SLOW = ("gateway", "http")
+"""Ways through vLLM, which labels some thousands of tokens a second: longer windows, to hold enough of them."""
+_START_S = 300.0
+
+
+def measure(options: Options) -> dict[str, list[float]]:
+    """The ratios of every round."""
+    if not (MODEL / "model.safetensors").exists():
+        raise SystemExit("tokens: the real vLLM is not installed; run tools/vllm.sh")
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        factory = VllmFactory(folder)
+        stack.callback(factory.close)
+        vllm = factory.start("--max-logprobs", str(TOP_K), "--enable-scale-out")
+        serve = {"hf": MODEL, "task": "causal-lm", "top-k": TOP_K, "threads": 1, "shared-memory": False}
+        teacher = stack.enter_context(LocalTeacher("", serve=serve, timeout_s=_START_S))
+        http = f"127.0.0.1:{vllm.port}"
+        gateway = stack.enter_context(_gateway(http, folder))
+        endpoints = dict.fromkeys(_WAYS, teacher.endpoint) | {"gateway": gateway, "http": http}
+        students = {way: stack.enter_context(_student(way, endpoint)) for way, endpoint in endpoints.items()}
+        _check_agreement(students)
+
+        def ask(way: str) -> Callable[[], dict[str, Any]]:
+            seconds = 2 * options.seconds if way in _SLOW else options.seconds
+            return lambda: students[way].ask(seconds=seconds)
+
+        rounds = take_turns({way: ask(way) for way in _WAYS}, options.repeats)
+        bytes_token = {dtype: _count_bytes(teacher.endpoint, dtype) for dtype in (None, "float16")}
+    found = {way: {key: [one[key] for one in figures] for key in figures[0]} for way, figures in rounds.items()}
+    note("| way | tokens/s | the student's CPU, µs a token |")
+    note("| --- | ---: | ---: |")
+    for way, name in _WAYS.items():
+        note(f"| {name} | {Spread.of(found[way]['tokens_s'])} | {Spread.of(found[way]['cpu_us_token'])} |")
+    json_bytes = Spread.of(found["http"]["bytes_token"])
+    note(f"\nBytes a token, both ways: {bytes_token['float16']:.1f} with float16 values, {bytes_token[None]:.1f} with")
+    note(f"float32; JSON over HTTP {json_bytes}.")
+    return {
+        "vs_vllm_http": divide(found["rows"]["tokens_s"], found["http"]["tokens_s"]),
+        "vs_padded": divide(found["rows"]["tokens_s"], found["padded"]["tokens_s"]),
+        "bytes_per_token": [bytes_token["float16"]],
+        "client_cpu_vs_json": divide(found["gateway"]["cpu_us_token"], found["http"]["cpu_us_token"]),
+    }
+
+
+def _student(way: str, endpoint: str) -> Child:
+    return Child([sys.executable, "-m", "benchmarks._token_student", way, endpoint])
+
+
+def _count_bytes(endpoint: str, dtype: str | None) -> float:
+    """Bytes a token, in a process that has no other connections."""
+    with _student("rows", endpoint) as student:
+        return float(student.ask(dtype=dtype)["bytes_token"])
+
+
+def _check_agreement(students: dict[str, Child]) -> None:
+    """Find out whether all ways say the same of the first sequence: else they did not do the same work.
+
+    Raises:
+        RuntimeError: they do not.
+    """
+    first = {way: student.ask()["first"] for way, student in students.items()}
+    expected = first["rows"]
+    for way, ids in first.items():
+        # Values that are nearly equal may change places; HTTP does not predict what would follow the sequence.
+        same = sum(found == wanted for found, wanted in zip(ids, expected, strict=False))
+        if same < 0.98 * (len(expected) - 1):
+            raise RuntimeError(f"tokens: {way} has {same} of {len(expected)} labels of the others")
+
+
+@contextlib.contextmanager
+def _gateway(engine: str, folder: Path) -> Iterator[str]:
+    """Start `edl register vllm://`; its endpoint."""
+    ready = folder / "ready"
+    command = [sys.executable, "-m", "edl", "register", f"vllm://{engine}", "--model", "m", "--engine-model", "tiny"]
+    command += ["--model-version", "r1", "--top-k", str(TOP_K), "--discovery", f"sqlite:///{folder}/discovery.sqlite"]
+    command += ["--no-shared-memory", "--ready-file", str(ready), "--exit-with", str(os.getpid())]
+    log = folder / "gateway.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    try:
+        deadline = time.monotonic() + _START_S
+        while not ready.exists():
+            if process.poll() is not None or time.monotonic() >= deadline:
+                raise RuntimeError(f"tokens: the gateway does not start:\n{log.read_text()[-3000:]}")
+            time.sleep(0.05)
+        yield str(json.loads(ready.read_text())["endpoint"])
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+if __name__ == "__main__":
+    main("tokens", measure, GOALS, __doc__)

@@ -113,7 +113,7 @@ class ElasticLoop:
         """Go through the batches of an epoch that are left, and save the state between steps.
 
         Args:
-            loader: that the accelerator prepared. Once in every epoch.
+            loader: that the accelerator prepared, or `edl.distill.torch.distill` around it. Once in every epoch.
 
         Yields:
             A batch, as the loader gives it.
@@ -125,7 +125,10 @@ class ElasticLoop:
             raise SettingsError("ElasticLoop.batches() is for one loader in each epoch of ElasticLoop.epochs()")
         self._read = True
         place = self._place
-        iterator = self._go_on(loader) if self._resuming else self._begin(loader)
+        label = getattr(loader, "label", None)  # of `distill`, which labels what is left of the epoch
+        prepared = loader if label is None else loader.loader
+        iterator = self._go_on(prepared) if self._resuming else self._begin(prepared)
+        iterator = iterator if label is None else label(iterator)
         self._resuming = False
         while True:
             self._boundary.begin_step(place.steps - 1)
@@ -138,8 +141,8 @@ class ElasticLoop:
             if self._accelerator.sync_gradients:
                 place.steps += 1
                 self._boundary.count_step()
-        if hasattr(loader, "iteration"):
-            loader.iteration = place.iteration + 1  # of an epoch of no more batches it does not count itself
+        if hasattr(prepared, "iteration"):
+            prepared.iteration = place.iteration + 1  # of an epoch of no more batches it does not count itself
 
     def _begin(self, loader: Any) -> Iterator[Any]:
         self._place.begin(loader)

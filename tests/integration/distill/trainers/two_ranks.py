@@ -1,4 +1,4 @@
-"""A script for two ranks: steps over all texts, in the ways in which a `Trainer` shares samples out; says what it got."""
+"""A script for two ranks: steps over all texts, in the ways in which a `Trainer` shares samples out."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def collate_to_length(samples: Sequence[dict[str, list[int]]]) -> dict[str, torc
     batch = collate_right(samples)
     fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
     return {
-        name: torch.nn.functional.pad(part, (0, LENGTH - part.shape[1]), value=fill[name]) for name, part in batch.items()
+        name: torch.nn.functional.pad(part, (0, LENGTH - part.shape[1]), value=fill[name])
+        for name, part in batch.items()
     }
 
 

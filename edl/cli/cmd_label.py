@@ -25,7 +25,14 @@ def main(argv: Sequence[str]) -> int:
     options = arguments.parser().parse_args(argv)
     arguments.check_job(options)
     plan = arguments.plan_of(options)
-    data = open_data(options.data, arguments.input_names(options), options.ids, options.workers)
+    data = open_data(
+        options.data,
+        arguments.input_names(options),
+        options.ids,
+        options.workers,
+        sequences=options.sequences,
+        offsets=options.offsets,
+    )
     new = not Path(options.output).exists()
     half: Any = "float16" if options.dtype == "float16" else None  # also where a server does not know how to send it
     try:
@@ -45,8 +52,8 @@ def main(argv: Sequence[str]) -> int:
 def _label_all(folder: str, plan: LabelPlan, data: LabelDataset, cache: SoftLabelCache) -> int:
     with open_screen(plan.teachers.name, "waiting for teachers") as screen:
         report = label(data, plan, cache, lambda progress: _show(screen, progress))
-    print_report(report, folder, cache.stats().disk_bytes)
-    print_use(report.key, [folder])
+    print_report(report, folder, cache.stats().disk_bytes, data)
+    print_use(report.key, [folder], sequences=data.sequences)
     return 0
 
 

@@ -31,8 +31,14 @@ examples:
   edl label train.py:dataset --teachers 10.0.0.7:8500,10.0.0.8:8500 --inputs image --outputs logits \\
       --output labels --workers 8 --dtype float16
       a PyTorch Dataset that the function dataset() in train.py returns; eight processes load its samples
-  edl label corpus.py:texts --service lm --inputs ids,mask --outputs logits --output labels --top-k 50 --temperature 2
+  edl label words.py:rows --service digits --inputs x --outputs logits --output labels --top-k 50 --temperature 2
       the 50 largest logits of each row, and the mass of the rest, for a loss at temperature 2
+  edl label corpus.jsonl --service lm --inputs ids=input_ids --ids id --outputs logprobs --top-k 64 --output labels
+      sequences of tokens for a language model: on each line {"id": "a-1", "input_ids": [5, 3, 9]}. A .parquet file has
+      the same as columns, input_ids as lists
+  edl label corpus.npz --service lm --inputs ids=tokens --offsets begins --outputs logprobs --top-k 64 --output labels
+      "tokens" are those of all sequences behind one another, "begins" where each begins, and behind the last the number
+      of all: for three sequences of 4, 2 and 5 tokens 0, 4, 6, 11. With --sequences, a Dataset of your own
   edl label digits.npz --service digits --inputs image=x --outputs logits --output labels --job digits-1 \\
       --store consul://10.0.0.7:8500
       on as many machines as you like, into a folder that they share, or each into its own"""
@@ -47,7 +53,11 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = found.add_argument
-    add("data", metavar="DATA", help="FILE.npz, FILE.npy, FILE.py:FACTORY or MODULE:FACTORY (a Dataset or iterable)")
+    add(
+        "data",
+        metavar="DATA",
+        help="FILE.npz, .npy, .jsonl or .parquet; FILE.py:FACTORY or MODULE:FACTORY (a Dataset or iterable)",
+    )
     add("--inputs", required=True, metavar="NAME[=KEY],…", help="the teachers' inputs, and what DATA calls them")
     add("--outputs", required=True, metavar="NAME,…", help="the teachers' outputs to keep")
     add("--output", required=True, metavar="FOLDER", help="where the labels go; made if it is missing")
@@ -65,8 +75,17 @@ def parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("float16", "float32"), help="of floating-point outputs (default: as teachers give them)")
     add("--ids", metavar="KEY", help="what holds the samples' ids (default: a row's position is its id)")
     add("--dataset", default="", metavar="TAG", help="tells data sets and augmentations in one folder apart")
+    add = found.add_argument_group("sequences of tokens (docs/tokens.md)").add_argument
+    add("--offsets", metavar="KEY", help="in an .npz file: the array of where each sequence begins, and the last ends")
+    add("--sequences", action="store_true", help="each sample of a function is a sequence [tokens], of its own length")
     add = found.add_argument_group("speed").add_argument
-    add("--batch", type=int, default=32, metavar="ROWS", help="rows of one request (default: 32)")
+    add(
+        "--batch",
+        type=int,
+        default=32,
+        metavar="ROWS",
+        help="rows of one request (default: 32); sequences that are read at a time: their requests have 2,048 tokens",
+    )
     add("--workers", type=int, default=0, metavar="N", help="processes that load samples of a Dataset (default: 0)")
     _add_job(found)
     return found

@@ -207,13 +207,14 @@ class _Worker:
     def _conclude(self, client: MasterClient, store: Store, report: LabelReport | None) -> int:
         """Print what was done, here and in all; return the exit code."""
         labels = self._final_labels(client, store)
+        kind = "sequences" if self._data.sequences else "rows"
         if report is not None:
             progress = report.progress
             print(
-                f"{progress.labelled:,} rows labelled here by {model_of(report.key)} in {progress.seconds:.1f} s; "
+                f"{progress.labelled:,} {kind} labelled here by {model_of(report.key)} in {progress.seconds:.1f} s; "
                 f"{progress.known:,} had a label in {self._options.output} before"
             )
-        print(f"job {self._job}: {labels['units_done']:,} of {labels['units']:,} rows have a label")
+        print(f"job {self._job}: {labels['units_done']:,} of {labels['units']:,} {kind} have a label")
         if report is not None or labels["units_done"]:
             self._print_folders(store)
         return self._list_poisoned(labels)
@@ -238,7 +239,7 @@ class _Worker:
             return
         for folder, hosts in folders.items():
             print(f"  {folder} ({', '.join(hosts)})")
-        print_use(self._key, [*folders])
+        print_use(self._key, [*folders], sequences=self._data.sequences)
 
     def _list_poisoned(self, labels: dict[str, Any]) -> int:
         poisoned = labels["shards"]["poisoned"]

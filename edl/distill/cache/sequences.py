@@ -49,6 +49,15 @@ class SequenceIds:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def __getitem__(self, places: slice) -> SequenceIds:
+        """Return some that lie behind one another."""
+        return SequenceIds(
+            self.ids[places],
+            self.lengths[places] if self.lengths is not None else None,
+            self.fingerprints[places] if self.fingerprints is not None else None,
+            self.inputs,
+        )
+
     @property
     def rows(self) -> int:
         """Rows of all sequences, 0 where they are not known."""

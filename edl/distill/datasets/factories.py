@@ -16,18 +16,27 @@ from edl.errors import SettingsError
 
 __all__ = ["EXPECTED", "open_samples"]
 
-EXPECTED = "expected FILE.npz, FILE.npy, PACKAGE.MODULE:FACTORY or FILE.py:FACTORY"
+EXPECTED = "expected FILE.npz, FILE.npy, FILE.jsonl, FILE.parquet, PACKAGE.MODULE:FACTORY or FILE.py:FACTORY"
 
 
 class _Field:
     """A part of a sample: by key, by position, or the sample itself. A class, so that worker processes can have it."""
 
-    def __init__(self, key: str, position: int | None, *, alone: bool = False) -> None:
+    def __init__(self, key: str, position: int | None, *, alone: bool = False, sequences: bool = False) -> None:
         self._key = key
         self._position = position
         self._alone = alone
+        self._sequences = sequences
 
     def __call__(self, sample: Any) -> Any:
+        if (
+            self._sequences
+            and self._alone
+            and isinstance(sample, list)
+            and sample
+            and isinstance(sample[0], int | float)
+        ):
+            return sample  # token ids, as tokenizers return them
         if isinstance(sample, Mapping):
             return sample[self._key]
         if isinstance(sample, tuple | list):
@@ -74,7 +83,9 @@ def _import(name: str, module: str) -> ModuleType:
     return loaded
 
 
-def open_samples(name: str, wanted: Mapping[str, str], ids: str | None, workers: int) -> LabelDataset:
+def open_samples(
+    name: str, wanted: Mapping[str, str], ids: str | None, workers: int, *, sequences: bool = False
+) -> LabelDataset:
     """Open the data set that the function `name` returns.
 
     Args:
@@ -82,6 +93,7 @@ def open_samples(name: str, wanted: Mapping[str, str], ids: str | None, workers:
         wanted: names to keys.
         ids: see `open_data`.
         workers: see `open_data`.
+        sequences: see `open_data`.
 
     Raises:
         SettingsError: there is no such function, or it returns no samples.
@@ -91,22 +103,27 @@ def open_samples(name: str, wanted: Mapping[str, str], ids: str | None, workers:
     if type(data).__name__ == "DataLoader":
         raise SettingsError(f"data {name!r} is a DataLoader: return the Dataset, and load it with --workers N")
     fields = {
-        key: _Field(part, int(part) if part.isdecimal() else at if part == key else None, alone=len(wanted) == 1)
+        key: _Field(
+            part,
+            int(part) if part.isdecimal() else at if part == key else None,
+            alone=len(wanted) == 1,
+            sequences=sequences,
+        )
         for at, (key, part) in enumerate(wanted.items())
     }
     id_field = _Field(ids, int(ids) if ids.isdecimal() else None) if ids is not None else None
     if _is_indexed(data) and id_field is None:
-        return SequenceData(data, fields, workers)
+        return SequenceData(data, fields, workers, sequences=sequences)
     if workers:
         raise SettingsError(
             f"--workers {workers}: data {name!r} must be indexed, and no --ids be taken from its samples"
         )
     if _is_indexed(data):
-        return IterableData(lambda: (data[at] for at in range(len(data))), fields, id_field)
+        return IterableData(lambda: (data[at] for at in range(len(data))), fields, id_field, sequences=sequences)
     if not hasattr(data, "__iter__"):
         raise SettingsError(f"data {name!r} is a {type(data).__name__}: expected samples by index, or an iterable")
     again = itertools.chain([data], (_made(found) for _ in itertools.count()))
-    return IterableData(lambda: next(again), fields, id_field)
+    return IterableData(lambda: next(again), fields, id_field, sequences=sequences)
 
 
 def _made(found: Any) -> Any:

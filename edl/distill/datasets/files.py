@@ -9,19 +9,21 @@ from pathlib import Path
 import numpy as np
 
 from edl.distill.datasets.kinds import ArrayData, LabelDataset
+from edl.distill.datasets.ragged import RaggedData
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 
 __all__ = ["open_arrays"]
 
 
-def open_arrays(path: Path, wanted: Mapping[str, str], ids: str | None) -> LabelDataset:
+def open_arrays(path: Path, wanted: Mapping[str, str], ids: str | None, offsets: str | None = None) -> LabelDataset:
     """Open the arrays of a file.
 
     Args:
         path: of the `.npz` or `.npy` file.
         wanted: input names to names of arrays.
         ids: see `open_data`.
+        offsets: of sequences, the array of where each begins; see `open_data`.
 
     Raises:
         SettingsError: the file cannot be read, or lacks an array.
@@ -29,6 +31,8 @@ def open_arrays(path: Path, wanted: Mapping[str, str], ids: str | None) -> Label
     checksum = ""
     try:
         if path.suffix == ".npy":
+            if offsets is not None:
+                raise SettingsError(f"{str(path)!r} is one array; sequences and their offsets go into an .npz file")
             if len(wanted) > 1:
                 raise SettingsError(f"{str(path)!r} is one array, for one input; several inputs go into an .npz file")
             arrays = dict.fromkeys(wanted, _mapped(path))
@@ -36,6 +40,9 @@ def open_arrays(path: Path, wanted: Mapping[str, str], ids: str | None) -> Label
             file = _Npz(path)
             arrays = {name: file.get(key) for name, key in wanted.items()}
             checksum = ",".join(f"{name}={file.checksum(key)}" for name, key in sorted(wanted.items()))
+            if offsets is not None:
+                found = None if ids is None else _ids_array(path, ids)
+                return RaggedData(arrays, file.get(offsets), found, f"{checksum},{file.checksum(offsets)}")
         return ArrayData(arrays, None if ids is None else _ids_array(path, ids), checksum)
     except (OSError, ValueError, zipfile.BadZipFile) as exc:
         if isinstance(exc, SettingsError):

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from edl.distill.cache import SequenceIds
 from edl.distill.source.arrays import as_array
 from edl.distill.source.row_buffer import RowBuffer
 from edl.errors import SettingsError, SourceError
@@ -28,10 +29,10 @@ __all__ = [
 ]
 
 SampleId: TypeAlias = int | str
-KnownFilter: TypeAlias = Callable[[Sequence[SampleId]], Array]
+KnownFilter: TypeAlias = Callable[[Sequence[SampleId] | SequenceIds], Array]
 """Which of these ids need no label, bool [ids]."""
-Batch: TypeAlias = tuple[list[SampleId], dict[str, Array]]
-"""Ids and inputs [rows, ...]."""
+Batch: TypeAlias = tuple[list[SampleId], dict[str, Any]]
+"""Ids and inputs: arrays [rows, ...], or of sequences lists with an array [tokens, ...] for each id."""
 
 _BLOCK = 65536
 """Ids looked up at a time: enough that the call costs nothing, and a few megabytes of Python objects."""
@@ -43,10 +44,12 @@ class LabelDataset(abc.ABC):
     Attributes:
         inputs: names of the teachers' inputs that it has.
         rows: how many samples, None if unknown.
+        sequences: whether a sample is a sequence, of as many rows as it has tokens.
     """
 
     inputs: tuple[str, ...]
     rows: int | None = None
+    sequences = False
 
     @abc.abstractmethod
     def batches(self, rows: int, known: KnownFilter) -> Iterator[Batch]:
@@ -56,6 +59,10 @@ class LabelDataset(abc.ABC):
             rows: most samples in a batch.
             known: tells which ids need no label.
         """
+
+    def lookup_of(self, batch: Batch) -> Sequence[SampleId] | SequenceIds:
+        """Return what tells whether the samples of a batch have labels."""
+        return SequenceIds(batch[0]) if self.sequences else batch[0]
 
 
 class IndexedData(LabelDataset):
@@ -76,9 +83,9 @@ class IndexedData(LabelDataset):
         self.rows = rows
         self.checksum = checksum
         self._ids = ids
-        if ids is not None and (ids.shape != (rows,) or ids.dtype.kind not in "iuU"):
+        if ids is not None and (ids.shape != (rows,) or ids.dtype.kind not in "iuUO"):
             raise SettingsError(f"--ids: {ids.dtype} {list(ids.shape)}, expected one integer or string for {rows} rows")
-        if ids is not None and len(np.unique(ids)) < rows:
+        if ids is not None and len(set(ids.tolist())) < rows:
             raise SettingsError("--ids: some ids are there twice; each sample needs one of its own")
 
     @abc.abstractmethod
@@ -108,7 +115,8 @@ class IndexedData(LabelDataset):
         found = []
         for begin in range(start, stop, _BLOCK):
             index = np.arange(begin, min(begin + _BLOCK, stop))
-            found.append(index[~known(self.ids_of(index))])
+            ids = self.ids_of(index)
+            found.append(index[~known(SequenceIds(ids) if self.sequences else ids)])
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
 
@@ -145,13 +153,22 @@ class SequenceData(IndexedData):
         samples: by position.
         fields: by input, how to find it in a sample.
         workers: processes that load samples, as in PyTorch's `DataLoader`; 0 to load them in this process.
+        sequences: see `LabelDataset`.
     """
 
-    def __init__(self, samples: Any, fields: Mapping[str, Callable[[Any], Any]], workers: int = 0) -> None:
+    def __init__(
+        self,
+        samples: Any,
+        fields: Mapping[str, Callable[[Any], Any]],
+        workers: int = 0,
+        *,
+        sequences: bool = False,
+    ) -> None:
         super().__init__(len(samples), None)
         self.inputs = tuple(fields)
+        self.sequences = sequences
         self._samples = samples
-        self._stack = _Stack(fields)
+        self._stack = _Stack(fields, sequences=sequences)
         self._workers = workers
         self._parts = _Parts()
 
@@ -170,7 +187,7 @@ class SequenceData(IndexedData):
             raise SourceError(f"the samples from {first!r} on are not loaded: the data set's code raises StopIteration")
 
     @functools.cached_property
-    def _worker_processes(self) -> Iterable[dict[str, Array]]:
+    def _worker_processes(self) -> Iterable[dict[str, Any]]:
         """The processes, which live as long as this object: shards come one after the other, and a start takes long."""
         from torch.utils.data import DataLoader
 
@@ -220,6 +237,7 @@ class IterableData(LabelDataset):
         make: returns an iterable from the start on, every time that it is called.
         fields: by input, how to find it in a sample.
         id_field: how to find a sample's id; None: its position.
+        sequences: see `LabelDataset`.
     """
 
     def __init__(
@@ -227,10 +245,13 @@ class IterableData(LabelDataset):
         make: Callable[[], Iterable[Any]],
         fields: Mapping[str, Callable[[Any], Any]],
         id_field: Callable[[Any], Any] | None = None,
+        *,
+        sequences: bool = False,
     ) -> None:
         self.inputs = tuple(fields)
+        self.sequences = sequences
         self._make = make
-        self._stack = _Stack(fields)
+        self._stack = _Stack(fields, sequences=sequences)
         self._id_field = id_field
 
     def batches(self, rows: int, known: KnownFilter) -> Iterator[Batch]:
@@ -250,7 +271,7 @@ class IterableData(LabelDataset):
     def _take(self, at: int, sample: Any, seen: set[SampleId]) -> tuple[SampleId, dict[str, Array]]:
         return self._stack.take(self._new_id(at, sample, seen), sample)
 
-    def _batch(self, entries: list[tuple[SampleId, dict[str, Array]]]) -> tuple[list[SampleId], dict[str, Array]]:
+    def _batch(self, entries: list[tuple[SampleId, dict[str, Array]]]) -> Batch:
         return [sample_id for sample_id, _ in entries], self._stack(entries)
 
     def _new_id(self, at: int, sample: Any, seen: set[SampleId]) -> SampleId:
@@ -276,10 +297,14 @@ class IterableData(LabelDataset):
 
 
 class _Stack:
-    """Makes an array [rows, ...] of every input out of samples, in whichever process loads them."""
+    """Makes an array [rows, ...] of every input out of samples, in whichever process loads them.
 
-    def __init__(self, fields: Mapping[str, Callable[[Any], Any]]) -> None:
+    Of sequences, which differ in length, it makes a list of arrays.
+    """
+
+    def __init__(self, fields: Mapping[str, Callable[[Any], Any]], *, sequences: bool = False) -> None:
         self._fields = fields
+        self._sequences = sequences
 
     def take(self, sample_id: SampleId, sample: Any) -> tuple[SampleId, dict[str, Array]]:
         """Return a sample's inputs, copied before the next sample is loaded, perhaps into the same memory."""
@@ -292,7 +317,9 @@ class _Stack:
             taken[name] = np.array(as_array(found, f"sample {sample_id!r}, input {name!r}"))
         return sample_id, taken
 
-    def __call__(self, entries: Sequence[tuple[SampleId, dict[str, Array]]]) -> dict[str, Array]:
+    def __call__(self, entries: Sequence[tuple[SampleId, dict[str, Array]]]) -> dict[str, Any]:
+        if self._sequences:
+            return {name: [fields[name] for _, fields in entries] for name in self._fields}
         stacked = {name: RowBuffer(name, len(entries), "bring all samples to one shape") for name in self._fields}
         for sample_id, fields in entries:
             for name, array in fields.items():

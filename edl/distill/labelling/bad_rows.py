@@ -104,7 +104,7 @@ def label_singly(
     )
 
     def attempt(part: Array) -> str:
-        epoch = session.start(loaded(data, [part]), batch_cutter(data.inputs, session.labeller.services))
+        epoch = session.start(loaded(data, [part]), batch_cutter(data, session.labeller.services))
         try:
             for item in epoch:
                 epoch.taken(item)

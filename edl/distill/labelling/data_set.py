@@ -7,20 +7,29 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from edl.distill.cache import CacheView, SoftLabelCache
-from edl.distill.datasets.kinds import LabelDataset, SampleId
+from edl.distill.cache import CacheView, SequenceIds, SoftLabelCache
+from edl.distill.datasets.kinds import Batch, LabelDataset, SampleId
+from edl.distill.datasets.ragged import RaggedData
 from edl.distill.labelling.plan import LabelPlan, LabelProgress, LabelReport
 from edl.distill.pipeline.cache_lookup import CacheConfig
 from edl.distill.pipeline.session import LabelSession
-from edl.distill.source.cutters import BatchCutter, Getter
-from edl.errors import TemporaryError
+from edl.distill.source.cutters import BatchCutter, Cutter, Getter
+from edl.distill.source.sequence_cutters import SequenceColumnsCutter
+from edl.errors import SettingsError, TemporaryError
 from edl.protocol.tensors import Array
 
-__all__ = ["batch_cutter", "label"]
+__all__ = ["batch_cutter", "check_sequences", "label"]
 
 _SETTLE_EVERY = 32
 """Batches after which to wait until their labels are kept, so that none are left out because too many wait."""
 
+_SEQUENCES_REMEDY = (
+    "give it sequences (a .jsonl or .parquet file, an .npz file with --offsets, or a function with --sequences)"
+)
+_ROWS_REMEDY = (
+    "a model of sequences says so (edl_sequences), as those of edl serve --hf and edl register vllm:// do; for others "
+    "give it rows of one shape"
+)
 _PASSES = 3
 """Tries before an error: labels that were not kept twice will not be the third time without a change."""
 
@@ -51,6 +60,7 @@ def label(
     """
     session = LabelSession([plan.teachers], plan.output_spec, plan.options, CacheConfig(cache, plan.dataset))
     try:
+        check_sequences(data, session)
         view = session.labeller.view(cache, tuple(data.inputs))
         view.verify()
         run = _Run(data, plan, session, view, progress)
@@ -68,14 +78,43 @@ def label(
         session.close()
 
 
-def batch_cutter(inputs: Sequence[str], services: int) -> BatchCutter:
+def batch_cutter(data: LabelDataset, services: int) -> Cutter:
     """Return what cuts the batches of a data set: pairs of ids and inputs.
 
     Args:
-        inputs: their names.
+        data: the data set.
         services: how many services are asked.
     """
-    return BatchCutter({name: _input(name) for name in inputs}, None, services, lambda batch: batch[0])
+    getters = {name: _input(name) for name in data.inputs}
+    kind = SequenceColumnsCutter if data.sequences else BatchCutter
+    return kind(getters, None, services, lambda batch: batch[0])
+
+
+def check_sequences(data: LabelDataset, session: LabelSession) -> None:
+    """Check that a data set of sequences goes with the model; waits for the first teacher.
+
+    Args:
+        data: the data set; told which input of the model holds positions.
+        session: of the teachers.
+
+    Raises:
+        SettingsError: the model has no such input, or rows of it are no tokens; or the other way round.
+        NoTeacherError: no teacher told within `teacher_timeout_s` what its model is.
+    """
+    spec = session.labeller.model_spec()
+    if bool(spec.sequences) != data.sequences:
+        kinds = ("sequences", "rows") if data.sequences else ("rows", "sequences")
+        raise SettingsError(
+            f"the data set has {kinds[0]}, and the teachers' model {spec.name!r} takes {kinds[1]}: "
+            + (_ROWS_REMEDY if data.sequences else _SEQUENCES_REMEDY)
+        )
+    if isinstance(data, RaggedData):
+        data.position_input = spec.sequences
+        odd = [name for name in data.inputs if spec.inputs and name not in spec.inputs]
+        if odd:
+            raise SettingsError(
+                f"--inputs: the teachers' model {spec.name!r} has no input {odd[0]!r}, only {', '.join(spec.inputs)}"
+            )
 
 
 class _Run:
@@ -96,18 +135,18 @@ class _Run:
         self._tell = tell
         self._started = time.monotonic()
         self._known = self._labelled = self.lost = 0
-        self._unsettled: list[SampleId] = []
+        self._unsettled: list[Batch] = []
 
     def one_pass(self, *, first: bool) -> int:
         """Label what has no label; return how many rows were answered but not kept."""
         self.lost = 0
         batches = self._data.batches(self._plan.batch_rows, lambda ids: self._is_known(ids, first))
-        epoch = self._session.start(batches, batch_cutter(self._data.inputs, self._session.labeller.services))
+        epoch = self._session.start(batches, batch_cutter(self._data, self._session.labeller.services))
         try:
             for number, item in enumerate(epoch, 1):
                 epoch.taken(item)
-                self._unsettled += item.value[0]
-                self._labelled += item.rows
+                self._unsettled.append(item.value)
+                self._labelled += len(item.value[0])
                 if number % _SETTLE_EVERY == 0:
                     self._settle()
                 self._tell(self.progress())
@@ -130,12 +169,13 @@ class _Run:
     def _settle(self) -> None:
         """Check that what was answered has been kept."""
         self._session.labeller.prepare_epoch()
-        lost = int(np.count_nonzero(~self._view.contains(self._unsettled)))
+        lookups = map(self._data.lookup_of, self._unsettled)
+        lost = sum(int(np.count_nonzero(~self._view.contains(ids))) for ids in lookups)
         self.lost += lost
         self._labelled -= lost
         self._unsettled = []
 
-    def _is_known(self, ids: Sequence[SampleId], first: bool) -> Array:
+    def _is_known(self, ids: Sequence[SampleId] | SequenceIds, first: bool) -> Array:
         """Return which ids have a label. Called in the feeding thread."""
         known = self._view.contains(ids)
         if first:

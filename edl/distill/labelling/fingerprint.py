@@ -51,7 +51,14 @@ def _inputs_of(data: IndexedData) -> tuple[str, ...]:
         _, fields = next(iter(data.load([np.array([0])])))
     except Exception:  # noqa: BLE001 - the data set's own code; what is wrong with a row is its shard's matter
         return tuple(sorted(data.inputs))
-    return tuple(f"{name} {array.dtype}{list(array.shape[1:])}" for name, array in sorted(fields.items()))
+    return tuple(f"{name} {_shape_of(found)}" for name, found in sorted(fields.items()))
+
+
+def _shape_of(found: Array | list[Array]) -> str:
+    if isinstance(found, list):
+        sizes = ",".join(map(str, ("tokens", *found[0].shape[1:])))
+        return f"{found[0].dtype}[{sizes}]"
+    return f"{found.dtype}{list(found.shape[1:])}"
 
 
 def _checksum_of(data: IndexedData, index: Sequence[Array]) -> str:
@@ -73,7 +80,8 @@ def _row_checksum(data: IndexedData, part: Array) -> bytes:
 def _digest(batch: Batch) -> bytes:
     ids, fields = batch
     total = hashlib.blake2b(repr(ids).encode(), digest_size=16)
-    for name, array in sorted(fields.items()):
+    columns = [(name, found if isinstance(found, list) else [found]) for name, found in sorted(fields.items())]
+    for name, array in ((name, array) for name, column in columns for array in column):
         total.update(f"{name} {array.dtype.str} {array.shape}".encode())
         total.update(repr(array.tolist()).encode() if array.dtype.hasobject else np.ascontiguousarray(array).tobytes())
     return total.digest()

@@ -15,10 +15,10 @@ import numpy as np
 from typing_extensions import Self
 
 from edl.background import BackgroundLoop
-from edl.distill.cache import CacheKey, SoftLabelCache
+from edl.distill.cache import CacheKey, SequenceIds, SoftLabelCache
 from edl.distill.datasets.kinds import Batch, IndexedData, SampleId
 from edl.distill.labelling.bad_rows import OF_THE_ROWS, label_singly, loaded
-from edl.distill.labelling.data_set import batch_cutter
+from edl.distill.labelling.data_set import batch_cutter, check_sequences
 from edl.distill.labelling.plan import LabelPlan, LabelProgress, LabelReport
 from edl.distill.labelling.shard_tracker import RowShard, ShardTracker
 from edl.distill.pipeline.cache_lookup import CacheConfig
@@ -42,6 +42,8 @@ _FIRST_COMMIT_S, _LAST_COMMIT_S, _COMMIT_SHARE = 0.5, 10.0, 0.02
 leaves some hundred files an hour; no less than a disk takes for a file, no more than a person waits for figures."""
 _LOOKED_UP_AT_ONCE = 1024
 """Rows read from disk at a time to see whether their labels are whole: memory stays bounded for wide rows."""
+_SEQUENCES_AT_ONCE = 64
+"""Likewise of sequences, each of which has the labels of hundreds of tokens."""
 _FEW_ROWS = 8
 """Rows without label of a shard whose other rows have one that are tried singly at once: mostly they failed before."""
 _LONGEST_PAUSE_S = 2.0
@@ -121,6 +123,7 @@ class ShardLabeller:
             NoTeacherError: no teacher was live for `teacher_timeout_s`, or none of the version that is asked for.
             SettingsError: teachers do not say which version of the model they have, and `plan` names none.
         """
+        check_sequences(self._data, self._session)
         return self._session.labeller.view(self._cache, self._data.inputs).key
 
     def run(self, source: ShardSource, progress: Callable[[LabelProgress], None] = lambda _: None) -> LabelReport:
@@ -219,7 +222,7 @@ class _ShardRun:
             for number, item in enumerate(epoch, 1):
                 epoch.taken(item)
                 self._tracker.take()
-                self._note_labelled(item.rows)
+                self._note_labelled(len(item.value[0]))
                 if self._tracker.idle:
                     committer.wake()
                 if number % _SETTLE_EVERY == 0:
@@ -241,7 +244,7 @@ class _ShardRun:
 
     def _start(self, batches: Iterator[Batch]) -> Epoch:
         self._stopping = False
-        return self._session.start(batches, batch_cutter(self._data.inputs, self._session.labeller.services))
+        return self._session.start(batches, batch_cutter(self._data, self._session.labeller.services))
 
     def _end(self, epoch: Epoch) -> None:
         """End an epoch, and wait until its thread uses the data set and the tracker no more."""
@@ -378,9 +381,10 @@ class _ShardRun:
         """Return the positions of the shard's rows that have no label, or a damaged one."""
         return self._data.unknown(self._is_whole, shard.start, shard.stop)
 
-    def _is_whole(self, ids: Sequence[SampleId]) -> Array:
-        starts = range(0, len(ids), _LOOKED_UP_AT_ONCE)
-        return np.concatenate([self._view.get(ids[start : start + _LOOKED_UP_AT_ONCE]).mask for start in starts])
+    def _is_whole(self, ids: Sequence[SampleId] | SequenceIds) -> Array:
+        step = _SEQUENCES_AT_ONCE if isinstance(ids, SequenceIds) else _LOOKED_UP_AT_ONCE
+        parts = (ids[start : start + step] for start in range(0, len(ids), step))
+        return np.concatenate([self._view.get(part).mask for part in parts])
 
     # The thread that commits
 

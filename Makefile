@@ -45,13 +45,14 @@ bench: $(VENV)/.dev bench-tools ## run every benchmark, about an hour, and write
 soak: $(VENV)/.dev tools ## let everything fail at random for half an hour, and write docs/reliability.md
 	$(BIN)/python -m tests.soak --report docs/reliability.md $(SOAK_ARGS)
 
-tools: ## fetch the real Consul, etcd, Slurm, Triton, Kubernetes, Chromium and Prometheus that some tests and benchmarks run against
+tools: ## fetch the real Consul, etcd, Slurm, Triton, vLLM, Kubernetes, Chromium and Prometheus that some tests and benchmarks run against
 	@bash tools/consul.sh
 	@bash tools/etcd.sh
 	@bash tools/slurm.sh
 	@bash tools/chromium.sh
 	@bash tools/prometheus.sh
 	@PYTHON=$(PYTHON) bash tools/triton.sh
+	@bash tools/vllm.sh
 	@PYTHON=$(PYTHON) bash tools/kubernetes.sh
 
 bench-tools: tools ## fetch what only benchmarks need: torchft

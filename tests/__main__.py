@@ -1,4 +1,4 @@
-"""Runs the tests: those that may run side by side, jobs of several processes two at a time, Kubernetes, the rest alone.
+"""Runs the tests: side by side, jobs of several processes two at a time, those before vLLM, Kubernetes, the rest alone.
 
     python -m tests                      everything
     python -m tests -k reader -x         a part; arguments are pytest's
@@ -19,7 +19,8 @@ import time
 
 NO_TESTS = 5  # pytest.ExitCode.NO_TESTS_COLLECTED
 INTERRUPTED = 2
-QUICK = "not serial and not kubernetes and not consul and not etcd and not chromium and not prometheus"
+APART = "not kubernetes and not vllm"
+QUICK = "not serial and not kubernetes and not vllm and not consul and not etcd and not chromium and not prometheus"
 
 
 def main() -> int:
@@ -34,8 +35,10 @@ def main() -> int:
     order = ["--dist", "loadfile", "--no-loadscope-reorder"]  # as collected: see LONG in tests/conftest.py
     beside = ["-n", str(options.workers), *order]
     parts = {
-        "side by side": ["-m", "not serial and not kubernetes", *beside],
-        "two at a time": ["-m", "serial and not alone and not kubernetes", "-n", str(options.jobs), *order],
+        "side by side": ["-m", f"not serial and {APART}", *beside],
+        "two at a time": ["-m", f"serial and not alone and {APART}", "-n", str(options.jobs), *order],
+        # In one process, and so with one server, which takes a minute to start and all of a core.
+        "before a vLLM": ["-m", "vllm"],
         # One cluster, and jobs whose pods share the cores.
         "on Kubernetes": ["-m", "kubernetes and not alone", "-n", str(options.jobs), *order],
         "one after another": ["-m", "alone"],

@@ -44,11 +44,19 @@ class FormulaEngine:
         gather_tokens: answers wait until so many tokens were asked for at the same time.
         released: answers wait until this is set.
         looks: questions about health so far.
+        predict: the log-probabilities behind each token, float64 [tokens, VOCABULARY or another number].
         requests: paths and bodies of the requests so far.
         most_tokens: that were asked for at the same time.
     """
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(
+        self,
+        port: int = 0,
+        predict: Callable[[Sequence[int]], np.ndarray] = log_probabilities,
+        vocabulary: int = VOCABULARY,
+    ) -> None:
+        self.predict = predict
+        self.vocabulary = vocabulary
         self.max_logprobs = 20
         self.scale_out = True
         self.token = ""
@@ -138,7 +146,7 @@ class FormulaEngine:
             _send(handler, 401, {"error": "Unauthorized"})
         elif handler.path == "/inference/v1/generate" and not self.scale_out:
             _refuse(handler, 403, "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out …")
-        elif max(tokens) >= VOCABULARY:
+        elif max(tokens) >= self.vocabulary:
             _refuse(handler, 400, f"Token id {max(tokens)} is out of vocabulary")
         elif len(tokens) >= MAX_MODEL_LEN:
             _refuse(
@@ -153,7 +161,7 @@ class FormulaEngine:
         if k > self.max_logprobs:
             words = f"Requested prompt logprobs of {k}, which is greater than max allowed: {self.max_logprobs}"
             return 400, {"error": {"message": words, "type": "BadRequestError", "code": 400}}
-        predicted = log_probabilities(tokens)[:-1]
+        predicted = self.predict(tokens)[:-1]
         order = np.argsort(-predicted, axis=-1, kind="stable")
         if path == "/generate":
             top = [

@@ -32,12 +32,15 @@ class Work:
         second: units of the job that comes.
         after_s: seconds from the first job's first unit until the second job comes.
         unit_s: seconds that a unit takes.
+        patient: elastically, the first job ends when the second has begun, and the second when it has all GPUs, however
+            long pods take to start. Times say nothing then.
     """
 
     first: int = 60
     second: int = 80
     after_s: float = 5.0
     unit_s: float = 1.0
+    patient: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,13 +123,18 @@ def share_gpus(scene: Scene, template: Mapping[str, Any], folder: Path, work: Wo
     for diary in (first, second):
         diary.path.parent.mkdir(parents=True)
         diary.path.parent.chmod(0o777)
+    until_begun, until_grown = [], []
+    if work.patient and elastic:
+        until_begun = ["--until-file", str(second.path.parent / "unit-0")]
+        until_grown = ["--until-workers", str(GPUS)]
     first_submitted = time.time()
-    scene.create_job("first", _run(first, work.first, work), template, minReplicas=2)
+    scene.create_job("first", [*_run(first, work.first, work), *until_begun], template, minReplicas=2)
     scene.wait("the first job's work", lambda: first.has("unit"))
     time.sleep(work.after_s)
     second_submitted = time.time()
     least = 1 if elastic else GPUS
-    scene.create_job("second", _run(second, work.second, work), template, minReplicas=least, maxReplicas=GPUS)
+    run = [*_run(second, work.second, work), *until_grown]
+    scene.create_job("second", run, template, minReplicas=least, maxReplicas=GPUS)
     for name in ("first", "second"):
         scene.wait_success(name, END_S)
     return Sharing(_times(first, first_submitted), _times(second, second_submitted))

@@ -333,19 +333,24 @@ class Dispatcher:
 
     def oversized_rows(self, now: float) -> int:
         """Return the rows of the largest waiting task that no usable teacher takes; 0 without such a task."""
+        return max((task.rows for task in self._oversized(now)), default=0)
+
+    def oversized_sequence(self, now: float) -> int:
+        """Return the rows of the longest sequence of such a task that is too long for all usable teachers; else 0."""
+        usable = [state for state in list(self.teachers.values()) if state.is_usable(now)]
+        takes = max((state.longest_sequence for state in usable), default=math.inf)
+        return max((task.longest for task in self._oversized(now) if task.longest > takes), default=0)
+
+    def _oversized(self, now: float) -> list[_Task]:
         usable = [state for state in list(self.teachers.values()) if state.is_usable(now)]
         if not usable or any(state.accepts(math.inf, math.inf, math.inf) for state in usable):
-            return 0
+            return []
         waiting = (self._tasks[task] for task in (*self._waiting, *self._parked) if task in self._tasks)
-        return max(
-            (
-                task.rows
-                for task in waiting
-                if not task.attempts
-                and not any(state.accepts(task.rows, task.nbytes, task.longest) for state in usable)
-            ),
-            default=0,
-        )
+        return [
+            task
+            for task in waiting
+            if not task.attempts and not any(state.accepts(task.rows, task.nbytes, task.longest) for state in usable)
+        ]
 
     @property
     def max_rows(self) -> int:

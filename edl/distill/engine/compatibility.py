@@ -173,7 +173,7 @@ class TeacherCompatibility:
         known = self.spec.version if self.spec is not None else ""
         return (
             f"it has version {version!r} of its model, this epoch's labels are of {known!r}, and "
-            "mixed_versions='refuse': name one with version=, or let the next epoch follow"
+            "mixed_versions='refuse': name one with version=, or let the next epoch (of a Scorer the next call) follow"
         )
 
     def select_version(self, live: Sequence[ModelSpec]) -> None:

@@ -145,13 +145,30 @@ class Engine:
             with contextlib.suppress(TimeoutError):  # then the version stays for this epoch
                 self._thread.run(self._follow_version(), 2 * _REFRESH_TIMEOUT_S)
 
-    def no_teacher(self, oversized_rows: int = 0) -> NoTeacherError:
+    @property
+    def awaits_teachers(self) -> bool:
+        """Whether a teacher is being connected to for the first time."""
+        return any(connection.spec is None for connection in list(self._pool.connections.values()))
+
+    def wait_changed(self, timeout_s: float) -> None:
+        """Wait until a teacher has come, or `timeout_s` have passed."""
+        before = self.limits
+        self._spec_known.wait_for(lambda: self.limits != before, timeout_s)
+
+    def no_teacher(self, oversized_rows: int = 0, oversized_sequence: int = 0) -> NoTeacherError:
         """Return the error for a wait that was in vain, with what is known of all teachers.
 
         Args:
             oversized_rows: rows of a request that is larger than what live teachers take; 0 without such a request.
+            oversized_sequence: rows of a sequence in it that is longer than what they take; 0 without one.
         """
         limits = self.limits
+        if oversized_sequence:
+            return NoTeacherError(
+                f"no live teacher for {self.name} took a sequence of {oversized_sequence} tokens within "
+                f"{self._timeout_s:g} s ({self._pool.describe()}): start a teacher that takes it again (edl serve "
+                "--max-tokens), or cut sequences in your source"
+            )
         if oversized_rows and (not limits.max_rows or oversized_rows <= limits.max_rows):
             nbytes = max((job.payload.nbytes for job in self._jobs.values()), default=0)
             return NoTeacherError(
@@ -491,7 +508,7 @@ class Engine:
         if status.silent_s:
             logger.warning("no teacher of %s has answered for %.0f s: still waiting", self.name, status.silent_s)
         if status.expired:
-            self._fail_all(self.no_teacher(oversized_rows))
+            self._fail_all(self.no_teacher(oversized_rows, self._dispatcher.oversized_sequence(now)))
             return None
         return status.check_at
 

@@ -260,6 +260,60 @@ class ChunkLabeller:
         """Rows of the longest sequence that every service has a teacher for, 0 if any number."""
         return min((engine.limits.max_sequence for engine in self._engines if engine.limits.max_sequence), default=0)
 
+    def awaits_sequence(self, rows: int, since: float) -> bool:
+        """Return whether to wait for a teacher that takes a sequence, where no known teacher does.
+
+        One may come where teachers of a fixed list are still being connected to, and at any moment where a service is
+        asked whose teachers come and go.
+
+        Args:
+            rows: of the sequence.
+            since: when the wait began, on the monotonic clock; it lasts `teacher_timeout_s` at most.
+        """
+        short = [
+            (group, engine)
+            for group, engine in zip(self.teachers, self._engines, strict=True)
+            if engine.limits.max_sequence and rows > engine.limits.max_sequence
+        ]
+        if not short or time.monotonic() - since > self._options.teacher_timeout_s:
+            return False
+        return all(group.service is not None or engine.awaits_teachers for group, engine in short)
+
+    def await_max_sequence(self, rows: int, stopped: Callable[[], bool]) -> int:
+        """Wait as long as `awaits_sequence` says, and return `max_sequence`.
+
+        Args:
+            rows: of the sequence.
+            stopped: whether the epoch was closed, which ends all waiting.
+        """
+        begin = time.monotonic()
+        warned = False
+        while not stopped() and self.awaits_sequence(rows, begin):
+            for engine in self._engines:
+                engine.wait_changed(0.2 / len(self._engines))
+            if not warned and time.monotonic() - begin > _SAY_AFTER_S:
+                warned = True
+                logger.warning(
+                    "a sequence has %d tokens, and the teachers that are known take at most %d: waiting up to %g s for "
+                    "another",
+                    rows,
+                    self.max_sequence,
+                    self._options.teacher_timeout_s,
+                )
+        return self.max_sequence
+
+    def follow_versions(self) -> None:
+        """Follow the teachers' version, where there are no epochs that do: what was asked for has been answered."""
+        for engine in self._engines:
+            with contextlib.suppress(ClosedError):  # by another thread, meanwhile
+                self.thread.call(engine.begin_epoch)
+                engine.select_version()
+
+    @property
+    def refuses_versions(self) -> bool:
+        """Whether labels of several versions are not mixed."""
+        return self._options.mixed_versions == "refuse"
+
     def rows_that_fit(self, fields: Mapping[str, Array]) -> int:
         """Return how many rows like these all teachers take in a request by their bytes, 0 if any number."""
         fitting = [

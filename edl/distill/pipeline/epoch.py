@@ -250,6 +250,7 @@ class Epoch:
 
     def _take_in(self, source: Iterator[Any], cutter: Cutter) -> None:
         self._labeller.prepare_epoch()
+        cutter.await_max_sequence = lambda rows: self._labeller.await_max_sequence(rows, lambda: self._closed)
         while not self._closed:
             self._asked_at = time.monotonic()
             self._source_clock.begin(self._asked_at)

@@ -23,6 +23,8 @@ __all__ = ["ScoreCall", "ScoreCalls"]
 
 _LOOK_S = 0.05
 """How often a call is looked at that waits for the first teacher: connecting takes longer."""
+_FOLLOW_S = 1.0
+"""How often the teachers' version is looked at: that costs each of them a request, and a new version may be so late."""
 _IDLE_S = 3600.0  # nothing to do: calls and answers wake the thread
 
 
@@ -75,6 +77,7 @@ class ScoreCalls:
         self._added: deque[ScoreCall] = deque()
         self._calls: deque[ScoreCall] = deque()  # of this thread alone, the oldest first
         self._tokens = 0
+        self._followed_at = time.monotonic()
         self._loop = BackgroundLoop("edl-score", self._step)
 
     def add(self, call: ScoreCall) -> None:
@@ -113,17 +116,38 @@ class ScoreCalls:
         for call in list(self._calls):
             if self._has_ended(call, now):
                 self._drop(call)
-        wait_s = self._send()
+        wait_s = min(self._follow_versions(now), self._send())
         deadlines = [call.deadline for call in self._calls if call.deadline is not None]
         return max(min([wait_s, *(deadline - now for deadline in deadlines)]), 0.0)
 
+    def _follow_versions(self, now: float) -> float:
+        """Follow the teachers to another version before a call whose labels would not be mixed with those of this.
+
+        Returns:
+            Seconds until the next look.
+        """
+        if not self._calls or any(chunk.done for call in self._calls for chunk in call.sent):
+            return _IDLE_S
+        sent = any(call.sent for call in self._calls)
+        if sent and not (self._labeller.refuses_versions and not self._labeller.stats().teachers_live):
+            return _FOLLOW_S if self._labeller.refuses_versions else _IDLE_S
+        if now < self._followed_at + _FOLLOW_S:
+            return max(self._followed_at + _FOLLOW_S - now, _LOOK_S) if sent else _IDLE_S
+        self._labeller.follow_versions()
+        self._followed_at = time.monotonic()
+        return _FOLLOW_S
+
     def _send(self) -> float:
         """Send what there is room for; return the seconds until the next look."""
+        wait_s = _IDLE_S
         for call in list(self._calls):
             try:
                 if call.item is None:
                     if self._labeller.lacks_teacher(call.began):
                         return _LOOK_S
+                    if self._labeller.awaits_sequence(max(len(sample[0]) for sample in call.samples), call.began):
+                        wait_s = _LOOK_S
+                        continue  # others need not wait for it
                     self._cut(call)
                 while call.unsent:
                     chunk = call.unsent[0]
@@ -137,7 +161,7 @@ class ScoreCalls:
             except Exception as exc:  # noqa: BLE001 - raised again where the result is asked for
                 self._drop(call)
                 _fail(call, exc)
-        return _IDLE_S
+        return wait_s
 
     def _cut(self, call: ScoreCall) -> None:
         cutter = SequenceListCutter(self._getters, self._request_tokens, self._labeller.services)

@@ -14,7 +14,7 @@ from edl.discovery.store import Store
 from edl.errors import SettingsError
 from edl.settings import Credentials
 
-__all__ = ["identify_store", "open_registry", "open_store", "servers_of"]
+__all__ = ["identify_server", "identify_store", "open_registry", "open_store", "servers_of"]
 
 _ACCEPTED = (
     "accepted are sqlite:///absolute/path/to/file, consul://host:8500 and etcd://host:2379,host2:2379"
@@ -159,15 +159,19 @@ def identify_store(url: str) -> str:
             place = parts.netloc
         else:
             members = parts.netloc.split(",") if parts.scheme in _ETCD else [parts.netloc]
-            place = ",".join(sorted({_identify_server(member.strip(), _PORTS[parts.scheme]) for member in members}))
+            place = ",".join(sorted({identify_server(parts.scheme, member.strip()) for member in members}))
     except (ValueError, SettingsError):
         return url
     query = urlencode(sorted(parse_qsl(parts.query, keep_blank_values=True)))
     return f"{parts.scheme}://{place}{'?' if query else ''}{query}"
 
 
-def _identify_server(member: str, port: int) -> str:
-    """Return host and port in the one spelling.
+def identify_server(scheme: str, member: str) -> str:
+    """Return host and port of a store's server in the one spelling.
+
+    Args:
+        scheme: of the store's URL.
+        member: as the URL has it, with the scheme's own port or without.
 
     Raises:
         ValueError: it is no host with a port.
@@ -178,7 +182,7 @@ def _identify_server(member: str, port: int) -> str:
         raise ValueError(f"{member}: no host")
     if ":" in host:
         host = f"[{ipaddress.ip_address(host)}]"
-    return f"{host}:{port if parts.port is None else parts.port}"
+    return f"{host}:{_PORTS[scheme] if parts.port is None else parts.port}"
 
 
 def servers_of(url: str) -> list[tuple[str, int | None]]:

@@ -28,6 +28,8 @@ _LARGEST_SKEW_S: Final = 86400.0
 """Nothing that works has a clock so wrong: certificates and tokens of that day would not be valid."""
 _LONGEST_HALT_S: Final = 60.0
 """For so long the time may stand still; a clock that is put back further is followed, or nothing would come due."""
+_LONGEST_DOUBT_S: Final = 10.0
+"""After so long without answers that agree, this machine's clock is all that there is."""
 _WARNED_S: Final = 5.0
 """From here on a clock that is wrong is worth a line of log."""
 
@@ -96,6 +98,7 @@ class ServerClock:
         self._candidate: _Agreement | None = None
         self._latest_s = 0.0
         self._warned: set[str] = set()
+        self._contradicted_s: float | None = None
 
     def read(self) -> float:
         """Return the API server's time, in seconds since 1970; this machine's where the answers do not say.
@@ -107,6 +110,12 @@ class ServerClock:
             if not self._latest_s - _LONGEST_HALT_S <= now_s <= self._latest_s:
                 self._latest_s = now_s
             return self._latest_s
+
+    def is_doubtful(self) -> bool:
+        """Whether answers have contradicted this machine's clock for less than ten seconds, and none count yet."""
+        with self._lock:
+            since_s = self._contradicted_s
+            return self._agreed is None and since_s is not None and self._monotonic() - since_s < _LONGEST_DOUBT_S
 
     def begin(self) -> float:
         """Return the moment at which a request is sent, for `note`."""
@@ -139,6 +148,8 @@ class ServerClock:
                 self._candidate = self._candidate.join(low_s, high_s, sent_s, now_s)
             if self._candidate is None:
                 self._candidate = _Agreement(low_s, high_s, first_s=now_s, last_s=now_s)
+            if self._contradicted_s is None and abs(self._skew_s(self._candidate)) >= _WARNED_S:
+                self._contradicted_s = now_s
             if self._candidate.counts:
                 self._replace(self._candidate)
 

@@ -222,7 +222,10 @@ def test_example_is_a_scaled_object() -> None:
     service = kinds["Service"]
     assert service["spec"]["selector"] == labels == kinds["Deployment"]["spec"]["selector"]["matchLabels"]
     address = scaled["spec"]["triggers"][0]["metadata"]["scalerAddress"]
-    assert address == f"{service['metadata']['name']}.default:{service['spec']['ports'][0]['port']}"
+    assert (
+        address
+        == f"{service['metadata']['name']}.{service['metadata']['namespace']}:{service['spec']['ports'][0]['port']}"
+    )
     target = scaled["spec"]["scaleTargetRef"]
     pool = kinds["TeacherPool"]
     assert scaled["apiVersion"] == "keda.sh/v1alpha1"
@@ -232,8 +235,8 @@ def test_example_is_a_scaled_object() -> None:
         pool["spec"]["minReplicas"],
         pool["spec"]["maxReplicas"],
     )
-    given = {**pool, "metadata": {**pool["metadata"], "namespace": "default", "uid": "u"}}
-    parsed = parse_teacher_pool(given, "consul://consul:8500")
+    given = {**pool, "metadata": {**pool["metadata"], "uid": "u"}}
+    parsed = parse_teacher_pool(given, "kubernetes://edl")
     assert not isinstance(parsed, tuple), parsed
     (trigger,) = scaled["spec"]["triggers"]
     assert trigger["type"] == "external"

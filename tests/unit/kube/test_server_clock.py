@@ -201,3 +201,30 @@ def test_wrong_clock_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.getMessage() for record in caplog.records] == [
         "this machine's clock is 19 s ahead of the API server's, whose counts"
     ]
+
+
+def test_time_is_doubtful_at_first() -> None:
+    """What is decided by the pod's clock in the first seconds, such as a deadline, cannot be taken back."""
+    machines = Machines(3600.0)
+    assert not machines.clock.is_doubtful(), "nothing contradicts this machine's clock"
+    machines.ask()
+    assert machines.clock.is_doubtful()
+    machines.agree()
+    assert not machines.clock.is_doubtful()
+
+
+def test_doubt_ends_without_agreement() -> None:
+    machines = Machines(3600.0)
+    date = machines.ask()
+    for _ in range(30):
+        machines.now_s += 0.5
+        machines.ask(date=date)
+    assert not machines.clock.is_doubtful()
+
+
+def test_right_clock_is_not_doubtful() -> None:
+    machines = Machines(0.0)
+    for _ in range(10):
+        machines.ask()
+        assert not machines.clock.is_doubtful()
+        machines.now_s += 0.3

@@ -39,6 +39,83 @@ RESOURCE_FIELDS: Final[Mapping[str, Mapping[str, frozenset[str]]]] = {
 """Kind -> path of an object -> its fields, as the CRDs have them."""
 _TOP: Final = frozenset({"apiVersion", "kind", "metadata", "spec", "status"})
 _TEMPLATE: Final = frozenset({"metadata", "spec"})
+_POD_SPEC: Final = frozenset(
+    [
+        "activeDeadlineSeconds",
+        "affinity",
+        "automountServiceAccountToken",
+        "containers",
+        "dnsConfig",
+        "dnsPolicy",
+        "enableServiceLinks",
+        "ephemeralContainers",
+        "hostAliases",
+        "hostIPC",
+        "hostNetwork",
+        "hostPID",
+        "hostUsers",
+        "hostname",
+        "hostnameOverride",
+        "imagePullSecrets",
+        "initContainers",
+        "nodeName",
+        "nodeSelector",
+        "os",
+        "overhead",
+        "preemptionPolicy",
+        "priority",
+        "priorityClassName",
+        "readinessGates",
+        "resourceClaims",
+        "resources",
+        "restartPolicy",
+        "runtimeClassName",
+        "schedulerName",
+        "schedulingGates",
+        "securityContext",
+        "serviceAccount",
+        "serviceAccountName",
+        "setHostnameAsFQDN",
+        "shareProcessNamespace",
+        "subdomain",
+        "terminationGracePeriodSeconds",
+        "tolerations",
+        "topologySpreadConstraints",
+        "volumes",
+    ]
+)
+_CONTAINER: Final = frozenset(
+    [
+        "args",
+        "command",
+        "env",
+        "envFrom",
+        "image",
+        "imagePullPolicy",
+        "lifecycle",
+        "livenessProbe",
+        "name",
+        "ports",
+        "readinessProbe",
+        "resizePolicy",
+        "resources",
+        "restartPolicy",
+        "restartPolicyRules",
+        "securityContext",
+        "startupProbe",
+        "stdin",
+        "stdinOnce",
+        "terminationMessagePath",
+        "terminationMessagePolicy",
+        "tty",
+        "volumeDevices",
+        "volumeMounts",
+        "workingDir",
+    ]
+)
+_RESOURCES: Final = frozenset({"limits", "requests", "claims"})
+_NEAR: Final = 0.8
+"""Of a pod only what is that like a field is a slip: an API server that is newer than these lists has more fields."""
 _QUOTES: Final = "must be a text: put it into quotes"
 
 
@@ -59,7 +136,8 @@ def find_slips(manifest: Mapping[str, Any]) -> list[str]:
         slips += _find_unknown(found, path, known)
     spec = manifest.get("spec")
     template = spec.get("template") if isinstance(spec, Mapping) else None
-    return [*slips, *_find_unknown(template, "spec.template", _TEMPLATE), *_find_unquoted(template, "spec.template")]
+    slips += [*_find_unknown(template, "spec.template", _TEMPLATE), *_find_misspelled(template, "spec.template")]
+    return [*slips, *_find_unquoted(template, "spec.template")]
 
 
 def _find_unknown(found: object, path: str, known: frozenset[str]) -> Iterator[str]:
@@ -73,6 +151,30 @@ def _find_unknown(found: object, path: str, known: frozenset[str]) -> Iterator[s
         hint = f"did you mean {(lowered or near)[0]!r}?" if lowered or near else f"there are {', '.join(sorted(known))}"
         where = f"{path}.{name}" if path else str(name)
         yield f"{quote(where)} is no field, and would be dropped: {hint}"
+
+
+def _find_misspelled(template: object, path: str) -> Iterator[str]:
+    """Find fields of a pod that are nearly one: the API server drops them, and a pod without GPUs trains on."""
+    spec = _get(template, "spec")
+    parts: list[tuple[object, str, frozenset[str]]] = [(spec, f"{path}.spec", _POD_SPEC)]
+    for group in ("initContainers", "containers"):
+        for number, container in enumerate(_list(_get(spec, group))):
+            where = f"{path}.spec.{group}[{number}]"
+            parts += [
+                (container, where, _CONTAINER),
+                (_get(container, "resources"), f"{where}.resources", _RESOURCES),
+            ]
+    for found, where, known in parts:
+        for name in found if isinstance(found, Mapping) else ():
+            if name in known:
+                continue
+            lowered = {other.lower(): other for other in known}
+            plain = str(name).lower().replace("_", "").replace("-", "")
+            near = difflib.get_close_matches(plain, sorted(lowered), n=1, cutoff=_NEAR)
+            if near:
+                yield (
+                    f"{quote(f'{where}.{name}')} is no field, and would be dropped: did you mean {lowered[near[0]]!r}?"
+                )
 
 
 def _find_unquoted(template: object, path: str) -> Iterator[str]:

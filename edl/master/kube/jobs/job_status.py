@@ -116,13 +116,15 @@ def write_job_status(job: ElasticJob, observation: OwnerObservation, view: JobVi
     started_s = get_started_s(job)
     if not view.suspended:
         status["startTime"] = format_time(now_s if started_s is None else started_s)
+    if job.ignored_edits:
+        status["ignoredEdits"] = job.ignored_edits
     if finished:
         status["completionTime"] = format_time(now_s)
     _write_progress(status, job.status, observation.progress, bool(view.succeeded))
     return status
 
 
-_VANISHING: Final = ("startTime", "completionTime")
+_VANISHING: Final = ("startTime", "completionTime", "ignoredEdits")
 """Fields that are only there at times: a job that is suspended has no start, as `batch/v1` has it."""
 
 

@@ -340,7 +340,7 @@ def _note_changes(draft: _Draft, sizing: Sizing, kept: int) -> None:
     job, status = draft.job, draft.job.status
     if job.scaling == "auto" and job.replicas is not None and status.get("observedGeneration") != job.generation:
         draft.note("ScaleIgnored", f"spec.replicas is {job.replicas}, but spec.scaling is auto", warning=True)
-    if job.ignored_edits and find_condition(status, "Accepted").get("message") != job.ignored_edits:
+    if job.ignored_edits and status.get("ignoredEdits") != job.ignored_edits:
         draft.note("StoreChangeIgnored", job.ignored_edits, warning=True)
     elif draft.observation.store_refused and find_condition(status, "Accepted").get("reason") in (None, "Valid"):
         draft.note("StoreNotAllowed", draft.observation.store_refused, warning=True)

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -52,10 +52,12 @@ class EventRecorder:
 
     Args:
         api: calls of the API server.
+        clock: the time by the API server's clock, which dates conditions and pods, in seconds since 1970.
     """
 
-    def __init__(self, api: KubeApi) -> None:
+    def __init__(self, api: KubeApi, clock: Callable[[], float] = time.time) -> None:
         self._api = api
+        self._clock = clock
         self._instance = f"{_COMPONENT}-{socket.gethostname()}-{os.getpid()}"[:128]
         self._waiting: deque[tuple[str, str, Object]] = deque(maxlen=_MOST_WAITING)
         self._known: OrderedDict[str, _Known] = OrderedDict()
@@ -74,7 +76,7 @@ class EventRecorder:
         metadata = resource["metadata"]
         text = "\0".join((str(metadata.get("uid")), note.type, note.reason, note.message, note.pod))
         name = f"{metadata['name'][:40].rstrip('.-')}.{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        now = format_time(time.time())
+        now = format_time(self._clock())
         event: Object = {
             "apiVersion": "v1",
             "kind": "Event",

@@ -23,6 +23,8 @@ __all__ = ["SharingJob", "compute_shares", "read_sharing_job"]
 _GPU: Final = "nvidia.com/gpu"
 _THOUSANDTHS: Final = 1000
 """In which capacity counts amounts."""
+_MOST_ROUNDS: Final = 8
+"""Arbitrations in a row, each of which goes on where the steps of the one before were used up."""
 _ENDED: Final = frozenset({"Succeeded", "Failed"})
 
 
@@ -108,6 +110,10 @@ def compute_shares(
             )
         )
     allocation = arbitrate(nodes, requests, placements)
+    for _ in range(_MOST_ROUNDS):
+        if allocation.settled:
+            break
+        allocation = arbitrate(nodes, requests, allocation.placements)  # its steps were used up before it was done
     return {job.key: allocation.count_workers(job.key) for job in jobs}
 
 

@@ -66,6 +66,7 @@ class LiveSurroundings:
         self._shares: Mapping[str, int] = {}
         self._services = ServiceHolders(on_key, list_pools, namespaces)
         self._waiting = WaitingOwners()
+        self._computing = threading.Lock()
         self._looked_s = 0.0
         self._changed = False
         self._loop = BackgroundLoop("edl-operator-shares", self._step)
@@ -188,13 +189,11 @@ class LiveSurroundings:
                 return None
             self._sharing[job.key] = sharing
             known = self._shares.get(job.key)
-            jobs = list(self._sharing.values())
         if capacity is None:
             return None
         if known is not None and before == sharing:
             return known
-        self._recompute(capacity, jobs, but=job.key)
-        return self._shares.get(job.key)
+        return self._recompute(but=job.key).get(job.key)
 
     def _step(self) -> float | None:
         now_s = time.monotonic()
@@ -205,13 +204,11 @@ class LiveSurroundings:
         self._looked_s = now_s
         self._changed = False
         capacity = self._capacity.current() if self._capacity is not None else None
-        with self._lock:
-            jobs = list(self._sharing.values())
         if capacity is None:
-            with self._lock:
+            with self._computing, self._lock:
                 self._shares = {}
             return 0.0
-        self._recompute(capacity, jobs)
+        self._recompute()
         due, wait_s = self._waiting.find_due(capacity, now_s)
         for key in due:
             self._on_key(key)
@@ -220,12 +217,21 @@ class LiveSurroundings:
         self._changed = True
         return wait_s
 
-    def _recompute(self, capacity: ClusterCapacity, jobs: list[SharingJob], but: str = "") -> None:
-        """Share anew, and have all other jobs looked at whose share has changed."""
-        pools = {pool.uid: pool.min_replicas for pool in self._services.get_pools() if pool.scale_target_ref is None}
-        shares = compute_shares(capacity, jobs, pools) if jobs else {}
-        with self._lock:
-            before, self._shares = self._shares, shares
+    def _recompute(self, but: str = "") -> Mapping[str, int]:
+        """Share anew, and have all other jobs looked at whose share has changed; return the shares.
+
+        One thread at a time, each by what is known then: a thread that began earlier would write over newer shares.
+        """
+        with self._computing:
+            capacity = self._capacity.current() if self._capacity is not None else None
+            found = [pool for pool in self._services.get_pools() if pool.scale_target_ref is None]
+            pools = {pool.uid: pool.min_replicas for pool in found}
+            with self._lock:
+                jobs = list(self._sharing.values())
+            shares = compute_shares(capacity, jobs, pools) if jobs and capacity is not None else {}
+            with self._lock:
+                before, self._shares = self._shares, shares
         for key, count in shares.items():
             if key != but and before.get(key) != count:
                 self._on_key(key)
+        return shares

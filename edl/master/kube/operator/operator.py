@@ -57,7 +57,7 @@ class Operator:
         with ExitStack() as stack:
             self._client = stack.enter_context(KubeClient(settings.kube, self._note_request))
             self.namespaces = settings.namespaces or (self._client.namespace,)
-            self._events = EventRecorder(self._client)
+            self._events = EventRecorder(self._client, self._client.read_server_time)
             stack.callback(self._events.close)
             allowlist = StoreAllowlist(settings.store, settings.allow_stores)
             self._surroundings = LiveSurroundings(
@@ -71,6 +71,7 @@ class Operator:
                 self._events.record,
                 default_store=settings.store,
                 clock=self._client.read_server_time,
+                is_time_doubtful=self._client.is_time_doubtful,
             )
             self._queue = WorkQueue(self._work, workers=settings.workers, on_result=self.metrics.count_reconcile)
             stack.callback(self._queue.close)

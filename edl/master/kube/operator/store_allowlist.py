@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
+from edl.discovery.urls import identify_server, identify_store
 from edl.errors import SettingsError
 from edl.quoting import shown
 
@@ -37,7 +38,8 @@ class StoreAllowlist:
     def __post_init__(self) -> None:
         for prefix in self.prefixes:
             parts = _split(prefix)
-            if parts is None or parts.scheme not in _SCHEMES or _find_extras(parts) or "," in prefix:
+            bad = parts is None or parts.scheme not in _SCHEMES or _find_extras(parts) or "," in prefix
+            if bad or (parts is not None and parts.netloc.endswith(":")):  # a port that is missing matches nothing
                 raise SettingsError(
                     f"--allow-store {shown(prefix.partition('?')[0].rpartition('@')[2])}: expected SCHEME://HOST:PORT,"
                     f" SCHEME://HOST or SCHEME://, with a scheme of {', '.join(_SCHEMES)}"
@@ -50,7 +52,7 @@ class StoreAllowlist:
             url: of the store, as a resource has it.
             namespace: of the resource: `kubernetes://` of it is its own.
         """
-        if url == self.own:
+        if url == self.own or identify_store(url) == identify_store(self.own):
             return ""
         parts = _split(url)
         if parts is None or parts.scheme not in (*_SCHEMES, "sqlite"):
@@ -61,13 +63,16 @@ class StoreAllowlist:
             return f"a URL with {extras}, which the operator does not take from a resource"
         if parts.scheme == "kubernetes" and parts.netloc and parts.netloc == namespace:
             return ""
-        members = _list_members(parts)
+        own = _split(self.own)
+        try:
+            members, own_members = _list_members(parts), [] if own is None else _list_members(own)
+        except ValueError as exc:
+            return f"no URL of a store: {shown(str(exc))}"
         if "" in members:
             return "a URL without a host"
-        own = _split(self.own)
         # A context or kubeconfig names another cluster than the operator's, where its namespace is another.
         elsewhere = own is None or (own.scheme == "kubernetes" and own.query)
-        allowed = [] if own is None or elsewhere else [(own.scheme, member) for member in _list_members(own)]
+        allowed = [] if own is None or elsewhere else [(own.scheme, member) for member in own_members]
         for member in members:
             if (parts.scheme, member) not in allowed and not self._is_listed(parts.scheme, member):
                 prefix = shown(f"{parts.scheme}://{member}")
@@ -77,8 +82,10 @@ class StoreAllowlist:
     def _is_listed(self, scheme: str, member: str) -> bool:
         for prefix in self.prefixes:
             listed = urlsplit(prefix)
-            host = listed.netloc.lower()
-            if listed.scheme == scheme and (host in ("", member) or (listed.port is None and host == _host_of(member))):
+            if listed.scheme != scheme:
+                continue
+            (place,) = _list_members(listed) if listed.netloc else ("",)
+            if place in ("", member) or (listed.port is None and _host_of(place) == _host_of(member)):
                 return True
         return False
 
@@ -103,8 +110,15 @@ def _find_extras(parts: SplitResult) -> str:
 
 
 def _list_members(parts: SplitResult) -> list[str]:
-    netloc = parts.netloc.lower()
-    return netloc.split(",") if parts.scheme in _ETCD else [netloc]
+    """Return the servers of a URL in the one spelling; the namespace, or the file's host, of one without servers.
+
+    Raises:
+        ValueError: one is no host with a port.
+    """
+    if parts.scheme in ("kubernetes", "sqlite") or not parts.netloc:
+        return [parts.netloc.lower()]
+    members = parts.netloc.split(",") if parts.scheme in _ETCD else [parts.netloc]
+    return [identify_server(parts.scheme, member.strip()) for member in members]
 
 
 def _host_of(member: str) -> str:

@@ -130,7 +130,7 @@ def read_owner(
         "replicas": replicas,
         "scaling": spec.read_choice("scaling", "auto", SCALING),
         "suspend": spec.read_flag("suspend"),
-        "store": spec.read_text("store", default_store),
+        "store": _lower_scheme(spec.read_text("store", default_store)),
         "priority_class_name": spec.read_text("priorityClassName"),
         "queue": spec.read_text("queue"),
         "grace_period_s": spec.read_count("gracePeriodSeconds", default_grace_period_s),
@@ -168,3 +168,9 @@ def check_template(spec: FieldReader, arguments: str) -> None:
 
 def _read_words(metadata: FieldReader, name: str) -> Mapping[str, str]:
     return {str(key): str(value) for key, value in metadata.read_object(name).items()}
+
+
+def _lower_scheme(url: str) -> str:
+    """Return a URL whose scheme is spelled as the code compares it; `urlsplit` takes any case."""
+    scheme, colon, rest = url.partition(":")
+    return f"{scheme.lower()}{colon}{rest}"

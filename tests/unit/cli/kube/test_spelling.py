@@ -70,6 +70,33 @@ def test_misspelled_fields_are_named(path: str, value: object, words: str) -> No
         check_manifests([job])
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda spec: spec["containers"][0].update(resource={}), "resource' is no field.*'resources'"),
+        (lambda spec: spec["containers"][0].update(imagee="i"), "'image'"),
+        (lambda spec: spec["containers"][0].update(resources={"limit": {}}), "resources.limit' is.*'limits'"),
+        (lambda spec: spec["containers"][0].update(volume_mounts=[]), "'volumeMounts'"),
+        (lambda spec: spec.update(tolerationz=[]), "spec.template.spec.tolerationz.*'tolerations'"),
+        (lambda spec: spec.update(nodeselector={}), "'nodeSelector'"),
+    ],
+)
+def test_misspelled_fields_of_pods(change: Any, words: str) -> None:
+    """A job without its GPUs trains, slowly, and nothing says why."""
+    job = make_submission(OPTIONS, None).job
+    change(job["spec"]["template"]["spec"])
+    with pytest.raises(SettingsError, match=words):
+        check_manifests([job])
+
+
+def test_newer_fields_of_pods_are_taken() -> None:
+    job = make_submission(OPTIONS, None).job
+    spec = job["spec"]["template"]["spec"]
+    spec |= {"hostnameOverride": "h", "quantumEntanglement": True}
+    spec["containers"][0] |= {"restartPolicyRules": [], "zoom": 1, "resources": {"claims": []}}
+    check_manifests([job])
+
+
 @pytest.mark.parametrize("value", [False, 750, 0.001])
 def test_texts_of_pods_are_texts(value: object) -> None:
     """YAML's `no` and 1e-3 in a template are refused by the API server only when the operator makes the pods."""

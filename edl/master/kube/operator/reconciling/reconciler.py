@@ -31,7 +31,7 @@ from edl.master.kube.operator.reconciling.status_patch import (
 )
 from edl.master.kube.operator.reconciling.surroundings import Surroundings
 from edl.master.kube.plan import EventNote, Plan
-from edl.master.kube.resources import MemberOwner, SpecProblem, TeacherPool
+from edl.master.kube.resources import ElasticJob, MemberOwner, SpecProblem, TeacherPool
 
 __all__ = ["Reconciler", "ResourceHandling"]
 
@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 _CONFLICT_RETRY_S: Final = 0.2
 """After what was read is no more so, since somebody else or this look has changed it: read it again."""
+_TIME_LOOK_S: Final = 0.7
+"""After so long another answer of the API server may tell what the time is."""
 _MOST_WARNED: Final = 1000
 """Pods that carry a resource's label and are no members, of which it is remembered that they were logged."""
 _FORMER_SPEC_COUNTS: Final = "until that is mended, what the spec was before counts"
@@ -79,6 +81,7 @@ class Reconciler:
         record_event: has an event shown of a resource.
         default_store: URL of discovery of resources that name none.
         clock: the time by the API server's clock, which set the timestamps of pods, in seconds since 1970.
+        is_time_doubtful: whether that is to be found out yet, so that nothing may be decided by the time.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Reconciler:
         *,
         default_store: str = "",
         clock: Callable[[], float] = time.time,
+        is_time_doubtful: Callable[[], bool] = lambda: False,
     ) -> None:
         self._api = api
         self._kinds = kinds
@@ -97,6 +101,7 @@ class Reconciler:
         self._record_event = record_event
         self._default_store = default_store
         self._clock = clock
+        self._is_time_doubtful = is_time_doubtful
         self._evidence = PodEvidence(api)
         self._done = DoneWrites()
         self._accepted = AcceptedSpecs()
@@ -123,6 +128,8 @@ class Reconciler:
             return None
         if resource["metadata"].get("deletionTimestamp"):
             return math.inf  # its pods are the garbage collector's, by their owner reference
+        if self._is_time_doubtful():
+            return _TIME_LOOK_S
         parsed = kind.parse(resource, self._default_store)
         if isinstance(parsed, tuple):
             owner = self._parse_former(kind, key, resource)
@@ -162,7 +169,11 @@ class Reconciler:
         """
         former = self._accepted.restore(key, resource)
         owner = None if former is None else kind.parse(former, self._default_store)
-        return None if isinstance(owner, tuple) else owner
+        if isinstance(owner, tuple):
+            return None
+        if isinstance(owner, ElasticJob):  # what an edit raised that has a slip must not end or delete the job
+            return replace(owner, active_deadline_s=None, ttl_seconds_after_finished=None)
+        return owner
 
     def _note_problems(self, owner: MemberOwner, plan: Plan, problems: tuple[SpecProblem, ...]) -> Plan:
         """Return the plan of a former spec with what is wrong with the present one."""

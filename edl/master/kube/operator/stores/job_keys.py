@@ -143,6 +143,9 @@ class JobKeyCleanup:
             logger.warning("keys of job %s stay in %s: %s", trace.job_id, trace.store, exc)
             return _PACE_S
         except (KubernetesError, DiscoveryError) as exc:
+            if isinstance(exc.__cause__, AccessDeniedError):
+                logger.warning("keys of job %s stay in %s: %s", trace.job_id, trace.store, exc)
+                return _PACE_S
             reason = str(exc)
         if reason and now_s < removal.end_s:
             with self._lock:

@@ -53,6 +53,15 @@ def test_event_as_kubectl_shows_it() -> None:
     assert event["related"]["name"] == NOTE.pod
 
 
+def test_events_have_the_servers_time() -> None:
+    """Conditions and pods do: another clock's times would tell the story out of order."""
+    api = InMemoryApi()
+    recorder = EventRecorder(api, lambda: 1_000_000_000.0)
+    recorder.record(ELASTIC_JOBS, JOB, NOTE)
+    recorder.close()
+    assert only_event(api)["firstTimestamp"] == "2001-09-09T01:46:40Z"
+
+
 def test_repeated_event_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     api = InMemoryApi()
     recorder = EventRecorder(api)

@@ -167,3 +167,14 @@ def test_cleanup_gives_up(cleanup: Cleanup, refused: bool, caplog: pytest.LogCap
     assert len(cleanup.opened) == int(refused)
     assert len(caplog.records) == 1
     assert cleanup.cleanup._removals == []
+
+
+def test_denied_store_is_not_asked_again(store: Store, cleanup: Cleanup) -> None:
+    """It comes as an error of discovery, whose cause is what the API server refused."""
+    job = make_job()
+    cleanup.cleanup.note(job)
+    cleanup.cleanup.note_gone(job.key)
+    cleanup.trouble = DiscoveryError("not allowed (403)")
+    cleanup.trouble.__cause__ = AccessDeniedError("not allowed (403)")
+    cleanup.run(1200)
+    assert len(cleanup.opened) == 1

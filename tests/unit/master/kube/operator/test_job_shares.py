@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +14,14 @@ import pytest
 from edl.errors import AccessDeniedError
 from edl.kube.objects import Object
 from edl.master.kube.capacity import ClusterCapacity
+from edl.master.kube.operator import job_shares, live_surroundings
 from edl.master.kube.operator.job_shares import compute_shares, read_sharing_job
 from edl.master.kube.operator.live_surroundings import LiveSurroundings
 from edl.master.kube.operator.service_holders import ServiceHolders
 from edl.master.kube.operator.store_allowlist import StoreAllowlist
 from edl.master.kube.operator.waiting_owners import WaitingOwners
 from edl.master.kube.resources import ElasticJob, TeacherPool, parse_elastic_job, parse_teacher_pool
+from edl.master.scaling.arbitration import Allocation
 
 
 def make_job(name: str, least: int = 1, most: int = 8, gpus: int = 1, **spec: Any) -> ElasticJob:
@@ -356,3 +360,57 @@ def test_bad_template_waits_for_nothing(pod: Object) -> None:
     for job in (bad, good):
         waiting.note(job, True)
     assert good.key in waiting.find_due(capacity, 1.0)[0]
+
+
+def test_arbitration_goes_on_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its steps were used up a pending minimum waited until something else changed."""
+    given: list[Mapping[str, Mapping[str, int]]] = []
+
+    def arbitrate_in_steps(nodes: Any, requests: Any, placements: Mapping[str, Mapping[str, int]]) -> Allocation:
+        given.append(placements)
+        placed = {"elasticjobs/lab/a": {"n": len(given)}}
+        return Allocation(placed, (), {}, 1, settled=len(given) == 3)
+
+    monkeypatch.setattr(job_shares, "arbitrate", arbitrate_in_steps)
+    assert share([make_node("n", 8)], [], make_job("a")) == {"a": 3}
+    assert given[1:] == [{"elasticjobs/lab/a": {"n": 1}}, {"elasticjobs/lab/a": {"n": 2}}]
+
+
+def test_shares_are_computed_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that began earlier must not write over what a later one found."""
+    capacity = ClusterCapacity.of([make_node("n", 8)], [])
+    first, begun = threading.Event(), threading.Event()
+    sizes: list[int] = []
+
+    def compute(capacity: Any, jobs: Sequence[Any], pools: Any) -> Mapping[str, int]:
+        sizes.append(len(jobs))
+        if len(sizes) == 1:
+            begun.set()
+            assert first.wait(60)
+        return {job.key: len(jobs) for job in jobs}
+
+    monkeypatch.setattr(live_surroundings, "compute_shares", compute)
+    with contextlib.closing(LiveSurroundings(lambda key: None, StoreAllowlist())) as found:
+        found._loop.close()
+        found._capacity = FixedCapacity(capacity)
+        early = threading.Thread(target=found.look, args=(make_job("a"),))
+        late = threading.Thread(target=found.look, args=(make_job("b"),))
+        early.start()
+        assert begun.wait(60)
+        late.start()
+        late.join(0.3)
+        assert sizes == [1], "it waits for its turn"
+        first.set()
+        early.join(60)
+        late.join(60)
+        assert (sizes, set(found._shares.values())) == ([1, 2], {2})
+
+
+class FixedCapacity:
+    """A capacity that nothing changes."""
+
+    def __init__(self, capacity: ClusterCapacity) -> None:
+        self._found = capacity
+
+    def current(self) -> ClusterCapacity:
+        return self._found

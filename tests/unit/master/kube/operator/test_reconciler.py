@@ -247,6 +247,74 @@ def test_slip_in_an_edit_stops_nothing() -> None:
     assert "formerSpec" not in status
 
 
+def test_former_spec_ends_nothing() -> None:
+    """The edit that has a slip may be the one that raised the deadline, or the time after the end."""
+    for field, phase in (("activeDeadlineSeconds", "Running"), ("ttlSecondsAfterFinished", "Succeeded")):
+        api = InMemoryApi()
+        api.put(ELASTIC_JOBS, make_job(minReplicas=1, maxReplicas=2, **{field: 100}))
+        reconciler = Reconciler(api, KINDS, NoSurroundings(), lambda *args: None, clock=lambda api=api: api.now_s)
+        for _ in range(3):
+            reconciler.reconcile(KEY)
+        if phase == "Succeeded":
+            state = {"terminated": {"exitCode": 0, "finishedAt": "2001-09-09T01:46:40Z"}}
+            ended = {"phase": phase, "containerStatuses": [{"name": "main", "state": state}]}
+            api.objects["pods", "lab", "digits-worker-0-0"]["status"] = ended
+            for _ in range(3):
+                reconciler.reconcile(KEY)
+            assert api.objects["elasticjobs", "lab", "digits"]["status"]["phase"] == phase
+        job = api.objects["elasticjobs", "lab", "digits"]
+        job["spec"] |= {field: 100_000, "minReplicas": 5}
+        job["metadata"]["generation"] += 1
+        api.now_s += 5000.0
+        for _ in range(3):
+            reconciler.reconcile(KEY)
+        job = api.objects["elasticjobs", "lab", "digits"]
+        assert job["status"]["phase"] != "Failed"
+        job["spec"]["minReplicas"] = 1
+        job["metadata"]["generation"] += 1
+        reconciler.reconcile(KEY)
+        assert ("elasticjobs", "lab", "digits") in api.objects
+
+
+def test_ignored_edits_are_told_once() -> None:
+    """Also where a slip has the condition that told them say something else."""
+    api = InMemoryApi()
+    api.put(ELASTIC_JOBS, make_job(minReplicas=1, maxReplicas=2, store="consul://c:8500"))
+    events: list[EventNote] = []
+    reconciler = Reconciler(
+        api, KINDS, NoSurroundings(), lambda kind, resource, note: events.append(note), clock=lambda: api.now_s
+    )
+    for edit in ({}, {"store": "consul://d:8500"}, {"minReplicas": 5}):
+        job = api.objects["elasticjobs", "lab", "digits"]
+        job["spec"] |= edit
+        job["metadata"]["generation"] += 1
+        for _ in range(4):
+            reconciler.reconcile(KEY)
+    assert [note.reason for note in events].count("StoreChangeIgnored") == 1
+
+
+def test_doubtful_time_decides_nothing() -> None:
+    api = InMemoryApi()
+    api.put(ELASTIC_JOBS, make_job())
+    doubts = [True, True, False]
+    reconciler = Reconciler(
+        api,
+        KINDS,
+        NoSurroundings(),
+        lambda *args: None,
+        clock=lambda: api.now_s,
+        is_time_doubtful=lambda: doubts.pop(0),
+    )
+    for _ in range(2):
+        wait_s = reconciler.reconcile(KEY)
+        assert wait_s is not None
+        assert 0 < wait_s < 2
+        assert not api.made
+        assert not api.objects["elasticjobs", "lab", "digits"].get("status")
+    reconciler.reconcile(KEY)
+    assert api.made
+
+
 def test_unknown_former_spec_is_rejected() -> None:
     """An operator that was started after the slip does not know the spec before, and goes on by none."""
     api = InMemoryApi()

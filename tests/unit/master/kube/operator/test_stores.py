@@ -183,7 +183,9 @@ def test_own_store_is_opened_always(directory: StoreDirectory, tmp_path: Path, m
         ("consul://C:8500", True),
         ("consul://c:8500?dc=east", False),
         ("consul://c:8500?x=y", False),
-        ("consul://c", False),
+        ("consul://c", True),
+        ("consul://C/", True),
+        ("consul://c:99999", False),
         ("consul://c:9", False),
         ("consul+https://c:8500", False),
         ("consul://u@c:8500", False),
@@ -195,8 +197,10 @@ def test_own_store_is_opened_always(directory: StoreDirectory, tmp_path: Path, m
         ("consul://d,evil", False),
         ("consul://", False),
         ("consul://[::1]:8500", True),
+        ("consul://[0:0::1]:8500", True),
         ("etcd://e:1,f:1", True),
         ("etcd://e:1,evil:1", False),
+        ("etcd://e:1,f:99999", False),
         ("etcd+https://anything:1", True),
         ("etcd+https://", False),
         ("edl://c:8500", False),
@@ -214,6 +218,12 @@ def test_stores_that_are_opened(url: str, allowed: bool) -> None:
     prefixes = ("consul://d", "consul://[::1]", "etcd://e:1", "etcd://f", "etcd+https://", "kubernetes://shared")
     refusal = StoreAllowlist("consul://c:8500", prefixes).find_refusal(url, "lab")
     assert (refusal == "") == allowed, refusal
+
+
+@pytest.mark.parametrize(("own", "url"), [("consul://c", "consul://c:8500"), ("etcd://b,a", "etcd://a:2379,b:2379")])
+def test_own_store_in_another_spelling(own: str, url: str) -> None:
+    assert StoreAllowlist(own).find_refusal(url, "lab") == ""
+    assert StoreAllowlist(url).find_refusal(own, "lab") == ""
 
 
 def test_own_store_that_cannot_be() -> None:
@@ -234,7 +244,8 @@ def test_own_store_of_other_kinds() -> None:
 
 
 @pytest.mark.parametrize(
-    "prefix", ["sqlite://", "consul", "consul://u@x", "consul://x?dc=1", "etcd://a,b", "consul://x/y", "http://x"]
+    "prefix",
+    ["sqlite://", "consul://a:", "consul", "consul://u@x", "consul://x?dc=1", "etcd://a,b", "consul://x/y", "http://x"],
 )
 def test_allowances_that_cannot_be(prefix: str) -> None:
     with pytest.raises(SettingsError, match="--allow-store"):

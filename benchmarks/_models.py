@@ -1,4 +1,4 @@
-"""A teacher for benchmarks, as `edl serve --factory benchmarks._models:Sleeper` makes it."""
+"""Teachers for benchmarks, as `edl serve --factory benchmarks._models:Sleeper` makes them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks._load import IMAGE
+from benchmarks._load import IMAGE, TOP_K, VOCABULARY, likeliest_of
+from edl.protocol import names
+from edl_serving import Backend, TensorSpec, TopKArrays
 
-__all__ = ["Sleeper", "label_of"]
+__all__ = ["Sleeper", "TokenSleeper", "label_of"]
 
 Arrays = Mapping[str, "np.ndarray[Any, np.dtype[Any]]"]
 
@@ -72,3 +74,49 @@ class Sleeper:
 
     def warm_up(self, max_rows: int) -> None:
         """Nothing needs warming up, and `log` is for real requests."""
+
+
+class TokenSleeper(Backend):
+    """A language model whose time is slept, and whose most likely token tells which row it belongs to.
+
+    Args:
+        seconds: that a batch takes, of whatever size.
+    """
+
+    def __init__(self, seconds: float = 0.02) -> None:
+        self._seconds = seconds
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(names.IDS, "INT32"), TensorSpec(names.POSITION, "INT32"))
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(names.LOGPROBS, "FP32", (VOCABULARY,)),)
+
+    @property
+    def version(self) -> str:
+        return "1"
+
+    @property
+    def sequence_input(self) -> str:
+        return names.POSITION
+
+    @property
+    def max_top_k(self) -> int:
+        return TOP_K
+
+    def predict(self, inputs: Arrays) -> Arrays:
+        raise NotImplementedError("whole outputs are not asked for")
+
+    def predict_top_k(self, inputs: Arrays, k: int, temperature: float) -> Mapping[str, Any]:
+        time.sleep(self._seconds)
+        first = likeliest_of(inputs[names.IDS])
+        ids = (first[:, None] + np.arange(k, dtype=np.int32)) % VOCABULARY
+        probabilities = 0.9 * 0.5 ** np.arange(1, k + 1)
+        values = np.broadcast_to(np.log(probabilities).astype(np.float32), ids.shape).copy()
+        tail = np.full(len(ids), np.log(1 - probabilities.sum()), np.float32)
+        return {names.LOGPROBS: TopKArrays(ids.astype(np.int32), values, tail)}
+
+    def warm_up(self, max_rows: int) -> None:
+        """Nothing needs warming up."""

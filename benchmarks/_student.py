@@ -1,4 +1,7 @@
-"""The `degradation` benchmark's students: convolutional networks that really train, on one core. Runs as a `Child`.
+"""The `degradation` benchmark's students, which really train, on one core. Runs as a `Child`.
+
+`student` and `fast_student` are convolutional networks, `lm_student` a small causal transformer, which has ready labels
+of the same kind where it is alone, so that both ways compute the same loss.
 
 With `--teachers` they learn from soft labels that come from there; without, from labels that lie ready.
 """
@@ -18,9 +21,24 @@ import torch
 from torch import nn
 
 from benchmarks._child import WARM_UP_S, Window, answer
-from benchmarks._load import CLASSES, IMAGE, ROTATION, ROWS
+from benchmarks._load import (
+    CLASSES,
+    IMAGE,
+    LONGEST,
+    MAX_TOKENS,
+    ROTATION,
+    ROWS,
+    SEQUENCES,
+    SHORTEST,
+    TOP_K,
+    VOCABULARY,
+    likeliest_of,
+)
 from edl.distill import DistillReader
-from edl.distill.losses import soft_cross_entropy
+from edl.distill.compress import TopK
+from edl.distill.losses import soft_cross_entropy, token_loss
+from edl.distill.torch import distill
+from edl.protocol import names
 
 Batch = tuple[Any, Any, Any]
 
@@ -87,6 +105,76 @@ def distilled(width: int, endpoints: str, stack: ExitStack) -> Callable[[], None
     return step
 
 
+class LanguageModel(nn.Module):
+    """Logits over the next token, [sequences, tokens, vocabulary], of ids [sequences, tokens]."""
+
+    def __init__(self, width: int = 128, layers: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(LONGEST, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        length = ids.shape[1]
+        hidden = self.tokens(ids) + self.positions(torch.arange(length))
+        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        logits: torch.Tensor = self.head(self.layers(hidden, mask=mask, is_causal=True))
+        return logits
+
+
+def texts() -> Iterator[dict[str, torch.Tensor]]:
+    """Padded batches of texts without end, as collators make them."""
+    random = torch.Generator().manual_seed(0)
+    batches = []
+    for _ in range(ROTATION):
+        lengths = torch.randint(SHORTEST, LONGEST + 1, (SEQUENCES, 1), generator=random)
+        mask = (torch.arange(int(lengths.max())) < lengths).long()
+        batches.append({"input_ids": torch.randint(VOCABULARY, mask.shape, generator=random), "attention_mask": mask})
+    return itertools.cycle(batches)
+
+
+def language_model(endpoints: str | None, stack: ExitStack) -> Callable[[], None]:
+    """A step on the 64 most likely tokens of each position: the teachers' if there are any, or ones that lie ready."""
+    model = LanguageModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    if endpoints:
+        labelled = distill(
+            texts(),
+            endpoints,
+            inputs={names.IDS: "input_ids"},
+            outputs=names.LOGPROBS,
+            tokens="attention_mask",
+            top_k=TOP_K,
+            batch_rows=MAX_TOKENS,
+        )
+        stack.callback(labelled.close)
+        batches: Iterator[Any] = iter(labelled)
+    else:
+        batches = itertools.cycle([_ready_labels(batch) for batch in itertools.islice(texts(), ROTATION)])
+
+    def step() -> None:
+        batch, labels = next(batches)
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        assert labels.ids[0, 0, 0] == likeliest_of(ids[0, 0])
+        _update(token_loss(model(ids), labels, mask=mask), optimizer)
+
+    return step
+
+
+def _ready_labels(batch: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], TopK]:
+    """A batch and labels like the teachers'."""
+    first = likeliest_of(batch["input_ids"])
+    ids = (first[..., None] + torch.arange(TOP_K)) % VOCABULARY
+    probabilities = 0.9 * 0.5 ** np.arange(1, TOP_K + 1)
+    values = np.broadcast_to(np.log(probabilities).astype(np.float32), ids.shape).copy()
+    tail = np.full(first.shape, np.log(1 - probabilities.sum()), np.float32)
+    labels = TopK(ids.numpy().astype(np.int32), values, tail, temperature=1.0, classes=VOCABULARY)
+    return batch, labels.map(torch.from_numpy)
+
+
 def _pixels(images: Any) -> torch.Tensor:
     return torch.from_numpy(images).float().div_(255)
 
@@ -119,14 +207,18 @@ def measure(step: Callable[[], None], seconds: float) -> dict[str, float]:
 def main() -> None:
     """Measure on request."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("student", choices=(*WIDTHS, "lm_student"))
     parser.add_argument("--teachers", help="endpoints, separated by commas")
-    endpoints = parser.parse_args().teachers
+    given = parser.parse_args()
     torch.set_num_threads(1)
     with ExitStack() as stack:
-        steps = {
-            name: distilled(width, endpoints, stack) if endpoints else alone(width) for name, width in WIDTHS.items()
-        }
-        answer(lambda request: measure(steps[request["student"]], request["seconds"]))
+        if given.student == "lm_student":
+            step = language_model(given.teachers, stack)
+        elif given.teachers:
+            step = distilled(WIDTHS[given.student], given.teachers, stack)
+        else:
+            step = alone(WIDTHS[given.student])
+        answer(lambda request: measure(step, request["seconds"]))
 
 
 if __name__ == "__main__":

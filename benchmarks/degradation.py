@@ -1,13 +1,15 @@
 """What soft labels from remote teachers cost a student: its steps a second with them, against those alone.
 
 The students really compute, on one core: one at the pace of the ResNet50 on a V100 for which EDL 0.3 published 0.83
-(some 230 images a second), and one four to five times as fast. Two teachers sleep for as long as ones
-that keep three times the student's pace would compute; what crosses between them is real (32 uint8 images of 3x224x224
-a step, 1,000 float32 a row back, without shared memory, since teachers are elsewhere as a rule). On a machine of two
-cores the teachers' side of the network, and theirs of gRPC, takes from the student, too. How much the network alone
-takes is in the figures that end in `_limit`: the student alone, while a bare gRPC client and server in processes of
-their own pass the same bytes at its pace. The rest is what the reader costs within the student's process. Most of it is
-gRPC's Python, which holds the GIL while it copies a message and hands it to the kernel.
+(some 230 images a second), one four to five times as fast, and a small language model on padded batches of 8 texts of
+96 to 160 tokens, with the 64 most likely tokens of each as labels (`lm_student`; alone it has such labels ready). Two
+teachers sleep for as long as ones that keep three times the student's pace would compute; what crosses between them
+is real (32 uint8 images of 3x224x224 a step, 1,000 float32 a row back, or half a kB a token), without shared memory,
+since teachers are elsewhere as a rule. On a machine of two cores the teachers' side of the network, and theirs of
+gRPC, takes from the student, too. How much the network alone takes is in the figures that end in `_limit`: the
+student alone, while a bare gRPC client and server in processes of their own pass the same bytes at its pace. The rest
+is what the reader costs within the student's process. Most of it is gRPC's Python, which holds the GIL while it
+copies a message and hands it to the kernel.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ from typing import Any
 
 from benchmarks._child import Child
 from benchmarks._harness import Goal, Options, Spread, divide, main, note, take_turns
-from benchmarks._load import CLASSES, KEEP_MEMORY, ROWS
+from benchmarks._load import CLASSES, KEEP_MEMORY, MAX_TOKENS, ROWS
 from edl.testing import LocalTeacher
 
-GOALS = [Goal("student", 0.97), Goal("fast_student", 0.95)]
-_STUDENTS = ("student", "fast_student")
+GOALS = [Goal("student", 0.97), Goal("fast_student", 0.95), Goal("lm_student", 0.95)]
+_STUDENTS = ("student", "fast_student", "lm_student")
 _TEACHERS = 2
 _HEADROOM = 3.0
 
@@ -40,12 +42,13 @@ def measure(options: Options) -> dict[str, list[float]]:
 
 
 def _one(name: str, options: Options) -> dict[str, list[float]]:
-    command = [sys.executable, "-m", "benchmarks._student"]
+    command = [sys.executable, "-m", "benchmarks._student", name]
     seconds = 2 * options.seconds if name == "student" else options.seconds  # few steps a second
     with ExitStack() as stack:
         alone = stack.enter_context(Child(command, KEEP_MEMORY))
-        pace_s = ROWS / alone.ask(student=name, seconds=min(2.0, options.seconds))["rows_s"]
-        teachers = [stack.enter_context(_teacher(number, pace_s)) for number in range(_TEACHERS)]
+        pace_s = ROWS / alone.ask(seconds=min(2.0, options.seconds))["rows_s"]
+        start = _start_language_model if name == "lm_student" else _start_classifier
+        teachers = [stack.enter_context(start(number, pace_s)) for number in range(_TEACHERS)]
         endpoints = ",".join(teacher.endpoint for teacher in teachers)
         distilled = stack.enter_context(Child([*command, "--teachers", endpoints], KEEP_MEMORY))
 
@@ -53,27 +56,37 @@ def _one(name: str, options: Options) -> dict[str, list[float]]:
         threads = stack.enter_context(ThreadPoolExecutor(1))
 
         def ask(child: Child) -> Callable[[], dict[str, Any]]:
-            return lambda: child.ask(student=name, seconds=seconds)
+            return lambda: child.ask(seconds=seconds)
 
         def ask_beside() -> dict[str, Any]:
             passing = threads.submit(bare.ask, dtype="uint8", in_flight=1, seconds=seconds, pace_s=pace_s)
-            figures = alone.ask(student=name, seconds=seconds)
+            figures = alone.ask(seconds=seconds)
             passing.result()
             return figures
 
-        sides = {"alone": ask(alone), "distilled": ask(distilled), "beside": ask_beside}
+        sides = {"alone": ask(alone), "distilled": ask(distilled)}
+        if name != "lm_student":  # the bare client passes images
+            sides["beside"] = ask_beside
         rounds = take_turns(sides, options.repeats)
     steps = {side: [figure["rows_s"] / ROWS for figure in figures] for side, figures in rounds.items()}
     cpu_ms = {side: [figure["cpu_us_row"] * ROWS / 1e3 for figure in figures] for side, figures in rounds.items()}
     cells = [str(Spread.of(figures[side])) for figures in (steps, cpu_ms) for side in ("alone", "distilled")]
     note(f"| {name} | {' | '.join(cells)} |")
-    return {
-        name: divide(steps["distilled"], steps["alone"]),
-        f"{name}_limit": divide(steps["beside"], steps["alone"]),
-    }
+    found = {name: divide(steps["distilled"], steps["alone"])}
+    if "beside" in steps:
+        found[f"{name}_limit"] = divide(steps["beside"], steps["alone"])
+    return found
 
 
-def _teacher(number: int, pace_s: float) -> LocalTeacher:
+def _start_language_model(number: int, pace_s: float) -> LocalTeacher:
+    return LocalTeacher(
+        "benchmarks._models:TokenSleeper",
+        serve={"max-batch": MAX_TOKENS, "shared-memory": False},
+        seconds=pace_s * _TEACHERS / _HEADROOM,
+    )
+
+
+def _start_classifier(number: int, pace_s: float) -> LocalTeacher:
     return LocalTeacher(
         "benchmarks._models:Sleeper",
         serve={"max-batch": ROWS, "shared-memory": False},

@@ -13,14 +13,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from edl.protocol import transport as _transport  # noqa: F401 - before grpc_health imports gRPC its own way
-from edl_serving.backends.backend import Array, Backend, TensorSpec
+from edl_serving.backends.backend import Array, Backend, TensorSpec, TopKArrays
 from edl_serving.settings import ServerSettings
 
 if TYPE_CHECKING:
     from edl_serving.process.run import serve
     from edl_serving.server import TeacherServer
 
-__all__ = ["Array", "Backend", "ServerSettings", "TeacherServer", "TensorSpec", "serve"]
+__all__ = ["Array", "Backend", "ServerSettings", "TeacherServer", "TensorSpec", "TopKArrays", "serve"]
 
 _HOMES = {"TeacherServer": "server", "serve": "process.run"}
 

@@ -64,7 +64,7 @@ PUBLIC = {
     "edl.protocol": ["bundles", "codec", "kserve", "names", "tensors"],
     "edl.proxy": [],
     "edl.testing": ["LocalTeacher"],
-    "edl_serving": ["Array", "Backend", "ServerSettings", "TeacherServer", "TensorSpec", "serve"],
+    "edl_serving": ["Array", "Backend", "ServerSettings", "TeacherServer", "TensorSpec", "TopKArrays", "serve"],
 }
 
 

@@ -39,6 +39,16 @@ class Labels:
         return 0
 
     max_sequence = 50
+    refuses_versions = False
+    followed = 0
+
+    def awaits_sequence(self, rows: int, since: float) -> bool:
+        return rows == self.awaited_rows
+
+    awaited_rows = 0
+
+    def follow_versions(self) -> None:
+        self.followed += 1
 
     def rows_that_fit(self, fields: Any) -> int:
         return 0
@@ -207,3 +217,28 @@ def test_close_ends_all_calls() -> None:
     for future in [*futures, scoring.score(1)]:
         with pytest.raises(ClosedError):
             future.result(60)
+
+
+def test_long_call_holds_up_no_other(scoring: Scoring) -> None:
+    """A call that waits for a teacher of long texts goes when it is there; those behind it need not wait."""
+    scoring.labels.awaited_rows = 40
+    long, short = scoring.score(40), scoring.score(3)
+    assert len(scoring.answered(short)[0]) == 3
+    assert not long.done()
+    scoring.labels.awaited_rows = 0
+    assert len(scoring.answered(long)[0]) == 40
+
+
+def test_versions_are_followed_between_calls(scoring: Scoring, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the middle of calls, whose labels would be of two versions."""
+    monkeypatch.setattr("edl.distill.scoring.calls._FOLLOW_S", 0.0)
+    first = scoring.score(3)
+    scoring.until(lambda: scoring.labels.waiting)
+    assert scoring.labels.followed == 1
+    second = scoring.score(3)
+    scoring.until(lambda: len(scoring.labels.waiting) == 2)
+    assert scoring.labels.followed == 1
+    scoring.answered(first)
+    scoring.answered(second)
+    scoring.answered(scoring.score(3))
+    assert scoring.labels.followed >= 2

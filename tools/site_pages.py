@@ -1,4 +1,4 @@
-"""A hook of MkDocs: pages that lie outside of `docs/`, and links that hold on the site as they do in the repository.
+"""A hook of MkDocs: pages and pictures that lie outside of `docs/`, and links that hold on the site as they do in the repository.
 
 The README is the site's first page. A link to a file that is no page (a test, a program) becomes the file's name.
 """
@@ -18,9 +18,9 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    **{f"examples/{name}/README.md": f"examples/{name}.md" for name in ("digits", "elastic", "paddle", "shards")},
+    **{f"examples/{name}/README.md": f"examples/{name}.md" for name in ("digits", "elastic", "paddle", "resnet", "shards")},
 }
-"""Pages outside of `docs/`: their path in the repository, and on the site."""
+"""Pages and pictures outside of `docs/`: their path in the repository, and on the site."""
 
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)")
 _PICTURE = re.compile(r"(!\[[^\]]*\]\()([^)\s]+)\)")
@@ -28,7 +28,7 @@ _FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that lie outside of `docs/`."""
+    """Add the pages and pictures that lie outside of `docs/`."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
     return files

@@ -1,0 +1,151 @@
+"""Trains students on labels alone, distilled, and distilled while teachers and a node are killed; a file for each run.
+
+Runs that have their file are not made again. `python report.py` makes the table and the picture of the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+EDL = [sys.executable, "-m", "edl"]
+ARMS = ("hard", "distilled", "killed")
+# What happens in a killed run, by the share of the steps that are done.
+SCHEDULE = (
+    (0.10, "kill a teacher"),
+    (0.20, "start a teacher"),
+    (0.30, "kill a node"),
+    (0.40, "kill all teachers"),
+    (0.40, "start a teacher"),
+    (0.50, "start a node"),
+    (0.60, "start a teacher"),
+    (0.75, "drain a teacher"),
+)
+
+
+class Run:
+    """The processes of a run: nodes of the student under `edl run`, and teachers under `edl serve`."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace, student: list[str]) -> None:
+        self.log, self.output = folder / "log", folder / "output"
+        self.environ = {"OMP_NUM_THREADS": "1"} | os.environ | {"EDL_DISCOVERY": f"sqlite:///{folder}/discovery.sqlite"}
+        self.student = [*EDL, "run", "--nnodes", "1:2", "--rdzv-id", "student", "train.py", "--log", str(self.log)]
+        self.student += student
+        facts = json.loads(options.teacher.with_suffix(".json").read_text())
+        size = facts["size"]
+        self.teacher = [*EDL, "serve", "--torch-factory", "nets.py:build", "--option", f"arch={facts['arch']}"]
+        self.teacher += ["--option", f"classes={facts['classes']}", "--checkpoint", str(options.teacher.resolve())]
+        self.teacher += ["--input", f"image:uint8[3,{size},{size}]", "--output", "logits", "--normalize", "imagenet"]
+        self.teacher += ["--autocast", "bfloat16", "--model", "teacher"]
+        self.nodes: list[subprocess.Popen[bytes]] = []
+        self.teachers: list[subprocess.Popen[bytes]] = []
+        self.events: list[dict[str, Any]] = []
+
+    def start(self, command: list[str]) -> subprocess.Popen[bytes]:
+        with self.output.open("ab") as output:
+            return subprocess.Popen(command, cwd=HERE, env=self.environ, stdout=output, stderr=output)
+
+    def act(self, action: str) -> None:
+        match action:
+            case "start a teacher":
+                self.teachers.append(self.start(self.teacher))
+            case "drain a teacher":
+                self.teachers[0].terminate()
+            case "kill a teacher":
+                self.teachers.pop(0).kill()
+            case "kill all teachers":
+                while self.teachers:
+                    self.teachers.pop().kill()
+            case "start a node":
+                self.nodes.append(self.start(self.student))
+            case "kill a node":
+                self.nodes.pop().kill()
+        self.events.append({"time": time.time(), "action": action})
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What the student has written so far."""
+        text = self.log.read_text() if self.log.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def follow(self, schedule: tuple[tuple[float, str], ...], limit_s: float) -> list[dict[str, Any]]:
+        """Wait for the student, and do what the schedule says when it is so far."""
+        due, deadline = list(schedule), time.monotonic() + limit_s
+        while self.nodes[0].poll() is None:  # the other one, should it come late, would begin anew
+            lines = self.lines()
+            done = lines[-1]["step"] / lines[-1]["of"] if lines else 0.0
+            while due and done >= due[0][0]:
+                self.act(due.pop(0)[1])
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        if due or self.nodes[0].returncode != 0:
+            raise SystemExit(f"the run did not come to its end:\n{self.output.read_text()[-3000:]}")
+        return self.lines()
+
+    def stop(self) -> None:
+        for process in self.nodes + self.teachers:
+            process.kill()
+            process.wait()
+
+
+def train(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Train a student, and return what came of it."""
+    data = options.data if options.data == "digits" else str(Path(options.data).resolve())
+    student = ["--data", data, "--images", str(options.images), "--epochs", str(options.epochs)]
+    student += ["--seed", str(seed), *options.student.split()]
+    if arm != "hard":
+        student += ["--teachers", "teacher"]
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(Path(folder), options, student)
+        try:
+            for action in () if arm == "hard" else ("start a teacher", "start a teacher"):
+                run.act(action)
+            for _ in range(2 if arm == "killed" else 1):
+                run.act("start a node")
+            lines = run.follow(SCHEDULE if arm == "killed" else (), options.limit_s)
+        finally:
+            run.stop()
+    return {"arm": arm, "seed": seed, "accuracy": lines[-1]["accuracy"], "lines": lines, "events": run.events}
+
+
+def main() -> None:
+    options = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the run's processes first
+    options.out.mkdir(parents=True, exist_ok=True)
+    for seed in options.seeds:
+        for arm in options.arms:
+            path = options.out / f"{arm}-{seed}.json"
+            if path.exists():
+                continue
+            result = train(arm, seed, options)
+            draft = path.with_suffix(".unfinished")
+            draft.write_text(json.dumps(result))
+            draft.rename(path)
+            print(f"{arm}, seed {seed}: {result['accuracy']:.1%} right", flush=True)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", default="digits", help="a folder, or digits")
+    parser.add_argument("--teacher", type=Path, default=Path("teacher.pt"), help="weights by train_teacher.py")
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
+    parser.add_argument("--images", type=int, default=0, help="students train on so many (default: all)")
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--student", default="", help="more options of train.py, in quotes")
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs' files")
+    parser.add_argument("--limit-s", type=float, default=3600, help="a run that takes longer is broken off")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""The networks: two residual ones for small images, and all that torchvision and timm have, by name."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+from torch import Tensor, nn
+
+OWN = {"small": (16, 1), "deep": (32, 2)}  # channels of the first stage, blocks a stage
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's: `edl serve --normalize imagenet`
+
+
+class Block(nn.Module):
+    """Two convolutions and a way around them (He et al. 2016)."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.path = nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        plain = inputs == outputs and stride == 1
+        around = [nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)]
+        self.around = nn.Identity() if plain else nn.Sequential(*around)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.relu(self.path(images) + self.around(images))
+
+
+def resnet(width: int, depth: int, classes: int) -> nn.Module:
+    """Images float32 [rows, 3, height, width] to logits [rows, classes]; three stages at 1/2, 1/4, 1/8 of the size."""
+    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 2, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    for stage in range(3):
+        outputs = width * 2**stage
+        for block in range(depth):
+            first = block == 0 and stage > 0
+            layers.append(Block(outputs // 2 if first else outputs, outputs, 2 if first else 1))
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, classes))
+
+
+def build(arch: str = "small", classes: int | str = 10, pretrained: str = "no") -> nn.Module:
+    """Build a network from images float32 [rows, 3, height, width] to logits [rows, classes].
+
+    `edl serve --torch-factory nets.py:build --option arch=...` calls it as well, with text for every argument.
+
+    Args:
+        arch: "small" (8 layers), "deep" (14 layers), or a name of a library: "torchvision:resnet50", "timm:resnet50d".
+        classes: how many.
+        pretrained: "yes" for the library's own weights, which it downloads.
+    """
+    library, _, name = arch.rpartition(":")
+    if not library:
+        return resnet(*OWN[name], int(classes)).to(memory_format=torch.channels_last)
+    weights = pretrained == "yes"
+    if library == "torchvision":
+        models = importlib.import_module("torchvision.models")
+        return models.get_model(name, weights="DEFAULT" if weights else None, num_classes=int(classes))
+    return importlib.import_module("timm").create_model(name, pretrained=weights, num_classes=int(classes))
+
+
+def normalize(images: Tensor) -> Tensor:
+    """Images uint8 [rows, 3, height, width] as the networks take them, as `edl serve --normalize imagenet` does."""
+    mean, std = (torch.tensor(values, device=images.device).view(3, 1, 1) for values in (MEAN, STD))
+    return ((images / 255 - mean) / std).contiguous(memory_format=torch.channels_last)

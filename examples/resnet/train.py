@@ -1,0 +1,117 @@
+"""Trains the student, on labels alone or on what teachers say. Nodes and teachers may come and go meanwhile."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from data import class_count, open_images, right
+from nets import build, normalize
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from edl.collective import Checkpointer, ElasticSampler, ElasticTrainer, State
+from edl.distill.losses import DistillLoss
+from edl.distill.torch import distill
+
+
+def main() -> None:
+    options = parse()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else "cpu"
+    if "RANK" in os.environ:  # under edl run or torchrun
+        dist.init_process_group()
+    torch.manual_seed(options.seed)
+    train = open_images(options.data, "train", options.crop, options.images)
+    test = DataLoader(open_images(options.data, "test", options.crop), batch_size=500, num_workers=options.workers)
+    network = build(options.arch, class_count(train)).to(device)
+    optimizer = torch.optim.SGD(network.parameters(), options.lr, momentum=0.9, weight_decay=5e-4, nesterov=True)
+    steps = options.epochs * (len(train) // options.batch)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, steps + 1, pct_start=0.2)
+    soft_loss = DistillLoss(options.temperature, options.alpha)
+
+    sampler = ElasticSampler(len(train), global_batch=options.batch, seed=options.seed, tail="drop")
+    state = State(model=network, optimizer=optimizer, schedule=schedule, sampler=sampler, step=0)
+    with Checkpointer(state) as checkpointer:
+        checkpointer.restore()  # where it was; nothing in the first start
+        model = DistributedDataParallel(network) if dist.is_initialized() else network
+        trainer = ElasticTrainer(model, optimizer, sampler=sampler)
+        loader = DataLoader(train, batch_sampler=sampler, num_workers=options.workers, generator=torch.Generator())
+        batches: Any = loader  # each is (images, labels)
+        if options.teachers:  # each is ((images, labels), logits): the teachers are sent the images, not the labels
+            batches = distill(loader, options.teachers, inputs=["image", None], outputs="logits", device=device)
+        journal = Journal(options.log, steps, batches)
+        with batches if options.teachers else nullcontext():
+            for epoch in sampler.epochs(options.epochs):
+                for batch in batches:
+                    for part in trainer.micro_batches(batch):
+                        if options.teachers:
+                            (images, labels), logits = part
+                            loss = soft_loss(model(normalize(images)), logits, labels)
+                        else:
+                            images, labels = (tensor.to(device) for tensor in part)
+                            loss = cross_entropy(model(normalize(images)), labels)
+                        trainer.backward(loss)
+                    trainer.step()
+                    schedule.step()
+                    state.step += 1
+                    checkpointer.save(state.step)
+                    if state.step % 10 == 0:
+                        journal.write(step=state.step, loss=round(loss.item(), 4))
+                if journal.first:
+                    journal.write(step=state.step, epoch=epoch + 1, accuracy=right(network, test))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Journal:
+    """Lines of JSON by the first rank: every ten steps, and after each epoch, which is printed as well."""
+
+    def __init__(self, path: str, steps: int, batches: Any) -> None:
+        self.path, self.steps, self.batches = path, steps, batches
+        self.first = not dist.is_initialized() or dist.get_rank() == 0
+        self.nodes = dist.get_world_size() if dist.is_initialized() else 1
+
+    def write(self, **facts: float) -> None:
+        if not self.first:
+            return
+        facts |= {"of": self.steps, "time": time.time(), "cpu_s": time.process_time(), "nodes": self.nodes}
+        if stats := getattr(self.batches, "stats", None):
+            now = stats()
+            facts |= {"teachers": now.teachers_live, "rows": now.rows_delivered, "resent": now.rows_resent}
+            facts |= {"waited_s": now.wait_s}
+        if self.path:
+            with Path(self.path).open("a") as file:
+                file.write(json.dumps(facts) + "\n")
+        if "accuracy" in facts:
+            taught = f", {now.line()}" if stats else ""
+            print(f"epoch {facts['epoch']}: {facts['accuracy']:.1%} right, {self.nodes} node(s){taught}", flush=True)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", default="digits", help="a folder with train/CLASS/*.jpg and test/CLASS/*.jpg")
+    parser.add_argument("--images", type=int, default=0, help="train on so many (default: all)")
+    parser.add_argument("--crop", type=int, default=0, help="cut so many pixels out of images of any size; torchvision")
+    parser.add_argument("--arch", default="small", help="small, deep, torchvision:NAME or timm:NAME (%(default)s)")
+    parser.add_argument("--teachers", default="", help="their service, or host:port (default: train on labels alone)")
+    parser.add_argument("--temperature", type=float, default=4.0)
+    parser.add_argument("--alpha", type=float, default=0.9, help="share of the teachers in the loss (%(default)s)")
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=64, help="of all nodes together")
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=0, help="processes that load images")
+    parser.add_argument("--log", default="", help="append the course of the training to this file, as lines of JSON")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

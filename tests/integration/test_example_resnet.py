@@ -1,0 +1,79 @@
+"""The vision example at small scale: its commands, and its comparison with teachers and a node killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.integration.test_examples import EXAMPLES, commands, right, wait_for
+
+Run = Callable[[list[str]], str]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the example, with a teacher trained in it."""
+    pytest.importorskip("torch", reason="the example needs PyTorch")
+    pytest.importorskip("sklearn", reason="the example needs scikit-learn")
+    folder = tmp_path_factory.mktemp("example") / "resnet"
+    shutil.copytree(EXAMPLES / "resnet", folder, ignore=shutil.ignore_patterns("__pycache__", "*.pt", "runs"))
+    output = run(folder, [*commands(folder / "README.md")[0], "--epochs", "8"])
+    assert right(output) > 0.9, output
+    return folder
+
+
+def environ(folder: Path) -> dict[str, str]:
+    discovery = f"sqlite:///{folder}/discovery.sqlite"
+    return {**os.environ, "EDL_DISCOVERY": discovery, "OMP_NUM_THREADS": "1", "MPLCONFIGDIR": str(folder)}
+
+
+def run(folder: Path, command: list[str]) -> str:
+    program = [sys.executable, "-m", "edl"] if command[0] == "edl" else [sys.executable]
+    command = [*program, *command[1:]]
+    done = subprocess.run(command, cwd=folder, env=environ(folder), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(300)
+def test_resnet(folder: Path) -> None:
+    """The README's commands for digits train a student, and report draws what compare has run."""
+    _, serve, student, *_ = commands(folder / "README.md")
+    log = folder / "serve.log"
+    with log.open("wb") as file:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "edl", *serve[1:]], cwd=folder, env=environ(folder), stdout=file, stderr=file
+        )
+    try:
+        wait_for("teacher", environ(folder)["EDL_DISCOVERY"], server, log)
+        output = run(folder, [*student, "--epochs", "8"])
+    finally:
+        server.terminate()
+        assert server.wait(60) == 0, log.read_text()
+    assert right(output) > 0.8, output
+    assert "1 teacher" in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_comparison(folder: Path) -> None:
+    """A student reaches its last step while teachers and a node are killed, and table and picture are made of it."""
+    compare = ["python", "compare.py", "--seeds", "0", "--epochs", "20", "--limit-s", "200"]
+    output = run(folder, [*compare, "--arms", "hard", "killed"])
+    assert right(output) > 0.85, output
+    assert run(folder, [*compare, "--arms", "hard", "killed"]) == "", "what is done is not done again"
+    killed = json.loads((folder / "runs" / "killed-0.json").read_text())
+    assert killed["lines"][-1]["step"] == killed["lines"][-1]["of"] == 20 * (1497 // 64)
+    assert "kill all teachers" in [event["action"] for event in killed["events"]]
+    assert {line["nodes"] for line in killed["lines"]} >= {1}
+    run(folder, ["python", "report.py", "--runs", "runs", "--folder", "."])
+    table = (folder / "README.md").read_text().partition("<!-- table by report.py -->")[2]
+    assert "| hard labels | 1 | " in table
+    assert (folder / "accuracy.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""A hook of MkDocs: pages and pictures that lie outside of `docs/`, and links that hold on the site as they do in the repository.
+"""A hook of MkDocs: pages and pictures outside of `docs/`, and links that hold there as they do in the repository.
 
 The README is the site's first page. A link to a file that is no page (a test, a program) becomes the file's name.
 """
@@ -14,11 +14,12 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 
+EXAMPLES = ("digits", "elastic", "paddle", "resnet", "shards")
 PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    **{f"examples/{name}/README.md": f"examples/{name}.md" for name in ("digits", "elastic", "paddle", "resnet", "shards")},
+    **{f"examples/{name}/README.md": f"examples/{name}.md" for name in EXAMPLES},
 }
 """Pages and pictures outside of `docs/`: their path in the repository, and on the site."""
 

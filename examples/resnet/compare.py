@@ -38,8 +38,8 @@ class Run:
     def __init__(self, folder: Path, options: argparse.Namespace, student: list[str]) -> None:
         self.log, self.output = folder / "log", folder / "output"
         self.environ = {"OMP_NUM_THREADS": "1"} | os.environ | {"EDL_DISCOVERY": f"sqlite:///{folder}/discovery.sqlite"}
-        self.student = [*EDL, "run", "--nnodes", "1:2", "--rdzv-id", "student", "train.py", "--log", str(self.log)]
-        self.student += student
+        self.student = [*EDL, "run", "--nnodes", "1:2", "--rdzv-id", "student", "--lease-ttl", str(options.lease_ttl)]
+        self.student += ["train.py", "--log", str(self.log), *student]
         facts = json.loads(options.teacher.with_suffix(".json").read_text())
         size = facts["size"]
         self.teacher = [*EDL, "serve", "--torch-factory", "nets.py:build", "--option", f"arch={facts['arch']}"]
@@ -143,6 +143,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--student", default="", help="more options of train.py, in quotes")
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of the runs' files")
+    parser.add_argument(
+        "--lease-ttl", type=float, default=5, help="of edl run: longer where others use the machine too"
+    )
     parser.add_argument("--limit-s", type=float, default=3600, help="a run that takes longer is broken off")
     return parser.parse_args()
 

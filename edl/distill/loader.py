@@ -21,6 +21,8 @@ from edl.distill.source.chunk import Item
 from edl.distill.source.cutters import BatchCutter, Cutter, Getter
 from edl.distill.source.handover import Handover
 from edl.distill.source.iterator import SourceIterator
+from edl.distill.source.routed_cutters import routed_cutter
+from edl.distill.source.routes import Router
 from edl.distill.source.sequence_cutters import PaddedBatchCutter
 from edl.distill.stats import ReaderStats
 from edl.distill.teachers import Teachers, teachers_from_env
@@ -36,6 +38,9 @@ __all__ = [
     "TeachersLike",
     "field_getter",
     "input_getters",
+    "Route",
+    "check_routed_combine",
+    "resolve_routes",
     "resolve_teachers",
     "output_names",
 ]
@@ -44,7 +49,10 @@ logger = logging.getLogger("edl.distill")
 
 B = TypeVar("B")
 Inputs: TypeAlias = str | Sequence[str | None] | Mapping[str, str | int | Callable[[Any], Any]]
-TeachersLike: TypeAlias = str | Sequence[str] | Teachers | Sequence[Teachers] | None
+TeachersLike: TypeAlias = (
+    str | Sequence[str] | Teachers | Sequence[Teachers] | Mapping[Any, str | Sequence[str] | Teachers] | None
+)
+Route: TypeAlias = str | int | Callable[[Any], Any] | None
 
 
 class DistillLoader(Generic[B], abc.ABC):
@@ -66,6 +74,7 @@ class DistillLoader(Generic[B], abc.ABC):
         ids: how to find the samples' ids in a batch; with a cache only.
         tokens: of batches of padded sequences, how to find the mask of what is a token; None for batches of rows.
         ahead: batches that are read ahead in the training loop's own thread; None to read in another thread.
+        router: which service labels what, by a field of the batch; None where all of them label everything.
 
     Attributes:
         loader: as given.
@@ -86,6 +95,7 @@ class DistillLoader(Generic[B], abc.ABC):
         ids: Getter | None = None,
         tokens: Getter | None = None,
         ahead: int | None = None,
+        router: Router | None = None,
     ) -> None:
         if FORK_HANDLERS and getattr(loader, "num_workers", False):
             logger.warning(
@@ -103,12 +113,15 @@ class DistillLoader(Generic[B], abc.ABC):
         self._batch_rows = batch_rows
         self._device = device
         self._outputs = output_spec.outputs
+        check_routed_combine(router, combine)
+        self._router = router
         self._combiner = Combiner(combine, [group.weight for group in teachers] or [1.0])
         if (cache_config is None) != (ids is None):
             raise SettingsError("cache and ids go together: the cache finds soft labels by the samples' ids")
         self._ids = ids
         self._tokens = tokens
-        self._session = LabelSession(teachers, output_spec, options, cache_config)
+        routes = router.names if router is not None else None
+        self._session = LabelSession(teachers, output_spec, options, cache_config, routes)
         weakref.finalize(self, self._session.close_without_waiting).atexit = False  # the session sees to that
 
     def __len__(self) -> int:
@@ -124,11 +137,7 @@ class DistillLoader(Generic[B], abc.ABC):
             batches: like the loader's.
         """
         self._session.labeller.check()
-        services = self._session.labeller.services
-        cutter: Cutter = BatchCutter(self._getters, self._batch_rows, services, self._ids)
-        if self._tokens is not None:
-            cutter = PaddedBatchCutter(self._getters, self._tokens, self._batch_rows, services, self._ids)
-            cutter.whole_batches = self._batches_ahead is not None
+        cutter = self._cutter() if self._router is None else routed_cutter(self._router, self._cutter)
         if self._handover is not None:
             self._handover.close()  # or the epoch before would wait for more
         if self._batches_ahead is None:
@@ -137,6 +146,14 @@ class DistillLoader(Generic[B], abc.ABC):
         handover = self._handover = Handover()
         labelled = self._labelled(self._session.begin(lambda: handover, cutter))
         return EpochIterator(self._read_here(SourceIterator(batches), handover, labelled))
+
+    def _cutter(self) -> Cutter:
+        services = self._session.labeller.services
+        if self._tokens is None:
+            return BatchCutter(self._getters, self._batch_rows, services, self._ids)
+        cutter = PaddedBatchCutter(self._getters, self._tokens, self._batch_rows, services, self._ids)
+        cutter.whole_batches = self._batches_ahead is not None
+        return cutter
 
     def stats(self) -> ReaderStats:
         """Return what has been done so far; may be called from any thread."""
@@ -265,6 +282,8 @@ def resolve_teachers(teachers: TeachersLike, discovery: str | None = None, *, op
     """
     if teachers is None:
         return teachers_from_env(optional=optional)
+    if isinstance(teachers, Mapping):
+        raise SettingsError("teachers by the value of a field, and no field: name it with route=")
     if isinstance(teachers, str | Teachers):
         return [Teachers.parse(teachers, discovery=discovery)]
     parts = list(teachers) if isinstance(teachers, Iterable) else [teachers]
@@ -277,6 +296,53 @@ def resolve_teachers(teachers: TeachersLike, discovery: str | None = None, *, op
             f"teachers={teachers!r}: expected a service's name, host:port of each teacher, or a list of Teachers"
         )
     return [Teachers.parse(names)]
+
+
+def resolve_routes(
+    teachers: TeachersLike, route: Route, discovery: str | None = None, *, optional: bool = False
+) -> tuple[list[Teachers], Router | None]:
+    """Return the services that `teachers` names, and which of them labels what.
+
+    Args:
+        teachers: see `edl.distill.torch.distill`.
+        route: where in a sample or batch the value is that `teachers` has as a key; None where all label everything.
+        discovery: URL of the registry.
+        optional: whether teachers need not be named.
+
+    Raises:
+        SettingsError: it names none, or in a way that is not known.
+    """
+    if route is None:
+        return resolve_teachers(teachers, discovery, optional=optional), None
+    if not isinstance(teachers, Mapping) or not teachers:
+        raise SettingsError(
+            f"route={route!r} needs the teachers of each value, such as teachers={{'math': 'math-teacher', None: "
+            f"'general'}}, and they are {teachers!r}"
+        )
+    groups: list[Teachers] = []
+    routes: dict[Any, int] = {}
+    for value, named in teachers.items():
+        if not isinstance(named, str | Teachers) and not (
+            isinstance(named, Sequence) and all(isinstance(part, str) for part in named)
+        ):
+            raise SettingsError(
+                f"teachers[{value!r}]={named!r}: expected a service's name, host:port of each teacher, or Teachers; an "
+                "ensemble cannot be one of several routes"
+            )
+        group = Teachers.parse(named, discovery=discovery)
+        if group not in groups:
+            groups.append(group)
+        routes[value] = groups.index(group)
+    names = [", ".join(str(value) for value, at in routes.items() if at == index) for index in range(len(groups))]
+    return groups, Router(route if callable(route) else field_getter(route), routes, tuple(names))
+
+
+def check_routed_combine(router: Router | None, combine: Combine) -> None:
+    """Raise a `SettingsError` where answers are to be combined and there is only one of each row."""
+    if router is not None and combine != "each":
+        raise SettingsError(
+            f"combine={combine!r} and route=: each row is labelled by one service, so leave combine out"
+        )
 
 
 def output_names(outputs: str | Sequence[str]) -> tuple[str, ...]:

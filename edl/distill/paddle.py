@@ -16,7 +16,7 @@ from edl.distill.loader import (
     field_getter,
     input_getters,
     output_names,
-    resolve_teachers,
+    resolve_routes,
 )
 from edl.distill.options import Options
 from edl.distill.pipeline.cache_lookup import CacheConfig
@@ -37,6 +37,7 @@ def distill(
     inputs: Inputs,
     outputs: str | Sequence[str],
     discovery: str | None = None,
+    route: str | int | Callable[[B], Any] | None = None,
     tokens: str | int | Callable[[B], Any] | None = None,
     tokenizer: str | os.PathLike[str] = "",
     batch_rows: int | None = None,
@@ -55,9 +56,10 @@ def distill(
     The arguments are those of `edl.distill.torch.distill`, but for `device`: Paddle makes the tensors of labels on its
     current device.
     """
+    groups, router = resolve_routes(teachers, route, discovery, optional=cache is not None)
     return PaddleLoader(
         loader,
-        resolve_teachers(teachers, discovery, optional=cache is not None),
+        groups,
         getters=input_getters(inputs),
         output_spec=OutputSpec(
             output_names(outputs),
@@ -74,6 +76,7 @@ def distill(
         cache_config=CacheConfig(cache, dataset) if cache is not None else None,
         ids=ids if ids is None or callable(ids) else field_getter(ids),
         tokens=tokens if tokens is None or callable(tokens) else field_getter(tokens),
+        router=router,
     )
 
 

@@ -5,6 +5,7 @@ The contract is that of PaddlePaddle EDL 0.3's class of the same name, so that i
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import weakref
@@ -16,7 +17,7 @@ import numpy as np
 
 from edl.distill.cache import SoftLabelCache
 from edl.distill.compress import TopK
-from edl.distill.loader import TeachersLike, resolve_teachers
+from edl.distill.loader import TeachersLike, check_routed_combine, resolve_routes
 from edl.distill.options import Options
 from edl.distill.pipeline.cache_lookup import CacheConfig
 from edl.distill.pipeline.combine import Combine, Combiner, item_outputs, values_by_name
@@ -25,6 +26,8 @@ from edl.distill.pipeline.epoch_iterator import EpochIterator
 from edl.distill.pipeline.session import LabelSession
 from edl.distill.source.chunk import Item
 from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter, SampleListCutter
+from edl.distill.source.routed_cutters import routed_cutter
+from edl.distill.source.routes import Router
 from edl.distill.source.sequence_cutters import SequenceCutter, SequenceListCutter
 from edl.distill.stats import ReaderStats
 from edl.distill.teachers import Teachers, teachers_from_env
@@ -66,6 +69,9 @@ class DistillReader:
         teachers: in place of `set_fixed_teacher` and `set_dynamic_teacher`: a service's name, endpoints, `Teachers`, or
             a list of `Teachers` for an ensemble.
         teacher_batch_size: see `set_teacher_batch_size`.
+        route: position of the field by whose value teachers are found, or a function of the sample; of a batch, each
+            row has its value, or all have one. `teachers` is a mapping then, from value to a service, endpoints or
+            `Teachers`; what stands under None labels all other values.
         combine: what to make of an ensemble's answers; see `edl.distill.pipeline.combine.Combiner`. With "each" the
             predictions of all services follow one another, in the order of `teachers`.
         top_k: deliver the k largest logits of a row as `TopK`; None for whole outputs.
@@ -91,6 +97,7 @@ class DistillReader:
         *,
         teachers: TeachersLike = None,
         teacher_batch_size: int | None = None,
+        route: int | Callable[[Any], Any] | None = None,
         combine: Combine = "each",
         top_k: int | None = None,
         temperature: float = 1.0,
@@ -122,7 +129,13 @@ class DistillReader:
             raise SettingsError("cache and id_field go together: the cache finds soft labels by the samples' ids")
         self._cache_config = CacheConfig(cache, dataset) if cache is not None else None
         self._id_field = id_field
-        self._teachers: list[Teachers] = [] if teachers is None else resolve_teachers(teachers)
+        self._router: Router | None = None
+        self._teachers: list[Teachers] = []
+        if teachers is not None or route is not None:
+            groups, router = resolve_routes(teachers, route)
+            self._teachers = groups
+            self._router = router
+        check_routed_combine(self._router, combine)
         self._max_teachers: int | None = None
         self._batch_size = self._checked_batch_size(teacher_batch_size)
         self._kind: _Kind | None = None
@@ -229,6 +242,7 @@ class DistillReader:
         """
         parts = teachers.split(",") if isinstance(teachers, str) else list(teachers)
         self._not_started("set_fixed_teacher")
+        self._not_routed("set_fixed_teacher")
         self._teachers = [Teachers(endpoints=tuple(part.strip() for part in parts if part.strip()))]
         return self
 
@@ -253,6 +267,7 @@ class DistillReader:
             SettingsError: the first epoch has started.
         """
         self._not_started("set_dynamic_teacher")
+        self._not_routed("set_dynamic_teacher")
         urls = [discovery_servers] if isinstance(discovery_servers, str) else list(discovery_servers or ())
         self._teachers = [
             Teachers(
@@ -344,7 +359,8 @@ class DistillReader:
         session.labeller.check()
         getters = {name: _field(index) for index, name in enumerate(self._ins) if name}
         ids = _field(self._id_field) if self._id_field is not None else None
-        cutter = _CUTTERS[self._kind](getters, self._batch_size, session.labeller.services, ids)
+        make = functools.partial(_CUTTERS[self._kind], getters, self._batch_size, session.labeller.services, ids)
+        cutter = make() if self._router is None else routed_cutter(self._router, make)
         epoch = session.begin(lambda: _checked(source()), cutter)
         weights = [group.weight for group in session.labeller.teachers] or [1.0]
         return EpochIterator(self._deliver(epoch, Combiner(self._combine, weights), session.labeller.services))
@@ -370,7 +386,13 @@ class DistillReader:
             groups = self._teachers or teachers_from_env(optional=self._cache_config is not None)
             if self._max_teachers is not None:
                 groups = [_limited(group, self._max_teachers) for group in groups]
-            session = self._session = LabelSession(groups, self._output_spec, self._options, self._cache_config)
+            session = self._session = LabelSession(
+                groups,
+                self._output_spec,
+                self._options,
+                self._cache_config,
+                self._router.names if self._router is not None else None,
+            )
             if self._closed:  # by a signal handler, before there was a session to close
                 session.close()
             weakref.finalize(self, self._session.close_without_waiting).atexit = False  # the session sees to that
@@ -405,6 +427,10 @@ class DistillReader:
     def _not_started(self, method: str) -> None:
         if self._session is not None:
             raise SettingsError(f"{method} after the first epoch has started: make a new reader")
+
+    def _not_routed(self, method: str) -> None:
+        if self._router is not None:
+            raise SettingsError(f"{method} with route=: name the teachers of each value with teachers=")
 
     @staticmethod
     def _checked_batch_size(rows: int | None) -> int | None:

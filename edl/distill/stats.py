@@ -60,6 +60,7 @@ class ReaderStats:
         departed: sums over all teachers that ever left.
         set_aside: how often a teacher was given nothing for a while, by why: "overloaded" (it had no room), "timeout",
             "error", "lost", "rejected" (what others accept), "bad output".
+        routes: by route (`route=`), what was asked of its teachers and came from them; empty without routes.
         discovery: why the registry does not answer, or which teachers cannot renew their registration; empty while all
             is well.
     """
@@ -82,6 +83,7 @@ class ReaderStats:
     departed: TeacherStats = TeacherStats("", "gone")
     set_aside: Mapping[str, int] = field(default_factory=dict)
     discovery: str = ""
+    routes: Mapping[str, ReaderStats] = field(default_factory=dict)
 
     def line(self) -> str:
         """Return the state in a line for a person."""

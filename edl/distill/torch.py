@@ -16,7 +16,7 @@ from edl.distill.loader import (
     field_getter,
     input_getters,
     output_names,
-    resolve_teachers,
+    resolve_routes,
 )
 from edl.distill.options import Options
 from edl.distill.pipeline.cache_lookup import CacheConfig
@@ -40,6 +40,7 @@ def distill(
     inputs: Inputs,
     outputs: str | Sequence[str],
     discovery: str | None = None,
+    route: str | int | Callable[[B], Any] | None = None,
     tokens: str | int | Callable[[B], Any] | None = None,
     tokenizer: str | os.PathLike[str] = "",
     batch_rows: int | None = None,
@@ -71,6 +72,10 @@ def distill(
             batch.
         outputs: the teachers' output, or several.
         discovery: URL of the registry that `teachers` names a service of.
+        route: where in a batch each row has the value by which its teachers are found (a key such as "domain", a
+            position or a function): a list, an array or a tensor, or one value for the whole batch. `teachers` is a
+            mapping then, from value to a service, endpoints or `Teachers`; what stands under None labels all other
+            values. None where all services label everything.
         tokens: of batches of padded sequences, as collators for language models make them: where the mask of what is a
             token is (a key such as "attention_mask", a position or a function), 0 and 1 [sequences, length]. The inputs
             are [sequences, length, ...] then, what the mask keeps is sent, a token a row, and labels come as
@@ -99,9 +104,10 @@ def distill(
     Raises:
         SettingsError: an argument that cannot be.
     """
+    groups, router = resolve_routes(teachers, route, discovery, optional=cache is not None)
     return TorchLoader(
         loader,
-        resolve_teachers(teachers, discovery, optional=cache is not None),
+        groups,
         getters=input_getters(inputs),
         output_spec=OutputSpec(
             output_names(outputs),
@@ -118,6 +124,7 @@ def distill(
         cache_config=CacheConfig(cache, dataset) if cache is not None else None,
         ids=ids if ids is None or callable(ids) else field_getter(ids),
         tokens=tokens if tokens is None or callable(tokens) else field_getter(tokens),
+        router=router,
         ahead=_BATCHES_AHEAD if ahead is None and _is_prepared(loader) else ahead,
     )
 

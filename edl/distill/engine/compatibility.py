@@ -19,7 +19,7 @@ from edl.protocol import names
 from edl.protocol.tensors import Array
 from edl.quoting import listed
 
-__all__ = ["TeacherCompatibility", "InputTensors"]
+__all__ = ["TeacherCompatibility", "InputTensors", "outputs_disagreement"]
 
 logger = logging.getLogger("edl.distill")
 
@@ -330,3 +330,28 @@ def _rows_of(spec: ModelSpec) -> str:
 
 def _shapes_match(left: Sequence[int], right: Sequence[int]) -> bool:
     return len(left) == len(right) and all(a == b or -1 in (a, b) for a, b in zip(left, right, strict=True))
+
+
+def outputs_disagreement(spec: ModelSpec, known: ModelSpec, output_spec: OutputSpec) -> str:
+    """Return how the outputs of two services differ whose labels may stand in one batch; empty if they do not.
+
+    Args:
+        spec: the model of one service.
+        known: that of the other.
+        output_spec: what is asked for.
+    """
+    for name in output_spec.outputs:
+        have, want = spec.outputs.get(name), known.outputs.get(name)
+        if have is None or want is None:
+            continue
+        if not _shapes_match(have.shape, want.shape):
+            return (
+                f"model {known.name!r} gives output {name!r} with rows of shape {list(want.shape)}, model "
+                f"{spec.name!r} {list(have.shape)}, and labels of a batch have one shape"
+            )
+        if have.datatype != want.datatype and output_spec.dtype is None:
+            return (
+                f"model {known.name!r} gives output {name!r} as {want.datatype}, model {spec.name!r} as "
+                f"{have.datatype}: ask for dtype='float32'"
+            )
+    return ""

@@ -10,11 +10,12 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from edl.discovery.registry import Snapshot
 from edl.distill.cache import CacheView, SequenceIds, SoftLabelCache
+from edl.distill.engine.compatibility import outputs_disagreement
 from edl.distill.engine.engine import Engine
 from edl.distill.engine.event_loop import EventLoopThread
 from edl.distill.engine.job import LabelJob
@@ -66,9 +67,12 @@ class ChunkLabeller:
         output_spec: what is asked for.
         options: deadlines, memory, retries.
         cache_config: the soft-label cache, None without.
+        routes: names of the groups, by each of which some chunks are labelled (`Chunk.route`); None where all of them
+            label every chunk.
 
     Attributes:
         teachers: as given.
+        routes: as given.
         thread: the event loop.
         closed: whether no more work is taken.
         memory_bytes: as in `Options`.
@@ -84,8 +88,11 @@ class ChunkLabeller:
         output_spec: OutputSpec,
         options: Options,
         cache_config: CacheConfig | None = None,
+        routes: Sequence[str] | None = None,
     ) -> None:
         self.teachers = teachers
+        self.routes = routes
+        self._agreed: list[ModelSpec | None] = [None] * len(teachers)  # whose outputs are like those of other routes
         credentials = Credentials.of() if options.credentials is None else options.credentials
         # What is wrong with them shows here and now.
         self._files = CredentialFiles.of(credentials) if teachers else None
@@ -163,23 +170,27 @@ class ChunkLabeller:
     @property
     def services(self) -> int:
         """How many answers a chunk gets."""
-        return max(len(self.teachers), 1)
+        return 1 if self.routes is not None else max(len(self.teachers), 1)
 
     @property
     def depth(self) -> int:
         """Chunks to have open: enough that a teacher four times slower than the rest does not stop them."""
-        return max(8, 4 * max((engine.limits.capacity for engine in self._engines), default=0))
+        capacities = [engine.limits.capacity for engine in self._engines]
+        return max(8, 4 * (sum(capacities) if self.routes is not None else max(capacities, default=0)))
 
-    @property
-    def backlog(self) -> float:
-        """Chunks that wait to be sent, as a share of what is enough; from 1 on the feeding thread stops.
+    def _asked(self, route: int | None) -> range:
+        """Return the numbers of the services that are asked for a chunk."""
+        return range(len(self._engines)) if route is None else range(route, route + 1)
 
-        More would only push warm memory out of the caches.
+    def backlog(self, route: int | None) -> float:
+        """Return the chunks of a route, or of any, that wait to be sent, as a share of what is enough.
+
+        From 1 on the feeding thread stops. More would only push warm memory out of the caches.
 
         Where chunks gather to be sent together, it is enough when the next chunks are there by then.
         """
-        pairs = zip(self._submitted, self._engines, strict=True)
-        waiting = max((submitted - engine.dispatched for submitted, engine in pairs), default=0)
+        asked = self._asked(route)
+        waiting = max((self._submitted[index] - self._engines[index].dispatched for index in asked), default=0)
         together = max((engine.limits.gather_limit for engine in self._engines), default=0)
         return waiting / max(2 + self.depth // 16, 1 + together)
 
@@ -191,13 +202,13 @@ class ChunkLabeller:
 
     def estimate_answers(self, chunk: Chunk) -> None:
         """Estimate the bytes of the answers to a chunk, as far as can be told."""
-        for index, (engine, size_estimator) in enumerate(zip(self._engines, self._answer_sizes, strict=True)):
-            nbytes = size_estimator.expected(chunk.rows, engine.await_spec(0.0))
-            chunk.answers_nbytes[index] = nbytes or 0
+        for answer, index in enumerate(self._asked(chunk.route)):
+            nbytes = self._answer_sizes[index].expected(chunk.rows, self._engines[index].await_spec(0.0))
+            chunk.answers_nbytes[answer] = nbytes or 0
             chunk.foreseen = chunk.foreseen and nbytes is not None
 
     def submit(self, chunk: Chunk, changed: Callable[..., None], stopped: Callable[[], bool]) -> None:
-        """Ask every service for the chunk's labels.
+        """Ask every service, or that of its route, for the chunk's labels.
 
         Args:
             chunk: sealed.
@@ -206,21 +217,25 @@ class ChunkLabeller:
 
         Raises:
             NoTeacherError: no teacher told what its model looks like within `teacher_timeout_s`.
+            SettingsError: services of different routes have outputs that are not alike.
             SourceError: the model cannot take these inputs.
         """
         if self._offline is not None and chunk.ids is not None:
-            self._store_cached(chunk, 0, look_up_offline(self._offline, chunk).outputs)
+            self._store_cached(chunk, 0, 0, look_up_offline(self._offline, chunk).outputs)
             self._cached += chunk.rows
-        for index, engine in enumerate(self._engines):
+        for slot, index in enumerate(self._asked(chunk.route)):
+            engine = self._engines[index]
             spec = self._await_spec(engine, stopped)
             if spec is None:
                 return
+            if self.routes is not None and self._agreed[index] is not spec:
+                self._check_agreement(index, spec)
             fields: Mapping[str, Array] = chunk.fields
             if chunk.lengths is not None or spec.sequences:
                 fields = sequence_fields(spec, chunk)
             missing = self._look_up_cache(chunk, index, spec, fields)
             if missing is not None and missing.found.complete:
-                self._store_cached(chunk, index, dict(missing.found.outputs))
+                self._store_cached(chunk, slot, index, dict(missing.found.outputs))
                 continue
             fields = select_inputs(spec, fields)
             longest_sequence = chunk.longest_sequence
@@ -237,30 +252,44 @@ class ChunkLabeller:
             number = next(self._numbers)
             chunk.jobs.append((index, number))
             self._submitted[index] += 1
-            answer = _AnswerHandler(chunk, index, changed, missing, self._cache_queue, self._answer_sizes[index])
+            answer = _AnswerHandler(chunk, slot, changed, missing, self._cache_queue, self._answer_sizes[index])
             engine.submit(LabelJob(number, payload, answer, changed))
         changed()
 
-    def _store_cached(self, chunk: Chunk, service: int, outputs: Outputs) -> None:
-        chunk.surplus_nbytes += _count_answer_nbytes(
-            chunk, service, outputs, self._answer_sizes[service] if self._answer_sizes else None
-        )
-        chunk.outputs[service] = outputs
+    def _check_agreement(self, index: int, spec: ModelSpec) -> None:
+        """Check that a route's outputs are like those of other routes: a batch may have rows of both."""
+        assert self.routes is not None
+        for other, known in enumerate(self._agreed):
+            why = outputs_disagreement(spec, known, self._cache_keys[index].output_spec) if known is not None else ""
+            if why and other != index:
+                raise SettingsError(f"routes {self.routes[other]} and {self.routes[index]} do not go together: {why}")
+        self._agreed[index] = spec
 
-    def max_rows(self, stopped: Callable[[], bool]) -> int:
-        """Return the rows that teachers take in a request, 0 if any number.
+    def _store_cached(self, chunk: Chunk, slot: int, service: int, outputs: Outputs) -> None:
+        chunk.surplus_nbytes += _count_answer_nbytes(
+            chunk, slot, outputs, self._answer_sizes[service] if self._answer_sizes else None
+        )
+        chunk.outputs[slot] = outputs
+
+    def knows_teacher(self, route: int | None) -> bool:
+        """Return whether all services that label chunks of a route have had a teacher."""
+        return all(self._engines[index].await_spec(0.0) is not None for index in self._asked(route))
+
+    def max_rows(self, stopped: Callable[[], bool], route: int | None = None) -> int:
+        """Return the rows that teachers of a route, or all, take in a request, 0 if any number.
 
         Waits for teachers, and fails, as `submit` does.
         """
-        limits = [engine.limits.max_rows for engine in self._engines if self._await_spec(engine, stopped) is not None]
+        engines = [self._engines[index] for index in self._asked(route)]
+        limits = [engine.limits.max_rows for engine in engines if self._await_spec(engine, stopped) is not None]
         return min((limit for limit in limits if limit), default=0)
 
-    @property
-    def max_sequence(self) -> int:
-        """Rows of the longest sequence that every service has a teacher for, 0 if any number."""
-        return min((engine.limits.max_sequence for engine in self._engines if engine.limits.max_sequence), default=0)
+    def max_sequence(self, route: int | None = None) -> int:
+        """Return the rows of the longest sequence that every service of a route has a teacher for, 0 if any number."""
+        limits = [self._engines[index].limits.max_sequence for index in self._asked(route)]
+        return min((limit for limit in limits if limit), default=0)
 
-    def awaits_sequence(self, rows: int, since: float) -> bool:
+    def awaits_sequence(self, rows: int, since: float, route: int | None = None) -> bool:
         """Return whether to wait for a teacher that takes a sequence, where no known teacher does.
 
         One may come where teachers of a fixed list are still being connected to, and at any moment where a service is
@@ -269,38 +298,42 @@ class ChunkLabeller:
         Args:
             rows: of the sequence.
             since: when the wait began, on the monotonic clock; it lasts `teacher_timeout_s` at most.
+            route: of the sequence; None where every service labels it.
         """
+        services = [(self.teachers[index], self._engines[index]) for index in self._asked(route)]
         short = [
             (group, engine)
-            for group, engine in zip(self.teachers, self._engines, strict=True)
+            for group, engine in services
             if engine.limits.max_sequence and rows > engine.limits.max_sequence
         ]
         if not short or time.monotonic() - since > self._options.teacher_timeout_s:
             return False
         return all(group.service is not None or engine.awaits_teachers for group, engine in short)
 
-    def await_max_sequence(self, rows: int, stopped: Callable[[], bool]) -> int:
+    def await_max_sequence(self, rows: int, stopped: Callable[[], bool], route: int | None = None) -> int:
         """Wait as long as `awaits_sequence` says, and return `max_sequence`.
 
         Args:
             rows: of the sequence.
             stopped: whether the epoch was closed, which ends all waiting.
+            route: of the sequence; None where every service labels it.
         """
         begin = time.monotonic()
         warned = False
-        while not stopped() and self.awaits_sequence(rows, begin):
-            for engine in self._engines:
-                engine.wait_changed(0.2 / len(self._engines))
+        asked = self._asked(route)
+        while not stopped() and self.awaits_sequence(rows, begin, route):
+            for index in asked:
+                self._engines[index].wait_changed(0.2 / len(asked))
             if not warned and time.monotonic() - begin > _SAY_AFTER_S:
                 warned = True
                 logger.warning(
                     "a sequence has %d tokens, and the teachers that are known take at most %d: waiting up to %g s for "
                     "another",
                     rows,
-                    self.max_sequence,
+                    self.max_sequence(route),
                     self._options.teacher_timeout_s,
                 )
-        return self.max_sequence
+        return self.max_sequence(route)
 
     def follow_versions(self) -> None:
         """Follow the teachers' version, where there are no epochs that do: what was asked for has been answered."""
@@ -314,11 +347,11 @@ class ChunkLabeller:
         """Whether labels of several versions are not mixed."""
         return self._options.mixed_versions == "refuse"
 
-    def rows_that_fit(self, fields: Mapping[str, Array]) -> int:
-        """Return how many rows like these all teachers take in a request by their bytes, 0 if any number."""
+    def rows_that_fit(self, fields: Mapping[str, Array], route: int | None = None) -> int:
+        """Return how many rows like these all teachers of a route take in a request by their bytes, 0 if any number."""
         fitting = [
             rows_that_fit(fields, spec, max_nbytes)
-            for engine in self._engines
+            for engine in (self._engines[index] for index in self._asked(route))
             if (max_nbytes := engine.limits.max_nbytes) and (spec := engine.await_spec(0)) is not None
         ]
         return min(fitting, default=0)
@@ -473,8 +506,10 @@ class ChunkLabeller:
 
     def stats(self) -> ReaderStats:
         """Return the counters of this reader, but for what an epoch holds."""
+        services = [engine.stats() for engine in self._engines]
         return replace(
-            merged(engine.stats() for engine in self._engines),
+            merged(services),
+            routes=dict(zip(self.routes, services, strict=True)) if self.routes is not None else {},
             rows_cached=self._cached,
             rows_delivered=self._delivered,
             wait_s=self._wait_s,
@@ -544,7 +579,7 @@ class ChunkLabeller:
 
 @dataclass(frozen=True)
 class _AnswerHandler:
-    """Puts a job's outputs into its chunk, on the loop, and has them kept."""
+    """Puts a job's outputs into its chunk, as those of a service of the chunk's, on the loop, and has them kept."""
 
     chunk: Chunk
     service: int

@@ -8,12 +8,13 @@ a single writer, or is changed by single steps that Python makes atomic, and thr
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from edl.distill.pipeline.chunk_labeller import ChunkLabeller
@@ -220,6 +221,7 @@ class Epoch:
             self._labeller.set_awaited(chunk)
             if not chunk.sent:
                 self._wake_flusher()
+                self._for_feeder.notify()
             # The source ends or fails in its own time. The engine answers every chunk that was sent, with an error
             # at the latest when its own deadlines have passed.
             self._for_loop.wait_for(ended)
@@ -250,7 +252,9 @@ class Epoch:
 
     def _take_in(self, source: Iterator[Any], cutter: Cutter) -> None:
         self._labeller.prepare_epoch()
-        cutter.await_max_sequence = lambda rows: self._labeller.await_max_sequence(rows, lambda: self._closed)
+        cutters = dict(cutter.by_route())
+        for route, part in cutters.items():
+            part.await_max_sequence = functools.partial(self._await_max_sequence, route=route)
         while not self._closed:
             self._asked_at = time.monotonic()
             self._source_clock.begin(self._asked_at)
@@ -263,21 +267,35 @@ class Epoch:
                     self._source_clock.end()
             except StopIteration:
                 if self._take_back():
-                    self._submit(cutter.finish())
+                    self._submit(cutter, cutter.finish())
                 return
             except BaseException:
                 self._take_back()  # what is being sent goes before the error
                 raise
             if not self._take_back():
                 return
-            if cutter.wants_limits:
-                cutter.max_rows = self._labeller.max_rows(lambda: self._closed)
-                cutter.max_sequence = self._labeller.max_sequence
+            if not self._set_limits(cutter, cutters, value):
+                return
             item, ready = cutter.put(value)
             self._reuse.check_drawn(item)
             self._offer(item)
-            if not self._submit(ready):
+            if not self._submit(cutter, ready):
                 return
+
+    def _set_limits(self, cutter: Cutter, cutters: Mapping[int | None, Cutter], value: Any) -> bool:
+        """Have the cutter know what the teachers of a value take; return False if the epoch is closed."""
+        for route in cutter.routes_of(value):
+            part = cutters[route]
+            if part.wants_limits:
+                # What came before, for teachers that are there, does not wait for the first teacher of this route.
+                if route is not None and not self._labeller.knows_teacher(route):
+                    self._submit(cutter, cutter.finish())
+                part.max_rows = self._labeller.max_rows(lambda: self._closed, route)
+                part.max_sequence = self._labeller.max_sequence(route)
+        return not self._closed
+
+    def _await_max_sequence(self, rows: int, route: int | None) -> int:
+        return self._labeller.await_max_sequence(rows, lambda: self._closed, route)
 
     def _take_back(self) -> bool:
         """Wait for the cutter, which the flushing thread may be using; False if the epoch is closed."""
@@ -317,14 +335,12 @@ class Epoch:
                     self._items.append(item)
                     return
 
-    def _submit(self, chunks: list[Chunk]) -> bool:
+    def _submit(self, cutter: Cutter, chunks: list[Chunk]) -> bool:
         """Send chunks, when there is room; return False if the epoch is closed. For the thread that has the cutter."""
-        for chunk in chunks:
-            self._labeller.estimate_answers(chunk)
-            self._unsent = chunk
-            self._for_feeder.wait_for(lambda chunk=chunk: self._closed or self._has_room(chunk))  # type: ignore[misc]
-            self._unsent = None
-            if self._closed:
+        unsent = list(chunks)
+        while unsent and not self._closed:
+            chunk = self._next_chunk(cutter, unsent)
+            if chunk is None:
                 return False
             self._open.add(chunk)
             self._open_chunks.add(chunk)
@@ -342,13 +358,45 @@ class Epoch:
                 self._labeller.set_awaited(chunk)
         return not self._closed
 
+    def _next_chunk(self, cutter: Cutter, unsent: list[Chunk]) -> Chunk | None:
+        """Wait for room for the first of these chunks, and take it out; return None if the epoch is closed.
+
+        What the training loop waits for goes before the others, also where it is not full: with several routes a
+        request may be full before one that was begun earlier.
+        """
+        while not self._closed:
+            awaited = self._awaited
+            if awaited is not None and not awaited.sent and awaited is not unsent[0]:
+                if awaited in unsent:
+                    unsent.remove(awaited)
+                    unsent.insert(0, awaited)
+                else:
+                    unsent[:0] = cutter.seal(awaited)
+            chunk = unsent[0]
+            self._labeller.estimate_answers(chunk)
+            self._unsent = chunk
+            self._for_feeder.wait_for(
+                lambda chunk=chunk, before=awaited: (  # type: ignore[misc]
+                    self._closed or self._has_room(chunk) or self._awaits_other(chunk, before)
+                )
+            )
+            self._unsent = None
+            if not self._closed and self._has_room(chunk):
+                return unsent.pop(0)
+        return None
+
+    def _awaits_other(self, chunk: Chunk, before: Chunk | None) -> bool:
+        """Return whether the training loop has come to wait for another chunk that was not sent."""
+        awaited = self._awaited
+        return awaited is not None and awaited is not before and awaited is not chunk and not awaited.sent
+
     def _has_room(self, chunk: Chunk, backlog: float = 1.0) -> bool:
         if self._open_chunks.chunks < 2 or chunk in self._needed:
             return True
         # Of answers that nobody can estimate, one at a time is asked for ahead, until the first of them is there.
         if not chunk.foreseen or self._open_chunks.nbytes + chunk.weight > self._labeller.memory_bytes:
             return False
-        return self._labeller.backlog < backlog and self._open_chunks.chunks < self._labeller.depth
+        return self._labeller.backlog(chunk.route) < backlog and self._open_chunks.chunks < self._labeller.depth
 
     # The flushing thread, started when the training loop waits for a request that is not full
 
@@ -376,7 +424,7 @@ class Epoch:
         chunk = self._awaited
         try:
             if chunk is not None and not chunk.sent and not self._over:
-                self._submit(cutter.finish())
+                self._submit(cutter, cutter.seal(chunk))
         except BaseException as exc:  # noqa: BLE001 - raised again in the training loop, which waits for this chunk
             if chunk is not None and not self._closed:
                 chunk.error = _failure_of(exc)

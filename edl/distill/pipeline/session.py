@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +47,7 @@ class LabelSession:
         output_spec: what is asked for.
         options: deadlines, memory, retries.
         cache_config: the soft-label cache, None without.
+        routes: see `ChunkLabeller`.
 
     Attributes:
         labeller: labels the chunks of all epochs.
@@ -60,9 +62,10 @@ class LabelSession:
         output_spec: OutputSpec,
         options: Options,
         cache_config: CacheConfig | None = None,
+        routes: Sequence[str] | None = None,
     ) -> None:
         load = LoadSettings.of(options.publish_load)
-        self.labeller = ChunkLabeller(teachers, output_spec, options, cache_config)
+        self.labeller = ChunkLabeller(teachers, output_spec, options, cache_config, routes)
         self._options = options
         self._pid = os.getpid()
         self._first_close = threading.Lock()  # taken by the first call of `close`, without waiting, and never released
@@ -105,7 +108,8 @@ class LabelSession:
         """Start an epoch over an iterator."""
         self.labeller.check()
         cutter.time_budget.always = self._options.check_all_bytes
-        cutter.fit = self.labeller.rows_that_fit
+        for route, part in cutter.by_route():
+            part.fit = functools.partial(self.labeller.rows_that_fit, route=route)
         epoch = self._epoch = Epoch(self.labeller, source, cutter)
         # By a signal handler, or another thread, before the epoch was there to be closed as well.
         if self.labeller.closed:

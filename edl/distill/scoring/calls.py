@@ -167,7 +167,7 @@ class ScoreCalls:
         cutter = SequenceListCutter(self._getters, self._request_tokens, self._labeller.services)
         cutter.fit = self._labeller.rows_that_fit
         cutter.max_rows = self._labeller.max_rows(lambda: self._labeller.closed)
-        cutter.max_sequence = self._labeller.max_sequence
+        cutter.max_sequence = self._labeller.max_sequence()
         call.item, ready = cutter.put(call.samples)
         call.unsent.extend([*ready, *cutter.finish()])
 

@@ -139,7 +139,7 @@ class Scorer:
     @property
     def max_sequence(self) -> int:
         """Tokens of the longest sequence that some known teacher takes; 0 where none says."""
-        return self._session.labeller.max_sequence
+        return self._session.labeller.max_sequence()
 
     def stats(self) -> ReaderStats:
         """Return what has been done so far, in tokens where it says rows; may be called from any thread."""

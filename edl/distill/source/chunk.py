@@ -37,6 +37,7 @@ class Chunk:
         answers_nbytes: bytes of each service's answer, estimated until it is there.
         foreseen: whether all of them could be estimated.
         surplus_nbytes: by how much answers from a cache exceed the estimate.
+        route: number of the only service that is asked; None for all of them.
         source_s: seconds that the epoch's source had taken when it was sent.
     """
 
@@ -58,6 +59,7 @@ class Chunk:
     answers_nbytes: list[int] = field(default_factory=list)
     foreseen: bool = True
     surplus_nbytes: int = 0
+    route: int | None = None
     source_s: float = 0.0
 
     def __post_init__(self) -> None:

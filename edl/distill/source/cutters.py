@@ -95,9 +95,30 @@ class Cutter(abc.ABC):
         """Whether no row waits for a request to be full."""
         return True
 
+    @property
+    def open_chunk(self) -> Chunk | None:
+        """The request that is not full, if there is one."""
+        return None
+
+    def by_route(self) -> list[tuple[int | None, Cutter]]:
+        """Return all routes, and the cutter of each, whose limits are those of the route's teachers."""
+        return [(None, self)]
+
+    def routes_of(self, value: Any) -> list[int | None]:
+        """Return the routes that a further item of the source goes to; `put` follows with the same.
+
+        Raises:
+            SourceError: no teachers are named for it.
+        """
+        return [None]
+
     def finish(self) -> list[Chunk]:
         """Seal what is not full: the source is at its end, or silent."""
         return []
+
+    def seal(self, chunk: Chunk) -> list[Chunk]:
+        """Seal a request that is not full; what comes of it may be more, and is nothing where it is sealed already."""
+        return self.finish() if self.open_chunk is chunk else []
 
     def _get(self, name: str, getter: Getter, value: Any, what: str) -> Any:
         try:
@@ -130,6 +151,14 @@ class BatchCutter(Cutter):
 
     def put(self, value: Any) -> tuple[Item, list[Chunk]]:
         """Take in a batch."""
+        fields, ids, fingerprint = self.read(value)
+        chunks = self.cut(fields, ids)
+        chunks[0].rest_nbytes = fingerprint.rest_nbytes
+        self.seen += 1
+        return Item(value, [(chunk, 0, chunk.rows) for chunk in chunks], (fingerprint,)), chunks
+
+    def read(self, value: Any) -> tuple[dict[str, Array], Sequence[Any] | None, ItemFingerprint]:
+        """Return a batch's fields, its sample ids, and what tells whether it changes."""
         found = {name: self._get(name, getter, value, "batch") for name, getter in self.getters.items()}
         fingerprint = ItemFingerprint(f"batch {self.seen}", value, found, self.time_budget)
         fields = {name: as_array(part, f"batch {self.seen}, input {name!r}") for name, part in found.items()}
@@ -137,20 +166,17 @@ class BatchCutter(Cutter):
             fingerprint.add_sent(found, fields, functools.partial(as_array, what=f"batch {self.seen}"))
         rows = _common_rows(fields, self.seen)
         ids = _as_ids(self._get_ids(self.ids, value, "batch"), rows, self.seen) if self.ids is not None else None
+        return fields, ids, fingerprint
+
+    def cut(self, fields: Mapping[str, Array], ids: Sequence[Any] | None) -> list[Chunk]:
+        """Return the requests of a batch's fields, in the order of its rows."""
+        rows = len(next(iter(fields.values())))
         step = self._rows_like(fields)
-        parts, chunks = [], []
+        chunks = []
         for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            chunk = Chunk(self.services)
-            chunk.seal(
-                {name: array[start:stop] for name, array in fields.items()},
-                ids[start:stop] if ids is not None else None,
-            )
-            chunks.append(chunk)
-            parts.append((chunk, 0, stop - start))
-        chunks[0].rest_nbytes = fingerprint.rest_nbytes
-        self.seen += 1
-        return Item(value, parts, (fingerprint,)), chunks
+            part = {name: array[start : start + step] for name, array in fields.items()}
+            chunks.append(Chunk(self.services).seal(part, ids[start : start + step] if ids is not None else None))
+        return chunks
 
 
 class _RowGatherer(Cutter):
@@ -199,6 +225,11 @@ class _RowGatherer(Cutter):
     def empty(self) -> bool:
         """Whether no row waits for a request to be full."""
         return not self._open.rows
+
+    @property
+    def open_chunk(self) -> Chunk | None:
+        """The request that is not full, if there is one."""
+        return self._open if self._open.rows else None
 
     def finish(self) -> list[Chunk]:
         """Seal what is not full: the source is at its end, or silent."""

@@ -85,6 +85,11 @@ class SequenceCutter(Cutter):
         """Whether no row waits for a request to be full."""
         return not self._open.rows
 
+    @property
+    def open_chunk(self) -> Chunk | None:
+        """The request that is not full, if there is one."""
+        return self._open if self._open.rows else None
+
     def put(self, value: Any) -> tuple[Item, list[Chunk]]:
         """Take in a sequence."""
         ready: list[Chunk] = []
@@ -99,11 +104,11 @@ class SequenceCutter(Cutter):
         what = f"sample {self.seen}"
         fingerprint, arrays = self._read_sample(sample)
         sample_id = self._get_ids(self.ids, sample, "sample") if self.ids is not None else None
-        part = self._add(arrays, what, fingerprint.rest_nbytes, ready, sample_id)
+        part = self.add(arrays, what, fingerprint.rest_nbytes, ready, sample_id)
         self.seen += 1
         return part, fingerprint
 
-    def _add(
+    def add(
         self, arrays: Mapping[str, Array], what: str, rest_nbytes: int, ready: list[Chunk], sample_id: Any
     ) -> tuple[Chunk, int, int]:
         """Add a sequence to the open request; return where its rows are."""
@@ -204,6 +209,21 @@ class PaddedBatchCutter(SequenceCutter):
 
     def put(self, value: Any) -> tuple[Item, list[Chunk]]:
         """Take in a batch; each sequence of it that has tokens is a part of the item."""
+        arrays, mask, ids, fingerprint = self.read(value)
+        ready: list[Chunk] = []
+        parts: list[tuple[Chunk, int, int]] = []
+        for row, kept in enumerate(mask):
+            if kept.any():
+                sequence = {name: array[row][kept] for name, array in arrays.items()}
+                rest_nbytes = 0 if parts else fingerprint.rest_nbytes
+                parts.append(self.add(sequence, f"batch {self.seen}, sequence {row}", rest_nbytes, ready, ids[row]))
+        if self.whole_batches:
+            ready += self.finish()
+        self.seen += 1
+        return Item(value, parts, (fingerprint,), mask.copy()), ready
+
+    def read(self, value: Any) -> tuple[dict[str, Array], Array, Sequence[Any], ItemFingerprint]:
+        """Return a batch's fields, which of their elements are tokens, the ids, and what tells whether it changes."""
         what = f"batch {self.seen}"
         mask_name = _MASK if _MASK not in self.getters else f"{_MASK} (the mask)"  # an input may be called so, too
         found = {name: self._get(name, getter, value, "batch") for name, getter in self.getters.items()}
@@ -214,18 +234,7 @@ class PaddedBatchCutter(SequenceCutter):
             fingerprint.add_sent(found, arrays, functools.partial(as_array, what=what))
         mask = as_token_mask(arrays.pop(mask_name), what)
         _check_padded(arrays, mask, what)
-        ids = self._sequence_ids(value, len(mask), what)
-        ready: list[Chunk] = []
-        parts: list[tuple[Chunk, int, int]] = []
-        for row, kept in enumerate(mask):
-            if kept.any():
-                sequence = {name: array[row][kept] for name, array in arrays.items()}
-                rest_nbytes = 0 if parts else fingerprint.rest_nbytes
-                parts.append(self._add(sequence, f"{what}, sequence {row}", rest_nbytes, ready, ids[row]))
-        if self.whole_batches:
-            ready += self.finish()
-        self.seen += 1
-        return Item(value, parts, (fingerprint,), mask.copy()), ready
+        return arrays, mask, self._sequence_ids(value, len(mask), what), fingerprint
 
     def _sequence_ids(self, value: Any, sequences: int, what: str) -> Sequence[Any]:
         if self.ids is None:
@@ -253,7 +262,7 @@ class SequenceColumnsCutter(SequenceCutter):
             sample_id = ids[row] if ids is not None else None
             what = f"sample {sample_id!r}" if ids is not None else f"batch {self.seen}, sequence {row}"
             arrays = {name: as_array(part, what) for name, part in zip(columns, found, strict=True)}
-            parts.append(self._add(arrays, what, 0, ready, sample_id))
+            parts.append(self.add(arrays, what, 0, ready, sample_id))
         self.seen += 1
         return Item(value, parts), ready
 

@@ -35,10 +35,9 @@ class Labels:
             raise NoTeacherError("none")
         return self.lacking
 
-    def max_rows(self, stopped: Callable[[], bool]) -> int:
+    def max_rows(self, stopped: Callable[[], bool], route: int | None = None) -> int:
         return 0
 
-    max_sequence = 50
     refuses_versions = False
     followed = 0
 
@@ -49,6 +48,9 @@ class Labels:
 
     def follow_versions(self) -> None:
         self.followed += 1
+
+    def max_sequence(self) -> int:
+        return 50
 
     def rows_that_fit(self, fields: Any) -> int:
         return 0

@@ -22,15 +22,19 @@ class Labels:
     memory_bytes = 1 << 30
     linger_s = 0.005
     depth = 8
-    backlog = 0.0
-    max_sequence = 0
 
     def __init__(self, submit_error: Exception | None = None) -> None:
         self.submit_error = submit_error
 
     def check(self) -> None: ...
     def prepare_epoch(self) -> None: ...
-    def max_rows(self, stopped: Callable[[], bool]) -> int:
+    def backlog(self, route: int | None) -> float:
+        return 0.0
+
+    def max_rows(self, stopped: Callable[[], bool], route: int | None) -> int:
+        return 0
+
+    def max_sequence(self, route: int | None) -> int:
         return 0
 
     def estimate_answers(self, chunk: Chunk) -> None: ...
@@ -92,7 +96,7 @@ def test_request_size_is_asked_once_each(cutter: type[Cutter], asked: int) -> No
     class Counting(Labels):
         asked = 0
 
-        def max_rows(self, stopped: Callable[[], bool]) -> int:
+        def max_rows(self, stopped: Callable[[], bool], route: int | None = None) -> int:
             self.asked += 1
             return 0
 

@@ -50,12 +50,16 @@ class EchoLabels:
     memory_bytes = 1 << 30
     linger_s = 0.1
     depth = 8
-    backlog = 0.0
-    max_sequence = 0
 
     def check(self) -> None: ...
     def prepare_epoch(self) -> None: ...
-    def max_rows(self, stopped: Callable[[], bool]) -> int:
+    def backlog(self, route: int | None) -> float:
+        return 0.0
+
+    def max_rows(self, stopped: Callable[[], bool], route: int | None) -> int:
+        return 0
+
+    def max_sequence(self, route: int | None) -> int:
         return 0
 
     def set_awaited(self, chunk: Chunk) -> None: ...

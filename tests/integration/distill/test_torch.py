@@ -113,13 +113,14 @@ def test_workers_end_with_a_loop_that_failed(start: Start, width: int) -> None:
         with pytest.raises((ValueError, SourceError)):
             list(distill(Failing(), endpoint, inputs=inputs, outputs="y", options=PATIENT))
 
-    def ended() -> bool:
+    def left() -> set[Any]:
         gc.collect()
-        ours = [thread for thread in threading.enumerate() if thread.name.startswith("edl-")]
-        return not ours and not multiprocessing.active_children()
+        ours = {thread for thread in threading.enumerate() if thread.name.startswith("edl-")}
+        return {*ours, *multiprocessing.active_children()}
 
+    before = left()
     run()
-    until(ended, 20)
+    until(lambda: left() <= before, 60)
 
 
 def test_batches_of_any_structure(start: Start) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 from edl.background import BackgroundLoop
@@ -48,6 +48,12 @@ _RELIST_RATE: Final = 20.0
 """Looks a second after a new list: what went while nothing was watched has no event, so that all are looked at."""
 _RELIST_MOST_S: Final = 60.0
 """Over which these looks are spread at most."""
+_HUNG_S: Final = 10.0
+"""After which what kopf waits for at its end is ended: it gives that 5 s, and cancels it once."""
+_HUNG_AGAIN_S: Final = 1.0
+"""Between two times that this is done: a watch that was between two requests has begun anew since."""
+_PAUSE_WAITER: Final = "pause-waiter"
+"""How names of tasks begin that kopf takes for a reason to begin a watch anew, in the place of its cancellation."""
 _CRD_WAIT_S: Final = 5.0
 """Between two looks whether the CRDs are there, where they are not."""
 
@@ -162,7 +168,12 @@ class ResourceWatches:
     async def _follow(self, namespaces: Sequence[str]) -> None:
         import kopf
 
-        registry, settings = self._register(), kopf.OperatorSettings()
+        registry, settings, ending = self._register(), kopf.OperatorSettings(), asyncio.Event()
+
+        @kopf.on.cleanup(registry=registry)
+        async def note_end(**_: Any) -> None:
+            ending.set()
+
         settings.posting.enabled = False
         settings.scanning.disabled = True
         settings.peering.standalone = True
@@ -180,6 +191,7 @@ class ResourceWatches:
         tasks = [asyncio.create_task(self._beat(ready, namespaces))]
         if self._denied:
             tasks.append(asyncio.create_task(self._retry_denied(stop)))
+        tasks.append(asyncio.create_task(_end_hung(ending, {*asyncio.all_tasks(), *tasks})))
         try:
             if self._closing:
                 return
@@ -286,6 +298,27 @@ class ResourceWatches:
         for label, plural in plurals.items():
             if labels.get(label):
                 self._on_key(f"{plural}/{metadata['namespace']}/{labels[label]}", _GROUP_DELAY_S)
+
+
+async def _end_hung(ending: asyncio.Event, ours: Collection[asyncio.Task[Any]]) -> None:
+    """End watches that hinder kopf from ending, such as when a CRD was deleted, after which nothing is watched.
+
+    kopf (1.45) cancels a watch together with the task that waits for a pause. A watch that has no answer yet may then
+    take the end of that task for the pause, not end, and wait for credentials that nobody brings any more. Cancelled
+    alone it ends.
+
+    Args:
+        ending: is set when kopf ends.
+        ours: tasks that are not kopf's.
+    """
+    await ending.wait()
+    await asyncio.sleep(_HUNG_S)
+    while True:
+        for task in asyncio.all_tasks().difference(ours, {asyncio.current_task()}):
+            if not task.get_name().startswith(_PAUSE_WAITER):
+                logger.info("a watch has not ended, and is cancelled: %s", task.get_name())
+                task.cancel()
+        await asyncio.sleep(_HUNG_AGAIN_S)
 
 
 def _read_credentials(settings: KubeSettings) -> Any:

@@ -19,7 +19,15 @@ from tests.unit.serving.fakes import LOGITS, FakeBackend, X, model_of
 
 
 def test_the_public_names_are_these() -> None:
-    assert edl_serving.__all__ == ["Array", "Backend", "ServerSettings", "TeacherServer", "TensorSpec", "TopKArrays", "serve"]
+    assert edl_serving.__all__ == [
+        "Array",
+        "Backend",
+        "ServerSettings",
+        "TeacherServer",
+        "TensorSpec",
+        "TopKArrays",
+        "serve",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,9 @@ from edl.settings import is_share
 
 __all__ = ["DistillLoss", "mix"]
 
+_NO_LABEL = -100
+"""Of a row without part in the hard loss: PyTorch's `ignore_index`."""
+
 
 def mix(hard: Tensor, soft: Tensor, alpha: float) -> Tensor:
     """Return `alpha` of the soft loss and 1 - `alpha` of the hard loss.
@@ -92,7 +95,7 @@ class DistillLoss(nn.Module):
             student_logits: [rows, ..., classes].
             teacher: of the same shape, or `TopK`.
             labels: int64 [rows, ...], or probabilities of the shape of the logits; wanted unless `alpha` is 1. Rows
-                with label -100 have no part in the hard loss.
+                with label -100 have no part in the hard loss, which is 0 for a batch of such rows only.
 
         Returns:
             The loss, or losses [rows, ...] with reduction "none".
@@ -141,5 +144,9 @@ class DistillLoss(nn.Module):
                 f"labels are {list(labels.shape)}, logits {list(student_logits.shape)}: "
                 f"expected {list(student_logits.shape[:-1])}"
             )
-        loss = F.cross_entropy(widened(student_logits).reshape(-1, classes), target, reduction=self.reduction)
+        logits = widened(student_logits).reshape(-1, classes)
+        if self.reduction == "mean" and not target.is_floating_point():
+            labelled = (target != _NO_LABEL).sum().clamp(min=1)  # PyTorch's own mean of no rows is NaN
+            return F.cross_entropy(logits, target, reduction="sum") / labelled
+        loss = F.cross_entropy(logits, target, reduction=self.reduction)
         return loss.reshape(student_logits.shape[:-1]) if self.reduction == "none" else loss

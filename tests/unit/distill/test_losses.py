@@ -282,6 +282,22 @@ def test_features_projection_learns() -> None:
         feature_mse(student, teacher)
 
 
+def test_rows_without_label_have_soft_part() -> None:
+    """A batch may hold no label at all: the hard loss is 0 then, and not NaN."""
+    student, teacher = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
+    student.requires_grad_()
+    loss = DistillLoss(temperature=2.0, alpha=0.25)
+    some = loss(student, teacher, torch.tensor([2, -100, 0, -100]))
+    soft = kl_divergence(student, teacher, temperature=2.0)
+    hard = -student.log_softmax(-1)[[0, 2], [2, 0]].mean()
+    assert some.item() == pytest.approx((0.25 * soft + 0.75 * hard).item())
+    none = loss(student, teacher, torch.full((4,), -100))
+    none.backward()
+    assert none.item() == pytest.approx(0.25 * soft.item())
+    assert student.grad is not None
+    assert bool(student.grad.isfinite().all())
+
+
 def test_the_mixture_is_linear_in_alpha() -> None:
     student, teacher, labels = torch.from_numpy(logits((6, 5), 1)), logits((6, 5), 2), torch.arange(6) % 5
     hard = torch.nn.functional.cross_entropy(student, labels)

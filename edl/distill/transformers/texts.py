@@ -17,7 +17,7 @@ from edl.distill.source.arrays import as_array
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 
-__all__ = ["IGNORED", "Texts", "find_texts", "learned_rows", "next_tokens", "text_bytes"]
+__all__ = ["IGNORED", "Texts", "check_token_types", "find_texts", "learned_rows", "next_tokens", "text_bytes"]
 
 IGNORED = -100
 """The label of a token that is not to be learned, in transformers and torch."""
@@ -90,9 +90,38 @@ def find_texts(batch: Mapping[str, Any]) -> Texts:
     return Texts(texts, kept.astype(np.int8), True)
 
 
+def check_token_types(batch: Mapping[str, Any], texts: Texts) -> None:
+    """Check that a batch's texts are no pairs, whose second text has another token type: teachers get ids alone.
+
+    Args:
+        batch: with `token_type_ids` or not.
+        texts: of the batch.
+
+    Raises:
+        SettingsError: a token of another type than 0.
+    """
+    types = _array(batch, "token_type_ids")
+    if types is None:
+        return
+    if not texts.packed and types.shape == texts.mask.shape:
+        types = types[texts.mask != 0]
+    if types.any():
+        raise SettingsError(
+            f"token_type_ids hold {int(types.max())}, as of pairs of texts, and `edl serve --hf` takes token ids alone, "
+            "all of type 0: its labels would be others. Serve a function that takes them and name its inputs, "
+            'inputs={"ids": ..., "token_type_ids": "token_type_ids"}; or leave them out for teacher and student '
+            "(return_token_type_ids=False of the tokenizer), if the teacher was trained so"
+        )
+
+
 def text_bytes(batch: Mapping[str, Any]) -> Array:
-    """Return each text's token ids as little-endian int32 in bytes, as `edl serve --hf` takes texts to classify."""
+    """Return each text's token ids as little-endian int32 in bytes, as `edl serve --hf` takes texts to classify.
+
+    Raises:
+        SettingsError: see `find_texts` and `check_token_types`.
+    """
     texts = find_texts(batch)
+    check_token_types(batch, texts)
     rows = zip(texts.ids, texts.mask, strict=True)
     return np.array([ids[kept != 0].astype("<i4").tobytes() for ids, kept in rows], dtype=object)
 

@@ -21,7 +21,7 @@ from edl.distill.stats import ReaderStats
 from edl.distill.torch import TorchLoader, distill
 from edl.distill.transformers.arguments import DistillArguments
 from edl.distill.transformers.student_loss import all_classes, check_head, logits_of, student_loss
-from edl.distill.transformers.texts import find_texts, learned_rows, text_bytes
+from edl.distill.transformers.texts import check_token_types, find_texts, learned_rows, text_bytes
 from edl.errors import SettingsError
 from edl.protocol.names import IDS
 from edl.tokenizer_hash import hash_tokenizer
@@ -85,6 +85,8 @@ class DistillTrainer(transformers.Trainer):
         self._options = options
         named = inputs.values() if isinstance(inputs, Mapping) else ()
         student = set(_parameters_of(self.model))
+        if inputs is None:
+            named = ("token_type_ids",)  # a student without them must not hide that the texts are pairs
         self._teacher_columns = [str(name) for name in (*named, *columns) if isinstance(name, str)]
         self._not_for_student = {*self._teacher_columns} - student - {"labels"}
         self._labelled: TorchLoader[Any] | None = None
@@ -219,7 +221,7 @@ class DistillTrainer(transformers.Trainer):
         inputs: Inputs | None = self._teacher_inputs
         tokens: Any = None
         if arguments.of_tokens:
-            texts = _TextFinder()
+            texts = _TextFinder(ids_alone=inputs is None)
             inputs = {IDS: texts.ids, **inputs} if isinstance(inputs, Mapping) else {IDS: texts.ids}
             tokens = texts.mask
         return distill(
@@ -320,7 +322,8 @@ def _parameters_of(model: Any) -> Mapping[str, inspect.Parameter]:
 class _TextFinder:
     """Finds the texts of a batch once for all inputs."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, ids_alone: bool) -> None:
+        self._ids_alone = ids_alone
         self._batch: Any = None
         self._texts: Any = None
 
@@ -335,6 +338,8 @@ class _TextFinder:
     def _find(self, batch: Mapping[str, Any]) -> Any:
         if batch is not self._batch:
             self._texts = find_texts(batch)
+            if self._ids_alone:
+                check_token_types(batch, self._texts)
             self._batch = batch
         return self._texts
 

@@ -195,6 +195,32 @@ def test_experts_are_used_alike(tmp_path: Path, teacher: str) -> None:
     assert 1.0 < with_it - without < 8.0  # at least the 2 of 4 experts that a token has, where all are used alike
 
 
+class Pairs(torch.utils.data.Dataset[Any]):  # type: ignore[misc, name-defined]
+    """Pairs of texts, with the token types that a tokenizer gives them."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, at: int) -> dict[str, list[int]]:
+        return {"input_ids": [1, 2, 3, 4], "token_type_ids": [0, 0, 1, 1], "labels": [1, 2, 3, 4]}
+
+
+def test_pairs_of_texts_are_refused(tmp_path: Path, teacher: str) -> None:
+    """Also where the student has no token types, so that the Trainer would leave them out of the batch."""
+    models: list[Any] = [bert("BertForMaskedLM", 2), small_model(2)]
+    for model in models:
+        trainer = DistillTrainer(
+            model,
+            training_arguments(tmp_path, **ONE_STEP),
+            train_dataset=Pairs(),
+            data_collator=transformers.default_data_collator,
+            teachers=teacher,
+            distill_args=DistillArguments(task="masked-lm", top_k=4),
+        )
+        with pytest.raises(SettingsError, match="token_type_ids hold 1"):
+            trainer.train()
+
+
 class Killer(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
     def __init__(self, teacher: LocalTeacher) -> None:
         self._teacher = teacher

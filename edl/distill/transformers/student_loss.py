@@ -11,7 +11,7 @@ from torch import Tensor
 from edl.distill.compress import TopK
 from edl.distill.losses import chunked_token_loss, token_loss
 from edl.distill.transformers.arguments import DistillArguments
-from edl.distill.transformers.texts import learned_rows, next_tokens
+from edl.distill.transformers.texts import IGNORED, learned_rows, next_tokens
 from edl.errors import SettingsError
 
 __all__ = ["all_classes", "check_head", "hard_labels", "logits_of", "student_loss"]
@@ -35,7 +35,7 @@ def student_loss(
         arguments: which loss.
         batch: with the labels of its own, if `hard_weight` needs them.
         labels: the teachers', a row for each of the student's.
-        count: rows of the whole step that are learned.
+        count: rows of the whole step that are learned; or two: these, and those of them with a label of the batch's.
         logits: the student's, [rows, ..., classes]; with `head` its states before that.
         head: makes logits of states, for some rows at a time; None where `logits` are the logits.
 
@@ -44,25 +44,34 @@ def student_loss(
     """
     mask = learned_rows(batch, shifted=arguments.task == "causal-lm") if arguments.of_tokens else None
 
-    def divergence(of: TopK, beta: float) -> Tensor:
-        settings: Any = {"mask": mask, "beta": beta, "token_count": count, "padded_vocabulary": of is labels and padded}
+    def divergence(of: TopK, **settings: Any) -> Tensor:
         return token_loss(logits, of, **settings) if head is None else chunked_token_loss(logits, head, of, **settings)
 
-    padded = arguments.padded_vocabulary
+    def soft() -> Tensor:
+        padded = arguments.padded_vocabulary
+        return divergence(labels, mask=mask, beta=arguments.beta, token_count=rows, padded_vocabulary=padded)
+
+    rows, hard_rows = count if isinstance(count, Tensor) and count.ndim else (count, count)
     if not arguments.hard_weight:
-        return divergence(labels, arguments.beta)
-    hard = divergence(hard_labels(arguments, batch), 0.0)
+        return soft()
+    own = hard_labels(arguments, batch, logits.shape[-1] if head is None else None, mask)
+    kept = mask if arguments.of_tokens else batch["labels"] != IGNORED
+    hard = divergence(own, mask=kept, beta=0.0, token_count=hard_rows)
     if arguments.hard_weight == 1:
         return hard
-    return (1 - arguments.hard_weight) * divergence(labels, arguments.beta) + arguments.hard_weight * hard
+    return (1 - arguments.hard_weight) * soft() + arguments.hard_weight * hard
 
 
-def hard_labels(arguments: DistillArguments, batch: Mapping[str, Any]) -> TopK:
+def hard_labels(
+    arguments: DistillArguments, batch: Mapping[str, Any], class_count: int | None = None, mask: Tensor | None = None
+) -> TopK:
     """Return the batch's own labels as distributions that are sure of a class: the KL to them is the cross-entropy.
 
     Args:
         arguments: what a row is.
-        batch: with its labels.
+        batch: with its labels, -100 for rows that have none.
+        class_count: the student's, None where that is not known yet.
+        mask: the rows that are learned, None for all: labels of others may be anything.
 
     Raises:
         SettingsError: they are no numbers of classes.
@@ -75,6 +84,16 @@ def hard_labels(arguments: DistillArguments, batch: Mapping[str, Any]) -> TopK:
             what = f"{found.dtype} {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
             raise SettingsError(f"labels are {what}: hard_weight needs a class's number for each sample, or 0")
         classes = found
+    wrong = (classes < 0) & (classes != IGNORED)
+    if class_count is not None:
+        wrong |= classes >= class_count
+    if mask is not None:
+        wrong &= mask
+    if wrong.any():
+        last = "the last class" if class_count is None else class_count - 1
+        raise SettingsError(
+            f"labels hold {int(classes[wrong][0])}: must be from 0 to {last}, or {IGNORED} for what has no label"
+        )
     ids = classes.clamp(min=0).unsqueeze(-1)
     sure = torch.zeros(ids.shape, device=ids.device)
     return TopK(ids, sure, torch.full_like(sure[..., 0], -torch.inf))  # type: ignore[arg-type]  # tensors, as after map

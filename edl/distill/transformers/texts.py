@@ -107,7 +107,7 @@ def check_token_types(batch: Mapping[str, Any], texts: Texts) -> None:
         types = types[texts.mask != 0]
     if types.any():
         raise SettingsError(
-            f"token_type_ids hold {int(types.max())}, as of pairs of texts, and `edl serve --hf` takes token ids alone, "
+            f"token_type_ids hold {int(types.max())}, as of pairs of texts, and `edl serve --hf` takes ids alone, "
             "all of type 0: its labels would be others. Serve a function that takes them and name its inputs, "
             'inputs={"ids": ..., "token_type_ids": "token_type_ids"}; or leave them out for teacher and student '
             "(return_token_type_ids=False of the tokenizer), if the teacher was trained so"

@@ -21,7 +21,7 @@ from edl.distill.stats import ReaderStats
 from edl.distill.torch import TorchLoader, distill
 from edl.distill.transformers.arguments import DistillArguments
 from edl.distill.transformers.student_loss import all_classes, check_head, logits_of, student_loss
-from edl.distill.transformers.texts import check_token_types, find_texts, learned_rows, text_bytes
+from edl.distill.transformers.texts import IGNORED, check_token_types, find_texts, learned_rows, text_bytes
 from edl.errors import SettingsError
 from edl.protocol.names import IDS
 from edl.tokenizer_hash import hash_tokenizer
@@ -83,10 +83,10 @@ class DistillTrainer(transformers.Trainer):
         self._discovery = discovery
         self._teacher_inputs = inputs
         self._options = options
-        named = inputs.values() if isinstance(inputs, Mapping) else ()
+        named: list[Any] = list(inputs.values()) if isinstance(inputs, Mapping) else []
         student = set(_parameters_of(self.model))
         if inputs is None:
-            named = ("token_type_ids",)  # a student without them must not hide that the texts are pairs
+            named.append("token_type_ids")  # a student without them must not hide that the texts are pairs
         self._teacher_columns = [str(name) for name in (*named, *columns) if isinstance(name, str)]
         self._not_for_student = {*self._teacher_columns} - student - {"labels"}
         self._labelled: TorchLoader[Any] | None = None
@@ -162,12 +162,14 @@ class DistillTrainer(transformers.Trainer):
             model: the student, wrapped.
             inputs: a batch.
             return_outputs: whether to return the student's outputs as well.
-            num_items_in_batch: rows of the whole optimizer step that are learned.
+            num_items_in_batch: rows of the whole optimizer step that are learned, and those with labels of their own.
 
         Returns:
             The loss; with `return_outputs` a pair of it and the student's outputs.
         """
         if _LABELS not in inputs:
+            if isinstance(num_items_in_batch, torch.Tensor) and num_items_in_batch.ndim:
+                num_items_in_batch = num_items_in_batch[-1]
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         arguments = self.distill_args
         batch = dict(inputs)
@@ -182,9 +184,10 @@ class DistillTrainer(transformers.Trainer):
             logits, head = self._states(outputs, logits)
         labels = labels if isinstance(labels, TopK) else all_classes(labels, arguments.temperature)
         count = self._count_rows([batch]) if num_items_in_batch is None else num_items_in_batch
-        loss = student_loss(arguments, batch, labels, count, logits, head) + self._router_loss(outputs)
+        loss = student_loss(arguments, batch, labels, count, logits, head)
         if self.args.average_tokens_across_devices:  # the count is that of all processes, over which DDP averages
             loss = loss * (self.accelerator.num_processes // self.get_tp_size())
+        loss = loss + self._router_loss(outputs, training=model.training)  # a mean of this process already
         return (loss, outputs) if return_outputs else loss
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
@@ -193,7 +196,7 @@ class DistillTrainer(transformers.Trainer):
             return None
         count = self._count_rows(batch_samples).to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
-            count = self.accelerator.gather(count).sum()
+            count = self.accelerator.gather(count.unsqueeze(0)).sum(0)
         return count / self.get_tp_size()
 
     def _count_rows(self, batches: list[Any]) -> torch.Tensor:
@@ -201,7 +204,10 @@ class DistillTrainer(transformers.Trainer):
             shifted = self.distill_args.task == "causal-lm"
             return torch.stack([learned_rows(batch, shifted=shifted).sum() for batch in batches]).sum()
         rows = [next(len(value) for value in batch.values() if isinstance(value, torch.Tensor)) for batch in batches]
-        return torch.tensor(sum(rows))
+        if not self.distill_args.hard_weight:
+            return torch.tensor(sum(rows))
+        own = [batch["labels"] for batch in batches if isinstance(batch.get("labels"), torch.Tensor)]
+        return torch.tensor([sum(rows), sum(int((labels != IGNORED).sum()) for labels in own)])
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = super()._prepare_inputs(
@@ -262,13 +268,14 @@ class DistillTrainer(transformers.Trainer):
             self._head_is_checked = True
         return states, head
 
-    def _router_loss(self, outputs: Any) -> torch.Tensor | float:
+    def _router_loss(self, outputs: Any, *, training: bool) -> torch.Tensor | float:
         """Return what a mixture of experts adds so that its experts are used alike."""
         loss = outputs.get("aux_loss") if isinstance(outputs, Mapping) else None
         if loss is None:
             return 0.0
         share = getattr(getattr(self.model, "config", None), "router_aux_loss_coef", 0.0)
-        added: torch.Tensor = loss * share / max(getattr(self, "current_gradient_accumulation_steps", 1), 1)
+        batches = getattr(self, "current_gradient_accumulation_steps", 1) if training else 1
+        added: torch.Tensor = loss * share / max(batches, 1)
         return added
 
     def _tokenizer(self) -> str:

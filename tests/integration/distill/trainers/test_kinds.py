@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -15,7 +17,7 @@ from edl.distill import Options  # noqa: E402
 from edl.distill.compress import top_k  # noqa: E402
 from edl.distill.losses import kl_divergence, token_loss  # noqa: E402
 from edl.distill.transformers import DistillArguments, DistillTrainer  # noqa: E402
-from edl.distill.transformers.student_loss import all_classes  # noqa: E402
+from edl.distill.transformers.student_loss import all_classes, hard_labels, student_loss  # noqa: E402
 from edl.errors import EDLError, SettingsError  # noqa: E402
 from edl.testing import LocalTeacher  # noqa: E402
 from edl.testing.models import prefix_scores_of  # noqa: E402
@@ -98,6 +100,54 @@ def test_classifier(tmp_path: Path, k: int | None, hard: float) -> None:
     soft = token_loss(logits, top_k(taught.numpy(), k or 3, temperature=2.0), beta=0.5)
     expected = (1 - hard) * soft + hard * torch.nn.functional.cross_entropy(logits, classes)
     assert loss == pytest.approx(expected.item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("weight", [0.25, 1.0])
+def test_samples_without_a_label(tmp_path: Path, weight: float) -> None:
+    """Samples of -100 learn from the teacher alone, and do not count in the mean of the cross-entropy."""
+    rng = torch.Generator().manual_seed(0)
+    rows, taught = torch.randn(22, 4, generator=rng), torch.randn(22, 3, generator=rng)
+    classes = torch.tensor([-100 if at % 2 or at < 9 else at % 3 for at in range(22)])
+    data = [{"x": row, "labels": label} for row, label in zip(rows, classes, strict=True)]
+
+    class Linear(torch.nn.Linear):  # type: ignore[misc, name-defined]
+        def forward(self, x: Any) -> Any:
+            return {"logits": super().forward(x)}
+
+    torch.manual_seed(0)
+    student = Linear(4, 3)
+    with torch.no_grad():
+        logits = student(rows)["logits"]
+    arguments = DistillArguments(task="classification", hard_weight=weight)
+    trainer = DistillTrainer(
+        student,
+        training_arguments(tmp_path, **ONE_STEP, train_sampling_strategy="sequential"),
+        train_dataset=data,
+        teachers="127.0.0.1:9",
+        inputs={"x": "x"},
+        distill_args=arguments,
+    )
+    steps = [slice(at, at + 4) for at in range(0, 22, 4)]
+    batches = [{"x": rows[step], "labels": classes[step]} for step in steps]
+    count = trainer._get_num_items_in_batch(batches, torch.device("cpu"))
+    losses = [
+        trainer.compute_loss(student, {**batch, "teacher_labels": taught[step]}, num_items_in_batch=count)
+        for step, batch in zip(steps, batches, strict=True)
+    ]
+    soft, hard = kl_divergence(logits, taught), torch.nn.functional.cross_entropy(logits, classes)
+    torch.testing.assert_close(sum(losses).detach(), (1 - weight) * soft + weight * hard)
+
+
+@pytest.mark.parametrize(("wrong", "words"), [(-1, "hold -1.* 0 to 2"), (3, "hold 3.* 0 to 2")])
+def test_labels_of_no_class(wrong: int, words: str) -> None:
+    arguments = DistillArguments(task="classification", hard_weight=0.5)
+    with pytest.raises(SettingsError, match=words):
+        student_loss(
+            arguments, {"labels": torch.tensor([0, wrong])}, all_classes(torch.randn(2, 3), 1.0), 2, torch.randn(2, 3)
+        )
+    tokens = {"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[1, wrong]])}
+    with pytest.raises(SettingsError, match=words):
+        hard_labels(DistillArguments(hard_weight=0.5), tokens, 3)
 
 
 def test_whole_logits_are_the_kl_divergence() -> None:
@@ -189,6 +239,25 @@ def test_experts_are_used_alike(tmp_path: Path, teacher: str) -> None:
         )
         return transformers.MixtralForCausalLM(config)
 
+    def router_share(processes: int, training: bool) -> float:
+        """What the coefficient of 1 adds to the loss of a micro-batch, of two in a step."""
+        losses = []
+        for share in (0.0, 1.0):
+            given: Any = {"teachers": teacher, "distill_args": DistillArguments(top_k=4), "train_dataset": texts()}
+            trainer = DistillTrainer(mixtral(share).train(training), training_arguments(tmp_path), **given)
+            trainer.current_gradient_accumulation_steps = 2
+            trainer.accelerator = SimpleNamespace(num_processes=processes)
+            batch = collate_right(texts(2))
+            labels = top_k(np.zeros((*batch["input_ids"].shape, VOCABULARY), np.float32), 4).map(torch.from_numpy)
+            losses.append(
+                trainer.compute_loss(
+                    trainer.model, {**batch, "teacher_labels": labels}, num_items_in_batch=torch.tensor(9)
+                )
+            )
+        return float((losses[1] - losses[0]).detach())
+
+    assert router_share(2, True) == pytest.approx(router_share(1, True), abs=1e-4), "processes average it"
+    assert router_share(1, False) == pytest.approx(2 * router_share(1, True), abs=1e-4), "no steps in an evaluation"
     without, with_it = (
         first_loss(tmp_path, mixtral(share), teacher, DistillArguments(top_k=4)) for share in (0.0, 1.0)
     )

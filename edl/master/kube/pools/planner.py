@@ -95,6 +95,7 @@ def plan_pool(pool: TeacherPool, observation: OwnerObservation) -> Plan:
     growth = _grow(draft, live, target)
     if update.list_outdated(live) and not growth.create:
         growth = _replace_outdated(draft, live, target, update, growth)
+    unproven = update.begun and target > 0 and not update.list_outdated(live) and not _is_proven(draft, live, update)
     view = PoolView(
         target=target,
         replicas=len(live) + len(draft.create),
@@ -105,7 +106,7 @@ def plan_pool(pool: TeacherPool, observation: OwnerObservation) -> Plan:
         growth=growth,
         backoff=draft.backoff,
         records=draft.records,
-        update=_view_update(draft, live, update),
+        update=_view_update(draft, live, update, unproven),
     )
     status = write_status(pool, observation, view)
     return Plan(
@@ -273,7 +274,19 @@ def _replace_outdated(
     return growth
 
 
-def _view_update(draft: _Draft, live: Sequence[MemberPod], update: TeacherUpdate) -> UpdateView:
+def _is_proven(draft: _Draft, live: Sequence[MemberPod], update: TeacherUpdate) -> bool:
+    """Whether the present spec has shown that it works, where no teacher of another is left; else what is awaited."""
+    if draft.awaited:
+        draft.waits_for = f"no node has room for the successor of {draft.awaited}"
+        return False
+    placed = [pod for pod in live if pod.scheduled]
+    starting, draft.look_again_s = update.find_starting(placed, draft.observation.now_s)
+    if starting is not None:
+        draft.waits_for = f"{starting.name} is not ready yet"
+    return bool(placed) and starting is None
+
+
+def _view_update(draft: _Draft, live: Sequence[MemberPod], update: TeacherUpdate, unproven: bool) -> UpdateView:
     outdated, failing = update.list_outdated(live), update.find_failing(live)
     return UpdateView(
         revision=update.revision,
@@ -283,6 +296,7 @@ def _view_update(draft: _Draft, live: Sequence[MemberPod], update: TeacherUpdate
         awaited=draft.awaited,
         waits_for=draft.waits_for,
         stopped=_describe_failure(failing) if failing is not None else "",
+        unproven=unproven,
     )
 
 

@@ -38,6 +38,7 @@ class UpdateView:
         awaited: the member that went first, to make room for its successor; empty for none.
         waits_for: what the next replacement waits for, for a person; empty for nothing.
         stopped: why no more are replaced; empty if they are.
+        unproven: none of the spec before is left, and those of this one have not all been ready for some seconds.
     """
 
     revision: str
@@ -47,11 +48,16 @@ class UpdateView:
     awaited: str = ""
     waits_for: str = ""
     stopped: str = ""
+    unproven: bool = False
 
     def describe(self) -> Condition:
         """Return the condition `Updated`."""
-        if not self.outdated:
+        if not self.outdated and not self.unproven:
             return Condition("Updated", True, "UpToDate", "all teachers are made from the present spec")
+        if not self.outdated:
+            waits = self.stopped or self.waits_for or "those of the present one start"
+            reason = "UpdateStopped" if self.stopped else "Updating"
+            return Condition("Updated", False, reason, f"no teacher of a spec before is left: {waits}")
         counted = f"{self.outdated} of {self.outdated + self.updated} teachers are made from a spec before"
         if self.stopped:
             return Condition("Updated", False, "UpdateStopped", f"{counted}, and go on: {self.stopped}")
@@ -68,6 +74,7 @@ class TeacherUpdate:
         awaited: the member that went first, by the status; empty for none.
         full: the namespace's quota has no room for a teacher more, by the status.
         wanted: teachers that the status says are wanted; None if it says nothing.
+        begun: an update was not over, by the status, or teachers are outdated now.
     """
 
     revision: str
@@ -75,6 +82,7 @@ class TeacherUpdate:
     awaited: str
     full: bool
     wanted: int | None
+    begun: bool = False
 
     @classmethod
     def of(cls, pool: TeacherPool, live: Sequence[MemberPod]) -> TeacherUpdate:
@@ -87,9 +95,12 @@ class TeacherUpdate:
         revision = hash_revision(pool)
         awaited, wanted = pool.status.get("awaitedMember"), pool.status.get("wantedReplicas")
         refusal = find_condition(pool.status, "Accepted")
+        unlabelled = find_unlabelled_revision(pool.status, live, revision)
+        outdated = list_outdated(live, revision, unlabelled)
         return cls(
             revision=revision,
-            unlabelled=find_unlabelled_revision(pool.status, live, revision),
+            unlabelled=unlabelled,
+            begun=bool(outdated) or find_condition(pool.status, "Updated").get("status") == "False",
             awaited=awaited if isinstance(awaited, str) and _TEACHER.fullmatch(awaited) else "",
             full=refusal.get("reason") == "QuotaExceeded" and refusal.get("observedGeneration") == pool.generation,
             wanted=wanted if isinstance(wanted, int) and not isinstance(wanted, bool) else None,
@@ -145,7 +156,7 @@ class TeacherUpdate:
             target: how many there are to be.
         """
         arrived = any(pod.key == self.awaited and pod.scheduled for pod in live)
-        return "" if arrived or len(live) >= target else self.awaited
+        return "" if arrived or sum(pod.scheduled for pod in live) >= target else self.awaited
 
 
 def choose_surplus(update: TeacherUpdate, live: Sequence[MemberPod], target: int) -> list[MemberPod]:

@@ -154,6 +154,54 @@ def test_a_place_that_another_took_is_one() -> None:
     assert (made.list_serves(), made.placed()) == (NEW, 3)
 
 
+@BOTH
+@pytest.mark.parametrize("wanted", [2, 3])
+def test_successor_that_gets_no_node(capacity: bool, wanted: int) -> None:
+    """The scheduler finds none, whatever seems idle, as with a volume that is not bound: one teacher went, no more."""
+    made = pool([4], capacity, wanted=wanted)
+    made.edit(serve=NEW)
+    fewest = wanted
+    for _ in range(150):
+        made.reconcile()
+        held = {name: pod for name, pod in made.pods.items() if "nodeName" not in pod["spec"]}
+        for name in held:
+            del made.pods[name]
+        made.schedule()
+        made.pods |= held
+        made.run_kubelets()
+        made.now_s += 1
+        fewest = min(fewest, count_ready(made))
+    assert fewest == wanted - 1
+    assert condition(made, "Updated") == ("False", "Updating")
+
+
+@BOTH
+def test_last_one_went_and_its_successor_fails(capacity: bool) -> None:
+    made = pool([1], capacity, wanted=1)
+    made.edit(serve=NEW)
+    for _ in range(60):
+        made.reconcile()
+        assert condition(made, "Updated")[0] == "False"
+        made.schedule()
+        made.run_kubelets()
+        break_new(made)
+        made.now_s += 1
+    assert condition(made, "Updated") == ("False", "UpdateStopped")
+    assert [event.reason for event in made.events if event.reason.startswith("Upd")] == ["Updating", "UpdateStopped"]
+
+
+@BOTH
+def test_last_one_went_and_its_successor_starts(capacity: bool) -> None:
+    made = pool([1], capacity, wanted=1)
+    made.edit(serve=NEW)
+    for _ in range(60):
+        made.reconcile()
+        assert condition(made, "Updated")[0] == "False" or made.list_serves() == NEW
+        made.settle(1)
+    assert (count_ready(made), condition(made, "Updated")) == (1, ("True", "UpToDate"))
+    assert [event.reason for event in made.events if event.reason.startswith("Upd")] == ["Updating", "Updated"]
+
+
 def test_ready_for_seconds_before_the_next() -> None:
     made = pool([4], wanted=1)
     made.edit(serve=NEW)

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from edl.discovery.urls import identify_store
 from edl.errors import AccessDeniedError
 from edl.master.kube.conditions import find_condition
+from edl.master.kube.pools.revision import hash_place, list_places
 from edl.master.kube.resources import TeacherPool
 
 __all__ = ["ServiceHolders"]
@@ -19,7 +19,9 @@ _RETRY_S: Final = 60.0
 
 
 class ServiceHolders:
-    """Finds the pool that a service belongs to: the oldest. Thread-safe.
+    """Finds the pool that a service belongs to: the oldest that has it, or whose teachers of a spec before have it.
+
+    Thread-safe.
 
     The pools of each namespace are listed once before the first answer: an operator that has just started would take
     the pool that it looks at first for the only one, and make teachers of another model.
@@ -70,10 +72,10 @@ class ServiceHolders:
             before = self._pools.get(pool.key)
             self._pools[pool.key] = pool
             rivals = self._list_rivals(pool)
-            left = self._list_rivals(before) if before is not None else []
-        if before is None or _place_of(before) != _place_of(pool):
-            for rival in {other.key for other in (*rivals, *left)}:
-                self._on_key(rival)
+            changed = list_places(pool) ^ (list_places(before) if before is not None else frozenset())
+            woken = [rival.key for rival in self._list_claimants(pool, changed)]
+        for key in woken:
+            self._on_key(key)
         holder = min((pool, *rivals), key=lambda other: (other.created_s, other.key))
         return self._find_recorded(pool) if holder is pool else holder.key
 
@@ -85,7 +87,7 @@ class ServiceHolders:
         """
         with self._lock:
             pool = self._pools.pop(key, None)
-            rivals = self._list_rivals(pool) if pool is not None else []
+            rivals = self._list_claimants(pool, list_places(pool)) if pool is not None else []
         for rival in rivals:
             self._on_key(rival.key)  # the service may be its own now
 
@@ -119,15 +121,12 @@ class ServiceHolders:
             return holder if kind == "teacherpools" and namespace in self._unlisted else ""
 
     def _list_rivals(self, pool: TeacherPool) -> list[TeacherPool]:
-        """Return pools of other namespaces with the same service in the same store."""
-        place = _place_of(pool)
-        return [
-            other
-            for other in self._pools.values()
-            if other.namespace != pool.namespace and other.service == pool.service and _place_of(other) == place
-        ]
+        """Return pools of other namespaces that may have teachers of the same service in the same store."""
+        place = hash_place(pool)
+        others = (other for other in self._pools.values() if other.namespace != pool.namespace)
+        return [other for other in others if place in list_places(other)]
 
-
-def _place_of(pool: TeacherPool) -> tuple[str, str]:
-    """Return where students find a pool's teachers, however its author spells the store."""
-    return identify_store(pool.store), pool.service
+    def _list_claimants(self, pool: TeacherPool, places: frozenset[str]) -> list[TeacherPool]:
+        """Return pools of other namespaces that are to have teachers at one of the places."""
+        others = (other for other in self._pools.values() if other.namespace != pool.namespace)
+        return [other for other in others if hash_place(other) in places]

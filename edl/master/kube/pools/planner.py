@@ -13,6 +13,7 @@ from edl.master.kube.plan import EventNote, Plan, PodDeletion
 from edl.master.kube.pools.growth import Growth, decide_growth, find_launch_failure
 from edl.master.kube.pools.pool_status import PoolView, describe_transitions, write_status
 from edl.master.kube.pools.probing import ProbeBackoff, back_off
+from edl.master.kube.pools.revision import hash_place, list_places
 from edl.master.kube.pools.scale_target import plan_scale_target
 from edl.master.kube.pools.target import find_target
 from edl.master.kube.pools.teacher_pod import build_teacher_pod
@@ -95,6 +96,7 @@ def plan_pool(pool: TeacherPool, observation: OwnerObservation) -> Plan:
     growth = _grow(draft, live, target)
     if update.list_outdated(live) and not growth.create:
         growth = _replace_outdated(draft, live, target, update, growth)
+    places = _list_places(draft, teachers, live, update)
     unproven = update.begun and target > 0 and not update.list_outdated(live) and not _is_proven(draft, live, update)
     view = PoolView(
         target=target,
@@ -106,7 +108,7 @@ def plan_pool(pool: TeacherPool, observation: OwnerObservation) -> Plan:
         growth=growth,
         backoff=draft.backoff,
         records=draft.records,
-        update=_view_update(draft, live, update, unproven),
+        update=_view_update(draft, live, update, places, unproven),
     )
     status = write_status(pool, observation, view)
     return Plan(
@@ -114,14 +116,15 @@ def plan_pool(pool: TeacherPool, observation: OwnerObservation) -> Plan:
         delete=tuple(draft.delete),
         create=tuple(draft.create),
         events=(*draft.events, *describe_transitions(pool, view)),
-        requeue_s=_find_requeue_s(draft, growth, live),
+        requeue_s=_find_requeue_s(draft, growth, live, places),
     )
 
 
-def _find_requeue_s(draft: _Draft, growth: Growth, live: Sequence[MemberPod]) -> float | None:
+def _find_requeue_s(draft: _Draft, growth: Growth, live: Sequence[MemberPod], places: Sequence[str]) -> float | None:
     """Return when to look again: a volume or secret that is missing changes no pod, and neither does one that came."""
     starting = any(pod.scheduled and pod.phase == "Pending" for pod in live)
-    times = [_START_LOOK_S if starting else None, growth.requeue_s, draft.look_again_s]
+    freed_s = _LEAVING_LOOK_S if list_places(draft.pool) - set(places) else None  # that others may have it is seen then
+    times = [_START_LOOK_S if starting else None, growth.requeue_s, draft.look_again_s, freed_s]
     return min((value for value in times if value is not None), default=None)
 
 
@@ -286,7 +289,19 @@ def _is_proven(draft: _Draft, live: Sequence[MemberPod], update: TeacherUpdate) 
     return bool(placed) and starting is None
 
 
-def _view_update(draft: _Draft, live: Sequence[MemberPod], update: TeacherUpdate, unproven: bool) -> UpdateView:
+def _list_places(
+    draft: _Draft, teachers: Sequence[MemberPod], live: Sequence[MemberPod], update: TeacherUpdate
+) -> tuple[str, ...]:
+    """Return where teachers may be found: those of specs before, as long as such are there or leave."""
+    leaving = any(pod.deleting and not pod.finished and not pod.node_silent for pod in teachers)
+    if leaving or draft.delete or update.list_outdated(live):
+        return tuple(sorted(list_places(draft.pool)))
+    return (hash_place(draft.pool),)
+
+
+def _view_update(
+    draft: _Draft, live: Sequence[MemberPod], update: TeacherUpdate, places: tuple[str, ...], unproven: bool
+) -> UpdateView:
     outdated, failing = update.list_outdated(live), update.find_failing(live)
     return UpdateView(
         revision=update.revision,
@@ -296,6 +311,7 @@ def _view_update(draft: _Draft, live: Sequence[MemberPod], update: TeacherUpdate
         awaited=draft.awaited,
         waits_for=draft.waits_for,
         stopped=_describe_failure(failing) if failing is not None else "",
+        places=places,
         unproven=unproven,
     )
 

@@ -89,6 +89,7 @@ def write_status(pool: TeacherPool, observation: OwnerObservation, view: PoolVie
         "revision": update.revision if update is not None else None,
         "unlabelledRevision": update.unlabelled if update is not None else None,
         "updatedReplicas": update.updated if update is not None else None,
+        "servedPlaces": list(update.places) if update is not None else None,
         "awaitedMember": (update.awaited or None) if update is not None else None,
         "lastProbe": view.backoff.format() if view.backoff is not None else None,
         "members": format_member_records(view.records),

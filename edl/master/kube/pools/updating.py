@@ -38,6 +38,7 @@ class UpdateView:
         awaited: the member that went first, to make room for its successor; empty for none.
         waits_for: what the next replacement waits for, for a person; empty for nothing.
         stopped: why no more are replaced; empty if they are.
+        places: where its teachers may be found, see `list_places`.
         unproven: none of the spec before is left, and those of this one have not all been ready for some seconds.
     """
 
@@ -48,6 +49,7 @@ class UpdateView:
     awaited: str = ""
     waits_for: str = ""
     stopped: str = ""
+    places: tuple[str, ...] = ()
     unproven: bool = False
 
     def describe(self) -> Condition:
@@ -95,7 +97,7 @@ class TeacherUpdate:
         revision = hash_revision(pool)
         awaited, wanted = pool.status.get("awaitedMember"), pool.status.get("wantedReplicas")
         refusal = find_condition(pool.status, "Accepted")
-        unlabelled = find_unlabelled_revision(pool.status, live, revision)
+        unlabelled = find_unlabelled_revision(pool, live, revision)
         outdated = list_outdated(live, revision, unlabelled)
         return cls(
             revision=revision,

@@ -20,6 +20,7 @@ from edl.master.kube.operator.live_surroundings import LiveSurroundings
 from edl.master.kube.operator.service_holders import ServiceHolders
 from edl.master.kube.operator.store_allowlist import StoreAllowlist
 from edl.master.kube.operator.waiting_owners import WaitingOwners
+from edl.master.kube.pools.revision import hash_place
 from edl.master.kube.resources import ElasticJob, TeacherPool, parse_elastic_job, parse_teacher_pool
 from edl.master.scaling.arbitration import Allocation
 
@@ -270,6 +271,24 @@ def test_taken_service_after_a_restart() -> None:
         assert surroundings.look(young).service_holder == ""
     finally:
         surroundings.close()
+
+
+def test_service_is_kept_while_it_is_served() -> None:
+    """An edited pool has teachers of its former service until the last of them has gone; so it is after a restart."""
+    looked_at: list[str] = []
+    old, young = make_pool("a", 1), make_pool("b", 2)
+    old = replace(old, status={"servedPlaces": [hash_place(old)]})
+    edited = replace(old, service="letters", generation=2)
+    for known in (True, False):
+        holders = ServiceHolders(looked_at.append, lambda namespace: [], ())
+        if known:
+            holders.find_holder(old)
+        holders.find_holder(edited)
+        assert holders.find_holder(young) == old.key
+        looked_at.clear()
+        assert holders.find_holder(replace(edited, status={"servedPlaces": [hash_place(edited)]})) == ""
+        assert looked_at == [young.key]
+        assert holders.find_holder(young) == ""
 
 
 def test_taken_service_of_denied_namespace() -> None:

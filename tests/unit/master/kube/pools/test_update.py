@@ -8,7 +8,7 @@ import pytest
 
 from edl.kube.objects import format_time
 from edl.master.kube.conditions import find_condition
-from edl.master.kube.pools.revision import REVISION_LABEL, hash_revision
+from edl.master.kube.pools.revision import REVISION_LABEL, hash_place, hash_revision
 from tests.unit.master.kube.pools.simulated_cluster import TEMPLATE, SimulatedCluster
 
 BOTH = pytest.mark.parametrize("capacity", [True, False], ids=["capacity", "probing"])
@@ -284,6 +284,41 @@ def test_pods_of_an_older_operator() -> None:
     made.settle(100)
     assert made.list_serves() == NEW
     assert "unlabelledRevision" not in made.resource["status"]
+
+
+@BOTH
+def test_edit_while_the_operator_was_upgraded(capacity: bool) -> None:
+    """Nobody saw the edit: teachers without a label are of the spec before it, also at the second look."""
+    made = pool([4], capacity)
+    for pod in made.pods.values():
+        del pod["metadata"]["labels"][REVISION_LABEL]
+    for field in ("revision", "updatedReplicas"):
+        del made.resource["status"][field]
+    made.edit(serve=NEW)
+    made.reconcile()
+    assert condition(made, "Updated") == ("False", "Updating")
+    made.settle(100)
+    assert made.list_serves() == NEW
+    assert condition(made, "Updated") == ("True", "UpToDate")
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_former_service_is_kept_until_the_end(gpus: int) -> None:
+    made = pool([gpus])
+    (former,) = made.resource["status"]["servedPlaces"]
+    made.edit(service="letters")
+    for _ in range(100):
+        made.reconcile()
+        serving = [
+            pod for pod in made.pods.values() if pod["metadata"]["labels"][REVISION_LABEL] != hash_revision(made.pool)
+        ]
+        if serving:
+            assert former in made.resource["status"]["servedPlaces"]
+        made.schedule()
+        made.run_kubelets()
+        made.now_s += 1
+    assert made.resource["status"]["servedPlaces"] == [hash_place(made.pool)]
+    assert former != hash_place(made.pool)
 
 
 def test_suspended_pool_is_not_updated() -> None:

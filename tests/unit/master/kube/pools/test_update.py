@@ -176,7 +176,7 @@ def test_successor_that_gets_no_node(capacity: bool, wanted: int) -> None:
 
 
 @BOTH
-def test_last_one_went_and_its_successor_fails(capacity: bool) -> None:
+def test_successor_of_the_last_fails(capacity: bool) -> None:
     made = pool([1], capacity, wanted=1)
     made.edit(serve=NEW)
     for _ in range(60):
@@ -191,7 +191,7 @@ def test_last_one_went_and_its_successor_fails(capacity: bool) -> None:
 
 
 @BOTH
-def test_last_one_went_and_its_successor_starts(capacity: bool) -> None:
+def test_successor_of_the_last_starts(capacity: bool) -> None:
     made = pool([1], capacity, wanted=1)
     made.edit(serve=NEW)
     for _ in range(60):
@@ -287,7 +287,7 @@ def test_pods_of_an_older_operator() -> None:
 
 
 @BOTH
-def test_edit_while_the_operator_was_upgraded(capacity: bool) -> None:
+def test_edit_that_no_operator_saw(capacity: bool) -> None:
     """Nobody saw the edit: teachers without a label are of the spec before it, also at the second look."""
     made = pool([4], capacity)
     for pod in made.pods.values():
@@ -303,7 +303,7 @@ def test_edit_while_the_operator_was_upgraded(capacity: bool) -> None:
 
 
 @pytest.mark.parametrize("gpus", [2, 4])
-def test_former_service_is_kept_until_the_end(gpus: int) -> None:
+def test_former_service_is_kept(gpus: int) -> None:
     made = pool([gpus])
     (former,) = made.resource["status"]["servedPlaces"]
     made.edit(service="letters")

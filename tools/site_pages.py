@@ -20,6 +20,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     **{f"examples/{name}/README.md": f"examples/{name}.md" for name in EXAMPLES},
+    "examples/resnet/accuracy.png": "examples/resnet-accuracy.png",
 }
 """Pages and pictures outside of `docs/`: their path in the repository, and on the site."""
 

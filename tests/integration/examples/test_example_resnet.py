@@ -77,3 +77,13 @@ def test_comparison(folder: Path) -> None:
     table = (folder / "README.md").read_text().partition("<!-- table by report.py -->")[2]
     assert "| hard labels | 1 | " in table
     assert (folder / "accuracy.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_table_is_of_runs(tmp_path: Path) -> None:
+    """The README's table is what report makes of the runs that lie beside it."""
+    pytest.importorskip("matplotlib", reason="report draws a picture as well")
+    example = EXAMPLES / "resnet"
+    for name in ("README.md", "runs.json"):
+        shutil.copy(example / name, tmp_path)
+    subprocess.run([sys.executable, example / "report.py", "--folder", tmp_path], check=True, timeout=240)
+    assert (tmp_path / "README.md").read_text() == (example / "README.md").read_text()

@@ -55,7 +55,7 @@ def table(results: dict[str, Any]) -> str:
     """The table in Markdown: of each arm mean and standard deviation over the seeds; of speeds the median."""
     by_arm = arms(results["runs"])
     rows = [
-        "| student | seeds | right | images sent to a second teacher | CPU a step | steps a second |",
+        "| student | seeds | right | images sent again | CPU a step | steps a second |",
         "|" + " --- |" * 6,
     ]
     for arm, runs in by_arm.items():
@@ -92,7 +92,7 @@ def pairs(run: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def resent(run: dict[str, Any]) -> int:
-    """Images that were asked of a second teacher; a worker that starts anew counts from 0 again."""
+    """Images that were sent again, as their request failed; a worker that starts anew counts from 0 again."""
     counts = [line.get("resent", 0) for line in run["lines"]]
     return counts[-1] + sum(before for before, after in pairwise(counts) if after < before)
 

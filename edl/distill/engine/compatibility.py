@@ -67,6 +67,11 @@ class TeacherCompatibility:
         # Versions beside that of `spec` that the user knows of; the empty one also beside another unknown version.
         self._reported_versions: set[str] = set()
 
+    @property
+    def tokenizer(self) -> str:
+        """The hash that all teachers have, where they say one, empty while none has said it."""
+        return self._tokenizer
+
     def incompatibility(self, instance: Instance, spec: ModelSpec) -> str:
         """Return why a teacher with this model cannot be used; empty if it can."""
         missing = [name for name in self._output_spec.outputs if spec.outputs and name not in spec.outputs]
@@ -340,6 +345,11 @@ def outputs_disagreement(spec: ModelSpec, known: ModelSpec, output_spec: OutputS
         known: that of the other.
         output_spec: what is asked for.
     """
+    if spec.tokenizer and known.tokenizer and spec.tokenizer != known.tokenizer:
+        return (
+            f"model {known.name!r} has tokenizer {known.tokenizer!r}, model {spec.name!r} {spec.tokenizer!r}: their "
+            "token ids mean different texts"
+        )
     for name in output_spec.outputs:
         have, want = spec.outputs.get(name), known.outputs.get(name)
         if have is None or want is None:

@@ -136,6 +136,11 @@ class Engine:
         """Check that cached labels fit; see `TeacherCompatibility.check_cacheable`. From a single thread at a time."""
         self._compatibility.check_cacheable(fields)
 
+    @property
+    def tokenizer(self) -> str:
+        """The hash of the teachers' tokenizer, empty while none of them, and nothing that announced them, said it."""
+        return self._compatibility.tokenizer
+
     def select_version(self) -> None:
         """Find out, before an epoch whose labels are kept, which version of the model the teachers have by now.
 

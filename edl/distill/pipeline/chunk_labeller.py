@@ -92,7 +92,8 @@ class ChunkLabeller:
     ) -> None:
         self.teachers = teachers
         self.routes = routes
-        self._agreed: list[ModelSpec | None] = [None] * len(teachers)  # whose outputs are like those of other routes
+        # By service, the model and its tokenizer, where its outputs are like those of the other routes.
+        self._agreed: list[tuple[ModelSpec, str] | None] = [None] * len(teachers)
         credentials = Credentials.of() if options.credentials is None else options.credentials
         # What is wrong with them shows here and now.
         self._files = CredentialFiles.of(credentials) if teachers else None
@@ -228,7 +229,7 @@ class ChunkLabeller:
             spec = self._await_spec(engine, stopped)
             if spec is None:
                 return
-            if self.routes is not None and self._agreed[index] is not spec:
+            if self.routes is not None and self._agreed[index] != (spec, engine.tokenizer):
                 self._check_agreement(index, spec)
             fields: Mapping[str, Array] = chunk.fields
             if chunk.lengths is not None or spec.sequences:
@@ -259,11 +260,15 @@ class ChunkLabeller:
     def _check_agreement(self, index: int, spec: ModelSpec) -> None:
         """Check that a route's outputs are like those of other routes: a batch may have rows of both."""
         assert self.routes is not None
+        tokenizer, output_spec = self._engines[index].tokenizer, self._cache_keys[index].output_spec
+        spec_as_told = replace(spec, tokenizer=tokenizer)
         for other, known in enumerate(self._agreed):
-            why = outputs_disagreement(spec, known, self._cache_keys[index].output_spec) if known is not None else ""
-            if why and other != index:
+            if known is None or other == index:
+                continue
+            why = outputs_disagreement(spec_as_told, replace(known[0], tokenizer=known[1]), output_spec)
+            if why:
                 raise SettingsError(f"routes {self.routes[other]} and {self.routes[index]} do not go together: {why}")
-        self._agreed[index] = spec
+        self._agreed[index] = spec, tokenizer
 
     def _store_cached(self, chunk: Chunk, slot: int, service: int, outputs: Outputs) -> None:
         chunk.surplus_nbytes += _count_answer_nbytes(

@@ -41,7 +41,9 @@ def routed_cutter(router: Router, make: Callable[[], Cutter]) -> Cutter:
     if batches:
         return _RoutedBatches(router, batches)
     if padded:
-        return _RoutedPaddedBatches(router, padded)
+        found = _RoutedPaddedBatches(router, padded)
+        found.whole_batches = padded[0].whole_batches
+        return found
     if isinstance(parts[0], SampleCutter) or type(parts[0]) is SequenceCutter:
         return _RoutedSamples(router, parts)
     return _RoutedLists(router, parts)

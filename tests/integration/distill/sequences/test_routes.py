@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from edl.distill import DistillReader, Options
+from edl.errors import SettingsError
 from edl.testing.models import prefix_scores_of
 from tests.integration.distill.sequences.corpus import sequences
 from tests.integration.distill.sequences.language_model import VOCABULARY, PrefixModel, check_labels
@@ -103,6 +105,36 @@ def test_padded_batches(targets: dict[str, str], batch_rows: int | None, whole: 
                     if kept.any():
                         check(batch["input_ids"][row][kept].numpy(), batch["domain"][row], own)
         assert set(loader.stats().routes) == {"math", "code"}
+
+
+def test_tokenizers_are_not_mixed(targets: dict[str, str]) -> None:
+    """Their ids mean different texts, as within one service."""
+    other = Inside(PrefixModel(tokenizer="sha256:cd"), max_batch_rows=512)
+    there = {"math": targets["math"], "code": other.target}
+    try:
+        with DistillReader(["ids", None], ["logprobs"], teachers=there, route=1, top_k=4, options=PATIENT) as reader:
+            reader.set_sequence_generator(lambda: iter(corpus(60)))
+            with pytest.raises(SettingsError, match=r"routes .* do not go together: .* tokenizer 'sha256:"):
+                list(reader())
+    finally:
+        other.close()
+
+
+def test_batches_read_ahead_do_not_linger(targets: dict[str, str]) -> None:
+    """A batch that is asked for as it is read goes out whole, with a request for each domain."""
+    pytest.importorskip("torch")
+    from edl.distill.torch import distill
+
+    mask = np.array([[1, 1, 1], [1, 1, 0]])
+    batch = {"input_ids": np.array([[5, 3, 9], [7, 1, 0]]), "mask": mask, "domain": ["math", "code"]}
+    options = Options(teacher_timeout_s=60, linger_s=30.0)
+    with distill(
+        [batch], targets, route="domain", inputs={"ids": "input_ids"}, outputs="logprobs", tokens="mask", top_k=4,
+        ahead=0, options=options,
+    ) as loader:  # fmt: skip
+        begin = time.monotonic()
+        assert len(list(loader)) == 1
+        assert time.monotonic() - begin < 30
 
 
 def test_batches_of_rows_as_tensors() -> None:

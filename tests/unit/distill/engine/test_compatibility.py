@@ -10,7 +10,7 @@ import pytest
 
 from edl.discovery.registry import Instance
 from edl.distill.compress import top_k
-from edl.distill.engine.compatibility import TeacherCompatibility
+from edl.distill.engine.compatibility import TeacherCompatibility, outputs_disagreement
 from edl.distill.transport.schema import ModelSpec, OutputSpec, TensorMetadata
 from edl.errors import SettingsError
 
@@ -333,3 +333,11 @@ def test_rows_are_tokens_of_all_or_none() -> None:
     assert "by input 'position', the teachers before it independent" in agree(of_rows).incompatibility(
         instance, of_tokens
     )
+
+
+def test_routes_have_one_tokenizer() -> None:
+    """Token ids of two tokenizers stand for different texts; a teacher that tells none is believed."""
+    one, other = replace(spec(9), tokenizer="sha256:ab"), replace(spec(9), tokenizer="sha256:cd")
+    assert "tokenizer 'sha256:cd', model 'm' 'sha256:ab'" in outputs_disagreement(one, other, OutputSpec(("y",)))
+    for known in (one, spec(9)):
+        assert not outputs_disagreement(one, known, OutputSpec(("y",)))

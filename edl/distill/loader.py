@@ -108,7 +108,6 @@ class DistillLoader(Generic[B], abc.ABC):
             raise SettingsError(f"ahead={ahead!r}: must be a whole number of batches, 0 or more, or None")
         self.loader = loader
         self._batches_ahead = ahead
-        self._handover: Handover | None = None
         self._getters = getters
         self._batch_rows = batch_rows
         self._device = device
@@ -138,13 +137,11 @@ class DistillLoader(Generic[B], abc.ABC):
         """
         self._session.labeller.check()
         cutter = self._cutter() if self._router is None else routed_cutter(self._router, self._cutter)
-        if self._handover is not None:
-            self._handover.close()  # or the epoch before would wait for more
         if self._batches_ahead is None:
             # The loader's workers are started here, in the caller's thread, where a fork is as safe as without EDL.
             return EpochIterator(self._ahead(self._labelled(self._session.begin(lambda: batches, cutter))))
-        handover = self._handover = Handover()
-        labelled = self._labelled(self._session.begin(lambda: handover, cutter))
+        handover = Handover()
+        labelled = self._labelled(self._session.begin(lambda: handover, cutter, handover.close))
         return EpochIterator(self._read_here(SourceIterator(batches), handover, labelled))
 
     def _cutter(self) -> Cutter:
@@ -161,8 +158,6 @@ class DistillLoader(Generic[B], abc.ABC):
 
     def close(self) -> None:
         """End the epoch and all connections."""
-        if self._handover is not None:
-            self._handover.close()
         self._session.close()
 
     def __enter__(self) -> DistillLoader[B]:

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from edl.distill.pipeline.chunk_labeller import ChunkLabeller
@@ -56,10 +56,18 @@ class Epoch:
         labeller: labels the chunks.
         source: yields items.
         cutter: cuts them into chunks.
+        end_source: ends a source that waits for the training loop. Called by `close`, so it neither waits nor locks.
     """
 
-    def __init__(self, labeller: ChunkLabeller, source: Iterator[Any], cutter: Cutter) -> None:
+    def __init__(
+        self,
+        labeller: ChunkLabeller,
+        source: Iterator[Any],
+        cutter: Cutter,
+        end_source: Callable[[], None] | None = None,
+    ) -> None:
         self._labeller = labeller
+        self._end_source = end_source
         self._pid = os.getpid()
         self._for_loop = Notifier()  # where the training loop waits
         self._for_feeder = Notifier()  # where the feeding thread waits
@@ -149,6 +157,8 @@ class Epoch:
         if os.getpid() != self._pid:
             return
         self._closed = True
+        if self._end_source is not None:
+            self._end_source()
         for notifier in (self._for_loop, self._for_feeder, self._for_flusher):
             notifier.notify()
         chunks = self._open.copy()

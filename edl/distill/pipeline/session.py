@@ -86,12 +86,15 @@ class LabelSession:
         epoch = self._epoch
         return epoch.waiting_s if epoch is not None else (0.0, 0.0)
 
-    def begin(self, source: Callable[[], Iterable[Any]], cutter: Cutter) -> Epoch:
+    def begin(
+        self, source: Callable[[], Iterable[Any]], cutter: Cutter, end_source: Callable[[], None] | None = None
+    ) -> Epoch:
         """Start an epoch, with an iterator made in the calling thread, after the epoch before it has ended.
 
         Args:
             source: makes the iterable.
             cutter: cuts its values into chunks.
+            end_source: see `Epoch`.
 
         Raises:
             ClosedError: the reader is closed, or this is its own source.
@@ -102,15 +105,15 @@ class LabelSession:
             self._end_epoch(self._epoch)
         self.labeller.begin_epoch()
         iterator = SourceIterator(source())
-        return self.start(iterator, cutter)
+        return self.start(iterator, cutter, end_source)
 
-    def start(self, source: Iterator[Any], cutter: Cutter) -> Epoch:
+    def start(self, source: Iterator[Any], cutter: Cutter, end_source: Callable[[], None] | None = None) -> Epoch:
         """Start an epoch over an iterator."""
         self.labeller.check()
         cutter.time_budget.always = self._options.check_all_bytes
         for route, part in cutter.by_route():
             part.fit = functools.partial(self.labeller.rows_that_fit, route=route)
-        epoch = self._epoch = Epoch(self.labeller, source, cutter)
+        epoch = self._epoch = Epoch(self.labeller, source, cutter, end_source)
         # By a signal handler, or another thread, before the epoch was there to be closed as well.
         if self.labeller.closed:
             epoch.close()

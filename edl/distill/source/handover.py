@@ -23,7 +23,9 @@ class Handover:
         self._failure: BaseException | None = None
 
     def put(self, value: Any) -> None:
-        """Have the iterator yield a value."""
+        """Have the iterator yield a value, unless it has ended."""
+        if self._ended:
+            return
         self._values.append(value)
         self._changed.notify()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 from edl.distill.torch import distill  # noqa: E402
-from edl.errors import SettingsError  # noqa: E402
+from edl.errors import ClosedError, SettingsError  # noqa: E402
 from edl.testing import LocalTeacher  # noqa: E402
 from edl.testing.models import prefix_scores_of  # noqa: E402
 from tests.integration.distill.conftest import until  # noqa: E402
@@ -58,6 +59,33 @@ def test_reads_in_the_loop_thread(teacher: str, ahead: int) -> None:
             assert set(data.threads) == {threading.get_ident()}
             data.threads.clear()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("edl-feed")]
+
+
+@pytest.mark.parametrize("advanced", [0, 2])
+def test_dropped_loader_leaves_no_thread(teacher: str, advanced: int) -> None:
+    """Nor does an iterator that never began: its generator has no `finally` to run."""
+    loader = distill(DataLoader(Numbers(), batch_size=2), teacher, inputs="x", outputs="y", ahead=1)
+    epoch = iter(loader)
+    for _ in range(advanced):
+        next(epoch)
+    del epoch, loader
+
+    def ended() -> bool:
+        gc.collect()
+        return not [thread for thread in threading.enumerate() if thread.name.startswith("edl-feed")]
+
+    until(ended, 20)
+
+
+def test_session_ends_a_live_epoch(teacher: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The session alone, as at the program's end, does not wait for batches that nobody will read."""
+    loader = distill(DataLoader(Numbers(), batch_size=2), teacher, inputs="x", outputs="y", ahead=1)
+    epoch = iter(loader)
+    next(epoch)
+    loader._session.close()
+    assert "still busy" not in caplog.text
+    with pytest.raises(ClosedError):
+        next(epoch)
 
 
 def test_error_comes_in_its_place(teacher: str) -> None:

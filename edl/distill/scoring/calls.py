@@ -145,7 +145,7 @@ class ScoreCalls:
                 if call.item is None:
                     if self._labeller.lacks_teacher(call.began):
                         return _LOOK_S
-                    if self._labeller.awaits_sequence(max(len(sample[0]) for sample in call.samples), call.began):
+                    if self._labeller.awaits_sequence(max(map(_length, call.samples)), call.began):
                         wait_s = _LOOK_S
                         continue  # others need not wait for it
                     self._cut(call)
@@ -226,6 +226,11 @@ class ScoreCalls:
             with contextlib.suppress(IndexError):
                 while True:
                     _fail(calls.popleft(), ClosedError("the scorer was closed before the sequences were scored"))
+
+
+def _length(sample: tuple[Any, ...]) -> int:
+    """Return the length of a sequence; 1 of a single value, which the cutter refuses."""
+    return len(sample[0]) if sample[0].ndim else 1
 
 
 def _fail(call: ScoreCall, error: BaseException) -> None:

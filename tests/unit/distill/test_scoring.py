@@ -136,6 +136,13 @@ def test_calls_get_their_own_labels(scoring: Scoring) -> None:
     assert scoring.calls.tokens == 0
 
 
+def test_a_single_value_is_no_sequence(scoring: Scoring) -> None:
+    future: Future[list[Any]] = Future()
+    scoring.calls.add(ScoreCall([(np.array(5),)], future, None, None, None, lambda outputs: outputs["y"]))
+    with pytest.raises(SourceError, match="sample 0: input 'ids' is one value"):
+        future.result(60)
+
+
 def test_a_call_may_have_no_sequences(scoring: Scoring) -> None:
     """Nothing is sent for it, so nothing would wake the thread."""
     assert scoring.score().result(5) == []

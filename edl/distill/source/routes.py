@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +53,10 @@ class Router:
         """
         found = _plain(self._found(batch, what))
         if not isinstance(found, list | tuple):
+            if not self._is_value(found):
+                raise SourceError(
+                    f"{what} has {found!r} for route: expected a list, an array or a tensor of values, or a single one"
+                )
             return [self._route(found, what)] * rows
         if len(found) != rows:
             raise SourceError(f"{what} has {len(found)} values of route for {rows} rows")
@@ -65,10 +71,13 @@ class Router:
             raise SourceError(f"{what} has no field for route: {exc}") from exc
 
     def _route(self, value: Any, what: str) -> int:
-        try:
-            found = self.routes.get(value, self.routes.get(None))
-        except TypeError:  # a list, say, which is the key of nothing
-            found = None
+        found = None
+        if self._is_value(value):
+            others = self.routes.get(None)
+            if isinstance(value, bytes):
+                others = self.routes.get(value.decode(errors="replace"), others)
+            with contextlib.suppress(TypeError):  # a tuple with a list, say, which is the key of nothing
+                found = self.routes.get(value, others)
         if found is None:
             known = listed([repr(known) for known in self.routes])
             raise SourceError(
@@ -76,6 +85,12 @@ class Router:
                 "None those for all other values"
             )
         return found
+
+    def _is_value(self, value: Any) -> bool:
+        """Return whether this is a value of a field; anything else was not understood, and is not among all others."""
+        if isinstance(value, float):
+            return not math.isnan(value)
+        return value is None or isinstance(value, str | bytes | int) or type(value) in map(type, self.routes)
 
 
 def _plain(value: Any) -> Any:

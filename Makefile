@@ -52,8 +52,8 @@ tools: ## fetch the real Consul, etcd, Slurm, Triton, vLLM, Kubernetes, Chromium
 	@bash tools/chromium.sh
 	@bash tools/prometheus.sh
 	@PYTHON=$(PYTHON) bash tools/triton.sh
-	@bash tools/vllm.sh
 	@PYTHON=$(PYTHON) bash tools/kubernetes.sh
+	@bash tools/vllm.sh
 
 bench-tools: tools ## fetch what only benchmarks need: torchft
 	@PYTHON=$(PYTHON) bash tools/torchft.sh

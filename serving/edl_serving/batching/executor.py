@@ -93,10 +93,11 @@ class Executor:
             if outputs is None:
                 return
         except RequestError as error:
-            if len(jobs) > 1 and error.code is grpc.StatusCode.INVALID_ARGUMENT:
+            # UNAVAILABLE is about the backend: asked again for each, a full engine would be fuller. All else may be about
+            # a request, whose neighbours are not at fault.
+            if len(jobs) > 1 and error.code is not grpc.StatusCode.UNAVAILABLE:
                 self._run_alone(jobs)
                 return
-            # Whatever else a backend says is about itself: asked again for each, a full engine would be fuller.
             for job in jobs:
                 job.answer = error.with_traceback(None)
             return

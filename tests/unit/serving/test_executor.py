@@ -150,7 +150,15 @@ def test_only_the_guilty_request_fails() -> None:
     assert bench.backend.calls == [6, 2, 3, 1]
 
 
-@pytest.mark.parametrize(("code", "calls"), [("INVALID_ARGUMENT", [6, 2, 3, 1]), ("UNAVAILABLE", [6])])
+@pytest.mark.parametrize(
+    ("code", "calls"),
+    [
+        ("INVALID_ARGUMENT", [6, 2, 3, 1]),
+        ("INTERNAL", [6, 2, 3, 1]),
+        ("DEADLINE_EXCEEDED", [6, 2, 3, 1]),
+        ("UNAVAILABLE", [6]),
+    ],
+)
 def test_backend_refusals_are_not_multiplied(code: str, calls: list[int]) -> None:
     """A full engine is not asked once more for each request of a batch; who is at fault is found out."""
     error = RequestError(grpc.StatusCode[code], "no", 30_000)

@@ -44,7 +44,7 @@ _READ_S: Final = 60.0
 _WRITE_S: Final = 60.0
 """For a choice to be taken by the client: one that reads nothing must not hold its labels for ever."""
 _READERS: Final = 32
-"""Bodies that are read at a time, each of which may have `body_limit`."""
+"""Bodies that are read at a time, each of which may have `body_limit`; smaller than `_SLOW_BODY` they do not count."""
 _SLOW_BODY: Final = 64 << 10  # bytes: beyond, reading takes milliseconds, in which nobody else would be answered
 _SLOW_CHOICE: Final = 4096  # entries of a position, for the same reason
 _RETRY_S: Final = 5.0
@@ -94,9 +94,10 @@ class ScoringApi:
         status, tokens = 499, 0
         self.open_requests += 1
         try:
-            wanted = await self._read(request)
-            async with self._gate.room(wanted.tokens, self._settings.timeout_s):
-                labels = await self._score(wanted, self._settings.timeout_s - (time.monotonic() - began))
+            deadline = began + self._settings.timeout_s
+            wanted = await self._read(request, deadline)
+            async with self._gate.room(wanted.tokens, _until(deadline)):
+                labels = await self._score(wanted, _until(deadline))
                 response = await self._send(request, wanted, labels)
             status, tokens = response.status, wanted.tokens
             return response
@@ -110,24 +111,26 @@ class ScoringApi:
             self.open_requests -= 1
             self.metrics.record(status, tokens, time.monotonic() - began)
 
-    async def _read(self, request: web.Request) -> CompletionRequest:
+    async def _read(self, request: web.Request, deadline: float) -> CompletionRequest:
         if self.draining:
             raise RequestRefusal(503, "this proxy ends", _RETRY_S)
-        async with self._readers:
-            try:
-                body = await asyncio.wait_for(request.read(), _READ_S)
-            except asyncio.TimeoutError:
-                raise RequestRefusal(408, f"the body was not there within {_READ_S:g} s") from None
-            known = self._settings.model_name, self._settings.top_k
-            if len(body) > _SLOW_BODY:
-                return await asyncio.to_thread(read_request, body, *known)
-            return read_request(body, *known)
+        known = self._settings.model_name, self._settings.top_k
+        if request.content_length is not None and request.content_length <= _SLOW_BODY:
+            return read_request(await _body_of(request, deadline), *known)
+        try:
+            await asyncio.wait_for(self._readers.acquire(), _until(deadline))
+        except asyncio.TimeoutError:
+            raise RequestRefusal(503, f"{_READERS} large bodies are being read already", _RETRY_S) from None
+        try:
+            return await asyncio.to_thread(read_request, await _body_of(request, deadline), *known)
+        finally:
+            self._readers.release()
 
     async def _score(self, wanted: CompletionRequest, timeout_s: float) -> list[tuple[TopK, Any]]:
         # The prediction of token t + 1 stands in row t; what follows the last one is not asked for.
         targets = [np.append(ids[1:], ids[:1])[:, None] for ids in wanted.prompts]
         try:
-            future = self._scorer.score(wanted.prompts, targets=targets, timeout_s=max(timeout_s, 0.001))
+            future = self._scorer.score(wanted.prompts, targets=targets, timeout_s=timeout_s)
             return await asyncio.wrap_future(future)
         except EDLError as exc:
             raise _refusal_of(exc) from exc
@@ -227,6 +230,18 @@ def make_app(api: ScoringApi, max_tokens: int, hosts: HostCheck | None, tokens: 
     app.router.add_get("/get_world_size", api.world_size)
     app.router.add_get("/metrics", api.show_metrics)
     return app
+
+
+def _until(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.001)
+
+
+async def _body_of(request: web.Request, deadline: float) -> bytes:
+    timeout_s = min(_READ_S, _until(deadline))
+    try:
+        return await asyncio.wait_for(request.read(), timeout_s)
+    except asyncio.TimeoutError:
+        raise RequestRefusal(408, f"the body was not there within {timeout_s:.3g} s") from None
 
 
 def _refusal_of(error: EDLError) -> RequestRefusal:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -143,6 +145,30 @@ def test_garbage(open_proxy: Callable[..., ProxyServer]) -> None:
     with socket.create_connection(("127.0.0.1", port), 60) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{")
     assert ask(port, trl_request([[1, 2]], 2, "m"))[0] == 200
+
+
+def test_slow_bodies_stop_nobody(open_proxy: Callable[..., ProxyServer]) -> None:
+    port = open_proxy().port
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n{"
+    with contextlib.ExitStack() as connections:
+
+        def open_slow(length: int) -> None:
+            for _ in range(40):
+                connection = connections.enter_context(socket.create_connection(("127.0.0.1", port), 60))
+                connection.sendall(head % length)
+
+        open_slow(10)
+        assert ask(port, trl_request([[1, 2]], 2, "m"), timeout_s=30)[0] == 200
+        open_slow(100_000)
+        assert ask(port, trl_request([[1, 2]], 2, "m"), timeout_s=30)[0] == 200
+
+
+def test_large_bodies_wait_in_time(open_proxy: Callable[..., ProxyServer], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edl.proxy.app._READERS", 0)
+    body = json.dumps(trl_request([[1, 2]], 2, "m")).encode() + b" " * 100_000
+    status, answer, headers = ask(open_proxy(timeout_s=1.0).port, body, timeout_s=30)
+    assert (status, "large bodies" in answer["error"]["message"]) == (503, True), answer
+    assert headers["Retry-After"] == "5"
 
 
 def test_requests_beyond_the_room_wait(open_proxy: Callable[..., ProxyServer], model: GatedModel) -> None:

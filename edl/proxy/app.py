@@ -31,7 +31,7 @@ from edl.errors import (
 from edl.http_server.access import BearerTokenCheck, HostCheck
 from edl.proxy.admission import TokenGate
 from edl.proxy.completion_request import CompletionRequest, RequestRefusal, read_request
-from edl.proxy.completion_response import answer_head, answer_tail, encode_choice, encode_error
+from edl.proxy.completion_response import PIECE_ENTRIES, answer_head, answer_tail, encode_choice, encode_error
 from edl.proxy.metrics import ProxyMetrics
 from edl.proxy.settings import ProxySettings
 
@@ -42,11 +42,11 @@ logger = logging.getLogger(__name__)
 _READ_S: Final = 60.0
 """For a body: some megabytes over a slow line."""
 _WRITE_S: Final = 60.0
-"""For a choice to be taken by the client: one that reads nothing must not hold its labels for ever."""
+"""For a piece to be taken by the client: one that reads nothing must not hold its labels for ever."""
+_PIECE: Final = 256 << 10  # bytes: about what `PIECE_ENTRIES` have, and little enough for a slow line
 _READERS: Final = 32
 """Bodies that are read at a time, each of which may have `body_limit`; smaller than `_SLOW_BODY` they do not count."""
 _SLOW_BODY: Final = 64 << 10  # bytes: beyond, reading takes milliseconds, in which nobody else would be answered
-_SLOW_CHOICE: Final = 4096  # entries of a position, for the same reason
 _RETRY_S: Final = 5.0
 """Until a client asks again where no teacher is live: one starts within seconds, or later than anybody can say."""
 _PROBES: Final = frozenset({"/health", "/livez"})
@@ -138,17 +138,21 @@ class ScoringApi:
     async def _send(
         self, request: web.Request, wanted: CompletionRequest, labels: list[tuple[TopK, Any]]
     ) -> web.StreamResponse:
-        """Send the choices as they are encoded: as a whole they may have a hundred megabytes."""
+        """Send the choices as they are encoded: as a whole they may have gigabytes."""
         response = web.StreamResponse(headers={"Content-Type": "application/json", **_NO_STORE})
         if self.draining:
             response.force_close()
         await response.prepare(request)
         await _write(response, answer_head(str(next(self._numbers)), int(time.time()), self._settings.model_name))
         for index, (ids, (top, own)) in enumerate(zip(wanted.prompts, labels, strict=True)):
-            parts = index, ids, top, own, wanted.k, wanted.with_ids
-            slow = len(ids) * (wanted.k + 1) > _SLOW_CHOICE
-            choice = await asyncio.to_thread(encode_choice, *parts) if slow else encode_choice(*parts)
-            await _write(response, b"," + choice if index else choice)
+            pieces = encode_choice(index, ids, top, own, wanted.k, wanted.with_ids)
+            if len(ids) * self._settings.top_k <= PIECE_ENTRIES:
+                await _write(response, b"".join((b"," if index else b"", *pieces)))
+                continue
+            if index:
+                await _write(response, b",")
+            while piece := await asyncio.to_thread(next, pieces, b""):
+                await _write(response, piece)
         await _write(response, answer_tail(wanted.tokens))
         await response.write_eof()
         return response
@@ -208,6 +212,8 @@ def make_app(api: ScoringApi, max_tokens: int, hosts: HostCheck | None, tokens: 
         if request.path not in _PROBES:
             if tokens is not None and not tokens.allows_header(request.headers.get("Authorization")):
                 return _error(401, "a token is wanted: Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"})
+            if not _is_same_origin(request):
+                return _error(403, "a page of another host asks: this proxy answers programs alone")
             if hosts is not None and not hosts.allows(request.headers.get("Host")):
                 return _error(403, "not known under the name in the Host header: use localhost, or --allow-host NAME")
         try:
@@ -230,6 +236,12 @@ def make_app(api: ScoringApi, max_tokens: int, hosts: HostCheck | None, tokens: 
     app.router.add_get("/get_world_size", api.world_size)
     app.router.add_get("/metrics", api.show_metrics)
     return app
+
+
+def _is_same_origin(request: web.Request) -> bool:
+    """Return whether no page of another host sends this; a browser shows whose page it is, and no trainer does."""
+    origin = request.headers.get("Origin")
+    return origin is None or origin.partition("://")[2] == request.headers.get("Host")
 
 
 def _until(deadline: float) -> float:
@@ -276,6 +288,7 @@ def _error(status: int, message: str, headers: dict[str, str] | None = None) -> 
 
 async def _write(response: web.StreamResponse, data: bytes) -> None:
     try:
-        await asyncio.wait_for(response.write(data), _WRITE_S)
+        for at in range(0, len(data), _PIECE):
+            await asyncio.wait_for(response.write(data[at : at + _PIECE]), _WRITE_S)
     except asyncio.TimeoutError:
         raise ConnectionResetError(f"the client took nothing for {_WRITE_S:g} s") from None

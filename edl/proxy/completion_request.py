@@ -20,6 +20,8 @@ __all__ = ["CompletionRequest", "RequestRefusal", "read_request"]
 
 _MAX_ID: Final = np.iinfo(np.int32).max
 _SINGLE: Final = ("n", "best_of")
+_CHANGING: Final = ("truncate_prompt_tokens", "prompt_embeds")
+"""What would be another prompt than the ids."""
 
 
 class RequestRefusal(Exception):
@@ -104,6 +106,10 @@ def _refuse_generation(fields: Mapping[str, Any]) -> None:
     for name in _SINGLE:
         if fields.get(name) not in (None, 1):
             raise RequestRefusal(400, f"{name}={_shown(fields[name])}: nothing is generated, so there is one answer")
+    for name in _CHANGING:
+        value = fields.get(name)
+        if value is not None and value is not False:
+            raise RequestRefusal(400, f"{name}: not known here: the ids of `prompt` are scored, all of them")
     temperature = fields.get("temperature")
     if temperature is None:
         return

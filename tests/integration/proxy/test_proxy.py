@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -171,6 +172,27 @@ def test_large_bodies_wait_in_time(open_proxy: Callable[..., ProxyServer], monke
     assert headers["Retry-After"] == "5"
 
 
+def test_slow_readers_get_their_answer(open_proxy: Callable[..., ProxyServer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client may take longer than the deadline of a write for all of a choice, as long as it goes on."""
+    monkeypatch.setattr("edl.proxy.app._WRITE_S", 2.0)
+    monkeypatch.setattr("edl.proxy.app.encode_choice", lambda *_: iter([b"1", b" " * (12 << 20)]))
+    port = open_proxy().port
+    body = json.dumps(trl_request([[1, 2]], 2, "m")).encode()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        connection.settimeout(30)
+        connection.connect(("127.0.0.1", port))
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
+        connection.sendall(b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        received, last = 0, b""
+        while not last.endswith(b"0\r\n\r\n"):
+            last = connection.recv(1 << 16)
+            assert last, f"cut after {received} bytes"
+            received += len(last)
+            time.sleep(len(last) / 3e6)
+    assert received > 12 << 20
+
+
 def test_requests_beyond_the_room_wait(open_proxy: Callable[..., ProxyServer], model: GatedModel) -> None:
     proxy = open_proxy(max_tokens=300)
     model.released.clear()
@@ -250,3 +272,5 @@ def test_other_names_are_refused(open_proxy: Callable[..., ProxyServer]) -> None
     body = trl_request([[1, 2]], 2, "m")
     for host, status in (("rebound.example", 403), (f"localhost:{port}", 200), ("here", 200)):
         assert ask(port, body, headers={"Host": host})[0] == status
+    for origin, status in (("http://evil.example", 403), ("null", 403), ("http://here", 200)):
+        assert ask(port, body, headers={"Host": "here", "Origin": origin})[0] == status

@@ -30,7 +30,14 @@ def test_prompts_and_k() -> None:
     assert [ids.tolist() for ids in read(prompt=[7, 8]).prompts] == [[7, 8]]
     assert read(prompt_logprobs=None, logprobs=3).k == 3
     assert read(logprobs=True, prompt_logprobs=4).k == 4
-    for neutral in ({"model": None}, {"temperature": 1}, {"temperature": 0.0}, {"max_tokens": 0}, {"n": 1}):
+    for neutral in (
+        {"model": None},
+        {"temperature": 1},
+        {"temperature": 0.0},
+        {"max_tokens": 0},
+        {"n": 1},
+        {"prompt_embeds": None},
+    ):
         assert read(**neutral).tokens == 3
 
 
@@ -53,6 +60,16 @@ def test_refusals(changed: dict[str, Any]) -> None:
     assert refused.value.message.isprintable()
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -1), ("prompt_embeds", "x")]
+)
+def test_other_prompts_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(RequestRefusal, match=name) as refused:
+        read(**{name: value})
+    assert refused.value.status == 400
+    assert read(**{name: None}).tokens == read(**{name: False}).tokens == 3
+
+
 @given(st.binary(max_size=50) | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps))
 def test_anything_is_read_or_refused(body: bytes | str) -> None:
     with pytest.raises(RequestRefusal):
@@ -64,7 +81,7 @@ def test_choices_are_vllms() -> None:
     ids = np.array([[7, 1], [2, 1], [0, 1]], np.int32)
     values = np.array([[-0.1, -3.0], [-0.5, -np.inf], [-1, -2]], np.float32)
     own = np.array([[-0.1], [-8.25], [0.0]], np.float32)
-    choice = json.loads(encode_choice(3, prompt, TopK(ids, values, np.zeros(3, np.float32)), own, 2, True))
+    choice = json.loads(b"".join(encode_choice(3, prompt, TopK(ids, values, np.zeros(3, np.float32)), own, 2, True)))
     assert choice["index"] == 3
     assert choice["prompt_token_ids"] == [4, 7, 9]
     first, second, third = choice["prompt_logprobs"]
@@ -74,10 +91,40 @@ def test_choices_are_vllms() -> None:
     assert third["9"] == {"logprob": -8.25, "rank": 3, "decoded_token": None}
     assert third["1"]["logprob"] == -9999.0
     for k, count in ((0, 1), (1, 2)):
-        cut = json.loads(encode_choice(0, prompt, TopK(ids, values, np.zeros(3, np.float32)), own, k, False))
+        cut = json.loads(b"".join(encode_choice(0, prompt, TopK(ids, values, np.zeros(3, np.float32)), own, k, False)))
         assert len(cut["prompt_logprobs"][2]) == count
     whole = json.loads(answer_head("1", 5, 'a"b') + answer_tail(3))
     assert (whole["model"], whole["choices"], whole["usage"]["prompt_tokens"]) == ('a"b', [], 3)
+
+
+def test_ranks_are_those_of_all_labels() -> None:
+    ids = np.array([[5, 3, 7], [5, 3, 7], [5, 3, 7]], np.int32)
+    labels = TopK(ids, np.array([[-0.5, -1, -2]] * 3, np.float32), np.zeros(3, np.float32))
+    prompt, own = np.array([1, 7, 9], np.int32), np.array([[-2.0], [-6.0], [0.0]], np.float32)
+    for k in (0, 1, 2):
+        _, known, beyond = json.loads(b"".join(encode_choice(0, prompt, labels, own, k, False)))["prompt_logprobs"]
+        assert (known["7"]["rank"], beyond["9"]["rank"]) == (3, 4), f"k={k}"
+        assert len(known) == len(beyond) == k + 1
+    best = json.loads(b"".join(encode_choice(0, np.array([1, 5], np.int32), labels, own, 0, False)))
+    assert best["prompt_logprobs"][1]["5"]["rank"] == 1
+
+
+def test_long_choices_come_in_pieces() -> None:
+    tokens, k = 3000, 8
+    ids = np.argsort(np.random.default_rng(0).random((tokens, 20)), axis=1)[:, :k].astype(np.int32)
+    values = -np.sort(np.random.default_rng(1).random((tokens, k)).astype(np.float32), axis=1)
+    prompt = np.random.default_rng(2).integers(0, 20, tokens).astype(np.int32)
+    labels, own = TopK(ids, values, np.zeros(tokens, np.float32)), np.full((tokens, 1), -9, np.float32)
+    pieces = list(encode_choice(0, prompt, labels, own, k, True))
+    assert len(pieces) > 5
+    assert max(map(len, pieces)) < 512 << 10
+    choice = json.loads(b"".join(pieces))
+    assert choice["prompt_token_ids"] == prompt.tolist()
+    assert len(choice["prompt_logprobs"]) == tokens
+    for place in (1, 455, 456, 457, tokens - 1):
+        entries = choice["prompt_logprobs"][place]
+        assert list(entries)[:k] == [str(token) for token in ids[place - 1]], place
+        assert str(prompt[place]) in entries, place
 
 
 def test_room_is_given_in_turn() -> None:

@@ -78,7 +78,8 @@ def test_a_killed_installation_begins_again(installation: Installation) -> None:
     ended = installation.run()
     assert ended.returncode == 0, ended.stderr
     assert not (installation.home / "lib/half").exists()
-    assert (installation.home / "complete").exists() and (installation.home / "tiny").is_dir()
+    assert (installation.home / "complete").exists()
+    assert (installation.home / "tiny").is_dir()
     assert not (installation.home / ".begun-by-edl").exists(), "what is in the folder later is its user's"
     assert "is there" in installation.run().stdout
 

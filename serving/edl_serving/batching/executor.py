@@ -93,8 +93,8 @@ class Executor:
             if outputs is None:
                 return
         except RequestError as error:
-            # UNAVAILABLE is about the backend: asked again for each, a full engine would be fuller. All else may be about
-            # a request, whose neighbours are not at fault.
+            # UNAVAILABLE is about the backend: asked again for each, a full engine would be fuller. All else may be
+            # about a request, whose neighbours are not at fault.
             if len(jobs) > 1 and error.code is not grpc.StatusCode.UNAVAILABLE:
                 self._run_alone(jobs)
                 return

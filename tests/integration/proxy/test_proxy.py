@@ -274,3 +274,14 @@ def test_other_names_are_refused(open_proxy: Callable[..., ProxyServer]) -> None
         assert ask(port, body, headers={"Host": host})[0] == status
     for origin, status in (("http://evil.example", 403), ("null", 403), ("http://here", 200)):
         assert ask(port, body, headers={"Host": "here", "Origin": origin})[0] == status
+
+
+def test_long_texts(open_proxy: Callable[..., ProxyServer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choices that are encoded in a thread, in several pieces."""
+    for module in ("app", "completion_response"):
+        monkeypatch.setattr(f"edl.proxy.{module}.PIECE_ENTRIES", 64)
+    port = open_proxy().port
+    for k in (K, 0):
+        _, answer, _ = ask(port, trl_request(SEQUENCES, k, "m"))
+        for choice, sequence in zip(answer["choices"], SEQUENCES, strict=True):
+            check_choice(choice, sequence, k)

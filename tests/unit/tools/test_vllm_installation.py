@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-_SCRIPT = Path(__file__).parents[2] / "tools/vllm.sh"
+_SCRIPT = Path(__file__).parents[3] / "tools/vllm.sh"
 _INSTALL = """#!/usr/bin/env bash
 set -e
 mkdir -p "$1/bin" "$1/lib"

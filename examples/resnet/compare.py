@@ -54,7 +54,7 @@ class Run:
         with self.output.open("ab") as output:
             return subprocess.Popen(command, cwd=HERE, env=self.environ, stdout=output, stderr=output)
 
-    def act(self, action: str) -> None:
+    def do_action(self, action: str) -> None:
         match action:
             case "start a teacher":
                 self.teachers.append(self.start(self.teacher))
@@ -71,7 +71,7 @@ class Run:
                 self.nodes.pop().kill()
         self.events.append({"time": time.time(), "action": action})
 
-    def lines(self) -> list[dict[str, Any]]:
+    def read_lines(self) -> list[dict[str, Any]]:
         """What the student has written so far."""
         text = self.log.read_text() if self.log.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
@@ -80,16 +80,16 @@ class Run:
         """Wait for the student, and do what the schedule says when it is so far."""
         due, deadline = list(schedule), time.monotonic() + limit_s
         while self.nodes[0].poll() is None:  # the other one, should it come late, would begin anew
-            lines = self.lines()
+            lines = self.read_lines()
             done = lines[-1]["step"] / lines[-1]["of"] if lines else 0.0
             while due and done >= due[0][0]:
-                self.act(due.pop(0)[1])
+                self.do_action(due.pop(0)[1])
             if time.monotonic() > deadline:
                 break
             time.sleep(0.1)
         if due or self.nodes[0].returncode != 0:
             raise SystemExit(f"the run did not come to its end:\n{self.output.read_text()[-3000:]}")
-        return self.lines()
+        return self.read_lines()
 
     def stop(self) -> None:
         for process in self.nodes + self.teachers:
@@ -108,9 +108,9 @@ def train(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
         run = Run(Path(folder), options, student)
         try:
             for action in () if arm == "hard" else ("start a teacher", "start a teacher"):
-                run.act(action)
+                run.do_action(action)
             for _ in range(2 if arm == "killed" else 1):
-                run.act("start a node")
+                run.do_action("start a node")
             lines = run.follow(SCHEDULE if arm == "killed" else (), options.limit_s)
         finally:
             run.stop()

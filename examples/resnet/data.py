@@ -72,7 +72,7 @@ def class_count(images: Dataset[tuple[Tensor, int]]) -> int:
 
 
 @torch.no_grad()
-def right(model: nn.Module, batches: DataLoader[tuple[Tensor, int]]) -> float:
+def accuracy_of(model: nn.Module, batches: DataLoader[tuple[Tensor, int]]) -> float:
     """Share of the images that the model gets right."""
     device = next(model.parameters()).device
     was, hits, rows = model.training, 0, 0
@@ -106,8 +106,14 @@ def _folder(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:
     classes = sorted(path for path in (folder / part).glob("*") if path.is_dir())
     if not classes:
         raise SystemExit(f"{folder / part} has no folder for each class: wanted are {folder / part}/CLASS/*.jpg")
-    # A file that was added or removed since shows in its folder's time.
-    seen = [str(folder.resolve()), part, *(f"{path.name} {path.stat().st_mtime_ns}" for path in classes)]
+    # A file that was added, removed or replaced since shows in these.
+    seen = [str(folder.resolve()), part]
+    for path in classes:
+        facts = [entry.stat() for entry in os.scandir(path)]
+        newest = max((fact.st_mtime_ns for fact in facts), default=0)
+        seen.append(
+            f"{path.name} {path.stat().st_mtime_ns} {len(facts)} {newest} {sum(fact.st_size for fact in facts)}"
+        )
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "edl-examples")
     cache.mkdir(parents=True, exist_ok=True)
     name = hashlib.sha256("\n".join(seen).encode()).hexdigest()[:16]

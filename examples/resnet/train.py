@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from data import class_count, open_images, right
+from data import accuracy_of, class_count, open_images
 from nets import build, normalize
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -66,7 +66,7 @@ def main() -> None:
                     if state.step % 10 == 0:
                         journal.write(step=state.step, loss=round(loss.item(), 4))
                 if journal.first:
-                    journal.write(step=state.step, epoch=epoch + 1, accuracy=right(network, test))
+                    journal.write(step=state.step, epoch=epoch + 1, accuracy=accuracy_of(network, test))
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import torch
-from data import class_count, open_images, right
+from data import accuracy_of, class_count, open_images
 from nets import build, normalize
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -38,7 +38,7 @@ for epoch in range(options.epochs):
         loss.backward()
         optimizer.step()
         schedule.step()
-    accuracy = right(model, DataLoader(test, batch_size=500))
+    accuracy = accuracy_of(model, DataLoader(test, batch_size=500))
     print(f"epoch {epoch + 1} of {options.epochs}: {accuracy:.1%} right", flush=True)
 torch.save(model.state_dict(), options.out)
 parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -31,6 +31,8 @@ __all__ = ["DistillTrainer"]
 _LABELS = "teacher_labels"
 """The key of a batch's labels; no model of transformers has an argument of that name."""
 
+_ANY_ARGUMENTS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
 
 class DistillTrainer(transformers.Trainer):
     """A `Trainer` whose loss comes from teachers' labels, a part of it from the batch's own if you like.
@@ -84,11 +86,13 @@ class DistillTrainer(transformers.Trainer):
         self._teacher_inputs = inputs
         self._options = options
         named: list[Any] = list(inputs.values()) if isinstance(inputs, Mapping) else []
-        student = set(_parameters_of(self.model))
+        student = _parameters_of(getattr(self.model, "get_base_model", lambda: self.model)())  # of PEFT
         if inputs is None:
             named.append("token_type_ids")  # a student without them must not hide that the texts are pairs
         self._teacher_columns = [str(name) for name in (*named, *columns) if isinstance(name, str)]
-        self._not_for_student = {*self._teacher_columns} - student - {"labels"}
+        self._not_for_student = {*self._teacher_columns} - {*student, "labels"}
+        if all(parameter.kind in _ANY_ARGUMENTS for parameter in student.values()):  # it says nothing of what it takes
+            self._not_for_student = set(columns)
         self._labelled: TorchLoader[Any] | None = None
         self._epoch: Iterator[Any] | None = None
         self._epoch_source: Any = None
@@ -211,8 +215,10 @@ class DistillTrainer(transformers.Trainer):
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = super()._prepare_inputs(
-            {name: value for name, value in inputs.items() if name not in self._not_for_student}
+            {name: value for name, value in inputs.items() if name not in (*self._not_for_student, _LABELS)}
         )
+        if _LABELS in inputs:  # here, so that those of a whole step are not on the device together
+            found[_LABELS] = inputs[_LABELS].to(self.args.device, non_blocking=True)
         return found
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -252,7 +258,7 @@ class DistillTrainer(transformers.Trainer):
                 if texts.packed:
                     mask, shape = torch.from_numpy(texts.mask != 0), batch["input_ids"].shape
                     labels = labels.map(lambda part, mask=mask, shape=shape: part[mask].unflatten(0, shape))
-            yield {**batch, _LABELS: labels.to(self.args.device, non_blocking=True)}
+            yield {**batch, _LABELS: labels}
 
     def _states(self, outputs: Any, logits: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Return the states before the head, and the head."""

@@ -87,3 +87,19 @@ def test_table_is_of_runs(tmp_path: Path) -> None:
         shutil.copy(example / name, tmp_path)
     subprocess.run([sys.executable, example / "report.py", "--folder", tmp_path], check=True, timeout=240)
     assert (tmp_path / "README.md").read_text() == (example / "README.md").read_text()
+
+
+def test_replaced_image_is_seen(tmp_path: Path) -> None:
+    """A file that is replaced in place is decoded anew, though its folder has the time of before."""
+    pytest.importorskip("torch", reason="the example needs PyTorch")
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    path = tmp_path / "data" / "train" / "one" / "a.png"
+    path.parent.mkdir(parents=True)
+    program = "from data import Images; import sys; print(Images(sys.argv[1], 'train').images[0, 0, 0, 0])"
+    shown = []
+    for pixel in (7, 9):
+        image.new("RGB", (8, 8), (pixel,) * 3).save(path)
+        command = [sys.executable, "-c", program, str(tmp_path / "data")]
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        shown.append(subprocess.check_output(command, cwd=EXAMPLES / "resnet", env=environment, text=True, timeout=120))
+    assert shown == ["7\n", "9\n"]

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 transformers = pytest.importorskip("transformers", "5.23", reason="transformers is not installed, or too old")
 
 from edl.distill import Options  # noqa: E402
-from edl.distill.compress import top_k  # noqa: E402
+from edl.distill.compress import TopK, top_k  # noqa: E402
 from edl.distill.losses import kl_divergence, token_loss  # noqa: E402
 from edl.distill.transformers import DistillArguments, DistillTrainer  # noqa: E402
 from edl.distill.transformers.student_loss import all_classes, hard_labels, student_loss  # noqa: E402
@@ -194,6 +194,46 @@ def test_columns_of_teachers_are_kept(tmp_path: Path, teacher: str, named: bool)
         return soft[:-1][torch.tensor(sample["labels"])[1:] != -100]
 
     assert loss == pytest.approx(torch.cat([expected(sample) for sample in texts()]).mean().item(), abs=1e-4)
+
+
+class AnyArguments(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """A wrapper that passes on whatever it gets."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: Any) -> Any:
+        assert "teacher_ids" not in batch
+        return self.model(**batch)
+
+
+def test_wrapper_gets_what_is_named(tmp_path: Path, teacher: str) -> None:
+    """A `forward(**batch)` does not say what the student takes: it gets all but `columns`."""
+    arguments = DistillArguments(top_k=6)
+    given: Any = {"data_collator": collate_for_both, "columns": ["teacher_ids"], "inputs": {"ids": "input_ids"}}
+    given["remove_unused_columns"] = False
+    loss = first_loss(tmp_path, AnyArguments(small_model(2)), teacher, arguments, **given)
+    assert loss == pytest.approx(first_loss(tmp_path, small_model(2), teacher, arguments, **given), abs=1e-5)
+
+
+def test_labels_move_batch_by_batch(tmp_path: Path, teacher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels of a whole step are never on the device together."""
+    moved, taken, move, take = [0], [], TopK.to, DistillTrainer.get_batch_samples
+
+    def count_moves(labels: TopK, *args: Any, **kwargs: Any) -> TopK:
+        moved[0] += 1
+        return move(labels, *args, **kwargs)
+
+    def note_moves(*args: Any) -> Any:
+        found = take(*args)
+        taken.append(moved[0])
+        return found
+
+    monkeypatch.setattr(TopK, "to", count_moves)
+    monkeypatch.setattr(DistillTrainer, "get_batch_samples", note_moves)
+    first_loss(tmp_path, small_model(2), teacher, DistillArguments(top_k=4))
+    assert (taken, moved) == ([0], [6])
 
 
 def test_vocabularies_of_two_sizes(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from edl.distill.cache import CacheView, SequenceIds, SoftLabelCache
-from edl.distill.datasets.kinds import Batch, LabelDataset, SampleId
+from edl.distill.datasets.kinds import LabelDataset, SampleId
 from edl.distill.datasets.ragged import RaggedData
 from edl.distill.labelling.plan import LabelPlan, LabelProgress, LabelReport
 from edl.distill.pipeline.cache_lookup import CacheConfig
@@ -135,7 +135,7 @@ class _Run:
         self._tell = tell
         self._started = time.monotonic()
         self._known = self._labelled = self.lost = 0
-        self._unsettled: list[Batch] = []
+        self._unsettled: list[Sequence[SampleId] | SequenceIds] = []
 
     def one_pass(self, *, first: bool) -> int:
         """Label what has no label; return how many rows were answered but not kept."""
@@ -145,7 +145,7 @@ class _Run:
         try:
             for number, item in enumerate(epoch, 1):
                 epoch.taken(item)
-                self._unsettled.append(item.value)
+                self._unsettled.append(self._data.lookup_of(item.value))
                 self._labelled += len(item.value[0])
                 if number % _SETTLE_EVERY == 0:
                     self._settle()
@@ -169,8 +169,7 @@ class _Run:
     def _settle(self) -> None:
         """Check that what was answered has been kept."""
         self._session.labeller.prepare_epoch()
-        lookups = map(self._data.lookup_of, self._unsettled)
-        lost = sum(int(np.count_nonzero(~self._view.contains(ids))) for ids in lookups)
+        lost = sum(int(np.count_nonzero(~self._view.contains(ids))) for ids in self._unsettled)
         self.lost += lost
         self._labelled -= lost
         self._unsettled = []

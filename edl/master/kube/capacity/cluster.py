@@ -63,6 +63,14 @@ class ClusterCapacity:
         """All pods of the cluster."""
         return self._pods.values()
 
+    def without(self, uid: str) -> ClusterCapacity:
+        """Return the same cluster without a pod.
+
+        Args:
+            uid: of the pod.
+        """
+        return ClusterCapacity(self._nodes.values(), [pod for pod in self._pods.values() if pod.uid != uid])
+
     def shows(self, uid: str, node: str) -> bool:
         """Return whether a pod is known here, and to be on a node: else what is seen here is older than the pod.
 

@@ -39,6 +39,7 @@ class StoreAllowlist:
         for prefix in self.prefixes:
             parts = _split(prefix)
             bad = parts is None or parts.scheme not in _SCHEMES or _find_extras(parts) or "," in prefix
+            bad = bad or (parts is not None and not _has_members(parts))
             if bad or (parts is not None and parts.netloc.endswith(":")):  # a port that is missing matches nothing
                 raise SettingsError(
                     f"--allow-store {shown(prefix.partition('?')[0].rpartition('@')[2])}: expected SCHEME://HOST:PORT,"
@@ -64,6 +65,8 @@ class StoreAllowlist:
         if parts.scheme == "kubernetes" and parts.netloc and parts.netloc == namespace:
             return ""
         own = _split(self.own)
+        if own is not None and own.scheme not in (*_SCHEMES, "sqlite"):
+            own = None  # such a store is opened by nobody
         try:
             members, own_members = _list_members(parts), [] if own is None else _list_members(own)
         except ValueError as exc:
@@ -119,6 +122,13 @@ def _list_members(parts: SplitResult) -> list[str]:
         return [parts.netloc.lower()]
     members = parts.netloc.split(",") if parts.scheme in _ETCD else [parts.netloc]
     return [identify_server(parts.scheme, member.strip()) for member in members]
+
+
+def _has_members(parts: SplitResult) -> bool:
+    try:
+        return bool(_list_members(parts))
+    except ValueError:
+        return False
 
 
 def _host_of(member: str) -> str:

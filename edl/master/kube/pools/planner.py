@@ -17,7 +17,7 @@ from edl.master.kube.pools.revision import hash_place, list_places
 from edl.master.kube.pools.scale_target import plan_scale_target
 from edl.master.kube.pools.target import find_target
 from edl.master.kube.pools.teacher_pod import build_teacher_pod
-from edl.master.kube.pools.updating import TeacherUpdate, UpdateView, choose_surplus, is_behind
+from edl.master.kube.pools.updating import STEADY_S, TeacherUpdate, UpdateView, choose_surplus, is_behind
 from edl.master.kube.resources import TeacherPool
 from edl.master.scaling.relaunch import RelaunchAction, RelaunchRule
 from edl.master.scaling.terminations import TerminationCause, TerminationReport
@@ -91,6 +91,8 @@ def plan_pool(pool: TeacherPool, observation: OwnerObservation) -> Plan:
     target = find_target(pool, observation, update.count_present(live))
     if draft.backoff is not None and draft.backoff.is_over(pod for pod in live if pod.scheduled):
         draft.backoff = None
+    if pool.status.get("revision") not in (None, update.revision):
+        draft.backoff = None  # of teachers of another spec
     live = _shrink(draft, live, target, update)
     draft.awaited = update.keep_awaited(live, target)
     growth = _grow(draft, live, target)
@@ -250,7 +252,7 @@ def _replace_outdated(
     if starting is not None:
         held_back = pool.queue and not starting.scheduled and len(live) > target  # by Kueue, for want of quota
         if not held_back or observation.now_s - starting.created_s < pool.probe_s:
-            draft.waits_for = f"{starting.name} is not ready yet"
+            draft.waits_for = _describe_start(starting)
             if held_back:
                 draft.look_again_s = max(0.1, starting.created_s + pool.probe_s - observation.now_s)
             return growth
@@ -270,11 +272,33 @@ def _replace_outdated(
             growth = _grow(draft, live, target + 1)
         if growth.create or not (growth.reason == "NoIdleCapacity" or (update.full and len(live) == target)):
             return growth
+        if not _makes_room(draft, chosen):
+            draft.waits_for = f"no node could take its successor, even if {chosen.name} went"
+            draft.look_again_s = _START_LOOK_S
+            return growth
         draft.awaited = chosen.key
         draft.backoff = None  # what it leaves is there for its successor
     draft.release(chosen, "it is made from a spec before, and another takes its place")
     live.remove(chosen)
     return growth
+
+
+def _makes_room(draft: _Draft, chosen: MemberPod) -> bool:
+    """Whether a successor could be placed if a teacher went; where what is idle is not known, it may."""
+    capacity = draft.observation.capacity
+    if capacity is None:
+        return True
+    record = draft.records[chosen.key]
+    excluded = [node.node for node in record.excluded_nodes if node.until_s > draft.observation.now_s]
+    try:
+        return (
+            capacity.without(chosen.uid).count_fitting(
+                build_teacher_pod(draft.pool, chosen.index, record.try_number, excluded)
+            )
+            > 0
+        )
+    except ValueError:  # not as the API has it: the API server says so in its own words when the pod is made
+        return True
 
 
 def _is_proven(draft: _Draft, live: Sequence[MemberPod], update: TeacherUpdate) -> bool:
@@ -285,7 +309,7 @@ def _is_proven(draft: _Draft, live: Sequence[MemberPod], update: TeacherUpdate) 
     placed = [pod for pod in live if pod.scheduled]
     starting, draft.look_again_s = update.find_starting(placed, draft.observation.now_s)
     if starting is not None:
-        draft.waits_for = f"{starting.name} is not ready yet"
+        draft.waits_for = _describe_start(starting)
     return bool(placed) and starting is None
 
 
@@ -319,6 +343,12 @@ def _view_update(
 def _has_ended(pod: MemberPod) -> bool:
     """Whether a pod is over or about to be; a container that ended is restarted in it, and its place stays its own."""
     return pod.deleting or pod.phase in ("Succeeded", "Failed")
+
+
+def _describe_start(pod: MemberPod) -> str:
+    if not pod.scheduled:
+        return f"{pod.name} has no node yet{f': {pod.unschedulable}' if pod.unschedulable else ''}"
+    return f"{pod.name} {f'has been ready for less than {STEADY_S:.0f} s' if pod.ready else 'is not ready yet'}"
 
 
 def _describe_failure(pod: MemberPod) -> str:

@@ -19,7 +19,7 @@ from edl.master.kube.members.naming import OWNER_UID_LABEL
 from edl.master.kube.pools.revision import find_unlabelled_revision, hash_revision, list_outdated
 from edl.master.kube.resources import TeacherPool
 
-__all__ = ["TeacherUpdate", "UpdateView", "choose_surplus", "is_behind"]
+__all__ = ["STEADY_S", "TeacherUpdate", "UpdateView", "choose_surplus", "is_behind"]
 
 _TEACHER: Final = re.compile(r"teacher-[0-9]{1,9}")
 STEADY_S: Final = 10.0
@@ -204,4 +204,6 @@ def _find_unsteady_s(pod: MemberPod, now_s: float) -> float:
     """Return for how long a teacher is to be ready yet until it counts."""
     if pod.ready_s is None:
         return 0.0
-    return max(0.0, min(STEADY_S, pod.ready_s + STEADY_S - now_s))
+    # It is by the node's clock: where that is wrong, the time at which the pod got its node has to do.
+    since_s = pod.ready_s if pod.ready_s <= now_s + STEADY_S else pod.placed_s
+    return max(0.0, min(STEADY_S, since_s + STEADY_S - now_s))

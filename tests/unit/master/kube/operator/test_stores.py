@@ -226,6 +226,17 @@ def test_own_store_in_another_spelling(own: str, url: str) -> None:
     assert StoreAllowlist(url).find_refusal(own, "lab") == ""
 
 
+@pytest.mark.parametrize("prefix", ["consul://:8500", "edl://:1", "etcd://:2379"])
+def test_allowed_store_without_a_host(prefix: str) -> None:
+    """An empty variable in front of the port: each resource with such a store failed by it, in the log alone."""
+    with pytest.raises(SettingsError, match="expected SCHEME"):
+        StoreAllowlist("", (prefix,))
+
+
+def test_own_store_of_no_scheme() -> None:
+    assert "--allow-store" in StoreAllowlist("http://x").find_refusal("consul://c", "lab")
+
+
 def test_own_store_that_cannot_be() -> None:
     own = "consul://127.0.0.1:1?dc=b"
     with contextlib.closing(StoreDirectory(lambda key: None, StoreAllowlist(own), KubeSettings())) as found:

@@ -9,7 +9,7 @@ import pytest
 from edl.kube.objects import format_time
 from edl.master.kube.conditions import find_condition
 from edl.master.kube.pools.revision import REVISION_LABEL, hash_place, hash_revision
-from tests.unit.master.kube.pools.simulated_cluster import TEMPLATE, SimulatedCluster
+from tests.unit.master.kube.pools.simulated_cluster import GPU, TEMPLATE, SimulatedCluster
 
 BOTH = pytest.mark.parametrize("capacity", [True, False], ids=["capacity", "probing"])
 NEW = ["n.py:load"]
@@ -200,6 +200,32 @@ def test_successor_of_the_last_starts(capacity: bool) -> None:
         made.settle(1)
     assert (count_ready(made), condition(made, "Updated")) == (1, ("True", "UpToDate"))
     assert [event.reason for event in made.events if event.reason.startswith("Upd")] == ["Updating", "Updated"]
+
+
+@pytest.mark.parametrize("wanted", [1, 2])
+@pytest.mark.parametrize("slip", ["node", "gpus"])
+def test_edit_that_fits_nowhere(wanted: int, slip: str) -> None:
+    """A teacher that went would make no room: none goes."""
+    made = pool([2], wanted=wanted)
+    names = set(made.pods)
+    limits = {"resources": {"limits": {GPU: "8"}}} if slip == "gpus" else {}
+    container = {**TEMPLATE["spec"]["containers"][0], **limits}
+    made.edit(template={"spec": {"containers": [container], "nodeSelector": {"a": "b"} if slip == "node" else {}}})
+    made.settle(60)
+    assert set(made.pods) == names
+    updated = find_condition(made.resource["status"], "Updated")
+    assert (updated["reason"], "even if" in updated["message"]) == ("Updating", True)
+
+
+def test_node_whose_clock_is_ahead() -> None:
+    made = pool([4], wanted=1)
+    made.edit(serve=NEW)
+    made.settle(1)
+    (new,) = [pod for pod in made.teachers() if pod["spec"]["containers"][0]["args"][-1] == NEW[0]]
+    since = {"type": "Ready", "status": "True", "lastTransitionTime": format_time(made.now_s + 3600)}
+    new["status"]["conditions"] = [since]
+    made.now_s += 20
+    assert made.reconcile().delete
 
 
 def test_ready_for_seconds_before_the_next() -> None:

@@ -42,6 +42,7 @@ class MemberPod:
         phase: `status.phase`; `Pending` where none is written yet.
         ready: whether its containers say that they are ready.
         ready_s: since when they do, Unix time; None if they do not, or that is not known.
+        restarts: how often its main container was restarted.
         scheduled: whether it has a node.
         unschedulable: the scheduler's words why it has none; empty if it did not say any.
         node: on which it is; empty before.
@@ -92,6 +93,7 @@ class MemberPod:
     labels: Mapping[str, str] = field(default_factory=dict)
     termination: TerminationReport = field(default_factory=TerminationReport)
     ready_s: float | None = None
+    restarts: int = 0
 
     @property
     def live(self) -> bool:
@@ -183,9 +185,10 @@ def read_member_pod(pod: Mapping[str, Any], events: Mapping[str, str] = NO_EVENT
     is_ready = get_text(ready, "status") == "True"
     main = find_main_container(spec)
     state: Mapping[str, Any] = {}
+    restarts: object = 0
     for container in get_list(status, "containerStatuses"):
         if container.get("name") == main.get("name"):
-            state = get_mapping(container, "state")
+            state, restarts = get_mapping(container, "state"), container.get("restartCount")
     running, terminated, waiting = (get_mapping(state, key) for key in ("running", "terminated", "waiting"))
     phase = get_text(status, "phase") or "Pending"
     node = get_text(spec, "nodeName")
@@ -201,6 +204,7 @@ def read_member_pod(pod: Mapping[str, Any], events: Mapping[str, str] = NO_EVENT
         phase=phase,
         ready=is_ready,
         ready_s=_read_time(ready.get("lastTransitionTime")) if is_ready else None,
+        restarts=restarts if isinstance(restarts, int) else 0,
         scheduled=bool(node),
         unschedulable=get_text(scheduled, "message") if scheduled.get("reason") == "Unschedulable" and not node else "",
         node=node,

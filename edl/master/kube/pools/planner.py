@@ -196,7 +196,7 @@ def _record_end(draft: _Draft, key: str, pod: MemberPod | None, now_s: float) ->
 def _shrink(draft: _Draft, live: list[MemberPod], target: int, update: TeacherUpdate) -> list[MemberPod]:
     """Let go what is too much: first what has no node, then the newest. Of those that wait for a node keep a single."""
     now_s, pool = draft.observation.now_s, draft.pool
-    useless = update.list_useless(live)
+    useless = update.list_useless(live, now_s)
     for pod in useless:
         draft.release(pod, "it is made from a spec before, and serves nobody")
     kept = sorted(
@@ -247,7 +247,7 @@ def _replace_outdated(
     chosen = update.list_outdated(live)[0]
     starting, look_again_s = update.find_starting(live, observation.now_s)
     draft.look_again_s = look_again_s
-    if update.find_failing(live) is not None:
+    if update.find_failing(live, observation.now_s) is not None:
         return growth
     if starting is not None:
         held_back = pool.queue and not starting.scheduled and len(live) > target  # by Kueue, for want of quota
@@ -326,7 +326,7 @@ def _list_places(
 def _view_update(
     draft: _Draft, live: Sequence[MemberPod], update: TeacherUpdate, places: tuple[str, ...], unproven: bool
 ) -> UpdateView:
-    outdated, failing = update.list_outdated(live), update.find_failing(live)
+    outdated, failing = update.list_outdated(live), update.find_failing(live, draft.observation.now_s)
     return UpdateView(
         revision=update.revision,
         unlabelled=update.unlabelled,
@@ -352,4 +352,6 @@ def _describe_start(pod: MemberPod) -> str:
 
 
 def _describe_failure(pod: MemberPod) -> str:
+    if not pod.waiting:
+        return f"{pod.name}: its container has ended and was restarted"
     return f"{pod.name}: {pod.waiting}: {pod.waiting_message or pod.termination.message}"

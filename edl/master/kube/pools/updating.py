@@ -124,14 +124,16 @@ class TeacherUpdate:
             return self.wanted
         return len(live)
 
-    def list_useless(self, live: Sequence[MemberPod]) -> list[MemberPod]:
+    def list_useless(self, live: Sequence[MemberPod], now_s: float) -> list[MemberPod]:
         """Return outdated teachers that no successor need wait for: they have no node, or cannot start."""
-        stopped = self.find_failing(live) is not None
+        stopped = self.find_failing(live, now_s) is not None
         return [pod for pod in self.list_outdated(live) if not pod.scheduled or (pod.failing and not stopped)]
 
-    def find_failing(self, live: Sequence[MemberPod]) -> MemberPod | None:
-        """Return a teacher of the present spec that does not start."""
-        return next((pod for pod in self.list_updated(live) if pod.failing), None)
+    def find_failing(self, live: Sequence[MemberPod], now_s: float) -> MemberPod | None:
+        """Return a teacher of the present spec that does not start, or was restarted and is not steady yet."""
+        updated = self.list_updated(live)
+        restarted = (pod for pod in updated if pod.restarts and (not pod.ready or _find_unsteady_s(pod, now_s)))
+        return next((pod for pod in updated if pod.failing), next(restarted, None))
 
     def find_starting(self, live: Sequence[MemberPod], now_s: float) -> tuple[MemberPod | None, float | None]:
         """Return a teacher of the present spec that has not proven itself yet, and when to look again.

@@ -26,6 +26,8 @@ _FIRST_S: Final = 60.0
 """After the deletion: pods of most jobs have ended by then."""
 _RETRY_S: Final = 60.0
 """Between two looks at a job whose pods are still there, or whose store does not answer."""
+_DENIED_RETRY_S: Final = 300.0
+"""Between two tries where access is denied: a Role that is made anew is missing for a moment."""
 _PATIENCE_S: Final = 3600.0
 """After so long the keys of a job stay: pods that outlive their owner by this were left on purpose."""
 _PACE_S: Final = 1.0
@@ -130,7 +132,7 @@ class JobKeyCleanup:
             if removal.due_s > now_s:
                 return removal.due_s - now_s
             self._removals.remove(removal)
-        trace = removal.trace
+        trace, retry_s = removal.trace, _RETRY_S
         try:
             if self._has_pods(trace.namespace, trace.uid):
                 reason = "pods of it are there"
@@ -139,17 +141,18 @@ class JobKeyCleanup:
             else:
                 with open_cluster_store(trace.store, self._kube) as store:
                     reason = delete_job_keys(store, trace.job_id)
-        except (AccessDeniedError, SettingsError) as exc:
+        except SettingsError as exc:
             logger.warning("keys of job %s stay in %s: %s", trace.job_id, trace.store, exc)
             return _PACE_S
+        except AccessDeniedError as exc:
+            reason, retry_s = str(exc), _DENIED_RETRY_S
         except (KubernetesError, DiscoveryError) as exc:
-            if isinstance(exc.__cause__, AccessDeniedError):
-                logger.warning("keys of job %s stay in %s: %s", trace.job_id, trace.store, exc)
-                return _PACE_S
             reason = str(exc)
+            if isinstance(exc.__cause__, AccessDeniedError):
+                retry_s = _DENIED_RETRY_S
         if reason and now_s < removal.end_s:
             with self._lock:
-                self._removals.append(_Removal(trace, now_s + _RETRY_S, removal.end_s))
+                self._removals.append(_Removal(trace, now_s + retry_s, removal.end_s))
         elif reason:
             logger.warning("keys of job %s stay in %s: %s", trace.job_id, trace.store, reason)
         return _PACE_S

@@ -217,6 +217,25 @@ def test_edit_that_fits_nowhere(wanted: int, slip: str) -> None:
     assert (updated["reason"], "even if" in updated["message"]) == ("Updating", True)
 
 
+def test_crash_loop_stops_once() -> None:
+    """Between two ends its container runs for some seconds."""
+    made = pool([4])
+    made.edit(serve=NEW)
+    for second in range(60):
+        made.reconcile()
+        made.schedule()
+        made.run_kubelets()
+        break_new(made)
+        for pod in made.teachers():
+            for status in pod["status"].get("containerStatuses", []):
+                status["restartCount"] = 1
+                if second % 15 < 5:
+                    status["state"] = {"running": {}}
+        made.now_s += 1
+    assert [event.reason for event in made.events if event.reason.startswith("Upd")] == ["Updating", "UpdateStopped"]
+    assert count_ready(made) == 2
+
+
 def test_node_whose_clock_is_ahead() -> None:
     made = pool([4], wanted=1)
     made.edit(serve=NEW)

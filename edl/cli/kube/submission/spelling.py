@@ -114,6 +114,15 @@ _CONTAINER: Final = frozenset(
     ]
 )
 _RESOURCES: Final = frozenset({"limits", "requests", "claims"})
+_ELSEWHERE: Final = {
+    "limits": "resources.limits",
+    "requests": "resources.requests",
+    "gpu": "resources.limits",
+    "gpus": "resources.limits",
+    "environment": "env",
+    "enviroment": "env",
+}
+"""Lower-case names that a container does not have, and where what is meant stands."""
 _NEAR: Final = 0.8
 """Of a pod only what is that like a field is a slip: an API server that is newer than these lists has more fields."""
 _QUOTES: Final = "must be a text: put it into quotes"
@@ -171,10 +180,9 @@ def _find_misspelled(template: object, path: str) -> Iterator[str]:
             lowered = {other.lower(): other for other in known}
             plain = str(name).lower().replace("_", "").replace("-", "")
             near = difflib.get_close_matches(plain, sorted(lowered), n=1, cutoff=_NEAR)
-            if near:
-                yield (
-                    f"{quote(f'{where}.{name}')} is no field, and would be dropped: did you mean {lowered[near[0]]!r}?"
-                )
+            meant = lowered[near[0]] if near else _ELSEWHERE.get(plain) if known is _CONTAINER else None
+            if meant:
+                yield f"{quote(f'{where}.{name}')} is no field, and would be dropped: did you mean {meant!r}?"
 
 
 def _find_unquoted(template: object, path: str) -> Iterator[str]:

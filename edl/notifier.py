@@ -1,15 +1,22 @@
-"""A wait for what another thread does. Its wake-up may be called anywhere, also in signal handlers and finalizers."""
+"""Waits that nothing makes last for ever.
+
+For what another thread does: its wake-up may be called anywhere, also in signal handlers and finalizers. And on an
+event loop for a result, until a deadline: a cancellation always ends it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeVar
 
-__all__ = ["Notifier", "ReentrantEvent"]
+__all__ = ["Notifier", "ReentrantEvent", "wait_within"]
+
+T = TypeVar("T")
 
 _SIGNAL_POLL_S: Final = 0.5
 """How long the main thread waits at a stretch. A signal that comes after CPython's last look for signals and before it
@@ -88,3 +95,35 @@ class ReentrantEvent:
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for `set`; False if it was not called within `timeout_s`."""
         return self._changed.wait_for(self.is_set, timeout_s)
+
+
+async def wait_within(awaitable: Awaitable[T], timeout_s: float) -> T:
+    """Wait for a result, for so long.
+
+    `asyncio.wait_for` loses a cancellation that comes in the moment in which the result is there, before Python 3.12:
+    it returns the result, and a task that goes on from there is cancelled no more, so that whoever waits for its end
+    waits for ever. Here the cancellation wins, and the result is dropped.
+
+    Args:
+        awaitable: gives the result; cancelled, and waited for, where the wait ends before.
+        timeout_s: how many seconds to wait.
+
+    Returns:
+        The result.
+
+    Raises:
+        asyncio.TimeoutError: there was no result by then.
+    """
+    task = asyncio.ensure_future(awaitable)
+    try:
+        await asyncio.wait([task], timeout=timeout_s)
+        if not task.done():
+            raise asyncio.TimeoutError
+    except (asyncio.CancelledError, asyncio.TimeoutError):
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        raise
+    try:
+        return task.result()
+    finally:
+        del task  # an error's traceback leads to this frame

@@ -22,7 +22,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from typing_extensions import Self
 
 from edl.background import start_call
-from edl.errors import SettingsError
+from edl.errors import ClosedError, SettingsError
 from edl.http_server.connections import ConnectionLimit, RequestRecord
 from edl.protocol.tls import certificates
 from edl.protocol.tls.credentials import CHECK_EVERY_S, CredentialFiles
@@ -77,11 +77,14 @@ class AppServer(abc.ABC):
         """Make the application, await `run_app`, and let go of what was made. Runs in the thread."""
 
     def start(self) -> None:
-        """Listen.
+        """Listen; once.
 
         Raises:
+            ClosedError: it was started before.
             SettingsError: the address cannot be listened on.
         """
+        if self._running is not None:
+            raise ClosedError("this server was started before, and has one life: make another")
         self._loop = asyncio.new_event_loop()
         self._running = start_call(self._name, self._run)
         try:
@@ -137,6 +140,7 @@ class AppServer(abc.ABC):
             handle_signals=False,
             handler_cancellation=answers_late,
             keepalive_timeout=_KEEPALIVE_S,
+            auto_decompress=False,  # a body of some kilobytes would be megabytes before anybody looks at it
             shutdown_timeout=STOP_S,
         )
         await runner.setup()

@@ -140,7 +140,9 @@ class LoadPublisher:
         if self._store is None:
             self._store = open_store(self._url, timeout_s=_STORE_TIMEOUT_S)
         if self._lease is None or self._lease.lost:
-            self._lease = self._store.lease(self._settings.ttl_s)
+            lost, self._lease = self._lease, self._store.lease(self._settings.ttl_s)
+            if lost is not None:  # the Store may keep it for a while yet, and the records are under it until then
+                lost.close()
             for record in self._records:
                 record.written = None  # it went with the lease before
         for record, body in zip(self._records, bodies, strict=True):

@@ -1,7 +1,7 @@
 """How many teachers or workers are wanted, as a master writes it: `wanted/teachers/SERVICE`, `wanted/workers/JOB`.
 
 A key has no lease: what was wanted last is still the best that is known while masters are away. `time` says when it was
-written last; an advisor that lives writes at least every ten seconds.
+written last; an advisor that lives writes at least every ten seconds, so that a reader sees whether one does.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import signal
 import threading
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 
 from edl import notifier as module
-from edl.notifier import Notifier
+from edl.notifier import Notifier, wait_within
+
+WAIT_S = 60.0  # how long a busy machine may take; nothing waits so long that passes
 
 
 def test_every_wait_is_woken() -> None:
@@ -96,3 +99,58 @@ def test_no_wake_up_is_lost_between_threads(threads: int) -> None:
     finally:
         gc.set_threshold(*before)
     assert turn[0] == rounds, "a wake-up was lost"
+
+
+async def after(turns: int, result: int) -> int:
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    return result
+
+
+async def fail() -> None:
+    raise ValueError("its own")
+
+
+def test_result_and_error_come_through() -> None:
+    assert asyncio.run(wait_within(after(3, 7), WAIT_S)) == 7
+    with pytest.raises(ValueError, match="its own"):
+        asyncio.run(wait_within(fail(), WAIT_S))
+
+
+def test_result_is_late() -> None:
+    async def run() -> None:
+        task = asyncio.create_task(asyncio.sleep(WAIT_S))
+        with pytest.raises(asyncio.TimeoutError):
+            await wait_within(task, 0.01)
+        assert task.cancelled()
+
+    begin = time.monotonic()
+    asyncio.run(run())
+    assert time.monotonic() - begin < WAIT_S / 2
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, WAIT_S])
+@pytest.mark.parametrize("turns", range(8))
+def test_no_cancellation_is_lost(turns: int, timeout_s: float) -> None:
+    """Some turns of the loop after the result is there, or the time is over: `asyncio.wait_for` went on."""
+
+    async def run() -> bool:
+        there = asyncio.Event()
+
+        async def wait_again() -> None:
+            while True:
+                try:
+                    await wait_within(there.wait(), timeout_s)
+                except asyncio.TimeoutError:
+                    await asyncio.sleep(0)
+                there.clear()
+
+        task = asyncio.create_task(wait_again())
+        await after(5, 0)
+        there.set()
+        await after(turns, 0)
+        task.cancel()
+        await asyncio.wait([task], timeout=WAIT_S)
+        return task.cancelled()
+
+    assert asyncio.run(run())

@@ -66,7 +66,7 @@ class StoreHost(Resource):
         self.path: Final = folder / f"{name}.sqlite"
         self._serving = _Lock(folder / f"{name}.serving")
         self._waiting = _Lock(folder / f"{name}.waiting")
-        self._waiting.take(fcntl.LOCK_SH)
+        self._is_waiting = self._waiting.take(fcntl.LOCK_SH)
         try:
             self._attempt()
         except BaseException:
@@ -116,6 +116,8 @@ class StoreHost(Resource):
             time.sleep(_LOOK_S)
 
     def _look(self) -> float | None:
+        if not self._is_waiting:  # a process that ended looked at that moment whether others wait, or removed the file
+            self._is_waiting = self._waiting.take(fcntl.LOCK_SH)
         server = self._server
         if server is not None and server.failed:
             server.close()

@@ -58,6 +58,9 @@ CREATE INDEX instance_service ON instance (service);
 _MOST_IDLE = 2
 """Connections that are kept open: one for the program's own thread, and one for those that renew."""
 
+_MOST_OPENINGS = 10
+"""A file that is not there is opened twice, and once more for each time that it is replaced meanwhile."""
+
 
 @dataclass(eq=False)
 class _Connection:
@@ -174,7 +177,7 @@ class SqliteFile(Resource):
                     if changed:
                         self._discard(connection.identity, changed)
                 finally:  # SQLite sees that the file was unlinked, and leaves its successor's journal alone
-                    self._end(connection)
+                    self._end(connection.sqlite)
         try:
             return self._connect()
         except SettingsError as exc:  # it was fine when this was opened, so it may be again
@@ -182,20 +185,20 @@ class SqliteFile(Resource):
 
     def _give(self, connection: _Connection) -> None:
         if len(self._idle) >= _MOST_IDLE:
-            self._end(connection)
+            self._end(connection.sqlite)
             return
         self._idle.append(connection)
         if self._closed:  # maybe before it was there to be closed as well
             self._end_idle()
 
-    def _end(self, connection: _Connection) -> None:
-        connection.sqlite.close()
-        self._open.pop(connection.sqlite, None)
+    def _end(self, connection: sqlite3.Connection) -> None:
+        connection.close()
+        self._open.pop(connection, None)
 
     def _end_idle(self) -> None:
         with contextlib.suppress(IndexError):
             while True:
-                self._end(self._idle.pop())
+                self._end(self._idle.pop().sqlite)
 
     def _discard(self, identity: FileIdentity, why: str) -> None:
         """Remove a file that connections can no longer agree on; its users go over to its successor."""
@@ -211,7 +214,23 @@ class SqliteFile(Resource):
 
     def _connect(self) -> _Connection:
         self._check_place()
-        self._leave_broken()
+        for _ in range(_MOST_OPENINGS):
+            self._leave_broken()
+            before = FileIdentity.of(self.path).main
+            connection = self._open_connection()
+            try:
+                self._prepare(connection)
+                identity = FileIdentity.of(self.path)
+            except BaseException:
+                self._end(connection)
+                raise
+            if identity.main == before is not None:
+                self._open[connection] = identity
+                return _Connection(connection, identity, next(self._numbers))
+            self._end(connection)  # the file was made or replaced meanwhile: nobody can tell which one this has
+        raise DiscoveryError(f"discovery file {self.path}: it is replaced each time it is opened")
+
+    def _open_connection(self) -> sqlite3.Connection:
         try:
             Path(self.path).parent.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
@@ -230,14 +249,7 @@ class SqliteFile(Resource):
         self._open[connection] = None
         # Nonsense in one row must not make all others unreadable.
         connection.text_factory = lambda text: text.decode("utf-8", "replace")
-        try:
-            self._prepare(connection)
-            self._open[connection] = identity = FileIdentity.of(self.path)
-        except BaseException:
-            connection.close()
-            self._open.pop(connection, None)
-            raise
-        return _Connection(connection, identity, next(self._numbers))
+        return connection
 
     def _leave_broken(self) -> None:
         """Make no connection beside an older connection of this process whose `-wal` or `-shm` is gone.

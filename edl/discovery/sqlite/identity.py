@@ -44,13 +44,14 @@ class FileIdentity:
             "" if another file took the place of its own, which goes on well without it; words if the file that is there
             must not be used any more. None if nothing has changed.
         """
-        main, size = _inode(path)
+        sides = [_inode(self.place + side)[0] for side in _SIDES]
+        main, size = _inode(path)  # looked at last: a file that has just taken the place has other sides
         if main != self.main or main is None:
             return ""
         if size == 0:
             return "it was truncated while in use"
-        for side, inode in zip(_SIDES, self.sides, strict=True):
-            if inode is None or _inode(self.place + side)[0] != inode:
+        for side, inode, seen in zip(_SIDES, self.sides, sides, strict=True):
+            if inode is None or seen != inode:
                 return f"its {side} was removed or replaced while in use"
         return None
 

@@ -12,6 +12,7 @@ import ssl
 from collections.abc import Callable
 from typing import Final, TypeVar
 
+from edl.notifier import wait_within
 from edl.protocol.tls import certificates, verification
 from edl.protocol.tls.certificates import CertificateIdentity
 from edl.protocol.tls.credentials import CredentialFiles, Material
@@ -142,20 +143,26 @@ async def _shake(
     else:
         host, _, port = endpoint.rpartition(":")
         opening = asyncio.open_connection(host.strip("[]"), int(port))
-    reader, writer = await asyncio.wait_for(opening, _TIMEOUT_S)
+    task = asyncio.ensure_future(opening)
+    try:
+        reader, writer = await wait_within(task, _TIMEOUT_S)
+    except asyncio.CancelledError:
+        if not task.cancelled() and task.exception() is None:  # open, and nobody is told
+            task.result()[1].close()
+        raise
     try:
         connection = _Connection(reader, writer, context, name)
-        await asyncio.wait_for(connection.run(lambda tls: tls.do_handshake()), _TIMEOUT_S)
+        await wait_within(connection.run(lambda tls: tls.do_handshake()), _TIMEOUT_S)
         if found is not None:
             found.append(certificates.identity_of(connection.tls.getpeercert() or {}))
         try:
-            return not await asyncio.wait_for(connection.run(lambda tls: tls.read(1)), _TIMEOUT_S)
+            return not await wait_within(connection.run(lambda tls: tls.read(1)), _TIMEOUT_S)
         except (ConnectionError, ssl.SSLEOFError):
             return True
     finally:
         writer.close()
         with contextlib.suppress(OSError, asyncio.TimeoutError):
-            await asyncio.wait_for(writer.wait_closed(), _TIMEOUT_S)
+            await wait_within(writer.wait_closed(), _TIMEOUT_S)
 
 
 class _Connection:

@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from edl.discovery import Instance
+from edl.discovery import Instance, Registry
 from edl.discovery.served.listening import ListenAddress
 from edl.discovery.served.server import StoreServer
+from edl.errors import DiscoveryError
 from tests.plugins_consul import ConsulAgent, free_ports
 from tests.plugins_etcd import EtcdServer
 
@@ -34,6 +35,13 @@ def teacher(service: str, name: str = "a", port: int = 9000, **rest: Any) -> Ins
     return Instance(service, name, "127.0.0.1", port, **rest)
 
 
+def count_instances(registry: Registry, service: str) -> int:
+    """How many are registered; 0 while the registry's file is removed, or made anew."""
+    with contextlib.suppress(DiscoveryError):
+        return len(registry.snapshot(service).instances)
+    return 0
+
+
 def remove_database(path: Path) -> None:
     """Remove a SQLite database under its users. The file itself goes last: the next one to look makes it anew."""
     for suffix in ("-wal", "-shm", ""):
@@ -41,12 +49,19 @@ def remove_database(path: Path) -> None:
 
 
 def spoil_database(path: Path) -> None:
-    """Put nonsense in the place of a SQLite database, at once: nobody finds nothing there, and makes it anew."""
-    nonsense = path.with_name("nonsense")
+    """Put nonsense in the place of a SQLite database, at once: nobody finds nothing there, and makes it anew.
+
+    A link to nonsense elsewhere, since three files cannot be replaced at once: who meets a database without its journal
+    removes it, and with the journal beside it even nonsense could be read.
+    """
+    nonsense = path.with_name("elsewhere") / "nonsense"
+    nonsense.parent.mkdir()
     nonsense.write_text("this is not a database, whatever its name says\n" * 100)
+    link = path.with_name("link")
+    link.symlink_to(nonsense)
+    link.replace(path)
     for suffix in ("-wal", "-shm"):
         path.with_name(path.name + suffix).unlink(missing_ok=True)
-    nonsense.replace(path)
 
 
 class Backend(ABC):

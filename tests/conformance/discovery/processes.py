@@ -102,7 +102,7 @@ def _race(url: str, folder: str, count: str) -> None:
     """Try to be the first on each of many keys; answers which were won."""
     from edl.discovery import open_store
 
-    with open_store(url) as store, store.lease(10.0) as lease:
+    with open_store(url) as store, store.lease(60.0) as lease:
         print("ready", flush=True)
         sys.stdin.readline()
         won = [

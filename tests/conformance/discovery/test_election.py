@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from edl.discovery import Store
+from edl.errors import ClosedError
 from tests.conformance.discovery.backends import eventually
 from tests.conformance.discovery.processes import Member
 
@@ -44,7 +46,8 @@ def test_campaign_ends_with_its_deadline(store: Store, service: str) -> None:
             assert second.leader() == b"1"
             closing = threading.Timer(0.2, second.close)
             closing.start()
-            assert not second.wait()
+            with contextlib.suppress(ClosedError):  # it may be closed before it waits
+                assert not second.wait()
             closing.join()
 
 
@@ -60,7 +63,7 @@ def test_a_store_is_closed_under_an_election(store: Store, service: str) -> None
 
 def test_deleting_the_key_deposes_the_leader(store: Store, service: str) -> None:
     """Somebody who deletes the key deposes the leader."""
-    with store.elect(service, b"1", 2.0) as election:
+    with store.elect(service, b"1") as election:
         assert election.wait(20)
         key = f"elections/{service}"
         entry = store.get(key)
@@ -75,15 +78,17 @@ def test_killed_leader_is_followed(store: Store, service: str, member: Start) ->
     candidates = [member("elect", service, str(number), "0.6") for number in range(2)]
     assert [candidate.hear() for candidate in candidates] == ["ready"] * 2
     key = f"elections/{service}"
-    assert eventually(lambda: store.get(key))
 
     def leaders() -> list[int]:
-        return [number for number, candidate in enumerate(candidates) if candidate.ask("?") == "leader"]
+        """Candidates that say that they lead while the key stays the same: on a slow machine it changes hands."""
+        before = store.get(key)
+        found = [number for number, candidate in enumerate(candidates) if candidate.ask("?") == "leader"]
+        return found if before == store.get(key) is not None else []
 
-    assert len(eventually(leaders)) == 1
-    first = eventually(leaders)[0]
-    candidates[first].kill()
-    assert eventually(lambda: candidates[1 - first].ask("?") == "leader")
+    first = eventually(leaders)
+    assert len(first) == 1
+    candidates[first[0]].kill()
+    assert eventually(lambda: candidates[1 - first[0]].ask("?") == "leader")
 
 
 def test_paused_leader_campaigns_again(store: Store, service: str, member: Start) -> None:

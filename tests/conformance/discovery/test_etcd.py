@@ -59,7 +59,7 @@ class TestServer:
         with (
             open_registry(etcd_server.url, timeout_s=PATIENT_S) as registry,
             open_store(etcd_server.url, timeout_s=PATIENT_S) as store,
-            registry.register(teacher(service), 2.0) as registration,
+            registry.register(teacher(service), 8.0) as registration,
             registry.watch(service) as watch,
             store.watch(f"{service}/") as entries,
             store.lease(60.0) as lease,
@@ -220,7 +220,7 @@ class TestServer:
             with (
                 open_registry(server.url, timeout_s=PATIENT_S) as registry,
                 open_store(server.url, timeout_s=PATIENT_S) as store,
-                registry.register(teacher(service), 3.0) as registration,
+                registry.register(teacher(service), 5.0) as registration,
                 store.lease(5.0) as lease,
             ):
                 entry = store.put(f"{service}/a", b"1", lease)
@@ -252,7 +252,7 @@ class TestMembers:
                 assert election.wait(20)
                 assert eventually(lambda: (entries.get(1) or StoreSnapshot({})).entries == {entry.key: entry})
                 assert eventually(lambda: (watch.get(1) or Snapshot("", ())).instances)
-                (leader,) = [server for server in servers if ", true, " in server.ctl("endpoint", "status")]
+                leader = eventually(lambda: _leader(servers)) or pytest.fail("the members elect no leader")
                 leader.kill()
                 later = eventually(lambda: _put_again(store, entry.key, lease), 30)
                 assert later.version > entry.version
@@ -298,6 +298,11 @@ def _registered(registry: Registry, service: str) -> Registration | None:
     with contextlib.suppress(DiscoveryError):  # the machine is busy
         return registry.register(teacher(service))
     return None
+
+
+def _leader(servers: list[EtcdServer]) -> EtcdServer | None:
+    """The member that says that it leads; None while they elect another."""
+    return next((server for server in servers if ", true, " in server.ctl("endpoint", "status")), None)
 
 
 def _put_again(store: Store, key: str, lease: object) -> object:

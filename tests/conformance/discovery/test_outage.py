@@ -18,8 +18,8 @@ def test_registry_recovers_keeping_teachers(backend: Backend, service: str) -> N
     with (
         open_registry(backend.url, timeout_s=2.0) as theirs,
         open_registry(backend.url, timeout_s=2.0) as registry,
-        theirs.register(teacher(service, "a"), 2.0) as first,
-        theirs.register(teacher(service, "b", 9001), 2.0),
+        theirs.register(teacher(service, "a"), 8.0) as first,
+        theirs.register(teacher(service, "b", 9001), 8.0),
         registry.watch(service) as watch,
     ):
         while len(history) == 0 or len(history[-1].instances) < 2:
@@ -55,7 +55,7 @@ def test_registry_recovers_keeping_teachers(backend: Backend, service: str) -> N
 def test_missing_teacher_is_dropped_at_last(backend: Backend, service: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("edl.discovery.common.blocking_watch.WAIT_S", 120.0)  # patience ends without a change
     with open_registry(backend.url) as registry, registry.watch(service) as watch:
-        registration = registry.register(teacher(service), 2.0)
+        registration = registry.register(teacher(service), 8.0)
         assert eventually(lambda: (watch.get(1) or Snapshot("", ())).instances)
         backend.break_it()
         try:
@@ -78,8 +78,8 @@ def test_store_recovers_with_new_elections(backend: Backend, service: str) -> No
     with (
         open_store(backend.url, timeout_s=2.0) as store,
         store.watch(f"{service}/") as watch,
-        store.lease(3.0) as lease,
-        store.elect(service, b"me", 3.0) as election,
+        store.lease(5.0) as lease,
+        store.elect(service, b"me", 5.0) as election,
     ):
         entry = store.put(f"{service}/a", b"1", lease)
         wanted = {entry.key: entry}

@@ -12,12 +12,19 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from edl.discovery import open_registry, open_store
 from edl.errors import DiscoveryError, SettingsError
-from tests.conformance.discovery.backends import eventually, remove_database, teacher
+from tests.conformance.discovery.backends import (
+    count_instances,
+    eventually,
+    remove_database,
+    spoil_database,
+    teacher,
+)
 from tests.conformance.discovery.processes import ROOT, Member
 
 
@@ -125,7 +132,7 @@ def test_a_boot_ends_leases_and_keeps_keys(path: Path, url: str) -> None:
 def test_lease_of_an_earlier_boot_is_over(path: Path, url: str) -> None:
     with (
         open_registry(url) as registry,
-        registry.register(teacher("digits", "often"), 0.6),
+        registry.register(teacher("digits", "often"), 4.0),
         registry.register(teacher("digits", "seldom"), 3600.0),
         registry.watch("digits") as watch,
     ):
@@ -162,9 +169,9 @@ def test_wall_clock_jumps_do_not_matter(url: str, monkeypatch: pytest.MonkeyPatc
     true = time.time
     with (
         open_registry(url) as registry,
-        registry.register(teacher("digits"), 5.0),
+        registry.register(teacher("digits"), 60.0),
         open_store(url) as store,
-        store.lease(5.0) as lease,
+        store.lease(60.0) as lease,
     ):
         for jump in (1e9, -1e9):
             monkeypatch.setattr(time, "time", lambda jump=jump: true() + jump)
@@ -212,9 +219,30 @@ def test_deleted_file_is_made_again_for_all(path: Path, url: str) -> None:
         while len((watch.get(5) or pytest.fail("not seen")).instances) < 2:
             pass
         remove_database(path)
-        assert eventually(lambda: len(one.snapshot("digits").instances) == 2)
-        assert eventually(lambda: len(two.snapshot("digits").instances) == 2)
+        assert eventually(lambda: count_instances(one, "digits") == 2)
+        assert eventually(lambda: count_instances(two, "digits") == 2)
         assert eventually(lambda: lease.lost), "a lease is not made again"
+
+
+def test_replaced_while_it_is_opened(path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection to a file that another replaced at once is not taken for one to that other."""
+    with open_store(url):
+        pass
+    connect = sqlite3.connect
+    spoilt = []
+
+    def connect_then_spoil(*args: Any, **options: Any) -> sqlite3.Connection:
+        connection: sqlite3.Connection = connect(*args, **options)
+        if not spoilt:
+            spoil_database(path)
+            spoilt.append(path.read_bytes())
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", connect_then_spoil)
+    for _ in range(2):
+        with pytest.raises(SettingsError, match="not a database"):
+            open_store(url).list("")
+        assert [path.read_bytes()] == spoilt, "nobody's file is removed"
 
 
 def test_leaving_a_deleted_file_is_harmless(path: Path, url: str) -> None:
@@ -237,7 +265,7 @@ def test_leaving_a_deleted_file_is_harmless(path: Path, url: str) -> None:
 
 
 def test_processes_make_the_file_at_once(url: str) -> None:
-    members = [Member(url, "register", "digits", f"m{number}", "5") for number in range(4)]
+    members = [Member(url, "register", "digits", f"m{number}", "60") for number in range(4)]
     try:
         assert [member.hear() for member in members] == ["ready"] * 4
         with open_registry(url) as registry:

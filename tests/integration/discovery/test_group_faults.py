@@ -27,7 +27,7 @@ def test_without_store_teachers_are_kept(registry: Registry, tmp_path: Path, sta
     registrations = [stack.enter_context(registry.register(teacher(n))) for n in range(6)]
     path = tmp_path / "store.sqlite"
     store = stack.enter_context(open_store(f"sqlite:///{path}", timeout_s=1.0))
-    students = [join(stack, registry, store, f"s{n}", want=2, ttl_s=1.0) for n in range(3)]
+    students = [join(stack, registry, store, f"s{n}", want=2, ttl_s=4.0) for n in range(3)]
     until(lambda: shared_out(students, range(6), 2))
     before = [student.has for student in students]
     spoil_database(path)
@@ -206,9 +206,9 @@ def test_any_text_may_name_a_student(registry: Registry, store: Store, stack: Ex
 def test_a_store_that_is_read_only_keeps_all(url: str, stack: ExitStack) -> None:
     registry = stack.enter_context(open_registry(url, timeout_s=0.3))
     for number in range(4):
-        stack.enter_context(registry.register(teacher(number), 0.8))
+        stack.enter_context(registry.register(teacher(number), 4.0))
     store = stack.enter_context(open_store(url, timeout_s=0.3))
-    students = [join(stack, registry, store, f"s{n}", want=2, ttl_s=0.8) for n in range(3)]
+    students = [join(stack, registry, store, f"s{n}", want=2, ttl_s=4.0) for n in range(3)]
     until(lambda: shared_out(students, range(4), 2))
     before = [student.has for student in students]
     with contextlib.closing(sqlite3.connect(url.removeprefix("sqlite://"), isolation_level=None)) as connection:

@@ -99,7 +99,7 @@ def kept_lease(claim: Claim, ttl_s: float, granted: float | None = None) -> Rene
 def test_unrenewed_lease_is_lost() -> None:
     """A lease that cannot be renewed in time is lost, although the store said nothing."""
     claim = FakeClaim()
-    with kept_lease(claim, 0.4) as lease:
+    with kept_lease(claim, 2.0) as lease:
         assert not lease.lost
         claim.answer = fail
         assert eventually(lambda: lease.lost)

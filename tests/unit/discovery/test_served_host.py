@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import socket
 import threading
 import uuid
@@ -115,6 +116,22 @@ def test_who_leaves_hands_over(begin: Begin, port: int) -> None:
         assert store.get("a") == entry
     second.leave(silent, 60.0)
     assert not second.path.exists()
+
+
+def test_leaving_hands_over_to_a_late_one(begin: Begin, port: int) -> None:
+    """A node that begins while the host that leaves holds the lock of the waiting is handed the store as well."""
+    first = begin()
+    first._waiting.release()
+    assert first._waiting.take(fcntl.LOCK_EX)
+    second = begin()
+    first._waiting.release()
+    assert eventually(lambda: second._is_waiting)
+    with open_store(f"edl://{LOCAL}:{port}") as store, store.watch("a/") as watch:
+        put_and_see(store, watch, b"before")
+        first.leave(silent, 60.0)
+        first.close()
+        assert eventually(lambda: second.server)
+        put_and_see(store, watch, b"after")
 
 
 def test_all_leave_at_once(begin: Begin, port: int) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from edl.discovery import open_store
+from edl.discovery.common.renewal import RenewedLease
 from edl.errors import DiscoveryError
 from edl.load_reporting import LoadPublisher, LoadSource, ServiceLoad, read_service
 from edl.load_reporting import publisher as module
@@ -159,6 +160,21 @@ def test_lost_lease_is_taken_again(url: str) -> None:
     counted.rows = 1
     until(lambda: load(url).students and publisher._lease is not lease)
     publisher.close()
+
+
+def test_lease_the_store_keeps_is_given_up(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A process that stood still takes its lease for lost before the Store does: its records are under it yet."""
+    counted = Counted()
+    publisher = LoadPublisher(url, [counted.source()], QUICK)
+    until(lambda: load(url).students)
+    lease = publisher._lease
+    assert isinstance(lease, RenewedLease)
+    lease.forfeit()
+    counted.rows = 1
+    until(lambda: publisher._lease is not lease)
+    until(lambda: [student.rows_asked for student in load(url).students] == [1], QUICK.ttl_s / 2)
+    publisher.close()
+    assert "not published" not in caplog.text
 
 
 def test_wrong_url_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

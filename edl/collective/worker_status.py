@@ -313,9 +313,13 @@ class WorkerStatusPage:
 
     # --- The agent's side. ---
 
-    def record_agent_heartbeat(self) -> None:
-        """Show the worker that its agent is alive."""
-        self._set_time(_BEAT_AT, time.monotonic())
+    def record_agent_heartbeat(self, at: float) -> None:
+        """Show the worker that its agent lived at a moment.
+
+        Args:
+            at: the moment (`time.monotonic()`), not later than what the agent knows of its place in the job.
+        """
+        self._set_time(_BEAT_AT, at)
 
     def request_pause(self, step: int | None) -> None:
         """Ask the worker to save and pause.

@@ -19,7 +19,12 @@ from edl.collective.agent.job_run import JobRun
 from edl.collective.agent.launch_spec import LaunchSpec, MasterEndpoint, open_master_endpoint
 from edl.collective.agent.membership.node_records import Membership
 from edl.collective.agent.processes.pool import WorkerExit, ZygoteLost
-from edl.collective.agent.shutdown import ShutdownState, release_host_folder, store_last_state
+from edl.collective.agent.shutdown import (
+    ShutdownState,
+    note_unstored_state,
+    release_host_folder,
+    store_last_state,
+)
 from edl.collective.agent.signals import StopSignals
 from edl.collective.agent.status_publisher import StatusPublisher
 from edl.collective.agent.workers.worker_group import WorkerGroup
@@ -138,6 +143,7 @@ def open_agent_context(
             poll_s=POLL_S,
         )
         stack.callback(store_last_state, persister, signals, shutdown, resumable=spec.resumable)
+        stack.callback(note_unstored_state, host, spec, shutdown)
         secret = JobSecret(store, spec.job)
         replicas = stack.enter_context(
             closing(Replicator(name, host.replicas, slots, secret, logger.info, tls=spec.tls))

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -73,7 +74,7 @@ class HostFolder:
 
     @run.setter
     def run(self, name: str) -> None:
-        (self.path / "run").write_text(name)
+        _replace_text(self.path / "run", name)
 
     @property
     def command(self) -> str:
@@ -83,7 +84,7 @@ class HostFolder:
 
     @command.setter
     def command(self, digest: str) -> None:
-        (self.path / "command").write_text(digest)
+        _replace_text(self.path / "command", digest)
 
     @property
     def unstored(self) -> bool:
@@ -118,7 +119,7 @@ class HostFolder:
     def forget_slots(self) -> None:
         """Remove the states in memory, which are not to be gone on from."""
         for path in (*self.path.glob("slots-*"), *self.replicas.glob("*")):
-            path.unlink()
+            path.unlink(missing_ok=True)  # threads that store and replicate give files other names meanwhile
 
     @property
     def replicas(self) -> Path:
@@ -149,10 +150,10 @@ class HostFolder:
             if ended:
                 for path, lock in _take_abandoned(self.path.parent).items():
                     if not (path / _UNSTORED).exists():
-                        shutil.rmtree(path, ignore_errors=True)
+                        _remove(path)
                     os.close(lock)
             if not (keep and self.holds_state):
-                shutil.rmtree(self.path, ignore_errors=True)
+                _remove(self.path)
                 with contextlib.suppress(OSError):
                     self.path.parent.rmdir()
             elif self.previous_owner and not used:
@@ -160,9 +161,8 @@ class HostFolder:
             os.close(self._lock)
 
     def _set_owner(self, node: str) -> None:
-        """Write down which node's folder this is, in a single step: another agent may read it at any moment."""
-        (self.path / "node.new").write_text(node)
-        (self.path / "node.new").rename(self.path / "node")
+        """Write down which node's folder this is."""
+        _replace_text(self.path / "node", node)
 
 
 def _root() -> Path:
@@ -252,6 +252,18 @@ def _make(job: Path) -> tuple[Path, int]:
         os.close(lock)
 
 
+def _remove(folder: Path) -> None:
+    """Remove a folder whose lock this process holds, under a name that no agent gives a folder.
+
+    Another agent that has waited for this agent for long enough (`_LOCK_TIMEOUT_S`) may make a folder of the first name
+    meanwhile, and would lose its files.
+    """
+    gone = folder.with_name(f"{folder.name}-{secrets.token_hex(4)}")
+    with contextlib.suppress(OSError):
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
 def _owner(path: Path) -> str:
     """Return the node that a folder belongs to, or belonged to last; "" if it was not written down."""
     file = path / "node"
@@ -269,6 +281,13 @@ def _locked(file: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _replace_text(path: Path, text: str) -> None:
+    """Write a file in a single step: another agent may read it at any moment, also if this agent is killed here."""
+    draft = path.with_name(path.name + ".new")
+    draft.write_text(text)
+    draft.rename(path)
 
 
 def _is(path: Path, file: int) -> bool:
@@ -290,7 +309,7 @@ def _remove_abandoned(root: Path, kept: str) -> None:
             with _locked_folder(job):
                 for folder, lock in _take_abandoned(job).items():
                     if _abandoned_long_ago(folder):
-                        shutil.rmtree(folder, ignore_errors=True)
+                        _remove(folder)
                     os.close(lock)
                 job.rmdir()  # if it is empty
 

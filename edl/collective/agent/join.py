@@ -93,7 +93,10 @@ def _check_job_state(context: AgentContext) -> int | None:
         if world.state is not JobState.FAILED:
             return None
         if not records.nodes:
-            context.membership.propose_world(World(world.generation, message="started again"), records.version)
+            if context.membership.propose_world(World(world.generation, message="started again"), records.version):
+                error = world.message.rstrip().rpartition("\n")[2].strip()
+                where = f"from what is stored at {spec.checkpoint}" if spec.checkpoint else "from the beginning"
+                logger.warning("job %s had failed (%s): it is started again, %s", spec.job, error, where)
         elif time.monotonic() > deadline:
             reason = f"job {spec.job} has failed, and its nodes have not left yet: try again in a moment"
             logger.error("%s", reason)

@@ -56,6 +56,7 @@ class LaunchSpec:
         environ: added to the workers' environment.
         tls: for connections between agents, None for none.
         resumable: whether the job has a name by which it can be started again; its state is kept in memory only then.
+            Without one no other node can join, so that this one goes on however long the store does not answer.
         command: a digest of the script and its arguments if the job has no name, by which states in memory that another
             command left are told apart; empty if the name does that.
         framework: what the workers train with, `torch` or `paddle`.

@@ -7,6 +7,7 @@ What should become of the job is decided by `membership.rendezvous.next_world`, 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -61,7 +62,9 @@ class NodeReconciler:
         self._departure: Departure | None = None
         self._unreachable_since: float | None = None
         self._waits_for_place = False
-        self._alone_s = _STORE_OUTAGE_SHARE * context.spec.rendezvous.takeover_s
+        self._outage_s = _STORE_OUTAGE_SHARE * context.spec.rendezvous.takeover_s
+        # A job without a name of its user's is this node's alone: no other knows it, and could take it over.
+        self._alone_s = self._outage_s if context.spec.resumable else math.inf
 
     @property
     def pausing(self) -> bool:
@@ -151,15 +154,31 @@ class NodeReconciler:
             self._unreachable_since = time.monotonic()
             logger.warning("the store does not answer (%s): going on without it for a while", exc)
         cut_s = self._membership.without_lease_s
+        if self._worker_group.finished and not self._spec.resumable and cut_s > self._outage_s:
+            self._worker_group.stop_workers()
+            logger.info(
+                "job %s has ended: the script ended, and nobody else waits for the store to know", self._spec.job
+            )
+            return ExitCode.DONE
+        # Workers that failed cannot begin anew without the store, and a signal is followed at the end of the same time.
+        if (self._worker_group.failing or self._signals.stopping) and self._outage_s < cut_s <= self._alone_s:
+            self._worker_group.stop_workers()
+            logger.warning("no answer for %.0f s: the workers, which do not train on, are stopped", cut_s)
         if self._worker_group.running and cut_s > self._alone_s:
-            logger.warning("no answer for %.0f s: the workers are stopped until the store is back", cut_s)
+            logger.warning(
+                "no answer for %.0f s: the workers are stopped until the store is back, for other nodes may go on with "
+                "job %s by now. Where a store is as slow as that, --lease-ttl (%g s) and --rdzv-conf "
+                "takeover_timeout=%g (the same on all nodes) may be longer",
+                *(cut_s, self._spec.job, self._spec.ttl_s, self._spec.rendezvous.takeover_s),
+                extra={"job": self._spec.job},
+            )
             self._worker_group.stop_workers()
         if self._worker_group.running:
             return None
         if self._signals.stopping:
             return self._signals.exit_code
         away_s = time.monotonic() - self._unreachable_since
-        if self._departure is not None and away_s > self._alone_s:  # the others go on without asking it
+        if self._departure is not None and away_s > self._outage_s:  # the others go on without asking it
             return self._departure.exit_code
         if away_s <= self._spec.join_timeout_s:
             return None
@@ -283,8 +302,11 @@ class NodeReconciler:
         present = [member for member in world.nodes if member.id in nodes]
         finished = [member for member in present if nodes[member.id].finished == world.generation]
         ended = [rank for member in finished for rank in member.ranks]
-        missing = len(present) < len(world.nodes)
-        decision = self._worker_group.judge_failures(world.forgiven, others_ended=ended, missing=missing)
+        # Of a member that is taken to be late, because this machine or the store stood still, it is not known either.
+        missing = len(present) < len(world.nodes) or any(member.id in records.late for member in present)
+        decision = self._worker_group.judge_failures(
+            world.forgiven, others_ended=ended, missing=missing, known_at=records.asked_at
+        )
         decision = self._prepare_departure(decision)
         if self._departure is not None:
             return self.reconcile(records)

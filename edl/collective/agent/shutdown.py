@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from concurrent.futures import wait
@@ -15,7 +16,7 @@ from edl.collective.agent.signals import StopSignals
 from edl.collective.agent.termination_message import TerminationMessage
 from edl.collective.checkpoint.storage.persister import CheckpointPersister
 
-__all__ = ["ShutdownState", "release_host_folder", "store_last_state"]
+__all__ = ["ShutdownState", "note_unstored_state", "release_host_folder", "store_last_state"]
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,21 @@ def store_last_state(
             logger.info(
                 "it stays in this host's memory for an hour: the same command stores it, once the storage takes it"
             )
+
+
+def note_unstored_state(host: HostFolder, spec: LaunchSpec, shutdown: ShutdownState) -> None:
+    """Note in the folder that the last state of a job that is done is not stored yet, before that is tried.
+
+    An agent that is killed meanwhile leaves the folder behind; a later start of the same command stores the state.
+
+    Args:
+        host: is removed, with the note, once the state is stored.
+        spec: this node's part of the job.
+        shutdown: how this node's part ended.
+    """
+    if shutdown.joined and shutdown.code == ExitCode.DONE and spec.checkpoint and spec.resumable:
+        with contextlib.suppress(OSError):  # no room: the state is stored all the same, if nothing kills the agent
+            host.unstored = True
 
 
 def release_host_folder(host: HostFolder, spec: LaunchSpec, shutdown: ShutdownState) -> None:

@@ -435,17 +435,19 @@ class Checkpointer:
             if persist and self._persister is not None:
                 self._persister.wake()
 
-        # What goes to storage is read as soon as it is complete, so no doubt may come up later.
+        # What goes to storage is read as soon as it is complete, so no doubt may come up later. What is kept for a
+        # replica is there before all ranks agree whether to keep the next, which takes the place of the one before.
+        at_once = wait or persist or replica_slots is not None
         if replica_slots is not None:
             self._writer.finish_write()
             replica_slots.free_oldest_slot()
         try:
-            self._holders = self._writer.write_state(self.state, self._slots, header, complete, at_once=wait or persist)
+            self._holders = self._writer.write_state(self.state, self._slots, header, complete, at_once=at_once)
         except SettingsError as exc:
             if self._replica_slots is None or not self._replica_slots.stop_keeping():
                 raise
             logger.warning("no state is kept for replicas any more, in none of the ranks: %s", exc)
-            self._holders = self._writer.write_state(self.state, self._slots, header, complete, at_once=wait or persist)
+            self._holders = self._writer.write_state(self.state, self._slots, header, complete, at_once=at_once)
         self._saved = step
         self._place = place
         self._marked_for_storage = persist or self._storage is None

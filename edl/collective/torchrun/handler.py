@@ -7,6 +7,7 @@ use this (`edl.collective.agent.membership.rendezvous` is what it has instead), 
 
 from __future__ import annotations
 
+import logging
 import pickle
 import sys
 from collections.abc import Callable
@@ -37,6 +38,8 @@ from edl.errors import DiscoveryError, ProtocolError, SettingsError
 from edl.settings import default_discovery_url, read
 
 __all__ = ["StoreBackend", "create_handler", "handler_creator"]
+
+logger = logging.getLogger(__name__)
 
 
 def handler_creator() -> Callable[[RendezvousParameters], DynamicRendezvousHandler]:
@@ -151,6 +154,19 @@ class _Handler(DynamicRendezvousHandler):
             raise RendezvousClosedError(
                 f"job {self.get_run_id()} has ended already: nothing to do. Another --rdzv-id starts another job."
             ) from exc
+
+    def num_nodes_waiting(self) -> int:
+        """Return how many nodes wait to join, this one among them if the others have gone on without it.
+
+        A node that was silent for too long is removed by the others, and gives no more signs of life; torch does not
+        let it know, so that it would train beside them. torchrun restarts its workers where a node waits, and with
+        that this one joins again.
+        """
+        waiting = super().num_nodes_waiting()
+        if waiting or self._this_node in self._state_holder.state.participants:
+            return waiting
+        logger.warning("the others went on without this node, which was silent: it joins them again")
+        return 1
 
     def shutdown(self) -> bool:
         """End the job; but if torchrun ends with an exception, only this node leaves.

@@ -78,7 +78,8 @@ def test_phase_can_be_renamed_later(tmp_path: Path) -> None:
     assert inside_s - 0.0151 <= totals[Phase.AGREE] <= passed_s - 0.0149
     with page.in_phase(Phase.AGREE):
         page.reassign_time(Phase.SAVE, 100.0)
-    assert page.read_status().totals_s[Phase.SAVE] < 1.0, "no more than has passed"
+    passed_s = time.monotonic() - began
+    assert page.read_status().totals_s[Phase.SAVE] <= passed_s, "no more than has passed"
     page.close()
 
 

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import math
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -64,6 +65,8 @@ _EXIT_USAGE = 2  # of `edl.cli`, which turns the errors that are raised here int
 _SERVED = "edl://"
 _NO_NAME = "none"
 """torchrun's own `--rdzv-id` where none is given."""
+_OWN_NAME = re.compile("run-[0-9a-f]{32}")
+"""Of a job of one node without a name. Its node goes on without the store, so no other may take such a job over."""
 _BEGIN_S = 30.0  # for a fork to come to the script's first line: milliseconds, or seconds on a machine that swaps
 _UNUSED = ("rdzv_backend", "rdzv_endpoint", "node_rank", "master_addr", "master_port", "start_method")
 _UNUSED_ANYWHERE = ("node_rank", "start_method")
@@ -246,6 +249,8 @@ def _job(options: argparse.Namespace, max_nodes: int, *, served: bool) -> str:
     if name != _NO_NAME and not options.standalone:
         if not name or "/" in name or name in (".", ".."):
             raise SettingsError(f"--rdzv-id {name!r}: wanted is a name without slashes")
+        if _OWN_NAME.fullmatch(name):
+            raise SettingsError(f"--rdzv-id {name}: this job is of one node without a name, and no other can join it")
         return name
     if served:
         return name
@@ -254,7 +259,7 @@ def _job(options: argparse.Namespace, max_nodes: int, *, served: bool) -> str:
             "--rdzv-id NAME is needed where several nodes shall meet: any name, the same on each of them; or "
             "--rdzv-endpoint HOST:PORT, where one of them serves the store"
         )
-    return f"run-{uuid.uuid4().hex[:12]}"
+    return f"run-{uuid.uuid4().hex}"
 
 
 def _command(options: argparse.Namespace) -> str:

@@ -24,13 +24,14 @@ class Heartbeat:
 
     Args:
         stopped_s: after that many seconds without a turn of its thread this process counts as having been stopped.
-        beat: gives the sign.
+        beat: gives the sign, which is of the moment it is called with (`time.monotonic()`): a process that is stopped
+            in the middle of a turn gives an old one when it goes on.
         touch: called as often, also when the sign may not be given.
         wake: called when this process was stopped, so that the records are looked at.
     """
 
     def __init__(
-        self, stopped_s: float, beat: Callable[[], object], touch: Callable[[], object], wake: Callable[[], object]
+        self, stopped_s: float, beat: Callable[[float], object], touch: Callable[[], object], wake: Callable[[], object]
     ) -> None:
         self._stopped_s = max(stopped_s, 2 * _INTERVAL_S)
         self._beat = beat
@@ -63,5 +64,5 @@ class Heartbeat:
         self._touch()
         asked_at, until = self._allowed
         if asked_at >= self._resumed_at and now < until:
-            self._beat()
+            self._beat(now)
         return _INTERVAL_S

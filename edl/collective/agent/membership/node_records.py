@@ -32,11 +32,15 @@ class JobRecords:
         world: the job's record.
         version: of that record in the Store, None if there is none.
         nodes: the records of all live nodes by id, read after `world`.
+        late: members of `world` in `nodes`, as they were known last, that the store has no record of: late, or gone.
+        asked_at: when the store was asked (`time.monotonic()`): what these records lack may have changed since.
     """
 
     world: World
     version: int | None
     nodes: dict[str, Node]
+    late: frozenset[str]
+    asked_at: float
 
 
 class Membership:
@@ -113,6 +117,7 @@ class Membership:
             DiscoveryError: the store does not answer, or has lost the job's record a moment ago.
             ProtocolError: a record makes no sense.
         """
+        asked_at = time.monotonic()
         entry = self._store.get(self._world_key)
         if self._joined and (self._lease is None or self._lease.lost or self._written != self.node):
             self._write()
@@ -124,12 +129,15 @@ class Membership:
         world = self._checked_world(entry)
         if self._lease is not None:
             self._absent_until = max(self._absent_until, self._lease.late_at + self._ttl_s + _RENEWAL_RETRY_S)
+        late: frozenset[str] = frozenset()
         if time.monotonic() < self._absent_until:
             members = {member.id for member in world.nodes}
-            nodes = {name: node for name, node in self._known.items() if name in members} | nodes
+            known = {name: node for name, node in self._known.items() if name in members}
+            late = frozenset(known.keys() - nodes.keys())
+            nodes = known | nodes
         self._known = nodes
         self._record_lease()
-        return JobRecords(world, entry.version if entry is not None else None, nodes)
+        return JobRecords(world, entry.version if entry is not None else None, nodes, late, asked_at)
 
     def _checked_world(self, entry: Entry | None) -> World:
         """Return the job's record. That it is lost counts after a while: a store that starts again may seem empty."""
@@ -192,8 +200,9 @@ class Membership:
             self._lease.close()
 
     def _record_lease(self) -> None:
+        now = time.monotonic()  # before the lease is asked: this process may be stopped in between
         if self._lease is not None and not self._lease.lost:
-            self._leased_at = time.monotonic()
+            self._leased_at = now
 
     def _write(self) -> None:
         if self._lease is None or self._lease.lost:

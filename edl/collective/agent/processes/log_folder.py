@@ -40,9 +40,12 @@ def temporary_log_folder() -> Iterator[str]:
             "container with a read-only root mount a folder at /tmp (in Kubernetes an emptyDir)"
         ) from exc
     for path in base.glob(f"{_LOGS}*"):
-        with suppress(OSError), _locked(path):
-            if path.stat().st_uid == os.getuid() and time.time() - path.stat().st_mtime > _ABANDONED_S:
-                shutil.rmtree(path, ignore_errors=True)
+        # A young folder is not even locked for a look: its agent may be about to lock it, and would find it locked.
+        with suppress(OSError):
+            if _is_old(path):
+                with _locked(path):
+                    if _is_old(path):
+                        shutil.rmtree(path, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=_LOGS) as folder, _locked(Path(folder)):
         yield folder
 
@@ -60,6 +63,12 @@ def kept_log_folder() -> Iterator[str]:
     finally:
         with suppress(OSError):  # it is not empty
             Path(folder).rmdir()
+
+
+def _is_old(folder: Path) -> bool:
+    """Return whether a folder is this user's, and nothing came into it for long."""
+    status = folder.stat()
+    return status.st_uid == os.getuid() and time.time() - status.st_mtime > _ABANDONED_S
 
 
 @contextmanager

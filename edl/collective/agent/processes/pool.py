@@ -29,6 +29,9 @@ _FORK_TIMEOUT_S: Final = 10.0
 takes longer hangs; with less, a busy machine would cost a zygote, whose successor imports everything again."""
 _POLL_S: Final = 0.05
 """Between two looks at what is not notified: a signal while imports are waited for, processes that are to die."""
+_DEATH_TIMEOUT_S: Final = 30.0
+"""For processes to be gone after SIGKILL. Each needs a turn of a processor for that, and on a machine that others keep
+busy ten seconds were too few. With more, a node whose worker hangs in the kernel ends that much later."""
 _ZYGOTE_END_TIMEOUT_S: Final = 1.0
 """For a zygote to end that has closed its socket, which it does by ending. Only a message depends on it."""
 _ATTEMPTS: Final = 4
@@ -229,7 +232,7 @@ class WorkerProcesses:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
 
-    def kill_workers(self, timeout_s: float = 10.0) -> None:
+    def kill_workers(self, timeout_s: float = _DEATH_TIMEOUT_S) -> None:
         """Kill all workers, with their children, and wait until they are gone. Stopped processes die as well.
 
         Args:

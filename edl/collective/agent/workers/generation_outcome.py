@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Collection, Mapping
@@ -118,16 +119,25 @@ class GenerationOutcome:
         self._failures.append(failure)
 
     def decide_recovery(
-        self, forgiven: int, others_ended: Collection[int], *, missing: bool, trained: bool, step: int
+        self,
+        forgiven: int,
+        others_ended: Collection[int],
+        *,
+        missing: bool,
+        trained: bool,
+        step: int,
+        known_at: float = math.inf,
     ) -> RecoveryDecision | None:
         """Decide what follows from the failures.
 
         Args:
             forgiven: after how many errors of the script's own the job has gone on.
             others_ended: ranks of other nodes that ended well, which may be why contact was lost.
-            missing: whether a node of the generation is gone, which may be why as well.
+            missing: whether a node of the generation is gone, or may be, which may be why as well.
             trained: whether the job has trained before.
             step: the last step that any worker here finished, -1 if they report none.
+            known_at: when `missing` and `others_ended` were known (`time.monotonic()`), infinity for now. What was
+                asked for before this machine stood still tells nothing of a lease that has ended meanwhile.
 
         Returns:
             What follows; None while nothing has failed, or the cause is not clear.
@@ -137,7 +147,7 @@ class GenerationOutcome:
         ended = {*others_ended, *self._ended_well}
         decision = failures.decide_recovery(
             self._failures,
-            time.monotonic() - self._failed_at,
+            min(known_at, time.monotonic()) - self._failed_at,
             error_grace_s=_PEER_FAILURE_GRACE_S,
             contact_timeout_s=_PEER_FAILURE_GRACE_S if ended else self._lease_s + _LEASE_GRACE_S,
             ended=ended,

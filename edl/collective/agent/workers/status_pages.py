@@ -24,10 +24,10 @@ class NodeStatusPages:
         """Return what the pages say, by local rank."""
         return {rank: page.read_status() for rank, page in self._pages.items()}
 
-    def record_agent_heartbeat(self) -> None:
-        """Show the workers that their agent lives."""
+    def record_agent_heartbeat(self, at: float) -> None:
+        """Show the workers that their agent lived at this moment (`time.monotonic()`)."""
         for page in self._pages.values():
-            page.record_agent_heartbeat()
+            page.record_agent_heartbeat(at)
 
     def request_pause(self, step: int | None) -> None:
         """Ask all workers to pause after `step`; None takes it back."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import time
 from collections.abc import Callable, Collection
@@ -112,7 +113,8 @@ class WorkerGroup:
         self._clear_generation()
         if self.generation < 0:
             self._since_generation = world.generation
-            self.pages.record_agent_heartbeat()  # without a first sign of life the next ones would not be missed
+            # Without a first sign of life the next ones would not be missed.
+            self.pages.record_agent_heartbeat(time.monotonic())
         self.generation = world.generation
         self.first_rank = member.first_rank
         forks, logs = worker_forks(self._spec, world, member, self._host, self._since_generation)
@@ -223,14 +225,20 @@ class WorkerGroup:
         return self.pages.choose_pause_step(self.generation) if self.running else None
 
     def judge_failures(
-        self, forgiven: int, others_ended: Collection[int] = (), *, missing: bool = False
+        self,
+        forgiven: int,
+        others_ended: Collection[int] = (),
+        *,
+        missing: bool = False,
+        known_at: float = math.inf,
     ) -> RecoveryDecision | None:
         """Decide what follows from the failures of this generation.
 
         Args:
             forgiven: after how many errors of the script's own the job has gone on.
             others_ended: ranks of other nodes that ended well, which may be why contact was lost.
-            missing: whether a node of this generation is gone, which may be why as well.
+            missing: whether a node of this generation is gone, or may be, which may be why as well.
+            known_at: when that was known of the other nodes (`time.monotonic()`), infinity for now.
 
         Returns:
             What follows; None while nothing has failed, or the cause is not clear.
@@ -239,7 +247,9 @@ class WorkerGroup:
             return None
         step = self.pages.last_step
         trained = self._since_generation > 0 or step >= 0
-        return self._outcome.decide_recovery(forgiven, others_ended, missing=missing, trained=trained, step=step)
+        return self._outcome.decide_recovery(
+            forgiven, others_ended, missing=missing, trained=trained, step=step, known_at=known_at
+        )
 
     def count_restart(self) -> None:
         """Count a restart that was carried out."""

@@ -147,7 +147,12 @@ class ReplicaSlots:
                 oldest.unlink()
 
     def keep_slot(self, saved: CompleteSlot) -> None:
-        """Keep the state in this slot, whatever is saved there next; none that is kept is newer."""
+        """Keep the state in this slot, whatever is saved there next; none that is kept is newer.
+
+        Nothing is kept after `stop_keeping`.
+        """
+        if self._given_up:
+            return
         self.free_oldest_slot()
         os.link(saved.path, next(path for path in self._names if not path.exists()))
 

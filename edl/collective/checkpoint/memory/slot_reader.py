@@ -5,6 +5,7 @@ A reader copies a slot and then looks whether the sequence number is still the o
 
 from __future__ import annotations
 
+import contextlib
 import io
 import mmap
 import os
@@ -18,12 +19,14 @@ from edl.collective.checkpoint.memory.slot_header import (
     SEQUENCE_NBYTES,
     SlotHeader,
     SlotPage,
+    StateVersion,
     decode_page,
 )
 
 __all__ = [
     "SlotCopy",
     "CompleteSlot",
+    "PinnedSlot",
     "slot_files",
     "find_slots",
     "find_marked_slots",
@@ -31,10 +34,12 @@ __all__ = [
     "read_sequence",
     "read_slot",
     "marked_path",
+    "marking_path",
     "slot_nbytes",
     "slot_paths",
     "spare_path",
     "storing_path",
+    "unmark_slot",
 ]
 
 
@@ -80,27 +85,27 @@ class CompleteSlot(SlotPage):
             return None
         return SlotCopy(self.header, meta, data) if got == self.data_nbytes and read_slot(self.path) == self else None
 
-    def pin_file(self, name: Path) -> SlotCopy | None:
-        """Give the slot's file a second name, and map it: from then on it is not written to (`begin_write`).
+    def pin_file(self, name: Path) -> PinnedSlot | None:
+        """Give the slot's file a second name, and map it: from then on no write to it begins (`begin_write`).
 
+        A write that had begun a moment before is only known by `PinnedSlot.is_unchanged`, after the contents were read.
         The memory is held until that name is removed and the mapping is gone.
 
         Returns:
             The contents as they were when the slot was found, without a copy; None where it was overwritten since.
         """
-        new = name.with_name(name.name + ".new")
-        new.unlink(missing_ok=True)
+        name.unlink(missing_ok=True)  # what a killed process left; it may be this very file
         try:
-            os.link(self.path, new)
+            os.link(self.path, name)
         except FileNotFoundError:
             return None
-        new.replace(name)
-        now, meta = read_slot(name), self.read_metadata()
-        if now is None or vars(now) | {"path": self.path} != vars(self) or meta is None:
+        pinned = replace(self, path=name)
+        meta = pinned.read_metadata()
+        if meta is None or read_slot(name) != pinned:
             name.unlink(missing_ok=True)
             return None
-        memory = memoryview(replace(self, path=name).map_file())
-        return SlotCopy(self.header, meta, memory[HEADER_NBYTES : HEADER_NBYTES + self.data_nbytes])
+        memory = memoryview(pinned.map_file())
+        return PinnedSlot(self.header, meta, memory[HEADER_NBYTES : HEADER_NBYTES + self.data_nbytes], pinned)
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,21 @@ class SlotCopy:
     data: bytearray | memoryview
 
 
+@dataclass(frozen=True)
+class PinnedSlot(SlotCopy):
+    """A slot's contents where they are, in a file that is not used for another state while it has this second name.
+
+    Attributes:
+        slot: the slot, by that name.
+    """
+
+    slot: CompleteSlot
+
+    def is_unchanged(self) -> bool:
+        """Return whether what was read until now is the slot's state: no write had begun before the file was pinned."""
+        return read_slot(self.slot.path) == self.slot
+
+
 def slot_paths(prefix: Path) -> tuple[Path, Path]:
     """Return the files of a worker's slots."""
     return prefix.with_name(prefix.name + ".0"), prefix.with_name(prefix.name + ".1")
@@ -133,6 +153,11 @@ def marked_path(prefix: Path) -> Path:
     return prefix.with_name(prefix.name + ".marked")
 
 
+def marking_path(prefix: Path) -> Path:
+    """Return the name that a mark has for a moment, before it takes the place of the one before."""
+    return prefix.with_name(prefix.name + ".marked.new")
+
+
 def storing_path(prefix: Path) -> Path:
     """Return the second name of the slot that is just being stored."""
     return prefix.with_name(prefix.name + ".storing")
@@ -145,13 +170,37 @@ def spare_path(prefix: Path) -> Path:
 
 def slot_files(prefix: Path) -> tuple[Path, ...]:
     """Return all names that the files of a worker's slots may have."""
-    return (*slot_paths(prefix), marked_path(prefix), storing_path(prefix), spare_path(prefix))
+    marks = marked_path(prefix), marking_path(prefix)
+    return (*slot_paths(prefix), *marks, storing_path(prefix), spare_path(prefix))
 
 
 def find_marked_slots(prefix: Path) -> list[CompleteSlot]:
     """Return the slot that a worker wants on storage, if there is any; it stays as it is until it is stored."""
     found = read_slot(marked_path(prefix))
     return [found] if found is not None else []
+
+
+def unmark_slot(prefix: Path, stored: StateVersion) -> None:
+    """Unmark what a worker wants on storage, if it is `stored` or older.
+
+    The worker may mark a newer state at any moment. So the mark is taken away under another name before it is read,
+    and put back if it is newer: a mark that is read and then removed by its name may not be the one that was read.
+
+    Args:
+        prefix: of the worker's slots, of which nothing is just being stored.
+        stored: the state that needs no mark any more.
+    """
+    marked, taken = marked_path(prefix), storing_path(prefix)
+    taken.unlink(missing_ok=True)  # a rename onto another name of the same file does nothing
+    try:
+        marked.rename(taken)
+    except FileNotFoundError:
+        return
+    found = read_slot(taken)
+    if found is not None and found.header.version > stored:
+        with contextlib.suppress(FileExistsError):  # there is a still newer one
+            os.link(taken, marked)
+    taken.unlink(missing_ok=True)
 
 
 def find_slots(prefix: Path) -> list[CompleteSlot]:

@@ -53,11 +53,13 @@ from edl.collective.checkpoint.memory.slot_header import (
 )
 from edl.collective.checkpoint.memory.slot_reader import (
     CompleteSlot,
+    PinnedSlot,
     SlotCopy,
     find_marked_slots,
     find_slots,
     kept_prefix,
     marked_path,
+    marking_path,
     read_sequence,
     read_slot,
     slot_files,
@@ -65,6 +67,7 @@ from edl.collective.checkpoint.memory.slot_reader import (
     slot_paths,
     spare_path,
     storing_path,
+    unmark_slot,
 )
 from edl.errors import ClosedError, SettingsError
 from edl.settings import read
@@ -73,6 +76,7 @@ __all__ = [
     "HEADER_NBYTES",
     "SlotCopy",
     "CompleteSlot",
+    "PinnedSlot",
     "SlotHeader",
     "SlotPair",
     "StateVersion",
@@ -81,10 +85,12 @@ __all__ = [
     "kept_prefix",
     "preallocate_slots",
     "marked_path",
+    "marking_path",
     "slot_nbytes",
     "slot_paths",
     "spare_path",
     "storing_path",
+    "unmark_slot",
 ]
 
 _POPULATE_WRITE: Final = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python has no name for
@@ -202,7 +208,8 @@ class SlotPair:
 
     def remove_mark(self) -> None:
         """Unmark what was marked for storage: the ranks of a world that is over need not have marked the same."""
-        marked_path(self.prefix).unlink(missing_ok=True)
+        for path in (marked_path(self.prefix), marking_path(self.prefix)):
+            path.unlink(missing_ok=True)
 
     def invalidate_newest(self) -> None:
         """Make the newest complete slot count as incomplete: what it holds is not to be trusted."""
@@ -227,11 +234,10 @@ class SlotPair:
 
     def _mark_slot(self, path: Path) -> None:
         """Give a slot the name by which the persister finds it; what had that name before is not waited for."""
-        marked = marked_path(self.prefix)
-        new = marked.with_name(marked.name + ".new")
+        new = marking_path(self.prefix)
         new.unlink(missing_ok=True)
         os.link(path, new)
-        new.replace(marked)
+        new.replace(marked_path(self.prefix))
 
     def _replace_pinned_file(self, number: int) -> None:
         """Make a new file for a slot whose file has a second name."""

@@ -77,7 +77,8 @@ class CheckpointPersister:
         self._interval_s = interval_s
         self._poll_s = poll_s
         self._slow = False
-        self._newest_wanted = False
+        self._newest_requests = 0  # counted by the thread that calls `store_newest`
+        self._newest_answered = 0  # and by the loop's: a flag that both set would lose a request
         self._closing = False
         self._retry_until = math.inf
         self._retries = Backoff(_RETRY_FIRST_S, _RETRY_LAST_S)
@@ -108,7 +109,7 @@ class CheckpointPersister:
 
     def store_newest(self) -> None:
         """Store the newest state in the background, marked or not: a worker died, or the job has ended."""
-        self._newest_wanted = True
+        self._newest_requests += 1
         self.wake()
 
     def check_storage(self, timeout_s: float, raise_if_stopping: Callable[[], object]) -> None:
@@ -184,11 +185,10 @@ class CheckpointPersister:
     def _poll_and_store(self) -> float | None:
         """Store what there is to store. Returns the seconds until the next look, None when nothing more will come."""
         closing = self._closing  # what is stored from here on is all that there will be
-        newest_wanted = self._newest_wanted
-        self._newest_wanted = False
-        stored = self._store(newest_wanted)
-        if not stored:
-            self._newest_wanted = self._newest_wanted or newest_wanted
+        requests = self._newest_requests
+        stored = self._store(requests > self._newest_answered)
+        if stored:
+            self._newest_answered = requests
         if closing and (stored or time.monotonic() >= self._retry_until):
             return None
         if stored:

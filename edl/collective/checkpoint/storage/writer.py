@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edl.background import start_call
+from edl.collective.checkpoint.memory.replica_slots import NO_VERSION
 from edl.collective.checkpoint.memory.slots import (
     CompleteSlot,
-    SlotCopy,
+    PinnedSlot,
     StateVersion,
     find_marked_slots,
     find_slots,
     marked_path,
     storing_path,
+    unmark_slot,
 )
 from edl.collective.checkpoint.storage.filesystem import CheckpointFolder
 from edl.collective.checkpoint.storage.manifest import (
@@ -61,6 +63,10 @@ class WriteOutcome:
     generation: int
     world: int
     committed: bool
+
+
+class _OverwrittenError(TemporaryError):
+    """A slot was overwritten before its state was stored."""
 
 
 class CheckpointWriter:
@@ -114,12 +120,16 @@ class CheckpointWriter:
             marked: only a state that the workers marked for storage, which they do at the same steps on all nodes.
 
         Returns:
-            What was stored; None if there was nothing to store, or it was overwritten too soon, or the fence says no.
+            What was stored; None if there was nothing to store, or the fence says no, or of states that are `marked` if
+            it was overwritten too soon, for then a newer state is marked.
 
         Raises:
-            TemporaryError: the storage failed, or memory is short. What was stored before is as it was.
+            TemporaryError: the storage failed, or memory is short, or the state was overwritten too soon. What was
+                stored before is as it was.
         """
         chosen = self._choose_state(slots, step, generation, marked)
+        if chosen is None and marked:
+            self._remove_dead_marks(slots)
         run = self._run() if chosen is not None else ""
         if chosen is None or not run:
             return None
@@ -127,16 +137,18 @@ class CheckpointWriter:
         generation, step, world = state
         name = self._folder.working_name(step, run, generation)
         try:
-            if not self._store_slots(name, dict(zip(slots, found, strict=True))):
-                logger.warning(
-                    "the state after step %d was overwritten before it was stored: the next one will be", step
-                )
-                return None
+            self._store_slots(name, dict(zip(slots, found, strict=True)))
             committed = self._complete(name, world)
             self._done = state
-            _unmark(slots, state)
+            for prefix in slots:
+                unmark_slot(prefix, state)
             if committed:
                 self._remove_old(name.final)
+        except _OverwrittenError as exc:
+            if not marked:
+                raise
+            logger.warning("%s: the next one will be", exc)
+            return None
         except OSError as exc:
             raise TemporaryError(f"storage {self._folder.url} did not take step {step}: {exc}") from exc
         except MemoryError as exc:
@@ -161,14 +173,31 @@ class CheckpointWriter:
         ]
         return (max(wanted), [headers[max(wanted)] for headers in held]) if wanted else None
 
-    def _store_slots(self, name: CheckpointName, found: Mapping[Path, CompleteSlot]) -> bool:
-        """Write what is not there yet. Returns whether all of it is there: a slot may have been overwritten since.
+    def _remove_dead_marks(self, slots: Sequence[Path]) -> None:
+        """Unmark states that will not be stored: as long as a state is marked, workers mark no other by themselves.
+
+        A worker marks a state as soon as it is complete. So if a worker has a newer state and no mark on this one, it
+        has passed it by, and this one will not be marked by all.
+        """
+        for prefix in slots:
+            state = next((mark.header.version for mark in find_marked_slots(prefix)), NO_VERSION)
+            given_up = state == NO_VERSION and marked_path(prefix).exists()
+            stored = self._done is not None and state <= self._done
+            passed = any(_has_passed_by(other, state) for other in slots if other != prefix)
+            if given_up or (state != NO_VERSION and (stored or passed)):
+                unmark_slot(prefix, state)
+
+    def _store_slots(self, name: CheckpointName, found: Mapping[Path, CompleteSlot]) -> None:
+        """Write what is not there yet.
 
         All slots are pinned before the first is written, since their workers go on meanwhile, and are written together.
+
+        Raises:
+            _OverwrittenError: a slot has another state by now.
         """
         try:
             if self._folder.is_published(name):
-                return True  # by this agent's predecessor, or by the other nodes with its part
+                return  # by this agent's predecessor, or by the other nodes with its part
             self._folder.make_checkpoint_folder(name)
             there = self._folder.list_files(name)
             wanted = {
@@ -176,11 +205,11 @@ class CheckpointWriter:
                 for prefix, slot in found.items()
                 if RankManifest.file_name(slot.header.rank) not in there or not self._has_rank(name, slot)
             }
-            pinned: list[SlotCopy] = []
+            pinned: list[PinnedSlot] = []
             for prefix, slot in wanted.items():
                 copy = slot.pin_file(storing_path(prefix))
                 if copy is None:
-                    return False
+                    raise _overwritten(name)
                 pinned.append(copy)
             self._write_together(name, pinned)
         except FileNotFoundError:
@@ -189,9 +218,8 @@ class CheckpointWriter:
         finally:
             for prefix in found:
                 storing_path(prefix).unlink(missing_ok=True)
-        return True
 
-    def _write_together(self, name: CheckpointName, copies: Sequence[SlotCopy]) -> None:
+    def _write_together(self, name: CheckpointName, copies: Sequence[PinnedSlot]) -> None:
         """Write several ranks' parts at a time. Raises the first error when all have ended.
 
         The threads are daemons, as the one that calls is under an agent: a storage that hangs must not keep a process
@@ -226,7 +254,7 @@ class CheckpointWriter:
             return False
         return (piece.run, piece.world) == (name.run, found.header.world)
 
-    def _write_rank(self, name: CheckpointName, copy: SlotCopy) -> None:
+    def _write_rank(self, name: CheckpointName, copy: PinnedSlot) -> None:
         from edl.collective.checkpoint.storage.dcp import RankFileItems, write_rank_file  # torch, which only this needs
 
         rank, items = copy.header.rank, RankFileItems()
@@ -236,6 +264,8 @@ class CheckpointWriter:
             write_rank_file(copy, stream, items)
 
         summed = self._folder.write_file(name, file, write)
+        if not copy.is_unchanged():
+            raise _overwritten(name)
         piece = replace(items.rank_manifest(copy, file, summed), run=name.run)
         self._folder.replace_file(name, RankManifest.file_name(rank), piece.pack())
 
@@ -304,9 +334,11 @@ class CheckpointWriter:
             return False
 
 
-def _unmark(slots: Sequence[Path], stored: StateVersion) -> None:
-    """Unmark states up to that which is stored."""
-    for prefix in slots:
-        for found in find_marked_slots(prefix):
-            if found.header.version <= stored:
-                marked_path(prefix).unlink(missing_ok=True)
+def _overwritten(name: CheckpointName) -> _OverwrittenError:
+    return _OverwrittenError(f"the state after step {name.step} was overwritten before it was stored")
+
+
+def _has_passed_by(prefix: Path, state: StateVersion) -> bool:
+    """Return whether a worker has a newer state than this one, which it has not marked."""
+    newer = any(found.header.version > state for found in find_slots(prefix))  # first: marks follow states
+    return newer and all(mark.header.version != state for mark in find_marked_slots(prefix))

@@ -57,13 +57,14 @@ class Nodes:
         for agent in self.agents.values():
             agent.change_world(self.world(generation))
         folders = [ReplicaFolder(self.folder / REPLICAS[node]) for node in self.agents]
-        wait_until(lambda: all(folder.requested_version() is not None for folder in folders), "a state is wanted", 20.0)
+        wait_until(lambda: all(folder.requested_version() is not None for folder in folders), "a state is wanted", 60.0)
 
     def replicated(self, step: int, order: list[int]) -> None:
-        """Wait until each one's state is at the next one's."""
+        """Wait until each one's state is at the next one's, and it knows that."""
         for node, peer in zip(order, order[1:] + order[:1], strict=True):
             prefix = ReplicaFolder(self.folder / REPLICAS[peer]).slot_prefix(f"n{node}", 0)
-            wait_until(partial(has_step, prefix, step), f"the state of n{node}", 20.0)
+            wait_until(partial(has_step, prefix, step), f"the state of n{node}", 60.0)
+            wait_until(partial(has_sent, self.agents[node], step), f"the answer to n{node}", 60.0)
 
     def lose(self, node: int) -> None:
         """The whole node, with its memory."""
@@ -73,6 +74,11 @@ class Nodes:
 
 def has_step(prefix: Path, step: int) -> bool:
     return any(one.header.step == step for one in find_slots(prefix))
+
+
+def has_sent(agent: Replicator, step: int) -> bool:
+    version, noticed_us = agent._noticed
+    return version[1] == step and agent.replicated_us == noticed_us
 
 
 @pytest.fixture

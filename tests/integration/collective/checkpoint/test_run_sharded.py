@@ -31,7 +31,7 @@ def wait_for_replicas(job: Job, generation: int, nodes: list[Node]) -> None:
         folders = [ReplicaFolder(host_of(job, node) / "replicas") for node in nodes]
         return all(any(one.header.generation == generation for one in folder.find_replicas()) for folder in folders)
 
-    wait_until(there, f"replicas of generation {generation}", 30.0)
+    wait_until(there, f"replicas of generation {generation}")
 
 
 def restored(job: Job, generation: int) -> int:

@@ -43,7 +43,7 @@ def test_two_jobs_at_one_place(tmp_path: Path) -> None:
     url, script = tmp_path / "checkpoints", tmp_path / "script.py"
     script.write_text(SCRIPT)
     for attempt in range(2):
-        options = ("--nnodes", "2", "--checkpoint", str(url), "--checkpoint-interval", "1000")
+        options = ("--nnodes", "2", "--lease-ttl", "10", "--checkpoint", str(url), "--checkpoint-interval", "1000")
         with Job(tmp_path / f"job{attempt}", options=options, command=[str(script)]) as job:
             nodes = [job.start(), job.start()]
             assert [node.wait() for node in nodes] == [0, 0]
@@ -52,7 +52,7 @@ def test_two_jobs_at_one_place(tmp_path: Path) -> None:
             assert any(f"stored the state after step {5 * attempt + 4}" in node.output for node in nodes)
             job.nothing_is_left()
         stored = sorted(url.iterdir())
-        wait_until(lambda: not any(path.name.endswith(".tmp") for path in url.iterdir()), "all are complete", 5)
+        assert not any(path.name.endswith(".tmp") for path in stored), "all are complete"
         assert len({path.name.partition(".r-")[2] for path in stored}) == attempt + 1, "each job is a run of its own"
         newest = max(stored, key=lambda path: int(path.name.partition("-")[2].partition(".")[0]))
         manifest = json.loads((newest / "manifest.json").read_text())
@@ -79,12 +79,28 @@ dist.destroy_process_group()
 """
 
 
-def test_exit_code_of_an_unstored_state(tmp_path: Path) -> None:
-    """A job whose last state is not stored ends with another code until it is."""
-    url, script = tmp_path / "checkpoints", tmp_path / "script.py"
+def losing_job(tmp_path: Path, url: Path) -> Job:
+    """Return a job whose storage is gone when its last state is to be stored."""
+    script = tmp_path / "script.py"
     script.write_text(LOST)
     options = ("--nnodes", "1", "--checkpoint", str(url), "--checkpoint-interval", "1000")
-    with Job(tmp_path / "job", options=options, command=[str(script), str(url)]) as job:
+    return Job(tmp_path / "job", options=options, command=[str(script), str(url)])
+
+
+def run_again_and_check(job: Job, url: Path) -> None:
+    """Mend the storage, and check that the same command stores the state that is in memory."""
+    url.unlink()
+    code, output = job.run()
+    assert code == 0, output
+    assert f"stored the state after step 0 at {url}" in output
+    assert len(list(url.glob("step-0.*/manifest.json"))) == 1
+    job.nothing_is_left()
+
+
+def test_exit_code_of_an_unstored_state(tmp_path: Path) -> None:
+    """A job whose last state is not stored ends with another code until it is."""
+    url = tmp_path / "checkpoints"
+    with losing_job(tmp_path, url) as job:
         node = job.start()
         wait_until(lambda: "it is tried again" in node.output, "the storage refuses")
         node.process.terminate()
@@ -93,13 +109,20 @@ def test_exit_code_of_an_unstored_state(tmp_path: Path) -> None:
         assert node.wait() == 74
         assert "the job is done, its last state is not stored: exit code 74" in node.output
         job.nothing_is_left(state=True)
-        url.unlink()
-        code, output = job.run()
-        assert code == 0, output
-        assert f"stored the state after step 0 at {url}" in output
-        assert len(list(url.glob("step-0.*/manifest.json"))) == 1
-        job.nothing_is_left()
+        run_again_and_check(job, url)
         assert "stored" not in job.run()[1]
+
+
+def test_killed_before_the_last_is_stored(tmp_path: Path) -> None:
+    """The job is done, and its agent is killed while it stores the last state: the same command stores it."""
+    url = tmp_path / "checkpoints"
+    with losing_job(tmp_path, url) as job:
+        node = job.start()
+        wait_until(lambda: list(job.shared_memory.glob("*/unstored")), "the job is done, and its state not stored")
+        assert "left incomplete" not in node.output, "the agent goes on trying"
+        node.signal_all(signal.SIGKILL)
+        node.wait()
+        run_again_and_check(job, url)
 
 
 def test_older_jobs_state_is_not_stored(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 def test_spare_replaces_a_broken_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Spare takes the place of a broken gpu."""
-    with Job(tmp_path, options=("--nnodes", "2:2")) as job:
+    with Job(tmp_path, options=("--nnodes", "2:2", "--lease-ttl", "10")) as job:
         for gpu in range(2):
             job.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
             job.start()
@@ -48,7 +48,7 @@ def test_spare_replaces_a_broken_gpu(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_fault_that_moves_on_is_the_scripts(tmp_path: Path) -> None:
-    with Job(tmp_path, options=("--nnodes", "1:2")) as job:
+    with Job(tmp_path, options=("--nnodes", "1:2", "--lease-ttl", "10")) as job:
         for gpu in range(2):
             job.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
             job.start()

@@ -20,7 +20,7 @@ import pytest
 from edl.cgroups import find_memory_cgroup
 from edl.master.scaling.termination_messages import parse_termination_message
 from edl.master.scaling.terminations import TerminationCause, find_termination_cause
-from tests.integration.collective.job import EDL, Job, Node, wait_until
+from tests.integration.collective.job import EDL, Job, Node, stop, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -52,6 +52,11 @@ class MemoryLimits:
         swap = path / ("memory.memsw.limit_in_bytes" if self.version == 1 else "memory.swap.max")
         with contextlib.suppress(OSError):  # a kernel that does not count swap
             swap.write_text(str(nbytes if self.version == 1 else 0))
+
+    def has_killed(self, path: Path) -> bool:
+        """Return whether the kernel has killed a process of a cgroup."""
+        events = (path / ("memory.oom_control" if self.version == 1 else "memory.events")).read_text()
+        return int(dict(line.split() for line in events.splitlines())["oom_kill"]) > 0
 
     def remove(self) -> None:
         for path in self.made:
@@ -105,7 +110,7 @@ def cause_of(log: Path) -> TerminationCause:
 
 def test_node_without_memory_leaves(tmp_path: Path, limits: MemoryLimits) -> None:
     """The kernel kills a worker: its node leaves and says why, and the other goes on; one that may not leave stays."""
-    with Job(tmp_path, options=("--nnodes", "1:2", "--leave-on-oom")) as job:
+    with Job(tmp_path, options=("--nnodes", "1:2", "--leave-on-oom", "--lease-ttl", "10")) as job:
         cgroups = [limits.make(), limits.make()]
         started = [start(job, cgroup) for cgroup in cgroups]
         first = job.wait_for_world(2)
@@ -132,14 +137,19 @@ def test_node_without_memory_leaves(tmp_path: Path, limits: MemoryLimits) -> Non
 
 def test_all_nodes_without_memory_leave(tmp_path: Path, limits: MemoryLimits) -> None:
     """Alike workers grow alike: where two are killed at once, no node starts again with what was too little."""
-    with Job(tmp_path, options=("--nnodes", "2", "--leave-on-oom")) as job:
+    with Job(tmp_path, options=("--nnodes", "2", "--leave-on-oom", "--lease-ttl", "60")) as job:
         cgroups = [limits.make(), limits.make()]
         started = [start(job, cgroup) for cgroup in cgroups]
         job.wait_for_world(2)
         for cgroup in cgroups:
             limits.limit(cgroup)
+        for node, _ in started:  # else the first that is killed may be known before the second one is
+            stop(job, node)
         for rank in range(2):
             job.tell(rank, "eat")
+        wait_until(lambda: all(map(limits.has_killed, cgroups)), "both workers are killed", 60.0)
+        for node, _ in started:
+            node.kill(signal.SIGCONT)
         assert [node.wait() for node, _ in started] == [137, 137]
         assert {cause_of(log) for _, log in started} == {TerminationCause.OUT_OF_MEMORY}
         assert {read(log)["rank"] for _, log in started} == {0, 1}
@@ -147,7 +157,7 @@ def test_all_nodes_without_memory_leave(tmp_path: Path, limits: MemoryLimits) ->
 
 def test_how_a_job_ended_is_written(tmp_path: Path) -> None:
     """A signal and a script's own error; every node of a job that failed says the same."""
-    with Job(tmp_path, options=("--nnodes", "1:3")) as job:
+    with Job(tmp_path, options=("--nnodes", "1:3", "--lease-ttl", "10")) as job:
         started = [start(job) for _ in range(3)]
         job.wait_for_world(3)
         leaving, log = started.pop()
@@ -156,9 +166,8 @@ def test_how_a_job_ended_is_written(tmp_path: Path) -> None:
         asked = {"cause": "", "exit_code": 143, "rank": -1, "oom_kills": 0, "message": "asked to leave (SIGTERM)"}
         assert {name: value for name, value in read(log).items() if name != "node"} == asked
         assert cause_of(log) is TerminationCause.PREEMPTED
-        job.wait_for_world(2)
-        failing = wait_until(lambda: [step for step in job.steps() if step.world == 2 and step.rank == 1], "two ranks")
-        node = next(node for node, _ in started if node.name == failing[0].node)
+        failing = next(step for step in job.wait_for_world(2, after=time.monotonic()) if step.rank == 1)
+        node = next(node for node, _ in started if node.name == failing.node)
         member = job.member(node)
         job.tell(1, "raise")
         assert [node.wait() for node, _ in started] == [1, 1]

@@ -52,6 +52,47 @@ def test_stopped_agent_looks_before_going_on(tmp_path: Path) -> None:
         job.nothing_is_left()
 
 
+def test_job_without_a_name_goes_on(tmp_path: Path) -> None:
+    """No other node can take it over, so its workers go on for as long as the store is silent."""
+    command, environ = [str(TRAIN_STATE), str(tmp_path)], {"PYTHONPATH": str(ROOT)}
+    with Job(tmp_path, ("--nnodes", "1"), command, environ=environ, program=PROGRAM) as job:
+        node = job.start("--rdzv-id", "none")
+        job.wait_for_world(1)
+        with contextlib.closing(sqlite3.connect(job.folder / "store.sqlite", timeout=20)) as locking:
+            locking.execute("BEGIN EXCLUSIVE")
+            wait_until(lambda: "the store does not answer" in node.output, "the agent misses the store")
+            silent = time.monotonic()
+            job.wait_for_world(1, after=silent + 2 * LIMIT_S)
+            locking.rollback()
+        wait_until(lambda: "the store answers again" in node.output, "the agent has found it again")
+        job.wait_for_world(1, after=time.monotonic())
+        assert {each.generation for each in job.steps()} == {0}, node.output
+        assert "stopped" not in node.output
+        with contextlib.closing(sqlite3.connect(job.folder / "store.sqlite", timeout=20)) as locking:
+            locking.execute("BEGIN EXCLUSIVE")
+            job.end()
+            assert node.wait() == 0, "nor does its end wait for the store"
+        wait_until(lambda: not job.processes(), "the job's processes have ended")
+
+
+@pytest.mark.parametrize("ends", ["worker", "agent"])
+def test_job_without_a_name_ends(tmp_path: Path, ends: str) -> None:
+    """What does not train, or was asked to leave, waits no longer for a silent store than a job with a name does."""
+    command, environ = [str(TRAIN_STATE), str(tmp_path)], {"PYTHONPATH": str(ROOT)}
+    with Job(tmp_path, ("--nnodes", "1"), command, environ=environ, program=PROGRAM) as job:
+        node = job.start("--rdzv-id", "none", "--rdzv-conf", "join_timeout=3")
+        job.wait_for_world(1)
+        with contextlib.closing(sqlite3.connect(job.folder / "store.sqlite", timeout=20)) as locking:
+            locking.execute("BEGIN EXCLUSIVE")
+            wait_until(lambda: "the store does not answer" in node.output, "the agent misses the store")
+            if ends == "worker":
+                os.kill(node.workers[0], signal.SIGKILL)
+            else:
+                node.kill(signal.SIGTERM)
+            assert node.wait(40) == (75 if ends == "worker" else 128 + signal.SIGTERM), node.output
+        wait_until(lambda: not job.processes(), "the job's processes have ended")
+
+
 @pytest.mark.consul
 def test_long_outage_restarts_workers(tmp_path: Path, consul_agent: ConsulAgent) -> None:
     """Workers stop when the store is away for long and begin anew."""
@@ -64,7 +105,8 @@ def test_long_outage_restarts_workers(tmp_path: Path, consul_agent: ConsulAgent)
         consul_agent.kill()
         at = time.monotonic()
         wait_until(lambda: not any(alive(pid) for pid in workers), "the workers are stopped")
-        assert LIMIT_S + 1.0 < max(one.time for one in job.steps()) - at < LIMIT_S + 7.0
+        # An agent that a busy machine stalls renews its lease late, so that it ends sooner.
+        assert LIMIT_S - 1.0 < max(one.time for one in job.steps()) - at < LIMIT_S + 7.0
         consul_agent.start()
         first = job.wait_for_world(2, after=time.monotonic())
         assert {one.generation for one in first} == {before + 1}, "together, and once"

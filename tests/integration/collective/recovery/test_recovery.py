@@ -92,7 +92,7 @@ def test_lost_node_is_replaced_by_another(job: Job, rank: int, kill: Callable[[N
     kill(node)
     print(f"ADVERSARY {kill.__name__} of rank {rank}: {went_on(job, 2, at, before):.2f} s")
     node.process.wait()
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes), "its workers die with it", 5.0)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes), "its workers die with it", 30.0)
     before = generation(job)
     job.start()
     job.wait_for_world(3, after=time.monotonic())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.collective.job import Job
+from tests.integration.collective.job import START_S, Job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -89,7 +89,7 @@ def test_script_finds_what_torchrun_gives(job: Job, tmp_path: Path) -> None:
 
     subprocess.run(
         [TORCHRUN, "--nproc-per-node", "3", "--role", "student", "report.py", *ARGUMENTS],
-        cwd=tmp_path, check=True, capture_output=True, timeout=60, stdin=subprocess.DEVNULL,
+        cwd=tmp_path, check=True, capture_output=True, timeout=START_S, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     theirs = [given(tmp_path, rank) for rank in range(3)]
     # Of this one start; and the signals that torchrun's agent passes on to its workers, as ours does not.

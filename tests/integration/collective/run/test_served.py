@@ -67,6 +67,7 @@ def test_run_loses_the_host_of_its_store(tmp_path: Path) -> None:
     url = f"edl://127.0.0.1:{free_ports(1)[0]}"
     with Job(tmp_path, ("--nnodes", "1:2"), store=url) as job:
         server = job.start()
+        wait_until(lambda: "serves the job's store" in server.output, "it serves, for the other waits only so long")
         other = job.start("--rdzv-conf", f"is_host=0,join_timeout={SILENCE_S}")
         job.wait_for_world(2)
         server.signal_all(signal.SIGKILL)

@@ -17,7 +17,7 @@ import pytest
 from edl.collective.agent.exit_codes import ExitCode
 from edl.collective.job_records import Node, prefix
 from edl.discovery import open_store
-from tests.integration.collective.job import ROOT, TRAIN_STATE, Job, wait_until
+from tests.integration.collective.job import ROOT, START_S, TRAIN_STATE, Job, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -30,7 +30,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 def edl_run(*arguments: str, cwd: Path, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "edl", "run", *arguments]
-    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=START_S, check=False)
 
 
 def test_another_script_is_not_another_node(job: Job, tmp_path: Path) -> None:
@@ -81,15 +81,15 @@ def test_node_without_a_place_waits(job: Job) -> None:
 
 def test_node_reports_missing_nodes(tmp_path: Path) -> None:
     """A node says how many are missing and how long it waits."""
-    with Job(tmp_path, options=("--nnodes", "2:3", "--rdzv-conf", "join_timeout=77")) as job:
+    with Job(tmp_path, options=("--nnodes", "2:3", "--rdzv-conf", "join_timeout=377")) as job:
         first = job.start()
-        words = "1 of at least 2 nodes are here: waiting up to 77 s for more (--rdzv-conf join_timeout=SECONDS)"
+        words = "1 of at least 2 nodes are here: waiting up to 377 s for more (--rdzv-conf join_timeout=SECONDS)"
         wait_until(lambda: words in first.output, "it says so when it comes")
         second = job.start()
         job.wait_for_world(2)
-        lost = job.member(second)
+        lost, said = job.member(second), first.output.count(words)
         second.signal_all(signal.SIGKILL)
-        wait_until(lambda: first.output.count(words) >= 2, "it says so when the other is lost")
+        wait_until(lambda: first.output.count(words) > said, "it says so when the other is lost")
         assert f"the workers are stopped: lost {lost}" in first.output
         first.kill(signal.SIGTERM)
         assert first.wait() == 143
@@ -133,7 +133,8 @@ def test_log_lines_are_json(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == "hello\n"
     lines = [json.loads(line) for line in done.stderr.splitlines()]
-    unused, began, ended = lines
+    # On a busy machine a line more says what takes longer than two seconds.
+    unused, began, ended = (line for line in lines if not line["message"].startswith("importing what"))
     assert (unused["level"], unused["command"]) == ("warning", "edl run")
     assert unused["message"].startswith("--rdzv-backend: not used here")
     assert (began["generation"], began["world_size"]) == (0, 1)

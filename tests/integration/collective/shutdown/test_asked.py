@@ -16,13 +16,14 @@ from tests.integration.collective.job import ROOT, TRAIN_STATE, Job, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-SOON_S = 15.0
+SOON_S = 60.0
+"""A deadline: without the signal that a test sends, what it waits for would take minutes."""
 
 SLOW_IMPORT = "import time, pathlib\npathlib.Path('importing').touch()\ntime.sleep(1000)\n"
 
 # As a user's own file system would be installed.
 HANGING = """
-import os, time
+import os, pathlib, time
 from fsspec.implementations.local import LocalFileSystem
 
 class HangingFileSystem(LocalFileSystem):
@@ -34,6 +35,7 @@ class HangingFileSystem(LocalFileSystem):
 
     def _open(self, path, mode="rb", **kwargs):
         while "w" in mode and os.path.exists(os.path.join(os.path.dirname(__file__), "hang")):
+            pathlib.Path(__file__).with_name("hangs").touch()
             time.sleep(0.05)
         return super()._open(path, mode, **kwargs)
 """
@@ -120,8 +122,9 @@ def test_again_while_state_is_stored(tmp_path: Path) -> None:
     with Job(tmp_path, options, [str(TRAIN_STATE), str(tmp_path)], environ=environ) as job:
         node = job.start()
         wait_until(lambda: "stored the state" in node.output, "a checkpoint is stored")
-        before = sorted(path.name for path in stored.iterdir())
         (plugin / "hang").touch()
+        wait_until((plugin / "hangs").exists, "a checkpoint hangs, and nothing else is stored or removed")
+        before = {path.name for path in stored.glob("step-*") if not path.name.endswith(".tmp")}
         last = job.steps()[-1].step
         wait_until(lambda: job.steps()[-1].step > last, "training goes on")
         node.kill(signal.SIGTERM)
@@ -129,6 +132,7 @@ def test_again_while_state_is_stored(tmp_path: Path) -> None:
         assert node.process.poll() is None
         ends_soon(job, signal.SIGTERM)
         assert "the last checkpoint was not stored" in node.output
-        assert set(before) <= {path.name for path in stored.iterdir()}
+        assert before
+        assert before <= {path.name for path in stored.iterdir()}
         job.nothing_is_left(state=True)
         shutil.rmtree(job.shared_memory)

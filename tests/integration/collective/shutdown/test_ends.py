@@ -87,7 +87,9 @@ if __name__ == "__main__":
 def test_node_leaves_after_another_ended(tmp_path: Path) -> None:
     """A node leaves while the script has ended on another."""
     (tmp_path / "early.py").write_text(EARLY)
-    with Job(tmp_path, ("--nnodes", "1:2"), ["early.py", str(tmp_path)]) as job:
+    program, environ = (sys.executable, str(IMPATIENT), "pause=100"), {"PYTHONPATH": str(ROOT)}
+    options = ("--nnodes", "1:2", "--lease-ttl", "10")
+    with Job(tmp_path, options, ["early.py", str(tmp_path)], environ=environ, program=program) as job:
         early, late = job.start("--nnodes", "2"), job.start("--nnodes", "2")
         wait_until(lambda: all((tmp_path / f"at-{one.name}").exists() for one in (early, late)), "both make steps")
         (tmp_path / f"end-{early.name}").touch()
@@ -95,7 +97,7 @@ def test_node_leaves_after_another_ended(tmp_path: Path) -> None:
         at = time.monotonic()
         late.kill(signal.SIGTERM)
         assert late.wait() == 143
-        assert time.monotonic() - at < 9.0, "it waits for nobody to pause who makes no more steps"
+        assert time.monotonic() - at < 90.0, "it waits for nobody to pause who makes no more steps"
         early.kill(signal.SIGTERM)
         early.wait()
 
@@ -168,8 +170,9 @@ if __name__ == "__main__":
 """
 
 
-def test_exit_code_after_a_lost_node(tmp_path: Path) -> None:
-    """An exit code because a node was lost is no error of the script."""
+@pytest.mark.parametrize("stalled_s", [0.0, 1.2])
+def test_exit_code_after_a_lost_node(tmp_path: Path, stalled_s: float) -> None:
+    """An exit code because a node was lost is no error of the script, also where the other node stood still."""
     (tmp_path / "stern.py").write_text(STERN)
     environ = {"PYTHONPATH": str(ROOT)}
     with Job(tmp_path, ("--nnodes", "1:2"), ["stern.py", str(tmp_path)], environ=environ) as job:
@@ -179,6 +182,10 @@ def test_exit_code_after_a_lost_node(tmp_path: Path) -> None:
         stop(job, lost)  # so that only the end of its lease tells of the loss, long after the exit code
         for pid in workers:
             os.kill(pid, signal.SIGKILL)
+        if stalled_s:  # its renewal is late, so it takes the lost node to be late as well
+            stop(job, stays)
+            time.sleep(stalled_s)
+            stays.kill(signal.SIGCONT)
         job.wait_for_world(1, after=time.monotonic())
         job.end()
         assert stays.wait() == 0

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,13 @@ from edl.collective.worker_status import Phase, WorkerStatusPage
 from edl.discovery import Store, open_store
 
 PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_commands() -> None:
+    """A node that is silent for five seconds is lost, and the first call's imports take as long on a busy machine."""
+    for command in ("status", "report"):
+        import_module(f"edl.cli.cmd_{command}")
 
 
 @pytest.fixture

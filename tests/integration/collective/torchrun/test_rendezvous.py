@@ -15,9 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.collective.job import START_S
+
 pytest.importorskip("torch", reason="torchrun comes with PyTorch")
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(300),
     pytest.mark.skipif(
         not any(one.value.endswith(":handler_creator") for one in entry_points(group="torchrun.handlers", name="edl")),
         reason="EDL was installed before it had a rendezvous: pip install --no-deps -e .",
@@ -69,7 +72,7 @@ class Job:
     def log(self, number: int) -> str:
         return (self.folder / f"{number}.log").read_text()
 
-    def until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    def until(self, condition: Callable[[], bool], timeout_s: float = START_S) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
@@ -82,7 +85,7 @@ class Job:
         found = re.findall(r"of (\d) is (\d+)$", self.log(number), re.MULTILINE)
         return (int(found[-1][0]), int(found[-1][1])) if found else (0, 0)
 
-    def wait(self, number: int, timeout_s: float = 60.0) -> int:
+    def wait(self, number: int, timeout_s: float = START_S) -> int:
         return self._agents[number].wait(timeout_s)
 
     def end(self) -> None:

@@ -1,6 +1,7 @@
 """A student under `edl run` whose soft labels come from teachers: logs which samples it trained, with which labels.
 
-Arguments: the folder for its log, the discovery URL, samples, epochs, seconds to sleep in a step.
+Arguments: the folder for its log, the discovery URL, samples, epochs, seconds to sleep in a step. In step `HELD_STEP`
+it waits for a file `on` in the folder, so that what shall happen before the end does, however slow the test is.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from torch.utils.data import DataLoader, Dataset
 from edl.collective import Checkpointer, ElasticSampler, ElasticTrainer, State
 from edl.distill.losses import soft_cross_entropy
 from edl.distill.torch import distill
+
+HELD_STEP = 30
 
 
 class Numbers(Dataset[tuple[Tensor, Tensor]]):
@@ -69,6 +72,8 @@ def main() -> None:
                 for micro, targets in trainer.micro_batches((rows, soft)):
                     trainer.backward(soft_cross_entropy(network(micro), targets.softmax(-1)))
                 time.sleep(sleep_s)
+                while state.step + 1 == HELD_STEP and not (folder / "on").exists():
+                    time.sleep(sleep_s)
                 trainer.step()
                 state.step += 1
                 say({**step, "done": True})

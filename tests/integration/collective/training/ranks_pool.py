@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 100.0  # the first call waits for the processes' imports
 
 
 class RanksPool:

@@ -43,7 +43,9 @@ def assert_same(found: list[dict[str, Any]], wanted: list[Any]) -> None:
         assert torch.equal(mine, first), "ranks differ"
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(world=st.integers(1, 5), run=RUNS)
 def test_the_update_is_that_of_one_process(ranks: RanksPool, world: int, run: Run) -> None:
     found = ranks.run(world, elastic, run)
@@ -54,7 +56,9 @@ def test_the_update_is_that_of_one_process(ranks: RanksPool, world: int, run: Ru
         assert most is None or max(max(rows) for rows in one["micro_rows"]) <= most
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(rows=st.lists(st.integers(0, 9), min_size=2, max_size=5).filter(any), run=RUNS)
 def test_ranks_bring_what_they_like(ranks: RanksPool, rows: list[int], run: Run) -> None:
     """It is with ranks that bring what they like."""

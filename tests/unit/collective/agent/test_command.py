@@ -61,6 +61,17 @@ def test_takeover_timeout_is_read(folders: tuple[Path, Path]) -> None:
         takeover_s({"takeover_timeout": "soon"})
 
 
+def test_nobody_joins_a_job_without_a_name(folders: tuple[Path, Path]) -> None:
+    """Its node trains on without the store, so that another under its name would train beside it."""
+    script = str(folders[0] / "train.sh")
+    with ExitStack() as stack:
+        alone = _launch(parse_options([script], None), {}, "sqlite:///store", stack)
+        named = _launch(parse_options(["--rdzv-id", "run-1", script], None), {}, "sqlite:///store", stack)
+        assert (alone.resumable, named.resumable) == (False, True)
+        with pytest.raises(SettingsError, match="no other can join it"):
+            _launch(parse_options(["--rdzv-id", alone.job, script], None), {}, "sqlite:///store", stack)
+
+
 def test_rendezvous_pairs_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator names a pair of its own: a user's other pair leaves it as it is, and the same one wins."""
     monkeypatch.setenv("PET_RDZV_CONF", "last_call_timeout=9")

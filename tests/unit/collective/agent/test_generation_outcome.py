@@ -46,6 +46,20 @@ def test_want_of_memory_is_named(
         assert decision is None or "memory" not in decision.restart + decision.fatal
 
 
+def test_old_records_excuse_an_exit_code(tmp_path: Path) -> None:
+    """A machine stood still after the records were read: since then the lease of a lost node may have ended."""
+    program, rendezvous = ProgramSpec("script", "train.py"), RendezvousSettings(1, 2)
+    outcome = GenerationOutcome(LaunchSpec("resnet", program, 1, rendezvous, "10.0.0.1"))
+    outcome.begin_generation(0.0)
+    outcome.record_exit(WorkerExit(0, 0, 1, 3), 0, {0: tmp_path / "error.json"})
+    outcome._failed_at -= 100.0
+    read_at = outcome._failed_at + 1.0
+    assert outcome.decide_recovery(0, (), missing=False, trained=True, step=0, known_at=read_at) is None
+    decision = outcome.decide_recovery(0, (), missing=False, trained=True, step=0, known_at=read_at + 50.0)
+    assert decision is not None
+    assert "exit code 3" in decision.fatal
+
+
 DATA_LOADER = "RuntimeError: DataLoader worker (pid 71) is killed by signal: Killed."
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -115,27 +117,47 @@ def test_stateless_folder_is_not_taken_over(job: str) -> None:
 CHURN = """
 import sys, time
 from edl.collective.agent.host_folder import HostFolder
-until = time.monotonic() + float(sys.argv[2])
-rounds = 0
-while time.monotonic() < until:
+for _ in range(int(sys.argv[2])):
     folder = HostFolder(sys.argv[1], sys.argv[3])
     folder.status_page(0).write_bytes(b"x")
     time.sleep(0.0005)
     assert folder.status_page(0).exists() and (folder.path / "lock").exists(), "a live agent's folder was removed"
     folder.close(keep=False, ended=True)
-    rounds += 1
-print(rounds)
 """
 
 
 def test_concurrent_agents_have_folders(job: str) -> None:
     """Agents that come and go at once have their folders."""
-    command = [sys.executable, "-c", CHURN, job, "3"]
-    churns = [subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True) for name in "abc"]
-    for churn in churns:
-        printed, _ = churn.communicate(timeout=60)
-        assert churn.returncode == 0
-        assert int(printed) > 20
+    command = [sys.executable, "-c", CHURN, job, "200"]
+    churns = [subprocess.Popen([*command, name]) for name in "abc"]
+    assert [churn.wait(timeout=100) for churn in churns] == [0, 0, 0]
+
+
+def test_slow_removal_harms_no_other(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent is stopped in the middle of its removal, until another does not wait for it any more."""
+    monkeypatch.setattr(host, "_LOCK_TIMEOUT_S", 0.1)
+    slow = HostFolder(job, "slow")
+    slow.run = "1e"
+    made: list[HostFolder] = []
+    remove = shutil.rmtree
+
+    def rmtree(path: Path, ignore_errors: bool) -> None:
+        names = [entry.name for entry in path.iterdir()]  # listed before, as `shutil.rmtree` does
+        (path / "lock").unlink()
+        with monkeypatch.context() as meanwhile:
+            meanwhile.setattr(shutil, "rmtree", remove)
+            made.append(HostFolder(job, "other"))
+            made[0].run = "1f"
+        for name in names:
+            (path / name).unlink(missing_ok=True)
+        remove(path, ignore_errors=True)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    slow.close(keep=False)
+    monkeypatch.undo()
+    (other,) = made
+    assert ((other.path / "node").read_text(), (other.path / "lock").exists(), other.run) == ("other", True, "1f")
+    other.close(keep=False)
 
 
 def test_folder_is_found_by_any_number(job: str) -> None:
@@ -268,3 +290,39 @@ def test_folder_names_its_run(job: str) -> None:
     second = HostFolder(job, "b")
     assert (second.previous_owner, second.run) == ("a", "1f")
     second.close(keep=False)
+
+
+def test_full_memory_keeps_the_runs_name(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without that name the state in memory would count as another job's, and be removed."""
+    folder = HostFolder(job, "a")
+    folder.run = "1f"
+
+    def write_text(path: Path, text: str) -> int:
+        path.write_bytes(b"")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", write_text)
+        with pytest.raises(OSError, match="No space"):
+            folder.run = "1f"
+    assert folder.run == "1f"
+    folder.close(keep=False)
+
+
+def test_forgetting_is_not_alone(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that store and replicate take names away at any moment."""
+    folder = HostFolder(job, "a")
+    save(folder)
+    find = Path.glob
+
+    def glob(path: Path, pattern: str) -> list[Path]:
+        found = list(find(path, pattern))
+        for name in found[:1]:
+            name.unlink()
+        return found
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(Path, "glob", glob)
+        folder.forget_slots()
+    assert not folder.holds_state
+    folder.close(keep=False)

@@ -145,7 +145,7 @@ def test_failed_block_saves_nothing(tmp_path: Path, agent: WorkerStatusPage) -> 
 def test_silent_agent_is_not_waited_for(tmp_path: Path, agent: WorkerStatusPage) -> None:
     """A worker does not wait for ever for an agent that is silent."""
     with worker(tmp_path, State(epoch=0), agent_s=0.3) as checkpointer:
-        agent.record_agent_heartbeat()
+        agent.record_agent_heartbeat(time.monotonic())
         deadline = time.monotonic() + 10.0
         while agent.agent_silence_s < 1.1:
             assert time.monotonic() < deadline

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import re
 import sys
@@ -21,6 +22,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from edl.collective.agent.job_run import JobRun
 from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.state.state import State
+from edl.collective.checkpoint.storage import (
+    dcp,  # noqa: F401 - so that no deadline here includes its import, which the first state that is stored needs
+)
 from edl.collective.checkpoint.storage import persister as persister_module
 from edl.collective.checkpoint.storage.persister import POLL_S, CheckpointPersister
 from edl.collective.checkpoint.storage.writer import CheckpointWriter
@@ -182,16 +186,35 @@ def test_storage_that_takes_nothing_is_left(
         released.set()
 
 
+class Clock:
+    """A clock for a persister: a file takes two seconds of it, and a thread that waits notices each file."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._waiting = threading.current_thread()
+        self._looks = 0
+
+    def monotonic(self) -> float:
+        self._looks += threading.current_thread() is self._waiting
+        return self.now_s
+
+    def take_file(self) -> None:
+        seen = self._looks
+        wait_for(lambda: self._looks > seen + 3)  # at most two a round: it has seen what was written before
+        self.now_s += 2.0
+
+
 def test_job_end_waits_for_slow_storage(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each file takes less than the limit, and all of them together more."""
     lines: list[str] = []
-    monkeypatch.setattr(Balky, "before", staticmethod(lambda: time.sleep(0.7)))
+    clock = Clock()
+    monkeypatch.setattr(persister_module, "time", clock)
+    monkeypatch.setattr(Balky, "before", staticmethod(clock.take_file))
     put(tmp_path / "s", 1)
     persister = started(url, tmp_path / "s", lines)
-    began = time.monotonic()
     persister.store_newest()
     assert persister.close(2.5, patient=True)
-    assert time.monotonic() - began > 2.5
+    assert clock.now_s > 2.5
     assert "stored the state after step 1" in lines[-1]
 
 
@@ -280,6 +303,41 @@ def test_unsure_fence_is_asked_again(tmp_path: Path, url: str) -> None:
     assert "no leader" in lines[0]
 
 
+@pytest.mark.parametrize("works", [True, False])
+def test_a_request_at_any_instant_counts(tmp_path: Path, url: str, works: bool) -> None:
+    """The newest state is asked for at any line of a look for marked states, which works or fails."""
+    asked: list[bool] = []
+    traced = sys.gettrace()
+
+    def store(newest: bool) -> bool:
+        asked.append(newest)
+        return works
+
+    for instant in itertools.count():
+        persister = agents_persister(url, tmp_path / "s", lambda line: None)
+        persister._store = store  # type: ignore[method-assign]
+        lines = itertools.count()
+
+        def ask(frame: Any, event: str, argument: object) -> Any:
+            if frame.f_code is not CheckpointPersister._poll_and_store.__code__:
+                return None
+            if event == "line" and next(lines) == instant:  # noqa: B023
+                persister.store_newest()  # noqa: B023
+            return ask
+
+        asked.clear()
+        sys.settrace(ask)
+        try:
+            persister._poll_and_store()
+        finally:
+            sys.settrace(traced)
+        if next(lines) <= instant:
+            break
+        persister._poll_and_store()
+        assert True in asked, f"it was asked for at line {instant}"
+    assert instant > 3
+
+
 # Without an agent, a thread of the worker stores.
 
 
@@ -310,10 +368,13 @@ def test_worker_alone_gives_storage_up(
 ) -> None:
     """Without an agent a storage that fails is given up and that is said."""
     monkeypatch.setattr(Balky, "before", staticmethod(fail(ApiError("slow down"))))
+    monkeypatch.setattr(persister_module, "_CLOSE_RETRY_S", 60.0)  # so that no attempt ends just before the limit
     put(tmp_path / "s", 1)
+    persister = workers_persister(url, tmp_path / "s")
+    wait_for(lambda: bool(caplog.records))
     begin = time.monotonic()
     with pytest.raises(TemporaryError, match=r"not done within 1 s, .*slow down"):
-        workers_persister(url, tmp_path / "s").close_or_raise(1.2)
+        persister.close_or_raise(1.2)
     assert time.monotonic() - begin < 15
     said = [record.getMessage() for record in caplog.records]
     assert len([line for line in said if "slow down" in line and "tried again" in line]) == 1, said

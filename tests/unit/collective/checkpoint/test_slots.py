@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edl.collective.checkpoint.memory import slots as slots_module
 from edl.collective.checkpoint.memory.slots import (
     HEADER_NBYTES,
     SlotHeader,
@@ -138,16 +139,23 @@ def test_private_slots_are_removed(prefix: Path) -> None:
         slots.begin_write(1, 1)
 
 
-def test_what_a_killed_process_left_is_swept() -> None:
+@pytest.fixture
+def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in the place of `/dev/shm`, where tests in other processes sweep as well."""
+    monkeypatch.setattr(slots_module, "_SHM_FOLDER", tmp_path)
+    return tmp_path
+
+
+def test_what_a_killed_process_left_is_swept(shm: Path) -> None:
     child = os.fork()
     if child == 0:
         slots = SlotPair.from_env()
         write(slots, 1)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    assert list(Path("/dev/shm").glob(f"edl-slots-{child}-*"))
+    assert list(shm.glob(f"edl-slots-{child}-*"))
     SlotPair.from_env().close()
-    assert not list(Path("/dev/shm").glob(f"edl-slots-{child}-*"))
+    assert not list(shm.glob(f"edl-slots-{child}-*"))
 
 
 def test_other_containers_files_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +174,7 @@ def test_other_containers_files_are_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not list(Path("/dev/shm").glob(f"edl-slots-{child}-*"))
 
 
-def test_reused_pid_does_not_keep_files() -> None:
+def test_reused_pid_does_not_keep_files(shm: Path) -> None:
     """As when a container is started again beside others, and all its processes get the numbers that they had."""
     own = os.getpid()
     child = os.fork()
@@ -176,10 +184,10 @@ def test_reused_pid_does_not_keep_files() -> None:
         write(slots, 1)
         os._exit(0)
     os.waitpid(child, 0)
-    left = set(Path("/dev/shm").glob(f"edl-slots-{own}-*"))
+    left = set(shm.glob(f"edl-slots-{own}-*"))
     assert left
     SlotPair.from_env().close()
-    assert not left & set(Path("/dev/shm").glob(f"edl-slots-{own}-*"))
+    assert not left & set(shm.glob(f"edl-slots-{own}-*"))
 
 
 def test_the_agents_slots_outlive_the_worker(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,16 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 
 from edl.collective.checkpoint.checkpointer import Checkpointer
-from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair, find_marked_slots
+from edl.collective.checkpoint.memory.slots import (
+    CompleteSlot,
+    PinnedSlot,
+    SlotHeader,
+    SlotPair,
+    find_marked_slots,
+    marked_path,
+    marking_path,
+    storing_path,
+)
 from edl.collective.checkpoint.memory.transfer import slot_bytes
 from edl.collective.checkpoint.state.state import State
 from edl.collective.checkpoint.state.tensors import view_of
@@ -386,7 +395,7 @@ def test_killed_at_any_instant_is_complete(tmp_path: Path) -> None:
         child = os.fork()
         if child == 0:
             with contextlib.suppress(BaseException):
-                _die_at(instant, str(url))
+                _call_at(instant, str(url), lambda: os._exit(_KILLED))
                 storing(url, SECOND, keep=1).write_newest([tmp_path / "s2"])
                 os._exit(0)
             os._exit(1)
@@ -402,21 +411,51 @@ def test_killed_at_any_instant_is_complete(tmp_path: Path) -> None:
     assert names(str(url)) == [f"step-4.g-1.r-{SECOND}"]
 
 
-_KILLED = 77
+_KILLED, _NEVER = 77, 78
 _CHANGING = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
 
 
-def _die_at(instant: int, under: str) -> None:
-    """End this process before the call number `instant` that changes a file below a folder."""
+def _call_at(instant: int, under: str, function: Callable[[], object], *, reads: bool = False) -> itertools.count[int]:
+    """Call a function before the call number `instant` that changes a file below a path, or reads one.
+
+    Returns:
+        A count of all such calls, those of the function among them.
+    """
     calls = itertools.count()
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        opens = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+        opens = (
+            event == "open" and isinstance(arguments[2], int) and (reads or arguments[2] & (os.O_WRONLY | os.O_RDWR))
+        )
         inside = bool(arguments) and str(arguments[0]).startswith(under)
         if inside and (opens or event in _CHANGING) and next(calls) == instant:
-            os._exit(_KILLED)
+            function()
 
     sys.addaudithook(hook)
+    return calls
+
+
+def test_a_mark_at_any_instant_is_kept(tmp_path: Path) -> None:
+    """A worker marks a newer state, at any instant of the storing of the one before: it is stored next."""
+    newer = job(5)
+    for instant in itertools.count():
+        prefix, url = tmp_path / f"s{instant}", tmp_path / f"c{instant}"
+        put(prefix, job(1), 1)
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                calls = _call_at(instant, str(prefix), lambda: put(prefix, newer, 5), reads=True)  # noqa: B023
+                writer = storing(url)
+                while find_marked_slots(prefix):
+                    writer.write_newest([prefix], marked=True)
+                os._exit(_NEVER if next(calls) <= instant else 0)
+            os._exit(1)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code in (0, _NEVER)
+        if code == _NEVER:
+            break
+        assert newest_stored(str(url))[1] == 5, f"it was marked at instant {instant}"
+    assert instant > 5
 
 
 def test_failing_storage_is_temporary(tmp_path: Path) -> None:
@@ -600,6 +639,7 @@ def test_private_slots_take_marks_along(tmp_path: Path) -> None:
 def test_a_slow_storage_is_waited_for(tmp_path: Path, slow: str) -> None:
     """A state is marked only when the one before is stored, so that all nodes store the same ones."""
     with Checkpointer(job(3), interval_steps=1, storage=slow, storage_interval_s=0.001) as checkpointer:
+        time.sleep(0.002)
         checkpointer.save(0)
         checkpointer.save(1)
         assert SlowFolder.waiting.acquire(timeout=30), "the first one is being stored"
@@ -615,6 +655,99 @@ def test_a_slow_storage_is_waited_for(tmp_path: Path, slow: str) -> None:
         time.sleep(0.002)
         checkpointer.save(7)
     assert newest_stored(str(tmp_path / "c"))[1] == 7
+
+
+def test_storing_goes_on_after_a_step_twice(tmp_path: Path) -> None:
+    """A step that is stored already is saved and wanted on storage again, as at the end of an epoch."""
+    place = str(tmp_path / "c")
+    with Checkpointer(job(3), interval_steps=1, storage=place, storage_interval_s=0.001) as checkpointer:
+        prefix = checkpointer._slots.prefix
+        for _ in range(2):
+            checkpointer.save(0, force=True)
+            wait_for_mark(prefix)
+        deadline = time.monotonic() + 30
+        for step in itertools.count(1):
+            checkpointer.save(step)
+            time.sleep(0.002)
+            if newest_stored(place)[1] > 0:
+                break
+            assert time.monotonic() < deadline, "nothing was stored any more"
+
+
+def test_mark_that_others_lack_is_removed(tmp_path: Path) -> None:
+    """A rank paused after step 1 and marked it; the pause was taken back before the other rank had seen it."""
+    prefixes = [tmp_path / f"s{rank}" for rank in range(2)]
+    slots = [SlotPair(prefix) for prefix in prefixes]
+    writer = storing(tmp_path / "c")
+    save(slots[0], job(1), 1, 0, persist=True)
+    assert writer.write_newest(prefixes, marked=True) is None
+    assert slots[0].has_marked_slot, "the other rank may mark it yet"
+    save(slots[1], job(1), 1, 1, persist=False)
+    assert writer.write_newest(prefixes, marked=True) is None
+    assert slots[0].has_marked_slot, "it may be just before it"
+    save(slots[1], job(2), 2, 1, persist=False)
+    assert writer.write_newest(prefixes, marked=True) is None
+    assert not slots[0].has_marked_slot
+    for rank in range(2):
+        save(slots[rank], job(3), 3, rank, persist=True)
+    assert writer.write_newest(prefixes, marked=True) == WriteOutcome(3, 1, 2, True)
+
+
+def test_mark_of_a_given_up_state_goes(tmp_path: Path) -> None:
+    slots = SlotPair(tmp_path / "s")
+    save(slots, job(1), 1, 0, persist=True)
+    slots.invalidate_newest()
+    assert storing(tmp_path / "c").write_newest([tmp_path / "s"], marked=True) is None
+    assert not slots.has_marked_slot
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_late_write_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marked: bool) -> None:
+    """The worker looked at the file's names, the file was pinned, and then the worker began to write to it."""
+    slots = SlotPair(tmp_path / "s")
+    save(slots, job(1), 1, 0, persist=True)
+    pin = CompleteSlot.pin_file
+
+    def pin_too_late(self: CompleteSlot, name: Path) -> PinnedSlot | None:
+        pinned = pin(self, name)
+        with self.path.open("r+b") as file:  # as `begin_write` does after that look
+            file.seek(8)
+            file.write((self.sequence + 1).to_bytes(8, "little"))
+        return pinned
+
+    monkeypatch.setattr(CompleteSlot, "pin_file", pin_too_late)
+    writer = storing(tmp_path / "c")
+    if marked:
+        assert writer.write_newest([tmp_path / "s"], marked=True) is None
+    else:
+        with pytest.raises(TemporaryError, match="step 1 was overwritten before it was stored"):
+            writer.write_newest([tmp_path / "s"])
+    assert restore_from_storage(job(9), str(tmp_path / "c")) is None
+    monkeypatch.undo()
+    save(slots, job(2), 2, 0, persist=True)
+    half = writer.write_newest([tmp_path / "s"], marked=marked)
+    assert half is not None, "and the next state is stored"
+
+
+def test_killed_agents_names_hold_no_memory(tmp_path: Path) -> None:
+    """An agent was killed while it stored a state, and its successor stores the same."""
+    slots = SlotPair(tmp_path / "s")
+    save(slots, job(1), 1, 0, persist=True)
+    os.link(tmp_path / "s.0", storing_path(tmp_path / "s"))
+    assert storing(tmp_path / "c").write_newest([tmp_path / "s"]) is not None
+    assert {path.name for path in tmp_path.glob("s.*")} == {"s.0", "s.1"}
+
+
+def test_killed_workers_marks_hold_no_memory(tmp_path: Path) -> None:
+    """A worker was killed just before a mark would have taken the place of the one before."""
+    slots = SlotPair(tmp_path / "s", private=True)
+    save(slots, job(1), 1, 0, persist=True)
+    marked_path(tmp_path / "s").rename(marking_path(tmp_path / "s"))
+    SlotPair(tmp_path / "s").remove_mark()
+    assert {path.name for path in tmp_path.glob("s.[01m]*")} == {"s.0", "s.1"}
+    os.link(tmp_path / "s.0", marking_path(tmp_path / "s"))
+    slots.close()
+    assert not list(tmp_path.glob("s.*"))
 
 
 def wait_for_mark(prefix: Path) -> None:

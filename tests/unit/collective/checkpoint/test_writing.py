@@ -13,6 +13,7 @@ import torch
 
 from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.memory import copying
+from edl.collective.checkpoint.memory.replica_slots import ReplicaFolder
 from edl.collective.checkpoint.memory.slots import SlotPair, find_slots
 from edl.collective.checkpoint.state.metadata import parse_meta
 from edl.collective.checkpoint.state.state import State
@@ -206,7 +207,7 @@ def test_uncounted_change_is_seen_by_samples(tmp_path: Path, state: State, helpe
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -236,6 +237,28 @@ def test_storage_copies_are_made_at_once(tmp_path: Path, state: State, helper: H
                 at_once += 1
             helper.go.set()
     assert at_once >= 3
+
+
+def test_kept_state_is_kept_at_once(
+    tmp_path: Path, state: State, helper: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next save would be kept as well, in the place of the only state that other nodes have."""
+    folder = ReplicaFolder(tmp_path / "replicas")
+    folder.path.mkdir()
+    monkeypatch.setenv("EDL_REPLICAS", str(folder.path))
+    with Checkpointer(state, interval_steps=1, overlap=True, slots=SlotPair(tmp_path / "slots")) as checkpointer:
+        replica_slots = checkpointer._replica_slots
+        assert replica_slots is not None
+        for step in range(5):
+            train(state)
+            if step == 4:
+                folder.request_newer_than((0, 3, 1))
+                checkpointer._keep_next = True  # as all ranks of a sharded state would have agreed
+                helper.go.clear()
+            checkpointer.save(step)
+        assert [found.header.step for found in replica_slots.slots.find_complete()] == [4]
+        assert not replica_slots.is_state_requested()
+        helper.go.set()
 
 
 def test_waiting_steps_count_as_saving(tmp_path: Path, state: State, helper: Held) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -25,10 +26,23 @@ class Interrupted(Exception):
     """The next generation is known."""
 
 
-def free_port() -> int:
+def port_of(listener: socket.socket) -> int:
+    return int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def held() -> Iterator[socket.socket]:
+    """A socket whose port nobody else gets: it refuses connections until it listens."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+        yield listener
+
+
+def serve_store(held: socket.socket) -> TCPStore:
+    """Serve a store at a socket's port, without a moment in which another process could take it."""
+    held.listen(8)
+    port = port_of(held)
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=held.detach())
 
 
 def group_at(monkeypatch: pytest.MonkeyPatch, port: int, timeout_s: float) -> AbortableProcessGroup:
@@ -38,15 +52,18 @@ def group_at(monkeypatch: pytest.MonkeyPatch, port: int, timeout_s: float) -> Ab
 
 
 @pytest.fixture(params=["gone", "silent"])
-def port(request: pytest.FixtureRequest) -> Iterator[int]:
+def port(request: pytest.FixtureRequest, held: socket.socket) -> Iterator[int]:
     """Of a store whose generation is over, and of one that stands still: the kernel accepts, and nothing answers."""
-    if request.param == "gone":
-        yield free_port()
-        return
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(8)
-        yield int(listener.getsockname()[1])
+    if request.param == "silent":
+        held.listen(8)
+    yield port_of(held)
+    # The thread that was left behind would try that port for as long as it may, whoever has it by then.
+    store = serve_store(held)
+    deadline = time.monotonic() + 60
+    while any(thread.name == "edl-store-connect" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    del store
 
 
 def test_connecting_can_be_interrupted(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
@@ -62,18 +79,17 @@ def test_connecting_can_be_interrupted(monkeypatch: pytest.MonkeyPatch, port: in
         group_at(monkeypatch, port, 60.0).connect_store(interrupt)
 
 
-def test_store_that_comes_later_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
+def test_store_that_comes_later_is_reached(monkeypatch: pytest.MonkeyPatch, held: socket.socket) -> None:
     asked = threading.Event()
     stores: list[TCPStore] = []
 
     def serve() -> None:
         asked.wait(60)
-        stores.append(TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
+        stores.append(serve_store(held))
 
     server = threading.Thread(target=serve)
     server.start()
-    group = group_at(monkeypatch, port, 60.0)
+    group = group_at(monkeypatch, port_of(held), 60.0)
     group.connect_store(asked.set)
     server.join()
     group.wait_for_ranks("came", 60.0, lambda: None)
@@ -82,13 +98,15 @@ def test_store_that_comes_later_is_reached(monkeypatch: pytest.MonkeyPatch) -> N
     assert group._store.timeout == timedelta(seconds=60.0), "collectives have the time that the user gave"
 
 
-def test_worker_has_come_before_it_connects(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_worker_has_come_before_it_connects(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, held: socket.socket
+) -> None:
     """An agent does not replace a worker for which only the store is late."""
     status_page = WorkerStatusPage.create(tmp_path / "status")
     os.mkfifo(tmp_path / "control")
     environ = {"RANK": "0", "WORLD_SIZE": "2", "EDL_GENERATION": "7"}
     environ |= {"EDL_BOARD": str(tmp_path / "status"), "EDL_CONTROL": str(tmp_path / "control")}
-    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port_of(held))}
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     state = State(model=torch.nn.Linear(1, 1))

@@ -9,7 +9,7 @@ from pathlib import Path
 from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, CompleteSlot, SlotHeader, SlotPair, find_slots
 
 SECRET = b"s" * 32
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def keep(

@@ -147,6 +147,8 @@ def test_no_room_for_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert not replica_slots.is_state_requested()
         assert replica_slots.slots.find_complete() == []
         assert [one.header.step for one in slots.find_complete()] == [4, 3]
+        replica_slots.keep_slot(slots.find_complete()[0])
+        assert replica_slots.slots.find_complete() == [], "nor what was to be kept when there was no room"
 
 
 def test_newest_common_state_is_found(tmp_path: Path) -> None:
@@ -298,6 +300,7 @@ def test_agents_send_to_successors(tmp_path: Path, agents: dict[str, Replicator]
     until(lambda: ReplicaFolder(tmp_path / "a").requested_version() == (0, 1, 2), "the next one is wanted")
     keep(kept_prefix(tmp_path / "slots-a"), 2)
     until(lambda: replica(tmp_path, "a", "b") == [(0, 2, 2), (0, 1, 2)], "b has the next one")
+    until(lambda: ReplicaFolder(tmp_path / "a").requested_version() == (0, 2, 2), "a knows that")
     agents.pop("b").close()
     agents["a"].change_world(world_of(1, agents))
     until(lambda: replica(tmp_path, "a", "c") == [(0, 2, 2)], "c has it")

@@ -8,7 +8,8 @@ import os
 import pickle
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -281,6 +282,40 @@ def test_configuration_names_the_store(url: str, endpoint: str) -> None:
         assert info.bootstrap_store_info.master_addr == "127.0.0.1"
     finally:
         handler.shutdown()
+
+
+def test_removed_node_joins_again(url: str, store: Store) -> None:
+    """A node that the others took for dead restarts its workers, and does not train on beside the others' job."""
+    backend = StoreBackend(store, "job")
+
+    def remove_all() -> bool:
+        """As another node does where this one was silent for too long; not while this one writes."""
+        found = backend.get_state()
+        assert found is not None
+        state = pickle.loads(found[0])
+        state.participants.clear()
+        state.last_heartbeats.clear()
+        state.complete, state.round = False, state.round + 1
+        written = backend.set_state(pickle.dumps(state), found[1])
+        return written is not None and written[2]
+
+    handler = create_handler(parameters(url))
+    try:
+        assert handler.next_rendezvous().world_size == 1
+        assert handler.num_nodes_waiting() == 0
+        wait_until(remove_all)
+        wait_until(lambda: handler.num_nodes_waiting() == 1)
+        assert handler.next_rendezvous().world_size == 1
+        assert handler.num_nodes_waiting() == 0
+    finally:
+        handler.shutdown()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60.0
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_ended_job_is_closed(url: str) -> None:

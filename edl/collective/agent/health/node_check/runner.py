@@ -204,7 +204,9 @@ def _run_process(own: _OwnNode, task: Mapping[str, Any], deadline: float, meet_k
             start_call("edl-node-check-errors", partial(_read_lines, process.stderr, errors.append)),
         ]
         try:
-            _follow_process(own, process, lines, reported, deadline, meet_key)
+            _follow_process(
+                own, lambda: process.poll() is not None and readers[0].done(), lines, reported, deadline, meet_key
+            )
         finally:
             late = process.poll() is None
             process.kill()
@@ -220,19 +222,19 @@ def _run_process(own: _OwnNode, task: Mapping[str, Any], deadline: float, meet_k
 
 def _follow_process(
     own: _OwnNode,
-    process: subprocess.Popen[str],
+    ended: Callable[[], bool],
     lines: queue.SimpleQueue[str],
     reported: dict[str, Any],
     deadline: float,
     meet_key: str,
 ) -> None:
-    """Add what the probe prints to `reported`, until it is done, has ended or is late."""
+    """Add what the probe prints to `reported`, until it is done, has ended and no more comes, or is late."""
     while "reduce_s" not in reported and (left_s := deadline - time.monotonic()) > 0:
         own.settings.raise_if_stopping()
         try:
             words = json.loads(lines.get(timeout=min(left_s, _POLL_S)))
         except queue.Empty:
-            if process.poll() is not None and lines.empty():
+            if ended() and lines.empty():  # in this order: the last lines come a moment after the end
                 return
             continue
         if "port" in words:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
+from edl.collective.agent.processes import log_folder
 from edl.collective.agent.processes.log_folder import temporary_log_folder
 from edl.errors import SettingsError
 
@@ -27,3 +31,22 @@ def test_temporary_log_folder_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with temporary_log_folder() as folder:
         assert list(tmp_path.iterdir()) == [Path(folder)]
     assert not list(tmp_path.iterdir())
+
+
+def test_young_folder_is_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another agent may have made it, be about to lock it, and end if it cannot."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    young, old = (Path(tempfile.mkdtemp(prefix="edl-logs-")) for _ in range(2))
+    hours_ago = time.time() - 3 * 3600
+    os.utime(old, (hours_ago, hours_ago))
+    locked: list[Path] = []
+    lock = fcntl.flock
+
+    def flock(file: int, how: int) -> None:
+        locked.append(Path(f"/proc/self/fd/{file}").readlink())
+        lock(file, how)
+
+    monkeypatch.setattr(log_folder.fcntl, "flock", flock)
+    with temporary_log_folder() as own:
+        assert locked == [old, Path(own)]
+    assert list(tmp_path.iterdir()) == [young]

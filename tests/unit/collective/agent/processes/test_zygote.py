@@ -177,7 +177,7 @@ def test_silent_zygote_is_given_up(tmp_path: Path) -> None:
         pids = pids_in(tmp_path / "out")
         zygote = int(Path(f"/proc/{pids[0]}/stat").read_text().rsplit(")", 1)[1].split()[1])
         os.kill(zygote, signal.SIGSTOP)
-        workers.kill_workers(timeout_s=1.0)
+        workers.kill_workers(timeout_s=6.0)  # the zygote is given up in half of that
         wait_for(lambda: all(gone(pid) for pid in [zygote, *pids]))
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from edl.collective.agent.health.node_check import runner
 from edl.collective.agent.health.node_check.pairing import NodeCheckResult
 from edl.collective.agent.health.node_check.runner import NodeCheckSettings, check_nodes
 from edl.discovery import open_store
@@ -21,3 +26,31 @@ def test_error_need_not_be_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with open_store(f"sqlite:///{tmp_path}/store.sqlite") as store:
         found = check_nodes(store, "check", "a", "127.0.0.1", ["a"], NodeCheckSettings())
     assert found == NodeCheckResult({"a": "could not compute: \N{REPLACEMENT CHARACTER} is broken"})
+
+
+def test_last_words_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe has said all and ended before the thread that reads its words gets a turn."""
+    program = tmp_path / "probe"
+    program.write_text("""#!/bin/sh\necho '{"compute_s": 0.5}'\necho '{"reduce_s": 0.0}'\n""")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    probes: list[subprocess.Popen[str]] = []
+    start, read = subprocess.Popen, runner._read_lines
+
+    def started(*arguments: Any, **settings: Any) -> subprocess.Popen[str]:
+        probes.append(start(*arguments, **settings))
+        return probes[-1]
+
+    def read_late(pipe: Any, record: Callable[[str], object]) -> None:
+        probes[-1].wait(30)
+        time.sleep(4 * runner._POLL_S)
+        read(pipe, record)
+
+    monkeypatch.setattr(runner.subprocess, "Popen", started)
+    monkeypatch.setattr(runner, "_read_lines", read_late)
+    with open_store(f"sqlite:///{tmp_path}/store.sqlite") as store:
+        groups = (("a",),)
+        results = runner._run_round(
+            runner._OwnNode(store, "check", "a", "127.0.0.1", NodeCheckSettings()), 1, groups, ["a"]
+        )
+    assert (results["a"].compute_s, results["a"].reduce_s, results["a"].error) == (0.5, 0.0, "")

@@ -14,6 +14,8 @@ What does not belong here: serving a model, and training loops.
 
 from __future__ import annotations
 
+from edl.distill.compress import TopK
+from edl.distill.dispatch.policy import Policy
 from edl.distill.options import Options
 from edl.distill.reader import DistillReader
 from edl.distill.scoring import Scorer, on_policy
@@ -21,4 +23,14 @@ from edl.distill.stats import ReaderStats
 from edl.distill.teachers import Teachers
 from edl.settings import Credentials
 
-__all__ = ["Credentials", "DistillReader", "Options", "ReaderStats", "Scorer", "Teachers", "on_policy"]
+__all__ = [
+    "Credentials",
+    "DistillReader",
+    "Options",
+    "Policy",
+    "ReaderStats",
+    "Scorer",
+    "Teachers",
+    "TopK",
+    "on_policy",
+]

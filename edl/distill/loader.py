@@ -7,12 +7,14 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from edl.distill.compress import TopK
 from edl.distill.options import Options
 from edl.distill.padding import padded
 from edl.distill.pipeline.cache_lookup import CacheConfig
+from edl.distill.pipeline.chunk_labeller import ChunkLabeller
 from edl.distill.pipeline.combine import Combine, Combiner, item_outputs, values_by_name
 from edl.distill.pipeline.epoch import Epoch
 from edl.distill.pipeline.epoch_iterator import EpochIterator
@@ -38,9 +40,11 @@ __all__ = [
     "TeachersLike",
     "field_getter",
     "input_getters",
+    "no_teachers",
     "Route",
     "check_routed_combine",
     "resolve_routes",
+    "resolve_services",
     "resolve_teachers",
     "output_names",
 ]
@@ -63,7 +67,7 @@ class DistillLoader(Generic[B], abc.ABC):
 
     Args:
         loader: yields batches.
-        teachers: the services to ask.
+        teachers: the services to ask; None to ask nobody, and yield `(batch, None)`.
         getters: by input name, how to find it in a batch.
         output_spec: what is asked for.
         batch_rows: rows of a request; None for the whole batch, see `edl.distill.torch.distill`.
@@ -71,7 +75,7 @@ class DistillLoader(Generic[B], abc.ABC):
         device: where to move batches and labels ahead of use; None to leave them.
         options: deadlines, memory, retries.
         cache_config: the soft-label cache, None without.
-        ids: how to find the samples' ids in a batch; with a cache only.
+        ids: how to find the samples' ids in a batch; not looked at without a cache.
         tokens: of batches of padded sequences, how to find the mask of what is a token; None for batches of rows.
         ahead: batches that are read ahead in the training loop's own thread; None to read in another thread.
         router: which service labels what, by a field of the batch; None where all of them label everything.
@@ -83,7 +87,7 @@ class DistillLoader(Generic[B], abc.ABC):
     def __init__(
         self,
         loader: Iterable[B],
-        teachers: list[Teachers],
+        teachers: list[Teachers] | None,
         *,
         getters: Mapping[str, Getter],
         output_spec: OutputSpec,
@@ -114,12 +118,18 @@ class DistillLoader(Generic[B], abc.ABC):
         self._outputs = output_spec.outputs
         check_routed_combine(router, combine)
         self._router = router
-        self._combiner = Combiner(combine, [group.weight for group in teachers] or [1.0])
-        if (cache_config is None) != (ids is None):
-            raise SettingsError("cache and ids go together: the cache finds soft labels by the samples' ids")
-        self._ids = ids
+        self._combiner = Combiner(combine, [group.weight for group in teachers or ()] or [1.0])
+        if cache_config is not None and ids is None:
+            raise SettingsError(
+                "cache without ids: say where the samples' ids are in a batch, by which it finds labels"
+            )
+        self._ids = ids if cache_config is not None else None
         self._tokens = tokens
-        routes = router.names if router is not None else None
+        routes = router.routes if router is not None else None
+        self._session: LabelSession | None = None
+        if teachers is None:
+            logger.info("no teachers: batches come without soft labels")
+            return
         self._session = LabelSession(teachers, output_spec, options, cache_config, routes)
         weakref.finalize(self, self._session.close_without_waiting).atexit = False  # the session sees to that
 
@@ -135,17 +145,29 @@ class DistillLoader(Generic[B], abc.ABC):
         Args:
             batches: like the loader's.
         """
-        self._session.labeller.check()
-        cutter = self._cutter() if self._router is None else routed_cutter(self._router, self._cutter)
+        session = self._session
+        if session is None:
+            return EpochIterator(self._unlabelled(iter(batches)))
+        session.labeller.check()
+        labeller = session.labeller
+        cutter = (
+            self._cutter(labeller)
+            if self._router is None
+            else routed_cutter(self._router, partial(self._cutter, labeller))
+        )
         if self._batches_ahead is None:
             # The loader's workers are started here, in the caller's thread, where a fork is as safe as without EDL.
-            return EpochIterator(self._ahead(self._labelled(self._session.begin(lambda: batches, cutter))))
+            return EpochIterator(self._ahead(self._labelled(session.begin(lambda: batches, cutter), labeller)))
         handover = Handover()
-        labelled = self._labelled(self._session.begin(lambda: handover, cutter, handover.close))
+        labelled = self._labelled(session.begin(lambda: handover, cutter, handover.close), labeller)
         return EpochIterator(self._read_here(SourceIterator(batches), handover, labelled))
 
-    def _cutter(self) -> Cutter:
-        services = self._session.labeller.services
+    def _unlabelled(self, batches: Iterator[B]) -> Generator[tuple[B, Any], None, None]:
+        for batch in batches:
+            yield (batch if self._device is None else self._moved(batch)), None
+
+    def _cutter(self, labeller: ChunkLabeller) -> Cutter:
+        services = labeller.services
         if self._tokens is None:
             return BatchCutter(self._getters, self._batch_rows, services, self._ids)
         cutter = PaddedBatchCutter(self._getters, self._tokens, self._batch_rows, services, self._ids)
@@ -154,11 +176,12 @@ class DistillLoader(Generic[B], abc.ABC):
 
     def stats(self) -> ReaderStats:
         """Return what has been done so far; may be called from any thread."""
-        return self._session.stats()
+        return self._session.stats() if self._session is not None else ReaderStats()
 
     def close(self) -> None:
         """End the epoch and all connections."""
-        self._session.close()
+        if self._session is not None:
+            self._session.close()
 
     def __enter__(self) -> DistillLoader[B]:
         return self
@@ -174,11 +197,12 @@ class DistillLoader(Generic[B], abc.ABC):
     def move(self, value: Any, device: Any) -> Any:
         """Return a tensor on its way to `device`; any other value as it is."""
 
-    def _labelled(self, epoch: Epoch) -> Iterator[tuple[B, Any]]:
-        services = self._session.labeller.services
+    def _labelled(self, epoch: Epoch, labeller: ChunkLabeller) -> Iterator[tuple[B, Any]]:
         try:
             for item in epoch:
-                combined = self._combiner([self._outputs_of(item, service) for service in range(services)])
+                combined = self._combiner(
+                    [_outputs_of(labeller, item, service) for service in range(labeller.services)]
+                )
                 epoch.taken(item)
                 found = [value for outputs in combined for value in values_by_name(outputs, self._outputs)]
                 if item.mask is not None:
@@ -223,14 +247,6 @@ class DistillLoader(Generic[B], abc.ABC):
     def _set_reading_state(self, state: Any) -> None:
         """Have the loop around find that again, as the batch is delivered; None behind the last."""
 
-    def _outputs_of(self, item: Item, service: int) -> Outputs:
-        if not item.parts:  # a batch whose texts are all empty
-            return self._session.labeller.empty_outputs(service)
-        outputs = item_outputs(item, service)
-        if item.mask is not None:
-            self._session.labeller.note_outputs(service, outputs)
-        return outputs
-
     def _ahead(self, batches: Iterator[tuple[B, Any]]) -> Generator[tuple[B, Any], None, None]:
         """Start moving the next batch to the device, if there is one, before the present batch is used."""
         if self._device is None:
@@ -262,6 +278,20 @@ class DistillLoader(Generic[B], abc.ABC):
         if isinstance(value, tuple | list):
             return type(value)(self._moved(part) for part in value)
         return self.move(value, self._device)
+
+
+def _outputs_of(labeller: ChunkLabeller, item: Item, service: int) -> Outputs:
+    if not item.parts:  # a batch whose texts are all empty
+        return labeller.empty_outputs(service)
+    outputs = item_outputs(item, service)
+    if item.mask is not None:
+        labeller.note_outputs(service, outputs)
+    return outputs
+
+
+def no_teachers(teachers: TeachersLike) -> bool:
+    """Return whether a program trains without teachers, which an empty list says: None is what the environment says."""
+    return isinstance(teachers, Sequence | Mapping) and not isinstance(teachers, str) and not teachers
 
 
 def resolve_teachers(teachers: TeachersLike, discovery: str | None = None, *, optional: bool = False) -> list[Teachers]:
@@ -328,8 +358,26 @@ def resolve_routes(
         if group not in groups:
             groups.append(group)
         routes[value] = groups.index(group)
-    names = [", ".join(str(value) for value, at in routes.items() if at == index) for index in range(len(groups))]
-    return groups, Router(route if callable(route) else field_getter(route), routes, tuple(names))
+    return groups, Router(route if callable(route) else field_getter(route), routes)
+
+
+def resolve_services(
+    teachers: TeachersLike, route: Route, discovery: str | None = None, *, optional: bool = False
+) -> tuple[list[Teachers] | None, Router | None]:
+    """Return what `resolve_routes` returns, or None for the services where a program trains without teachers.
+
+    Args:
+        teachers: see `edl.distill.torch.distill`.
+        route: see `resolve_routes`.
+        discovery: see `resolve_routes`.
+        optional: see `resolve_routes`.
+
+    Raises:
+        SettingsError: it names none, or in a way that is not known.
+    """
+    if no_teachers(teachers):
+        return None, None
+    return resolve_routes(teachers, route, discovery, optional=optional)
 
 
 def check_routed_combine(router: Router | None, combine: Combine) -> None:

@@ -77,7 +77,7 @@ class Options:
         if self.publish_load is not None and not isinstance(self.publish_load, bool):
             raise SettingsError(f"publish_load={self.publish_load!r}: must be True, False or None")
         if not isinstance(self.policy, Policy):
-            raise SettingsError(f"policy={self.policy!r}: expected an edl.distill.actions.Policy")
+            raise SettingsError(f"policy={self.policy!r}: expected an edl.distill.Policy")
         if self.credentials is not None and not isinstance(self.credentials, Credentials):
             raise SettingsError(
                 f"credentials of type {type(self.credentials).__name__}: expected edl.distill.Credentials"

@@ -16,7 +16,7 @@ from edl.distill.loader import (
     field_getter,
     input_getters,
     output_names,
-    resolve_routes,
+    resolve_services,
 )
 from edl.distill.options import Options
 from edl.distill.pipeline.cache_lookup import CacheConfig
@@ -54,9 +54,35 @@ def distill(
     """Wrap a `paddle.io.DataLoader` so that it yields `(batch, soft labels)`.
 
     The arguments are those of `edl.distill.torch.distill`, but for `device`: Paddle makes the tensors of labels on its
-    current device.
+    current device. What each is, is said there.
+
+    Args:
+        loader: yields batches, such as a `paddle.io.DataLoader`.
+        teachers: whom to ask; an empty list for none: `(batch, None)`.
+        inputs: see there.
+        outputs: see there.
+        discovery: see there.
+        route: see there.
+        tokens: see there.
+        tokenizer: see there.
+        batch_rows: see there.
+        combine: see there.
+        top_k: see there.
+        temperature: see there.
+        dtype: see there.
+        version: see there.
+        cache: see there.
+        ids: see there.
+        dataset: see there.
+        options: see there.
+
+    Returns:
+        An iterable with the loader's length, of batches and their labels as Paddle's tensors.
+
+    Raises:
+        SettingsError: an argument that cannot be.
     """
-    groups, router = resolve_routes(teachers, route, discovery, optional=cache is not None)
+    groups, router = resolve_services(teachers, route, discovery, optional=cache is not None)
     return PaddleLoader(
         loader,
         groups,
@@ -84,9 +110,18 @@ class PaddleLoader(DistillLoader[B]):
     """Yields `(batch, soft labels)`; made by `distill`, see `DistillLoader`."""
 
     def to_tensor(self, labels: Array) -> Any:
-        """See `DistillLoader.to_tensor`."""
+        """Return a tensor of `labels`, on Paddle's current device.
+
+        Args:
+            labels: an array of any shape.
+        """
         return paddle.to_tensor(labels)
 
     def move(self, value: Any, device: Any) -> Any:
-        """Return the value as it is: Paddle makes tensors on its current device."""
+        """Return the value as it is: Paddle makes tensors on its current device.
+
+        Args:
+            value: part of a batch, or labels.
+            device: not used.
+        """
         return value

@@ -33,6 +33,7 @@ from edl.distill.stats import ReaderStats
 from edl.distill.teachers import Teachers, teachers_from_env
 from edl.distill.transport.schema import OutputSpec
 from edl.errors import ClosedError, SettingsError, SourceError
+from edl.quoting import listed
 from edl.settings import is_count
 from edl.tokenizer_hash import resolve_tokenizer
 
@@ -82,7 +83,8 @@ class DistillReader:
             another are refused by name. Empty for any.
         cache: keeps soft labels, so that samples seen before are not asked for again. With a cache that has them all,
             no teachers need be named.
-        id_field: with a cache, the position of the field that holds a sample's id (an integer or a string).
+        id_field: with a cache, the position of the field that holds a sample's id (an integer or a string); not looked
+            at without.
         dataset: with a cache, what the ids mean; see `edl.distill.cache.CacheKey`.
         options: deadlines, memory, hedging; see `Options`.
 
@@ -125,10 +127,12 @@ class DistillReader:
         )
         self._options = options or Options()
         self._combine = combine
-        if (cache is None) != (id_field is None):
-            raise SettingsError("cache and id_field go together: the cache finds soft labels by the samples' ids")
+        if cache is not None and id_field is None:
+            raise SettingsError(
+                "cache without id_field: name the field with the samples' ids, by which it finds labels"
+            )
         self._cache_config = CacheConfig(cache, dataset) if cache is not None else None
-        self._id_field = id_field
+        self._id_field = id_field if cache is not None else None
         self._router: Router | None = None
         self._teachers: list[Teachers] = []
         if teachers is not None or route is not None:
@@ -300,8 +304,8 @@ class DistillReader:
         """Set the rows of a request.
 
         Default: 32 with samples; with batches the whole batch, or pieces of 256 if it is larger; with sequences 2,048
-        tokens. In either case fewer where a teacher takes no more. A sequence with more tokens than that is never
-        split: it is a request of its own.
+        tokens, or a quarter of what a teacher lets wait. In either case fewer where a teacher takes no more. A sequence
+        with more tokens than that is never split: it is a request of its own.
 
         Args:
             teacher_batch_size: at least 1.
@@ -326,6 +330,7 @@ class DistillReader:
             "teachers": ", ".join(group.name for group in self._teachers) or "from the environment",
             "discovery": ", ".join(str(group.discovery or "default") for group in self._teachers if group.service),
             "require_max_teacher": self._max_teachers or "no limit",
+            "route": f"by field, {listed([repr(value) for value in self._router.routes])}" if self._router else None,
             "combine": self._combine,
             "top_k": self._output_spec.top_k,
             "dtype": self._output_spec.dtype,
@@ -391,7 +396,7 @@ class DistillReader:
                 self._output_spec,
                 self._options,
                 self._cache_config,
-                self._router.names if self._router is not None else None,
+                self._router.routes if self._router is not None else None,
             )
             if self._closed:  # by a signal handler, before there was a session to close
                 session.close()

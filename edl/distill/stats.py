@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 __all__ = ["ReaderStats", "TeacherStats"]
 
@@ -60,7 +61,8 @@ class ReaderStats:
         departed: sums over all teachers that ever left.
         set_aside: how often a teacher was given nothing for a while, by why: "overloaded" (it had no room), "timeout",
             "error", "lost", "rejected" (what others accept), "bad output".
-        routes: by route (`route=`), what was asked of its teachers and came from them; empty without routes.
+        routes: by value of the field that says which teachers label what (`route=`), what was asked of these and came
+            from them: the same of values with the same teachers. Empty without routes.
         discovery: why the registry does not answer, or which teachers cannot renew their registration; empty while all
             is well.
     """
@@ -83,7 +85,7 @@ class ReaderStats:
     departed: TeacherStats = TeacherStats("", "gone")
     set_aside: Mapping[str, int] = field(default_factory=dict)
     discovery: str = ""
-    routes: Mapping[str, ReaderStats] = field(default_factory=dict)
+    routes: Mapping[Any, ReaderStats] = field(default_factory=dict)
 
     def line(self) -> str:
         """Return the state in a line for a person."""

@@ -16,7 +16,7 @@ from edl.distill.loader import (
     field_getter,
     input_getters,
     output_names,
-    resolve_routes,
+    resolve_services,
 )
 from edl.distill.options import Options
 from edl.distill.pipeline.cache_lookup import CacheConfig
@@ -66,7 +66,8 @@ def distill(
     Args:
         loader: yields batches: a tensor, a tuple or list of tensors, or a mapping. Its workers, pinning and `len` work.
         teachers: a service's name, `host:port` of teachers, `Teachers`, or a list of `Teachers` for an ensemble; None
-            for what the environment says (`EDL_SERVICE`, `EDL_TEACHERS`).
+            for what the environment says (`EDL_SERVICE`, `EDL_TEACHERS`). An empty list for none at all: batches come
+            in the same order as `(batch, None)`, nobody is asked, and of the other arguments `device` alone counts.
         inputs: which parts of a batch the teachers need: names by position (None: not sent), a single name for a batch
             that is a tensor or whose first part is meant, or a mapping from name to key, position or function of the
             batch.
@@ -82,7 +83,7 @@ def distill(
             [sequences, length, ...], with 0 where the mask has 0. None for batches of rows.
         tokenizer: path of the student's tokenizer, or its hash: teachers of another are refused by name. Empty for any.
         batch_rows: rows of a request; None for the whole batch, in pieces where it has more than 256 rows or a teacher
-            takes fewer; with `tokens`, None is 2,048 tokens, or fewer where a teacher takes fewer.
+            takes fewer; with `tokens`, None is 2,048 tokens, or a quarter of what a teacher lets wait.
         combine: see `DistillReader`.
         top_k: keep the k largest logits of a row, as `TopK` of tensors; None for whole outputs.
         temperature: at which the tail's mass is summed up with `top_k`.
@@ -90,7 +91,7 @@ def distill(
         version: labels of this version of the model only; empty for any.
         device: move tensors there a batch ahead of use; pinned batches without waiting.
         cache: keeps soft labels by sample id. See `DistillReader`.
-        ids: with a cache, how to find the ids in a batch: a key, a position or a function.
+        ids: with a cache, how to find the ids in a batch: a key, a position or a function; not looked at without.
         dataset: with a cache, what the ids mean. See `DistillReader`.
         ahead: read so many batches ahead in the training loop's own thread, so that all ranks do it at the same place.
             None: in another thread, as far ahead as teachers can use. What Accelerate has prepared is read in the
@@ -99,12 +100,13 @@ def distill(
 
     Returns:
         An iterable with the loader's length. Soft labels are a tensor [rows, ...] for a single output, a tuple for
-        several (for every service of an ensemble that is not combined), `TopK` of tensors with `top_k`.
+        several (for every service of an ensemble that is not combined), `TopK` of tensors with `top_k`; None where
+        `teachers` is an empty list.
 
     Raises:
         SettingsError: an argument that cannot be.
     """
-    groups, router = resolve_routes(teachers, route, discovery, optional=cache is not None)
+    groups, router = resolve_services(teachers, route, discovery, optional=cache is not None)
     return TorchLoader(
         loader,
         groups,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -25,9 +26,13 @@ from edl.settings import is_count
 
 __all__ = ["AugmentedViews", "view_id", "view_seed"]
 
+logger = logging.getLogger("edl.distill")
+
 _MOST_VIEWS = 1 << 16  # 65,536 epochs; more would leave fewer bits for the ids of samples
 _MOST_ID = 1 << 47  # so that an id and the number of a view fit into 64 bits
-_CHECKED = 8  # samples whose view is made twice: most augmentations change all of them
+_PLAIN = (int, float, complex, str, bytes, type(None))
+_CHECKED = 8  # first samples whose view is made twice: most augmentations change all of them
+_CHECKED_LATER = 256  # of so many later samples one is, for augmentations that change a few: that costs 0.4 %
 
 
 class _Samples(Protocol):
@@ -108,8 +113,8 @@ class AugmentedViews(Dataset[Any]):
         views: as given.
 
     Raises:
-        SettingsError: an argument that cannot be; or, when samples are taken, an augmentation that is not the same when
-            its seed is.
+        SettingsError: an argument that cannot be; or, when samples are taken, an augmentation that was seen not to be
+            the same when its seed is: the first 8 samples of a process, and one of 256 later, are made twice.
     """
 
     def __init__(
@@ -136,7 +141,7 @@ class AugmentedViews(Dataset[Any]):
         self._ids = ids
         self._reseed = reseed
         self._view = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # also workers that live on see it change
-        self._unchecked = _CHECKED
+        self._made = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the view of the next epoch, `epoch` modulo `views`; before the loader is iterated.
@@ -159,8 +164,14 @@ class AugmentedViews(Dataset[Any]):
         view = int(self._view)
         number = view_seed(sample_id, view, self._seed)
         sample = self._seeded(index, number)
-        if self._unchecked:
-            self._unchecked -= 1
+        self._made += 1
+        if self._made <= _CHECKED or not self._made % _CHECKED_LATER:
+            if self._made == 1 and (unknown := _incomparable(sample)):
+                logger.warning(
+                    "samples hold values of type %s, which cannot be compared: whether they are the same if made again "
+                    "is not checked",
+                    unknown,
+                )
             if not _same(sample, self._seeded(index, number)):
                 raise SettingsError(
                     f"sample {index} is not the same when it is made again with the same seed, so labels of its views "
@@ -215,7 +226,17 @@ def _same(first: Any, second: Any) -> bool:
         return len(first) == len(second) and all(map(_same, first, second))
     if hasattr(first, "tobytes"):  # Pillow's pictures, numpy's numbers
         return bool(first.tobytes() == second.tobytes())
-    return not isinstance(first, int | float | str | bytes) or bool(first == second or first != first)
+    return not isinstance(first, _PLAIN) or bool(first == second or first != first)
+
+
+def _incomparable(sample: Any) -> str:
+    """Return the type of a value that `_same` cannot compare; empty if there is none."""
+    if isinstance(sample, Mapping):
+        return next(filter(None, map(_incomparable, sample.values())), "")
+    if isinstance(sample, tuple | list):
+        return next(filter(None, map(_incomparable, sample)), "")
+    known = isinstance(sample, (torch.Tensor, *_PLAIN)) or hasattr(sample, "tobytes")
+    return "" if known else type(sample).__qualname__
 
 
 def _checked_id(sample_id: Any) -> int | str:

@@ -35,7 +35,7 @@ examples:
       the 50 largest logits of each row, and the mass of the rest, for a loss at temperature 2
   edl label corpus.jsonl --service lm --inputs ids=input_ids --ids id --outputs logprobs --top-k 64 --output labels
       sequences of tokens for a language model: on each line {"id": "a-1", "input_ids": [5, 3, 9]}. A .parquet file has
-      the same as columns, input_ids as lists
+      the same as columns, input_ids as lists. Row t of the labels is the prediction of token t + 1
   edl label corpus.npz --service lm --inputs ids=tokens --offsets begins --outputs logprobs --top-k 64 --output labels
       "tokens" are those of all sequences behind one another, "begins" where each begins, and behind the last the number
       of all: for three sequences of 4, 2 and 5 tokens 0, 4, 6, 11. With --sequences, a Dataset of your own
@@ -64,7 +64,11 @@ def parser() -> argparse.ArgumentParser:
     add = found.add_argument_group("teachers (default: what EDL_SERVICE or EDL_TEACHERS say)").add_argument
     add("--service", metavar="NAME", help="those that register under this name")
     add("--teachers", metavar="HOST:PORT,…", help="these")
-    add("--discovery", metavar="URL", help="sqlite:///path, consul://host:port or etcd://host:port, with --service")
+    add(
+        "--discovery",
+        metavar="URL",
+        help="sqlite:///path, consul://host:port, etcd://host:port or kubernetes://namespace, with --service",
+    )
     add("--model", default="", metavar="NAME", help="of several models that they serve, this one")
     add("--model-version", default="", metavar="V", help="labels of this version of it only (default: the newest)")
     add("--timeout", type=float, default=60.0, metavar="S", help="give up when none is live for so long (default: 60)")

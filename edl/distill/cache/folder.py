@@ -78,7 +78,6 @@ class SegmentFolder:
         self.limit_bytes = limit_bytes
         self.evicted = 0
         self._last_ns = 0
-        self._written: set[CacheKey] = set()  # whose file is there, unless it was evicted since
         self._unlisted = False
         self._warned = False
         try:
@@ -125,9 +124,8 @@ class SegmentFolder:
             text = key.to_json()
             self._make_room(len(data) + len(text), key.folder)
             place.mkdir(exist_ok=True)
-            if key not in self._written and not _has(place / KEY_FILE, text.encode("ascii")):
+            if not _has(place / KEY_FILE, text.encode("ascii")):  # each time: another process may have evicted it
                 self._place(place / KEY_FILE, text.encode("ascii"))
-            self._written.add(key)
             self._last_ns = max(time.time_ns(), self._last_ns + 1)
             path = place / f"{self._last_ns:020d}-{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
             self._place(path, data)
@@ -178,7 +176,6 @@ class SegmentFolder:
             used -= size
             self.evicted += 1
             emptied.add(path.parent)
-            self._written.clear()  # the folder may go, and its key with it
             self._warn_if_own(path, namespace)
         for place in emptied - {self.path / namespace}:
             _remove_if_empty(place)

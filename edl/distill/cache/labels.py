@@ -22,7 +22,7 @@ from edl.distill.cache.sequences import SequenceIds, fingerprints_of
 from edl.distill.cache.view import Ids, as_ids
 from edl.distill.compress import TopK
 from edl.distill.padding import as_token_mask, padded
-from edl.errors import SettingsError
+from edl.errors import SettingsError, SourceError
 from edl.protocol.tensors import Array
 
 __all__ = ["LabelSet", "load_labels"]
@@ -73,10 +73,12 @@ class LabelSet:
 
         Raises:
             SettingsError: there is no label for some of them, or that of another text; or labels are of rows.
+            SourceError: a text is a tensor that cannot be read as it is.
         """
         places = self._checked_places(ids)
         if inputs is not None:
-            self._check_texts(places, {name: [np.asarray(part) for part in column] for name, column in inputs.items()})
+            texts = {name: [_array_of(text, f"input {name!r}") for text in texts] for name, texts in inputs.items()}
+            self._check_texts(places, texts)
         index = [self._rows_at(place) for place in places]
         return [{name: output[rows] for name, output in self.outputs.items()} for rows in index]
 
@@ -91,9 +93,9 @@ class LabelSet:
 
         Raises:
             SettingsError: there is no label for some of them, or that of another text; or labels are of rows.
-            SourceError: the mask is none.
+            SourceError: the mask is none, or it or a text is a tensor that cannot be read as it is.
         """
-        kept = as_token_mask(np.asarray(mask), "the batch")
+        kept = as_token_mask(_array_of(mask, "the batch: its mask"), "the batch")
         samples = as_ids(ids)
         if len(kept) != len(samples):
             raise SettingsError(f"a mask {list(kept.shape)} for {len(samples)} ids: expected [sequences, length]")
@@ -108,7 +110,7 @@ class LabelSet:
                     f"sample {self.ids[place]!r} has {count} tokens, and the text that was labelled {labelled}"
                 )
         if inputs is not None:
-            arrays = {name: np.asarray(array) for name, array in inputs.items()}
+            arrays = {name: _array_of(array, f"the batch: input {name!r}") for name, array in inputs.items()}
             rows = [row for row, count in enumerate(counts) if count]
             self._check_texts(places, {name: [a[row][kept[row]] for row in rows] for name, a in arrays.items()})
         index = np.concatenate([self._rows_at(place) for place in places]) if places else np.empty(0, np.intp)
@@ -286,6 +288,13 @@ class _Reading:
             pieces = [part.pop(column.name) for part in self._parts]  # each goes when it was copied
             arrays[column.name] = np.concatenate(pieces)[order]
         return LabelSet(key, tuple(ids), self._layout.restore(arrays), sequences)
+
+
+def _array_of(value: Any, what: str) -> Array:
+    try:
+        return np.asarray(value)
+    except (RuntimeError, TypeError, ValueError) as exc:  # a tensor that requires grad, lies on a GPU, is sparse, ...
+        raise SourceError(f"{what}: cannot be made an array: {exc}") from exc
 
 
 def _ranges(starts: Array, lengths: Array) -> Array:

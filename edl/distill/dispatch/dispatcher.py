@@ -225,7 +225,8 @@ class Dispatcher:
         state = self.teachers.get(teacher)
         if state is not None:
             self.pauses[kind] += 1
-            state.closed_until = now + self.policy.aside_s
+            state.closed_until = max(state.closed_until, now + self.policy.aside_s)
+            state.no_room_until = 0.0
             state.why = why
 
     def attempt_answered(self, attempt: int, now: float) -> list[Action]:
@@ -327,9 +328,9 @@ class Dispatcher:
             times.extend(due for due in self._head_times() if due > now)
         return min(times, default=None)
 
-    def count_usable(self, now: float) -> int:
+    def count_serving(self, now: float) -> int:
         """Count the teachers that may be given work, now or when they have room."""
-        return sum(state.is_usable(now) for state in list(self.teachers.values()))
+        return sum(state.serves(now) for state in list(self.teachers.values()))
 
     def oversized_rows(self, now: float) -> int:
         """Return the rows of the largest waiting task that no usable teacher takes; 0 without such a task."""
@@ -416,7 +417,8 @@ class Dispatcher:
                 state.refusals_without_hint += 1
             else:
                 pause_s = 0.0  # of those refused together, only the first counts
-            state.closed_until = max(state.closed_until, now + pause_s)
+            if now + pause_s >= state.closed_until:
+                state.closed_until = state.no_room_until = now + pause_s
             state.why = failure.message
             return
         if failure.kind is FailureKind.BAD_OUTPUT:

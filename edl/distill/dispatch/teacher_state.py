@@ -19,6 +19,7 @@ class TeacherState:
         live: connected, and known to serve the right model.
         draining: takes no new requests.
         closed_until: no requests before this time, in seconds.
+        no_room_until: the same where it has said that it has no room; it is live meanwhile.
         why: why it is closed, in words for a person.
         max_rows: most rows in a request, 0 if any number.
         max_nbytes: most bytes of tensors in a request, 0 if any number.
@@ -35,6 +36,7 @@ class TeacherState:
     live: bool = True
     draining: bool = False
     closed_until: float = 0.0
+    no_room_until: float = 0.0
     why: str = ""
     max_rows: int = 0
     max_nbytes: int = 0
@@ -47,8 +49,12 @@ class TeacherState:
     half_open: bool = False
 
     def is_usable(self, now: float) -> bool:
-        """Return whether it may be given work, now or when it has room."""
+        """Return whether it may be given work, now or when answers of its own have made room."""
         return self.live and not self.draining and now >= self.closed_until
+
+    def serves(self, now: float) -> bool:
+        """Return whether it is usable, or is left alone for no other reason than that it has no room."""
+        return self.live and not self.draining and (now >= self.closed_until or self.no_room_until >= self.closed_until)
 
     def accepts(self, rows: float, nbytes: float, longest: float = 0) -> bool:
         """Return whether it takes a request of so many rows and bytes, whose longest sequence has `longest` rows."""

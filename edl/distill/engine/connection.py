@@ -20,6 +20,7 @@ from edl.distill.transport.request import Payload
 from edl.distill.transport.schema import ModelSpec, OutputSpec, Reply
 from edl.distill.transport.shm_registration import RegionNames
 from edl.errors import SettingsError
+from edl.notifier import wait_within
 from edl.protocol import names
 from edl.protocol.tls.credentials import CHECK_EVERY_S, CredentialFiles
 from edl.protocol.tls.handshake import explain_handshake, looks_like_handshake
@@ -284,7 +285,7 @@ class TeacherConnection:
             if not connected:
                 self._on_connect_failed(self)
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._retry_now.wait(), backoff_s * random.uniform(0.8, 1.2))
+                await wait_within(self._retry_now.wait(), backoff_s * random.uniform(0.8, 1.2))
             self._retry_now.clear()
             backoff_s = min(backoff_s * 2, _LAST_LAPSED_BACKOFF_S if self.lapsed else _LAST_BACKOFF_S)
 
@@ -303,7 +304,7 @@ class TeacherConnection:
         while not self._broken.is_set():
             try:
                 # Not all teachers of a student at once, since that would leave it without any for a moment.
-                await asyncio.wait_for(self._broken.wait(), CHECK_EVERY_S * random.uniform(0.5, 2))
+                await wait_within(self._broken.wait(), CHECK_EVERY_S * random.uniform(0.5, 2))
             except asyncio.TimeoutError:
                 assert self._files is not None
                 if self._files.current(now=True).version != version:

@@ -107,7 +107,7 @@ class EngineCounters:
             rows_hedged=self.hedged,
             requests_hedged=dispatcher.hedged,
             set_aside={kind.value: count for kind, count in dispatcher.pauses.copy().items()},
-            teachers_live=dispatcher.count_usable(time.monotonic()),
+            teachers_live=dispatcher.count_serving(time.monotonic()),
             teachers=teachers,
             departed=_seen(counted.departed),
             discovery=stale,

@@ -506,7 +506,7 @@ class Engine:
             self._outage.finish_work()
             return None
         oversized_rows = self._dispatcher.oversized_rows(now)
-        status = self._outage.check(now, self._dispatcher.count_usable(now) if not oversized_rows else 0)
+        status = self._outage.check(now, self._dispatcher.count_serving(now) if not oversized_rows else 0)
         if status.message:
             which = f" takes a request of {oversized_rows} rows" if oversized_rows else ""
             logger.warning("no live teacher for %s%s%s", self.name, which, status.message)

@@ -12,7 +12,16 @@ from torch.utils.checkpoint import checkpoint
 from edl.distill.compress import TopK
 from edl.distill.losses.buckets import bucket_log_probabilities
 from edl.distill.losses.terms import as_tensor
-from edl.distill.losses.tokens import FLOOR, TokenCount, check_divergence, divergence, kept_rows, total
+from edl.distill.losses.tokens import (
+    FLOOR,
+    TokenCount,
+    check_divergence,
+    divergence,
+    hard_targets,
+    kept_rows,
+    mixed_losses,
+    total,
+)
 from edl.errors import SettingsError
 from edl.settings import is_count
 
@@ -33,6 +42,8 @@ def chunked_token_loss(
     *,
     mask: Tensor | None = None,
     beta: float = 0.0,
+    hard_labels: Tensor | None = None,
+    hard_weight: float = 0.0,
     temperature: float | None = None,
     token_count: TokenCount = None,
     floor: float = FLOOR,
@@ -51,6 +62,8 @@ def chunked_token_loss(
         labels: of as many rows.
         mask: see `token_loss`.
         beta: see `token_loss`.
+        hard_labels: see `token_loss`.
+        hard_weight: see `token_loss`.
         temperature: see `token_loss`.
         token_count: see `token_loss`.
         floor: see `token_loss`.
@@ -80,23 +93,28 @@ def chunked_token_loss(
         as_tensor(labels.tail_lse, hidden.device).reshape(-1),
     ]
     kept = kept_rows(mask, hidden.shape[:-1], hidden.device)
+    targets = hard_targets(hard_labels, hard_weight, hidden.shape[:-1], kept, hidden.device)
+    if targets is not None:
+        parts.append(targets.reshape(-1))
     if kept is not None:
         positions = kept.reshape(-1).nonzero().squeeze(1)
         rows = rows.index_select(0, positions)
         parts = [part.index_select(0, positions) for part in parts]
     logits_of = (lambda states: F.linear(states, head)) if isinstance(head, Tensor) else head
 
-    def chunk_loss(states: Tensor, ids: Tensor, values: Tensor, tail_lse: Tensor) -> Tensor:
+    def chunk_loss(states: Tensor, ids: Tensor, values: Tensor, tail_lse: Tensor, hard: Tensor | None = None) -> Tensor:
         chunk = TopK(ids, values, tail_lse, labels.temperature, labels.classes)  # type: ignore[arg-type]
-        log_p, log_q = bucket_log_probabilities(logits_of(states), chunk, padded_vocabulary=padded_vocabulary)
-        return divergence(log_p, log_q, beta, floor).sum()
+        logits = logits_of(states)
+        log_p, log_q = bucket_log_probabilities(logits, chunk, padded_vocabulary=padded_vocabulary)
+        losses = divergence(log_p, log_q, beta, floor) * labels.temperature**2
+        return mixed_losses(losses, logits, hard, hard_weight).sum()
 
     size = chunk_tokens or max(1, _CHUNK_LOGITS // _vocabulary(head, labels))
     # `split` gives a chunk also where no token is left: each parameter of the head has a gradient then, as DDP wants.
     chunks = zip(*(torch.split(part, size) for part in (rows, *parts)), strict=True)
     losses = torch.stack([checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks])
     count = rows.shape[0] if token_count is None else token_count
-    return total(losses * labels.temperature**2, None, count, "mean")
+    return total(losses, None, count, "mean")
 
 
 def _vocabulary(head: Tensor | Callable[[Tensor], Tensor], labels: TopK) -> int:

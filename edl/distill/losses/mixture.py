@@ -88,14 +88,17 @@ class DistillLoss(nn.Module):
         self.teacher_is: TeacherIs = teacher_is
         self.reduction: Reduction = reduction
 
-    def forward(self, student_logits: Tensor, teacher: Tensor | Array | TopK, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self, student_logits: Tensor, teacher: Tensor | Array | TopK | None, labels: Tensor | None = None
+    ) -> Tensor:
         """Compute the loss.
 
         Args:
             student_logits: [rows, ..., classes].
-            teacher: of the same shape, or `TopK`.
-            labels: int64 [rows, ...], or probabilities of the shape of the logits; wanted unless `alpha` is 1. Rows
-                with label -100 have no part in the hard loss, which is 0 for a batch of such rows only.
+            teacher: of the same shape, or `TopK`. None, as batches without teachers have it, for the hard loss alone.
+            labels: int64 [rows, ...], or probabilities of the shape of the logits; wanted unless `alpha` is 1 and there
+                is a teacher. Rows with label -100 have no part in the hard loss, which is 0 for a batch of such rows
+                only.
 
         Returns:
             The loss, or losses [rows, ...] with reduction "none".
@@ -103,12 +106,16 @@ class DistillLoss(nn.Module):
         Raises:
             SettingsError: labels that are missing, or shapes that do not agree.
         """
-        if self.alpha == 1:
+        if self.alpha == 1 and teacher is not None:
             return self._soft(student_logits, teacher)
         if labels is None:
             raise SettingsError(
                 f"labels are missing: alpha={self.alpha} mixes in a hard loss; with alpha=1 none is used"
+                if teacher is not None
+                else "there are neither a teacher's labels nor hard ones"
             )
+        if teacher is None:
+            return self._hard(student_logits, labels)
         return mix(self._hard(student_logits, labels), self._soft(student_logits, teacher), self.alpha)
 
     def extra_repr(self) -> str:

@@ -6,15 +6,30 @@ import math
 import numbers
 
 import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
 from edl.distill.compress import TopK
 from edl.distill.losses.buckets import bucket_log_probabilities
-from edl.distill.losses.terms import Reduction, as_tensor, check_reduction, expected
+from edl.distill.losses.terms import Reduction, as_tensor, check_reduction, expected, widened
 from edl.errors import SettingsError
 from edl.settings import is_above_zero, is_share
 
-__all__ = ["FLOOR", "TokenCount", "check_divergence", "divergence", "kept_rows", "masked_labels", "token_loss", "total"]
+__all__ = [
+    "FLOOR",
+    "TokenCount",
+    "check_divergence",
+    "divergence",
+    "hard_targets",
+    "kept_rows",
+    "masked_labels",
+    "mixed_losses",
+    "token_loss",
+    "total",
+]
+
+_NO_LABEL = -100
+"""Of a token without a hard label: PyTorch's `ignore_index`."""
 
 TokenCount = int | float | Tensor | None
 """What a sum over tokens is divided by: None for the tokens of this call that the mask keeps."""
@@ -31,6 +46,8 @@ def token_loss(
     *,
     mask: Tensor | None = None,
     beta: float = 0.0,
+    hard_labels: Tensor | None = None,
+    hard_weight: float = 0.0,
     temperature: float | None = None,
     token_count: TokenCount = None,
     floor: float = FLOOR,
@@ -57,9 +74,14 @@ def token_loss(
     Args:
         student_logits: floating-point [rows, ..., vocabulary].
         labels: of as many rows, of numpy arrays or tensors.
-        mask: bool or integer [rows, ...], 0 for tokens that do not count. Whatever stands in their logits and labels,
-            also NaN, they add nothing and get a gradient of 0. None for all that are there.
+        mask: bool or integer [rows, ...], 0 for tokens that do not count (below 0, as -100 in labels, is refused
+            on the CPU). Whatever stands in their logits and labels, also NaN, they add nothing and get a gradient of 0.
+            None for all that are there.
         beta: from 0 to 1.
+        hard_labels: with `hard_weight`, what each row is to predict, whole numbers [rows, ...]: token t + 1 at row t.
+            Rows with -100 have no cross-entropy, and count as the others do.
+        hard_weight: share of the cross-entropy with `hard_labels`, from 0 to 1; 1 less it is that of the divergence.
+            Each token's loss is the mixture of the two, so that both are divided by the same count.
         temperature: T, which must be the labels'; None for whatever that is.
         token_count: what the sum over tokens is divided by with reduction "mean": None for the tokens kept here. With
             gradient accumulation, or several processes, give the number of tokens of the whole optimizer step, such
@@ -82,8 +104,10 @@ def token_loss(
         # The inputs, not only the losses: a gradient of 0 times NaN would be NaN.
         student_logits = torch.where(kept.unsqueeze(-1), student_logits, 0.0)
         labels = masked_labels(labels, kept)
+    targets = hard_targets(hard_labels, hard_weight, student_logits.shape[:-1], kept, student_logits.device)
     log_p, log_q = bucket_log_probabilities(student_logits, labels, padded_vocabulary=padded_vocabulary)
     losses = divergence(log_p, log_q, beta, floor) * labels.temperature**2
+    losses = mixed_losses(losses, student_logits, targets, hard_weight)
     return total(losses, kept, token_count, reduction)
 
 
@@ -103,6 +127,64 @@ def divergence(log_p: Tensor, log_q: Tensor, beta: float, floor: float) -> Tenso
     return (beta * teacher + (1 - beta) * student).sum(dim=-1)
 
 
+def hard_targets(
+    hard_labels: Tensor | None, hard_weight: float, rows: torch.Size, kept: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """Return the hard labels that have a part in the loss, int64 on `device`; None where they have no weight.
+
+    Args:
+        hard_labels: whole numbers of the shape of `rows`, -100 for none; or None.
+        hard_weight: their share.
+        rows: the shape of the logits without the vocabulary.
+        kept: the mask as `kept_rows` returns it: where it leaves a row out, its label may be anything.
+        device: of the logits.
+
+    Raises:
+        SettingsError: a share that cannot be, labels that are missing, or of another shape or type.
+    """
+    if not is_share(hard_weight):
+        raise SettingsError(f"hard_weight={hard_weight!r}: the share of the cross-entropy must be from 0 to 1")
+    if hard_weight == 0:
+        return None
+    if hard_labels is None:
+        raise SettingsError(f"hard_weight={hard_weight} mixes in the cross-entropy with hard_labels, which are missing")
+    if not isinstance(hard_labels, Tensor) or hard_labels.is_floating_point() or hard_labels.is_complex():
+        found = hard_labels.dtype if isinstance(hard_labels, Tensor) else type(hard_labels).__name__
+        raise SettingsError(f"hard_labels are {found}: expected a tensor of whole numbers")
+    if hard_labels.shape != rows:
+        raise SettingsError(
+            f"hard_labels are {list(hard_labels.shape)}, the logits have rows {list(rows)}: they do not agree"
+        )
+    targets = hard_labels.to(device).long()
+    return targets if kept is None else targets.masked_fill(~kept, _NO_LABEL)
+
+
+def mixed_losses(losses: Tensor, student_logits: Tensor, targets: Tensor | None, hard_weight: float) -> Tensor:
+    """Return losses [rows, ...] in which the cross-entropy with hard labels has a share.
+
+    Args:
+        losses: of the tokens, against the teacher.
+        student_logits: [rows, ..., vocabulary].
+        targets: as `hard_targets` returns them.
+        hard_weight: the share.
+
+    Raises:
+        SettingsError: a hard label that is no token of the student's.
+    """
+    if targets is None:
+        return losses
+    classes = student_logits.shape[-1]
+    # On the CPU only, and not while compiling: elsewhere every step would wait for the device.
+    if targets.device.type == "cpu" and not torch.compiler.is_compiling():
+        wrong = targets[((targets < 0) & (targets != _NO_LABEL)) | (targets >= classes)]
+        if wrong.numel():
+            raise SettingsError(f"hard_labels hold {int(wrong[0])}: must be from 0 to {classes - 1}, or {_NO_LABEL}")
+    flat = widened(student_logits).reshape(-1, classes)
+    hard = F.cross_entropy(flat, targets.reshape(-1), ignore_index=_NO_LABEL, reduction="none").reshape(targets.shape)
+    # Not 0 times the divergence, which may be NaN.
+    return hard if hard_weight == 1 else (1 - hard_weight) * losses + hard_weight * hard
+
+
 def kept_rows(mask: Tensor | None, rows: torch.Size, device: torch.device) -> Tensor | None:
     """Return the mask as booleans on `device`, None without.
 
@@ -112,7 +194,7 @@ def kept_rows(mask: Tensor | None, rows: torch.Size, device: torch.device) -> Te
         device: of the logits.
 
     Raises:
-        SettingsError: another shape or type.
+        SettingsError: another shape or type, or numbers below 0 (on the CPU; elsewhere they are left out).
     """
     if mask is None:
         return None
@@ -121,7 +203,10 @@ def kept_rows(mask: Tensor | None, rows: torch.Size, device: torch.device) -> Te
         raise SettingsError(f"the mask is {found}: expected a tensor of bool or whole numbers, 0 for what is left out")
     if mask.shape != rows:
         raise SettingsError(f"the mask is {list(mask.shape)}, the logits have rows {list(rows)}: they do not agree")
-    return mask.to(device) != 0
+    # Elsewhere to look would be to wait for the device.
+    if mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool((mask < 0).any()):
+        raise SettingsError(f"the mask holds {int(mask.min())}: it is 0 for what is left out, of labels labels != -100")
+    return mask.to(device) > 0
 
 
 def masked_labels(labels: TopK, kept: Tensor) -> TopK:

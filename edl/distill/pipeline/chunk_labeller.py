@@ -10,8 +10,9 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from edl.discovery.registry import Snapshot
 from edl.distill.cache import CacheView, SequenceIds, SoftLabelCache
@@ -33,12 +34,13 @@ from edl.distill.pipeline.cache_lookup import (
 )
 from edl.distill.pipeline.cache_queue import CacheQueue, select_ids
 from edl.distill.pipeline.empty_outputs import empty_like, empty_outputs
+from edl.distill.pipeline.teacher_limits import TeacherLimits
 from edl.distill.source.chunk import Chunk
 from edl.distill.source.sequence_cutters import sequence_fields
 from edl.distill.stats import ReaderStats, merged
 from edl.distill.teachers import Teachers, service_identities
 from edl.distill.transport.conversion import select_inputs
-from edl.distill.transport.message_limits import MessageLimits, rows_that_fit
+from edl.distill.transport.message_limits import MessageLimits
 from edl.distill.transport.request import Payload
 from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec
 from edl.distill.transport.shm import Arena
@@ -47,6 +49,7 @@ from edl.errors import ClosedError, EDLError, SettingsError, SourceError
 from edl.memory import keep_freed_memory
 from edl.protocol.tensors import Array
 from edl.protocol.tls.credentials import CredentialFiles
+from edl.quoting import listed
 from edl.settings import Credentials
 
 __all__ = ["ChunkLabeller"]
@@ -55,8 +58,6 @@ logger = logging.getLogger("edl.distill")
 
 _CLOSE_S = 10.0
 """How long `close` waits for the connections of a service: gRPC takes milliseconds, a stuck host is left alone."""
-_SAY_AFTER_S = 5.0
-"""Waiting for a first teacher that is worth a warning: a person begins to wonder."""
 
 
 class ChunkLabeller:
@@ -67,12 +68,13 @@ class ChunkLabeller:
         output_spec: what is asked for.
         options: deadlines, memory, retries.
         cache_config: the soft-label cache, None without.
-        routes: names of the groups, by each of which some chunks are labelled (`Chunk.route`); None where all of them
-            label every chunk.
+        routes: by value of the field that says which group labels what (`Chunk.route`), the group's number; None where
+            all of them label every chunk.
 
     Attributes:
         teachers: as given.
         routes: as given.
+        limits: what the teachers take, once there are some.
         thread: the event loop.
         closed: whether no more work is taken.
         memory_bytes: as in `Options`.
@@ -88,7 +90,7 @@ class ChunkLabeller:
         output_spec: OutputSpec,
         options: Options,
         cache_config: CacheConfig | None = None,
-        routes: Sequence[str] | None = None,
+        routes: Mapping[Any, int] | None = None,
     ) -> None:
         self.teachers = teachers
         self.routes = routes
@@ -115,6 +117,7 @@ class ChunkLabeller:
         self._progress_rows = 0
         keep_freed_memory(min(options.memory_bytes, 512 << 20))  # who bounds memory does not want it kept either
         self._engines: list[Engine] = []
+        self.limits = TeacherLimits(teachers, self._engines, options.teacher_timeout_s)
         self._cache_keys: list[CacheKeyTemplate] = []
         self._views: dict[tuple[int, str, str], CacheView] = {}  # by engine, model and version
         self._warned_unversioned = False
@@ -179,10 +182,6 @@ class ChunkLabeller:
         capacities = [engine.limits.capacity for engine in self._engines]
         return max(8, 4 * (sum(capacities) if self.routes is not None else max(capacities, default=0)))
 
-    def _asked(self, route: int | None) -> range:
-        """Return the numbers of the services that are asked for a chunk."""
-        return range(len(self._engines)) if route is None else range(route, route + 1)
-
     def backlog(self, route: int | None) -> float:
         """Return the chunks of a route, or of any, that wait to be sent, as a share of what is enough.
 
@@ -190,7 +189,7 @@ class ChunkLabeller:
 
         Where chunks gather to be sent together, it is enough when the next chunks are there by then.
         """
-        asked = self._asked(route)
+        asked = self.limits.asked(route)
         waiting = max((self._submitted[index] - self._engines[index].dispatched for index in asked), default=0)
         together = max((engine.limits.gather_limit for engine in self._engines), default=0)
         return waiting / max(2 + self.depth // 16, 1 + together)
@@ -203,7 +202,7 @@ class ChunkLabeller:
 
     def estimate_answers(self, chunk: Chunk) -> None:
         """Estimate the bytes of the answers to a chunk, as far as can be told."""
-        for answer, index in enumerate(self._asked(chunk.route)):
+        for answer, index in enumerate(self.limits.asked(chunk.route)):
             nbytes = self._answer_sizes[index].expected(chunk.rows, self._engines[index].await_spec(0.0))
             chunk.answers_nbytes[answer] = nbytes or 0
             chunk.foreseen = chunk.foreseen and nbytes is not None
@@ -224,9 +223,9 @@ class ChunkLabeller:
         if self._offline is not None and chunk.ids is not None:
             self._store_cached(chunk, 0, 0, look_up_offline(self._offline, chunk).outputs)
             self._cached += chunk.rows
-        for slot, index in enumerate(self._asked(chunk.route)):
+        for slot, index in enumerate(self.limits.asked(chunk.route)):
             engine = self._engines[index]
-            spec = self._await_spec(engine, stopped)
+            spec = self.limits.await_spec(index, stopped)
             if spec is None:
                 return
             if self.routes is not None and self._agreed[index] != (spec, engine.tokenizer):
@@ -267,8 +266,13 @@ class ChunkLabeller:
                 continue
             why = outputs_disagreement(spec_as_told, replace(known[0], tokenizer=known[1]), output_spec)
             if why:
-                raise SettingsError(f"routes {self.routes[other]} and {self.routes[index]} do not go together: {why}")
+                values = f"{self._values_of(other)} and of {self._values_of(index)}"
+                raise SettingsError(f"the teachers of {values} do not go together: {why}")
         self._agreed[index] = spec, tokenizer
+
+    def _values_of(self, route: int) -> str:
+        """Return the values of a route, for people."""
+        return listed([repr(value) for value, index in (self.routes or {}).items() if index == route])
 
     def _store_cached(self, chunk: Chunk, slot: int, service: int, outputs: Outputs) -> None:
         chunk.surplus_nbytes += _count_answer_nbytes(
@@ -276,90 +280,21 @@ class ChunkLabeller:
         )
         chunk.outputs[slot] = outputs
 
-    def knows_teacher(self, route: int | None) -> bool:
-        """Return whether all services that label chunks of a route have had a teacher."""
-        return all(self._engines[index].await_spec(0.0) is not None for index in self._asked(route))
+    def follow_version(self, service: int) -> None:
+        """Follow a service's version, where there are no epochs that do: what was asked for has been answered."""
+        engine = self._engines[service]
+        with contextlib.suppress(ClosedError):  # by another thread, meanwhile
+            self.thread.call(engine.begin_epoch)
+            engine.select_version()
 
-    def max_rows(self, stopped: Callable[[], bool], route: int | None = None) -> int:
-        """Return the rows that teachers of a route, or all, take in a request, 0 if any number.
-
-        Waits for teachers, and fails, as `submit` does.
-        """
-        engines = [self._engines[index] for index in self._asked(route)]
-        limits = [engine.limits.max_rows for engine in engines if self._await_spec(engine, stopped) is not None]
-        return min((limit for limit in limits if limit), default=0)
-
-    def max_sequence(self, route: int | None = None) -> int:
-        """Return the rows of the longest sequence that every service of a route has a teacher for, 0 if any number."""
-        limits = [self._engines[index].limits.max_sequence for index in self._asked(route)]
-        return min((limit for limit in limits if limit), default=0)
-
-    def awaits_sequence(self, rows: int, since: float, route: int | None = None) -> bool:
-        """Return whether to wait for a teacher that takes a sequence, where no known teacher does.
-
-        One may come where teachers of a fixed list are still being connected to, and at any moment where a service is
-        asked whose teachers come and go.
-
-        Args:
-            rows: of the sequence.
-            since: when the wait began, on the monotonic clock; it lasts `teacher_timeout_s` at most.
-            route: of the sequence; None where every service labels it.
-        """
-        services = [(self.teachers[index], self._engines[index]) for index in self._asked(route)]
-        short = [
-            (group, engine)
-            for group, engine in services
-            if engine.limits.max_sequence and rows > engine.limits.max_sequence
-        ]
-        if not short or time.monotonic() - since > self._options.teacher_timeout_s:
-            return False
-        return all(group.service is not None or engine.awaits_teachers for group, engine in short)
-
-    def await_max_sequence(self, rows: int, stopped: Callable[[], bool], route: int | None = None) -> int:
-        """Wait as long as `awaits_sequence` says, and return `max_sequence`.
-
-        Args:
-            rows: of the sequence.
-            stopped: whether the epoch was closed, which ends all waiting.
-            route: of the sequence; None where every service labels it.
-        """
-        begin = time.monotonic()
-        warned = False
-        asked = self._asked(route)
-        while not stopped() and self.awaits_sequence(rows, begin, route):
-            for index in asked:
-                self._engines[index].wait_changed(0.2 / len(asked))
-            if not warned and time.monotonic() - begin > _SAY_AFTER_S:
-                warned = True
-                logger.warning(
-                    "a sequence has %d tokens, and the teachers that are known take at most %d: waiting up to %g s for "
-                    "another",
-                    rows,
-                    self.max_sequence(route),
-                    self._options.teacher_timeout_s,
-                )
-        return self.max_sequence(route)
-
-    def follow_versions(self) -> None:
-        """Follow the teachers' version, where there are no epochs that do: what was asked for has been answered."""
-        for engine in self._engines:
-            with contextlib.suppress(ClosedError):  # by another thread, meanwhile
-                self.thread.call(engine.begin_epoch)
-                engine.select_version()
+    def has_live_teacher(self, service: int) -> bool:
+        """Return whether a teacher of a service may be given work."""
+        return bool(self._engines[service].stats().teachers_live)
 
     @property
     def refuses_versions(self) -> bool:
         """Whether labels of several versions are not mixed."""
         return self._options.mixed_versions == "refuse"
-
-    def rows_that_fit(self, fields: Mapping[str, Array], route: int | None = None) -> int:
-        """Return how many rows like these all teachers of a route take in a request by their bytes, 0 if any number."""
-        fitting = [
-            rows_that_fit(fields, spec, max_nbytes)
-            for engine in (self._engines[index] for index in self._asked(route))
-            if (max_nbytes := engine.limits.max_nbytes) and (spec := engine.await_spec(0)) is not None
-        ]
-        return min(fitting, default=0)
 
     def _look_up_cache(
         self, chunk: Chunk, index: int, spec: ModelSpec, fields: Mapping[str, Array]
@@ -427,7 +362,7 @@ class ChunkLabeller:
         Raises:
             NoTeacherError: no teacher told within `teacher_timeout_s`.
         """
-        spec = self._await_spec(self._engines[service], lambda: self.closed)
+        spec = self.limits.await_spec(service, lambda: self.closed)
         if spec is None:
             raise ClosedError("the reader is closed")
         return spec
@@ -461,6 +396,9 @@ class ChunkLabeller:
         if self._offline is not None:
             layout = self._offline.layout
             return {} if layout is None else layout.restore(layout.unpack(b"", 0))
+        if self.routes is not None:  # their outputs are alike, and not all of them have a teacher
+            known = self.limits.await_any(lambda: self.closed)
+            service = service if known is None else known
         return empty_outputs(self.model_spec(service), self._cache_keys[service].output_spec)
 
     def set_awaited(self, chunk: Chunk) -> None:
@@ -514,7 +452,7 @@ class ChunkLabeller:
         services = [engine.stats() for engine in self._engines]
         return replace(
             merged(services),
-            routes=dict(zip(self.routes, services, strict=True)) if self.routes is not None else {},
+            routes={value: services[index] for value, index in (self.routes or {}).items()},
             rows_cached=self._cached,
             rows_delivered=self._delivered,
             wait_s=self._wait_s,
@@ -522,20 +460,6 @@ class ChunkLabeller:
             rows_not_cached=self._cache_queue.dropped_rows if self._cache_queue is not None else 0,
             cache_queue_bytes=self._cache_queue.queued_bytes if self._cache_queue is not None else 0,
         )
-
-    def lacks_teacher(self, since: float) -> bool:
-        """Return whether a service has had no teacher yet.
-
-        Args:
-            since: when work began to wait for it, on the monotonic clock.
-
-        Raises:
-            NoTeacherError: it has waited for `teacher_timeout_s`.
-        """
-        lacking = next((engine for engine in self._engines if engine.await_spec(0.0) is None), None)
-        if lacking is not None and time.monotonic() - since > self._options.teacher_timeout_s:
-            raise lacking.no_teacher()
-        return lacking is not None
 
     def begin_epoch(self) -> None:
         """Note that an epoch begins, in the thread that begins it: the spans of its requests are that thread's."""
@@ -565,29 +489,13 @@ class ChunkLabeller:
     def _close_engine(self, engine: Engine) -> None:
         self.thread.run(engine.close(), _CLOSE_S)
 
-    def _await_spec(self, engine: Engine, stopped: Callable[[], bool]) -> ModelSpec | None:
-        """Wait for the first teacher; return None if the epoch was closed meanwhile."""
-        begin, timeout_s = time.monotonic(), self._options.teacher_timeout_s
-        warned = False
-        while not stopped():
-            spec = engine.await_spec(0.2)
-            if spec is not None:
-                return spec
-            waited_s = time.monotonic() - begin
-            if waited_s > timeout_s:
-                raise engine.no_teacher()
-            if not warned and waited_s > _SAY_AFTER_S:
-                warned = True
-                logger.warning("no teacher of %s has answered yet: waiting up to %g s", engine.name, timeout_s)
-        return None
-
 
 @dataclass(frozen=True)
 class _AnswerHandler:
-    """Puts a job's outputs into its chunk, as those of a service of the chunk's, on the loop, and has them kept."""
+    """Puts a job's outputs into its chunk, in its slot, on the loop, and has them kept."""
 
     chunk: Chunk
-    service: int
+    slot: int
     changed: Callable[..., None]
     missing: CacheMiss | None
     cache_queue: CacheQueue | None
@@ -608,8 +516,8 @@ class _AnswerHandler:
         except SettingsError as exc:
             self.chunk.error = exc
             return 0
-        surplus_nbytes = _count_answer_nbytes(self.chunk, self.service, whole, self.size_estimator)
-        self.chunk.outputs[self.service] = whole
+        surplus_nbytes = _count_answer_nbytes(self.chunk, self.slot, whole, self.size_estimator)
+        self.chunk.outputs[self.slot] = whole
         self._keep(outputs, version)
         return surplus_nbytes
 

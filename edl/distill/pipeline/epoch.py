@@ -8,7 +8,6 @@ a single writer, or is changed by single steps that Python makes atomic, and thr
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import threading
@@ -20,7 +19,7 @@ from typing import Any
 from edl.distill.pipeline.chunk_labeller import ChunkLabeller
 from edl.distill.pipeline.open_chunks import OpenChunks
 from edl.distill.pipeline.waiting import SourceClock, source_wait_s
-from edl.distill.source.chunk import Chunk, Item
+from edl.distill.source.chunk import Chunk, Item, Reading
 from edl.distill.source.cutters import Cutter
 from edl.distill.source.reuse import ReuseDetector
 from edl.errors import ClosedError, SourceError
@@ -263,8 +262,6 @@ class Epoch:
     def _take_in(self, source: Iterator[Any], cutter: Cutter) -> None:
         self._labeller.prepare_epoch()
         cutters = dict(cutter.by_route())
-        for route, part in cutters.items():
-            part.await_max_sequence = functools.partial(self._await_max_sequence, route=route)
         while not self._closed:
             self._asked_at = time.monotonic()
             self._source_clock.begin(self._asked_at)
@@ -284,28 +281,36 @@ class Epoch:
                 raise
             if not self._take_back():
                 return
-            if not self._set_limits(cutter, cutters, value):
+            reading = cutter.read(value)
+            if not self._set_limits(cutter, cutters, reading):
                 return
-            item, ready = cutter.put(value)
+            item, ready = cutter.cut(reading)
             self._reuse.check_drawn(item)
             self._offer(item)
             if not self._submit(cutter, ready):
                 return
 
-    def _set_limits(self, cutter: Cutter, cutters: Mapping[int | None, Cutter], value: Any) -> bool:
-        """Have the cutter know what the teachers of a value take; return False if the epoch is closed."""
-        for route in cutter.routes_of(value):
-            part = cutters[route]
-            if part.wants_limits:
-                # What came before, for teachers that are there, does not wait for the first teacher of this route.
-                if route is not None and not self._labeller.knows_teacher(route):
-                    self._submit(cutter, cutter.finish())
-                part.max_rows = self._labeller.max_rows(lambda: self._closed, route)
-                part.max_sequence = self._labeller.max_sequence(route)
-        return not self._closed
+    def _set_limits(self, cutter: Cutter, cutters: Mapping[int | None, Cutter], reading: Reading) -> bool:
+        """Have the cutter know what the teachers of a value take; return False if the epoch is closed.
 
-    def _await_max_sequence(self, rows: int, route: int | None) -> int:
-        return self._labeller.await_max_sequence(rows, lambda: self._closed, route)
+        What came before, for teachers that are there, waits neither for the first teacher of a route nor for one that
+        takes a longer sequence: it is sent before.
+        """
+        limits = self._labeller.limits
+        for route, longest in reading.longest.items():
+            part = cutters[route]
+            if not part.wants_limits:
+                continue
+            if route is not None and not limits.knows_teacher(route) and not self._submit(cutter, cutter.finish()):
+                return False
+            part.max_rows = limits.max_rows(lambda: self._closed, route)
+            part.max_sequence = limits.max_sequence(route)
+            if longest > part.max_sequence > 0:
+                if not self._submit(cutter, cutter.finish()):
+                    return False
+                part.max_sequence = limits.await_max_sequence(longest, lambda: self._closed, route)
+                part.max_rows = limits.max_rows(lambda: self._closed, route)  # others may have come meanwhile
+        return not self._closed
 
     def _take_back(self) -> bool:
         """Wait for the cutter, which the flushing thread may be using; False if the epoch is closed."""

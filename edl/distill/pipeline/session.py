@@ -11,7 +11,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -62,7 +62,7 @@ class LabelSession:
         output_spec: OutputSpec,
         options: Options,
         cache_config: CacheConfig | None = None,
-        routes: Sequence[str] | None = None,
+        routes: Mapping[Any, int] | None = None,
     ) -> None:
         load = LoadSettings.of(options.publish_load)
         self.labeller = ChunkLabeller(teachers, output_spec, options, cache_config, routes)
@@ -112,7 +112,7 @@ class LabelSession:
         self.labeller.check()
         cutter.time_budget.always = self._options.check_all_bytes
         for route, part in cutter.by_route():
-            part.fit = functools.partial(self.labeller.rows_that_fit, route=route)
+            part.fit = functools.partial(self.labeller.limits.rows_that_fit, route=route)
         epoch = self._epoch = Epoch(self.labeller, source, cutter, end_source)
         # By a signal handler, or another thread, before the epoch was there to be closed as well.
         if self.labeller.closed:

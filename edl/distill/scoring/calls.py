@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +17,8 @@ from edl.distill.compress import TopK
 from edl.distill.pipeline.chunk_labeller import ChunkLabeller
 from edl.distill.source.chunk import Chunk, Item
 from edl.distill.source.cutters import Getter
+from edl.distill.source.routed_cutters import routed_cutter
+from edl.distill.source.routes import Router
 from edl.distill.source.sequence_cutters import SequenceListCutter
 from edl.errors import ClosedError, TemporaryError
 from edl.protocol.tensors import Array
@@ -33,12 +37,13 @@ class ScoreCall:
     """Sequences that are scored together.
 
     Attributes:
-        samples: tuples of arrays [tokens, ...].
+        samples: tuples of arrays [tokens, ...]; with routes, of each behind them the number of the service.
         future: of the labels of each sequence.
         owner: kept alive until the call has ended.
         deadline: on the monotonic clock, None for none.
         timeout_s: as the user said it, for messages.
         labels: makes what the user gets of a sequence's outputs.
+        longest: by route, tokens of the longest sequence.
         began: on the monotonic clock.
         item: where its rows are; None until it is cut.
         unsent: chunks that wait for room.
@@ -51,6 +56,7 @@ class ScoreCall:
     deadline: float | None
     timeout_s: float | None
     labels: Callable[[Mapping[str, Array | TopK]], Any]
+    longest: dict[int | None, int] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
     item: Item | None = None
     unsent: deque[Chunk] = field(default_factory=deque)
@@ -61,23 +67,34 @@ class ScoreCalls:
     """Sends calls in the order in which they come, with a bound on the tokens under way.
 
     Args:
-        labeller: of a single service.
+        labeller: of a single service, or of several of which one labels a sequence.
         getters: by input name, how to find it in a sample.
+        router: finds in a sample which service labels it; None where there is one.
         request_tokens: of a request; None for what teachers take.
         max_tokens: under way at most; a request that is larger goes alone.
     """
 
     def __init__(
-        self, labeller: ChunkLabeller, getters: Mapping[str, Getter], request_tokens: int | None, max_tokens: int
+        self,
+        labeller: ChunkLabeller,
+        getters: Mapping[str, Getter],
+        request_tokens: int | None,
+        max_tokens: int,
+        router: Router | None = None,
     ) -> None:
         self._labeller = labeller
         self._getters = getters
+        self._router = router
         self._request_tokens = request_tokens
         self._max_tokens = max_tokens
         self._added: deque[ScoreCall] = deque()
-        self._calls: deque[ScoreCall] = deque()  # of this thread alone, the oldest first
+        self._calls: deque[ScoreCall] = deque()  # of the loop's thread alone, the oldest first
+        self._closed = False
+        self._lock = threading.Lock()  # of `_closed` and what is added
         self._tokens = 0
-        self._followed_at = time.monotonic()
+        self._abandoned = False
+        self._made_at = time.monotonic()
+        self._followed_at: dict[int, float] = {}  # by service
         self._loop = BackgroundLoop("edl-score", self._step)
 
     def add(self, call: ScoreCall) -> None:
@@ -85,13 +102,27 @@ class ScoreCalls:
         if not call.samples:
             call.future.set_result([])
             return
-        self._added.append(call)
-        if self._labeller.closed:
-            self._end_all()
-        self._loop.wake()
+        for sample in call.samples:
+            route = None if self._router is None else self._router.of_sample(sample, "a sequence")
+            call.longest[route] = max(call.longest.get(route, 0), _length(sample))
+        call.future.add_done_callback(self._ended)
+        with self._lock:
+            taken = not self._closed
+            if taken:
+                self._added.append(call)
+        if taken:
+            self._loop.wake()
+        else:
+            _fail(call, _closed_error())
 
-    def wake(self) -> None:
-        """Look at the calls now. May be called by a finalizer."""
+    def _ended(self, future: Future[list[Any]]) -> None:
+        """Let go of what was asked for a call that nobody waits for any more."""
+        if future.cancelled():
+            self._loop.wake()
+
+    def let_go(self) -> None:
+        """End, where nobody is left to call: a finalizer may do this, in the middle of anything."""
+        self._abandoned = True
         self._loop.wake()
 
     def close(self) -> None:
@@ -107,13 +138,15 @@ class ScoreCalls:
     # The thread
 
     def _step(self) -> float | None:
-        if self._labeller.closed:
+        if self._labeller.closed or self._abandoned:
             self._end_all()
             return None
         while self._added:
             self._calls.append(self._added.popleft())
         now = time.monotonic()
         for call in list(self._calls):
+            if self._closed:  # a future's callback has closed the scorer, and all calls have ended
+                return None
             if self._has_ended(call, now):
                 self._drop(call)
         wait_s = min(self._follow_versions(now), self._send())
@@ -126,33 +159,39 @@ class ScoreCalls:
         Returns:
             Seconds until the next look.
         """
-        if not self._calls or any(chunk.done for call in self._calls for chunk in call.sent):
+        routes = {route for call in self._calls for route in call.longest}
+        services = {index for route in routes for index in self._labeller.limits.asked(route)}
+        return min((self._follow_version(index, now) for index in services), default=_IDLE_S)
+
+    def _follow_version(self, index: int, now: float) -> float:
+        sent = [chunk for call in self._calls for chunk in call.sent if chunk.route in (None, index)]
+        if any(chunk.done for chunk in sent):
             return _IDLE_S
-        sent = any(call.sent for call in self._calls)
-        if sent and not (self._labeller.refuses_versions and not self._labeller.stats().teachers_live):
+        if sent and not (self._labeller.refuses_versions and not self._labeller.has_live_teacher(index)):
             return _FOLLOW_S if self._labeller.refuses_versions else _IDLE_S
-        if now < self._followed_at + _FOLLOW_S:
-            return max(self._followed_at + _FOLLOW_S - now, _LOOK_S) if sent else _IDLE_S
-        self._labeller.follow_versions()
-        self._followed_at = time.monotonic()
+        due_s = self._followed_at.get(index, self._made_at) + _FOLLOW_S - now
+        if due_s > 0:
+            return max(due_s, _LOOK_S) if sent else _IDLE_S
+        self._labeller.follow_version(index)
+        self._followed_at[index] = time.monotonic()
         return _FOLLOW_S
 
     def _send(self) -> float:
         """Send what there is room for; return the seconds until the next look."""
         wait_s = _IDLE_S
         for call in list(self._calls):
+            if self._closed:  # as above
+                break
             try:
                 if call.item is None:
-                    if self._labeller.lacks_teacher(call.began):
-                        return _LOOK_S
-                    if self._labeller.awaits_sequence(max(map(_length, call.samples)), call.began):
+                    if self._awaits_teacher(call):
                         wait_s = _LOOK_S
                         continue  # others need not wait for it
                     self._cut(call)
                 while call.unsent:
                     chunk = call.unsent[0]
                     if self._tokens and self._tokens + chunk.rows > self._max_tokens:
-                        return _IDLE_S
+                        return wait_s
                     call.unsent.popleft()
                     call.sent.append(chunk)
                     self._tokens += chunk.rows
@@ -163,13 +202,32 @@ class ScoreCalls:
                 _fail(call, exc)
         return wait_s
 
+    def _awaits_teacher(self, call: ScoreCall) -> bool:
+        """Return whether a call waits for the first teacher of a route, or for one that takes its longest sequence.
+
+        Raises:
+            NoTeacherError: it has waited long enough.
+        """
+        limits = self._labeller.limits
+        return any(
+            limits.lacks_teacher(call.began, route) or limits.awaits_sequence(rows, call.began, route)
+            for route, rows in call.longest.items()
+        )
+
     def _cut(self, call: ScoreCall) -> None:
-        cutter = SequenceListCutter(self._getters, self._request_tokens, self._labeller.services)
-        cutter.fit = self._labeller.rows_that_fit
-        cutter.max_rows = self._labeller.max_rows(lambda: self._labeller.closed)
-        cutter.max_sequence = self._labeller.max_sequence()
-        call.item, ready = cutter.put(call.samples)
+        cutter = self._cutter() if self._router is None else routed_cutter(self._router, self._cutter)
+        limits = self._labeller.limits
+        reading = cutter.read(call.samples)
+        for route, part in cutter.by_route():
+            if route in call.longest:
+                part.fit = functools.partial(limits.rows_that_fit, route=route)
+                part.max_rows = limits.max_rows(lambda: self._labeller.closed, route)
+                part.max_sequence = limits.max_sequence(route)
+        call.item, ready = cutter.cut(reading)
         call.unsent.extend([*ready, *cutter.finish()])
+
+    def _cutter(self) -> SequenceListCutter:
+        return SequenceListCutter(self._getters, self._request_tokens, self._labeller.services)
 
     def _answered(self, surplus_nbytes: int = 0) -> None:
         """Note, on the event loop, that a chunk may be done."""
@@ -221,11 +279,14 @@ class ScoreCalls:
         call.owner = None
 
     def _end_all(self) -> None:
-        """End all calls; may be called by several threads at a time."""
-        for calls in (self._calls, self._added):
-            with contextlib.suppress(IndexError):
-                while True:
-                    _fail(calls.popleft(), ClosedError("the scorer was closed before the sequences were scored"))
+        """End all calls, and take in no more. In the loop's thread, or when that has ended."""
+        with self._lock:
+            self._closed = True
+            calls = [*self._calls, *self._added]
+            self._calls.clear()
+            self._added.clear()
+        for call in calls:
+            _fail(call, _closed_error())
 
 
 def _length(sample: tuple[Any, ...]) -> int:
@@ -233,8 +294,12 @@ def _length(sample: tuple[Any, ...]) -> int:
     return len(sample[0]) if sample[0].ndim else 1
 
 
+def _closed_error() -> ClosedError:
+    return ClosedError("the scorer was closed before the sequences were scored")
+
+
 def _fail(call: ScoreCall, error: BaseException) -> None:
-    if call.future.set_running_or_notify_cancel():
+    if (call.future.cancelled() or not call.future.done()) and call.future.set_running_or_notify_cancel():
         call.future.set_exception(error)
 
 

@@ -7,8 +7,13 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import numpy as np
+
+from edl.distill.loader import Route, field_getter
 from edl.distill.scoring.scorer import Scorer
+from edl.distill.source.arrays import as_array
 from edl.errors import SettingsError
+from edl.protocol.tensors import Array
 
 __all__ = ["on_policy"]
 
@@ -21,6 +26,7 @@ def on_policy(
     teacher: Scorer,
     *,
     ahead: int = 1,
+    route: Route = None,
     timeout_s: float | None = None,
 ) -> Generator[tuple[P, Sequence[Any], list[Any]], None, None]:
     """Generate from prompts and yield what was generated with its labels, in the order of the prompts.
@@ -32,12 +38,16 @@ def on_policy(
         prompts: batches of prompts, of any type.
         generate: returns the sequences of a batch, prompt and continuation, as `Scorer.score` takes them. Called in the
             thread that iterates.
-        teacher: scores them; made without `targets`.
+        teacher: scores them. Where it was made with `targets`, these are the tokens that follow: token t + 1 at row t,
+            and at the last row, which nothing follows, the last token once more.
         ahead: batches that are generated and being scored when a batch is yielded.
+        route: where in a batch of prompts the domain of each sequence is (a key, a position or a function), or one of
+            all; where the scorer's teachers are named by domain.
         timeout_s: see `Scorer.score`.
 
     Yields:
-        The prompts, the sequences, and their labels.
+        The prompts, the sequences, and their labels: a `TopK` for each sequence, or a pair of it and the
+            log-probabilities of the next tokens, float32 [tokens, 1].
 
     Raises:
         SettingsError: `ahead` is below 0.
@@ -45,11 +55,15 @@ def on_policy(
     """
     if ahead < 0:
         raise SettingsError(f"ahead={ahead}: must be 0 or more")
+    find = route if route is None or callable(route) else field_getter(route)
     waiting: deque[tuple[P, Sequence[Any], Future[list[Any]]]] = deque()
     try:
         for batch in prompts:
             sequences = generate(batch)
-            waiting.append((batch, sequences, teacher.score(sequences, timeout_s=timeout_s)))
+            values = None if find is None else find(batch)
+            targets = [_next_tokens(sequence) for sequence in sequences] if teacher.targets else None
+            future = teacher.score(sequences, targets=targets, route=values, timeout_s=timeout_s)
+            waiting.append((batch, sequences, future))
             while len(waiting) > ahead:
                 yield _scored(*waiting.popleft())
         while waiting:
@@ -57,6 +71,11 @@ def on_policy(
     finally:
         for _, _, future in waiting:
             future.cancel()
+
+
+def _next_tokens(sequence: Any) -> Array:
+    tokens = np.atleast_1d(as_array(sequence, "sequence"))  # a number alone is refused, by name, by the scorer
+    return np.concatenate([tokens[1:], tokens[-1:]])[:, None]
 
 
 def _scored(batch: P, sequences: Sequence[Any], future: Future[list[Any]]) -> tuple[P, Sequence[Any], list[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 import weakref
@@ -12,12 +13,13 @@ from typing import Any, Literal
 import numpy as np
 from typing_extensions import Self
 
-from edl.distill.loader import TeachersLike, resolve_teachers
+from edl.distill.loader import TeachersLike, resolve_routes, resolve_teachers
 from edl.distill.options import Options
 from edl.distill.pipeline.session import LabelSession
 from edl.distill.scoring.calls import ScoreCall, ScoreCalls
 from edl.distill.source.arrays import as_array
 from edl.distill.source.cutters import Getter
+from edl.distill.source.routes import Router
 from edl.distill.stats import ReaderStats
 from edl.distill.transport.schema import OutputSpec
 from edl.errors import SettingsError, SourceError
@@ -42,7 +44,9 @@ class Scorer:
     would follow). Requests are filled, sent again and hedged as a reader's are. Thread-safe.
 
     Args:
-        teachers: a service's name, `host:port` of teachers, or `Teachers`; None for what the environment says.
+        teachers: a service's name, `host:port` of teachers, or `Teachers`; None for what the environment says. Where
+            teachers differ by domain, a mapping from domain to these, and under None those of all other domains: each
+            call then has `route`.
         top_k: how many of the most probable tokens to answer, as `TopK`.
         targets: ask for the log-probabilities of certain tokens as well: each call then has `targets`.
         temperature: at which the tail's mass is summed up; some teachers know 1 only.
@@ -52,9 +56,12 @@ class Scorer:
         tokenizer: path of the student's tokenizer (a tokenizer.json, or a model's folder), or its hash: teachers of
             another are refused by name. Empty for any.
         discovery: URL of the registry that `teachers` names a service of.
-        request_tokens: tokens of a request; None for 2,048, or fewer where teachers take no more.
+        request_tokens: tokens of a request; None for 2,048, or a quarter of what teachers let wait.
         max_tokens: tokens that teachers have been asked for and not answered, at most.
         options: deadlines, hedging, credentials; see `Options`.
+
+    Attributes:
+        targets: as given.
 
     Raises:
         SettingsError: an argument that cannot be.
@@ -78,10 +85,17 @@ class Scorer:
         for name, value in (("top_k", top_k), ("max_tokens", max_tokens), ("request_tokens", request_tokens or 1)):
             if not is_count(value):
                 raise SettingsError(f"{name}={value!r}: must be a whole number of at least 1")
-        groups = resolve_teachers(teachers, discovery)
-        if len(groups) != 1:
-            raise SettingsError(f"a scorer asks one service, and {len(groups)} are named: make a Scorer for each")
-        self._targets = targets
+        self._router: Router | None = None
+        if isinstance(teachers, Mapping):
+            groups, self._router = resolve_routes(teachers, lambda values: values, discovery)
+        else:
+            groups = resolve_teachers(teachers, discovery)
+        if len(groups) != 1 and self._router is None:
+            raise SettingsError(
+                f"each sequence is scored by one service, and {len(groups)} are named: make a Scorer for each, or name "
+                "them by domain, as teachers={'math': ..., None: ...}"
+            )
+        self.targets = targets
         self._outputs = (LOGPROBS, TARGET_LOGPROBS) if targets else (LOGPROBS,)
         output_spec = OutputSpec(
             self._outputs,
@@ -93,8 +107,10 @@ class Scorer:
         )
         names = (IDS, TARGETS) if targets else (IDS,)
         getters: Mapping[str, Getter] = {name: _field(index) for index, name in enumerate(names)}
-        self._session = LabelSession(groups, output_spec, options or Options())
-        self._calls = ScoreCalls(self._session.labeller, getters, request_tokens, max_tokens)
+        routes = self._router.routes if self._router is not None else None
+        self._session = LabelSession(groups, output_spec, options or Options(), routes=routes)
+        numbers = Router(_field(-1), {index: index for index in range(len(groups))}) if routes is not None else None
+        self._calls = ScoreCalls(self._session.labeller, getters, request_tokens, max_tokens, numbers)
         weakref.finalize(self, _let_go, self._session, self._calls).atexit = False  # the session sees to that
 
     def score(
@@ -102,6 +118,7 @@ class Scorer:
         sequences: Sequence[Any],
         *,
         targets: Sequence[Any] | None = None,
+        route: Any = None,
         timeout_s: float | None = None,
     ) -> Future[list[Any]]:
         """Ask for the labels of sequences. Returns at once; the arrays may be used again.
@@ -110,6 +127,8 @@ class Scorer:
             sequences: of token ids, each [tokens]: arrays, tensors or lists of integers, of at least one token.
             targets: by sequence, the tokens whose log-probabilities are asked for, [tokens, m] with the same m for all;
                 given if and only if the scorer was made with `targets=True`.
+            route: the domain of each sequence (a list, an array or a tensor), or one for all of them; where teachers
+                are named by domain.
             timeout_s: seconds until the future fails with `TemporaryError`; None for the deadlines of `Options` alone.
 
         Returns:
@@ -120,26 +139,33 @@ class Scorer:
 
         Raises:
             ClosedError: the scorer is closed.
-            SettingsError: `targets` or `timeout_s` cannot be.
-            SourceError: `sequences` or `targets` cannot be sent.
+            SettingsError: `targets`, `route` or `timeout_s` cannot be.
+            SourceError: `sequences` or `targets` cannot be sent, or no teachers are named for a domain.
         """
         self._session.labeller.check()
-        if (targets is not None) != self._targets:
+        if (targets is not None) != self.targets:
             raise SettingsError(
                 "targets are given with each call if, and only if, the scorer is made with targets=True"
             )
         if timeout_s is not None and not is_above_zero(timeout_s):
             raise SettingsError(f"timeout_s={timeout_s!r}: must be a number of seconds above 0, or None")
         samples = _samples(sequences, targets)
+        if self._router is not None:
+            numbers = self._router.of_batch(route, len(samples), "the call")
+            samples = [(*sample, number) for sample, number in zip(samples, numbers, strict=True)]
+        elif route is not None:
+            raise SettingsError(f"route={route!r}, and this scorer has one service: name teachers by domain")
         future: Future[list[Any]] = Future()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self._calls.add(ScoreCall(samples, future, self, deadline, timeout_s, self._labels))
+        # Not a method: the traceback of an error that a future holds would hold the scorer.
+        labels = operator.itemgetter(*self._outputs)
+        self._calls.add(ScoreCall(samples, future, self, deadline, timeout_s, labels))
         return future
 
     @property
     def max_sequence(self) -> int:
         """Tokens of the longest sequence that some known teacher takes; 0 where none says."""
-        return self._session.labeller.max_sequence()
+        return self._session.labeller.limits.max_sequence()
 
     def stats(self) -> ReaderStats:
         """Return what has been done so far, in tokens where it says rows; may be called from any thread."""
@@ -156,14 +182,10 @@ class Scorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _labels(self, outputs: Mapping[str, Any]) -> Any:
-        found = tuple(outputs[name] for name in self._outputs)
-        return found if self._targets else found[0]
-
 
 def _let_go(session: LabelSession, calls: ScoreCalls) -> None:
     session.close_without_waiting()
-    calls.wake()
+    calls.let_go()
 
 
 def _field(index: int) -> Callable[[Any], Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from edl.distill.source.sizes import arrays_nbytes
 from edl.distill.transport.schema import Outputs
 from edl.protocol.tensors import Array
 
-__all__ = ["Chunk", "Item"]
+__all__ = ["Chunk", "Item", "Reading"]
 
 
 @dataclass(eq=False)
@@ -111,3 +111,18 @@ class Item:
     def rows(self) -> int:
         """Rows of the item."""
         return sum(stop - start for _, start, stop in self.parts)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A value that the source yielded, and what a cutter has read of it before it cuts it.
+
+    Attributes:
+        value: as the source yielded it.
+        longest: by route, rows of the longest sequence that goes there; 0 if rows are no sequences.
+        found: for the cutter that has read it.
+    """
+
+    value: Any
+    longest: Mapping[int | None, int] = field(default_factory=lambda: {None: 0})
+    found: Any = None

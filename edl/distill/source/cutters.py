@@ -13,7 +13,7 @@ from typing import Any
 
 from edl.distill.source.arrays import as_array
 from edl.distill.source.checksum import TimeBudget
-from edl.distill.source.chunk import Chunk, Item
+from edl.distill.source.chunk import Chunk, Item, Reading
 from edl.distill.source.fingerprint import ItemFingerprint
 from edl.distill.source.row_buffer import RowBuffer
 from edl.errors import SourceError
@@ -46,14 +46,10 @@ class Cutter(abc.ABC):
         max_sequence: rows of the longest sequence that teachers take, 0 if any number.
         time_budget: of the epoch, for checking that whole items are delivered as they were sent.
         fit: returns how many rows like its argument teachers take in a request, by their bytes; 0 if any number.
-        await_max_sequence: waits for a teacher that takes a sequence of so many rows, if one may come; returns
-            `max_sequence` as it is then.
         usual_rows: most rows of a request where the user does not say.
     """
 
     fit: Callable[[Mapping[str, Array]], int] = staticmethod(lambda _: 0)
-    await_max_sequence: Callable[[int], int]
-
     usual_rows: int
 
     def __init__(
@@ -63,7 +59,6 @@ class Cutter(abc.ABC):
         self.services = services
         self.ids = ids
         self.seen = self.max_rows = self.max_sequence = 0
-        self.await_max_sequence = lambda _: self.max_sequence
         self.time_budget = TimeBudget(_CHECKING_SHARE)
         self._chunk_rows = chunk_rows
 
@@ -77,13 +72,25 @@ class Cutter(abc.ABC):
         fitting = self.fit(fields) if not self._chunk_rows else 0
         return min(self.chunk_rows, fitting or self.chunk_rows)
 
+    def read(self, value: Any) -> Reading:
+        """Look at a further item of the source, as far as must be known before it is cut; `cut` follows with that.
+
+        Raises:
+            SourceError: it cannot be sent, or no teachers are named for it.
+        """
+        return Reading(value)
+
     @abc.abstractmethod
-    def put(self, value: Any) -> tuple[Item, list[Chunk]]:
-        """Take in a further item of the source.
+    def cut(self, reading: Reading) -> tuple[Item, list[Chunk]]:
+        """Take in an item that was read.
 
         Returns:
             The item, and the chunks that are full with it.
         """
+
+    def put(self, value: Any) -> tuple[Item, list[Chunk]]:
+        """Read and cut a further item of the source, where teachers' limits are known."""
+        return self.cut(self.read(value))
 
     @property
     def wants_limits(self) -> bool:
@@ -104,14 +111,6 @@ class Cutter(abc.ABC):
         """Return all routes, and the cutter of each, whose limits are those of the route's teachers."""
         return [(None, self)]
 
-    def routes_of(self, value: Any) -> list[int | None]:
-        """Return the routes that a further item of the source goes to; `put` follows with the same.
-
-        Raises:
-            SourceError: no teachers are named for it.
-        """
-        return [None]
-
     def finish(self) -> list[Chunk]:
         """Seal what is not full: the source is at its end, or silent."""
         return []
@@ -124,13 +123,12 @@ class Cutter(abc.ABC):
         try:
             return getter(value)
         except StopIteration as exc:
-            raise _stopped(f"what finds input {name!r} in {what} {self.seen}") from exc
+            raise _stopped(f"what finds input {name!r} in {what}") from exc
         except (LookupError, TypeError, AttributeError) as exc:
-            raise SourceError(f"{what} {self.seen} of the source has no field for input {name!r}: {exc}") from exc
+            raise SourceError(f"{what} of the source has no field for input {name!r}: {exc}") from exc
 
-    def _read_sample(self, sample: Any) -> tuple[ItemFingerprint, dict[str, Array]]:
-        what = f"sample {self.seen}"
-        found = {name: self._get(name, getter, sample, "sample") for name, getter in self.getters.items()}
+    def _read_sample(self, sample: Any, what: str) -> tuple[ItemFingerprint, dict[str, Array]]:
+        found = {name: self._get(name, getter, sample, what) for name, getter in self.getters.items()}
         fingerprint = ItemFingerprint(what, sample, found, self.time_budget)
         arrays = {name: as_array(part, f"{what}, input {name!r}") for name, part in found.items()}
         if fingerprint.conversions_matter:
@@ -141,7 +139,7 @@ class Cutter(abc.ABC):
         try:
             return ids(value)
         except StopIteration as exc:
-            raise _stopped(f"what finds the sample ids in {what} {self.seen}") from exc
+            raise _stopped(f"what finds the sample ids in {what}") from exc
 
 
 class BatchCutter(Cutter):
@@ -149,26 +147,27 @@ class BatchCutter(Cutter):
 
     usual_rows = 256  # a quarter of what `edl serve` lets wait, and four times what it computes at once
 
-    def put(self, value: Any) -> tuple[Item, list[Chunk]]:
+    def cut(self, reading: Reading) -> tuple[Item, list[Chunk]]:
         """Take in a batch."""
-        fields, ids, fingerprint = self.read(value)
-        chunks = self.cut(fields, ids)
+        fields, ids, fingerprint = self.fields_of(reading.value)
+        chunks = self.split(fields, ids)
         chunks[0].rest_nbytes = fingerprint.rest_nbytes
         self.seen += 1
-        return Item(value, [(chunk, 0, chunk.rows) for chunk in chunks], (fingerprint,)), chunks
+        return Item(reading.value, [(chunk, 0, chunk.rows) for chunk in chunks], (fingerprint,)), chunks
 
-    def read(self, value: Any) -> tuple[dict[str, Array], Sequence[Any] | None, ItemFingerprint]:
+    def fields_of(self, value: Any) -> tuple[dict[str, Array], Sequence[Any] | None, ItemFingerprint]:
         """Return a batch's fields, its sample ids, and what tells whether it changes."""
-        found = {name: self._get(name, getter, value, "batch") for name, getter in self.getters.items()}
-        fingerprint = ItemFingerprint(f"batch {self.seen}", value, found, self.time_budget)
-        fields = {name: as_array(part, f"batch {self.seen}, input {name!r}") for name, part in found.items()}
+        what = f"batch {self.seen}"
+        found = {name: self._get(name, getter, value, what) for name, getter in self.getters.items()}
+        fingerprint = ItemFingerprint(what, value, found, self.time_budget)
+        fields = {name: as_array(part, f"{what}, input {name!r}") for name, part in found.items()}
         if fingerprint.conversions_matter:
-            fingerprint.add_sent(found, fields, functools.partial(as_array, what=f"batch {self.seen}"))
+            fingerprint.add_sent(found, fields, functools.partial(as_array, what=what))
         rows = _common_rows(fields, self.seen)
-        ids = _as_ids(self._get_ids(self.ids, value, "batch"), rows, self.seen) if self.ids is not None else None
+        ids = _as_ids(self._get_ids(self.ids, value, what), rows, self.seen) if self.ids is not None else None
         return fields, ids, fingerprint
 
-    def cut(self, fields: Mapping[str, Array], ids: Sequence[Any] | None) -> list[Chunk]:
+    def split(self, fields: Mapping[str, Array], ids: Sequence[Any] | None) -> list[Chunk]:
         """Return the requests of a batch's fields, in the order of its rows."""
         rows = len(next(iter(fields.values())))
         step = self._rows_like(fields)
@@ -194,15 +193,16 @@ class _RowGatherer(Cutter):
         self._full = 0
 
     def _row(self, sample: Any, ready: list[Chunk]) -> tuple[Chunk, int, ItemFingerprint]:
-        fingerprint, arrays = self._read_sample(sample)
+        what = f"sample {self.seen}"
+        fingerprint, arrays = self._read_sample(sample, what)
         if not self._open.rows:
             self._full = self._rows_like({name: array[None] for name, array in arrays.items()})
         for name, array in arrays.items():
             if name not in self._rows:
                 self._rows[name] = RowBuffer(name, self._full, _OTHER_SHAPE)
-            self._rows[name].append(array, f"sample {self.seen}")
+            self._rows[name].append(array, what)
         if self.ids is not None:
-            self._ids.append(self._get_ids(self.ids, sample, "sample"))
+            self._ids.append(self._get_ids(self.ids, sample, what))
         chunk = self._open
         chunk.rows += 1
         chunk.rest_nbytes += fingerprint.rest_nbytes
@@ -239,18 +239,19 @@ class _RowGatherer(Cutter):
 class SampleCutter(_RowGatherer):
     """Gathers samples, each of them a row."""
 
-    def put(self, value: Any) -> tuple[Item, list[Chunk]]:
+    def cut(self, reading: Reading) -> tuple[Item, list[Chunk]]:
         """Take in a sample."""
         ready: list[Chunk] = []
-        chunk, row, fingerprint = self._row(value, ready)
-        return Item(value, [(chunk, row, row + 1)], (fingerprint,)), ready
+        chunk, row, fingerprint = self._row(reading.value, ready)
+        return Item(reading.value, [(chunk, row, row + 1)], (fingerprint,)), ready
 
 
 class SampleListCutter(_RowGatherer):
     """Gathers lists of samples; a request may hold rows of several lists."""
 
-    def put(self, value: Any) -> tuple[Item, list[Chunk]]:
+    def cut(self, reading: Reading) -> tuple[Item, list[Chunk]]:
         """Take in a list of samples."""
+        value = reading.value
         ready: list[Chunk] = []
         parts: list[tuple[Chunk, int, int]] = []
         fingerprints: list[ItemFingerprint] = []

@@ -12,11 +12,11 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from edl.distill.source.chunk import Chunk, Item
+from edl.distill.source.chunk import Chunk, Item, Reading
 from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter
 from edl.distill.source.fingerprint import ItemFingerprint
 from edl.distill.source.routes import Router
-from edl.distill.source.sequence_cutters import PaddedBatchCutter, SequenceCutter, SequenceListCutter
+from edl.distill.source.sequence_cutters import PaddedBatchCutter, PaddedReading, SequenceCutter, SequenceListCutter
 from edl.errors import SourceError
 
 __all__ = ["routed_cutter"]
@@ -35,15 +35,13 @@ def routed_cutter(router: Router, make: Callable[[], Cutter]) -> Cutter:
         router: says which service labels what.
         make: makes a cutter for one service.
     """
-    parts = [make() for _ in router.names]
+    parts = [make() for _ in set(router.routes.values())]
     batches = [part for part in parts if isinstance(part, BatchCutter)]
     padded = [part for part in parts if isinstance(part, PaddedBatchCutter)]
     if batches:
         return _RoutedBatches(router, batches)
     if padded:
-        found = _RoutedPaddedBatches(router, padded)
-        found.whole_batches = padded[0].whole_batches
-        return found
+        return _RoutedPaddedBatches(router, padded)
     if isinstance(parts[0], SampleCutter) or type(parts[0]) is SequenceCutter:
         return _RoutedSamples(router, parts)
     return _RoutedLists(router, parts)
@@ -67,16 +65,6 @@ class _RoutedCutter(Cutter, Generic[C], abc.ABC):
         self._clock = itertools.count()
         for part in parts:
             part.time_budget = self.time_budget
-
-    @property
-    def wants_limits(self) -> bool:
-        """Never: those of its parts are set."""
-        return False
-
-    @property
-    def empty(self) -> bool:
-        """Whether no row waits for a request to be full."""
-        return all(part.empty for part in self._parts)
 
     def by_route(self) -> list[tuple[int | None, Cutter]]:
         """Return all routes, and the cutter of each."""
@@ -123,16 +111,20 @@ class _RoutedCutter(Cutter, Generic[C], abc.ABC):
 class _RoutedSamples(_RoutedCutter[Cutter]):
     """Takes samples, each of one route."""
 
-    def routes_of(self, value: Any) -> list[int | None]:
-        """Return the route of a sample."""
-        return [self._router.of_sample(value, f"sample {self.seen}")]
-
-    def put(self, value: Any) -> tuple[Item, list[Chunk]]:
-        """Take in a sample."""
+    def read(self, value: Any) -> Reading:
+        """Look at a sample."""
         route = self._router.of_sample(value, f"sample {self.seen}")
         part = self._parts[route]
         part.seen = self.seen
-        item, full = part.put(value)
+        reading = part.read(value)
+        return Reading(value, _by_route([(route, reading)]), (route, reading))
+
+    def cut(self, reading: Reading) -> tuple[Item, list[Chunk]]:
+        """Take in a sample."""
+        route, found = reading.found
+        part = self._parts[route]
+        part.seen = self.seen
+        item, full = part.cut(found)
         self.seen += 1
         return item, self._ready(route, full)
 
@@ -140,111 +132,102 @@ class _RoutedSamples(_RoutedCutter[Cutter]):
 class _RoutedLists(_RoutedCutter[Cutter]):
     """Takes lists of samples, which may be of several routes."""
 
-    def routes_of(self, value: Any) -> list[int | None]:
-        """Return the routes of a list's samples."""
-        return list(dict.fromkeys(self._routes(value)))
+    def read(self, value: Any) -> Reading:
+        """Look at a list of samples."""
+        if not isinstance(value, Collection):
+            raise SourceError(
+                f"after {self.seen} samples the source yielded {type(value).__name__}, which is no list of samples"
+            )
+        found: list[tuple[int, Reading]] = []
+        for number, sample in enumerate(value, self.seen):
+            route = self._router.of_sample(sample, f"sample {number}")
+            self._parts[route].seen = number
+            found.append((route, self._parts[route].read([sample])))
+        return Reading(value, _by_route(found), found)
 
-    def put(self, value: Any) -> tuple[Item, list[Chunk]]:
+    def cut(self, reading: Reading) -> tuple[Item, list[Chunk]]:
         """Take in a list of samples."""
         ready: list[Chunk] = []
         places: list[tuple[Chunk, int, int]] = []
         fingerprints: list[ItemFingerprint] = []
         merging = not isinstance(self._parts[0], SequenceListCutter)  # each sequence is a part of its own
-        for route, sample in zip(self._routes(value), value, strict=True):
+        for route, sample in reading.found:
             part = self._parts[route]
             part.seen = self.seen
-            item, full = part.put([sample])
+            item, full = part.cut(sample)
             self.seen += 1
             _extend(places, item.parts, merging)
             fingerprints += item.fingerprints
             ready += self._ready(route, full)
-        return Item(value, places, tuple(fingerprints)), ready
-
-    def _routes(self, value: Any) -> list[int]:
-        if not isinstance(value, Collection):
-            raise SourceError(
-                f"after {self.seen} samples the source yielded {type(value).__name__}, which is no list of samples"
-            )
-        return [self._router.of_sample(sample, f"sample {self.seen + at}") for at, sample in enumerate(value)]
+        return Item(reading.value, places, tuple(fingerprints)), ready
 
 
 class _RoutedBatches(_RoutedCutter[BatchCutter]):
     """Takes batches, whose rows may be of several routes."""
 
-    def routes_of(self, value: Any) -> list[int | None]:
-        """Return the routes of a batch's rows."""
-        return list(dict.fromkeys(self._routes(value)[1]))
+    def read(self, value: Any) -> Reading:
+        """Look at a batch."""
+        self._parts[0].seen = self.seen
+        found = self._parts[0].fields_of(value)
+        routes = self._router.of_batch(value, len(next(iter(found[0].values()))), f"batch {self.seen}")
+        return Reading(value, dict.fromkeys(routes, 0), (found, routes))
 
-    def put(self, value: Any) -> tuple[Item, list[Chunk]]:
+    def cut(self, reading: Reading) -> tuple[Item, list[Chunk]]:
         """Take in a batch."""
-        (fields, ids, fingerprint), routes = self._routes(value)
-        self._pending = None
+        (fields, ids, fingerprint), routes = reading.found
         chunks: list[Chunk] = []
         places: dict[int, list[tuple[Chunk, int, int]]] = {}
         for route in dict.fromkeys(routes):
             rows = np.flatnonzero(np.asarray(routes) == route)
             own = fields if len(rows) == len(routes) else {name: array[rows] for name, array in fields.items()}
-            cut = self._parts[route].cut(own, [ids[row] for row in rows] if ids is not None else None)
-            for chunk in cut:
+            found = self._parts[route].split(own, [ids[row] for row in rows] if ids is not None else None)
+            for chunk in found:
                 chunk.copied = own is not fields
-            places[route] = [(chunk, row, row + 1) for chunk in cut for row in range(chunk.rows)]
-            chunks += self._marked(route, cut)
+            places[route] = [(chunk, row, row + 1) for chunk in found for row in range(chunk.rows)]
+            chunks += self._marked(route, found)
         chunks[0].rest_nbytes = fingerprint.rest_nbytes
         self.seen += 1
         parts: list[tuple[Chunk, int, int]] = []
         behind = {route: iter(found) for route, found in places.items()}
         _extend(parts, [next(behind[route]) for route in routes], True)
-        return Item(value, parts, (fingerprint,)), chunks
-
-    _pending: Any = None  # a batch that was read to find its routes, until it is put
-
-    def _routes(self, value: Any) -> Any:
-        if self._pending is None:
-            reading = self._parts[0]
-            reading.seen = self.seen
-            found = reading.read(value)
-            rows = len(next(iter(found[0].values())))
-            self._pending = found, self._router.of_batch(value, rows, f"batch {self.seen}")
-        return self._pending
+        return Item(reading.value, parts, (fingerprint,)), chunks
 
 
 class _RoutedPaddedBatches(_RoutedCutter[PaddedBatchCutter]):
     """Takes batches of padded sequences, which may be of several routes."""
 
-    whole_batches = False
-    _pending: Any = None
+    def read(self, value: Any) -> Reading:
+        """Look at a batch."""
+        self._parts[0].seen = self.seen
+        batch = self._parts[0].sequences_of(value)
+        routes = self._router.of_batch(value, len(batch.mask), f"batch {self.seen}")
+        longest: dict[int | None, int] = {}
+        for row, text in batch.texts.items():
+            longest[routes[row]] = max(longest.get(routes[row], 0), text.rows)
+        return Reading(value, longest, (batch, routes))
 
-    def routes_of(self, value: Any) -> list[int | None]:
-        """Return the routes of those sequences of a batch that have tokens."""
-        (_, mask, _, _), routes = self._routes(value)
-        return list(dict.fromkeys(route for route, kept in zip(routes, mask, strict=True) if kept.any()))
-
-    def put(self, value: Any) -> tuple[Item, list[Chunk]]:
+    def cut(self, reading: Reading) -> tuple[Item, list[Chunk]]:
         """Take in a batch; each sequence of it that has tokens is a part of the item."""
-        (arrays, mask, ids, fingerprint), routes = self._routes(value)
-        self._pending = None
+        batch: PaddedReading
+        batch, routes = reading.found
         ready: list[Chunk] = []
         places: list[tuple[Chunk, int, int]] = []
-        for row, (route, kept) in enumerate(zip(routes, mask, strict=True)):
-            if kept.any():
-                full: list[Chunk] = []
-                sequence = {name: array[row][kept] for name, array in arrays.items()}
-                rest_nbytes = 0 if places else fingerprint.rest_nbytes
-                what = f"batch {self.seen}, sequence {row}"
-                places.append(self._parts[route].add(sequence, what, rest_nbytes, full, ids[row]))
-                ready += self._ready(route, full)
-        if self.whole_batches:
+        for row, text in batch.texts.items():
+            full: list[Chunk] = []
+            places.append(self._parts[routes[row]].add(text, full))
+            ready += self._ready(routes[row], full)
+        if self._parts[0].whole_batches:
             ready += self.finish()
         self.seen += 1
-        return Item(value, places, (fingerprint,), mask.copy()), ready
+        return Item(reading.value, places, (batch.fingerprint,), batch.mask), ready
 
-    def _routes(self, value: Any) -> Any:
-        if self._pending is None:
-            reading = self._parts[0]
-            reading.seen = self.seen
-            found = reading.read(value)
-            self._pending = found, self._router.of_batch(value, len(found[1]), f"batch {self.seen}")
-        return self._pending
+
+def _by_route(found: Iterable[tuple[int, Reading]]) -> dict[int | None, int]:
+    """Return the longest sequence of each route."""
+    longest: dict[int | None, int] = {}
+    for route, reading in found:
+        longest[route] = max(longest.get(route, 0), *reading.longest.values())
+    return longest
 
 
 def _extend(places: list[tuple[Chunk, int, int]], more: Iterable[tuple[Chunk, int, int]], merging: bool) -> None:

@@ -21,12 +21,10 @@ class Router:
     Attributes:
         find: finds the value in a sample, or the values of all rows in a batch.
         routes: by value, the service's number. `None` is that of all other values.
-        names: by service, the values that it labels, for people.
     """
 
     find: Callable[[Any], Any]
     routes: Mapping[Any, int]
-    names: tuple[str, ...]
 
     def of_sample(self, sample: Any, what: str) -> int:
         """Return the number of the service that labels a sample.

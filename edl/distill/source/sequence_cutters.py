@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from edl.distill.padding import as_token_mask
 from edl.distill.source.arrays import as_array
-from edl.distill.source.chunk import Chunk, Item
+from edl.distill.source.chunk import Chunk, Item, Reading
 from edl.distill.source.cutters import Cutter, Getter
 from edl.distill.source.fingerprint import ItemFingerprint
 from edl.distill.source.row_buffer import RowBuffer
@@ -23,9 +24,18 @@ from edl.errors import SourceError
 from edl.protocol.names import POSITION, SEQUENCES
 from edl.protocol.tensors import Array
 
-__all__ = ["PaddedBatchCutter", "SequenceColumnsCutter", "SequenceCutter", "SequenceListCutter", "sequence_fields"]
+__all__ = [
+    "PaddedBatchCutter",
+    "PaddedReading",
+    "SequenceColumnsCutter",
+    "SequenceCutter",
+    "SequenceListCutter",
+    "SequenceReading",
+    "sequence_fields",
+]
 
 _MASK = "tokens"  # as the user calls the mask
+_REQUESTS_WAITING = 4  # that a teacher has room for, so that the next one is there when it has computed some
 _OTHER_SHAPE = "the rows of all sequences must have one shape; only the number of rows may differ"
 
 
@@ -53,12 +63,55 @@ def sequence_fields(spec: ModelSpec, chunk: Chunk) -> Mapping[str, Array]:
             )
         if name in spec.inputs and name not in chunk.fields:
             return {**chunk.fields, name: chunk.positions}
+        begins = chunk.fields[name][chunk.positions == 0] if name in chunk.fields else chunk.positions[:0]
+        if begins.any():  # else a teacher might take two sequences for one
+            raise SourceError(
+                f"input {name!r} is {begins[begins != 0][0]} where a sequence begins, and must be 0 there and rise by "
+                "1 (positions of a batch padded on the left often count its padding): leave it out of the inputs, and "
+                "each sequence gets positions of its own"
+            )
     if name and (name not in chunk.fields or chunk.fields[name].flat[0] != 0):
         raise SourceError(
             f"rows of the teachers' model {spec.name!r} belong to sequences, and a request holds whole ones: set the "
             "source with set_sequence_generator or set_sequence_list_generator, or give distill tokens="
         )
     return chunk.fields
+
+
+@dataclass(frozen=True)
+class SequenceReading:
+    """A sequence that was read.
+
+    Attributes:
+        what: its place in the source, for messages.
+        arrays: by input [tokens, ...].
+        rows: its tokens.
+        sample_id: None without a cache.
+        rest_nbytes: bytes of its item that are not sent.
+        fingerprint: what tells whether it changes; None where that is looked at for all of a batch, or not at all.
+    """
+
+    what: str
+    arrays: Mapping[str, Array]
+    rows: int
+    sample_id: Any = None
+    rest_nbytes: int = 0
+    fingerprint: ItemFingerprint | None = None
+
+
+@dataclass(frozen=True)
+class PaddedReading:
+    """A batch of padded sequences that was read.
+
+    Attributes:
+        texts: by row, the sequences that have tokens.
+        mask: bool [sequences, length], what is a token.
+        fingerprint: what tells whether the batch changes.
+    """
+
+    texts: Mapping[int, SequenceReading]
+    mask: Array
+    fingerprint: ItemFingerprint
 
 
 class SequenceCutter(Cutter):
@@ -90,42 +143,49 @@ class SequenceCutter(Cutter):
         """The request that is not full, if there is one."""
         return self._open if self._open.rows else None
 
-    def put(self, value: Any) -> tuple[Item, list[Chunk]]:
-        """Take in a sequence."""
+    def read(self, value: Any) -> Reading:
+        """Look at a sequence."""
+        return _reading(value, [self._read_sequence(value, self.seen)])
+
+    def cut(self, reading: Reading) -> tuple[Item, list[Chunk]]:
+        """Take in what was read: each sequence is a part of the item."""
         ready: list[Chunk] = []
-        part, fingerprint = self._take_in(value, ready)
-        return Item(value, [part], (fingerprint,)), ready
+        texts: Sequence[SequenceReading] = reading.found
+        parts = [self.add(text, ready) for text in texts]
+        self.seen += len(texts)
+        return Item(reading.value, parts, tuple(text.fingerprint for text in texts if text.fingerprint)), ready
 
     def finish(self) -> list[Chunk]:
         """Seal what is not full: the source is at its end, or silent."""
         return [self._sealed()] if self._open.rows else []
 
-    def _take_in(self, sample: Any, ready: list[Chunk]) -> tuple[tuple[Chunk, int, int], ItemFingerprint]:
-        what = f"sample {self.seen}"
-        fingerprint, arrays = self._read_sample(sample)
-        sample_id = self._get_ids(self.ids, sample, "sample") if self.ids is not None else None
-        part = self.add(arrays, what, fingerprint.rest_nbytes, ready, sample_id)
-        self.seen += 1
-        return part, fingerprint
-
-    def add(
-        self, arrays: Mapping[str, Array], what: str, rest_nbytes: int, ready: list[Chunk], sample_id: Any
-    ) -> tuple[Chunk, int, int]:
-        """Add a sequence to the open request; return where its rows are."""
+    def _read_sequence(self, sample: Any, number: int) -> SequenceReading:
+        what = f"sample {number}"
+        fingerprint, arrays = self._read_sample(sample, what)
+        sample_id = self._get_ids(self.ids, sample, what) if self.ids is not None else None
         rows = _sequence_rows(arrays, what)
-        budget = self._budget(arrays, rows, what)
+        return SequenceReading(what, arrays, rows, sample_id, fingerprint.rest_nbytes, fingerprint)
+
+    def add(self, text: SequenceReading, ready: list[Chunk]) -> tuple[Chunk, int, int]:
+        """Add a sequence to the open request; return where its rows are.
+
+        Raises:
+            SourceError: no teacher takes it.
+        """
+        rows = text.rows
+        budget = self._budget(text.arrays, rows, text.what)
         if self._open.rows and self._open.rows + rows > budget:
             ready.append(self._sealed())
-        for name, array in arrays.items():
+        for name, array in text.arrays.items():
             if name not in self._rows:
                 self._rows[name] = RowBuffer(name, max(budget, rows), _OTHER_SHAPE)
-            self._rows[name].extend(array, what)
+            self._rows[name].extend(array, text.what)
         self._lengths.append(rows)
-        self._ids.append(sample_id)
+        self._ids.append(text.sample_id)
         chunk = self._open
         start = chunk.rows
         chunk.rows += rows
-        chunk.rest_nbytes += rest_nbytes
+        chunk.rest_nbytes += text.rest_nbytes
         if chunk.rows >= budget:
             ready.append(self._sealed())
         return chunk, start, start + rows
@@ -137,8 +197,6 @@ class SequenceCutter(Cutter):
             SourceError: no teacher takes a sequence as long as this.
         """
         if self.max_sequence and rows > self.max_sequence:
-            self.max_sequence = self.await_max_sequence(rows)
-        if self.max_sequence and rows > self.max_sequence:
             raise SourceError(
                 f"{what} is a sequence of {rows} tokens, and teachers take at most {self.max_sequence}: cut it in your "
                 "source, or serve the model with a larger --max-tokens"
@@ -149,7 +207,9 @@ class SequenceCutter(Cutter):
                 f"{what} is a sequence of {rows} tokens, and teachers take messages of at most {fitting} tokens like "
                 "these: cut it in your source, or serve the model with a larger --max-message"
             )
-        return min(filter(None, (self._chunk_rows or self.usual_rows, self.max_rows, fitting)))
+        # What a teacher takes at most is all that it lets wait: it would refuse every second request of that size.
+        usual = min(self.usual_rows, max(self.max_rows // _REQUESTS_WAITING, 1) if self.max_rows else self.usual_rows)
+        return min(filter(None, (self._chunk_rows or usual, self.max_rows, fitting)))
 
     def _sealed(self) -> Chunk:
         ids = self._ids if self.ids is not None else None
@@ -169,15 +229,13 @@ class SequenceCutter(Cutter):
 class SequenceListCutter(SequenceCutter):
     """Gathers lists of sequences; a request may hold sequences of several lists."""
 
-    def put(self, value: Any) -> tuple[Item, list[Chunk]]:
-        """Take in a list of sequences, each of them a part of the item."""
-        ready: list[Chunk] = []
+    def read(self, value: Any) -> Reading:
+        """Look at a list of sequences."""
         if not isinstance(value, Collection):  # also a generator, which could not be gone through again at the end
             raise SourceError(
                 f"after {self.seen} sequences the source yielded {type(value).__name__}, which is no list of samples"
             )
-        found = [self._take_in(sample, ready) for sample in value]
-        return Item(value, [part for part, _ in found], tuple(fingerprint for _, fingerprint in found)), ready
+        return _reading(value, [self._read_sequence(sample, self.seen + at) for at, sample in enumerate(value)])
 
 
 class PaddedBatchCutter(SequenceCutter):
@@ -207,39 +265,46 @@ class PaddedBatchCutter(SequenceCutter):
         super().__init__(getters, chunk_rows, services, ids)
         self._mask = mask
 
-    def put(self, value: Any) -> tuple[Item, list[Chunk]]:
+    def read(self, value: Any) -> Reading:
+        """Look at a batch."""
+        batch = self.sequences_of(value)
+        return Reading(value, {None: max((text.rows for text in batch.texts.values()), default=0)}, batch)
+
+    def cut(self, reading: Reading) -> tuple[Item, list[Chunk]]:
         """Take in a batch; each sequence of it that has tokens is a part of the item."""
-        arrays, mask, ids, fingerprint = self.read(value)
         ready: list[Chunk] = []
-        parts: list[tuple[Chunk, int, int]] = []
-        for row, kept in enumerate(mask):
-            if kept.any():
-                sequence = {name: array[row][kept] for name, array in arrays.items()}
-                rest_nbytes = 0 if parts else fingerprint.rest_nbytes
-                parts.append(self.add(sequence, f"batch {self.seen}, sequence {row}", rest_nbytes, ready, ids[row]))
+        batch: PaddedReading = reading.found
+        parts = [self.add(text, ready) for text in batch.texts.values()]
         if self.whole_batches:
             ready += self.finish()
         self.seen += 1
-        return Item(value, parts, (fingerprint,), mask.copy()), ready
+        return Item(reading.value, parts, (batch.fingerprint,), batch.mask), ready
 
-    def read(self, value: Any) -> tuple[dict[str, Array], Array, Sequence[Any], ItemFingerprint]:
-        """Return a batch's fields, which of their elements are tokens, the ids, and what tells whether it changes."""
+    def sequences_of(self, value: Any) -> PaddedReading:
+        """Return the sequences of a batch that have tokens."""
         what = f"batch {self.seen}"
         mask_name = _MASK if _MASK not in self.getters else f"{_MASK} (the mask)"  # an input may be called so, too
-        found = {name: self._get(name, getter, value, "batch") for name, getter in self.getters.items()}
-        found[mask_name] = self._get(mask_name, self._mask, value, "batch")
+        found = {name: self._get(name, getter, value, what) for name, getter in self.getters.items()}
+        found[mask_name] = self._get(mask_name, self._mask, value, what)
         fingerprint = ItemFingerprint(what, value, found, self.time_budget)
         arrays = {name: as_array(part, f"{what}, input {name!r}") for name, part in found.items()}
         if fingerprint.conversions_matter:
             fingerprint.add_sent(found, arrays, functools.partial(as_array, what=what))
         mask = as_token_mask(arrays.pop(mask_name), what)
         _check_padded(arrays, mask, what)
-        return arrays, mask, self._sequence_ids(value, len(mask), what), fingerprint
+        ids = self._sequence_ids(value, len(mask), what)
+        texts: dict[int, SequenceReading] = {}
+        for row, kept in enumerate(mask):
+            if kept.any():
+                own = {name: array[row][kept] for name, array in arrays.items()}
+                rest_nbytes = 0 if texts else fingerprint.rest_nbytes
+                texts[row] = SequenceReading(f"{what}, sequence {row}", own, int(kept.sum()), ids[row], rest_nbytes)
+        return PaddedReading(texts, mask.copy(), fingerprint)
 
     def _sequence_ids(self, value: Any, sequences: int, what: str) -> Sequence[Any]:
         if self.ids is None:
             return [None] * sequences
-        ids = self._get_ids(self.ids, value, "batch")
+        ids = self._get_ids(self.ids, value, what)
         found: Sequence[Any] = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         if len(found) != sequences:
             raise SourceError(f"{what} has {len(found)} sample ids for {sequences} sequences")
@@ -252,19 +317,29 @@ class SequenceColumnsCutter(SequenceCutter):
     For data sets whose arrays stay as they are: they are not looked at again.
     """
 
-    def put(self, value: Any) -> tuple[Item, list[Chunk]]:
-        """Take in a batch, each sequence of it a part of the item."""
-        ready: list[Chunk] = []
-        columns = {name: self._get(name, getter, value, "batch") for name, getter in self.getters.items()}
-        ids = self._get_ids(self.ids, value, "batch") if self.ids is not None else None
-        parts: list[tuple[Chunk, int, int]] = []
+    def read(self, value: Any) -> Reading:
+        """Look at a batch."""
+        batch = f"batch {self.seen}"
+        columns = {name: self._get(name, getter, value, batch) for name, getter in self.getters.items()}
+        ids = self._get_ids(self.ids, value, batch) if self.ids is not None else None
+        texts = []
         for row, found in enumerate(zip(*columns.values(), strict=True)):
             sample_id = ids[row] if ids is not None else None
-            what = f"sample {sample_id!r}" if ids is not None else f"batch {self.seen}, sequence {row}"
+            what = f"sample {sample_id!r}" if ids is not None else f"{batch}, sequence {row}"
             arrays = {name: as_array(part, what) for name, part in zip(columns, found, strict=True)}
-            parts.append(self.add(arrays, what, 0, ready, sample_id))
-        self.seen += 1
-        return Item(value, parts), ready
+            texts.append(SequenceReading(what, arrays, _sequence_rows(arrays, what), sample_id))
+        return _reading(value, texts)
+
+    def cut(self, reading: Reading) -> tuple[Item, list[Chunk]]:
+        """Take in a batch, each sequence of it a part of the item."""
+        batches = self.seen + 1
+        cut = super().cut(reading)
+        self.seen = batches
+        return cut
+
+
+def _reading(value: Any, texts: Sequence[SequenceReading]) -> Reading:
+    return Reading(value, {None: max((text.rows for text in texts), default=0)}, texts)
 
 
 def _check_padded(arrays: Mapping[str, Array], mask: Array, what: str) -> None:

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from edl.distill.compress import TopK
-from edl.distill.loader import Inputs, TeachersLike
+from edl.distill.loader import Inputs, Route, TeachersLike, no_teachers
 from edl.distill.options import Options
 from edl.distill.stats import ReaderStats
 from edl.distill.torch import TorchLoader, distill
@@ -56,6 +56,7 @@ class DistillTrainer(transformers.Trainer):
         *args: Any,
         teachers: TeachersLike = None,
         discovery: str | None = None,
+        route: Route = None,
         distill_args: DistillArguments | None = None,
         inputs: Inputs | None = None,
         columns: Sequence[str] = (),
@@ -68,27 +69,33 @@ class DistillTrainer(transformers.Trainer):
             *args: of `transformers.Trainer`.
             teachers: see `edl.distill.torch.distill`.
             discovery: URL of the registry that `teachers` names a service of.
+            route: see `edl.distill.torch.distill`: a column of the dataset by whose value teachers are found, each row
+                of a batch having one. The student does not get it.
             distill_args: what is learned; None for a causal language model's forward KL.
             inputs: see `edl.distill.torch.distill`; None for the texts of the batch (`input_ids`), as `edl serve --hf`
                 takes them.
-            columns: of the dataset, that functions among `inputs` look at and the student does not.
+            columns: of the dataset, that functions among `inputs`, or `route`, look at and the student does not.
             options: deadlines, memory, hedging.
             **kwargs: of `transformers.Trainer`.
 
         Raises:
             SettingsError: an argument, or a way of training, that labels do not fit.
         """
+        if no_teachers(teachers):
+            raise SettingsError("teachers is an empty list: a training without teachers is transformers.Trainer's")
         self.distill_args = distill_args or DistillArguments()
         super().__init__(*args, **kwargs)
         self._check_settings(inputs)
         self._teachers = teachers
         self._discovery = discovery
+        self._route = route
         self._teacher_inputs = inputs
         self._options = options
         named: list[Any] = list(inputs.values()) if isinstance(inputs, Mapping) else []
         student = _parameters_of(getattr(self.model, "get_base_model", lambda: self.model)())  # of PEFT
         if inputs is None:
             named.append("token_type_ids")  # a student without them must not hide that the texts are pairs
+        columns = (*columns, route) if isinstance(route, str) else columns
         self._teacher_columns = [str(name) for name in (*named, *columns) if isinstance(name, str)]
         self._not_for_student = {*self._teacher_columns} - {*student, "labels"}
         if all(parameter.kind in _ANY_ARGUMENTS for parameter in student.values()):  # it says nothing of what it takes
@@ -242,6 +249,7 @@ class DistillTrainer(transformers.Trainer):
             inputs=inputs if inputs is not None else {IDS: text_bytes},
             outputs=arguments.output,
             discovery=self._discovery,
+            route=self._route,
             tokens=tokens,
             tokenizer=self._tokenizer() if arguments.tokenizer is None else arguments.tokenizer,
             top_k=arguments.kept,

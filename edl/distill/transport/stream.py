@@ -17,6 +17,7 @@ from edl.distill.dispatch.actions import FailureKind, RequestFailure
 from edl.distill.transport.grpc_status import RequestFailed, failure_from_status
 from edl.distill.transport.tracing import RequestIds
 from edl.errors import ProtocolError
+from edl.notifier import wait_within
 from edl.protocol import bundles, codec, fragments, kserve, names
 from edl.protocol.channel import Metadata
 from edl.protocol.codec import Buffer
@@ -164,7 +165,7 @@ class InferStream:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         with contextlib.suppress(asyncio.TimeoutError):  # a call that was cancelled before it began never gets a status
-            await asyncio.wait_for(self._call.code(), _CLOSE_S)  # behind it, gRPC's own task for the call is gone too
+            await wait_within(self._call.code(), _CLOSE_S)  # behind it, gRPC's own task for the call is gone too
 
     def _is_cut(self, nbytes: int) -> bool:
         return self.in_fragments and nbytes >= _LEAST_FRAGMENTED_NBYTES

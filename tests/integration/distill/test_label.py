@@ -22,6 +22,7 @@ from edl.distill.cache import SoftLabelCache, load_labels
 from edl.distill.compress import TopK, top_k
 from edl.errors import NoTeacherError
 from tests.integration.distill.conftest import Start, until
+from tests.plugins_consul import free_ports
 
 ROWS, WIDTH = 1000, 4
 X = np.repeat(np.arange(ROWS, dtype=np.float32)[:, None], WIDTH, axis=1)
@@ -95,7 +96,9 @@ def test_unlabelled_row_is_named(start: Start, data: Path, tmp_path: Path) -> No
 
 def test_kill_9_costs_no_stored_label(start: Start, data: Path, tmp_path: Path) -> None:
     """Kill 9 costs no label that was on disk."""
-    slow = start("echo", delay_s=0.05, max_batch=2)  # 25 s for all rows: they are not labelled before the kill
+    slow = start(
+        "echo", port=free_ports(1)[0], delay_s=0.05, max_batch=2
+    )  # 25 s for all rows: they are not labelled before the kill
     teachers = ["--teachers", slow.endpoint, "--batch", "2"]
     folder = tmp_path / "labels"
     # As the command itself, but with a file every half second, so that this takes no minute.

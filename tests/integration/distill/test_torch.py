@@ -194,13 +194,41 @@ def test_new_version_is_another_teacher(start: Start) -> None:
                     assert (soft[:, 0] == scale * numbers).all()
 
 
+def test_no_teachers_same_batches() -> None:
+    """An empty list trains without teachers by the same loop: the same batches, None for labels, nobody asked."""
+    data = DataLoader(Numbers(50), batch_size=8, num_workers=2)
+    with SoftLabelCache() as cache:
+        settings: dict[str, Any] = {"cache": cache, "ids": 1, "dataset": "numbers", "device": "cpu"}
+        with distill(data, [], inputs=["x", None], outputs="y", **settings) as loader:
+            assert len(loader) == len(data)
+            for _ in range(2):
+                pairs = list(loader)
+                assert [labels for _, labels in pairs] == [None] * 7
+                assert [n for (_, numbers), _ in pairs for n in numbers.tolist()] == list(range(50))
+            for _ in loader:
+                break
+            assert len(list(loader.label(list(data)[5:]))) == 2
+            assert loader.stats().rows_asked == loader.stats().teachers_live == 0
+    with pytest.raises(SettingsError, match="teachers='': name a service"):
+        distill(data, "", inputs="x", outputs="y")  # an empty text is a slip, as a variable that is not set
+
+
+def test_ids_without_a_cache_are_harmless(start: Start) -> None:
+    """A program may always say where its ids are, whether it was given a cache or not."""
+    settings: dict[str, Any] = {"ids": "not there", "dataset": "numbers", "options": PATIENT}
+    with distill(
+        DataLoader(Numbers(20), batch_size=5), start("echo").endpoint, inputs="x", outputs="y", **settings
+    ) as loader:
+        check(list(loader), 20)
+
+
 def test_mistakes_are_named(start: Start) -> None:
     data = DataLoader(Numbers(5), batch_size=5)
     with pytest.raises(SettingsError, match="name at least one input"):
         distill(data, "s", inputs=[None], outputs="y")
     with pytest.raises(SettingsError, match=r"inputs=3: name at least one input of the teachers, as in \"image\", \["):
         distill(data, "s", inputs=3, outputs="y")  # type: ignore[arg-type]
-    with SoftLabelCache() as cache, pytest.raises(SettingsError, match="cache and ids go together"):
+    with SoftLabelCache() as cache, pytest.raises(SettingsError, match="cache without ids: say where"):
         distill(data, "s", inputs="x", outputs="y", cache=cache)
     with SoftLabelCache() as cache, pytest.raises(SettingsError, match="no teachers are named"):
         distill(data, inputs="x", outputs="y", cache=cache, ids=1)

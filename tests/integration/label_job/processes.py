@@ -24,6 +24,7 @@ import time
 import numpy as np
 
 FILE = os.open({file!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+HURRY = {file!r} + ".hurry"
 BAD = {bad!r}
 
 def model(inputs):
@@ -32,7 +33,7 @@ def model(inputs):
     if set(rows.tolist()) & set(BAD):
         raise ValueError("this row is bad")
     os.write(FILE, rows.tobytes())
-    time.sleep({row_s!r} * len(rows))
+    time.sleep(0 if os.path.exists(HURRY) else {row_s!r} * len(rows))
     return {{"y": np.stack([x[:, 0] * {scale!r}, x[:, 0] + 1], axis=1)}}
 """
 
@@ -42,6 +43,11 @@ class Asked:
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "asked.bin"
+        self._hurry = folder / "asked.bin.hurry"
+
+    def hurry(self) -> None:
+        """Have teachers wait no longer for each row."""
+        self._hurry.touch()
 
     def rows(self) -> Counter[int]:
         return Counter(np.fromfile(self.file, np.int32).tolist()) if self.file.exists() else Counter()
@@ -99,7 +105,7 @@ class Worker:
         self.send(signal.SIGKILL)
         self.process.wait(10)
 
-    def wait(self, timeout_s: float = 60.0) -> int:
+    def wait(self, timeout_s: float = 90.0) -> int:
         return self.process.wait(timeout_s)
 
     def end(self) -> None:
@@ -140,7 +146,7 @@ class Run:
         self.teachers = [_teacher(path, "1", port=port)]
 
     def asked_until(self, rows: int) -> None:
-        until(lambda: self.asked.rows().total() >= rows, 30, "the teacher is asked")
+        until(lambda: self.asked.rows().total() >= rows, 90, "the teacher is asked")
 
     def report(self) -> dict[str, Any]:
         """What the job's master has reported; empty if there is nothing yet."""

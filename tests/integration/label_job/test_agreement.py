@@ -16,6 +16,8 @@ from edl.distill.cache import SoftLabelCache, load_labels
 from edl.errors import SettingsError
 from tests.integration.label_job.processes import Run, counting_teacher, write_data
 
+pytestmark = pytest.mark.timeout(300)  # on a busy machine a worker takes half a minute to begin
+
 SAMPLES = """
 import numpy as np
 
@@ -83,17 +85,20 @@ def test_other_data_are_refused(run: Run, capsys: pytest.CaptureFixture[str]) ->
 
 def test_one_version_for_all_workers(make_run: Callable[..., Run], tmp_path: Path) -> None:
     """A worker whose teachers have another version waits for those of the job's, and says so."""
-    run = make_run(2000, row_s=0.005)
+    run = make_run(1000, row_s=0.005)
     with counting_teacher(tmp_path, version="2", scale=3.0) as newer:
         newer.wait_ready()  # before the first begins: it must not be done when the other comes
         first = run.start("--shard", "50", "--worker-timeout", "60")
         run.asked_until(1)
+        (older,) = run.teachers
+        older.pause()  # so that the job is not done, however long the other takes to begin
         arguments = run.arguments()
         arguments[arguments.index("--teachers") + 1] = newer.endpoint
-        other = run.start_as([*arguments, "--timeout", "2"])
-        assert other.wait(40) == 1
+        other = run.start_as([*arguments, "--timeout", "5"])
+        assert other.wait(90) == 1
+        older.resume()
         assert "has version '2' of model 'm', and version='1' is asked for" in other.err
-    assert first.wait(60) == 0, first.err
+    assert first.wait(90) == 0, first.err
     with SoftLabelCache(0, run.folder / "labels") as cache:
         assert [key.version for key in cache.keys()] == ["1"]  # noqa: SIM118
     assert load_labels(run.folder / "labels").rows([9])["y"].tolist() == [[20.0, 11.0]]
@@ -142,6 +147,6 @@ def test_worker_processes_load_samples(make_run: Callable[..., Run]) -> None:
     arguments = run.arguments()
     arguments[0] = f"{path}:Numbers"
     workers = [run.start_as([*arguments, "--workers", "2"]) for _ in range(2)]
-    assert [worker.wait(60) for worker in workers] == [0, 0], workers[0].err + workers[1].err
+    assert [worker.wait(200) for worker in workers] == [0, 0], workers[0].err + workers[1].err
     assert load_labels(run.folder / "labels").ids == tuple(range(300))
     assert run.asked.rows() == dict.fromkeys(range(1, 301), 1)

@@ -298,6 +298,16 @@ def test_rows_without_label_have_soft_part() -> None:
     assert bool(student.grad.isfinite().all())
 
 
+def test_without_a_teacher_labels_are_all() -> None:
+    """Batches without teachers have None in place of soft labels: the same call trains on the hard ones."""
+    student, labels = torch.from_numpy(logits((6, 5), 1)), torch.arange(6) % 5
+    hard = torch.nn.functional.cross_entropy(student, labels)
+    for alpha in (0.0, 0.9, 1.0):
+        assert DistillLoss(3.0, alpha)(student, None, labels).item() == pytest.approx(hard.item())
+    with pytest.raises(SettingsError, match="neither a teacher's labels nor hard ones"):
+        DistillLoss(3.0, 1.0)(student, None)
+
+
 def test_the_mixture_is_linear_in_alpha() -> None:
     student, teacher, labels = torch.from_numpy(logits((6, 5), 1)), logits((6, 5), 2), torch.arange(6) % 5
     hard = torch.nn.functional.cross_entropy(student, labels)

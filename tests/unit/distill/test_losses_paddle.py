@@ -14,7 +14,14 @@ with warnings.catch_warnings():
     paddle = pytest.importorskip("paddle", reason="PaddlePaddle is not installed")
 
 from edl.distill.compress import TopK, top_k
-from edl.distill.paddle_losses import kl_divergence, soft_cross_entropy, token_loss, top_k_kl
+from edl.distill.paddle_losses import (
+    DistillLoss,
+    kl_divergence,
+    logit_mse,
+    soft_cross_entropy,
+    token_loss,
+    top_k_kl,
+)
 from edl.errors import SettingsError
 
 Array = np.ndarray[Any, Any]
@@ -72,6 +79,9 @@ def test_full_top_k_kl_is_the_dense_kl() -> None:
     assert float(top_k_kl(student, top_k(teacher, 11, 3.0))) == pytest.approx(float(dense), rel=1e-12)
 
 
+TOKENS = top_k(logits((3, 5), 2), 2, 3.0)
+NEXT_TOKENS = paddle.to_tensor([4, -100, 0])
+
 LOSSES: dict[str, Callable[[Any], Any]] = {
     "kl": lambda x: kl_divergence(x, logits((3, 5), 2), temperature=2.0),
     "cross-entropy": lambda x: soft_cross_entropy(
@@ -79,6 +89,11 @@ LOSSES: dict[str, Callable[[Any], Any]] = {
     ),
     "top-k": lambda x: top_k_kl(x, top_k(logits((3, 5), 2), 2, 3.0)),
     "top-k of all": lambda x: top_k_kl(x, top_k(logits((3, 5), 2), 5, 3.0)),
+    "logits": lambda x: logit_mse(x, paddle.to_tensor(logits((3, 5), 2))),
+    "mixture": lambda x: DistillLoss(2.0, 0.3)(x, paddle.to_tensor(logits((3, 5), 2)), paddle.to_tensor([0, 4, 2])),
+    "tokens, forward": lambda x: token_loss(x, TOKENS, mask=paddle.to_tensor([1, 0, 1]), token_count=7),
+    "tokens, between": lambda x: token_loss(x, TOKENS, beta=0.3, hard_labels=NEXT_TOKENS, hard_weight=0.4),
+    "tokens, reverse": lambda x: token_loss(x, TOKENS, mask=paddle.to_tensor([1, 1, 0]), beta=1.0, reduction="sum"),
 }
 
 
@@ -202,6 +217,7 @@ def test_token_loss_of_no_token_is_zero() -> None:
         ({"beta": 1.5}, "beta=1.5"),
         ({"floor": 0.0}, "floor=0.0"),
         ({"mask": np.ones((3,), np.int64)}, "the mask is"),
+        ({"mask": np.array([5, -100])}, "the mask holds -100"),
         ({"mask": np.ones((2,), np.float32)}, "expected bool or whole numbers"),
         ({"reduction": "all"}, "reduction='all'"),
     ],
@@ -209,3 +225,67 @@ def test_token_loss_of_no_token_is_zero() -> None:
 def test_token_loss_refuses(options: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         token_loss(paddle.to_tensor(logits((2, 6), 0)), top_k(logits((2, 6), 1), 3), **options)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("soft", ["kl", "cross_entropy", "mse", "top k"])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_mixture_is_that_of_pytorch(soft: Any, alpha: float, reduction: Any) -> None:
+    """`DistillLoss` takes what PyTorch's takes, and computes the same, gradients included."""
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    from edl.distill.losses import DistillLoss as TorchLoss
+
+    at, hard = logits((6, 5), 1), np.array([0, 3, -100, 4, -100, 1])
+    teacher = top_k(logits((6, 5), 2), 3, 2.0) if soft == "top k" else logits((6, 5), 2)
+    settings: dict[str, Any] = {"soft": "kl" if soft == "top k" else soft, "reduction": reduction}
+    student, theirs = paddle.to_tensor(at, stop_gradient=False), torch.from_numpy(at).requires_grad_()
+    loss = DistillLoss(2.0, alpha, **settings)(student, teacher, paddle.to_tensor(hard))
+    expected = TorchLoss(2.0, alpha, **settings)(theirs, teacher, torch.from_numpy(hard))
+    np.testing.assert_allclose(loss.numpy(), expected.detach().numpy(), rtol=1e-6)
+    loss.sum().backward()
+    expected.sum().backward()
+    np.testing.assert_allclose(student.grad.numpy(), theirs.grad.numpy(), rtol=1e-5, atol=1e-8)
+
+
+def test_mixture_of_missing_parts() -> None:
+    """No row may have a label, labels may be probabilities, and there may be no teacher."""
+    x, teacher = paddle.to_tensor(logits((4, 5), 1)), logits((4, 5), 2)
+    loss, hard = DistillLoss(2.0, 0.25), paddle.to_tensor([1, 2, 3, 4])
+    soft = kl_divergence(x, teacher, temperature=2.0)
+    assert float(loss(x, teacher, paddle.full([4], -100, "int64"))) == pytest.approx(0.25 * float(soft))
+    entropy = paddle.nn.functional.cross_entropy(x, hard)
+    assert float(loss(x, None, hard)) == pytest.approx(float(entropy))
+    assert float(loss(x, None, hard.unsqueeze(-1))) == float(loss(x, None, hard.numpy())) == float(loss(x, None, hard))
+    known = paddle.nn.functional.one_hot(hard, 5).astype(x.dtype)
+    assert float(loss(x, None, known)) == pytest.approx(float(entropy))
+    assert float(loss(x, teacher, known)) == pytest.approx(0.25 * float(soft) + 0.75 * float(entropy))
+    with pytest.raises(SettingsError, match="labels are missing"):
+        loss(x, teacher)
+    with pytest.raises(SettingsError, match="neither a teacher's labels nor hard ones"):
+        loss(x, None)
+    with pytest.raises(SettingsError, match=r"labels hold 5: must be from 0 to 4, or -100"):
+        loss(x, teacher, paddle.to_tensor([1, 2, 3, 5]))
+    with pytest.raises(SettingsError, match=r"expected whole numbers \[4\]"):
+        loss(x, teacher, paddle.to_tensor([1, 2, 3]))
+    with pytest.raises(SettingsError, match="ask the teachers for temperature=2"):
+        loss(x, top_k(teacher, 3, 1.0), hard)
+    for wrong in ({"alpha": 2}, {"temperature": 0}, {"soft": "l1"}, {"teacher_is": "x"}, {"reduction": "x"}):
+        with pytest.raises(SettingsError, match=f"{next(iter(wrong))}="):
+            DistillLoss(**wrong)  # type: ignore[arg-type]
+    assert float(logit_mse(x, teacher)) == pytest.approx(float(((x.numpy() - teacher) ** 2).mean()))
+
+
+@pytest.mark.parametrize("weight", [0.3, 1.0])
+def test_hard_labels_have_their_share(weight: float) -> None:
+    """Of each token's loss, divided by the same count; what the mask leaves out may hold anything."""
+    student, labels = logits((2, 3, 9), 1), top_k(logits((2, 3, 9), 2), 5)
+    mask, hard = np.array([[1, 1, 0], [1, 0, 0]]), np.array([[4, -100, 99], [8, 99, 99]])
+    soft = token_loss(paddle.to_tensor(student), labels, reduction="none").numpy()
+    entropy = -np.log(softmax(student))[[0, 1], [0, 0], [4, 8]].sum()
+    expected = ((1 - weight) * (soft * mask).sum() + weight * entropy) / 3
+    settings = {"mask": paddle.to_tensor(mask), "hard_labels": paddle.to_tensor(hard), "hard_weight": weight}
+    assert float(token_loss(paddle.to_tensor(student), labels, **settings)) == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(SettingsError, match=r"hard_labels are \[6\], the logits \[2, 3, 9\]"):
+        token_loss(paddle.to_tensor(student), labels, hard_labels=paddle.zeros([6], "int64"), hard_weight=weight)
+    with pytest.raises(SettingsError, match="hard_labels, which are missing"):
+        token_loss(paddle.to_tensor(student), labels, hard_weight=weight)

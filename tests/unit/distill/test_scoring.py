@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from operator import itemgetter
@@ -24,13 +25,17 @@ class Labels:
     services = 1
 
     def __init__(self) -> None:
+        self.limits = self
         self.closed = self.lacking = self.gives_up = False
         self.failure: Exception | None = None
         self.waiting: list[tuple[Chunk, Callable[..., None]]] = []
         self.cancelled: list[Chunk] = []
         self.most = self.open = 0
 
-    def lacks_teacher(self, since: float) -> bool:
+    def asked(self, route: int | None) -> range:
+        return range(1) if route is None else range(route, route + 1)
+
+    def lacks_teacher(self, since: float, route: int | None) -> bool:
         if self.lacking and self.gives_up:
             raise NoTeacherError("none")
         return self.lacking
@@ -41,18 +46,18 @@ class Labels:
     refuses_versions = False
     followed = 0
 
-    def awaits_sequence(self, rows: int, since: float) -> bool:
+    def awaits_sequence(self, rows: int, since: float, route: int | None) -> bool:
         return rows == self.awaited_rows
 
     awaited_rows = 0
 
-    def follow_versions(self) -> None:
+    def follow_version(self, service: int) -> None:
         self.followed += 1
 
-    def max_sequence(self) -> int:
+    def max_sequence(self, route: int | None) -> int:
         return 50
 
-    def rows_that_fit(self, fields: Any) -> int:
+    def rows_that_fit(self, fields: Any, route: int | None) -> int:
         return 0
 
     def estimate_answers(self, chunk: Chunk) -> None: ...
@@ -195,7 +200,6 @@ def test_a_cancelled_call_makes_room(scoring: Scoring) -> None:
     first, second = scoring.score(15), scoring.score(15)
     scoring.until(lambda: scoring.labels.waiting)
     assert first.cancel()
-    scoring.calls.wake()
     scoring.until(lambda: len(scoring.labels.waiting) == 2)
     scoring.labels.waiting.pop(0)
     scoring.answer()
@@ -228,6 +232,70 @@ def test_close_ends_all_calls() -> None:
             future.result(60)
 
 
+def test_close_beside_calls(caplog: pytest.LogCaptureFixture) -> None:
+    """Calls are made and cancelled while the labeller is closed: each ends, once."""
+    for _ in range(20):
+        scoring = Scoring(Labels())
+        futures: deque[Future[list[Any]]] = deque()
+
+        def call(scoring: Scoring = scoring, futures: deque[Future[list[Any]]] = futures) -> None:
+            for number in range(40):
+                futures.append(scoring.score(15))
+                if number % 3 == 0:
+                    futures[-1].cancel()
+
+        calling = [threading.Thread(target=call) for _ in range(3)]
+        for thread in calling:
+            thread.start()
+        scoring.labels.closed = True
+        for thread in calling:
+            thread.join(60)
+        scoring.calls.close()
+        assert len(futures) == 120
+        for future in futures:
+            assert future.cancelled() or isinstance(future.exception(60), ClosedError)
+    assert not caplog.records, "no future was ended twice"
+
+
+def test_callback_closes_the_scorer(scoring: Scoring, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = scoring.score(3), scoring.score(4)
+    scoring.until(lambda: len(scoring.labels.waiting) == 2)
+
+    def close(_: object) -> None:
+        scoring.labels.closed = True
+        scoring.calls.close()
+
+    first.add_done_callback(close)
+    for chunk, _ in scoring.labels.waiting:
+        chunk.error = NoTeacherError("none")
+    scoring.answer(NoTeacherError("none"))
+    with pytest.raises(NoTeacherError):
+        first.result(60)
+    with pytest.raises(ClosedError):
+        second.result(60)
+    scoring.calls.close()
+    assert not caplog.records
+
+
+def test_callback_cancels_and_closes(scoring: Scoring, caplog: pytest.LogCaptureFixture) -> None:
+    """A call that is cancelled as the scorer is closed ends once as well."""
+    first, second, third = scoring.score(3), scoring.score(4), scoring.score(5)
+    scoring.until(lambda: len(scoring.labels.waiting) == 3)
+
+    def close(_: object) -> None:
+        assert second.cancel()
+        scoring.labels.closed = True
+        scoring.calls.close()
+
+    first.add_done_callback(close)
+    scoring.answer(NoTeacherError("none"))
+    with pytest.raises(ClosedError):
+        third.result(60)
+    assert second.cancelled()
+    scoring.calls.close()
+    assert not caplog.records
+
+
 def test_long_call_holds_up_no_other(scoring: Scoring) -> None:
     """A call that waits for a teacher of long texts goes when it is there; those behind it need not wait."""
     scoring.labels.awaited_rows = 40
@@ -236,6 +304,18 @@ def test_long_call_holds_up_no_other(scoring: Scoring) -> None:
     assert not long.done()
     scoring.labels.awaited_rows = 0
     assert len(scoring.answered(long)[0]) == 40
+
+
+def test_long_call_ends_beside_a_full_one(scoring: Scoring) -> None:
+    """Whether its teacher has come is looked at also while others have all the room, and none of them is answered."""
+    scoring.labels.awaited_rows = 40
+    long, full, more = scoring.score(40), scoring.score(20), scoring.score(20)
+    scoring.until(lambda: scoring.labels.waiting)
+    scoring.labels.lacking = scoring.labels.gives_up = True
+    with pytest.raises(NoTeacherError):
+        long.result(10)
+    assert not full.done()
+    assert not more.done()
 
 
 def test_versions_are_followed_between_calls(scoring: Scoring, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,10 +54,10 @@ def test_nonsense_in_metadata_is_refused(fields: dict[str, str], caplog: pytest.
 )
 def test_senseless_hint_is_ignored(streams: bool, hint: Any) -> None:
     """A senseless hint is no reason to hurry."""
-    from edl.distill import Options
+    from edl.distill import Options, Policy
 
     with HostileServer(hint=hint, streams=streams) as server:
-        reader = reader_of(server, options=Options(teacher_timeout_s=1.0))
+        reader = reader_of(server, options=Options(teacher_timeout_s=0.5, policy=Policy(request_timeout_s=0.5)))
         with reader.set_sample_generator(samples(4)), pytest.raises(NoTeacherError):
             list(reader())
     assert 1 <= server.asked <= 12, f"{server.asked} requests of one batch within about a second"

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from edl.distill import DistillReader, Options
 from edl.distill.torch import distill
 from edl.errors import ClosedError, TemporaryError
-from tests.integration.distill.conftest import Start
+from tests.integration.distill.conftest import Start, until
 
 
 class OneIterator:
@@ -69,6 +69,7 @@ def test_error_names_the_setting(start: Start) -> None:
             reader()
         assert source.begun == 1
         source.go.set()
+        until(lambda: "edl-feed" not in {thread.name for thread in threading.enumerate()}, 20)
         assert numbers(reader()) == list(range(6))
         assert source.begun == 2
 

@@ -107,7 +107,7 @@ def test_an_unknown_value_is_an_error(teachers: dict[str, str]) -> None:
         reader.set_sample_generator(lambda: iter(found))
         for x, domain, _, y in reader():
             assert y.tolist() == (x * DOMAINS.get(domain, 100.0)).tolist()
-        assert list(reader.stats().routes) == ["math", "code", "None"]
+        assert list(reader.stats().routes) == ["math", "code", None]
 
 
 def test_what_comes_before_goes_on(start: Start, registry_url: str, teachers: dict[str, str]) -> None:
@@ -172,13 +172,32 @@ def test_domains_share_teachers(teachers: dict[str, str]) -> None:
         reader.set_sample_generator(lambda: iter(samples(100)))
         for x, domain, _, y in reader():
             assert y.tolist() == (x * (100 if domain == "law" else 1)).tolist()
-        assert list(reader.stats().routes) == ["math, code", "law"]
+        routes = reader.stats().routes
+        assert list(routes) == ["math", "code", "law"]
+        assert routes["math"] == routes["code"], "they are counted together"
+        assert (routes["math"].rows_received, routes["law"].rows_received) == (
+            sum(domain != "law" for _, domain, _ in samples(100)),
+            sum(domain == "law" for _, domain, _ in samples(100)),
+        )
+
+
+def test_values_alike_in_print(teachers: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A number and a string that looks like it are two values; the configuration shows which is which."""
+    found = [(np.full(4, number, np.float32), 1 if number % 4 else "1") for number in range(40)]
+    there = {1: teachers["math"], "1": teachers["code"]}
+    with DistillReader(["x", None], ["y"], teachers=there, route=1) as reader:
+        reader.set_sample_generator(lambda: iter(found))
+        assert len(list(reader())) == 40
+        routes = reader.stats().routes
+        assert (routes[1].rows_received, routes["1"].rows_received) == (30, 10)
+        reader.print_config()
+        assert "route: by field, 1, '1'" in capsys.readouterr().out
 
 
 def test_outputs_must_be_alike(start: Start, teachers: dict[str, str]) -> None:
     with reader_of({**teachers, "code": start("echo", width=4, repeat=2).endpoint}) as reader:
         reader.set_sample_generator(lambda: iter(samples(100)))
-        with pytest.raises(SettingsError, match=r"routes \w+ and \w+ do not go together: .*output 'y' .*one shape"):
+        with pytest.raises(SettingsError, match=r"of '\w+' and of '\w+' do not go together: .*output 'y' .*one shape"):
             list(reader())
 
 

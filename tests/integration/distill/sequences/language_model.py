@@ -54,6 +54,15 @@ class PrefixModel(Backend):
         return answers
 
 
+class NegativeModel(PrefixModel):
+    """Answers minus what the other one does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        model = self._model
+        self._model = lambda inputs: {name: -array for name, array in model(inputs).items()}  # type: ignore[assignment]
+
+
 def check_labels(ids: Any, labels: Any, k: int) -> None:
     """Check that these are the k largest values at each token of this sequence."""
     whole = prefix_scores_of(ids, VOCABULARY)

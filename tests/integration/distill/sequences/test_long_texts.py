@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,13 @@ import pytest
 from edl.distill import DistillReader, Options, Scorer
 from edl.errors import NoTeacherError, SourceError
 from edl.testing import LocalTeacher
+from tests.integration.distill.conftest import until
 from tests.integration.distill.sequences.language_model import PrefixModel, check_labels
 from tests.integration.serving.conftest import Inside
+from tests.plugins_consul import free_ports
 
 LONG = np.arange(300, dtype=np.int32) % 31
 SHORT = np.arange(20, dtype=np.int32)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def later(port: int, started: list[Any]) -> threading.Timer:
@@ -40,7 +37,7 @@ def later(port: int, started: list[Any]) -> threading.Timer:
 @pytest.mark.parametrize("scored", [False, True])
 def test_long_text_waits_for_its_teacher(scored: bool) -> None:
     """The teacher that takes it is listed, and is not there yet; a scorer answers other calls meanwhile."""
-    port = free_port()
+    port = free_ports(1)[0]
     started: list[LocalTeacher] = []
     with LocalTeacher("prefix_scores", vocabulary=31, max_batch=128) as small:
         teachers = [small.endpoint, f"127.0.0.1:{port}"]
@@ -116,6 +113,8 @@ def test_words_when_the_long_one_is_lost() -> None:
         )
 
         def source() -> Any:
+            yield (SHORT,)
+            until(lambda: reader.stats().teachers_live == 2, 60)
             yield (LONG,)
             large.kill()
             yield (LONG,)
@@ -130,10 +129,47 @@ def test_words_when_the_long_one_is_lost() -> None:
 @pytest.mark.parametrize("mixed", ["refuse", "warn"])
 def test_scorer_follows_a_new_version(mixed: Any) -> None:
     """On-policy loops change weights: calls after a restart are of the new version, and none waits in vain."""
-    port = free_port()
+    port = free_ports(1)[0]
     options = Options(mixed_versions=mixed, teacher_timeout_s=60)
     with Scorer(f"127.0.0.1:{port}", top_k=4, options=options) as scorer:
         for version in ("1", "2", "3"):
             with LocalTeacher("prefix_scores", vocabulary=31, port=port, version=version):
                 for _ in range(2):
                     check_labels(SHORT, scorer.score([SHORT]).result(120)[0], 4)
+
+
+@pytest.mark.parametrize("kind", ["sequence", "sequence_list", "routed", "routed_list", "padded", "routed_padded"])
+def test_what_comes_before_is_delivered(kind: str) -> None:
+    """A text that waits for a larger teacher holds up no text that came before it, nor the end of the reader."""
+    texts = [SHORT[:3], SHORT[:2], LONG[:40]]
+    with closing(socket.socket()) as unused, closing(Inside(PrefixModel(max_sequence=8), max_batch_rows=512)) as small:
+        unused.bind(("127.0.0.1", 0))  # nobody listens: it is being connected to for as long as this takes
+        teachers: Any = [small.target, f"127.0.0.1:{unused.getsockname()[1]}"]
+        settings: dict[str, Any] = {"top_k": 4, "options": Options(teacher_timeout_s=60)}
+        if kind.startswith("routed"):
+            settings |= {"route": 1}
+            teachers = {"long": teachers, "short": small.target}
+        domains = ["short", "long", "long"]
+        if kind.endswith("padded"):
+            pytest.importorskip("torch")
+            from edl.distill.torch import distill
+
+            batches = [
+                (text[None], [domain], np.ones((1, len(text)))) for text, domain in zip(texts, domains, strict=True)
+            ]
+            labelled: Any = distill(batches, teachers, inputs={"ids": 0}, outputs="logprobs", tokens=2, **settings)
+            epoch = ((batch[0][0], labels.map(lambda part: part[0].numpy())) for batch, labels in labelled)
+        else:
+            labelled = DistillReader(["ids", None], ["logprobs"], teachers=teachers, **settings)
+            samples = list(zip(texts, domains, strict=True))
+            if kind.endswith("list"):
+                labelled.set_sequence_list_generator(lambda: ([sample] for sample in samples))
+                epoch = ((ids, labels) for ((ids, _, labels),) in labelled())
+            else:
+                labelled.set_sequence_generator(lambda: iter(samples))
+                epoch = ((ids, labels) for ids, _, labels in labelled())
+        with labelled:
+            for text in texts[:2]:
+                ids, labels = next(epoch)
+                assert ids.tolist() == text.tolist()
+                check_labels(ids, labels, 4)

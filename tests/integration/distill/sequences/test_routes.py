@@ -9,24 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edl.distill import DistillReader, Options
+from edl.distill import DistillReader, Options, Teachers
 from edl.errors import SettingsError
 from edl.testing.models import prefix_scores_of
 from tests.integration.distill.sequences.corpus import sequences
-from tests.integration.distill.sequences.language_model import VOCABULARY, PrefixModel, check_labels
+from tests.integration.distill.sequences.language_model import VOCABULARY, NegativeModel, PrefixModel, check_labels
 from tests.integration.serving.conftest import Inside
 
 SIGN = {"math": 1, "code": -1}
 PATIENT = Options(teacher_timeout_s=60)
-
-
-class NegativeModel(PrefixModel):
-    """Answers minus what the other one does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        model = self._model
-        self._model = lambda inputs: {name: -array for name, array in model(inputs).items()}  # type: ignore[assignment]
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +98,22 @@ def test_padded_batches(targets: dict[str, str], batch_rows: int | None, whole: 
         assert set(loader.stats().routes) == {"math", "code"}
 
 
+def test_an_empty_batch_waits_for_no_domain(targets: dict[str, str], registry_url: str) -> None:
+    """A first batch whose texts are all empty has labels of no rows, of any domain's teachers that are there."""
+    pytest.importorskip("torch")
+    from edl.distill.torch import distill
+
+    batch = {"ids": np.zeros((2, 3), np.int64), "mask": np.zeros((2, 3)), "domain": ["math", "code"]}
+    there = {"law": Teachers(service="nobody", discovery=registry_url), **targets}
+    with distill(
+        [batch], there, route="domain", inputs={"ids": "ids"}, outputs="logprobs", tokens="mask", top_k=4,
+        options=PATIENT,
+    ) as loader:  # fmt: skip
+        ((_, labels),) = list(loader)
+        assert labels.ids.shape == (2, 3, 4)
+        assert not labels.values.any()
+
+
 def test_tokenizers_are_not_mixed(targets: dict[str, str]) -> None:
     """Their ids mean different texts, as within one service."""
     other = Inside(PrefixModel(tokenizer="sha256:cd"), max_batch_rows=512)
@@ -114,7 +121,7 @@ def test_tokenizers_are_not_mixed(targets: dict[str, str]) -> None:
     try:
         with DistillReader(["ids", None], ["logprobs"], teachers=there, route=1, top_k=4, options=PATIENT) as reader:
             reader.set_sequence_generator(lambda: iter(corpus(60)))
-            with pytest.raises(SettingsError, match=r"routes .* do not go together: .* tokenizer 'sha256:"):
+            with pytest.raises(SettingsError, match=r"the teachers of '.*' do not go together: .* tokenizer 'sha256:"):
                 list(reader())
     finally:
         other.close()

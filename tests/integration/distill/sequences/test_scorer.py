@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -10,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edl.distill import DistillReader, Options, Scorer, on_policy
+from edl.distill import DistillReader, Options, Scorer, Teachers, on_policy
 from edl.errors import ClosedError, NoTeacherError, SettingsError, SourceError
 from edl.testing.models import prefix_scores_of
 from tests.integration.distill.conftest import Start, until
 from tests.integration.distill.sequences.corpus import sequences
-from tests.integration.distill.sequences.language_model import VOCABULARY, PrefixModel, check_labels
+from tests.integration.distill.sequences.language_model import VOCABULARY, NegativeModel, PrefixModel, check_labels
 from tests.integration.serving.conftest import Inside
 
 WAIT_S = 60.0
@@ -106,14 +107,27 @@ def test_too_long_a_sequence_fails_alone(model: Inside) -> None:
 
 
 def test_a_scorer_outlives_its_last_name(model: Inside) -> None:
-    """A call under way keeps its scorer; afterwards nothing does."""
+    """A call under way keeps its scorer; afterwards nothing does, and its thread ends."""
+    before = set(threading.enumerate())
     scorer = Scorer(model.target, top_k=3)
+    (thread,) = [found for found in threading.enumerate() if found.name == "edl-score" and found not in before]
     gone = weakref.ref(scorer)
     future = scorer.score([[1, 2]])
     del scorer
     check_labels([1, 2], future.result(WAIT_S)[0], 3)
     del future
     until(lambda: gc.collect() >= 0 and gone() is None, WAIT_S)
+    until(lambda: not thread.is_alive(), WAIT_S)
+
+
+def test_an_error_keeps_no_scorer(model: Inside) -> None:
+    """A future that is kept has an error with its traceback, and nothing in that has the scorer."""
+    scorer = Scorer(model.target, top_k=3)
+    gone = weakref.ref(scorer)
+    future = scorer.score([[]])
+    assert isinstance(future.exception(WAIT_S), SourceError)
+    del scorer
+    until(lambda: gone() is None, WAIT_S)
 
 
 def test_a_closed_scorer_says_so(model: Inside) -> None:
@@ -162,8 +176,97 @@ def test_the_loop_is_so_far_ahead(model: Inside, ahead: int) -> None:
         loop.close()
 
 
+def test_sampled_tokens_are_targets(model: Inside) -> None:
+    """A scorer with targets is asked for the tokens that follow, as a loss on sampled tokens wants them."""
+    found = [np.array([5, 3, 9]), [7], np.array([2, 2])]
+    with Scorer(model.target, top_k=3, targets=True) as scorer:
+        ((_, texts, labels),) = on_policy([found], lambda batch: batch, scorer, timeout_s=WAIT_S)
+        assert texts is found
+        for ids, (label, logprobs) in zip(found, labels, strict=True):
+            tokens = np.asarray(ids)
+            check_labels(tokens, label, 3)
+            whole = prefix_scores_of(tokens, VOCABULARY)
+            assert logprobs[:-1, 0].tolist() == whole[np.arange(len(tokens) - 1), tokens[1:]].tolist()
+            assert logprobs.shape == (len(tokens), 1)
+        with pytest.raises(SourceError):
+            next(on_policy([[5]], lambda batch: batch, scorer))
+
+
 def test_a_batch_may_generate_nothing(model: Inside) -> None:
     with Scorer(model.target, top_k=3) as scorer:
         loop = on_policy([[1, 2], [], [3]], lambda batch: [[token] for token in batch], scorer, timeout_s=WAIT_S)
         assert [len(labels) for _, _, labels in loop] == [2, 0, 1]
         assert scorer.score([]).result(WAIT_S) == []
+
+
+@pytest.fixture(scope="module")
+def negative() -> Iterator[Inside]:
+    found = Inside(NegativeModel(), max_batch_rows=512)
+    yield found
+    found.close()
+
+
+def check_domain(ids: Any, domain: str, labels: Any) -> None:
+    if domain == "math":
+        check_labels(ids, labels, 4)
+    else:
+        smallest = np.sort(prefix_scores_of(ids, VOCABULARY), axis=1)[:, :4]
+        assert labels.values.tolist() == (-smallest).tolist()
+
+
+def test_domains_have_their_own_teachers(model: Inside, negative: Inside) -> None:
+    """Sequences of a call come back in order, each with the labels, and targets, of its domain's teachers."""
+    found = sequences(90)
+    domains = np.random.default_rng(0).choice(["math", "law", "code"], 90)
+    there = {"math": model.target, None: negative.target}
+    with Scorer(there, top_k=4, targets=True, request_tokens=100, max_tokens=300) as scorer:
+        targets = [np.zeros((len(ids), 1), np.int32) for ids in found]
+        futures = [
+            scorer.score(found[at : at + 9], targets=targets[at : at + 9], route=domains[at : at + 9])
+            for at in range(0, 90, 9)
+        ]
+        delivered = [labels for future in futures for labels in future.result(WAIT_S)]
+        for ids, domain, (labels, own) in zip(found, domains, delivered, strict=True):
+            check_domain(ids, domain, labels)
+            assert (
+                own[:, 0].tolist()
+                == (prefix_scores_of(ids, VOCABULARY)[:, 0] * (1 if domain == "math" else -1)).tolist()
+            )
+        ((labels, _),) = scorer.score([found[0]], targets=[targets[0]], route="math").result(WAIT_S)
+        check_domain(found[0], "math", labels)
+        routes = scorer.stats().routes
+        assert routes["math"].rows_received == sum(
+            len(ids) for ids, domain in zip([*found, found[0]], [*domains, "math"], strict=True) if domain == "math"
+        )
+        assert routes[None].rows_received == scorer.stats().rows_received - routes["math"].rows_received
+
+
+def test_domain_without_teachers(model: Inside, registry_url: str) -> None:
+    """Nor does a text that waits for a teacher of its domain that takes it."""
+    there = {"math": model.target, "code": Teachers(service="nobody", discovery=registry_url)}
+    with Scorer(there, top_k=4, options=Options(teacher_timeout_s=5)) as scorer:
+        lost, mixed = scorer.score([[1, 2]], route="code"), scorer.score([[3], [4]], route=["math", "code"])
+        for _ in range(3):
+            check_labels([1, 2, 3], scorer.score([[1, 2, 3]], route="math").result(WAIT_S)[0], 4)
+        for future in (lost, mixed):
+            with pytest.raises(NoTeacherError, match="nobody"):
+                future.result(WAIT_S)
+
+
+def test_domains_of_a_call_are_checked(model: Inside) -> None:
+    with Scorer({"math": model.target}, top_k=4) as scorer:
+        for route, words in ((None, "has route None"), ("law", "has route 'law'"), (["math"], "1 values .* 2 rows")):
+            with pytest.raises(SourceError, match=words):
+                scorer.score([[1], [2]], route=route)
+    with Scorer(model.target, top_k=4) as scorer, pytest.raises(SettingsError, match="has one service"):
+        scorer.score([[1]], route="math")
+
+
+def test_on_policy_by_domain(model: Inside, negative: Inside) -> None:
+    batches = [{"prompts": [[3], [4, 5]], "domain": ["code", "math"]}, {"prompts": [[6]], "domain": "code"}]
+    with Scorer({"math": model.target, "code": negative.target}, top_k=4) as scorer:
+        loop = on_policy(batches, lambda batch: [[*ids, 1] for ids in batch["prompts"]], scorer, route="domain")
+        for batch, texts, labels in loop:
+            domains = ["code"] if batch["domain"] == "code" else batch["domain"]
+            for ids, domain, label in zip(texts, domains, labels, strict=True):
+                check_domain(ids, domain, label)

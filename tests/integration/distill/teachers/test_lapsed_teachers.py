@@ -19,6 +19,7 @@ from edl.errors import NoTeacherError
 from edl.testing import LocalTeacher
 from tests.integration.distill.conftest import Start, until
 from tests.integration.distill.reading import check, samples
+from tests.plugins_consul import free_ports
 
 
 @contextlib.contextmanager
@@ -109,8 +110,8 @@ def test_lapsed_draining_teacher_is_left(start: Start, path: Path, registry_url:
 
 def test_another_server_there_is_refused(start: Start, path: Path, registry_url: str) -> None:
     """Another server at its address is refused."""
-    teacher = start("echo", service="s", discovery=registry_url)
-    port = teacher.port
+    port = free_ports(1)[0]
+    teacher = start("echo", service="s", discovery=registry_url, port=port)
     with unwritable(path):
         until(lambda: bool(lapsed(path)), 30)
         teacher.kill()

@@ -24,6 +24,7 @@ from edl.protocol.transport import grpc
 from edl.testing import LocalTeacher
 from tests.integration.distill.conftest import Start, until
 from tests.integration.distill.reading import WIDTH, check, reader_of, samples
+from tests.plugins_consul import free_ports
 
 
 def test_killed_teacher_loses_nothing(start: Start) -> None:
@@ -95,7 +96,7 @@ def test_losing_every_teacher_is_an_error(start: Start) -> None:
 
 def test_returning_teacher_is_used(start: Start) -> None:
     """A teacher that comes back is used again."""
-    teacher = start("echo", delay_s=0.01)
+    teacher = start("echo", port=free_ports(1)[0], delay_s=0.01)
     with reader_of(teacher).set_sample_generator(samples(300)) as reader:
         rows = reader()
         delivered = [next(rows)]

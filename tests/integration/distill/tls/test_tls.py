@@ -152,7 +152,7 @@ def test_certificate_of_another_time(tmp_path: Path, ca: Authority, days: tuple[
             ["x", None],
             ["y"],
             teachers=[f"127.0.0.1:{port}"],
-            options=Options(teacher_timeout_s=1.0, credentials=believing(tmp_path, ca)),
+            options=Options(teacher_timeout_s=4.0, credentials=believing(tmp_path, ca)),
         )
         made.set_sample_generator(samples(4))
         with made, pytest.raises(NoTeacherError) as caught:

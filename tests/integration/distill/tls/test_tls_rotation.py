@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 import time
@@ -12,9 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edl.discovery.registry import Instance
 from edl.distill import Credentials, DistillReader
+from edl.distill.engine.connection import TeacherConnection
+from edl.distill.engine.event_loop import EventLoopThread
+from edl.distill.transport.schema import OutputSpec
+from edl.protocol.tls.credentials import CredentialFiles
 from edl.testing import LocalTeacher
 from tests.certificates import Authority, put
+from tests.integration.distill.answers.hostile import HostileServer
 from tests.integration.distill.conftest import Start, until
 from tests.integration.distill.tls.trust import believing, read, reader, serving, why_not
 
@@ -182,3 +189,40 @@ def test_token_taken_back_ends_streams(start: Start, tmp_path: Path, reading: An
     until(lambda: student.error is not None, 60)
     assert "UNAUTHENTICATED" in str(student.error)
     assert OLD not in str(student.error) + teacher.log, "a token in words or in the log"
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_closed_as_it_breaks(tmp_path: Path, turns: int) -> None:
+    """A connection that breaks as its reader closes ends: it went on connecting for ever, which nobody waited out."""
+    files = CredentialFiles(Credentials(token_file=put(tmp_path / "token", OLD)))
+    connected: list[TeacherConnection] = []
+    broken: list[TeacherConnection] = []
+
+    async def run(server: HostileServer) -> None:
+        host, _, port = server.endpoint.rpartition(":")
+        connection = TeacherConnection(
+            Instance("s", "teacher", host, int(port)),
+            OutputSpec(("y",)),
+            shared_memory=False,
+            files=files,
+            check_model=lambda *_: "",
+            on_connected=connected.append,
+            on_disconnected=broken.append,
+            on_connect_failed=lambda _: None,
+        )
+        deadline = time.monotonic() + 60
+        while not connected:
+            assert time.monotonic() < deadline, connection.why
+            await asyncio.sleep(0.01)
+        connection.reconnect("it breaks")
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await connection.close()
+
+    thread = EventLoopThread.acquire()
+    try:
+        with HostileServer() as server:
+            thread.run(run(server), 90)
+    finally:
+        thread.release()
+    assert (len(connected), len(broken)) == (1, 1)

@@ -33,6 +33,24 @@ def small_model(seed: int, **settings: Any) -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**config, **settings}))
 
 
+def small_mixture(seed: int) -> Any:
+    """A mixture of experts whose router has a loss of its own, of some weight."""
+    torch.manual_seed(seed)
+    config = transformers.MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        num_local_experts=4,
+        output_router_logits=True,
+        router_aux_loss_coef=0.5,
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
 def texts(count: int = 22) -> list[dict[str, list[int]]]:
     """Texts of 3 to 13 tokens, the first two of which are a prompt."""
     rng = np.random.default_rng(0)

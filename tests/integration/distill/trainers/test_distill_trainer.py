@@ -175,6 +175,11 @@ def test_refuses_by_name(tmp_path: Path, settings: Any, words: str) -> None:
         make(tmp_path, "127.0.0.1:9", **settings)
 
 
+def test_needs_teachers(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="an empty list: a training without teachers"):
+        make(tmp_path, [])
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -22,6 +22,7 @@ from edl.errors import EDLError, SettingsError  # noqa: E402
 from edl.testing import LocalTeacher  # noqa: E402
 from edl.testing.models import prefix_scores_of  # noqa: E402
 from tests.integration.backends.hf.test_oracle import load  # noqa: E402
+from tests.integration.distill.sequences.language_model import NegativeModel  # noqa: E402
 from tests.integration.distill.trainers.students import (  # noqa: E402
     VOCABULARY,
     collate_right,
@@ -194,6 +195,41 @@ def test_columns_of_teachers_are_kept(tmp_path: Path, teacher: str, named: bool)
         return soft[:-1][torch.tensor(sample["labels"])[1:] != -100]
 
     assert loss == pytest.approx(torch.cat([expected(sample) for sample in texts()]).mean().item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_domains_have_their_own_teachers(tmp_path: Path, teacher: str, named: bool) -> None:
+    """A text of one domain is learned of one teacher, of the other domain of another, whatever batch it is in."""
+    samples = [{**text, "domain": at % 3 % 2} for at, text in enumerate(texts())]
+
+    def collate(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {**collate_right(found), "domain": torch.tensor([sample["domain"] for sample in found])}
+
+    negative = Inside(NegativeModel(), max_batch_rows=512)
+    try:
+        trainer = DistillTrainer(
+            small_model(2),
+            training_arguments(tmp_path, **ONE_STEP),
+            train_dataset=samples,
+            data_collator=collate,
+            teachers={0: teacher, None: negative.target},
+            route="domain" if named else lambda batch: batch["domain"],
+            columns=[] if named else ["domain"],
+            distill_args=DistillArguments(top_k=6),
+        )
+        trainer.train()
+    finally:
+        negative.close()
+
+    def expected(sample: dict[str, Any]) -> Any:
+        ids = torch.tensor([sample["input_ids"]])
+        with torch.no_grad():
+            logits = small_model(2)(ids).logits[0]
+        scores = prefix_scores_of(ids[0].numpy(), VOCABULARY) * (1 - 2 * sample["domain"])
+        return token_loss(logits, top_k(scores, 6), reduction="none")[:-1][torch.tensor(sample["labels"])[1:] != -100]
+
+    losses = torch.cat([expected(sample) for sample in samples])
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(losses.mean().item(), abs=1e-4)
 
 
 class AnyArguments(torch.nn.Module):  # type: ignore[misc, name-defined]

@@ -16,8 +16,10 @@ pytest.importorskip("transformers", "5.23", reason="transformers is not installe
 from edl.testing import LocalTeacher  # noqa: E402
 from tests.integration.distill.trainers.students import (  # noqa: E402
     VOCABULARY,
+    collate_right,
     expected_loss,
     parameters,
+    small_mixture,
     small_model,
     texts,
 )
@@ -48,8 +50,12 @@ def test_two_ranks_make_the_update_of_one(tmp_path: Path) -> None:
         shares = [samples]
         if "own" in name:  # a mean of the ranks' means; they take batches of three in turns
             shares = [[text for at, text in enumerate(samples) if at // 3 % 2 == rank] for rank in range(2)]
-        student = small_model(2)
+        student = small_mixture(2) if name == "experts" else small_model(2)
         loss = torch.stack([expected_loss(student, share, k=5, beta=0.5, hard=0.25) for share in shares]).mean()
+        if name == "experts":  # a router's loss is of a batch, and the step's is the mean over all of them
+            batches = [collate_right(samples[at : at + 3]) for at in range(0, 24, 3)]
+            added = torch.stack([student(**{**batch, "labels": None}).aux_loss for batch in batches]).mean()
+            loss = loss + 0.5 * added
         loss.backward()
         with torch.no_grad():
             for parameter in student.parameters():

@@ -16,6 +16,7 @@ from tests.integration.distill.trainers.students import (
     collate_left,
     collate_right,
     parameters,
+    small_mixture,
     small_model,
     texts,
     training_arguments,
@@ -61,6 +62,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "stream": {"count": 24, "collate": collate_to_length, "stream": True},
     "workers": {"count": 24, "dataloader_num_workers": 1, "dataloader_persistent_workers": True},
     "chunked": {"count": 24, "chunked_head": True},
+    "experts": {"count": 24, "train_sampling_strategy": "sequential", "experts": True},
     "own count": {"count": 24, "train_sampling_strategy": "sequential", "average_tokens_across_devices": False},
 }
 
@@ -75,6 +77,7 @@ def main() -> None:
         arguments = DistillArguments(
             top_k=5, beta=0.5, hard_weight=0.25, chunked_head=settings.pop("chunked_head", False), ahead=2
         )
+        student = small_mixture(2) if settings.pop("experts", False) else small_model(2)
         settings = {
             "per_device_train_batch_size": 3,
             "gradient_accumulation_steps": 3 if name == "dropped" else 4,
@@ -83,7 +86,7 @@ def main() -> None:
             **settings,
         }
         trainer = DistillTrainer(
-            small_model(2),
+            student,
             training_arguments(folder / "out", **settings),
             train_dataset=data,
             data_collator=collate,

@@ -18,6 +18,7 @@ from edl.distill.transport.request import Payload
 from edl.distill.transport.schema import OutputSpec
 from edl.testing import LocalTeacher
 from tests.integration.distill.conftest import Start, until
+from tests.plugins_consul import free_ports
 
 WIDTH = 4
 
@@ -42,7 +43,7 @@ def with_client() -> Iterator[WithClient]:
             await test(client)
         finally:
             await client.close()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while asyncio.all_tasks() - before:
             assert time.monotonic() < deadline, asyncio.all_tasks() - before
             await asyncio.sleep(0.01)
@@ -107,7 +108,7 @@ def test_killed_teacher_fails_all_requests(start: Start, with_client: WithClient
 @pytest.mark.parametrize("asked_before", [True, False])
 def test_another_teacher_at_the_address(start: Start, with_client: WithClient, asked_before: bool) -> None:
     """gRPC connects again by itself; what is known of the model's version and of shared memory holds no more."""
-    first = start("echo", version="1")
+    first = start("echo", version="1", port=free_ports(1)[0])
 
     async def test(client: TeacherClient) -> None:
         if asked_before:
@@ -200,7 +201,7 @@ def test_full_queue_gives_a_hint(start: Start, with_client: WithClient) -> None:
 
 def test_draining_server_answers_first(start: Start, with_client: WithClient) -> None:
     """A server that drains is lost only after it has answered."""
-    teacher = start("echo", delay_s=2, serve={"metrics-port": 0})
+    teacher = start("echo", delay_s=4, serve={"metrics-port": 0})  # in which a busy machine sees that it computes
     page = f"http://127.0.0.1:{teacher.metrics_port}/metrics"
 
     def is_busy() -> bool:

@@ -13,6 +13,7 @@ from edl.distill import DistillReader, Options
 from edl.distill.cache import SoftLabelCache
 from edl.distill.teachers import Teachers
 from tests.integration.distill.conftest import Start, until
+from tests.plugins_consul import free_ports
 
 ROWS = 200
 SCALES = {"cats": 2.0, "dogs": 3.0}
@@ -80,7 +81,7 @@ def test_two_models_of_one_service(
 
 @pytest.mark.parametrize("version", ["", "1"])
 def test_another_model_takes_the_port(start: Start, version: str) -> None:
-    cats = start("echo", scale=2.0, name="cats", version="1")
+    cats = start("echo", scale=2.0, name="cats", version="1", port=free_ports(1)[0])
     words: set[str] = set()
 
     def set_aside() -> bool:

@@ -13,9 +13,11 @@ import pytest
 
 from edl.distill import DistillReader, Options
 from edl.distill.cache import SoftLabelCache
+from edl.distill.dispatch.policy import Policy
 from edl.distill.teachers import Teachers
 from edl.testing import LocalTeacher
 from tests.integration.distill.conftest import Start, until
+from tests.plugins_consul import free_ports
 
 ROWS = 80
 TYPED = """
@@ -44,7 +46,7 @@ def source(pause_at: int = ROWS, go_on: threading.Event | None = None) -> Callab
     return samples
 
 
-def reader_of(cache: SoftLabelCache, *teachers: LocalTeacher) -> DistillReader:
+def reader_of(cache: SoftLabelCache, *teachers: LocalTeacher, policy: Policy | None = None) -> DistillReader:
     return DistillReader(
         ["x", None],
         ["y"],
@@ -52,7 +54,7 @@ def reader_of(cache: SoftLabelCache, *teachers: LocalTeacher) -> DistillReader:
         cache=cache,
         id_field=1,
         teacher_batch_size=4,
-        options=Options(teacher_timeout_s=60),
+        options=Options(teacher_timeout_s=60, policy=policy or Policy()),
     )
 
 
@@ -78,7 +80,7 @@ def said(caplog: pytest.LogCaptureFixture, words: str) -> int:
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_replaced_between_epochs_is_asked(start: Start, caplog: pytest.LogCaptureFixture, shared_memory: bool) -> None:
     """A teacher replaced between epochs is asked though all was in the cache."""
-    first = start("echo", version="1", serve={"shared-memory": shared_memory})
+    first = start("echo", version="1", port=free_ports(1)[0], serve={"shared-memory": shared_memory})
     with SoftLabelCache() as cache, reader_of(cache, first).set_sample_generator(source()) as reader:
         for _ in range(2):
             assert labelled_by(list(reader())) == {1.0}
@@ -95,7 +97,7 @@ def test_replaced_between_epochs_is_asked(start: Start, caplog: pytest.LogCaptur
 
 def test_replaced_within_an_epoch(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     """Nobody asks while it is replaced, and gRPC connects to the new one by itself."""
-    first, go_on = start("echo", version="1"), threading.Event()
+    first, go_on = start("echo", version="1", port=free_ports(1)[0]), threading.Event()
     with SoftLabelCache() as cache, reader_of(cache, first).set_sample_generator(source(40, go_on)) as reader:
         epoch = reader()
         rows = [next(epoch) for _ in range(40)]
@@ -121,7 +123,7 @@ def test_next_epochs_dtype_may_differ(start: Start, tmp_path: Path, cached: bool
     """The teachers of the next epoch may give another dtype."""
     (tmp_path / "model.py").write_text(TYPED)
     model, options = f"{tmp_path}/model.py:make", Options(teacher_timeout_s=60)
-    first = start(model, version="1", kind="float32")
+    first = start(model, version="1", port=free_ports(1)[0], kind="float32")
     with contextlib.ExitStack() as stack:
         kept: dict[str, Any] = {"cache": stack.enter_context(SoftLabelCache()), "id_field": 1} if cached else {}
         reader = DistillReader(["x", None], ["y"], teachers=first.endpoint, options=options, **kept)
@@ -137,9 +139,17 @@ def test_first_of_mixed_versions_counts(start: Start, caplog: pytest.LogCaptureF
     """While versions are mixed the first one counts."""
     first = start("echo", version="1", delay_s=0.02)
     second = LocalTeacher("echo", version="2", scale=3.0, delay_s=0.02)
-    with SoftLabelCache() as cache, reader_of(cache, first, second).set_sample_generator(source()) as reader:
-        list(reader())
-        until(lambda: reader.stats().teachers_live == 2, 20)
+    go_on = threading.Event()
+    policy = Policy(hedge_budget=0)  # else one that has come to a stop may be answered for, and all be of one version
+    with (
+        SoftLabelCache() as cache,
+        reader_of(cache, first, second, policy=policy).set_sample_generator(source(8, go_on)) as reader,
+    ):
+        epoch = reader()
+        next(epoch)  # else all may be in the cache before the other one is connected to
+        until(lambda: reader.stats().teachers_live == 2, 60)
+        go_on.set()
+        list(epoch)
         for _ in range(20):
             list(reader())
         (only,) = {key.version for key in cache.keys() if cache.view(key).hits}  # noqa: SIM118 - not a mapping

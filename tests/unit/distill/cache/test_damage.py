@@ -92,7 +92,9 @@ def whole_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return segments(path)[0]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(data=st.data())
 def test_damaged_bytes_are_refused(whole_file: Path, tmp_path: Path, data: st.DataObject) -> None:
     """Damaged bytes never do worse than to be refused."""

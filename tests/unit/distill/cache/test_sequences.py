@@ -304,6 +304,8 @@ def test_load_labels_for_padded_batches(tmp_path: Path) -> None:
         loaded.padded(ids, mask)
     with pytest.raises(SourceError, match="must be 1 where a token is"):
         loaded.padded(ids, mask * 2)
+    with pytest.raises(SourceError, match=r"its mask: cannot be made an array.*detach"):
+        loaded.padded(ids, torch.from_numpy(mask).float().requires_grad_())
     empty: Any = loaded.padded([1], np.zeros((1, 3)))["logprobs"]
     assert empty.ids.shape == (1, 3, 4)
     assert not empty.ids.any()

@@ -157,7 +157,9 @@ PLACES = [("logits", "shape"), ("logits", "dtype"), ("logits", "data_offsets"), 
 PLACES += [("sample_ids", "data_offsets"), ("__metadata__", "top_k"), ("__metadata__", "format"), ("logits", "")]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(place=st.sampled_from(PLACES), value=JSON | st.lists(st.integers(-3, 70), max_size=3), cut=st.integers(0, 64))
 def test_headers_with_anything_in_them(tmp_path: Path, place: tuple[str, str], value: Any, cut: int) -> None:
     header = whole()
@@ -174,7 +176,9 @@ def test_headers_with_anything_in_them(tmp_path: Path, place: tuple[str, str], v
         segment.layout.restore(segment.layout.unpack(b"".join(filter(None, records)), len(records)))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(data=st.binary(max_size=200) | st.builds(file_of, st.binary(max_size=100), st.binary(max_size=100)))
 def test_any_bytes_are_no_label(tmp_path: Path, data: bytes) -> None:
     place = tmp_path / KEY.folder

@@ -53,7 +53,7 @@ def test_wrong_refusal_sets_a_teacher_aside() -> None:
     )
     dispatcher.attempt_answered(second.attempt, 0.2)
     assert "unknown model" in dispatcher.teachers[first.teacher].why
-    assert dispatcher.count_usable(0.2) == 1
+    assert dispatcher.count_serving(0.2) == 1
 
 
 def test_unusable_outputs_set_aside_at_once() -> None:
@@ -61,7 +61,7 @@ def test_unusable_outputs_set_aside_at_once() -> None:
     dispatcher.teacher_up("a", 0.0)
     (send,) = sends(dispatcher.add_task(1, 0.0))
     dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.BAD_OUTPUT, "NaN in row 3"), 0.1)
-    assert dispatcher.count_usable(0.1) == 0
+    assert dispatcher.count_serving(0.1) == 0
     assert dispatcher.teachers["a"].why == "NaN in row 3"
 
 
@@ -88,7 +88,7 @@ def test_circuit_opens_for_longer_each_time() -> None:
         pending = sends(dispatcher.tick(now))
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0]
     dispatcher.attempt_answered(pending[0].attempt, now)
-    assert dispatcher.count_usable(now) == 1
+    assert dispatcher.count_serving(now) == 1
     assert dispatcher.teachers["a"].opened == 0
 
 

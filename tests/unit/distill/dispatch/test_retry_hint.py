@@ -70,6 +70,29 @@ def test_a_burst_of_refusals_counts_once() -> None:
     assert dispatcher.teachers["a"].closed_until == pytest.approx(0.05), f"after {len(sends)} refusals of one moment"
 
 
+def test_a_full_teacher_is_live() -> None:
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_up("a", 0.0)
+    (send,) = (action for action in dispatcher.add_task(1, 0.0) if isinstance(action, Send))
+    dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.OVERLOADED, "full", 30.0), 0.0)
+    assert not dispatcher.teachers["a"].is_usable(1.0), "it is left alone for as long as it said"
+    assert dispatcher.count_serving(1.0) == 1, "and that is no outage: nothing is logged, and no deadline runs"
+    dispatcher.set_aside("a", FailureKind.BAD_OUTPUT, "NaN", 1.0)
+    assert dispatcher.count_serving(2.0) == 0
+
+
+def test_set_aside_while_it_has_no_room() -> None:
+    """It is not live, though it said that it has no room for longer than it is set aside."""
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0, aside_s=30.0))
+    dispatcher.teacher_up("a", 0.0)
+    (send,) = (action for action in dispatcher.add_task(1, 0.0) if isinstance(action, Send))
+    dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.OVERLOADED, "full", 60.0), 0.0)
+    until = dispatcher.teachers["a"].closed_until
+    dispatcher.set_aside("a", FailureKind.BAD_OUTPUT, "NaN", 1.0)
+    assert dispatcher.count_serving(2.0) == 0
+    assert dispatcher.teachers["a"].closed_until == max(until, 31.0)
+
+
 def test_an_answer_ends_the_growth() -> None:
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_up("a", 0.0)

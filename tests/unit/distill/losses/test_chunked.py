@@ -46,11 +46,14 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 100, None])
 @pytest.mark.parametrize("masked", [False, True])
-def test_same_loss_and_gradients(beta: float, chunk_tokens: int | None, masked: bool) -> None:
+@pytest.mark.parametrize("hard_weight", [0.0, 0.3])
+def test_same_loss_and_gradients(beta: float, chunk_tokens: int | None, masked: bool, hard_weight: float) -> None:
     hidden, weight, labels = make((3, 5))
     mask = torch.from_numpy(np.random.default_rng(4).integers(0, 2, (3, 5))) if masked else None
-    expected = token_loss(hidden @ weight.T, labels, mask=mask, beta=beta)
-    ours = chunked_token_loss(hidden, weight, labels, mask=mask, beta=beta, chunk_tokens=chunk_tokens)
+    hard = torch.from_numpy(np.random.default_rng(5).integers(0, VOCABULARY, (3, 5)))
+    options: dict[str, Any] = {"mask": mask, "beta": beta, "hard_labels": hard, "hard_weight": hard_weight}
+    expected = token_loss(hidden @ weight.T, labels, **options)
+    ours = chunked_token_loss(hidden, weight, labels, chunk_tokens=chunk_tokens, **options)
     assert ours.item() == pytest.approx(expected.item(), rel=1e-12)
     for ours_grad, theirs in zip(
         torch.autograd.grad(ours, (hidden, weight)), torch.autograd.grad(expected, (hidden, weight)), strict=True

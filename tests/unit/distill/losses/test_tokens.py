@@ -321,6 +321,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
     (lambda: token_loss(X, X), "labels are Tensor: expected TopK"),  # type: ignore[arg-type]
     (lambda: token_loss(X, L, mask=torch.ones(2)), r"the mask is torch.float32"),
     (lambda: token_loss(X, L, mask=[1, 1]), r"the mask is list"),  # type: ignore[arg-type]
+    (lambda: token_loss(X, L, mask=torch.tensor([5, -100])), r"the mask holds -100.*labels != -100"),
     (lambda: token_loss(X, L, mask=torch.ones(2, 4, dtype=torch.bool)), r"mask is \[2, 4\].*rows \[2\]"),
     (lambda: token_loss(X, L[:1], mask=torch.ones(2, dtype=torch.bool)), r"rows \[2\], top-k labels are \[1, 2\]"),
     (lambda: token_loss(X, L[:1]), "rows do not agree"),
@@ -338,3 +339,56 @@ BAD: list[tuple[Callable[[], Any], str]] = [
 def test_bad_input_is_named(call: Callable[[], Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         call()
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_hard_labels_have_their_share(weight: float, beta: float) -> None:
+    """Of each token's loss, divided by the same count; what the mask leaves out may hold anything."""
+    student, teacher = logits((3, 4, 9), 1), logits((3, 4, 9), 2)
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+    hard = torch.randint(9, (3, 4))
+    entropy = -np.log(np.take_along_axis(softmax(student, 1.0), hard.numpy()[..., None], -1))[..., 0]
+    soft = loss_by_hand(student, teacher, 5, beta, temperature=2.0)
+    expected = ((1 - weight) * soft + weight * entropy) * mask.numpy()
+    hard[mask == 0] = 99
+    student[mask.numpy() == 0] = np.nan
+    given = tensor(student).requires_grad_()
+    options: dict[str, Any] = {"mask": mask, "beta": beta, "hard_labels": hard, "hard_weight": weight}
+    losses = token_loss(given, top_k(teacher, 5, 2.0), reduction="none", **options)
+    np.testing.assert_allclose(losses.detach().numpy(), expected, rtol=1e-5, atol=1e-9)
+    loss = token_loss(given, top_k(teacher, 5, 2.0), token_count=10, **options)
+    assert loss.item() == pytest.approx(expected.sum() / 10, rel=1e-5)
+    loss.backward()
+    assert given.grad is not None
+    assert bool(given.grad.isfinite().all())
+    assert not given.grad[mask == 0].any()
+
+
+def test_tokens_without_hard_label_count() -> None:
+    """A token of -100 has its share of the divergence alone, and is in the count."""
+    student, labels = tensor(logits((2, 9), 1)), top_k(logits((2, 9), 2), 5)
+    soft = token_loss(student, labels, reduction="none")
+    mixed = token_loss(student, labels, hard_labels=torch.tensor([4, -100]), hard_weight=0.25)
+    entropy = torch.nn.functional.cross_entropy(student[:1], torch.tensor([4]))
+    assert mixed.item() == pytest.approx((0.75 * soft.sum().item() + 0.25 * entropy.item()) / 2)
+    unused = token_loss(student, labels, hard_labels=torch.tensor([4, 77]))  # without a weight they are not looked at
+    assert unused.item() == pytest.approx(soft.mean().item())
+
+
+@pytest.mark.parametrize(
+    ("hard_labels", "hard_weight", "words"),
+    [
+        (None, 0.5, "hard_labels, which are missing"),
+        (torch.tensor([1, 9]), 0.5, "hard_labels hold 9: must be from 0 to 8, or -100"),
+        (torch.tensor([1, -1]), 0.5, "hard_labels hold -1"),
+        (torch.tensor([1, 2, 3]), 0.5, r"hard_labels are \[3\], the logits have rows \[2\]"),
+        (torch.tensor([1.0, 2.0]), 0.5, "hard_labels are torch.float32: expected a tensor of whole numbers"),
+        (torch.tensor([1, 2]), 1.5, r"hard_weight=1\.5: the share"),
+    ],
+)
+def test_unusable_hard_labels_are_named(hard_labels: Any, hard_weight: float, words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        token_loss(
+            tensor(logits((2, 9), 1)), top_k(logits((2, 9), 2), 5), hard_labels=hard_labels, hard_weight=hard_weight
+        )

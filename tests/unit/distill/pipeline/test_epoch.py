@@ -31,6 +31,10 @@ class Labels:
     def backlog(self, route: int | None) -> float:
         return 0.0
 
+    @property
+    def limits(self) -> Any:
+        return self
+
     def max_rows(self, stopped: Callable[[], bool], route: int | None) -> int:
         return 0
 

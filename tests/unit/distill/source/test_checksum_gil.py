@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -27,6 +28,7 @@ def test_no_thread_cuts_in_on_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
             time.sleep(0)
 
     interval = sys.getswitchinterval()
+    gc.disable()  # what other tests have left may let go of the GIL as it is finalized
     sys.setswitchinterval(100.0)  # then the other thread runs only while this one lets go of the GIL
     other = threading.Thread(target=take_turns)
     other.start()
@@ -39,5 +41,6 @@ def test_no_thread_cuts_in_on_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
             assert turns[0] == before, "another thread ran in the middle of a look"
     finally:
         sys.setswitchinterval(interval)
+        gc.enable()
         ended.set()
         other.join()

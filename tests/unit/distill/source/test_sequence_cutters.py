@@ -165,6 +165,14 @@ def test_rows_go_to_any_other_model() -> None:
     assert sequence_fields(spec("ids", "position"), chunk) is chunk.fields
 
 
+def test_own_positions_begin_at_0() -> None:
+    """Positions that count the padding on the left, say: a teacher might take two sequences for one."""
+    cutter = SequenceCutter({"ids": itemgetter(0), "position": itemgetter(1)}, 100, 1)
+    _, (chunk,) = cut(cutter, [(np.arange(2), np.array([0, 1])), (np.arange(2), np.array([2, 3]))])
+    with pytest.raises(SourceError, match="input 'position' is 2 where a sequence begins, and must be 0"):
+        sequence_fields(spec("ids", "position", sequences="position"), chunk)
+
+
 def test_own_positions_are_kept() -> None:
     cutter = SequenceCutter({"ids": itemgetter(0), "position": itemgetter(1)}, 100, 1)
     _, (chunk,) = cut(cutter, [(np.arange(4), np.array([0, 1, 0, 1]))])
@@ -196,3 +204,15 @@ def test_a_mask_says_yes_or_no(mask: list[float]) -> None:
     cutter = PaddedBatchCutter(IDS, itemgetter(1), 100, 1)
     with pytest.raises(SourceError, match=r"batch 0: its mask has .* must be 1 where a token is .*several texts"):
         cutter.put((np.arange(4)[None], np.array([mask])))
+
+
+@pytest.mark.parametrize(
+    ("asked", "max_rows", "most"),
+    [(None, 1024, 256), (None, 0, 2048), (None, 1 << 20, 2048), (900, 1024, 900), (None, 3, 1)],
+)
+def test_requests_leave_room_for_others(asked: int | None, max_rows: int, most: int) -> None:
+    """A teacher that lets 1,024 rows wait would refuse the second request of 1,024."""
+    cutter = SequenceCutter(IDS, asked, 1)
+    cutter.max_rows = max_rows
+    _, chunks = cut(cutter, sequences([1] * 5000))
+    assert max(chunk.rows for chunk in chunks) == most

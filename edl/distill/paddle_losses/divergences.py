@@ -1,8 +1,4 @@
-"""Losses of a student that learns from soft labels, for PaddlePaddle.
-
-The same definitions as in `edl.distill.losses`, whose documentation holds here: logits [rows, ..., classes], computed
-in float32 or more, multiplied by T², forward KL, no gradient to the teacher.
-"""
+"""Divergences of a student's outputs from its teachers', and the cross-entropy with hard labels, for PaddlePaddle."""
 
 from __future__ import annotations
 
@@ -17,7 +13,21 @@ from edl.distill.compress import TopK
 from edl.errors import SettingsError
 from edl.settings import is_above_zero, is_share
 
-__all__ = ["kl_divergence", "soft_cross_entropy", "token_loss", "top_k_kl"]
+__all__ = [
+    "Reduction",
+    "TeacherIs",
+    "Tensor",
+    "hard_cross_entropy",
+    "kl_divergence",
+    "logit_mse",
+    "soft_cross_entropy",
+    "token_loss",
+    "top_k_kl",
+    "widened",
+]
+
+_NO_LABEL = -100
+"""Of a row without part in the hard loss: what PyTorch and PaddlePaddle ignore."""
 
 Tensor: TypeAlias = Any  # paddle ships no types
 Reduction: TypeAlias = Literal["mean", "sum", "none"]
@@ -78,6 +88,24 @@ def kl_divergence(
     return _reduced(_expected(log_p, log_p - log_q) * temperature**2, reduction)
 
 
+def logit_mse(student_logits: Tensor, teacher_logits: Tensor, *, reduction: Reduction = "mean") -> Tensor:
+    """Compute the squared difference of logits, averaged over the classes.
+
+    Args:
+        student_logits: floating-point [rows, ..., classes].
+        teacher_logits: of the same shape, a tensor or a numpy array.
+        reduction: see `soft_cross_entropy`.
+
+    Returns:
+        The loss, or losses [rows, ...] with reduction "none".
+
+    Raises:
+        SettingsError: shapes that differ.
+    """
+    student, teacher = _alike(student_logits, teacher_logits)
+    return _reduced((student - teacher).square().mean(axis=-1), reduction)
+
+
 def top_k_kl(student_logits: Tensor, teacher: TopK, *, reduction: Reduction = "mean") -> Tensor:
     """Compute T² times KL(teacher ‖ student) over the k classes kept and one more, which stands for all those left out.
 
@@ -102,6 +130,8 @@ def token_loss(
     *,
     mask: Tensor | None = None,
     beta: float = 0.0,
+    hard_labels: Tensor | None = None,
+    hard_weight: float = 0.0,
     token_count: float | Tensor | None = None,
     floor: float = 1e-6,
     reduction: Reduction = "mean",
@@ -116,6 +146,9 @@ def token_loss(
         mask: bool or whole numbers [rows, ...], 0 for tokens that do not count, whatever stands in their logits and
             labels. None for all that are there.
         beta: 0 for the forward KL, 1 for the reverse KL, the Jensen-Shannon divergence between.
+        hard_labels: with `hard_weight`, what each row is to predict, whole numbers [rows, ...]: token t + 1 at row t.
+            Rows with -100 have no cross-entropy, and count as the others do.
+        hard_weight: share of the cross-entropy with `hard_labels`, from 0 to 1.
         token_count: what the sum over tokens is divided by with reduction "mean": None for the tokens kept here, else
             the number of tokens of the whole optimizer step.
         floor: least probability of the teacher in the reverse direction, above 0 and below 1.
@@ -131,6 +164,10 @@ def token_loss(
         raise SettingsError(f"beta={beta!r}: must be from 0 (forward KL) to 1 (reverse KL)")
     if not is_above_zero(floor) or floor >= 1:
         raise SettingsError(f"floor={floor!r}: must be a probability above 0 and below 1")
+    if not is_share(hard_weight):
+        raise SettingsError(f"hard_weight={hard_weight!r}: the share of the cross-entropy must be from 0 to 1")
+    if hard_weight and hard_labels is None:
+        raise SettingsError(f"hard_weight={hard_weight} mixes in the cross-entropy with hard_labels, which are missing")
     kept = _kept_rows(mask, student_logits)
     if kept is not None:
         # The inputs, not only the losses: a gradient of 0 times NaN would be NaN.
@@ -138,6 +175,16 @@ def token_loss(
         labels = labels.map(lambda array: _where(kept, _tensor(array)))
     log_p, log_q = _bucket_log_probabilities(student_logits, labels)
     losses = _divergence(log_p, log_q, beta, floor) * labels.temperature**2
+    if hard_weight:
+        targets = _tensor(hard_labels)
+        if list(targets.shape) != list(student_logits.shape[:-1]):
+            raise SettingsError(
+                f"hard_labels are {list(targets.shape)}, the logits {list(student_logits.shape)}: the rows do not agree"
+            )
+        if kept is not None:
+            targets = paddle.where(kept, targets, paddle.full_like(targets, _NO_LABEL))
+        hard = hard_cross_entropy(widened(student_logits), targets, "none")
+        losses = hard if hard_weight == 1 else (1 - hard_weight) * losses + hard_weight * hard
     if kept is not None:
         losses = _where(kept, losses)
     if reduction != "mean":
@@ -146,6 +193,41 @@ def token_loss(
         token_count = losses.size if kept is None else kept.sum()
     count = token_count if isinstance(token_count, paddle.Tensor) else paddle.to_tensor(float(token_count))
     return losses.sum() / count.astype(losses.dtype).reshape([]).clip(min=1)
+
+
+def hard_cross_entropy(logits: Tensor, labels: Tensor, reduction: Reduction) -> Tensor:
+    """Return the cross-entropy with hard labels, 0 where there is none (-100); a mean is over the rows that have one.
+
+    Args:
+        logits: [rows, ..., classes].
+        labels: whole numbers [rows, ...] or [rows, ..., 1], or probabilities of the shape of the logits.
+        reduction: see `soft_cross_entropy`.
+
+    Raises:
+        SettingsError: shapes that do not agree, or a label that is no class.
+    """
+    classes, rows = logits.shape[-1], list(logits.shape[:-1])
+    labels = _tensor(labels)
+    soft = labels.is_floating_point()
+    if not soft and list(labels.shape) == [*rows, 1]:  # as many of Paddle's data sets have them
+        labels = labels.squeeze(-1)
+    if list(labels.shape) != (list(logits.shape) if soft else rows):
+        raise SettingsError(
+            f"labels are {labels.dtype} {list(labels.shape)}, logits {list(logits.shape)}: "
+            f"expected whole numbers {rows}"
+        )
+    if soft:
+        losses = F.cross_entropy(logits, labels.astype(logits.dtype), soft_label=True, reduction=reduction)
+        return losses.reshape(rows) if reduction == "none" else losses
+    wrong = ((labels < 0) & (labels != _NO_LABEL)) | (labels >= classes)
+    if labels.place.is_cpu_place() and bool(wrong.any()):
+        raise SettingsError(f"labels hold {int(labels[wrong][0])}: must be from 0 to {classes - 1}, or {_NO_LABEL}")
+    flat, targets = logits.reshape([-1, classes]), labels.astype("int64").reshape([-1])
+    losses = F.cross_entropy(flat, targets, ignore_index=_NO_LABEL, reduction="none").reshape(rows)
+    if reduction != "mean":
+        return _reduced(losses, reduction)
+    # Paddle's own mean divides by the rows without a label too, where `ignore_index` is below 0.
+    return losses.sum() / (targets != _NO_LABEL).sum().clip(min=1).astype(losses.dtype)
 
 
 def _divergence(log_p: Tensor, log_q: Tensor, beta: float, floor: float) -> Tensor:
@@ -173,6 +255,8 @@ def _kept_rows(mask: Tensor | None, student_logits: Tensor) -> Tensor | None:
     rows = list(student_logits.shape[:-1])
     if list(mask.shape) != rows:
         raise SettingsError(f"the mask is {list(mask.shape)}, the logits have rows {rows}: they do not agree")
+    if "bool" not in str(mask.dtype) and bool((mask < 0).any()):
+        raise SettingsError(f"the mask holds {int(mask.min())}: it is 0 for what is left out, of labels labels != -100")
     return mask.astype("bool")
 
 
@@ -188,7 +272,7 @@ def _where(kept: Tensor, values: Tensor) -> Tensor:
 
 def _bucket_log_probabilities(student_logits: Tensor, teacher: TopK) -> tuple[Tensor, Tensor]:
     """Return the logarithms of teacher's and student's probabilities [rows, ..., k and the tail] at temperature T."""
-    student, temperature = _wide(student_logits), teacher.temperature
+    student, temperature = widened(student_logits), teacher.temperature
     ids = _tensor(teacher.ids).astype("int64")
     classes = student.shape[-1]
     if list(student.shape[:-1]) != list(ids.shape[:-1]):
@@ -225,19 +309,24 @@ def _log_probabilities(
         raise SettingsError(f"temperature={temperature!r}: must be a finite number above 0")
     if teacher_is not in ("logits", "probabilities"):
         raise SettingsError(f"teacher_is={teacher_is!r}: must be 'logits' or 'probabilities'")
-    student = _wide(student_logits)
+    student, given = _alike(student_logits, teacher)
+    if teacher_is == "probabilities":
+        given = given.log()
+    return F.log_softmax(given / temperature, axis=-1), F.log_softmax(student / temperature, axis=-1)
+
+
+def _alike(student_logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    student = widened(student_logits)
     given = _tensor(teacher).detach().astype(student.dtype)
     if list(student.shape) != list(given.shape) or student.ndim < 2:
         raise SettingsError(
             f"logits of the student are {list(student.shape)}, of the teacher {list(given.shape)}: "
             "both must be [rows, ..., classes]"
         )
-    if teacher_is == "probabilities":
-        given = given.log()
-    return F.log_softmax(given / temperature, axis=-1), F.log_softmax(student / temperature, axis=-1)
+    return student, given
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def widened(tensor: Tensor) -> Tensor:
     """Return the tensor as at least float32."""
     if not isinstance(tensor, paddle.Tensor) or not tensor.is_floating_point():
         what = tensor.dtype if isinstance(tensor, paddle.Tensor) else type(tensor).__name__
@@ -249,7 +338,7 @@ def _tensor(value: Tensor) -> Tensor:
     if isinstance(value, np.ndarray):
         return paddle.to_tensor(value)
     if not isinstance(value, paddle.Tensor):
-        raise SettingsError(f"soft labels are {type(value).__name__}: expected a tensor or a numpy array")
+        raise SettingsError(f"labels are {type(value).__name__}: expected a tensor or a numpy array")
     return value
 
 

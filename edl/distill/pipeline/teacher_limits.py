@@ -1,0 +1,176 @@
+"""What the teachers of a route, or of all services, take: known once the first of them is there."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from edl.distill.engine.engine import Engine
+from edl.distill.teachers import Teachers
+from edl.distill.transport.message_limits import rows_that_fit
+from edl.distill.transport.schema import ModelSpec
+from edl.protocol.tensors import Array
+
+__all__ = ["TeacherLimits"]
+
+logger = logging.getLogger("edl.distill")
+
+_SAY_AFTER_S = 5.0
+"""Waiting for a first teacher that is worth a warning: a person begins to wonder."""
+_LOOK_S = 0.2
+"""How long a wait goes on before it is looked at whether it is still wanted."""
+
+
+class TeacherLimits:
+    """What teachers take. A route is the number of the only service that labels a row; None where all of them do.
+
+    Args:
+        teachers: a group per service.
+        engines: by service.
+        timeout_s: how long to wait for a teacher.
+    """
+
+    def __init__(self, teachers: Sequence[Teachers], engines: Sequence[Engine], timeout_s: float) -> None:
+        self._teachers = teachers
+        self._engines = engines
+        self._timeout_s = timeout_s
+
+    def asked(self, route: int | None) -> range:
+        """Return the numbers of the services that are asked for a chunk."""
+        return range(len(self._engines)) if route is None else range(route, route + 1)
+
+    def knows_teacher(self, route: int | None) -> bool:
+        """Return whether all services that label chunks of a route have had a teacher."""
+        return all(self._engines[index].await_spec(0.0) is not None for index in self.asked(route))
+
+    def max_rows(self, stopped: Callable[[], bool], route: int | None = None) -> int:
+        """Return the rows that teachers of a route, or all, take in a request, 0 if any number.
+
+        Args:
+            stopped: whether the work was ended, which ends all waiting.
+            route: of the rows.
+
+        Raises:
+            NoTeacherError: no teacher told what its model looks like within the time.
+        """
+        known = [index for index in self.asked(route) if self.await_spec(index, stopped) is not None]
+        limits = [self._engines[index].limits.max_rows for index in known]
+        return min((limit for limit in limits if limit), default=0)
+
+    def max_sequence(self, route: int | None = None) -> int:
+        """Return the rows of the longest sequence that every service of a route has a teacher for, 0 if any number."""
+        limits = [self._engines[index].limits.max_sequence for index in self.asked(route)]
+        return min((limit for limit in limits if limit), default=0)
+
+    def rows_that_fit(self, fields: Mapping[str, Array], route: int | None = None) -> int:
+        """Return how many rows like these all teachers of a route take in a request by their bytes, 0 if any number."""
+        fitting = [
+            rows_that_fit(fields, spec, max_nbytes)
+            for engine in (self._engines[index] for index in self.asked(route))
+            if (max_nbytes := engine.limits.max_nbytes) and (spec := engine.await_spec(0)) is not None
+        ]
+        return min(fitting, default=0)
+
+    def awaits_sequence(self, rows: int, since: float, route: int | None = None) -> bool:
+        """Return whether to wait for a teacher that takes a sequence, where no known teacher does.
+
+        One may come where teachers of a fixed list are still being connected to, and at any moment where a service is
+        asked whose teachers come and go.
+
+        Args:
+            rows: of the sequence.
+            since: when the wait began, on the monotonic clock; it lasts `timeout_s` at most.
+            route: of the sequence; None where every service labels it.
+        """
+        services = [(self._teachers[index], self._engines[index]) for index in self.asked(route)]
+        short = [
+            (group, engine)
+            for group, engine in services
+            if engine.limits.max_sequence and rows > engine.limits.max_sequence
+        ]
+        if not short or time.monotonic() - since > self._timeout_s:
+            return False
+        return all(group.service is not None or engine.awaits_teachers for group, engine in short)
+
+    def await_max_sequence(self, rows: int, stopped: Callable[[], bool], route: int | None = None) -> int:
+        """Wait as long as `awaits_sequence` says, and return `max_sequence`.
+
+        Args:
+            rows: of the sequence.
+            stopped: whether the work was ended, which ends all waiting.
+            route: of the sequence; None where every service labels it.
+        """
+        begin = time.monotonic()
+        warned = False
+        asked = self.asked(route)
+        while not stopped() and self.awaits_sequence(rows, begin, route):
+            for index in asked:
+                self._engines[index].wait_changed(_LOOK_S / len(asked))
+            if not warned and time.monotonic() - begin > _SAY_AFTER_S:
+                warned = True
+                logger.warning(
+                    "a sequence has %d tokens, and the teachers that are known take at most %d: waiting up to %g s for "
+                    "another",
+                    rows,
+                    self.max_sequence(route),
+                    self._timeout_s,
+                )
+        return self.max_sequence(route)
+
+    def lacks_teacher(self, since: float, route: int | None = None) -> bool:
+        """Return whether a service of a route has had no teacher yet.
+
+        Args:
+            since: when work began to wait for it, on the monotonic clock.
+            route: of the work; None where every service does it.
+
+        Raises:
+            NoTeacherError: it has waited for `timeout_s`.
+        """
+        engines = [self._engines[index] for index in self.asked(route)]
+        lacking = next((engine for engine in engines if engine.await_spec(0.0) is None), None)
+        if lacking is not None and time.monotonic() - since > self._timeout_s:
+            raise lacking.no_teacher()
+        return lacking is not None
+
+    def await_any(self, stopped: Callable[[], bool]) -> int | None:
+        """Wait for the first teacher of any service; return the service's number, None if there was none in time.
+
+        Args:
+            stopped: whether the work was ended, which ends all waiting.
+        """
+        begin = time.monotonic()
+        while not stopped():
+            for index, engine in enumerate(self._engines):
+                if engine.await_spec(0.0) is not None:
+                    return index
+            if time.monotonic() - begin > self._timeout_s:
+                break
+            self._engines[0].await_spec(_LOOK_S)
+        return None
+
+    def await_spec(self, index: int, stopped: Callable[[], bool]) -> ModelSpec | None:
+        """Wait for the first teacher of a service; return None if the work was ended meanwhile.
+
+        Args:
+            index: of the service.
+            stopped: whether the work was ended.
+
+        Raises:
+            NoTeacherError: no teacher told what its model looks like within the time.
+        """
+        engine = self._engines[index]
+        begin = time.monotonic()
+        warned = False
+        while not stopped():
+            spec = engine.await_spec(_LOOK_S)
+            if spec is not None:
+                return spec
+            waited_s = time.monotonic() - begin
+            if waited_s > self._timeout_s:
+                raise engine.no_teacher()
+            if not warned and waited_s > _SAY_AFTER_S:
+                warned = True
+                logger.warning("no teacher of %s has answered yet: waiting up to %g s", engine.name, self._timeout_s)
+        return None

@@ -44,7 +44,9 @@ class TokenGate:
         """
         if tokens > self._most:
             raise RequestRefusal(
-                413, f"{tokens} tokens in a request, and {self._most} are taken: send fewer prompts (--max-tokens)"
+                413,
+                f"{tokens} tokens in a request, 16 at least of each prompt, and {self._most} are taken: send fewer "
+                "prompts (--max-tokens)",
             )
         if self.waiting + tokens > _MOST_WAITING * self._most:
             raise RequestRefusal(503, f"{self.waiting} tokens wait already", _RETRY_S)

@@ -6,12 +6,13 @@ What does not belong here: threads and sockets (`server`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from aiohttp import web
@@ -46,6 +47,9 @@ _WRITE_S: Final = 60.0
 _PIECE: Final = 256 << 10  # bytes: about what `PIECE_ENTRIES` have, and little enough for a slow line
 _READERS: Final = 32
 """Bodies that are read at a time, each of which may have `body_limit`; smaller than `_SLOW_BODY` they do not count."""
+_BODY_BYTES: Final = 256 << 20
+"""Of these together: about what labels have unless the user says otherwise."""
+_PARSERS: Final = 2  # bodies that become Python's objects at a time, of up to 30 times the bytes
 _SLOW_BODY: Final = 64 << 10  # bytes: beyond, reading takes milliseconds, in which nobody else would be answered
 _RETRY_S: Final = 5.0
 """Until a client asks again where no teacher is live: one starts within seconds, or later than anybody can say."""
@@ -53,6 +57,7 @@ _PROBES: Final = frozenset({"/health", "/livez"})
 """Answered under any name and without a token: a kubelet has neither, and vLLM's clients show none there."""
 _NO_STORE: Final = {"Cache-Control": "no-store", "Server": "edl", "X-Content-Type-Options": "nosniff"}
 
+_T = TypeVar("_T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -82,8 +87,10 @@ class ScoringApi:
         self.open_requests = 0
         self._settings = settings
         self._scorer = scorer
-        self._gate = TokenGate(settings.max_tokens)
-        self._readers = asyncio.Semaphore(_READERS)
+        self._gate = TokenGate(settings.room)
+        self._max_readers = min(_READERS, max(_BODY_BYTES // body_limit(settings.room), 2))
+        self._readers = asyncio.Semaphore(self._max_readers)
+        self._parsers = asyncio.Semaphore(_PARSERS)
         self._numbers = itertools.count()
         self._since = int(time.time())
         self.metrics = ProxyMetrics(lambda: self._gate.inside, lambda: self._gate.waiting)
@@ -96,7 +103,7 @@ class ScoringApi:
         try:
             deadline = began + self._settings.timeout_s
             wanted = await self._read(request, deadline)
-            async with self._gate.room(wanted.tokens, _until(deadline)):
+            async with self._gate.room(wanted.weight, _until(deadline)):
                 labels = await self._score(wanted, _until(deadline))
                 response = await self._send(request, wanted, labels)
             status, tokens = response.status, wanted.tokens
@@ -117,14 +124,10 @@ class ScoringApi:
         known = self._settings.model_name, self._settings.top_k
         if request.content_length is not None and request.content_length <= _SLOW_BODY:
             return read_request(await _body_of(request, deadline), *known)
-        try:
-            await asyncio.wait_for(self._readers.acquire(), _until(deadline))
-        except asyncio.TimeoutError:
-            raise RequestRefusal(503, f"{_READERS} large bodies are being read already", _RETRY_S) from None
-        try:
-            return await asyncio.to_thread(read_request, await _body_of(request, deadline), *known)
-        finally:
-            self._readers.release()
+        async with _turn(self._readers, deadline, f"{self._max_readers} large bodies are being read already"):
+            body = await _body_of(request, deadline)
+            async with _turn(self._parsers, deadline, "other large bodies are being parsed"):
+                return await _in_thread(read_request, body, *known)
 
     async def _score(self, wanted: CompletionRequest, timeout_s: float) -> list[tuple[TopK, Any]]:
         # The prediction of token t + 1 stands in row t; what follows the last one is not asked for.
@@ -151,7 +154,7 @@ class ScoringApi:
                 continue
             if index:
                 await _write(response, b",")
-            while piece := await asyncio.to_thread(next, pieces, b""):
+            while piece := await _in_thread(next, pieces, b""):
                 await _write(response, piece)
         await _write(response, answer_tail(wanted.tokens))
         await response.write_eof()
@@ -214,6 +217,8 @@ def make_app(api: ScoringApi, max_tokens: int, hosts: HostCheck | None, tokens: 
                 return _error(401, "a token is wanted: Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"})
             if not _is_same_origin(request):
                 return _error(403, "a page of another host asks: this proxy answers programs alone")
+            if request.headers.get("Content-Encoding", "identity") != "identity":
+                return _error(415, "bodies are taken as they are: send it without Content-Encoding")
             if hosts is not None and not hosts.allows(request.headers.get("Host")):
                 return _error(403, "not known under the name in the Host header: use localhost, or --allow-host NAME")
         try:
@@ -246,6 +251,34 @@ def _is_same_origin(request: web.Request) -> bool:
 
 def _until(deadline: float) -> float:
     return max(deadline - time.monotonic(), 0.001)
+
+
+async def _in_thread(function: Callable[..., _T], *arguments: Any) -> _T:
+    """Call a function in a thread, and wait for its end where nobody wants what it returns.
+
+    Until then it holds its arguments, and the caller holds the room for them.
+    """
+    call = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    try:
+        return await asyncio.shield(call)
+    except asyncio.CancelledError:
+        await asyncio.wait([call])
+        if not call.cancelled():
+            call.exception()  # nobody asks for it
+        raise
+
+
+@contextlib.asynccontextmanager
+async def _turn(semaphore: asyncio.Semaphore, deadline: float, words: str) -> AsyncIterator[None]:
+    """Hold a semaphore; refuse with `words` where it is not free before the deadline."""
+    try:
+        await asyncio.wait_for(semaphore.acquire(), _until(deadline))
+    except asyncio.TimeoutError:
+        raise RequestRefusal(503, words, _RETRY_S) from None
+    try:
+        yield
+    finally:
+        semaphore.release()
 
 
 async def _body_of(request: web.Request, deadline: float) -> bytes:

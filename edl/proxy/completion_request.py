@@ -22,6 +22,7 @@ _MAX_ID: Final = np.iinfo(np.int32).max
 _SINGLE: Final = ("n", "best_of")
 _CHANGING: Final = ("truncate_prompt_tokens", "prompt_embeds")
 """What would be another prompt than the ids."""
+_LEAST_WEIGHT: Final = 16  # tokens, whose labels have about the bytes of what is held by prompt besides
 
 
 class RequestRefusal(Exception):
@@ -63,6 +64,11 @@ class CompletionRequest:
     def tokens(self) -> int:
         """Tokens of all prompts."""
         return sum(map(len, self.prompts))
+
+    @property
+    def weight(self) -> int:
+        """Tokens as they count for the memory that is held: of a prompt 16 at least."""
+        return sum(max(len(ids), _LEAST_WEIGHT) for ids in self.prompts)
 
 
 def read_request(body: bytes, model: str, max_k: int) -> CompletionRequest:

@@ -49,7 +49,7 @@ class ProxyServer(AppServer):
             version=settings.version,
             tokenizer=settings.tokenizer,
             discovery=settings.discovery,
-            max_tokens=settings.max_tokens,
+            max_tokens=settings.room,
             options=Options(teacher_timeout_s=settings.teacher_timeout_s, credentials=settings.teacher_credentials),
         )
         self._api: ScoringApi | None = None
@@ -73,7 +73,7 @@ class ProxyServer(AppServer):
         if self._credentials is not None and self._credentials.settings.token_file:
             tokens = BearerTokenCheck(self._credentials)
         hosts = HostCheck(True, settings.allowed_hosts) if settings.local and tokens is None else None
-        await self.run_app(make_app(self._api, settings.max_tokens, hosts, tokens), answers_late=True)
+        await self.run_app(make_app(self._api, settings.room, hosts, tokens), answers_late=True)
 
     def drain(self, timeout_s: float) -> bool:
         """Take nothing new, and wait for the answers that are under way.

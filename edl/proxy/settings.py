@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from edl.errors import SettingsError
 from edl.protocol.channel import is_this_host
 from edl.settings import Credentials, is_above_zero
 
 __all__ = ["ProxySettings"]
+
+_LABEL_BYTES: Final = 256 << 20  # 512 texts of 512 tokens at k = 64: several steps of a trainer, on any machine
+_ENTRY_BYTES: Final = 16  # an id and a value of 4 bytes each, once as they came and once as a prompt's own
+_LEAST_ROOM: Final = 4096  # tokens, so that a text fits, whatever it takes
 
 
 @dataclass(frozen=True)
@@ -22,7 +27,8 @@ class ProxySettings:
         host: a name or an address to listen on.
         port: 0 for a free port.
         top_k: entries of a position at most; what is asked of teachers.
-        max_tokens: held at a time: asked of teachers, or being sent to clients. What comes beyond waits.
+        max_tokens: held at a time: asked of teachers, or being sent to clients. What comes beyond waits. None: as many
+            as have 256 MiB of labels, 262,144 at `top_k=64`.
         timeout_s: for an answer, waiting included.
         teacher_timeout_s: how long a request waits while no teacher is live.
         version: of the model; empty for any.
@@ -41,7 +47,7 @@ class ProxySettings:
     host: str = "127.0.0.1"
     port: int = 9000
     top_k: int = 64
-    max_tokens: int = 1 << 18
+    max_tokens: int | None = None
     timeout_s: float = 600.0
     teacher_timeout_s: float = 60.0
     version: str = ""
@@ -53,6 +59,8 @@ class ProxySettings:
     def __post_init__(self) -> None:
         for name, low, high in (("port", 0, 65535), ("top_k", 1, 1 << 16), ("max_tokens", 1, 1 << 26)):
             value = getattr(self, name)
+            if name == "max_tokens" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise SettingsError(f"{name}={value!r}: must be a whole number from {low} to {high}")
         for name in ("timeout_s", "teacher_timeout_s"):
@@ -64,6 +72,13 @@ class ProxySettings:
                 f"a proxy on {self.host} takes no tokens without TLS, where whoever reads the network has them: set "
                 "--tls-cert and --tls-key, or say that the network may be trusted (--allow-insecure-tokens)"
             )
+
+    @property
+    def room(self) -> int:
+        """Tokens that are held at a time."""
+        if self.max_tokens is not None:
+            return self.max_tokens
+        return max(min(_LABEL_BYTES // (_ENTRY_BYTES * self.top_k), 1 << 18), _LEAST_ROOM)
 
     @property
     def model_name(self) -> str:

@@ -57,7 +57,7 @@ examples:
   edl register triton.example:8001 --model bert --tls-ca ca.pem --token-file token
   edl register unix:/run/triton.sock --model bert                        students on this machine only
   edl register vllm://127.0.0.1:8000 --model qwen --model-version r1     a language model; its options are others:
-  edl register vllm:// --help
+  edl register vllm:// --help            (row t of its labels holds the prediction of token t + 1)
 
 exit codes: 0 ended by a signal, 2 wrong usage or settings."""
 

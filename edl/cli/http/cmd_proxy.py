@@ -105,9 +105,10 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--max-tokens",
         type=int,
-        default=1 << 18,
+        default=None,
         metavar="N",
-        help="tokens that are held at a time, and of a request (default: 262144); what comes beyond waits",
+        help="tokens that are held at a time, and of a request; what comes beyond waits (default: 256 MiB of labels, "
+        "which are 262144 at --top-k 64)",
     )
     add("--timeout", type=_seconds, default=600.0, metavar="S", help="for an answer, in seconds (default: 600)")
     add("--teacher-timeout", type=_seconds, default=60.0, metavar="S", help="while no teacher is live (default: 60)")

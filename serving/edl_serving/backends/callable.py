@@ -57,7 +57,10 @@ class CallableBackend(DescribedBackend):
         version: str = "",
     ) -> None:
         if not callable(function):
-            raise SettingsError(f"a model must be callable; {function!r} is not (is it what a factory returned?)")
+            raise SettingsError(
+                f"a model must be callable; this is a {type(function).__qualname__}: name a function or an instance "
+                "with __call__, or with --factory a function that returns one"
+            )
         super().__init__(version or _own_version(function), "python")
         self._function = function
         self.writes_inputs = bool(getattr(function, "writes_inputs", False))

@@ -15,6 +15,7 @@ from edl_serving.backends.backend import Array, Backend, TensorSpec, TopKArrays
 from edl_serving.gateway.engine import EngineAccess, EngineConnection, EngineRefusal
 from edl_serving.gateway.health import EngineHealth
 from edl_serving.gateway.inspection import EngineFacts, answer_limit, most_k
+from edl_serving.gateway.top_rows import EngineAnswerError
 from edl_serving.request_error import RequestError, invalid_argument
 
 __all__ = ["GatewayBackend", "GatewayModel"]
@@ -217,6 +218,11 @@ class GatewayBackend(Backend):
                 fault = self._health.set_doubtful(facts.endpoint.path, refusal)
                 raise RequestError(grpc.StatusCode.UNAVAILABLE, fault, reason="engine-changed") from refusal
             raise refusal.as_request_error(str(self._model.engine.address)) from refusal
+        try:
+            facts.check_model(answer)
+        except EngineAnswerError as exc:
+            fault = self._health.set_other_model(str(exc))
+            raise RequestError(grpc.StatusCode.UNAVAILABLE, fault, reason="engine-changed") from exc
         version = facts.endpoint.weight_version(answer)
         if version != facts.weight_version:
             raise RequestError(

@@ -26,8 +26,9 @@ _EXIT_ENGINE = 3  # as `edl serve` has it for a model that fails to warm up
 
 _DESCRIPTION = """\
 Makes a teacher of a language model that vLLM or SGLang serves: runs beside the engine, asks it for
-log-probabilities over HTTP, and answers students over KServe v2 as `edl serve` does. It is in
-discovery while the engine is healthy. SIGTERM drains."""
+log-probabilities over HTTP, and answers students over KServe v2 as `edl serve` does: row t holds
+the prediction of token t + 1, the last row that of what would follow. It is in discovery while the
+engine is healthy. SIGTERM drains."""
 
 _EXAMPLES = """\
 examples:

@@ -76,6 +76,11 @@ class ScoringEndpoint(abc.ABC):
         """Return what the answer says about the version of the weights, empty if nothing."""
         return ""
 
+    def model(self, answer: Mapping[str, Any]) -> str:
+        """Return the model that the answer names, which a router between may have chosen; empty if it names none."""
+        name = answer.get("model")
+        return name if isinstance(name, str) else ""
+
 
 class CompletionsEndpoint(ScoringEndpoint):
     """vLLM's `/v1/completions`, the protocol that every vLLM speaks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 
 from edl.background import BackgroundLoop
 from edl.errors import SettingsError
@@ -43,11 +44,13 @@ class EngineHealth:
         self._facts = facts
         self._k = k
         self._doubts = ""
+        self._doubted = 0  # how often; of equal words, those that come during a probe are not answered by it
         self._every_s = every_s
         self._timeout_s = timeout_s
         self._tracker = ReadinessTracker(failures)
         self._tracker.record_probe(ProbeStatus.READY)
         self._changed = ""
+        self._lock = threading.Lock()  # of the fault and its causes: requests find them beside the looks
         self.fault = ""
         self._loop = BackgroundLoop("edl-engine-health", self._look)
 
@@ -60,12 +63,16 @@ class EngineHealth:
         Returns:
             The fault.
         """
-        self._changed = (
+        changed = (
             f"{self._engine.address} is not what it was: {why}; labels of both would be mixed. Start this gateway "
             "again, with another --model-version"
         )
-        self.fault = self._changed
-        return self._changed
+        with self._lock:
+            self._changed = changed
+            if self.fault != changed:
+                _log.error("%s", changed)
+            self.fault = changed
+        return changed
 
     def set_doubtful(self, path: str, refusal: EngineRefusal) -> str:
         """Say that the engine refuses what it gave at the start: no request is sent until it gives that again.
@@ -77,11 +84,27 @@ class EngineHealth:
         Returns:
             The fault.
         """
-        self._doubts = explain_refusal(self._engine, path, refusal, self._k)
-        if not self.fault:
-            _log.error("%s", self._doubts)
-            self.fault = self._doubts
-        return self._doubts
+        return self._doubt(explain_refusal(self._engine, path, refusal, self._k))
+
+    def set_other_model(self, why: str) -> str:
+        """Say that another model has answered: no request is sent until the model of the start answers again.
+
+        Args:
+            why: in words.
+
+        Returns:
+            The fault.
+        """
+        return self._doubt(f"{self._engine.address}: {why}")
+
+    def _doubt(self, why: str) -> str:
+        with self._lock:
+            if why != self._doubts:
+                _log.error("%s", why)
+            self._doubts = why
+            self._doubted += 1
+            self.fault = self.fault or why
+        return why
 
     def close(self) -> None:
         """Ask no more. May be called twice."""
@@ -90,10 +113,13 @@ class EngineHealth:
     def _look(self) -> float:
         status, why = asyncio.run(self._ask())
         self._tracker.record_probe(status)
-        fault = self._changed or self._doubts or ("" if self._tracker.registered else why)
-        if bool(fault) != bool(self.fault):
-            _log.log(logging.ERROR if fault else logging.WARNING, "%s", fault or f"{self._engine.address} is back")
-        self.fault = fault
+        with self._lock:
+            fault = self._changed or self._doubts or ("" if self._tracker.registered else why)
+            if fault and not self.fault:
+                _log.warning("%s. The gateway goes on: it is out of discovery until the engine is back", fault)
+            elif self.fault and not fault:
+                _log.warning("%s is back", self._engine.address)
+            self.fault = fault
         return self._every_s
 
     async def _ask(self) -> tuple[ProbeStatus, str]:
@@ -122,13 +148,16 @@ class EngineHealth:
         return ProbeStatus.READY, ""
 
     async def _probe(self, connection: EngineConnection) -> None:
-        facts = self._facts
+        facts, doubted = self._facts, self._doubted
         try:
-            version = await probe_endpoint(connection, facts.endpoint, facts.model, self._k)
+            probe = await probe_endpoint(connection, facts.endpoint, facts.model, self._k, facts)
         except EngineRefusal as refusal:
             if refusal.status not in (429, 503):
                 self.set_doubtful(facts.endpoint.path, refusal)
             raise
-        if version != facts.weight_version:
-            self.set_changed(f"its weights are {version!r} now, and were {facts.weight_version!r}")
-        self._doubts = ""
+        change = probe.find_change(facts)
+        if change:
+            self.set_changed(change)
+        with self._lock:
+            if self._doubted == doubted:
+                self._doubts = ""

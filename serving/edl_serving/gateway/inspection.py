@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,16 @@ from edl_serving.gateway.engine import EngineAccess, EngineConnection, EngineRef
 from edl_serving.gateway.top_rows import EngineAnswerError
 from edl_serving.request_error import RequestError
 
-__all__ = ["EngineFacts", "answer_limit", "explain_refusal", "find_facts", "most_k", "probe_endpoint", "read_model"]
+__all__ = [
+    "EngineFacts",
+    "ProbeAnswer",
+    "answer_limit",
+    "explain_refusal",
+    "find_facts",
+    "most_k",
+    "probe_endpoint",
+    "read_model",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +39,9 @@ _RESERVED = {"vllm": 2, "sglang": 8}
 SGLang keeps besides (`max_req_input_len` in its scheduler)."""
 _ENTRY_BYTES = 512
 """Of an entry in JSON: about 70, and more where vLLM spells a token of many spaces or of another script."""
+_PROBE_TOLERANCE = 0.5
+"""By how much log-probabilities of the probe may differ with the same weights: a logit of 16 to 32 in bfloat16 is exact
+to an eighth, and an engine that is started anew may round otherwise."""
 _MOST_K = re.compile(r"max(?:imum)? allowed:? (\d+)")
 
 
@@ -43,6 +56,8 @@ class EngineFacts:
         max_sequence: the longest sequence, in tokens of students.
         max_model_len: the engine's own limit, which it must still have when it comes back.
         weight_version: the engine's tag of its weights; empty if it has none.
+        probe: what it answered about the probe, see `ProbeAnswer`.
+        answering_model: the model that this answer named; empty if it named none.
     """
 
     endpoint: ScoringEndpoint
@@ -51,6 +66,48 @@ class EngineFacts:
     max_sequence: int
     max_model_len: int
     weight_version: str = ""
+    probe: tuple[float, ...] = ()
+    answering_model: str = ""
+
+    def check_model(self, answer: Mapping[str, Any]) -> None:
+        """Refuse the answer of another model than the probe's, as a router gives it that falls back to one.
+
+        Args:
+            answer: of the endpoint.
+
+        Raises:
+            EngineAnswerError: it names another model.
+        """
+        named = self.endpoint.model(answer)
+        if named and self.answering_model and named != self.answering_model:
+            raise EngineAnswerError(
+                f"the answer is of model {quote(named)}, and at the start {quote(self.answering_model)} answered. "
+                "Where a router has a fallback, register the engines behind it"
+            )
+
+
+@dataclass(frozen=True)
+class ProbeAnswer:
+    """What an engine answers about a prompt of three tokens.
+
+    Attributes:
+        weight_version: the version of the weights, empty if the engine does not say.
+        values: the largest log-probability of each position, and those of the prompt's tokens.
+        model: the model that the answer names; empty if it names none.
+    """
+
+    weight_version: str
+    values: tuple[float, ...]
+    model: str = ""
+
+    def find_change(self, facts: EngineFacts) -> str:
+        """Return what shows that the weights are others than at the start, empty if nothing does."""
+        if self.weight_version != facts.weight_version:
+            return f"its weights are {self.weight_version!r} now, and were {facts.weight_version!r}"
+        for now, before in zip(self.values, facts.probe, strict=False):
+            if abs(now - before) > _PROBE_TOLERANCE:
+                return f"a log-probability of the same prompt is {now:.3g} now, and was {before:.3g}"
+        return ""
 
 
 def answer_limit(tokens: int, k: int) -> int:
@@ -75,10 +132,11 @@ async def find_facts(engine: EngineAccess, model: str, exact: bool, k: int, wait
     try:
         await _wait_until_up(connection, engine, wait_s)
         name, root, length = await _find_model(connection, engine, model, exact)
-        endpoint, version = await _find_endpoint(connection, engine, name, k)
+        endpoint, probe = await _find_endpoint(connection, engine, name, k)
     finally:
         await connection.close()
-    return EngineFacts(endpoint, name, root, length - _RESERVED[engine.address.kind], length, version)
+    longest = length - _RESERVED[engine.address.kind]
+    return EngineFacts(endpoint, name, root, longest, length, probe.weight_version, probe.values, probe.model)
 
 
 async def _wait_until_up(connection: EngineConnection, engine: EngineAccess, wait_s: float) -> None:
@@ -152,7 +210,7 @@ def _models_of(answer: object) -> dict[str, dict[str, Any]]:
 
 async def _find_endpoint(
     connection: EngineConnection, engine: EngineAccess, model: str, k: int
-) -> tuple[ScoringEndpoint, str]:
+) -> tuple[ScoringEndpoint, ProbeAnswer]:
     kinds = ENDPOINTS[engine.address.kind]
     for kind in kinds:
         endpoint = kind()
@@ -168,7 +226,9 @@ async def _find_endpoint(
     raise AssertionError("there is a last endpoint")
 
 
-async def probe_endpoint(connection: EngineConnection, endpoint: ScoringEndpoint, model: str, k: int) -> str:
+async def probe_endpoint(
+    connection: EngineConnection, endpoint: ScoringEndpoint, model: str, k: int, before: EngineFacts | None = None
+) -> ProbeAnswer:
     """Ask about a prompt of three tokens.
 
     Args:
@@ -176,19 +236,20 @@ async def probe_endpoint(connection: EngineConnection, endpoint: ScoringEndpoint
         endpoint: that is asked.
         model: the engine's name of the model.
         k: entries of a position.
-
-    Returns:
-        The version of the weights, empty if the engine does not say.
+        before: what the engine was at the start, None if this is the start.
 
     Raises:
         EngineRefusal: it refuses.
-        EngineAnswerError: the answer is something else.
+        EngineAnswerError: the answer is something else, or another model's than at the start.
         RequestError: there is no answer.
     """
     answer = await connection.post(endpoint.path, endpoint.body(model, _PROBE, k), answer_limit(len(_PROBE), k))
-    endpoint.read(answer, _PROBE, k)
-    endpoint.read_own(answer, _PROBE)
-    return endpoint.weight_version(answer)
+    if before is not None:
+        before.check_model(answer)
+    top = endpoint.read(answer, _PROBE, k)
+    own = endpoint.read_own(answer, _PROBE)
+    values = (*top.values[:, 0].tolist(), *own.tolist())
+    return ProbeAnswer(endpoint.weight_version(answer), values, endpoint.model(answer))
 
 
 def most_k(message: str) -> int | None:

@@ -43,6 +43,11 @@ def top_k_rows(ids: Array, values: Array, k: int) -> TopKArrays:
     ids = np.take_along_axis(ids, order, -1)
     values = np.take_along_axis(values, order, -1)
     _check_entries(ids, values)
+    if (ids[:, :k] < 0).any():
+        raise EngineAnswerError(
+            f"position {_first_row(ids[:, :k] < 0)} has a token's id below 0, or fewer than {k} tokens of a "
+            "probability above 0"
+        )
     kept = values[:, :k]
     tail = np.log(_left_out(kept))
     return TopKArrays(ids[:, :k].astype(np.int32), kept.astype(np.float32), tail.astype(np.float32))

@@ -79,8 +79,12 @@ class TeacherRegistration:
         model = server.settings.model
         self._instance = self._settings.instance(self._address, server.port, model, self._metadata(server))
         server.watch_ready(self._on_health_change)
+        # In place of the check that `serve` has until this returns: the ready file may be there before.
+        unregistered = "" if self._reconciler is None else "not registered yet"
+        server.metrics.probes.add_check("/readyz", "discovery", lambda: "" if self._was_published else unregistered)
         if self._reconciler is None:
-            self._write_ready_file(self._instance)
+            with self._lock:
+                self._write_ready_file(self._instance)
             return
         reconciler = self._reconciler
         server.metrics.add_gauge(
@@ -158,8 +162,15 @@ class TeacherRegistration:
         if instance is not None and instance.state == "ready":
             self._was_published = True
             _log.info("registered as %s/%s at %s", instance.service, instance.id, self._settings.url)
-            self._write_ready_file(instance)
+            with self._lock:
+                self._write_ready_file(instance)
 
     def _write_ready_file(self, instance: Instance) -> None:
+        """Write the ready file, with the lock held, unless the teacher has ceased to be ready meanwhile.
+
+        A registry may take long to show an instance; the file that is removed in that time must stay away.
+        """
+        if not self._healthy or self._draining:
+            return
         content = {"endpoint": instance.endpoint, "port": instance.port, "metrics_port": self._metrics_port}
         self._ready_file.write({**content, "pid": os.getpid()})

@@ -37,6 +37,8 @@ class FormulaEngine:
         token: that is asked for; empty for none.
         models: names that `/v1/models` lists.
         weight_version: the tag of the weights.
+        answering: the model that answers name, as a router's fallback names another than was asked for; None for
+            the one that was asked for.
         healthy: what `/health` says.
         failure: called with the path and the number of the request before it is answered, if set. It returns a status
             and a JSON value to answer with, "cut" to end the connection in the middle of an answer, "close" to end it
@@ -62,6 +64,7 @@ class FormulaEngine:
         self.token = ""
         self.models = ["m"]
         self.weight_version = "default"
+        self.answering: str | None = None
         self.healthy = True
         self.failure: Callable[[str, int], Any] | None = None
         self.gather_tokens = 0
@@ -170,6 +173,7 @@ class FormulaEngine:
             own = [[float(row[t]), t, None] for row, t in zip(predicted, tokens[1:], strict=True)]
             meta = {"input_token_logprobs": [[None, tokens[0], None], *own], "input_top_logprobs": [None, *top]}
             return 200, {"text": "", "meta_info": {"prompt_tokens": len(tokens), **meta}}
+        named = self.answering or body["model"]
         positions: list[Any] = [None]
         for row, best, token in zip(predicted, order, tokens[1:], strict=True):
             shown = dict.fromkeys([token, *(int(i) for i in best[:k])])  # the prompt's own comes first
@@ -177,9 +181,10 @@ class FormulaEngine:
             entries = {str(i): {"logprob": float(row[i]), "rank": ranks[i], "decoded_token": None} for i in shown}
             positions.append(entries)
         if path == "/v1/completions":
-            return 200, {"choices": [{"index": 0, "text": "x", "prompt_logprobs": positions}]}
+            return 200, {"model": named, "choices": [{"index": 0, "text": "x", "prompt_logprobs": positions}]}
         versions = [{"version": self.weight_version, "start": 0, "end": 1}]
-        return 200, {"prompt_logprobs": positions, "choices": [{"index": 0, "weight_versions": versions}]}
+        choices = [{"index": 0, "weight_versions": versions}]
+        return 200, {"model": named, "prompt_logprobs": positions, "choices": choices}
 
 
 def _refuse(handler: BaseHTTPRequestHandler, status: int, message: str) -> None:

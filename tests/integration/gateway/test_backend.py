@@ -189,6 +189,7 @@ def test_requests_are_neutral(engine: FormulaEngine, open_backend: Callable[...,
     sampling = engine.requests[-1][1]["sampling_params"]
     assert (sampling["temperature"], sampling["top_p"], sampling["repetition_penalty"]) == (1.0, 1.0, 1.0)
     assert sampling["max_tokens"] == 1
+    assert sampling["detokenize"] is False, "no text is made of tokens that nobody reads"
 
 
 def test_unknown_token_is_refused(open_backend: Callable[..., GatewayBackend]) -> None:
@@ -346,6 +347,72 @@ def test_fault_where_weights_changed(engine: FormulaEngine, open_backend: Callab
         score(backend, [[1, 2]])
     assert changed.value.code.name == "UNAVAILABLE"
     assert "step-100" in backend.find_fault()
+
+
+def test_fault_where_other_weights_come_back(
+    engine: FormulaEngine, open_backend: Callable[..., GatewayBackend]
+) -> None:
+    """Nothing but what the engine answers about a prompt says so."""
+    backend = open_backend()
+    first, engine.healthy = engine.predict, False
+    wait_for(backend.find_fault, True)
+    engine.predict, engine.healthy = lambda tokens: np.roll(first(tokens), 1, axis=-1), True
+    wait_for(lambda: "found" if "the same prompt" in backend.find_fault() else "", True)
+    engine.predict = first
+    with pytest.raises(RequestError, match="--model-version"):
+        score(backend, [[1, 2]])
+
+
+def test_doubt_during_a_probe(engine: FormulaEngine, open_backend: Callable[..., GatewayBackend]) -> None:
+    """A doubt that a request finds during a probe is not over with that probe."""
+    health = open_backend(every_s=60.0)._health
+    health.close()  # a look of its own in between would be over with the first doubt
+    health.set_other_model("first")
+    engine.failure = lambda path, number: health.set_other_model("second") and None
+    health._look()
+    assert "second" in health.fault
+    engine.failure = None
+    health._look()
+    assert not health.fault
+
+
+@pytest.mark.parametrize("scale_out", [True, False])
+def test_fallback_of_a_router(
+    engine: FormulaEngine, open_backend: Callable[..., GatewayBackend], scale_out: bool
+) -> None:
+    """Another model's answer is no label, whatever its values; the teacher is back with the model of the start."""
+    engine.scale_out = scale_out
+    engine.answering = "m-r1"  # an alias of a router is no fault
+    backend = open_backend()
+    check(score(backend, [[1, 2]]), [[1, 2]])
+    first = engine.predict
+    engine.predict, engine.answering = lambda tokens: np.roll(first(tokens), 1, axis=-1), "spare"
+    with pytest.raises(RequestError, match=r"'spare'.*'m-r1'") as refused:
+        score(backend, [[1, 2]])
+    assert refused.value.code.name == "UNAVAILABLE"
+    looks = engine.looks
+    until(lambda: engine.looks > looks + 3)
+    assert "'spare'" in backend.find_fault()
+    engine.predict, engine.answering = first, "m-r1"
+    until(lambda: not backend.find_fault())
+    check(score(backend, [[1, 2]]), [[1, 2]])
+
+
+def test_engine_away_is_a_warning(
+    engine: FormulaEngine, open_backend: Callable[..., GatewayBackend], caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine that dies is no error of the gateway, which goes on; other weights are."""
+    backend = open_backend()
+    engine.healthy = False
+    until(backend.find_fault)
+    engine.healthy = True
+    until(lambda: not backend.find_fault())
+    until(lambda: "is back" in caplog.text)
+    assert "The gateway goes on" in caplog.text
+    assert {record.levelname for record in caplog.records} <= {"INFO", "WARNING"}
+    engine.models = ["other"]
+    until(lambda: "--model-version" in caplog.text)
+    assert caplog.records[-1].levelname == "ERROR"
 
 
 def test_start_names_max_logprobs(engine: FormulaEngine) -> None:

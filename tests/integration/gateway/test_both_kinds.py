@@ -33,14 +33,17 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def predict(model: Any) -> Any:
+def predict(model: Any) -> Iterator[Any]:
     """Log-probabilities by transformers in this process, float64 [tokens, vocabulary]."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more of them wait for one another where teachers have the cores
 
     def found(tokens: Sequence[int]) -> np.ndarray:
         with torch.inference_mode():
             return model(torch.tensor([list(tokens)])).logits[0].double().log_softmax(-1).numpy()
 
-    return found
+    yield found
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

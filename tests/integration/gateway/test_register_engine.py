@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ from tritonclient.utils import InferenceServerException
 
 from edl.protocol import names
 from edl.tokenizer_hash import hash_tokenizer
+from tests.integration.distill.conftest import until
 from tests.integration.gateway.formula_engine import FormulaEngine, log_probabilities
 from tests.integration.gateway.gateways import Gateways, ask
+from tests.plugins_consul import free_ports
 
 SEQUENCES = [[3, 1, 4, 1, 5], [9], [2, 6], list(range(40))]
 
@@ -72,16 +76,40 @@ def test_discovery_follows_engine(engine: FormulaEngine, gateways: Gateways) -> 
     assert len(ask(endpoint, SEQUENCES, 8)[0]) == sum(map(len, SEQUENCES))
 
 
+def test_tokens_at_the_engine_are_bounded(engine: FormulaEngine, gateways: Gateways, tmp_path: Path) -> None:
+    """Whatever students ask for, the engine has `--max-tokens` at a time, and a token behind each sequence."""
+    bounds = ("--max-tokens", "80", "--max-queue", "400", "--metrics-port", "0")
+    _, endpoint = gateways.start(f"vllm://127.0.0.1:{engine.port}", "--top-k", "8", *bounds)
+    port = json.loads((tmp_path / "ready-0").read_text())["metrics_port"]
+    engine.released.clear()
+    engine.most_tokens = 0
+    sequences = [[number] * 20 for number in range(16)]
+
+    def shown(name: str) -> float:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+        return float(next(line.split()[1] for line in lines if line.startswith(f'{name}{{model="m"}}')))
+
+    with ThreadPoolExecutor(len(sequences)) as students:
+        asked = [students.submit(ask, endpoint, [tokens], 8) for tokens in sequences]
+        until(lambda: engine.most_tokens >= 2 * 21 and shown("edl_teacher_queue_rows") >= 160, 60)
+        engine.released.set()
+        for tokens, future in zip(sequences, asked, strict=True):
+            best = np.argsort(-log_probabilities(tokens), axis=-1, kind="stable")[:, :8]
+            np.testing.assert_array_equal(future.result(60)[0], best)
+    assert engine.most_tokens <= 4 * 21, "two batches of 40 tokens, each of two sequences"
+    assert shown("edl_teacher_rows_total") >= 320
+
+
 def test_engine_may_start_later(gateways: Gateways) -> None:
-    first = FormulaEngine()
-    first.close()
-    process = gateways.launch(f"vllm://127.0.0.1:{first.port}", "--top-k", "8")
+    (port,) = free_ports(1)
+    process = gateways.launch(f"vllm://127.0.0.1:{port}", "--top-k", "8")
     deadline = time.monotonic() + 60
     while "waiting for the engine" not in gateways.log:
         assert process.poll() is None, gateways.log
         assert time.monotonic() < deadline, gateways.log
         time.sleep(0.05)
-    engine = FormulaEngine(first.port)
+    engine = FormulaEngine(port)
     try:
         gateways.wait_instances(1)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import socket
 import threading
@@ -13,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edl.errors import SettingsError
+from edl.errors import ClosedError, SettingsError
+from edl.proxy.completion_request import RequestRefusal
 from edl.proxy.server import ProxyServer
 from edl.proxy.settings import ProxySettings
 from edl.settings import Credentials
@@ -103,6 +105,13 @@ def test_requests_of_other_trainers(open_proxy: Callable[..., ProxyServer]) -> N
     check_choice(answer["choices"][0], SEQUENCES[3], K)
 
 
+def test_a_server_starts_once(open_proxy: Callable[..., ProxyServer]) -> None:
+    proxy = open_proxy()
+    with pytest.raises(ClosedError, match="started before"):
+        proxy.start()
+    assert ask(proxy.port, path="/livez")[0] == 200
+
+
 def test_what_clients_look_at_first(open_proxy: Callable[..., ProxyServer]) -> None:
     port = open_proxy().port
     until(lambda: ask(port, path="/health")[0] == 200, 60)
@@ -125,6 +134,7 @@ def test_what_clients_look_at_first(open_proxy: Callable[..., ProxyServer]) -> N
         ({"prompt": [[1, VOCABULARY * 10**5]]}, 400, "out of vocabulary"),
         ({"prompt": [[1] * 201]}, 400, "201"),
         ({"prompt": [[1] * 150] * 14}, 413, "2100 tokens"),
+        ({"prompt": [[1]] * 130}, 413, "2080 tokens"),
     ],
 )
 def test_what_is_refused(
@@ -172,10 +182,46 @@ def test_large_bodies_wait_in_time(open_proxy: Callable[..., ProxyServer], monke
     assert headers["Retry-After"] == "5"
 
 
+def test_bodies_stay_as_they_are(open_proxy: Callable[..., ProxyServer]) -> None:
+    """A packed body of some kilobytes would have megabytes before its length is known."""
+    port = open_proxy().port
+    body = json.dumps(trl_request([[1, 2]], 2, "m")).encode()
+    packed = gzip.compress(body + b" " * (1 << 20))
+    status, answer, _ = ask(port, packed, headers={"Content-Encoding": "gzip"})
+    assert (status, "Content-Encoding" in answer["error"]["message"]) == (415, True), answer
+    assert ask(port, body, headers={"Content-Encoding": "identity"})[0] == 200
+
+
+def test_bodies_of_clients_that_left_count(
+    open_proxy: Callable[..., ProxyServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is being read is held until it is read, though nobody waits for it: it takes a place as long."""
+    entered, left = threading.Semaphore(0), threading.Event()
+
+    def read_slowly(*_: Any) -> Any:
+        entered.release()
+        left.wait(60)
+        raise RequestRefusal(400, "read at last")
+
+    monkeypatch.setattr("edl.proxy.app._READERS", 1)
+    monkeypatch.setattr("edl.proxy.app.read_request", read_slowly)
+    proxy = open_proxy(timeout_s=2.0)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
+    try:
+        with socket.create_connection(("127.0.0.1", proxy.port), 60) as connection:
+            connection.sendall(head + b" " * 100_000)
+            assert entered.acquire(timeout=60)
+        status, answer, _ = ask(proxy.port, b" " * 100_000, timeout_s=60)
+        assert (status, "large bodies" in answer["error"]["message"]) == (503, True), answer
+    finally:
+        left.set()
+    until(lambda: ask(proxy.port, b" " * 100_000)[1]["error"]["message"] == "read at last", 60)
+
+
 def test_slow_readers_get_their_answer(open_proxy: Callable[..., ProxyServer], monkeypatch: pytest.MonkeyPatch) -> None:
     """A client may take longer than the deadline of a write for all of a choice, as long as it goes on."""
-    monkeypatch.setattr("edl.proxy.app._WRITE_S", 2.0)
-    monkeypatch.setattr("edl.proxy.app.encode_choice", lambda *_: iter([b"1", b" " * (12 << 20)]))
+    monkeypatch.setattr("edl.proxy.app._WRITE_S", 4.0)  # the sockets' buffers hold up to a second of what is read
+    monkeypatch.setattr("edl.proxy.app.encode_choice", lambda *_: iter([b"1", b" " * (16 << 20)]))
     port = open_proxy().port
     body = json.dumps(trl_request([[1, 2]], 2, "m")).encode()
     with socket.socket() as connection:
@@ -190,7 +236,7 @@ def test_slow_readers_get_their_answer(open_proxy: Callable[..., ProxyServer], m
             assert last, f"cut after {received} bytes"
             received += len(last)
             time.sleep(len(last) / 3e6)
-    assert received > 12 << 20
+    assert received > 16 << 20
 
 
 def test_requests_beyond_the_room_wait(open_proxy: Callable[..., ProxyServer], model: GatedModel) -> None:
@@ -222,8 +268,11 @@ def test_clients_that_go_away(open_proxy: Callable[..., ProxyServer], model: Gat
     """Their tokens are let go of, though no teacher has answered."""
     proxy = open_proxy(max_tokens=130)
     model.released.clear()
-    with pytest.raises(TimeoutError):
-        ask(proxy.port, trl_request([SEQUENCES[4]], 2, "m"), timeout_s=1)
+    body = json.dumps(trl_request([SEQUENCES[4]], 2, "m")).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with socket.create_connection(("127.0.0.1", proxy.port), 60) as connection:
+        connection.sendall(head + body)
+        until(lambda: "edl_proxy_tokens_held 120.0" in ask(proxy.port, path="/metrics")[1], 60)
     until(lambda: 'edl_proxy_requests_total{status="499"} 1.0' in ask(proxy.port, path="/metrics")[1], 60)
     until(lambda: "edl_proxy_tokens_held 0.0" in ask(proxy.port, path="/metrics")[1], 60)
     model.released.set()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from edl.testing.models import Model
 from edl_serving import Array, Backend, TensorSpec
 
 
@@ -72,6 +73,38 @@ class Sleeper(Base):
 
     def close(self) -> None:
         print("closed", flush=True)
+
+
+class FileGated(Base):
+    """Computes once the file is there that `EDL_TEST_GATE` names; for servers that are processes."""
+
+    def warm_up(self, max_rows: int) -> None:
+        pass
+
+    def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        _wait_for_file(os.environ["EDL_TEST_GATE"])
+        return super().predict(inputs)
+
+    def close(self) -> None:
+        print("closed", flush=True)
+
+
+def gated_echo(gate: str) -> Model:
+    """`x` FP32 [rows, 4] to `y`, the same, once the file `gate` is there; for `edl serve --factory`."""
+
+    def answer(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        _wait_for_file(gate)
+        return {"y": inputs["x"]}
+
+    return Model(answer, ["x:float32[4]"], ["y:float32[4]"], delay_s=0.001)  # computed in a thread, since it takes time
+
+
+def _wait_for_file(path: str) -> None:
+    deadline = time.monotonic() + 60
+    while not Path(path).exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{path} was not made")
+        time.sleep(0.01)
 
 
 class SlowStart(Base):

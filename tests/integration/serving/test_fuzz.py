@@ -282,7 +282,7 @@ def region() -> Iterator[str]:
     path.unlink()
 
 
-@pytest.mark.timeout(120 + REQUESTS // 200)
+@pytest.mark.timeout(600 + REQUESTS // 200)  # each wait has a deadline of its own: this bounds the work
 def test_thousands_of_bad_requests(process: StartProcess, connect: Connect, region: str) -> None:
     """The server is as it was: memory, descriptors, threads, and what a good request costs it."""
     server = process("Mixed", max_batch_rows=8, metrics_port=0)

@@ -18,6 +18,7 @@ import pytest
 from edl.testing import LocalTeacher
 from tests.integration.test_serve_command import ask, being_computed
 
+GATED_ECHO = "tests.integration.serving.models:gated_echo"
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
 
 
@@ -41,31 +42,30 @@ def until(condition: Callable[[], Any], timeout_s: float = 30) -> Any:
 
 
 def test_ready_until_it_drains(tmp_path: Path) -> None:
-    url = f"sqlite://{tmp_path / 'discovery.db'}"
-    with LocalTeacher("echo", service="s", discovery=url, delay_s=3, serve={"metrics-port": 0}) as teacher:
-        status, text = probe(teacher, "/readyz")
-        assert (status, text) == (
-            200,
-            "[+]discovery ok\n[+]model ok\n[+]registry ok\nreadyz check passed\n",
-        )
+    url, gate = f"sqlite://{tmp_path / 'discovery.db'}", tmp_path / "gate"
+    serve = {"metrics-port": 0}
+    with LocalTeacher(GATED_ECHO, service="s", discovery=url, serve=serve, gate=str(gate)) as teacher:
+        ready = 200, "[+]discovery ok\n[+]model ok\n[+]registry ok\nreadyz check passed\n"
+        assert probe(teacher, "/readyz") == ready
         assert probe(teacher, "/livez")[0] == 200
         with being_computed(teacher) as answers:
             teacher.terminate()
-            _, text = until(lambda: (found := probe(teacher, "/readyz"))[0] == 503 and found)
-            assert "[-]model failed: draining" in text
+            until(lambda: (found := probe(teacher, "/readyz"))[0] == 503 and "[-]model failed: draining" in found[1])
             assert probe(teacher, "/livez")[0] == 200, "a teacher that drains is not to be killed"
+            gate.touch()
         np.testing.assert_array_equal(answers, [X])
         assert teacher.wait(20) == 0
 
 
-def test_not_live_while_the_model_hangs() -> None:
-    serve = {"metrics-port": 0, "stall-timeout": "1s"}
-    with LocalTeacher("echo", delay_s=4, serve=serve) as teacher:
+def test_not_live_while_the_model_hangs(tmp_path: Path) -> None:
+    serve, gate = {"metrics-port": 0, "stall-timeout": "1s"}, tmp_path / "gate"
+    with LocalTeacher(GATED_ECHO, serve=serve, gate=str(gate)) as teacher:
         assert probe(teacher, "/livez")[0] == 200
         asking = threading.Thread(target=ask, args=(teacher.endpoint, X))
         asking.start()
         _, text = until(lambda: (found := probe(teacher, "/livez"))[0] == 503 and found)
         assert "[-]model failed: a call of the model takes" in text
+        gate.touch()
         asking.join(30)
         until(lambda: probe(teacher, "/livez")[0] == 200)
 

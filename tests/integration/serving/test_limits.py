@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import random
 import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -138,11 +140,13 @@ def test_what_vanishes_counts_no_more(process: StartProcess, connect: Connect) -
     assert not [line for line in server.log if "Traceback" in line]
 
 
-def test_answers_count_until_they_are_sent(process: StartProcess, connect: Connect) -> None:
-    server = process("Sleeper", metrics_port=0)
+def test_answers_count_until_they_are_sent(process: StartProcess, connect: Connect, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    server = process("FileGated", env={**os.environ, "EDL_TEST_GATE": str(gate)}, metrics_port=0)
     client = connect(server.target)
     slow = client.start(np.full((1, 4), 1.0, np.float32))
     until(lambda: 'edl_teacher_client_bytes{model="m"} 0.0' not in server.metrics())
+    gate.touch()
     assert slow.exception() is None
     for _ in range(20):
         client.infer(np.zeros((64, 4), np.float32))

@@ -18,8 +18,12 @@ from tests.integration.serving.conftest import Client, Connect, StartProcess, ou
 from tests.integration.serving.models import logits
 
 
-def sleep_for(seconds: float) -> Array:
-    return np.full((1, 4), seconds, np.float32)
+def row(value: float) -> Array:
+    return np.full((1, 4), value, np.float32)
+
+
+sleep_for = row
+"""The seconds that a `Sleeper` takes."""
 
 
 def health(client: Client, service: str = "") -> int:
@@ -38,11 +42,12 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 def test_sigterm_finishes_and_exits_0(process: StartProcess, connect: Connect, tmp_path: Path) -> None:
     """Sigterm finishes what is in flight and exits 0."""
-    left = tmp_path / "left"
-    server = process("Sleeper", max_batch_rows=1, leave_file=str(left), metrics_port=0)
+    left, gate = tmp_path / "left", tmp_path / "gate"
+    env = {**os.environ, "EDL_TEST_GATE": str(gate)}
+    server = process("FileGated", env=env, max_batch_rows=1, leave_file=str(left), metrics_port=0)
     client = connect(server.target)
     assert health(client) == health(client, "m") == health(client, "inference.GRPCInferenceService") == SERVING
-    calls = [client.start(sleep_for(seconds)) for seconds in (2.0, 0.3, 0.3)]
+    calls = [client.start(row(value)) for value in range(3)]
     until(lambda: 'edl_teacher_in_flight{model="m"} 3.0' in server.metrics())
     server.popen.send_signal(signal.SIGTERM)
     assert server.line() == "leaving"
@@ -50,32 +55,35 @@ def test_sigterm_finishes_and_exits_0(process: StartProcess, connect: Connect, t
     assert not client.ask("ServerReady").ready
     assert not client.ask("ModelReady", name="m").ready
     assert client.ask("ServerLive").live
-    calls.append(client.start(sleep_for(0.1)))  # this student has not heard of it yet, and is served
-    until(lambda: 'edl_teacher_in_flight{model="m"} 4.0' in server.metrics() or calls[-1].done())
+    calls.append(client.start(row(3)))  # this student has not heard of it yet, and is served
+    until(lambda: 'edl_teacher_in_flight{model="m"} 4.0' in server.metrics())
     left.touch()
-    for call, seconds in zip(calls, (2.0, 0.3, 0.3, 0.1), strict=True):
-        np.testing.assert_array_equal(outputs_of(call.result())["logits"], logits(sleep_for(seconds)))
+    gate.touch()
+    for value, call in enumerate(calls):
+        np.testing.assert_array_equal(outputs_of(call.result())["logits"], logits(row(value)))
     assert server.wait() == 0
     assert server.line() == "closed"
 
 
-def test_refused_after_leaving_discovery(process: StartProcess, connect: Connect) -> None:
+def test_refused_after_leaving_discovery(process: StartProcess, connect: Connect, tmp_path: Path) -> None:
     """New requests are refused once discovery has been left."""
-    server = process("Sleeper", max_batch_rows=1, metrics_port=0)
+    gate = tmp_path / "gate"
+    server = process("FileGated", env={**os.environ, "EDL_TEST_GATE": str(gate)}, max_batch_rows=1, metrics_port=0)
     client = connect(server.target)
-    accepted = client.start(sleep_for(3.0))
+    accepted = client.start(row(3))
     until(lambda: 'edl_teacher_in_flight{model="m"} 1.0' in server.metrics())
     server.popen.send_signal(signal.SIGTERM)
     errors = []
 
     def refused() -> bool:
-        errors.append(client.start(sleep_for(0), timeout_s=0.1).exception())
+        errors.append(client.start(row(0), timeout_s=0.1).exception())
         return errors[-1].code() is not grpc.StatusCode.DEADLINE_EXCEEDED  # accepted before, and waiting in vain
 
     until(refused)
     assert errors[-1].code() is grpc.StatusCode.UNAVAILABLE
     assert "draining" in errors[-1].details()
-    assert outputs_of(accepted.result())["logits"].tolist() == logits(sleep_for(3.0)).tolist()
+    gate.touch()
+    assert outputs_of(accepted.result())["logits"].tolist() == logits(row(3)).tolist()
     assert server.wait() == 0
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import queue
 import signal
 import threading
 import time
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -194,12 +196,13 @@ def test_idle_streams_do_not_delay_the_end(process: StartProcess, connect: Conne
         stream.end()
 
 
-def test_draining_server_answers_and_refuses(process: StartProcess, connect: Connect) -> None:
+def test_draining_server_answers_and_refuses(process: StartProcess, connect: Connect, tmp_path: Path) -> None:
     """A draining server answers what it took and refuses the rest."""
-    server = process("Sleeper", max_batch_rows=1, metrics_port=0)
+    gate = tmp_path / "gate"
+    server = process("FileGated", env={**os.environ, "EDL_TEST_GATE": str(gate)}, max_batch_rows=1, metrics_port=0)
     stream = Open(connect(server.target).channel)
-    for number, seconds in enumerate((3.0, 0.3)):
-        stream.send(str(number), row(seconds))
+    for number in range(2):
+        stream.send(str(number), row(number))
     until(lambda: 'edl_teacher_in_flight{model="m"} 2.0' in server.metrics())
     server.popen.send_signal(signal.SIGTERM)
     assert server.line() == "leaving"
@@ -213,14 +216,18 @@ def test_draining_server_answers_and_refuses(process: StartProcess, connect: Con
 
     sender = threading.Thread(target=send_on)
     sender.start()
+    answers = {}
     try:
-        answers = {answer.infer_response.id: answer for answer in rest_of(stream)}
+        for answer in rest_of(stream):
+            answers[answer.infer_response.id] = answer
+            if answer.error_message:
+                gate.touch()
     finally:
         stopped.set()
         sender.join()
         stream.end()
-    assert is_answer_to(answers["0"], row(3.0))
-    assert is_answer_to(answers["1"], row(0.3))
+    assert is_answer_to(answers["0"], row(0))
+    assert is_answer_to(answers["1"], row(1))
     refused = [answer for answer in answers.values() if answer.error_message]
     assert refused
     for answer in refused:

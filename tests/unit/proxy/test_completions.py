@@ -15,12 +15,25 @@ from edl.distill.compress import TopK
 from edl.proxy.admission import TokenGate
 from edl.proxy.completion_request import RequestRefusal, read_request
 from edl.proxy.completion_response import answer_head, answer_tail, encode_choice
+from edl.proxy.settings import ProxySettings
 
 GOOD = {"model": "m", "prompt": [[1, 2], [3]], "max_tokens": 1, "prompt_logprobs": 2}
 
 
 def read(**changed: Any) -> Any:
     return read_request(json.dumps({**GOOD, **changed}).encode(), "m", 8)
+
+
+def test_short_prompts_count_as_longer_ones() -> None:
+    """Each has an array, a sequence in the scorer and a choice of its own, however short it is."""
+    found = read(prompt=[[1]] * 100 + [[2] * 40])
+    assert (found.tokens, found.weight) == (140, 1640)
+
+
+@pytest.mark.parametrize(("top_k", "room"), [(1, 1 << 18), (64, 1 << 18), (128, 1 << 17), (1 << 16, 4096)])
+def test_room_is_for_labels_of_any_k(top_k: int, room: int) -> None:
+    assert ProxySettings("s", top_k=top_k).room == room
+    assert ProxySettings("s", top_k=top_k, max_tokens=7).room == 7
 
 
 def test_prompts_and_k() -> None:

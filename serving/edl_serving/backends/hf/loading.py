@@ -70,6 +70,8 @@ def load_model(source: ModelSource, task: str, device: torch.device) -> Any:
             f"--hf {str(folder)!r}: the checkpoint has no {missing[0]} (of {len(missing)} weights that are missing), "
             f"and would answer at random: is it a model for another --task than {task}?"
         )
+    for config in (model.config, model.config.get_text_config()):  # of models with pictures the text has its own
+        config.use_cache = False  # keys and values of all layers, for tokens that are never generated
     return model.eval().requires_grad_(False).to(device)
 
 

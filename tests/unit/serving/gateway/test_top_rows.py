@@ -66,6 +66,8 @@ def test_clamped_minus_infinity() -> None:
         ([[1, 2]], [[math.inf, -1.0]], "no number"),
         ([[1, 1]], [[-1.0, -1.0]], "twice"),
         ([[1, 2**31]], [[-1.0, -2.0]], "32 bits"),
+        ([[1, -5]], [[-1.0, -2.0]], "position 1 has a token's id below 0"),
+        ([[1, -1, 7]], [[-1.0, -math.inf, -math.inf]], "fewer than 2 tokens of a probability"),
         ([[1, 2]], [[3.0, 2.0]], "--logprobs-mode"),
         ([[1, 2]], [[-0.1, -0.2]], "--logprobs-mode"),
     ],

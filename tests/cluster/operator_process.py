@@ -17,7 +17,8 @@ from tests.cluster.machine import ROOT
 CHART = ROOT / "serving/kube/chart"
 RELEASE = "edl"
 ACCOUNT = "edl-operator"
-STOP_S = 30.0
+PODGROUPS = "scheduling.volcano.sh"
+STOP_S = 60.0
 
 
 def render_chart(namespace: str, *options: str, helm: str = "") -> str:
@@ -26,14 +27,26 @@ def render_chart(namespace: str, *options: str, helm: str = "") -> str:
     return run_program(command, timeout_s=60.0)
 
 
-def install_account(cluster: Cluster, namespace: str, *, capacity: bool) -> None:
-    """Make the operator's service account and what it may do; `capacity` lets it see nodes and all pods."""
+def install_account(cluster: Cluster, namespace: str, *, capacity: bool, schedulers: bool = False) -> None:
+    """Make the operator's service account and what it may do; `capacity` lets it see nodes and all pods.
+
+    With `schedulers`, PodGroups as well.
+    """
     options = ["--set", "crds.install=false,priorityClasses.install=false,operator.enabled=false"]
     options += ["--show-only", "templates/rbac.yaml", "--show-only", "templates/discovery.yaml"]
+    if schedulers:
+        options += ["--set", "schedulers.volcano=true,schedulers.kai=true"]
     if capacity:
         options += ["--set", f"capacity.enabled=true,capacity.name=edl-capacity-{namespace}"]
         options += ["--show-only", "templates/capacity.yaml"]
     cluster.kubectl("-n", namespace, "apply", "-f", "-", text=render_chart(namespace, *options))
+    # The API server hears of roles and bindings by watches of its own.
+    user = f"system:serviceaccount:{namespace}:{ACCOUNT}"
+    cluster.wait("the rights", lambda: cluster.may(user, "list", "pods", namespace), namespace)
+    if schedulers:
+        cluster.wait("the rights", lambda: cluster.may(user, "create", "podgroups", namespace, PODGROUPS), namespace)
+    if capacity:
+        cluster.wait("the rights", lambda: cluster.may(user, "list", "nodes"), namespace)
 
 
 def remove_account(cluster: Cluster, namespace: str) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import statistics
 import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 
 from edl.distill import DistillReader
+from edl.kube.objects import parse_time
 from edl.kube.resource_types import PODS
 from edl.kube.watch import KubeWatch
 from edl.master.kube.pools import GiveBack, GiveBackTracker
@@ -37,6 +39,11 @@ MEDIAN_S = (
 )
 BACKOFF_S = 10.0
 """The longest that the cluster's own scheduler waits before it tries again: a node may be free before."""
+REMOVAL_S = 3.0
+"""A kubelet lets a pod go about a second after its container's end; of 1.20, if it is busy then, with its next garbage
+collection alone: once a minute. What it takes beyond this is not the teacher's."""
+ROUNDING_S = 1.0
+"""Times of the API are whole seconds."""
 QUICK = "edl-quick-scheduler"
 READY_S = 240.0
 
@@ -85,8 +92,8 @@ class BorrowingWatch:
 
     def __init__(self, cluster: Cluster, namespace: str) -> None:
         self.give_backs: list[GiveBack] = []
-        self.ended_s: list[float] = []
-        self.freed_s: list[float] = []
+        self.ended_s: dict[str, float] = {}
+        self.freed_s: dict[str, float] = {}
         self.most_pending = 0
         self.exit_codes: dict[str, int] = {}
         self._tracker = GiveBackTracker()
@@ -113,11 +120,12 @@ class BorrowingWatch:
             self._asked.setdefault(name, now_s)
         for container in pod["status"].get("containerStatuses", []):
             if "terminated" in container["state"]:
+                ended = container["state"]["terminated"]
                 if name not in self.exit_codes:
-                    self.ended_s.append(now_s - self._asked.get(name, now_s))
-                self.exit_codes[name] = container["state"]["terminated"]["exitCode"]
+                    self.ended_s[name] = min(now_s - self._asked.get(name, now_s), find_ended_s(metadata, ended))
+                self.exit_codes[name] = ended["exitCode"]
         if change == "DELETED" and "nodeName" in pod["spec"]:
-            self.freed_s.append(now_s - self._asked.get(name, now_s))
+            self.freed_s[name] = now_s - self._asked.get(name, now_s)
         pending = [
             found
             for found in self._watch.objects.values()
@@ -126,6 +134,19 @@ class BorrowingWatch:
             and "deletionTimestamp" not in found["metadata"]
         ]
         self.most_pending = max(self.most_pending, len(pending))
+
+    def find_late_s(self, teachers: Collection[str]) -> float:
+        """Return by how much a kubelet let one of these teachers go later than it does otherwise."""
+        took_s = [self.freed_s[name] - self.ended_s[name] for name in teachers if name in self.ended_s]
+        return max(0.0, max(took_s, default=0.0) - REMOVAL_S)
+
+
+def find_ended_s(metadata: Any, ended: Any) -> float:
+    """Return for how long a container ran after its pod was to end, at most: a kubelet may tell of its end late."""
+    if "deletionTimestamp" not in metadata:
+        return math.inf
+    asked_s = parse_time(metadata["deletionTimestamp"]) - metadata["deletionGracePeriodSeconds"]
+    return parse_time(ended["finishedAt"]) + ROUNDING_S - asked_s
 
 
 class Student:
@@ -242,9 +263,11 @@ def test_borrowed_and_given_back(
                 times.setdefault(name, []).extend(borrow_and_return(cluster, namespace, watch, student, name))
         finally:
             student.stop()
-        counted = cluster.wait("its metric", lambda: read_metric(port, "edl_give_back_seconds_count"), namespace)
+        cluster.wait("its metric", lambda: read_metric(port, "edl_give_back_seconds_count") >= 8, namespace)
+        counted = read_metric(port, "edl_give_back_seconds_count")
+        ended_s, freed_s = list(watch.ended_s.values()), list(watch.freed_s.values())
         print(
-            f"capacity={capacity}: ended {describe(watch.ended_s)}, freed {describe(watch.freed_s)}",
+            f"capacity={capacity}: ended {describe(ended_s)}, freed {describe(freed_s)}",
             {name: describe(t) for name, t in times.items()},
         )
         print(
@@ -253,9 +276,10 @@ def test_borrowed_and_given_back(
     assert counted == 8
     assert watch.most_pending <= 1, "never more than one teacher waits for a node"
     assert set(watch.exit_codes.values()) <= {0}, "every teacher drained"
-    assert max(watch.ended_s) < GRACE_S
-    assert max(itertools.chain(*times.values())) < GRACE_S + BACKOFF_S
-    assert statistics.median(watch.freed_s) <= MEDIAN_S
+    assert max(ended_s) < GRACE_S
+    assert max(times["quick"]) < GRACE_S, "no give-back takes longer than the grace period"
+    assert max(times["online"]) < GRACE_S + BACKOFF_S
+    assert statistics.median(freed_s) <= MEDIAN_S
     assert statistics.median(times["quick"]) <= MEDIAN_S
     reasons = cluster.kubectl("-n", namespace, "get", "events", "-o", "jsonpath={.items[*].reason}").split()
     assert {"Grew", "Preempted", "GaveBack"} <= set(reasons)
@@ -264,18 +288,19 @@ def test_borrowed_and_given_back(
 def borrow_and_return(
     cluster: Cluster, namespace: str, watch: BorrowingWatch, student: Student, name: str
 ) -> list[float]:
-    """Have a Deployment take two GPUs and leave; return how long each of its pods waited."""
-    before, answered = len(watch.give_backs), student.answered
+    """Have a Deployment take two GPUs and leave; return how long each of its pods waited for teachers."""
+    before, answered, freed = len(watch.give_backs), student.answered, set(watch.freed_s)
     scale(cluster, namespace, name, 2)
     cluster.wait("two give-backs", lambda: len(watch.give_backs) == before + 2, namespace)
     cluster.wait("two teachers", lambda: status_of(cluster, namespace).get("scheduledReplicas") == 2, namespace)
     cluster.wait("labels by two", lambda: student.check() or student.answered > answered + 50, namespace)
-    assert status_of(cluster, namespace)["readyReplicas"] == 2
+    wait_ready(cluster, namespace, 2)
+    late_s = watch.find_late_s(set(watch.freed_s) - freed)
     scale(cluster, namespace, name, 0)
     wait_ready(cluster, namespace, 4)
     answered = student.answered
     cluster.wait("labels by four", lambda: student.check() or student.answered > answered + 50, namespace)
-    return [found.seconds for found in watch.give_backs[before:]]
+    return [found.seconds - late_s for found in watch.give_backs[before:]]
 
 
 def wait_ready(cluster: Cluster, namespace: str, count: int) -> None:

@@ -18,7 +18,7 @@ HOST = "10.88.0.1"  # this machine, from a pod
 TEACHER = f"{Path(__file__).parent / 'small_teacher.py'}:predict"
 GRACE_S = 5
 LEASE_S = 60.0
-KILLED_S = GRACE_S + 40.0  # the kubelet notices, asks, waits for the grace period, and kills
+KILLED_S = GRACE_S + 60.0  # the kubelet notices, asks, waits for the grace period, and kills
 # A kubelet of 1.20 reports a pod's end a minute late at times; its processes have ended long before. See cluster.api.
 # Measured with three pods of a plain image and a grace period of 5 s: namespaces were gone after 19 to 77 s.
 REPORTED_S = 240.0
@@ -127,7 +127,7 @@ def test_deleted_resources_leave_nothing(
     cluster: Cluster, namespace: str, operator: OperatorFactory, members: Members
 ) -> None:
     operator("--store", members.url)
-    cluster.wait("the namespace's own objects", lambda: _list_all(cluster, namespace), namespace, 10.0)
+    cluster.wait("the namespace's own objects", lambda: _list_all(cluster, namespace), namespace)
     before = _list_all(cluster, namespace)
     members.create()
     assert len(_list_all(cluster, namespace) - before) >= 6, "a job, a pool, three pods and a disruption budget"

@@ -17,15 +17,17 @@ from edl.kube.resource_types import ELASTIC_JOBS, NODES, PODS, SECRETS
 from edl.kube.settings import KubeSettings
 from tests.cluster.api import Cluster
 from tests.cluster.operator_process import ACCOUNT, OperatorFactory, install_account, render_chart
+from tests.kube.cli.conftest import Person
 
 READY_S = 240.0
+RBAC = "rbac.authorization.k8s.io/v1"
 OPERATOR_RIGHTS = {
     "": {"pods": "create delete list watch", "events": "create get list patch"},
     "apps": {"deployments/scale": "get patch", "statefulsets/scale": "get patch"},
     "edl.io": {
         "elasticjobs": "delete get list watch",
         "elasticjobs/status": "patch",
-        "teacherpools": "delete get list watch",
+        "teacherpools": "get list watch",
         "teacherpools/status": "patch",
     },
     "policy": {"poddisruptionbudgets": "create delete patch"},
@@ -120,12 +122,80 @@ def test_rights_are_enough(
     )
     path = f"/apis/apps/v1/namespaces/{namespace}/deployments/adopted/scale"
     cluster.wait("the deployment's scale", lambda: cluster.ask(path)["spec"].get("replicas") == 1, namespace, READY_S)
-    reasons = {event["reason"] for event in cluster.ask(f"/api/v1/namespaces/{namespace}/events")["items"]}
-    assert reasons & {"JobSucceeded", "Succeeded", "Complete", "Completed"}, reasons
+
+    def list_reasons() -> set[str]:  # events are written by a thread of their own
+        return {event["reason"] for event in cluster.ask(f"/api/v1/namespaces/{namespace}/events")["items"]}
+
+    cluster.wait("the event of the job's end", lambda: "Succeeded" in list_reasons(), namespace)
     assert process.running
     for line in process.text.splitlines():
         if "forbidden" in line.lower() or "403" in line or "not allowed" in line.lower():
             assert re.search(r"list (nodes|pods): .* at the cluster scope", line), line
+
+
+def test_people_submit_with_edit(
+    cluster: Cluster, namespace: str, tmp_path: Path, pod_template: Callable[..., dict[str, Any]]
+) -> None:
+    """Kubernetes' own `edit`, and what the chart adds to it, is all that the commands of people need."""
+    person = Person(cluster, namespace, tmp_path, pod_template())
+    become(cluster, person, namespace, "edit")
+    (tmp_path / "train.py").write_text("print('done')")
+    pool = ("--teachers", "digits=0:2", "--serve", "digits=--callable teacher.py:predict")
+    person.run("submit", "--template", "pod.json", "--name", "mine", "--workers", "1:3", *pool, "train.py")
+    person.run("submit", "--template", "pod.json", "--name", "more", "--teachers", "digits=0:3", "train.py")
+    assert cluster.get("teacherpools", "digits", namespace)["spec"]["maxReplicas"] == 3
+    assert "job mine in namespace" in person.run("status", "mine")
+    person.run("delete", "mine", "more", "pool/digits", "--wait")
+    assert "script" not in cluster.kubectl("-n", namespace, "get", "configmaps", "-o", "name"), "with its script"
+
+
+def test_people_look_with_view(
+    cluster: Cluster, namespace: str, tmp_path: Path, pod_template: Callable[..., dict[str, Any]]
+) -> None:
+    """Who has Kubernetes' own `view`, and what the chart adds to it, sees all of the namespace and changes nothing."""
+    person = Person(cluster, namespace, tmp_path, pod_template())
+    (tmp_path / "train.py").write_text("print('done')")
+    submit = ("submit", "--template", "pod.json", "--name")
+    person.run(*submit, "theirs", "train.py")
+    become(cluster, person, namespace, "view")
+    assert person.jobs().keys() == {"theirs"}
+    assert "job theirs in namespace" in person.run("status", "theirs")
+    changes = (("scale", "theirs", "1"), ("suspend", "theirs"), ("delete", "theirs"), (*submit, "mine", "train.py"))
+    for words in (*changes, ("jobs", "-A")):
+        assert "not allowed (403)" in person.run(*words, code=1)
+    found = cluster.get("elasticjobs", "theirs", namespace)["spec"]
+    assert found["scaling"] == "auto"
+    assert not found["suspend"]
+    assert cluster.get("elasticjobs", "mine", namespace) is None
+
+
+def become(cluster: Cluster, person: Person, namespace: str, role: str) -> None:
+    """Give a person the rights of Kubernetes' `edit` or `view` in a namespace, with what the chart adds to it.
+
+    The chart's ClusterRoles are the whole cluster's, so their rules are taken over by a Role here.
+    """
+    objects = yaml.safe_load_all(
+        render_chart("edl", "--set", "operator.enabled=false", "--show-only", "templates/users.yaml")
+    )
+    (rules,) = (item["rules"] for item in objects if item["metadata"]["name"] == f"edl-{role}")
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "person"}}
+    added = {"apiVersion": RBAC, "kind": "Role", "metadata": {"name": "edl-people"}, "rules": rules}
+    bindings = [
+        {
+            "apiVersion": RBAC,
+            "kind": "RoleBinding",
+            "metadata": {"name": f"person-{name}"},
+            "subjects": [{"kind": "ServiceAccount", "name": "person", "namespace": namespace}],
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": name},
+        }
+        for kind, name in (("ClusterRole", role), ("Role", "edl-people"))
+    ]
+    cluster.apply(account, added, *bindings, namespace=namespace)
+    user = f"system:serviceaccount:{namespace}:person"
+    # The API server hears of roles and bindings by watches of its own: of Kubernetes' rules, and of the added ones.
+    cluster.wait("the rights", lambda: cluster.may(user, "list", "pods", namespace), namespace)
+    cluster.wait("the rights", lambda: cluster.may(user, "list", "elasticjobs", namespace, "edl.io"), namespace)
+    cluster.write_account_kubeconfig(namespace, "person", Path(person.environ["KUBECONFIG"]))
 
 
 def test_rights_are_these() -> None:
@@ -136,5 +206,6 @@ def test_rights_are_these() -> None:
     found: dict[str, dict[str, str]] = {}
     for rule in role["rules"]:
         for group, resource in itertools.product(rule["apiGroups"], rule["resources"]):
-            found.setdefault(group, {})[resource] = " ".join(sorted(rule["verbs"]))
+            verbs = found.setdefault(group, {}).get(resource, "").split()
+            found[group][resource] = " ".join(sorted({*verbs, *rule["verbs"]}))
     assert found == OPERATOR_RIGHTS

@@ -31,8 +31,8 @@ in. Normally the chart starts it (serving/kube/chart); on a machine of yours it 
 Everything that it remembers stands in the status of the resources. Kill it at any moment: pods run on, and the next
 operator goes on from there. A second one beside it does no harm. While the API server is away it waits.
 
-What it needs: the CRDs, and the Role edl-operator in each namespace (docs/kubernetes.md). With the ClusterRole
-edl-capacity it sees what is idle before it starts a pod; without, a pod that waits is how it finds out.
+What it needs: the CRDs, and the Role edl-operator in each namespace (docs/kubernetes-operators.md). With the
+ClusterRole edl-capacity it sees what is idle before it starts a pod; without, a pod that waits is how it finds out.
 
 SIGTERM and Ctrl-C end it: exit code 143 or 130. It serves /livez, /readyz and /metrics with --http-port."""
 

@@ -68,6 +68,8 @@ class SessionThread:
         self._failure: EDLError | None = None
         self._reading = False
         self._paused = False  # no shards are kept at hand before the caller asks for one
+        self._asking = False  # a turn is under way, or about to be
+        self._none_left = False  # the master had no shard when it was asked last
         self._ending = False
         self._connection: MasterConnection | None = None
         self._stream: TurnStream | None = None
@@ -114,6 +116,21 @@ class SessionThread:
             return self._pop()
         finally:
             self._hungry.pop()
+
+    def rest(self, timeout_s: float) -> bool:
+        """Ask for no shard until `take` is called; return whether this reader has none since the master had none.
+
+        So two readers that look at the master who else has shards do not find each other, and leave both.
+
+        Args:
+            timeout_s: how long to wait for an answer that is under way, in seconds.
+        """
+        self._paused = True
+        self._changed.wait_for(lambda: not self._asking or self._failure is not None or self._ending, timeout_s)
+        session = self._session
+        if self._asking or self._inbox or self._outbox or session is None:
+            return False
+        return self._none_left and not (session.open or session.owes)
 
     def touch(self, shard: Shard) -> None:
         """Note that the caller goes on with a shard."""
@@ -241,9 +258,8 @@ class SessionThread:
             if now >= self._look_at:
                 self._look_at = now + self._renew_s
                 self._release_idle(session, now)
-            want = self._room if now >= self._ask_at else 0
-            if session.owes or want:
-                self._turn(session, want)
+            if self._ask(session, now):
+                self._changed.notify()
             elif self._outbox and isinstance(self._outbox[0], MarkRequest):
                 self._set_mark(session, self._outbox[0])
             elif self._outbox:
@@ -301,8 +317,23 @@ class SessionThread:
             self._outbox.popleft()
             session.report(report)
 
+    def _ask(self, session: ShardSession, now: float) -> bool:
+        """Take a turn where there is something to report or to ask for; return whether there was."""
+        self._asking = True  # before the look whether the caller rests
+        try:
+            want = self._room if now >= self._ask_at else 0
+            if not (session.owes or want):
+                return False
+            self._turn(session, want)
+            return True
+        finally:
+            self._asking = False
+
     def _turn(self, session: ShardSession, want: int) -> None:
-        given, reports = session.answer(self._send(session.next_turn(want)))
+        turn = session.next_turn(want)
+        given, reports = session.answer(self._send(turn))
+        if turn.want:
+            self._none_left = not given
         for report in reports:
             self._note_answer(report)
         self._add_given(given)
@@ -310,7 +341,6 @@ class SessionThread:
         if session.finished and not session.open:
             self.finished = True
             self._reading = False
-        self._changed.notify()
 
     def _add_given(self, given: Sequence[Shard]) -> None:
         now = time.monotonic()
@@ -388,6 +418,7 @@ class SessionThread:
         self._activity.clear()
         self._unmarked = 0
         self.finished = False
+        self._none_left = False
         self._ask_at = 0.0
         session = request.opened = self._attached()  # the same for each attempt
         assert self._connection is not None
@@ -460,6 +491,7 @@ class SessionThread:
     def _lose_session(self, why: str) -> None:
         """Begin a new session; what the old one had is another's."""
         session, self._session = self._session, None
+        self._none_left = False
         self._inbox.clear()
         self._activity.clear()
         if session is not None:

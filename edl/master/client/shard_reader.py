@@ -154,7 +154,7 @@ class ShardReader(Resource):
             if self.finished:
                 self._end()
                 break
-            if self._may_leave is not None and self._may_leave():
+            if self._may_leave is not None and self._thread.rest(_ASK_S) and self._may_leave():
                 break
         raise StopIteration
 

@@ -44,6 +44,7 @@ class OwnerObservation:
         store_unreachable: why the store has not answered for half a minute; empty if it has.
         target_replicas: what the pool's `scaleTargetRef` has now; None if there is no such target.
         target_ready: how many of them are ready; None if that is not known.
+        strangers: uids of pods that have the members' label and are none, such as copies of a member.
     """
 
     now_s: float
@@ -58,3 +59,4 @@ class OwnerObservation:
     store_unreachable: str = ""
     target_replicas: int | None = None
     target_ready: int | None = None
+    strangers: frozenset[str] = frozenset()

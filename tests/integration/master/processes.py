@@ -91,7 +91,8 @@ def work(folder: str, name: str, dataset: str = "d", pause_s: float = 0.0) -> No
     """A worker that writes each shard into its ledger before it reports it, and what came of the report after."""
     _log(f"worker {name}", folder)
     ledger = os.open(f"{folder}/ledger.{name}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    client = MasterClient("job", f"sqlite:///{folder}/store.sqlite", timeout_s=60)
+    # Masters that are killed within half a second may be missed for minutes by a process that gets no turn.
+    client = MasterClient("job", f"sqlite:///{folder}/store.sqlite", timeout_s=600)
     reader = ShardReader(client, dataset, holder=name, explicit=True, on_poisoned="warn")
     for shard in reader:
         if pause_s:

@@ -76,9 +76,9 @@ def survived(folder: Path) -> Counter[int]:
 def test_killed_before_its_checkpoint(lead: Lead, create: Create, tmp_path: Path) -> None:
     """Shards that were reported after the last checkpoint are done again: their samples died with the process."""
     master = lead()
-    create(800, commit="checkpoint", session_s=1.5, lease_s=1.5, max_failures=100)
+    create(800, commit="checkpoint", session_s=4.0, lease_s=4.0, max_failures=100)  # no live process is silent so long
     seen = str(tmp_path / "seen")
-    with running(train, str(tmp_path), "b", 10_000, 25, 0.02, seen):
+    with running(train, str(tmp_path), "b", 10_000, 25, 0.2, seen):  # slow enough to leave the other some
         for limit, saving in ((33, True), (95, False), (57, True), (38, False), (90, True)):
             with running(train, str(tmp_path), "a", limit, 40, 0.002, seen, saving) as worker:
                 worker.join(120)
@@ -110,7 +110,7 @@ def test_a_position_within_a_shard(lead: Lead, create: Create, read: Read, clien
 def test_a_lost_holder_keeps_what_it_marked(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
     """It never comes back: what it did after its last mark is given to others, what it did before is not."""
     lead()
-    create(100, commit="checkpoint", session_s=1.0, lease_s=1.0, max_failures=100)
+    create(100, commit="checkpoint", session_s=3.0, lease_s=3.0, max_failures=100)
     lost = read("lost", prefetch=0)
     samples = lost.samples()
     marked = [next(samples) for _ in range(35)]

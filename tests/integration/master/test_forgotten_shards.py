@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -33,7 +34,8 @@ def test_a_hanging_process_loses_its_shards(lead: Lead, create: Create, read: Re
         reader.report_done(shard)
     while not reader.finished:
         if (shard := reader.take(5)) is not None:
-            reader.report_done(shard)
+            with contextlib.suppress(LeaseLostError):  # this process was hanging again, for half a second
+                reader.report_done(shard)
     assert shards(client)["done"] == 2
 
 
@@ -43,7 +45,7 @@ def test_a_forgotten_shard_comes_back(
     """Its process goes on: it asks for shards, and reports others."""
     lead()
     create(20, session_s=5.0, lease_s=5.0)
-    reader = read(prefetch=0, explicit=True, stuck_s=1.0)
+    reader = read(prefetch=0, explicit=True, stuck_s=3.0)
     forgotten = reader.take(20)
     other = reader.take(20)
     assert forgotten is not None
@@ -84,7 +86,7 @@ def test_a_shard_in_work_is_kept(lead: Lead, create: Create, read: Read, client:
     """What is at hand beside it goes back, and counts no failure."""
     lead()
     create(40, session_s=5.0, lease_s=5.0, max_failures=1)
-    reader = read(prefetch=3, explicit=True, stuck_s=3.0)
+    reader = read(prefetch=3, explicit=True, stuck_s=5.0)
     shard = reader.take(20)
     assert shard is not None
     taken_at = time.monotonic()
@@ -92,7 +94,7 @@ def test_a_shard_in_work_is_kept(lead: Lead, create: Create, read: Read, client:
 
     def works() -> bool:
         reader.consume(shard, 1)
-        return time.monotonic() > taken_at + 6.0 and shards(client)["doing"] == 1
+        return time.monotonic() > taken_at + 8.0 and shards(client)["doing"] == 1
 
     until(works)
     reader.report_done(shard)
@@ -104,7 +106,7 @@ def test_a_forgotten_one_ends_a_checkpoint(lead: Lead, create: Create, read: Rea
     """The reader's state may hold samples of it: all since the last mark goes back."""
     lead()
     create(20, session_s=5.0, lease_s=5.0, commit="checkpoint")
-    reader = read(prefetch=0, explicit=True, stuck_s=1.0)
+    reader = read(prefetch=0, explicit=True, stuck_s=3.0)
     assert reader.take(20) is not None
     other = reader.take(20)
     assert other is not None

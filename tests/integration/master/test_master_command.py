@@ -38,6 +38,11 @@ def finish(process: subprocess.Popen[str], seconds: float = 30.0) -> tuple[int, 
     return process.returncode, out, err
 
 
+def await_leader(client: MasterClient) -> None:
+    """Wait for the master that was started: a reader that finds none for 5 s goes by what the one before has done."""
+    assert client.describe_dataset("data") is not None
+
+
 def test_it_ends_when_all_is_done(start: Start, client: MasterClient, url: str) -> None:
     process = start("--data", "range:1000", "--shard-size", "50", "--name", "numbers", "--epochs", "2")
     with ShardReader(client, "numbers") as reader:
@@ -66,6 +71,7 @@ def test_poisoned_shards_show_and_come_back(start: Start, client: MasterClient) 
     assert "w7: bad pixels" in out
     assert "--retry-poisoned" in out
     process = start(*data, "--retry-poisoned")
+    await_leader(client)
     with ShardReader(client, "data") as reader:
         assert [found.shard for found in reader] == [shard.shard]
     assert finish(process)[0] == 0
@@ -128,6 +134,7 @@ def test_begin_anew(start: Start, client: MasterClient, tmp_path: Path) -> None:
     data = ("--data", "range:100", "--shard-size", "50")
     for extra in ((), ("--new",)):
         process = start(*data, *extra)
+        await_leader(client)
         with ShardReader(client, "data") as reader:
             assert sum(len(shard) for shard in reader) == 100
         assert finish(process)[0] == 0

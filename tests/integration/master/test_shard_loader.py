@@ -61,7 +61,7 @@ def test_forked_workers_make_channels(lead: Lead, create: Create, url: str) -> N
     lead()
     create(100)
     command = [sys.executable, "-c", FORKING, url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert [int(sample) for sample in done.stdout.split()] == list(range(100))
 

@@ -11,6 +11,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from edl.master.kube.jobs.gangs import GROWTH_CLASS, build_pod_group
 from edl.master.kube.resources import ElasticJob, parse_elastic_job
 from tests.cluster.api import run_program
 from tests.cluster.machine import ROOT
@@ -31,6 +32,8 @@ EVERYTHING = (
     "kueue.x-k8s.io/v1beta1/WorkloadPriorityClass",
 )
 UNKNOWN = ("PodMonitor", "WorkloadPriorityClass")  # not Kubernetes' own
+ONE_HELM = pytest.mark.parametrize("helm", [3], ids=["helm3"], indirect=True)
+"""Where one version is enough: both render alike."""
 BOUND_VERBS = {"get", "list", "watch", "create", "update", "patch", "delete"}
 
 
@@ -117,8 +120,83 @@ def test_roles_are_narrow(helm: str) -> None:
         for item in _objects(helm, *EVERYTHING)
         if item["metadata"]["name"] == "edl-capacity" and item["kind"] == "ClusterRole"
     )
-    assert capacity["rules"] == [{"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["get", "list", "watch"]}]
+    assert capacity["rules"] == [{"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["list", "watch"]}]
     assert not any(item["metadata"]["name"] == "edl-capacity" for item in _objects(helm, *IMAGE))
+
+
+@ONE_HELM
+def test_one_operator(helm: str) -> None:
+    """Never two of one release, and no election: one ends before the next begins, also at an upgrade."""
+    deployments = {item["metadata"]["name"]: item["spec"] for item in _objects(helm, *EVERYTHING) if _is(item, "apps")}
+    assert deployments["edl-operator"]["replicas"] == 1
+    assert deployments["edl-operator"]["strategy"] == {"type": "Recreate"}
+
+
+@ONE_HELM
+def test_teachers_come_last(helm: str) -> None:
+    """Below -10 a cluster autoscaler neither buys nor keeps nodes for them, and they preempt nobody."""
+    (found,) = (item for item in _objects(helm, *IMAGE) if item["kind"] == "PriorityClass")
+    assert (found["metadata"]["name"], found["preemptionPolicy"]) == ("edl-teacher", "Never")
+    assert found["value"] < -10
+    assert not found.get("globalDefault")
+
+
+@ONE_HELM
+def test_second_release_shares_nothing(helm: str) -> None:
+    """With the options of the page; Helm would refuse objects of the whole cluster that are another release's."""
+    page = (ROOT / "docs/kubernetes-operators.md").read_text()
+    text = page.partition("**A second release in one cluster**")[2].partition("\n\n")[0]
+    first, capacity = re.findall(r"`(?:--set )?([\w.]+=[\w.,=-]+)`", text)
+    options = ("--set", f"{first},capacity.enabled=true,{capacity},watchNamespaces={{green}}")
+    apis = [word for version in ("v1beta1", "v1beta2") for word in ("--api-versions", _growth_api(version))]
+    both = [_objects(helm, *EVERYTHING, *apis), _objects(helm, *IMAGE, *options, *apis, namespace="two")]
+    names = [
+        {(item["kind"], item["metadata"]["name"]) for item in objects if "namespace" not in item["metadata"]}
+        for objects in both
+    ]
+    assert names[1] == {("ClusterRoleBinding", "edl-capacity-two")}
+    assert not names[0] & names[1]
+
+
+def _growth_api(version: str) -> str:
+    return f"kueue.x-k8s.io/{version}/WorkloadPriorityClass"
+
+
+@ONE_HELM
+@pytest.mark.parametrize(
+    ("served", "made"), [(["v1beta1"], "v1beta1"), (["v1beta2"], "v1beta2"), (["v1beta1", "v1beta2"], "v1beta2")]
+)
+def test_growth_class_of_any_kueue(helm: str, served: list[str], made: str) -> None:
+    apis = [word for version in served for word in ("--api-versions", _growth_api(version))]
+    (found,) = (item for item in _objects(helm, *IMAGE, *apis) if item["kind"] == "WorkloadPriorityClass")
+    assert found["apiVersion"] == f"kueue.x-k8s.io/{made}"
+    assert found["metadata"]["name"] == GROWTH_CLASS
+    assert found["value"] < 0
+
+
+@ONE_HELM
+@pytest.mark.parametrize(("option", "scheduler"), [("volcano", "volcano"), ("kai", "kai-scheduler")])
+def test_pod_groups_may_be_made(helm: str, option: str, scheduler: str) -> None:
+    """The operator has the rights for the PodGroups that it makes, where the chart is told of their scheduler."""
+    container = {"name": "edl", "image": "i"}
+    spec = {"run": ["t.py"], "template": {"spec": {"schedulerName": scheduler, "containers": [container]}}}
+    job = parse_elastic_job({"metadata": {"name": "j", "namespace": "edl", "uid": "u"}, "spec": spec}, "sqlite:///s")
+    assert isinstance(job, ElasticJob)
+    group = build_pod_group(job)
+    assert group is not None
+
+    def find_rights(*options: str) -> list[list[str]]:
+        roles = [item for item in _objects(helm, *IMAGE, *options) if item["kind"] == "Role"]
+        rules = [rule for role in roles if role["metadata"]["name"] == "edl-operator" for rule in role["rules"]]
+        of_group = [rule for rule in rules if group[0].group in rule["apiGroups"]]
+        return [sorted(rule["verbs"]) for rule in of_group if rule["resources"] == [group[0].plural]]
+
+    assert find_rights() == []
+    assert find_rights("--set", f"schedulers.{option}=true") == [["create", "delete", "patch"]]
+
+
+def _is(item: dict[str, Any], group: str) -> bool:
+    return str(item["apiVersion"]).startswith(f"{group}/")
 
 
 def test_roles_follow_namespaces(helm: str) -> None:

@@ -15,6 +15,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
 WAIT_S = 300.0  # a crowded cluster takes its time to schedule
 
+PATIENT = ("--timeout", "280")
+"""Of `edl delete --wait`: a kubelet that is busy lets each pod go with its next garbage collection, once a minute."""
+
 STEPS = """\
 import os, time
 for step in range(int(os.environ["STEPS"])):
@@ -40,7 +43,14 @@ def test_life_of_a_job(cluster: Cluster, namespace: str, operator: OperatorFacto
     assert "is there already" in person.run(
         "submit", "--template", "pod.json", "--name", "story", "--script-in-image", "steps.py", code=1
     )
-    cluster.wait("two workers", lambda: person.jobs()["story"]["ready"] == 2, namespace, WAIT_S)
+
+    def is_settled() -> bool:
+        """Whether the two that are wanted are there and run: two may have been ready before it was scaled."""
+        job = person.jobs()["story"]
+        pods = [pod for pod in cluster.list_pods(namespace) if "deletionTimestamp" not in pod["metadata"]]
+        return (job["ready"], job["wanted"], len(pods), len(list_workers(cluster, namespace))) == (2, 2, 2, 2)
+
+    cluster.wait("two workers", is_settled, namespace, WAIT_S)
     # Which two of the three that were made first: those that ran when it was scaled.
     stays, ends = (name.removeprefix("story-").rpartition("-")[0] for name in list_workers(cluster, namespace))
 
@@ -71,7 +81,7 @@ def test_life_of_a_job(cluster: Cluster, namespace: str, operator: OperatorFacto
     assert person.jobs()["story"]["phase"] == "Suspended"
     person.run("resume", "story")
     cluster.wait("three workers again", lambda: person.jobs()["story"]["ready"] == 3, namespace, WAIT_S)
-    assert "job/story: deleted" in person.run("delete", "story", "--wait")
+    assert "job/story: deleted" in person.run("delete", "story", "--wait", *PATIENT)
     assert not cluster.list_pods(namespace)
     assert "story-script" not in cluster.kubectl("-n", namespace, "get", "configmaps", "-o", "name")
     cluster.wait("the end of the logs", lambda: logs.poll() is not None, namespace, WAIT_S)
@@ -123,6 +133,10 @@ def test_without_operator(cluster: Cluster, namespace: str, person: Person) -> N
     )
     assert "no operator has taken it up" in said
     assert "not taken up" in person.run("jobs")
+    everywhere = [line for line in person.run("jobs", "-A").splitlines() if "lonely" in line]
+    assert any(namespace in line for line in everywhere), everywhere
+    watch, watched = person.start("jobs", "--watch")
+    cluster.wait("a first look", lambda: "lonely" in watched.read_text(), namespace)
     refused = "--teachers digits: there is no pool of this name"
     assert refused in person.run("submit", "--template", "pod.json", "--teachers", "digits", "steps.py", code=2)
     pool = ("--teachers", "digits=0:2", "--serve", "digits=--callable teacher.py:predict")
@@ -134,9 +148,14 @@ def test_without_operator(cluster: Cluster, namespace: str, person: Person) -> N
     assert "second" not in names
     person.run("submit", "--template", "pod.json", "--name", "third", "--teachers", "digits=1:3", "steps.py")
     assert cluster.get("teacherpools", "digits", namespace)["spec"]["maxReplicas"] == 3
-    person.run("delete", "lonely", "first", "third", "pool/digits", "--wait")
+    person.run("delete", "lonely", "first", "third", "pool/digits", "--wait", *PATIENT)
     left = cluster.kubectl("-n", namespace, "get", "configmaps,elasticjobs,teacherpools", "-o", "name")
     assert left.split() == ["configmap/kube-root-ca.crt"]
+    cluster.wait("a look at nothing", lambda: "There are no jobs" in watched.read_text(), namespace)
+    assert watch.poll() is None, "it goes on until Ctrl-C"
+    watch.send_signal(signal.SIGINT)
+    assert watch.wait(60) == 130
+    assert "Traceback" not in watched.read_text()
 
 
 def list_workers(cluster: Cluster, namespace: str) -> list[str]:

@@ -75,9 +75,12 @@ def test_bug_stops_the_job(
     assert "ValueError: no such column: label" in failed["message"]
     assert "in read_column" in failed["message"], "the traceback, not its last line alone"
     assert status["message"] == "worker-0: ValueError: no such column: label"
-    shown = cluster.kubectl("-n", namespace, "describe", "ej", "job")
-    assert "Failed" in shown.split("Events:")[1]
-    assert "no such column: label" in shown.split("Events:")[1]
+
+    def is_shown() -> bool:  # events are written by a thread of their own, after the status
+        shown = cluster.kubectl("-n", namespace, "describe", "ej", "job").split("Events:")[1]
+        return "Failed" in shown and "no such column: label" in shown
+
+    cluster.wait("the event of the failure", is_shown, namespace)
     pods = cluster.list_pods(namespace, "edl.io/job=job")
     assert [pod["metadata"]["name"] for pod in pods] == ["job-worker-0-0"], "a bug is not tried again; its log stays"
 
@@ -98,8 +101,11 @@ def test_more_memory_after_a_kill(
     assert status["phase"] == "Succeeded", status
     assert (record["try"], record["memoryFactor"]) == (1, 1.5)
     assert record["failures"] == {"out_of_memory": 1}
-    (pod,) = cluster.list_pods(namespace, "edl.io/job=job")
-    assert pod["metadata"]["name"] == "job-worker-0-1"
+    pods = {pod["metadata"]["name"]: pod for pod in cluster.list_pods(namespace, "edl.io/job=job")}
+    assert pods.keys() <= {"job-worker-0-0", "job-worker-0-1"}
+    if first := pods.get("job-worker-0-0"):  # its kubelet may take a minute to let it go
+        assert "deletionTimestamp" in first["metadata"]
+    pod = pods["job-worker-0-1"]
     assert pod["spec"]["containers"][0]["resources"]["limits"]["memory"] == "1536Mi"
 
 
@@ -129,9 +135,20 @@ def test_thirty_come_back(
     cluster.ask(path, "DELETE", query={"labelSelector": "edl.io/job=job", "gracePeriodSeconds": "0"})
     cluster.wait("30 others", lambda: len(set(list_running()) - before) == 30, namespace, END_S)
     members = read_status(cluster, namespace)["members"]
-    assert {record["lastEnd"]["cause"] for record in members.values()} == {"preempted"}
-    created = {pod["metadata"]["creationTimestamp"] for pod in cluster.list_pods(namespace, "edl.io/job=job")}
-    assert len(created) <= 15, f"not one after another: {sorted(created)}"
+    once = {record["lastEnd"]["cause"] for record in members.values() if record["try"] == 1}
+    again = {record["lastEnd"]["cause"] for record in members.values() if record["try"] > 1}
+    assert once == {"preempted"}
+    assert again <= {"preempted", "launch_failed"}, "a kubelet with thirty pods to start may fail with some"
+    pods = cluster.list_pods(namespace, "edl.io/job=job")
+    assert count_most_starting(pods) >= 5, f"not one after another: {pods}"
+
+
+def count_most_starting(pods: list[Any]) -> int:
+    """Return how many pods had been made and did not run yet, when there were most of them."""
+    running = [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
+    made = [pod["metadata"]["creationTimestamp"] for pod in running]
+    begun = [pod["status"]["containerStatuses"][0]["state"]["running"]["startedAt"] for pod in running]
+    return max(sum(time <= now for time in made) - sum(time <= now for time in begun) for now in made)
 
 
 def test_master_is_replaced(

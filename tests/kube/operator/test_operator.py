@@ -23,6 +23,8 @@ from tests.cluster.api import Cluster
 from tests.cluster.operator_process import OperatorFactory, OperatorProcess
 
 MakeJob = Callable[..., dict[str, Any]]
+KILLS = 30
+MOST_ROUNDS = 90
 
 
 def read_condition(cluster: Cluster, namespace: str, name: str, kind: str) -> dict[str, Any]:
@@ -64,8 +66,12 @@ def test_job_comes_scales_and_goes(
     assert "edl-operator" in cluster.kubectl("-n", namespace, "describe", "ej", "sleepy")
     cluster.kubectl("-n", namespace, "delete", "ej", "sleepy", "--wait=false")
     cluster.wait("nothing left", lambda: not cluster.list_pods(namespace), namespace)
-    left = cluster.kubectl("-n", namespace, "get", "pdb,services,configmaps", "-o", "name").split()
-    assert [name for name in left if "sleepy" in name] == []
+
+    def list_left() -> list[str]:  # the garbage collector, who takes all of it, takes its own time for each
+        left = cluster.kubectl("-n", namespace, "get", "pdb,services,configmaps", "-o", "name").split()
+        return [name for name in left if "sleepy" in name]
+
+    cluster.wait("nothing left beside the pods", lambda: not list_left(), namespace)
     assert process.stop() == 143
 
 
@@ -143,17 +149,22 @@ def test_operator_killed_between_calls(
     proxy: ApiProxy,
     make_job: MakeJob,
 ) -> None:
-    """At 30 random points: before a call arrives, or when it was carried out and not answered."""
+    """At 30 random points: before a call arrives, or when it was carried out and not answered.
+
+    A round in which the operator has fewer calls left to make than it was to make counts as none.
+    """
     chance = random.Random(12)
     killer = OperatorKiller(proxy)
     process = operator("--kubeconfig", str(proxy.kubeconfig), "--no-capacity")
     wanted = {"a": 2, "b": 1}
     with PodRecorder(cluster, namespace) as recorder:
         cluster.apply(*(make_job(name, maxReplicas=4, replicas=count) for name, count in wanted.items()))
-        for number in range(30):
+        for number in range(MOST_ROUNDS):
+            if killer.count == KILLS:
+                break
             killer.arm(process, chance.randint(1, 9), after=chance.random() < 0.5)
             name = chance.choice(sorted(wanted))
-            wanted[name] = chance.randint(1, 4)
+            wanted[name] = chance.choice([count for count in range(1, 5) if count != wanted[name]])
             scale(cluster, namespace, name, wanted[name])
             if not process.running:
                 process.start()
@@ -174,7 +185,7 @@ def test_operator_killed_between_calls(
         time.sleep(2.0)
         assert live_pods(cluster, namespace) == settled
     recorder.check()
-    assert killer.count >= 20, f"only {killer.count} times a call was left to kill at"
+    assert killer.count == KILLS, f"in {MOST_ROUNDS} rounds only {killer.count} times a call was left to kill at"
     indexes = [name.rsplit("-", 1)[0] for name in settled]
     assert len(set(indexes)) == len(indexes), f"a member has two pods: {settled}"
 
@@ -208,6 +219,7 @@ def test_missing_resource_definitions(
     proxy.hidden = "/apis/edl.io"
     process = operator("--kubeconfig", str(proxy.kubeconfig), "--no-capacity", "--http-port", "0")
     process.wait_for("install the CRD")
+    process.wait_for("metrics on port ")  # another thread says so
     port = int(process.text.partition("metrics on port ")[2].split()[0])
     assert ask(port, "/livez") == (200, "ok\n")
     status, text = ask(port, "/readyz")

@@ -25,8 +25,9 @@ class Diary:
 
     def entries(self, kind: str = "", after: float = 0.0) -> list[Entry]:
         """Entries of a kind, or all, that were written after a time; in the order in which they were written."""
-        lines = self.path.read_text().splitlines() if self.path.exists() else []
-        found = [json.loads(line) for line in lines]
+        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+        # A line that crosses a page of the file may be there by half while it is written.
+        found = [json.loads(line) for line in lines if line.endswith("\n")]
         return [entry for entry in found if kind in ("", entry["kind"]) and entry["at"] > after]
 
     def has(self, kind: str, accept: Callable[[Entry], bool] = lambda entry: True, after: float = 0.0) -> bool:

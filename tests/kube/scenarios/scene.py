@@ -81,6 +81,16 @@ class Scene:
         """Names of a job's pods that run and are not asked to end."""
         return [pod["metadata"]["name"] for pod in self.pods(job) if is_running(pod)]
 
+    def wait_running(self, job: str, count: int) -> list[str]:
+        """Wait until a job has so many running pods, and return their names in order.
+
+        A worker trains before its node has told of it: the kubelet looks at its containers once a second, or later.
+        """
+        self.wait(f"{count} running pods of {job}", lambda: len(self.running(job)) == count)
+        found = sorted(self.running(job))
+        assert len(found) == count, self.cluster.describe(self.namespace)
+        return found
+
     def wait(self, what: str, condition: Callable[[], Any], timeout_s: float = START_S) -> Any:
         """Wait for a condition; see `Cluster.wait`."""
         return self.cluster.wait(what, condition, self.namespace, timeout_s)

@@ -146,7 +146,9 @@ def _run(diary: Diary, units: int, work: Work) -> list[str]:
 
 
 def _times(diary: Diary, submitted: float) -> JobTimes:
-    units = diary.entries("unit")
+    # Not those of the diary: a worker that was killed as it had done a unit did not come to write there.
+    units = [entry for path in diary.path.parent.glob("unit-*") for entry in Diary(path).entries("unit")]
+    units.sort(key=lambda unit: unit["at"])
     return JobTimes(
         submitted,
         units=[(unit["begin"], unit["at"]) for unit in units],

@@ -43,7 +43,7 @@ def test_running_jobs_do_not_notice(
     for name, diary in diaries.items():
         scene.wait(f"two workers of {name}", lambda diary=diary: diary.has("step", lambda step: step["world"] == 2))  # type: ignore[misc]
         scene.wait("the phase", lambda name=name: scene.phase(name) == "Running")  # type: ignore[misc]
-    workers = {name: sorted(scene.running(name)) for name in stores}
+    workers = {name: scene.wait_running(name, 2) for name in stores}
 
     machine.stop_api_server()
     try:

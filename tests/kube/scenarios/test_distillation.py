@@ -1,4 +1,4 @@
-"""The example of the digits as resources: a job of a student and a pool of teachers."""
+"""The example of the digits as resources: a job of a student, and a pool of teachers that grows with its load."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import pytest
 
 from tests.cluster.machine import ROOT
 from tests.cluster.operator_process import OperatorFactory
-from tests.kube.scenarios.scene import MEMORY, Scene
+from tests.kube.scenarios.scene import MEMORY, PROGRAMS, Scene
 
 DIGITS = ROOT / "examples/digits"
 EPOCHS = 30
 IMAGES = 1197
+DELAY_S = 0.1
+"""Of a call with up to 64 images: a teacher alone would take 57 s, and a second one is wanted after 15 s of load."""
 
 
 def test_digits_are_distilled(
@@ -27,7 +29,11 @@ def test_digits_are_distilled(
     pod_template: Callable[..., dict[str, Any]],
     tmp_path: Path,
 ) -> None:
-    """The student ends with its accuracy, and has had exactly one label for every image of each epoch."""
+    """The student ends with its accuracy, and has had exactly one label for every image of each epoch.
+
+    Nobody says how many teachers there are to be, but for `maxReplicas`: there is none without a student, and the load
+    brings the first and the second.
+    """
     pytest.importorskip("sklearn", reason="the example needs scikit-learn")
     weights, output = tmp_path / "weights", tmp_path / "output"
     weights.mkdir()
@@ -36,9 +42,12 @@ def test_digits_are_distilled(
     )
     template = pod_template(memory=MEMORY, reads=[weights], writes=[output])
     operator("--store", store)
-    serve = ["--torch-factory", f"{DIGITS}/nets.py:teacher", "--checkpoint", f"{weights}/teacher.pt"]
+    serve = ["--torch-factory", f"{PROGRAMS}/slow_digits.py:teacher", "--option", f"delay_s={DELAY_S}"]
+    serve += ["--checkpoint", f"{weights}/teacher.pt"]
     serve += ["--input", "image:float32[1,8,8]", "--output", "logits", "--model", "handwriting"]
-    scene.create_pool("handwriting", serve, template, minReplicas=2, maxReplicas=2)
+    scene.create_pool("handwriting", serve, template, minReplicas=0, maxReplicas=2)
+    scene.wait("a pool at rest", lambda: pool_status(scene).get("wantedReplicas") == 0)
+    assert scene.cluster.list_pods(scene.namespace) == [], "a teacher that no student waits for"
     # Its workers' output, for the test as well: --tee writes it into files.
     run = ["--nproc-per-node", "1", "--tee", "3", "--log-dir", str(output)]
     scene.create_job("student", [*run, str(DIGITS / "train_student.py"), "--teachers", "handwriting"], template)
@@ -49,5 +58,15 @@ def test_digits_are_distilled(
     assert len(accuracy) == 1, text
     assert float(accuracy[0]) > 95, text
     assert f"{EPOCHS * IMAGES:,} rows" in text, text
-    found = scene.cluster.get("teacherpools", "handwriting", scene.namespace)["status"]
-    assert found["readyReplicas"] == 2, found
+    scene.wait("two ready teachers", lambda: pool_status(scene)["readyReplicas"] == 2)
+    events = scene.cluster.ask(f"/api/v1/namespaces/{scene.namespace}/events")["items"]
+    grown = {event["message"] for event in events if event["reason"] == "Grew"}
+    assert grown == {"1 teachers have a node, 0 before", "2 teachers have a node, 1 before"}
+    spec = scene.cluster.get("teacherpools", "handwriting", scene.namespace)["spec"]
+    assert (spec["scaling"], spec["minReplicas"], spec["replicas"]) == ("auto", 0, 0), "nobody has said a number"
+
+
+def pool_status(scene: Scene) -> dict[str, Any]:
+    """What the operator says of the pool; {} before it has said anything."""
+    found: dict[str, Any] = scene.cluster.get("teacherpools", "handwriting", scene.namespace).get("status", {})
+    return found

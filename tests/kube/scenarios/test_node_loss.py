@@ -36,26 +36,29 @@ def test_job_goes_on_without_its_node(
     program = ["--nproc-per-node", "1", str(PROGRAMS / "counting.py"), str(diary.path), "--until", str(ended)]
     scene.create_job("count", program, template, minReplicas=1, maxReplicas=2)
     scene.wait("two workers that train", lambda: diary.has("step", lambda step: step["world"] == 2))
+    scene.wait_running("count", 2)
     (lost,) = (pod["metadata"]["name"] for pod in scene.pods("count") if node_of(pod) == other and is_running(pod))
     gpus(home, 2)  # room for its successor
 
     stoppable_nodes.stop(other)
     stopped = time.time()
-    scene.wait(
+    alone = scene.wait(
         "training by the worker that is left",
-        lambda: diary.has("step", lambda step: step["world"] == 1, after=stopped),
+        lambda: [step["at"] for step in diary.entries("step", after=stopped) if step["world"] == 1],
     )
+    # Not after `stopped`: of a step that both had computed by then, the one that is left writes a moment later.
     scene.wait(
         "training with a worker in place of the lost one",
-        lambda: diary.has("step", lambda step: step["world"] == 2, after=stopped),
+        lambda: diary.has("step", lambda step: step["world"] == 2, after=alone[0]),
         LOST_S,
     )
-    running = [pod for pod in scene.pods("count") if is_running(pod)]
-    successor = next(
-        pod
-        for pod in running
-        if index_of(pod["metadata"]["name"]) == index_of(lost) and pod["metadata"]["name"] != lost
-    )
+
+    def find_successor() -> list[Any]:
+        running = [pod for pod in scene.pods("count") if is_running(pod)]
+        names = {pod["metadata"]["name"]: pod for pod in running}
+        return [pod for name, pod in names.items() if index_of(name) == index_of(lost) and name != lost]
+
+    (successor,) = scene.wait("its pod", find_successor)
     assert node_of(successor) == home
     stoppable_nodes.start(other)
     scene.wait("the end of the lost pod", lambda: lost not in [pod["metadata"]["name"] for pod in scene.pods("count")])

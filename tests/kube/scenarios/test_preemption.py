@@ -12,7 +12,7 @@ import pytest
 from tests.cluster.api import Cluster
 from tests.cluster.operator_process import OperatorFactory
 from tests.kube.scenarios.diary import Diary, lives, overlaps
-from tests.kube.scenarios.scene import MEMORY, PROGRAMS, Scene, is_running
+from tests.kube.scenarios.scene import MEMORY, PROGRAMS, Scene
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_preempted_job_shrinks_and_grows(
     scene.wait(
         "training by the worker that is left", lambda: diary.has("step", lambda step: step["world"] == 1, after=taken)
     )
-    assert len(scene.running("count")) == 1
+    scene.wait_running("count", 1)
     assert scene.phase("count") == "Running"
     for index in range(3):
         cluster.ask(f"/api/v1/namespaces/{namespace}/pods/online-{index}", "DELETE", {"gracePeriodSeconds": 0})
@@ -69,7 +69,7 @@ def test_preempted_job_shrinks_and_grows(
     scene.wait(
         "training by four workers again", lambda: diary.has("step", lambda step: step["world"] == 4, after=freed)
     )
-    assert len([pod for pod in scene.pods("count") if is_running(pod)]) == 4
+    scene.wait_running("count", 4)
     ended.touch()
     scene.wait_success("count")
 

@@ -44,6 +44,12 @@ def kubeconfig(server: ApiServer, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def client(kubeconfig: str) -> Iterator[KubeClient]:
-    with KubeClient(KubeSettings(kubeconfig=kubeconfig, timeout_s=0.5)) as client:
+def timeout_s() -> float:
+    """How long the client waits for an answer, in seconds; tests of silence have less. A busy machine takes seconds."""
+    return 20.0
+
+
+@pytest.fixture
+def client(kubeconfig: str, timeout_s: float) -> Iterator[KubeClient]:
+    with KubeClient(KubeSettings(kubeconfig=kubeconfig, timeout_s=timeout_s)) as client:
         yield client

@@ -32,7 +32,7 @@ def test_proxy_of_the_cluster(server: ApiServer, tmp_path: Path, monkeypatch: py
     path = write_kubeconfig(tmp_path / "config", "http://behind.example:6443")
     with_cluster(path, **{"proxy-url": server.url})
     server.answer = lambda request: Reply(200, {"items": [], "metadata": {"resourceVersion": "1"}})
-    with KubeClient(KubeSettings(kubeconfig=path, timeout_s=2.0)) as client:
+    with KubeClient(KubeSettings(kubeconfig=path, timeout_s=20.0)) as client:
         assert client.list(PODS, "n").items == []
     assert server.requests[0].path.startswith("http://behind.example:6443/api/v1/namespaces/n/pods")
 

@@ -19,6 +19,7 @@ from edl.kube.watch import KubeWatch
 from edl.master.kube.capacity.cluster import ClusterCapacity
 from edl.master.kube.capacity.nodes import NodeCapacity
 from edl.master.kube.capacity.pods import PodClaim
+from edl.notifier import Notifier
 
 __all__ = ["CapacityWatch"]
 
@@ -50,6 +51,9 @@ class CapacityWatch:
         self._lock = threading.Lock()
         self._nodes: dict[str, NodeCapacity] = {}
         self._pods: dict[str, PodClaim] = {}
+        self._nodes_known = self._pods_known = False  # taken from the watch, which has listed them a moment before
+        self._closed = False
+        self._known = Notifier()
         self._built: ClusterCapacity | None = None
         self._stale_since_s: float | None = None
         self._reason = ""
@@ -64,21 +68,19 @@ class CapacityWatch:
         return self._node_watch.stale or self._pod_watch.stale
 
     def wait_known(self, timeout_s: float) -> bool:
-        """Wait until what is idle is known; False if it is not after `timeout_s`.
+        """Wait until what is idle is known; False if it is not after `timeout_s`, or where this is closed before.
 
         Args:
             timeout_s: how long to wait, in seconds.
         """
-        deadline = time.monotonic() + timeout_s
-        return self._node_watch.wait_listed(timeout_s) and self._pod_watch.wait_listed(
-            max(0.0, deadline - time.monotonic())
-        )
+        self._known.wait_for(lambda: self._closed or (self._nodes_known and self._pods_known), timeout_s)
+        return self._nodes_known and self._pods_known
 
     def current(self) -> ClusterCapacity | None:
         """Return what is idle, built anew where something has changed; None where it is not known."""
-        if not (self._node_watch.listed and self._pod_watch.listed):
-            return None
         with self._lock:
+            if not (self._nodes_known and self._pods_known):
+                return None
             since_s = self._stale_since_s
             if since_s is not None and time.monotonic() - since_s > _KEPT_S:
                 return None
@@ -88,6 +90,8 @@ class CapacityWatch:
 
     def close(self) -> None:
         """Follow no more."""
+        self._closed = True
+        self._known.notify()
         self._node_watch.close()
         self._pod_watch.close()
 
@@ -101,6 +105,7 @@ class CapacityWatch:
                 self._nodes = {}
                 for listed in self._node_watch.objects.values():
                     self._put_node(listed)
+                self._nodes_known = True
             elif change == "DELETED":
                 self._nodes.pop(_name(node), None)
             else:
@@ -123,6 +128,7 @@ class CapacityWatch:
                 self._pods = {}
                 for listed in self._pod_watch.objects.values():
                     self._put_pod(listed)
+                self._pods_known = True
             elif change == "DELETED":
                 self._pods.pop(_uid(pod), None)
             else:
@@ -157,12 +163,14 @@ class CapacityWatch:
         self._on_change()
 
     def _note_alive(self) -> None:
-        if not self.reason:
-            with self._lock:
-                self._stale_since_s = None
-            if self._reason:
-                self._reason = ""
-                logger.info("what is idle in the cluster is known")
+        self._known.notify()
+        with self._lock:
+            if self.reason:  # looked at here: the other watch's thread may just note that it is stale
+                return
+            self._stale_since_s = None
+        if self._reason:
+            self._reason = ""
+            logger.info("what is idle in the cluster is known")
 
 
 def _name(obj: Object) -> str:

@@ -231,10 +231,11 @@ def _cut_middle(text: str) -> str:
 
 
 def _plan_suspended(draft: _Draft) -> Plan:
-    """Let all pods go; what is remembered of members stays."""
+    """Let all pods go; what is remembered of members stays, but for whose place is its own."""
     job, observation = draft.job, draft.observation
     for pod in draft.review.current.values():
         draft.release(pod, "the job is suspended")
+    draft.records = {key: record.displace() if record.replaces else record for key, record in draft.records.items()}
     if job.status.get("phase") != "Suspended":
         draft.note("Suspended", f"spec.suspend is true: {len(draft.review.current)} pods are let go")
     status = write_job_status(job, observation, JobView(draft.records, suspended=True))

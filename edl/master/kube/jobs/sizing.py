@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -116,6 +116,7 @@ def size_workers(
         after[key] = _back_off(after[key], now_s)
     kept = [key for key in kept if key not in homeless]
     create, waiting = _find_indices(job, observation, after, workers, kept, target, count_fitting)
+    _displace_others(after, {*waiting, *(f"{WORKER}-{index}" for index in create)})
     if len(create) > _MOST_CREATED:
         create = create[:_MOST_CREATED]
         times.append(now_s + _NEXT_CREATED_S)
@@ -171,6 +172,13 @@ def _find_indices(
     if growth and not blocked and (not pending or observation.allocation is not None):
         create += growth[: _count_growth(job, observation, growth, count_fitting)]
     return create, waiting
+
+
+def _displace_others(records: dict[str, MemberRecord], wanted: Set[str]) -> None:
+    """Note that places of workers that ended are not theirs any more where fewer are wanted by now."""
+    for key, record in records.items():
+        if record.replaces and key.startswith(f"{WORKER}-") and key not in wanted:
+            records[key] = record.displace()
 
 
 def _order_indices(job: ElasticJob, records: Mapping[str, MemberRecord], now_s: float) -> Iterator[int]:

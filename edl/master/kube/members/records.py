@@ -7,6 +7,7 @@ for each pod whether its end was counted, and which try follows.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -22,6 +23,8 @@ MAX_MESSAGE_CHARS: Final = 400
 traceback that ends a job stands in its condition."""
 MAX_MEMORY_FACTOR: Final = 1.5**3
 """What the relaunch table's three steps come to: a status that says more was written by hand."""
+_MEMBER: Final = re.compile(r"[a-z]+-(?:0|[1-9][0-9]{0,8})")
+"""A member's role and index: others, which somebody wrote by hand, are not there."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,10 @@ class MemberRecord:
         """
         return not self.ended and (self.not_before_s is None or now_s >= self.not_before_s)
 
+    def displace(self) -> MemberRecord:
+        """Return the record of a member that nothing replaces: a pod of it that comes some day is growth."""
+        return replace(self, last_end=replace(self.last_end, displaced=True)) if self.last_end is not None else self
+
     def release(self) -> MemberRecord:
         """Return the record of a member whose pod goes by its owner's will: nothing is counted, another try follows."""
         return replace(self, try_number=self.try_number + 1, uid="", not_before_s=None)
@@ -154,7 +161,11 @@ def read_member_records(status: Mapping[str, Any]) -> dict[str, MemberRecord]:
     members = status.get("members")
     if not isinstance(members, Mapping):
         return {}
-    return {key: _read_record(value) for key, value in members.items() if isinstance(value, Mapping)}
+    return {
+        key: _read_record(value)
+        for key, value in members.items()
+        if isinstance(value, Mapping) and _MEMBER.fullmatch(key)
+    }
 
 
 def format_member_records(records: Mapping[str, MemberRecord]) -> dict[str, Any]:
@@ -168,7 +179,7 @@ def format_member_records(records: Mapping[str, MemberRecord]) -> dict[str, Any]
 
 def _sort_key(key: str) -> tuple[str, int]:
     role, _, index = key.rpartition("-")
-    return role, int(index) if index.isascii() and index.isdecimal() else -1
+    return role, int(index)
 
 
 def _read_record(value: Mapping[str, Any]) -> MemberRecord:

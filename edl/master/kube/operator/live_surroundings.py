@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, Protocol
 
 from edl.background import BackgroundLoop
@@ -15,7 +16,7 @@ from edl.master.kube.operator.job_shares import SharingJob, compute_shares, read
 from edl.master.kube.operator.reconciling.surroundings import OwnerSurroundings
 from edl.master.kube.operator.service_holders import ServiceHolders
 from edl.master.kube.operator.store_allowlist import StoreAllowlist
-from edl.master.kube.operator.stores import JobKeyCleanup, StoreAnswer, StoreDirectory
+from edl.master.kube.operator.stores import OwnerKeyCleanup, StoreAnswer, StoreDirectory
 from edl.master.kube.operator.waiting_owners import WaitingOwners
 from edl.master.kube.resources import ElasticJob, MemberOwner, TeacherPool
 
@@ -58,7 +59,9 @@ class LiveSurroundings:
     ) -> None:
         self._on_key = on_key
         kube = kube or KubeSettings()
-        self._cleanup = JobKeyCleanup(has_pods, lambda url, namespace: not allowlist.find_refusal(url, namespace), kube)
+        self._cleanup = OwnerKeyCleanup(
+            has_pods, lambda url, namespace: not allowlist.find_refusal(url, namespace), kube
+        )
         self._stores = StoreDirectory(on_key, allowlist, kube)
         self._capacity: CapacitySource | None = None
         self._lock = threading.Lock()
@@ -94,7 +97,7 @@ class LiveSurroundings:
         Raises:
             EDLError: pools cannot be listed just now.
         """
-        if isinstance(owner, ElasticJob):
+        if isinstance(owner, ElasticJob | TeacherPool):
             self._cleanup.note(owner)
         if owner.status.get("phase") in _ENDED:
             self.forget(owner.key)
@@ -171,7 +174,9 @@ class LiveSurroundings:
 
     def _ask_store(self, owner: MemberOwner) -> StoreAnswer:
         if isinstance(owner, ElasticJob):
-            return self._stores.ask(owner.key, owner.store, "workers", owner.job_id, namespace=owner.namespace)
+            answer = self._stores.ask(owner.key, owner.store, "workers", owner.job_id, namespace=owner.namespace)
+            # Of a job whose master the operator keeps alive, what was wanted last is the best that is known.
+            return answer if owner.master.enabled or not answer.silent else replace(answer, wanted=None)
         if isinstance(owner, TeacherPool):
             advised = owner.scaling == "auto" and not owner.suspend
             return self._stores.ask(

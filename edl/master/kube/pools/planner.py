@@ -67,9 +67,12 @@ class _Draft:
     look_again_s: float | None = None
 
     def release(self, pod: MemberPod, reason: str) -> None:
-        """Let a teacher go by the pool's own will: recorded first, so that its name is not given again."""
+        """Let a teacher go by the pool's own will: recorded first, so that its name is not given again.
+
+        It has the grace period that its pod was made with, and drains for: an edit may have shortened the pool's.
+        """
         self.records[pod.key] = self.records[pod.key].release()
-        self.delete.append(PodDeletion(pod.name, pod.uid, self.pool.grace_period_s, reason))
+        self.delete.append(PodDeletion(pod.name, pod.uid, None, reason))
 
 
 def plan_pool(pool: TeacherPool, observation: OwnerObservation) -> Plan:
@@ -87,7 +90,9 @@ def plan_pool(pool: TeacherPool, observation: OwnerObservation) -> Plan:
     live = _settle_members(draft, teachers)
     if pool.scale_target_ref is not None:
         return _plan_adopted(draft, teachers, live)
-    update = TeacherUpdate.of(pool, live)
+    update = TeacherUpdate.of(pool, live, observation.now_s)
+    if update.term.yields_s:
+        return Plan(status=dict(pool.status), requeue_s=update.term.yields_s)
     target = find_target(pool, observation, update.count_present(live))
     if draft.backoff is not None and draft.backoff.is_over(pod for pod in live if pod.scheduled):
         draft.backoff = None
@@ -138,8 +143,18 @@ def _plan_adopted(draft: _Draft, teachers: Sequence[MemberPod], live: Sequence[M
     return replace(plan, delete=tuple(draft.delete), events=(*draft.events, *plan.events))
 
 
+def _find_leaving(pods: Sequence[MemberPod]) -> list[MemberPod]:
+    return [pod for pod in pods if pod.role == "teacher" and pod.deleting and not pod.finished]
+
+
 def _list_leaving(teachers: Sequence[MemberPod]) -> tuple[str, ...]:
-    return tuple(sorted(pod.name for pod in teachers if pod.deleting and not pod.finished))
+    return tuple(sorted(pod.name for pod in _find_leaving(teachers)))
+
+
+def _find_leaving_look_s(leaving: Sequence[MemberPod], now_s: float) -> float:
+    """Return when to look whether teachers have gone: soon, unless all of them hang beyond their grace periods."""
+    hang = [pod.delete_by_s is not None and now_s > pod.delete_by_s + _START_LOOK_S for pod in leaving]
+    return _START_LOOK_S if hang and all(hang) else _LEAVING_LOOK_S
 
 
 def _settle_members(draft: _Draft, teachers: Sequence[MemberPod]) -> list[MemberPod]:
@@ -164,7 +179,7 @@ def _settle_members(draft: _Draft, teachers: Sequence[MemberPod]) -> list[Member
                 PodDeletion(pod.name, pod.uid, 0, "its containers have ended: others wait for its place")
             )
         elif not pod.deleting:  # it ended for good, or was let go by an operator that did not live to delete it
-            draft.delete.append(PodDeletion(pod.name, pod.uid, draft.pool.grace_period_s, "its place is another pod's"))
+            draft.delete.append(PodDeletion(pod.name, pod.uid, None, "its place is another pod's"))
     return live
 
 
@@ -196,16 +211,17 @@ def _record_end(draft: _Draft, key: str, pod: MemberPod | None, now_s: float) ->
 def _shrink(draft: _Draft, live: list[MemberPod], target: int, update: TeacherUpdate) -> list[MemberPod]:
     """Let go what is too much: first what has no node, then the newest. Of those that wait for a node keep a single."""
     now_s, pool = draft.observation.now_s, draft.pool
-    useless = update.list_useless(live, now_s)
-    for pod in useless:
+    gone = set()
+    for pod in update.list_useless(live, now_s):
         draft.release(pod, "it is made from a spec before, and serves nobody")
+        gone.add(pod.name)
     kept = sorted(
-        (pod for pod in live if pod not in useless), key=lambda pod: (not pod.scheduled, pod.created_s, pod.index)
+        (pod for pod in live if pod.name not in gone), key=lambda pod: (not pod.scheduled, pod.created_s, pod.index)
     )
-    surplus = choose_surplus(update, kept, target) if update.list_outdated(kept) else kept[target:]
-    for pod in surplus:
+    for pod in choose_surplus(update, kept, target) if update.list_outdated(kept) else kept[target:]:
         draft.release(pod, "fewer teachers are wanted")
-    kept = [pod for pod in kept if pod not in surplus]
+        gone.add(pod.name)
+    kept = [pod for pod in kept if pod.name not in gone]
     waiting = [pod for pod in kept if not pod.scheduled]
     for pod in waiting[1:]:
         draft.release(pod, "a single teacher waits for a node at a time")
@@ -244,59 +260,61 @@ def _replace_outdated(
 ) -> Growth:
     """Bring an update on by a step: make a successor where there is room for it, or let an outdated teacher go."""
     pool, observation = draft.pool, draft.observation
+    if update.term.held_s:
+        draft.waits_for = "they were made by an operator of another version or with another --store, which may run yet"
+        draft.look_again_s = update.term.held_s
+        return growth
     chosen = update.list_outdated(live)[0]
     starting, look_again_s = update.find_starting(live, observation.now_s)
     draft.look_again_s = look_again_s
     if update.find_failing(live, observation.now_s) is not None:
         return growth
-    if starting is not None:
-        held_back = pool.queue and not starting.scheduled and len(live) > target  # by Kueue, for want of quota
-        if not held_back or observation.now_s - starting.created_s < pool.probe_s:
-            draft.waits_for = _describe_start(starting)
-            if held_back:
-                draft.look_again_s = max(0.1, starting.created_s + pool.probe_s - observation.now_s)
-            return growth
+    waiting = starting if starting is not None and not starting.scheduled else None
+    # For want of quota, which Kueue gives, or one of the minimum: neither goes by itself, and both need a place.
+    is_stuck = waiting is not None and (bool(pool.queue) or len(live) <= target)
+    left_s = waiting.created_s + pool.probe_s - observation.now_s if waiting is not None and is_stuck else 0.0
+    if starting is not None and (not is_stuck or left_s > 0):
+        draft.waits_for = _describe_start(starting)
+        if is_stuck:
+            draft.look_again_s = max(0.1, left_s)
+        return growth
     if len(live) <= target:
         if draft.awaited:
             draft.waits_for = f"no node has room for the successor of {draft.awaited}"
             return growth
-        leaving = any(
-            pod.role == "teacher" and pod.deleting and not pod.finished and not pod.node_silent
-            for pod in observation.pods
-        )
-        if leaving or is_behind(observation.capacity, pool.uid, observation.pods):
-            draft.waits_for = "a teacher that was let go has not ended yet"
-            draft.look_again_s = _LEAVING_LOOK_S
+        leaving = [pod for pod in _find_leaving(observation.pods) if not pod.node_silent]
+        if leaving or is_behind(pool, observation):
+            names = ", ".join(pod.name for pod in leaving) or "a teacher that was let go"
+            draft.waits_for = f"{names} {'have' if len(leaving) > 1 else 'has'} not ended yet"
+            draft.look_again_s = _find_leaving_look_s(leaving, observation.now_s)
             return growth
-        if len(live) == target and not update.full:
-            growth = _grow(draft, live, target + 1)
-        if growth.create or not (growth.reason == "NoIdleCapacity" or (update.full and len(live) == target)):
-            return growth
-        if not _makes_room(draft, chosen):
+        if waiting is None:
+            if len(live) == target and not update.full:
+                growth = _grow(draft, live, target + 1)
+            if growth.create or not (growth.reason == "NoIdleCapacity" or (update.full and len(live) == target)):
+                return growth
+        if not _makes_room(draft, chosen, waiting):
             draft.waits_for = f"no node could take its successor, even if {chosen.name} went"
             draft.look_again_s = _START_LOOK_S
             return growth
-        draft.awaited = chosen.key
+        draft.awaited = (waiting or chosen).key
         draft.backoff = None  # what it leaves is there for its successor
     draft.release(chosen, "it is made from a spec before, and another takes its place")
     live.remove(chosen)
     return growth
 
 
-def _makes_room(draft: _Draft, chosen: MemberPod) -> bool:
+def _makes_room(draft: _Draft, chosen: MemberPod, waiting: MemberPod | None) -> bool:
     """Whether a successor could be placed if a teacher went; where what is idle is not known, it may."""
     capacity = draft.observation.capacity
     if capacity is None:
         return True
-    record = draft.records[chosen.key]
+    member = waiting or chosen
+    record = draft.records[member.key]
     excluded = [node.node for node in record.excluded_nodes if node.until_s > draft.observation.now_s]
+    pod = build_teacher_pod(draft.pool, member.index, record.try_number, excluded)
     try:
-        return (
-            capacity.without(chosen.uid).count_fitting(
-                build_teacher_pod(draft.pool, chosen.index, record.try_number, excluded)
-            )
-            > 0
-        )
+        return capacity.without(chosen.uid).count_fitting(pod, ignored=(member.uid,)) > 0
     except ValueError:  # not as the API has it: the API server says so in its own words when the pod is made
         return True
 
@@ -317,7 +335,7 @@ def _list_places(
     draft: _Draft, teachers: Sequence[MemberPod], live: Sequence[MemberPod], update: TeacherUpdate
 ) -> tuple[str, ...]:
     """Return where teachers may be found: those of specs before, as long as such are there or leave."""
-    leaving = any(pod.deleting and not pod.finished and not pod.node_silent for pod in teachers)
+    leaving = [pod for pod in _find_leaving(teachers) if not pod.node_silent]
     if leaving or draft.delete or update.list_outdated(live):
         return tuple(sorted(list_places(draft.pool)))
     return (hash_place(draft.pool),)
@@ -337,6 +355,7 @@ def _view_update(
         stopped=_describe_failure(failing) if failing is not None else "",
         places=places,
         unproven=unproven,
+        since=update.term.format(),
     )
 
 

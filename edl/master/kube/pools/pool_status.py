@@ -87,6 +87,7 @@ def write_status(pool: TeacherPool, observation: OwnerObservation, view: PoolVie
         "selector": ",".join(f"{key}={value}" for key, value in sorted(build_selector(pool, "teacher").items())),
         "message": message,
         "revision": update.revision if update is not None else None,
+        "revisionSince": update.since if update is not None else None,
         "unlabelledRevision": update.unlabelled if update is not None else None,
         "updatedReplicas": update.updated if update is not None else None,
         "servedPlaces": list(update.places) if update is not None else None,

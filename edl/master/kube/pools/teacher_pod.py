@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from edl.kube.objects import Object
@@ -18,6 +18,9 @@ SERVE_PORT: Final = 8001
 """gRPC, as Triton's: https://github.com/triton-inference-server/server/blob/main/docs/protocol/README.md."""
 METRICS_PORT: Final = 8002
 """Metrics and probes, as Triton's."""
+_METRICS_NAME: Final = "metrics"
+"""The port's name, by which the chart's PodMonitor `edl-teachers` finds it in all teachers, whatever other ports they
+have. Where the template gives this name to a port of its own, that one is asked."""
 _EXIT_MARGIN_S: Final = 2.0
 """Of the grace period, for all but draining: the kubelet's SIGTERM, deregistration, closing the model, and the end of
 the interpreter. With less, a teacher that drains to its deadline is killed before it has left discovery."""
@@ -78,12 +81,15 @@ def build_teacher_pod(pool: TeacherPool, index: int, try_number: int, excluded_n
     main.setdefault("startupProbe", _probe("/livez", failures=_LOADING_S // _PROBE_S))
     main.setdefault("livenessProbe", _probe("/livez", failures=6))
     main.setdefault("readinessProbe", {**_probe("/readyz", failures=1), "periodSeconds": 2})
-    if not main.get("ports"):
-        main["ports"] = [
-            {"name": "grpc", "containerPort": SERVE_PORT, "protocol": "TCP"},
-            {"name": "metrics", "containerPort": METRICS_PORT, "protocol": "TCP"},
-        ]
+    own = {"name": "grpc", "containerPort": SERVE_PORT, "protocol": "TCP"}
+    main["ports"] = list(main.get("ports") or [own])
+    if not any(port.get("name") == _METRICS_NAME for item in spec["containers"] for port in _ports_of(item)):
+        main["ports"].append({"name": _METRICS_NAME, "containerPort": METRICS_PORT, "protocol": "TCP"})
     return pod
+
+
+def _ports_of(container: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [port for port in container.get("ports") or [] if isinstance(port, Mapping)]
 
 
 def _probe(path: str, failures: int) -> dict[str, Any]:

@@ -8,15 +8,17 @@ that does not start stops it all: what remains of the spec before goes on.
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
-from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.conditions import Condition, find_condition
 from edl.master.kube.members import MemberPod
 from edl.master.kube.members.naming import OWNER_UID_LABEL
-from edl.master.kube.pools.revision import find_unlabelled_revision, hash_revision, list_outdated
+from edl.master.kube.observation import OwnerObservation
+from edl.master.kube.pools.revision import REVISION_LABEL, find_unlabelled_revision, hash_revision, list_outdated
+from edl.master.kube.pools.revision_term import RevisionTerm
 from edl.master.kube.resources import TeacherPool
 
 __all__ = ["STEADY_S", "TeacherUpdate", "UpdateView", "choose_surplus", "is_behind"]
@@ -40,6 +42,7 @@ class UpdateView:
         stopped: why no more are replaced; empty if they are.
         places: where its teachers may be found, see `list_places`.
         unproven: none of the spec before is left, and those of this one have not all been ready for some seconds.
+        since: when the revision changed without an edit, as `RevisionTerm.format` has it.
     """
 
     revision: str
@@ -51,6 +54,7 @@ class UpdateView:
     stopped: str = ""
     places: tuple[str, ...] = ()
     unproven: bool = False
+    since: str | None = None
 
     def describe(self) -> Condition:
         """Return the condition `Updated`."""
@@ -77,6 +81,7 @@ class TeacherUpdate:
         full: the namespace's quota has no room for a teacher more, by the status.
         wanted: teachers that the status says are wanted; None if it says nothing.
         begun: an update was not over, by the status, or teachers are outdated now.
+        term: of the revision, where it changed without an edit.
     """
 
     revision: str
@@ -85,14 +90,16 @@ class TeacherUpdate:
     full: bool
     wanted: int | None
     begun: bool = False
+    term: RevisionTerm = field(default_factory=RevisionTerm)
 
     @classmethod
-    def of(cls, pool: TeacherPool, live: Sequence[MemberPod]) -> TeacherUpdate:
+    def of(cls, pool: TeacherPool, live: Sequence[MemberPod], now_s: float) -> TeacherUpdate:
         """Read it.
 
         Args:
             pool: the resource, with its status.
             live: its teachers.
+            now_s: the time.
         """
         revision = hash_revision(pool)
         awaited, wanted = pool.status.get("awaitedMember"), pool.status.get("wantedReplicas")
@@ -106,6 +113,7 @@ class TeacherUpdate:
             awaited=awaited if isinstance(awaited, str) and _TEACHER.fullmatch(awaited) else "",
             full=refusal.get("reason") == "QuotaExceeded" and refusal.get("observedGeneration") == pool.generation,
             wanted=wanted if isinstance(wanted, int) and not isinstance(wanted, bool) else None,
+            term=RevisionTerm.of(pool, revision, any(REVISION_LABEL in pod.labels for pod in live), now_s),
         )
 
     def list_outdated(self, live: Sequence[MemberPod]) -> tuple[MemberPod, ...]:
@@ -115,8 +123,8 @@ class TeacherUpdate:
 
     def list_updated(self, live: Sequence[MemberPod]) -> tuple[MemberPod, ...]:
         """Return those that are made from the present spec."""
-        outdated = list_outdated(live, self.revision, self.unlabelled)
-        return tuple(pod for pod in live if pod not in outdated)
+        outdated = {id(pod) for pod in list_outdated(live, self.revision, self.unlabelled)}
+        return tuple(pod for pod in live if id(pod) not in outdated)
 
     def count_present(self, live: Sequence[MemberPod]) -> int:
         """Return how many teachers count as there: while some are replaced there are one more or less for a while."""
@@ -126,6 +134,8 @@ class TeacherUpdate:
 
     def list_useless(self, live: Sequence[MemberPod], now_s: float) -> list[MemberPod]:
         """Return outdated teachers that no successor need wait for: they have no node, or cannot start."""
+        if self.term.held_s:
+            return []
         stopped = self.find_failing(live, now_s) is not None
         return [pod for pod in self.list_outdated(live) if not pod.scheduled or (pod.failing and not stopped)]
 
@@ -171,34 +181,39 @@ def choose_surplus(update: TeacherUpdate, live: Sequence[MemberPod], target: int
         live: its teachers.
         target: how many there are to be; one more than that may be there.
     """
-    kept, surplus = list(live), []
-    limit = target + 1 if target and update.list_outdated(live) else target
-    while len(kept) > limit:
-        ready = sum(pod.ready for pod in kept)
-        outdated, updated = update.list_outdated(kept), update.list_updated(kept)
-        spare = [pod for pod in outdated if not pod.ready or ready > target]
-        newest = sorted(updated, key=lambda pod: (not pod.scheduled, not pod.ready, pod.created_s, pod.index))
-        waiting = [pod for pod in newest if not pod.scheduled]
-        chosen = (waiting or spare or newest[::-1] or list(outdated))[0]
-        kept.remove(chosen)
+    outdated, updated = deque(update.list_outdated(live)), update.list_updated(live)
+    newest = sorted(updated, key=lambda pod: (not pod.ready, pod.created_s, pod.index))
+    waiting = deque(pod for pod in newest if not pod.scheduled)
+    placed = [pod for pod in newest if pod.scheduled]
+    ready, surplus = sum(pod.ready for pod in live), []
+    for _ in range(len(live) - (target + 1 if target and outdated else target)):
+        if waiting:
+            chosen = waiting.popleft()
+        elif outdated and (not placed or not outdated[0].ready or ready > target):
+            chosen = outdated.popleft()
+        else:
+            chosen = placed.pop()
+        ready -= chosen.ready
         surplus.append(chosen)
     return surplus
 
 
-def is_behind(capacity: ClusterCapacity | None, owner_uid: str, pods: Sequence[MemberPod]) -> bool:
+def is_behind(pool: TeacherPool, observation: OwnerObservation) -> bool:
     """Whether what is idle was counted with a teacher that has gone since: its place is free, and not seen so.
 
     Args:
-        capacity: None where it is not known.
-        owner_uid: of the pool.
-        pods: of the pool, by a live list.
+        pool: whose teacher it was.
+        observation: what is known of the pool.
     """
-    if capacity is None:
+    if observation.capacity is None:
         return False
-    there = {pod.uid for pod in pods}
+    there = observation.strangers | {pod.uid for pod in observation.pods}
     return any(
-        claim.labels.get(OWNER_UID_LABEL) == owner_uid and claim.uid not in there and not claim.ended
-        for claim in capacity.pods
+        claim.labels.get(OWNER_UID_LABEL) == pool.uid
+        and claim.namespace == pool.namespace
+        and claim.uid not in there
+        and not claim.ended
+        for claim in observation.capacity.pods
     )
 
 

@@ -2,8 +2,8 @@
 
     edl run working.py FOLDER --units 60 --unit-s 1
 
-A worker holds a unit by a lock on its file, which ends with the worker, and writes down when it has done it. What a
-worker that left had begun is begun anew by another, and counts once.
+A worker holds a unit by a lock on its file, which ends with the worker, and writes into it when it has done it. What a
+worker that left had begun is begun anew by another, and counts once, whatever the worker was killed between.
 
 When all is done, `--until-file PATH` waits until that file is there, and `--until-workers N` until so many workers have
 gathered: then it does not matter how long others take to start.
@@ -29,14 +29,12 @@ pod = os.environ.get("HOSTNAME", "")
 diary = os.open(options.folder / "diary.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
 
-def write(kind: str, **fields: object) -> None:
-    os.write(
-        diary, (json.dumps({"kind": kind, "at": time.time(), "pod": pod, "pid": os.getpid(), **fields}) + "\n").encode()
-    )
+def format_entry(kind: str, **fields: object) -> bytes:
+    return (json.dumps({"kind": kind, "at": time.time(), "pod": pod, "pid": os.getpid(), **fields}) + "\n").encode()
 
 
 def work(unit: int) -> bool:
-    """Do a unit; False where another worker holds it. Done units are files with a byte."""
+    """Do a unit; False where another worker holds it. A done unit's file has its entry, in a single write."""
     file = os.open(options.folder / f"unit-{unit}", os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -46,15 +44,16 @@ def work(unit: int) -> bool:
         if os.fstat(file).st_size == 0:
             begin = time.time()
             time.sleep(options.unit_s)
-            os.write(file, b"x")
-            write("unit", unit=unit, begin=begin)
+            entry = format_entry("unit", unit=unit, begin=begin)
+            os.write(file, entry)
+            os.write(diary, entry)  # which a worker that is killed here leaves out
         return True
     finally:
         os.close(file)
 
 
 world = int(os.environ["WORLD_SIZE"])
-write("start", world=world)
+os.write(diary, format_entry("start", world=world))
 left = list(range(options.units))
 while left:
     left = [unit for unit in left if not work(unit)]
@@ -65,4 +64,4 @@ while world < options.until_workers or (options.until_file is not None and not o
     if time.monotonic() > deadline:
         raise SystemExit("what it waited for did not come")
     time.sleep(0.1)
-write("end")
+os.write(diary, format_entry("end"))

@@ -188,8 +188,8 @@ class Reconciler:
     def _observe(self, owner: MemberOwner, target: ScaleTarget | None) -> OwnerObservation:
         listed = self._api.list(PODS, owner.namespace, label_selector=f"{OWNER_UID_LABEL}={owner.uid}").items
         evidence = self._evidence.collect(listed, owner.namespace, self._clock())
-        pods, strangers = read_member_pods(listed, owner.uid, evidence)
-        for reason in strangers:
+        pods, reasons = read_member_pods(listed, owner.uid, evidence)
+        for reason in reasons:
             if reason not in self._warned and len(self._warned) < _MOST_WARNED:
                 self._warned.add(reason)
                 logger.warning("%s: %s", owner.key, reason)
@@ -197,6 +197,7 @@ class Reconciler:
         return OwnerObservation(
             now_s=self._clock(),
             pods=pods,
+            strangers=frozenset(str(pod["metadata"].get("uid")) for pod in listed) - {pod.uid for pod in pods},
             capacity=known.capacity,
             wanted=known.wanted,
             allocation=known.allocation,

@@ -33,6 +33,9 @@ _PROGRESS_S: Final = 10.0
 """A master reports each second; the resource's status follows so often at most, as each change is a write."""
 _AWAY_S: Final = 30.0
 """Without an answer, after which resources say so: a store that is replaced is away for some seconds."""
+_SILENT_S: Final = 600.0
+"""Without a write, after which what workers are wanted is no advisor's word any more: that writes each ten seconds, and
+a master that lost its node is back within two minutes."""
 _UNANSWERED: Final = "it has not answered yet"
 
 
@@ -46,6 +49,7 @@ class StoreAnswer:
         stale: why the store's answers are old; empty if they are not.
         refused: why the store is not asked at all; empty if it is.
         unreachable: why the store has not answered for half a minute; empty if it has.
+        silent: for ten minutes nothing was written of what is wanted, though the store answers: nothing decides it now.
     """
 
     wanted: int | None = None
@@ -53,6 +57,7 @@ class StoreAnswer:
     stale: str = ""
     refused: str = ""
     unreachable: str = ""
+    silent: bool = False
 
 
 class StoreFollower:
@@ -76,6 +81,8 @@ class StoreFollower:
         self._reports: dict[str, tuple[bytes, WorkProgress | None]] = {}
         self._readers: dict[str, ProgressReader] = {}
         self._told_s: dict[str, float] = {}
+        self._written_s: dict[str, float] = {}
+        self._silent: frozenset[str] = frozenset()
         self._stale = {"wanted/": _UNANSWERED, "master_reports/": _UNANSWERED}
         self._away_since_s: float | None = time.monotonic()
         self._unreachable = ""
@@ -86,7 +93,7 @@ class StoreFollower:
         for prefix, take in (("wanted/", self._take_wanted), ("master_reports/", self._take_reports)):
             watch = self._store.watch(prefix)
             self._watches.append(watch)
-            self._loops.append(BackgroundLoop("edl-operator-store", _Step(watch, take, self._check_away)))
+            self._loops.append(BackgroundLoop("edl-operator-store", _Step(watch, take, self._check)))
 
     def ask(self, kind: WantedKind, name: str) -> StoreAnswer:
         """Return what the store says, by its last snapshots; asks it nothing.
@@ -96,9 +103,12 @@ class StoreFollower:
             name: of the job or service.
         """
         with self._lock:
-            wanted = self._wanted.get(wanted_key(kind, name), (b"", None))[1]
+            key = wanted_key(kind, name)
+            wanted = self._wanted.get(key, (b"", None))[1]
             progress = self._reports.get(report_key(name), (b"", None))[1] if kind == "workers" else None
-            return StoreAnswer(wanted, progress, self._stale["wanted/"], unreachable=self._unreachable)
+            return StoreAnswer(
+                wanted, progress, self._stale["wanted/"], unreachable=self._unreachable, silent=key in self._silent
+            )
 
     def advise(self, wanted: bool) -> None:
         """Have this process be among those that decide how many teachers are useful, or not.
@@ -139,9 +149,14 @@ class StoreFollower:
                 self._away_since_s = None
                 self._unreachable = ""
                 found: dict[str, tuple[bytes, int | None]] = {}
+                now_s, written_s = time.monotonic(), {}
                 for key, entry in snapshot.entries.items():
                     before = self._wanted.get(key)
-                    found[key] = before if before and before[0] == entry.value else (entry.value, _read_count(entry))
+                    is_same = before is not None and before[0] == entry.value
+                    found[key] = before if before is not None and is_same else (entry.value, _read_count(entry))
+                    # A store that was away may have been written to by none meanwhile.
+                    written_s[key] = self._written_s[key] if is_same and not was_stale else now_s
+                self._written_s = written_s
                 for key in found.keys() | self._wanted.keys():
                     if found.get(key, (b"", None))[1] != self._wanted.get(key, (b"", None))[1]:
                         changed.append(key)
@@ -173,6 +188,17 @@ class StoreFollower:
             for key in self._readers.keys() - found.keys():
                 del self._readers[key]
                 self._told_s.pop(key, None)
+        for key in changed:
+            self._on_change(key)
+
+    def _check(self) -> None:
+        """Look at what time alone changes."""
+        self._check_away()
+        with self._lock:
+            now_s, before = time.monotonic(), self._silent
+            if not self._stale["wanted/"]:
+                self._silent = frozenset(key for key, at_s in self._written_s.items() if now_s - at_s >= _SILENT_S)
+            changed = before ^ self._silent
         for key in changed:
             self._on_change(key)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from edl.kube.objects import Object
+from edl.kube.resource_types import ResourceType
 from edl.master.kube.jobs import shares_cluster
 from edl.master.kube.resources import ElasticJob, parse_elastic_job
 from tests.unit.master.kube.jobs.simulated_cluster import SimulatedCluster
@@ -65,6 +68,30 @@ def test_pod_groups(scheduler: str, api_version: str, annotation: str) -> None:
     for pod in create(cluster):
         assert pod["metadata"]["annotations"][annotation] == group["metadata"]["name"]
         assert not any(label.startswith("kueue") for label in pod["metadata"]["labels"])
+
+
+def read_definition(kind: ResourceType) -> dict[str, Any]:
+    """Return the fields of a kind's spec that its scheduler's definition has."""
+    definitions = yaml.safe_load_all((Path(__file__).parent / "podgroups.yaml").read_text())
+    (spec,) = (item["spec"] for item in definitions if item["spec"]["group"] == kind.group)
+    (version,) = spec["versions"]
+    assert (spec["scope"], version["name"]) == ("Namespaced", kind.version)
+    assert (spec["names"]["kind"], spec["names"]["plural"]) == (kind.kind, kind.plural)
+    fields = version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
+    assert isinstance(fields, dict)
+    return fields
+
+
+@pytest.mark.parametrize("scheduler", ["volcano", "kai-scheduler"])
+def test_pod_group_has_their_fields(scheduler: str) -> None:
+    """A field that a definition does not have is dropped without a word."""
+    for spec in ({}, {"queue": "q", "priorityClassName": "high"}):
+        _, (kind, group) = build_cluster(scheduler, **spec).reconcile().apply
+        fields = read_definition(kind)
+        assert set(group) == {"apiVersion", "kind", "metadata", "spec"}
+        for name, value in group["spec"].items():
+            assert fields[name]["type"] == {int: "integer", str: "string"}[type(value)], name
+            assert not isinstance(value, int) or value >= fields[name].get("minimum", value)
 
 
 def test_gang_keeps_its_group() -> None:

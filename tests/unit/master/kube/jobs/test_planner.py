@@ -326,6 +326,30 @@ def test_those_that_ended_come_back_first() -> None:
     assert len(cluster.list_running()) == 2
 
 
+@pytest.mark.parametrize("suspended", [False, True])
+def test_place_is_lost_when_fewer_are_wanted(suspended: bool) -> None:
+    """Workers that were killed while the job shrank: when it grows again, what they had may be another's."""
+    cluster = build_running(minReplicas=1, maxReplicas=4, scaling="external", replicas=4)
+    for name in ("job-worker-2-0", "job-worker-3-0"):
+        cluster.end(name, 137, "OOMKilled")
+    cluster.set_spec(replicas=2, suspend=suspended)
+    cluster.settle()
+    assert cluster.list_running() == ([] if suspended else ["job-worker-0-0", "job-worker-1-0"])
+    cluster.nodes = {"node1": 1, "node2": 1}
+    cluster.now_s += 600
+    cluster.set_spec(replicas=4, suspend=False)
+    assert len(cluster.reconcile().create) <= 1, "the others wait until the first has a node"
+
+
+def test_members_written_by_hand() -> None:
+    cluster = build_running(minReplicas=1, maxReplicas=2)
+    end = {"try": 0, "cause": "out_of_memory"}
+    written = {key: {"try": 1, "lastEnd": end} for key in ("worker-x", "worker-", "worker-01", "x", "worker--1")}
+    cluster.status["members"] |= written
+    cluster.reconcile()
+    assert sorted(cluster.status["members"]) == ["worker-0", "worker-1"]
+
+
 def test_external_scaling() -> None:
     cluster = build_running(minReplicas=1, maxReplicas=4, scaling="external", replicas=3)
     assert len(cluster.list_running()) == 3

@@ -106,7 +106,9 @@ def test_deleted_pod_does_not_block() -> None:
 def test_place_of_a_pod_that_ended(report: TerminationReport, replaces: bool) -> None:
     record = end(MemberRecord(), report).record
     assert record.replaces is replaces
-    assert read_member_records({"members": format_member_records({"a": record})})["a"].replaces is replaces
+    assert (
+        read_member_records({"members": format_member_records({"worker-0": record})})["worker-0"].replaces is replaces
+    )
     assert not record.adopt(build_member(report, 1)).replaces, "it was made"
     assert not record.release().replaces
 

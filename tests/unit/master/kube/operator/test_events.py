@@ -20,7 +20,7 @@ NOTE = EventNote("Warning", "WorkerFailed", "worker 0 failed", "digits-worker-0-
 
 
 def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

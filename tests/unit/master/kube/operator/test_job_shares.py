@@ -151,7 +151,7 @@ def test_changed_shares_are_looked_at() -> None:
         found = surroundings.look(make_job("b", least=2)).allocation
         assert found is not None
         assert found >= 2
-        assert set(told) == {"elasticjobs/lab/a"}
+        wait_for(lambda: "elasticjobs/lab/a" in told)  # by this look, or by that at the capacity if it is late
         told.clear()
         surroundings.forget("elasticjobs/lab/b")
         wait_for(lambda: "elasticjobs/lab/a" in told and surroundings.look(make_job("a")).allocation == 4)

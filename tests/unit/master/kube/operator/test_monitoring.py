@@ -19,7 +19,7 @@ from edl.kube.responses import Call
 from edl.kube.settings import KubeSettings
 from edl.master.kube.operator import Operator, OperatorSettings
 from edl.master.kube.operator.monitoring import GiveBackMeter, HealthServer, OperatorHealth, OperatorMetrics, health
-from edl.master.kube.operator.stores import job_keys
+from edl.master.kube.operator.stores import owner_keys
 
 
 def test_away_is_unready_and_alive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_stores_of_the_operators_cluster(tmp_path: Path, monkeypatch: pytest.Mon
             surroundings._stores.ask(url, url, "workers", "j", namespace="lab")
         monkeypatch.setattr(surroundings._cleanup, "_has_pods", lambda namespace, uid: False)
         surroundings._cleanup._loop.close()
-        removal = job_keys._Removal(job_keys._Trace("u", "j", "kubernetes://edl", "lab"), 0.0, 0.0)
+        removal = owner_keys._Removal(owner_keys._Trace("u", "workers", "j", "kubernetes://edl", "lab"), 0.0, 0.0)
         surroundings._cleanup._removals.append(removal)
         surroundings._cleanup.step()
     server = "of http://127.0.0.1:8 after 5.0"

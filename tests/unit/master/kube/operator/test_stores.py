@@ -20,9 +20,11 @@ from edl.discovery.served.server import StoreServer
 from edl.errors import DiscoveryError, SettingsError
 from edl.kube.settings import KubeSettings
 from edl.load_reporting.wanted import wanted_key
+from edl.master.kube.operator.live_surroundings import LiveSurroundings
 from edl.master.kube.operator.store_allowlist import StoreAllowlist
 from edl.master.kube.operator.stores import StoreDirectory
 from edl.master.kube.operator.stores.progress import ProgressReader, count_done
+from edl.master.kube.resources import ElasticJob, parse_elastic_job
 from edl.master.naming import report_key
 
 
@@ -33,6 +35,18 @@ def wanted(count: int, **fields: Any) -> bytes:
 
 def report(**dataset: Any) -> bytes:
     return json.dumps({"datasets": [{"name": "d", "units": 100, "epochs": 2, **dataset}]}).encode()
+
+
+def make_job(store: str, name: str, **spec: Any) -> ElasticJob:
+    template = {"spec": {"containers": [{"name": "main", "image": "i"}]}}
+    job = parse_elastic_job(
+        {
+            "metadata": {"name": name, "namespace": "lab", "uid": f"{name}-uid"},
+            "spec": {"run": ["t.py"], "store": store, "template": template, **spec},
+        }
+    )
+    assert isinstance(job, ElasticJob), job
+    return job
 
 
 def wait_for(condition: Callable[[], object], what: str = "it") -> None:
@@ -112,6 +126,24 @@ def test_store_away_for_long_is_said(
     with contextlib.closing(StoreServer(str(tmp_path / "served.sqlite"), ListenAddress("127.0.0.1", port))):
         wait_for(lambda: told, "the store's return")
         assert directory.ask("a", url, "workers", "j", namespace="lab").unreachable == ""
+
+
+def test_word_of_a_dead_master_is_old(
+    directory: StoreDirectory, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that lives writes it again, each ten seconds; a job that has none of its own waits for it no longer."""
+    monkeypatch.setattr("edl.master.kube.operator.stores.follower._SILENT_S", 0.3)
+    url = f"sqlite://{tmp_path}/store.sqlite"
+    jobs = [make_job(url, "a"), make_job(url, "b", master={"enabled": True})]
+    with open_store(url) as store, contextlib.closing(LiveSurroundings(told.append, StoreAllowlist(url))) as found:
+        for job in jobs:
+            store.put(wanted_key("workers", job.job_id), wanted(5))
+        wait_for(lambda: found.look(jobs[1]).wanted == 5)
+        wait_for(lambda: found.look(jobs[0]).wanted is None, "the silence")
+        wait_for(lambda: jobs[0].key in told, "a look at the job")
+        assert found.look(jobs[1]).wanted == 5, "the operator keeps its master alive"
+        monkeypatch.setattr("edl.master.kube.operator.stores.follower._SILENT_S", 600.0)
+        wait_for(lambda: found.look(jobs[0]).wanted == 5)
 
 
 def test_bad_store_is_no_answer(directory: StoreDirectory) -> None:

@@ -32,6 +32,8 @@ class SimulatedCluster:
         self.store_unreachable = ""
         self.pods: dict[str, dict[str, Any]] = {}
         self.pod_events: dict[str, dict[str, str]] = {}
+        self.strangers: set[str] = set()
+        self.default_store = ""
         self.events: list[EventNote] = []
         self.created = 0
         self.status_writes = 0
@@ -44,13 +46,14 @@ class SimulatedCluster:
 
     @property
     def pool(self) -> TeacherPool:
-        parsed = parse_teacher_pool(self.resource)
+        parsed = parse_teacher_pool(self.resource, self.default_store)
         assert isinstance(parsed, TeacherPool), parsed
         return parsed
 
     def teachers(self) -> list[dict[str, Any]]:
         """Return teachers that were not asked to leave."""
         found = [pod for pod in self.pods.values() if "edl.io/pool" in pod["metadata"]["labels"]]
+        found = [pod for pod in found if pod["metadata"]["uid"] not in self.strangers]
         return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
     def edit(self, **spec: Any) -> None:
@@ -70,13 +73,14 @@ class SimulatedCluster:
 
     def plan(self) -> Plan:
         members, reasons = read_member_pods(copy.deepcopy(list(self.pods.values())), "pool-uid", self.pod_events)
-        assert not reasons
+        assert len(reasons) == len(self.strangers)
         capacity = None
         if self.capacity:
             capacity = ClusterCapacity.of([node(name, gpus) for name, gpus in self.nodes.items()], self.pods.values())
         observation = OwnerObservation(
             now_s=self.now_s,
             pods=members,
+            strangers=frozenset(self.strangers),
             capacity=capacity,
             wanted=self.wanted,
             store_stale=self.store_stale,

@@ -152,7 +152,7 @@ def test_shrinks_newest_first(capacity: bool) -> None:
     names = sorted(made.pods, key=lambda name: made.pods[name]["metadata"]["creationTimestamp"])
     plan = made.reconcile()
     assert {deletion.name for deletion in plan.delete} == set(names[2:])
-    assert {deletion.grace_period_s for deletion in plan.delete} == {10}
+    assert {deletion.grace_period_s for deletion in plan.delete} == {None}, "their pods' own, for which they drain"
     made.settle(5)
     assert sorted(made.pods) == sorted(names[:2])
     assert "Preempted" not in reasons(made), "it was the pool's own will"
@@ -260,6 +260,18 @@ def test_suspend_and_resume(capacity: bool) -> None:
     made.resource["spec"]["suspend"] = False
     made.settle(10)
     assert made.placed() == 4
+
+
+@BOTH
+def test_pool_has_no_disruption_budget(capacity: bool) -> None:
+    """A budget would make the scheduler hesitate to take a teacher's place."""
+    made = cluster([2], capacity, minReplicas=1)
+    for _ in range(10):
+        assert made.reconcile().apply == ()
+        made.schedule()
+        made.run_kubelets()
+        made.now_s += 1
+    assert made.placed() == 2
 
 
 @BOTH
@@ -482,6 +494,25 @@ def test_template_has_its_own_probes() -> None:
     (main,) = made.plan().create[0]["spec"]["containers"]
     assert main["readinessProbe"] == {"exec": {"command": ["true"]}}
     assert "livenessProbe" in main
+
+
+HTTP = {"name": "http", "containerPort": 9000}
+
+
+@pytest.mark.parametrize(
+    ("ports", "expected"),
+    [
+        ([], {"grpc": 8001, "metrics": 8002}),
+        ([HTTP], {"http": 9000, "metrics": 8002}),
+        ([HTTP, {"name": "metrics", "containerPort": 9001}], {"http": 9000, "metrics": 9001}),
+    ],
+)
+def test_metrics_have_a_port(ports: list[dict[str, Any]], expected: dict[str, int]) -> None:
+    """PodMonitor `edl-teachers` finds it by name, also beside the template's own ports."""
+    container = {**TEMPLATE["spec"]["containers"][0], "ports": ports}
+    (main,) = cluster([1], template={"spec": {"containers": [container]}}).plan().create[0]["spec"]["containers"]
+    assert {port["name"]: port["containerPort"] for port in main["ports"]} == expected
+    assert container["ports"] == ports, "the template is not changed"
 
 
 def test_arguments_are_read_by_edl_serve() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from edl.kube.objects import format_time
 from edl.master.kube.conditions import find_condition
+from edl.master.kube.members import MemberPod
 from edl.master.kube.pools.revision import REVISION_LABEL, hash_place, hash_revision
+from edl.master.kube.pools.updating import TeacherUpdate, choose_surplus
 from tests.unit.master.kube.pools.simulated_cluster import GPU, TEMPLATE, SimulatedCluster
 
 BOTH = pytest.mark.parametrize("capacity", [True, False], ids=["capacity", "probing"])
@@ -40,6 +45,22 @@ def go_on(made: SimulatedCluster, rounds: int = 100) -> tuple[int, int]:
         made.settle(1)
         fewest, most = min(fewest, count_ready(made)), max(most, len(made.teachers()))
     return fewest, most
+
+
+def go_on_without_nodes(made: SimulatedCluster, rounds: int) -> int:
+    """Let the pool go on, with a scheduler that finds no node for any new pod; return the fewest that were ready."""
+    fewest = count_ready(made)
+    for _ in range(rounds):
+        made.reconcile()
+        held = {name: pod for name, pod in made.pods.items() if "nodeName" not in pod["spec"]}
+        for name in held:
+            del made.pods[name]
+        made.schedule()
+        made.pods |= held
+        made.run_kubelets()
+        made.now_s += 1
+        fewest = min(fewest, count_ready(made))
+    return fewest
 
 
 def break_new(made: SimulatedCluster) -> None:
@@ -160,19 +181,30 @@ def test_successor_that_gets_no_node(capacity: bool, wanted: int) -> None:
     """The scheduler finds none, whatever seems idle, as with a volume that is not bound: one teacher went, no more."""
     made = pool([4], capacity, wanted=wanted)
     made.edit(serve=NEW)
-    fewest = wanted
-    for _ in range(150):
-        made.reconcile()
-        held = {name: pod for name, pod in made.pods.items() if "nodeName" not in pod["spec"]}
-        for name in held:
-            del made.pods[name]
-        made.schedule()
-        made.pods |= held
-        made.run_kubelets()
-        made.now_s += 1
-        fewest = min(fewest, count_ready(made))
+    fewest = go_on_without_nodes(made, 150)
     assert fewest == wanted - 1
     assert condition(made, "Updated") == ("False", "Updating")
+
+
+@BOTH
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_minimum_beyond_the_room(capacity: bool, gpus: int) -> None:
+    """A teacher of the present spec waits for a node, and those of the spec before have all there are."""
+    made = pool([gpus], capacity, wanted=3, minReplicas=3)
+    assert (made.placed(), made.pending()) == (gpus, 1)
+    made.edit(serve=NEW)
+    fewest, _ = go_on(made, 200)
+    assert fewest == gpus - 1
+    assert (made.list_serves(), made.placed()) == (NEW, gpus)
+    assert condition(made, "Updated") == ("True", "UpToDate")
+
+
+@BOTH
+def test_minimum_that_fits_nowhere(capacity: bool) -> None:
+    made = pool([2], capacity, wanted=3, minReplicas=3)
+    made.edit(serve=NEW, template={"spec": {**TEMPLATE["spec"], "nodeSelector": {"a": "b"}}})
+    fewest = go_on_without_nodes(made, 200)
+    assert fewest == (2 if capacity else 1), "without `edl-capacity` one goes, and no other"
 
 
 @BOTH
@@ -247,6 +279,57 @@ def test_node_whose_clock_is_ahead() -> None:
     assert made.reconcile().delete
 
 
+def test_copy_of_a_teacher_holds_nothing_up() -> None:
+    """As of `kubectl debug --copy-to --keep-labels`: it has a teacher's labels, and is none."""
+    made = pool([4])
+    copied = copy.deepcopy(made.teachers()[0])
+    copied["metadata"] |= {"name": "copy", "uid": "copy-uid", "ownerReferences": []}
+    made.pods["copy"], made.strangers = copied, {"copy-uid"}
+    made.edit(serve=NEW)
+    made.settle(60)
+    assert (made.list_serves(), "copy" in made.pods) == (NEW, True)
+
+
+def test_teacher_that_hangs_is_named() -> None:
+    """Its containers do not end: what goes on is looked at seldom, and `kubectl describe` names it."""
+    made = pool([4])
+    made.edit(serve=NEW)
+    while not made.reconcile().delete:
+        made.schedule()
+        made.run_kubelets()
+        made.now_s += 1
+    (hanging,) = [name for name, pod in made.pods.items() if "deletionTimestamp" in pod["metadata"]]
+    assert made.reconcile().requeue_s == 1
+    made.now_s += 60
+    assert made.reconcile().requeue_s == 30
+    updated = find_condition(made.resource["status"], "Updated")
+    assert (updated["reason"], f"{hanging} has not ended yet" in updated["message"]) == ("Updating", True)
+
+
+@given(
+    teachers=st.lists(st.tuples(st.booleans(), st.sampled_from(["waits", "starts", "ready"])), max_size=12),
+    target=st.integers(0, 8),
+)
+def test_surplus_leaves_what_serves(teachers: list[tuple[bool, str]], target: int) -> None:
+    pods = [
+        MemberPod(
+            f"t{number}", "teacher", number, 0, str(number), ready=state == "ready", scheduled=state != "waits",
+            labels={REVISION_LABEL: "new" if new else "old"},
+        )
+        for number, (new, state) in enumerate(teachers)
+    ]  # fmt: skip
+    update = TeacherUpdate("new", None, "", False, None)
+    surplus = choose_surplus(update, pods, target)
+    limit = target + 1 if target and update.list_outdated(pods) else target
+    assert len({pod.name for pod in surplus}) == len(surplus) == max(0, len(pods) - limit)
+    kept = [pod for pod in pods if pod not in surplus]
+    if any(pod.ready for pod in surplus):
+        assert not [pod for pod in kept if not pod.scheduled and pod.labels[REVISION_LABEL] == "new"]
+        assert sum(pod.ready for pod in kept) >= min(target, sum(pod.ready for pod in pods)) or all(
+            pod.labels[REVISION_LABEL] == "old" for pod in kept
+        )
+
+
 def test_ready_for_seconds_before_the_next() -> None:
     made = pool([4], wanted=1)
     made.edit(serve=NEW)
@@ -274,6 +357,97 @@ def test_restart_in_the_middle() -> None:
             made.now_s += 1
             assert len(made.teachers()) >= 2
         assert made.list_serves() == NEW
+
+
+def pool_of_operators(capacity: bool, gpus: int) -> SimulatedCluster:
+    """Return a pool at rest that names no store: it has that of its operator."""
+    made = SimulatedCluster([gpus], capacity)
+    del made.resource["spec"]["store"]
+    made.default_store, made.wanted = "sqlite:///s", 2
+    made.settle(60)
+    return made
+
+
+@BOTH
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_operators_with_two_stores(capacity: bool, gpus: int) -> None:
+    """Each has another revision of the same spec: neither replaces what the other makes, and the status is at rest."""
+    made = pool_of_operators(capacity, gpus)
+    names, writes = set(made.pods), made.status_writes
+    for second in range(600):
+        for store in ("sqlite:///s", "sqlite:///t"):
+            made.default_store = store
+            made.reconcile()
+            made.schedule()
+            made.run_kubelets()
+        made.now_s += 1
+        if second == 300:
+            made.delete(min(names))
+    assert (len(set(made.pods) & names), len(made.teachers())) == (1, 2), "what ends is replaced all the same"
+    assert made.status_writes - writes < 60
+    made.settle(200)
+    assert made.placed() == 2
+    assert condition(made, "Updated") == ("True", "UpToDate"), "the other has gone"
+
+
+def test_operators_without_teachers() -> None:
+    made = pool_of_operators(True, 2)
+    made.wanted = 0
+    made.settle(30)
+    writes = made.status_writes
+    for _ in range(100):
+        for store in ("sqlite:///s", "sqlite:///t"):
+            made.default_store = store
+            made.reconcile()
+        made.now_s += 1
+    assert made.status_writes - writes < 10
+
+
+@BOTH
+def test_operator_with_another_store(capacity: bool) -> None:
+    """As after an upgrade: its teachers are replaced, after a minute in which the one before may have run yet."""
+    made = pool_of_operators(capacity, 4)
+    names = set(made.pods)
+    made.default_store = "sqlite:///t"
+    made.settle(55)
+    assert set(made.pods) == names
+    assert condition(made, "Updated") == ("False", "Updating")
+    assert go_on(made) == (2, 3)
+    assert not set(made.pods) & names
+    assert condition(made, "Updated") == ("True", "UpToDate")
+    assert "revisionSince" not in made.resource["status"]
+
+
+@BOTH
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_edit_that_two_operators_see(capacity: bool, gpus: int) -> None:
+    made = pool_of_operators(capacity, gpus)
+    made.edit(serve=NEW)
+    for _ in range(300):
+        for store in ("sqlite:///s", "sqlite:///t"):
+            made.default_store = store
+            made.reconcile()
+            made.schedule()
+            made.run_kubelets()
+            assert count_ready(made) >= 1
+        made.now_s += 1
+    assert made.created <= 4, "what the first did before the second had looked"
+    made.settle(250)
+    assert (made.list_serves(), made.placed(), condition(made, "Updated")[0]) == (NEW, 2, "True")
+
+
+def test_beside_an_older_operator() -> None:
+    """It takes away what is one too many, and drops what it does not know from the status."""
+    made = pool([4])
+    made.edit(serve=NEW)
+    for _ in range(300):
+        made.settle(1)
+        for name in ("revision", "revisionSince", "updatedReplicas", "servedPlaces", "awaitedMember"):
+            made.resource["status"].pop(name, None)
+        for pod in made.teachers()[2:]:
+            made.delete(pod["metadata"]["name"])
+    assert made.created <= 4, "two at first, and few that were made in vain"
+    assert count_ready(made) == 2
 
 
 @pytest.mark.parametrize(

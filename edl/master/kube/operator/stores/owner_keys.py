@@ -1,4 +1,4 @@
-"""`JobKeyCleanup`: deletes what a job left in its store on Kubernetes when its ElasticJob has been deleted."""
+"""`OwnerKeyCleanup`: deletes what jobs and pools left in stores on Kubernetes when they have been deleted."""
 
 from __future__ import annotations
 
@@ -6,49 +6,58 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from edl.background import BackgroundLoop
 from edl.discovery import Store
 from edl.errors import AccessDeniedError, DiscoveryError, KubernetesError, SettingsError
 from edl.kube.settings import KubeSettings
-from edl.load_reporting.wanted import wanted_key
+from edl.load_reporting.wanted import WantedKind, wanted_key
 from edl.master.kube.operator.stores.opening import open_cluster_store
-from edl.master.kube.resources import ElasticJob
+from edl.master.kube.resources import ElasticJob, TeacherPool
 from edl.master.naming import election_key, report_key
 
-__all__ = ["JobKeyCleanup", "delete_job_keys"]
+__all__ = ["OwnerKeyCleanup", "delete_job_keys"]
 
 logger = logging.getLogger(__name__)
 
 _FIRST_S: Final = 60.0
 """After the deletion: pods of most jobs have ended by then."""
 _RETRY_S: Final = 60.0
-"""Between two looks at a job whose pods are still there, or whose store does not answer."""
+"""Between two looks at a resource whose pods are still there, or whose store does not answer."""
 _DENIED_RETRY_S: Final = 300.0
 """Between two tries where access is denied: a Role that is made anew is missing for a moment."""
 _PATIENCE_S: Final = 3600.0
-"""After so long the keys of a job stay: pods that outlive their owner by this were left on purpose."""
+"""After so long the keys stay: pods that outlive their owner by this were left on purpose."""
 _PACE_S: Final = 1.0
 """Between two jobs: hundreds may be deleted at once, and each has some dozens of keys."""
+_MOST_TRACES: Final = 10
+"""Stores and services that are remembered of a resource whose author edits them again and again."""
 
 
 @dataclass(frozen=True)
 class _Trace:
-    """What is known of a job that is there, or was.
+    """What is known of a job or pool that is there, or was, and of a store that it has or had.
 
     Attributes:
-        uid: of the ElasticJob, by which its pods are found.
-        job_id: by which its keys are found.
-        store: URL of its store.
+        uid: of the resource, by which its pods are found.
+        kind: "workers" of a job, or "teachers" of a pool.
+        name: the job's ID, or the pool's service, by which keys are found.
+        store: URL of the store.
         namespace: of its pods.
     """
 
     uid: str
-    job_id: str
+    kind: WantedKind
+    name: str
     store: str
     namespace: str
+
+    @property
+    def title(self) -> str:
+        """What the log calls it."""
+        return f"job {self.name}" if self.kind == "workers" else f"service {self.name}"
 
 
 @dataclass
@@ -56,25 +65,27 @@ class _Removal:
     """A cleanup that is to come.
 
     Attributes:
-        trace: of the job.
+        trace: of the resource.
         due_s: when to try, by the monotonic clock.
         end_s: when to give up.
+        version: of the key of the service at the try before; None before the first.
     """
 
     trace: _Trace
     due_s: float
     end_s: float
+    version: int | None = None
 
 
-class JobKeyCleanup:
-    """Notes jobs, and deletes the keys of those that are gone: best effort, while this operator runs. Thread-safe.
+class OwnerKeyCleanup:
+    """Notes resources, and deletes the keys of those that are gone: best effort, while this operator runs. Thread-safe.
 
     Only keys in `kubernetes://` are deleted, which are objects of the cluster and would stay in it for ever. In other
     stores they are history, for `edl status`.
 
     Args:
         has_pods: whether pods of an owner are there, by namespace and uid; raises a KubernetesError if that is unknown.
-        may_open: whether the operator opens a store, by URL and namespace of the job.
+        may_open: whether the operator opens a store, by URL and namespace of the resource.
         kube: the cluster that the keys are in.
         clock: monotonic seconds.
     """
@@ -91,21 +102,26 @@ class JobKeyCleanup:
         self._kube = kube
         self._clock = clock
         self._lock = threading.Lock()
-        self._known: dict[str, _Trace] = {}
+        self._known: dict[str, tuple[_Trace, ...]] = {}
         self._removals: list[_Removal] = []
-        self._loop = BackgroundLoop("edl-operator-job-keys", self.step)
+        self._loop = BackgroundLoop("edl-operator-owner-keys", self.step)
 
-    def note(self, job: ElasticJob) -> None:
-        """Note a job that is there. Another of the same name means that the one before is gone.
+    def note(self, owner: ElasticJob | TeacherPool) -> None:
+        """Note a resource that is there. Another of the same name means that the one before is gone.
 
         Args:
-            job: as it was read.
+            owner: as it was read; it may have had another store or service until now.
         """
-        trace = _Trace(job.uid, job.job_id, job.store, job.namespace)
+        kind: WantedKind = "workers" if isinstance(owner, ElasticJob) else "teachers"
+        name = owner.job_id if isinstance(owner, ElasticJob) else owner.service
+        trace = _Trace(owner.uid, kind, name, owner.store, owner.namespace)
         with self._lock:
-            before, self._known[job.key] = self._known.get(job.key), trace
-        if before is not None and before.uid != trace.uid:
-            self._schedule(before)
+            before = self._known.get(owner.key, ())
+            kept = [other for other in before if other.uid == trace.uid and other != trace]
+            self._known[owner.key] = (*kept, trace)[-_MOST_TRACES:]
+        for other in before:
+            if other.uid != trace.uid:
+                self._schedule(other)
 
     def note_gone(self, key: str) -> None:
         """Note that a resource has been deleted.
@@ -114,8 +130,8 @@ class JobKeyCleanup:
             key: of the resource.
         """
         with self._lock:
-            trace = self._known.pop(key, None)
-        if trace is not None:
+            traces = self._known.pop(key, ())
+        for trace in traces:
             self._schedule(trace)
 
     def close(self) -> None:
@@ -123,7 +139,7 @@ class JobKeyCleanup:
         self._loop.close()
 
     def step(self) -> float | None:
-        """Clean up after the job whose turn it is; return in how many seconds to do so again."""
+        """Clean up after the resource whose turn it is; return in how many seconds to do so again."""
         now_s = self._clock()
         with self._lock:
             removal = min(self._removals, key=lambda found: found.due_s, default=None)
@@ -140,9 +156,9 @@ class JobKeyCleanup:
                 return _PACE_S
             else:
                 with open_cluster_store(trace.store, self._kube) as store:
-                    reason = delete_job_keys(store, trace.job_id)
+                    reason = _delete_keys(store, removal)
         except SettingsError as exc:
-            logger.warning("keys of job %s stay in %s: %s", trace.job_id, trace.store, exc)
+            logger.warning("keys of %s stay in %s: %s", trace.title, trace.store, exc)
             return _PACE_S
         except AccessDeniedError as exc:
             reason, retry_s = str(exc), _DENIED_RETRY_S
@@ -152,9 +168,9 @@ class JobKeyCleanup:
                 retry_s = _DENIED_RETRY_S
         if reason and now_s < removal.end_s:
             with self._lock:
-                self._removals.append(_Removal(trace, now_s + retry_s, removal.end_s))
+                self._removals.append(replace(removal, due_s=now_s + retry_s))
         elif reason:
-            logger.warning("keys of job %s stay in %s: %s", trace.job_id, trace.store, reason)
+            logger.warning("keys of %s stay in %s: %s", trace.title, trace.store, reason)
         return _PACE_S
 
     def _schedule(self, trace: _Trace) -> None:
@@ -164,6 +180,21 @@ class JobKeyCleanup:
         with self._lock:
             self._removals.append(_Removal(trace, now_s + _FIRST_S, now_s + _PATIENCE_S))
         self._loop.wake()
+
+
+def _delete_keys(store: Store, removal: _Removal) -> str:
+    """Delete what a resource left; return why it is in use, empty if all is deleted."""
+    trace = removal.trace
+    if trace.kind == "workers":
+        return delete_job_keys(store, trace.name)
+    entry = store.get(wanted_key("teachers", trace.name))
+    if entry is None:
+        return ""
+    if removal.version != entry.version:  # which tells at the next try whether an advisor writes it
+        removal.version = entry.version
+        return f"an advisor says how many teachers of {trace.name} are wanted, for others that serve or ask them"
+    store.delete(entry.key, entry.version)
+    return ""
 
 
 def delete_job_keys(store: Store, job_id: str) -> str:

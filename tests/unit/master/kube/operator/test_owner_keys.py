@@ -1,4 +1,4 @@
-"""Keys of deleted jobs: gone when nothing uses them, and no other's."""
+"""Keys of deleted jobs and pools: gone when nothing uses them, and no other's."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from edl.discovery import Store, open_store
 from edl.errors import AccessDeniedError, DiscoveryError, KubernetesError
 from edl.kube.settings import KubeSettings
 from edl.load_reporting.wanted import wanted_key
-from edl.master.kube.operator.stores import job_keys
-from edl.master.kube.operator.stores.job_keys import JobKeyCleanup, delete_job_keys
-from edl.master.kube.resources import ElasticJob, parse_elastic_job
+from edl.master.kube.operator.stores import owner_keys
+from edl.master.kube.operator.stores.owner_keys import OwnerKeyCleanup, delete_job_keys
+from edl.master.kube.resources import ElasticJob, TeacherPool, parse_elastic_job, parse_teacher_pool
 from edl.master.naming import election_key, report_key
 
 JOB_KEYS = ("world", "run", "events/1", "ledger/1")
@@ -38,6 +38,18 @@ def make_job(uid: str = "12345678-a", store: str = "kubernetes://lab") -> Elasti
     )
     assert isinstance(job, ElasticJob), job
     return job
+
+
+def make_pool() -> TeacherPool:
+    template = {"spec": {"containers": [{"name": "main", "image": "i"}]}}
+    pool = parse_teacher_pool(
+        {
+            "metadata": {"name": "p", "namespace": "lab", "uid": "pool-uid"},
+            "spec": {"serve": ["m.py:f"], "service": "digits", "store": "kubernetes://lab", "template": template},
+        }
+    )
+    assert isinstance(pool, TeacherPool), pool
+    return pool
 
 
 def fill(store: Store, job_id: str) -> list[str]:
@@ -89,8 +101,8 @@ class Cleanup:
                 raise self.trouble
             return contextlib.nullcontext(store)
 
-        monkeypatch.setattr(job_keys, "open_cluster_store", open_it)
-        self.cleanup = JobKeyCleanup(
+        monkeypatch.setattr(owner_keys, "open_cluster_store", open_it)
+        self.cleanup = OwnerKeyCleanup(
             self._has_pods, lambda url, namespace: url.endswith(namespace), KubeSettings(), lambda: self.now_s
         )
         self.cleanup._loop.close()
@@ -178,3 +190,32 @@ def test_denied_store_is_asked_seldom(store: Store, cleanup: Cleanup) -> None:
     cleanup.trouble.__cause__ = AccessDeniedError("not allowed (403)")
     cleanup.run(1200)
     assert len(cleanup.opened) == 4
+
+
+def test_former_store_is_cleaned_too(store: Store, cleanup: Cleanup) -> None:
+    """A job that was suspended, given another store, and resumed."""
+    for url in ("kubernetes://lab", "kubernetes://x.lab", "kubernetes://lab"):
+        cleanup.cleanup.note(make_job(store=url))
+    cleanup.cleanup.note_gone(make_job().key)
+    cleanup.run(600)
+    assert sorted(cleanup.opened) == ["kubernetes://lab", "kubernetes://x.lab"]
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_what_a_deleted_pool_wanted_goes(store: Store, cleanup: Cleanup, written: bool) -> None:
+    """Unless an advisor goes on to write it: another pool, or a person's teachers, may be of the same service."""
+    key, other = wanted_key("teachers", "digits"), wanted_key("teachers", "other")
+    pool = make_pool()
+    for name in (key, other):
+        store.put(name, b"x")
+    cleanup.cleanup.note(pool)
+    cleanup.cleanup.note_gone(pool.key)
+    cleanup.pods = True
+    cleanup.run(300)
+    assert cleanup.opened == [], "its teachers drain"
+    cleanup.pods = False
+    for number in range(10):
+        if written:
+            store.put(key, f"{number}".encode())
+        cleanup.run(60)
+    assert list_keys(store) == ([key, other] if written else [other])

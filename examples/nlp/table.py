@@ -74,7 +74,7 @@ for arm, (name, color) in enumerate(zip(ARMS.values(), ("#b8bec7", "#7d8794", "#
         axes.plot([place] * len(of_net), of_net, ".", color="black", markersize=4)
 axes.axhline(mean(teacher), color="#c0392b", linestyle="--", linewidth=1, label="teacher")
 axes.set_xticks(range(len(NETS)), NETS.values())
-axes.set_ylim(50, None)
+axes.set_ylim(50, None)  # what guessing gets right
 axes.set_ylabel(f"% right on the test texts; dots: {len(seeds)} seeds")
 figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize="small")
 figure.savefig(options.picture, dpi=120)

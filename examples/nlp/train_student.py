@@ -40,7 +40,7 @@ def train(model: nn.Module, labelled: Iterable[tuple[dict, torch.Tensor | None]]
     best, weights = 0.0, {}
     for step, (batch, soft) in enumerate(itertools.islice(labelled, options.steps), 1):
         logits, labels = model.train()(torch.from_numpy(batch["ids"])), torch.from_numpy(batch["labels"])
-        loss = nn.functional.cross_entropy(logits, labels) if soft is None else loss_of(logits, soft, labels)
+        loss = loss_of(logits, soft, labels)  # without soft labels it is the cross-entropy
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -8,12 +8,11 @@ import nets_paddle
 import paddle
 import settings
 import texts
-from paddle.nn import functional
 from tokenizers import Tokenizer
 
 from edl.distill.cache import SoftLabelCache
 from edl.distill.paddle import distill
-from edl.distill.paddle_losses import kl_divergence
+from edl.distill.paddle_losses import DistillLoss
 
 Item = TypeVar("Item")
 options = settings.student_options(__doc__, ["bow"])
@@ -21,6 +20,7 @@ paddle.seed(options.seed)
 parts = texts.load(options.data, options.labelled, options.unlabelled, options.seed)
 tokenizer = Tokenizer.from_file(f"{options.tokenizer}/tokenizer.json")
 dev, test = (texts.Encoded(part, tokenizer) for part in (parts.dev, parts.test))
+loss_of = DistillLoss(temperature=2.0, alpha=0.5)
 
 
 def batches(of: list[texts.Text]) -> paddle.io.DataLoader:
@@ -37,11 +37,7 @@ def train(model: paddle.nn.Layer, labelled: Iterable[tuple[dict, paddle.Tensor |
     best, weights = 0.0, {}
     for step, (batch, soft) in enumerate(itertools.islice(labelled, options.steps), 1):
         model.train()
-        logits = model(paddle.to_tensor(batch["ids"]))
-        loss = functional.cross_entropy(logits, paddle.to_tensor(batch["labels"]), ignore_index=texts.NO_LABEL)
-        if soft is not None:
-            loss = 0.5 * loss + 0.5 * kl_divergence(logits, soft, temperature=2.0)
-        loss.backward()
+        loss_of(model(paddle.to_tensor(batch["ids"])), soft, paddle.to_tensor(batch["labels"])).backward()
         optimizer.step()
         optimizer.clear_grad()
         if step % settings.CHECK_EVERY == 0 and (right := accuracy(model, dev)) > best:

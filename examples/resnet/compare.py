@@ -1,5 +1,7 @@
 """Trains students on labels alone, distilled, and distilled while teachers and a node are killed; a file for each run.
 
+Also how quick a student is that has half of the cores for itself, alone and while teachers have the other half.
+
 Runs that have their file are not made again. `python report.py` makes the table and the picture of the files.
 """
 
@@ -19,6 +21,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 EDL = [sys.executable, "-m", "edl"]
 ARMS = ("hard", "distilled", "killed")
+SPEEDS = ("alone", "remote")
 # What happens in a killed run, by the share of the steps that are done.
 SCHEDULE = (
     (0.10, "kill a teacher"),
@@ -49,10 +52,22 @@ class Run:
         self.nodes: list[subprocess.Popen[bytes]] = []
         self.teachers: list[subprocess.Popen[bytes]] = []
         self.events: list[dict[str, Any]] = []
+        self.cores: dict[str, list[int]] = {}
+
+    def part_cores(self) -> None:
+        """Give student and teachers half of the cores each, as if they were on two machines."""
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) == 1:
+            raise SystemExit("one core cannot be parted: leave `alone` and `remote` out of --arms")
+        half = len(cores) // 2
+        self.cores = {"run": cores[:half], "serve": cores[half:]}
 
     def start(self, command: list[str]) -> subprocess.Popen[bytes]:
         with self.output.open("ab") as output:
-            return subprocess.Popen(command, cwd=HERE, env=self.environ, stdout=output, stderr=output)
+            process = subprocess.Popen(command, cwd=HERE, env=self.environ, stdout=output, stderr=output)
+        if self.cores:
+            os.sched_setaffinity(process.pid, self.cores[command[len(EDL)]])  # before it has threads or children
+        return process
 
     def do_action(self, action: str) -> None:
         match action:
@@ -79,7 +94,7 @@ class Run:
     def follow(self, schedule: tuple[tuple[float, str], ...], limit_s: float) -> list[dict[str, Any]]:
         """Wait for the student, and do what the schedule says when it is so far."""
         due, deadline = list(schedule), time.monotonic() + limit_s
-        while self.nodes[0].poll() is None:  # the other one, should it come late, would begin anew
+        while self.nodes[0].poll() is None:  # the other one, should it come late, finds that the job has ended
             lines = self.read_lines()
             done = lines[-1]["step"] / lines[-1]["of"] if lines else 0.0
             while due and done >= due[0][0]:
@@ -100,14 +115,18 @@ class Run:
 def train(arm: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Train a student, and return what came of it."""
     data = options.data if options.data == "digits" else str(Path(options.data).resolve())
-    student = ["--data", data, "--images", str(options.images), "--epochs", str(options.epochs)]
+    epochs = min(options.epochs, 3) if arm in SPEEDS else options.epochs
+    student = ["--data", data, "--images", str(options.images), "--epochs", str(epochs)]
     student += ["--seed", str(seed), *options.student.split()]
-    if arm != "hard":
+    taught = arm not in ("hard", "alone")
+    if taught:
         student += ["--teachers", "teacher"]
     with tempfile.TemporaryDirectory() as folder:
         run = Run(Path(folder), options, student)
+        if arm in SPEEDS:
+            run.part_cores()
         try:
-            for action in () if arm == "hard" else ("start a teacher", "start a teacher"):
+            for action in ("start a teacher", "start a teacher") if taught else ():
                 run.do_action(action)
             for _ in range(2 if arm == "killed" else 1):
                 run.do_action("start a node")
@@ -137,7 +156,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", default="digits", help="a folder, or digits")
     parser.add_argument("--teacher", type=Path, default=Path("teacher.pt"), help="weights by train_teacher.py")
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
+    parser.add_argument("--arms", nargs="+", default=[*ARMS, *SPEEDS], choices=[*ARMS, *SPEEDS])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--images", type=int, default=0, help="students train on so many (default: all)")
     parser.add_argument("--epochs", type=int, default=20)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import os
 from pathlib import Path
 
 import numpy as np
 import torch
-from nets import normalize
+from nets import load_library, normalize
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -56,10 +55,13 @@ def open_images(source: str, part: str, crop: int = 0, count: int = 0) -> Datase
         part: "train" (random crops, mirrored at random), or "test" (the middle).
         crop: height and width of what is cut out; 0 for images that are small and of one size.
         count: without `crop`, use so many of them.
+
+    Raises:
+        ImportError: torchvision, which `crop` needs, is not installed or does not fit PyTorch.
     """
     if not crop:
         return Images(source, part, count)
-    datasets, t = (importlib.import_module(f"torchvision.{name}") for name in ("datasets", "transforms"))
+    datasets, t = (load_library(f"torchvision.{name}", f"--crop {crop}") for name in ("datasets", "transforms"))
     train = [t.RandomResizedCrop(crop), t.RandomHorizontalFlip()]
     steps = train if part == "train" else [t.Resize(crop * 8 // 7), t.CenterCrop(crop)]
     return datasets.ImageFolder(Path(source, part), t.Compose([*steps, t.PILToTensor()]))

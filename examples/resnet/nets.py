@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 OWN = {"small": (16, 1), "deep": (32, 2)}  # channels of the first stage, blocks a stage
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet's: `edl serve --normalize imagenet`
+
+_FITS = f"for torch {torch.__version__}, from where that was installed (README.md, ImageNet on GPUs)"
 
 
 class Block(nn.Module):
@@ -51,15 +54,42 @@ def build(arch: str = "small", classes: int | str = 10, pretrained: str = "no") 
         arch: "small" (8 layers), "deep" (14 layers), or a name of a library: "torchvision:resnet50", "timm:resnet50d".
         classes: how many.
         pretrained: "yes" for the library's own weights, which it downloads.
+
+    Raises:
+        ImportError: the library is not installed, or does not fit PyTorch.
+        ValueError: there is no such network.
     """
     library, _, name = arch.rpartition(":")
-    if not library:
-        return resnet(*OWN[name], int(classes)).to(memory_format=torch.channels_last)
     weights = pretrained == "yes"
     if library == "torchvision":
-        models = importlib.import_module("torchvision.models")
+        models = load_library("torchvision.models", f"arch={arch}")
         return models.get_model(name, weights="DEFAULT" if weights else None, num_classes=int(classes))
-    return importlib.import_module("timm").create_model(name, pretrained=weights, num_classes=int(classes))
+    if library == "timm":
+        return load_library("timm", f"arch={arch}").create_model(name, pretrained=weights, num_classes=int(classes))
+    if library or name not in OWN:
+        raise ValueError(f"arch={arch}: must be one of {', '.join(OWN)}, torchvision:NAME or timm:NAME")
+    return resnet(*OWN[name], int(classes)).to(memory_format=torch.channels_last)
+
+
+def load_library(module: str, wanted_by: str) -> Any:
+    """Import a module of torchvision or timm, which are needed only where they are named.
+
+    Args:
+        module: its name.
+        wanted_by: the setting that needs it, for the message.
+
+    Raises:
+        ImportError: it is not installed, or does not fit PyTorch; says what to install.
+    """
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as exc:
+        if exc.name not in ("torchvision", "timm"):
+            raise
+        raise ImportError(f"{wanted_by} needs {package}: pip install {package}, with a torchvision {_FITS}") from exc
+    except (ImportError, OSError, RuntimeError) as exc:  # torchvision's operators are compiled for another torch
+        raise ImportError(f"{wanted_by}: {package} cannot be imported ({exc}): take a torchvision {_FITS}") from exc
 
 
 def normalize(images: Tensor) -> Tensor:

@@ -6,19 +6,18 @@ import argparse
 import json
 import os
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from data import accuracy_of, class_count, open_images
 from nets import build, normalize
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from edl.collective import Checkpointer, ElasticSampler, ElasticTrainer, State
+from edl.distill import ReaderStats
 from edl.distill.losses import DistillLoss
 from edl.distill.torch import distill
 
@@ -35,7 +34,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(network.parameters(), options.lr, momentum=0.9, weight_decay=5e-4, nesterov=True)
     steps = options.epochs * (len(train) // options.batch)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, steps + 1, pct_start=0.2)
-    soft_loss = DistillLoss(options.temperature, options.alpha)
+    loss_of = DistillLoss(options.temperature, options.alpha)
 
     sampler = ElasticSampler(len(train), global_batch=options.batch, seed=options.seed, tail="drop")
     state = State(model=network, optimizer=optimizer, schedule=schedule, sampler=sampler, step=0)
@@ -44,20 +43,14 @@ def main() -> None:
         model = DistributedDataParallel(network) if dist.is_initialized() else network
         trainer = ElasticTrainer(model, optimizer, sampler=sampler)
         loader = DataLoader(train, batch_sampler=sampler, num_workers=options.workers, generator=torch.Generator())
-        batches: Any = loader  # each is (images, labels)
-        if options.teachers:  # each is ((images, labels), logits): the teachers are sent the images, not the labels
-            batches = distill(loader, options.teachers, inputs=["image", None], outputs="logits", device=device)
-        journal = Journal(options.log, steps, batches)
-        with batches if options.teachers else nullcontext():
+        # Teachers are sent the images, not the labels. An empty list is none: logits are None then.
+        teachers = options.teachers or []
+        with distill(loader, teachers, inputs=["image", None], outputs="logits", device=device) as batches:
+            journal = Journal(options.log, steps, batches.stats if teachers else None)
             for epoch in sampler.epochs(options.epochs):
                 for batch in batches:
-                    for part in trainer.micro_batches(batch):
-                        if options.teachers:
-                            (images, labels), logits = part
-                            loss = soft_loss(model(normalize(images)), logits, labels)
-                        else:
-                            images, labels = (tensor.to(device) for tensor in part)
-                            loss = cross_entropy(model(normalize(images)), labels)
+                    for (images, labels), logits in trainer.micro_batches(batch):
+                        loss = loss_of(model(normalize(images)), logits, labels)
                         trainer.backward(loss)
                     trainer.step()
                     schedule.step()
@@ -74,8 +67,8 @@ def main() -> None:
 class Journal:
     """Lines of JSON by the first rank: every ten steps, and after each epoch, which is printed as well."""
 
-    def __init__(self, path: str, steps: int, batches: Any) -> None:
-        self.path, self.steps, self.batches = path, steps, batches
+    def __init__(self, path: str, steps: int, stats: Callable[[], ReaderStats] | None) -> None:
+        self.path, self.steps, self.stats = path, steps, stats
         self.first = not dist.is_initialized() or dist.get_rank() == 0
         self.nodes = dist.get_world_size() if dist.is_initialized() else 1
 
@@ -83,15 +76,14 @@ class Journal:
         if not self.first:
             return
         facts |= {"of": self.steps, "time": time.time(), "cpu_s": time.process_time(), "nodes": self.nodes}
-        if stats := getattr(self.batches, "stats", None):
-            now = stats()
+        if now := self.stats() if self.stats else None:
             facts |= {"teachers": now.teachers_live, "rows": now.rows_delivered, "resent": now.rows_resent}
             facts |= {"waited_s": now.wait_s}
         if self.path:
             with Path(self.path).open("a") as file:
                 file.write(json.dumps(facts) + "\n")
         if "accuracy" in facts:
-            taught = f", {now.line()}" if stats else ""
+            taught = f", {now.line()}" if now else ""
             print(f"epoch {facts['epoch']}: {facts['accuracy']:.1%} right, {self.nodes} node(s){taught}", flush=True)
 
 

@@ -94,3 +94,16 @@ def test_nlp_table(tmp_path: Path) -> None:
     assert "| hard labels | 61.0 ± 1.4 | 61.0 ± 1.4 | 61.0 ± 1.4 |" in done.stdout
     assert "| of both | +8.0 (+8.0 to +8.0) |" in done.stdout
     assert (tmp_path / "accuracy.png").stat().st_size > 5_000
+
+
+def test_nlp_readme_has_the_table(tmp_path: Path) -> None:
+    """The README's tables are what the program makes of the results that lie beside it."""
+    pytest.importorskip("matplotlib", reason="the table's program draws as well")
+    example = EXAMPLES / "nlp"
+    command = [sys.executable, str(example / "table.py"), "--results", str(example / "results.jsonl")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    assert len(rows) == 13
+    readme = (example / "README.md").read_text().splitlines()
+    assert [row for row in rows if row not in readme] == []

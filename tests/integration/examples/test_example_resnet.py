@@ -89,6 +89,55 @@ def test_table_is_of_runs(tmp_path: Path) -> None:
     assert (tmp_path / "README.md").read_text() == (example / "README.md").read_text()
 
 
+MISSING = "raise ModuleNotFoundError('No module named {0}', name='{0}')"
+BROKEN = {"torchvision": "raise RuntimeError('operator torchvision::nms does not exist')", "timm": "import torchvision"}
+CALLS = """
+import data, nets
+for call in (
+    lambda: nets.build("timm:resnet50d"),
+    lambda: nets.build("torchvision:resnet50"),
+    lambda: data.open_images("folder", "train", crop=224),
+    lambda: nets.build("tim:resnet50d"),
+):
+    try:
+        call()
+    except (ImportError, ValueError) as exc:
+        print(exc)
+"""
+
+
+@pytest.mark.parametrize(
+    ("modules", "expected"),
+    [
+        (
+            {name: MISSING.format(name) for name in BROKEN},
+            [
+                "arch=timm:resnet50d needs timm: pip install timm, with a torchvision for torch ",
+                "arch=torchvision:resnet50 needs torchvision: pip install torchvision, with a torchvision for torch ",
+                "--crop 224 needs torchvision: pip install torchvision, with a torchvision for torch ",
+            ],
+        ),
+        (
+            BROKEN,
+            [
+                "arch=timm:resnet50d: timm cannot be imported (operator torchvision::nms does not exist): take",
+                "arch=torchvision:resnet50: torchvision cannot be imported (operator torchvision::nms does not exist)",
+                "--crop 224: torchvision cannot be imported (operator torchvision::nms does not exist): take",
+            ],
+        ),
+    ],
+)
+def test_missing_library_is_named(tmp_path: Path, modules: dict[str, str], expected: list[str]) -> None:
+    """Without torchvision and timm, or with a torchvision for another torch, an error says what to install."""
+    pytest.importorskip("torch", reason="the example needs PyTorch")
+    for name, source in modules.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(EXAMPLES / "resnet")))}
+    shown = subprocess.check_output([sys.executable, "-c", CALLS], env=environment, text=True, timeout=120).splitlines()
+    wanted = [*expected, "arch=tim:resnet50d: must be one of small, deep, torchvision:NAME or timm:NAME"]
+    assert [line[: len(words)] for line, words in zip(shown, wanted, strict=True)] == wanted, shown
+
+
 def test_replaced_image_is_seen(tmp_path: Path) -> None:
     """A file that is replaced in place is decoded anew, though its folder has the time of before."""
     pytest.importorskip("torch", reason="the example needs PyTorch")

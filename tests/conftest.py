@@ -26,8 +26,8 @@ for _number in (signal.SIGHUP, signal.SIGQUIT):
 # after five, within which tests of recovery would take a worker for lost.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
-# An example's time says how busy the machine is.
-hypothesis.settings.register_profile("edl", deadline=None)
+# An example's time says how busy the machine is, and so does the time that it takes to think of one.
+hypothesis.settings.register_profile("edl", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("edl")
 
 pytest_plugins = [

@@ -42,7 +42,7 @@ def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         ports: list[int] = []
         while len(ports) < count:
-            port = random.randrange(20_000, 32_000)
+            port = random.SystemRandom().randrange(20_000, 32_000)  # tests seed the other one, of several workers alike
             try:
                 for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
                     stack.enter_context(socket.socket(socket.AF_INET, kind)).bind(("127.0.0.1", port))

@@ -9,7 +9,6 @@ import os
 import pathlib
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -22,17 +21,12 @@ import pytest
 import tritonclient.grpc
 
 from edl.protocol import kserve, names
+from tests.plugins_consul import free_ports
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _PYTHON = _ROOT / ".tools/triton/bin/python"
 _COPIED_MODEL = "/tmp/folder??????/1/model.py"
 _INSTALLED = _ROOT / ".tools/triton/installed"
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @dataclass
@@ -169,10 +163,11 @@ class TritonFactory:
                 `file.py:name` of a function `(inputs, output specs) -> outputs` over arrays by name.
             port: the gRPC port, to start again where another one was; 0 for a free one.
         """
-        port = port or _free_port()
+        own_port, http_port = free_ports(2)
+        port = port or own_port
         folder = pathlib.Path(tempfile.mkdtemp(prefix="edl-"))  # short, since Unix sockets lie below it
         command = [str(_PYTHON), str(_ROOT / "tools/triton_server.py"), "--name", model, "--function", function]
-        command += ["--grpc-port", str(port), "--http-port", str(_free_port()), "--max-batch", str(max_batch)]
+        command += ["--grpc-port", str(port), "--http-port", str(http_port), "--max-batch", str(max_batch)]
         for option, specs in (("--input", inputs), ("--output", outputs)):
             for spec in specs:
                 command += [option, spec]
@@ -208,7 +203,7 @@ class TritonFactory:
         place.mkdir(parents=True)
         (place / "model.py").write_text(source)
         (place.parent / "config.pbtxt").write_text(config)
-        port = _free_port()
+        port = free_ports(1)[0]
         script = "import sysconfig; print(sysconfig.get_config_var('LIBDIR'))"
         library = subprocess.run([_PYTHON, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
         command = [str(installed / "bin/tritonserver"), f"--model-repository={folder}/models"]

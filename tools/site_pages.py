@@ -14,13 +14,15 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 
-EXAMPLES = ("digits", "elastic", "nlp", "paddle", "resnet", "shards")
+EXAMPLES = ("digits", "elastic", "llm", "nlp", "paddle", "resnet", "shards")
 PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     **{f"examples/{name}/README.md": f"examples/{name}.md" for name in EXAMPLES},
+    "examples/llm/students.png": "examples/llm-students.png",
     "examples/resnet/accuracy.png": "examples/resnet-accuracy.png",
+    "examples/nlp/accuracy.png": "examples/nlp-accuracy.png",
 }
 """Pages and pictures outside of `docs/`: their path in the repository, and on the site."""
 

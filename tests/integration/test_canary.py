@@ -59,7 +59,8 @@ def mood(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def teacher(mood: Path, tmp_path: Path) -> Iterator[LocalTeacher]:
-    serve = {"canary": "0.05", "canary-timeout": "0.5s", "metrics-port": 0}
+    # On a busy machine a sound model may take half a second for an answer, and would be taken for a sick one.
+    serve = {"canary": "0.05", "canary-timeout": "2s", "metrics-port": 0}
     target = f"{tmp_path}/moody.py:Moody"
     discovery = f"sqlite:///{tmp_path}/discovery.sqlite"
     with LocalTeacher(target, service="s", discovery=discovery, serve=serve, mood=str(mood)) as started:

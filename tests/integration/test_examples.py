@@ -58,8 +58,8 @@ def right(told: str) -> float:
     return float(found[-1]) / 100
 
 
-def wait_for(service: str, url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 60
+def wait_for(service: str, url: str, server: subprocess.Popen[bytes], log: Path, wait_s: float = 60) -> None:
+    deadline = time.monotonic() + wait_s
     with open_registry(url) as registry:
         while not registry.snapshot(service).instances:
             assert server.poll() is None, log.read_text()

@@ -17,6 +17,7 @@ from edl.discovery import Instance, open_registry
 from edl.errors import SettingsError
 from edl.testing import LocalTeacher
 from edl_serving import cmd_register
+from tests.plugins_consul import free_ports
 from tests.plugins_triton import TritonFactory
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
@@ -103,7 +104,7 @@ def test_missing_model_never_enters(triton: TritonFactory, register: Start, url:
     """A model that the server lacks never enters."""
     server = triton.start("sums")
     process = register(server.endpoint, "--model", "nonesuch")
-    until(lambda: "nonesuch" in (tmp_path / "register.log").read_text(), 20)
+    until(lambda: "nonesuch" in (tmp_path / "register.log").read_text())
     with open_registry(url) as registry:
         assert registry.snapshot("nonesuch").instances == ()
     process.send_signal(signal.SIGINT)
@@ -112,8 +113,7 @@ def test_missing_model_never_enters(triton: TritonFactory, register: Start, url:
 
 def test_late_server_enters_hanging_leaves(register: Start, url: str) -> None:
     """A server that is not there yet is waited for and one that hangs leaves."""
-    with LocalTeacher("echo") as first:
-        port = first.port
+    (port,) = free_ports(1)
     process = register(f"127.0.0.1:{port}", "--service", "s", "--model", "m", "--failures", "3")
     with open_registry(url) as registry:
         assert registry.snapshot("s").instances == ()
@@ -176,6 +176,5 @@ def test_priority_is_told_to_students(triton: TritonFactory, register: Start, ur
     register(server.endpoint, "--service", "shared", "--model", server.model, "--priority", "lowest")
     with open_registry(url) as registry:
         until(
-            lambda: [instance.meta.get("priority") for instance in registry.snapshot("shared").instances] == ["lowest"],
-            20,
+            lambda: [instance.meta.get("priority") for instance in registry.snapshot("shared").instances] == ["lowest"]
         )

@@ -142,7 +142,7 @@ CONTRACTS = {
     "edl.discovery.store": ["Election", "Lease", "Store", "StoreWatch"],
 }
 """Beside `PUBLIC`, what others implement or build on."""
-REPEATED = {"Checkpointer"}
+REPEATED = {"Checkpointer", "DistillLoss"}
 """Class names of which another module has the same: Paddle's face has the public names that PyTorch's has."""
 
 

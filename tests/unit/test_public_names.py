@@ -23,7 +23,11 @@ PUBLIC = {
     "edl.dashboard.server": ["DashboardServer", "DashboardSettings"],
     "edl.dashboard.state": ["DashboardState", "StateReader", "as_json"],
     "edl.discovery": ["Instance", "Registry", "Snapshot", "Store", "open_registry", "open_store"],
-    "edl.distill": ["Credentials", "DistillReader", "Options", "ReaderStats", "Scorer", "Teachers", "on_policy"],
+    "edl.distill": [
+        *("Credentials", "DistillReader", "Options", "Policy", "ReaderStats", "Scorer", "Teachers", "TopK"),
+        *("on_policy",),
+    ],
+    "edl.distill.compress": ["TopK", "to_float16", "top_k"],
     "edl.distill.scoring": ["Scorer", "on_policy"],
     "edl.distill.cache": [
         "CacheKey",
@@ -43,6 +47,10 @@ PUBLIC = {
         *("token_log_probabilities", "token_loss", "top_k_kl"),
     ],
     "edl.distill.metrics": ["export"],
+    "edl.distill.paddle": ["PaddleLoader", "distill"],
+    "edl.distill.paddle_losses": [
+        *("DistillLoss", "kl_divergence", "logit_mse", "soft_cross_entropy", "token_loss", "top_k_kl"),
+    ],
     "edl.distill.torch": ["TorchLoader", "distill"],
     "edl.http_server": [],
     "edl.distill.transformers": ["DistillArguments", "DistillTrainer"],
@@ -69,7 +77,7 @@ PUBLIC = {
 
 
 def load(module: str) -> ModuleType:
-    if module == "edl.collective.paddle":
+    if "paddle" in module:
         pytest.importorskip("paddle", reason="PaddlePaddle is not installed")
     if module.startswith("edl.collective") or module in (
         *("edl.distill.losses", "edl.distill.torch", "edl.distill.views", "edl.master.client.torch"),

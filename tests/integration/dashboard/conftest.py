@@ -22,9 +22,9 @@ def look(browser: Browser) -> Iterator[Look]:
     opened: list[tuple[PageServer, Page]] = []
 
     def open_page(
-        state: Mapping[str, Any], width: int = 1280, height: int = 900, **options: Any
+        state: Mapping[str, Any], width: int = 1280, height: int = 900, port: int = 0, **options: Any
     ) -> tuple[PageServer, Page]:
-        server = PageServer(state)
+        server = PageServer(state, port)
         page = browser.open(server.url, width, height, **options)
         opened.append((server, page))
         page.wait(DRAWN)

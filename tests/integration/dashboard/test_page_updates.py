@@ -11,6 +11,7 @@ import pytest
 from tests.integration.dashboard import states
 from tests.integration.dashboard.conftest import DRAWN, Look, publish, wait_until
 from tests.integration.dashboard.page_server import PageServer
+from tests.plugins_consul import free_ports
 
 pytestmark = pytest.mark.chromium
 STATUS = "(document.querySelector('.connection')?.innerText ?? '')"
@@ -106,7 +107,7 @@ def test_a_job_comes_and_goes(look: Look) -> None:
 
 def test_lost_connection_is_said_and_mended(look: Look) -> None:
     """The server goes away, and another comes to its port."""
-    server, page = look(states.rich())
+    server, page = look(states.rich(), port=free_ports(1)[0])  # which no connection is given meanwhile
     page.wait(LIVE)
     server.close()
     page.wait(LOST)
@@ -166,6 +167,7 @@ def test_silent_stream_is_noticed(look: Look) -> None:
             .observe(document.documentElement, {attributes: true});
     """)
     began = time.monotonic()
+    publish(server, page, states.rich(states.NOW + 1))
     page.wait("seen.includes('lost')")
     assert time.monotonic() - began > 10, "a server that is a little slow is no lost one"
     wait_until(lambda: len(server.seen_ids) > 1)

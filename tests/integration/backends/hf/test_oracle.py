@@ -135,6 +135,24 @@ def test_classifiers_agree(checkpoint: Folder, name: str) -> None:
     torch.testing.assert_close(torch.from_numpy(backend.predict({"ids": rows})["logits"]), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("task", ["sequence-classification", "feature-extraction", "causal-lm"])
+def test_no_keys_and_values_are_kept(checkpoint: Folder, task: str) -> None:
+    """A decoder keeps them for the tokens that it may generate, unless it is told not to."""
+    name = "llama_classifier" if task == "sequence-classification" else "llama"
+    backend = load(checkpoint(name), task, max_tokens=64)
+    kept: list[Any] = []
+    for module in {backend._model, backend._model.base_model}:
+        module.register_forward_hook(lambda module, args, output: kept.append(output.past_key_values))
+    if task == "causal-lm":
+        backend.predict_top_k(tokens((3, 5)), 4, 1.0)
+    elif task == "feature-extraction":
+        backend.predict(tokens((3, 5)))
+    else:
+        backend.predict({"ids": np.array([np.ones(length, "<i4").tobytes() for length in (3, 5)], object)})
+    assert kept
+    assert all(found is None for found in kept)
+
+
 def test_a_head_is_sliced_where_it_may_be(checkpoint: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     from edl_serving.backends.hf import language_model
 

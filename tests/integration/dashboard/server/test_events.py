@@ -20,8 +20,8 @@ from tests.integration.dashboard.server import TIMEOUT_S, EventClient, ask, put_
 
 @pytest.fixture
 def impatient(url: str, store: Store) -> Iterator[str]:
-    """The URL of a page that lets slow clients go after three seconds."""
-    with DashboardServer(DashboardSettings(url, port=0), heartbeat_s=0.3, write_s=3.0) as server:
+    """The URL of a page that lets slow clients go after seconds: it is to be asked meanwhile, on a busy machine too."""
+    with DashboardServer(DashboardSettings(url, port=0), heartbeat_s=0.3, write_s=6.0) as server:
         yield server.url
 
 

@@ -125,7 +125,7 @@ def test_prometheus_and_grafana_s_queries(busy_page: str, tmp_path: Path) -> Non
             return not empty
 
         stopped = threading.Event()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not all_have_data() and time.monotonic() < deadline:
             stopped.wait(0.5)
         assert not empty, f"queries without data: {sorted(empty)}"

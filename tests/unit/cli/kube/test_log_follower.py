@@ -82,12 +82,16 @@ def test_crashed_container_is_left_in_peace() -> None:
     assert pod is not None
     lines: list[bytes] = []
     reader = PodLog(cast(KubeClient, cluster), pod, None, lambda pod, line: lines.append(line), lambda words: None)
+    begun = time.monotonic()
     done = start_call("reader", reader.run)
-    time.sleep(1.5)
+    while cluster.connections < 5:
+        assert time.monotonic() < begun + 60
+        time.sleep(0.01)
+    took_s = time.monotonic() - begun
     reader.stop()
     done.result(timeout=30)
     assert lines == [b"line"]
-    assert 2 <= cluster.connections < 15
+    assert took_s > 0.5, "between those without a new line are pauses of some 0.2, 0.4 and 0.8 s"
 
 
 def test_lost_node_hides_no_other_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,7 +117,7 @@ def test_modules_and_programs(job: Job, tmp_path: Path) -> None:
     (package / "__init__.py").write_text("")
     (package / "helper.py").write_text("ANSWER = 42")
     (package / "main.py").write_text(
-        "import sys\nfrom .helper import ANSWER\nprint('module', __name__, __package__, ANSWER, sys.argv[1:])\n"
+        "import sys\nfrom .helper import ANSWER\nprint(f'module {__name__} {__package__} {ANSWER} {sys.argv[1:]}')\n"
     )
     code, said = job.run("--nproc-per-node", "2", "-m", command=["pack.main", "-m", "x"])
     assert code == 0, said

@@ -26,7 +26,7 @@ from edl.protocol.tls.credentials import CredentialFiles
 from edl.protocol.transport import grpc
 from edl.quoting import shown
 
-__all__ = ["MasterConnection", "NotFoundError"]
+__all__ = ["MasterConnection", "NotFoundError", "check_process"]
 
 R = TypeVar("R", bound=Message)
 
@@ -44,6 +44,16 @@ _OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.use_local_subchannel_pool", 1),  # else channels of one process share a connection, and its backoff
 )
+
+
+def check_process() -> None:
+    """Raise SettingsError in a process that was forked from one that uses gRPC."""
+    if is_forked_from_grpc():
+        raise SettingsError(
+            "this process was forked from one that uses gRPC (a MasterClient, a DistillReader), which does not "
+            "survive a fork: start it in another way, a DataLoader's workers with "
+            'DataLoader(..., multiprocessing_context="forkserver"), or with "spawn"'
+        )
 
 
 class NotFoundError(EDLError):
@@ -64,12 +74,7 @@ class MasterConnection(Resource):
 
     def __init__(self, job: str, endpoint: str, files: CredentialFiles | None) -> None:
         super().__init__()
-        if is_forked_from_grpc():
-            raise SettingsError(
-                "this process was forked from one that uses gRPC (a MasterClient, a DistillReader), which does not "
-                "survive a fork: start it in another way, a DataLoader's workers with "
-                'DataLoader(..., multiprocessing_context="forkserver"), or with "spawn"'
-            )
+        check_process()
         self.endpoint: Final = endpoint
         self._job = job
         self._metadata = call_metadata(endpoint, files)

@@ -12,7 +12,7 @@ from edl.discovery import Store, open_store
 from edl.discovery.common.call_thread import CallThread
 from edl.discovery.common.resource import Resource
 from edl.errors import ClosedError, ConflictError, NoMasterError, SettingsError
-from edl.master.client.connection import MasterConnection, NotFoundError
+from edl.master.client.connection import MasterConnection, NotFoundError, check_process
 from edl.master.client.locator import Locator
 from edl.master.client.master_wait import MasterWait
 from edl.master.datasets import Dataset, same_data
@@ -43,7 +43,7 @@ class MasterClient(Resource):
         credentials: certificates and tokens; None for what the environment names.
 
     Raises:
-        SettingsError: an argument cannot be used.
+        SettingsError: an argument cannot be used, or this process was forked from one that uses gRPC.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class MasterClient(Resource):
         credentials: Credentials | None = None,
     ) -> None:
         super().__init__()
+        check_process()  # before a Store is opened: SQLite hangs where a thread of the parent was in the middle of it
         if not is_above_zero(timeout_s):
             raise SettingsError(f"timeout_s={timeout_s!r}: must be a number above 0")
         if store is not None and endpoint is not None:

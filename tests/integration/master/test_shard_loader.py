@@ -67,10 +67,17 @@ def test_forked_workers_make_channels(lead: Lead, create: Create, url: str) -> N
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_fork_of_a_user_of_grpc_is_told(lead: Lead, create: Create, url: str) -> None:
-    """Instead of a hang: gRPC's threads are not in the child."""
+def test_a_fork_of_a_user_of_grpc_is_told(
+    lead: Lead, create: Create, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Instead of a hang: gRPC's threads are not in the child, nor are those that had SQLite's locks at the fork."""
     lead()
     create(100)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the child opens a Store, in which it may wait for a thread that it does not have")
+
+    monkeypatch.setattr("edl.master.client.master_client.open_store", refuse)
     loader = DataLoader(ShardDataset("job", "d", url, timeout_s=30), num_workers=1, multiprocessing_context="fork")
     with pytest.raises(SettingsError, match="forkserver"):
         list(loader)

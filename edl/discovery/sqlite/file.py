@@ -23,7 +23,7 @@ from urllib.parse import quote
 
 from edl import mounts
 from edl.discovery.common.resource import Resource
-from edl.discovery.sqlite.identity import FileIdentity, discard
+from edl.discovery.sqlite.identity import FileIdentity, discard, opening
 from edl.discovery.sqlite.leases import expire, next_revision
 from edl.errors import DiscoveryError, SettingsError
 from edl.quoting import shown
@@ -59,7 +59,7 @@ _MOST_IDLE = 2
 """Connections that are kept open: one for the program's own thread, and one for those that renew."""
 
 _MOST_OPENINGS = 10
-"""A file that is not there is opened twice, and once more for each time that it is replaced meanwhile."""
+"""A file is opened once more for each time that it is replaced meanwhile."""
 
 
 @dataclass(eq=False)
@@ -216,25 +216,31 @@ class SqliteFile(Resource):
         self._check_place()
         for _ in range(_MOST_OPENINGS):
             self._leave_broken()
-            before = FileIdentity.of(self.path).main
-            connection = self._open_connection()
-            try:
-                self._prepare(connection)
-                identity = FileIdentity.of(self.path)
-            except BaseException:
-                self._end(connection)
-                raise
-            if identity.main == before is not None:
-                self._open[connection] = identity
-                return _Connection(connection, identity, next(self._numbers))
-            self._end(connection)  # the file was made or replaced meanwhile: nobody can tell which one this has
+            self._make_folder()
+            with opening(self.path):
+                before = FileIdentity.of(self.path).main
+                connection = self._open_connection()
+                try:
+                    self._prepare(connection)
+                    identity = FileIdentity.of(self.path)
+                except BaseException as exc:
+                    self._end(connection)
+                    if isinstance(exc, (sqlite3.Error, SettingsError)) and FileIdentity.of(self.path).main != before:
+                        continue  # it says nothing of the file that is there now
+                    raise
+                if identity.main == before is not None:
+                    self._open[connection] = identity
+                    return _Connection(connection, identity, next(self._numbers))
+                self._end(connection)  # the file was replaced meanwhile: nobody can tell which one this has
         raise DiscoveryError(f"discovery file {self.path}: it is replaced each time it is opened")
 
-    def _open_connection(self) -> sqlite3.Connection:
+    def _make_folder(self) -> None:
         try:
             Path(self.path).parent.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
             raise SettingsError(f"discovery file {self.path}: its folder cannot be made: {exc.strerror}") from exc
+
+    def _open_connection(self) -> sqlite3.Connection:
         try:
             connection = sqlite3.connect(
                 f"file:{quote(self.path)}?mode=rwc",

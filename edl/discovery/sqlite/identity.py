@@ -6,15 +6,20 @@ where they are not read, and later processes see an empty registry.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["FileIdentity", "discard"]
+__all__ = ["FileIdentity", "discard", "opening"]
 
 _Inode = tuple[int, int]
 _SIDES = ("-wal", "-shm")
+_LOCK_WAIT_S = 1.0
+"""How long to wait for who opens or removes a file at this moment: a millisecond, unless that process stands still."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +69,53 @@ def discard(identity: FileIdentity, path: str) -> bool:
     Raises:
         OSError: they cannot be removed.
     """
-    folder = os.open(Path(identity.place).parent, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of two that see it, the second removes no successor
-        except BlockingIOError:
-            return False
-        if not identity.change(path):
+    with _folder_lock(identity.place) as locked:  # of two that see it, the second removes no successor
+        if not locked or not identity.change(path):
             return False
         for side in ("", *_SIDES):
             Path(identity.place + side).unlink(missing_ok=True)
         return True
+
+
+@contextlib.contextmanager
+def opening(path: str) -> Iterator[None]:
+    """Open a file while no other process that does so in this way makes or removes it; make it where there is none.
+
+    SQLite finds the journal and memory by their names, some time after it has opened the database. Those of a database
+    that took its place, or was there before it, are none of its own: what is written there is lost to their owners, and
+    beginning the memory anew kills who reads it (SIGBUS).
+
+    What cannot be made is left to SQLite, which says why.
+    """
+    place = os.path.realpath(path)
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):
+            if held.enter_context(_folder_lock(place)) and _inode(place)[0] is None:
+                for side in _SIDES:
+                    Path(place + side).unlink(missing_ok=True)
+                os.close(os.open(place, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+        yield
+
+
+@contextlib.contextmanager
+def _folder_lock(place: str) -> Iterator[bool]:
+    """Lock the folder of a file against others that open or remove files; False where one does so for too long."""
+    deadline = time.monotonic() + _LOCK_WAIT_S
+    folder = os.open(Path(place).parent, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while True:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    yield False
+                    return
+                time.sleep(0.001)
+        try:
+            yield True
+        finally:
+            fcntl.flock(folder, fcntl.LOCK_UN)  # a child that was forked meanwhile has the folder open as well
     finally:
         os.close(folder)
 

@@ -19,8 +19,8 @@ from typing_extensions import override
 
 from edl import mounts
 from edl.discovery.common.resource import Resource
-from edl.discovery.sqlite.identity import FileIdentity
-from edl.errors import JournalError, LeaseLostError, ProtocolError, SettingsError
+from edl.discovery.sqlite.identity import FileIdentity, opening
+from edl.errors import EDLError, JournalError, LeaseLostError, ProtocolError, SettingsError
 from edl.master.journal.journal import Journal
 from edl.quoting import shown
 from edl.settings import allows_shared_file
@@ -34,6 +34,9 @@ _FORMAT: Final = 1
 """Of the tables below; a file with another one is refused rather than misread."""
 _WAL_NBYTES: Final = 64 << 20
 """Of the write-ahead log that is kept after a large snapshot; SQLite would keep its largest size for ever."""
+
+_MOST_OPENINGS: Final = 10
+"""A file is opened once more for each time that it is replaced meanwhile."""
 
 _SCHEMA: Final = """
 CREATE TABLE state (term INTEGER NOT NULL, covered INTEGER NOT NULL, snapshot BLOB, checksum INTEGER);
@@ -69,28 +72,8 @@ class SqliteJournal(Resource, Journal):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
             raise SettingsError(f"journal {path}: its folder cannot be made: {exc.strerror}") from exc
-        try:
-            self._connection = sqlite3.connect(
-                f"file:{quote(path)}?mode=rwc",
-                uri=True,
-                timeout=timeout_s,
-                isolation_level=None,
-                check_same_thread=False,
-            )
-        except sqlite3.Error as exc:
-            raise SettingsError(f"journal {path}: {exc}") from exc
-        try:
-            self._prepare()
-        except BaseException as exc:
-            self._connection.close()
-            if isinstance(exc, sqlite3.Error):
-                # These are not going to pass: not a database, no permission, a read-only disk.
-                if any(words in str(exc) for words in ("not a database", "readonly", "unable to open")):
-                    raise SettingsError(f"journal {path}: {shown(exc)}") from exc
-                raise JournalError(f"journal {path}: {shown(exc)}", busy=_is_busy(exc)) from exc
-            raise
+        self._connection, self._identity = self._open()
         _open_connections.add(self._connection)
-        self._identity = FileIdentity.of(path)
 
     @override
     def begin_term(self) -> int:
@@ -178,8 +161,46 @@ class SqliteJournal(Resource, Journal):
         if not isinstance(data, bytes) or zlib.crc32(data) != checksum:
             raise ProtocolError(f"journal {self._path}: {what} is damaged: its checksum is another")
 
-    def _prepare(self) -> None:
-        connection = self._connection
+    def _open(self) -> tuple[sqlite3.Connection, FileIdentity]:
+        """Return a connection, and which file it was made to."""
+        for _ in range(_MOST_OPENINGS):
+            with opening(self._path):
+                before = FileIdentity.of(self._path).main
+                connection = self._connect()
+                try:
+                    self._prepare(connection)
+                    identity = FileIdentity.of(self._path)
+                except BaseException as exc:
+                    connection.close()
+                    if isinstance(exc, (sqlite3.Error, SettingsError)) and FileIdentity.of(self._path).main != before:
+                        continue  # it says nothing of the file that is there now
+                    if isinstance(exc, sqlite3.Error):
+                        raise self._refusal(exc) from exc
+                    raise
+                if identity.main == before is not None:
+                    return connection, identity
+                connection.close()  # the file was replaced meanwhile: nobody can tell which one this has
+        raise JournalError(f"journal {self._path}: it is replaced each time it is opened")
+
+    def _refusal(self, exc: sqlite3.Error) -> EDLError:
+        # These are not going to pass: not a database, no permission, a read-only disk.
+        if any(words in str(exc) for words in ("not a database", "readonly", "unable to open")):
+            return SettingsError(f"journal {self._path}: {shown(exc)}")
+        return JournalError(f"journal {self._path}: {shown(exc)}", busy=_is_busy(exc))
+
+    def _connect(self) -> sqlite3.Connection:
+        try:
+            return sqlite3.connect(
+                f"file:{quote(self._path)}?mode=rwc",
+                uri=True,
+                timeout=self._timeout_s,
+                isolation_level=None,
+                check_same_thread=False,
+            )
+        except sqlite3.Error as exc:
+            raise SettingsError(f"journal {self._path}: {exc}") from exc
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
         deadline = time.monotonic() + self._timeout_s
         while True:  # two processes that do this at once may collide, in spite of the timeout
             try:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from edl.discovery import open_registry, open_store
+from edl.discovery.sqlite.file import SqliteFile
 from edl.errors import DiscoveryError, SettingsError
 from tests.conformance.discovery.backends import (
     count_instances,
@@ -243,6 +244,47 @@ def test_replaced_while_it_is_opened(path: Path, url: str, monkeypatch: pytest.M
         with pytest.raises(SettingsError, match="not a database"):
             open_store(url).list("")
         assert [path.read_bytes()] == spoilt, "nobody's file is removed"
+
+
+def test_new_file_has_memory_of_its_own(path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who removes a database leaves its journal and memory there, which others have open and read yet."""
+    prepare = SqliteFile._prepare
+    left = []
+
+    def prepare_and_note(file: SqliteFile, connection: sqlite3.Connection) -> None:
+        left.extend(path.with_name(path.name + side).exists() for side in ("-wal", "-shm"))
+        prepare(file, connection)
+
+    with open_store(url) as store:
+        store.put("old", b"1")
+        path.unlink()
+        monkeypatch.setattr(SqliteFile, "_prepare", prepare_and_note)
+        with open_store(url) as again:
+            assert left == [False, False], "two databases share a journal and memory"
+            assert again.list("") == []
+
+
+def test_opening_waits_for_another(path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite looks for the memory by its name, when another database may have taken the place of the opened one."""
+    monkeypatch.setattr("edl.discovery.sqlite.identity._LOCK_WAIT_S", 60.0)
+    prepare = SqliteFile._prepare
+    others: list[threading.Thread] = []
+    made = []
+
+    def prepare_late(file: SqliteFile, connection: sqlite3.Connection) -> None:
+        if not others:
+            path.unlink()
+            others.append(threading.Thread(target=lambda: open_store(url).close()))
+            others[0].start()
+            others[0].join(0.5)
+            made.append(path.exists())
+        prepare(file, connection)
+
+    monkeypatch.setattr(SqliteFile, "_prepare", prepare_late)
+    with open_store(url) as store:
+        others[0].join(60)
+        assert made == [False], "another database lay there before the memory of the first was found"
+        assert store.list("") == []
 
 
 def test_leaving_a_deleted_file_is_harmless(path: Path, url: str) -> None:

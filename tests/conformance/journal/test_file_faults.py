@@ -13,6 +13,7 @@ import pytest
 from edl import mounts
 from edl.errors import JournalError, SettingsError
 from edl.master.journal import open_journal
+from edl.master.journal.sqlite import SqliteJournal
 from tests.conformance.discovery.backends import remove_database
 from tests.conformance.discovery.test_sqlite_faults import namespace
 from tests.plugins_consul import ROOT
@@ -81,8 +82,6 @@ def test_full_disk_tears_nothing(tmp_path: Path, fault: str, kind: str) -> None:
 
 def test_commits_are_written_through(tmp_path: Path) -> None:
     """FULL is a number: 2. With less, a loss of power takes what was answered last."""
-    from edl.master.journal.sqlite import SqliteJournal
-
     with SqliteJournal(str(tmp_path / "journal.sqlite"), timeout_s=5.0) as journal:
         assert journal._connection.execute("PRAGMA synchronous").fetchone() == (2,)
         assert journal._connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
@@ -107,6 +106,30 @@ def test_file_is_taken_away(tmp_path: Path, change: str) -> None:
             journal.append([b"y"])
         with pytest.raises(JournalError, match="removed or replaced"):
             journal.append([b"z"])
+
+
+def test_replaced_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that another process put there meanwhile is not taken for the one that was opened."""
+    path = tmp_path / "journal.sqlite"
+    url = f"sqlite:///{path}"
+    open_journal(url).close()
+    open_journal(f"sqlite:///{tmp_path}/other.sqlite").close()
+    prepare = SqliteJournal._prepare
+    replaced = []
+
+    def prepare_then_replace(journal: SqliteJournal, connection: sqlite3.Connection) -> None:
+        prepare(journal, connection)
+        if not replaced:
+            remove_database(path)
+            replaced.append((tmp_path / "other.sqlite").rename(path))
+
+    monkeypatch.setattr(SqliteJournal, "_prepare", prepare_then_replace)
+    with open_journal(url) as journal:
+        assert replaced
+        journal.begin_term()
+        journal.append([b"x"])
+    with open_journal(url) as journal:
+        assert journal.load() == (None, [b"x"]), "what was answered is lost"
 
 
 def test_lock_of_another_has_a_deadline(tmp_path: Path) -> None:

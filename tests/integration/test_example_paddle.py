@@ -17,7 +17,7 @@ import pytest
 from tests.integration.collective.job import Node, wait_until
 from tests.integration.test_examples import EXAMPLES, commands, right, wait_for
 
-SCRIPT_ENDS_S = 100.0
+WAIT_S = 250.0  # each process imports Paddle and PyTorch, which takes minutes on a busy machine
 HURRY = "hurry"
 
 
@@ -52,13 +52,13 @@ def started(name: str, command: list[str], folder: Path, environ: dict[str, str]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_paddle(folder: Path, tmp_path: Path) -> None:
     environ = {**os.environ, "EDL_DISCOVERY": f"sqlite:///{tmp_path}/discovery.sqlite", "OMP_NUM_THREADS": "1"}
     train_teacher, serve, train_student = commands(folder / "README.md")
     train_student = ["0.2" if word == "0.05" else word for word in train_student]
     done = subprocess.run(
-        [sys.executable, *train_teacher[1:]], cwd=folder, env=environ, capture_output=True, text=True, timeout=100
+        [sys.executable, *train_teacher[1:]], cwd=folder, env=environ, capture_output=True, text=True, timeout=WAIT_S
     )
     assert done.returncode == 0, done.stderr
     assert right(done.stdout) > 0.9
@@ -68,17 +68,17 @@ def test_paddle(folder: Path, tmp_path: Path) -> None:
 
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(started("server", edl(serve), folder, environ))
-        wait_for("digits", environ["EDL_DISCOVERY"], server.process, server.output_path)
+        wait_for("digits", environ["EDL_DISCOVERY"], server.process, server.output_path, WAIT_S)
         one = stack.enter_context(started("one", edl(train_student), folder, environ))
-        wait_until(told(one, r"1 trainers go on after step -1"), "the first trainer")
+        wait_until(told(one, r"1 trainers go on after step -1"), "the first trainer", WAIT_S)
         two = stack.enter_context(started("two", edl(train_student), folder, environ))
-        began = wait_until(told(one, r"2 trainers go on after step (\d+)"), "the second trainer")
+        began = wait_until(told(one, r"2 trainers go on after step (\d+)"), "the second trainer", WAIT_S)
         os.kill(two.workers[0], signal.SIGKILL)
-        wait_until(told(one, r"(?s)2 trainers .*2 trainers go on after step (\d+)"), "both, after one was killed")
+        wait_until(told(one, r"(?s)2 trainers .*2 trainers go on after step (\d+)"), "both again", WAIT_S)
         assert int(began[1]) >= 0
         (folder / HURRY).touch()
         for node in (one, two):
-            assert node.wait(SCRIPT_ENDS_S) == 0, node.output
+            assert node.wait(WAIT_S) == 0, node.output
         server.process.terminate()
         assert server.wait() == 0, server.output
     assert right(one.output.rpartition("student: ")[2]) > 0.9

@@ -23,6 +23,7 @@ def commands(readme: Path) -> list[list[str]]:
     return [shlex.split(line) for block in blocks for line in block.splitlines() if line]
 
 
+@pytest.mark.timeout(400)
 def test_digits(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="the example needs PyTorch")
     pytest.importorskip("sklearn", reason="the example needs scikit-learn")

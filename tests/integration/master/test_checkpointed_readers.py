@@ -127,7 +127,7 @@ def test_a_lost_holder_keeps_what_it_marked(lead: Lead, create: Create, read: Re
 
 def test_a_second_resumer_is_refused(lead: Lead, create: Create, read: Read, stack: ExitStack) -> None:
     lead()
-    create(100, commit="checkpoint", session_s=1.0, lease_s=1.0)
+    create(100, commit="checkpoint", session_s=4.0, lease_s=4.0)  # no live process is silent so long
     first = read("a")
     samples = first.samples()
     next(samples)

@@ -153,7 +153,7 @@ def test_stream_tells_changes(store: Store, channel: grpc.Channel, monkeypatch: 
 
 
 def test_store_away_is_unavailable(consul_agent: ConsulAgent) -> None:
-    with open_store(consul_agent.url, timeout_s=1.0) as store:
+    with open_store(consul_agent.url, timeout_s=5.0) as store:
         wanted(store, "teachers", "away", 3)
         with (
             ExternalScalerServer(store, ExternalScalerSettings()) as server,

@@ -116,7 +116,8 @@ def test_a_signal_stops_it_and_loses_nothing(
 
 
 def test_a_standby_says_so_and_takes_over(start: Start, client: MasterClient) -> None:
-    data = ("--data", "range:1000", "--shard-size", "50")
+    # A shorter lease may be over before the second one stands by.
+    data = ("--data", "range:1000", "--shard-size", "50", "--lease", "3")
     first = start(*data)
     assert client.describe_dataset("data") is not None
     second = start(*data)

@@ -228,7 +228,7 @@ def test_a_replaced_leader_is_silent(
     settings = {"journal": "store:", "lease_s": 5.0}  # after which it would take the journal back
     old = stack.enter_context(MasterServer("job", MasterSettings(store=url, **settings)))  # type: ignore[arg-type]
     assert old.wait_leading(20)
-    client = stack.enter_context(MasterClient("job", endpoint=old.endpoint, timeout_s=1.0))
+    client = stack.enter_context(MasterClient("job", endpoint=old.endpoint, timeout_s=30.0))
     client.create_dataset("d", open_dataset("range:100", ShardSettings(shard_size=10)))
     stream, _ = opened(connect(old), "s")
     with open_store(url) as store:
@@ -278,7 +278,7 @@ def test_other_data_end_the_master(lead: Lead, stack: ExitStack, url: str, tmp_p
 
 
 def test_a_standby_needs_the_same_journal(lead: Lead, tmp_path: Path) -> None:
-    lead()
+    lead(lease_s=20.0)  # else the other one may lead where both stood still
     other = lead(wait=False, journal=f"sqlite:///{tmp_path}/other.sqlite")
     until(lambda: other.failure is not None)
     assert "a master that stands by needs the same" in str(other.failure)

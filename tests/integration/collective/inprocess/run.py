@@ -24,6 +24,9 @@ Row = dict[str, Any]
 DEADLINE_S = 240.0
 """For what takes seconds on an idle machine: processes that import torch share its cores with other tests' there."""
 
+CLINGING_S = "10"
+"""So long a worker is waited for that does not let go: beside it, another is not to be late on a busy machine."""
+
 
 def until(
     condition: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S, output: Callable[[], str] = str
@@ -70,8 +73,8 @@ class Job:
         script = [str(JOB), str(self.folder), *self.arguments]
         # What is lost here is seen to be lost at once, by the end of a process; a lease may be as long as it likes.
         options = ["--nnodes", nodes, "--nproc-per-node", str(workers), "--lease-ttl", "15", *store]
-        if "clings" not in self.arguments:  # a survivor that waits for a busy disk or core is not to be replaced
-            options += ["--regroup-timeout", "60"]
+        # A survivor that waits for a busy disk or core is not to be replaced.
+        options += ["--regroup-timeout", CLINGING_S if "clings" in self.arguments else "60"]
         with (self.folder / "output").open("ab") as output:
             environ = {**os.environ, "OMP_NUM_THREADS": "1"}
             command = [sys.executable, "-m", "edl", "run", *options, *script]

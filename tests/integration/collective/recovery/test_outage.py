@@ -89,7 +89,7 @@ def test_job_without_a_name_ends(tmp_path: Path, ends: str) -> None:
                 os.kill(node.workers[0], signal.SIGKILL)
             else:
                 node.kill(signal.SIGTERM)
-            assert node.wait(40) == (75 if ends == "worker" else 128 + signal.SIGTERM), node.output
+            assert node.wait() == (75 if ends == "worker" else 128 + signal.SIGTERM), node.output
         wait_until(lambda: not job.processes(), "the job's processes have ended")
 
 

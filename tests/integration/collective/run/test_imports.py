@@ -12,6 +12,8 @@ import pytest
 
 from tests.integration.collective.run.test_words import edl_run
 
+pytestmark = pytest.mark.timeout(240)  # jobs of `edl run` and of torchrun, each of which may take 100 s
+
 TRAIN = """
 import config
 import os, sys

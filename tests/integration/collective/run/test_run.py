@@ -149,7 +149,7 @@ def test_other_interpreter(job: Job, tmp_path: Path) -> None:
 
 CHILDREN = '''
 """Imports a module with a thread, one that knows its rank, and one that is not there; has children of its own."""
-import os, subprocess
+import os, subprocess, sys
 from typing import TYPE_CHECKING
 import torch, torch.multiprocessing as mp
 import busy, ranked
@@ -184,7 +184,7 @@ if __name__ == "__main__":
     mp.spawn(square, args=(queue,), nprocs=1)
     assert queue.get() == 0
     subprocess.Popen(["sleep", "1000"])
-    print("all is well on", os.environ["RANK"])
+    sys.stdout.write(f"all is well on {os.environ['RANK']}\\n")  # one write: ranks share the pipe
 '''
 
 BUSY = """

@@ -28,6 +28,8 @@ import pytest
 from edl.collective.agent.processes.pool import WorkerExit, WorkerProcesses, ZygoteLost
 from edl.collective.agent.processes.zygote import ForkRequest, ProgramSpec
 
+pytestmark = pytest.mark.timeout(240)  # some thirty scripts at the same time, which have 100 s
+
 SCRIPTS = Path(__file__).with_name("scripts")
 DEADLINE_S = 100.0
 

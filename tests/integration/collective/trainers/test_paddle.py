@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from tests.integration.collective.job import Job, wait_until
+from tests.integration.collective.trainers.killed_job import RUN_S
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(600),
     pytest.mark.skipif(find_spec("paddle") is None, reason="PaddlePaddle is not installed"),
     pytest.mark.skipif(find_spec("torch") is None, reason="edl run needs PyTorch"),
 ]
@@ -31,6 +33,12 @@ def job(folder: Path, *options: str, **environ: Any) -> Job:
     return Job(folder, ("--framework", "paddle", *options), (SCRIPT,), environ={"OMP_NUM_THREADS": "1", **told})
 
 
+def run(job: Job) -> tuple[int, str]:
+    """One node until it ends: its exit code, and what it and its trainers printed."""
+    node = job.start()
+    return node.wait(RUN_S), node.output
+
+
 def said(job: Job, what: str) -> list[dict[str, Any]]:
     """What trainers said, of one kind."""
     path = job.folder / "said.jsonl"
@@ -46,11 +54,11 @@ def test_killed_trainers_end_the_same(tmp_path: Path) -> None:
     """Killed trainers end with the parameters of an uninterrupted run."""
     two = ("--nproc-per-node", "2")
     with job(tmp_path / "calm", *two, STEPS=STEPS) as calm:
-        code, output = calm.run()
+        code, output = run(calm)
         assert code == 0, output
         calm.nothing_is_left()
     with job(tmp_path / "killed", *two, STEPS=STEPS, KILLS=json.dumps(KILLS)) as killed:
-        code, output = killed.run()
+        code, output = run(killed)
         assert code == 0, output
         killed.nothing_is_left()
     assert [line["restored"] for line in said(calm, "restored")] == [-1, -1]
@@ -68,7 +76,7 @@ def test_killed_trainers_end_the_same(tmp_path: Path) -> None:
 def test_script_error_ends_the_job(tmp_path: Path) -> None:
     """Though the other trainer, whose peer is gone, ends by a signal: Paddle's gloo aborts it."""
     with job(tmp_path, "--nproc-per-node", "2", STEPS=STEPS, RAISES=3) as wrong:
-        code, output = wrong.run()
+        code, output = run(wrong)
         assert code == 1, output
         assert "LookupError: the user's own mistake" in output
         assert {line["generation"] for line in said(wrong, "restored")} == {0}
@@ -76,7 +84,7 @@ def test_script_error_ends_the_job(tmp_path: Path) -> None:
 
 def test_joining_node_receives_the_state(tmp_path: Path) -> None:
     """A node joins and leaves and is given the state."""
-    with job(tmp_path, "--nnodes", "1:2", END=tmp_path / "end") as both:
+    with job(tmp_path, "--nnodes", "1:2", "--lease-ttl", "10", END=tmp_path / "end") as both:
         both.start()
         wait_until(lambda: any(line["finished"] > 2 for line in said(both, "finished")), "a step of one trainer")
         second = both.start()

@@ -18,7 +18,7 @@ from edl.discovery.common.renewal import RenewedLease
 from edl.discovery.store import Store
 from edl.errors import DiscoveryError
 
-TTL_S = 2.0  # longer than a busy machine stalls between two lines
+TTL_S = 3.0  # half of it is longer than a busy machine stalls, else a lease is late again and again
 TIMEOUT_S = 1.0  # longer than a busy disk takes for the other store's transaction
 
 
@@ -94,11 +94,10 @@ def test_first_node_back_waits_for_others(stores: tuple[Store, Store], tmp_path:
 
 def test_read_only_store_loses_nobody(stores: tuple[Store, Store], tmp_path: Path) -> None:
     """A store that is only read loses nobody."""
-    ttl_s = 2.0
-    other = stores[1].lease(ttl_s)
+    other = stores[1].lease(TTL_S)
     stores[1].put("jobs/job/nodes/b", Node("b", "host", 1, 1).encode(), other)
-    time.sleep(ttl_s / 8)  # so that its lease ends before the other one's
-    with contextlib.closing(Membership(stores[0], "job", Node("a", "host", 1, 1), ttl_s, lambda: None)) as first:
+    time.sleep(TTL_S / 8)  # so that its lease ends before the other one's
+    with contextlib.closing(Membership(stores[0], "job", Node("a", "host", 1, 1), TTL_S, lambda: None)) as first:
         first.join()
         members = tuple(Member(name, "host", 1, 1, rank) for rank, name in enumerate("ab"))
         assert first.propose_world(World(0, JobState.RUNNING, members), None)

@@ -56,6 +56,7 @@ class Timeline:
 
     def __enter__(self) -> Timeline:
         self._began = time.monotonic()
+        self._sample()  # here, since the thread may get its first turn late
         self._sampling = BackgroundLoop("edl-demo-timeline", self._sample)
         return self
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 
 from edl.distill import DistillReader, Options
+from edl.errors import EDLError
 
 WIDTH = 4
 
@@ -40,3 +43,16 @@ def reader_of(*teachers: Any, **kwargs: Any) -> DistillReader:
     kwargs.setdefault("teacher_batch_size", 4)
     endpoints = [teacher.endpoint for teacher in teachers]
     return DistillReader(["x", None], ["y"], teachers=endpoints, **kwargs)
+
+
+def words_of_failure(expected: str, make: Callable[[float], DistillReader]) -> str:
+    """Words of a reader that gets no label, made with the seconds in which it may find a teacher.
+
+    On a starved machine they may be over before it knows more; then a reader with more time is asked.
+    """
+    for timeout_s in (1.0, 4.0, 16.0):
+        with make(timeout_s) as reader, pytest.raises(EDLError) as caught:
+            list(reader())
+        if re.search(expected, str(caught.value)):
+            break
+    return str(caught.value)

@@ -130,6 +130,7 @@ def test_sigterm_drains(proxy: Proxy, teachers: list[LocalTeacher]) -> None:
     for teacher in teachers:
         teacher.wait_ready()
     assert ask(proxy.port, trl_request([[1, 2]], K, "m"))[0] == 200
+    until(lambda: "edl_proxy_tokens_held 0.0" in ask(proxy.port, path="/metrics")[1], 60)  # of that request
     for teacher in teachers:
         os.kill(teacher.pid, signal.SIGSTOP)
     answers: list[Any] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import queue
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ import pytest
 from edl.protocol import codec, kserve, names, tensors
 from edl.protocol.transport import grpc
 from edl_serving import Array, Backend, ServerSettings, TeacherServer
+from tests.plugins_consul import free_ports
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 30.0
@@ -251,7 +251,5 @@ def connect() -> Iterator[Connect]:
 
 @pytest.fixture
 def unused_port() -> int:
-    """A TCP port that nobody listened on a moment ago."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A TCP port that nobody listened on a moment ago, and that no outgoing connection gets."""
+    return free_ports(1)[0]

@@ -139,6 +139,13 @@ def timeline() -> Timeline:
     return timeline
 
 
+def test_timeline_begins_with_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rates are right from the start, however late the sampling thread gets its first turn."""
+    monkeypatch.setattr("edl.cli.demo.timeline.BackgroundLoop", lambda *_: io.BytesIO())  # never runs
+    with Timeline(Counting()) as timeline:
+        assert len(timeline._samples) == 1
+
+
 def test_rates_are_rows_a_second(timeline: Timeline) -> None:
     rates = timeline.rates(0.2)
     assert list(rates.served) == ["a", "b"]

@@ -60,8 +60,7 @@ def fails(program: Program, error: type[Exception], **run: Any) -> weakref.ref[D
 
 def test_after_a_time_without_teachers() -> None:
     reader = fails(Program(["127.0.0.1:9"], rows(9), teacher_timeout_s=0.3), NoTeacherError)
-    until(lambda: left() == NOTHING, 60)
-    assert reader() is None
+    until(lambda: left() == NOTHING and reader() is None, 60)
 
 
 def test_after_the_last_teacher_was_lost(start: Start) -> None:
@@ -73,8 +72,7 @@ def test_after_the_last_teacher_was_lost(start: Start) -> None:
         list(labelled)
 
     reader = fails(Program([teacher.endpoint], rows(500), teacher_timeout_s=0.3), NoTeacherError, use=use)
-    until(lambda: left() == NOTHING, 60)
-    assert reader() is None
+    until(lambda: left() == NOTHING and reader() is None, 60)
 
 
 def test_after_an_error_of_the_source(start: Start) -> None:
@@ -83,15 +81,13 @@ def test_after_an_error_of_the_source(start: Start) -> None:
         raise OSError("the disk is gone")
 
     reader = fails(Program([start("echo").endpoint], source), OSError)
-    until(lambda: left() == NOTHING, 60)
-    assert reader() is None
+    until(lambda: left() == NOTHING and reader() is None, 60)
 
 
 def test_after_unfit_samples(start: Start) -> None:
     """After samples that the model does not take."""
     reader = fails(Program([start("echo").endpoint], rows(5, WIDTH + 1)), SourceError)
-    until(lambda: left() == NOTHING, 60)
-    assert reader() is None
+    until(lambda: left() == NOTHING and reader() is None, 60)
 
 
 def test_after_requests_that_teachers_refuse(start: Start) -> None:
@@ -107,8 +103,7 @@ def test_after_requests_that_teachers_refuse(start: Start) -> None:
     program.reader.set_batch_generator(lambda: ((batch,) for batch in source()))
     reader = fails(program, EDLError)
     del program
-    until(lambda: left() == NOTHING, 60)
-    assert reader() is None
+    until(lambda: left() == NOTHING and reader() is None, 60)
 
 
 def test_after_break_and_error(start: Start) -> None:
@@ -123,8 +118,7 @@ def test_after_break_and_error(start: Start) -> None:
     program.run(next)
     reader = fails(program, ZeroDivisionError, use=stop)
     del program
-    until(lambda: left() == NOTHING, 60)
-    assert reader() is None
+    until(lambda: left() == NOTHING and reader() is None, 60)
 
 
 def test_kept_error_keeps_its_reader(start: Start) -> None:
@@ -143,5 +137,4 @@ def test_kept_error_keeps_its_reader(start: Start) -> None:
     gc.collect()
     assert reader() is not None, "its traceback leads there"
     kept.clear()
-    until(lambda: left() == NOTHING, 60)
-    assert reader() is None
+    until(lambda: left() == NOTHING and reader() is None, 60)

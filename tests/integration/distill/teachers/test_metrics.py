@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from edl.distill import DistillReader
+from edl.distill import DistillReader, Options
 from edl.distill.metrics import export
 from tests.integration.distill.conftest import Start, until
 from tests.integration.distill.reading import check, reader_of, samples
@@ -44,7 +44,8 @@ def test_teachers_set_aside_count_by_reason(start: Start) -> None:
 
 def test_hedges_are_counted(start: Start) -> None:
     quick, slow = start("echo", delay_s=0.005), start("echo", delay_s=0.005, straggle=0.3, straggle_factor=30)
-    with reader_of(quick, slow) as reader:
+    full_requests = Options(teacher_timeout_s=60, linger_s=30.0)  # a source without time for a moment is not silent
+    with reader_of(quick, slow, options=full_requests) as reader:
         registry = exported(reader)
         reader.set_sample_generator(samples(4000))
         epoch = reader()

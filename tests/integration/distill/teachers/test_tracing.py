@@ -17,6 +17,8 @@ from edl.testing import LocalTeacher
 from tests.integration.distill.conftest import Start, until
 from tests.integration.distill.reading import check, reader_of, samples
 
+OPTIONS = Options(teacher_timeout_s=60, linger_s=30.0)
+"""Each request is full: a source that gets no time for a moment is not silent."""
 SPAN = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 MODEL = """
 class Moody:
@@ -41,7 +43,7 @@ def test_each_request_has_an_access_line(start: Start, tmp_path: Path, shared_me
     path = tmp_path / "access.log"
     serve = {"access-log": path, "shared-memory": shared_memory}
     teacher = start("echo", delay_s=0.002, serve=serve)
-    with reader_of(teacher) as reader:
+    with reader_of(teacher, options=OPTIONS) as reader:
         reader.set_sample_generator(samples(80))
         check(list(reader()), 80)
     until(lambda: sum(line["rows"] for line in access_lines(path)) >= 80, 30)
@@ -86,7 +88,7 @@ def test_the_users_span_reaches_the_teacher(start: Start, tmp_path: Path) -> Non
     path = tmp_path / "access.log"
     teacher: LocalTeacher = start("echo", serve={"access-log": path})
     context = trace.SpanContext(int(SPAN[3:35], 16), int(SPAN[36:52], 16), False, trace.TraceFlags(1))
-    with reader_of(teacher) as reader:
+    with reader_of(teacher, options=OPTIONS) as reader:
         reader.set_sample_generator(samples(40))
         with trace.use_span(trace.NonRecordingSpan(context)):
             epoch = reader()

@@ -109,7 +109,7 @@ def test_client_ca_replaced_shuts_out(start: Start, tmp_path: Path, reading: Any
     """Also who has a stream open: it ends, and the next handshake fails."""
     ca, first, second = Authority(), Authority("first"), Authority("second")
     teacher = start("echo", serve=serving(tmp_path, ca.issue(), first))
-    old = reader(teacher, credentials=believing(tmp_path, ca, first.issue("student")), timeout_s=2.0)
+    old = reader(teacher, credentials=believing(tmp_path, ca, first.issue("student")), timeout_s=4.0)
     shut_out = reading(old)
     shut_out.more()
     second.save(tmp_path, "teacher-ca")
@@ -146,7 +146,7 @@ def test_student_that_trusts_no_more(start: Start, tmp_path: Path, reading: Any)
     """Its CA is replaced, and not the teacher's certificate: a connection from before is not gone on with."""
     ca = Authority()
     teacher = start("echo", serve=serving(tmp_path, ca.issue()))
-    student = reading(reader(teacher, credentials=believing(tmp_path, ca), timeout_s=2.0))
+    student = reading(reader(teacher, credentials=believing(tmp_path, ca), timeout_s=4.0))
     student.more()
     Authority("other").save(tmp_path, "student-ca")
     until(lambda: student.error is not None, 60)
@@ -183,7 +183,7 @@ def test_token_rotation(start: Start, tmp_path: Path, reading: Any) -> None:
 def test_token_taken_back_ends_streams(start: Start, tmp_path: Path, reading: Any) -> None:
     valid, mine = put(tmp_path / "valid", f"{OLD}\n{NEW}"), put(tmp_path / "mine", OLD)
     teacher = start("echo", serve={"token-file": valid})
-    student = reading(reader(teacher, credentials=Credentials(token_file=mine), timeout_s=2.0))
+    student = reading(reader(teacher, credentials=Credentials(token_file=mine), timeout_s=4.0))
     student.more()
     put(tmp_path / "valid", NEW)
     until(lambda: student.error is not None, 60)

@@ -398,7 +398,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     small_model(1).save_pretrained(tmp_path / "teacher")
     tokenizer_of(words).save_pretrained(tmp_path / "teacher")
     server = Inside(load(tmp_path / "teacher", "causal-lm", max_tokens=128))
-    other: Any = {"processing_class": tokenizer_of(words[::-1]), "options": Options(teacher_timeout_s=2)}
+    other: Any = {"processing_class": tokenizer_of(words[::-1]), "options": Options(teacher_timeout_s=5)}
     try:
         first_loss(
             tmp_path, small_model(2), server.target, DistillArguments(top_k=4), processing_class=tokenizer_of(words)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from edl.errors import BadOutputError, EDLError, SettingsError
 from edl.protocol import codec, kserve, names
 from edl.protocol.transport import grpc
 from tests.integration.distill.conftest import Start
+from tests.integration.distill.reading import words_of_failure
 
 ROWS = 40
 
@@ -223,6 +225,10 @@ def test_two_services_share_a_folder(start: Start, tmp_path: Path) -> None:
 
 def test_no_index_says_name_the_model(foreign: Callable[..., Foreign]) -> None:
     server = foreign(implements_index=False)
-    reader = DistillReader(["x"], ["y"], teachers=[server.endpoint], options=Options(teacher_timeout_s=0.5))
-    with reader, pytest.raises(EDLError, match=r"does not implement RepositoryIndex: name the model, Teachers\(model"):
-        list(reader.set_sample_generator(lambda: iter([(np.zeros(4, np.float32),)]))())
+
+    def make(timeout_s: float) -> DistillReader:
+        reader = DistillReader(["x"], ["y"], teachers=[server.endpoint], options=Options(teacher_timeout_s=timeout_s))
+        return reader.set_sample_generator(lambda: iter([(np.zeros(4, np.float32),)]))
+
+    words = "does not implement RepositoryIndex: name the model, Teachers(model"
+    assert words in words_of_failure(re.escape(words), make)

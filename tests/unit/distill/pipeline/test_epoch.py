@@ -98,6 +98,7 @@ def test_request_size_is_asked_once_each(cutter: type[Cutter], asked: int) -> No
     """How large a request may be is asked once for each."""
 
     class Counting(Labels):
+        linger_s = 30.0  # a source that gets no time for a moment is not silent
         asked = 0
 
         def max_rows(self, stopped: Callable[[], bool], route: int | None = None) -> int:

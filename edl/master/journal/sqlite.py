@@ -72,7 +72,9 @@ class SqliteJournal(Resource, Journal):
             Path(path).parent.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
             raise SettingsError(f"journal {path}: its folder cannot be made: {exc.strerror}") from exc
-        self._connection, self._identity = self._open()
+        connection, identity = self._open()
+        self._connection = connection
+        self._identity = identity
         _open_connections.add(self._connection)
 
     @override

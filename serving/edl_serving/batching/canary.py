@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
+from edl.notifier import wait_within
 from edl.protocol import kserve, names
 from edl.protocol.transport import grpc
 from edl_serving.backends.backend import Array
@@ -80,7 +81,7 @@ class Canary:
         """Send a row; return what is wrong, empty if the model answered, None where that cannot be known now."""
         job = InferenceJob.of(self._request, self._timeout_s, _NAME, 0, _NAME)
         try:
-            await asyncio.wait_for(self._batcher.compute(job), self._timeout_s)
+            await wait_within(self._batcher.compute(job), self._timeout_s)
         except asyncio.TimeoutError:
             return f"no answer within {self._timeout_s:g} s"
         except RequestError as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from edl.discovery import Instance, Registry
+from edl.discovery.registry import Registration
 from edl.discovery.served.listening import ListenAddress
 from edl.discovery.served.server import StoreServer
 from edl.errors import DiscoveryError
@@ -33,6 +34,13 @@ def eventually(condition: Callable[[], T], timeout_s: float = 60.0) -> T:
 def teacher(service: str, name: str = "a", port: int = 9000, **rest: Any) -> Instance:
     """An instance, with what a test does not care about filled in."""
     return Instance(service, name, "127.0.0.1", port, **rest)
+
+
+def registered(registry: Registry, service: str) -> Registration | None:
+    """A registration; None where the registry took longer than its timeout, as on a busy machine."""
+    with contextlib.suppress(DiscoveryError):
+        return registry.register(teacher(service))
+    return None
 
 
 def count_instances(registry: Registry, service: str) -> int:

@@ -20,7 +20,7 @@ import pytest
 
 from edl.discovery import Instance, Snapshot, open_registry, open_store
 from edl.errors import DiscoveryError, SettingsError
-from tests.conformance.discovery.backends import eventually, teacher
+from tests.conformance.discovery.backends import eventually, registered, teacher
 from tests.plugins_consul import ConsulAgent, free_ports
 
 pytestmark = pytest.mark.consul
@@ -169,7 +169,8 @@ def test_missing_agent_is_an_error(service: str) -> None:
 def test_hanging_agent_is_an_error_in_time(consul_agent: ConsulAgent, service: str) -> None:
     """An agent that hangs is an error in time, and nothing waits for it."""
     registry, store = open_registry(consul_agent.url, timeout_s=0.5), open_store(consul_agent.url, timeout_s=0.5)
-    registration, watch = registry.register(teacher(service)), registry.watch(service)
+    registration = eventually(lambda: registered(registry, service)) or pytest.fail("Consul is too slow")
+    watch = registry.watch(service)
     assert watch.get(10) is not None
     os.kill(consul_agent.pid, signal.SIGSTOP)
     threads = list(Path(f"/proc/{consul_agent.pid}/task").iterdir())
@@ -207,10 +208,10 @@ def test_missing_servers_are_an_outage(tmp_path: Path, service: str) -> None:
 
 def _loses_its_servers(agent: ConsulAgent, server: ConsulAgent, service: str) -> None:
     with (
-        open_registry(agent.url, timeout_s=2.0) as registry,
+        open_registry(agent.url) as registry,
         registry.register(teacher(service), 8.0),
         registry.watch(service) as watch,
-        open_store(agent.url, timeout_s=2.0) as store,
+        open_store(agent.url) as store,
         store.lease(1.0) as lease,
     ):
         while not (healthy := watch.get(10) or pytest.fail("not seen")).instances:

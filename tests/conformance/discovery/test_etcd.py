@@ -19,11 +19,10 @@ from edl.discovery import Registry, Snapshot, Store, open_registry, open_store
 from edl.discovery.etcd import client as client_module
 from edl.discovery.etcd.client import EtcdClient
 from edl.discovery.etcd.target import EtcdTarget
-from edl.discovery.registry import Registration
 from edl.discovery.store import StoreSnapshot
 from edl.errors import ClosedError, DiscoveryError, LeaseLostError, SettingsError
 from tests.certificates import Authority
-from tests.conformance.discovery.backends import eventually, teacher
+from tests.conformance.discovery.backends import eventually, registered, teacher
 from tests.interrupting import InterruptAt, deadline
 from tests.plugins_consul import free_ports
 from tests.plugins_etcd import EtcdServer, etcd_cluster
@@ -153,7 +152,7 @@ class TestServer:
 
     def test_hanging_etcd_is_an_error_in_time(self, etcd_server: EtcdServer, service: str) -> None:
         registry, store = open_registry(etcd_server.url, timeout_s=0.5), open_store(etcd_server.url, timeout_s=0.5)
-        registration = eventually(lambda: _registered(registry, service)) or pytest.fail("etcd is too slow")
+        registration = eventually(lambda: registered(registry, service)) or pytest.fail("etcd is too slow")
         watch = registry.watch(service)
         assert watch.get(10) is not None
         os.kill(etcd_server.pid, signal.SIGSTOP)
@@ -292,12 +291,6 @@ class TestMembers:
             target = EtcdTarget((f"127.0.0.1:{silent.getsockname()[1]}", good), timeout_s=100.0)
             with contextlib.closing(EtcdClient(target)) as client, deadline(40, "asked the other one"):
                 assert client.renew(lease.claim.number, 2.0)  # type: ignore[attr-defined]
-
-
-def _registered(registry: Registry, service: str) -> Registration | None:
-    with contextlib.suppress(DiscoveryError):  # the machine is busy
-        return registry.register(teacher(service))
-    return None
 
 
 def _leader(servers: list[EtcdServer]) -> EtcdServer | None:

@@ -11,13 +11,15 @@ from edl.discovery.store import StoreSnapshot
 from edl.errors import DiscoveryError
 from tests.conformance.discovery.backends import Backend, eventually, teacher
 
+PATIENT_S = 10.0  # for calls that must succeed on a busy machine; a backend that is broken refuses at once
+
 
 def test_registry_recovers_keeping_teachers(backend: Backend, service: str) -> None:
     """Registrations and watches recover, and teachers are kept meanwhile."""
     history: list[Snapshot] = []
     with (
-        open_registry(backend.url, timeout_s=2.0) as theirs,
-        open_registry(backend.url, timeout_s=2.0) as registry,
+        open_registry(backend.url, timeout_s=PATIENT_S) as theirs,
+        open_registry(backend.url, timeout_s=PATIENT_S) as registry,
         theirs.register(teacher(service, "a"), 8.0) as first,
         theirs.register(teacher(service, "b", 9001), 8.0),
         registry.watch(service) as watch,
@@ -76,7 +78,7 @@ def test_missing_teacher_is_dropped_at_last(backend: Backend, service: str, monk
 def test_store_recovers_with_new_elections(backend: Backend, service: str) -> None:
     """Leases are lost, elections are held again, and watches recover."""
     with (
-        open_store(backend.url, timeout_s=2.0) as store,
+        open_store(backend.url, timeout_s=PATIENT_S) as store,
         store.watch(f"{service}/") as watch,
         store.lease(5.0) as lease,
         store.elect(service, b"me", 5.0) as election,

@@ -134,7 +134,7 @@ def test_replaced_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_lock_of_another_has_a_deadline(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
-    with open_journal(f"sqlite:///{path}", timeout_s=0.2) as journal:
+    with open_journal(f"sqlite:///{path}", timeout_s=1.0) as journal:
         journal.begin_term()
         with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")

@@ -117,7 +117,7 @@ def test_terms_are_begun_one_by_one(place: Place) -> None:
 
 
 def test_threads_take_turns(place: Place) -> None:
-    journal = begun(place)
+    journal = begun(place, timeout_s=60.0)  # a thread may be passed over time and again
     barrier = threading.Barrier(4)
 
     def write(number: int) -> None:

@@ -283,7 +283,10 @@ def test_late_values_are_swept_too(stored: StorePlace, disturbed: Any) -> None:
 def test_store_is_away_for_a_while(tmp_path: Path) -> None:
     backend = ServedBackend(tmp_path / "store.sqlite")
     try:
-        with open_store(backend.url, timeout_s=0.5) as store, open_journal("store:job", store=store) as journal:
+        with (
+            open_store(backend.url) as store,  # a server that is not there refuses at once
+            open_journal("store:job", store=store, timeout_s=30.0) as journal,
+        ):
             journal.begin_term()
             journal.append([b"1"])
             backend.stop()
@@ -320,7 +323,7 @@ def test_value_that_shows_late_is_waited_for(stored: StorePlace, disturbed: Any)
 
 def test_store_that_stays_away_is_an_error(tmp_path: Path) -> None:
     backend = ServedBackend(tmp_path / "store.sqlite")
-    with open_store(backend.url, timeout_s=0.3) as store:
+    with open_store(backend.url) as store:  # a server that is not there refuses at once
         journal = open_journal("store:job", store=store, timeout_s=0.5)
         journal.begin_term()
         backend.stop()

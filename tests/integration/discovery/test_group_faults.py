@@ -204,10 +204,10 @@ def test_any_text_may_name_a_student(registry: Registry, store: Store, stack: Ex
 
 
 def test_a_store_that_is_read_only_keeps_all(url: str, stack: ExitStack) -> None:
-    registry = stack.enter_context(open_registry(url, timeout_s=0.3))
+    registry = stack.enter_context(open_registry(url, timeout_s=1.0))
     for number in range(4):
         stack.enter_context(registry.register(teacher(number), 4.0))
-    store = stack.enter_context(open_store(url, timeout_s=0.3))
+    store = stack.enter_context(open_store(url, timeout_s=1.0))
     students = [join(stack, registry, store, f"s{n}", want=2, ttl_s=4.0) for n in range(3)]
     until(lambda: shared_out(students, range(4), 2))
     before = [student.has for student in students]

@@ -59,7 +59,7 @@ def right(told: str) -> float:
     return float(found[-1]) / 100
 
 
-def wait_for(service: str, url: str, server: subprocess.Popen[bytes], log: Path, wait_s: float = 60) -> None:
+def wait_for(service: str, url: str, server: subprocess.Popen[bytes], log: Path, wait_s: float = 200) -> None:
     deadline = time.monotonic() + wait_s
     with open_registry(url) as registry:
         while not registry.snapshot(service).instances:

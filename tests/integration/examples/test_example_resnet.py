@@ -7,14 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.integration.test_examples import EXAMPLES, commands, right, wait_for
 
-Run = Callable[[list[str]], str]
+RUN_S = 600.0  # what takes a minute on an idle machine
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +36,12 @@ def environ(folder: Path) -> dict[str, str]:
 def run(folder: Path, command: list[str]) -> str:
     program = [sys.executable, "-m", "edl"] if command[0] == "edl" else [sys.executable]
     command = [*program, *command[1:]]
-    done = subprocess.run(command, cwd=folder, env=environ(folder), capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=folder, env=environ(folder), capture_output=True, text=True, timeout=RUN_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_resnet(folder: Path) -> None:
     """The README's commands for digits train a student, and report draws what compare has run."""
     _, serve, student, *_ = commands(folder / "README.md")
@@ -62,10 +61,10 @@ def test_resnet(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_comparison(folder: Path) -> None:
     """A student reaches its last step while teachers and a node are killed, and table and picture are made of it."""
-    compare = ["python", "compare.py", "--seeds", "0", "--epochs", "20", "--limit-s", "200"]
+    compare = ["python", "compare.py", "--seeds", "0", "--epochs", "20", "--limit-s", "280"]
     output = run(folder, [*compare, "--arms", "hard", "killed"])
     assert right(output) > 0.85, output
     assert run(folder, [*compare, "--arms", "hard", "killed"]) == "", "what is done is not done again"

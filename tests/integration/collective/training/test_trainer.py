@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from tests.integration.collective.training.ranks_pool import RanksPool  # noqa: E402
 from tests.integration.collective.training.runs import Run, alone, automatic, elastic, noise, sharded  # noqa: E402
 
+pytestmark = pytest.mark.timeout(400)  # the first test waits for imports, which may take 100 s, and has 120 examples
 BATCHES = st.integers(1, 24)
 RUNS = st.builds(
     Run,

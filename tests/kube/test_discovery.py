@@ -12,8 +12,8 @@ from tests.conformance.discovery.test_kubernetes import documented_role
 PROGRAM = """
 import time
 from edl.discovery import Instance, open_registry, open_store
-with open_registry("kubernetes://") as registry, open_store("kubernetes://") as store, store.lease(5.0) as lease:
-    registration = registry.register(Instance("digits", "a", "127.0.0.1", 9000), 5.0)
+with open_registry("kubernetes://") as registry, open_store("kubernetes://") as store, store.lease(20.0) as lease:
+    registration = registry.register(Instance("digits", "a", "127.0.0.1", 9000), 20.0)
     store.put("of/lease", b"1", lease)
     print("ready", flush=True)
     time.sleep(600)

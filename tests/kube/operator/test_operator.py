@@ -268,7 +268,7 @@ def test_rest_costs_few_requests(
     assert len(made) <= 12, f"{len(made)} requests in 15 s at rest: {made}"
 
 
-def wait_quiet(proxy: ApiProxy, seconds: float = 4.0, timeout_s: float = 60.0) -> None:
+def wait_quiet(proxy: ApiProxy, seconds: float = 4.0, timeout_s: float = 150.0) -> None:
     deadline = time.monotonic() + timeout_s
     seen, since_s = len(proxy.requests), time.monotonic()
     while time.monotonic() - since_s < seconds:

@@ -206,17 +206,18 @@ def test_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
         [sys.executable, "-c", code], cwd=every.ROOT, start_new_session=True, stderr=subprocess.DEVNULL
     )
     begun = tmp_path / "benchmarks/begun"
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     try:
         while not begun.exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)
         os.killpg(runner.pid, signal.SIGINT)  # as a terminal does
-        assert runner.wait(15) != 0
+        assert runner.wait(30) != 0
     finally:
         runner.kill()
         runner.wait()
     assert begun.with_name("cleaned up").exists()
+    deadline = time.monotonic() + 10
     while _runs(int(begun.read_text())):
         assert time.monotonic() < deadline, "a process that it started is left"
         time.sleep(0.02)

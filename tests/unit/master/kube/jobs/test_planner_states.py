@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -221,6 +222,7 @@ INCIDENTS = st.lists(
 SEEN: Counter[str] = Counter()
 
 
+@pytest.mark.timeout(300)  # it computes all the time, which others may have the cores for
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(1, 3), st.integers(0, 3), st.booleans(), st.integers(1, 90), INCIDENTS)
 def test_anything_in_any_order(least: int, more: int, master: bool, grace: int, incidents: list[Incident]) -> None:

@@ -109,9 +109,10 @@ def test_many_clients_cost_one_look(page: str, url: str) -> None:
     until(lambda: figure(page, "edl_dashboard_clients") == 0, "clients that went are still counted")
     before = figure(page, "edl_dashboard_looks_total")
     with DashboardServer(DashboardSettings(url, port=0)) as other, EventClient(other.url) as client:
-        for _ in range(3):  # a page that has a client looks as often meanwhile
+        for _ in range(4):  # a page that has a client looks as often meanwhile
             client.next("update")
-    assert figure(page, "edl_dashboard_looks_total") <= before + 1, "the store is asked, and there is no client"
+    # A look for this question, and a look for the question before where that came in the middle of a look.
+    assert figure(page, "edl_dashboard_looks_total") <= before + 2, "the store is asked, and there is no client"
 
 
 def silent_client(page: str) -> socket.socket:

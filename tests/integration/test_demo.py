@@ -63,6 +63,7 @@ def test_the_whole_story(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(280)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_teacher_outlives_the_demo(number: signal.Signals, tmp_path: Path) -> None:
     with demo(tmp_path, "--teachers", "2") as process:

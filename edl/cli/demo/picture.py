@@ -66,7 +66,8 @@ def show(timeline: Timeline, console: Console) -> None:
     top = 1.5 * highest
     figure = plotext.figure
     figure.clear()
-    figure.plot_size(min(console.width, 100), 20)
+    columns = min(console.width, 100)
+    figure.plot_size(columns, 20)
     figure.title("soft labels a second into the training loop, by seconds of the epoch")
     figure.ruler("x").lim(0, timeline.end_s)
     figure.ruler("y").lim(0, top)
@@ -78,7 +79,9 @@ def show(timeline: Timeline, console: Console) -> None:
         colour = _TERMINAL_COLOURS[event.kind]
         figure.line(event.at_s, "vertical", pixel=colour)
         height = (1.44 - 0.12 * row) * highest  # a row for each, since two may happen at nearly the same time
-        figure.draw(figure.text(event.at_s, height, plotext.colorize(f" {event.kind} {event.teacher}", colour)))
+        words = f" {event.kind} {event.teacher}"
+        latest_s = timeline.end_s * (1 - len(words) / max(1, columns - 10))  # behind it they would be cut at the edge
+        figure.draw(figure.text(max(0.0, min(event.at_s, latest_s)), height, plotext.colorize(words, colour)))
     picture = figure.build().string(colorless=not console.is_terminal)
     console.print(Text.from_ansi(picture))
 

@@ -158,8 +158,9 @@ def test_the_picture_is_drawn_in_both_ways(timeline: Timeline, tmp_path: Path) -
     picture.draw(timeline, tmp_path / "demo.png", "40 samples")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     out = io.StringIO()
+    timeline.events.append(TeacherEvent(timeline.end_s - 0.01, "join", "teacher-late"))
     picture.show(timeline, Console(file=out, width=80))
-    for words in ("kill a", "join c", "drain b"):
+    for words in ("kill a", "join c", "drain b", "join teacher-late"):
         assert words in out.getvalue()
     assert max(map(len, out.getvalue().splitlines())) <= 80
 

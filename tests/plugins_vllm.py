@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -18,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.plugins_consul import free_ports
 
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")  # before tests have one of their own
 _HOME = Path(os.environ.get("EDL_VLLM_HOME") or _CACHE / "edl/vllm")
@@ -86,9 +87,7 @@ class VllmFactory:
         Args:
             options: of vLLM, beside those for a small machine.
         """
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = int(listener.getsockname()[1])
+        (port,) = free_ports(1)
         command: Sequence[str] = [
             *(str(_HOME / "bin/python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL)),
             *("--served-model-name", "tiny", "--enforce-eager", "--dtype", "float32", "--max-model-len", "512"),

@@ -24,7 +24,7 @@ SCHEDULE = (
     (0.40, "start a teacher"),
     (0.80, "kill the first teacher"),
 )
-"""What happens in a killed run, by the share of the steps that are done. The last one is on the student's own text."""
+"""Faults of a killed run, by the share of the steps that are done. The last one is on the student's own text."""
 START_S = 900.0
 """vLLM takes half a minute on an idle machine, which this one may not be."""
 

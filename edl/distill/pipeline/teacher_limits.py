@@ -1,4 +1,4 @@
-"""What the teachers of a route, or of all services, take: known once the first of them is there."""
+"""Limits of the teachers of a route, or of all services: known once the first of them is there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _LOOK_S = 0.2
 
 
 class TeacherLimits:
-    """What teachers take. A route is the number of the only service that labels a row; None where all of them do.
+    """Limits of what teachers take.
+
+    A route is the number of the only service that labels a row; None where all of them do.
 
     Args:
         teachers: a group per service.

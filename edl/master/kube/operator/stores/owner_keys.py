@@ -38,7 +38,7 @@ _MOST_TRACES: Final = 10
 
 @dataclass(frozen=True)
 class _Trace:
-    """What is known of a job or pool that is there, or was, and of a store that it has or had.
+    """Facts about a job or pool that is there, or was, and about a store that it has or had.
 
     Attributes:
         uid: of the resource, by which its pods are found.
@@ -56,7 +56,7 @@ class _Trace:
 
     @property
     def title(self) -> str:
-        """What the log calls it."""
+        """Return the name by which the log calls this owner."""
         return f"job {self.name}" if self.kind == "workers" else f"service {self.name}"
 
 

@@ -47,7 +47,7 @@ def main() -> int:
         del parts["on Kubernetes"]
         parts["one after another"] = ["-m", "alone and not kubernetes"]
     if options.quick:
-        parts = {"quickly": ["-m", QUICK, *beside, "tests/unit", "tests/conformance"]}
+        parts = {"quickly": ["-m", QUICK, *beside, "tests/fast"]}
     codes = []
     for name, selection in parts.items():
         print(f"Tests that run {name}:", flush=True)

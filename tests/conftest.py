@@ -41,7 +41,7 @@ pytest_plugins = [
     "tests.plugins_vllm",
 ]
 
-JOBS = "integration/collective/"
+JOBS = "jobs/collective/"
 SERIAL = (
     # Agents that get no turn for a second lose their place in the job, as they should.
     f"{JOBS}checkpoint/test_run_sharded.py",
@@ -54,41 +54,41 @@ SERIAL = (
     f"{JOBS}status/test_live.py",
     f"{JOBS}torchrun",
     f"{JOBS}trainers",
-    "integration/test_demo.py",  # teachers and a student that share the cores already
-    "integration/test_example_elastic.py",
-    "integration/test_example_paddle.py",
-    "integration/test_soak.py",
-    "integration/distill/teachers/test_limits.py",
-    "integration/distill/transport/test_borrowed_triton.py",
-    "integration/load/test_closed_loop.py",  # four teachers, and a student whose time is measured
+    "jobs/test_demo.py",  # teachers and a student that share the cores already
+    "jobs/test_example_elastic.py",
+    "jobs/test_example_paddle.py",
+    "jobs/test_soak.py",
+    "fast/distill/teachers/test_limits.py",
+    "services/distill/test_borrowed_triton.py",
+    "jobs/load_reporting/test_closed_loop.py",  # four teachers, and a student whose time is measured
 )
 """Folders and files of tests that run two at a time, beside no others (`python -m tests`)."""
 
 ALONE = (
     f"{JOBS}health/test_nodecheck.py",  # how long a node's work takes
-    "integration/distill/teachers/test_limits.py",  # one student's time beside another's
-    "integration/distill/transport/test_borrowed_triton.py",  # how long a server's own clients wait
-    "integration/test_demo.py",
+    "fast/distill/teachers/test_limits.py",  # one student's time beside another's
+    "services/distill/test_borrowed_triton.py",  # how long a server's own clients wait
+    "jobs/test_demo.py",
 )
 """Those of them that measure time, and run one by one."""
 
 LONG = (
-    "integration/test_readme.py",
-    "integration/distill/reader/test_interrupted.py",
-    "integration/test_examples.py",
-    "integration/distill/transport/test_lost_memory.py",
-    "integration/distill/versions/test_triton_versions.py",
-    "integration/distill/tls/test_tls_rotation.py",
-    "integration/serving/test_fuzz.py",
-    "integration/collective/checkpoint",
-    "unit/test_notifier.py",
+    "jobs/test_readme.py",
+    "fast/distill/reader/test_interrupted.py",
+    "jobs/test_examples.py",
+    "services/distill/test_lost_memory.py",
+    "services/distill/test_triton_versions.py",
+    "fast/distill/tls/test_tls_rotation.py",
+    "fast/serving/test_fuzz.py",
+    "fast/collective/checkpoint",
+    "fast/test_notifier.py",
     f"{JOBS}inprocess",
     f"{JOBS}recovery",
     f"{JOBS}checkpoint/test_run_sharded.py",
     f"{JOBS}shutdown/test_ends.py",
-    f"{JOBS}run/test_slurm.py",
+    "services/collective/test_slurm.py",
     f"{JOBS}trainers",
-    "kube/scenarios/test_growth.py",  # has all GPUs, which others wait for later
+    "kubernetes/scenarios/test_growth.py",  # has all GPUs, which others wait for later
 )
 """Files that take long, and so begin first: a process that has nothing left waits for the last one."""
 

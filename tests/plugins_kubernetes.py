@@ -8,7 +8,7 @@ those that run one by one.
 
 `helm` is the program, in both versions.
 
-    KUBECONFIG=FILE [EDL_TEST_IMAGE=IMAGE] pytest tests/kube
+    KUBECONFIG=FILE [EDL_TEST_IMAGE=IMAGE] pytest tests/kubernetes
 
 An image is needed where the nodes are other machines: one with this version of EDL, and `python -m edl`.
 """

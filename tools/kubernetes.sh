@@ -5,7 +5,7 @@
 #   tools/kubernetes.sh                        fetch and build, or do nothing if all is there
 #   EDL_KUBE_HOME=DIR tools/kubernetes.sh      build into another folder (the default: ~/.cache/edl/kube)
 #
-# The tests run against any other cluster as well: KUBECONFIG=FILE pytest tests/kube
+# The tests run against any other cluster as well: KUBECONFIG=FILE pytest tests/kubernetes
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -16,7 +16,7 @@ from tests.cluster.api import Cluster
 from tests.cluster.locks import exclusive_lock, shared_lock
 from tests.cluster.machine import KubeMachine
 from tests.cluster.operator_process import OperatorFactory, operators
-from tests.kube.scenarios.scene import Scene, consul_url, start_consul
+from tests.kubernetes.scenarios.scene import Scene, consul_url, start_consul
 from tests.plugins_kubernetes import delete_namespace, install_resources, takes_pods, wait_for_deletion
 
 __all__ = ["Stage", "open_stage"]

@@ -1,7 +1,7 @@
 """The contract of a service registry: who offers a service, kept true by leases.
 
 `open_registry` opens the implementations of this package. Another one subclasses `Registry`, `Registration` and
-`Watch`; `edl.discovery.common` has the parts that these share, and `tests/conformance/discovery` holds every
+`Watch`; `edl.discovery.common` has the parts that these share, and `tests/fast/discovery/conformance` holds every
 implementation to what is promised here. Threads, signals, forks, closing and deadlines are as for stores: see
 `edl.discovery.store`.
 """

@@ -1,7 +1,7 @@
 """The contract of a store: small shared state with leases, compare-and-set, watches and election.
 
 `open_store` opens the implementations of this package. Another one subclasses `Store`, `Lease`, `StoreWatch` and
-`Election`; `edl.discovery.common` has the parts that these share, and `tests/conformance/discovery` holds every
+`Election`; `edl.discovery.common` has the parts that these share, and `tests/fast/discovery/conformance` holds every
 implementation to what is promised here.
 
 What holds for every class below, unless a method says otherwise:

@@ -4,6 +4,6 @@
 students running; `faults` is what is done to them; `verdict` counts, from the journals, what was lost, repeated,
 mislabelled or hung, and how memory and descriptors grew; `report` puts that into docs/reliability.md.
 
-Not collected by pytest: `tests/unit/test_soak.py` tests the counting, `tests/integration/test_soak.py` runs it for
+Not collected by pytest: `tests/fast/test_soak.py` tests the counting, `tests/jobs/test_soak.py` runs it for
 some seconds.
 """

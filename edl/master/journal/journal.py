@@ -1,4 +1,4 @@
-"""The contract of a journal; `tests/conformance/journal` holds every implementation to it."""
+"""The contract of a journal; `tests/fast/master/journal` holds every implementation to it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,277 @@
+"""The backends of transformers agree with transformers in process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edl.errors import SettingsError
+from edl_serving import Array
+from edl_serving.backends import open_backends
+from edl_serving.backends.source import ModelSource
+from tests.fast.backends.hf.checkpoints import VOCABULARY
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+Folder = Callable[[str], Path]
+LENGTHS = (1, 30, 7, 2, 31, 8, 1, 16)
+
+
+def load(folder: Path, task: str, **fields: Any) -> Any:
+    (backend,) = open_backends(ModelSource("hf", str(folder), task=task, device="cpu", **fields))
+    return backend
+
+
+def tokens(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> dict[str, Array]:
+    ids = np.random.default_rng(seed).integers(2, VOCABULARY, sum(lengths)).astype(np.int32)
+    return {"ids": ids, "position": np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])}
+
+
+def sequences(inputs: dict[str, Array]) -> list[Any]:
+    starts = np.flatnonzero(inputs["position"] == 0)[1:]
+    return [torch.from_numpy(ids.astype(np.int64))[None] for ids in np.split(inputs["ids"], starts)]
+
+
+def oracle(folder: Path, auto: str, inputs: dict[str, Array]) -> Any:
+    """Logits of each row, float64, of each sequence by itself."""
+    model = getattr(transformers, auto).from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return torch.cat([model(input_ids=ids).logits[0] for ids in sequences(inputs)]).double()
+
+
+def assert_agrees(answer: Any, logits: Any, k: int, temperature: float = 1.0) -> None:
+    """Ids, log-probabilities and tail are those of `logits`; ids of values closer than the tolerance may differ."""
+    expected = logits.log_softmax(-1)
+    ids, values, tail = (torch.from_numpy(array) for array in answer["logprobs"])
+    assert (ids.shape, values.dtype, tail.dtype) == ((len(logits), k), torch.float32, torch.float32)
+    best = expected.topk(k).values
+    torch.testing.assert_close(values.double(), best, rtol=0, atol=1e-4)
+    torch.testing.assert_close(expected.gather(1, ids.long()), values.double(), rtol=0, atol=1e-4)
+    assert all(len(set(row)) == k for row in ids.tolist())
+    rest = expected.scatter(1, ids.long(), -torch.inf)
+    torch.testing.assert_close(tail.double(), (rest / temperature).logsumexp(-1), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_causal_models_agree(checkpoint: Folder, name: str, packing: bool) -> None:
+    folder = checkpoint(name)
+    backend = load(folder, "causal-lm", max_tokens=64, packing=packing)
+    inputs = tokens()
+    logits = oracle(folder, "AutoModelForCausalLM", inputs)
+    targets = np.random.default_rng(1).integers(0, VOCABULARY, (len(logits), 3)).astype(np.int32)
+    answer = backend.predict_top_k({**inputs, "targets": targets}, 8, 1.0)
+    assert_agrees(answer, logits, 8)
+    found = torch.from_numpy(answer["target_logprobs"]).double()
+    expected = logits.log_softmax(-1).gather(1, torch.from_numpy(targets).long())
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    for lengths in ((1,), (5,), (48,)):  # a single sequence
+        inputs = tokens(lengths, seed=3)
+        logits = oracle(folder, "AutoModelForCausalLM", inputs)
+        assert_agrees(backend.predict_top_k(inputs, 5, 2.0), logits, 5, 2.0)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_half_precision_is_served(checkpoint: Folder, name: str) -> None:
+    """Equal but for the rounding of bfloat16; what an architecture does is found out in it as well."""
+    inputs = tokens()
+    logits = oracle(checkpoint(name), "AutoModelForCausalLM", inputs)
+    for packing in (False, True):
+        backend = load(checkpoint(name), "causal-lm", max_tokens=64, dtype="bfloat16", packing=packing)
+        ids, values, tail = (torch.from_numpy(array) for array in backend.predict_top_k(inputs, 8, 1.0)["logprobs"])
+        assert values.dtype == torch.float32
+        expected = logits.log_softmax(-1).gather(1, ids.long())
+        error = (values - expected).abs()
+        assert error.mean() < 0.05 * logits.std(), f"packing={packing}: {error.mean()} of {logits.std()}"
+        total = values.double().exp().sum(-1) + tail.double().exp()
+        torch.testing.assert_close(total, torch.ones_like(total), rtol=0, atol=1e-5)
+        assert backend._plain_head == (name != "gemma2")
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta"])
+def test_masked_models_agree(checkpoint: Folder, name: str) -> None:
+    backend = load(checkpoint(name), "masked-lm", max_tokens=128)
+    inputs = tokens()
+    logits = oracle(checkpoint(name), "AutoModelForMaskedLM", inputs)
+    assert_agrees(backend.predict_top_k(inputs, 64, 1.0), logits, 64)
+    whole = backend.predict_top_k(inputs, 64, 1.0)["logprobs"]
+    assert backend.max_top_k == 64
+    assert np.isfinite(whole.tail).all()
+
+
+def test_all_of_a_vocabulary(checkpoint: Folder) -> None:
+    backend = load(checkpoint("llama"), "causal-lm", top_k=1000, max_tokens=64)
+    assert backend.max_top_k == VOCABULARY
+    inputs = tokens((9, 4))
+    answer = backend.predict_top_k(inputs, VOCABULARY, 1.0)
+    assert_agrees(answer, oracle(checkpoint("llama"), "AutoModelForCausalLM", inputs), VOCABULARY)
+    assert (answer["logprobs"].tail == -np.inf).all()
+
+
+def test_features_agree(checkpoint: Folder) -> None:
+    backend = load(checkpoint("bert"), "feature-extraction", max_tokens=128)
+    model = transformers.AutoModel.from_pretrained(checkpoint("bert")).eval()
+    inputs = tokens()
+    with torch.inference_mode():
+        expected = torch.cat([model(input_ids=ids).last_hidden_state[0] for ids in sequences(inputs)])
+    torch.testing.assert_close(torch.from_numpy(backend.predict(inputs)["hidden"]), expected, rtol=0, atol=1e-4)
+    assert (backend.max_top_k, backend.sequence_input) == (None, "position")
+
+
+@pytest.mark.parametrize("name", ["classifier", "llama_classifier"])
+def test_classifiers_agree(checkpoint: Folder, name: str) -> None:
+    backend = load(checkpoint(name), "sequence-classification", max_tokens=64)
+    texts = sequences(tokens())
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(checkpoint(name)).eval()
+    with torch.inference_mode():
+        expected = torch.cat([model(input_ids=ids).logits for ids in texts])
+    rows = np.array([ids.numpy().astype("<i4").tobytes() for ids in texts], object)
+    backend.check_inputs({"ids": rows}, 1.0)
+    torch.testing.assert_close(torch.from_numpy(backend.predict({"ids": rows})["logits"]), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("task", ["sequence-classification", "feature-extraction", "causal-lm"])
+def test_no_keys_and_values_are_kept(checkpoint: Folder, task: str) -> None:
+    """A decoder keeps them for the tokens that it may generate, unless it is told not to."""
+    name = "llama_classifier" if task == "sequence-classification" else "llama"
+    backend = load(checkpoint(name), task, max_tokens=64)
+    kept: list[Any] = []
+    for module in {backend._model, backend._model.base_model}:
+        module.register_forward_hook(lambda module, args, output: kept.append(output.past_key_values))
+    if task == "causal-lm":
+        backend.predict_top_k(tokens((3, 5)), 4, 1.0)
+    elif task == "feature-extraction":
+        backend.predict(tokens((3, 5)))
+    else:
+        backend.predict({"ids": np.array([np.ones(length, "<i4").tobytes() for length in (3, 5)], object)})
+    assert kept
+    assert all(found is None for found in kept)
+
+
+def test_a_head_is_sliced_where_it_may_be(checkpoint: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    from edl_serving.backends.hf import language_model
+
+    sizes: list[int] = []
+
+    def spy(logits: Any, *rest: Any) -> Any:
+        sizes.append(len(logits))
+        return select(logits, *rest)
+
+    select = language_model.select_top_k
+    monkeypatch.setattr(language_model, "select_top_k", spy)
+    monkeypatch.setattr(language_model, "rows_of_slice", lambda vocabulary, device: 10)
+    inputs = tokens((25, 25))
+    for name, largest in (("llama", 10), ("gemma2", 50)):
+        seen: list[int] = []
+        backend = load(checkpoint(name), "causal-lm", max_tokens=64)
+        head = backend._model.get_output_embeddings()
+        hook = head.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output[..., 0].numel()))
+        assert_agrees(
+            backend.predict_top_k(inputs, 4, 1.0), oracle(checkpoint(name), "AutoModelForCausalLM", inputs), 4
+        )
+        hook.remove()
+        assert max(seen) == largest, f"{name}: logits of that many rows at once"
+    assert max(sizes) == 10
+
+
+def test_equal_logits_go_by_rising_id() -> None:
+    from edl_serving.backends.hf.top_k import select_top_k
+
+    logits = torch.tensor([[1.0, 3, 3, 0, 3, 3], [2, 2, 2, 2, 2, 2], [5, -torch.inf, -torch.inf, -torch.inf, 1, 1]])
+    for k in range(1, 7):
+        found = select_top_k(logits.clone(), k, 1.0, None)
+        assert found.ids.tolist() == [ids[:k] for ids in ([1, 2, 4, 5, 0, 3], [0, 1, 2, 3, 4, 5], [0, 4, 5, 1, 2, 3])]
+        total = found.values.exp().sum(-1) + found.tail.exp()
+        torch.testing.assert_close(total, torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "fields", "said"),
+    [
+        ("bert", "causal-lm", {}, "BertLMHeadModel lets tokens see those that follow.*masked-lm"),
+        ("mamba", "causal-lm", {"packing": True}, "--packing: MambaForCausalLM does not keep packed sequences apart"),
+        ("bert", "masked-lm", {"packing": True}, "--packing is for --task causal-lm"),
+        ("bert", "sequence-classification", {}, "has no bert.pooler.*of 4 weights.*another --task"),
+        ("llama", "text-generation", {}, "--hf needs --task, one of causal-lm"),
+        ("llama", "causal-lm", {"dtype": "int8"}, "--dtype 'int8'"),
+        ("bert", "feature-extraction", {"top_k": 4}, "--top-k means nothing to --task feature-extraction"),
+        ("llama", "causal-lm", {"normalize": "imagenet"}, "--normalize means nothing to --hf"),
+    ],
+)
+def test_what_cannot_be_served(checkpoint: Folder, name: str, task: str, fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingsError, match=f"(?s){said}"):
+        load(checkpoint(name), task, max_tokens=32, **fields)
+
+
+def test_folders_that_cannot_be_served(checkpoint: Folder, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"no folder with a config.json"):
+        load(tmp_path / "nowhere", "causal-lm")
+    (tmp_path / "config.json").write_text((checkpoint("llama") / "config.json").read_text())
+    (tmp_path / "pytorch_model.bin").write_bytes(b"a pickle")
+    with pytest.raises(SettingsError, match=r"no .safetensors file"):
+        load(tmp_path, "causal-lm")
+    (tmp_path / "model.safetensors").write_bytes(b"garbage")
+    with pytest.raises(SettingsError, match=r"as causal-lm: "):
+        load(tmp_path, "causal-lm")
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}'
+    )
+    (tmp_path / "own.py").write_text("raise SystemExit('the code of a checkpoint was run')")
+    with pytest.raises(SettingsError, match=r"trust_remote_code|custom code"):
+        load(tmp_path, "causal-lm")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(SettingsError, match=r"config.json cannot be read"):
+        load(tmp_path, "causal-lm")
+
+
+def test_sequences_are_as_long_as_positions(checkpoint: Folder, tmp_path: Path) -> None:
+    assert load(checkpoint("gpt2"), "causal-lm").max_sequence == 48
+    assert load(checkpoint("llama"), "causal-lm", max_tokens=20).max_sequence == 20
+    roberta = load(checkpoint("roberta"), "masked-lm")
+    assert roberta.max_sequence == 64 - 2, "positions begin behind the padding's"
+    roberta.warm_up(4096)
+    assert load(checkpoint("mamba"), "causal-lm").max_sequence == 8192
+
+
+def test_ids_that_no_model_has(checkpoint: Folder) -> None:
+    from tests.fast.serving.fakes import refusal_of
+
+    backend = load(checkpoint("llama"), "causal-lm")
+    inputs = tokens((4,))
+    backend.check_inputs(inputs, 1.0)
+    for value in (-1, VOCABULARY):
+        wrong = {**inputs, "ids": np.array([5, 5, value, 5], np.int32)}
+        said = refusal_of(lambda wrong=wrong: backend.check_inputs(wrong, 1.0))
+        assert said == f"input 'ids' is {value} in row 2, and token ids of this model are 0 to 96"
+    wrong = {**inputs, "targets": np.array([[5, 5], [5, VOCABULARY], [5, 5], [5, 5]], np.int32)}
+    assert "'targets' is 97 in row 1" in refusal_of(lambda: backend.check_inputs(wrong, 1.0))
+    classifier = load(checkpoint("classifier"), "sequence-classification")
+    for row, said in ((b"", "0 bytes in row 1"), (b"abc", "3 bytes"), (b"\xff" * 4, "token -1 in row 1")):
+        texts = {"ids": np.array([np.ones(2, "<i4").tobytes(), row], object)}
+        assert said in refusal_of(lambda texts=texts: classifier.check_inputs(texts, 1.0))
+    long = {"ids": np.array([np.ones(65, "<i4").tobytes()], object)}
+    assert "65 tokens in row 0" in refusal_of(lambda: classifier.check_inputs(long, 1.0))
+
+
+def test_versions_differ_with_the_weights(checkpoint: Folder, tmp_path: Path) -> None:
+    import shutil
+
+    folder = shutil.copytree(checkpoint("llama"), tmp_path / "elsewhere")
+    first = load(checkpoint("llama"), "causal-lm").version
+    assert load(folder, "causal-lm", top_k=3).version == first
+    assert load(folder, "causal-lm", dtype="bfloat16").version != first
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+    assert load(folder, "causal-lm").version != first
+    assert load(folder, "causal-lm", version="r1").version == "r1"
+
+
+def test_a_folder_may_have_no_tokenizer(checkpoint: Folder, caplog: pytest.LogCaptureFixture) -> None:
+    assert load(checkpoint("gpt2"), "causal-lm").instance_meta == {}
+    assert "students cannot compare tokenizers with this teacher" in caplog.text

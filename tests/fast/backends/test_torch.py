@@ -1,0 +1,291 @@
+"""PyTorch: arguments, outputs, precision, normalization, and files that must not be trusted."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from tritonclient import grpc as triton
+
+from edl.errors import SettingsError
+from edl.testing import LocalTeacher
+from edl_serving.backends import ModelSource, open_backends
+from edl_serving.backends.backend import TensorSpec
+from edl_serving.backends.torch import TorchBackend
+from tests.fast.backends.models import HERE, expected, module, trained
+
+X = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
+
+
+def backend(model: Any, *inputs: str, **options: Any) -> TorchBackend:
+    return TorchBackend(model, inputs or ("x:float32[4]",), device="cpu", **options)
+
+
+def test_inputs_go_by_name_or_position() -> None:
+    """Inputs go by the names of parameters and else by position."""
+
+    class Two(nn.Module):
+        def forward(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+            return first - second
+
+    inputs = {"first": X, "second": 2 * X}
+    by_name = backend(Two(), "second:float32[4]", "first:float32[4]")
+    np.testing.assert_allclose(by_name.predict(inputs)["output"], -X)
+    by_position = backend(Two(), "a:float32[4]", "b:float32[4]")
+    np.testing.assert_allclose(by_position.predict({"a": X, "b": 2 * X})["output"], -X)
+
+
+def test_tuples_and_mappings_are_outputs() -> None:
+    """Tuples and mappings are outputs by order and by name."""
+
+    class Tuple(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[Any, ...]:
+            return x, None, x.sum(1)
+
+    class Output(dict[str, Any]):
+        """Like a model output of Hugging Face: a mapping, with more in it than asked for."""
+
+    class Named(nn.Module):
+        def forward(self, x: torch.Tensor) -> Mapping[str, Any]:
+            return Output(hidden=x * 2, past=None, logits=x * 3)
+
+    assert backend(Tuple()).outputs == (TensorSpec("output_0", "FP32", (4,)), TensorSpec("output_1", "FP32"))
+    two = backend(Tuple(), outputs=["same", "sum"])
+    np.testing.assert_allclose(two.predict({"x": X})["sum"], X.sum(1), rtol=1e-5)
+    one = backend(Named(), outputs=["logits"])
+    assert one.outputs == (TensorSpec("logits", "FP32", (4,)),)
+    np.testing.assert_allclose(one.predict({"x": X})["logits"], 3 * X)
+    with pytest.raises(SettingsError, match="--output: the model answers 'hidden', 'logits'; wanted are 'scores'"):
+        backend(Named(), outputs=["scores"])
+    with pytest.raises(TypeError, match="returned str, not a tensor"):
+        backend(lambda x: "a string")
+
+
+def test_in_place_model_spoils_no_memory() -> None:
+    """A model that works in place spoils nobodys memory."""
+    frozen = np.frombuffer(X.tobytes(), np.float32).reshape(X.shape)
+    in_place = backend(lambda x: x.mul_(2))
+    np.testing.assert_allclose(in_place.predict({"x": frozen})["output"], 2 * X)
+    np.testing.assert_array_equal(frozen, X)
+
+
+def test_dimensions_of_any_size_stay_so() -> None:
+    sizes = backend(lambda ids: nn.functional.one_hot(ids, 7).float(), "ids:int64[?]")
+    assert sizes.outputs == (TensorSpec("output", "FP32", (-1, 7)),)
+    assert sizes.predict({"ids": np.ones((2, 5), np.int64)})["output"].shape == (2, 5, 7)
+
+
+def test_warm_up_uses_a_sample() -> None:
+    """A model that cannot compute zeros of any size is tried with a sample."""
+    sizes: list[int] = []
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        assert x.shape[2:] == (6, 6)
+        assert bool((x > 0).all())
+        sizes.append(len(x))
+        return x.mean((2, 3))
+
+    with pytest.raises(AssertionError):
+        backend(model, "x:float32[3,?,?]")
+    sampled = backend(model, "x:float32[3,?,?]", sample={"x": np.ones((2, 3, 6, 6))})
+    assert sampled.inputs == (TensorSpec("x", "FP32", (3, -1, -1)),)
+    assert sampled.outputs == (TensorSpec("output", "FP32", (3,)),)
+    sizes.clear()
+    sampled.warm_up(7)
+    assert sorted(sizes) == [1, 7]
+    with pytest.raises(SettingsError, match="--sample has y, and no 'x'"):
+        backend(model, "x:float32[3,?,?]", sample={"y": np.ones((2, 3, 6, 6))})
+
+
+def test_uint8_images_are_normalized() -> None:
+    """Uint8 images are normalized as torchvision does."""
+    image = np.random.default_rng(0).integers(0, 256, (4, 3, 8, 8), np.uint8)
+    image.flags.writeable = False
+    seen = backend(lambda image: image * 1, "image:uint8[3,8,8]", normalize="imagenet")
+    assert seen.outputs == (TensorSpec("output", "FP32", (3, 8, 8)),)
+    mean = np.array([0.485, 0.456, 0.406], np.float32).reshape(3, 1, 1)
+    deviation = np.array([0.229, 0.224, 0.225], np.float32).reshape(3, 1, 1)
+    np.testing.assert_allclose(seen.predict({"image": image})["output"], (image / 255 - mean) / deviation, atol=1e-5)
+    grey = backend(lambda image: image * 1, "image:uint8[3,8,8]", normalize="0/1")
+    np.testing.assert_allclose(grey.predict({"image": image})["output"], image / 255, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("normalize", "inputs", "words"),
+    [
+        ("half", "image:uint8[3,8,8]", "expected imagenet, or means/deviations"),
+        ("0.5/0", "image:uint8[3,8,8]", "expected imagenet, or means/deviations"),
+        ("0.5,nan,1/1,1,1", "image:uint8[3,8,8]", "expected imagenet, or means/deviations"),
+        ("imagenet", "image:uint8[1,8,8]", r"3 channels, and input 'image' is \[1, 8, 8\]"),
+        ("0,0/1,1,1", "image:uint8[3,8,8]", "3 channels"),
+        ("imagenet", "image:float32[3,8,8]", "no input is UINT8"),
+    ],
+)
+def test_unfit_normalizations_are_named(normalize: str, inputs: str, words: str) -> None:
+    """Normalizations that do not fit are named."""
+    with pytest.raises(SettingsError, match=words):
+        backend(lambda image: image * 1, inputs, normalize=normalize)
+
+
+def test_mixed_precision_answers_float32() -> None:
+    """Mixed precision computes in it and answers in float32."""
+    computed: list[torch.dtype] = []
+
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = trained()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            answer: torch.Tensor = self.model(x)
+            computed.append(answer.dtype)
+            return answer
+
+    mixed = backend(Watched(), autocast="bfloat16", outputs=["logits"])
+    assert mixed.outputs == (TensorSpec("logits", "FP32", (3,)),)
+    np.testing.assert_allclose(mixed.predict({"x": X})["logits"], expected(X), atol=0.1)
+    assert set(computed) == {torch.bfloat16}
+    with pytest.raises(SettingsError, match="--autocast 'int8': expected one of bfloat16, float16"):
+        backend(trained(), autocast="int8")
+
+
+def test_inputs_without_tensors_are_named() -> None:
+    """Inputs that torch has no tensors for are named."""
+    with pytest.raises(SettingsError, match="'words': PyTorch has no tensors of BYTES"):
+        backend(trained(), "words:BYTES")
+    with pytest.raises(SettingsError, match="does not say what its inputs are: give --input"):
+        TorchBackend(trained(), ())
+
+
+def test_a_gpu_that_is_not_there_is_named() -> None:
+    count = torch.cuda.device_count()
+    with pytest.raises(SettingsError, match=rf"--device 'cuda:{count}': PyTorch sees {count} GPUs"):
+        TorchBackend(trained(), ["x:float32[4]"], device=f"cuda:{count}")
+
+
+class Attack:
+    def __init__(self, trace: Path) -> None:
+        self._trace = trace
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self._trace,))
+
+
+def factory(checkpoint: Path) -> ModelSource:
+    return ModelSource(
+        "torch-factory", f"{HERE}module", checkpoint=str(checkpoint), inputs=("x:float32[4]",), device="cpu"
+    )
+
+
+def test_checkpoints_cannot_run_code(tmp_path: Path) -> None:
+    attack, trace = tmp_path / "attack.pt", tmp_path / "trace"
+    torch.save({"state_dict": Attack(trace)}, attack)
+    with pytest.raises(SettingsError, match="cannot be read without running code from it"):
+        open_backends(factory(attack))
+    attack.write_bytes(pickle.dumps(Attack(trace), protocol=2))
+    with pytest.raises(SettingsError, match="cannot be read without running code from it"):
+        open_backends(factory(attack))
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "words"),
+    [
+        (nn.Linear(2, 2).state_dict(), "w.pt", "does not fit the model"),
+        ([1, 2], "w.pt", "holds list, not a state_dict"),
+        (b"garbage", "w.pt", "--checkpoint"),
+        (b"", "w.pt", "--checkpoint"),
+        (b"garbage", "w.safetensors", "is no safetensors file"),
+    ],
+)
+def test_other_checkpoints_are_named(content: Any, name: str, words: str, tmp_path: Path) -> None:
+    """Checkpoints that are something else are named."""
+    path = tmp_path / name
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    with pytest.raises(SettingsError, match=words):
+        open_backends(factory(path))
+
+
+@pytest.mark.parametrize("wrap", ["plain", "model", "distributed"])
+def test_common_checkpoints_are_read(wrap: str, tmp_path: Path) -> None:
+    """Checkpoints of common trainers are read."""
+    state = trained().state_dict()
+    whole: Any = {"plain": state, "model": {"model": state, "optimizer": {"lr": 0.1}}}.get(wrap)
+    torch.save(whole or {f"module.{name}": value for name, value in state.items()}, tmp_path / "w.pt")
+    (opened,) = open_backends(factory(tmp_path / "w.pt"))
+    np.testing.assert_allclose(opened.predict({"x": X})["output"], expected(X), rtol=1e-5, atol=1e-6)
+
+
+def test_version_is_that_of_the_weights(tmp_path: Path) -> None:
+    """The version is that of the weights whatever file they come in."""
+    from safetensors.torch import save_file
+
+    torch.save(trained().state_dict(), tmp_path / "w.pt")
+    save_file(dict(trained().state_dict()), tmp_path / "w.safetensors")
+    (one,), (other,) = open_backends(factory(tmp_path / "w.pt")), open_backends(factory(tmp_path / "w.safetensors"))
+    assert one.version == other.version
+
+
+def test_other_factories_are_named() -> None:
+    """Factories that build something else are named."""
+    with pytest.raises(SettingsError, match=r"returned tuple, not a torch\.nn\.Module"):
+        open_backends(ModelSource("torch-factory", f"{HERE}weights", inputs=("x:float32[4]",), options={"seed": 1}))
+    with pytest.raises(SettingsError, match="does not take these options: got an unexpected keyword argument 'y'"):
+        open_backends(ModelSource("torch-factory", f"{HERE}module", options={"y": 1}))
+
+
+def test_exported_programs_named_outputs(tmp_path: Path) -> None:
+    """Exported programs with named outputs and keyword arguments."""
+
+    class Two(nn.Module):
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"logits": (ids * mask).float(), "total": (ids + mask).sum(1)}
+
+    rows = torch.export.Dim("rows")
+    ids, mask = torch.ones(3, 4, dtype=torch.int64), torch.ones(3, 4, dtype=torch.int64)
+    program = torch.export.export(Two(), (ids,), {"mask": mask}, dynamic_shapes={"ids": {0: rows}, "mask": {0: rows}})
+    torch.export.save(program, tmp_path / "m.pt2")
+    (opened,) = open_backends(ModelSource("torch-export", str(tmp_path / "m.pt2"), device="cpu"))
+    assert opened.inputs == (TensorSpec("ids", "INT64", (4,)), TensorSpec("mask", "INT64", (4,)))
+    assert opened.outputs == (TensorSpec("logits", "FP32", (4,)), TensorSpec("total", "INT64"))
+    x = np.arange(4).reshape(1, 4)
+    answer = opened.predict({"ids": x, "mask": x})
+    np.testing.assert_array_equal(answer["logits"], (x * x).astype(np.float32))
+    np.testing.assert_array_equal(answer["total"], (2 * x).sum(1))
+
+
+@pytest.mark.parametrize("kind", ["torchscript", "torch-export"])
+def test_files_that_are_no_models_are_named(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "m").write_bytes(b"no model")
+    with pytest.raises(SettingsError, match=f"--{kind} .*/m"):
+        open_backends(ModelSource(kind, str(tmp_path / "m"), inputs=("x:float32[4]",)))
+
+
+def test_served_checkpoint_answers(tmp_path: Path) -> None:
+    """A served checkpoint answers students."""
+    torch.save(trained().state_dict(), tmp_path / "w.pt")
+    serve = {
+        "torch-factory": f"{Path(__file__).with_name('models.py')}:module",
+        "checkpoint": tmp_path / "w.pt",
+        "input": "x:float32[4]",
+        "output": "logits",
+        "device": "cpu,cpu",
+        "threads": 1,
+    }
+    with LocalTeacher("", serve=serve) as teacher:
+        client = triton.InferenceServerClient(teacher.endpoint)
+        tensor = triton.InferInput("x", X.shape, "FP32")
+        tensor.set_data_from_numpy(X)
+        logits = client.infer("m", [tensor], client_timeout=30).as_numpy("logits")
+        client.close()
+    np.testing.assert_allclose(logits, expected(X), rtol=1e-5, atol=1e-6)
+    assert not np.allclose(logits, module()(torch.from_numpy(X)).detach().numpy())

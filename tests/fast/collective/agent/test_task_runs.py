@@ -1,0 +1,150 @@
+"""Several runs of `edl run` in one task of a Slurm step: each has its own job, a requeued task the same ones."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from edl.collective.agent.command_line import cli as run
+from edl.collective.agent.command_line import task_runs
+from edl.collective.agent.command_line.slurm import SlurmStep
+from edl.collective.agent.command_line.task_runs import TaskRuns
+from edl.collective.agent.exit_codes import ExitCode
+from edl.collective.agent.launch_spec import LaunchSpec
+from edl.errors import SettingsError
+
+STEP = SlurmStep.of(
+    {
+        "SLURM_CLUSTER_NAME": "test",
+        "SLURM_JOB_ID": "17",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_TASK_PID": "99",
+    }
+)
+
+HOLDS = """
+import sys
+from pathlib import Path
+from edl.collective.agent.command_line.task_runs import TaskRuns
+from tests.fast.collective.agent.test_task_runs import STEP
+with TaskRuns(STEP, "a", Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def name_of(folder: Path, *, ends: bool, step: SlurmStep | None = STEP, command: str = "a", stored: bool = True) -> str:
+    """The name of the next job, which comes to its end or not."""
+    assert step is not None
+    with TaskRuns(step, command, folder) as runs:
+        if ends:
+            runs.count(stored=stored)
+        return replace(step, run=runs.ended).name
+
+
+def test_each_job_of_a_task_has_a_name(tmp_path: Path) -> None:
+    assert name_of(tmp_path, ends=True) == "slurm-test-17.0"
+    assert name_of(tmp_path, ends=False) == "slurm-test-17.0-2"
+    assert name_of(tmp_path, ends=True) == "slurm-test-17.0-2", "it failed, and is tried again"
+    assert name_of(tmp_path, ends=True) == "slurm-test-17.0-3"
+
+
+def test_requeued_task_begins_with_the_first(tmp_path: Path) -> None:
+    assert STEP is not None
+    assert name_of(tmp_path, ends=True) == "slurm-test-17.0"
+    assert name_of(tmp_path, ends=True, step=replace(STEP, restarts=1, task_pid=7)) == "slurm-test-17.0"
+
+
+def test_next_job_has_another_port() -> None:
+    assert STEP is not None
+    assert len({replace(STEP, run=run).rendezvous_port for run in range(3)}) == 3
+
+
+def test_two_at_once_are_refused(tmp_path: Path) -> None:
+    name_of(tmp_path, ends=True)
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(SettingsError, match=r"runs slurm-test-17\.0-2, .*--rdzv-id NAME.*--standalone"):
+            name_of(tmp_path, ends=False)
+        other.kill()
+    assert name_of(tmp_path, ends=False) == "slurm-test-17.0-2"
+
+
+def test_old_files_are_removed(tmp_path: Path) -> None:
+    name_of(tmp_path, ends=True)
+    (path,) = tmp_path.iterdir()
+    os.utime(path, (0, 0))
+    assert STEP is not None
+    name_of(tmp_path, ends=True, step=replace(STEP, job=18))
+    assert not path.exists()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_end_before_the_lock_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = task_runs._lock
+
+    def lock_after_the_other_run(file: int) -> bool:
+        os.pwrite(file, b"1", 0)
+        return lock(file)
+
+    monkeypatch.setattr(task_runs, "_lock", lock_after_the_other_run)
+    assert name_of(tmp_path, ends=False) == "slurm-test-17.0-2"
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling link", "link", "writable"])
+def test_folder_of_others_is_refused(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "edl-slurm-1000"
+    if kind == "file":
+        folder.touch()
+    elif kind == "writable":
+        folder.mkdir()
+        folder.chmod(0o777)
+    else:
+        folder.symlink_to(tmp_path if kind == "link" else tmp_path / "missing", target_is_directory=True)
+    with pytest.raises(SettingsError, match=r"edl-slurm-1000 .*remove .*--rdzv-id NAME"):
+        name_of(folder, ends=False)
+
+
+def test_unstored_job_is_tried_again(tmp_path: Path) -> None:
+    assert name_of(tmp_path, ends=True, stored=False) == "slurm-test-17.0"
+    assert name_of(tmp_path, ends=True, stored=False) == "slurm-test-17.0", "the same command"
+    assert name_of(tmp_path, ends=False) == "slurm-test-17.0"
+    assert name_of(tmp_path, ends=True) == "slurm-test-17.0", "it is stored now"
+    assert name_of(tmp_path, ends=False) == "slurm-test-17.0-2"
+
+
+def test_other_command_is_another_job(tmp_path: Path) -> None:
+    assert name_of(tmp_path, ends=True, stored=False) == "slurm-test-17.0"
+    assert name_of(tmp_path, ends=False, command="b") == "slurm-test-17.0-2", "the first one's end is not this one's"
+    assert name_of(tmp_path, ends=True, command="b", stored=False) == "slurm-test-17.0-2", "it failed before"
+    assert name_of(tmp_path, ends=True, command="c") == "slurm-test-17.0-3"
+
+
+def test_call_after_unstored_end_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`edl run` itself: of two calls in a task, the first's exit code 74 does not swallow the second."""
+    names: list[str] = []
+
+    class UnstoredAgent:
+        def __init__(self, launch: LaunchSpec, *_: object) -> None:
+            names.append(launch.job)
+
+        def run(self) -> int:
+            return ExitCode.NOT_STORED
+
+    for name, value in (("JOB_ID", "17"), ("STEP_ID", "0"), ("PROCID", "0"), ("TASK_PID", "99")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setattr(task_runs, "_default_folder", lambda: tmp_path / "runs")
+    monkeypatch.setattr(run, "Agent", UnstoredAgent)
+    for script in ("a.py", "a.py", "b.py"):
+        (tmp_path / script).touch()
+        run.main(["--store", f"sqlite:///{tmp_path}/store.sqlite", str(tmp_path / script)])
+    assert names == ["slurm-17.0", "slurm-17.0", "slurm-17.0-2"]

@@ -1,0 +1,439 @@
+"""The thread that stores: what fails is said once and tried again; at its end a job waits for a slow storage."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import re
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+from edl.collective.agent.job_run import JobRun
+from edl.collective.checkpoint.checkpointer import Checkpointer
+from edl.collective.checkpoint.state.state import State
+from edl.collective.checkpoint.storage import (
+    dcp,  # noqa: F401 - so that no deadline here includes its import, which the first state that is stored needs
+)
+from edl.collective.checkpoint.storage import persister as persister_module
+from edl.collective.checkpoint.storage.persister import POLL_S, CheckpointPersister
+from edl.collective.checkpoint.storage.writer import CheckpointWriter
+from edl.discovery import open_store
+from edl.errors import DiscoveryError, ProtocolError, TemporaryError
+from tests.fast.collective.checkpoint import saved
+
+RUN = "346d06b600000001"
+
+
+class ApiError(Exception):
+    """What a library of an object store raises, which knows nothing of OSError."""
+
+
+class Balky(MemoryFileSystem):  # type: ignore[misc]
+    """A storage that calls `before` whenever a file is to be opened."""
+
+    protocol = "balky"
+    before: Callable[[], object] = staticmethod(lambda: None)
+
+    def _open(self, *arguments: Any, **settings: Any) -> Any:
+        type(self).before()
+        return super()._open(*arguments, **settings)
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    fsspec.register_implementation("balky", Balky, clobber=True)
+    monkeypatch.setattr(Balky, "before", staticmethod(lambda: None))
+    name = f"balky://edl-{uuid.uuid4().hex}"
+    yield name
+    fs, root = fsspec.core.url_to_fs(name)
+    if fs.exists(root):
+        fs.rm(root, recursive=True)
+
+
+def put(prefix: Path, step: int) -> None:
+    saved.put(prefix, State(values=torch.full((10,), step)), step)
+
+
+def agents_persister(url: str, prefix: Path, report: Callable[[str], object], **settings: Any) -> CheckpointPersister:
+    settings = {"run": lambda: RUN, "report_stored": report, "poll_s": POLL_S, **settings}
+    return CheckpointPersister(url, [prefix], report, **settings)
+
+
+def started(url: str, prefix: Path, lines: list[str]) -> CheckpointPersister:
+    persister = agents_persister(url, prefix, lines.append)
+    persister.start()
+    return persister
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def fail(error: Exception) -> Callable[[], object]:
+    def before() -> None:
+        raise error
+
+    return before
+
+
+@pytest.mark.parametrize("error", [ApiError("slow down"), OSError("slow down"), MemoryError("slow down")])
+def test_next_state_is_stored_after_errors(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Whatever a storage raises the next state is stored."""
+    lines: list[str] = []
+    monkeypatch.setattr(Balky, "before", staticmethod(fail(error)))
+    put(tmp_path / "s", 1)
+    persister = started(url, tmp_path / "s", lines)
+    wait_for(lambda: bool(lines))
+    assert "slow down" in lines[0] or "memory" in lines[0]
+    monkeypatch.setattr(Balky, "before", staticmethod(lambda: None))
+    put(tmp_path / "s", 2)
+    persister.store_newest()
+    wait_for(lambda: "stored the state after step 2" in lines[-1])
+    assert persister.close(20)
+
+
+def test_unknown_states_are_not_stored(tmp_path: Path, url: str) -> None:
+    """Before it is known whose states these are nothing is stored."""
+    put(tmp_path / "s", 1)
+    persister = agents_persister(url, tmp_path / "s", lambda line: pytest.fail(line))
+    persister.store_newest()
+    assert persister.close(5.0, patient=True)
+    fs, root = fsspec.core.url_to_fs(url)
+    assert not fs.exists(root)
+
+
+def test_own_fault_does_not_end_the_thread(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of our own does not end the thread."""
+    lines: list[str] = []
+    put(tmp_path / "s", 1)
+    with monkeypatch.context() as broken:
+        broken.setattr(CheckpointWriter, "_choose_state", lambda *arguments: 1 / 0)
+        persister = started(url, tmp_path / "s", lines)
+        wait_for(lambda: bool(lines))
+        assert "fault in EDL" in lines[0]
+    persister.store_newest()
+    wait_for(lambda: "stored the state after step 1" in lines[-1])
+    assert persister.close(20)
+
+
+def test_repeated_failure_is_reported_once(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails again and again is said once."""
+    lines: list[str] = []
+    tries = threading.Semaphore(0)
+
+    def before() -> None:
+        tries.release()
+        raise ApiError("slow down")
+
+    monkeypatch.setattr(Balky, "before", staticmethod(before))
+    put(tmp_path / "s", 1)
+    persister = started(url, tmp_path / "s", lines)
+    for _ in range(3):
+        persister.store_newest()
+        assert tries.acquire(timeout=20)
+    assert not persister.close(20)
+    assert [line for line in lines if "slow down" in line] == lines[:1]
+
+
+def test_job_end_retries_the_last_state(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a job tries again until its last state is stored."""
+    lines: list[str] = []
+    failing = iter(range(2))
+
+    def before() -> None:
+        if next(failing, None) is not None:
+            raise ApiError("slow down")
+
+    monkeypatch.setattr(Balky, "before", staticmethod(before))
+    persister = started(url, tmp_path / "s", lines)
+    put(tmp_path / "s", 1)
+    persister.store_newest()
+    assert persister.close(20, patient=True)
+    assert "stored the state after step 1" in lines[-1]
+
+
+@pytest.mark.parametrize("patient", [False, True])
+def test_storage_that_takes_nothing_is_left(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, patient: bool
+) -> None:
+    """A storage that takes nothing is given up and that is said."""
+    lines: list[str] = []
+    released = threading.Event()
+    monkeypatch.setattr(Balky, "before", staticmethod(lambda: released.wait(60)))
+    put(tmp_path / "s", 1)
+    persister = started(url, tmp_path / "s", lines)
+    persister.store_newest()
+    try:
+        assert not persister.close(0.3, patient=patient)
+        assert "left incomplete" in lines[-1]
+    finally:
+        released.set()
+
+
+class Clock:
+    """A clock for a persister: a file takes two seconds of it, and a thread that waits notices each file."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._waiting = threading.current_thread()
+        self._looks = 0
+
+    def monotonic(self) -> float:
+        self._looks += threading.current_thread() is self._waiting
+        return self.now_s
+
+    def take_file(self) -> None:
+        seen = self._looks
+        wait_for(lambda: self._looks > seen + 3)  # at most two a round: it has seen what was written before
+        self.now_s += 2.0
+
+
+def test_job_end_waits_for_slow_storage(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file takes less than the limit, and all of them together more."""
+    lines: list[str] = []
+    clock = Clock()
+    monkeypatch.setattr(persister_module, "time", clock)
+    monkeypatch.setattr(Balky, "before", staticmethod(clock.take_file))
+    put(tmp_path / "s", 1)
+    persister = started(url, tmp_path / "s", lines)
+    persister.store_newest()
+    assert persister.close(2.5, patient=True)
+    assert clock.now_s > 2.5
+    assert "stored the state after step 1" in lines[-1]
+
+
+def test_no_storage_no_wait(tmp_path: Path) -> None:
+    """Without a storage nothing is waited for."""
+    assert started("", tmp_path / "s", []).close(0)
+
+
+def test_agents_agree_on_a_run(tmp_path: Path) -> None:
+    """The agents of a job agree on its run."""
+    url = f"sqlite:///{tmp_path}/store.sqlite"
+    with open_store(url) as first, open_store(url) as second:
+        run = JobRun(first, "job")()
+        assert (JobRun(second, "job")(), JobRun(first, "job")()) == (run, run)
+        assert JobRun(second, "another")() != run
+        put(tmp_path / "s", 1)
+        outcome = CheckpointWriter(str(tmp_path / "c"), run=JobRun(first, "job")).write_newest([tmp_path / "s"])
+        assert outcome is not None
+        assert (tmp_path / f"c/step-1.g-1.r-{run}").is_dir()
+        first.put("jobs/third/run", b"../..")
+        with pytest.raises(ProtocolError, match="not the name of a run"):
+            JobRun(second, "third")()
+
+
+class Full(MemoryFileSystem):  # type: ignore[misc]
+    """A storage that takes some of each file, and then has no room."""
+
+    protocol = "full"
+
+    def _open(self, *arguments: Any, **settings: Any) -> Any:
+        file = super()._open(*arguments, **settings)
+        write, left = file.write, [2]
+
+        def some(data: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise OSError(122, "Disk quota exceeded")
+            return write(data)
+
+        file.write = some
+        return file
+
+
+def test_full_storage_is_not_waited_for(tmp_path: Path) -> None:
+    """Each attempt gets as far as the one before it."""
+    fsspec.register_implementation("full", Full, clobber=True)
+    put(tmp_path / "s", 1)
+    lines: list[str] = []
+    persister = started(f"full://edl-{uuid.uuid4().hex}", tmp_path / "s", lines)
+    wait_for(lambda: bool(lines))
+    assert "quota" in lines[0]
+    assert persister._writer.written_nbytes > 0
+    begin = time.monotonic()
+    persister.store_newest()
+    assert not persister.close(1.0, patient=True)
+    assert time.monotonic() - begin < 15
+
+
+def test_store_learns_the_runs_name_again(tmp_path: Path) -> None:
+    """A store that lost its records is given the name of the run again."""
+    with open_store(f"sqlite:///{tmp_path}/store.sqlite") as store:
+        first = JobRun(store, "job")
+        name = first()
+        store.delete("jobs/job/run")
+        assert first() == name
+        assert JobRun(store, "job")() == name
+
+
+def test_unsure_fence_is_asked_again(tmp_path: Path, url: str) -> None:
+    """The store is away while the last checkpoint is completed."""
+    answers: list[bool | Exception] = [DiscoveryError("no leader"), DiscoveryError("no leader"), True]
+
+    def fence() -> bool:
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    put(tmp_path / "s", 1)
+    lines: list[str] = []
+    persister = agents_persister(url, tmp_path / "s", lines.append, fence=fence)
+    persister.start()
+    persister.store_newest()
+    assert persister.close(20.0, patient=True)
+    assert "stored the state after step 1" in lines[-1]
+    assert "no leader" in lines[0]
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_request_at_any_instant_counts(tmp_path: Path, url: str, works: bool) -> None:
+    """The newest state is asked for at any line of a look for marked states, which works or fails."""
+    asked: list[bool] = []
+    traced = sys.gettrace()
+
+    def store(newest: bool) -> bool:
+        asked.append(newest)
+        return works
+
+    for instant in itertools.count():
+        persister = agents_persister(url, tmp_path / "s", lambda line: None)
+        persister._store = store  # type: ignore[method-assign]
+        lines = itertools.count()
+
+        def ask(frame: Any, event: str, argument: object) -> Any:
+            if frame.f_code is not CheckpointPersister._poll_and_store.__code__:
+                return None
+            if event == "line" and next(lines) == instant:  # noqa: B023
+                persister.store_newest()  # noqa: B023
+            return ask
+
+        asked.clear()
+        sys.settrace(ask)
+        try:
+            persister._poll_and_store()
+        finally:
+            sys.settrace(traced)
+        if next(lines) <= instant:
+            break
+        persister._poll_and_store()
+        assert True in asked, f"it was asked for at line {instant}"
+    assert instant > 3
+
+
+# Without an agent, a thread of the worker stores.
+
+
+def workers_persister(url: str, prefix: Path) -> CheckpointPersister:
+    persister = CheckpointPersister(url, [prefix], logging.getLogger("edl").warning, keep=2)
+    persister.start()
+    persister.set_run(RUN)
+    return persister
+
+
+def test_worker_alone_retries_at_the_end(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an agent too the end tries again."""
+    failing = iter(range(3))
+
+    def before() -> None:
+        if next(failing, None) is not None:
+            raise ApiError("slow down")
+
+    monkeypatch.setattr(Balky, "before", staticmethod(before))
+    put(tmp_path / "s", 1)
+    workers_persister(url, tmp_path / "s").close_or_raise(20)
+    fs, root = fsspec.core.url_to_fs(url)
+    assert fs.exists(f"{root}/step-1.g-1.r-{RUN}/manifest.json")
+
+
+def test_worker_alone_gives_storage_up(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without an agent a storage that fails is given up and that is said."""
+    monkeypatch.setattr(Balky, "before", staticmethod(fail(ApiError("slow down"))))
+    monkeypatch.setattr(persister_module, "_CLOSE_RETRY_S", 60.0)  # so that no attempt ends just before the limit
+    put(tmp_path / "s", 1)
+    persister = workers_persister(url, tmp_path / "s")
+    wait_for(lambda: bool(caplog.records))
+    begin = time.monotonic()
+    with pytest.raises(TemporaryError, match=r"not done within 1 s, .*slow down"):
+        persister.close_or_raise(1.2)
+    assert time.monotonic() - begin < 15
+    said = [record.getMessage() for record in caplog.records]
+    assert len([line for line in said if "slow down" in line and "tried again" in line]) == 1, said
+
+
+def test_sys_exit_saves_no_half_step(url: str) -> None:
+    """As when the handler of a signal calls it."""
+
+    def script() -> None:
+        with Checkpointer(State(step=0), storage=url, interval_steps=1) as checkpointer:
+            checkpointer.restore()
+            checkpointer.save(0, force=True)
+            checkpointer.state.step = 1
+            sys.exit(0)
+
+    with pytest.raises(SystemExit):
+        script()
+    again = Checkpointer(State(step=-1), storage=url)
+    assert again.restore() == 0
+    assert again.state.step == 0
+    again.close()
+
+
+@pytest.mark.parametrize("how", ["the block ends", "sys.exit()", "an error", "close"])
+def test_worker_alone_ends_well_if_stored(
+    url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """Without an agent a script ends well only if its last state is stored."""
+    monkeypatch.setattr(persister_module, "_WORKER_RETRY_S", 0.3)
+    monkeypatch.setattr(Balky, "before", staticmethod(fail(ApiError("slow down"))))
+    words = f"the last state is not at {url}, what was stored before is as it was: .*slow down"
+    ends = {
+        "the block ends": pytest.raises(TemporaryError, match=words),
+        "sys.exit()": pytest.raises(TemporaryError, match=words),
+        "an error": pytest.raises(LookupError, match="the script's own"),
+        "close": contextlib.nullcontext(),
+    }
+    with ends[how], Checkpointer(State(step=0), storage=url, interval_steps=1) as checkpointer:
+        checkpointer.restore()
+        checkpointer.save(0, force=True)
+        if how == "sys.exit()":
+            sys.exit()
+        if how == "an error":
+            raise LookupError("the script's own")
+        if how == "close":
+            checkpointer.close()
+    assert how in ("the block ends", "sys.exit()") or re.search(words, caplog.records[-1].getMessage())
+
+
+def test_a_storage_that_cannot_keep_pace(tmp_path: Path, url: str) -> None:
+    """It is said once when it begins, and when it is over."""
+    lines: list[str] = []
+    slow = agents_persister(url, tmp_path / "s", lines.append, interval_s=1e-9)
+    slow.start()
+    for step in (1, 2):
+        put(tmp_path / "s", step)
+        wait_for(lambda step=step: any(f"after step {step} at" in line for line in lines))  # type: ignore[misc]
+    slow._interval_s = 1e9
+    put(tmp_path / "s", 3)
+    wait_for(lambda: "the storage keeps pace again" in lines)
+    slow.close(10.0)
+    assert sum("longer than --checkpoint-interval" in line for line in lines) == 1, lines

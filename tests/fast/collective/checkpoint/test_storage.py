@@ -1,0 +1,757 @@
+"""Checkpoints on storage: written from slots without a world, whole or not at all, and read by DCP as well."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from fsspec.implementations.local import LocalFileSystem
+from torch import nn
+
+from edl.collective.checkpoint.checkpointer import Checkpointer
+from edl.collective.checkpoint.memory.slots import (
+    CompleteSlot,
+    PinnedSlot,
+    SlotHeader,
+    SlotPair,
+    find_marked_slots,
+    marked_path,
+    marking_path,
+    storing_path,
+)
+from edl.collective.checkpoint.memory.transfer import slot_bytes
+from edl.collective.checkpoint.state.state import State
+from edl.collective.checkpoint.state.tensors import view_of
+from edl.collective.checkpoint.storage.manifest import CheckpointName, FileDigest, newest_first
+from edl.collective.checkpoint.storage.reader import newest_stored, restore_from_storage
+from edl.collective.checkpoint.storage.writer import CheckpointWriter, WriteOutcome
+from edl.errors import SettingsError, TemporaryError
+from tests.fast.collective.checkpoint.counted import reads
+from tests.fast.collective.checkpoint.saved import put
+
+FIRST, SECOND = "346d06b600000001", "346d06b600000002"
+"""Two runs, the second of which began later."""
+
+
+def storing(url: Path | str, run: str = FIRST, **settings: Any) -> CheckpointWriter:
+    return CheckpointWriter(str(url), run=lambda: run, **settings)
+
+
+def job(seed: int) -> State:
+    torch.manual_seed(seed)
+    model = nn.Linear(4, 3).to(torch.bfloat16)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    return State(
+        model=model,
+        optimizer=optimizer,
+        epoch=seed,
+        notes=[(1, "a"), None],
+        table=np.arange(seed),
+        empty=torch.empty(0),
+    )
+
+
+def bits(state: State) -> list[bytes]:
+    return [one.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for one in state.capture().tensors]
+
+
+@pytest.fixture(params=["folder", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "folder":
+        yield str(tmp_path / "checkpoints")
+    else:
+        name = f"memory://edl-{uuid.uuid4().hex}"
+        yield name
+        fs, root = fsspec.core.url_to_fs(name)
+        if fs.exists(root):
+            fs.rm(root, recursive=True)
+
+
+def names(url: str) -> list[str]:
+    fs, root = fsspec.core.url_to_fs(url)
+    fs.invalidate_cache()
+    return sorted(path.rstrip("/").rpartition("/")[2] for path in fs.ls(root, detail=False))
+
+
+def test_stored_state_comes_back(tmp_path: Path, url: str) -> None:
+    """What is stored comes back bit for bit."""
+    source = job(3)
+    put(tmp_path / "s", source, 7)
+    outcome = storing(url).write_newest([tmp_path / "s"])
+    assert outcome is not None
+    assert (outcome.step, outcome.world, outcome.committed) == (7, 1, True)
+    wanted = bits(source)
+    target = job(4)
+    restored = restore_from_storage(target, url)
+    assert restored is not None
+    assert (restored.step, restored.world) == (7, 1)
+    assert (target.epoch, target.notes, target.table.tolist()) == (3, [(1, "a"), None], [0, 1, 2])
+    assert bits(target) == wanted
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_loads_it(tmp_path: Path) -> None:
+    source, target = job(3), job(4)
+    put(tmp_path / "s", source, 7)
+    storing(tmp_path / "c").write_newest([tmp_path / "s"])
+    wanted: dict[str, Any] = {"model": target.model.state_dict(), "epoch": 0, "table": None, "notes": None}
+    dcp.load(wanted, checkpoint_id=str(tmp_path / f"c/step-7.g-1.r-{FIRST}"), no_dist=True)
+    assert torch.equal(wanted["model"]["weight"], source.model.weight)
+    assert (wanted["epoch"], wanted["notes"], wanted["table"].tolist()) == (3, [(1, "a"), None], [0, 1, 2])
+    moments = {"optimizer": {"state": {"weight": {"exp_avg": torch.zeros(3, 4, dtype=torch.bfloat16)}}}}
+    dcp.load(moments, checkpoint_id=str(tmp_path / f"c/step-7.g-1.r-{FIRST}"), no_dist=True)
+    assert torch.equal(
+        moments["optimizer"]["state"]["weight"]["exp_avg"], source.optimizer.state[source.model.weight]["exp_avg"]
+    )
+
+
+def test_nothing_there_is_nothing_restored(url: str) -> None:
+    assert restore_from_storage(job(1), url) is None
+
+
+def test_states_are_stored_once_and_pruned(tmp_path: Path, url: str) -> None:
+    """A state is stored once and old ones go."""
+    persister = storing(url, keep=2)
+    assert persister.write_newest([tmp_path / "s"]) is None
+    for step in range(5):
+        put(tmp_path / "s", job(step), step)
+        assert persister.write_newest([tmp_path / "s"], marked=True) is not None
+        assert persister.write_newest([tmp_path / "s"]) is None
+    assert names(url) == [f"step-3.g-1.r-{FIRST}", f"step-4.g-1.r-{FIRST}"]
+
+
+def test_several_nodes_make_one_checkpoint(tmp_path: Path, url: str) -> None:
+    """The replicated part is stored once, each rank's own part by its node, and the last one completes it."""
+    for rank in range(3):
+        put(tmp_path / f"s{rank}", job(2), 5, rank=rank, world=3)
+    first = storing(url).write_newest([tmp_path / "s0", tmp_path / "s1"])
+    assert first is not None
+    assert not first.committed
+    assert restore_from_storage(job(1), url) is None
+    second = storing(url).write_newest([tmp_path / "s2"])
+    assert second is not None
+    assert second.committed
+    restored = restore_from_storage(target := job(1), url)
+    assert restored is not None
+    assert restored.world == 3
+    assert target.epoch == 2
+    fs, root = fsspec.core.url_to_fs(url)
+    pieces = [json.loads(fs.cat_file(f"{root}/step-5.g-1.r-{FIRST}/piece-{rank}.json")) for rank in range(3)]
+    assert ["model.weight" in piece["tensors"] for piece in pieces] == [True, False, False]
+    assert all("rng.torch" in piece["tensors"] for piece in pieces)
+
+
+def test_nodes_finishing_together(tmp_path: Path) -> None:
+    """Nodes that finish together do not harm each other."""
+    url, outcomes = str(tmp_path / "c"), []
+
+    def store(rank: int) -> None:
+        outcomes.append(storing(url).write_newest([tmp_path / f"s{rank}"]))
+
+    for attempt in range(10):
+        for rank in range(2):
+            put(tmp_path / f"s{rank}", job(2), attempt, rank=rank, world=2)
+        threads = [threading.Thread(target=store, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert any(outcomes.pop().committed for _ in range(2))
+        restored = restore_from_storage(job(1), url)
+        assert restored is not None
+        assert restored.step == attempt
+
+
+@pytest.mark.parametrize("harm", ["truncate", "flip", "missing", "manifest", "no manifest"])
+def test_damaged_checkpoint_falls_back(tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A damaged checkpoint is said in a line and the one before is used."""
+    url, persister = tmp_path / "c", storing(tmp_path / "c")
+    for step in (1, 2):
+        put(tmp_path / "s", job(step), step)
+        persister.write_newest([tmp_path / "s"])
+    data, manifest = url / f"step-2.g-1.r-{FIRST}/__0_0.distcp", url / f"step-2.g-1.r-{FIRST}/manifest.json"
+    content = bytearray(data.read_bytes())
+    if harm == "truncate":
+        data.write_bytes(content[:-1])
+    elif harm == "flip":
+        content[content.index(job(2).model.weight.detach().view(torch.uint8).numpy().tobytes())] ^= 1
+        data.write_bytes(content)
+    elif harm == "missing":
+        data.unlink()
+    elif harm == "manifest":
+        manifest.write_bytes(manifest.read_bytes()[:-20])
+    else:
+        manifest.unlink()
+    restored = restore_from_storage(target := job(9), str(url))
+    assert restored is not None
+    assert (restored.step, target.epoch) == (1, 1)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == (0 if harm == "no manifest" else 1)
+    assert all(f"step-2.g-1.r-{FIRST}" in line for line in lines)
+
+
+def test_each_byte_is_read_once(tmp_path: Path) -> None:
+    """In large reads: a state of many small tensors and a large one, of which a checkpoint has 40 MB."""
+    source = State(many=[torch.full((1000,), float(number)) for number in range(300)], large=torch.rand(10 << 20))
+    put(tmp_path / "s", source, 7)
+    storing(tmp_path / "c").write_newest([tmp_path / "s"])
+    size = next((tmp_path / "c").glob("*/__0_0.distcp")).stat().st_size
+    target = State(many=[], large=torch.zeros(10 << 20))
+    assert restore_from_storage(target, f"counted://{tmp_path}/c") is not None
+    assert bits(target) == bits(source)
+    counted = reads(tmp_path)
+    assert sum(counted) <= size
+    assert len(counted) <= 8
+
+
+@pytest.mark.parametrize("harmed", ["large", "many"])
+def test_damaged_one_leaves_state_alone(tmp_path: Path, harmed: str) -> None:
+    """Also a field that the checkpoint before it does not have."""
+    source = State(rng=False, large=torch.rand(20 << 20), many=[torch.rand(10)])
+    put(tmp_path / "s", source, 7)
+    storing(tmp_path / "c").write_newest([tmp_path / "s"])
+    stored = next((tmp_path / "c").glob("*/__0_0.distcp"))
+    content = bytearray(stored.read_bytes())
+    wanted = (source.large if harmed == "large" else source.many[0]).numpy().tobytes()
+    content[content.index(wanted[-40:]) + 3] ^= 1
+    stored.write_bytes(content)
+    target = State(rng=False, large=torch.zeros(20 << 20), many=[torch.zeros(10)])
+    assert restore_from_storage(target, str(tmp_path / "c")) is None
+    assert not target.large.any()
+    assert not target.many[0].any()
+
+
+def test_abandoned_world_completes_nothing(tmp_path: Path, url: str) -> None:
+    """A world that was given up completes nothing."""
+    put(tmp_path / "s", job(1), 1)
+    assert storing(url, fence=lambda: False).write_newest([tmp_path / "s"]) is None
+    assert restore_from_storage(job(2), url) is None
+    assert storing(url).write_newest([tmp_path / "s"]) is not None
+
+
+def test_unfinished_remains_are_removed(tmp_path: Path) -> None:
+    """What was left half done is removed later."""
+    url = str(tmp_path / "c")
+    put(tmp_path / "half", job(1), 1, world=2)
+    storing(url).write_newest([tmp_path / "half"])
+    assert names(url) == [f"step-1.g-1.r-{FIRST}.tmp"]
+    put(tmp_path / "s", job(2), 2)
+    storing(url).write_newest([tmp_path / "s"])
+    assert names(url) == [f"step-2.g-1.r-{FIRST}"]
+
+
+def test_remade_step_replaces_no_half(tmp_path: Path, url: str) -> None:
+    """A step made again by a later world replaces nothing half way."""
+    for generation in (1, 2):
+        put(tmp_path / f"s{generation}", job(generation), 4, generation=generation)
+        storing(url).write_newest([tmp_path / f"s{generation}"])
+    restore_from_storage(target := job(9), url)
+    assert target.epoch == 2
+
+
+def test_pieces_of_two_runs_do_not_mix(tmp_path: Path, url: str) -> None:
+    """A new job at the same place, whose worlds count their generations as the one before it did."""
+    for rank in range(2):
+        put(tmp_path / f"dead{rank}", job(1), 5, rank=rank, world=2)
+        put(tmp_path / f"s{rank}", job(2), 5, rank=rank, world=2)
+    storing(url, FIRST).write_newest([tmp_path / "dead0"])
+    half = storing(url, SECOND).write_newest([tmp_path / "s1"])
+    assert half is not None
+    assert not half.committed
+    assert restore_from_storage(job(9), url) is None
+    whole = storing(url, SECOND).write_newest([tmp_path / "s0"])
+    assert whole is not None
+    assert whole.committed
+    restored = restore_from_storage(target := job(9), url)
+    assert restored is not None
+    assert (restored.step, target.epoch) == (5, 2)
+
+
+def test_unfinished_is_not_the_newest(tmp_path: Path, url: str) -> None:
+    """Or a replica of a newer state than the newest complete one would not be gone on from."""
+    put(tmp_path / "s", job(1), 5)
+    storing(url).write_newest([tmp_path / "s"])
+    put(tmp_path / "half", job(1), 9, world=2)
+    storing(url).write_newest([tmp_path / "half"])
+    assert newest_stored(url) == (1, 5)
+
+
+def test_foreign_piece_does_not_complete(tmp_path: Path) -> None:
+    """A piece that was put into another runs folder does not complete it."""
+    for rank in range(2):
+        put(tmp_path / f"s{rank}", job(rank), 5, rank=rank, world=2)
+    storing(tmp_path / "c", FIRST).write_newest([tmp_path / "s0"])
+    (tmp_path / f"c/step-5.g-1.r-{FIRST}.tmp").rename(tmp_path / f"c/step-5.g-1.r-{SECOND}.tmp")
+    outcome = storing(tmp_path / "c", SECOND).write_newest([tmp_path / "s1"])
+    assert outcome is not None
+    assert not outcome.committed
+
+
+def test_unnamed_run_stores_nothing(tmp_path: Path, url: str) -> None:
+    """Nothing is stored before the run has a name."""
+    put(tmp_path / "s", job(1), 1)
+    name = ""
+    persister = CheckpointWriter(url, run=lambda: name)
+    assert persister.write_newest([tmp_path / "s"]) is None
+    name = FIRST
+    assert persister.write_newest([tmp_path / "s"]) is not None
+
+
+def test_later_run_of_a_step_is_restored(tmp_path: Path, url: str) -> None:
+    """Of two runs that stored the same step the later one is restored."""
+    for seed, run in ((2, SECOND), (1, FIRST)):
+        put(tmp_path / f"s{seed}", job(seed), 4, generation=7 - seed)
+        storing(url, run).write_newest([tmp_path / f"s{seed}"])
+    restore_from_storage(target := job(9), url)
+    assert (target.epoch, names(url)) == (2, [f"step-4.g-5.r-{SECOND}", f"step-4.g-6.r-{FIRST}"])
+
+
+def test_old_layout_is_restored(tmp_path: Path) -> None:
+    """What was stored before runs had names is restored."""
+    put(tmp_path / "s", job(3), 4)
+    storing(tmp_path / "c").write_newest([tmp_path / "s"])
+    old = tmp_path / "c/step-4.g-1"
+    (tmp_path / f"c/step-4.g-1.r-{FIRST}").rename(old)
+    piece, manifest = (json.loads((old / name).read_text()) for name in ("piece-0.json", "manifest.json"))
+    assert (piece.pop("run"), manifest.pop("run")) == (FIRST, FIRST)
+    (old / "piece-0.json").write_text(json.dumps(piece))
+    manifest["files"]["piece-0.json"] = asdict(FileDigest.of_bytes(json.dumps(piece).encode()))
+    (old / "manifest.json").write_text(json.dumps(manifest))
+    restored = restore_from_storage(target := job(9), str(tmp_path / "c"))
+    assert restored is not None
+    assert (restored.step, target.epoch) == (4, 3)
+
+
+def test_restarted_agent_writes_nothing(tmp_path: Path, url: str) -> None:
+    """Others may be completing the checkpoint with what its predecessor has written."""
+    for rank in range(2):
+        put(tmp_path / f"s{rank}", job(1), 5, rank=rank, world=2)
+    storing(url).write_newest([tmp_path / "s0"])
+    fs, root = fsspec.core.url_to_fs(url)
+    folder = fs.ls(root, detail=False)[0]
+    written = {path: fs.modified(path) for path in fs.ls(folder, detail=False)}
+    again = storing(url).write_newest([tmp_path / "s0"])
+    assert again is not None
+    assert not again.committed
+    fs.invalidate_cache()
+    assert {path: fs.modified(path) for path in fs.ls(folder, detail=False)} == written
+    assert storing(url).write_newest([tmp_path / "s1"]) is not None
+    restarted = storing(url)
+    again = restarted.write_newest([tmp_path / "s0", tmp_path / "s1"])
+    assert again is not None
+    assert again.committed
+    assert restarted.written_nbytes == 0
+    assert names(url) == [f"step-5.g-1.r-{FIRST}"]
+
+
+def test_unsure_node_leaves_others_pieces(tmp_path: Path, url: str) -> None:
+    """A node that cannot tell whether its world goes on leaves the others pieces."""
+    for rank in range(2):
+        put(tmp_path / f"s{rank}", job(1), 5, rank=rank, world=2)
+    other = storing(url)
+    assert other.write_newest([tmp_path / "s0"]) is not None
+    assert storing(url, fence=lambda: False).write_newest([tmp_path / "s1"]) is None
+    again = storing(url).write_newest([tmp_path / "s0"])
+    assert again is not None
+    assert again.committed
+
+
+def test_later_runs_writing_is_left_alone(tmp_path: Path) -> None:
+    """The last nodes of a job may still store when another job has begun; not the other way round."""
+    for step in (1, 2):
+        put(tmp_path / f"half{step}", job(1), step, world=2)
+    put(tmp_path / "s", job(2), 3)
+    storing(tmp_path / "c", SECOND).write_newest([tmp_path / "half2"])
+    storing(tmp_path / "c", FIRST).write_newest([tmp_path / "half1"])
+    storing(tmp_path / "c", FIRST).write_newest([tmp_path / "s"])
+    assert names(str(tmp_path / "c")) == [f"step-2.g-1.r-{SECOND}.tmp", f"step-3.g-1.r-{FIRST}"]
+
+
+def test_killed_at_any_instant_is_complete(tmp_path: Path) -> None:
+    """A job stores the step that one before it had stored, keeps one, and dies before any call that changes a file."""
+    put(tmp_path / "s1", job(1), 4)
+    put(tmp_path / "s2", job(2), 4)
+    ends = []
+    for instant in itertools.count():
+        url = tmp_path / f"c{instant}"
+        storing(url, FIRST).write_newest([tmp_path / "s1"])
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                _call_at(instant, str(url), lambda: os._exit(_KILLED))
+                storing(url, SECOND, keep=1).write_newest([tmp_path / "s2"])
+                os._exit(0)
+            os._exit(1)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code in (0, _KILLED)
+        restored = restore_from_storage(target := job(9), str(url))
+        assert restored is not None
+        ends.append(target.epoch)
+        if code == 0:
+            break
+    assert ends == sorted(ends)
+    assert (ends[0], ends[-1]) == (1, 2)
+    assert names(str(url)) == [f"step-4.g-1.r-{SECOND}"]
+
+
+_KILLED, _NEVER = 77, 78
+_CHANGING = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
+
+
+def _call_at(instant: int, under: str, function: Callable[[], object], *, reads: bool = False) -> itertools.count[int]:
+    """Call a function before the call number `instant` that changes a file below a path, or reads one.
+
+    Returns:
+        A count of all such calls, those of the function among them.
+    """
+    calls = itertools.count()
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        opens = (
+            event == "open" and isinstance(arguments[2], int) and (reads or arguments[2] & (os.O_WRONLY | os.O_RDWR))
+        )
+        inside = bool(arguments) and str(arguments[0]).startswith(under)
+        if inside and (opens or event in _CHANGING) and next(calls) == instant:
+            function()
+
+    sys.addaudithook(hook)
+    return calls
+
+
+def test_a_mark_at_any_instant_is_kept(tmp_path: Path) -> None:
+    """A worker marks a newer state, at any instant of the storing of the one before: it is stored next."""
+    newer = job(5)
+    for instant in itertools.count():
+        prefix, url = tmp_path / f"s{instant}", tmp_path / f"c{instant}"
+        put(prefix, job(1), 1)
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                calls = _call_at(instant, str(prefix), lambda: put(prefix, newer, 5), reads=True)  # noqa: B023
+                writer = storing(url)
+                while find_marked_slots(prefix):
+                    writer.write_newest([prefix], marked=True)
+                os._exit(_NEVER if next(calls) <= instant else 0)
+            os._exit(1)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code in (0, _NEVER)
+        if code == _NEVER:
+            break
+        assert newest_stored(str(url))[1] == 5, f"it was marked at instant {instant}"
+    assert instant > 5
+
+
+def test_failing_storage_is_temporary(tmp_path: Path) -> None:
+    """Storage that fails is a temporary error."""
+    (tmp_path / "c").write_text("not a folder")
+    put(tmp_path / "s", job(1), 1)
+    with pytest.raises(TemporaryError, match="did not take step 1"):
+        storing(tmp_path / "c").write_newest([tmp_path / "s"])
+    with pytest.raises(SettingsError, match="nowhere"):
+        storing("nowhere://x")
+
+
+def test_forced_save_ignores_the_interval(tmp_path: Path) -> None:
+    """A forced save is stored whatever the interval."""
+    place = str(tmp_path / "c")
+    with Checkpointer(job(3), interval_steps=1, storage=place, storage_interval_s=3600.0) as checkpointer:
+        checkpointer.save(0)
+        checkpointer.save(1, force=True)
+        deadline = time.monotonic() + 20.0
+        while newest_stored(place, None)[1] != 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def test_worker_stores_without_an_agent(tmp_path: Path, url: str) -> None:
+    """Without an agent the worker stores by itself."""
+    source = job(3)
+    with Checkpointer(source, interval_steps=1, storage=url, storage_interval_s=0.001) as checkpointer:
+        for step in range(4):
+            checkpointer.save(step)
+        checkpointer.save(4, force=True)
+    with Checkpointer(job(5), storage=url) as checkpointer:
+        assert checkpointer.restore() == 4
+        assert checkpointer.state.epoch == 3
+
+
+# --- What a run has given up. ---
+
+
+def parsed(*texts: str) -> list[CheckpointName]:
+    return [name for text in texts if (name := CheckpointName.parse(text)) is not None]
+
+
+@pytest.mark.parametrize(
+    ("stored", "order"),
+    [
+        (["5.g-1", "9.g-1", "7.g-2"], ["7.g-2", "5.g-1", "9.g-1"]),
+        (["9.g-1", "9.g-2"], ["9.g-2", "9.g-1"]),
+        (["9.g-1", "12.g-2"], ["12.g-2", "9.g-1"]),
+        (["9.g-1", "5.g-0", "3.g-3"], ["3.g-3", "9.g-1", "5.g-0"]),
+        (["9.g-3", "5.g-0"], ["9.g-3", "5.g-0"]),
+    ],
+)
+def test_given_up_checkpoints_come_last(stored: list[str], order: list[str]) -> None:
+    """A later generation that stored step 7 had not gone on from step 9 of an earlier one."""
+    found = newest_first(parsed(*(f"step-{text}.r-{FIRST}" for text in stored)))
+    assert [str(name) for name in found] == [f"step-{text}.r-{FIRST}" for text in order]
+
+
+def test_generations_of_runs_not_compared() -> None:
+    """Generations of two runs are not compared."""
+    mixed = parsed(f"step-9.g-1.r-{FIRST}", f"step-7.g-2.r-{SECOND}", "step-8.g-0", "step-6.g-5")
+    assert [name.step for name in newest_first(mixed)] == [9, 8, 7, 6]
+
+
+def test_given_up_checkpoints_go_first(tmp_path: Path) -> None:
+    url = tmp_path / "c"
+    for step in (10, 11, 12):
+        put(tmp_path / f"a{step}", job(1), step, generation=1)
+        storing(url, keep=3).write_newest([tmp_path / f"a{step}"])
+    for step in (5, 6):
+        put(tmp_path / f"b{step}", job(2), step, generation=2)
+        storing(url, keep=3).write_newest([tmp_path / f"b{step}"])
+    left = sorted(path.name.partition(".r-")[0] for path in url.iterdir())
+    assert "step-6.g-2" in left
+    assert "step-5.g-2" in left
+    assert len(left) == 3
+    restored = restore_from_storage(job(9), str(url))
+    assert restored is not None
+    assert restored.step == 6, "what was given up does not come back"
+
+
+# --- Workers that go on while a state is stored. ---
+
+
+class SlowFolder(LocalFileSystem):
+    """A storage where the first write of each rank's tensors waits until it is told to go on."""
+
+    protocol = "slowly"
+    cachable = False
+    waiting = threading.Semaphore(0)
+    go_on = threading.Event()
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(LocalFileSystem._strip_protocol(str(path).removeprefix("slowly://")))
+
+    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        if "w" in mode and path.endswith(".distcp"):
+            type(self).waiting.release()
+            assert type(self).go_on.wait(30.0)
+        return super()._open(path, mode, **kwargs)
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[str]:
+    SlowFolder.waiting, SlowFolder.go_on = threading.Semaphore(0), threading.Event()
+    fsspec.register_implementation("slowly", SlowFolder, clobber=True)
+    yield f"slowly://{tmp_path / 'c'}"
+    SlowFolder.go_on.set()
+
+
+def save(slots: SlotPair, state: State, step: int, rank: int, *, persist: bool) -> None:
+    captured = state.capture()
+    _, memory = slots.begin_write(captured.data_nbytes, len(captured.meta))
+    data = slot_bytes(memory, captured.data_nbytes)
+    for entry, tensor in zip(captured.entries, captured.tensors, strict=True):
+        view_of(data, entry).copy_(tensor)
+    slots.commit_write(SlotHeader(1, step, 2, rank, persist=persist), captured.data_nbytes, captured.meta)
+
+
+def test_workers_go_on_while_storing(tmp_path: Path, slow: str) -> None:
+    """Both ranks' states are kept as they were marked, however often their slots are written meanwhile."""
+    prefixes = [tmp_path / f"s{rank}" for rank in range(2)]
+    slots = [SlotPair(prefix) for prefix in prefixes]
+    for step in range(3):
+        for rank in range(2):
+            save(slots[rank], job(step), step, rank, persist=step == 0)
+    outcomes: list[WriteOutcome | None] = []
+    persister = storing(slow)
+    storer = threading.Thread(target=lambda: outcomes.append(persister.write_newest(prefixes, marked=True)))
+    storer.start()
+    assert SlowFolder.waiting.acquire(timeout=30)
+    assert SlowFolder.waiting.acquire(timeout=30), "both ranks are written at the same time"
+    for step in range(3, 7):
+        for rank in range(2):
+            save(slots[rank], job(step), step, rank, persist=step == 4)
+    SlowFolder.go_on.set()
+    storer.join(30)
+    assert outcomes == [WriteOutcome(0, 1, 2, True)], "the marked state was stored, though four others came meanwhile"
+    assert persister.write_newest(prefixes, marked=True) == WriteOutcome(4, 1, 2, True), (
+        "then the newest that was marked since"
+    )
+    for step in (0, 4):
+        name = next((tmp_path / "c").glob(f"step-{step}.*"))
+        restored = restore_from_storage(target := job(99), str(name.parent)) if step == 4 else None
+        assert restored is None or (restored.step, target.epoch) == (4, job(4).epoch)
+    left = {path.name for path in tmp_path.glob("s0*")}
+    assert left == {"s0.0", "s0.1"}, "nothing is held once it is stored"
+
+
+def test_what_is_marked_outlives_its_slot(tmp_path: Path) -> None:
+    slots = SlotPair(tmp_path / "s")
+    for step in range(5):
+        save(slots, job(step), step, 0, persist=step == 1)
+    assert [found.header.step for found in slots.find_complete()] == [4, 3]
+    assert [found.header.step for found in find_marked_slots(tmp_path / "s")] == [1]
+    save(slots, job(5), 5, 0, persist=True)
+    assert [found.header.step for found in find_marked_slots(tmp_path / "s")] == [5], "the newest counts"
+
+
+def test_overwritten_slots_are_not_pinned(tmp_path: Path) -> None:
+    slots = SlotPair(tmp_path / "s")
+    save(slots, job(1), 1, 0, persist=False)
+    (found,) = slots.find_complete()
+    for step in (2, 3):
+        save(slots, job(step), step, 0, persist=False)
+    assert found.pin_file(tmp_path / "pinned") is None
+    assert not (tmp_path / "pinned").exists()
+
+
+def test_private_slots_take_marks_along(tmp_path: Path) -> None:
+    """Private slots take their marks along."""
+    slots = SlotPair(tmp_path / "s", private=True)
+    save(slots, job(1), 1, 0, persist=True)
+    assert (tmp_path / "s.marked").exists()
+    slots.close()
+    assert not list(tmp_path.glob("s.*"))
+
+
+def test_a_slow_storage_is_waited_for(tmp_path: Path, slow: str) -> None:
+    """A state is marked only when the one before is stored, so that all nodes store the same ones."""
+    with Checkpointer(job(3), interval_steps=1, storage=slow, storage_interval_s=0.001) as checkpointer:
+        time.sleep(0.002)
+        checkpointer.save(0)
+        checkpointer.save(1)
+        assert SlowFolder.waiting.acquire(timeout=30), "the first one is being stored"
+        for step in range(2, 6):
+            time.sleep(0.002)
+            checkpointer.save(step)
+        prefix = checkpointer._slots.prefix
+        first = [found.header.step for found in find_marked_slots(prefix)]
+        assert first == [1], "nothing else was marked meanwhile"
+        SlowFolder.go_on.set()
+        wait_for_mark(prefix)
+        checkpointer.save(6)
+        time.sleep(0.002)
+        checkpointer.save(7)
+    assert newest_stored(str(tmp_path / "c"))[1] == 7
+
+
+def test_storing_goes_on_after_a_step_twice(tmp_path: Path) -> None:
+    """A step that is stored already is saved and wanted on storage again, as at the end of an epoch."""
+    place = str(tmp_path / "c")
+    with Checkpointer(job(3), interval_steps=1, storage=place, storage_interval_s=0.001) as checkpointer:
+        prefix = checkpointer._slots.prefix
+        for _ in range(2):
+            checkpointer.save(0, force=True)
+            wait_for_mark(prefix)
+        deadline = time.monotonic() + 30
+        for step in itertools.count(1):
+            checkpointer.save(step)
+            time.sleep(0.002)
+            if newest_stored(place)[1] > 0:
+                break
+            assert time.monotonic() < deadline, "nothing was stored any more"
+
+
+def test_mark_that_others_lack_is_removed(tmp_path: Path) -> None:
+    """A rank paused after step 1 and marked it; the pause was taken back before the other rank had seen it."""
+    prefixes = [tmp_path / f"s{rank}" for rank in range(2)]
+    slots = [SlotPair(prefix) for prefix in prefixes]
+    writer = storing(tmp_path / "c")
+    save(slots[0], job(1), 1, 0, persist=True)
+    assert writer.write_newest(prefixes, marked=True) is None
+    assert slots[0].has_marked_slot, "the other rank may mark it yet"
+    save(slots[1], job(1), 1, 1, persist=False)
+    assert writer.write_newest(prefixes, marked=True) is None
+    assert slots[0].has_marked_slot, "it may be just before it"
+    save(slots[1], job(2), 2, 1, persist=False)
+    assert writer.write_newest(prefixes, marked=True) is None
+    assert not slots[0].has_marked_slot
+    for rank in range(2):
+        save(slots[rank], job(3), 3, rank, persist=True)
+    assert writer.write_newest(prefixes, marked=True) == WriteOutcome(3, 1, 2, True)
+
+
+def test_mark_of_a_given_up_state_goes(tmp_path: Path) -> None:
+    slots = SlotPair(tmp_path / "s")
+    save(slots, job(1), 1, 0, persist=True)
+    slots.invalidate_newest()
+    assert storing(tmp_path / "c").write_newest([tmp_path / "s"], marked=True) is None
+    assert not slots.has_marked_slot
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_late_write_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marked: bool) -> None:
+    """The worker looked at the file's names, the file was pinned, and then the worker began to write to it."""
+    slots = SlotPair(tmp_path / "s")
+    save(slots, job(1), 1, 0, persist=True)
+    pin = CompleteSlot.pin_file
+
+    def pin_too_late(self: CompleteSlot, name: Path) -> PinnedSlot | None:
+        pinned = pin(self, name)
+        with self.path.open("r+b") as file:  # as `begin_write` does after that look
+            file.seek(8)
+            file.write((self.sequence + 1).to_bytes(8, "little"))
+        return pinned
+
+    monkeypatch.setattr(CompleteSlot, "pin_file", pin_too_late)
+    writer = storing(tmp_path / "c")
+    if marked:
+        assert writer.write_newest([tmp_path / "s"], marked=True) is None
+    else:
+        with pytest.raises(TemporaryError, match="step 1 was overwritten before it was stored"):
+            writer.write_newest([tmp_path / "s"])
+    assert restore_from_storage(job(9), str(tmp_path / "c")) is None
+    monkeypatch.undo()
+    save(slots, job(2), 2, 0, persist=True)
+    half = writer.write_newest([tmp_path / "s"], marked=marked)
+    assert half is not None, "and the next state is stored"
+
+
+def test_killed_agents_names_hold_no_memory(tmp_path: Path) -> None:
+    """An agent was killed while it stored a state, and its successor stores the same."""
+    slots = SlotPair(tmp_path / "s")
+    save(slots, job(1), 1, 0, persist=True)
+    os.link(tmp_path / "s.0", storing_path(tmp_path / "s"))
+    assert storing(tmp_path / "c").write_newest([tmp_path / "s"]) is not None
+    assert {path.name for path in tmp_path.glob("s.*")} == {"s.0", "s.1"}
+
+
+def test_killed_workers_marks_hold_no_memory(tmp_path: Path) -> None:
+    """A worker was killed just before a mark would have taken the place of the one before."""
+    slots = SlotPair(tmp_path / "s", private=True)
+    save(slots, job(1), 1, 0, persist=True)
+    marked_path(tmp_path / "s").rename(marking_path(tmp_path / "s"))
+    SlotPair(tmp_path / "s").remove_mark()
+    assert {path.name for path in tmp_path.glob("s.[01m]*")} == {"s.0", "s.1"}
+    os.link(tmp_path / "s.0", marking_path(tmp_path / "s"))
+    slots.close()
+    assert not list(tmp_path.glob("s.*"))
+
+
+def wait_for_mark(prefix: Path) -> None:
+    deadline = time.monotonic() + 30
+    while find_marked_slots(prefix):
+        assert time.monotonic() < deadline, "it is never stored"
+        time.sleep(0.01)

@@ -1,0 +1,318 @@
+"""Labels of sequences in a cache: records of variable length, and texts that change under their ids."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edl.distill.cache import CacheKey, SequenceIds, SoftLabelCache, fingerprints_of, load_labels
+from edl.distill.compress import TopK, top_k
+from edl.errors import SettingsError, SourceError
+
+KEY = CacheKey("lm", "1", ("logprobs",), top_k=4)
+WHOLE = CacheKey("lm", "1", ("logprobs",))
+
+
+def texts(count: int, seed: int = 0, longest: int = 40) -> list[np.ndarray]:
+    random = np.random.default_rng(seed)
+    return [random.integers(0, 100, random.integers(1, longest + 1)).astype(np.int32) for _ in range(count)]
+
+
+def named(ids: Any, found: list[np.ndarray]) -> SequenceIds:
+    lengths = np.array([len(text) for text in found], np.int64)
+    return SequenceIds(list(ids), lengths, fingerprints_of({"ids": np.concatenate(found)}, lengths), ("ids",))
+
+
+def scores(text: np.ndarray) -> np.ndarray:
+    """Labels that tell of which text and token they are."""
+    return (np.cumsum(text)[:, None] * np.arange(1, 9) % 97).astype(np.float32)
+
+
+def labels(found: list[np.ndarray]) -> dict[str, Any]:
+    return {"logprobs": top_k(np.concatenate([scores(text) for text in found]), 4)}
+
+
+def check(outputs: Any, found: list[np.ndarray]) -> None:
+    expected = labels(found)["logprobs"]
+    assert outputs.ids.tolist() == expected.ids.tolist()
+    assert outputs.values.tolist() == expected.values.tolist()
+
+
+@pytest.fixture(params=["memory", "disk", "reopened"])
+def put_and_get(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """Keeps sequences, and looks others up: in memory, on disk, or in a cache that is opened anew."""
+
+    def run(kept: SequenceIds, outputs: Any, wanted: SequenceIds, key: CacheKey = KEY, **how: Any) -> Any:
+        path = None if request.param == "memory" else tmp_path / "labels"
+        with SoftLabelCache(1 << 20 if request.param == "memory" else 0, path, **how) as cache:
+            cache.view(key).put(kept, outputs)
+            cache.flush()
+            if request.param != "reopened":
+                return cache.view(key).get(wanted)
+        with SoftLabelCache(0, path, **how) as cache:
+            return cache.view(key).get(wanted)
+
+    return run
+
+
+def test_sequences_come_back_in_any_order(put_and_get: Any) -> None:
+    found = texts(50)
+    ids = [f"text-{at}" if at % 2 else at for at in range(50)]
+    order = np.random.default_rng(1).permutation(50)
+    got = put_and_get(named(ids, found), labels(found), named([ids[at] for at in order], [found[at] for at in order]))
+    assert got.complete
+    assert got.lengths.tolist() == [len(found[at]) for at in order]
+    check(got.outputs["logprobs"], [found[at] for at in order])
+
+
+def test_other_text_under_an_id_is_missing(put_and_get: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """An edited text of the same length, a longer and a shorter one are not given the old labels."""
+    found = texts(6)
+    now = [text.copy() for text in found]
+    now[1][-1] += 1
+    now[2] = np.append(now[2], 5).astype(np.int32)
+    now[3] = np.append(now[3], now[3])
+    got = put_and_get(named(range(6), found), labels(found), named(range(6), now))
+    assert got.mask.tolist() == [True, False, False, False, True, True]
+    assert got.row_mask.sum() == sum(len(found[at]) for at in (0, 4, 5))
+    check(got.outputs["logprobs"], [found[at] for at in (0, 4, 5)])
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1, "one line, not one for each text"
+    assert "sample 1 has" in warnings[0].getMessage()
+    whole = got.filled(labels([now[1], now[2], now[3]]))
+    check(whole["logprobs"], now)
+
+
+def test_type_of_token_ids_does_not_matter() -> None:
+    """Collators have int64 where files have int32; a value that differs does matter, and own positions do."""
+    ids, lengths = np.array([5, 3, 9, 7], np.int32), np.array([3, 1])
+    first = fingerprints_of({"ids": ids}, lengths)
+    assert fingerprints_of({"ids": ids.astype(np.uint64)}, lengths).tolist() == first.tolist()
+    assert fingerprints_of({"ids": ids}, lengths, np.array([0, 1, 2, 0])).tolist() == first.tolist()
+    assert fingerprints_of({"ids": ids}, lengths, np.array([0, 1, 0, 0])).tolist() != first.tolist()
+    assert fingerprints_of({"ids": ids}, np.array([2, 2])).tolist() != first.tolist()
+    assert fingerprints_of({"other": ids}, lengths).tolist() != first.tolist()
+    nul = np.array([b"a\0", b"a", b"\0", b""], object)
+    assert len(set(fingerprints_of({"x": nul}, np.ones(4, np.int64)).tolist())) == 4, "bytes that end in NUL"
+
+
+def test_whole_outputs_and_float16(put_and_get: Any) -> None:
+    found = texts(5)
+    outputs = {"logprobs": np.concatenate([scores(text) for text in found]), "hidden": np.arange(sum(map(len, found)))}
+    key = CacheKey("lm", "1", ("logprobs", "hidden"))
+    got = put_and_get(named(range(5), found), outputs, named(range(5), found), key, store_dtype="float16")
+    assert got.outputs["logprobs"].dtype == np.float16
+    assert got.outputs["logprobs"].tolist() == outputs["logprobs"].tolist()
+    assert got.outputs["hidden"].tolist() == outputs["hidden"].tolist()
+
+
+@pytest.mark.parametrize("length", [1, 100_000])
+def test_long_text_is_a_record_like_others(tmp_path: Path, length: int) -> None:
+    found = [np.full(length, 7, np.int32), np.array([1, 2], np.int32)]
+    with SoftLabelCache(0, tmp_path) as cache:
+        cache.view(KEY).put(named(["long", "short"], found), labels(found))
+    with SoftLabelCache(1 << 30, tmp_path) as cache:
+        check(cache.view(KEY).get(named(["long"], found[:1])).outputs["logprobs"], found[:1])
+        check(cache.view(KEY).get(named(["short"], found[1:])).outputs["logprobs"], found[1:])
+
+
+def test_newest_text_of_an_id_counts(tmp_path: Path) -> None:
+    first, second = texts(3), texts(3, seed=5)
+    for found in (first, second):
+        with SoftLabelCache(0, tmp_path) as cache:
+            cache.view(KEY).put(named(range(3), found), labels(found))
+    with SoftLabelCache(0, tmp_path) as cache:
+        view = cache.view(KEY)
+        assert view.get(named(range(3), first)).mask.tolist() == [False] * 3
+        assert view.contains(named(range(3), first)).tolist() == [False] * 3
+        assert view.contains(named(range(3), second)).tolist() == [True] * 3
+        assert view.contains(range(4)).tolist() == [True] * 3 + [False]
+        check(view.get(named(range(3), second)).outputs["logprobs"], second)
+        anyway = view.get(SequenceIds([2, 9, 0]))  # by ids alone, as far as that is known
+        assert anyway.mask.tolist() == [True, False, True]
+        assert anyway.lengths is not None
+        assert anyway.lengths.tolist() == [len(second[2]), 0, len(second[0])]
+
+
+def test_rows_and_sequences_do_not_mix(tmp_path: Path) -> None:
+    found = texts(3)
+    with SoftLabelCache(0, tmp_path) as cache:
+        view = cache.view(KEY)
+        view.put(named(range(3), found), labels(found))
+        with pytest.raises(SettingsError, match="are of sequences, and rows are looked up"):
+            view.get(range(3))
+        with pytest.raises(SettingsError, match="do not fit the cache"):
+            view.put(range(4), {"logprobs": top_k(np.ones((4, 8), np.float32), 4)})
+        with pytest.raises(SettingsError, match=r"were kept for inputs \['ids'\]"):
+            view.get(SequenceIds([1], np.array([3]), np.array([1], np.uint64), ("ids", "kind")))
+    with SoftLabelCache(0, tmp_path / "rows") as cache:
+        view = cache.view(KEY)
+        view.put(range(4), {"logprobs": top_k(np.ones((4, 8), np.float32), 4)})
+        with pytest.raises(SettingsError, match="are of rows, and sequences are looked up"):
+            view.get(named(range(3), found))
+
+
+def test_empty_sequence_is_not_kept() -> None:
+    with SoftLabelCache() as cache, pytest.raises(SettingsError, match="at least one token"):
+        cache.view(KEY).put(
+            SequenceIds([1], np.array([0]), np.array([1], np.uint64), ("ids",)),
+            {"logprobs": top_k(np.ones((1, 8), np.float32), 4)[:0]},
+        )
+
+
+def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    """No flip anywhere in a file gives a label that was not put, and no cut of it does."""
+    found = texts(6, longest=5)
+    with SoftLabelCache(0, tmp_path) as cache:
+        cache.view(KEY).put(named(range(6), found), labels(found))
+    (file,) = tmp_path.glob("*/*.safetensors")
+    data = file.read_bytes()
+    random = np.random.default_rng(3)
+    flips = [
+        (int(at), 1 << int(bit))
+        for at, bit in zip(random.integers(0, len(data), 250), random.integers(0, 8, 250), strict=True)
+    ]
+    cuts = random.integers(0, len(data), 20).tolist()
+    for at, bit in [*flips, *((cut, 0) for cut in cuts)]:
+        damaged = bytearray(data)
+        damaged[at] ^= bit
+        file.write_bytes(damaged if bit else data[:at])
+        with SoftLabelCache(0, tmp_path) as cache:
+            got = cache.view(KEY).get(named(range(6), found))
+            there = [text for text, is_there in zip(found, got.mask, strict=True) if is_there]
+            if there:
+                check(got.outputs["logprobs"], there)
+            assert bit or not there
+        # A name is 8 bytes of the header that padding follows: only these may be as they like.
+    file.write_bytes(data)
+
+
+def test_older_versions_leave_sequences_out(tmp_path: Path) -> None:
+    """The format has a name of its own: a version that knows rows alone would take tokens for samples."""
+    found = texts(3)
+    with SoftLabelCache(0, tmp_path) as cache:
+        cache.view(KEY).put(named(range(3), found), labels(found))
+    (file,) = tmp_path.glob("*/*.safetensors")
+    assert b"edl-soft-labels/3" in file.read_bytes()
+
+
+WRITER = """
+import sys, numpy as np
+sys.path.insert(0, ".")
+from edl.distill.cache import SoftLabelCache
+from tests.fast.distill.cache.test_sequences import KEY, labels, named, texts
+cache = SoftLabelCache(0, sys.argv[1], flush_interval_s=0.01)
+first = int(sys.argv[2])
+for at in range(first, first + 100_000):
+    found = texts(1, seed=at)
+    cache.view(KEY).put(named([at], found), labels(found))
+"""
+
+
+def test_kills_and_two_writers_cost_no_text(tmp_path: Path) -> None:
+    """What two processes wrote until they were killed is whole: each label is its text's."""
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), str(first)]) for first in (0, 500_000)]
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            names = [path.name for path in tmp_path.rglob("*.safetensors")]
+            if all(sum(f"-{writer.pid}-" in name for name in names) > 5 for writer in writers):
+                break
+            time.sleep(0.02)
+    finally:
+        for writer in writers:
+            os.kill(writer.pid, signal.SIGKILL)
+            writer.wait(10)
+    with SoftLabelCache(0, tmp_path) as cache:
+        view = cache.view(KEY)
+        ids = view.ids()
+        found = [texts(1, seed=int(at))[0] for at in ids]
+        assert len(ids) > 12
+        assert {int(at) >= 500_000 for at in ids} == {True, False}
+        got = view.get(named(ids, found))
+        assert got.complete
+        check(got.outputs["logprobs"], found)
+        assert cache.stats().skipped_files == 0
+
+
+# All of a folder
+
+
+def collated(found: list[np.ndarray], pad: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    ids = np.full((len(found), max(map(len, found))), pad, np.int64)
+    mask = np.zeros(ids.shape, np.int64)
+    for row, text in enumerate(found):
+        place = slice(len(text)) if row % 2 else slice(ids.shape[1] - len(text), None)  # either side
+        ids[row, place], mask[row, place] = text, 1
+    return ids, mask
+
+
+def test_load_labels_of_sequences(tmp_path: Path) -> None:
+    found = texts(20)
+    names = [f"t{at:02}" for at in range(20)]
+    for part in (slice(0, 12), slice(8, 20)):  # some are there twice
+        with SoftLabelCache(0, tmp_path) as cache:
+            cache.view(KEY).put(named(names[part], found[part]), labels(found[part]))
+    loaded = load_labels(tmp_path)
+    assert len(loaded) == 20
+    assert isinstance(loaded.outputs["logprobs"], TopK)
+    order = [7, 19, 0, 7]
+    for at, outputs in zip(order, loaded.of_sequences([names[at] for at in order]), strict=True):
+        check(outputs["logprobs"], [found[at]])
+    with pytest.raises(SettingsError, match="of_sequences"):
+        loaded.rows(names)
+    with pytest.raises(SettingsError, match="no label for sample 'x'"):
+        loaded.of_sequences(["x"])
+    texts_of = {"ids": [found[at].tolist() for at in order]}
+    assert len(loaded.of_sequences([names[at] for at in order], texts_of)) == 4
+    texts_of["ids"][1][-1] += 1
+    with pytest.raises(SettingsError, match="sample 't19' is not the text"):
+        loaded.of_sequences([names[at] for at in order], texts_of)
+    with pytest.raises(SettingsError, match="'ids' is missing"):
+        loaded.of_sequences(["t01"], {"tokens": [[1]]})
+
+
+def test_load_labels_for_padded_batches(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    found = texts(6)
+    with SoftLabelCache(0, tmp_path) as cache:
+        cache.view(KEY).put(named(range(6), found), labels(found))
+    loaded = load_labels(tmp_path)
+    chosen = [4, 1, 3]
+    batch, mask = collated([*(found[at] for at in chosen), np.empty(0, np.int32)], pad=-100)
+    ids = torch.tensor([*chosen, 99])  # the last has no token, and needs no label
+    got: Any = loaded.padded(ids, torch.from_numpy(mask), {"ids": torch.from_numpy(batch)})["logprobs"]
+    assert got.ids.shape == (*mask.shape, 4)
+    check(got.map(lambda array: array[mask == 1]), [found[at] for at in chosen])
+    assert not got.values[mask == 0].any()
+    tensors = got.map(torch.from_numpy)
+    assert tensors.tail_lse.shape == mask.shape
+    batch[1][mask[1] == 1] += 1
+    with pytest.raises(SettingsError, match="sample 1 is not the text"):
+        loaded.padded(ids, mask, {"ids": batch})
+    mask[0, mask[0].argmax()] = 0
+    with pytest.raises(SettingsError, match=r"sample 4 has .* tokens, and the text that was labelled"):
+        loaded.padded(ids, mask)
+    with pytest.raises(SourceError, match="must be 1 where a token is"):
+        loaded.padded(ids, mask * 2)
+    with pytest.raises(SourceError, match=r"its mask: cannot be made an array.*detach"):
+        loaded.padded(ids, torch.from_numpy(mask).float().requires_grad_())
+    empty: Any = loaded.padded([1], np.zeros((1, 3)))["logprobs"]
+    assert empty.ids.shape == (1, 3, 4)
+    assert not empty.ids.any()
+
+
+def test_rows_have_no_sequences(tmp_path: Path) -> None:
+    with SoftLabelCache(0, tmp_path) as cache:
+        cache.view(WHOLE).put(range(4), {"logprobs": np.ones((4, 8), np.float32)})
+    with pytest.raises(SettingsError, match="labels of rows"):
+        load_labels(tmp_path).of_sequences([1])

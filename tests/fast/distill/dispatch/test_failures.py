@@ -1,0 +1,359 @@
+"""What becomes of a task that fails: where it goes then, how long it waits, and when it is given up."""
+
+from __future__ import annotations
+
+import pytest
+
+from edl.distill.dispatch.actions import Deliver, FailureKind, GiveUp, RequestFailure, Send
+from edl.distill.dispatch.dispatcher import Dispatcher
+from edl.distill.dispatch.policy import Policy
+from tests.fast.distill.dispatch.simulation import sends
+
+
+def test_failed_task_goes_to_another_teacher() -> None:
+    dispatcher = Dispatcher()
+    dispatcher.teacher_up("a", 0.0)
+    dispatcher.teacher_up("b", 0.0)
+    (first,) = sends(dispatcher.add_task(1, 0.0))
+    (second,) = sends(dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.ERROR, "out of memory"), 0.1))
+    assert second.task == 1
+    assert second.teacher != first.teacher
+
+
+def test_task_that_two_refuse_is_given_up() -> None:
+    """What two teachers refuse is given up with their words."""
+    dispatcher = Dispatcher()
+    for name in "abc":
+        dispatcher.teacher_up(name, 0.0)
+    (first,) = sends(dispatcher.add_task(1, 0.0))
+    (second,) = sends(
+        dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.REJECTED, "no input 'x'"), 0.1)
+    )
+    (end,) = dispatcher.attempt_failed(second.attempt, RequestFailure(FailureKind.REJECTED, "no input 'x'"), 0.2)
+    assert isinstance(end, GiveUp)
+    assert [name for name, _ in end.failures] == [first.teacher, second.teacher]
+
+
+def test_only_teacher_is_believed() -> None:
+    dispatcher = Dispatcher()
+    dispatcher.teacher_up("a", 0.0)
+    (send,) = sends(dispatcher.add_task(1, 0.0))
+    (end,) = dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.REJECTED, "no"), 0.1)
+    assert isinstance(end, GiveUp)
+
+
+def test_wrong_refusal_sets_a_teacher_aside() -> None:
+    """A teacher that refuses what another accepts is set aside."""
+    dispatcher = Dispatcher()
+    dispatcher.teacher_up("a", 0.0)
+    dispatcher.teacher_up("b", 0.0)
+    (first,) = sends(dispatcher.add_task(1, 0.0))
+    (second,) = sends(
+        dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.REJECTED, "unknown model"), 0.1)
+    )
+    dispatcher.attempt_answered(second.attempt, 0.2)
+    assert "unknown model" in dispatcher.teachers[first.teacher].why
+    assert dispatcher.count_serving(0.2) == 1
+
+
+def test_unusable_outputs_set_aside_at_once() -> None:
+    dispatcher = Dispatcher()
+    dispatcher.teacher_up("a", 0.0)
+    (send,) = sends(dispatcher.add_task(1, 0.0))
+    dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.BAD_OUTPUT, "NaN in row 3"), 0.1)
+    assert dispatcher.count_serving(0.1) == 0
+    assert dispatcher.teachers["a"].why == "NaN in row 3"
+
+
+def test_circuit_opens_for_longer_each_time() -> None:
+    """The circuit opens for longer each time and closes with a good answer."""
+    policy = Policy(failures_to_open=2, open_min_s=1.0, task_failures=100)
+    dispatcher = Dispatcher(policy)
+    dispatcher.teacher_up("a", 0.0)
+    now, pauses = 0.0, []
+    pending = [send for task in range(20) for send in sends(dispatcher.add_task(task, now))]
+    for _ in range(5):
+        while pending:
+            now += 0.01
+            pending += sends(
+                dispatcher.attempt_failed(pending.pop().attempt, RequestFailure(FailureKind.ERROR, "boom"), now)
+            )
+        again = dispatcher.teachers["a"].closed_until
+        pauses.append(round(again - now, 3))
+        assert sends(dispatcher.tick(again - 0.01)) == []
+        event = dispatcher.next_event(again - 0.01)
+        assert event is not None
+        assert event <= again
+        now = again
+        pending = sends(dispatcher.tick(now))
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0]
+    dispatcher.attempt_answered(pending[0].attempt, now)
+    assert dispatcher.count_serving(now) == 1
+    assert dispatcher.teachers["a"].opened == 0
+
+
+def test_only_live_teacher_is_tried_again() -> None:
+    """The only live teacher is tried again whatever the dead ones would say."""
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_up("b", 0.0)
+    dispatcher.teacher_down("b")
+    dispatcher.teacher_up("a", 0.0)
+    (first,) = sends(dispatcher.add_task(1, 0.0))
+    assert dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.ERROR, "once"), 0.1) == []
+    assert dispatcher.next_event(0.1) == pytest.approx(0.6)
+    (again,) = sends(dispatcher.tick(0.6))
+    assert (again.task, again.teacher) == (1, "a")
+
+
+def test_only_teacher_is_asked_with_back_off() -> None:
+    """The only teacher is asked again after longer each time until the task is given up."""
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0, failures_to_open=100))
+    (send,) = sends(dispatcher.teacher_up("a", 0.0) + dispatcher.add_task(1, 0.0))
+    now, waits = 0.0, []
+    while not (end := dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.ERROR, "boom"), now)):
+        again = dispatcher.next_event(now)
+        assert again is not None
+        waits.append(again - now)
+        now = again
+        (send,) = sends(dispatcher.tick(now))
+    assert waits == [0.5, 1.0]
+    assert isinstance(end[0], GiveUp)
+
+
+@pytest.mark.parametrize("kind", [FailureKind.ERROR, FailureKind.REJECTED])
+def test_failed_task_waits_for_a_connection(kind: FailureKind) -> None:
+    """What a teacher fails at waits for one that is being connected to."""
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_connecting("good")
+    (send,) = sends(dispatcher.teacher_up("bad", 0.0) + dispatcher.add_task(1, 0.0))
+    assert dispatcher.attempt_failed(send.attempt, RequestFailure(kind, "no"), 0.1) == []
+    assert dispatcher.tick(5.0) == []
+    assert [send.teacher for send in sends(dispatcher.teacher_up("good", 5.0))] == ["good"]
+
+
+@pytest.mark.parametrize("kind", [FailureKind.ERROR, FailureKind.REJECTED])
+@pytest.mark.parametrize("gone", ["not connected", "removed", "draining", "silent"])
+def test_absent_teacher_is_not_waited_for(gone: str, kind: FailureKind) -> None:
+    """A teacher that does not come is not waited for."""
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_connecting("late")
+    (send,) = sends(dispatcher.teacher_up("only", 0.0) + dispatcher.add_task(1, 0.0))
+    assert dispatcher.attempt_failed(send.attempt, RequestFailure(kind, "no"), 0.1) == []
+    assert dispatcher.next_event(0.1) == pytest.approx(5.1), "a silent one is waited for no longer"
+    now = 5.1 if gone == "silent" else 3.0
+    if gone == "not connected":
+        actions = dispatcher.teacher_unreachable("late", now)
+    else:
+        if gone != "silent":
+            (dispatcher.teacher_removed if gone == "removed" else dispatcher.teacher_draining)("late")
+        assert dispatcher.next_event(now) == pytest.approx(now), "what waits has to be looked at"
+        actions = dispatcher.tick(now)
+    (then,) = actions
+    if kind is FailureKind.REJECTED:
+        assert isinstance(then, GiveUp)
+        assert [name for name, _ in then.failures] == ["only"], "it need not refuse it twice"
+    else:
+        assert isinstance(then, Send)
+        assert then.teacher == "only"
+
+
+@pytest.mark.parametrize("kind", [FailureKind.ERROR, FailureKind.REJECTED])
+def test_any_number_of_failures_comes_first(kind: FailureKind) -> None:
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_connecting("good")
+    for name in "abc":
+        dispatcher.teacher_up(name, 0.0)
+    pending = sends(dispatcher.add_task(1, 0.0))
+    asked = []
+    while pending:
+        asked.append(pending[0].teacher)
+        actions = dispatcher.attempt_failed(pending[0].attempt, RequestFailure(kind, "no"), 0.1)
+        pending = sends(actions)
+        assert actions == pending, "it is not given up"
+    assert sorted(asked) == ["a", "b", "c"]
+    assert [send.teacher for send in sends(dispatcher.teacher_up("good", 1.0))] == ["good"]
+
+
+def test_two_failing_teachers_share_a_try() -> None:
+    """Two teachers that fail have one more try between them."""
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_up("a", 0.0)
+    dispatcher.teacher_up("b", 0.0)
+    (first,) = sends(dispatcher.add_task(1, 0.0))
+    (second,) = sends(dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.ERROR, "no"), 0.1))
+    assert dispatcher.attempt_failed(second.attempt, RequestFailure(FailureKind.ERROR, "no"), 0.2) == []
+    assert dispatcher.next_event(0.2) == pytest.approx(0.7)
+    (third,) = sends(dispatcher.tick(0.7))
+    (end,) = dispatcher.attempt_failed(third.attempt, RequestFailure(FailureKind.ERROR, "no"), 0.8)
+    assert isinstance(end, GiveUp)
+
+
+def test_long_pause_is_not_waited_for() -> None:
+    """A teacher that is set aside for long is not waited for."""
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_up("a", 0.0)
+    dispatcher.teacher_up("b", 0.0)
+    dispatcher.set_aside("b", FailureKind.BAD_OUTPUT, "NaN", 0.0)
+    (send,) = sends(dispatcher.add_task(1, 0.0))
+    assert dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.ERROR, "no"), 0.1) == []
+    assert dispatcher.next_event(0.1) == pytest.approx(0.6)
+    assert [again.teacher for again in sends(dispatcher.tick(0.6))] == ["a"]
+
+
+def test_refusal_of_a_departed_is_not_final() -> None:
+    """A refusal of one that left is not the last word."""
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    for name in ("a", "b"):
+        dispatcher.teacher_up(name, 0.0, 8)
+    dispatcher.teacher_up("small", 0.0, 1)
+    (first,) = sends(dispatcher.add_task(1, 0.0, 8))
+    (second,) = sends(dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.REJECTED, "no"), 0.1))
+    for send in (first, second):
+        dispatcher.teacher_removed(send.teacher)
+    assert dispatcher.attempt_failed(second.attempt, RequestFailure(FailureKind.LOST, "gone"), 0.2) == []
+    assert [send.task for send in sends(dispatcher.teacher_up("c", 9.0))] == [1]
+
+
+@pytest.mark.parametrize("kind", [FailureKind.ERROR, FailureKind.REJECTED])
+def test_full_teacher_is_not_waited_for_ever(kind: FailureKind) -> None:
+    """One that never has room is not waited for without an end."""
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_up("a", 0.0)
+    dispatcher.teacher_up("full", 0.0)
+    (send,) = sends(dispatcher.add_task(1, 0.0))
+    assert send.teacher == "a"
+    now, actions = 0.1, dispatcher.attempt_failed(send.attempt, RequestFailure(kind, "no"), 0.1)
+    while not actions or (isinstance(actions[0], Send) and actions[0].teacher == "full"):
+        assert now < 10
+        if actions:
+            (send,) = sends(actions)
+            actions = dispatcher.attempt_failed(
+                send.attempt, RequestFailure(FailureKind.OVERLOADED, "full", 0.3), now + 0.01
+            )
+        else:
+            event = dispatcher.next_event(now)
+            assert event is not None
+            now = event
+            actions = dispatcher.tick(now)
+    (end,) = actions
+    if kind is FailureKind.REJECTED:
+        assert isinstance(end, GiveUp)
+    else:
+        assert isinstance(end, Send)
+        assert end.teacher == "a"
+    assert now > 5, "it had its time"
+
+
+def test_task_in_flight_is_not_given_up() -> None:
+    """A task is not given up while another teacher has it too."""
+    dispatcher = Dispatcher()
+    dispatcher.teacher_up("a", 0.0)
+    for task in range(50):
+        (send,) = sends(dispatcher.add_task(task, float(task)))
+        dispatcher.attempt_answered(send.attempt, task + 0.01)
+    (first,) = sends(dispatcher.add_task(50, 50.0))
+    (extra,) = sends(dispatcher.teacher_up("b", 51.0) + dispatcher.set_awaited(50, 52.0))
+    assert extra.extra
+    dispatcher.teacher_draining("b")
+    assert dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.REJECTED, "no"), 52.1) == []
+    assert isinstance(dispatcher.attempt_answered(extra.attempt, 52.2)[0], Deliver)
+
+
+def test_failed_task_goes_when_room_comes() -> None:
+    """A task that failed once is taken as soon as there is room again."""
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    pending = sends(dispatcher.teacher_up("a", 0.0) + dispatcher.add_task(1, 0.0))
+    now, kind = 0.0, FailureKind.ERROR
+    while now < 70:
+        (send,) = pending
+        assert dispatcher.attempt_failed(send.attempt, RequestFailure(kind, "no", 0.05), now) == []
+        kind = FailureKind.OVERLOADED
+        event = dispatcher.next_event(now)
+        assert event is not None
+        assert event <= now + 0.5
+        now = event
+        pending = sends(dispatcher.tick(now))
+    assert isinstance(dispatcher.attempt_answered(pending[0].attempt, now)[0], Deliver)
+
+
+def test_full_refusal_concerns_its_task_only() -> None:
+    """One refusal for want of room says nothing about the next task."""
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    for name, latency_s in (("a", 0.01), ("b", 0.1)):
+        dispatcher.teacher_up(name, 0.0)
+        (send,) = sends(dispatcher.add_task(len(dispatcher.teachers), 0.0))
+        assert send.teacher == name
+        dispatcher.attempt_answered(send.attempt, latency_s)
+    (first,) = sends(dispatcher.add_task(3, 1.0))
+    assert first.teacher == "a"
+    (second,) = sends(
+        dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.OVERLOADED, "full", 0.1), 1.01)
+    )
+    assert second.teacher == "b"
+    dispatcher.attempt_answered(second.attempt, 1.11)
+    assert [send.teacher for send in sends(dispatcher.add_task(4, 2.0))] == ["a"]
+
+
+def test_full_newcomer_is_asked_again() -> None:
+    """One that comes and has no room yet is asked again."""
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_connecting("good")
+    for name in "abc":
+        dispatcher.teacher_up(name, 0.0)
+    pending = sends(dispatcher.add_task(1, 0.0))
+    for _ in range(3):
+        pending = sends(dispatcher.attempt_failed(pending[0].attempt, RequestFailure(FailureKind.ERROR, "no"), 0.1))
+    (send,) = sends(dispatcher.teacher_up("good", 1.0))
+    assert dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.OVERLOADED, "full", 0.05), 1.1) == []
+
+
+def test_refusal_waits_for_a_full_teacher() -> None:
+    """A refusal is not believed while another has no room for a moment."""
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_up("a", 0.0)
+    dispatcher.teacher_up("b", 0.0)
+    (first,) = sends(dispatcher.add_task(1, 0.0))
+    (second,) = sends(dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.REJECTED, "no"), 0.1))
+    assert dispatcher.attempt_failed(second.attempt, RequestFailure(FailureKind.OVERLOADED, "full", 0.05), 0.2) == []
+    assert [send.teacher for send in sends(dispatcher.tick(0.26))] == [second.teacher]
+
+
+def test_refused_task_goes_where_it_failed() -> None:
+    """What one refused is sent again where there was an error."""
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_up("a", 0.0)
+    dispatcher.teacher_up("b", 0.0)
+    (first,) = sends(dispatcher.add_task(1, 0.0))
+    (second,) = sends(dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.REJECTED, "no"), 0.1))
+    assert dispatcher.attempt_failed(second.attempt, RequestFailure(FailureKind.ERROR, "boom"), 0.2) == []
+    assert [send.teacher for send in sends(dispatcher.tick(0.7))] == [second.teacher]
+
+
+@pytest.mark.parametrize("how", ["down", "removed", "draining"])
+def test_paused_teacher_that_goes_is_over(how: str) -> None:
+    """A teacher that was set aside and goes is waited for no longer."""
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_up("a", 0.0)
+    dispatcher.teacher_up("b", 0.0)
+    dispatcher.teachers["b"].closed_until = 3.0
+    (send,) = sends(dispatcher.add_task(1, 0.0))
+    assert dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.ERROR, "no"), 0.1) == []
+    assert dispatcher.next_event(0.1) == pytest.approx(3.0)
+    go = {"down": dispatcher.teacher_down, "removed": dispatcher.teacher_removed}.get(how, dispatcher.teacher_draining)
+    go("b")
+    assert dispatcher.next_event(1.0) == 1.0
+    assert [again.teacher for again in sends(dispatcher.tick(1.0))] == ["a"]
+
+
+def test_deadly_task_is_given_up() -> None:
+    """A task that kills every teacher is given up in the end."""
+    dispatcher = Dispatcher(Policy(task_losses=3))
+    now, end = 0.0, []
+    pending = sends(dispatcher.teacher_up("a", now) + dispatcher.add_task(1, now))
+    while not end:
+        now += 1
+        assert now < 10
+        dispatcher.teacher_down("a")
+        end = dispatcher.attempt_failed(pending[0].attempt, RequestFailure(FailureKind.LOST, "reset"), now)
+        pending = sends(dispatcher.teacher_up("a", now))
+    assert isinstance(end[0], GiveUp)

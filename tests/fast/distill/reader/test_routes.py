@@ -1,0 +1,237 @@
+"""Samples go to the teachers of their domain, and come back in order, each exactly once."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edl.distill import DistillReader, Options, Teachers
+from edl.distill.cache import SoftLabelCache
+from edl.distill.source import routed_cutters
+from edl.errors import SettingsError, SourceError
+from edl.testing import LocalTeacher
+from tests.fast.distill.conftest import Start
+from tests.fast.distill.reading import words_of_failure
+
+DOMAINS = {"math": 1.0, "code": 10.0, "law": 100.0}
+PATIENT = Options(teacher_timeout_s=60)
+
+
+@pytest.fixture(scope="module")
+def teachers() -> Iterator[dict[str, str]]:
+    """A teacher of each domain, whose labels are the sample times its domain's factor."""
+    found = {name: LocalTeacher("echo", wait=False, scale=scale) for name, scale in DOMAINS.items()}
+    for teacher in found.values():
+        teacher.wait_ready()
+    yield {name: teacher.endpoint for name, teacher in found.items()}
+    for teacher in found.values():
+        teacher.close()
+
+
+def samples(count: int, seed: int = 0) -> list[tuple[Any, str, int]]:
+    """Mostly math, some code, and rarely law."""
+    domains = np.random.default_rng(seed).choice(list(DOMAINS), count, p=[0.8, 0.18, 0.02])
+    return [(np.full(4, number, np.float32), str(domain), number) for number, domain in enumerate(domains)]
+
+
+def check(delivered: Any, count: int) -> None:
+    delivered = list(delivered)
+    assert [number for _, _, number, _ in delivered] == list(range(count))
+    for x, domain, number, y in delivered:
+        assert y.tolist() == (x * DOMAINS[domain]).tolist(), f"sample {number} of {domain}"
+
+
+def reader_of(teachers: Any, **settings: Any) -> DistillReader:
+    settings.setdefault("options", PATIENT)
+    return DistillReader(["x", None, None], ["y"], teachers=teachers, route=1, **settings)
+
+
+@pytest.mark.parametrize("memory_bytes", [512 << 20, 1 << 20])
+def test_samples_in_order(teachers: dict[str, str], memory_bytes: int) -> None:
+    found = samples(3000)
+    with reader_of(teachers, options=Options(teacher_timeout_s=60, memory_bytes=memory_bytes)) as reader:
+        reader.set_sample_generator(lambda: iter(found))
+        for _ in range(2):
+            check(reader(), 3000)
+        stats = reader.stats()
+    for name in DOMAINS:
+        expected = 2 * sum(domain == name for _, domain, _ in found)
+        assert stats.routes[name].rows_asked == stats.routes[name].rows_received == expected
+    assert stats.rows_delivered == stats.rows_received == 6000
+
+
+def test_lists_and_batches_are_put_together(teachers: dict[str, str]) -> None:
+    found = samples(500)
+    lists = [found[start : start + 7] for start in range(0, 500, 7)]
+    lists.insert(2, [])
+    with reader_of(teachers) as reader:
+        reader.set_sample_list_generator(lambda: iter(lists))
+        delivered = list(reader())
+        assert [len(part) for part in delivered] == [len(part) for part in lists]
+        check(itertools.chain.from_iterable(delivered), 500)
+    for rows in (None, 5):
+        with reader_of(teachers, teacher_batch_size=rows) as reader:
+            reader.set_batch_generator(lambda: (stacked(part) for part in lists if part))
+            check(itertools.chain.from_iterable(zip(*batch, strict=True) for batch in reader()), 500)
+
+
+def stacked(part: list[Any]) -> tuple[Any, ...]:
+    xs, domains, numbers = zip(*part, strict=True)
+    return np.stack(xs), list(domains), np.array(numbers)
+
+
+def test_one_value_may_be_a_whole_batchs(teachers: dict[str, str]) -> None:
+    batches = [(np.full((3, 4), at, np.float32), name, at) for at, name in enumerate([*DOMAINS, *DOMAINS])]
+    with reader_of(teachers) as reader:
+        reader.set_batch_generator(lambda: iter(batches))
+        for x, domain, _, y in reader():
+            assert y.tolist() == (x * DOMAINS[domain]).tolist()
+
+
+def test_an_unknown_value_is_an_error(teachers: dict[str, str]) -> None:
+    """What came before it is delivered; with teachers for all other values there is none."""
+    found = samples(40)
+    found[33] = (found[33][0], "art", 33)
+    with reader_of(teachers) as reader:
+        reader.set_batch_generator(lambda: (stacked([sample]) for sample in found))
+        epoch = reader()
+        assert len(list(itertools.islice(epoch, 33))) == 33
+        with pytest.raises(SourceError, match=r"batch 33, row 0 has route 'art', .* 'math', 'code', 'law'"):
+            next(epoch)
+    with reader_of({"math": teachers["math"], "code": teachers["code"], None: teachers["law"]}) as reader:
+        reader.set_sample_generator(lambda: iter(found))
+        for x, domain, _, y in reader():
+            assert y.tolist() == (x * DOMAINS.get(domain, 100.0)).tolist()
+        assert list(reader.stats().routes) == ["math", "code", None]
+
+
+def test_what_comes_before_goes_on(start: Start, registry_url: str, teachers: dict[str, str]) -> None:
+    """Samples of a domain whose teachers are not there stop those behind them, and none before."""
+    found = samples(200)
+    found[:60] = [(x, "math", number) for x, _, number in found[:60]]
+    found[60] = (found[60][0], "code", 60)
+    there = {"math": teachers["math"], "law": teachers["law"], "code": Teachers("coders", discovery=registry_url)}
+    with reader_of(there) as reader:
+        reader.set_sample_generator(lambda: iter(found))
+        epoch = reader()
+        delivered = list(itertools.islice(epoch, 60))
+        start("echo", scale=10.0, service="coders", discovery=registry_url)
+        delivered += epoch
+        check(delivered, 200)
+
+
+def test_an_outage_stops_only_what_is_behind(start: Start, registry_url: str, teachers: dict[str, str]) -> None:
+    """A domain's only teacher dies, and comes again; what was full goes before what the loop does not wait for yet."""
+    first = start("echo", scale=10.0, service="coders", discovery=registry_url)
+    found = samples(2000)
+    there = {"math": teachers["math"], "law": teachers["law"], "code": Teachers("coders", discovery=registry_url)}
+    with reader_of(there, options=Options(teacher_timeout_s=90)) as reader:
+        reader.set_sample_generator(lambda: iter(found))
+        epoch = reader()
+        delivered = list(itertools.islice(epoch, 300))
+        first.kill()
+        joining = threading.Timer(1.0, lambda: start("echo", scale=10.0, service="coders", discovery=registry_url))
+        joining.start()
+        delivered += epoch
+        joining.join()
+        check(delivered, 2000)
+
+
+@pytest.mark.parametrize("overtaking", [routed_cutters._MOST_OVERTAKING, 10**9])
+def test_a_rare_domain_is_not_waited_for(
+    teachers: dict[str, str], monkeypatch: pytest.MonkeyPatch, overtaking: int
+) -> None:
+    """A request that is full does not keep back the one that is not, and that the training loop waits for."""
+    monkeypatch.setattr(routed_cutters, "_MOST_OVERTAKING", overtaking)
+    found = [
+        (np.full(4, at, np.float32), "math" if at in (0, 150) else "code", at, bytes(1 << 16)) for at in range(300)
+    ]
+    options = Options(teacher_timeout_s=60, linger_s=300.0, memory_bytes=1 << 20)  # room for two requests
+    with reader_of(teachers, teacher_batch_size=8, options=options) as reader:
+        reader.set_sample_generator(lambda: iter(found))
+        check(((x, domain, number, y) for x, domain, number, _, y in reader()), 300)
+
+
+def test_a_domain_without_teachers_is_named(registry_url: str, teachers: dict[str, str]) -> None:
+    there = {**teachers, "law": Teachers("nobody", discovery=registry_url)}
+
+    def make(timeout_s: float) -> DistillReader:
+        reader = reader_of(there, options=Options(teacher_timeout_s=timeout_s))
+        return reader.set_sample_generator(lambda: iter(samples(2000)))
+
+    assert "nobody" in words_of_failure("nobody", make)
+
+
+def test_domains_share_teachers(teachers: dict[str, str]) -> None:
+    """Two values with the same teachers fill requests together."""
+    there = {"math": teachers["math"], "code": teachers["math"], "law": teachers["law"]}
+    with reader_of(there) as reader:
+        reader.set_sample_generator(lambda: iter(samples(100)))
+        for x, domain, _, y in reader():
+            assert y.tolist() == (x * (100 if domain == "law" else 1)).tolist()
+        routes = reader.stats().routes
+        assert list(routes) == ["math", "code", "law"]
+        assert routes["math"] == routes["code"], "they are counted together"
+        assert (routes["math"].rows_received, routes["law"].rows_received) == (
+            sum(domain != "law" for _, domain, _ in samples(100)),
+            sum(domain == "law" for _, domain, _ in samples(100)),
+        )
+
+
+def test_values_alike_in_print(teachers: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    """A number and a string that looks like it are two values; the configuration shows which is which."""
+    found = [(np.full(4, number, np.float32), 1 if number % 4 else "1") for number in range(40)]
+    there = {1: teachers["math"], "1": teachers["code"]}
+    with DistillReader(["x", None], ["y"], teachers=there, route=1) as reader:
+        reader.set_sample_generator(lambda: iter(found))
+        assert len(list(reader())) == 40
+        routes = reader.stats().routes
+        assert (routes[1].rows_received, routes["1"].rows_received) == (30, 10)
+        reader.print_config()
+        assert "route: by field, 1, '1'" in capsys.readouterr().out
+
+
+def test_outputs_must_be_alike(start: Start, teachers: dict[str, str]) -> None:
+    with reader_of({**teachers, "code": start("echo", width=4, repeat=2).endpoint}) as reader:
+        reader.set_sample_generator(lambda: iter(samples(100)))
+        with pytest.raises(SettingsError, match=r"of '\w+' and of '\w+' do not go together: .*output 'y' .*one shape"):
+            list(reader())
+
+
+def test_labels_are_kept_by_domain(teachers: dict[str, str]) -> None:
+    """The same id in another domain is another label; models of one name and version are told apart by service."""
+    cache = SoftLabelCache(memory_bytes=1 << 22)
+    first = samples(300)
+    other = [(x, "code" if domain == "math" else domain, number) for x, domain, number in first]
+    asked = []
+    for found in (first, first, other, other):
+        with reader_of(teachers, cache=cache, id_field=2) as reader:
+            reader.set_sample_generator(functools.partial(iter, found))
+            check(reader(), 300)
+            asked.append(reader.stats().rows_asked)
+    assert asked == [300, 0, sum(domain == "math" for _, domain, _ in first), 0]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: DistillReader(["x"], ["y"], teachers="a", route=1), "needs the teachers of each value"),
+        (lambda: DistillReader(["x"], ["y"], route=1), "needs the teachers of each value"),
+        (lambda: DistillReader(["x"], ["y"], teachers={"a": "b"}), "name it with route="),
+        (lambda: DistillReader(["x"], ["y"], teachers={"a": [Teachers("b")]}, route=0), "an ensemble cannot be"),
+        (lambda: DistillReader(["x"], ["y"], teachers={"a": "b"}, route=0, combine="mean"), "leave combine out"),
+        (
+            lambda: DistillReader(["x"], ["y"], teachers={"a": "b"}, route=0).set_fixed_teacher("c:1"),
+            "set_fixed_teacher with route=",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        make()

@@ -1,0 +1,148 @@
+"""A `StopIteration` on the way through the user's data is an error, and never the end of an epoch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edl.distill.source.cutters import BatchCutter, SampleCutter, SampleListCutter
+from edl.distill.source.iterator import SourceIterator
+from edl.errors import SourceError
+from edl_serving import ServerSettings
+from edl_serving.batching.batcher import Batcher
+from edl_serving.model import ServedModel
+from edl_serving.monitoring.metrics import Metrics
+from tests.fast.serving.fakes import FakeBackend
+
+
+def stop(*_: Any) -> Any:
+    return next(iter(()))
+
+
+class Squares:
+    """A map-style data set whose sample 7 asks an iterator that has no more to give."""
+
+    def __init__(self, error: Callable[..., Any] = stop) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, at: int) -> Any:
+        return np.full(3, at if at != 7 else self.error(at), np.float32)
+
+
+def test_plain_sources_end_where_they_end() -> None:
+    class ByPosition:
+        def __getitem__(self, at: int) -> int:
+            return [1, 2][at]
+
+    class ByHand:
+        left = 2
+
+        def __iter__(self) -> Iterator[int]:
+            return self  # type: ignore[return-value]
+
+        def __next__(self) -> int:
+            self.left -= 1
+            if self.left < 0:
+                raise StopIteration
+            return self.left
+
+    assert list(SourceIterator([1, 2])) == [1, 2]
+    assert list(SourceIterator(value for value in (1, 2))) == [1, 2]
+    assert list(SourceIterator(ByPosition())) == [1, 2]  # type: ignore[arg-type]
+    assert list(SourceIterator(ByHand())) == [1, 0]
+    with pytest.raises(TypeError, match="not iterable"):
+        SourceIterator(3)  # type: ignore[arg-type]
+
+
+def test_a_stop_in_getitem_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(SourceIterator(Squares()))  # type: ignore[arg-type]
+
+
+def test_an_index_error_in_getitem_is_no_end() -> None:
+    with pytest.raises(SourceError, match=r"has 10 items, and raised IndexError at 7: list index"):
+        list(SourceIterator(Squares(lambda at: [][at])))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stop_in_a_torch_dataset(workers: int) -> None:
+    data = pytest.importorskip("torch.utils.data")
+    loader = data.DataLoader(Squares(), batch_size=2, num_workers=workers)
+    seen = SourceIterator(loader)
+    with pytest.raises(SourceError, match=r"after 3 batches .* raised StopIteration"):
+        for _ in seen:
+            pass
+
+
+@pytest.mark.parametrize("rows", [2, None])
+def test_a_stop_in_a_collate_function(rows: int | None) -> None:
+    data = pytest.importorskip("torch.utils.data")
+    loader = data.DataLoader(list(range(4)), batch_size=rows, collate_fn=stop)
+    with pytest.raises(SourceError, match="collate function raised StopIteration"):
+        list(SourceIterator(loader))
+
+
+def test_a_stop_with_a_sampler_of_ones_own() -> None:
+    data = pytest.importorskip("torch.utils.data")
+    loader = data.DataLoader(Squares(), batch_sampler=[[1, 2], [3, 7]])
+    with pytest.raises(SourceError, match="after 1 batches"):
+        list(SourceIterator(loader))
+
+
+@pytest.mark.parametrize("rows", [2, None])
+def test_iterable_torch_datasets_end(rows: int | None) -> None:
+    data = pytest.importorskip("torch.utils.data")
+
+    class ByHand(data.IterableDataset):  # type: ignore[misc,name-defined]
+        left = 4
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> int:
+            self.left -= 1
+            if self.left < 0:
+                raise StopIteration
+            return self.left
+
+        def __len__(self) -> int:
+            return 100  # a guess
+
+    assert len(list(SourceIterator(data.DataLoader(ByHand(), batch_size=rows)))) == (2 if rows else 4)
+
+
+@pytest.mark.parametrize("cutter", [BatchCutter, SampleCutter, SampleListCutter])
+def test_a_stop_in_a_getter_is_an_error(cutter: Any) -> None:
+    value = [np.zeros(3)] if cutter is not SampleListCutter else [[np.zeros(3)]]
+    with pytest.raises(SourceError, match=r"what finds input 'x' in .* raised StopIteration"):
+        cutter({"x": stop}, 2, 1).put(value)
+    with pytest.raises(SourceError, match=r"what finds the sample ids in .* raised StopIteration"):
+        cutter({"x": itemgetter(0)}, 2, 1, ids=stop).put(value)
+
+
+def test_a_stop_while_warming_up_is_an_error() -> None:
+    """No future can carry a StopIteration, and the server would wait for ever."""
+
+    class Stopping(FakeBackend):
+        def warm_up(self, max_rows: int) -> None:
+            stop()
+
+    async def warm() -> None:
+        backend = Stopping()
+        settings = ServerSettings(model="m")
+        batcher = Batcher(settings, ServedModel(settings, [backend]), [backend], Metrics("m"))
+        try:
+            await asyncio.wait_for(batcher.warm_up(), 10)
+        finally:
+            await batcher.close(1)
+
+    with pytest.raises(RuntimeError, match="warming up raised StopIteration"):
+        asyncio.run(warm())

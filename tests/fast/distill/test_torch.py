@@ -1,0 +1,247 @@
+"""`distill` around a real `DataLoader`, its workers included, with real teacher processes."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset  # noqa: E402
+
+from edl.distill import Options  # noqa: E402
+from edl.distill.cache import SoftLabelCache  # noqa: E402
+from edl.distill.compress import TopK  # noqa: E402
+from edl.distill.torch import distill  # noqa: E402
+from edl.errors import NoTeacherError, SettingsError, SourceError  # noqa: E402
+from tests.fast.distill.conftest import Start, until  # noqa: E402
+
+WIDTH = 4
+PATIENT = Options(teacher_timeout_s=60)
+
+
+class Numbers(Dataset[tuple[Any, int]]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return torch.full((WIDTH,), float(index)), index
+
+
+def check(pairs: list[Any], count: int) -> None:
+    seen: list[int] = []
+    for (images, numbers), soft in pairs:
+        assert isinstance(soft, torch.Tensor)
+        assert (soft[:, 0] == numbers).all()
+        assert (images[:, 0] == numbers).all()
+        seen += numbers.tolist()
+    assert sorted(seen) == list(range(count))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_have_labels_every_epoch(start: Start, workers: int) -> None:
+    """Every batch comes with its labels epoch after epoch."""
+    data = DataLoader(Numbers(300), batch_size=32, shuffle=True, num_workers=workers)
+    with distill(data, start("echo").endpoint, inputs=["x", None], outputs="y", options=PATIENT) as loader:
+        assert len(loader) == len(data) == 10
+        for _ in range(3):
+            check(list(loader), 300)
+        for _ in loader:
+            break
+        check(list(loader), 300)
+
+
+def test_persistent_workers_and_iterables(start: Start) -> None:
+    """Persistent workers and iterable datasets work."""
+
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            yield from ((torch.full((WIDTH,), float(i)), i) for i in range(100))
+
+    endpoint = start("echo").endpoint
+    stream = DataLoader(Stream(), batch_size=16)
+    with distill(stream, endpoint, inputs="x", outputs="y", options=PATIENT) as loader:
+        check(list(loader), 100)
+        with pytest.raises(TypeError):
+            len(loader)
+    kept = DataLoader(Numbers(100), batch_size=16, num_workers=2, persistent_workers=True)
+    with distill(kept, endpoint, inputs="x", outputs="y", options=PATIENT) as loader:
+        for _ in range(3):
+            check(list(loader), 100)
+    end_workers(kept)
+
+
+def end_workers(loader: DataLoader[Any]) -> None:
+    """End a loader's persistent workers now: the garbage collector would wait for each of them in turn."""
+    if loader._iterator is not None:
+        loader._iterator._shutdown_workers()  # type: ignore[attr-defined]  # there is no public way
+
+
+def test_forked_workers_touch_no_channel(start: Start) -> None:
+    """Workers forked beside and after readers never touch the parents channels."""
+    endpoint = start("echo").endpoint
+    for _ in range(6):
+        data = DataLoader(Numbers(64), batch_size=16, num_workers=2)
+        with distill(data, endpoint, inputs="x", outputs="y", options=PATIENT) as loader:
+            for _ in range(2):
+                check(list(loader), 64)
+
+
+@pytest.mark.parametrize("width", [WIDTH, WIDTH - 1])
+def test_workers_end_with_a_loop_that_failed(start: Start, width: int) -> None:
+    """Be it the source that fails, or that the teachers do not take what it yields."""
+    endpoint = start("echo").endpoint
+
+    class Failing:
+        def __iter__(self) -> Iterator[Any]:
+            for number, batch in enumerate(DataLoader(Numbers(64), batch_size=8, num_workers=2)):
+                if number == 4:
+                    raise ValueError("the augmentation failed")
+                yield batch
+
+    def run() -> None:
+        inputs = {"x": lambda batch: batch[0][:, :width]}
+        with pytest.raises((ValueError, SourceError)):
+            list(distill(Failing(), endpoint, inputs=inputs, outputs="y", options=PATIENT))
+
+    def left() -> set[Any]:
+        gc.collect()
+        ours = {thread for thread in threading.enumerate() if thread.name.startswith("edl-")}
+        return {*ours, *multiprocessing.active_children()}
+
+    before = left()
+    run()
+    until(lambda: left() <= before, 60)
+
+
+def test_batches_of_any_structure(start: Start) -> None:
+    """Batches of any structure are read and passed on."""
+    endpoint = start("echo").endpoint
+    rows = [{"pixels": torch.full((WIDTH,), float(i)), "deep": {"number": i}} for i in range(20)]
+    with distill(
+        DataLoader(rows, batch_size=6), endpoint, inputs={"x": "pixels"}, outputs=["y"], options=PATIENT
+    ) as loader:
+        pairs = list(loader)
+    assert all((soft[:, 0] == batch["deep"]["number"]).all() for batch, soft in pairs)
+    by_function = {"x": lambda batch: batch["deep"]["number"][:, None].expand(-1, WIDTH).float() * 10}
+    with distill(DataLoader(rows, batch_size=6), endpoint, inputs=by_function, outputs="y", options=PATIENT) as loader:
+        assert all((soft[:, 0] == 10 * batch["deep"]["number"]).all() for batch, soft in loader)
+
+
+def test_labels_are_moved_to_the_device(start: Start) -> None:
+    """Labels and batches are moved to the device."""
+    data = DataLoader(Numbers(50), batch_size=8)
+    loader = distill(data, start("echo").endpoint, inputs="x", outputs="y", device="meta", options=PATIENT)
+    with loader:
+        pairs = list(loader)
+    assert len(pairs) == 7
+    for (images, numbers), soft in pairs:
+        assert {images.device.type, numbers.device.type, soft.device.type} == {"meta"}
+
+
+def test_top_k_labels_are_tensors(start: Start) -> None:
+    data = DataLoader(Numbers(10), batch_size=5)
+    with distill(data, start("linear").endpoint, inputs="x", outputs="y", top_k=2, options=PATIENT) as loader:
+        for _, soft in loader:
+            assert isinstance(soft, TopK)
+            assert isinstance(soft.ids, torch.Tensor)
+            assert soft.ids.shape == (5, 2)
+
+
+def test_second_epoch_is_cached(start: Start, tmp_path: Any) -> None:
+    """The second epoch asks nothing with a cache."""
+    teacher = start("echo")
+    data = DataLoader(Numbers(120), batch_size=16, shuffle=True)
+    options: dict[str, Any] = {"inputs": ["x", None], "outputs": "y", "ids": 1, "dataset": "numbers"}
+    with SoftLabelCache(path=tmp_path / "labels") as cache:
+        with distill(data, teacher.endpoint, cache=cache, options=PATIENT, **options) as loader:
+            check(list(loader), 120)
+            assert loader.stats().rows_asked == 120
+            check(list(loader), 120)
+            check(list(loader), 120)
+            assert loader.stats().rows_asked == 120
+            assert loader.stats().rows_cached == 240
+        wider = DataLoader(Numbers(150), batch_size=50, shuffle=True)
+        with distill(wider, teacher.endpoint, cache=cache, options=PATIENT, **options) as loader:
+            check(list(loader), 150)
+            assert loader.stats().rows_asked == 30, "only what is new, also where it shares a batch with what is not"
+    teacher.kill()
+    with SoftLabelCache(path=tmp_path / "labels") as cache:
+        with distill(data, cache=cache, **options) as loader:
+            check(list(loader), 120)
+        missing = DataLoader(Numbers(200), batch_size=50)
+        with distill(missing, cache=cache, **options) as loader, pytest.raises(NoTeacherError, match="sample 150"):
+            list(loader)
+
+
+def test_new_version_is_another_teacher(start: Start) -> None:
+    """A new version of the teacher is another teacher."""
+    data = DataLoader(Numbers(20), batch_size=5)
+    with SoftLabelCache() as cache:
+        for version, scale in (("1", 1.0), ("2", 5.0)):
+            endpoint = start("echo", scale=scale, version=version).endpoint
+            with distill(data, endpoint, inputs="x", outputs="y", cache=cache, ids=1, options=PATIENT) as loader:
+                for (_, numbers), soft in loader:
+                    assert (soft[:, 0] == scale * numbers).all()
+
+
+def test_no_teachers_same_batches() -> None:
+    """An empty list trains without teachers by the same loop: the same batches, None for labels, nobody asked."""
+    data = DataLoader(Numbers(50), batch_size=8, num_workers=2)
+    with SoftLabelCache() as cache:
+        settings: dict[str, Any] = {"cache": cache, "ids": 1, "dataset": "numbers", "device": "cpu"}
+        with distill(data, [], inputs=["x", None], outputs="y", **settings) as loader:
+            assert len(loader) == len(data)
+            for _ in range(2):
+                pairs = list(loader)
+                assert [labels for _, labels in pairs] == [None] * 7
+                assert [n for (_, numbers), _ in pairs for n in numbers.tolist()] == list(range(50))
+            for _ in loader:
+                break
+            assert len(list(loader.label(list(data)[5:]))) == 2
+            assert loader.stats().rows_asked == loader.stats().teachers_live == 0
+    with pytest.raises(SettingsError, match="teachers='': name a service"):
+        distill(data, "", inputs="x", outputs="y")  # an empty text is a slip, as a variable that is not set
+
+
+def test_ids_without_a_cache_are_harmless(start: Start) -> None:
+    """A program may always say where its ids are, whether it was given a cache or not."""
+    settings: dict[str, Any] = {"ids": "not there", "dataset": "numbers", "options": PATIENT}
+    with distill(
+        DataLoader(Numbers(20), batch_size=5), start("echo").endpoint, inputs="x", outputs="y", **settings
+    ) as loader:
+        check(list(loader), 20)
+
+
+def test_mistakes_are_named(start: Start) -> None:
+    data = DataLoader(Numbers(5), batch_size=5)
+    with pytest.raises(SettingsError, match="name at least one input"):
+        distill(data, "s", inputs=[None], outputs="y")
+    with pytest.raises(SettingsError, match=r"inputs=3: name at least one input of the teachers, as in \"image\", \["):
+        distill(data, "s", inputs=3, outputs="y")  # type: ignore[arg-type]
+    with SoftLabelCache() as cache, pytest.raises(SettingsError, match="cache without ids: say where"):
+        distill(data, "s", inputs="x", outputs="y", cache=cache)
+    with SoftLabelCache() as cache, pytest.raises(SettingsError, match="no teachers are named"):
+        distill(data, inputs="x", outputs="y", cache=cache, ids=1)
+
+
+def test_gradients_flow_from_soft_labels(start: Start) -> None:
+    """Gradients flow from a loss on soft labels."""
+    from edl.distill.losses import soft_cross_entropy
+
+    student = torch.nn.Linear(WIDTH, WIDTH)
+    data = DataLoader(Numbers(32), batch_size=8)
+    with distill(data, start("linear").endpoint, inputs="x", outputs="y", options=PATIENT) as loader:
+        for (images, _), logits in loader:
+            soft_cross_entropy(student(images / 32), logits, temperature=2.0).backward()
+    assert student.weight.grad is not None
+    assert np.isfinite(student.weight.grad.numpy()).all()

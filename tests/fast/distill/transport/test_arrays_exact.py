@@ -1,0 +1,147 @@
+"""Whatever array a source yields reaches the teacher bit for bit, or is refused with the input's name and a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from edl.distill.source.cutters import BatchCutter, SampleCutter
+from edl.distill.transport.request import Payload, request_header
+from edl.distill.transport.schema import OutputSpec
+from edl.distill.transport.shm import Arena
+from edl.errors import SourceError
+from edl.protocol import codec
+from edl_serving import TensorSpec
+from edl_serving.messages.request import bind_tensors
+from edl_serving.messages.request_plan import plan_request
+from tests.fast.serving.fakes import FakeBackend, model_of
+
+X = {"x": itemgetter(0)}
+SENDABLE = (
+    hnp.boolean_dtypes()
+    | hnp.integer_dtypes(endianness="?")
+    | hnp.unsigned_integer_dtypes(endianness="?")
+    | hnp.floating_dtypes(endianness="?", sizes=(16, 32, 64))
+)
+REFUSED = hnp.complex_number_dtypes() | hnp.datetime64_dtypes() | hnp.timedelta64_dtypes() | hnp.array_dtypes()
+SHAPES = hnp.array_shapes(min_dims=1, max_dims=4, min_side=1, max_side=5)
+
+
+@pytest.fixture(scope="module")
+def arena() -> Iterator[Arena]:
+    made = Arena(64 << 20)
+    yield made
+    made.close()
+
+
+def taught(fields: dict[str, Any], arena: Arena | None = None) -> Any:
+    """What the teacher server reads of a request for these fields, by the student's code and the server's."""
+    payload = Payload.of(fields, arena)
+    ((name, datatype, shape),) = payload.inputs
+    model = model_of(FakeBackend(inputs=(TensorSpec(name, datatype, shape[1:]),)))
+    header = request_header(OutputSpec(("logits",)), "m", payload, compressed=False, region=None)
+    header, raw = codec.split_request(codec.join_request(header, payload.raw))
+    (array,) = bind_tensors(plan_request(codec.parse_request(header), model, 1000), raw, None).arrays
+    found = array.copy()
+    if arena is not None and payload.slot is not None:
+        arena.give(payload.slot)
+    return found
+
+
+def bits(array: Any) -> tuple[Any, ...]:
+    """Shape, kind, size and little-endian bytes: NaN's payload counts, the order of bytes and axes does not."""
+    return array.shape, array.dtype.kind, array.dtype.itemsize, array.astype(array.dtype.newbyteorder("<")).tobytes()
+
+
+def laid_out(array: Any, layout: str) -> Any:
+    """The same elements, otherwise in memory."""
+    if layout == "fortran":
+        return np.asfortranarray(array)
+    if layout == "gaps":
+        wide = np.zeros((*array.shape[:-1], 3 * array.shape[-1]), array.dtype)
+        wide[..., ::3] = array
+        return wide[..., ::3]
+    if layout == "backwards":
+        return array[::-1].copy()[::-1]
+    if layout == "unaligned":
+        raw = np.zeros(array.nbytes + 1, np.uint8)
+        raw[1:] = np.frombuffer(array.tobytes(), np.uint8)
+        return raw[1:].view(array.dtype).reshape(array.shape)
+    if layout == "read-only":
+        array = array.copy()
+        array.flags.writeable = False
+    return array
+
+
+LAYOUTS = st.sampled_from(["plain", "fortran", "gaps", "backwards", "unaligned", "read-only"])
+
+
+@settings(max_examples=150)
+@given(hnp.arrays(SENDABLE, SHAPES), LAYOUTS)
+def test_batches_arrive_bit_for_bit(arena: Arena, array: Any, layout: str) -> None:
+    value = laid_out(array, layout)
+    item, (chunk,) = BatchCutter(X, None, 1).put((value,))
+    assert bits(taught(chunk.fields)) == bits(array)
+    assert bits(taught(chunk.fields, arena)) == bits(array), "by way of shared memory"
+    for fingerprint in item.fingerprints:
+        fingerprint.check()
+
+
+@settings(max_examples=100)
+@given(hnp.arrays(SENDABLE, SHAPES), LAYOUTS)
+def test_samples_arrive_bit_for_bit(array: Any, layout: str) -> None:
+    cutter = SampleCutter(X, len(array), 1)
+    (chunk,) = [chunk for row in laid_out(array, layout) for chunk in cutter.put((row,))[1]]
+    assert bits(taught(chunk.fields)) == bits(array)
+
+
+@given(hnp.arrays(REFUSED, SHAPES))
+def test_other_types_are_refused(array: Any) -> None:
+    with pytest.raises(SourceError, match=r"(?s)batch 0, input 'x': dtype .* cannot be sent: make it numbers"):
+        BatchCutter(X, None, 1).put((array,))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (np.float32(1), "single number"),
+        (np.zeros((0, 3)), "has no rows"),
+        (np.zeros(2, np.longdouble), "of up to 64 bits"),
+        (np.ma.masked_array([1.0, 2.0], [True, False]), "filled"),
+        ([1, 2**64], "Python objects"),
+        ([2**53 + 1, 0.5], "9007199254740993 would become"),
+        ([-1, 2**63 - 1, 2**63], "9223372036854775807 would become"),
+        ([[1, 2], [3]], "cannot be made an array"),
+        ([{}, {}], "Python objects"),
+    ],
+)
+def test_what_is_no_batch_is_named(value: Any, words: str) -> None:
+    with pytest.raises(SourceError, match=words):
+        BatchCutter(X, None, 1).put((value,))
+
+
+def test_bfloat16_arrives_as_its_numbers() -> None:
+    numbers = np.array([1.0, -0.0, 3.140625, np.inf, 2.0**-130], np.float32)
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    _, (chunk,) = BatchCutter(X, None, 1).put((numbers.astype(ml_dtypes.bfloat16),))
+    assert bits(taught(chunk.fields)) == bits(numbers)
+    torch = pytest.importorskip("torch")
+    _, (chunk,) = BatchCutter(X, None, 1).put((torch.from_numpy(numbers).bfloat16(),))
+    assert bits(taught(chunk.fields)) == bits(numbers)
+
+
+def test_tensors_numpy_lacks_are_refused() -> None:
+    torch = pytest.importorskip("torch")
+    for tensor in (torch.ones(2, 2).to_sparse(), torch.ones(2, dtype=torch.complex64), torch.ones(2, device="meta")):
+        with pytest.raises(SourceError, match="batch 0, input 'x'"):
+            BatchCutter(X, None, 1).put((tensor,))
+    strange = torch.ones(2, dtype=torch.complex64).conj().imag  # negative by a bit that numpy knows nothing of
+    with pytest.raises(SourceError, match="resolve_neg"):
+        BatchCutter(X, None, 1).put((strange,))

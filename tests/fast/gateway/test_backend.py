@@ -1,0 +1,456 @@
+"""The gateway's backend against a small engine with a formula: alignment, failures, and what may be in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edl.errors import SettingsError
+from edl_serving.backends.backend import TopKArrays
+from edl_serving.gateway.address import EngineAddress
+from edl_serving.gateway.backend import GatewayBackend, GatewayModel
+from edl_serving.gateway.engine import EngineAccess
+from edl_serving.gateway.health import EngineHealth
+from edl_serving.gateway.inspection import EngineFacts, find_facts
+from edl_serving.gateway.top_rows import EngineAnswerError
+from edl_serving.request_error import RequestError
+from tests.fast.distill.conftest import until as until_within
+from tests.fast.gateway.formula_engine import MAX_MODEL_LEN, VOCABULARY, FormulaEngine, log_probabilities
+
+SEQUENCES = [[3, 1, 4, 1, 5], [9], [2, 6], list(range(40)), [49] * 62]
+
+
+@pytest.fixture
+def engine() -> Iterator[FormulaEngine]:
+    server = FormulaEngine()
+    yield server
+    server.close()
+
+
+def until(condition: Callable[[], Any]) -> None:
+    until_within(condition, 60)
+
+
+def reach(engine: FormulaEngine, kind: str = "vllm", **options: Any) -> EngineAccess:
+    return EngineAccess(EngineAddress(kind, "127.0.0.1", engine.port), **{"timeout_s": 60.0, **options})
+
+
+def facts_of(
+    engine: EngineAccess, k: int = 8, model: str = "m", exact: bool = True, wait_s: float = 60.0
+) -> EngineFacts:
+    return asyncio.run(find_facts(engine, model, exact, k, wait_s))
+
+
+@pytest.fixture
+def open_backend(engine: FormulaEngine) -> Iterator[Callable[..., GatewayBackend]]:
+    """Opens backends, and closes them."""
+    opened: list[tuple[GatewayBackend, EngineHealth]] = []
+
+    def open_(kind: str = "vllm", k: int = 8, every_s: float = 0.05, **options: Any) -> GatewayBackend:
+        address = reach(engine, kind, **options)
+        facts = facts_of(address, k)
+        health = EngineHealth(address, facts, k, every_s, 60.0, 2)
+        opened.append((GatewayBackend(GatewayModel(address, facts, k, "r1"), health), health))
+        return opened[-1][0]
+
+    yield open_
+    for backend, health in opened:
+        backend.close()
+        health.close()
+
+
+def score(backend: GatewayBackend, sequences: Sequence[Sequence[int]], k: int = 8) -> TopKArrays:
+    ids = np.concatenate([np.asarray(tokens, np.int32) for tokens in sequences])
+    position = np.concatenate([np.arange(len(tokens), dtype=np.int32) for tokens in sequences])
+    answer = backend.predict_top_k({"ids": ids, "position": position}, k, 1.0)["logprobs"]
+    assert isinstance(answer, TopKArrays)
+    return answer
+
+
+def check(answer: TopKArrays, sequences: Sequence[Sequence[int]], k: int = 8) -> None:
+    """Row t holds the prediction of token t + 1, and the last row what would follow."""
+    expected = np.concatenate([log_probabilities(tokens) for tokens in sequences])
+    order = np.argsort(-expected, axis=-1, kind="stable")
+    np.testing.assert_array_equal(answer.ids, order[:, :k])
+    np.testing.assert_allclose(answer.values, np.take_along_axis(expected, order[:, :k], -1), atol=1e-6)
+    rest = np.log(np.exp(np.take_along_axis(expected, order[:, k:], -1)).sum(-1))
+    np.testing.assert_allclose(answer.tail, rest, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "scale_out"), [("vllm", True), ("vllm", False), ("sglang", True)])
+def test_rows_predict_next_token(
+    engine: FormulaEngine, open_backend: Callable[..., GatewayBackend], kind: str, scale_out: bool
+) -> None:
+    engine.scale_out = scale_out
+    backend = open_backend(kind)
+    paths = {"vllm": ("/v1/completions", "/inference/v1/generate")[scale_out], "sglang": "/generate"}
+    check(score(backend, SEQUENCES), SEQUENCES)
+    assert engine.requests[-1][0] == paths[kind]
+    check(score(backend, SEQUENCES, 3), SEQUENCES, 3)
+
+
+def test_longest_sequence_fits(open_backend: Callable[..., GatewayBackend]) -> None:
+    backend = open_backend()
+    assert backend.max_sequence == MAX_MODEL_LEN - 2
+    check(score(backend, [[7] * backend.max_sequence]), [[7] * backend.max_sequence])
+
+
+def test_sequences_go_side_by_side(engine: FormulaEngine, open_backend: Callable[..., GatewayBackend]) -> None:
+    backend = open_backend()
+    engine.gather_tokens = 30 * 5
+    sequences = [[number] * 4 for number in range(30)]
+    check(score(backend, sequences), sequences)
+    assert engine.most_tokens == 30 * 5
+
+
+@pytest.mark.parametrize(("kind", "scale_out"), [("vllm", True), ("vllm", False), ("sglang", True)])
+def test_next_tokens_are_targets(
+    engine: FormulaEngine, open_backend: Callable[..., GatewayBackend], kind: str, scale_out: bool
+) -> None:
+    """Of the last row any target is answered: it is the token that is asked about behind the sequence."""
+    engine.scale_out = scale_out
+    backend = open_backend(kind)
+    sequences = [tokens for tokens in SEQUENCES if len(tokens) <= backend.max_sequence]
+    ids = np.concatenate([np.array(tokens, np.int32) for tokens in sequences])
+    position = np.concatenate([np.arange(len(tokens), dtype=np.int32) for tokens in sequences])
+    targets = np.concatenate([np.array([*tokens[1:], 23], np.int32) for tokens in sequences])[:, None]
+    inputs = {"ids": ids, "position": position, "targets": targets}
+    backend.check_inputs(inputs, 1.0)
+    answers = backend.predict_top_k(inputs, 4, 1.0)
+    whole = np.concatenate([log_probabilities(tokens) for tokens in sequences])
+    np.testing.assert_allclose(answers["target_logprobs"], np.take_along_axis(whole, targets, -1), atol=1e-6)
+    check(answers["logprobs"], sequences, 4)
+    inputs["targets"] = targets.copy()
+    inputs["targets"][1] += 1
+    with pytest.raises(RequestError, match="row 1, and the next token") as refused:
+        backend.check_inputs(inputs, 1.0)
+    assert refused.value.code.name == "INVALID_ARGUMENT"
+
+
+def test_engine_with_other_settings(engine: FormulaEngine, open_backend: Callable[..., GatewayBackend]) -> None:
+    """Restarted with a smaller --max-logprobs: the teacher is away, the request is not at fault, and both come back."""
+    backend = open_backend()
+    engine.max_logprobs = 3
+    with pytest.raises(RequestError, match="--max-logprobs 8") as refused:
+        score(backend, [[1, 2]])
+    assert refused.value.code.name == "UNAVAILABLE"
+    assert "--max-logprobs 8" in backend.find_fault()
+    looks = engine.looks
+    until(lambda: engine.looks > looks + 3)
+    assert "--max-logprobs 8" in backend.find_fault(), "/health and /v1/models are well, and it is of no use"
+    engine.max_logprobs = 20
+    until(lambda: not backend.find_fault())
+    check(score(backend, [[1, 2]]), [[1, 2]])
+
+
+def test_engine_that_comes_back_is_probed(engine: FormulaEngine, open_backend: Callable[..., GatewayBackend]) -> None:
+    backend = open_backend()
+    engine.healthy = False
+    until(backend.find_fault)
+    engine.max_logprobs = 3
+    engine.healthy = True
+    until(lambda: "--max-logprobs 8" in backend.find_fault())
+    engine.max_logprobs = 20
+    until(lambda: not backend.find_fault())
+
+
+def test_rotated_key(engine: FormulaEngine, open_backend: Callable[..., GatewayBackend], tmp_path: Any) -> None:
+    key = tmp_path / "key"
+    key.write_text("old\n")
+    engine.token = "old"
+    backend = open_backend(token_file=str(key))
+    check(score(backend, [[1, 2]]), [[1, 2]])
+    engine.token = "new"
+    with pytest.raises(RequestError, match="401"):
+        score(backend, [[1, 2]])
+    key.write_text("new\n")
+    until(lambda: not backend.find_fault())
+    check(score(backend, [[1, 2]]), [[1, 2]])
+
+
+def test_temperature_is_refused(open_backend: Callable[..., GatewayBackend]) -> None:
+    backend = open_backend()
+    inputs = {"ids": np.zeros(1, np.int32), "position": np.zeros(1, np.int32)}
+    backend.check_inputs(inputs, 1.0)
+    with pytest.raises(RequestError, match="temperature 1") as refused:
+        backend.check_inputs(inputs, 2.0)
+    assert refused.value.code.name == "INVALID_ARGUMENT"
+
+
+def test_requests_are_neutral(engine: FormulaEngine, open_backend: Callable[..., GatewayBackend]) -> None:
+    # A model's generation_config.json is the default of what a request leaves out.
+    score(open_backend(), [[1, 2]])
+    sampling = engine.requests[-1][1]["sampling_params"]
+    assert (sampling["temperature"], sampling["top_p"], sampling["repetition_penalty"]) == (1.0, 1.0, 1.0)
+    assert sampling["max_tokens"] == 1
+    assert sampling["detokenize"] is False, "no text is made of tokens that nobody reads"
+
+
+def test_unknown_token_is_refused(open_backend: Callable[..., GatewayBackend]) -> None:
+    with pytest.raises(RequestError, match="out of vocabulary") as refused:
+        score(open_backend(), [[1, VOCABULARY]])
+    assert refused.value.code.name == "INVALID_ARGUMENT"
+
+
+def test_negative_token_is_refused(open_backend: Callable[..., GatewayBackend]) -> None:
+    inputs = {"ids": np.array([1, -5], np.int32), "position": np.arange(2, dtype=np.int32)}
+    with pytest.raises(RequestError, match="row 1"):
+        open_backend().check_inputs(inputs, 1.0)
+
+
+@pytest.mark.parametrize("how", ["cut", "close"])
+def test_broken_connection_is_tried_again(
+    engine: FormulaEngine, open_backend: Callable[..., GatewayBackend], how: str
+) -> None:
+    backend = open_backend()
+    broken = len(engine.requests) + 1
+    engine.failure = lambda path, number: how if number == broken else None
+    check(score(backend, [[1, 2, 3]]), [[1, 2, 3]])
+    assert len(engine.requests) == broken + 1
+
+
+@pytest.mark.parametrize("how", ["cut", "close"])
+def test_connection_that_breaks_twice(
+    engine: FormulaEngine, open_backend: Callable[..., GatewayBackend], how: str
+) -> None:
+    backend = open_backend()
+    engine.failure = lambda path, number: how
+    with pytest.raises(RequestError) as lost:
+        score(backend, [[1, 2, 3]])
+    assert (lost.value.code.name, lost.value.retry_after_ms) == ("UNAVAILABLE", None)
+
+
+def test_idle_connection_that_was_closed(engine: FormulaEngine, open_backend: Callable[..., GatewayBackend]) -> None:
+    backend = open_backend(every_s=60.0)
+    port = engine.port
+    score(backend, [[1]])
+    engine.close()
+    again = FormulaEngine(port)
+    try:
+        check(score(backend, [[1, 2]]), [[1, 2]])
+    finally:
+        again.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "code", "hint_ms"),
+    [
+        (429, {"Retry-After": "2"}, "UNAVAILABLE", 2000),
+        (503, {}, "UNAVAILABLE", 500),
+        (503, {"Retry-After": "soon"}, "UNAVAILABLE", 500),
+        (500, {}, "INTERNAL", None),
+        (404, {}, "UNAVAILABLE", None),
+        (401, {}, "UNAVAILABLE", None),
+        (400, {}, "INVALID_ARGUMENT", None),
+        (307, {"Location": "http://127.0.0.1:1/"}, "INTERNAL", None),
+    ],
+)
+def test_refusals_become_statuses(
+    engine: FormulaEngine,
+    open_backend: Callable[..., GatewayBackend],
+    status: int,
+    headers: dict[str, str],
+    code: str,
+    hint_ms: int | None,
+) -> None:
+    backend = open_backend()
+    engine.failure = lambda path, number: (status, {"error": {"message": "words"}}, headers)
+    with pytest.raises(RequestError, match="words") as refused:
+        score(backend, [[1, 2, 3]])
+    assert (refused.value.code.name, refused.value.retry_after_ms) == (code, hint_ms)
+
+
+def test_dying_engine_is_unavailable(engine: FormulaEngine, open_backend: Callable[..., GatewayBackend]) -> None:
+    backend = open_backend(every_s=60.0)
+    words = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+    engine.failure = lambda path, number: (500, {"error": {"message": words}})
+    engine.healthy = False
+    with pytest.raises(RequestError, match="not healthy") as lost:
+        score(backend, [[1, 2, 3]])
+    assert lost.value.code.name == "UNAVAILABLE"
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{", b"\xff\xfe", b"[" * 100_000, b"null"])
+def test_garbage_is_an_error(
+    engine: FormulaEngine, open_backend: Callable[..., GatewayBackend], content: bytes
+) -> None:
+    backend = open_backend()
+    engine.failure = lambda path, number: (200, content)
+    with pytest.raises(RequestError) as failed:
+        score(backend, [[1, 2, 3]])
+    assert failed.value.code.name == "INTERNAL"
+
+
+def test_endless_answer_is_cut(engine: FormulaEngine, open_backend: Callable[..., GatewayBackend]) -> None:
+    backend = open_backend()
+    engine.failure = lambda path, number: (200, b" " * (3 << 20))
+    with pytest.raises(RequestError, match="more than"):
+        score(backend, [[1, 2, 3]])
+
+
+def test_late_answer_has_deadline(engine: FormulaEngine, open_backend: Callable[..., GatewayBackend]) -> None:
+    backend = open_backend(timeout_s=1.0)
+    engine.released.clear()
+    with pytest.raises(RequestError) as late:
+        score(backend, [[1, 2, 3]])
+    assert late.value.code.name == "DEADLINE_EXCEEDED"
+
+
+def test_other_answer_is_no_label(engine: FormulaEngine, open_backend: Callable[..., GatewayBackend]) -> None:
+    backend = open_backend()
+    engine.failure = lambda path, number: (200, {"prompt_logprobs": None, "choices": [{"weight_versions": None}]})
+    with pytest.raises((RequestError, EngineAnswerError)):
+        score(backend, [[1, 2, 3]])
+
+
+def wait_for(found: Callable[[], str], wanted: bool) -> str:
+    deadline = time.monotonic() + 60
+    while bool(found()) != wanted:
+        assert time.monotonic() < deadline, found()
+        time.sleep(0.01)
+    return found()
+
+
+def test_fault_while_engine_is_away(engine: FormulaEngine, open_backend: Callable[..., GatewayBackend]) -> None:
+    backend = open_backend()
+    assert not backend.find_fault()
+    engine.healthy = False
+    assert "503" in wait_for(backend.find_fault, True)
+    with pytest.raises(RequestError) as away:
+        score(backend, [[1]])
+    assert away.value.code.name == "UNAVAILABLE"
+    engine.healthy = True
+    wait_for(backend.find_fault, False)
+    check(score(backend, [[1, 2]]), [[1, 2]])
+
+
+def test_fault_where_model_changed(engine: FormulaEngine, open_backend: Callable[..., GatewayBackend]) -> None:
+    backend = open_backend()
+    engine.models = ["other"]
+    assert "--model-version" in wait_for(backend.find_fault, True)
+    engine.models = ["m"]
+    looks = engine.looks
+    wait_for(lambda: "more" if engine.looks > looks + 2 else "", True)
+    assert backend.find_fault(), "nobody knows what its weights are after that"
+
+
+def test_fault_where_weights_changed(engine: FormulaEngine, open_backend: Callable[..., GatewayBackend]) -> None:
+    backend = open_backend()
+    engine.weight_version = "step-100"
+    with pytest.raises(RequestError, match="step-100") as changed:
+        score(backend, [[1, 2]])
+    assert changed.value.code.name == "UNAVAILABLE"
+    assert "step-100" in backend.find_fault()
+
+
+def test_fault_where_other_weights_come_back(
+    engine: FormulaEngine, open_backend: Callable[..., GatewayBackend]
+) -> None:
+    """Nothing but what the engine answers about a prompt says so."""
+    backend = open_backend()
+    first, engine.healthy = engine.predict, False
+    wait_for(backend.find_fault, True)
+    engine.predict, engine.healthy = lambda tokens: np.roll(first(tokens), 1, axis=-1), True
+    wait_for(lambda: "found" if "the same prompt" in backend.find_fault() else "", True)
+    engine.predict = first
+    with pytest.raises(RequestError, match="--model-version"):
+        score(backend, [[1, 2]])
+
+
+def test_doubt_during_a_probe(engine: FormulaEngine, open_backend: Callable[..., GatewayBackend]) -> None:
+    """A doubt that a request finds during a probe is not over with that probe."""
+    health = open_backend(every_s=60.0)._health
+    health.close()  # a look of its own in between would be over with the first doubt
+    health.set_other_model("first")
+    engine.failure = lambda path, number: health.set_other_model("second") and None
+    health._look()
+    assert "second" in health.fault
+    engine.failure = None
+    health._look()
+    assert not health.fault
+
+
+@pytest.mark.parametrize("scale_out", [True, False])
+def test_fallback_of_a_router(
+    engine: FormulaEngine, open_backend: Callable[..., GatewayBackend], scale_out: bool
+) -> None:
+    """Another model's answer is no label, whatever its values; the teacher is back with the model of the start."""
+    engine.scale_out = scale_out
+    engine.answering = "m-r1"  # an alias of a router is no fault
+    backend = open_backend()
+    check(score(backend, [[1, 2]]), [[1, 2]])
+    first = engine.predict
+    engine.predict, engine.answering = lambda tokens: np.roll(first(tokens), 1, axis=-1), "spare"
+    with pytest.raises(RequestError, match=r"'spare'.*'m-r1'") as refused:
+        score(backend, [[1, 2]])
+    assert refused.value.code.name == "UNAVAILABLE"
+    looks = engine.looks
+    until(lambda: engine.looks > looks + 3)
+    assert "'spare'" in backend.find_fault()
+    engine.predict, engine.answering = first, "m-r1"
+    until(lambda: not backend.find_fault())
+    check(score(backend, [[1, 2]]), [[1, 2]])
+
+
+def test_engine_away_is_a_warning(
+    engine: FormulaEngine, open_backend: Callable[..., GatewayBackend], caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine that dies is no error of the gateway, which goes on; other weights are."""
+    backend = open_backend()
+    engine.healthy = False
+    until(backend.find_fault)
+    engine.healthy = True
+    until(lambda: not backend.find_fault())
+    until(lambda: "is back" in caplog.text)
+    assert "The gateway goes on" in caplog.text
+    assert {record.levelname for record in caplog.records} <= {"INFO", "WARNING"}
+    engine.models = ["other"]
+    until(lambda: "--model-version" in caplog.text)
+    assert caplog.records[-1].levelname == "ERROR"
+
+
+def test_start_names_max_logprobs(engine: FormulaEngine) -> None:
+    with pytest.raises(SettingsError, match=r"--max-logprobs 64.*--top-k 20"):
+        facts_of(reach(engine), 64)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [{"choices": [{"text": "x", "prompt_logprobs": None}]}, {"choices": [{"text": "x"}]}, {"choices": []}, {}],
+)
+def test_start_refuses_servers_without(engine: FormulaEngine, answer: dict[str, Any]) -> None:
+    engine.scale_out = False
+    engine.failure = lambda path, number: (200, answer) if path == "/v1/completions" else None
+    with pytest.raises(SettingsError, match="does not give log-probabilities"):
+        facts_of(reach(engine))
+
+
+def test_start_asks_for_token(engine: FormulaEngine, tmp_path: Any) -> None:
+    engine.token = "secret"
+    with pytest.raises(SettingsError, match="--engine-token-file"):
+        facts_of(reach(engine))
+    (tmp_path / "key").write_text("secret\n")
+    address = dataclasses.replace(reach(engine), token_file=str(tmp_path / "key"))
+    assert facts_of(address).model == "m"
+
+
+def test_start_names_models(engine: FormulaEngine) -> None:
+    engine.models = ["a", "b"]
+    with pytest.raises(SettingsError, match=r"'a', 'b'.*--engine-model"):
+        facts_of(reach(engine), exact=False)
+    engine.models = ["./path"]
+    assert facts_of(reach(engine), exact=False).model == "./path"
+    with pytest.raises(SettingsError, match="--engine-model"):
+        facts_of(reach(engine), exact=True)
+
+
+def test_start_waits_for_engine(engine: FormulaEngine) -> None:
+    engine.healthy = False
+    with pytest.raises(SettingsError, match="--engine-wait"):
+        facts_of(reach(engine), wait_s=0.0)

@@ -1,0 +1,421 @@
+"""A client's calls: what is asked, what is made of the answers, and of their absence."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edl.errors import (
+    AccessDeniedError,
+    ClosedError,
+    ConflictError,
+    EDLError,
+    InvalidObjectError,
+    KubernetesError,
+    QuotaExceededError,
+    SettingsError,
+)
+from edl.kube.client import KubeClient
+from edl.kube.resource_types import CONFIG_MAPS, DEPLOYMENTS, LEASES, NODES, POD_DISRUPTION_BUDGETS, PODS
+from edl.kube.settings import KubeSettings
+from tests.fast.kube.conftest import write_kubeconfig
+from tests.fast.kube.server import ApiServer, Reply, Request, status, wait_until
+
+CALLS: dict[str, Callable[[KubeClient], Any]] = {
+    "get": lambda client: client.get(PODS, "a"),
+    "list": lambda client: client.list(PODS),
+    "create": lambda client: client.create(PODS, {"metadata": {"name": "a"}}),
+    "apply": lambda client: client.apply(PODS, {"metadata": {"name": "a"}}),
+    "patch": lambda client: client.patch(PODS, "a", {}),
+    "delete": lambda client: client.delete(PODS, "a"),
+    "read_scale": lambda client: client.read_scale(DEPLOYMENTS, "a"),
+    "write_scale": lambda client: client.write_scale(DEPLOYMENTS, "a", 1),
+    "read_log": lambda client: list(client.read_log("a")),
+    "has_resource": lambda client: client.has_resource("policy", "v1", "x"),
+    "server_version": lambda client: client.server_version(),
+}
+
+
+def failing(client: KubeClient, name: str = "list") -> EDLError:
+    with pytest.raises(EDLError) as caught:
+        CALLS[name](client)
+    return caught.value
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    ("reply", "kind"),
+    [
+        (Reply(500, b"oops"), KubernetesError),
+        (Reply(503, b""), KubernetesError),
+        (status(429, "TooManyRequests", "slow down"), KubernetesError),
+        (Reply(302, b"", {"Location": "http://127.0.0.1:1/"}), KubernetesError),
+        (status(401, "Unauthorized", "Unauthorized"), AccessDeniedError),
+        (status(403, "Forbidden", 'User "me" cannot do that'), AccessDeniedError),
+        (status(422, "Invalid", "no"), InvalidObjectError),
+        (Reply(200, b"<html>", length=100), KubernetesError),
+    ],
+    ids=["500", "503", "429", "302", "401", "403", "422", "cut"],
+)
+def test_failures_are_errors(server: ApiServer, client: KubeClient, name: str, reply: Reply, kind: type) -> None:
+    server.answer = lambda request: reply
+    error = failing(client, name)
+    assert type(error) is kind
+    assert server.url in str(error), "an error says where"
+
+
+def test_retry_after_is_handed_on(server: ApiServer, client: KubeClient) -> None:
+    server.answer = lambda request: Reply(429, b"", {"Retry-After": "7"})
+    error = failing(client)
+    assert isinstance(error, KubernetesError)
+    assert error.retry_after_s == 7.0
+    server.answer = lambda request: Reply(503, b"", {"Retry-After": "Wed, 21 Oct 2026 07:28:00 GMT"})
+    assert getattr(failing(client), "retry_after_s", None) == 0.0
+    assert len(server.requests) == 2, "retries are the caller's business"
+
+
+def test_forbidden_names_the_rule(server: ApiServer, client: KubeClient) -> None:
+    words = 'pods is forbidden: User "system:serviceaccount:a:b" cannot list resource "pods"'
+    server.answer = lambda request: status(403, "Forbidden", words)
+    text = str(failing(client))
+    assert 'apiGroups: [""], resources: ["pods"], verbs: ["list"]' in text
+    assert "Role in namespace here" in text
+    assert "system:serviceaccount:a:b" in text
+    with pytest.raises(AccessDeniedError, match=r'ClusterRole with apiGroups: \[""\], resources: \["nodes"\]'):
+        client.list(NODES)
+    with pytest.raises(AccessDeniedError, match=r'\["apps"\], resources: \["deployments/scale"\], verbs: \["patch"\]'):
+        client.write_scale(DEPLOYMENTS, "a", 1)
+
+
+@pytest.mark.parametrize(
+    ("message", "details", "kind"),
+    [
+        ('pods "a" is forbidden: exceeded quota: gpus, requested: pods=1', {}, QuotaExceededError),
+        ('pods "a" is forbidden: violates PodSecurity "restricted:latest"', {}, InvalidObjectError),
+        ("being terminated", {"causes": [{"reason": "NamespaceTerminating"}]}, InvalidObjectError),
+    ],
+)
+def test_admission_is_no_lack_of_rights(
+    server: ApiServer, client: KubeClient, message: str, details: dict[str, Any], kind: type
+) -> None:
+    server.answer = lambda request: status(403, "Forbidden", message, **details)
+    assert type(failing(client, "create")) is kind
+
+
+def test_missing_object_is_none(server: ApiServer, client: KubeClient) -> None:
+    server.answer = lambda request: status(404, "NotFound", 'pods "a" not found', name="a", kind="pods")
+    assert client.get(PODS, "a") is None
+    assert client.patch(PODS, "a", {}) is None
+    assert client.delete(PODS, "a") is False
+    assert client.read_scale(DEPLOYMENTS, "a") is None
+    assert client.write_scale(DEPLOYMENTS, "a", 2) is None
+    with pytest.raises(InvalidObjectError, match='pods "a" not found'):
+        list(client.read_log("a"))
+
+
+@pytest.mark.parametrize("reply", [Reply(404, b"404 page not found\n"), status(404, "NotFound", "no such resource")])
+def test_missing_kind_is_no_none(server: ApiServer, client: KubeClient, reply: Reply) -> None:
+    """A kind that the server does not have, or a wrong URL, is not the same as an object that is not there."""
+    server.answer = lambda request: reply
+    for name in ("get", "list", "patch", "delete", "create"):
+        assert isinstance(failing(client, name), InvalidObjectError)
+    assert client.has_resource("edl.io", "v1alpha1", "elasticjobs") is False
+
+
+def test_namespace_missing_for_create(server: ApiServer, client: KubeClient) -> None:
+    server.answer = lambda request: status(404, "NotFound", 'namespaces "x" not found', name="x", kind="namespaces")
+    assert isinstance(failing(client, "create"), InvalidObjectError)
+
+
+@pytest.mark.parametrize("reason", ["AlreadyExists", "Conflict"])
+def test_conflicts(server: ApiServer, client: KubeClient, reason: str) -> None:
+    server.answer = lambda request: status(409, reason, "no", name="a")
+    for name in ("create", "apply", "patch", "delete"):
+        assert type(failing(client, name)) is ConflictError
+
+
+def test_invalid_object_shows_causes(server: ApiServer, client: KubeClient) -> None:
+    causes = [{"field": f"spec.f{number}", "message": f"wrong {number}"} for number in range(3)]
+    server.answer = lambda request: status(422, "Invalid", "Pod is invalid", name="a", causes=causes)
+    assert "spec.f2: wrong 2" in str(failing(client, "create"))
+
+
+def test_pages_are_put_together(server: ApiServer, client: KubeClient) -> None:
+    def answer(request: Request) -> Reply:
+        second = "continue=next" in request.path
+        items = [{"metadata": {"name": "b" if second else "a"}}]
+        metadata = {"resourceVersion": "9"} if second else {"continue": "next", "resourceVersion": "7"}
+        return Reply(200, {"items": items, "metadata": metadata})
+
+    server.answer = answer
+    found = client.list(PODS, label_selector="x in (a,b)")
+    assert [item["metadata"]["name"] for item in found.items] == ["a", "b"]
+    assert found.resource_version == "9"
+    assert all("labelSelector=x+in+%28a%2Cb%29" in request.path for request in server.requests)
+
+
+def test_pages_that_expire_begin_again(server: ApiServer, client: KubeClient) -> None:
+    def answer(request: Request) -> Reply:
+        if "continue=next" in request.path:
+            return status(410, "Expired", "the token is too old")
+        item = {"metadata": {"name": "a"}}
+        whole = "limit" not in request.path
+        return Reply(
+            200, {"items": [item], "metadata": {"resourceVersion": "7"} | ({} if whole else {"continue": "next"})}
+        )
+
+    server.answer = answer
+    assert len(client.list(PODS).items) == 1, "nothing stands twice in it"
+
+
+@pytest.mark.parametrize("body", [b'{"items": null, "metadata": {}}', b'{"metadata": null}'])
+def test_items_may_be_null(server: ApiServer, client: KubeClient, body: bytes) -> None:
+    server.answer = lambda request: Reply(200, body)
+    assert client.list(PODS).items == []
+
+
+@pytest.mark.parametrize("body", [b"<html>welcome</html>", b"[]", b"", b"\xff\xfe", b"[" * 100_000], ids=range(5))
+def test_no_json_is_no_api_server(server: ApiServer, client: KubeClient, body: bytes) -> None:
+    server.answer = lambda request: Reply(200, body)
+    for name in ("get", "list", "server_version"):
+        assert isinstance(failing(client, name), KubernetesError)
+
+
+@pytest.mark.parametrize("timeout_s", [0.5])
+def test_silent_server(server: ApiServer, client: KubeClient) -> None:
+    server.answer = lambda request: Reply(200, {}, delay_s=30)
+    begun = time.monotonic()
+    assert "in time" in str(failing(client))
+    assert time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize("timeout_s", [0.5])
+def test_server_that_drips(server: ApiServer, client: KubeClient) -> None:
+    """Each byte is in time, and the answer never ends."""
+    server.answer = lambda request: Reply(200, pieces=((0.1, b" "),) * 300)
+    begun = time.monotonic()
+    assert isinstance(failing(client), KubernetesError)
+    assert time.monotonic() - begun < 20
+
+
+def test_connection_cut_in_the_middle(server: ApiServer, client: KubeClient) -> None:
+    server.answer = lambda request: Reply(200, pieces=((0.0, b'{"items": ['), (0.0, b"{}")), cut=True)
+    assert "cannot be reached" in str(failing(client))
+
+
+def test_refused_connection(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    path = write_kubeconfig(tmp_path / "config", f"http://127.0.0.1:{port}")
+    with KubeClient(KubeSettings(kubeconfig=path)) as client:
+        assert "cannot be reached" in str(failing(client))
+
+
+def test_bodies_and_paths(server: ApiServer, client: KubeClient) -> None:
+    client.create(CONFIG_MAPS, {"metadata": {"name": "a"}})
+    client.apply(LEASES, {"metadata": {"name": "b"}}, "there", field_manager="me", force=False)
+    client.patch(PODS, "c", {"metadata": {"resourceVersion": "3"}}, subresource="status")
+    client.delete(PODS, "d", uid="u", resource_version="4", grace_period_s=0, propagation="Orphan")
+    client.list(PODS, "", metadata_only=True)
+    created, applied, patched, deleted, listed = server.requests
+    assert (created.method, created.path) == ("POST", "/api/v1/namespaces/here/configmaps")
+    assert created.body == {"metadata": {"name": "a"}, "apiVersion": "v1", "kind": "ConfigMap"}
+    assert applied.path == ("/apis/coordination.k8s.io/v1/namespaces/there/leases/b?fieldManager=me&force=false")
+    assert applied.headers["content-type"] == "application/apply-patch+yaml"
+    assert applied.body["apiVersion"] == "coordination.k8s.io/v1"
+    assert patched.path == "/api/v1/namespaces/here/pods/c/status"
+    assert patched.headers["content-type"] == "application/merge-patch+json"
+    assert deleted.body["preconditions"] == {"uid": "u", "resourceVersion": "4"}
+    assert deleted.body["gracePeriodSeconds"] == 0
+    assert deleted.body["propagationPolicy"] == "Orphan"
+    assert listed.path.startswith("/api/v1/pods?")
+    assert "PartialObjectMetadataList" in listed.headers["accept"]
+    assert all(request.headers["authorization"] == "Bearer secret-1" for request in server.requests)
+
+
+def test_version_is_discovered_once(server: ApiServer, client: KubeClient) -> None:
+    server.answer = lambda request: Reply(
+        200, {"preferredVersion": {"version": "v1beta1"}} if request.path == "/apis/policy" else {}
+    )
+    client.apply(POD_DISRUPTION_BUDGETS, {"metadata": {"name": "a"}})
+    client.list(POD_DISRUPTION_BUDGETS)
+    asked, applied, listed = server.requests
+    assert asked.path == "/apis/policy"
+    assert applied.path.startswith("/apis/policy/v1beta1/namespaces/here/poddisruptionbudgets/a?")
+    assert applied.body["apiVersion"] == "policy/v1beta1"
+    assert listed.path.startswith("/apis/policy/v1beta1/")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a?b", "a%2fb", "a b", "../../nodes"])
+def test_names_stay_names(server: ApiServer, client: KubeClient, name: str) -> None:
+    """A DELETE without a name deletes all objects."""
+    for call in (client.delete, client.get):
+        with pytest.raises(InvalidObjectError):
+            call(PODS, name)
+    with pytest.raises(InvalidObjectError):
+        client.list(PODS, name or "/")
+    with pytest.raises(InvalidObjectError):
+        client.delete(PODS, "a", "")
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("field", ["group", "version", "plural"])
+@pytest.mark.parametrize("value", ["apps/v1/namespaces/b/deployments/victim/scale?x=", "..", "a%2Fb", "a b", "a#"])
+def test_kinds_stay_kinds(server: ApiServer, client: KubeClient, field: str, value: str) -> None:
+    """A kind comes from the spec of a resource, whose author has other rights than who asks."""
+    kind = DEPLOYMENTS._replace(**{field: value})  # type: ignore[arg-type]
+    for call in (
+        lambda: client.read_scale(kind, "a"),
+        lambda: client.write_scale(kind, "a", 0),
+        lambda: client.list(kind),
+        lambda: client.patch(DEPLOYMENTS, "a", {}, subresource=value),
+    ):
+        with pytest.raises(InvalidObjectError):
+            call()
+    if field == "group":
+        with pytest.raises(InvalidObjectError):
+            client.get(kind._replace(version=""), "a")
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("timeout_s", [0.5])
+def test_silent_log_is_followed(server: ApiServer, client: KubeClient) -> None:
+    """A silence that is longer than a call's timeout is no error."""
+    server.answer = lambda request: Reply(200, pieces=((0.0, b"first\n"), (1.0, b"second\n")))
+    assert b"".join(client.read_log("a", follow=True, deadline_s=60.0)) == b"first\nsecond\n"
+
+
+def test_log_is_followed_until_a_deadline(server: ApiServer, client: KubeClient) -> None:
+    server.answer = lambda request: Reply(200, pieces=((0.0, b"first\n"), (60.0, b"never")))
+    begun = time.monotonic()
+    text = b"".join(client.read_log("a", follow=True, deadline_s=3.0, tail_lines=5, container="c", since_s=3))
+    assert text == b"first\n"
+    assert 2.0 < time.monotonic() - begun < 30
+    path = server.requests[0].path
+    for part in ("follow=true", "tailLines=5", "container=c", "sinceSeconds=3"):
+        assert part in path
+
+
+def test_log_that_breaks_is_an_error(server: ApiServer, client: KubeClient) -> None:
+    server.answer = lambda request: Reply(200, pieces=((0.0, b"first\n"),), cut=True)
+    pieces = []
+    with pytest.raises(KubernetesError):
+        pieces.extend(client.read_log("a", follow=True, deadline_s=20))
+
+
+def test_new_token_is_read_after_a_401(server: ApiServer, kubeconfig: str, tmp_path: Path) -> None:
+    server.answer = lambda request: (
+        Reply(200, {}) if request.headers["authorization"] == "Bearer secret-2" else status(401, "Unauthorized", "who?")
+    )
+    with KubeClient(KubeSettings(kubeconfig=kubeconfig)) as client:
+        write_kubeconfig(Path(kubeconfig), server.url, {"token": "secret-2"})
+        assert client.get(PODS, "a") == {}
+        assert len(server.requests) == 2
+        write_kubeconfig(Path(kubeconfig), server.url, {"token": "secret-3"})
+        server.answer = lambda request: status(401, "Unauthorized", "who?")
+        text = str(failing(client))
+        assert "expired" in text
+        assert "secret" not in text
+        assert len(server.requests) == 4, "a single attempt with what was read again"
+        Path(kubeconfig).unlink()
+        with pytest.raises(AccessDeniedError, match="no other credentials"):
+            client.get(PODS, "a")
+
+
+def test_fork_is_refused(client: KubeClient) -> None:
+    read_end, write_end = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            client.get(PODS, "a")
+            os.write(write_end, b"nothing")
+        except ClosedError:
+            os.write(write_end, b"refused")
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read_end, 100) == b"refused"
+    for end in (read_end, write_end):
+        os.close(end)
+    assert client.get(PODS, "a") == {}
+
+
+def test_closed_client(client: KubeClient) -> None:
+    client.close()
+    client.close()
+    with pytest.raises(ClosedError):
+        client.get(PODS, "a")
+
+
+@pytest.mark.parametrize("text", ["", "{", "a: [", "clusters: 3", "null", json.dumps({"contexts": []})])
+def test_broken_kubeconfig(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match="kubeconfig"):
+        KubeClient(KubeSettings(kubeconfig=str(path)))
+
+
+def test_settings_are_checked(tmp_path: Path, kubeconfig: str) -> None:
+    for timeout_s in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(SettingsError):
+            KubeSettings(timeout_s=timeout_s)
+    for settings in (KubeSettings(kubeconfig=str(tmp_path / "none")), KubeSettings(kubeconfig, context="other")):
+        with pytest.raises(SettingsError):
+            KubeClient(settings)
+
+
+def test_environment_names_the_cluster(kubeconfig: str, server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBECONFIG", kubeconfig)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "203.0.113.1")
+    with KubeClient() as client:
+        assert client.url == server.url
+        assert client.namespace == "here"
+    with KubeClient(KubeSettings(namespace="there")) as client:
+        assert client.namespace == "there"
+
+
+def test_proxy_is_left_out(kubeconfig: str, server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+    with KubeClient(KubeSettings(kubeconfig=kubeconfig)) as client:
+        assert client.get(PODS, "a") == {}
+
+
+def test_time_is_the_servers(server: ApiServer, client: KubeClient) -> None:
+    """What is compared with timestamps of objects must be by the clock that set them."""
+    assert abs(client.read_server_time() - time.time()) < 5
+
+    def read_skew() -> float:
+        client.list(PODS)
+        return client.read_server_time() - time.time()
+
+    for skew_s in (3600.0, -3600.0):
+        server.clock_s = skew_s
+        wait_until(lambda: abs(read_skew() - skew_s) < 10)  # noqa: B023 - it is called in the loop
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        status(503, "ServiceUnavailable", "later"),
+        Reply(200, b"<html>log in</html>", {"Content-Type": "text/html"}),
+    ],
+)
+def test_other_answers_set_no_clock(reply: Reply, server: ApiServer, client: KubeClient) -> None:
+    """An error page is dated by the proxy's clock, and so is what it makes itself."""
+    server.answer = lambda request: reply
+    server.clock_s = 3600.0
+    deadline = time.monotonic() + 3.0
+    while time.monotonic() < deadline:
+        with contextlib.suppress(KubernetesError):
+            client.list(PODS)
+        time.sleep(0.2)
+    assert abs(client.read_server_time() - time.time()) < 5

@@ -1,0 +1,206 @@
+"""Parquet by rows: every row once, no row group read twice by a reader, and changed files refused."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edl.errors import SettingsError, SourceError
+from edl.master.datasets import ShardSettings, load_dataset, open_dataset
+from edl.master.datasets.tables import ParquetDataset
+from tests.fast.master.datasets.leases import CountingFileSystem, Lease, leases, read_all, register_counting
+
+pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+
+
+@pytest.fixture(scope="module")
+def counting() -> Iterator[type[CountingFileSystem]]:
+    yield from register_counting()
+
+
+def write(path: Any, first: int, rows: int, group: int = 10, **options: Any) -> None:
+    numbers = list(range(first, first + rows))
+    table = pyarrow.table(
+        {
+            "id": pyarrow.array(numbers, pyarrow.int64()),
+            "text": pyarrow.array([f"é{at}" for at in numbers], pyarrow.string()),
+        }
+    )
+    parquet.write_table(table, path, row_group_size=group, **options)
+
+
+def expected(rows: int) -> list[dict[str, Any]]:
+    return [{"id": at, "text": f"é{at}"} for at in range(rows)]
+
+
+@settings(max_examples=40)
+@given(
+    sizes=st.lists(st.integers(0, 25), min_size=1, max_size=4).filter(any),
+    group=st.integers(1, 9),
+    shard_size=st.integers(1, 12),
+)
+def test_every_row_once(counting: type[CountingFileSystem], sizes: list[int], group: int, shard_size: int) -> None:
+    counting.store.clear()
+    first = 0
+    for number, rows in enumerate(sizes):
+        sink = pyarrow.BufferOutputStream()
+        write(sink, first, rows, group)
+        counting().pipe_file(f"/folder/{number}.parquet", sink.getvalue().to_pybytes())
+        first += rows
+    spec = open_dataset("parquet:counting://folder/*.parquet", ShardSettings(shard_size=shard_size)).spec
+    dataset = load_dataset(spec)
+    footers = {f"/folder/{number}.parquet": footer_start(counting, number) for number in range(len(sizes))}
+    counting.counts.clear()
+    assert read_all(dataset) == expected(sum(sizes))
+    twice = [place for place, count in counting.counts.items() if count > 1 and place[1] < footers[place[0]]]
+    assert not twice, "a byte of a row group was read twice by the same reader"
+
+
+def footer_start(counting: type[CountingFileSystem], number: int) -> int:
+    data = counting().cat_file(f"/folder/{number}.parquet")
+    return len(data) - 8 - int.from_bytes(data[-8:-4], "little")
+
+
+def test_shards_are_row_groups(tmp_path: Path) -> None:
+    write(tmp_path / "1.parquet", 0, 30)
+    write(tmp_path / "2.parquet", 30, 25)
+    dataset = open_dataset(f"parquet:{tmp_path}/*.parquet")
+    assert dataset.spec.shard_size == 10
+    assert read_all(dataset) == expected(55)
+
+
+def test_group_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a.parquet", 0, 40)
+    dataset = open_dataset(f"parquet:{tmp_path}/a.parquet", ShardSettings(shard_size=3))
+    groups: list[int] = []
+    read = parquet.ParquetFile.read_row_group
+    monkeypatch.setattr(
+        parquet.ParquetFile,
+        "read_row_group",
+        lambda file, group, **named: [groups.append(group), read(file, group, **named)][1],
+    )
+    assert read_all(dataset) == expected(40)
+    assert groups == [0, 1, 2, 3]
+
+
+def test_rest_of_a_shard_of_rows(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", 0, 40)
+    dataset = open_dataset(f"parquet:{tmp_path}/a.parquet", ShardSettings(shard_size=15))
+    assert list(dataset.read(Lease(0, 1, 19, 30))) == expected(40)[19:30]
+    assert dataset.sample_ids(Lease(0, 1, 19, 30)) == list(range(19, 30))
+
+
+def test_columns_and_tables(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", 0, 40)
+    settings = ShardSettings(shard_size=15, shuffle_within=True)
+    dataset = load_dataset(open_dataset(f"parquet:{tmp_path}/a.parquet", settings, columns=["id"]).spec)
+    assert isinstance(dataset, ParquetDataset)
+    for lease in [*leases(dataset), Lease(0, 1, 19, 30)]:
+        ids = dataset.sample_ids(lease)
+        assert dataset.read_table(lease).to_pydict() == {"id": ids}
+        assert list(dataset.read(lease)) == [{"id": at} for at in ids]
+    with pytest.raises(SettingsError, match=r"columns=.*'name'"):
+        open_dataset(f"parquet:{tmp_path}/a.parquet", columns=["name"])
+
+
+def test_dataset_with_a_group_is_pickled(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", 0, 40)
+    dataset = open_dataset(f"parquet:{tmp_path}/a.parquet")
+    read_all(dataset)
+    packed = pickle.dumps(dataset)
+    assert len(packed) < 2000, "the decoded row group stays here"
+    assert read_all(pickle.loads(packed)) == expected(40)
+
+
+def test_table_without_rows(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", 0, 0)
+    with pytest.raises(SettingsError, match="has no rows"):
+        open_dataset(f"parquet:{tmp_path}/a.parquet")
+
+
+def test_other_columns_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", 0, 4)
+    parquet.write_table(pyarrow.table({"id": [1.5], "text": ["x"]}), tmp_path / "b.parquet")
+    with pytest.raises(SettingsError, match=r"b\.parquet' has other columns than .*a\.parquet"):
+        open_dataset(f"parquet:{tmp_path}/*.parquet")
+
+
+@pytest.mark.parametrize("data", [b"", b"PAR1", b"text\n" * 10, b"PAR1" + b"\0" * 20 + b"\xff\xff\0\0PAR1"])
+def test_other_files_are_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "a.parquet").write_bytes(data)
+    with pytest.raises(SourceError, match=r"a\.parquet' is no Parquet file"):
+        open_dataset(f"parquet:{tmp_path}/a.parquet")
+
+
+def test_garbled_footer_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    write(path, 0, 40)
+    data = bytearray(path.read_bytes())
+    data[-60:-40] = b"\xff" * 20
+    path.write_bytes(data)
+    with pytest.raises(SourceError, match=r"a\.parquet' cannot be read as Parquet"):
+        read_all(open_dataset(f"parquet:{path}"))
+
+
+def test_garbled_rows_are_an_error(tmp_path: Path) -> None:
+    """What is wrong within a row group is found by its pages' checksums, where the writer has left them."""
+    path = tmp_path / "a.parquet"
+    write(path, 0, 40, write_page_checksum=True, compression="none")
+    dataset = open_dataset(f"parquet:{path}")
+    data = bytearray(path.read_bytes())
+    at = data.index("é17".encode())
+    data[at + 2 : at + 4] = b"99"
+    path.write_bytes(data)
+    with pytest.raises(SourceError, match=r"a\.parquet' cannot be read as Parquet.*checksum"):
+        read_all(dataset)
+
+
+def test_replaced_table_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    write(path, 0, 40)
+    dataset = open_dataset(f"parquet:{path}")
+    samples = dataset.read(Lease(0, 0, 0, 10))
+    next(samples)
+    write(path, 1, 40)
+    with pytest.raises(SourceError, match=r"a\.parquet' is not as it was indexed"):
+        list(dataset.read(Lease(0, 1, 10, 20)))
+    os.truncate(path, 100)
+    with pytest.raises(SourceError, match=r"a\.parquet' is not as it was indexed: it has 100 bytes"):
+        list(load_dataset(dataset.spec).read(Lease(0, 1, 10, 20)))
+
+
+def test_missing_package_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a.parquet", 0, 4)
+    dataset = open_dataset(f"parquet:{tmp_path}/a.parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(SettingsError, match=r"elastic-distill\[tables\]"):
+        open_dataset(f"parquet:{tmp_path}/a.parquet")
+    with pytest.raises(SettingsError, match=r"elastic-distill\[tables\]"):
+        read_all(dataset)
+
+
+def test_table_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other rows in the same places, as a writer without compression and statistics makes them."""
+    path = tmp_path / "a.parquet"
+    plain = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    write(path, 10, 40, **plain)
+    dataset = open_dataset(f"parquet:{path}")
+    read = parquet.ParquetFile.read_row_group
+
+    def replace(file: Any, group: int, **named: Any) -> Any:
+        write(path, 20, 40, **plain)
+        os.utime(path, (1, 1))
+        return read(file, group, **named)
+
+    monkeypatch.setattr(parquet.ParquetFile, "read_row_group", replace)
+    with pytest.raises(SourceError, match="written while it was read"):
+        list(dataset.read(Lease(0, 0, 0, 10)))

@@ -1,0 +1,147 @@
+"""A size or a sequence, cut into shards; the order within a shard."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edl.errors import SettingsError, SourceError
+from edl.master.datasets import ShardSettings, load_dataset, open_dataset, same_data
+from edl.master.datasets.shuffling import permute_shard
+from edl.protocol.master import DatasetSpec
+from tests.fast.master.datasets.leases import Lease, leases, read_all
+
+
+@given(units=st.integers(1, 500), shard_size=st.integers(1, 80))
+def test_range_is_read_once(units: int, shard_size: int) -> None:
+    dataset = load_dataset(open_dataset(f"range:{units}", ShardSettings(shard_size=shard_size)).spec)
+    assert read_all(dataset) == list(range(units))
+    assert dataset.units == units
+
+
+def test_spec_carries_the_settings() -> None:
+    settings = ShardSettings(10, 3, True, False, 7, 5, 20.0, 9.0, "checkpoint")
+    spec = open_dataset("range:95", settings).spec
+    assert (spec.kind, spec.location, spec.units, spec.shard_size) == ("range", "95", 95, 10)
+    assert (spec.epochs, spec.shuffle, spec.seed, spec.max_failures) == (3, True, 7, 5)
+    assert (spec.lease_s, spec.session_s, spec.commit) == (20.0, 9.0, 1)
+    assert DatasetSpec.FromString(spec.SerializeToString()) == spec
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("shard_size", value) for value in (0, -1, 1.5, True, "8")],
+        *[("epochs", -1), ("epochs", 1.0), ("seed", -1), ("seed", 1 << 64), ("max_failures", 0)],
+        *[("shard_size", 1 << 63), ("epochs", 1 << 63), ("max_failures", 1 << 31)],
+        *[("lease_s", 0), ("lease_s", float("inf")), ("lease_s", float("nan")), ("session_s", -1), ("commit", "now")],
+    ],
+)
+def test_useless_settings_are_refused(field: str, value: object) -> None:
+    with pytest.raises(SettingsError, match=field):
+        ShardSettings(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "location", ["range:", "range:0", "range:-3", "range:1e3", "range:٣", f"range:{1 << 63}", "5", "", "nokind:x"]
+)
+def test_useless_locations_are_refused(location: str) -> None:
+    with pytest.raises(SettingsError, match=r"range|expected|no module"):
+        open_dataset(location)
+
+
+def test_unknown_options_are_refused() -> None:
+    with pytest.raises(SettingsError, match="'encodin'"):
+        open_dataset("range:5", encodin="utf-8")
+
+
+def test_shuffle_is_within_the_shard() -> None:
+    spec = open_dataset("range:100", ShardSettings(shard_size=30, shuffle_within=True, seed=3)).spec
+    dataset = load_dataset(spec)
+    first, second = read_all(dataset, epoch=0), read_all(dataset, epoch=1)
+    assert sorted(first) == sorted(second) == list(range(100))
+    assert first != second
+    assert sorted(first[:30]) == list(range(30)), "a shard has its own units"
+    assert [unit for lease in leases(dataset) for unit in dataset.sample_ids(lease)] == first
+
+
+def test_rest_of_a_shuffled_shard() -> None:
+    """A reader that goes on at position k of a shard reads what the reader before it has not."""
+    dataset = open_dataset("range:100", ShardSettings(shard_size=30, shuffle_within=True))
+    whole = list(dataset.read(Lease(2, 1, 30, 60)))
+    rest = list(dataset.read(Lease(2, 1, 41, 60)))
+    assert rest == whole[11:]
+    assert dataset.sample_ids(Lease(2, 1, 41, 60)) == rest
+
+
+def test_permutation_never_changes() -> None:
+    """Two versions of EDL may read a shard together: the order is part of the protocol."""
+    order = permute_shard(1, 2, 3, 1000)
+    assert permute_shard(1, 2, 3, 8) == [6, 2, 7, 4, 5, 1, 0, 3]
+    digest = hashlib.sha256(str(order).encode()).hexdigest()
+    assert digest[:16] == "d1fd4de2af1e5fda"
+
+
+@pytest.mark.parametrize(
+    "lease", [Lease(0, 0, 0, 31), Lease(0, 1, 29, 60), Lease(0, 3, 90, 101), Lease(0, 0, 5, 5), Lease(0, -1, 0, 30)]
+)
+def test_foreign_leases_are_refused(lease: Lease) -> None:
+    dataset = open_dataset("range:100", ShardSettings(shard_size=30))
+    with pytest.raises(SettingsError, match="not in shard"):
+        dataset.read(lease)
+    with pytest.raises(SettingsError, match="not in shard"):
+        dataset.sample_ids(lease)
+
+
+def test_samples_of_a_sequence() -> None:
+    letters = list("abcdefghij")
+    spec = open_dataset("range:letters", ShardSettings(shard_size=4), samples=letters).spec
+    assert read_all(load_dataset(spec, samples=letters)) == letters
+    with pytest.raises(SourceError, match="9 samples here, and 10"):
+        load_dataset(spec, samples=letters[1:])
+
+
+def test_no_code_is_imported_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The master's words never choose what a worker imports."""
+    (tmp_path / "made_up_rows.py").write_text("def make():\n    return [value * value for value in range(20)]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spec = open_dataset("made_up_rows:make", ShardSettings(shard_size=6)).spec
+    assert (spec.kind, spec.location, spec.units) == ("range", "made_up_rows:make", 20)
+    sys.modules.pop("made_up_rows")
+    with pytest.raises(SettingsError, match="samples='made_up_rows:make'"):
+        load_dataset(spec)
+    assert "made_up_rows" not in sys.modules
+    assert read_all(load_dataset(spec, samples="made_up_rows:make")) == [value * value for value in range(20)]
+    assert len(read_all(open_dataset(f"{tmp_path}/made_up_rows.py:make"))) == 20
+
+
+@pytest.mark.parametrize("made", ["lambda: 5", "lambda: {1: 2}", "lambda: iter([])"])
+def test_useless_factories_are_refused(tmp_path: Path, made: str) -> None:
+    (tmp_path / "factory.py").write_text(f"make = {made}\n")
+    with pytest.raises(SettingsError, match="expected a sequence"):
+        open_dataset(f"{tmp_path}/factory.py:make")
+
+
+def test_dataset_survives_pickle() -> None:
+    dataset = open_dataset("range:letters", ShardSettings(shard_size=4), samples=list("abcdefg"))
+    again = pickle.loads(pickle.dumps(dataset))
+    assert read_all(again) == list("abcdefg")
+    assert again.spec == dataset.spec
+
+
+def test_unknown_kind_is_refused() -> None:
+    with pytest.raises(SettingsError, match="'cassette'"):
+        load_dataset(DatasetSpec(kind="cassette", shard_size=1))
+
+
+def test_same_data() -> None:
+    spec = open_dataset("range:100").spec
+    assert same_data(spec, open_dataset("range:100").spec)
+    assert not same_data(spec, open_dataset("range:101").spec)
+    assert not same_data(spec, open_dataset("range:100", ShardSettings(seed=1)).spec)

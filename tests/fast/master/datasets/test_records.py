@@ -1,0 +1,200 @@
+"""CSV by records: newlines in quotes, and what the csv module would read otherwise than parity tells."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edl.errors import SettingsError, SourceError
+from edl.master.datasets import ShardSettings, load_dataset, open_dataset
+from edl.master.datasets.storage import base
+from edl.master.datasets.text import record_ends
+from edl.master.datasets.text.record_ends import Dialect, find_record_ends
+from tests.fast.master.datasets.leases import Lease, leases, read_all
+
+TEXTS = st.lists(st.sampled_from(['"', '"', ",", "\n", "\n", "\r\n", "\r", "a", "\n\n", '""', '","'])).map("".join)
+FIELDS = st.text(st.sampled_from('a,"\n\r é|'), max_size=6)
+
+
+def written(folder: Path, text: str, name: str = "table.csv") -> str:
+    (folder / name).write_bytes(text.encode())
+    return f"csv:{folder / name}"
+
+
+def parsed(text: str) -> list[list[str]]:
+    """As the csv module reads it where a lone carriage return ends no line."""
+    return [row for row in csv.reader(io.StringIO(text, newline="\n"), strict=True) if row]
+
+
+@given(text=TEXTS)
+def test_parity_finds_what_parsing_finds(text: str) -> None:
+    data = text.encode()
+    by_parity = record_ends._find_by_parity(data, Dialect(), final=True)
+    try:
+        ends, _ = record_ends._find_by_parsing(data, Dialect(), final=True)
+    except csv.Error:
+        assert by_parity is None, "parity took what is no CSV"
+        return
+    if by_parity is not None:
+        assert by_parity[0].tolist() == ends.tolist()
+
+
+@given(text=TEXTS, cut=st.integers(0, 30))
+def test_cut_text_is_not_misread(text: str, cut: int) -> None:
+    """What is found in the first part of a text stays true when the rest comes."""
+    data = text.encode()
+    try:
+        whole, _ = find_record_ends(data, Dialect(), final=True)
+        first, complete = find_record_ends(data[:cut], Dialect(), final=False)
+        rest, _ = find_record_ends(data[complete:], Dialect(), final=True)
+    except csv.Error:
+        with pytest.raises(csv.Error):
+            parsed(text)
+        return
+    assert len(whole) == len(parsed(text))
+    assert first.tolist() + [complete + end for end in rest.tolist()] == whole.tolist()
+
+
+@given(
+    rows=st.lists(st.lists(FIELDS, min_size=2, max_size=2), min_size=1, max_size=30),
+    shard_size=st.integers(1, 7),
+    block=st.integers(1, 40),
+    quoting=st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]),
+    ending=st.sampled_from(["\n", "\r\n"]),
+)
+def test_every_record_once(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[list[str]],
+    shard_size: int,
+    block: int,
+    quoting: int,
+    ending: str,
+) -> None:
+    if ending == "\n" and quoting == csv.QUOTE_MINIMAL:  # then csv.writer puts no quotes around a carriage return
+        rows = [[field.replace("\r", "") for field in row] for row in rows]
+    file = io.StringIO(newline="")
+    writer = csv.writer(file, quoting=quoting, lineterminator=ending)  # type: ignore[arg-type]
+    writer.writerow(["left", "right"])
+    writer.writerows(rows)
+    folder = tmp_path_factory.mktemp("records")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "_BLOCK_NBYTES", block)
+        spec = open_dataset(written(folder, file.getvalue()), ShardSettings(shard_size=shard_size)).spec
+        samples = read_all(load_dataset(spec))
+    assert samples == [{"left": left, "right": right} for left, right in rows]
+
+
+def test_quoted_newlines_and_quotes(tmp_path: Path) -> None:
+    text = 'id,text\n1,"two\nlines"\n\n2,"a ""quoted"" word\r\n"\r\n3,5" disk\n4,plain'
+    dataset = open_dataset(written(tmp_path, text), ShardSettings(shard_size=1))
+    assert [row["text"] for row in read_all(dataset)] == ["two\nlines", 'a "quoted" word\r\n', '5" disk', "plain"]
+    assert dataset.units == 4
+
+
+def test_several_files_have_a_header_each(tmp_path: Path) -> None:
+    written(tmp_path, "\ufeffa,b\n1,2\n3,4", "1.csv")
+    written(tmp_path, "a,b\n", "2.csv")
+    written(tmp_path, "a,b\n5,6\n\n", "3.csv")
+    for shard_size in (1, 2, 64):
+        dataset = open_dataset(f"csv:{tmp_path}/*.csv", ShardSettings(shard_size=shard_size))
+        assert [list(row.values()) for row in read_all(dataset)] == [["1", "2"], ["3", "4"], ["5", "6"]]
+        assert list(read_all(dataset)[0]) == ["a", "b"], "the byte order mark is no part of a name"
+
+
+def test_header_that_differs_is_refused(tmp_path: Path) -> None:
+    written(tmp_path, "a,b\n1,2\n", "1.csv")
+    written(tmp_path, "b,a\n1,2\n", "2.csv")
+    with pytest.raises(SettingsError, match=r"2\.csv.*another data set"):
+        open_dataset(f"csv:{tmp_path}/*.csv")
+
+
+def test_columns_are_chosen(tmp_path: Path) -> None:
+    location = written(tmp_path, "a;b;c\n1;2;3\n")
+    assert read_all(open_dataset(location, delimiter=";", columns=["c", "a"])) == [{"c": "3", "a": "1"}]
+    with pytest.raises(SettingsError, match="no column"):
+        open_dataset(location, delimiter=";", columns=["d"])
+
+
+def test_files_without_a_header(tmp_path: Path) -> None:
+    location = written(tmp_path, "1|'2\n'\n3|4\n")
+    options = {"delimiter": "|", "quotechar": "'", "header": False}
+    assert read_all(open_dataset(location, **options)) == [["1", "2\n"], ["3", "4"]]
+    assert read_all(open_dataset(location, **options, names=["x", "y"]))[1] == {"x": "3", "y": "4"}
+
+
+def test_quotes_may_be_data(tmp_path: Path) -> None:
+    location = written(tmp_path, 'id\ttext\n1\t"open\n2\t"\n')
+    rows = read_all(open_dataset(location, ShardSettings(shard_size=1), delimiter="\t", quotechar=None))
+    assert [row["text"] for row in rows] == ['"open', '"']
+
+
+@pytest.mark.parametrize("text", ['a,b\n1,"open\n2,3\n', 'a,b\n"x"y,1\n', "a,b\n1\r2,3\n"])
+def test_broken_csv_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(SettingsError, match=r"table\.csv.*cannot be told apart"):
+        open_dataset(written(tmp_path, text))
+
+
+@pytest.mark.parametrize("row", ["1", "1,2,3"])
+def test_ragged_record_is_an_error(tmp_path: Path, row: str) -> None:
+    dataset = open_dataset(written(tmp_path, f"a,b\n1,2\n{row}\n"), ShardSettings(shard_size=1))
+    assert list(dataset.read(Lease(0, 0, 0, 1))) == [{"a": "1", "b": "2"}]
+    with pytest.raises(SourceError, match=r"table\.csv.*not the 2 of the columns"):
+        list(dataset.read(Lease(0, 1, 1, 2)))
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "a,b\n", "a,b\r\n\r\n"])
+def test_table_without_rows_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(SettingsError, match=r"has no rows|a name of its own"):
+        open_dataset(written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *[{"delimiter": value} for value in ("", ",,", "\n", '"', "é", None)],
+        *[{"quotechar": value} for value in ("", ",", "\n", 5)],
+        *[{"encoding": None}, {"names": ["a"]}, {"columns": "a"}, {"sep": ";"}],
+    ],
+)
+def test_useless_options_are_refused(tmp_path: Path, options: dict[str, object]) -> None:
+    with pytest.raises(SettingsError):
+        open_dataset(written(tmp_path, "a,b\n1,2\n"), **options)
+
+
+def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    """A dictionary would lose a column."""
+    with pytest.raises(SettingsError, match="a name of its own"):
+        open_dataset(written(tmp_path, "a,a\n1,2\n"))
+
+
+def test_utf16_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_bytes("a,b\n1,2\n".encode("utf-16"))
+    with pytest.raises(SourceError, match="not utf-8"):
+        open_dataset(f"csv:{tmp_path}/table.csv")
+
+
+def test_undecodable_record_is_named(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_bytes(b"a,b\n1,2\n3,\xff\n")
+    dataset = open_dataset(f"csv:{tmp_path}/table.csv")
+    with pytest.raises(SourceError, match=r"table\.csv.*not utf-8"):
+        read_all(dataset)
+    assert read_all(open_dataset(f"csv:{tmp_path}/table.csv", encoding="latin-1"))[1]["b"] == "ÿ"
+
+
+def test_field_of_megabytes(tmp_path: Path) -> None:
+    long = "é\n," * 400_000
+    dataset = open_dataset(written(tmp_path, f'a,b\n1,"{long}"\n2,3\n'), ShardSettings(shard_size=1))
+    assert [row["b"] for row in read_all(dataset)] == [long, "3"]
+
+
+def test_changed_records_are_an_error(tmp_path: Path) -> None:
+    dataset = open_dataset(written(tmp_path, "a,b\n1,2\n3,4\n"), ShardSettings(shard_size=1))
+    written(tmp_path, "a,b\n1,2\n3,5\n")
+    assert list(dataset.read(leases(dataset)[0])) == [{"a": "1", "b": "2"}]
+    with pytest.raises(SourceError, match=r"table\.csv.*not as it was indexed"):
+        list(dataset.read(leases(dataset)[1]))

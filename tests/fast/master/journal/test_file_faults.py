@@ -1,0 +1,203 @@
+"""What happens to files: a full disk, limits, locks, files that are removed, replaced or something else."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edl import mounts
+from edl.errors import JournalError, SettingsError
+from edl.master.journal import open_journal
+from edl.master.journal.sqlite import SqliteJournal
+from tests.fast.discovery.conformance.backends import remove_database
+from tests.fast.discovery.conformance.test_sqlite_faults import namespace
+from tests.plugins_consul import ROOT
+
+PROGRAM = """
+import resource, subprocess, sys
+from pathlib import Path
+from edl.errors import JournalError
+from edl.master.journal import open_journal
+
+fault, folder = sys.argv[1], Path(sys.argv[2])
+if fault == "disk":
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=True)
+url = f"sqlite:///{folder}/journal.sqlite"
+journal = open_journal(url)
+journal.begin_term()
+journal.snapshot(b"state")
+journal.append([b"kept"])
+if fault == "limit":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, resource.RLIM_INFINITY))
+written = 0
+words = ""
+try:
+    while True:
+        if sys.argv[3] == "append":
+            journal.append([b"%d" % written, bytes(30_000), b"%d" % written])
+        else:
+            journal.snapshot(bytes(100_000 * (written + 1)))
+        written += 1
+except JournalError as exc:
+    words = str(exc)
+    assert not exc.busy
+assert "cannot " in words and ("full" in words or "I/O" in words), words
+assert written > 0
+for use in (lambda: journal.append([b"x"]), journal.load, lambda: journal.snapshot(b"x"), journal.begin_term):
+    try:
+        use()
+        raise AssertionError("it goes on after an error")
+    except JournalError as exc:
+        assert str(exc) == words
+journal.close()
+if fault == "limit":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+with open_journal(url) as journal:
+    snapshot, records = journal.load()
+    if sys.argv[3] == "append":
+        assert snapshot == b"state" and records[0] == b"kept"
+        assert len(records) == 1 + 3 * written, "a group is torn"
+    else:
+        assert snapshot == bytes(100_000 * written) and not records
+print("borne")
+"""
+
+
+@pytest.mark.parametrize("fault", ["limit", "disk"])
+@pytest.mark.parametrize("kind", ["append", "snapshot"])
+def test_full_disk_tears_nothing(tmp_path: Path, fault: str, kind: str) -> None:
+    command = [sys.executable, "-c", PROGRAM, fault, str(tmp_path), kind]
+    if fault == "disk":
+        if not (inside := namespace()):
+            pytest.skip("this system lets no test mount anything: a disk that is full is not tried")
+        command = [*inside, *command]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "borne\n", done.stderr
+
+
+def test_commits_are_written_through(tmp_path: Path) -> None:
+    """FULL is a number: 2. With less, a loss of power takes what was answered last."""
+    with SqliteJournal(str(tmp_path / "journal.sqlite"), timeout_s=5.0) as journal:
+        assert journal._connection.execute("PRAGMA synchronous").fetchone() == (2,)
+        assert journal._connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+@pytest.mark.parametrize("change", ["removed", "replaced", "wal"])
+def test_file_is_taken_away(tmp_path: Path, change: str) -> None:
+    """What is written into a file that is nobody's any more would be lost: it is not answered."""
+    path = tmp_path / "journal.sqlite"
+    with open_journal(f"sqlite:///{path}") as journal:
+        journal.begin_term()
+        journal.append([b"x"])
+        if change == "removed":
+            remove_database(path)
+        elif change == "replaced":
+            remove_database(path)
+            with open_journal(f"sqlite:///{path}") as other:
+                other.begin_term()
+        else:
+            path.with_name(path.name + "-wal").unlink()
+        with pytest.raises(JournalError, match="removed or replaced"):
+            journal.append([b"y"])
+        with pytest.raises(JournalError, match="removed or replaced"):
+            journal.append([b"z"])
+
+
+def test_replaced_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that another process put there meanwhile is not taken for the one that was opened."""
+    path = tmp_path / "journal.sqlite"
+    url = f"sqlite:///{path}"
+    open_journal(url).close()
+    open_journal(f"sqlite:///{tmp_path}/other.sqlite").close()
+    prepare = SqliteJournal._prepare
+    replaced = []
+
+    def prepare_then_replace(journal: SqliteJournal, connection: sqlite3.Connection) -> None:
+        prepare(journal, connection)
+        if not replaced:
+            remove_database(path)
+            replaced.append((tmp_path / "other.sqlite").rename(path))
+
+    monkeypatch.setattr(SqliteJournal, "_prepare", prepare_then_replace)
+    with open_journal(url) as journal:
+        assert replaced
+        journal.begin_term()
+        journal.append([b"x"])
+    with open_journal(url) as journal:
+        assert journal.load() == (None, [b"x"]), "what was answered is lost"
+
+
+def test_lock_of_another_has_a_deadline(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with open_journal(f"sqlite:///{path}", timeout_s=1.0) as journal:
+        journal.begin_term()
+        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            with pytest.raises(JournalError, match=r"cannot append: .*locked") as caught:
+                journal.append([b"x"])
+            assert caught.value.busy
+            with pytest.raises(JournalError, match="locked") as caught:
+                open_journal(f"sqlite:///{path}", timeout_s=0.2)
+            assert caught.value.busy
+    with open_journal(f"sqlite:///{path}") as journal:
+        assert journal.load() == (None, [])
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    """They are refused, and left as they are."""
+    (tmp_path / "text").write_text("this is no database\n" * 100)
+    with contextlib.closing(sqlite3.connect(tmp_path / "database")) as connection:
+        connection.execute("CREATE TABLE mine (x)")
+    from edl.discovery import open_store
+
+    with open_store(f"sqlite:///{tmp_path}/store") as store:
+        store.put("k", b"v")
+    (tmp_path / "folder").mkdir()
+    for name, words in {
+        "text": "not a database",
+        "database": "another database",
+        "store": "another database",
+        "folder": "unable to open",
+        "text/below": "folder cannot be made",
+    }.items():
+        with pytest.raises(SettingsError, match=words):
+            open_journal(f"sqlite:///{tmp_path}/{name}")
+    assert (tmp_path / "text").read_text().startswith("this is no database")
+    with open_store(f"sqlite:///{tmp_path}/store") as store:
+        entry = store.get("k")
+        assert entry is not None
+        assert entry.value == b"v"
+
+
+def test_newer_format_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    open_journal(f"sqlite:///{path}").close()
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA user_version = 2")
+    with pytest.raises(SettingsError, match="a journal of format 2, not EDL's journal of format 1"):
+        open_journal(f"sqlite:///{path}")
+
+
+def test_shared_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mounts, "file_system", lambda path, table: "nfs4")
+    with pytest.raises(SettingsError, match=r"lies on nfs4.*store:JOB"):
+        open_journal(f"sqlite:///{tmp_path}/journal.sqlite")
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("EDL_SHARED_FILE", "1")
+    open_journal(f"sqlite:///{tmp_path}/journal.sqlite").close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "x", "sqlite:", "sqlite://host/path", "sqlite:///", "sqlite:///a?b", "store:job", "consul://host:8500"],
+)
+def test_wrong_urls_are_refused(url: str) -> None:
+    with pytest.raises(SettingsError, match="journal"):
+        open_journal(url)
+    with pytest.raises(SettingsError, match="timeout_s"):
+        open_journal("sqlite:///x", timeout_s=0)

@@ -1,0 +1,201 @@
+"""What every journal promises."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+
+import pytest
+
+from edl.background import start_call
+from edl.errors import ClosedError, EDLError, LeaseLostError, ProtocolError
+from edl.master.journal import Journal
+from tests.fast.master.journal.places import Place
+
+
+def begun(place: Place, timeout_s: float = 5.0) -> Journal:
+    journal = place.open(timeout_s)
+    journal.begin_term()
+    return journal
+
+
+def test_new_journal_is_empty(place: Place) -> None:
+    journal = place.open()
+    assert journal.load() == (None, [])
+    assert journal.begin_term() == 1
+    assert journal.load() == (None, [])
+
+
+@pytest.mark.parametrize("sizes", [[0], [1, 0, 2], [7] * 5000, [190_000, 3], [450_000], [189_988, 1, 1]])
+def test_groups_come_back_as_they_were(place: Place, sizes: list[int]) -> None:
+    choice = random.Random(str(sizes))
+    records = [choice.randbytes(size) for size in sizes]
+    journal = begun(place)
+    journal.append([b"before"])
+    journal.append([])
+    journal.append(records)
+    journal.append([b"behind"])
+    expected = (None, [b"before", *records, b"behind"])
+    assert journal.load() == expected
+    assert begun(place).load() == expected
+
+
+@pytest.mark.parametrize("size", [0, 10, 400_000])
+def test_snapshot_replaces_records(place: Place, size: int) -> None:
+    states = [random.Random(number).randbytes(size) for number in range(3)]
+    journal = begun(place)
+    journal.snapshot(states[0])
+    assert journal.load() == (states[0], [])
+    journal.append([b"1", b"2"])
+    assert journal.load() == (states[0], [b"1", b"2"])
+    journal.snapshot(states[1])
+    journal = begun(place)
+    journal.append([b"behind"])
+    assert begun(place).load() == (states[1], [b"behind"])
+    journal = begun(place)
+    journal.snapshot(states[2])
+    journal.append([b"3"])
+    assert begun(place).load() == (states[2], [b"3"])
+
+
+def test_terms_grow_and_records_go_on(place: Place) -> None:
+    expected = []
+    for term in range(1, 8):
+        journal = place.open()
+        assert journal.begin_term() == term
+        assert journal.load()[1] == expected
+        for number in range(term):
+            journal.append([b"%d %d" % (term, number)])
+            expected.append(b"%d %d" % (term, number))
+        journal.close()
+    assert begun(place).load() == (None, expected)
+
+
+def test_no_term_is_begun(place: Place) -> None:
+    journal = place.open()
+    for write in (lambda: journal.append([b"x"]), lambda: journal.snapshot(b"x")):
+        with pytest.raises(LeaseLostError, match="no term was begun"):
+            write()
+    assert journal.load() == (None, [])
+
+
+def test_earlier_writer_is_fenced(place: Place) -> None:
+    first = begun(place)
+    first.append([b"first"])
+    second = begun(place)
+    for _ in range(2):
+        for write in (lambda: first.append([b"late"]), lambda: first.snapshot(b"late")):
+            with pytest.raises(LeaseLostError, match="term"):
+                write()
+        second.append([b"second"])
+    second.snapshot(b"state")
+    second.append([b"behind"])
+    with pytest.raises(LeaseLostError, match="term"):
+        first.append([b"late"])
+    assert second.load() == begun(place).load() == (b"state", [b"behind"])
+    first.begin_term()  # it may come back, with a new term
+    first.append([b"again"])
+    with pytest.raises(LeaseLostError, match="term"):
+        second.append([b"late"])
+    assert first.load() == (b"state", [b"behind", b"again"])
+
+
+def test_terms_are_begun_one_by_one(place: Place) -> None:
+    """Several that begin at once get different terms, and the last can write."""
+    journals = [place.open() for _ in range(4)]
+    calls = [start_call("edl-test", journal.begin_term) for journal in journals]
+    terms = [call.result(30) for call in calls]
+    assert sorted(terms) == [1, 2, 3, 4]
+    for term, journal in zip(terms, journals, strict=True):
+        if term == 4:
+            journal.append([b"x"])
+        else:
+            with pytest.raises(LeaseLostError):
+                journal.append([b"y"])
+    assert place.open().load() == (None, [b"x"])
+
+
+def test_threads_take_turns(place: Place) -> None:
+    journal = begun(place, timeout_s=60.0)  # a thread may be passed over time and again
+    barrier = threading.Barrier(4)
+
+    def write(number: int) -> None:
+        barrier.wait(10)
+        for group in range(5):
+            journal.append([b"%d %d %d" % (number, group, part) for part in range(3)])
+
+    calls = [start_call("edl-test", lambda number=number: write(number)) for number in range(4)]
+    for call in calls:
+        call.result(60)
+    records = journal.load()[1]
+    assert len(records) == 60
+    for first, second, third in zip(records[::3], records[1::3], records[2::3], strict=True):
+        assert first[:-1] == second[:-1] == third[:-1], "a group was torn"
+
+
+def test_random_writes_are_read_again(place: Place) -> None:
+    choice = random.Random(7)
+    journal = begun(place)
+    state, records = None, []
+    for _ in range(60):
+        kind = choice.random()
+        if kind < 0.6:
+            group = [choice.randbytes(choice.choice([0, 3, 100, 60_000])) for _ in range(choice.randint(0, 6))]
+            journal.append(group)
+            records += group
+        elif kind < 0.75:
+            state, records = choice.randbytes(choice.choice([0, 50, 300_000])), []
+            journal.snapshot(state)
+        elif kind < 0.9:
+            journal.close()
+            journal = begun(place)
+        else:
+            assert journal.load() == (state, records)
+    assert begun(place).load() == (state, records)
+
+
+@pytest.mark.parametrize("what", ["record", "snapshot", "lost"])
+def test_damage_is_found(place: Place, what: str) -> None:
+    journal = begun(place)
+    journal.append([b"old"])
+    journal.snapshot(b"state")
+    journal.append([b"one"])
+    journal.append([b"two"])
+    place.damage(what)
+    with pytest.raises(ProtocolError, match=r"journal .*(damaged|missing)"):
+        begun(place, timeout_s=0.3).load()
+
+
+def test_closed_journal_is_refused(place: Place) -> None:
+    journal = begun(place)
+    journal.close()
+    journal.close()
+    for use in (journal.begin_term, journal.load, lambda: journal.append([b"x"]), lambda: journal.snapshot(b"x")):
+        with pytest.raises(ClosedError):
+            use()
+
+
+def test_forked_journal_is_refused(place: Place) -> None:
+    """The child can do nothing with it, and harms nothing when it ends."""
+    journal = begun(place)
+    journal.append([b"parent"])
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        answers = []
+        for use in (journal.begin_term, journal.load, lambda: journal.append([b"x"]), lambda: journal.snapshot(b"x")):
+            try:
+                use()
+                answers.append("done")
+            except EDLError as exc:
+                answers.append(type(exc).__name__)
+        journal.close()
+        os.write(writing, " ".join(answers).encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        assert pipe.read() == "ClosedError ClosedError ClosedError ClosedError"
+    os.waitpid(child, 0)
+    journal.append([b"still"])
+    assert journal.load() == begun(place).load() == (None, [b"parent", b"still"])

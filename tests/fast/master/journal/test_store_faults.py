@@ -1,0 +1,353 @@
+"""A journal in a store that is away, answers late, or is written by a master that was thought dead."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edl.background import start_call
+from edl.discovery import Store, open_store
+from edl.errors import DiscoveryError, JournalError, LeaseLostError, ProtocolError, SettingsError
+from edl.master.journal import open_journal
+from tests.fast.discovery.conformance.backends import ServedBackend, eventually
+from tests.fast.master.journal.places import StorePlace
+
+
+class Disturbed:
+    """A store of which some calls are disturbed: `before` and `after` see the method's name and the key."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.before: Callable[[str, str], None] = lambda method, key: None
+        self.after: Callable[[str, str], None] = lambda method, key: None
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+
+        def call(key: str, *arguments: Any) -> Any:
+            self.before(name, key)
+            answer = method(key, *arguments)
+            self.after(name, key)
+            return answer
+
+        return call if name in ("get", "list", "put", "compare_and_set", "delete") else method
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Iterator[StorePlace]:
+    found = StorePlace(f"sqlite:///{tmp_path}/store.sqlite", "job")
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def disturbed(stored: StorePlace) -> Any:
+    assert stored.store is not None
+    return Disturbed(stored.store)
+
+
+def keys(stored: StorePlace) -> set[str]:
+    assert stored.store is not None
+    return {entry.key for entry in stored.store.list("journals/") if entry.key != f"{stored.folder}head"}
+
+
+def named(stored: StorePlace) -> set[str]:
+    """Keys that the head names as the journal's."""
+    assert stored.store is not None
+    entry = stored.store.get(f"{stored.folder}head")
+    assert entry is not None
+    head = json.loads(entry.value)
+    runs = [*head["records"], *([head["snapshot"][:3]] if head["snapshot"] else [])]
+    return {
+        f"{stored.folder}{folder}/{number // 128:08d}/{number % 128:03d}"
+        for folder, first, stop in runs
+        for number in range(first, stop)
+    }
+
+
+def test_values_are_small_and_swept(stored: StorePlace) -> None:
+    """Below Consul's limit; and what a snapshot replaced is deleted after a while."""
+    assert stored.store is not None
+    journal = stored.open()
+    journal.begin_term()
+    for number in range(60):
+        journal.append([bytes(10_000), bytes(500_000 if number % 20 == 0 else 7)])
+    journal.snapshot(bytes(700_000))
+    journal.append([bytes(300_000)])
+    assert all(len(entry.value) <= 200_000 for entry in stored.store.list("journals/"))
+    assert eventually(lambda: keys(stored) == named(stored)), keys(stored) - named(stored)
+    assert len(keys(stored)) == 4 + 2
+    for number in range(40):
+        journal.snapshot(b"%d" % number)
+    assert eventually(lambda: keys(stored) == named(stored))
+    entry = stored.store.get(f"{stored.folder}head")
+    assert entry is not None
+    assert len(entry.value) < 10_000, "what was swept is named no more"
+
+
+def test_interrupted_snapshot_is_cleaned_up(stored: StorePlace, disturbed: Any) -> None:
+    journal = stored.open(store=disturbed, timeout_s=0.1)
+    journal.begin_term()
+    journal.append([b"1"])
+    journal.snapshot(b"first")
+    journal.append([b"2"])
+
+    def break_off(method: str, key: str) -> None:
+        if method == "put" and key.endswith("/002"):
+            disturbed.before = fail
+
+    def fail(method: str, key: str) -> None:
+        raise DiscoveryError("away")
+
+    disturbed.before = break_off
+    with pytest.raises(JournalError, match="cannot write a snapshot: away"):
+        journal.snapshot(bytes(900_000))
+    with pytest.raises(JournalError, match="cannot write a snapshot: away"):
+        journal.append([b"3"])
+    journal.close()
+    assert len(keys(stored) - named(stored)) >= 2
+    following = stored.open()
+    following.begin_term()
+    assert following.load() == (b"first", [b"2"])
+    assert eventually(lambda: keys(stored) == named(stored)), keys(stored) - named(stored)
+
+
+def test_interrupted_group_is_not_there(stored: StorePlace, disturbed: Any) -> None:
+    """A group of several values, of which some were written."""
+    journal = stored.open(store=disturbed, timeout_s=0.1)
+    journal.begin_term()
+    journal.append([b"1"])
+
+    def fail(method: str, key: str) -> None:
+        if method == "compare_and_set":
+            raise DiscoveryError("away")
+
+    disturbed.before = fail
+    with pytest.raises(JournalError, match="cannot append: away"):
+        journal.append([bytes(500_000)])
+    journal.close()
+    following = stored.open()
+    following.begin_term()
+    assert following.load() == (None, [b"1"])
+    following.append([b"2"])
+    assert following.load() == (None, [b"1", b"2"])
+    assert eventually(lambda: keys(stored) == named(stored)), keys(stored) - named(stored)
+
+
+@pytest.mark.parametrize("write", ["append", "snapshot", "begin_term"])
+def test_lost_answer_is_no_second_write(stored: StorePlace, disturbed: Any, write: str) -> None:
+    """The store did what it was asked, and then its answer was lost."""
+    journal = stored.open(store=disturbed)
+    journal.begin_term()
+    lost = []
+
+    def lose(method: str, key: str) -> None:
+        if method in ("compare_and_set", "put") and len(lost) < 3:
+            lost.append(key)
+            raise DiscoveryError("the answer is lost")
+
+    disturbed.after = lose
+    if write == "append":
+        journal.append([b"1"])
+        journal.append([b"2"])
+        assert stored.open().load() == (None, [b"1", b"2"])
+    elif write == "snapshot":
+        journal.snapshot(b"state")
+        assert stored.open().load() == (b"state", [])
+    else:
+        assert journal.begin_term() == 2
+        journal.append([b"1"])
+    assert len(lost) == 3 if write != "begin_term" else lost
+
+
+@pytest.mark.parametrize("seen", [0, 1], ids=["at once", "late"])
+def test_own_late_write_is_found(stored: StorePlace, disturbed: Any, seen: int) -> None:
+    """The store does what the first request asks after it was asked again: that is no other master."""
+    assert stored.store is not None
+    journal = stored.open(store=disturbed)
+    journal.begin_term()
+    journal.append([b"1"])
+    head = f"{stored.folder}head"
+    held: list[tuple[Any, ...]] = []
+    compare_and_set, get = disturbed._store.compare_and_set, disturbed._store.get
+    stale = get(head)
+    looks: list[str] = []
+
+    def delayed(key: str, *arguments: Any) -> Any:
+        if not held:
+            held.append((key, *arguments))
+            raise DiscoveryError("timed out, and is under way")
+        if len(held) == 1:
+            held.append(())
+            compare_and_set(*held[0])
+        return compare_and_set(key, *arguments)
+
+    def look(key: str) -> Any:
+        looks.append(key)
+        return stale if len(looks) <= seen else get(key)
+
+    class Delaying:
+        compare_and_set = staticmethod(delayed)
+        get = staticmethod(look)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(stored.store, name)
+
+    disturbed._store = Delaying()
+    journal.append([b"2"])
+    journal.append([b"3"])
+    assert len(held) == 2
+    assert stored.open().load() == (None, [b"1", b"2", b"3"])
+
+
+def test_writers_that_begin_alike_differ(stored: StorePlace, disturbed: Any) -> None:
+    """Two write the same term over the same head, and one of them does not hear that it came second."""
+    second = stored.open()
+
+    def overtake(method: str, key: str) -> None:
+        if method == "compare_and_set":
+            disturbed.before = lambda method, key: None
+            second.begin_term()
+            raise DiscoveryError("it was not written")
+
+    disturbed.before = overtake
+    first = stored.open(store=disturbed)
+    assert first.begin_term() == 2
+    first.append([b"first"])
+    with pytest.raises(LeaseLostError):
+        second.append([b"second"])
+    assert stored.open().load() == (None, [b"first"])
+
+
+@pytest.mark.parametrize("write", ["append", "snapshot"])
+def test_paused_writer_comes_too_late(stored: StorePlace, disturbed: Any, write: str) -> None:
+    """It stood still between its values and the head, while another took over and replaced everything."""
+    first = stored.open(store=disturbed)
+    first.begin_term()
+    first.append([b"1"])
+    second = stored.open()
+
+    def pause(method: str, key: str) -> None:
+        if method == "compare_and_set" and (write == "append" or seen.append(key) or len(seen) == 2):
+            disturbed.before = lambda method, key: None
+            second.begin_term()
+            assert second.load() == (None, [b"1"])
+            second.append([b"2"])
+            second.snapshot(b"state")
+            second.append([b"3"])
+
+    seen: list[str] = []
+    disturbed.before = pause
+    with pytest.raises(LeaseLostError, match="another master has begun a term; this one is 1"):
+        first.append([b"late"]) if write == "append" else first.snapshot(b"late")
+    second.append([b"4"])
+    assert second.load() == stored.open().load() == (b"state", [b"3", b"4"])
+    second.snapshot(b"next")
+    second.snapshot(b"last")
+    first.close()
+    assert eventually(lambda: keys(stored) == named(stored)), keys(stored) - named(stored)
+
+
+def test_late_values_are_swept_too(stored: StorePlace, disturbed: Any) -> None:
+    """A writer that stood still puts values of its snapshot where they were swept already, and dies."""
+    first = stored.open(store=disturbed)
+    first.begin_term()
+    second = stored.open()
+
+    def pause(method: str, key: str) -> None:
+        if method == "put" and "/snapshots/" in key:
+            disturbed.before = die
+            second.begin_term()
+            second.append([b"1"])
+            assert eventually(lambda: not second._sweeping)  # type: ignore[attr-defined]
+
+    def die(method: str, key: str) -> None:
+        if method == "compare_and_set":
+            raise LeaseLostError("it is dead")
+
+    disturbed.before = pause
+    with pytest.raises(LeaseLostError, match="it is dead"):
+        first.snapshot(b"late")
+    first.close()
+    assert len(keys(stored) - named(stored)) == 1
+    for state in (b"1", b"2"):
+        second.snapshot(state)
+        assert eventually(lambda: not second._sweeping)  # type: ignore[attr-defined]
+    assert keys(stored) == named(stored)
+
+
+def test_store_is_away_for_a_while(tmp_path: Path) -> None:
+    backend = ServedBackend(tmp_path / "store.sqlite")
+    try:
+        with (
+            open_store(backend.url) as store,  # a server that is not there refuses at once
+            open_journal("store:job", store=store, timeout_s=30.0) as journal,
+        ):
+            journal.begin_term()
+            journal.append([b"1"])
+            backend.stop()
+            call = start_call("edl-test", lambda: journal.append([b"2"]))
+            with pytest.raises(TimeoutError):
+                call.result(0.7)
+            backend.start()
+            call.result(30)
+            assert journal.load() == (None, [b"1", b"2"])
+    finally:
+        backend.stop()
+
+
+def test_value_that_shows_late_is_waited_for(stored: StorePlace, disturbed: Any) -> None:
+    """As Consul may answer while its leadership changes hands."""
+    assert stored.store is not None
+    journal = stored.open()
+    journal.begin_term()
+    journal.append([b"1"])
+    journal.append([b"2"])
+    entry = stored.store.list(f"{stored.folder}records/")[-1]
+    stored.store.delete(entry.key)
+    looks = []
+
+    def look(method: str, key: str) -> None:
+        if method == "list":
+            looks.append(key)
+            if len(looks) == 3:
+                stored.store.put(entry.key, entry.value)  # type: ignore[union-attr]
+
+    disturbed.before = look
+    assert stored.open(store=disturbed).load() == (None, [b"1", b"2"])
+
+
+def test_store_that_stays_away_is_an_error(tmp_path: Path) -> None:
+    backend = ServedBackend(tmp_path / "store.sqlite")
+    with open_store(backend.url) as store:  # a server that is not there refuses at once
+        journal = open_journal("store:job", store=store, timeout_s=0.5)
+        journal.begin_term()
+        backend.stop()
+        with pytest.raises(JournalError, match="journals/job: cannot append"):
+            journal.append([b"2"])
+        with pytest.raises(JournalError, match="journals/job: cannot append"):
+            journal.load()
+        journal.close()
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"nonsense", b"[]", b"{}", b'{"format":2}', b'{"format":1,"term":"x"}', b"\xff\x00"]
+)
+def test_foreign_head_is_refused(stored: StorePlace, value: bytes) -> None:
+    assert stored.store is not None
+    stored.store.put(f"{stored.folder}head", value)
+    with pytest.raises(ProtocolError, match="journals/job"):
+        stored.open().begin_term()
+    entry = stored.store.get(f"{stored.folder}head")
+    assert entry is not None
+    assert entry.value == value
+
+
+@pytest.mark.parametrize("job", ["", "a/b", "..", "x" * 500, "a\nb"])
+def test_wrong_jobs_are_refused(stored: StorePlace, job: str) -> None:
+    with pytest.raises(SettingsError):
+        open_journal(f"store:{job}", store=stored.store)

@@ -1,0 +1,219 @@
+"""How many of a pod fit: what is free, and who comes first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edl.master.kube.capacity import ClusterCapacity
+from tests.fast.master.kube.capacity.objects import node, pod
+
+
+def fitting(nodes: list[dict[str, Any]], pods: list[dict[str, Any]], asking: dict[str, Any] | None = None) -> int:
+    return ClusterCapacity.of(nodes, pods).count_fitting(asking or pod(1))
+
+
+def test_idle_devices_are_counted() -> None:
+    nodes = [node("n1", 2), node("n2", 3)]
+    assert fitting(nodes, []) == 5
+    assert fitting(nodes, [pod(1, node="n1"), pod(2, node="n2")]) == 2
+
+
+def test_devices_of_a_pod_share_a_node() -> None:
+    assert fitting([node("n1", 3), node("n2", 3)], [], pod(2)) == 2
+    assert fitting([node("n1", 1), node("n2", 1)], [], pod(2)) == 0
+
+
+@pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
+def test_ended_pods_hold_nothing(phase: str) -> None:
+    assert fitting([node("n1", 2)], [pod(2, node="n1", phase=phase)]) == 2
+
+
+def test_terminating_pods_still_hold() -> None:
+    assert fitting([node("n1", 2)], [pod(2, node="n1", deleting=True)]) == 0
+
+
+def test_pending_that_is_deleted_wants_none() -> None:
+    assert fitting([node("n1", 2)], [pod(1, deleting=True)]) == 2
+
+
+def test_pods_that_wait_come_first() -> None:
+    assert fitting([node("n1", 2)], [pod(1)]) == 1
+    assert fitting([node("n1", 2)], [pod(1), pod(1), pod(1)]) == 0
+
+
+def test_nominated_pods_come_first() -> None:
+    nodes = [node("n1", 2), node("n2", 2)]
+    assert fitting(nodes, [pod(2, node="n1", deleting=True), pod(1, nominated="n1")]) == 2, "n1 is short of one already"
+    assert fitting(nodes, [pod(1, node="n1"), pod(1, nominated="n1")]) == 2
+    assert fitting(nodes, [pod(1, nominated="gone")]) == 3, "a node that is gone: it waits like others"
+
+
+def test_what_fits_nowhere_takes_nothing() -> None:
+    """A pod that asks for what no node has must not keep all GPUs idle for ever."""
+    assert fitting([node("n1", 2)], [pod(3)]) == 2
+    assert fitting([node("n1", 2)], [pod(1, spec={"nodeSelector": {"disk": "ssd"}})]) == 2
+
+
+def test_gated_pods_take_nothing() -> None:
+    assert fitting([node("n1", 2)], [pod(1, spec={"schedulingGates": [{"name": "kueue"}]})]) == 2
+
+
+def test_lower_priority_comes_after() -> None:
+    assert fitting([node("n1", 2)], [pod(1, priority=-1000)], pod(1, priority=-100)) == 2
+    assert fitting([node("n1", 2)], [pod(1, priority=-100)], pod(1, priority=-100)) == 1
+    assert fitting([node("n1", 2)], [pod(1, priority=-1000)], pod(1)) == 1, "a template's priority is not known yet"
+
+
+def test_own_pending_pod_can_be_left_out() -> None:
+    capacity = ClusterCapacity.of([node("n1", 1)], [pod(1, uid="mine")])
+    assert capacity.count_fitting(pod(1)) == 0
+    assert capacity.count_fitting(pod(1), ignored=["mine"]) == 1
+
+
+@pytest.mark.parametrize(
+    "fields", [{"ready": "False"}, {"ready": "Unknown"}, {"unschedulable": True}, {"pods": "0"}, {"cpu": "0"}]
+)
+def test_nodes_that_take_no_pods(fields: dict[str, Any]) -> None:
+    assert fitting([node("n1", 2, **fields)], [], pod(1, requests={"cpu": "1"})) == 0
+
+
+def test_node_without_conditions_is_unready() -> None:
+    young = node("n1", 2)
+    young["status"]["conditions"] = []
+    assert fitting([young], []) == 0
+
+
+def test_held_by_other_resources() -> None:
+    asking = pod(1, requests={"memory": "20Gi"})
+    assert fitting([node("n1", 4)], [], asking) == 1
+    assert fitting([node("n1", 4)], [pod(0, node="n1", requests={"memory": "16Gi"})], asking) == 0
+
+
+def test_resource_that_no_node_has() -> None:
+    assert fitting([node("n1", 4)], [], pod(0, requests={"amd.com/gpu": "1"})) == 0
+
+
+def test_pods_on_unknown_nodes_are_harmless() -> None:
+    assert fitting([node("n1", 1)], [pod(1, node="gone"), pod(1, node="gone", deleting=True)]) == 1
+
+
+TAINT = {"key": "gpu", "value": "yes", "effect": "NoSchedule"}
+
+
+@pytest.mark.parametrize(
+    ("tolerations", "fits"),
+    [
+        ([], 0),
+        ([{"key": "gpu", "operator": "Exists"}], 1),
+        ([{"key": "gpu", "value": "yes"}], 1),
+        ([{"key": "gpu", "operator": "Equal", "value": "yes", "effect": "NoSchedule"}], 1),
+        ([{"key": "gpu", "value": "no"}], 0),
+        ([{"key": "gpu", "operator": "Exists", "effect": "NoExecute"}], 0),
+        ([{"operator": "Exists"}], 1),
+    ],
+)
+def test_taints(tolerations: list[dict[str, Any]], fits: int) -> None:
+    asking = pod(1, spec={"tolerations": tolerations})
+    assert fitting([node("n1", 1, taints=[TAINT])], [], asking) == fits
+    assert fitting([node("n1", 1, taints=[{**TAINT, "effect": "PreferNoSchedule"}])], [], asking) == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "fits"),
+    [
+        ({"operator": "In", "values": ["a100", "h100"]}, 1),
+        ({"operator": "In", "values": ["h100"]}, 0),
+        ({"operator": "NotIn", "values": ["a100"]}, 0),
+        ({"operator": "NotIn", "values": ["h100"]}, 1),
+        ({"operator": "Exists"}, 1),
+        ({"operator": "DoesNotExist"}, 0),
+        ({"key": "gpus", "operator": "Gt", "values": ["7"]}, 1),
+        ({"key": "gpus", "operator": "Lt", "values": ["8"]}, 0),
+        ({"operator": "Gt", "values": ["7"]}, 0),
+        ({"key": "gpus", "operator": "Gt", "values": []}, 0),
+        ({"operator": "Near", "values": []}, 0),
+        ({"key": "missing", "operator": "NotIn", "values": ["x"]}, 1),
+    ],
+)
+def test_node_affinity(rule: dict[str, Any], fits: int) -> None:
+    found = [node("n1", 1, labels={"model": "a100", "gpus": "8"})]
+    assert fitting(found, [], affine({"matchExpressions": [{"key": "model", **rule}]})) == fits
+
+
+def affine(*terms: dict[str, Any]) -> dict[str, Any]:
+    required = {"nodeSelectorTerms": list(terms)}
+    return pod(1, spec={"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}})
+
+
+def test_terms_are_alternatives() -> None:
+    def on(name: str) -> dict[str, Any]:
+        return {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [name]}]}
+
+    nodes = [node("n1", 1), node("n2", 1), node("n3", 1)]
+    assert fitting(nodes, [], affine(on("n1"))) == 1
+    assert fitting(nodes, [], affine(on("n1"), on("n3"))) == 2
+    assert fitting(nodes, [], affine({})) == 0, "a term without requirements matches nothing"
+
+
+def test_what_is_seen_may_be_old() -> None:
+    capacity = ClusterCapacity.of([node("n1")], [pod(1, uid="a"), pod(1, uid="b", node="n1")])
+    assert capacity.shows("a", "")
+    assert not capacity.shows("a", "n1"), "it was bound since"
+    assert capacity.shows("b", "n1")
+    assert not capacity.shows("c", "")
+
+
+def test_devices_for_jobs() -> None:
+    """Jobs share what is idle, what they hold, and what is lent; not what others hold or wait for."""
+    job, lent = {"edl.io/job": "j"}, {"edl.io/pool": "p"}
+    pods = [pod(1, node="n1"), pod(2, node="n1", labels=job), pod(2, node="n2", labels=lent), pod(1), pod(9)]
+    pods.append(pod(1, labels=job))
+    capacity = ClusterCapacity.of([node("n1", 4), node("n2", 2), node("n3", 2, unschedulable=True)], pods)
+    devices = capacity.list_devices(lambda claim: bool(claim.labels.keys() & {"edl.io/job", "edl.io/pool"}))
+    assert devices == {"n1": 2, "n2": 2}
+    assert capacity.count_workers(lambda claim: "edl.io/job" in claim.labels) == {"n1": 1}
+
+
+def test_possible_is_without_others() -> None:
+    capacity = ClusterCapacity.of([node("n1", 2), node("n2", 2, ready="False")], [pod(2, node="n1")])
+    assert capacity.count_possible(pod(1)) == 2
+    assert capacity.count_possible(pod(3)) == 0
+
+
+SIZES = st.integers(0, 4)
+
+
+@given(
+    sizes=st.lists(SIZES, min_size=1, max_size=4),
+    held=st.lists(st.tuples(st.integers(0, 3), SIZES), max_size=6),
+    waiting=st.lists(st.integers(1, 4), max_size=4),
+    asked=st.integers(1, 3),
+)
+def test_what_fits_can_be_placed(sizes: list[int], held: list[tuple[int, int]], waiting: list[int], asked: int) -> None:
+    """As many as are said to fit can be put beside all that is there, and no more."""
+    nodes = [node(f"n{number}", size) for number, size in enumerate(sizes)]
+    pods = [pod(size, node=f"n{number}") for number, size in held]
+    others = [pod(size) for size in waiting]
+    asking = pod(asked)
+    count = ClusterCapacity.of(nodes, [*pods, *others]).count_fitting(asking)
+    free = [size - sum(amount for on, amount in held if on == number) for number, size in enumerate(sizes)]
+    alone = sum(max(0, room) // asked for room in free)
+    assert 0 <= count <= alone
+    assert count == alone or others, "without pods that wait all that is free counts"
+    placed = list(pods)
+    for _ in range(count):
+        before = ClusterCapacity.of(nodes, [*placed, *others])
+        room = [n for n in nodes if ClusterCapacity.of([n], placed).count_fitting(asking)]
+        assert room, f"{before.count_fitting(asking)} are said to fit"
+        placed.append(pod(asked, node=room[0]["metadata"]["name"]))
+
+
+@given(st.lists(st.integers(1, 3), max_size=5), st.integers(1, 3))
+def test_more_that_wait_never_help(waiting: list[int], extra: int) -> None:
+    nodes, others = [node("n1", 4), node("n2", 3)], [pod(size) for size in waiting]
+    few = ClusterCapacity.of(nodes, others).count_fitting(pod(1))
+    assert ClusterCapacity.of(nodes, [*others, pod(extra, created="2027-01-01T00:00:00Z")]).count_fitting(pod(1)) <= few

@@ -1,0 +1,525 @@
+"""plan_job on a simulated cluster: what a job does when this and that happens to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from edl.master.kube.observation import WorkProgress
+from tests.fast.master.kube.jobs.simulated_cluster import SimulatedCluster
+
+
+def build_running(**spec: Any) -> SimulatedCluster:
+    """Return a cluster whose job runs with all the workers it can have."""
+    cluster = SimulatedCluster(**spec)
+    cluster.settle()
+    return cluster
+
+
+def get_record(cluster: SimulatedCluster, key: str = "worker-0") -> dict[str, Any]:
+    record = cluster.status["members"][key]
+    assert isinstance(record, dict)
+    return record
+
+
+def test_minimum_starts_at_once() -> None:
+    cluster = SimulatedCluster(minReplicas=3, maxReplicas=8)
+    plan = cluster.reconcile()
+    assert len(plan.create) == 3, "no more before these have nodes"
+    args = plan.create[0]["spec"]["containers"][0]["args"]
+    assert args[:3] == ["run", "--rdzv-id", "job-01234567"]
+    assert args[args.index("--nnodes") + 1] == "3:10000"
+    assert args[-1] == "train.py"
+    assert cluster.status["phase"] == "Pending"
+    assert cluster.find_condition("Scheduled")["reason"] == "WaitingForNode"
+    assert cluster.events == ["Started"]
+
+
+@pytest.mark.parametrize(("store", "expected"), [("kubernetes://team", True), ("consul://10.0.0.9:8500", False)])
+def test_api_server_as_store_may_be_away(store: str, expected: bool) -> None:
+    """Workers go on for 36 s without their store where that is the API server."""
+    plan = SimulatedCluster(minReplicas=1, store=store).reconcile()
+    args = plan.create[0]["spec"]["containers"][0]["args"]
+    assert ("takeover_timeout=45" in args) == expected
+
+
+def test_grows_by_single_workers() -> None:
+    cluster = SimulatedCluster(minReplicas=1, maxReplicas=8)
+    for count in (1, 2, 3, 4, 5):
+        cluster.reconcile()
+        assert len(cluster.list_live()) == count
+        cluster.schedule()
+    assert len(cluster.list_running()) == 4, "as many as there is room for"
+    cluster.now_s += 21
+    plan = cluster.reconcile()
+    assert len(plan.delete) == 1
+    assert len(cluster.list_live()) == 4
+    assert cluster.events[-1] == "NoRoom"
+    assert plan.requeue_s is not None
+    assert plan.requeue_s >= 20
+    condition = cluster.find_condition("Scheduled")
+    assert (condition["status"], condition["reason"]) == ("True", "MinimumScheduled")
+
+
+def test_probes_back_off_and_grow_later() -> None:
+    cluster = build_running(minReplicas=1, maxReplicas=8)
+    made = cluster.made
+    cluster.settle(20)
+    assert cluster.made - made <= 20
+    cluster.nodes["node3"] = 4
+    cluster.settle()
+    assert len(cluster.list_running()) == 8
+
+
+def test_many_workers_come_by_the_hundred() -> None:
+    """A look stays short, and is followed by the next at once."""
+    cluster = SimulatedCluster(minReplicas=250, maxReplicas=250)
+    plans = [cluster.reconcile() for _ in range(4)]
+    assert [len(plan.create) for plan in plans] == [100, 100, 50, 0]
+    assert plans[0].requeue_s is not None
+    assert plans[0].requeue_s <= 1
+    assert len(cluster.list_live()) == 250
+
+
+def test_given_room_that_does_not_come() -> None:
+    """A worker that waits for ever would keep all that is idle from others, since what waits comes first."""
+    cluster = SimulatedCluster(minReplicas=1, maxReplicas=8)
+    cluster.allocation = 6
+    cluster.reconcile()
+    cluster.schedule()
+    cluster.reconcile()
+    assert len(cluster.list_live()) == 6
+    cluster.schedule()
+    cluster.now_s += 30
+    assert not cluster.reconcile().delete, "whoever has the room is leaving it"
+    cluster.now_s += 60
+    assert len(cluster.reconcile().delete) == 2
+    assert len(cluster.list_live()) == 4
+    assert "NoRoom" in cluster.events
+
+
+def test_thirty_come_back_in_one_round() -> None:
+    cluster = SimulatedCluster(minReplicas=2, maxReplicas=30)
+    cluster.nodes["node1"] = 40
+    cluster.settle(80)
+    assert len(cluster.list_running()) == 30
+    for name in cluster.list_running():
+        cluster.ask_to_end(name)
+    plan = cluster.reconcile()
+    assert len(plan.create) == 30
+    assert [note.reason for note in plan.events] == ["WorkerEnded"]
+    assert "30 workers" in plan.events[0].message
+
+
+def test_more_memory_after_a_kill() -> None:
+    cluster = build_running()
+    cluster.end("job-worker-0-0", 137, "OOMKilled")
+    plan = cluster.reconcile()
+    limits = plan.create[0]["spec"]["containers"][0]["resources"]["limits"]
+    assert limits == {"memory": "1536Mi"}
+    assert [deletion.name for deletion in plan.delete] == ["job-worker-0-0"]
+    assert get_record(cluster)["failures"] == {"out_of_memory": 1}
+    for number in (1, 2, 3):
+        cluster.schedule()
+        cluster.end(f"job-worker-0-{number}", 137, "OOMKilled")
+        cluster.reconcile()
+    assert cluster.find_condition("Failed")["reason"] == "OutOfMemory"
+    assert cluster.status["phase"] == "Failed"
+
+
+def test_bug_in_the_script_stops_the_job() -> None:
+    cluster = build_running(minReplicas=2, maxReplicas=2)
+    text = '{"cause": "error", "exit_code": 1, "oom_kills": 0, "message": "Traceback:\\n  x\\nValueError: no data"}'
+    cluster.end("job-worker-1-0", 1, message=text)
+    plan = cluster.reconcile()
+    assert cluster.status["phase"] == "Failed"
+    condition = cluster.find_condition("Failed")
+    assert (condition["status"], condition["reason"]) == ("True", "UserError")
+    assert "ValueError: no data" in condition["message"]
+    assert cluster.status["message"] == "worker-1: ValueError: no data"
+    assert [note.reason for note in plan.events] == ["WorkerEnded", "Failed"]
+    assert "ValueError" in plan.events[1].message
+    assert [deletion.name for deletion in plan.delete] == ["job-worker-0-0"], "the failed pod stays for its logs"
+    cluster.settle()
+    assert list(cluster.pods) == ["job-worker-1-0"]
+    assert cluster.reconcile().create == ()
+
+
+def test_error_of_the_script_before_others() -> None:
+    """A worker that lost its peers, of whom the first raised, is not what the job failed of."""
+    cluster = build_running(minReplicas=2, maxReplicas=2)
+    cluster.end("job-worker-0-0", 1, message='{"cause": "contact", "message": "peer lost"}')
+    cluster.end("job-worker-1-0", 1, message='{"cause": "error", "message": "KeyError: 3"}')
+    cluster.reconcile()
+    assert cluster.status["message"] == "worker-1: KeyError: 3"
+
+
+def test_success_waits_for_the_others() -> None:
+    cluster = build_running(minReplicas=2, maxReplicas=3)
+    cluster.progress = WorkProgress(percentage=99)
+    cluster.end("job-worker-0-0", 0)
+    plan = cluster.reconcile()
+    assert not (plan.create)
+    assert not (plan.delete)
+    assert cluster.status["phase"] == "Running"
+    assert cluster.find_condition("Running")["reason"] == "Ending"
+    cluster.end("job-worker-1-0", 0)
+    cluster.end("job-worker-2-0", 143)
+    plan = cluster.reconcile()
+    assert cluster.status["phase"] == "Succeeded"
+    assert cluster.status["progressPercentage"] == 100
+    assert plan.events[-1].reason == "Succeeded"
+    assert plan.create == ()
+
+
+def test_success_does_not_wait_for_ever() -> None:
+    cluster = build_running(minReplicas=2, maxReplicas=2)
+    cluster.end("job-worker-0-0", 0)
+    assert cluster.reconcile().requeue_s == pytest.approx(60, abs=1)
+    cluster.now_s += 61
+    cluster.reconcile()
+    assert cluster.status["phase"] == "Succeeded"
+    assert cluster.list_live() == []
+
+
+@pytest.mark.parametrize("ahead_s", [-3600, 3600])
+def test_nodes_clock_is_another(ahead_s: float) -> None:
+    """The others have a minute to store their last states, by the operator's clock."""
+    cluster = build_running(minReplicas=2, maxReplicas=2)
+    cluster.now_s += ahead_s
+    cluster.end("job-worker-0-0", 0)
+    cluster.now_s -= ahead_s
+    assert cluster.reconcile().requeue_s == pytest.approx(60, abs=1)
+    assert cluster.list_live() == ["job-worker-1-0"]
+    cluster.now_s += 61
+    cluster.reconcile()
+    assert cluster.list_live() == []
+
+
+def test_preempted_worker_did_the_last_step() -> None:
+    cluster = build_running()
+    cluster.ask_to_end("job-worker-0-0")
+    pod = cluster.pods["job-worker-0-0"]
+    cluster.reconcile()
+    assert "job-worker-0-1" in cluster.pods
+    cluster.end("job-worker-0-0", 0)
+    cluster.pods["job-worker-0-0"] = pod  # the kubelet has written its end, and not yet removed it
+    cluster.reconcile()
+    assert cluster.status["phase"] == "Succeeded"
+    assert cluster.list_live() == []
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_sidecar_holds_nothing_in_the_end(code: int) -> None:
+    """The main container has ended, another runs on: the pod keeps its GPU until it is deleted."""
+    cluster = build_running()
+    cluster.end("job-worker-0-0", code)
+    cluster.pods["job-worker-0-0"]["status"]["phase"] = "Running"
+    cluster.reconcile()
+    assert cluster.status["phase"] == ("Failed" if code else "Succeeded")
+    assert cluster.list_ending() == ["job-worker-0-0"]
+    del cluster.pods["job-worker-0-0"]["metadata"]["deletionTimestamp"]  # that operator was killed before it asked
+    cluster.reconcile()
+    assert cluster.list_ending() == ["job-worker-0-0"]
+
+
+def test_last_state_that_is_not_stored() -> None:
+    """Another pod would find the job done, and nothing in its memory."""
+    cluster = build_running()
+    cluster.end("job-worker-0-0", 74)
+    plan = cluster.reconcile()
+    assert (cluster.status["phase"], plan.create) == ("Failed", ())
+    assert cluster.find_condition("Failed")["reason"] == "NotStored"
+
+
+@pytest.mark.parametrize("codes", [(0, 74), (74, 0)])
+def test_one_of_two_is_not_stored(codes: tuple[int, int]) -> None:
+    """The second ends while the job is ending: it stores its own last state meanwhile."""
+    cluster = build_running(minReplicas=2, maxReplicas=2)
+    cluster.end("job-worker-0-0", codes[0])
+    plan = cluster.reconcile()
+    assert (plan.create, plan.delete) == ((), ())
+    assert cluster.find_condition("Running")["reason"] == "Ending"
+    cluster.end("job-worker-1-0", codes[1])
+    cluster.reconcile()
+    assert cluster.status["phase"] == "Failed"
+    assert cluster.find_condition("Failed")["reason"] == "NotStored"
+
+
+def test_not_stored_by_one_that_leaves() -> None:
+    cluster = build_running(minReplicas=2, maxReplicas=2)
+    cluster.ask_to_end("job-worker-0-0")
+    pod = cluster.pods["job-worker-0-0"]
+    cluster.reconcile()
+    cluster.end("job-worker-0-0", 74)
+    cluster.pods["job-worker-0-0"] = pod  # the kubelet has written its end, and not yet removed it
+    cluster.schedule()
+    cluster.reconcile()
+    cluster.pods.pop("job-worker-0-0", None)
+    for name in ("job-worker-0-1", "job-worker-1-0"):
+        cluster.end(name, 0)
+    cluster.reconcile()
+    assert cluster.find_condition("Failed")["reason"] == "NotStored"
+
+
+def test_suspend_and_resume() -> None:
+    cluster = build_running(minReplicas=2, maxReplicas=2)
+    cluster.end("job-worker-0-0", 137, "OOMKilled")
+    cluster.settle()
+    cluster.set_spec(suspend=True)
+    plan = cluster.reconcile()
+    assert {deletion.grace_period_s for deletion in plan.delete} == {None}, "the pod's own grace period"
+    cluster.settle()
+    assert cluster.pods == {}
+    assert (cluster.status["phase"], cluster.status["replicas"]) == ("Suspended", 0)
+    assert "startTime" not in cluster.status
+    assert get_record(cluster)["memoryFactor"] == 1.5
+    cluster.set_spec(suspend=False)
+    assert len(cluster.reconcile().create) == 2, "at once"
+    assert cluster.events[-1] == "Resumed"
+    assert set(cluster.pods) == {"job-worker-0-2", "job-worker-1-1"}, "no name is used twice"
+    assert get_record(cluster)["failures"] == {"out_of_memory": 1}
+
+
+def test_lost_node() -> None:
+    """The pod on the dead node stays, and its successor runs elsewhere."""
+    cluster = build_running(minReplicas=2, maxReplicas=2)
+    cluster.nodes = {"node1": 2, "node2": 2}
+    node = cluster.pods["job-worker-0-0"]["spec"]["nodeName"]
+    cluster.lose_node(node)
+    cluster.reconcile()
+    cluster.schedule()
+    assert len(cluster.list_running()) == 2
+    assert get_record(cluster)["lastEnd"]["cause"] == "node_lost"
+    assert "job-worker-0-0" in cluster.pods
+    cluster.return_node(node)
+    cluster.settle()
+    assert sorted(cluster.pods) == ["job-worker-0-1", "job-worker-1-1"]
+
+
+def test_shrinks_by_the_newest() -> None:
+    cluster = build_running(minReplicas=1, maxReplicas=4)
+    assert len(cluster.list_running()) == 4
+    cluster.wanted = 2
+    plan = cluster.reconcile()
+    assert [deletion.name for deletion in plan.delete] == ["job-worker-2-0", "job-worker-3-0"]
+    assert plan.events[0].reason == "Shrinking"
+    assert cluster.status["wantedReplicas"] == 2
+    cluster.settle()
+    assert len(cluster.list_live()) == 2
+
+
+def test_those_that_ended_come_back_first() -> None:
+    """Their places are their own; an index that is free since the job shrank is growth, which comes one by one."""
+    cluster = build_running(minReplicas=1, maxReplicas=3)
+    cluster.pods["job-worker-0-0"]["status"]["conditions"] = []  # not ready: it goes first
+    cluster.wanted = 2
+    assert [deletion.name for deletion in cluster.reconcile().delete] == ["job-worker-0-0"]
+    cluster.settle()
+    assert cluster.list_running() == ["job-worker-1-0", "job-worker-2-0"]
+    for name in cluster.list_running():
+        cluster.remove(name)
+    plan = cluster.reconcile()
+    assert [pod["metadata"]["name"] for pod in plan.create] == ["job-worker-1-1", "job-worker-2-1"]
+    cluster.settle()
+    assert len(cluster.list_running()) == 2
+
+
+@pytest.mark.parametrize("suspended", [False, True])
+def test_place_is_lost_when_fewer_are_wanted(suspended: bool) -> None:
+    """Workers that were killed while the job shrank: when it grows again, what they had may be another's."""
+    cluster = build_running(minReplicas=1, maxReplicas=4, scaling="external", replicas=4)
+    for name in ("job-worker-2-0", "job-worker-3-0"):
+        cluster.end(name, 137, "OOMKilled")
+    cluster.set_spec(replicas=2, suspend=suspended)
+    cluster.settle()
+    assert cluster.list_running() == ([] if suspended else ["job-worker-0-0", "job-worker-1-0"])
+    cluster.nodes = {"node1": 1, "node2": 1}
+    cluster.now_s += 600
+    cluster.set_spec(replicas=4, suspend=False)
+    assert len(cluster.reconcile().create) <= 1, "the others wait until the first has a node"
+
+
+def test_members_written_by_hand() -> None:
+    cluster = build_running(minReplicas=1, maxReplicas=2)
+    end = {"try": 0, "cause": "out_of_memory"}
+    written = {key: {"try": 1, "lastEnd": end} for key in ("worker-x", "worker-", "worker-01", "x", "worker--1")}
+    cluster.status["members"] |= written
+    cluster.reconcile()
+    assert sorted(cluster.status["members"]) == ["worker-0", "worker-1"]
+
+
+def test_external_scaling() -> None:
+    cluster = build_running(minReplicas=1, maxReplicas=4, scaling="external", replicas=3)
+    assert len(cluster.list_running()) == 3
+    cluster.wanted = 1
+    cluster.reconcile()
+    assert len(cluster.list_running()) == 3, "only /scale moves it"
+    cluster.set_spec(replicas=99)
+    cluster.settle()
+    assert cluster.status["wantedReplicas"] == 4
+
+
+def test_scale_is_ignored_in_words() -> None:
+    cluster = build_running(minReplicas=1, maxReplicas=4)
+    cluster.set_spec(replicas=2)
+    cluster.settle()
+    assert cluster.events.count("ScaleIgnored") == 1
+    assert len(cluster.list_running()) == 4
+
+
+def test_store_that_is_away_changes_nothing() -> None:
+    cluster = SimulatedCluster(minReplicas=1, maxReplicas=4)
+    cluster.stale = "the store does not answer"
+    cluster.settle()
+    assert len(cluster.list_running()) == 1
+    cluster.stale, cluster.wanted = "", 3
+    cluster.settle()
+    cluster.stale, cluster.wanted = "away again", None
+    cluster.settle()
+    assert len(cluster.list_running()) == 3
+
+
+def test_store_that_does_not_answer_is_said() -> None:
+    """A job that stays at its minimum for ever, Valid and without a word, is a riddle."""
+    cluster = SimulatedCluster(minReplicas=1, maxReplicas=4)
+    cluster.stale = cluster.unreachable = "kubernetes://team-a: not allowed (403)"
+    cluster.settle()
+    accepted = next(item for item in cluster.status["conditions"] if item["type"] == "Accepted")
+    assert (accepted["status"], accepted["reason"]) == ("True", "StoreUnreachable")
+    assert accepted["message"] == cluster.unreachable
+    assert cluster.events.count("StoreUnreachable") == 1
+    cluster.stale = cluster.unreachable = ""
+    cluster.settle()
+    accepted = next(item for item in cluster.status["conditions"] if item["type"] == "Accepted")
+    assert accepted["reason"] == "Valid"
+
+
+def test_store_that_may_not_be_read() -> None:
+    cluster = SimulatedCluster(minReplicas=1, maxReplicas=4)
+    cluster.refused = "consul://x: the operator reads it once it is allowed"
+    cluster.settle()
+    assert len(cluster.list_running()) == 4, "nothing will ever say what is useful"
+    accepted = next(item for item in cluster.status["conditions"] if item["type"] == "Accepted")
+    assert (accepted["status"], accepted["reason"], accepted["message"]) == ("True", "StoreNotAllowed", cluster.refused)
+    assert cluster.events.count("StoreNotAllowed") == 1
+
+
+def test_arbiter_gives_and_takes() -> None:
+    cluster = SimulatedCluster(minReplicas=1, maxReplicas=4)
+    cluster.allocation = 3
+    plan = cluster.reconcile()
+    assert len(plan.create) == 3, "what is given need not be probed for"
+    cluster.schedule()
+    cluster.allocation = 0
+    cluster.reconcile()
+    assert len(cluster.list_live()) == 1, "its minimum is left to it"
+
+
+def test_deadline() -> None:
+    cluster = SimulatedCluster(activeDeadlineSeconds=100)
+    cluster.reconcile()
+    cluster.schedule()
+    cluster.now_s += 1
+    assert cluster.reconcile().requeue_s == pytest.approx(100, abs=10)
+    cluster.now_s += 101
+    cluster.reconcile()
+    assert cluster.find_condition("Failed")["reason"] == "DeadlineExceeded"
+    assert cluster.list_live() == []
+
+
+def test_time_after_the_end() -> None:
+    cluster = build_running(ttlSecondsAfterFinished=60)
+    cluster.end("job-worker-0-0", 0)
+    cluster.reconcile()
+    plan = cluster.reconcile()
+    assert plan.requeue_s == pytest.approx(60, abs=1)
+    assert not plan.delete_owner
+    cluster.now_s += 61
+    assert cluster.reconcile().delete_owner
+
+
+def test_master_is_replaced_at_once() -> None:
+    cluster = build_running(master={"enabled": True, "args": ["--data", "range:10"]})
+    args = cluster.pods["job-master-0-0"]["spec"]["containers"][0]["args"]
+    assert args[:2] == ["master", "job-01234567"]
+    assert args[-2:] == ["--data", "range:10"]
+    assert args[args.index("--journal") + 1] == "store:", "its successor reads what it has written"
+    cluster.end("job-master-0-0", 137)
+    cluster.reconcile()
+    assert cluster.list_live("master") == ["job-master-0-1"]
+    assert cluster.status["replicas"] == 1, "a master is no worker"
+
+
+@pytest.mark.parametrize(("code", "event"), [(0, "MasterEnded"), (3, "ShardsGivenUp")])
+def test_master_that_is_done(code: int, event: str) -> None:
+    cluster = build_running(master={"enabled": True})
+    cluster.end("job-master-0-0", code)
+    cluster.settle()
+    assert event in cluster.events
+    assert cluster.list_live("master") == []
+    assert cluster.status["phase"] == "Running"
+
+
+def test_image_that_does_not_come() -> None:
+    cluster = SimulatedCluster()
+    cluster.reconcile()
+    cluster.schedule()
+    pod = cluster.pods["job-worker-0-0"]
+    waiting = {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "none"'}
+    pod["status"] |= {"phase": "Pending", "conditions": []}
+    pod["status"]["containerStatuses"] = [{"name": "w", "state": {"waiting": waiting}}]
+    plan = cluster.reconcile()
+    condition = cluster.find_condition("Running")
+    assert (condition["reason"], "ImagePullBackOff" in condition["message"]) == ("ContainerWaiting", True)
+    assert plan.requeue_s == pytest.approx(120, abs=2)
+    cluster.now_s += 121
+    cluster.reconcile()
+    assert get_record(cluster)["lastEnd"]["cause"] == "launch_failed"
+
+
+def test_progress_is_shown_and_kept() -> None:
+    cluster = build_running()
+    cluster.progress = WorkProgress(percentage=10, remaining_s=1000)
+    cluster.reconcile()
+    writes = cluster.status_writes
+    cluster.progress = WorkProgress(percentage=10, remaining_s=950)
+    cluster.reconcile()
+    assert cluster.status_writes == writes, "an estimate that is nearly the same is not worth a write"
+    cluster.progress = None
+    cluster.reconcile()
+    assert cluster.status["progressPercentage"] == 10
+    assert cluster.status["estimatedRemainingSeconds"] == 1000
+
+
+def test_disruption_budget() -> None:
+    plan = SimulatedCluster(minReplicas=3, maxReplicas=4).reconcile()
+    ((kind, budget),) = plan.apply
+    assert kind.plural == "poddisruptionbudgets"
+    assert budget["spec"]["minAvailable"] == 3
+    assert budget["spec"]["selector"]["matchLabels"]["edl.io/role"] == "worker"
+    assert "apiVersion" not in budget, "the client knows the server's"
+
+
+def test_scheduled_and_running_in_words() -> None:
+    cluster = SimulatedCluster(minReplicas=6, maxReplicas=6)
+    cluster.reconcile()
+    cluster.schedule()
+    cluster.reconcile()
+    scheduled = cluster.find_condition("Scheduled")
+    assert (scheduled["status"], scheduled["reason"]) == ("False", "Unschedulable")
+    assert "4 of the 6" in scheduled["message"]
+    assert "0/2 nodes are available" in scheduled["message"]
+    assert cluster.status["message"] == scheduled["message"]
+    assert cluster.find_condition("Running")["reason"] == "NotScheduled"
+
+
+def test_event_has_the_end_of_a_traceback() -> None:
+    cluster = build_running()
+    cluster.end("job-worker-0-0", 1, message="Traceback:\n" + "  File x\n" * 400 + "KeyError: 'label'")
+    message = cluster.reconcile().events[-1].message
+    assert message.startswith("worker-0 on node1 ended: user error")
+    assert message.endswith("KeyError: 'label'")
+    assert len(message) <= 900
+    assert len(cluster.find_condition("Failed")["message"]) > 3000, "the condition has all of it"

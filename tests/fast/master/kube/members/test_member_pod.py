@@ -1,0 +1,194 @@
+"""Reading member pods: what a pod's JSON says, and what is none."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edl.errors import ProtocolError
+from edl.master.kube.members import read_member_pod, read_member_pods
+from edl.master.scaling.terminations import TerminationCause, find_termination_cause
+from tests.fast.master.kube.members.pods import build_ended, build_pod
+
+NOON = 1772366400.0  # 2026-03-01T12:00:00Z
+
+
+def test_pending_pod() -> None:
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/2 nodes fit"}
+    pod = read_member_pod(build_pod(conditions=[condition]))
+    assert (pod.role, pod.index, pod.try_number, pod.key) == ("worker", 0, 0, "worker-0")
+    assert (pod.created_s, pod.started_s, pod.finished_s) == (NOON, None, None)
+    assert pod.pending
+    assert pod.live
+    assert not pod.ready
+    assert pod.unschedulable == "0/2 nodes fit"
+    assert pod.request == {"memory": "1Gi"}, "a limit is a request"
+    assert pod.placed_s == NOON
+    condition = {"type": "PodScheduled", "status": "True", "lastTransitionTime": "2026-03-01T12:10:00Z"}
+    assert read_member_pod(build_pod(conditions=[condition])).placed_s == NOON + 600
+
+
+def test_ended_pod_has_the_agents_words() -> None:
+    words = json.dumps({"cause": "error", "exit_code": 1, "oom_kills": 0, "message": "Traceback: ValueError"})
+    pod = read_member_pod(build_ended(1, words))
+    assert pod.finished
+    assert not pod.live
+    assert (pod.started_s, pod.finished_s) == (NOON + 10, NOON + 310)
+    assert pod.termination.message == "Traceback: ValueError"
+    assert find_termination_cause(pod.termination).cause is TerminationCause.USER_ERROR
+
+
+@pytest.mark.parametrize("text", ["Killed", "[1]", "{", "null", '{"cause": 3, "oom_kills": true}', "[" * 10_000])
+def test_other_programs_words(text: str) -> None:
+    report = read_member_pod(build_ended(137, text)).termination
+    assert (report.agent_cause, report.oom_kills) == ("", None)
+    assert find_termination_cause(report).cause is TerminationCause.KILLED
+
+
+def test_oom_kill_inside_the_container() -> None:
+    report = read_member_pod(build_ended(137, json.dumps({"cause": "killed", "oom_kills": 2}))).termination
+    assert find_termination_cause(report).cause is TerminationCause.OUT_OF_MEMORY
+
+
+INITIALIZING = [{"name": "worker", "state": {"waiting": {"reason": "PodInitializing"}}}]
+
+
+def test_init_container_that_fails() -> None:
+    """It has the words of a pod that only says Failed; what it ends with is not `edl run`'s code."""
+    state = {"terminated": {"exitCode": 74, "reason": "Error", "message": "no such bucket"}}
+    inits = [{"name": "copy", "state": {"terminated": {"exitCode": 0}}}, {"name": "get", "state": state}]
+    pod = build_pod(phase="Failed", initContainerStatuses=inits, containerStatuses=INITIALIZING)
+    verdict = find_termination_cause(read_member_pod(pod).termination)
+    assert verdict.cause is TerminationCause.LAUNCH_FAILED
+    assert read_member_pod(pod).termination.message == "init container get: Error, exit code 74: no such bucket"
+    pod["metadata"]["deletionTimestamp"] = "2026-03-01T12:00:30Z"
+    assert find_termination_cause(read_member_pod(pod).termination).cause is TerminationCause.UNKNOWN
+
+
+def test_init_container_without_its_image() -> None:
+    inits = [{"name": "get", "state": {"waiting": {"reason": "ErrImagePull", "message": "denied"}}}]
+    pod = read_member_pod(build_pod(initContainerStatuses=inits, containerStatuses=INITIALIZING))
+    assert (pod.waiting, pod.waiting_message) == ("ErrImagePull", "init container get: denied")
+    assert find_termination_cause(pod.termination).cause is TerminationCause.LAUNCH_FAILED
+
+
+def test_sidecar_outlives_the_member() -> None:
+    pod = build_ended(0)
+    pod["spec"]["containers"] = [{"name": "log"}, {"name": "edl"}]
+    pod["status"]["phase"] = "Running"
+    state = pod["status"]["containerStatuses"][0]["state"]
+    pod["status"]["containerStatuses"] = [{"name": "log", "state": {"running": {}}}, {"name": "edl", "state": state}]
+    assert read_member_pod(pod).finished, "the container named edl is the member's"
+
+
+def test_silent_node_is_a_lost_node() -> None:
+    """The node controller writes `Ready` alone: seen on Kubernetes 1.20 once a kubelet is stopped."""
+    conditions = [{"type": "Ready", "status": "False"}, {"type": "ContainersReady", "status": "True"}]
+    pod = build_pod(phase="Running", conditions=conditions)
+    pod["metadata"]["deletionTimestamp"] = "2026-03-01T12:01:00Z"
+    pod["spec"]["nodeName"] = "node2"
+    read = read_member_pod(pod)
+    assert read.node_silent
+    assert read.deleting
+    assert not read.live
+    assert find_termination_cause(read.termination).cause is TerminationCause.NODE_LOST
+    pod["spec"]["readinessGates"] = [{"conditionType": "load-balancer"}]
+    assert not read_member_pod(pod).node_silent, "with a gate, the kubelet writes the same"
+
+
+def test_pod_that_is_not_a_member() -> None:
+    other, copied, numberless = build_pod("a"), build_pod("b"), build_pod("c")
+    other["metadata"]["labels"]["edl.io/owner-uid"] = "another"
+    copied["metadata"]["ownerReferences"] = []
+    numberless["metadata"]["labels"]["edl.io/try"] = "²"
+    pods, reasons = read_member_pods([other, copied, numberless, build_pod()], "uid-of-owner")
+    assert [pod.name for pod in pods] == ["job-worker-0-0"]
+    assert len(reasons) == 2
+    assert "not controlled" in reasons[0]
+    assert "missing" in reasons[1]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+PATHS = ["metadata", "spec", "status", "status.conditions", "status.containerStatuses", "spec.containers"]
+MORE = ["metadata.labels", "metadata.ownerReferences", "status.phase", "metadata.creationTimestamp", "spec.priority"]
+
+
+@given(st.sampled_from(PATHS + MORE), JSON)
+def test_garbage_is_read_or_refused(path: str, value: Any) -> None:
+    pod = build_ended(1)
+    *parents, last = path.split(".")
+    place: Any = pod
+    for parent in parents:
+        place = place[parent]
+    place[last] = value
+    with suppress(ProtocolError):
+        assert read_member_pod(pod).name == "job-worker-0-0"
+
+
+@pytest.mark.parametrize("reason", ["OutOfnvidia.com/gpu", "UnexpectedAdmissionError"])
+def test_pod_that_its_node_refused(reason: str) -> None:
+    """Seen after a kubelet is restarted: devices come back later than pods."""
+    report = read_member_pod(build_pod(reason=reason, message="no room")).termination
+    assert find_termination_cause(report).cause is TerminationCause.EVICTED
+
+
+ENDED = {"terminated": {"exitCode": 0, "finishedAt": "2026-03-01T12:06:00Z"}}
+REMOVED = {"waiting": {"reason": "ContainerCreating"}}
+
+
+def build_leaving(*states: dict[str, Any], init: dict[str, Any] | None = None, grace_s: int = 10) -> dict[str, Any]:
+    """A pod that was asked at 12:05:59 to end, with a state of each of its containers."""
+    pod = build_pod(phase="Running")
+    pod["metadata"] |= {
+        "deletionTimestamp": f"2026-03-01T12:06:{grace_s - 1:02}Z",
+        "deletionGracePeriodSeconds": grace_s,
+    }
+    pod["spec"]["containers"] = [{"name": f"c{number}"} for number in range(2)]
+    pod["status"]["containerStatuses"] = [{"name": f"c{n}", "state": state} for n, state in enumerate(states)]
+    pod["status"]["initContainerStatuses"] = [{"name": "init", "state": init or ENDED}]
+    return pod
+
+
+def test_emptied_before_it_is_deleted() -> None:
+    assert read_member_pod(build_leaving(ENDED, ENDED)).emptied
+    assert read_member_pod(build_leaving(REMOVED, ENDED)).emptied, "as a kubelet of 1.20 has it after a removal"
+
+
+@pytest.mark.parametrize(
+    "states",
+    [
+        (ENDED, {"running": {"startedAt": "2026-03-01T12:00:00Z"}}),
+        (ENDED,),
+        (),
+        (ENDED, {"waiting": {"reason": "CrashLoopBackOff"}}),
+        (ENDED, {"terminated": {"exitCode": 1, "finishedAt": "2026-03-01T12:05:58Z"}}),
+        (ENDED, {"terminated": {"exitCode": 1}}),
+        (ENDED, {}),
+    ],
+)
+def test_not_emptied_for_certain(states: tuple[dict[str, Any], ...]) -> None:
+    """A container that runs, may be restarted, or is not spoken of."""
+    assert not read_member_pod(build_leaving(*states)).emptied
+
+
+def test_sidecar_that_runs_holds_its_pod() -> None:
+    running = {"running": {"startedAt": "2026-03-01T12:00:00Z"}}
+    assert not read_member_pod(build_leaving(ENDED, ENDED, init=running)).emptied
+
+
+def test_pod_not_asked_to_end_is_not_emptied() -> None:
+    pod = build_leaving(ENDED, ENDED)
+    del pod["metadata"]["deletionTimestamp"]
+    assert not read_member_pod(pod).emptied
+    starting = build_leaving(REMOVED, REMOVED)
+    starting["status"]["phase"] = "Pending"
+    assert not read_member_pod(starting).emptied, "it has not started, and may be starting now"

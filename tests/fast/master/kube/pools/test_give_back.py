@@ -1,0 +1,94 @@
+"""How long pods wait for what teachers borrowed, out of the events of a watch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from edl.master.kube.pools import GiveBack, GiveBackTracker
+from tests.fast.master.kube.capacity.objects import pod
+
+REFUSED = {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}]}
+
+
+def teacher(**fields: Any) -> dict[str, Any]:
+    return pod(1, uid="t", node="n1", labels={"edl.io/pool": "p", "edl.io/owner-uid": "o"}, **fields)
+
+
+def online(**status: Any) -> dict[str, Any]:
+    found = pod(1, uid="o", name="triton")
+    found["status"] |= status
+    return found
+
+
+def bound(node: str = "n1", **status: Any) -> dict[str, Any]:
+    found = online(**status)
+    found["spec"]["nodeName"] = node
+    return found
+
+
+def test_time_from_creation_to_node() -> None:
+    tracker = GiveBackTracker()
+    assert tracker.record("ADDED", teacher(), 0) is None
+    assert tracker.record("ADDED", online(), 10.0) is None
+    assert tracker.record("MODIFIED", teacher(deleting=True), 10.1) is None
+    assert tracker.record("MODIFIED", online(**REFUSED, nominatedNodeName="n1"), 10.2) is None
+    assert tracker.record("DELETED", teacher(deleting=True), 11.0) is None
+    assert tracker.record("MODIFIED", bound(), 11.25) == GiveBack("default", "triton", "n1", 1.25)
+    assert tracker.record("MODIFIED", bound(), 12) is None, "counted once"
+
+
+def test_pod_that_found_room_at_once() -> None:
+    tracker = GiveBackTracker()
+    tracker.record("ADDED", online(), 10.0)
+    tracker.record("MODIFIED", teacher(deleting=True), 10.1)
+    assert tracker.record("MODIFIED", bound(), 10.2) is None
+
+
+def test_pod_that_waited_for_something_else() -> None:
+    tracker = GiveBackTracker()
+    tracker.record("MODIFIED", teacher(deleting=True), 5.0)
+    tracker.record("DELETED", teacher(deleting=True), 6.0)
+    tracker.record("ADDED", online(), 10.0)
+    tracker.record("MODIFIED", online(**REFUSED), 10.2)
+    assert tracker.record("MODIFIED", bound(), 99.0) is None, "no teacher left while it waited"
+
+
+def test_other_node_than_the_teachers() -> None:
+    tracker = GiveBackTracker()
+    tracker.record("ADDED", online(), 10.0)
+    tracker.record("MODIFIED", online(**REFUSED), 10.2)
+    tracker.record("MODIFIED", teacher(deleting=True), 10.3)
+    assert tracker.record("MODIFIED", bound("n2"), 11.0) is None
+
+
+def test_pods_from_before_do_not_count() -> None:
+    tracker = GiveBackTracker()
+    tracker.record("MODIFIED", online(**REFUSED), 10.2)
+    tracker.record("MODIFIED", teacher(deleting=True), 10.3)
+    assert tracker.record("MODIFIED", bound(), 11.0) is None
+
+
+def test_interrupted_watch_forgets() -> None:
+    tracker = GiveBackTracker()
+    tracker.record("ADDED", online(), 10.0)
+    tracker.record("MODIFIED", online(**REFUSED), 10.2)
+    tracker.reset()
+    tracker.record("MODIFIED", teacher(deleting=True), 10.3)
+    assert tracker.record("MODIFIED", bound(), 11.0) is None
+
+
+def test_workers_of_jobs_do_not_count() -> None:
+    tracker = GiveBackTracker()
+    mine = pod(1, uid="w", labels={"edl.io/owner-uid": "job", "edl.io/job": "j"})
+    tracker.record("ADDED", mine, 10.0)
+    tracker.record("MODIFIED", teacher(deleting=True), 10.3)
+    mine["spec"]["nodeName"], mine["status"]["nominatedNodeName"] = "n1", "n1"
+    assert tracker.record("MODIFIED", mine, 11.0) is None
+
+
+def test_memory_is_bounded() -> None:
+    tracker = GiveBackTracker()
+    for number in range(10_100):
+        tracker.record("ADDED", pod(1, uid=f"u{number}"), float(number))
+        tracker.record("DELETED", teacher(deleting=True), float(number))
+    assert (len(tracker._waiting), len(tracker._left)) == (10_000, 1)

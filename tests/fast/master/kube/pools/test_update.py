@@ -1,0 +1,586 @@
+"""A pool whose spec is edited: its teachers are replaced, one at a time, and students have theirs meanwhile."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edl.kube.objects import format_time
+from edl.master.kube.conditions import find_condition
+from edl.master.kube.members import MemberPod
+from edl.master.kube.pools.revision import REVISION_LABEL, hash_place, hash_revision
+from edl.master.kube.pools.updating import TeacherUpdate, choose_surplus
+from tests.fast.master.kube.pools.simulated_cluster import GPU, TEMPLATE, SimulatedCluster
+
+BOTH = pytest.mark.parametrize("capacity", [True, False], ids=["capacity", "probing"])
+NEW = ["n.py:load"]
+
+
+def pool(gpus: list[int], capacity: bool = True, wanted: int | None = 2, **spec: Any) -> SimulatedCluster:
+    """Return a cluster with a pool that is at rest."""
+    made = SimulatedCluster(gpus, capacity, **spec)
+    made.wanted = wanted
+    made.settle(60)
+    return made
+
+
+def condition(made: SimulatedCluster, kind: str) -> tuple[str, str]:
+    found = find_condition(made.resource["status"], kind)
+    return found["status"], found["reason"]
+
+
+def count_ready(made: SimulatedCluster) -> int:
+    ready = {"type": "Ready", "status": "True"}
+    return sum(ready.items() <= item.items() for pod in made.teachers() for item in pod["status"]["conditions"])
+
+
+def go_on(made: SimulatedCluster, rounds: int = 100) -> tuple[int, int]:
+    """Let the pool go on; return the fewest teachers that were ready meanwhile, and the most that there were."""
+    fewest, most = count_ready(made), len(made.teachers())
+    for _ in range(rounds):
+        made.settle(1)
+        fewest, most = min(fewest, count_ready(made)), max(most, len(made.teachers()))
+    return fewest, most
+
+
+def go_on_without_nodes(made: SimulatedCluster, rounds: int) -> int:
+    """Let the pool go on, with a scheduler that finds no node for any new pod; return the fewest that were ready."""
+    fewest = count_ready(made)
+    for _ in range(rounds):
+        made.reconcile()
+        held = {name: pod for name, pod in made.pods.items() if "nodeName" not in pod["spec"]}
+        for name in held:
+            del made.pods[name]
+        made.schedule()
+        made.pods |= held
+        made.run_kubelets()
+        made.now_s += 1
+        fewest = min(fewest, count_ready(made))
+    return fewest
+
+
+def break_new(made: SimulatedCluster) -> None:
+    """Have teachers of the edited spec not start."""
+    for pod in made.teachers():
+        if pod["spec"]["containers"][0]["args"][-1] == NEW[0] and "nodeName" in pod["spec"]:
+            waiting = {"reason": "ErrImagePull", "message": "no such image"}
+            pod["status"] |= {
+                "phase": "Pending",
+                "conditions": [],
+                "containerStatuses": [{"name": "edl", "state": {"waiting": waiting}}],
+            }
+
+
+@BOTH
+def test_successor_is_ready_first(capacity: bool) -> None:
+    made = pool([4], capacity)
+    assert condition(made, "Updated") == ("True", "UpToDate")
+    made.edit(serve=NEW)
+    made.reconcile()
+    assert condition(made, "Updated") == ("False", "Updating")
+    assert condition(made, "Ready") == ("True", "Updating")
+    assert go_on(made) == (2, 3)
+    assert made.list_serves() == NEW
+    assert condition(made, "Updated") == ("True", "UpToDate")
+    assert condition(made, "Ready") == ("True", "AllReady")
+    assert [event.reason for event in made.events if event.reason.startswith("Upd")] == ["Updating", "Updated"]
+
+
+@BOTH
+def test_at_its_maximum_one_more_comes(capacity: bool) -> None:
+    made = pool([2], capacity, wanted=1, minReplicas=1, maxReplicas=1)
+    made.edit(serve=NEW)
+    assert go_on(made) == (1, 2)
+    assert made.list_serves() == NEW
+
+
+@BOTH
+def test_without_room_the_old_goes_first(capacity: bool) -> None:
+    made = pool([2], capacity)
+    made.edit(serve=NEW)
+    fewest, most = go_on(made, 250)
+    assert (fewest, most) == (1, 2 if capacity else 3)
+    assert made.list_serves() == NEW
+    assert "awaitedMember" not in made.resource["status"]
+
+
+@BOTH
+@pytest.mark.parametrize("wanted", [0, 1, 2, 3, None])
+def test_what_is_wanted_counts_meanwhile(capacity: bool, wanted: int | None) -> None:
+    made = pool([2], capacity)
+    made.edit(serve=NEW)
+    made.settle(2)
+    made.wanted = wanted
+    made.settle(250)
+    assert made.placed() == (2 if wanted is None else min(2, wanted))
+    assert set(made.list_serves()) <= set(NEW)
+
+
+@BOTH
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_stops_at_the_first_that_fails(capacity: bool, gpus: int) -> None:
+    made = pool([gpus], capacity, wanted=2)
+    made.edit(serve=NEW)
+    least = 2
+    for _ in range(300):
+        made.reconcile()
+        made.schedule()
+        made.run_kubelets()
+        break_new(made)
+        made.now_s += 1
+        least = min(least, count_ready(made))
+    assert least == (1 if gpus == 2 else 2)
+    assert condition(made, "Updated") == ("False", "UpdateStopped")
+    assert "no such image" in find_condition(made.resource["status"], "Updated")["message"]
+    stopped = [event for event in made.events if event.reason == "UpdateStopped"]
+    assert (stopped[0].type, len(stopped)) == ("Warning", 1)
+    made.edit(serve=["m.py:load"])  # back to what was
+    for pod in made.teachers():
+        pod["status"].pop("containerStatuses", None) if pod["status"]["phase"] == "Running" else None
+    made.settle(100)
+    assert made.list_serves() == ["m.py:load"]
+    assert (made.placed(), condition(made, "Ready")) == (2, ("True", "AllReady"))
+
+
+def test_failing_teachers_are_replaced() -> None:
+    """An edit is the remedy of a spec that does not start; until now the failing pod stayed for ever."""
+    made = pool([1], wanted=1, serve=NEW)
+    break_new(made)
+    made.reconcile()
+    assert condition(made, "Ready") == ("False", "TeacherFailing")
+    made.edit(serve=["m.py:load"])
+    made.settle(20)
+    assert (made.list_serves(), condition(made, "Ready")) == (["m.py:load"], ("True", "AllReady"))
+
+
+def test_a_place_that_another_took_is_one() -> None:
+    """Its successor found no node: the others of the spec before go on."""
+    made = pool([3], wanted=3)
+    made.edit(serve=NEW)
+    made.reconcile()
+    (leaving,) = [pod for pod in made.pods.values() if "deletionTimestamp" in pod["metadata"]]
+    del made.pods[leaving["metadata"]["name"]]
+    made.add_online("other")
+    made.pods["other"]["spec"]["nodeName"] = "n0"
+    assert go_on(made, 400) == (2, 2)
+    assert made.list_serves() == ["m.py:load"]
+    updated = find_condition(made.resource["status"], "Updated")
+    assert (updated["reason"], "no node has room" in updated["message"]) == ("Updating", True)
+    made.delete("other")
+    made.settle(100)
+    assert (made.list_serves(), made.placed()) == (NEW, 3)
+
+
+@BOTH
+@pytest.mark.parametrize("wanted", [2, 3])
+def test_successor_that_gets_no_node(capacity: bool, wanted: int) -> None:
+    """The scheduler finds none, whatever seems idle, as with a volume that is not bound: one teacher went, no more."""
+    made = pool([4], capacity, wanted=wanted)
+    made.edit(serve=NEW)
+    fewest = go_on_without_nodes(made, 150)
+    assert fewest == wanted - 1
+    assert condition(made, "Updated") == ("False", "Updating")
+
+
+@BOTH
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_minimum_beyond_the_room(capacity: bool, gpus: int) -> None:
+    """A teacher of the present spec waits for a node, and those of the spec before have all there are."""
+    made = pool([gpus], capacity, wanted=3, minReplicas=3)
+    assert (made.placed(), made.pending()) == (gpus, 1)
+    made.edit(serve=NEW)
+    fewest, _ = go_on(made, 200)
+    assert fewest == gpus - 1
+    assert (made.list_serves(), made.placed()) == (NEW, gpus)
+    assert condition(made, "Updated") == ("True", "UpToDate")
+
+
+@BOTH
+def test_minimum_that_fits_nowhere(capacity: bool) -> None:
+    made = pool([2], capacity, wanted=3, minReplicas=3)
+    made.edit(serve=NEW, template={"spec": {**TEMPLATE["spec"], "nodeSelector": {"a": "b"}}})
+    fewest = go_on_without_nodes(made, 200)
+    assert fewest == (2 if capacity else 1), "without `edl-capacity` one goes, and no other"
+
+
+@BOTH
+def test_successor_of_the_last_fails(capacity: bool) -> None:
+    made = pool([1], capacity, wanted=1)
+    made.edit(serve=NEW)
+    for _ in range(60):
+        made.reconcile()
+        assert condition(made, "Updated")[0] == "False"
+        made.schedule()
+        made.run_kubelets()
+        break_new(made)
+        made.now_s += 1
+    assert condition(made, "Updated") == ("False", "UpdateStopped")
+    assert [event.reason for event in made.events if event.reason.startswith("Upd")] == ["Updating", "UpdateStopped"]
+
+
+@BOTH
+def test_successor_of_the_last_starts(capacity: bool) -> None:
+    made = pool([1], capacity, wanted=1)
+    made.edit(serve=NEW)
+    for _ in range(60):
+        made.reconcile()
+        assert condition(made, "Updated")[0] == "False" or made.list_serves() == NEW
+        made.settle(1)
+    assert (count_ready(made), condition(made, "Updated")) == (1, ("True", "UpToDate"))
+    assert [event.reason for event in made.events if event.reason.startswith("Upd")] == ["Updating", "Updated"]
+
+
+@pytest.mark.parametrize("wanted", [1, 2])
+@pytest.mark.parametrize("slip", ["node", "gpus"])
+def test_edit_that_fits_nowhere(wanted: int, slip: str) -> None:
+    """A teacher that went would make no room: none goes."""
+    made = pool([2], wanted=wanted)
+    names = set(made.pods)
+    limits = {"resources": {"limits": {GPU: "8"}}} if slip == "gpus" else {}
+    container = {**TEMPLATE["spec"]["containers"][0], **limits}
+    made.edit(template={"spec": {"containers": [container], "nodeSelector": {"a": "b"} if slip == "node" else {}}})
+    made.settle(60)
+    assert set(made.pods) == names
+    updated = find_condition(made.resource["status"], "Updated")
+    assert (updated["reason"], "even if" in updated["message"]) == ("Updating", True)
+
+
+def test_crash_loop_stops_once() -> None:
+    """Between two ends its container runs for some seconds."""
+    made = pool([4])
+    made.edit(serve=NEW)
+    for second in range(60):
+        made.reconcile()
+        made.schedule()
+        made.run_kubelets()
+        break_new(made)
+        for pod in made.teachers():
+            for status in pod["status"].get("containerStatuses", []):
+                status["restartCount"] = 1
+                if second % 15 < 5:
+                    status["state"] = {"running": {}}
+        made.now_s += 1
+    assert [event.reason for event in made.events if event.reason.startswith("Upd")] == ["Updating", "UpdateStopped"]
+    assert count_ready(made) == 2
+
+
+def test_node_whose_clock_is_ahead() -> None:
+    made = pool([4], wanted=1)
+    made.edit(serve=NEW)
+    made.settle(1)
+    (new,) = [pod for pod in made.teachers() if pod["spec"]["containers"][0]["args"][-1] == NEW[0]]
+    since = {"type": "Ready", "status": "True", "lastTransitionTime": format_time(made.now_s + 3600)}
+    new["status"]["conditions"] = [since]
+    made.now_s += 20
+    assert made.reconcile().delete
+
+
+def test_copy_of_a_teacher_holds_nothing_up() -> None:
+    """As of `kubectl debug --copy-to --keep-labels`: it has a teacher's labels, and is none."""
+    made = pool([4])
+    copied = copy.deepcopy(made.teachers()[0])
+    copied["metadata"] |= {"name": "copy", "uid": "copy-uid", "ownerReferences": []}
+    made.pods["copy"], made.strangers = copied, {"copy-uid"}
+    made.edit(serve=NEW)
+    made.settle(60)
+    assert (made.list_serves(), "copy" in made.pods) == (NEW, True)
+
+
+def test_teacher_that_hangs_is_named() -> None:
+    """Its containers do not end: what goes on is looked at seldom, and `kubectl describe` names it."""
+    made = pool([4])
+    made.edit(serve=NEW)
+    while not made.reconcile().delete:
+        made.schedule()
+        made.run_kubelets()
+        made.now_s += 1
+    (hanging,) = [name for name, pod in made.pods.items() if "deletionTimestamp" in pod["metadata"]]
+    assert made.reconcile().requeue_s == 1
+    made.now_s += 60
+    assert made.reconcile().requeue_s == 30
+    updated = find_condition(made.resource["status"], "Updated")
+    assert (updated["reason"], f"{hanging} has not ended yet" in updated["message"]) == ("Updating", True)
+
+
+@given(
+    teachers=st.lists(st.tuples(st.booleans(), st.sampled_from(["waits", "starts", "ready"])), max_size=12),
+    target=st.integers(0, 8),
+)
+def test_surplus_leaves_what_serves(teachers: list[tuple[bool, str]], target: int) -> None:
+    pods = [
+        MemberPod(
+            f"t{number}", "teacher", number, 0, str(number), ready=state == "ready", scheduled=state != "waits",
+            labels={REVISION_LABEL: "new" if new else "old"},
+        )
+        for number, (new, state) in enumerate(teachers)
+    ]  # fmt: skip
+    update = TeacherUpdate("new", None, "", False, None)
+    surplus = choose_surplus(update, pods, target)
+    limit = target + 1 if target and update.list_outdated(pods) else target
+    assert len({pod.name for pod in surplus}) == len(surplus) == max(0, len(pods) - limit)
+    kept = [pod for pod in pods if pod not in surplus]
+    if any(pod.ready for pod in surplus):
+        assert not [pod for pod in kept if not pod.scheduled and pod.labels[REVISION_LABEL] == "new"]
+        assert sum(pod.ready for pod in kept) >= min(target, sum(pod.ready for pod in pods)) or all(
+            pod.labels[REVISION_LABEL] == "old" for pod in kept
+        )
+
+
+def test_ready_for_seconds_before_the_next() -> None:
+    made = pool([4], wanted=1)
+    made.edit(serve=NEW)
+    made.settle(1)
+    (new,) = [pod for pod in made.teachers() if pod["spec"]["containers"][0]["args"][-1] == NEW[0]]
+    since = {"type": "Ready", "status": "True", "lastTransitionTime": format_time(made.now_s)}
+    new["status"]["conditions"] = [since]
+    plan = made.reconcile()
+    assert (plan.delete, plan.requeue_s) == ((), pytest.approx(10, abs=1))
+    made.now_s += 10
+    assert [deletion.name for deletion in made.plan().delete] == [
+        pod["metadata"]["name"] for pod in made.teachers() if pod is not new
+    ]
+
+
+def test_restart_in_the_middle() -> None:
+    """All that an update goes by stands in the status and on the pods."""
+    for calls in range(6):
+        made = pool([3], wanted=3, minReplicas=2)
+        made.edit(serve=NEW)
+        for step in range(400):
+            made.reconcile(calls=calls if step % 3 else 100)
+            made.schedule()
+            made.run_kubelets()
+            made.now_s += 1
+            assert len(made.teachers()) >= 2
+        assert made.list_serves() == NEW
+
+
+def pool_of_operators(capacity: bool, gpus: int) -> SimulatedCluster:
+    """Return a pool at rest that names no store: it has that of its operator."""
+    made = SimulatedCluster([gpus], capacity)
+    del made.resource["spec"]["store"]
+    made.default_store, made.wanted = "sqlite:///s", 2
+    made.settle(60)
+    return made
+
+
+@BOTH
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_operators_with_two_stores(capacity: bool, gpus: int) -> None:
+    """Each has another revision of the same spec: neither replaces what the other makes, and the status is at rest."""
+    made = pool_of_operators(capacity, gpus)
+    names, writes = set(made.pods), made.status_writes
+    for second in range(600):
+        for store in ("sqlite:///s", "sqlite:///t"):
+            made.default_store = store
+            made.reconcile()
+            made.schedule()
+            made.run_kubelets()
+        made.now_s += 1
+        if second == 300:
+            made.delete(min(names))
+    assert (len(set(made.pods) & names), len(made.teachers())) == (1, 2), "what ends is replaced all the same"
+    assert made.status_writes - writes < 60
+    made.settle(200)
+    assert made.placed() == 2
+    assert condition(made, "Updated") == ("True", "UpToDate"), "the other has gone"
+
+
+def test_operators_without_teachers() -> None:
+    made = pool_of_operators(True, 2)
+    made.wanted = 0
+    made.settle(30)
+    writes = made.status_writes
+    for _ in range(100):
+        for store in ("sqlite:///s", "sqlite:///t"):
+            made.default_store = store
+            made.reconcile()
+        made.now_s += 1
+    assert made.status_writes - writes < 10
+
+
+@BOTH
+def test_operator_with_another_store(capacity: bool) -> None:
+    """As after an upgrade: its teachers are replaced, after a minute in which the one before may have run yet."""
+    made = pool_of_operators(capacity, 4)
+    names = set(made.pods)
+    made.default_store = "sqlite:///t"
+    made.settle(55)
+    assert set(made.pods) == names
+    assert condition(made, "Updated") == ("False", "Updating")
+    assert go_on(made) == (2, 3)
+    assert not set(made.pods) & names
+    assert condition(made, "Updated") == ("True", "UpToDate")
+    assert "revisionSince" not in made.resource["status"]
+
+
+@BOTH
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_edit_that_two_operators_see(capacity: bool, gpus: int) -> None:
+    made = pool_of_operators(capacity, gpus)
+    made.edit(serve=NEW)
+    for _ in range(300):
+        for store in ("sqlite:///s", "sqlite:///t"):
+            made.default_store = store
+            made.reconcile()
+            made.schedule()
+            made.run_kubelets()
+            assert count_ready(made) >= 1
+        made.now_s += 1
+    assert made.created <= 4, "what the first did before the second had looked"
+    made.settle(250)
+    assert (made.list_serves(), made.placed(), condition(made, "Updated")[0]) == (NEW, 2, "True")
+
+
+def test_beside_an_older_operator() -> None:
+    """It takes away what is one too many, and drops what it does not know from the status."""
+    made = pool([4])
+    made.edit(serve=NEW)
+    for _ in range(300):
+        made.settle(1)
+        for name in ("revision", "revisionSince", "updatedReplicas", "servedPlaces", "awaitedMember"):
+            made.resource["status"].pop(name, None)
+        for pod in made.teachers()[2:]:
+            made.delete(pod["metadata"]["name"])
+    assert made.created <= 4, "two at first, and few that were made in vain"
+    assert count_ready(made) == 2
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"service": "other"},
+        {"store": "sqlite:///t"},
+        {"gracePeriodSeconds": 20},
+        {"priorityClassName": "low"},
+        {"template": {"spec": {"containers": [{**TEMPLATE["spec"]["containers"][0], "image": "other"}]}}},
+    ],
+    ids=lambda edit: next(iter(edit)),
+)
+def test_what_pods_are_made_from_counts(edit: dict[str, Any]) -> None:
+    made = pool([4])
+    names = set(made.pods)
+    made.edit(**edit)
+    made.settle(100)
+    assert len(made.teachers()) == 2
+    assert not names & made.pods.keys()
+
+
+@pytest.mark.parametrize(
+    "edit", [{"maxReplicas": 3}, {"minReplicas": 1}, {"probeSeconds": 5}, {"scaling": "external", "replicas": 2}]
+)
+def test_what_pods_do_not_show_counts_not(edit: dict[str, Any]) -> None:
+    made = pool([4])
+    names = set(made.pods)
+    made.edit(**edit)
+    made.settle(50)
+    assert set(made.pods) == names
+
+
+def test_spelling_of_a_store_is_no_edit() -> None:
+    made = pool([1], store="consul://Consul:8500/")
+    one = hash_revision(made.pool)
+    made.edit(store="consul://consul")
+    assert hash_revision(made.pool) == one
+
+
+def test_pods_of_an_older_operator() -> None:
+    """They have no revision: up to date when they are first seen, outdated by the next edit."""
+    made = pool([4])
+    names = set(made.pods)
+    for pod in made.pods.values():
+        del pod["metadata"]["labels"][REVISION_LABEL]
+    for field in ("revision", "updatedReplicas"):
+        del made.resource["status"][field]
+    made.settle(20)
+    assert set(made.pods) == names
+    assert condition(made, "Updated") == ("True", "UpToDate")
+    made.edit(serve=NEW)
+    made.settle(100)
+    assert made.list_serves() == NEW
+    assert "unlabelledRevision" not in made.resource["status"]
+
+
+@BOTH
+def test_edit_that_no_operator_saw(capacity: bool) -> None:
+    """Nobody saw the edit: teachers without a label are of the spec before it, also at the second look."""
+    made = pool([4], capacity)
+    for pod in made.pods.values():
+        del pod["metadata"]["labels"][REVISION_LABEL]
+    for field in ("revision", "updatedReplicas"):
+        del made.resource["status"][field]
+    made.edit(serve=NEW)
+    made.reconcile()
+    assert condition(made, "Updated") == ("False", "Updating")
+    made.settle(100)
+    assert made.list_serves() == NEW
+    assert condition(made, "Updated") == ("True", "UpToDate")
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_former_service_is_kept(gpus: int) -> None:
+    made = pool([gpus])
+    (former,) = made.resource["status"]["servedPlaces"]
+    made.edit(service="letters")
+    for _ in range(100):
+        made.reconcile()
+        serving = [
+            pod for pod in made.pods.values() if pod["metadata"]["labels"][REVISION_LABEL] != hash_revision(made.pool)
+        ]
+        if serving:
+            assert former in made.resource["status"]["servedPlaces"]
+        made.schedule()
+        made.run_kubelets()
+        made.now_s += 1
+    assert made.resource["status"]["servedPlaces"] == [hash_place(made.pool)]
+    assert former != hash_place(made.pool)
+
+
+def test_suspended_pool_is_not_updated() -> None:
+    made = pool([4])
+    made.edit(suspend=True, serve=NEW)
+    made.settle(20)
+    assert not made.pods
+    made.edit(suspend=False)
+    made.settle(20)
+    assert made.list_serves() == NEW
+    assert not [event for event in made.events if event.reason.startswith("Upd")]
+
+
+def test_quota_has_no_room_for_one_more() -> None:
+    """The API server refuses the successor: an outdated teacher goes first."""
+    made = pool([4])
+    made.edit(serve=NEW)
+    refused = {"type": "Accepted", "status": "False", "reason": "QuotaExceeded", "observedGeneration": 2}
+    made.resource["status"]["conditions"] = [refused]
+    plan = made.reconcile()
+    assert (len(plan.delete), plan.create) == (1, ())
+    made.resource["status"]["conditions"] = [refused]
+    assert not made.reconcile().delete, "one at a time"
+
+
+def test_kueue_holds_the_successor_back() -> None:
+    made = pool([4], queue="team")
+    made.edit(serve=NEW)
+    made.reconcile()
+    for _ in range(30):
+        made.reconcile()
+        made.now_s += 1
+    (waiting,) = [pod for pod in made.teachers() if "nodeName" not in pod["spec"]]
+    assert waiting["metadata"]["name"] in made.pods
+    assert len(made.teachers()) == 2, "an outdated teacher went, so that there is quota"
+    made.settle(100)
+    assert made.list_serves() == NEW
+
+
+@pytest.mark.parametrize("written", [7, "teacher-x", "worker-0", "", {}])
+def test_status_that_nobody_wrote(written: object) -> None:
+    made = pool([2])
+    made.resource["status"] |= {"awaitedMember": written, "unlabelledRevision": written, "wantedReplicas": written}
+    made.edit(serve=NEW)
+    made.settle(100)
+    assert made.list_serves() == NEW

@@ -1,0 +1,264 @@
+"""What holds of every decision about who gets what, over clusters that hypothesis draws."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from edl.master.scaling.arbitration import Allocation, ArbitrationSettings, JobRequest, arbitrate
+from edl.master.scaling.arbitration.requests import JobValue
+from edl.master.scaling.throughput import ThroughputModel
+from tests.fast.master.scaling.arbitration.clusters import Cluster, check, clusters, used_gpus
+
+MANY = settings(max_examples=150, deadline=None)
+IMPATIENT = ArbitrationSettings(patience_s=None)
+
+
+def below_minimum(jobs: Sequence[JobRequest], allocation: Allocation) -> set[str]:
+    """The jobs that do not run."""
+    return {job.name for job in jobs if allocation.count_workers(job.name) < job.min_workers}
+
+
+@MANY
+@given(clusters())
+def test_capacity_and_limits_hold(cluster: Cluster) -> None:
+    check(cluster, arbitrate(cluster.nodes, cluster.jobs, cluster.placements))
+
+
+LOST_GPUS = Cluster(
+    {"n": 3},
+    [
+        JobRequest("wide", 0, 2, 2, priority=1, age_s=0.0),
+        JobRequest("flat", 0, 1, model=ThroughputModel(1.0, 0.3), priority=1, pause_s=0.0),
+        JobRequest("steep", 0, 1, pause_s=0.0),
+    ],
+    {"wide": {"n": 2}, "flat": {"n": 1}},
+)
+"""A decision that has to take workers, whose jobs pause anyway, is not the last word on who pauses for nothing."""
+
+
+@MANY
+@example(LOST_GPUS)
+@given(clusters())
+def test_own_result_moves_nothing(cluster: Cluster) -> None:
+    first = arbitrate(cluster.nodes, cluster.jobs, cluster.placements)
+    again = arbitrate(cluster.nodes, cluster.jobs, first.placements)
+    check(cluster, again)
+    if first.settled:
+        assert again.placements == first.placements
+        assert not again.changes
+        assert again.steps == 0
+
+
+def test_decisions_settle() -> None:
+    """Steps may be used up before nothing is left to move, but so rarely that the promise above is worth something."""
+    unsettled = 0
+    for seed in range(300):
+        draw = random.Random(seed)
+        nodes = {f"n{number}": draw.randint(0, 8) for number in range(draw.randint(1, 8))}
+        jobs, placements = [], {}
+        for number in range(draw.randint(1, 10)):
+            least = draw.randint(0, 4)
+            jobs.append(JobRequest(f"j{number}", least, least + draw.randint(1, 12), draw.choice([1, 1, 2, 4, 8])))
+            placements[f"j{number}"] = {draw.choice(sorted(nodes)): draw.randint(1, 4)}
+        unsettled += not arbitrate(nodes, jobs, placements).settled
+    assert unsettled <= 3
+
+
+@MANY
+@given(clusters(), st.randoms(use_true_random=False))
+def test_order_of_input_does_not_matter(cluster: Cluster, shuffler: random.Random) -> None:
+    nodes, jobs, placements = list(cluster.nodes.items()), list(cluster.jobs), list(cluster.placements.items())
+    first = arbitrate(cluster.nodes, cluster.jobs, cluster.placements)
+    for items in (nodes, jobs, placements):
+        shuffler.shuffle(items)
+    turned = {job: dict(reversed(places.items())) for job, places in placements}
+    assert arbitrate(dict(nodes), jobs, turned) == first
+
+
+ENDLESS_PAUSE = Cluster(
+    {"n0": 1, "n1": 0},
+    [JobRequest("j0", 0, 1), JobRequest("j1", 0, 1, age_s=0.0), JobRequest("j2", 1, 1)],
+    {"j1": {"n0": 1}},
+)
+"""Moving j1 is never worth its pause, and yet its GPU is j2's."""
+
+
+@MANY
+@example(ENDLESS_PAUSE)
+@given(clusters(sizes=(1,)))
+def test_pending_minima_come_first(cluster: Cluster) -> None:
+    """With workers of one GPU it is exact: no surplus is held while a pending minimum fits by reclaiming it."""
+    found = arbitrate(cluster.nodes, cluster.jobs, cluster.placements, IMPATIENT)
+    if not found.settled:
+        return
+    free = sum(cluster.nodes.values()) - sum(used_gpus(cluster, found).values())
+    surplus = sum(max(0, found.count_workers(job.name) - job.min_workers) for job in cluster.jobs)
+    for job in cluster.jobs:
+        if job.name in found.pending:
+            assert job.min_workers > free + surplus, f"{job.name} would fit"
+
+
+@MANY
+@given(clusters(sizes=(2, 4)))
+def test_lowest_priority_gives_first(cluster: Cluster) -> None:
+    """A job that comes to a full cluster takes surplus of a priority only where no lower one has any of use.
+
+    Workers of 2 and 4 GPUs, a newcomer of 2: every worker of surplus makes room for it.
+    """
+    cluster = replace(cluster, jobs=[replace(job, gpus=2, pause_s=0.0) for job in cluster.jobs])
+    before = arbitrate(cluster.nodes, cluster.jobs, cluster.placements, IMPATIENT)
+    assume(before.settled)
+    newcomer = JobRequest("new", 1, 1, 2, priority=1, submitted_s=9.0)
+    after = arbitrate(
+        cluster.nodes,
+        # What would be moved for gain is left out: here it is about reclaiming alone.
+        [*(replace(job, pause_s=1e12, moves=1, age_s=1.0) for job in cluster.jobs), newcomer],
+        before.placements,
+        IMPATIENT,
+    )
+    surplus = sum(max(0, before.count_workers(job.name) - job.min_workers) for job in cluster.jobs)
+    if surplus:
+        assert "new" not in after.pending, "a worker of surplus is as large as it"
+    reclaimed = [job for job in cluster.jobs if after.count_workers(job.name) < before.count_workers(job.name)]
+    assert len(reclaimed) <= 1
+    for job in reclaimed:
+        lower = [other for other in cluster.jobs if other.priority < job.priority]
+        assert all(before.count_workers(other.name) <= other.min_workers for other in lower)
+
+
+@MANY
+@given(clusters())
+def test_who_runs_goes_on(cluster: Cluster) -> None:
+    """Nobody is brought below its minimum for another; only lost nodes do that."""
+    before = arbitrate(cluster.nodes, cluster.jobs, cluster.placements)
+    newcomers = [JobRequest(f"new{number}", 3, 9, 1 + number, priority=9) for number in range(3)]
+    after = arbitrate(cluster.nodes, [*cluster.jobs, *newcomers], before.placements)
+    for job in cluster.jobs:
+        if before.count_workers(job.name) >= job.min_workers:
+            assert after.count_workers(job.name) >= job.min_workers
+
+
+@MANY
+@given(clusters(), st.integers(1, 8))
+def test_more_room_harms_nobody(cluster: Cluster, gpus: int) -> None:
+    """A new node, or the end of a job: all that ran goes on, and nobody else waits."""
+    before = arbitrate(cluster.nodes, cluster.jobs, cluster.placements)
+    assume(before.settled)
+    larger = arbitrate({**cluster.nodes, "new": gpus}, cluster.jobs, before.placements)
+    assert below_minimum(cluster.jobs, larger) <= below_minimum(cluster.jobs, before)
+    left = cluster.jobs[1:]
+    fewer = arbitrate(cluster.nodes, left, before.placements)
+    assert below_minimum(left, fewer) <= below_minimum(left, before)
+
+
+@MANY
+@given(clusters())
+def test_no_gpu_idles_that_is_of_use(cluster: Cluster) -> None:
+    """A job that pauses for nothing, and may have more workers, finds no node with room for one."""
+    found = arbitrate(cluster.nodes, cluster.jobs, cluster.placements)
+    assume(found.settled)
+    used = used_gpus(cluster, found)
+    widest = max(cluster.nodes[node] - used[node] for node in cluster.nodes)
+    for job in cluster.jobs:
+        if job.pause_s == 0 and job.min_workers <= found.count_workers(job.name) < job.max_workers:
+            assert widest < job.gpus
+
+
+@MANY
+@given(clusters(sizes=(1,)), st.integers(1, 6))
+def test_minima_start_in_order(cluster: Cluster, running: int) -> None:
+    """A job waits only for what runs already, and for those that come before it: by priority, then age."""
+    old = cluster.jobs[:running]
+    before = arbitrate(cluster.nodes, old, cluster.placements, IMPATIENT)
+    after = arbitrate(cluster.nodes, cluster.jobs, before.placements, IMPATIENT)
+    assume(before.settled and after.settled)
+    runs = {job.name for job in old} - below_minimum(old, before)
+
+    def rank(job: JobRequest) -> tuple[float, float, str]:
+        return -job.priority, job.submitted_s, job.name
+
+    for job in cluster.jobs:
+        if job.name in after.pending:
+            first = [other for other in cluster.jobs if other.name in runs or rank(other) < rank(job)]
+            held = sum(other.min_workers for other in first if other.name not in after.pending)
+            assert held + job.min_workers > sum(cluster.nodes.values()), f"{job.name} waits for a later job"
+
+
+@MANY
+@given(clusters(), st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=7, max_size=7))
+def test_moves_gain_more_than_they_cost(cluster: Cluster, weights: list[float]) -> None:
+    """Where nothing starts, the sum of values after a decision, pauses paid, is no smaller than before it."""
+    before = arbitrate(cluster.nodes, cluster.jobs, cluster.placements)
+    assume(before.settled)
+    jobs = [replace(job, weight=weight) for job, weight in zip(cluster.jobs, weights, strict=False)]
+    after = arbitrate(cluster.nodes, jobs, before.placements)
+    assume(after.settled and after.pending == before.pending)
+    gain = 0.0
+    for job in jobs:
+        if job.name in after.changes:
+            value, workers = JobValue(job, ArbitrationSettings()), after.count_workers(job.name)
+            gain += value.compute_utility(workers) - value.compute_utility(before.count_workers(job.name))
+            gain -= value.compute_move_cost(workers)
+    assert gain > -1e-9
+
+
+@st.composite
+def single_gpu_jobs(draw: st.DrawFn) -> tuple[int, list[JobRequest], dict[str, dict[str, int]]]:
+    jobs, placements = [], {}
+    for number in range(draw(st.integers(1, 3))):
+        model = ThroughputModel(1.0, draw(st.sampled_from([0.0, 0.05, 0.4, 3.0])))
+        weight = draw(st.sampled_from([0.5, 1.0, 2.0]))
+        job = JobRequest(f"j{number}", 1, draw(st.integers(1, 9)), weight=weight, model=model, pause_s=0.0)
+        jobs.append(job)
+        placements[job.name] = {"n": draw(st.integers(1, job.max_workers))}
+    return draw(st.integers(len(jobs), 12)), jobs, placements
+
+
+@MANY
+@given(single_gpu_jobs())
+def test_shares_are_the_best_there_are(case: tuple[int, list[JobRequest], dict[str, dict[str, int]]]) -> None:
+    """Where moves cost nothing, no other shares have a larger sum of weighted log-speedups."""
+    gpus, jobs, placements = case
+
+    def total(counts: tuple[int, ...]) -> float:
+        return sum(job.weight * math.log(job.model.predict_rate(n)) for job, n in zip(jobs, counts, strict=True))
+
+    best = max(
+        total(counts)
+        for counts in itertools.product(*(range(1, job.max_workers + 1) for job in jobs))
+        if sum(counts) <= gpus
+    )
+    found = arbitrate({"n": gpus}, jobs, placements)
+    if found.settled:
+        assert math.isclose(total(tuple(found.count_workers(job.name) for job in jobs)), best, abs_tol=1e-6)
+
+
+@MANY
+@given(clusters())
+def test_growth_is_worth_its_pause(cluster: Cluster) -> None:
+    """A job that only got more workers, and nothing else happened to, gains more than the pause costs."""
+    found = arbitrate(cluster.nodes, cluster.jobs, cluster.placements)
+    for job in cluster.jobs:
+        places = cluster.placements.get(job.name, {})
+        now, after = sum(places.values()), found.count_workers(job.name)
+        untouched = all(found.placements.get(job.name, {}).get(node, 0) >= count for node, count in places.items())
+        if not (job.min_workers <= now < after and now and untouched):
+            continue
+        crowded = any(
+            sum(cluster.placements.get(other.name, {}).get(node, 0) * other.gpus for other in cluster.jobs)
+            > cluster.nodes[node]
+            for node in places
+        )
+        if crowded:  # it may have lost a worker there, and have it back
+            continue
+        factor = max(0.0, job.age_s - job.moves * job.pause_s) / (job.age_s + job.pause_s) if job.pause_s else 1.0
+        ratio = factor * job.model.predict_rate(after) / job.model.predict_rate(now)
+        left_s = math.inf if job.remaining is None else job.remaining / job.model.predict_rate(after)
+        assert (ratio - 1) * min(left_s, 1800.0) > job.pause_s * (1 - 1e-9) or job.pause_s == 0

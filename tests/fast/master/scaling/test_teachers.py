@@ -1,0 +1,319 @@
+"""How many teachers are wanted: few moves, then none; and no teacher more than the formula says."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edl.errors import SettingsError
+from edl.master.scaling.advisor import AdvisorSettings
+from edl.master.scaling.teacher_demand import TeacherObservation, TeacherScalingSettings, required_teachers
+from edl.master.scaling.teachers import (
+    ScalingStep,
+    StepPenalty,
+    TeacherScalingState,
+    decide_teachers,
+)
+from tests.fast.master.scaling.simulated_service import SimulatedService
+
+DEFAULT = TeacherScalingSettings()
+SETTLED_S = 2400.0
+"""The longest of all waits twice: 900 s of a penalty, 300 s of a window, and what starts and is judged."""
+
+
+def states(most: int) -> st.SearchStrategy[TeacherScalingState]:
+    """Any state that some history may have left, at time 0."""
+    past = st.none() | st.floats(-600, 0)
+    step = st.builds(
+        ScalingStep, st.integers(1, most), st.integers(1, most), st.floats(0, 1e4), st.none() | st.floats(-60, 0)
+    )
+    penalty = st.builds(StepPenalty, st.floats(-600, 900), st.integers(1, 8), st.floats(0.1, 1e4), st.floats(0.1, 1e3))
+    return st.builds(
+        TeacherScalingState,
+        wanted=st.none() | st.integers(1, most),
+        at_s=past,
+        high_since_s=past,
+        high_recent=st.lists(st.tuples(st.floats(-600, 0), st.integers(1, most)), max_size=3).map(tuple),
+        low_began_s=past,
+        low_since_s=past,
+        low_most=st.integers(1, most),
+        step=st.none() | step,
+        penalty=st.none() | penalty,
+    )
+
+
+@st.composite
+def services(draw: st.DrawFn) -> SimulatedService:
+    live = draw(st.integers(1, 40))
+    state = draw(states(40))
+    if state.step is not None:  # a step leads to what is wanted now
+        count = state.wanted if state.wanted is not None else live
+        state = replace(state, step=replace(state.step, before=draw(st.integers(1, count)), count=count))
+    # Where students do not wait nearly all the time, whatever the state makes of the number at first.
+    demand = draw(st.floats(0.01, 15.0)) * min(live, state.wanted or live, state.step.before if state.step else live)
+    rate = draw(st.floats(0.5, 500.0))
+    return SimulatedService(demand * rate, rate, live, state, start_s=draw(st.floats(0, 60)))
+
+
+@settings(max_examples=100)
+@given(services())
+def test_three_moves_then_none(service: SimulatedService) -> None:
+    service.run(SETTLED_S)
+    assert len(service.moves) <= 3, service.moves
+    before = len(service.moves)
+    service.run(SETTLED_S)
+    assert len(service.moves) == before, service.moves
+    least = math.ceil(service.demand / (0.9 * service.rate) - 1e-6)
+    most = math.floor(service.demand / (0.7 * service.rate) + 1 + 1e-6)
+    assert max(least, 1) <= service.live <= max(most, 1), "within the band"
+
+
+@settings(max_examples=40)
+@given(services(), st.integers(0, 2**32))
+def test_three_moves_with_noise(service: SimulatedService, seed: int) -> None:
+    """Of 5% in the demand, in the rate and in the rows, looked at as often as the advisor does."""
+    noisy = replace(service, noise=0.05, seed=seed, tick_s=AdvisorSettings.interval_s)
+    noisy.run(2 * SETTLED_S)
+    # Three in all, whenever they are: of a demand at the very edge of the band, noise makes the first move late.
+    assert len(noisy.moves) <= 3, noisy.moves
+
+
+@given(st.floats(0.5, 200), st.floats(1, 100), st.data())
+def test_worst_noise_moves_nothing_after(ratio: float, rate: float, data: st.DataObject) -> None:
+    """Noise of 5% in the demand that is as bad as it can be, for as long as it likes."""
+    state, now_s = TeacherScalingState(wanted=data.draw(st.integers(1, 300))), 0.0
+    moves = 0
+    for _ in range(12):
+        off = data.draw(st.sampled_from([0.95, 1.05, 1.0]))
+        for _ in range(data.draw(st.sampled_from([4, 62]))):
+            now_s += 5.0
+            count = state.wanted or 1
+            demand = ratio * rate * off
+            observation = TeacherObservation(now_s, count, 0, demand, rate, min(demand, count * rate))
+            state, decision = decide_teachers(state, observation)
+            moves += decision.moved
+    assert moves <= 1
+
+
+@given(st.integers(1, 3), st.floats(20.1, 3000.0))
+def test_saturated_students_double_it(live: int, ratio: float) -> None:
+    """The number doubles until students do not wait 95% of their time; then it is moved as ever."""
+    service = SimulatedService(ratio * live * 10.0, 10.0, live)
+    service.run(4000.0)
+    doublings = math.ceil(math.log2(ratio * 0.05)) if ratio > 20 else 0
+    assert len(service.moves) <= doublings + 2, service.moves
+    for _, decision in service.moves[: doublings - 1]:
+        assert decision.count == 2 * decision.before
+    assert service.live == math.ceil(service.demand / 8.0 - 1e-6)
+
+
+def test_windows_of_15_s_and_300_s() -> None:
+    service = SimulatedService(demand=200.0, rate=100.0, live=1, start_s=0.0)
+    service.run(60)
+    ((up_s, up),) = service.moves
+    assert (up_s, up.before, up.count) == (20.0, 1, 3), "15 s after the first look, at 5 s"
+    assert up.reason == (
+        "students would ask for 200 rows/s, and a teacher computes 100: 3 would be at work for 67% of the time"
+    )
+    service.demand = 20.0
+    service.run(400)
+    _, (down_s, down) = service.moves
+    assert (down_s, down.before, down.count) == (365.0, 3, 1)
+    assert "for 300 s no more than 1 would have done" in down.reason
+
+
+def test_goes_down_to_the_windows_largest() -> None:
+    service = SimulatedService(demand=1000.0, rate=100.0, live=20, start_s=0.0)
+    for demand in (300.0, 650.0, 100.0):
+        service.demand = demand
+        service.run(100)
+    service.run(100)
+    ((_, down),) = service.moves
+    assert down.count == 9, "650 rows/s needed nine, within the window"
+
+
+def test_falling_rates_are_one_move() -> None:
+    """After a pause rates fall for as long as they are taken over; teachers do not go in as many steps."""
+    service = SimulatedService(demand=1500.0, rate=100.0, live=20)
+    service.run(20)
+    for share in (0.7, 0.3, 0.0):
+        service.demand = share * 1500.0
+        service.run(5)
+    service.run(340)
+    ((at_s, down),) = service.moves
+    assert (down.before, down.count) == (20, 1)
+    assert at_s <= 340
+
+
+def test_paused_student_lets_teachers_go() -> None:
+    service = SimulatedService(demand=400.0, rate=100.0, live=5)
+    service.run(60)
+    service.demand = 0.0
+    service.run(320)
+    assert service.live == 1, "the least that is set"
+    service.demand = 400.0
+    service.run(60)
+    assert service.live == 5
+
+
+def test_useless_step_is_taken_back() -> None:
+    """A network bounds the rows: more teachers gain nothing, and are tried again at doubling intervals."""
+    service = SimulatedService(1000.0, 100.0, 3, most_rows_per_s=280.0, start_s=10.0)
+    service.run(3000)
+    counts = [decision.count for _, decision in service.moves]
+    assert counts == [13, 3] * (len(counts) // 2) + [13] * (len(counts) % 2)
+    backs = [at for at, decision in service.moves if decision.count == 3]
+    gaps = [later - earlier for earlier, later in pairwise(backs)]
+    assert all(later > 1.4 * earlier for earlier, later in pairwise(gaps)), gaps
+    assert len(backs) >= 4
+    (_, back) = next(move for move in service.moves if move[1].count == 3)
+    assert back.reason == (
+        "13 teachers instead of 3 gained 0 of 720 rows/s that they should: taken back, and tried again in 60 s"
+    )
+
+
+def test_changed_demand_lifts_the_penalty() -> None:
+    service = SimulatedService(1000.0, 100.0, 3, most_rows_per_s=280.0, start_s=0.0)
+    service.run(1000)
+    assert service.state.penalty is not None
+    assert service.state.penalty.until_s > service.now_s + 30 or service.state.step is None
+    service.most_rows_per_s = math.inf
+    service.state = replace(service.state, penalty=StepPenalty(service.now_s + 3600, 6, 1000.0, 100.0))
+    service.live, service.state = 3, replace(service.state, wanted=3, step=None)
+    before = len(service.moves)
+    service.demand = 1190.0
+    service.run(100)
+    assert len(service.moves) == before, "by less than a fifth"
+    service.demand = 1210.0
+    service.run(100)
+    assert service.live == 16
+
+
+def test_step_that_works_is_kept() -> None:
+    service = SimulatedService(1000.0, 100.0, 3, start_s=30.0)
+    service.run(600)
+    assert [decision.count for _, decision in service.moves] == [13]
+    assert service.state.step is None
+    assert service.state.penalty is None
+
+
+def test_pause_during_a_step_judges_nothing() -> None:
+    service = SimulatedService(1000.0, 100.0, 3, start_s=30.0)
+    service.run(40)
+    service.demand = 0.0
+    service.run(200)
+    assert service.state.penalty is None
+
+
+def test_starting_teachers_count() -> None:
+    service = SimulatedService(1000.0, 100.0, 3, start_s=240.0)
+    service.run(900)
+    assert [decision.count for _, decision in service.moves] == [13]
+
+
+def test_gap_counts_times_anew() -> None:
+    """What the load was while the Store was away is not known."""
+    service = SimulatedService(demand=20.0, rate=100.0, live=5)
+    service.run(200)
+    service.now_s += 400.0
+    service.run(200)
+    assert service.moves == []
+    service.run(150)
+    assert [decision.count for _, decision in service.moves] == [1]
+
+
+@pytest.mark.parametrize(("demand", "complete", "count"), [(0.0, False, 1), (50.0, True, 1), (0.0, True, 0)])
+def test_first_teacher_is_asked_for(demand: float, complete: bool, count: int) -> None:
+    none = TeacherScalingSettings(least=0)
+    observation = TeacherObservation(0.0, 0, 0, demand, None, 0.0, 0.0 if demand or not complete else 1.0, complete)
+    assert decide_teachers(TeacherScalingState(), observation, none)[1].count == count
+
+
+def test_unknown_rate_moves_nothing() -> None:
+    """Of a Triton without statistics."""
+    state = TeacherScalingState()
+    for tick in range(100):
+        state, decision = decide_teachers(state, TeacherObservation(5.0 * tick, 3, 0, 500.0, None, 500.0))
+        assert (decision.count, decision.reason) == (3, "no teacher's rate is known yet")
+
+
+def test_students_that_starve_keep_teachers() -> None:
+    """Teachers hang: nobody can ask, which is not the same as asking for nothing."""
+    state = TeacherScalingState()
+    for tick in range(100):
+        observation = TeacherObservation(5.0 * tick, 3, 0, 0.0, 100.0, 0.0, 0.0, complete=False)
+        state, decision = decide_teachers(state, observation)
+        assert decision.count == 3
+
+
+@given(
+    st.builds(
+        TeacherObservation,
+        st.floats(0, 1e6),
+        *[st.integers(0, 1000)] * 2,
+        st.floats(0, 1e18),
+        st.none() | st.floats(0, 1e18),
+        st.floats(0, 1e18),
+        st.floats(0, 1),
+        st.booleans(),
+    ),
+    states(10**6),
+    st.integers(0, 5),
+)
+def test_any_observation_has_a_decision(
+    observation: TeacherObservation, state: TeacherScalingState, least: int
+) -> None:
+    bounds = TeacherScalingSettings(least=least, most=2_000_000)
+    _, decision = decide_teachers(state, observation, bounds)
+    assert 0 <= decision.count <= 2_000_000
+    assert decision.reason
+
+
+def test_most_and_least_are_kept() -> None:
+    service = SimulatedService(1000.0, 100.0, 3, settings=TeacherScalingSettings(least=2, most=6))
+    service.run(100)
+    assert service.live == 6
+    service.demand = 1.0
+    service.run(400)
+    assert service.live == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"up_above": 0.8},
+        {"down_below": 0.8},
+        {"utilization": 1.2},
+        {"least": -1},
+        {"most": 0},
+        {"least": 4, "most": 3},
+        {"most_growth": 1.0},
+        {"retry_s": 0.0},
+    ],
+)
+def test_settings_that_cannot_be(wrong: dict[str, float]) -> None:
+    with pytest.raises(SettingsError):
+        TeacherScalingSettings(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("demand", "rate", "live", "busy", "required"),
+    [
+        (400.0, 100.0, 3, 0.69, 5),
+        (240.0, 100.0, 3, 1.0, 3),
+        (240.1, 100.0, 3, 1.0, 4),
+        (9000.0, 100.0, 3, 0.04, 6),
+        (9000.0, 100.0, 0, 0.04, 1),
+        (0.0, None, 3, 1.0, 0),
+        (1.0, None, 3, 1.0, None),
+    ],
+)
+def test_required_is_the_formula(
+    demand: float, rate: float | None, live: int, busy: float, required: int | None
+) -> None:
+    assert required_teachers(TeacherObservation(0.0, live, 0, demand, rate, 0.0, busy)) == required

@@ -1,0 +1,229 @@
+"""Readers that commit by checkpoints: marks, and going back to them."""
+
+from __future__ import annotations
+
+import pytest
+
+from edl.errors import ConflictError, LeaseLostError, SettingsError
+from edl.protocol import master
+from tests.fast.master.shards.jobs import Job, bounds, checkpointed
+
+
+def test_loss_after_a_mark_goes_back() -> None:
+    job = checkpointed(units=40)
+    job.open("a")
+    first, second, third = job.turn("a", 3).leases
+    job.turn("a", 0, done=[first])
+    job.mark("a", 1, (second, 4))
+    job.turn("a", 0, done=[second])
+    assert job.book.status("d")["provisional_units"] == 6
+    job.expire("a")
+    assert job.book.status("d")["units_done"] == 14
+    with pytest.raises(LeaseLostError, match="after its last mark, 1, went back: resume"):
+        job.turn("a", 1)
+    job.open("b")
+    assert bounds(job.turn("b", 9).leases) == [(14, 20), (20, 30), (30, 40)]
+    assert third.start == 20
+
+
+def test_resume_takes_open_shards_over() -> None:
+    """A reader that was killed comes back at once, before its session has expired."""
+    job = checkpointed(units=40)
+    job.open("a")
+    first, second = job.turn("a", 2).leases
+    job.mark("a", 1, (first, 3))
+    job.turn("a", 1, done=[first, second])
+    job.open("b")
+    reply = job.resume("b", "a", 1)
+    assert bounds(reply.leases) == [(3, 10), (10, 20)]
+    assert job.resume("b", "a", 1) == reply, "a reply that was lost"
+    with pytest.raises(LeaseLostError, match="b resumed it in session b"):
+        job.turn("a", 1, done=[first])
+    assert job.book.status("d")["units_done"] == 3
+    assert bounds(job.turn("b", 9).leases) == [(20, 30), (30, 40)]
+
+
+def test_resume_at_an_older_mark() -> None:
+    """Others took what was given back meanwhile; what they have or did is theirs."""
+    job = checkpointed(units=40)
+    job.open("a")
+    first, second, third = job.turn("a", 3).leases
+    job.mark("a", 1, (first, 3))
+    job.turn("a", 0, done=[first])
+    job.mark("a", 2, (second, 6))
+    job.expire("a")
+    job.open("b")
+    others = job.turn("b", 9).leases
+    assert bounds(others) == [(16, 20), (20, 30), (30, 40)]
+    job.open("a2", "a")
+    reply = job.resume("a2", "a", 1)
+    assert bounds(reply.leases) == [(3, 10), (10, 16)], "what a did between the marks, and nothing of b's"
+    job.turn("b", 0, done=others)
+    job.mark("b", 1)
+    job.turn("a2", 0, done=reply.leases)
+    job.mark("a2", 2)
+    assert job.book.is_finished("d")
+    assert job.book.status("d")["units_done"] == 40
+    assert third.start == 20
+
+
+def test_second_resumer_is_refused() -> None:
+    job = checkpointed()
+    job.open("a")
+    lease = job.turn("a", 1).leases[0]
+    job.mark("a", 1, (lease, 5))
+    job.expire("a")
+    job.open("b")
+    job.resume("b", "a", 1)
+    job.open("c")
+    with pytest.raises(ConflictError, match="read on by b in session b, which lives"):
+        job.resume("c", "a", 1)
+    job.expire("b")  # the one that resumed died before it saved anything: the state that survives is the old one
+    assert bounds(job.resume("c", "a", 1).leases) == [(5, 10)]
+
+
+def test_marks_of_the_given_up_branch() -> None:
+    job = checkpointed()
+    job.open("a")
+    for number in (1, 2, 3):
+        job.turn("a", 0, done=job.turn("a", 1).leases)
+        job.mark("a", number)
+    job.expire("a")
+    job.open("b")
+    job.resume("b", "a", 1)
+    job.turn("b", 0, done=job.turn("b", 1).leases)
+    with pytest.raises(ConflictError, match="mark 1 of session b: 1 was made"):
+        job.mark("b", 1)
+    job.mark("b", 2)
+    job.expire("b")
+    job.open("c")
+    with pytest.raises(SettingsError, match=r"mark 3 of a is not kept: .* are 0, 1, 2, and marks after"):
+        job.resume("c", "a", 3)
+    with pytest.raises(SettingsError, match="mark 2 of a is not kept"):
+        job.resume("c", "a", 2)
+    job.resume("c", "b", 2)
+    assert job.book.status("d")["units_done"] == 20
+
+
+def test_sixteen_marks_are_kept() -> None:
+    job = checkpointed(units=1000)
+    job.open("a")
+    for number in range(1, 21):
+        job.turn("a", 0, done=job.turn("a", 1).leases)
+        job.mark("a", number)
+        job.mark("a", number)  # again: its reply was lost
+    job.expire("a")
+    job.open("b")
+    with pytest.raises(SettingsError, match="mark 4 of a is not kept: those of its history, the last 16, are 5, 6"):
+        job.resume("b", "a", 4)
+    job.resume("b", "a", 5)
+    assert job.book.status("d")["units_done"] == 50
+    with pytest.raises(ConflictError, match="mark 3 of session b"):
+        job.mark("b", 3)
+
+
+def test_start_without_a_checkpoint() -> None:
+    """What a lost life marked and never saved is of no state that survives: its holder begins anew."""
+    job = checkpointed()
+    job.open("a", "rank-0")
+    assert len(job.resume("a", "", 0, "rank-0").leases) == 0
+    job.turn("a", 0, done=job.turn("a", 2).leases)
+    job.mark("a", 1)
+    job.open("b", "rank-0")
+    with pytest.raises(ConflictError, match="rank-0 is read on by rank-0 in session a, which lives"):
+        job.resume("b", "", 0, "rank-0")
+    job.expire("a")
+    job.resume("b", "", 0, "rank-0")
+    assert job.book.status("d")["units_done"] == 0
+
+
+def test_resume_is_for_new_sessions() -> None:
+    job = checkpointed()
+    job.open("a")
+    job.open("b")
+    job.turn("b", 1)
+    with pytest.raises(ConflictError, match="session b has begun to read"):
+        job.resume("b", "a", 0)
+    reporting = Job()
+    reporting.open("a")
+    with pytest.raises(SettingsError, match="done at once"):
+        reporting.resume("a", "b", 0)
+    with pytest.raises(SettingsError, match="commits by reports"):
+        reporting.mark("a", 1)
+
+
+def test_expired_lease_ends_its_reader() -> None:
+    """Its state may hold units of the lease, which are another's from now on."""
+    job = checkpointed()
+    job.open("a")
+    leases = job.turn("a", 3).leases
+    job.expire(leases=leases[:1])
+    with pytest.raises(LeaseLostError, match="lease of a expired"):
+        job.turn("a", 1)
+    assert job.shards()["doing"] == 0
+
+
+@pytest.mark.parametrize(("commit", "done"), [(True, 20), (False, 10)])
+def test_closing_keeps_or_gives_back(commit: bool, done: int) -> None:
+    job = checkpointed()
+    job.open("a")
+    first, second, _ = job.turn("a", 3).leases
+    job.turn("a", 0, done=[first])
+    job.mark("a", 1)
+    job.turn("a", 0, done=[second])
+    job.apply(close_session=master.CloseSession(session="a", commit=commit))
+    job.apply(close_session=master.CloseSession(session="a", commit=commit))
+    assert job.book.status("d")["units_done"] == done
+    job.open("b")
+    job.resume("b", "a", 1)
+    assert job.book.status("d")["units_done"] == 10, "the checkpoint that was loaded is that of the mark"
+
+
+def test_parts_that_touch_are_one_again() -> None:
+    """A shard that was cut by a mark, and comes back as a whole, is a single lease."""
+    job = checkpointed(units=10)
+    job.open("a")
+    (lease,) = job.turn("a", 1).leases
+    job.mark("a", 1, (lease, 3))
+    job.mark("a", 2, (lease, 7))
+    job.expire("a")
+    job.open("b")
+    job.resume("b", "a", 0)
+    assert bounds(job.turn("b", 9).leases) == [(0, 10)]
+
+
+def test_reader_that_is_gone_goes_back_too() -> None:
+    """A job goes on from an older checkpoint with fewer workers: another loads that worker's position, and closes."""
+    job = checkpointed(units=40)
+    job.open("a")
+    first, second = job.turn("a", 2).leases
+    job.mark("a", 1, (first, 3))
+    job.turn("a", 0, done=[first, second])
+    job.mark("a", 2)
+    job.expire("a")
+    job.open("b")
+    assert bounds(job.resume("b", "a", 1).leases) == [(3, 10), (10, 20)]
+    job.apply(close_session=master.CloseSession(session="b"))
+    assert job.book.status("d")["units_done"] == 3
+    job.open("c")
+    assert bounds(job.turn("c", 9).leases) == [(3, 10), (10, 20), (20, 30), (30, 40)]
+
+
+def test_crash_loop_ends_in_poison() -> None:
+    """A shard that kills its worker, which comes back at once each time, before its session has expired."""
+    job = checkpointed(units=20, max_failures=3)
+    job.open("s0", "a")
+    job.mark("s0", 1)
+    lease = job.turn("s0", 1).leases[0]
+    job.mark("s0", 2)
+    for life in range(1, 4):
+        job.open(f"s{life}", "a")
+        reply = job.resume(f"s{life}", f"s{life - 1}", life + 1)
+        assert bounds(reply.leases) == ([(0, 10)] if life < 3 else [])
+        job.mark(f"s{life}", life + 2)
+    (poisoned,) = job.book.status("d")["poisoned"]
+    assert [failure["reason"] for failure in poisoned["failures"]] == [
+        f"a was lost; a resumed it in session s{life}" for life in range(1, 4)
+    ]
+    assert bounds(job.turn("s3", 9).leases) == [(10, 20)]
+    assert lease.shard == 0

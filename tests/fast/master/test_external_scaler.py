@@ -1,0 +1,244 @@
+"""KEDA's external scaler, asked as KEDA asks. No KEDA runs here: what it sends and reads is written down as bytes.
+
+The bytes are those of KEDA's `externalscaler.proto` (pkg/scalers/externalscaler in kedacore/keda), and the calls those
+of its `external_scaler.go`: GetMetricSpec when the object comes, then GetMetrics and IsActive at every
+`pollingInterval`; StreamIsActive for `external-push`.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+import yaml
+
+from edl.discovery import Store, open_store
+from edl.errors import EDLError
+from edl.load_reporting.wanted import wanted_key
+from edl.master.external_scaler import ExternalScalerServer, ExternalScalerSettings
+from edl.master.kube.resources.teacher_pool import parse_teacher_pool
+from edl.settings import Credentials
+from tests import certificates
+from tests.jobs.collective.job import wait_until
+from tests.plugins_consul import ConsulAgent
+
+ROOT = Path(__file__).parents[3]
+PATH = "/externalscaler.ExternalScaler/"
+TRUE, FALSE = b"\x08\x01", b""
+
+
+def text(number: int, value: str | bytes) -> bytes:
+    data = value.encode() if isinstance(value, str) else value
+    low, high = len(data) & 127, len(data) >> 7
+    assert high < 128
+    return bytes([number << 3 | 2, *([low | 128, high] if high else [low])]) + data
+
+
+def reference(**metadata: str) -> bytes:
+    """A ScaledObjectRef: name 1, namespace 2, scalerMetadata 3, in which KEDA's own keys are, too."""
+    every = {"scalerAddress": "edl-master:9000", **metadata}
+    entries = [text(3, text(1, name) + text(2, value)) for name, value in every.items()]
+    return b"".join([text(1, "digits"), text(2, "labels"), *entries])
+
+
+def wanted(store: Store, kind: str, name: str, count: float, **changes: object) -> None:
+    now = time.time()
+    record = {"v": 1, "count": count, "now": 1, "since": now, "time": now, "reason": "r", "decisions": []}
+    store.put(wanted_key(kind, name), json.dumps(record | changes).encode())  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with open_store(f"sqlite:///{tmp_path}/store.sqlite") as store:
+        yield store
+
+
+@pytest.fixture
+def channel(store: Store) -> Iterator[grpc.Channel]:
+    with (
+        ExternalScalerServer(store, ExternalScalerSettings()) as server,
+        grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+    ):
+        yield channel
+
+
+def ask(channel: grpc.Channel, method: str, request: bytes) -> bytes:
+    return bytes(channel.unary_unary(PATH + method)(request, timeout=20.0))
+
+
+def refusal(channel: grpc.Channel, method: str, request: bytes) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.RpcError) as caught:
+        ask(channel, method, request)
+    return caught.value.code(), caught.value.details()
+
+
+def test_wanted_replicas_as_keda_asks(store: Store, channel: grpc.Channel) -> None:
+    wanted(store, "teachers", "digits", 3)
+    wanted(store, "workers", "resnet", 0)
+    digits, resnet = reference(service="digits"), reference(job="resnet")
+    name = "edl-wanted-teachers"
+    # MetricSpec: metricName 1, targetSize 2 (int64), targetSizeFloat 3 (double).
+    spec = text(1, name) + b"\x10\x01" + b"\x19\0\0\0\0\0\0\xf0\x3f"
+    assert ask(channel, "GetMetricSpec", digits) == text(1, spec)
+    # GetMetricsRequest: scaledObjectRef 1, metricName 2. MetricValue: metricName 1, metricValue 2, metricValueFloat 3.
+    value = text(1, name) + b"\x10\x03" + b"\x19\0\0\0\0\0\0\x08\x40"
+    assert ask(channel, "GetMetrics", text(1, digits) + text(2, name)) == text(1, value)
+    assert ask(channel, "IsActive", digits) == TRUE
+    assert ask(channel, "IsActive", resnet) == FALSE
+    assert ask(channel, "GetMetrics", text(1, resnet)) == text(1, text(1, "edl-wanted-workers"))
+    wanted(store, "teachers", "digits", 1e18)
+    assert ask(channel, "GetMetrics", text(1, digits)).startswith(text(1, b"")[:1])
+    code, details = refusal(channel, "GetMetrics", text(1, digits) + text(2, "s0-other"))
+    assert (code, "no metric" in details) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+    assert refusal(channel, "StreamMetricSpec", digits)[0] is grpc.StatusCode.UNIMPLEMENTED, "KEDA then asks itself"
+
+
+@pytest.mark.parametrize("method", ["IsActive", "GetMetricSpec", "GetMetrics"])
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {},
+        {"Service": "digits"},
+        {"service": "digits", "job": "resnet"},
+        {"service": "a/b"},
+        {"service": "\x00"},
+        {"job": "x" * 129},
+        {"service": "digits", "maxAgeSeconds": "soon"},
+        {"service": "digits", "maxAgeSeconds": "nan"},
+        {"service": "digits", "maxAgeSeconds": "-1"},
+    ],
+)
+def test_wrong_metadata_are_named(channel: grpc.Channel, method: str, metadata: dict[str, str]) -> None:
+    request = reference(**metadata)
+    code, details = refusal(channel, method, text(1, request) if method == "GetMetrics" else request)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "metadata" in details
+
+
+def test_unknown_is_an_error_and_not_0(store: Store, channel: grpc.Channel) -> None:
+    for request in (reference(service="nonesuch"), reference(job="digits")):
+        wanted(store, "teachers", "digits", 3)
+        code, details = refusal(channel, "IsActive", request)
+        assert (code, "no advisor has written it" in details) == (grpc.StatusCode.NOT_FOUND, True)
+    store.put(wanted_key("teachers", "garbage"), b"\xff{")
+    assert refusal(channel, "IsActive", reference(service="garbage"))[0] is grpc.StatusCode.NOT_FOUND
+    wanted(store, "teachers", "old", 3, time=time.time() - 100.0)
+    assert ask(channel, "IsActive", reference(service="old")) == TRUE, "known last is known best"
+    code, details = refusal(channel, "IsActive", reference(service="old", maxAgeSeconds="60"))
+    assert (code, "maxAgeSeconds is 60" in details) == (grpc.StatusCode.UNAVAILABLE, True)
+    assert refusal(channel, "IsActive", b"\xff\xff\xff")[0] is not grpc.StatusCode.OK, "no message at all"
+
+
+def test_stream_tells_changes(store: Store, channel: grpc.Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edl.master.external_scaler.servicer._STREAM_S", 0.05)
+    wanted(store, "teachers", "digits", 0)
+    stream = channel.unary_stream(PATH + "StreamIsActive")(reference(service="digits"), timeout=30.0)
+    assert next(stream) == FALSE, "at once"
+    wanted(store, "teachers", "digits", 2)
+    assert next(stream) == TRUE
+    wanted(store, "teachers", "digits", 5)
+    wanted(store, "teachers", "digits", 0)
+    assert next(stream) == FALSE
+    store.delete(wanted_key("teachers", "digits"))
+    with pytest.raises(grpc.RpcError) as caught:
+        next(stream)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]
+
+
+def test_store_away_is_unavailable(consul_agent: ConsulAgent) -> None:
+    with open_store(consul_agent.url, timeout_s=5.0) as store:
+        wanted(store, "teachers", "away", 3)
+        with (
+            ExternalScalerServer(store, ExternalScalerSettings()) as server,
+            grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel,
+        ):
+            assert ask(channel, "IsActive", reference(service="away")) == TRUE
+            consul_agent.kill()
+            try:
+                for method, request in (
+                    ("IsActive", reference(service="away")),
+                    ("GetMetrics", text(1, reference(service="away"))),
+                ):
+                    code, details = refusal(channel, method, request)
+                    assert (code, "the store does not tell" in details) == (grpc.StatusCode.UNAVAILABLE, True)
+            finally:
+                consul_agent.start()
+
+
+def test_tls_as_other_servers(store: Store, tmp_path: Path) -> None:
+    wanted(store, "teachers", "digits", 1)
+    authority = certificates.Authority()
+    pair = authority.issue(*certificates.HERE).save(tmp_path)
+    token = certificates.put(tmp_path / "token", "a-token-that-is-long-enough-for-this\n")
+    settings = ExternalScalerSettings(credentials=Credentials(token_file=str(token), **pair))
+    root = authority.pem if isinstance(authority.pem, bytes) else authority.pem.encode()
+    with ExternalScalerServer(store, settings) as server:
+        endpoint = f"127.0.0.1:{server.port}"
+        with grpc.secure_channel(endpoint, grpc.ssl_channel_credentials(root)) as channel:
+            assert refusal(channel, "IsActive", reference(service="digits"))[0] is grpc.StatusCode.UNAUTHENTICATED
+            shown = (("authorization", "Bearer a-token-that-is-long-enough-for-this"),)
+            call = channel.unary_unary(PATH + "IsActive")
+            assert call(reference(service="digits"), timeout=20.0, metadata=shown) == TRUE
+        with grpc.insecure_channel(endpoint) as channel:
+            assert refusal(channel, "IsActive", reference(service="digits"))[0] is grpc.StatusCode.UNAVAILABLE
+        with pytest.raises(EDLError, match="taken"), grpc.insecure_channel(endpoint):
+            ExternalScalerServer(store, ExternalScalerSettings(port=server.port))
+
+
+def test_master_serves_the_scaler(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/store.sqlite"
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        command = [sys.executable, "-m", "edl", "master", "advice", "--store", url, "--stay", "--scaler-port", "0"]
+        process = subprocess.Popen(command, stderr=output, cwd=tmp_path)
+    try:
+        wait_until(lambda: "external scaler is served on port" in log.read_text(), "the scaler", 30.0)
+        port = int(log.read_text().partition("scaler is served on port ")[2].split()[0])
+        with open_store(url) as store, grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            wanted(store, "workers", "resnet", 4)
+            assert ask(channel, "IsActive", reference(job="resnet")) == TRUE
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 128 + signal.SIGTERM
+
+
+def test_example_is_a_scaled_object() -> None:
+    """The page's YAML: what it scales, and metadata that the scaler takes."""
+    page = (ROOT / "docs/kubernetes-scaling-external.md").read_text()
+    blocks = [block.partition("```")[0] for block in page.split("```yaml\n")[1:]]
+    objects = [item for block in blocks for item in yaml.safe_load_all(block)]
+    kinds = {item["kind"]: item for item in objects}
+    scaled = kinds["ScaledObject"]
+    (container,) = kinds["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert f"edl {' '.join(container['args'])}\n" in page, "the pod's command is the page's"
+    labels = kinds["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    service = kinds["Service"]
+    assert service["spec"]["selector"] == labels == kinds["Deployment"]["spec"]["selector"]["matchLabels"]
+    address = scaled["spec"]["triggers"][0]["metadata"]["scalerAddress"]
+    assert (
+        address
+        == f"{service['metadata']['name']}.{service['metadata']['namespace']}:{service['spec']['ports'][0]['port']}"
+    )
+    target = scaled["spec"]["scaleTargetRef"]
+    pool = kinds["TeacherPool"]
+    assert scaled["apiVersion"] == "keda.sh/v1alpha1"
+    assert (target["apiVersion"], target["kind"]) == ("edl.io/v1alpha1", "TeacherPool")
+    assert (pool["metadata"]["name"], pool["spec"]["scaling"]) == (target["name"], "external")
+    assert (scaled["spec"]["minReplicaCount"], scaled["spec"]["maxReplicaCount"]) == (
+        pool["spec"]["minReplicas"],
+        pool["spec"]["maxReplicas"],
+    )
+    given = {**pool, "metadata": {**pool["metadata"], "uid": "u"}}
+    parsed = parse_teacher_pool(given, "kubernetes://edl")
+    assert not isinstance(parsed, tuple), parsed
+    (trigger,) = scaled["spec"]["triggers"]
+    assert trigger["type"] == "external"
+    assert all(isinstance(value, str) for value in trigger["metadata"].values()), "KEDA takes texts only"
+    assert trigger["metadata"]["service"] == pool["spec"]["service"]

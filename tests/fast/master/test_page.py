@@ -1,0 +1,155 @@
+"""The Python blocks of docs/master.md, in order, with the masters and the names that they speak of."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sqlite3
+import threading
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edl.master import MasterClient, MasterServer, MasterSettings, ShardReader, ShardSettings, open_dataset
+from tests.jobs.test_readme import ROOT, blocks
+
+PAGE = ROOT / "docs" / "master.md"
+TIMEOUT_S = 30.0
+
+
+class Place:
+    """A folder with a store, masters in this process, and the names that blocks use."""
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        self.folder, self._stack = folder, stack
+        self.steps: list[Any] = []
+
+    def lead(self, job: str, **data: str) -> MasterServer:
+        settings = MasterSettings(
+            store=f"sqlite:///{self.folder}/store.sqlite", journal=f"sqlite:///{self.folder}/{job}.sqlite"
+        )
+        specs = {name: open_dataset(location, ShardSettings(shard_size=100)).spec for name, location in data.items()}
+        master = self._stack.enter_context(MasterServer(job, settings, specs))
+        assert master.wait_leading(TIMEOUT_S)
+        return master
+
+    def run(self, text: str, **names: Any) -> dict[str, Any]:
+        for path in ("/data/", "/var/log/"):
+            text = text.replace(path, f"{self.folder}/")
+        exec(compile(text, PAGE.name, "exec"), names)  # noqa: S102 - the page's own
+        return names
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.setenv("EDL_DISCOVERY", f"sqlite:///{tmp_path}/store.sqlite")
+    with contextlib.ExitStack() as stack:
+        yield Place(tmp_path, stack)
+
+
+def block(begin: str) -> str:
+    (found,) = (block.text for block in blocks(PAGE) if block.language == "python" and begin in block.text)
+    return found
+
+
+def test_all_blocks_are_run() -> None:
+    """A block that is added gets a test here."""
+    python = [found for found in blocks(PAGE) if found.language == "python"]
+    ran = set(re.findall(r"block\((['\"].*?['\"])[,)]", Path(__file__).read_text()))
+    assert len(ran) == len(python), f"{len(python)} blocks, of which {ran} are run"
+
+
+def test_workers_of_the_page(place: Place) -> None:
+    place.lead("labels", data="range:1000")
+    done: list[int] = []
+    place.run(block("    for shard in reader:"), process=lambda start, stop: done.extend(range(start, stop)))
+    assert sorted(done) == list(range(1000))
+    pytest.importorskip("torch", reason="the block needs PyTorch")
+    assert place.run(block("from torch.utils.data import DataLoader"))["loader"].num_workers == 2
+
+
+def test_state_of_the_page(place: Place) -> None:
+    pytest.importorskip("torch", reason="the block needs PyTorch")
+    import torch
+
+    from edl.collective import State
+
+    place.lead("train")
+    with MasterClient("train") as client, ShardReader(client, "data", holder="rank 0") as reader:
+        client.create_dataset("data", open_dataset("range:300", ShardSettings(shard_size=100, commit="checkpoint")))
+        model = torch.nn.Linear(1, 1)
+        trained: list[int] = []
+        saved: list[Any] = []
+        place.run(
+            block("state = State(model=model, optimizer=optimizer, reader=reader)"),
+            State=State,
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            reader=reader,
+            train=trained.append,
+            time_to_save=lambda: len(trained) == 150,
+            checkpointer=types.SimpleNamespace(save=lambda state: saved.append(reader.state_dict())),
+        )
+    assert trained == list(range(300))
+    assert len(saved) == 2
+
+
+def test_dataset_of_the_page(place: Place) -> None:
+    place.lead("labels")
+    (place.folder / "corpus.txt").write_text("grün\n" * 2500)
+    place.run(block('client.create_dataset("corpus"'))
+    with MasterClient("labels") as client, ShardReader(client, "corpus") as reader:
+        assert list(reader.samples()) == ["grün"] * 2500
+
+
+def test_stream_of_the_page(place: Place) -> None:
+    """A text that is appended to while workers read it, through a real master."""
+    place.lead("stream", other="range:5")
+    log = place.folder / "events.jsonl"
+    samples: list[bytes] = []
+
+    def read() -> None:
+        with MasterClient("stream") as client, ShardReader(client, "events") as reader:
+            for sample in reader.samples():
+                samples.append(sample)
+                if len(samples) == 300:
+                    grow(3)
+
+    def grow(part: int) -> None:
+        with log.open("a") as file:
+            file.writelines(f"{number}\n" for number in range(part * 350, part * 350 + 350))
+        if part == 3:
+            (place.folder / "events.end").touch()
+
+    grow(0)
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    grow(1)
+    grow(2)
+    place.run(block("from edl.master.datasets import Follower, FollowSettings"))
+    reader.join(TIMEOUT_S)
+    assert sorted(map(int, samples)) == list(range(4 * 350))
+
+
+def test_source_of_the_page(place: Place) -> None:
+    database = sqlite3.connect(":memory:")
+    database.execute("CREATE TABLE orders (number INTEGER, what TEXT)")
+    database.executemany("INSERT INTO orders VALUES (?, 'tea')", [(number,) for number in range(30)])
+    orders = place.run(block("class Orders:"), database=database)["Orders"]()
+    dataset = open_dataset("source:orders", ShardSettings(shard_size=10), samples=orders)
+    lease = types.SimpleNamespace(epoch=0, shard=1, start=10, stop=20)
+    assert list(dataset.read(lease)) == [(number, "tea") for number in range(10, 20)]  # type: ignore[arg-type]
+    assert not orders.ended()
+    assert orders.count() == 30
+
+
+def test_calls_of_the_page(place: Place) -> None:
+    place.lead("train")
+    steps: list[int] = []
+    place.run(block("from edl.master import MasterClient, ShardingClient"), step=steps.extend)
+    assert sorted(steps) == list(range(1280))
+    assert os.environ["EDL_DISCOVERY"]

@@ -1,0 +1,276 @@
+"""One batch: merged and split without mixing rows, and a model's faults answered only where they belong."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edl.protocol import codec, tensors
+from edl.protocol.transport import grpc
+from edl_serving import Array, ServerSettings, TensorSpec
+from edl_serving.batching.executor import Executor
+from edl_serving.batching.job import InferenceJob
+from edl_serving.monitoring.metrics import WorkerMetrics
+from edl_serving.request_error import RequestError
+from tests.fast.serving.fakes import FakeBackend, X, five_logits, header_for, model_of, request_for
+
+FOREVER = float("inf")
+
+
+class Bench:
+    """An executor of a fake model."""
+
+    def __init__(self, backend: FakeBackend, **settings: Any) -> None:
+        self.backend = backend
+        self.model = model_of(backend)
+        self.metrics = WorkerMetrics()
+        self.executor = Executor(backend, self.model, ServerSettings(model="m", **settings), self.metrics)
+
+    def job(self, x: Array, deadline: float = FOREVER) -> InferenceJob:
+        return InferenceJob(request_for(self.model, x), len(x), ((4,),), 0.0, deadline)
+
+    def run(self, *jobs: InferenceJob) -> list[Any]:
+        self.executor.run_jobs(jobs)
+        return [job.answer for job in jobs]
+
+
+def arrays(answer: Any) -> dict[str, Array]:
+    assert isinstance(answer, bytes), answer
+    header, raw = codec.decode_response(answer)
+    return {
+        output.name: tensors.from_raw(output.datatype, output.shape, data)
+        for output, data in zip(header.outputs, raw, strict=True)
+    }
+
+
+def rows(count: int, value: float = 1.0) -> Array:
+    return np.full((count, 4), value, np.float32)
+
+
+def failing(when: float, error: BaseException) -> Any:
+    """A model that raises if a row's first element is `when`."""
+
+    def predict(inputs: Mapping[str, Array]) -> dict[str, Array]:
+        if (inputs["x"][:, 0] == when).any():
+            raise error
+        return five_logits(inputs)
+
+    return predict
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=6), st.integers(1, 30))
+def test_requests_get_their_own_rows(sizes: list[int], max_batch_rows: int) -> None:
+    bench = Bench(FakeBackend(), max_batch_rows=max_batch_rows, max_queue_rows=1000)
+    inputs = [np.random.default_rng(index).random((size, 4), np.float32) for index, size in enumerate(sizes)]
+    for _ in range(2):  # the second time in buffers that were used before
+        answers = bench.run(*[bench.job(x) for x in inputs])
+        for x, answer in zip(inputs, answers, strict=True):
+            np.testing.assert_array_equal(arrays(answer)["logits"], five_logits({"x": x})["logits"])
+    assert max(bench.backend.calls) <= max_batch_rows
+    assert sum(bench.backend.calls) == 2 * sum(sizes) == bench.metrics.rows
+
+
+def test_a_single_request_is_not_copied() -> None:
+    seen: list[Array] = []
+
+    def predict(inputs: Mapping[str, Array]) -> dict[str, Array]:
+        seen.append(inputs["x"])
+        return five_logits(inputs)
+
+    bench = Bench(FakeBackend(predict))
+    x = rows(3)
+    bench.run(bench.job(x))
+    assert seen[0] is x
+
+
+def test_merged_batches_reuse_one_buffer() -> None:
+    addresses: list[int] = []
+
+    def predict(inputs: Mapping[str, Array]) -> dict[str, Array]:
+        addresses.append(inputs["x"].ctypes.data)
+        return five_logits(inputs)
+
+    bench = Bench(FakeBackend(predict))
+    for sizes in ((8, 8), (8, 8), (2, 3)):
+        bench.run(*[bench.job(rows(size)) for size in sizes])
+    assert len(set(addresses)) == 1
+
+
+def test_a_model_may_answer_with_its_input() -> None:
+    kept = np.zeros((2, 4), np.float32)
+
+    def predict(inputs: Mapping[str, Array]) -> dict[str, Array]:
+        kept[:] = inputs["x"]
+        return {"same": inputs["x"], "kept": kept}
+
+    spec = tuple(TensorSpec(name, "FP32", (4,)) for name in ("same", "kept"))
+    bench = Bench(FakeBackend(predict, outputs=spec), max_batch_rows=2)
+    x = np.arange(16, dtype=np.float32).reshape(4, 4)
+    whole = arrays(bench.run(bench.job(x))[0])
+    first, second = bench.run(bench.job(x[:1]), bench.job(x[1:2]))
+    bench.run(bench.job(rows(1)), bench.job(rows(1)))
+    for name in ("same", "kept"):
+        np.testing.assert_array_equal(whole[name], x)
+        np.testing.assert_array_equal(arrays(first)[name], x[:1])
+        np.testing.assert_array_equal(arrays(second)[name], x[1:2])
+
+
+def test_model_errors_come_without_a_stack(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(FakeBackend(failing(1.0, ValueError("no such token: 7"))))
+    with caplog.at_level(logging.ERROR, "edl_serving"):
+        answers = [bench.run(bench.job(rows(2)))[0] for _ in range(3)]
+    for answer in answers:
+        assert isinstance(answer, RequestError)
+        assert answer.code.name == "INTERNAL"
+        assert answer.message == "model 'm': raised ValueError: no such token: 7"
+    (record,) = caplog.records
+    assert record.exc_info is not None
+    assert bench.metrics.faults["exception"] == 3
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), MemoryError(), StopIteration(), KeyboardInterrupt()])
+def test_no_model_error_ends_the_worker(error: BaseException) -> None:
+    bench = Bench(FakeBackend(failing(1.0, error)))
+    (answer,) = bench.run(bench.job(rows(1)))
+    assert type(error).__name__ in answer.message
+    assert isinstance(bench.run(bench.job(rows(1, 2.0)))[0], bytes)
+
+
+def test_only_the_guilty_request_fails() -> None:
+    bench = Bench(FakeBackend(failing(7.0, ValueError("seven"))))
+    answers = bench.run(bench.job(rows(2)), bench.job(rows(3, 7.0)), bench.job(rows(1)))
+    assert [type(answer) for answer in answers] == [bytes, RequestError, bytes]
+    assert bench.backend.calls == [6, 2, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("code", "calls"),
+    [
+        ("INVALID_ARGUMENT", [6, 2, 3, 1]),
+        ("INTERNAL", [6, 2, 3, 1]),
+        ("DEADLINE_EXCEEDED", [6, 2, 3, 1]),
+        ("UNAVAILABLE", [6]),
+    ],
+)
+def test_backend_refusals_are_not_multiplied(code: str, calls: list[int]) -> None:
+    """A full engine is not asked once more for each request of a batch; who is at fault is found out."""
+    error = RequestError(grpc.StatusCode[code], "no", 30_000)
+
+    def predict(inputs: Mapping[str, Array]) -> dict[str, Array]:
+        if (inputs["x"] == 7.0).any():
+            raise error
+        return five_logits(inputs)
+
+    bench = Bench(FakeBackend(predict))
+    answers = bench.run(bench.job(rows(2)), bench.job(rows(3, 7.0)), bench.job(rows(1)))
+    assert bench.backend.calls == calls
+    assert answers[1] is error
+    assert [answer is error for answer in answers].count(True) == (1 if len(calls) > 1 else 3)
+
+
+def test_late_requests_are_not_recomputed() -> None:
+    bench = Bench(FakeBackend(failing(7.0, ValueError("seven"))))
+    answers = bench.run(bench.job(rows(2), deadline=0.0), bench.job(rows(3, 7.0)))
+    assert answers[0] is None
+    assert bench.backend.calls == [5, 3]
+
+
+def test_a_cancelled_request_is_not_computed() -> None:
+    bench = Bench(FakeBackend())
+    gone, here = bench.job(rows(2)), bench.job(rows(3))
+    gone.cancelled = True
+    bench.run(gone, here)
+    assert (gone.answer, bench.backend.calls) == (None, [3])
+    bench.run(gone)
+    assert bench.backend.calls == [3]
+
+
+def test_nan_is_an_error_of_its_owner() -> None:
+    def predict(inputs: Mapping[str, Array]) -> dict[str, Array]:
+        return {"logits": np.where(inputs["x"][:, :1] == 7, np.nan, 1).astype(np.float32).repeat(5, 1)}
+
+    bench = Bench(FakeBackend(predict))
+    bad = rows(3)
+    bad[2, 0] = 7
+    answers = bench.run(bench.job(rows(2)), bench.job(bad))
+    assert isinstance(answers[0], bytes)
+    assert answers[1].code.name == "INTERNAL"
+    assert answers[1].message == "model 'm': output 'logits' has NaN in row 2 of 3"
+    assert bench.backend.calls == [5]  # whose rows they are is known without asking again
+    assert bench.metrics.faults["nan"] == 1
+    lenient = Bench(FakeBackend(predict), check_nan=False)
+    assert np.isnan(arrays(lenient.run(lenient.job(bad))[0])["logits"][2]).all()
+
+
+def test_infinite_logits_are_allowed() -> None:
+    bench = Bench(FakeBackend(lambda inputs: {"logits": np.full((2, 5), -np.inf, np.float32)}))
+    assert arrays(bench.run(bench.job(rows(2)))[0])["logits"][0, 0] == -math.inf
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        (None, "returned NoneType"),
+        ([1, 2], "returned list"),
+        ({}, "'logits' is missing"),
+        ({"logits": None}, "'logits' is missing"),
+        ({"logits": [[1.0] * 5] * 2}, "'logits' is a list"),
+        ({"logits": np.zeros((2, 5))}, "'logits' is float64, not float32"),
+        ({"logits": np.zeros((2, 5), np.longdouble)}, "not float32"),
+        ({"logits": np.zeros((3, 5), np.float32)}, "'logits' has shape [3, 5], not [2, 5]"),
+        ({"logits": np.zeros((2, 4), np.float32)}, "'logits' has shape [2, 4], not [2, 5]"),
+        ({"logits": np.zeros(2, np.float32)}, "'logits' has shape [2], not [2, 5]"),
+        ({"logits": np.float32(0)}, "'logits' is a float32"),
+    ],
+)
+def test_unpromised_outputs_are_named(output: Any, said: str) -> None:
+    bench = Bench(FakeBackend(lambda inputs: output))
+    (answer,) = bench.run(bench.job(rows(2)))
+    assert answer.code.name == "INTERNAL"
+    assert said in answer.message
+    assert bench.metrics.faults["output"] == 1
+
+
+def test_byte_strings_must_be_strings() -> None:
+    words = TensorSpec("words", "BYTES", ())
+    good = Bench(FakeBackend(lambda inputs: {"words": np.array(["é", b"\xff"], object)}, outputs=(words,)))
+    assert arrays(good.run(good.job(rows(2)))[0])["words"].tolist() == ["é".encode(), b"\xff"]
+    bad = Bench(FakeBackend(lambda inputs: {"words": np.array([None, 5], object)}, outputs=(words,)))
+    assert "neither str nor bytes" in bad.run(bad.job(rows(2)))[0].message
+
+
+def test_parts_of_other_shapes_are_an_error() -> None:
+    def predict(inputs: Mapping[str, Array]) -> dict[str, Array]:
+        return {"logits": np.zeros((len(inputs["x"]), len(inputs["x"])), np.float32)}
+
+    loose = TensorSpec("logits", "FP32", (-1,))
+    bench = Bench(FakeBackend(predict, (X,), (loose,)), max_batch_rows=2)
+    assert "changes its shape" in bench.run(bench.job(rows(3)))[0].message
+
+
+def test_requests_of_other_options_share() -> None:
+    bench = Bench(FakeBackend())
+    header = header_for((2, 4))
+    header.parameters["edl_top_k"].int64_param = 2
+    top = InferenceJob(request_for(bench.model, rows(2), header), 2, ((4,),), 0.0, FOREVER)
+    dense = bench.job(rows(1))
+    bench.run(top, dense)
+    assert bench.backend.calls == [3]
+    assert arrays(top.answer)["logits__topk_ids"].tolist() == [[4, 3], [4, 3]]
+    assert arrays(dense.answer)["logits"].tolist() == [[4, 5, 6, 7, 8]]
+
+
+def test_answers_carry_id_and_version() -> None:
+    bench = Bench(FakeBackend())
+    for name in ("first", "second"):
+        job = InferenceJob(request_for(bench.model, rows(1), header_for((1, 4), id=name)), 1, ((4,),), 0.0, FOREVER)
+        bench.run(job)
+        header, _ = codec.decode_response(job.answer if isinstance(job.answer, bytes) else b"")
+        assert (header.id, header.model_name, header.model_version) == (name, "m", "1")

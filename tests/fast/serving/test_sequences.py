@@ -1,0 +1,326 @@
+"""Rows that are tokens of sequences, and models that compute the largest values of an output themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edl.errors import SettingsError
+from edl.protocol import codec, kserve, names, tensors
+from edl_serving import Array, Backend, ServerSettings, TensorSpec
+from edl_serving.backends.backend import TopKArrays
+from edl_serving.batching.executor import Executor
+from edl_serving.batching.job import InferenceJob
+from edl_serving.messages.output_options import cut_top_k, top_k
+from edl_serving.messages.request import DecodedRequest, RequestDecoder
+from edl_serving.messages.request_plan import plan_request
+from edl_serving.messages.sequences import check_sequences
+from edl_serving.model import ServedModel
+from edl_serving.monitoring.metrics import WorkerMetrics
+from edl_serving.request_error import RequestError, invalid_argument
+from tests.fast.serving.fakes import FakeBackend, header_for, model_of, refusal_of
+
+VOCABULARY = 11
+
+
+def logprobs_of(ids: Array, position: Array) -> Array:
+    """Log-probabilities that depend on the token, and on where it stands."""
+    logits = np.sin(ids[:, None] * 3.1 + position[:, None] * 1.7 + np.arange(VOCABULARY) * 0.9) * 4
+    return (logits - np.log(np.exp(logits).sum(-1, keepdims=True))).astype(np.float32)
+
+
+class LanguageModel(Backend):
+    """Answers `logprobs_of`, by their largest values, and remembers the batches that it was given."""
+
+    def __init__(self, max_top_k: int | None = 5, max_sequence: int | None = None) -> None:
+        self._max_top_k = max_top_k
+        self._max_sequence = max_sequence
+        self.batches: list[Mapping[str, Array]] = []
+        self.ks: list[int] = []
+
+    inputs = (TensorSpec("ids", "INT32"), TensorSpec("position", "INT32"), TensorSpec("targets", "INT32", (-1,)))  # type: ignore[assignment]
+    outputs = (TensorSpec("logprobs", "FP32", (VOCABULARY,)), TensorSpec("target_logprobs", "FP32", (-1,)))  # type: ignore[assignment]
+    optional_outputs = {"target_logprobs": "targets"}  # type: ignore[assignment]
+    sequence_input = "position"  # type: ignore[assignment]
+    instance_meta = {"tokenizer": "abc"}  # type: ignore[assignment]
+
+    @property
+    def max_top_k(self) -> int | None:
+        return self._max_top_k
+
+    @property
+    def max_sequence(self) -> int | None:
+        return self._max_sequence
+
+    def check_inputs(self, inputs: Mapping[str, Array], temperature: float) -> None:
+        if inputs["ids"].max() >= VOCABULARY:
+            raise invalid_argument("input 'ids': no such token")
+
+    def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        raise AssertionError("whole outputs are never computed")
+
+    def predict_top_k(self, inputs: Mapping[str, Array], k: int, temperature: float) -> Mapping[str, Any]:
+        self.batches.append({name: array.copy() for name, array in inputs.items()})
+        self.ks.append(k)
+        if (inputs["ids"] == 7).any():
+            raise invalid_argument("token 7 is refused late")
+        whole = logprobs_of(inputs["ids"], inputs["position"])
+        answers: dict[str, Any] = {"logprobs": TopKArrays(*top_k(whole, k, temperature))}
+        if "targets" in inputs:
+            answers["target_logprobs"] = np.take_along_axis(whole, inputs["targets"], -1)
+        return answers
+
+
+class Bench:
+    """A language model behind an executor."""
+
+    def __init__(self, backend: LanguageModel | None = None, **settings: Any) -> None:
+        self.backend = backend or LanguageModel()
+        self.settings = ServerSettings("m", **settings)
+        self.model = ServedModel(self.settings, [self.backend])
+        self.executor = Executor(self.backend, self.model, self.settings, WorkerMetrics())
+
+    def job(self, inputs: Mapping[str, Array], **parameters: Any) -> InferenceJob:
+        header = kserve.ModelInferRequest(model_name="m")
+        for name, array in inputs.items():
+            header.inputs.add(name=name, datatype="INT32", shape=array.shape)
+        for name, value in {"edl_top_k": 3, **parameters}.items():
+            if value is not None:
+                kind = {int: "int64", float: "double", str: "string"}[type(value)]
+                setattr(header.parameters[name], f"{kind}_param", value)
+        plan = plan_request(header, self.model, 1000)
+        return InferenceJob.of(DecodedRequest(plan, tuple(inputs.values()), {}), None, "c", 0, "")
+
+    def run(self, *jobs: InferenceJob) -> list[Any]:
+        self.executor.run_jobs(jobs)
+        return [job.answer if isinstance(job.answer, RequestError) else arrays(job.answer) for job in jobs]
+
+
+def arrays(answer: Any) -> dict[str, Array]:
+    header, raw = codec.decode_response(answer)
+    found = zip(header.outputs, raw, strict=True)
+    return {output.name: tensors.from_raw(output.datatype, output.shape, data) for output, data in found}
+
+
+def tokens(*lengths: int, seed: int = 0) -> dict[str, Array]:
+    """Sequences of these lengths, of tokens below 7."""
+    ids = np.random.default_rng(seed).integers(0, 7, sum(lengths)).astype(np.int32)
+    return {"ids": ids, "position": np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])}
+
+
+def assert_top_k(answer: dict[str, Array], inputs: Mapping[str, Array], k: int, temperature: float = 1.0) -> None:
+    ids, values, tail = top_k(logprobs_of(inputs["ids"], inputs["position"]), k, temperature)
+    found = [answer[name] for name in names.top_k_names("logprobs")]
+    np.testing.assert_array_equal(found[1], values)
+    np.testing.assert_allclose(found[2], tail, rtol=1e-5)
+    np.testing.assert_array_equal(np.sort(found[0]), np.sort(ids))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=30), st.integers(9, 40))
+def test_parts_end_between_sequences(lengths: list[int], max_batch_rows: int) -> None:
+    bench = Bench(max_batch_rows=max_batch_rows)
+    inputs = tokens(*lengths)
+    (answer,) = bench.run(bench.job(inputs))
+    assert_top_k(answer, inputs, 3)
+    for batch in bench.backend.batches:
+        assert len(batch["ids"]) <= max_batch_rows
+        check_sequences("position", batch["position"], 9)
+    positions = np.concatenate([batch["position"] for batch in bench.backend.batches])
+    np.testing.assert_array_equal(positions, inputs["position"])
+
+
+def test_clients_share_a_batch_with_own_k() -> None:
+    bench = Bench()
+    asked = [(tokens(4, 2, seed=1), 2), (tokens(3, seed=2), 5), (tokens(1, 1, seed=3), 1)]
+    answers = bench.run(*[bench.job(inputs, edl_top_k=k, edl_temperature=2.0) for inputs, k in asked])
+    assert (len(bench.backend.batches), bench.backend.ks) == (1, [5])
+    for answer, (inputs, k) in zip(answers, asked, strict=True):
+        assert_top_k(answer, inputs, k, 2.0)
+
+
+def test_temperatures_do_not_share_a_batch() -> None:
+    bench = Bench()
+    inputs = tokens(3)
+    assert bench.job(inputs).shapes == bench.job(inputs, edl_top_k=5).shapes
+    assert bench.job(inputs).shapes != bench.job(inputs, edl_temperature=2.0).shapes
+
+
+def test_targets_are_optional() -> None:
+    bench = Bench()
+    inputs = tokens(4, 2)
+    targets = np.arange(12, dtype=np.int32).reshape(6, 2) % VOCABULARY
+    with_targets = bench.job({**inputs, "targets": targets})
+    assert with_targets.shapes != bench.job(inputs).shapes
+    (answer,) = bench.run(with_targets)
+    assert_top_k(answer, inputs, 3)
+    whole = logprobs_of(inputs["ids"], inputs["position"])
+    np.testing.assert_array_equal(answer["target_logprobs"], np.take_along_axis(whole, targets, -1))
+    (plain,) = bench.run(bench.job(inputs))
+    assert set(plain) == set(names.top_k_names("logprobs"))
+
+
+def test_values_of_targets_are_not_rounded() -> None:
+    """Students sum them up to what they leave of 1, which float16 does not tell."""
+    bench = Bench()
+    inputs = {**tokens(4, 2), "targets": np.arange(12, dtype=np.int32).reshape(6, 2) % VOCABULARY}
+    (answer,) = bench.run(bench.job(inputs, edl_dtype="FP16"))
+    found = [answer[name].dtype for name in (*names.top_k_names("logprobs"), "target_logprobs")]
+    assert found == [np.int32, np.float16, np.float32, np.float32]
+    whole = logprobs_of(inputs["ids"], inputs["position"])
+    np.testing.assert_array_equal(answer["target_logprobs"], np.take_along_axis(whole, inputs["targets"], -1))
+
+
+def test_whole_outputs_are_refused() -> None:
+    bench = Bench()
+    whole = refusal_of(lambda: bench.job(tokens(3), edl_top_k=None))
+    assert "'logprobs' has 11 values" in whole
+    assert "edl_top_k, at most 5" in whole
+    assert "edl_top_k=6: this server computes 5" in refusal_of(lambda: bench.job(tokens(3), edl_top_k=6))
+
+
+def test_an_output_without_its_input() -> None:
+    bench = Bench()
+    header = kserve.ModelInferRequest(model_name="m")
+    for name, array in tokens(2).items():
+        header.inputs.add(name=name, datatype="INT32", shape=array.shape)
+    header.outputs.add(name="target_logprobs")
+    said = refusal_of(lambda: plan_request(header, bench.model, 100))
+    assert said == "output 'target_logprobs' comes with input 'targets', which was not sent"
+
+
+def test_a_late_refusal_is_one_clients() -> None:
+    bench = Bench()
+    bad = tokens(3)
+    bad["ids"][1] = 7
+    good = tokens(2, 2, seed=4)
+    refused, answer = bench.run(bench.job(bad), bench.job(good))
+    assert (refused.code.name, refused.message) == ("INVALID_ARGUMENT", "token 7 is refused late")
+    assert_top_k(answer, good, 3)
+
+
+@pytest.mark.parametrize(
+    ("position", "said"),
+    [
+        ([1, 2], "is 1 in row 0"),
+        ([-1, 0], "is -1 in row 0"),
+        ([0, 1, 3], "is 3 in row 2, behind 1"),
+        ([0, 1, 1], "is 1 in row 2, behind 1"),
+        ([0, 2**31 - 1, -(2**31)], "is 2147483647 in row 1, behind 0"),
+        ([0, 0, 1, 2, 3, 4], "sequence that begins in row 1 has 5 rows, and this server takes 4"),
+    ],
+)
+def test_rows_that_are_no_sequences(position: list[int], said: str) -> None:
+    assert said in refusal_of(lambda: check_sequences("position", np.array(position, np.int32), 4))
+
+
+async def decode(bench: Bench, inputs: Mapping[str, Array]) -> DecodedRequest:
+    header = kserve.ModelInferRequest(model_name="m")
+    for name, array in inputs.items():
+        header.inputs.add(name=name, datatype="INT32", shape=array.shape)
+    header.parameters["edl_top_k"].int64_param = 2
+    decoder = RequestDecoder(bench.model, 1000)
+    raw = [memoryview(array.tobytes()) for array in inputs.values()]
+    return await decoder.decode(header.SerializeToString(), raw, None)
+
+
+async def refused_by_decoder(bench: Bench, inputs: Mapping[str, Array]) -> str:
+    with pytest.raises(RequestError) as refused:
+        await decode(bench, inputs)
+    assert refused.value.code.name == "INVALID_ARGUMENT"
+    return refused.value.message
+
+
+def test_values_are_refused_before_they_wait() -> None:
+    import asyncio
+
+    bench = Bench(LanguageModel(max_sequence=4))
+    good = tokens(4, 4)
+    assert asyncio.run(decode(bench, good)).plan.rows == 8
+    assert "has 5 rows" in asyncio.run(refused_by_decoder(bench, tokens(1, 5)))
+    outside = {**good, "ids": np.full(8, VOCABULARY, np.int32)}
+    assert "no such token" in asyncio.run(refused_by_decoder(bench, outside))
+
+
+def test_the_configuration_says_it() -> None:
+    bench = Bench(LanguageModel(max_sequence=4096), max_batch_rows=512)
+    config = bench.model.config().config
+    said = {name: parameter.string_value for name, parameter in config.parameters.items()}
+    expected = {
+        "edl_sequences": "position",
+        "edl_max_sequence": "512",
+        "edl_max_top_k": "5",
+        "edl_optional_inputs": "targets",
+        "edl_tokenizer": "abc",
+    }
+    assert expected.items() <= said.items()
+    assert [tensor.name for tensor in config.input] == ["ids", "position"]
+    assert [tensor.name for tensor in bench.model.metadata().outputs] == ["logprobs"]
+
+
+def test_positions_must_be_an_input() -> None:
+    class Wrong(LanguageModel):
+        sequence_input = "positions"  # type: ignore[assignment]
+
+    with pytest.raises(SettingsError, match="no input 'positions'"):
+        Bench(Wrong())
+
+
+def test_warm_up_calls_the_top_k() -> None:
+    backend = LanguageModel()
+    backend.warm_up(8)
+    assert [len(batch["ids"]) for batch in backend.batches] == [1, 8]
+    assert "targets" not in backend.batches[0]
+
+
+@given(st.integers(1, 11), st.data(), st.sampled_from([0.5, 1.0, 3.0]), st.integers(0, 100))
+def test_a_smaller_k_is_cut_exactly(larger: int, data: st.DataObject, temperature: float, seed: int) -> None:
+    smaller = data.draw(st.integers(1, larger))
+    logits = np.random.default_rng(seed).normal(0, 8, (4, 11)).astype(np.float32)
+    logits[0, :3] = -np.inf  # masked classes
+    cut = cut_top_k(TopKArrays(*top_k(logits, larger, temperature)), smaller, temperature)
+    direct = top_k(logits, smaller, temperature)
+    np.testing.assert_array_equal(cut.ids[1:], direct[0][1:])
+    np.testing.assert_array_equal(cut.values, direct[1])
+    np.testing.assert_allclose(cut.tail, direct[2], rtol=2e-5, atol=1e-5)
+
+
+def answered_bytes(bench: Bench, inputs: Mapping[str, Array], **parameters: Any) -> int:
+    """Bytes of the arrays of the answer."""
+    (answer,) = bench.run(bench.job(inputs, **parameters))
+    return sum(array.nbytes for array in answer.values())
+
+
+@pytest.mark.parametrize("parameters", [{}, {"edl_top_k": 5}, {"edl_temperature": 2.0}, {"edl_dtype": "FP16"}])
+@pytest.mark.parametrize("with_targets", [False, True])
+def test_a_queue_counts_answers(parameters: dict[str, Any], with_targets: bool) -> None:
+    bench = Bench(max_batch_rows=8)
+    inputs: dict[str, Array] = tokens(4, 7, 3)
+    if with_targets:
+        inputs["targets"] = np.zeros((14, 3), np.int32)
+    job = bench.job(inputs, **parameters)
+    assert job.nbytes == answered_bytes(bench, inputs, **parameters) == job.request.plan.answer_bytes
+
+
+@pytest.mark.parametrize(
+    ("rows", "parameters", "expected"),
+    [
+        (3, {}, 3 * 20),
+        (3, {"edl_top_k": 2}, 3 * (8 + 8 + 4)),
+        (5, {}, 5 * (20 + 20)),  # held whole until the last part is computed
+        (5, {"edl_top_k": 2}, 5 * (20 + 8 + 8 + 4)),
+    ],
+)
+def test_whole_outputs_of_parts_count(rows: int, parameters: dict[str, int], expected: int) -> None:
+    model = model_of(FakeBackend(), max_batch_rows=4)
+    header = header_for((rows, 4))
+    for name, value in parameters.items():
+        header.parameters[name].int64_param = value
+    assert plan_request(header, model, 100).answer_bytes == expected
+    header.parameters["edl_dtype"].string_param = "FP16"
+    smaller = 2 * (parameters.get("edl_top_k", 5))
+    assert plan_request(header, model, 100).answer_bytes == expected - rows * smaller

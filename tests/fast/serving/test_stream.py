@@ -1,0 +1,501 @@
+"""`ModelStreamInfer` as EDL's own reader uses it: any order, cancelling, deadlines, errors with a status, draining."""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import signal
+import threading
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edl.protocol import bundles, codec, fragments, kserve, names, tensors
+from edl.protocol.transport import grpc
+from edl_serving import Array
+from edl_serving.request_error import RequestError
+from tests.fast.serving.conftest import (
+    TIMEOUT_S,
+    Connect,
+    Process,
+    StartInside,
+    StartProcess,
+    request_bytes,
+    until,
+)
+from tests.fast.serving.models import Gated, logits
+
+
+class Open:
+    """A stream that a test writes to and reads from."""
+
+    def __init__(self, channel: Any, *, unordered: bool = True, bundles: bool = False) -> None:
+        self._sent: queue.Queue[bytes | None] = queue.Queue()
+        metadata = [(name, "1") for name, wanted in ((names.UNORDERED, unordered), (names.BUNDLES, bundles)) if wanted]
+        self.call = channel.stream_stream(names.method("ModelStreamInfer"))(
+            iter(self._sent.get, None), metadata=metadata, timeout=TIMEOUT_S
+        )
+
+    def send(self, request_id: str, x: Array, **parameters: int | float | str) -> None:
+        self.send_bytes(message(request_id, x, **parameters))
+
+    def cancel(self, request_id: str) -> None:
+        self.send_bytes(cancellation(request_id))
+
+    def send_bytes(self, data: bytes) -> None:
+        self._sent.put(data)
+
+    def read(self) -> kserve.ModelStreamInferResponse:
+        return kserve.ModelStreamInferResponse.FromString(next(self.call))
+
+    def end(self) -> None:
+        self._sent.put(None)
+
+
+def message(request_id: str, x: Array, **parameters: int | float | str) -> bytes:
+    return request_bytes({"x": x}, **parameters) + codec.id_field(request_id)
+
+
+def cancellation(request_id: str) -> bytes:
+    header = kserve.ModelInferRequest(id=request_id)
+    header.parameters[names.CANCEL].bool_param = True
+    return header.SerializeToString()
+
+
+def row(value: float) -> Array:
+    return np.full((1, 4), value, np.float32)
+
+
+def is_answer_to(answer: kserve.ModelStreamInferResponse, x: Array) -> bool:
+    assert not answer.error_message
+    output = answer.infer_response.outputs[0]
+    found = tensors.from_raw(output.datatype, tuple(output.shape), answer.infer_response.raw_output_contents[0])
+    return bool((found == logits(x)).all())
+
+
+def status_of(answer: kserve.ModelStreamInferResponse) -> tuple[str, str]:
+    assert answer.error_message
+    return answer.infer_response.id, answer.infer_response.parameters[names.STATUS].string_param
+
+
+class Pair(Gated):
+    """Shuts the gate for rows of 1 only."""
+
+    def predict(self, inputs: Any) -> Any:
+        return super().predict(inputs) if inputs["x"][0, 0] == 1 else {"logits": logits(inputs["x"])}
+
+
+@pytest.mark.parametrize("unordered", [True, False])
+def test_slow_request_holds_up_ordered_ones(inside: StartInside, connect: Connect, unordered: bool) -> None:
+    """A slow request holds the others up only where there is an order."""
+    slow, other = Pair(), Pair()
+    other.gate = slow.gate
+    server = inside([slow, other], max_batch_rows=1)
+    stream = Open(connect(server.target).channel, unordered=unordered)
+    stream.send("slow", row(1))
+    until(lambda: slow.started.is_set() or other.started.is_set())
+    for number in range(5):
+        stream.send(f"fast {number}", row(2))
+    stream.end()
+    if not unordered:
+        until(lambda: server.metric("edl_teacher_requests_total", outcome="ok") == 5)
+        slow.gate.set()
+    answers = [stream.read() for _ in range(5)]
+    slow.gate.set()
+    answers += [stream.read()]
+    fast = {f"fast {number}" for number in range(5)}
+    found = [answer.infer_response.id for answer in answers]
+    assert (set(found[:5]) == fast and found[5] == "slow") if unordered else found == ["slow", *sorted(fast)]
+    assert all(is_answer_to(one, row(1 if one.infer_response.id == "slow" else 2)) for one in answers)
+    with pytest.raises(StopIteration):
+        next(stream.call)
+
+
+def test_errors_end_their_request_only(inside: StartInside, connect: Connect) -> None:
+    """Errors carry the status of a call and end their request only."""
+    model = Gated()
+    server = inside(model, max_batch_rows=1, max_queue_rows=2)
+    stream = Open(connect(server.target).channel)
+    stream.send("computed", row(0))
+    assert model.started.wait(TIMEOUT_S)
+    for number in range(2):
+        stream.send(f"queued {number}", row(0))
+    stream.send("too many", row(0))
+    answer = stream.read()
+    assert status_of(answer) == ("too many", "UNAVAILABLE")
+    assert answer.infer_response.parameters[names.RETRY_AFTER].int64_param > 0
+    stream.send("wrong", np.zeros((1, 5), np.float32))
+    assert status_of(stream.read()) == ("wrong", "INVALID_ARGUMENT")
+    model.gate.set()
+    assert {stream.read().infer_response.id for _ in range(3)} == {"computed", "queued 0", "queued 1"}
+    stream.end()
+
+
+def test_cancelled_or_late_is_not_computed(inside: StartInside, connect: Connect) -> None:
+    """What is cancelled or late is not computed."""
+    model = Gated()
+    server = inside(model, max_batch_rows=1)
+    stream = Open(connect(server.target).channel)
+    stream.send("first", row(0))
+    assert model.started.wait(TIMEOUT_S)
+    stream.send("late", row(1), **{names.TIMEOUT_MS: 1})
+    stream.send("cancelled", row(2))
+    stream.send("last", row(3))
+    stream.cancel("cancelled")
+    stream.cancel("never heard of")
+    until(lambda: server.metric("edl_teacher_requests_total", outcome="cancelled") == 1)
+    time.sleep(0.01)  # the deadline of `late`
+    model.gate.set()
+    answers = {answer.infer_response.id: answer for answer in (stream.read() for _ in range(3))}
+    assert status_of(answers["late"]) == ("late", "DEADLINE_EXCEEDED")
+    assert is_answer_to(answers["last"], row(3))
+    assert [batch[0, 0] for batch in model.batches] == [0, 3]
+    stream.end()
+    with pytest.raises(StopIteration):
+        next(stream.call)
+    until(lambda: server.metric("edl_teacher_in_flight") == 0)
+
+
+def test_leaving_client_leaves_nothing(inside: StartInside, connect: Connect) -> None:
+    """A client that goes leaves nothing in flight."""
+    model = Gated()
+    server = inside(model, max_batch_rows=1)
+    stream = Open(connect(server.target).channel)
+    for number in range(10):
+        stream.send(str(number), row(number))
+    until(lambda: server.metric("edl_teacher_in_flight") == 10)
+    stream.call.cancel()
+    until(lambda: server.metric("edl_teacher_in_flight") == 0)
+    stream.end()
+    model.gate.set()
+
+
+def wait_for_exit(server: Process) -> float:
+    started = time.monotonic()
+    assert server.wait() == 0
+    return time.monotonic() - started
+
+
+def test_idle_streams_do_not_delay_the_end(process: StartProcess, connect: Connect) -> None:
+    server = process("Base", drain_timeout_s=25.0)
+    streams = [Open(connect(server.target).channel, unordered=unordered) for unordered in (True, False)]
+    for stream in streams:
+        stream.send("1", row(1))
+        assert is_answer_to(stream.read(), row(1))
+    server.popen.send_signal(signal.SIGTERM)
+    assert wait_for_exit(server) < 10, "a second on an idle machine, 25 if the streams were waited for"
+    for stream in streams:
+        with pytest.raises(StopIteration):  # ended, not cancelled
+            next(stream.call)
+        stream.end()
+
+
+def test_draining_server_answers_and_refuses(process: StartProcess, connect: Connect, tmp_path: Path) -> None:
+    """A draining server answers what it took and refuses the rest."""
+    gate = tmp_path / "gate"
+    server = process("FileGated", env={**os.environ, "EDL_TEST_GATE": str(gate)}, max_batch_rows=1, metrics_port=0)
+    stream = Open(connect(server.target).channel)
+    for number in range(2):
+        stream.send(str(number), row(number))
+    until(lambda: 'edl_teacher_in_flight{model="m"} 2.0' in server.metrics())
+    server.popen.send_signal(signal.SIGTERM)
+    assert server.line() == "leaving"
+    stopped = threading.Event()
+
+    def send_on() -> None:
+        number = 2
+        while not stopped.wait(0.02):
+            stream.send(str(number), row(0))
+            number += 1
+
+    sender = threading.Thread(target=send_on)
+    sender.start()
+    answers = {}
+    try:
+        for answer in rest_of(stream):
+            answers[answer.infer_response.id] = answer
+            if answer.error_message:
+                gate.touch()
+    finally:
+        stopped.set()
+        sender.join()
+        stream.end()
+    assert is_answer_to(answers["0"], row(0))
+    assert is_answer_to(answers["1"], row(1))
+    refused = [answer for answer in answers.values() if answer.error_message]
+    assert refused
+    for answer in refused:
+        assert status_of(answer)[1] == "UNAVAILABLE"
+        assert names.RETRY_AFTER not in answer.infer_response.parameters
+    assert server.wait() == 0
+
+
+def rest_of(stream: Open) -> Iterator[kserve.ModelStreamInferResponse]:
+    """Everything until the stream ends, however it does."""
+    try:
+        while True:
+            yield kserve.ModelStreamInferResponse.FromString(stream.call.next())
+    except (StopIteration, grpc.RpcError):
+        return
+
+
+def parts_of(answer: kserve.ModelStreamInferResponse) -> list[kserve.ModelStreamInferResponse]:
+    """The answers in a message."""
+    if names.BUNDLE not in answer.infer_response.parameters:
+        return [answer]
+    return [kserve.ModelStreamInferResponse.FromString(one) for one in answer.infer_response.raw_output_contents]
+
+
+@pytest.mark.parametrize("takes_bundles", [True, False])
+def test_bundled_requests_are_answered(inside: StartInside, connect: Connect, takes_bundles: bool) -> None:
+    """Requests in one message are answered each for itself."""
+    model = Gated()
+    server = inside(model, max_batch_rows=64, max_queue_rows=64)
+    stream = Open(connect(server.target).channel, bundles=takes_bundles)
+    stream.send("first", row(0))
+    assert model.started.wait(TIMEOUT_S)
+    together = [message(str(number), row(number)) for number in range(1, 6)]
+    together += [message("late", row(6), **{names.TIMEOUT_MS: 1}), message("wrong", np.zeros((1, 5), np.float32))]
+    together += [message("cancelled", row(7)), cancellation("cancelled"), b"\xff"]
+    stream.send_bytes(bundles.join_requests(together))
+    until(lambda: server.metric("edl_teacher_requests_total", outcome="cancelled") == 1)
+    time.sleep(0.01)  # the deadline of `late`
+    model.gate.set()
+    messages: list[list[kserve.ModelStreamInferResponse]] = []
+    while sum(map(len, messages)) < 9:
+        messages.append(parts_of(stream.read()))
+    answers = {answer.infer_response.id: answer for one in messages for answer in one}
+    assert set(answers) == {"first", "1", "2", "3", "4", "5", "late", "wrong", ""}
+    assert status_of(answers["late"])[1] == "DEADLINE_EXCEEDED"
+    assert status_of(answers["wrong"])[1] == status_of(answers[""])[1] == "INVALID_ARGUMENT"
+    assert all(is_answer_to(answers[str(number)], row(number)) for number in range(1, 6))
+    sizes = [len(one) for one in messages]
+    assert max(sizes) >= 5 if takes_bundles else max(sizes) == 1, "one batch's answers are there together"
+    stream.end()
+    with pytest.raises(StopIteration):
+        next(stream.call)
+    until(lambda: server.metric("edl_teacher_in_flight") == 0)
+
+
+def with_bundle_parameter(request: bytes) -> bytes:
+    header = kserve.ModelInferRequest()
+    header.parameters[names.BUNDLE].bool_param = True
+    return request + header.SerializeToString()
+
+
+MALFORMED = {
+    "empty": bundles.join_requests([]),
+    "with an id": bundles.join_requests([message("1", row(1))]) + codec.id_field("7"),
+    "nested": bundles.join_requests([bundles.join_requests([message("1", row(1))])]),
+    "beside a request": with_bundle_parameter(message("7", row(1))),
+    "too large": bundles.join_requests([message("1", row(1))] * 2000),
+}
+
+
+@pytest.mark.parametrize("bundle", MALFORMED.values(), ids=MALFORMED.keys())
+def test_malformed_bundle_is_refused(inside: StartInside, connect: Connect, bundle: bytes) -> None:
+    """A malformed bundle is refused and the stream goes on."""
+    server = inside(Pair())
+    stream = Open(connect(server.target).channel, bundles=True)
+    stream.send_bytes(bundle)
+    answer = stream.read()
+    assert status_of(answer)[1] == "INVALID_ARGUMENT"
+    assert names.BUNDLE in answer.error_message
+    stream.send("fine", row(2))
+    assert is_answer_to(stream.read(), row(2))
+    stream.end()
+
+
+def test_bundles_are_for_unordered_streams(inside: StartInside, connect: Connect) -> None:
+    """A bundle is for streams without order only."""
+    server = inside(Pair())
+    client = connect(server.target)
+    bundle = bundles.join_requests([message("1", row(2))])
+    stream = Open(client.channel, unordered=False, bundles=True)
+    for data in (bundle, message("fine", row(2))):
+        stream.send_bytes(data)
+    answer = stream.read()
+    assert status_of(answer)[1] == "INVALID_ARGUMENT"
+    assert names.BUNDLE in answer.error_message
+    assert names.UNORDERED in answer.error_message
+    assert is_answer_to(stream.read(), row(2))
+    stream.end()
+    with pytest.raises(grpc.RpcError) as caught:
+        client.infer_bytes(bundle, timeout=TIMEOUT_S)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert names.BUNDLE in str(caught.value.details())
+
+
+def fragments_of(request_id: str, value: float, nbytes: int = 20) -> list[bytes]:
+    raw = row(value)
+    header, (data,) = codec.split_request(request_bytes({"x": raw}))
+    return list(fragments.fragment_request(header + codec.id_field(request_id), [data], request_id, nbytes))
+
+
+def test_fragments_are_answered_as_a_request(inside: StartInside, connect: Connect) -> None:
+    server = inside(Pair())
+    stream = Open(connect(server.target).channel)
+    first, *others = fragments_of("large", 3)
+    stream.send_bytes(first)
+    stream.send("between", row(2))
+    assert is_answer_to(stream.read(), row(2))
+    for data in others:
+        stream.send_bytes(data)
+    answer = stream.read()
+    assert answer.infer_response.id == "large"
+    assert is_answer_to(answer, row(3))
+    stream.end()
+    with pytest.raises(StopIteration):
+        next(stream.call)
+    until(lambda: server.metric("edl_teacher_in_flight") == 0)
+
+
+def test_cancelled_fragments_are_forgotten(inside: StartInside, connect: Connect) -> None:
+    server = inside(Pair())
+    stream = Open(connect(server.target).channel)
+    stream.send_bytes(fragments_of("large", 3)[0])
+    stream.cancel("large")
+    for data in fragments_of("large", 4):
+        stream.send_bytes(data)
+    assert is_answer_to(stream.read(), row(4))
+    stream.send_bytes(fragments_of("left", 5)[0])
+    stream.end()  # in the middle of a request, which so does not hold the stream up
+    with pytest.raises(StopIteration):
+        next(stream.call)
+    until(lambda: server.metric("edl_teacher_in_flight") == 0)
+
+
+def claim_of(request_id: str, nbytes: int) -> list[bytes]:
+    return list(fragments.fragment_request(codec.id_field(request_id), [bytes(nbytes)], request_id, nbytes // 4))
+
+
+def test_refused_requests_leave_no_memory(inside: StartInside, connect: Connect) -> None:
+    """A server refuses requests because memory is short: a circle would keep them until the collector comes."""
+    mib = 1 << 20
+    model = Gated()
+    server = inside(model, max_message_bytes=mib, max_client_bytes=mib, max_batch_rows=1, max_queue_rows=1)
+    client = connect(server.target)
+    parked, stream = (Open(client.channel) for _ in range(2))
+    parked.send_bytes(claim_of("parked", mib * 3 // 4)[0])
+    until(lambda: server.metric("edl_teacher_client_bytes") >= mib * 3 // 4)
+    requests = {
+        "whole": ("RESOURCE_EXHAUSTED", message("whole", np.zeros((1, mib // 8), np.float32))),
+        "in fragments": ("RESOURCE_EXHAUSTED", claim_of("in fragments", mib // 2)[0]),
+        "wrong": ("INVALID_ARGUMENT", message("wrong", np.zeros((1, 99), np.float32))),
+        "too many": ("UNAVAILABLE", message("too many", row(0))),
+    }
+    stream.send("computed", row(0))
+    assert model.started.wait(TIMEOUT_S)
+    stream.send("queued", row(0))  # and read before what follows
+    gc.collect()
+    gc.disable()
+    try:
+        for request_id, (status, data) in requests.items():
+            stream.send_bytes(data)
+            assert status_of(stream.read()) == (request_id, status)
+            until(lambda: not any(type(found) is RequestError for found in gc.get_objects()))
+    finally:
+        gc.enable()
+        model.gate.set()
+
+
+def server_frames_with(nbytes: int) -> list[str]:
+    """Return the functions of the server of which a frame holds a message of so many bytes."""
+    frames = [found for found in gc.get_objects() if type(found) is types.FrameType]
+    own = [frame for frame in frames if "edl_serving" in frame.f_code.co_filename]
+    held = [(frame.f_code.co_qualname, value) for frame in own for value in list(frame.f_locals.values())]
+    return [name for name, value in held if isinstance(value, bytes | memoryview) and len(value) == nbytes]
+
+
+@pytest.mark.parametrize("data", [request_bytes({"x": np.zeros((1, 99), np.float32)}), b"\x0a\xff" + b"x" * 999])
+def test_refused_calls_leave_no_memory(inside: StartInside, connect: Connect, data: bytes) -> None:
+    client = connect(inside(Pair()).target)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(grpc.RpcError, match="INVALID_ARGUMENT"):
+            client.infer_bytes(data, timeout=TIMEOUT_S)
+        until(lambda: not server_frames_with(len(data)))
+    finally:
+        gc.enable()
+
+
+def test_fragments_count_as_a_clients_bytes(inside: StartInside, connect: Connect) -> None:
+    mib = 1 << 20
+    server = inside(Pair(), max_message_bytes=mib, max_client_bytes=mib)
+    client = connect(server.target)
+    streams = [Open(client.channel) for _ in range(2)]
+
+    def held() -> float:
+        return server.metric("edl_teacher_client_bytes")
+
+    streams[0].send_bytes(claim_of("parked", mib * 3 // 4)[0])
+    until(lambda: held() >= mib * 3 // 4)
+    refused = claim_of("refused", mib // 2)
+    streams[1].send_bytes(refused[0])
+    answer = streams[1].read()
+    assert status_of(answer) == ("refused", "RESOURCE_EXHAUSTED")
+    assert "max-client-bytes" in answer.error_message
+    assert answer.infer_response.parameters[names.RETRY_AFTER].int64_param > 0
+    streams[0].cancel("parked")
+    until(lambda: held() == 0)
+    for data in refused[1:]:
+        streams[1].send_bytes(data)  # what of it was on the way: there is room by now, but its begin is missing
+    for data in fragments_of("fine", 3):
+        streams[1].send_bytes(data)
+    answer = streams[1].read()
+    assert answer.infer_response.id == "fine", "the refused request is answered once"
+    assert is_answer_to(answer, row(3))
+    until(lambda: held() == 0)
+    for stream in streams:
+        stream.send_bytes(claim_of("left", mib // 3)[0])
+    until(lambda: held() >= 2 * (mib // 3))
+    for stream in streams:
+        stream.send_bytes(claim_of("in its place", mib // 6)[0])
+    until(lambda: 2 * (mib // 6) <= held() < mib // 2)
+    streams[0].end()
+    streams[1].call.cancel()
+    until(lambda: held() == 0)
+
+
+MISUSED_FRAGMENTS = {
+    "without an id": fragments_of("", 3)[0],
+    "nested": next(fragments.fragment_request(fragments_of("7", 3)[0], [], "7", 1 << 20)),
+    "in a bundle": bundles.join_requests(fragments_of("7", 3)[:1]),
+    "too large": codec.join_request(
+        codec.split_streamed_request(fragments_of("7", 3)[0])[0] + codec.id_field("7"), [b"\xff" * 8, b"x"]
+    ),
+}
+
+
+@pytest.mark.parametrize("data", MISUSED_FRAGMENTS.values(), ids=MISUSED_FRAGMENTS.keys())
+def test_misused_fragment_is_refused(inside: StartInside, connect: Connect, data: bytes) -> None:
+    server = inside(Pair())
+    stream = Open(connect(server.target).channel, bundles=True)
+    stream.send_bytes(data)
+    answer = stream.read()
+    assert status_of(answer)[1] == "INVALID_ARGUMENT"
+    assert names.FRAGMENT in answer.error_message
+    stream.send("fine", row(2))
+    assert is_answer_to(stream.read(), row(2))
+    stream.end()
+
+
+def test_fragments_in_an_ordered_stream(inside: StartInside, connect: Connect) -> None:
+    server = inside(Pair())
+    client = connect(server.target)
+    stream = Open(client.channel, unordered=False)
+    stream.send_bytes(fragments_of("7", 3)[0])
+    answer = stream.read()
+    assert status_of(answer)[1] == "INVALID_ARGUMENT"
+    assert names.UNORDERED in answer.error_message
+    stream.end()
+    with pytest.raises(grpc.RpcError) as caught:
+        client.infer_bytes(fragments_of("7", 3)[0], timeout=TIMEOUT_S)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

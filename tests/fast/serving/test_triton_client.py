@@ -1,0 +1,337 @@
+"""Triton's own client against our server: sync, futures, aio, streams and shared memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import queue
+import subprocess
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+import tritonclient.grpc.aio as triton_aio
+import tritonclient.utils.shared_memory as triton_shm
+from tritonclient.utils import InferenceServerException
+
+from edl_serving import Array
+from tests.fast.serving.conftest import ROOT, Process, StartInside
+from tests.fast.serving.models import Base, Images, Mixed, Moody, logits
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Process]:
+    one = Process("Mixed", max_batch_rows=16).wait_ready()
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def client(server: Process) -> Iterator[Any]:
+    with triton.InferenceServerClient(server.target) as one:
+        yield one
+
+
+def inputs_of(rows: int, width: int = 3, module: Any = triton) -> tuple[list[Any], Array]:
+    x = np.random.default_rng(rows).random((rows, width), np.float32)
+    words = np.array([[f"w{row}", "é"] for row in range(rows)], object)
+    inputs = [module.InferInput("x", x.shape, "FP32"), module.InferInput("words", words.shape, "BYTES")]
+    inputs[0].set_data_from_numpy(x)
+    inputs[1].set_data_from_numpy(words)
+    return inputs, x
+
+
+def check(result: Any, x: Array) -> None:
+    np.testing.assert_allclose(result.as_numpy("logits"), logits(x), rtol=1e-6)
+    assert result.as_numpy("width").tolist() == [x.shape[1]] * len(x)
+    assert result.as_numpy("joined").tolist() == [f"w{row} é".encode() for row in range(len(x))]
+
+
+def test_the_server_describes_itself(client: Any) -> None:
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("m")
+    assert client.is_model_ready("m", "1")
+    assert not client.is_model_ready("other")
+    assert not client.is_model_ready("m", "2")
+    metadata = client.get_model_metadata("m", as_json=True)
+    assert metadata["inputs"][0] == {"name": "x", "datatype": "FP32", "shape": ["-1", "-1"]}
+    config = client.get_model_config("m", as_json=True)["config"]
+    assert config["max_batch_size"] == 16
+    assert config["input"][1] == {"name": "words", "data_type": "TYPE_STRING", "dims": ["2"]}
+    assert client.get_model_repository_index(as_json=True)["models"] == [
+        {"name": "m", "version": "1", "state": "READY"}
+    ]
+    extensions = client.get_server_metadata().extensions
+    assert {"edl_top_k", "edl_dtype", "system_shared_memory"} <= set(extensions)
+    with pytest.raises(InferenceServerException, match=r"INVALID_ARGUMENT.*unknown model 'other'"):
+        client.get_model_metadata("other")
+
+
+def test_sync(client: Any) -> None:
+    inputs, x = inputs_of(3)
+    result = client.infer("m", inputs, request_id="seven")
+    check(result, x)
+    assert result.get_response().id == "seven"
+
+
+def test_subset_of_outputs_in_order(client: Any) -> None:
+    """A subset of outputs in the clients order."""
+    inputs, x = inputs_of(2)
+    wanted = [triton.InferRequestedOutput("joined"), triton.InferRequestedOutput("logits")]
+    result = client.infer("m", inputs, outputs=wanted)
+    assert [output.name for output in result.get_response().outputs] == ["joined", "logits"]
+    assert result.as_numpy("width") is None
+    np.testing.assert_allclose(result.as_numpy("logits"), logits(x), rtol=1e-6)
+
+
+def test_output_options(client: Any) -> None:
+    inputs, x = inputs_of(2)
+    wanted = [triton.InferRequestedOutput("logits")]
+    parameters = {"edl_top_k": 2, "edl_temperature": 2.0, "edl_dtype": "FP16"}
+    result = client.infer("m", inputs, outputs=wanted, parameters=parameters)
+    assert result.as_numpy("logits__topk_ids").tolist() == [[4, 3], [4, 3]]
+    np.testing.assert_allclose(result.as_numpy("logits__topk_values"), logits(x)[:, [4, 3]], rtol=1e-2)
+    assert result.as_numpy("logits__topk_values").dtype == np.float16
+    tail = np.log(np.exp(logits(x)[:, :3] / 2).sum(-1))
+    np.testing.assert_allclose(result.as_numpy("logits__tail_lse"), tail, rtol=1e-5)
+    with pytest.raises(InferenceServerException, match="'width' is INT64"):
+        client.infer("m", inputs, parameters=parameters)
+
+
+def test_futures(client: Any) -> None:
+    answers: queue.Queue[Any] = queue.Queue()
+    sent = {}
+    for rows in range(1, 20):
+        inputs, sent[str(rows)] = inputs_of(rows)
+        client.async_infer("m", inputs, lambda result, error: answers.put((result, error)), request_id=str(rows))
+    for _ in range(len(sent)):
+        result, error = answers.get(timeout=20)
+        assert error is None
+        check(result, sent.pop(result.get_response().id))
+
+
+def test_ordered_stream_survives_errors(client: Any) -> None:
+    """A stream answers in order and survives errors."""
+    answers: queue.Queue[Any] = queue.Queue()
+    client.start_stream(lambda result, error: answers.put((result, error)))
+    sent = []
+    for rows in range(1, 40):
+        inputs, x = inputs_of(rows % 5 + 1, width=rows % 3 + 1)
+        wrong = rows % 10 == 0
+        client.async_stream_infer("other" if wrong else "m", inputs, request_id=str(rows))
+        sent.append((str(rows), None if wrong else x))
+    for name, x in sent:
+        result, error = answers.get(timeout=20)
+        if x is None:
+            assert "unknown model 'other'" in str(error)
+        else:
+            assert error is None
+            assert result.get_response().id == name
+            check(result, x)
+    client.stop_stream()
+
+
+def test_aio(server: Process) -> None:
+    async def main() -> None:
+        async with triton_aio.InferenceServerClient(server.target) as client:
+            assert await client.is_model_ready("m")
+            asked = [inputs_of(rows, module=triton_aio) for rows in range(1, 10)]
+            results = await asyncio.gather(*[client.infer("m", inputs) for inputs, _ in asked])
+            for result, (_, x) in zip(results, asked, strict=True):
+                check(result, x)
+
+            async def requests() -> Any:
+                for rows, (inputs, _) in enumerate(asked):
+                    yield {"model_name": "m", "inputs": inputs, "request_id": str(rows)}
+
+            streamed = [answer async for answer in client.stream_infer(requests())]
+            for (result, error), (_, x) in zip(streamed, asked, strict=True):
+                assert error is None
+                check(result, x)
+
+    asyncio.run(main())
+
+
+class Memory:
+    """A shared memory region made by Triton's client library."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.name = f"edl-test-{uuid.uuid4().hex}"
+        self.nbytes = nbytes
+        self.handle = triton_shm.create_shared_memory_region(self.name, f"/{self.name}", nbytes)
+
+    def close(self) -> None:
+        triton_shm.destroy_shared_memory_region(self.handle)
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    made: list[Memory] = []
+
+    def make(nbytes: int) -> Memory:
+        made.append(Memory(nbytes))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_system_shared_memory(inside: StartInside, memory: Any) -> None:
+    server = inside(Mixed())
+    x = np.random.default_rng(1).random((4, 3), np.float32)
+    words = np.array([["w0", "a"], ["w1", "b"], ["w2", "c"], ["w3", "d"]], object)
+    region = memory(10_000)
+    with triton.InferenceServerClient(server.target) as client:
+        client.register_system_shared_memory(region.name, f"/{region.name}", region.nbytes)
+        assert region.name in client.get_system_shared_memory_status(as_json=True)["regions"]
+        triton_shm.set_shared_memory_region(region.handle, [x], offset=64)
+        inputs = [triton.InferInput("x", x.shape, "FP32"), triton.InferInput("words", words.shape, "BYTES")]
+        inputs[0].set_shared_memory(region.name, x.nbytes, offset=64)
+        inputs[1].set_data_from_numpy(words)
+        outputs = [triton.InferRequestedOutput(name) for name in ("logits", "width", "joined")]
+        outputs[0].set_shared_memory(region.name, 4 * 5 * 4, offset=1000)
+        outputs[2].set_shared_memory(region.name, 500, offset=2000)
+        result = client.infer("m", inputs, outputs=outputs)
+        assert result.as_numpy("width").tolist() == [3] * 4
+        found = triton_shm.get_contents_as_numpy(region.handle, np.float32, (4, 5), offset=1000)
+        np.testing.assert_allclose(found, logits(x), rtol=1e-6)
+        joined = result.get_output("joined")
+        assert joined.parameters["shared_memory_region"].string_param == region.name
+        assert joined.parameters["shared_memory_byte_size"].int64_param == 4 * (4 + 4)
+        assert triton_shm.get_contents_as_numpy(region.handle, np.object_, (4,), offset=2000).tolist() == [
+            b"w0 a",
+            b"w1 b",
+            b"w2 c",
+            b"w3 d",
+        ]
+        del found
+        outputs[0].set_shared_memory(region.name, 4 * 5 * 4 - 1, offset=1000)
+        with pytest.raises(InferenceServerException, match="'logits' has 80 bytes"):
+            client.infer("m", inputs, outputs=outputs)
+        inputs[0].set_shared_memory(region.name, x.nbytes, offset=9_999)
+        with pytest.raises(InferenceServerException, match="lie outside"):
+            client.infer("m", inputs)
+        os.truncate(f"/dev/shm/{region.name}", 0)
+        inputs[0] = triton.InferInput("x", x.shape, "FP32")  # the old one would keep its offset
+        inputs[0].set_shared_memory(region.name, x.nbytes)
+        with pytest.raises(InferenceServerException, match="has shrunk to 0 bytes"):
+            client.infer("m", inputs)
+        client.unregister_system_shared_memory(region.name)
+        with pytest.raises(InferenceServerException, match="is not registered"):
+            client.infer("m", inputs)
+        assert Path(f"/dev/shm/{region.name}").exists()  # the client's to delete
+
+
+def test_shared_memory_needs_no_copy(inside: StartInside, memory: Any) -> None:
+    """Shared memory inputs reach the model without a copy."""
+    seen: list[Any] = []
+
+    class Watching(Base):
+        def predict(self, inputs: Any) -> Any:
+            seen.append(inputs["x"])
+            return super().predict(inputs)
+
+    server = inside(Watching())
+    region = memory(64)
+    x = np.ones((4, 4), np.float32)
+    with triton.InferenceServerClient(server.target) as client:
+        client.register_system_shared_memory(region.name, f"/{region.name}", 64)
+        triton_shm.set_shared_memory_region(region.handle, [x])
+        inputs = [triton.InferInput("x", x.shape, "FP32")]
+        inputs[0].set_shared_memory(region.name, 64)
+        client.infer("m", inputs)
+        triton_shm.set_shared_memory_region(region.handle, [x * 7])
+        assert seen[-1].tolist() == (x * 7).tolist()  # the client's memory itself
+        seen.clear()
+
+
+def test_shared_memory_can_be_turned_off(inside: StartInside, memory: Any) -> None:
+    server = inside(Base(), shared_memory=False)
+    region = memory(64)
+    with triton.InferenceServerClient(server.target) as client:
+        assert "system_shared_memory" not in client.get_server_metadata().extensions
+        with pytest.raises(InferenceServerException, match="turned off"):
+            client.register_system_shared_memory(region.name, f"/{region.name}", 64)
+
+
+def test_a_batch_of_images(inside: StartInside) -> None:
+    server = inside(Images())
+    image = np.zeros((200, 3, 224, 224), np.uint8)  # 30 MB, far beyond gRPC's usual limit
+    with triton.InferenceServerClient(server.target) as client:
+        inputs = [triton.InferInput("image", image.shape, "UINT8")]
+        inputs[0].set_data_from_numpy(image)
+        assert client.infer("m", inputs).as_numpy("logits").shape == (200, 1000)
+
+
+def test_too_large_message_is_grpcs(inside: StartInside) -> None:
+    """A message beyond the limit is refused by grpc."""
+    server = inside(Images(), max_message_bytes=100_000)
+    image = np.zeros((1, 3, 224, 224), np.uint8)
+    with triton.InferenceServerClient(server.target) as client:
+        inputs = [triton.InferInput("image", image.shape, "UINT8")]
+        inputs[0].set_data_from_numpy(image)
+        with pytest.raises(InferenceServerException, match="RESOURCE_EXHAUSTED"):
+            client.infer("m", inputs)
+
+
+@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
+def test_compressed_requests_are_refused(inside: StartInside, algorithm: str) -> None:
+    """A few hundred bytes of it could become gigabytes."""
+    server = inside(Base())
+    x = np.ones((4, 4), np.float32)
+    inputs = [triton.InferInput("x", x.shape, "FP32").set_data_from_numpy(x)]
+    with triton.InferenceServerClient(server.target) as client:
+        with pytest.raises(InferenceServerException, match="takes no compressed messages: send them without"):
+            client.infer("m", inputs, compression_algorithm=algorithm)
+        client.infer("m", inputs)
+
+
+def test_failing_model_is_an_error(inside: StartInside) -> None:
+    """A failing model is an error that says so."""
+    server = inside(Moody())
+    with triton.InferenceServerClient(server.target) as client:
+        for mood, said in ((1, "ValueError: in a bad mood"), (2, "NaN in row 0 of 1"), (4, "SystemExit"), (0, None)):
+            x = np.full((1, 4), mood, np.float32)
+            inputs = [triton.InferInput("x", x.shape, "FP32")]
+            inputs[0].set_data_from_numpy(x)
+            if said is None:
+                assert client.infer("m", inputs).as_numpy("logits").shape == (1, 5)
+            else:
+                with pytest.raises(InferenceServerException, match=said):
+                    client.infer("m", inputs)
+
+
+PYTRITON = ROOT / ".tools/triton/bin/python"
+PYTRITON_SCRIPT = """
+import json, sys
+import numpy as np
+from pytriton.client import ModelClient
+with ModelClient(f"grpc://{sys.argv[1]}", "m") as client:
+    config = client.model_config
+    answer = client.infer_batch(np.ones((3, 4), np.float32))
+    one = client.infer_sample(np.ones(4, np.float32))
+print(json.dumps([config.max_batch_size, [list(o.shape) for o in config.outputs], answer["logits"].tolist(),
+                  one["logits"].tolist()]))
+"""
+
+
+@pytest.mark.triton
+@pytest.mark.skipif(not PYTRITON.exists(), reason="PyTriton is not installed; `make tools` fetches it")
+def test_pytritons_client(process: Any) -> None:
+    server = process("Base", max_batch_rows=16)
+    run = subprocess.run(
+        [PYTRITON, "-c", PYTRITON_SCRIPT, server.target], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    max_batch, shapes, batch, one = json.loads(run.stdout.splitlines()[-1])
+    expected = logits(np.ones((3, 4), np.float32))
+    assert (max_batch, shapes) == (16, [[5]])
+    assert batch == expected.tolist()
+    assert one == expected[0].tolist()

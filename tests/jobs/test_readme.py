@@ -1,0 +1,211 @@
+"""Every code block of README.md is run, in order, in one folder, as a reader of it would; and those of the docs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edl.discovery import open_registry
+from tests.plugins_consul import ConsulAgent
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+CONSUL = "consul://127.0.0.1:8500"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its page, language, text and first line in the page."""
+
+    page: str
+    language: str
+    text: str
+    line: int
+
+    @property
+    def file_name(self) -> str | None:
+        """The name in a first line such as `# teacher.py`."""
+        named = re.match(r"# (\w+\.py)\n", self.text)
+        return named[1] if named else None
+
+    def __str__(self) -> str:
+        return f"{self.page}-line{self.line}"
+
+
+def blocks(path: Path) -> list[Block]:
+    text = path.read_text()
+    return [
+        Block(path.name, match[1], match[2], text[: match.start()].count("\n") + 1)
+        for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    ]
+
+
+BLOCKS = blocks(README)
+OF_THEIR_OWN = ("security.md", "kubernetes.md")  # blocks need those before them: test_security_page, tests/kubernetes
+IN_DOCS = [block for page in PAGES if page != README and page.name not in OF_THEIR_OWN for block in blocks(page)]
+PYTHON = [
+    block
+    for block in BLOCKS + IN_DOCS
+    if block.language == "python" and block.file_name is None and block.page != "master.md"  # see master/test_page.py
+]
+COMMANDS = [block for block in BLOCKS if block.language == "bash"]
+
+
+class Workshop:
+    """A folder, an environment, and the servers that the reader of the README has started."""
+
+    def __init__(self, folder: Path, discovery: str, stack: contextlib.ExitStack) -> None:
+        self.folder, self._stack = folder, stack
+        self.environ = {
+            **os.environ,
+            "EDL_DISCOVERY": discovery,
+            "PYTHONWARNINGS": "error::DeprecationWarning:__main__",
+        }
+        for block in BLOCKS:
+            if block.file_name is not None:
+                folder.joinpath(block.file_name).write_text(block.text)
+        np.savez(folder / "digits.npz", x=np.zeros((64, 1, 8, 8), np.float32))
+
+    def run(self, *command: str, environ: Mapping[str, str] | None = None) -> str:
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            env={**self.environ, **(environ or {})},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, f"{shlex.join(command)}:\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def serve(self, arguments: list[str], environ: Mapping[str, str] | None = None) -> None:
+        """Start `edl serve` and wait until its service is found where students look."""
+        environ = {**self.environ, **(environ or {})}
+        service = arguments[arguments.index("--model") + 1]
+        log = self.folder / f"{service}.log"
+        with log.open("ab") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "edl", *arguments], cwd=self.folder, env=environ, stdout=file, stderr=file
+            )
+        self._stack.callback(process.wait)
+        self._stack.callback(process.kill)
+        deadline = time.monotonic() + 60
+        with open_registry(environ["EDL_DISCOVERY"]) as registry:
+            while not registry.snapshot(service).instances:
+                assert process.poll() is None, log.read_text()
+                assert time.monotonic() < deadline, f"{service} is not found:\n{log.read_text()}"
+                time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+    folder = tmp_path_factory.mktemp("readme")
+    with contextlib.ExitStack() as stack:
+        workshop = Workshop(folder, f"sqlite:///{folder}/discovery.sqlite", stack)
+        for block in COMMANDS:
+            if CONSUL not in block.text:
+                for line in block.text.splitlines():
+                    if line.startswith("edl serve"):
+                        workshop.serve(shlex.split(line)[1:])
+        yield workshop
+
+
+def test_every_block_is_of_a_known_kind() -> None:
+    """Every block is of a kind that is run, or a picture."""
+    assert {block.language for block in BLOCKS} == {"python", "bash", "mermaid"}
+    assert len(PYTHON) >= 4
+    known = r"(make \w+|edl (serve|teachers|bench|label|register|run|status|submit) ?.*|export EDL_DISCOVERY=\S+)"
+    for block in COMMANDS:
+        for line in block.text.splitlines():
+            assert re.fullmatch(known, line), f"README.md, block at line {block.line}: no test runs {line!r}"
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_python(block: Block, workshop: Workshop) -> None:
+    for package in ("torch", "sklearn"):
+        if re.search(rf"^(import|from) {package}", block.text, re.MULTILINE):
+            pytest.importorskip(package, reason=f"the block needs {package}")
+    workshop.run(sys.executable, "-c", block.text)
+
+
+@pytest.mark.parametrize("block", [block for block in COMMANDS if CONSUL not in block.text], ids=str)
+def test_commands(block: Block, workshop: Workshop) -> None:
+    for line in block.text.splitlines():
+        program, *arguments = shlex.split(line)
+        if program == "make":  # `make demo` and `make test` run for long, and one of them runs this: see test_demo
+            assert workshop.run("make", "-C", str(ROOT), "--dry-run", *arguments)
+        elif arguments[0] != "serve":  # those were started for everybody
+            assert workshop.run(sys.executable, "-m", "edl", *arguments)
+
+
+@pytest.mark.consul
+def test_commands_with_consul(workshop: Workshop, consul_agent: ConsulAgent) -> None:
+    (block,) = (block for block in COMMANDS if CONSUL in block.text)
+    environ: dict[str, str] = {}
+    for line in block.text.replace(CONSUL, consul_agent.url).splitlines():
+        program, *arguments = shlex.split(line)
+        if program == "export":
+            name, _, value = arguments[0].partition("=")
+            environ[name] = value
+        elif arguments[0] == "serve":
+            workshop.serve(arguments, environ)
+        else:
+            assert "ready" in workshop.run(sys.executable, "-m", "edl", *arguments, environ=environ)
+
+
+@pytest.mark.parametrize("block", [block for block in IN_DOCS if block.language == "bash"], ids=str)
+def test_commands_of_the_docs(block: Block, workshop: Workshop) -> None:
+    """Those that only look, or label, are run; models to serve are the reader's own, so there the flags are checked."""
+    for line in block.text.splitlines():
+        program, *arguments = shlex.split(line)
+        if program == "make":
+            assert workshop.run("make", "-C", str(ROOT), "--dry-run", *arguments)
+        elif arguments[0] in ("teachers", "label"):
+            workshop.run(sys.executable, "-m", "edl", *arguments)
+        elif program == "curl":  # of the page, whose answers its own tests look at
+            assert "localhost:8650/api/state" in line, f"no test looks at {line!r}"
+        else:
+            assert program == "edl"
+            looked_at = ("dashboard", "master", "serve", "register", "run", "status", "report")
+            assert arguments[0] in looked_at, f"no test looks at {line!r}"
+
+
+@functools.cache
+def flags_of(command: str) -> set[str]:
+    shown = ""
+    for words in (
+        command.split(),
+        *([[command, "vllm://"]] if command == "register" else []),
+    ):  # engines have their own
+        line = [sys.executable, "-m", "edl", *words, "--help"]
+        shown += subprocess.run(line, capture_output=True, text=True, timeout=100).stdout
+    return set(re.findall(r"--[a-z][a-z-]*", shown))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_flags_exist(page: Path) -> None:
+    """Commands have the flags that a page names."""
+    for command, rest in re.findall(r"\bedl (bench reader|[a-z]+)((?: [^`\n]*)?)", page.read_text()):
+        own = re.sub(r"'[^']*'|\"[^\"]*\"", "", rest) if command == "submit" else rest  # in quotes is another's
+        for flag in re.findall(r"(?<=\s)--[a-z][a-z-]*", own):
+            assert flag in flags_of(command), f"{page.name}: `edl {command}` has no {flag}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_pictures_are_there(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"

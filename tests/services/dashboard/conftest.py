@@ -1,0 +1,63 @@
+"""For tests of the page: open it in a real browser, and want nothing amiss there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from tests.fast.dashboard.server.conftest import page, store, url
+from tests.plugins_chromium import Browser, Page
+from tests.services.dashboard.page_server import PageServer
+
+__all__ = ["look", "page", "store", "url"]
+
+DRAWN = "document.getElementById('content').dataset.time"
+
+Look = Callable[..., tuple[PageServer, Page]]
+
+
+@pytest.fixture
+def look(browser: Browser) -> Iterator[Look]:
+    """Serve a state, and open the page on it; afterwards the browser must have had nothing to complain of."""
+    opened: list[tuple[PageServer, Page]] = []
+
+    def open_page(
+        state: Mapping[str, Any], width: int = 1280, height: int = 900, port: int = 0, **options: Any
+    ) -> tuple[PageServer, Page]:
+        server = PageServer(state, port)
+        page = browser.open(server.url, width, height, **options)
+        opened.append((server, page))
+        page.wait(DRAWN)
+        return server, page
+
+    yield open_page
+    for server, page in opened:
+        page.evaluate("1")  # what it said before has been read then
+        troubles, requests = list(page.troubles), list(page.requests)
+        page.close()
+        server.close()
+        # A test that refuses streams or goes away has the browser say so.
+        assert [each for each in troubles if not each.startswith("network: Failed to load resource")] == []
+        assert {url for url in requests if not url.startswith(server.url)} <= {"about:blank"}
+
+
+def publish(server: PageServer, page: Page, state: Mapping[str, Any], kind: str = "state") -> None:
+    """Send a state, and wait until the page has drawn it."""
+    server.publish(state, kind)
+    page.wait(f"{DRAWN} === {str(_number(state['time']))!r}")
+
+
+def _number(value: float) -> str:
+    """Return a number as JavaScript writes it."""
+    return str(int(value)) if value == int(value) else repr(value)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 75.0) -> None:
+    """Wait for something outside the page."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s"
+        time.sleep(0.02)

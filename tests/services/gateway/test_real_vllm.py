@@ -1,0 +1,250 @@
+"""The real vLLM behind a gateway, beside `edl serve --hf` on the same weights: one service, three oracles.
+
+One vLLM serves all tests of this file, since it takes a minute to start; the last one kills it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tritonclient.utils import InferenceServerException
+
+from edl.distill import DistillReader, Options, Scorer
+from edl.distill.compress import TopK
+from edl.protocol import names
+from edl.proxy.server import ProxyServer
+from edl.proxy.settings import ProxySettings
+from edl.testing import LocalTeacher
+from edl_serving.gateway.address import EngineAddress
+from edl_serving.gateway.backend import GatewayBackend, GatewayModel
+from edl_serving.gateway.endpoints import CompletionsEndpoint, GenerateEndpoint
+from edl_serving.gateway.engine import EngineAccess
+from edl_serving.gateway.health import EngineHealth
+from edl_serving.gateway.inspection import find_facts
+from tests.fast.distill.conftest import until
+from tests.fast.gateway.gateways import Gateways, ask
+from tests.fast.proxy.clients import ask as ask_http
+from tests.plugins_vllm import MODEL, PYTHON, VllmFactory, VllmServer
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+K = 64
+VOCABULARY = 2000
+
+
+@pytest.fixture(scope="module")
+def server(vllm: VllmFactory) -> VllmServer:
+    return vllm.shared("--enable-scale-out", "--max-logprobs", "100")
+
+
+@pytest.fixture(scope="module")
+def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
+    started = Gateways(tmp_path_factory.mktemp("gateways"))
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def endpoint(server: VllmServer, gateways: Gateways) -> str:
+    address = f"vllm://127.0.0.1:{server.port}"
+    return gateways.start(address, "--top-k", str(K), "--tokenizer", str(MODEL), "--failures", "2")[1]
+
+
+@pytest.fixture(scope="module")
+def teachers(gateways: Gateways, vllm: VllmFactory) -> Iterator[dict[str, LocalTeacher]]:
+    """`edl serve --hf` of the same service: in buckets and packed."""
+    serve: dict[str, Any] = {"hf": str(MODEL), "task": "causal-lm", "top-k": K, "threads": 1, "dtype": "float32"}
+    serve |= {"model-version": "r1", "max-tokens": 2048, "device": "cpu"}
+    packings = {"bucketed": {}, "packed": {"packing": True}}
+    started = {
+        name: LocalTeacher("", service="m", discovery=gateways.url, serve={**serve, **more}, wait=False)
+        for name, more in packings.items()
+    }
+    for teacher in started.values():
+        teacher.wait_ready(300)
+    yield started
+    for teacher in started.values():
+        teacher.close()
+
+
+@pytest.fixture(scope="module")
+def oracle(vllm: VllmFactory) -> Any:
+    """Log-probabilities by transformers in this process, float64 [tokens, vocabulary]."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+
+    def predict(tokens: Sequence[int]) -> np.ndarray:
+        with torch.inference_mode():
+            return model(torch.tensor([list(tokens)])).logits[0].double().log_softmax(-1).numpy()
+
+    return predict
+
+
+def sequences_of(*lengths: int, seed: int = 0) -> list[list[int]]:
+    chance = np.random.default_rng(seed)
+    return [chance.integers(0, VOCABULARY, length).tolist() for length in lengths]
+
+
+def check(labels: TopK, expected: np.ndarray) -> None:
+    """Ids, log-probabilities and tail are right to 1e-4; ids of values that are closer may differ."""
+    k = labels.ids.shape[-1]
+    values = np.asarray(labels.values, np.float64)
+    best = np.argsort(-expected, axis=-1, kind="stable")[:, : k + 1]
+    ordered = np.take_along_axis(expected, best, -1)
+    np.testing.assert_allclose(values, ordered[:, :k], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(np.take_along_axis(expected, labels.ids.astype(np.int64), -1), values, rtol=0, atol=1e-4)
+    apart = np.pad(-np.diff(ordered, axis=-1) > 2e-4, ((0, 0), (1, 0)), constant_values=True)
+    clear = apart[:, :k] & apart[:, 1:]
+    assert (labels.ids == best[:, :k])[clear].all()
+    assert clear.mean() > 0.5, "most ids are compared"
+    rest = expected.copy()
+    np.put_along_axis(rest, labels.ids.astype(np.int64), -np.inf, -1)
+    np.testing.assert_allclose(labels.tail_lse, np.log(np.exp(rest).sum(-1)), rtol=0, atol=1e-4)
+
+
+def test_three_agree(endpoint: str, teachers: dict[str, LocalTeacher], oracle: Any) -> None:
+    """A real vLLM behind the gateway, --hf in buckets and packed, and transformers: together, and one by one."""
+    found = sequences_of(1, 2, 17, 100, 63, 510, 128)
+    expected = np.concatenate([oracle(tokens) for tokens in found])
+    targets = {"vllm": endpoint, **{name: teacher.endpoint for name, teacher in teachers.items()}}
+    for name, target in targets.items():
+        together = ask(target, found, K)
+        check(TopK(*together), expected)
+        single = [ask(target, [tokens], K) for tokens in (found[2], found[3])]
+        for tokens, answer in zip((found[2], found[3]), single, strict=True):
+            check(TopK(*answer), oracle(tokens))
+        check(TopK(*ask(target, found[:3], 1)), np.concatenate([oracle(tokens) for tokens in found[:3]]))
+        with Scorer(target, top_k=K, targets=True) as scorer:
+            own = [[*tokens[1:], 5] for tokens in found]
+            wanted = [np.array(part)[:, None] for part in own]
+            for tokens, part, (labels, values) in zip(
+                found, wanted, scorer.score(found, targets=wanted).result(300), strict=True
+            ):
+                check(labels, oracle(tokens))
+                right = np.take_along_axis(oracle(tokens), part, -1)
+                np.testing.assert_allclose(values, right, rtol=0, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", [CompletionsEndpoint, GenerateEndpoint])
+def test_both_endpoints(server: VllmServer, oracle: Any, kind: Any) -> None:
+    engine = EngineAccess(EngineAddress("vllm", "127.0.0.1", server.port))
+    facts = asyncio.run(find_facts(engine, "tiny", True, K, 60.0))
+    facts = replace(facts, endpoint=kind(), weight_version=facts.weight_version if kind is GenerateEndpoint else "")
+    health = EngineHealth(engine, facts, K, 1.0, 60.0, 3)
+    backend = GatewayBackend(GatewayModel(engine, facts, K, "r1"), health)
+    try:
+        (tokens,) = sequences_of(40, seed=3)
+        inputs = {"ids": np.array(tokens, np.int32), "position": np.arange(40, dtype=np.int32)}
+        inputs["targets"] = np.array([*tokens[1:], 9], np.int32)[:, None]
+        answers = backend.predict_top_k(inputs, K, 1.0)
+        check(TopK(*answers["logprobs"]), oracle(tokens))
+        right = np.take_along_axis(oracle(tokens), inputs["targets"], -1)
+        np.testing.assert_allclose(answers["target_logprobs"], right, rtol=0, atol=1e-4)
+    finally:
+        backend.close()
+        health.close()
+
+
+def test_what_is_refused(server: VllmServer, gateways: Gateways, endpoint: str) -> None:
+    refused = gateways.launch(f"vllm://127.0.0.1:{server.port}", "--top-k", "101")
+    assert refused.wait(120) == 2
+    assert "--max-logprobs 101" in gateways.log
+    for wrong, parameters, words in (
+        ([[VOCABULARY]], {}, "out of vocabulary"),
+        ([[5] * 511], {}, "510"),
+        ([[5]], {names.TEMPERATURE: 0.5}, "temperature 1"),
+    ):
+        with pytest.raises(InferenceServerException, match=words):
+            ask(endpoint, wrong, K, **parameters)
+
+
+@pytest.fixture
+def proxy(gateways: Gateways) -> Iterator[ProxyServer]:
+    with ProxyServer(ProxySettings("m", discovery=gateways.url, port=0, top_k=K)) as server:
+        yield server
+
+
+def test_trl_client(
+    endpoint: str, teachers: dict[str, LocalTeacher], proxy: ProxyServer, oracle: Any, tmp_path: Path
+) -> None:
+    """TRL's own client gets its answers at one URL, with a teacher killed in the middle."""
+    until(lambda: ask_http(proxy.port, path="/health")[0] == 200, 60)
+    found = sequences_of(*np.random.default_rng(1).integers(2, 60, 120).tolist(), seed=4)
+    lengths = [max(1, len(tokens) // 3) for tokens in found]
+    process = subprocess.Popen(
+        [str(PYTHON), "-W", "ignore", str(Path(__file__).with_name("trl_client.py")), proxy.url.rstrip("/")],
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline()) == {"model": "m"}
+        call = {"sequences": found, "prompt_lengths": lengths, "top_logprobs": 20, "chunk_size": 2}
+        process.stdin.write(json.dumps(call))
+        process.stdin.close()
+
+        def scored() -> float:
+            lines = ask_http(proxy.port, path="/metrics")[1].splitlines()
+            return next(float(line.split()[1]) for line in lines if line.startswith("edl_proxy_tokens_total"))
+
+        until(lambda: scored() > 0, 300)
+        teachers["bucketed"].kill()
+        result = json.loads(process.stdout.readline())
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    for number, (tokens, length) in enumerate(zip(found, lengths, strict=True)):
+        expected = oracle(tokens)[length - 1 : -1]
+        values = np.array(result["logprobs"][number])
+        ids = np.array(result["logprob_token_ids"][number])
+        np.testing.assert_allclose(values, -np.sort(-expected, -1)[:, :20], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(np.take_along_axis(expected, ids, -1), values, rtol=0, atol=1e-4)
+        own = np.array(tokens[length:])[:, None]
+        assert np.array_equal(result["actual_token_ids"][number], own)
+        right = np.take_along_axis(expected, own, -1)
+        np.testing.assert_allclose(np.array(result["actual_logprobs"][number]), right, rtol=0, atol=1e-4)
+
+
+def test_vllm_is_killed(
+    server: VllmServer, endpoint: str, teachers: dict[str, LocalTeacher], gateways: Gateways, oracle: Any
+) -> None:
+    """Each token once, at its place, with a label to 1e-4, from whichever kind of teacher."""
+    found = sequences_of(*np.random.default_rng(2).integers(1, 60, 150).tolist(), seed=5)
+    options = Options(teacher_timeout_s=120)
+    reader = DistillReader(["ids", None], ["logprobs"], top_k=K, teacher_batch_size=128, options=options)
+    reader.set_dynamic_teacher(gateways.url, "m")
+    reader.set_sequence_generator(lambda: ((np.array(ids, np.int32), number) for number, ids in enumerate(found)))
+    with reader:
+        epoch = reader()
+        delivered = list(itertools.islice(epoch, 30))
+        until(lambda: sum(teacher.rows > 0 for teacher in reader.stats().teachers.values()) >= 2, 120)
+        server.kill()
+        delivered += epoch
+        stats = reader.stats()
+    assert [number for _, number, _ in delivered] == list(range(150))
+    assert stats.rows_delivered == sum(map(len, found))
+    for ids, number, labels in delivered:
+        assert ids.tolist() == found[number]
+        check(labels, oracle(found[number]))
+    gateways.wait_instances(1)
+    with pytest.raises(InferenceServerException) as away:
+        ask(endpoint, [[1, 2, 3]], 20)
+    assert away.value.status() == "StatusCode.UNAVAILABLE"

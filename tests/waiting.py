@@ -14,7 +14,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 DEADLINE_S = 90.0
-"""Longer than any machine stalls, and shorter than pytest's timeout of a test, so that the message says what is missing."""
+"""Longer than a busy machine stalls, and shorter than the timeout of a test, so that the message is read."""
 PAUSE_S = 0.005
 """Short beside what is waited for, which takes a few milliseconds at least; polling costs 1% of a core."""
 

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (ROOT / "edl", ROOT / "serving/edl_serving")
 
 MOST_MODULES = 15  # in a folder: more have no order that a reader remembers

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import edl
-from tests import house
+from tests.lint import house
 from tests.lint.test_public_names import PUBLIC
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -34,10 +34,10 @@ def look(browser: Browser) -> Iterator[Look]:
         return server, page
 
     yield open_page
-    for server, page in opened:
-        page.evaluate("1")  # what it said before has been read then
-        troubles, requests = list(page.troubles), list(page.requests)
-        page.close()
+    for server, opened_page in opened:
+        opened_page.evaluate("1")  # what it said before has been read then
+        troubles, requests = list(opened_page.troubles), list(opened_page.requests)
+        opened_page.close()
         server.close()
         # A test that refuses streams or goes away has the browser say so.
         assert [each for each in troubles if not each.startswith("network: Failed to load resource")] == []

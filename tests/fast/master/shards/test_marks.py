@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from edl.errors import ConflictError, LeaseLostError, SettingsError
-from edl.protocol import master
 from tests.fast.master.shards.jobs import Job, bounds, checkpointed
 
 
@@ -23,47 +22,6 @@ def test_loss_after_a_mark_goes_back() -> None:
         job.turn("a", 1)
     job.open("b")
     assert bounds(job.turn("b", 9).leases) == [(14, 20), (20, 30), (30, 40)]
-    assert third.start == 20
-
-
-def test_resume_takes_open_shards_over() -> None:
-    """A reader that was killed comes back at once, before its session has expired."""
-    job = checkpointed(units=40)
-    job.open("a")
-    first, second = job.turn("a", 2).leases
-    job.mark("a", 1, (first, 3))
-    job.turn("a", 1, done=[first, second])
-    job.open("b")
-    reply = job.resume("b", "a", 1)
-    assert bounds(reply.leases) == [(3, 10), (10, 20)]
-    assert job.resume("b", "a", 1) == reply, "a reply that was lost"
-    with pytest.raises(LeaseLostError, match="b resumed it in session b"):
-        job.turn("a", 1, done=[first])
-    assert job.book.status("d")["units_done"] == 3
-    assert bounds(job.turn("b", 9).leases) == [(20, 30), (30, 40)]
-
-
-def test_resume_at_an_older_mark() -> None:
-    """Others took what was given back meanwhile; what they have or did is theirs."""
-    job = checkpointed(units=40)
-    job.open("a")
-    first, second, third = job.turn("a", 3).leases
-    job.mark("a", 1, (first, 3))
-    job.turn("a", 0, done=[first])
-    job.mark("a", 2, (second, 6))
-    job.expire("a")
-    job.open("b")
-    others = job.turn("b", 9).leases
-    assert bounds(others) == [(16, 20), (20, 30), (30, 40)]
-    job.open("a2", "a")
-    reply = job.resume("a2", "a", 1)
-    assert bounds(reply.leases) == [(3, 10), (10, 16)], "what a did between the marks, and nothing of b's"
-    job.turn("b", 0, done=others)
-    job.mark("b", 1)
-    job.turn("a2", 0, done=reply.leases)
-    job.mark("a2", 2)
-    assert job.book.is_finished("d")
-    assert job.book.status("d")["units_done"] == 40
     assert third.start == 20
 
 
@@ -163,22 +121,6 @@ def test_expired_lease_ends_its_reader() -> None:
     assert job.shards()["doing"] == 0
 
 
-@pytest.mark.parametrize(("commit", "done"), [(True, 20), (False, 10)])
-def test_closing_keeps_or_gives_back(commit: bool, done: int) -> None:
-    job = checkpointed()
-    job.open("a")
-    first, second, _ = job.turn("a", 3).leases
-    job.turn("a", 0, done=[first])
-    job.mark("a", 1)
-    job.turn("a", 0, done=[second])
-    job.apply(close_session=master.CloseSession(session="a", commit=commit))
-    job.apply(close_session=master.CloseSession(session="a", commit=commit))
-    assert job.book.status("d")["units_done"] == done
-    job.open("b")
-    job.resume("b", "a", 1)
-    assert job.book.status("d")["units_done"] == 10, "the checkpoint that was loaded is that of the mark"
-
-
 def test_parts_that_touch_are_one_again() -> None:
     """A shard that was cut by a mark, and comes back as a whole, is a single lease."""
     job = checkpointed(units=10)
@@ -190,23 +132,6 @@ def test_parts_that_touch_are_one_again() -> None:
     job.open("b")
     job.resume("b", "a", 0)
     assert bounds(job.turn("b", 9).leases) == [(0, 10)]
-
-
-def test_reader_that_is_gone_goes_back_too() -> None:
-    """A job goes on from an older checkpoint with fewer workers: another loads that worker's position, and closes."""
-    job = checkpointed(units=40)
-    job.open("a")
-    first, second = job.turn("a", 2).leases
-    job.mark("a", 1, (first, 3))
-    job.turn("a", 0, done=[first, second])
-    job.mark("a", 2)
-    job.expire("a")
-    job.open("b")
-    assert bounds(job.resume("b", "a", 1).leases) == [(3, 10), (10, 20)]
-    job.apply(close_session=master.CloseSession(session="b"))
-    assert job.book.status("d")["units_done"] == 3
-    job.open("c")
-    assert bounds(job.turn("c", 9).leases) == [(3, 10), (10, 20), (20, 30), (30, 40)]
 
 
 def test_crash_loop_ends_in_poison() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,8 +15,9 @@ from edl.kube.client import KubeClient
 from edl.kube.settings import KubeSettings
 from edl.master.kube.capacity.watch import CapacityWatch
 from tests.fast.kube.conftest import write_kubeconfig
-from tests.fast.kube.server import ApiServer, Reply, Request, wait_until
+from tests.fast.kube.server import ApiServer, Reply, Request, status
 from tests.fast.master.kube.capacity.objects import node, pod
+from tests.waiting import wait_until
 
 ALL_TAKEN = [pod(node="n1"), pod(node="n1")]
 
@@ -26,11 +27,14 @@ class Lists:
 
     def __init__(self) -> None:
         self.open = threading.Event()
+        self.refused = False
 
     def answer(self, request: Request) -> Reply:
         if "watch=" in request.path:
             return Reply(200, pieces=((60.0, b""),))
         assert self.open.wait(60)
+        if self.refused:
+            return status(403, "Forbidden", 'User "me" cannot list')
         items: list[dict[str, Any]] = [node(gpus=2)] if urlsplit(request.path).path.endswith("/nodes") else ALL_TAKEN
         return Reply(200, {"items": items, "metadata": {"resourceVersion": "10"}})
 
@@ -62,7 +66,7 @@ def test_listed_is_not_taken_yet(lists: Lists, watch: CapacityWatch) -> None:
     """Pods that were listed a moment ago, and are not counted yet, must not look like idle GPUs."""
     watch._ready.clear()
     lists.open.set()
-    wait_until(lambda: watch._node_watch.listed and watch._pod_watch.listed)
+    wait_until(lambda: watch._node_watch.listed and watch._pod_watch.listed, "both lists")
     assert watch.current() is None
     assert not watch.wait_known(0.0)
     watch._ready.set()
@@ -83,32 +87,13 @@ def test_close_wakes_who_waits(watch: CapacityWatch, lists: Lists) -> None:
     closing.join(60)
 
 
-class Interleaving:
-    """A lock before which, once, another thread's work is done."""
-
-    def __init__(self, lock: threading.Lock, work: Callable[[], object]) -> None:
-        self._lock = lock
-        self._work: Callable[[], object] | None = work
-
-    def __enter__(self) -> None:
-        work, self._work = self._work, None
-        if work is not None:
-            work()
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
-def test_stale_watch_is_not_forgotten(lists: Lists, watch: CapacityWatch) -> None:
-    """A watch that becomes stale beside an event of the other one still has its time counted."""
+def test_refused_is_not_idle(lists: Lists, watch: CapacityWatch) -> None:
+    """Without the role `edl-capacity` nothing is known, which is no zero; with it, a while later, all is."""
+    lists.refused = True
     lists.open.set()
+    wait_until(lambda: "nodes" in watch.reason or "pods" in watch.reason, "the reason")
+    assert watch.current() is None
+    lists.refused = False
     assert watch.wait_known(60)
-
-    def lose_nodes() -> None:
-        watch._node_watch._stale = "nodes: the API server is away"
-        watch._note_stale()
-
-    watch._lock = Interleaving(watch._lock, lose_nodes)  # type: ignore[assignment,arg-type]
-    watch._note_alive()
-    assert watch._stale_since_s is not None
+    wait_until(lambda: watch.reason == "", "no reason")
+    assert count_idle(watch) == 0

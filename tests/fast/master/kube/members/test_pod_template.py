@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from edl.kube.objects import Object
 from edl.master.kube.members import MemberLaunch, build_member_pod, read_member_pod
+from edl.master.kube.members.naming import build_member_name, shorten_name
 from edl.master.kube.members.pod_template import has_memory_quantity
 from edl.master.kube.resources import ElasticJob
 
@@ -165,3 +169,27 @@ def test_garbage_is_left_to_the_server(value: Any) -> None:
             assert all(item in parent[key] for item in value)
         else:
             assert parent[key] == value
+
+
+LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+NAMES = st.from_regex(r"[a-z0-9]([-a-z0-9.]{0,120}[a-z0-9])?", fullmatch=True)
+
+
+def test_short_names_stay() -> None:
+    assert build_member_name("digits", "worker", 3, 0) == "digits-worker-3-0"
+    assert build_member_name("a.b", "worker", 3, 0).startswith("a-b-"), "a dot would make the host name end there"
+
+
+@settings(max_examples=30)
+@given(NAMES, st.sampled_from(["worker", "teacher", "master"]), st.integers(0, 10**6), st.integers(0, 10**9))
+def test_names_are_labels(name: str, role: str, index: int, try_number: int) -> None:
+    built = build_member_name(name, role, index, try_number)
+    assert len(built) <= 63
+    assert LABEL.fullmatch(built)
+
+
+@settings(max_examples=30)
+@given(NAMES, NAMES)
+def test_cut_names_differ(first: str, second: str) -> None:
+    assert (shorten_name(first, 30) == shorten_name(second, 30)) == (first == second)
+    assert shorten_name(f"{'n' * 62}a", 40) != shorten_name(f"{'n' * 62}b", 40)

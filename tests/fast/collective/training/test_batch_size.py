@@ -1,4 +1,4 @@
-"""The automatic batch: a fitted step time, and choices on made-up clusters where the right one is known."""
+"""The automatic batch: gradient noise, a fitted step time, and choices on made-up clusters with a known right one."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from edl.collective.training.batch_size.noise import GradientNoise  # noqa: E402
+
+from edl.collective.training.batch_size.noise import GradientGroups, GradientNoise  # noqa: E402
 from edl.collective.training.batch_size.objective import (  # noqa: E402
     AutoBatch,
     choose_batch_size,
@@ -27,6 +28,76 @@ from edl.collective.training.batch_size.step_time import (  # noqa: E402
 )
 from edl.collective.training.batch_size.tuner import BatchSizeTuner, RunState  # noqa: E402
 from edl.errors import SettingsError  # noqa: E402
+
+MEAN = np.array([3.0, -1.0, 0.5])
+SPREADS = np.array([2.0, 0.5, 1.0])
+VARIANCE = float(np.square(SPREADS).sum())
+SQUARE = float(np.square(MEAN).sum())
+
+
+def groups_of(sizes: list[int], random: np.random.Generator) -> GradientGroups:
+    """Of samples whose loss is |x - target|²/2 at x = 0, so that a sample's gradient is minus its target."""
+    gradients = MEAN + SPREADS * random.standard_normal((sum(sizes), 3))
+    means = [part.mean(axis=0) for part in np.split(gradients, np.cumsum(sizes)[:-1])]
+    weighted = sum(size * float(mean @ mean) for size, mean in zip(sizes, means, strict=True))
+    whole = gradients.mean(axis=0)
+    return GradientGroups(len(sizes), sum(sizes), weighted, float(whole @ whole))
+
+
+@pytest.mark.parametrize("sizes", [[4, 4], [1, 2, 3, 10]])
+def test_estimates_are_unbiased(sizes: list[int]) -> None:
+    """Estimates are unbiased whatever the groups."""
+    random = np.random.default_rng(1)
+    estimates = np.array([groups_of(sizes, random).estimate() for _ in range(5_000)])
+    errors = estimates.std(axis=0) / math.sqrt(len(estimates))
+    assert np.abs(estimates.mean(axis=0) - (VARIANCE, SQUARE)).max() < 4 * errors.max()
+
+
+def test_averages_follow_a_change() -> None:
+    noise = GradientNoise()
+    for square in (1.0, 9.0):
+        for _ in range(500):
+            noise.add_step(GradientGroups(2, 8, weighted_square=8 * square + 4.0, square=square))
+    assert noise.variance == pytest.approx(4.0)
+    assert noise.square == pytest.approx(9.0 - 4.0 / 8, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "groups", [GradientGroups(1, 8, 3.0, 1.0), GradientGroups(2, 8, math.inf, 1.0), GradientGroups(2, 8, 1.0, math.nan)]
+)
+def test_what_says_nothing_is_left_out(groups: GradientGroups) -> None:
+    noise = GradientNoise()
+    noise.add_step(groups)
+    assert not noise.known
+
+
+POSITIVE = st.floats(1e-6, 1e6)
+
+
+@given(variance=st.floats(0, 1e6), square=st.floats(-1e3, 1e6), base=st.integers(1, 512), scale=st.integers(1, 64))
+def test_gain_is_between_one_and_scale(variance: float, square: float, base: int, scale: int) -> None:
+    """The gain is between one and the scale."""
+    gain = GradientNoise(variance, square, 1.0).gain(base * scale, base)
+    assert 1 - 1e-9 <= gain <= scale * (1 + 1e-9)
+
+
+@given(
+    noise=st.builds(GradientNoise, POSITIVE, POSITIVE, st.just(1.0)),
+    batch=st.integers(1, 4096),
+    base=st.integers(1, 4096),
+)
+def test_gain_is_one_at_the_base(noise: GradientNoise, batch: int, base: int) -> None:
+    """The gain is one at the base and undone on the way back."""
+    assert noise.gain(base, base) == pytest.approx(1.0)
+    assert noise.gain(batch, base) * noise.gain(base, batch) == pytest.approx(1.0)
+
+
+def test_gain_with_no_and_only_noise() -> None:
+    """Without noise a larger batch gains nothing and with only noise all."""
+    assert GradientNoise(0.0, 1.0, 1.0).gain(512, 64) == 1.0
+    assert GradientNoise(1.0, 0.0, 1.0).gain(512, 64) == pytest.approx(8.0)
+    assert (GradientNoise(0.0, 1.0).scale, GradientNoise(1.0, -0.1).scale) == (0.0, math.inf)
+
 
 TRUTH = StepTime(fixed_s=0.020, row_s=0.0005, sync_s=0.030, rank_s=0.004, gamma=2.0)
 SETTINGS = [(1, 32, 1), (1, 64, 2), (2, 32, 1), (2, 64, 1), (3, 48, 1), (3, 16, 2), (4, 64, 1), (4, 128, 3)]
@@ -44,7 +115,7 @@ def measured(
     ]
 
 
-@pytest.mark.parametrize("gamma", [1.0, 2.0, 10.0])
+@pytest.mark.parametrize("gamma", [1.0, 10.0])
 def test_fit_predicts_unseen_settings(gamma: float) -> None:
     """The fit predicts settings that it has not seen."""
     truth = StepTime(TRUTH.fixed_s, TRUTH.row_s, TRUTH.sync_s, TRUTH.rank_s, gamma)
@@ -57,18 +128,6 @@ def test_the_fit_bears_noise() -> None:
     model = fit_step_time(measured(TRUTH, SETTINGS * 3, error=0.05))
     for setting in [(2, 96, 1), (4, 32, 1), (1, 128, 1)]:
         assert model.seconds(*setting) == pytest.approx(TRUTH.seconds(*setting), rel=0.15)
-
-
-@settings(deadline=None, max_examples=50)
-@given(
-    fixed=st.floats(1e-4, 1.0), row=st.floats(1e-6, 0.1), sync=st.floats(1e-4, 1.0), gamma=st.sampled_from([1.0, 3.0])
-)
-def test_any_cluster_of_two_is_fitted(fixed: float, row: float, sync: float, gamma: float) -> None:
-    truth = StepTime(fixed, row, sync, 0.0, gamma)
-    seen = measured(truth, [(1, 8, 1), (1, 64, 1), (2, 8, 1), (2, 64, 1), (2, 32, 2)])
-    model = fit_step_time(seen)
-    for one in seen:
-        assert model.seconds(one.world, one.rows, one.parts) == pytest.approx(one.seconds, rel=0.1)
 
 
 def test_one_measurement_is_explained() -> None:
@@ -95,13 +154,7 @@ def goodput(model: StepTime, phi: float, world: int, batch: int, most: int | Non
     return batch / model.seconds(world, *micro_batch_shape(batch, world, most)) * statistical_efficiency(phi, batch, 64)
 
 
-@settings(deadline=None, max_examples=20)
-@given(
-    phi=st.floats(1.0, 1e5),
-    world=st.sampled_from([1, 2, 4]),
-    most=st.none() | st.sampled_from([16, 64]),
-    upper=st.sampled_from([64, 500, 2048]),
-)
+@pytest.mark.parametrize(("phi", "world", "most", "upper"), [(1e5, 4, 16, 2048), (300.0, 2, None, 500)])
 def test_choices_end_near_the_best_batch(phi: float, world: int, most: int | None, upper: int) -> None:
     """Repeated choices end near the best batch and stay."""
     bounds = AutoBatch(least=32, most=upper, margin=0.02)
@@ -181,8 +234,6 @@ def test_foreign_times_are_left_out() -> None:
     assert tuner.state_dict() == {"steps": 4, "measured": [[1, 16, 4, 1.5, 0.0]]}
 
 
-# --- Loaders. ---
-
 FAST = StepTime(fixed_s=0.010, row_s=0.0001)
 NONE, SLOW = LoaderTime(), LoaderTime(0.0, 0.0008, ahead=True)
 ASKED = LoaderTime(0.030, 0.0002)
@@ -199,9 +250,9 @@ def loaded(loader: LoaderTime, batches: list[int], error: float = 0.0) -> list[S
     return found
 
 
-@pytest.mark.parametrize("error", [0.0, 0.03])
-@pytest.mark.parametrize("loader", [NONE, SLOW, ASKED, LoaderTime(0.0, 0.0004), LoaderTime(0.020, 0.0010, ahead=True)])
-def test_a_loaders_time_is_found(loader: LoaderTime, error: float) -> None:
+@pytest.mark.parametrize("loader", [NONE, SLOW, ASKED, LoaderTime(0.020, 0.0010, ahead=True)])
+def test_a_loaders_time_is_found(loader: LoaderTime) -> None:
+    error = 0.03
     found = fit_loader_time(loaded(loader, [32, 64, 128, 64, 128], error))
     for batch in (64, 128, 256):
         rows, parts = micro_batch_shape(batch, 1, None)
@@ -222,8 +273,8 @@ def test_loader_seen_once_is_no_reason() -> None:
 class SimulatedRun:
     """A run in simulated time with the automatic batch: as many samples a second as its loader lets through."""
 
-    def __init__(self, loader: LoaderTime, *, tells_waits: bool) -> None:
-        self.loader, self.tells_waits = loader, tells_waits
+    def __init__(self, loader: LoaderTime) -> None:
+        self.loader = loader
         self.batch = 64
         self.noise = GradientNoise(variance=2000.0, square=1.0, steps=100.0)  # twice the batch, half the worth at 2,000
         self.tuner = BatchSizeTuner(AutoBatch(32, 1024, every_steps=4), 64)
@@ -239,26 +290,18 @@ class SimulatedRun:
     def settle(self) -> int:
         for _ in range(80):
             step_s, waited_s = self.seconds(self.batch)
-            if self.tells_waits:
-                self.tuner.record_wait(waited_s)
+            self.tuner.record_wait(waited_s)
             self.batch = self.tuner.record_step(
                 RunState(1, self.batch, None, self.noise), step_s, None, torch.device("cpu")
             )
         return self.batch
 
 
-@pytest.mark.parametrize("loader", [NONE, SLOW, ASKED, LoaderTime(0.0, 0.0004)])
+@pytest.mark.parametrize("loader", [NONE, SLOW])
 def test_the_batch_is_chosen_with_the_loader(loader: LoaderTime) -> None:
-    run = SimulatedRun(loader, tells_waits=True)
+    run = SimulatedRun(loader)
     best = max(map(run.goodput, range(32, 1025)))
     assert run.goodput(run.settle()) >= 0.93 * best
-
-
-def test_waits_matter_to_the_choice() -> None:
-    """What Pollux does: it sees steps that become cheaper by the sample, and not that the loader has no more."""
-    blind, seeing = SimulatedRun(SLOW, tells_waits=False), SimulatedRun(SLOW, tells_waits=True)
-    assert blind.settle() > 3 * seeing.settle()
-    assert blind.goodput(blind.batch) < 0.9 * seeing.goodput(seeing.batch)
 
 
 def test_measurements_without_waits_are_read() -> None:

@@ -1,4 +1,4 @@
-"""The sampler: whoever comes and goes, an epoch has every sample once, in the same global batches."""
+"""The sampler: an epoch has every sample once, in the same global batches, whichever ranks come and go."""
 
 from __future__ import annotations
 
@@ -9,15 +9,55 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from edl.collective.training.split import micro_batch_sizes, rank_share
+
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
 
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
 from edl.collective.training.sampler import ElasticSampler  # noqa: E402
 from edl.errors import ProtocolError, SettingsError  # noqa: E402
+
+
+@given(samples=st.integers(0, 500), most=st.none() | st.integers(1, 60), parts=st.integers(1, 12))
+def test_micro_batches_are_few_and_even(samples: int, most: int | None, parts: int) -> None:
+    sizes = micro_batch_sizes(samples, most, parts)
+    assert sum(sizes) == samples
+    assert all(size <= (most or samples) for size in sizes)
+    assert not sizes or max(sizes) - min(sizes) <= 1
+    fewest = -(-samples // most) if most else min(samples, 1)
+    assert len(sizes) == max(fewest, parts if parts > 1 else 0)
+
+
+@given(samples=st.integers(2, 500), world=st.integers(1, 40), most=st.none() | st.integers(3, 60))
+def test_nobody_has_one_sample_alone(samples: int, world: int, most: int | None) -> None:
+    shares = [rank_share(samples, world, rank, least=2) for rank in range(world)]
+    assert [place for one in shares for place in one] == list(range(samples))
+    sizes = [len(one) for one in shares if one]
+    assert min(sizes) >= 2
+    assert max(sizes) - min(sizes) <= 1
+    for size in sizes:
+        for parts in (1, 2, 5):
+            micro = micro_batch_sizes(size, most, parts, least=2)
+            assert sum(micro) == size
+            assert 1 not in micro
+            assert len(micro) >= (parts if parts > 1 else 1)
+
+
+@pytest.mark.parametrize(("world", "rank"), [(0, 0), (2, 2), (2, -1)])
+def test_rank_outside_the_world_is_refused(world: int, rank: int) -> None:
+    with pytest.raises(SettingsError, match=f"rank={rank} of world={world}"):
+        rank_share(10, world, rank)
+
+
+def test_memory_for_no_sample_is_refused() -> None:
+    with pytest.raises(SettingsError, match="max_micro_batch=0"):
+        micro_batch_sizes(10, 0)
+
 
 LENGTHS = st.integers(1, 120)
 BATCHES = st.integers(1, 50)
@@ -98,7 +138,6 @@ class World:
                 one.resize(number, max(ats))
 
 
-@settings(deadline=None)
 @given(length=LENGTHS, batch=BATCHES, tail=TAILS, seed=st.integers(0, 3), events=st.lists(EVENTS, max_size=20))
 def test_every_sample_comes_exactly_once(
     length: int, batch: int, tail: str, seed: int, events: list[tuple[str, int]]
@@ -122,10 +161,8 @@ def test_every_sample_comes_exactly_once(
         assert sum(seen.values()) - length < len(world.trained[-1])
 
 
-@settings(deadline=None)
 @given(length=LENGTHS, batch=BATCHES, worlds=st.lists(st.integers(1, 6), min_size=1, max_size=8))
 def test_global_batches_are_one_processes(length: int, batch: int, worlds: list[int]) -> None:
-    """The global batches are those of one process."""
     alone, changing = (World({"length": length, "global_batch": batch, "tail": "keep"}) for _ in range(2))
     while alone.train():
         changing.do("world", worlds[len(alone.trained) % len(worlds)])
@@ -134,8 +171,6 @@ def test_global_batches_are_one_processes(length: int, batch: int, worlds: list[
 
 
 def test_order_depends_on_seed_and_epoch() -> None:
-    """The order is a function of seed and epoch."""
-
     def order(seed: int, epoch: int, **more: Any) -> list[int]:
         sampler = ElasticSampler(50, global_batch=50, seed=seed, rank=0, world=1, **more)
         sampler.set_epoch(epoch)
@@ -162,7 +197,6 @@ def test_epochs_resume_where_the_state_is() -> None:
 
 
 def test_finished_epoch_resumes_as_empty() -> None:
-    """A finished epoch resumes as empty so that what follows it is repeated."""
     first = ElasticSampler(10, global_batch=4, rank=0, world=1)
     for _ in first:
         first.advance()
@@ -175,11 +209,9 @@ def test_finished_epoch_resumes_as_empty() -> None:
         first.advance()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_workers_read_ahead_unnoticed(workers: int) -> None:
-    """A loaders workers read ahead without the state noticing."""
+def test_workers_read_ahead_unnoticed() -> None:
     sampler = ElasticSampler(40, global_batch=8, rank=1, world=2)
-    loader = DataLoader(Numbers(40), batch_sampler=sampler, num_workers=workers, persistent_workers=workers > 0)
+    loader = DataLoader(Numbers(40), batch_sampler=sampler, num_workers=2, persistent_workers=True)
     trained: list[int] = []
     for batch in loader:
         trained += batch.tolist()
@@ -211,7 +243,6 @@ def test_nobody_reads_ahead_while_it_is_held() -> None:
 
 
 def test_handed_out_batch_is_not_changed() -> None:
-    """A batch that was handed out is not changed."""
     sampler = ElasticSampler(100, global_batch=10, rank=0, world=1)
     batches = iter(sampler)
     next(batches), next(batches)
@@ -220,7 +251,6 @@ def test_handed_out_batch_is_not_changed() -> None:
 
 
 def test_iteration_ends_when_another_begins() -> None:
-    """An iteration ends when another begins."""
     sampler = ElasticSampler(100, global_batch=10, rank=0, world=1)
     old = iter(sampler)
     next(old)
@@ -230,7 +260,6 @@ def test_iteration_ends_when_another_begins() -> None:
 
 
 def test_users_new_batch_wins() -> None:
-    """The users new batch wins over the state and the changed one does not."""
     first = ElasticSampler(100, global_batch=10, rank=0, world=1)
     first.advance()
     first.resize(20, at=10)
@@ -251,7 +280,6 @@ def test_users_new_batch_wins() -> None:
     ],
 )
 def test_unfit_state_is_refused(change: dict[str, int], error: type[Exception], message: str) -> None:
-    """A state that does not fit is refused."""
     sampler = ElasticSampler(10, global_batch=4, rank=0, world=1)
     with pytest.raises(error, match=message):
         sampler.load_state_dict(sampler.state_dict() | change)
@@ -269,7 +297,6 @@ def test_unfit_state_is_refused(change: dict[str, int], error: type[Exception], 
     ],
 )
 def test_unworkable_settings_are_refused(arguments: dict[str, Any], message: str) -> None:
-    """Settings that cannot work are refused."""
     with pytest.raises(SettingsError, match=message):
         ElasticSampler(**{"length": 10, "global_batch": 4, **arguments})
 

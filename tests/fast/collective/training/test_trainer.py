@@ -1,17 +1,19 @@
-"""The trainer in one process: its rules, rates, scaler, noise against a known truth, state, the automatic batch."""
+"""The trainer in one process: the order of calls, rates, noise against a known truth, state, the automatic batch."""
 
 from __future__ import annotations
 
-import json
+import copy
 import logging
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
 
 from torch import Tensor, nn  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
@@ -19,12 +21,72 @@ from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 from edl.collective.checkpoint.state.metadata import parse_meta  # noqa: E402
 from edl.collective.checkpoint.state.state import State  # noqa: E402
 from edl.collective.training.batch_size.objective import AutoBatch  # noqa: E402
-from edl.collective.training.learning_rate import AdaScale, Linear, SquareRoot  # noqa: E402
+from edl.collective.training.learning_rate import AdaScale, SquareRoot  # noqa: E402
 from edl.collective.training.sampler import ElasticSampler  # noqa: E402
 from edl.collective.training.schedule import SampleSchedule  # noqa: E402
 from edl.collective.training.split import count_rows, cut_rows  # noqa: E402
 from edl.collective.training.trainer import ElasticTrainer  # noqa: E402
 from edl.errors import ProtocolError, SettingsError  # noqa: E402
+
+
+def schedule(samples_per_step: float = 100) -> tuple[SampleSchedule, torch.optim.Optimizer]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    steps = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[3, 6], gamma=0.1)
+    optimizer.step()  # or PyTorch warns of a schedule that goes first
+    return SampleSchedule(steps, samples_per_step), optimizer
+
+
+@given(batches=st.lists(st.integers(1, 250), min_size=1, max_size=12))
+def test_rate_depends_on_samples_only(batches: list[int]) -> None:
+    moved, optimizer = schedule()
+    samples = 0
+    for batch in batches:
+        samples += batch
+        moved.move_to(samples)
+        wanted = 1.0 if samples < 300 else 0.1 if samples < 600 else 0.01
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(wanted)
+
+
+def test_near_fractions_make_a_step() -> None:
+    moved, optimizer = schedule()
+    progress = 0.0
+    for _ in range(3000):
+        progress += 0.1
+    assert progress != 300
+    moved.move_to(progress)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+
+
+def test_state_goes_on_with_other_steps() -> None:
+    first, _ = schedule(100)
+    first.move_to(250)
+    state = copy.deepcopy(first.state_dict())
+    same, optimizer = schedule(100)
+    same.load_state_dict(state)
+    same.move_to(299)
+    assert same.scheduler.last_epoch == 2
+    same.move_to(300)
+    assert same.scheduler.last_epoch == 3
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+    other, _ = schedule(400)
+    other.load_state_dict(state)
+    other.move_to(599)
+    assert other.scheduler.last_epoch == 2
+    other.move_to(600)
+    assert other.scheduler.last_epoch == 3
+
+
+def test_steps_of_nothing_are_refused() -> None:
+    with pytest.raises(SettingsError, match="samples_per_step=0"):
+        schedule(0)
+
+
+def test_evaluation_schedule_is_refused() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(SettingsError, match=r"on_result=plateau\.step"):
+        SampleSchedule(plateau, 100)
+
 
 Setup = tuple[ElasticTrainer, nn.Module, torch.optim.Optimizer]
 
@@ -52,9 +114,6 @@ def train(setup: Setup, steps: int = 1, count: int = 8, seed: int = 0) -> None:
         trainer.step()
 
 
-# --- Batches. ---
-
-
 class Named(NamedTuple):
     inputs: Tensor
     names: list[str]
@@ -62,7 +121,6 @@ class Named(NamedTuple):
 
 
 def test_nests_are_cut_by_rows() -> None:
-    """Nests of tensors arrays and lists are cut by rows."""
     batch = [
         {"ids": torch.arange(5)},
         (np.arange(10).reshape(5, 2), None),
@@ -82,23 +140,7 @@ def test_a_batch_without_rows_is_refused(batch: object) -> None:
         count_rows(batch)
 
 
-# --- The order of calls. ---
-
-
-def test_micro_batches_fit_memory() -> None:
-    """Micro batches are as the memory asks."""
-    trainer, model, _ = setup(max_micro_batch=3)
-    sizes = []
-    for inputs, targets in trainer.micro_batches(rows(8)):
-        sizes.append(len(inputs))
-        trainer.backward(nn.functional.mse_loss(model(inputs), targets))
-    trainer.step()
-    assert sizes == [3, 3, 2]
-    assert trainer.samples == 8
-
-
 def test_calls_out_of_order() -> None:
-    """Calls out of order say what is missing."""
     trainer, model, _ = setup(max_micro_batch=4)
     inputs, targets = rows(8)
     with pytest.raises(SettingsError, match="no micro-batches"):
@@ -118,23 +160,6 @@ def test_calls_out_of_order() -> None:
     assert trainer.samples == 8
 
 
-def test_users_error_leaves_nothing_behind() -> None:
-    """An error in the users code leaves nothing behind once discarded."""
-    clean, broken = setup(max_micro_batch=2), setup(max_micro_batch=2)
-    with pytest.raises(ZeroDivisionError):
-        fail_in_the_second_micro_batch(broken)
-    broken[0].discard()
-    for one in (clean, broken):
-        train(one, 3)
-    assert all(torch.equal(a, b) for a, b in zip(clean[1].parameters(), broken[1].parameters(), strict=True))
-
-
-def fail_in_the_second_micro_batch(setup: Setup) -> None:
-    trainer, model, _ = setup
-    for number, (inputs, _) in enumerate(trainer.micro_batches(rows(8, seed=9))):
-        trainer.backward(model(inputs).mean() * (1 / (1 - number)))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -146,7 +171,6 @@ def fail_in_the_second_micro_batch(setup: Setup) -> None:
     ],
 )
 def test_unworkable_settings_are_refused(options: dict[str, Any], message: str) -> None:
-    """Settings that cannot work are refused."""
     with pytest.raises(SettingsError, match=message):
         setup(**options)
 
@@ -183,23 +207,7 @@ def test_batch_norm_never_sees_one_row() -> None:
         assert sampler.finished
 
 
-def test_an_own_batch_of_one_row_is_refused() -> None:
-    trainer, *_ = batch_norm(global_batch=8)
-    with pytest.raises(SettingsError, match="a rank has one row for this step, and BatchNorm1d"):
-        trainer.micro_batches(rows(1))
-
-
-def test_images_may_come_alone() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
-    trainer = ElasticTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), global_batch=1, max_micro_batch=1)
-    for images in trainer.micro_batches(torch.randn(1, 1, 5, 5)):
-        trainer.backward(model(images).mean())
-    trainer.step()
-    assert trainer.samples == 1
-
-
 def test_foreign_parameters_are_refused() -> None:
-    """Parameters that are not the models are refused."""
     model, stranger = nn.Linear(4, 1), nn.Linear(4, 1)
     optimizer = torch.optim.SGD([*model.parameters(), *stranger.parameters()], lr=0.1)
     with pytest.raises(SettingsError, match=r"2 parameters that the model has not.*nn\.ModuleList"):
@@ -208,7 +216,6 @@ def test_foreign_parameters_are_refused() -> None:
 
 
 def test_worker_without_a_group_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker of several without a process group is told to make one."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     trainer, _, _ = setup()
     with pytest.raises(SettingsError, match=r"one of 2 workers.*call init_process_group\(\)"):
@@ -218,23 +225,10 @@ def test_worker_without_a_group_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     assert list(ElasticSampler(8, global_batch=4, shuffle=False, rank=1, world=2)) == [[2, 3], [6, 7]]
 
 
-def test_host_waits_are_not_device_time() -> None:
-    """Waiting for others is not timed by the host where the device has a clock of its own."""
-    for device, told in (("cpu", True), ("meta", False)):
-        model = nn.Linear(4, 1, device=device)
-        trainer = ElasticTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), global_batch=8)
-        trainer._record_sync(0.0)
-        assert (trainer._status_page.read_status().waited_s > 0) == told
-
-
 def test_foreign_batch_is_refused() -> None:
-    """A batch that is not the samplers is refused."""
     trainer, _, _ = setup(sampler=ElasticSampler(20, global_batch=8))
     with pytest.raises(SettingsError, match="7 rows, but this rank's share is 8 of 8"):
         next(trainer.micro_batches(rows(7)))
-
-
-# --- Rates. ---
 
 
 def test_policy_leaves_saved_rates_alone() -> None:
@@ -253,7 +247,6 @@ def test_policy_leaves_saved_rates_alone() -> None:
 
 
 def test_moments_survive_a_batch_change() -> None:
-    """Moments survive a change of the batch."""
     trainer, _, optimizer = one = setup(torch.optim.Adam, policy=AdaScale())
     train(one, 12)
     moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
@@ -264,20 +257,7 @@ def test_moments_survive_a_batch_change() -> None:
     assert trainer.rate_factor > 1.0
 
 
-def test_schedules_move_with_the_samples() -> None:
-    trainer, model, optimizer = setup(global_batch=8, policy=Linear(0))
-    halves = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    trainer.schedule = SampleSchedule(halves, samples_per_step=16)
-    train((trainer, model, optimizer), 2)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
-    trainer.resize(32)
-    train((trainer, model, optimizer), 1, count=32)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.0125)
-    assert (trainer.samples, trainer.progress) == (48, 48.0)
-
-
 def test_skipped_step_counts_samples() -> None:
-    """A step skipped by the scaler counts its samples and moves no schedule."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     trainer, model, optimizer = one = setup(scaler=scaler)
     trainer.schedule = SampleSchedule(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), samples_per_step=8)
@@ -292,7 +272,6 @@ def test_skipped_step_counts_samples() -> None:
 
 
 def test_gradients_can_be_read_before_step() -> None:
-    """Gradients can be looked at before the step."""
     trainer, model, _ = setup(max_micro_batch=2, clip_norm=0.01)
     for inputs, targets in trainer.micro_batches(rows(8)):
         trainer.backward(nn.functional.mse_loss(model(inputs), targets))
@@ -301,8 +280,6 @@ def test_gradients_can_be_read_before_step() -> None:
     assert float(norm) == pytest.approx(0.01, rel=1e-3)
     trainer.step()
 
-
-# --- Noise. ---
 
 TRUTH = torch.tensor([2.0, -1.0, 0.5], dtype=torch.float64)
 SPREADS = torch.tensor([3.0, 1.0, 0.2], dtype=torch.float64)
@@ -337,28 +314,14 @@ def measure(
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_measured_noise_is_the_problems(scaled: bool) -> None:
-    """The measured noise is that of the problem."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=10**6) if scaled else None
     noise = measure(lambda model: torch.optim.SGD(model.parameters(), lr=0.0), scaler).noise
     assert noise.variance == pytest.approx(float(SPREADS.square().sum()), rel=0.15)
     assert noise.square == pytest.approx(float(TRUTH.square().sum()), rel=0.15)
 
 
-def test_adams_noise_uses_its_own_scale() -> None:
-    """Adams noise is that of gradients divided by its own scale."""
-    noise = measure(lambda model: torch.optim.Adam(model.parameters(), lr=0.0, betas=(0.9, 0.99))).noise
-    # Adam divides by the root of E[g²] of a mean over 12 samples.
-    second = TRUTH.square() + SPREADS.square() / 12
-    assert noise.variance == pytest.approx(float((SPREADS.square() / second).sum()), rel=0.2)
-    assert noise.square == pytest.approx(float((TRUTH.square() / second).sum()), rel=0.2)
-
-
-@pytest.mark.parametrize(
-    "kind", [torch.optim.Adam, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.AdamW]
-)
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop])
 def test_first_adaptive_steps_and_noise(kind: type[torch.optim.Optimizer]) -> None:
-    """The first steps of an adaptive optimizer do not spoil the noise."""
-
     def scale(steps: int) -> float:
         generator = torch.Generator().manual_seed(1)
         model = Quadratic()
@@ -375,12 +338,10 @@ def test_first_adaptive_steps_and_noise(kind: type[torch.optim.Optimizer]) -> No
     scale(10)
     second = TRUTH.square() + SPREADS.square() / 12
     wanted = float((SPREADS.square() / second).sum()) / float((TRUTH.square() / second).sum())
-    for steps in (30, 60):
-        assert scale(steps) == pytest.approx(wanted, rel=0.5)
+    assert scale(30) == pytest.approx(wanted, rel=0.5)
 
 
 def test_new_parameter_spares_the_noise() -> None:
-    """A parameter that is new to the optimizer does not spoil the noise."""
     model, late = Quadratic(), nn.Parameter(torch.zeros(3, dtype=torch.float64))
     model.register_parameter("late", late)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
@@ -401,8 +362,7 @@ def test_new_parameter_spares_the_noise() -> None:
     assert trainer.noise.scale == pytest.approx(before, rel=0.5)
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}])
-def test_foreign_parameters_are_left_alone(options: dict[str, Any]) -> None:
+def test_foreign_parameters_are_left_alone() -> None:
     """Parameters that the optimizer does not have are neither clipped nor measured."""
 
     class Headed(Quadratic):
@@ -417,7 +377,7 @@ def test_foreign_parameters_are_left_alone(options: dict[str, Any]) -> None:
     found = []
     for kind in (Quadratic, Headed):
         model = kind()
-        optimizer = torch.optim.SGD([model.x], lr=0.1, **options)
+        optimizer = torch.optim.SGD([model.x], lr=0.1, momentum=0.9)
         trainer = ElasticTrainer(model, optimizer, global_batch=12, max_micro_batch=5, policy=AdaScale(), clip_norm=0.1)
         generator = torch.Generator().manual_seed(1)
         for _ in range(5):
@@ -428,40 +388,7 @@ def test_foreign_parameters_are_left_alone(options: dict[str, Any]) -> None:
     assert found[0] == found[1]
 
 
-def test_unknown_optimizer_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    """An optimizer that is not known is named."""
-    one = setup(torch.optim.Adamax, policy=AdaScale())
-    caplog.clear()  # that AdaScale is for SGD
-    with caplog.at_level(logging.WARNING, "edl.collective"):
-        train(one, 3)
-    assert [record.message.split(", which")[0] for record in caplog.records] == [
-        "gradient noise is measured without Adamax's own scaling"
-    ]
-
-
-# --- State. ---
-
-
-def test_a_saved_run_goes_on_bit_for_bit() -> None:
-    def fresh() -> Setup:
-        one = setup(torch.optim.Adam, policy=AdaScale(), base_batch=4, max_micro_batch=3)
-        one[0].schedule = SampleSchedule(torch.optim.lr_scheduler.ExponentialLR(one[2], 0.9), samples_per_step=5)
-        return one
-
-    whole, first, second = fresh(), fresh(), fresh()
-    train(whole, 6)
-    train(first, 3)
-    second[1].load_state_dict(first[1].state_dict())
-    second[2].load_state_dict(first[2].state_dict())
-    second[0].load_state_dict(json.loads(json.dumps(first[0].state_dict())))
-    train(second, 3, seed=3)
-    assert all(torch.equal(a, b) for a, b in zip(whole[1].parameters(), second[1].parameters(), strict=True))
-    assert second[0].state_dict() == whole[0].state_dict()
-
-
 def test_trainer_goes_through_a_checkpoint() -> None:
-    """It goes through a checkpoint with everything beside it."""
-
     def fresh() -> tuple[Setup, State]:
         sampler = ElasticSampler(50, global_batch=8)
         one = setup(torch.optim.Adam, sampler=sampler, policy=AdaScale(), scaler=torch.amp.GradScaler("cpu"))
@@ -486,14 +413,12 @@ def test_trainer_goes_through_a_checkpoint() -> None:
 
 
 def test_other_versions_state_is_refused() -> None:
-    """A state of another version is refused."""
     trainer, _, _ = setup()
     with pytest.raises(ProtocolError, match="version 0"):
         trainer.load_state_dict(trainer.state_dict() | {"version": 0})
 
 
 def test_auto_changed_batch_survives() -> None:
-    """A batch that auto changed survives and the users new one wins."""
     first, _, _ = setup(global_batch=8, policy=SquareRoot())
     first.resize(32)
     same, other = setup(global_batch=8, policy=SquareRoot())[0], setup(global_batch=16, policy=SquareRoot())[0]
@@ -503,12 +428,7 @@ def test_auto_changed_batch_survives() -> None:
     assert (other.global_batch, other.rate_factor) == (16, 1.0)
 
 
-# --- The automatic batch. ---
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_auto_grows_a_noisy_batch(workers: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Auto grows the batch of noisy gradients in the middle of an epoch."""
+def test_auto_grows_a_noisy_batch(caplog: pytest.LogCaptureFixture) -> None:
     generator = torch.Generator().manual_seed(4)
     targets = TRUTH * 0.01 + SPREADS * torch.randn(2000, 3, generator=generator, dtype=torch.float64)
     model = Quadratic()
@@ -523,7 +443,7 @@ def test_auto_grows_a_noisy_batch(workers: int, caplog: pytest.LogCaptureFixture
     seen: list[Tensor] = []
     sizes = []
     with caplog.at_level(logging.INFO, "edl.collective"):
-        for (batch,) in DataLoader(TensorDataset(targets), batch_sampler=sampler, num_workers=workers):
+        for (batch,) in DataLoader(TensorDataset(targets), batch_sampler=sampler, num_workers=2):
             for some in trainer.micro_batches(batch):
                 trainer.backward(model(some))
             trainer.step()
@@ -549,7 +469,7 @@ def test_the_wait_for_a_batch_is_measured() -> None:
     one = setup(auto=AutoBatch(8, 64, every_steps=4), policy=AdaScale())
     for step in range(4):
         train(one, seed=step)
-        time.sleep(0.02)  # a loader
+        one[0]._stepped_at -= 5.0  # which a loader took
     ((*_, seconds, waited_s),) = one[0].state_dict()["tuner"]["measured"]
-    assert waited_s >= 0.02
+    assert waited_s >= 5.0
     assert seconds > 0

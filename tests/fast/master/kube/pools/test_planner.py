@@ -40,6 +40,10 @@ def reasons(made: SimulatedCluster) -> Counter[str]:
 @BOTH
 def test_grows_into_idle_room(capacity: bool) -> None:
     made = cluster([2, 1], capacity)
+    assert len(made.reconcile().create) == 1
+    again = made.reconcile()
+    assert not again.create, "one waits for its node"
+    assert again.apply == (), "a disruption budget would make the scheduler hesitate to take a teacher's place"
     made.settle(20)
     assert made.placed() == 3
     status = made.resource["status"]
@@ -48,21 +52,6 @@ def test_grows_into_idle_room(capacity: bool) -> None:
     if capacity:
         assert made.created == 3, "no pod is made for which there is no room"
         assert growing(made) == ("False", "NoIdleCapacity")
-
-
-@BOTH
-def test_grows_one_at_a_time(capacity: bool) -> None:
-    made = cluster([4], capacity)
-    for number in range(4):
-        plan = made.reconcile()
-        assert len(plan.create) == 1
-        again = made.reconcile()
-        assert not again.create, "one waits for its node"
-        assert made.pending() == 1
-        made.schedule()
-        assert made.placed() == number + 1
-    assert not made.reconcile().create
-    assert growing(made) == ("False", "AtMaximum")
 
 
 @BOTH
@@ -104,7 +93,7 @@ def test_probes_back_off() -> None:
     made.add_online("online")
     made.schedule()
     began: list[float] = []
-    for _ in range(2000):
+    for _ in range(1100):
         before = made.created
         made.reconcile()
         if made.created > before:
@@ -113,20 +102,8 @@ def test_probes_back_off() -> None:
         made.run_kubelets()
         made.now_s += 1
     pauses = [later - earlier for earlier, later in itertools.pairwise(began)]
-    assert pauses[:6] == [40, 60, 100, 180, 320, 320]
-    assert set(pauses[5:]) == {320}
+    assert pauses == [40, 60, 100, 180, 320, 320]
     assert made.pending() in (0, 1)
-
-
-def test_back_off_outlives_the_operator() -> None:
-    made = cluster([0], capacity=False)
-    made.settle(70)
-    written = made.resource["status"]["lastProbe"]
-    assert written["backoffSeconds"] >= 20
-    count = made.created
-    made.now_s += 1
-    made.reconcile()  # it is made of the status alone: another process does the same
-    assert made.created == count
 
 
 def test_fresh_room_ends_the_back_off() -> None:
@@ -173,15 +150,6 @@ def test_shrinks_what_waits_first() -> None:
     assert made.placed() == 2
 
 
-def test_wanted_unknown_moves_nothing() -> None:
-    made = cluster([4], wanted=3)
-    made.settle(10)
-    made.wanted = None
-    made.settle(10)
-    assert made.placed() == 3
-    assert made.resource["status"]["wantedReplicas"] == 3
-
-
 def test_store_away_keeps_what_was_wanted() -> None:
     made = cluster([4], wanted=3)
     made.settle(10)
@@ -194,32 +162,23 @@ def test_store_away_keeps_what_was_wanted() -> None:
     made.delete("b")
     made.settle(10)
     assert made.placed() == 3, "three were wanted last"
-
-
-def test_store_that_does_not_answer_is_said() -> None:
-    made = cluster([4], wanted=1)
-    made.store_stale = made.store_unreachable = "consul://x: connection refused"
+    made.store_stale = ""
     made.settle(10)
-    accepted = find_condition(made.resource["status"], "Accepted")
-    assert (accepted["status"], accepted["reason"]) == ("True", "StoreUnreachable")
-    assert accepted["message"] == made.store_unreachable
+    assert (made.placed(), made.resource["status"]["wantedReplicas"]) == (3, 3), "nothing is known: nothing moves"
 
 
-def test_store_that_may_not_be_read() -> None:
+@pytest.mark.parametrize(
+    ("trouble", "reason"), [("store_unreachable", "StoreUnreachable"), ("store_refused", "StoreNotAllowed")]
+)
+def test_trouble_with_the_store_is_said(trouble: str, reason: str) -> None:
     made = cluster([4], wanted=3)
     made.settle(10)
-    made.wanted, made.store_refused = None, "consul://x: the operator reads it once it is allowed"
+    made.wanted = None
+    setattr(made, trouble, "consul://x: it is so")
     made.settle(10)
     assert made.placed() == 3, "three were wanted last"
-    accepted = next(item for item in made.resource["status"]["conditions"] if item["type"] == "Accepted")
-    assert (accepted["status"], accepted["reason"]) == ("True", "StoreNotAllowed")
-    assert made.store_refused in made.resource["status"]["message"]
-
-
-def test_nothing_known_means_the_minimum() -> None:
-    made = cluster([4], wanted=None, minReplicas=2)
-    made.settle(10)
-    assert made.placed() == 2
+    accepted = find_condition(made.resource["status"], "Accepted")
+    assert (accepted["status"], accepted["reason"], accepted["message"]) == ("True", reason, "consul://x: it is so")
 
 
 def test_minimum_waits_as_long_as_it_takes() -> None:
@@ -227,6 +186,9 @@ def test_minimum_waits_as_long_as_it_takes() -> None:
     made.settle(100)
     assert (made.pending(), made.created) == (1, 1)
     assert growing(made) == ("True", "WaitsForNode")
+    unknown = cluster([4], wanted=None, minReplicas=2)
+    unknown.settle(10)
+    assert unknown.placed() == 2, "where nothing is known, the minimum"
 
 
 @BOTH
@@ -238,13 +200,9 @@ def test_external_scaling(capacity: bool) -> None:
     made.settle(10)
     assert made.placed() == 4, "maxReplicas"
     assert reasons(made)["ScaleIgnored"] == 0
-
-
-def test_scale_is_ignored_aloud_and_once() -> None:
-    made = cluster([4], wanted=1, replicas=3)
-    made.settle(10)
-    assert made.placed() == 1
-    assert reasons(made)["ScaleIgnored"] == 1
+    ignoring = cluster([4], capacity, wanted=1, replicas=3)
+    ignoring.settle(10)
+    assert (ignoring.placed(), reasons(ignoring)["ScaleIgnored"]) == (1, 1)
 
 
 @BOTH
@@ -263,18 +221,6 @@ def test_suspend_and_resume(capacity: bool) -> None:
 
 
 @BOTH
-def test_pool_has_no_disruption_budget(capacity: bool) -> None:
-    """A budget would make the scheduler hesitate to take a teacher's place."""
-    made = cluster([2], capacity, minReplicas=1)
-    for _ in range(10):
-        assert made.reconcile().apply == ()
-        made.schedule()
-        made.run_kubelets()
-        made.now_s += 1
-    assert made.placed() == 2
-
-
-@BOTH
 def test_nothing_happens_at_rest(capacity: bool) -> None:
     made = cluster([4], capacity)
     made.settle(20)
@@ -287,17 +233,6 @@ def test_nothing_happens_at_rest(capacity: bool) -> None:
         made.now_s += 10
     assert made.status_writes == writes
     assert len(made.events) == events
-
-
-def test_full_cluster_is_quiet_with_capacity() -> None:
-    made = cluster([2])
-    made.settle(20)
-    writes = made.status_writes
-    for _ in range(20):
-        plan = made.reconcile()
-        assert not plan.create
-        made.now_s += 30
-    assert made.status_writes == writes
 
 
 def test_old_capacity_makes_nothing() -> None:
@@ -314,18 +249,21 @@ def test_old_capacity_makes_nothing() -> None:
     assert plan_with_all.requeue_s != 1.0
 
 
-def test_failing_teacher_stops_growth() -> None:
-    made = cluster([4])
+@pytest.mark.parametrize(("reason", "elsewhere"), [("CrashLoopBackOff", False), ("CreateContainerConfigError", True)])
+def test_failing_teacher_stops_growth(reason: str, elsewhere: bool) -> None:
+    """For ever where the container crashes; what cannot be launched may be so because of its node."""
+    made = cluster([1, 3])
     made.reconcile()
     made.schedule()
     (pod,) = made.pods.values()
-    state = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s restarting"}}
+    state = {"waiting": {"reason": reason, "message": 'secret "keys" not found'}}
     pod["status"] = {"phase": "Running", "containerStatuses": [{"name": "edl", "state": state}]}
-    plan = made.reconcile()
-    assert not plan.create
+    assert not made.reconcile().create
     assert growing(made) == ("False", "TeacherFailing")
-    assert "CrashLoopBackOff" in find_condition(made.resource["status"], "Ready")["message"]
+    assert reason in find_condition(made.resource["status"], "Ready")["message"]
     assert reasons(made)["TeacherFailing"] == 1
+    made.now_s += 1000.0
+    assert bool(made.plan().create) == elsewhere
 
 
 @BOTH
@@ -397,28 +335,6 @@ def test_failing_node_alone_is_waited_for() -> None:
     (first,) = made.pods.values()
     fail_to_mount(made, first)
     made.now_s += 130.0
-    assert not made.reconcile().create
-    assert growing(made) == ("False", "TeacherFailing")
-
-
-def test_crashes_are_no_nodes() -> None:
-    made = cluster([1, 3])
-    made.reconcile()
-    made.schedule()
-    (pod,) = made.pods.values()
-    state = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s restarting"}}
-    pod["status"] = {"phase": "Running", "containerStatuses": [{"name": "edl", "state": state}]}
-    made.now_s += 1000.0
-    assert not made.reconcile().create
-
-
-def test_missing_key_stops_growth() -> None:
-    made = cluster([4])
-    made.reconcile()
-    made.schedule()
-    (pod,) = made.pods.values()
-    state = {"waiting": {"reason": "CreateContainerConfigError", "message": 'secret "keys" not found'}}
-    pod["status"] = {"phase": "Pending", "containerStatuses": [{"name": "edl", "state": state}]}
     assert not made.reconcile().create
     assert growing(made) == ("False", "TeacherFailing")
 
@@ -503,7 +419,6 @@ HTTP = {"name": "http", "containerPort": 9000}
     ("ports", "expected"),
     [
         ([], {"grpc": 8001, "metrics": 8002}),
-        ([HTTP], {"http": 9000, "metrics": 8002}),
         ([HTTP, {"name": "metrics", "containerPort": 9001}], {"http": 9000, "metrics": 9001}),
     ],
 )
@@ -594,13 +509,9 @@ def test_adopted_target_ends_own_teachers() -> None:
     ("place", "value"),
     [
         ("resources", "big"),
-        ("resources", {"limits": ["x"]}),
-        ("tolerations", 7),
         ("tolerations", ["x"]),
-        ("nodeSelector", "x"),
         ("initContainers", ["x"]),
         ("affinity", {"nodeAffinity": [7]}),
-        ("overhead", "x"),
     ],
 )
 def test_unreadable_template_makes_a_pod(place: str, value: object) -> None:

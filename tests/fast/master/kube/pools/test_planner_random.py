@@ -23,7 +23,7 @@ STEPS = st.lists(
         st.tuples(st.just("fail"), st.integers(0, 5)),
         st.tuples(st.just("edit"), st.integers(0, 2)),
     ),
-    max_size=40,
+    max_size=25,
 )
 POOLS = st.fixed_dictionaries({"minReplicas": st.integers(0, 2), "maxReplicas": st.integers(2, 5)})
 
@@ -55,7 +55,7 @@ def do(made: SimulatedCluster, step: str, value: Any) -> None:
         made.pods[teachers[value]]["status"] = {"phase": "Failed", "reason": "Evicted"}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=3), st.booleans(), POOLS, STEPS)
 def test_promises_hold_at_every_step(
     gpus: list[int], capacity: bool, spec: dict[str, Any], steps: list[tuple[str, Any]]
@@ -71,7 +71,7 @@ def test_promises_hold_at_every_step(
     made.resource["spec"]["suspend"] = False
     made.wanted = 3
     made.now_s += 2000  # back-off and nodes that were left out are over
-    made.settle(80, step_s=20)
+    made.settle(50, step_s=30)
     target = max(spec["minReplicas"], min(3, spec["maxReplicas"]))
     idle = sum(gpus) - sum(name.startswith("online") and "nodeName" in pod["spec"] for name, pod in made.pods.items())
     assert made.placed() == min(target, idle)
@@ -80,7 +80,7 @@ def test_promises_hold_at_every_step(
     assert set(made.list_serves()) <= {made.resource["spec"]["serve"][0]}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=3), POOLS, st.integers(0, 6))
 def test_nothing_flaps_at_rest(gpus: list[int], spec: dict[str, Any], wanted: int) -> None:
     made = SimulatedCluster(gpus, True, **spec)
@@ -92,8 +92,8 @@ def test_nothing_flaps_at_rest(gpus: list[int], spec: dict[str, Any], wanted: in
     assert (made.created, made.status_writes, len(made.events)) == (created, writes, events)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
+@settings(max_examples=15)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=8))
 def test_two_operators_do_no_harm(calls: list[int]) -> None:
     """Both plan on the same observation; the second carries out an old plan."""
     made = SimulatedCluster([2, 2], True)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.kube.objects import format_time
@@ -108,14 +107,13 @@ def test_without_room_the_old_goes_first(capacity: bool) -> None:
     assert "awaitedMember" not in made.resource["status"]
 
 
-@BOTH
-@pytest.mark.parametrize("wanted", [0, 1, 2, 3, None])
-def test_what_is_wanted_counts_meanwhile(capacity: bool, wanted: int | None) -> None:
-    made = pool([2], capacity)
+@pytest.mark.parametrize("wanted", [0, 1, None])
+def test_what_is_wanted_counts_meanwhile(wanted: int | None) -> None:
+    made = pool([2])
     made.edit(serve=NEW)
     made.settle(2)
     made.wanted = wanted
-    made.settle(250)
+    made.settle(100)
     assert made.placed() == (2 if wanted is None else min(2, wanted))
     assert set(made.list_serves()) <= set(NEW)
 
@@ -126,7 +124,7 @@ def test_stops_at_the_first_that_fails(capacity: bool, gpus: int) -> None:
     made = pool([gpus], capacity, wanted=2)
     made.edit(serve=NEW)
     least = 2
-    for _ in range(300):
+    for _ in range(150):
         made.reconcile()
         made.schedule()
         made.run_kubelets()
@@ -176,35 +174,25 @@ def test_a_place_that_another_took_is_one() -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("wanted", [2, 3])
-def test_successor_that_gets_no_node(capacity: bool, wanted: int) -> None:
+def test_successor_that_gets_no_node(capacity: bool) -> None:
     """The scheduler finds none, whatever seems idle, as with a volume that is not bound: one teacher went, no more."""
-    made = pool([4], capacity, wanted=wanted)
+    made = pool([4], capacity)
     made.edit(serve=NEW)
     fewest = go_on_without_nodes(made, 150)
-    assert fewest == wanted - 1
+    assert fewest == 1
     assert condition(made, "Updated") == ("False", "Updating")
 
 
 @BOTH
-@pytest.mark.parametrize("gpus", [1, 2])
-def test_minimum_beyond_the_room(capacity: bool, gpus: int) -> None:
+def test_minimum_beyond_the_room(capacity: bool) -> None:
     """A teacher of the present spec waits for a node, and those of the spec before have all there are."""
-    made = pool([gpus], capacity, wanted=3, minReplicas=3)
-    assert (made.placed(), made.pending()) == (gpus, 1)
+    made = pool([2], capacity, wanted=3, minReplicas=3)
+    assert (made.placed(), made.pending()) == (2, 1)
     made.edit(serve=NEW)
     fewest, _ = go_on(made, 200)
-    assert fewest == gpus - 1
-    assert (made.list_serves(), made.placed()) == (NEW, gpus)
+    assert fewest == 1
+    assert (made.list_serves(), made.placed()) == (NEW, 2)
     assert condition(made, "Updated") == ("True", "UpToDate")
-
-
-@BOTH
-def test_minimum_that_fits_nowhere(capacity: bool) -> None:
-    made = pool([2], capacity, wanted=3, minReplicas=3)
-    made.edit(serve=NEW, template={"spec": {**TEMPLATE["spec"], "nodeSelector": {"a": "b"}}})
-    fewest = go_on_without_nodes(made, 200)
-    assert fewest == (2 if capacity else 1), "without `edl-capacity` one goes, and no other"
 
 
 @BOTH
@@ -222,23 +210,10 @@ def test_successor_of_the_last_fails(capacity: bool) -> None:
     assert [event.reason for event in made.events if event.reason.startswith("Upd")] == ["Updating", "UpdateStopped"]
 
 
-@BOTH
-def test_successor_of_the_last_starts(capacity: bool) -> None:
-    made = pool([1], capacity, wanted=1)
-    made.edit(serve=NEW)
-    for _ in range(60):
-        made.reconcile()
-        assert condition(made, "Updated")[0] == "False" or made.list_serves() == NEW
-        made.settle(1)
-    assert (count_ready(made), condition(made, "Updated")) == (1, ("True", "UpToDate"))
-    assert [event.reason for event in made.events if event.reason.startswith("Upd")] == ["Updating", "Updated"]
-
-
-@pytest.mark.parametrize("wanted", [1, 2])
 @pytest.mark.parametrize("slip", ["node", "gpus"])
-def test_edit_that_fits_nowhere(wanted: int, slip: str) -> None:
+def test_edit_that_fits_nowhere(slip: str) -> None:
     """A teacher that went would make no room: none goes."""
-    made = pool([2], wanted=wanted)
+    made = pool([2])
     names = set(made.pods)
     limits = {"resources": {"limits": {GPU: "8"}}} if slip == "gpus" else {}
     container = {**TEMPLATE["spec"]["containers"][0], **limits}
@@ -268,28 +243,6 @@ def test_crash_loop_stops_once() -> None:
     assert count_ready(made) == 2
 
 
-def test_node_whose_clock_is_ahead() -> None:
-    made = pool([4], wanted=1)
-    made.edit(serve=NEW)
-    made.settle(1)
-    (new,) = [pod for pod in made.teachers() if pod["spec"]["containers"][0]["args"][-1] == NEW[0]]
-    since = {"type": "Ready", "status": "True", "lastTransitionTime": format_time(made.now_s + 3600)}
-    new["status"]["conditions"] = [since]
-    made.now_s += 20
-    assert made.reconcile().delete
-
-
-def test_copy_of_a_teacher_holds_nothing_up() -> None:
-    """As of `kubectl debug --copy-to --keep-labels`: it has a teacher's labels, and is none."""
-    made = pool([4])
-    copied = copy.deepcopy(made.teachers()[0])
-    copied["metadata"] |= {"name": "copy", "uid": "copy-uid", "ownerReferences": []}
-    made.pods["copy"], made.strangers = copied, {"copy-uid"}
-    made.edit(serve=NEW)
-    made.settle(60)
-    assert (made.list_serves(), "copy" in made.pods) == (NEW, True)
-
-
 def test_teacher_that_hangs_is_named() -> None:
     """Its containers do not end: what goes on is looked at seldom, and `kubectl describe` names it."""
     made = pool([4])
@@ -306,6 +259,7 @@ def test_teacher_that_hangs_is_named() -> None:
     assert (updated["reason"], f"{hanging} has not ended yet" in updated["message"]) == ("Updating", True)
 
 
+@settings(max_examples=50)
 @given(
     teachers=st.lists(st.tuples(st.booleans(), st.sampled_from(["waits", "starts", "ready"])), max_size=12),
     target=st.integers(0, 8),
@@ -343,14 +297,17 @@ def test_ready_for_seconds_before_the_next() -> None:
     assert [deletion.name for deletion in made.plan().delete] == [
         pod["metadata"]["name"] for pod in made.teachers() if pod is not new
     ]
+    since["lastTransitionTime"] = format_time(made.now_s + 3600)
+    made.now_s += 10
+    assert made.plan().delete, "its node's clock is ahead"
 
 
 def test_restart_in_the_middle() -> None:
     """All that an update goes by stands in the status and on the pods."""
-    for calls in range(6):
+    for calls in (1, 3):
         made = pool([3], wanted=3, minReplicas=2)
         made.edit(serve=NEW)
-        for step in range(400):
+        for step in range(200):
             made.reconcile(calls=calls if step % 3 else 100)
             made.schedule()
             made.run_kubelets()
@@ -369,38 +326,24 @@ def pool_of_operators(capacity: bool, gpus: int) -> SimulatedCluster:
 
 
 @BOTH
-@pytest.mark.parametrize("gpus", [2, 4])
-def test_operators_with_two_stores(capacity: bool, gpus: int) -> None:
+def test_operators_with_two_stores(capacity: bool) -> None:
     """Each has another revision of the same spec: neither replaces what the other makes, and the status is at rest."""
-    made = pool_of_operators(capacity, gpus)
+    made = pool_of_operators(capacity, 4)
     names, writes = set(made.pods), made.status_writes
-    for second in range(600):
+    for second in range(200):
         for store in ("sqlite:///s", "sqlite:///t"):
             made.default_store = store
             made.reconcile()
             made.schedule()
             made.run_kubelets()
         made.now_s += 1
-        if second == 300:
+        if second == 100:
             made.delete(min(names))
     assert (len(set(made.pods) & names), len(made.teachers())) == (1, 2), "what ends is replaced all the same"
-    assert made.status_writes - writes < 60
+    assert made.status_writes - writes < 40
     made.settle(200)
     assert made.placed() == 2
     assert condition(made, "Updated") == ("True", "UpToDate"), "the other has gone"
-
-
-def test_operators_without_teachers() -> None:
-    made = pool_of_operators(True, 2)
-    made.wanted = 0
-    made.settle(30)
-    writes = made.status_writes
-    for _ in range(100):
-        for store in ("sqlite:///s", "sqlite:///t"):
-            made.default_store = store
-            made.reconcile()
-        made.now_s += 1
-    assert made.status_writes - writes < 10
 
 
 @BOTH
@@ -416,38 +359,6 @@ def test_operator_with_another_store(capacity: bool) -> None:
     assert not set(made.pods) & names
     assert condition(made, "Updated") == ("True", "UpToDate")
     assert "revisionSince" not in made.resource["status"]
-
-
-@BOTH
-@pytest.mark.parametrize("gpus", [2, 4])
-def test_edit_that_two_operators_see(capacity: bool, gpus: int) -> None:
-    made = pool_of_operators(capacity, gpus)
-    made.edit(serve=NEW)
-    for _ in range(300):
-        for store in ("sqlite:///s", "sqlite:///t"):
-            made.default_store = store
-            made.reconcile()
-            made.schedule()
-            made.run_kubelets()
-            assert count_ready(made) >= 1
-        made.now_s += 1
-    assert made.created <= 4, "what the first did before the second had looked"
-    made.settle(250)
-    assert (made.list_serves(), made.placed(), condition(made, "Updated")[0]) == (NEW, 2, "True")
-
-
-def test_beside_an_older_operator() -> None:
-    """It takes away what is one too many, and drops what it does not know from the status."""
-    made = pool([4])
-    made.edit(serve=NEW)
-    for _ in range(300):
-        made.settle(1)
-        for name in ("revision", "revisionSince", "updatedReplicas", "servedPlaces", "awaitedMember"):
-            made.resource["status"].pop(name, None)
-        for pod in made.teachers()[2:]:
-            made.delete(pod["metadata"]["name"])
-    assert made.created <= 4, "two at first, and few that were made in vain"
-    assert count_ready(made) == 2
 
 
 @pytest.mark.parametrize(
@@ -505,25 +416,8 @@ def test_pods_of_an_older_operator() -> None:
     assert "unlabelledRevision" not in made.resource["status"]
 
 
-@BOTH
-def test_edit_that_no_operator_saw(capacity: bool) -> None:
-    """Nobody saw the edit: teachers without a label are of the spec before it, also at the second look."""
-    made = pool([4], capacity)
-    for pod in made.pods.values():
-        del pod["metadata"]["labels"][REVISION_LABEL]
-    for field in ("revision", "updatedReplicas"):
-        del made.resource["status"][field]
-    made.edit(serve=NEW)
-    made.reconcile()
-    assert condition(made, "Updated") == ("False", "Updating")
-    made.settle(100)
-    assert made.list_serves() == NEW
-    assert condition(made, "Updated") == ("True", "UpToDate")
-
-
-@pytest.mark.parametrize("gpus", [2, 4])
-def test_former_service_is_kept(gpus: int) -> None:
-    made = pool([gpus])
+def test_former_service_is_kept() -> None:
+    made = pool([2])
     (former,) = made.resource["status"]["servedPlaces"]
     made.edit(service="letters")
     for _ in range(100):
@@ -577,7 +471,7 @@ def test_kueue_holds_the_successor_back() -> None:
     assert made.list_serves() == NEW
 
 
-@pytest.mark.parametrize("written", [7, "teacher-x", "worker-0", "", {}])
+@pytest.mark.parametrize("written", [7, "worker-0", {}])
 def test_status_that_nobody_wrote(written: object) -> None:
     made = pool([2])
     made.resource["status"] |= {"awaitedMember": written, "unlabelledRevision": written, "wantedReplicas": written}

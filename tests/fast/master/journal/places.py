@@ -60,3 +60,9 @@ class StorePlace(Place):
             assert self.store.delete(entry.key.removesuffix("2") + "1")
         else:
             self.store.put(entry.key, entry.value[:-1] + bytes([entry.value[-1] ^ 1]))
+
+
+def remove_database(path: Path) -> None:
+    """Remove a file and what SQLite keeps beside it."""
+    for suffix in ("", "-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from edl.background import start_call
-from edl.discovery import Store, open_store
+from edl.discovery import Store
 from edl.errors import DiscoveryError, JournalError, LeaseLostError, ProtocolError, SettingsError
 from edl.master.journal import open_journal
-from tests.fast.discovery.conformance.backends import ServedBackend, eventually
 from tests.fast.master.journal.places import StorePlace
+from tests.waiting import DEADLINE_S, wait_until
 
 
 class Disturbed:
@@ -79,11 +78,11 @@ def test_values_are_small_and_swept(stored: StorePlace) -> None:
     journal.snapshot(bytes(700_000))
     journal.append([bytes(300_000)])
     assert all(len(entry.value) <= 200_000 for entry in stored.store.list("journals/"))
-    assert eventually(lambda: keys(stored) == named(stored)), keys(stored) - named(stored)
+    wait_until(lambda: keys(stored) == named(stored), "a sweep")
     assert len(keys(stored)) == 4 + 2
     for number in range(40):
         journal.snapshot(b"%d" % number)
-    assert eventually(lambda: keys(stored) == named(stored))
+    wait_until(lambda: keys(stored) == named(stored), "a sweep")
     entry = stored.store.get(f"{stored.folder}head")
     assert entry is not None
     assert len(entry.value) < 10_000, "what was swept is named no more"
@@ -113,7 +112,7 @@ def test_interrupted_snapshot_is_cleaned_up(stored: StorePlace, disturbed: Any) 
     following = stored.open()
     following.begin_term()
     assert following.load() == (b"first", [b"2"])
-    assert eventually(lambda: keys(stored) == named(stored)), keys(stored) - named(stored)
+    wait_until(lambda: keys(stored) == named(stored), "a sweep")
 
 
 def test_interrupted_group_is_not_there(stored: StorePlace, disturbed: Any) -> None:
@@ -135,7 +134,7 @@ def test_interrupted_group_is_not_there(stored: StorePlace, disturbed: Any) -> N
     assert following.load() == (None, [b"1"])
     following.append([b"2"])
     assert following.load() == (None, [b"1", b"2"])
-    assert eventually(lambda: keys(stored) == named(stored)), keys(stored) - named(stored)
+    wait_until(lambda: keys(stored) == named(stored), "a sweep")
 
 
 @pytest.mark.parametrize("write", ["append", "snapshot", "begin_term"])
@@ -249,7 +248,7 @@ def test_paused_writer_comes_too_late(stored: StorePlace, disturbed: Any, write:
     second.snapshot(b"next")
     second.snapshot(b"last")
     first.close()
-    assert eventually(lambda: keys(stored) == named(stored)), keys(stored) - named(stored)
+    wait_until(lambda: keys(stored) == named(stored), "a sweep")
 
 
 def test_late_values_are_swept_too(stored: StorePlace, disturbed: Any) -> None:
@@ -263,7 +262,7 @@ def test_late_values_are_swept_too(stored: StorePlace, disturbed: Any) -> None:
             disturbed.before = die
             second.begin_term()
             second.append([b"1"])
-            assert eventually(lambda: not second._sweeping)  # type: ignore[attr-defined]
+            wait_until(lambda: not second._sweeping)  # type: ignore[attr-defined]
 
     def die(method: str, key: str) -> None:
         if method == "compare_and_set":
@@ -276,28 +275,34 @@ def test_late_values_are_swept_too(stored: StorePlace, disturbed: Any) -> None:
     assert len(keys(stored) - named(stored)) == 1
     for state in (b"1", b"2"):
         second.snapshot(state)
-        assert eventually(lambda: not second._sweeping)  # type: ignore[attr-defined]
+        wait_until(lambda: not second._sweeping)  # type: ignore[attr-defined]
     assert keys(stored) == named(stored)
 
 
-def test_store_is_away_for_a_while(tmp_path: Path) -> None:
-    backend = ServedBackend(tmp_path / "store.sqlite")
-    try:
-        with (
-            open_store(backend.url) as store,  # a server that is not there refuses at once
-            open_journal("store:job", store=store, timeout_s=30.0) as journal,
-        ):
-            journal.begin_term()
-            journal.append([b"1"])
-            backend.stop()
-            call = start_call("edl-test", lambda: journal.append([b"2"]))
-            with pytest.raises(TimeoutError):
-                call.result(0.7)
-            backend.start()
-            call.result(30)
-            assert journal.load() == (None, [b"1", b"2"])
-    finally:
-        backend.stop()
+def test_store_is_away_for_a_while(stored: StorePlace, disturbed: Any) -> None:
+    """A writer asks again until its `timeout_s`; then nothing follows the error."""
+    failures: list[str] = []
+
+    def fail(method: str, key: str) -> None:
+        if len(failures) < most:
+            failures.append(method)
+            raise DiscoveryError("away")
+
+    most = 3
+    journal = stored.open(store=disturbed, timeout_s=DEADLINE_S)
+    journal.begin_term()
+    disturbed.before = fail
+    journal.append([b"1"])
+    journal.append([b"2"])
+    assert journal.load() == (None, [b"1", b"2"])
+    impatient = stored.open(store=disturbed, timeout_s=0.1)
+    impatient.begin_term()
+    most = 10**9
+    for _ in range(2):
+        with pytest.raises(JournalError, match="journals/job: cannot append: away"):
+            impatient.append([b"3"])
+    with pytest.raises(JournalError, match="journals/job: cannot append: away"):
+        impatient.load()
 
 
 def test_value_that_shows_late_is_waited_for(stored: StorePlace, disturbed: Any) -> None:
@@ -321,22 +326,7 @@ def test_value_that_shows_late_is_waited_for(stored: StorePlace, disturbed: Any)
     assert stored.open(store=disturbed).load() == (None, [b"1", b"2"])
 
 
-def test_store_that_stays_away_is_an_error(tmp_path: Path) -> None:
-    backend = ServedBackend(tmp_path / "store.sqlite")
-    with open_store(backend.url) as store:  # a server that is not there refuses at once
-        journal = open_journal("store:job", store=store, timeout_s=0.5)
-        journal.begin_term()
-        backend.stop()
-        with pytest.raises(JournalError, match="journals/job: cannot append"):
-            journal.append([b"2"])
-        with pytest.raises(JournalError, match="journals/job: cannot append"):
-            journal.load()
-        journal.close()
-
-
-@pytest.mark.parametrize(
-    "value", [b"", b"nonsense", b"[]", b"{}", b'{"format":2}', b'{"format":1,"term":"x"}', b"\xff\x00"]
-)
+@pytest.mark.parametrize("value", [b"", b"[]", b'{"format":2}', b'{"format":1,"term":"x"}', b"\xff\x00"])
 def test_foreign_head_is_refused(stored: StorePlace, value: bytes) -> None:
     assert stored.store is not None
     stored.store.put(f"{stored.folder}head", value)
@@ -347,7 +337,7 @@ def test_foreign_head_is_refused(stored: StorePlace, value: bytes) -> None:
     assert entry.value == value
 
 
-@pytest.mark.parametrize("job", ["", "a/b", "..", "x" * 500, "a\nb"])
+@pytest.mark.parametrize("job", ["", "a/b", "x" * 500])
 def test_wrong_jobs_are_refused(stored: StorePlace, job: str) -> None:
     with pytest.raises(SettingsError):
         open_journal(f"store:{job}", store=stored.store)

@@ -1,0 +1,35 @@
+"""What every journal promises, in stores on real servers: bounds of values, order and fencing are theirs there."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fast.master.journal.places import StorePlace
+from tests.fast.master.journal.test_journal import (
+    test_earlier_writer_is_fenced,
+    test_groups_come_back_as_they_were,
+    test_killed_writer_loses_nothing,
+    test_paused_writer_is_fenced,
+    test_random_writes_are_read_again,
+    test_terms_are_begun_one_by_one,
+)
+
+__all__ = [
+    "test_earlier_writer_is_fenced",
+    "test_groups_come_back_as_they_were",
+    "test_killed_writer_loses_nothing",
+    "test_paused_writer_is_fenced",
+    "test_random_writes_are_read_again",
+    "test_terms_are_begun_one_by_one",
+]
+
+
+@pytest.fixture(params=[pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("consul", "etcd")])
+def place(request: pytest.FixtureRequest) -> Iterator[StorePlace]:
+    server = request.getfixturevalue({"consul": "consul_agent", "etcd": "etcd_server"}[request.param])
+    found = StorePlace(server.url, f"job-{uuid.uuid4().hex[:12]}")  # the servers serve all tests
+    yield found
+    found.close()

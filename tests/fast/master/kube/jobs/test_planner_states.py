@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.kube.objects import parse_time
@@ -217,77 +215,14 @@ KINDS = [
     *("user_scales", "store_says", "arbiter_says", "capacity_says"),
 ]
 INCIDENTS = st.lists(
-    st.builds(Incident, st.sampled_from(KINDS), st.integers(0, 19), st.integers(0, 7)), min_size=5, max_size=25
+    st.builds(Incident, st.sampled_from(KINDS), st.integers(0, 19), st.integers(0, 7)), min_size=5, max_size=20
 )
-SEEN: Counter[str] = Counter()
 
 
-@pytest.mark.timeout(300)  # it computes all the time, which others may have the cores for
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30)
 @given(st.integers(1, 3), st.integers(0, 3), st.booleans(), st.integers(1, 90), INCIDENTS)
 def test_anything_in_any_order(least: int, more: int, master: bool, grace: int, incidents: list[Incident]) -> None:
     story = Story(least, more, master, grace)
     for incident in incidents:
         story.happen(incident)
     story.end()
-    SEEN.update({*story.cluster.events, story.finished or "goes on"})
-
-
-def test_stories_are_not_empty() -> None:
-    """What the test above has seen; after it in the same process."""
-    if SEEN.total() == 0:
-        test_anything_in_any_order()
-    assert {"Growing", "Shrinking", "WorkerEnded", "Suspended", "goes on"} <= set(SEEN)
-    assert {"Succeeded", "Failed"} & set(SEEN)
-
-
-def list_options(cluster: SimulatedCluster, option: str) -> set[str]:
-    """Return the values of an option in the command lines of all pods."""
-    lines = [pod["spec"]["containers"][0]["args"] for pod in cluster.pods.values()]
-    return {line[line.index(option) + 1] for line in lines}
-
-
-def test_store_is_kept_while_pods_run() -> None:
-    """A successor that met in another store would train the same job again, into the same checkpoint."""
-    cluster = SimulatedCluster(minReplicas=2, checkpoint="/c")
-    cluster.settle()
-    cluster.set_spec(store="consul://new:8500", checkpoint="/d")
-    cluster.end("job-worker-1-0", 137, "Error")
-    cluster.settle()
-    assert "job-worker-1-1" in cluster.list_running()
-    assert list_options(cluster, "--store") == {"consul://c:8500"}
-    assert list_options(cluster, "--checkpoint") == {"/c"}
-    accepted = cluster.find_condition("Accepted")
-    assert (accepted["status"], accepted["reason"]) == ("True", "StoreChangeIgnored")
-    assert "consul://new:8500" in accepted["message"]
-    assert cluster.events.count("StoreChangeIgnored") == 1
-    cluster.set_spec(suspend=True)
-    cluster.reconcile()
-    assert cluster.pods
-    cluster.set_spec(suspend=False)
-    cluster.reconcile()
-    assert list_options(cluster, "--store") == {"consul://c:8500"}, "pods of the old store are still about"
-
-
-def test_new_store_after_suspension() -> None:
-    cluster = SimulatedCluster(minReplicas=2)
-    cluster.settle()
-    cluster.set_spec(store="consul://new:8500", suspend=True)
-    cluster.settle()
-    assert not cluster.pods
-    assert cluster.status["store"] == "consul://new:8500"
-    cluster.set_spec(suspend=False)
-    cluster.settle()
-    assert list_options(cluster, "--store") == {"consul://new:8500"}
-    assert cluster.find_condition("Accepted")["reason"] == "Valid"
-
-
-def test_running_job_needs_no_default_store() -> None:
-    """The operator was started again without `--store`."""
-    cluster = SimulatedCluster(minReplicas=2)
-    cluster.settle()
-    cluster.set_spec(store="")
-    cluster.end("job-worker-1-0", 137, "Error")
-    cluster.settle()
-    assert "job-worker-1-1" in cluster.list_running()
-    assert list_options(cluster, "--store") == {"consul://c:8500"}

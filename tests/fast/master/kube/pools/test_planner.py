@@ -68,7 +68,7 @@ def test_gives_back_and_borrows_again(capacity: bool) -> None:
     assert reasons(made)["GaveBack"] >= 2
     for name in ("online-0", "online-1"):
         made.delete(name)
-    made.settle(700)
+    made.settle(400)
     assert made.placed() == 4
     assert growing(made) == ("False", "AtMaximum")
 

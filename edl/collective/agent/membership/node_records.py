@@ -54,14 +54,25 @@ class Membership:
         node: this node's record.
         ttl_s: of this node's lease, in seconds: after that long without a renewal the others go on without the node.
         wake: called from threads of this object whenever a record may have changed.
+        clock: monotonic, in seconds: that of the leases.
     """
 
-    def __init__(self, store: Store, job: str, node: Node, ttl_s: float, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        job: str,
+        node: Node,
+        ttl_s: float,
+        wake: Callable[[], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._store = store
         self._world_key = prefix(job) + "world"
         self._nodes_prefix = prefix(job) + "nodes/"
         self._ttl_s = ttl_s
         self._wake = wake
+        self._clock = clock
         self._lease: Lease | None = None
         self._joined = False
         self._written: Node | None = None
@@ -71,7 +82,7 @@ class Membership:
         self._lost_since: float | None = None
         self.node = node
         """This node's record as it is to be."""
-        self._leased_at = time.monotonic()
+        self._leased_at = self._clock()
         watches = [store.watch(self._world_key), store.watch(self._nodes_prefix)]
         self._loops = [BackgroundLoop("edl-records", partial(self._follow, watch), watch.close) for watch in watches]
 
@@ -79,7 +90,7 @@ class Membership:
     def without_lease_s(self) -> float:
         """For how many seconds the others may have taken this node for dead: 0 while it has a lease."""
         self._record_lease()
-        return time.monotonic() - self._leased_at if self._joined else 0.0
+        return self._clock() - self._leased_at if self._joined else 0.0
 
     def join(self) -> None:
         """Publish this node's record: the others see the node from now on.
@@ -117,7 +128,7 @@ class Membership:
             DiscoveryError: the store does not answer, or has lost the job's record a moment ago.
             ProtocolError: a record makes no sense.
         """
-        asked_at = time.monotonic()
+        asked_at = self._clock()
         entry = self._store.get(self._world_key)
         if self._joined and (self._lease is None or self._lease.lost or self._written != self.node):
             self._write()
@@ -130,7 +141,7 @@ class Membership:
         if self._lease is not None:
             self._absent_until = max(self._absent_until, self._lease.late_at + self._ttl_s + _RENEWAL_RETRY_S)
         late: frozenset[str] = frozenset()
-        if time.monotonic() < self._absent_until:
+        if self._clock() < self._absent_until:
             members = {member.id for member in world.nodes}
             known = {name: node for name, node in self._known.items() if name in members}
             late = frozenset(known.keys() - nodes.keys())
@@ -148,8 +159,8 @@ class Membership:
         if self._last is None:
             return World()
         if self._lost_since is None:
-            self._lost_since = time.monotonic()
-        if time.monotonic() - self._lost_since < _RECORD_LOST_S:
+            self._lost_since = self._clock()
+        if self._clock() - self._lost_since < _RECORD_LOST_S:
             raise DiscoveryError("it does not know the job any more")
         return World(self._last.generation, message="the store lost the job's record", forgiven=self._last.forgiven)
 
@@ -200,7 +211,7 @@ class Membership:
             self._lease.close()
 
     def _record_lease(self) -> None:
-        now = time.monotonic()  # before the lease is asked: this process may be stopped in between
+        now = self._clock()  # before the lease is asked: this process may be stopped in between
         if self._lease is not None and not self._lease.lost:
             self._leased_at = now
 
@@ -211,7 +222,7 @@ class Membership:
                 self._lease.close()
             self._lease = self._store.lease(self._ttl_s)
             if self._absent_until == math.inf:
-                self._absent_until = time.monotonic() + self._ttl_s + _RENEWAL_RETRY_S
+                self._absent_until = self._clock() + self._ttl_s + _RENEWAL_RETRY_S
         node = self.node
         try:
             self._store.put(self._nodes_prefix + node.id, node.encode(), self._lease)

@@ -18,7 +18,6 @@ from edl.collective.goodput.spans import (
     TimeCategory,
     apportion,
     goodput,
-    limit_spans,
     merge_alike,
     span_of,
     sum_amounts,
@@ -27,7 +26,6 @@ from edl.collective.worker_status import Phase, WorkerStatus, WorkerStatusPage
 
 SECOND = 1_000_000
 WALL_S = 1_700_000_000.0
-
 amounts = st.lists(st.integers(0, 10 * SECOND), min_size=len(TimeCategory), max_size=len(TimeCategory)).map(tuple)
 spans = st.lists(st.builds(Span, amounts, st.integers(1, 3), st.booleans()), max_size=30)
 
@@ -85,9 +83,6 @@ def started(worker: Worker) -> Ledger:
     return ledger
 
 
-# --- Spans. ---
-
-
 @given(st.integers(0, 10**15), st.lists(st.floats(0, 1e9), min_size=1, max_size=9).filter(lambda w: sum(w) > 1e-9))
 def test_parts_sum_to_the_whole(total: int, weights: list[float]) -> None:
     parts = apportion(total, weights)
@@ -98,19 +93,10 @@ def test_parts_sum_to_the_whole(total: int, weights: list[float]) -> None:
 
 @given(spans, spans, spans)
 def test_joining_is_associative(a: list[Span], b: list[Span], c: list[Span]) -> None:
-    """Joining is associative and loses nothing."""
     whole = merge_alike([*a, *b, *c])
     assert merge_alike([*merge_alike([*a, *b]), *c]) == whole == merge_alike([*a, *merge_alike([*b, *c])])
     assert sum_amounts(whole) == sum_amounts([*a, *b, *c])
     assert all(not one.alike(two) for one, two in itertools.pairwise(whole))
-
-
-@given(spans, st.integers(1, 8))
-def test_rolling_up_keeps_amounts(some: list[Span], limit: int) -> None:
-    """Rolling up keeps the amounts and the newest detail."""
-    few = limit_spans(some, limit)
-    assert len(few) <= limit
-    assert sum_amounts(few) == sum_amounts(some)
 
 
 def test_goodput_is_the_trained_part() -> None:
@@ -119,11 +105,7 @@ def test_goodput_is_the_trained_part() -> None:
     assert goodput(sum_amounts([])) is None
 
 
-# --- One node. ---
-
-
 def test_short_copy_is_charged() -> None:
-    """A copy shorter than the agents glance is charged."""
     worker = Worker()
     ledger = started(worker)
     for step in range(10):
@@ -154,18 +136,6 @@ def test_repeated_steps_are_rollback() -> None:
             ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
     assert seconds(ledger) == {"TRAIN": 14.0, "LOAD": 0.5, "ROLLBACK": 4.0, "RENDEZVOUS": 2.0}
     assert [span.main.name for span in ledger.record().spans][:4] == ["TRAIN", "RENDEZVOUS", "LOAD", "ROLLBACK"]
-
-
-def test_other_nodes_steps_are_rollback() -> None:
-    """Steps that only other nodes had finished are rollback where the agent knows of them."""
-    worker = Worker()
-    ledger = started(worker)
-    worker.restart(4)
-    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status], highest=12)
-    for step in range(10, 15):
-        worker.finish(step)
-        ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status], highest=12)
-    assert seconds(ledger) == {"TRAIN": 2.0, "ROLLBACK": 3.0}
 
 
 @pytest.mark.parametrize(("restored", "repeated"), [(60, 40), (90, 10), (100, 0)])
@@ -205,22 +175,6 @@ def test_killed_repeater_leaves_word() -> None:
     assert seconds(ledger) == {"TRAIN": 11.0, "ROLLBACK": 8.0}
 
 
-def test_workers_rollback_counts_once() -> None:
-    """What a worker itself calls rollback is not counted twice."""
-    worker = Worker()
-    ledger = started(worker)
-    for step in range(10):
-        worker.finish(step)
-    worker.save(7)
-    ledger.observe(worker.now_s, AgentState.RENDEZVOUS, [worker.status])
-    worker.restart(1)
-    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
-    for step, phase in ((8, Phase.ROLLBACK), (9, Phase.ROLLBACK), (10, Phase.TRAIN), (11, Phase.TRAIN)):
-        worker.finish(step, phase=phase)
-    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
-    assert seconds(ledger) == {"TRAIN": 12.0, "ROLLBACK": 2.0}
-
-
 def test_a_pause_loses_nothing() -> None:
     worker = Worker()
     ledger = started(worker)
@@ -236,7 +190,6 @@ def test_a_pause_loses_nothing() -> None:
 
 
 def test_hang_is_idle_but_for_its_step() -> None:
-    """A hang is idle but for the step that was lost."""
     worker = Worker()
     ledger = started(worker)
     for step in range(5):
@@ -268,19 +221,6 @@ def test_waits_in_a_save_are_told_apart() -> None:
     assert seconds(ledger) == {"TRAIN": 16.5, "SAVE": 0.5, "ROLLBACK": 2.0, "IDLE": 28.0}
 
 
-def test_reformed_group_loses_one_step() -> None:
-    """A group formed again in process loses the step that broke."""
-    worker = Worker()
-    ledger = started(worker)
-    worker.finish(0)
-    worker.spend(Phase.TRAIN, 0.5)
-    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
-    worker.form(1)
-    worker.finish(1)
-    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
-    assert seconds(ledger) == {"TRAIN": 2.0, "ROLLBACK": 0.5}
-
-
 def test_the_slowest_worker_of_a_node_counts() -> None:
     fast, slow = Worker(), Worker()
     ledger = Ledger("a", 2, 0.0, WALL_S)
@@ -293,7 +233,6 @@ def test_the_slowest_worker_of_a_node_counts() -> None:
 
 
 def test_changing_page_is_not_believed() -> None:
-    """A page read while it changed is not believed."""
     worker = Worker()
     ledger = started(worker)
     worker.finish(0)
@@ -305,7 +244,6 @@ def test_changing_page_is_not_believed() -> None:
 
 
 def test_time_without_workers_is_the_agents() -> None:
-    """Time without workers is what the agent does."""
     ledger = Ledger("a", 2, 100.0, WALL_S)
     ledger.observe(100.5, AgentState.RENDEZVOUS, [])
     ledger.observe(103.5, AgentState.RUNNING, [])
@@ -318,7 +256,6 @@ def test_time_without_workers_is_the_agents() -> None:
 
 
 def test_rates_are_of_the_last_seconds() -> None:
-    """The rates are those of the last seconds."""
     worker = Worker()
     ledger = started(worker)
     for step in range(100):
@@ -357,7 +294,6 @@ events = st.one_of(
 
 @given(st.lists(events, max_size=60), st.integers(0, 2))
 def test_any_life_sums_to_its_time(life: list[tuple[str, int, float]], workers: int) -> None:
-    """Any life sums to the time that passed."""
     ledger = Ledger("a", max(workers, 1), 0.0, WALL_S)
     boards = [Worker() for _ in range(workers)]
     now_s = latest_s = 0.0
@@ -381,9 +317,6 @@ def test_any_life_sums_to_its_time(life: list[tuple[str, int, float]], workers: 
         assert record.steps_per_s >= 0
 
 
-# --- The job. ---
-
-
 def record(began_s: float, *what: Span, node: str = "a", ended: bool = False) -> NodeRecord:
     return NodeRecord(node, round((WALL_S + began_s) * SECOND), 1, what, ended=ended)
 
@@ -394,7 +327,6 @@ def running(state: TimeCategory, length_s: float, workers: int = 1) -> Span:
 
 @given(st.lists(st.tuples(st.integers(0, 100 * SECOND), spans), max_size=5), st.randoms(use_true_random=False))
 def test_job_states_sum_to_elapsed_time(lives: list[tuple[int, list[Span]]], rng: random.Random) -> None:
-    """The jobs states sum to its elapsed time in whatever order."""
     records = [NodeRecord("abc"[index % 3], began_us, 1, tuple(some)) for index, (began_us, some) in enumerate(lives)]
     job = join_ledgers(records)
     lived = [one for one in records if sum(span.length_us for span in one.spans)]
@@ -425,7 +357,6 @@ def test_nobody_alive_is_down() -> None:
 
 
 def test_slowest_member_decides() -> None:
-    """The slowest member decides and a node that waits outside does not."""
     fast = record(0, running(TimeCategory.TRAIN, 10, workers=3), node="fast")
     slow = record(0, running(TimeCategory.TRAIN, 5), running(TimeCategory.SAVE, 5), node="slow")
     waiting = record(0, span_of(TimeCategory.RENDEZVOUS, 10 * SECOND, 1), node="waiting")
@@ -433,8 +364,3 @@ def test_slowest_member_decides() -> None:
     assert job.goodput == 0.5
     assert job.worker_goodput == pytest.approx((30 + 5) / 50)
     assert [span.workers for span in job.spans] == [4, 4]
-
-
-def test_a_job_without_a_ledger_is_empty() -> None:
-    job = join_ledgers([])
-    assert (job.elapsed_us, job.goodput, job.worker_goodput) == (0, None, None)

@@ -36,7 +36,6 @@ def at(seconds: float) -> int:
 
 
 def test_columns_show_the_largest_part() -> None:
-    """Columns show what most of each part was."""
     spans = [span_of(TimeCategory.LOAD, 10 * SECOND), span_of(TimeCategory.TRAIN, 20 * SECOND)]
     shown = main_categories(spans, at(10), at(0), at(50), 5)
     assert shown == [None, TimeCategory.LOAD, TimeCategory.TRAIN, TimeCategory.TRAIN, None]
@@ -60,7 +59,6 @@ def test_every_state_has_a_colour_of_its_own() -> None:
 
 
 def test_axis_has_a_sensible_unit() -> None:
-    """The axis has a unit that a person would choose."""
     assert [choose_time_unit(round(seconds * 1e6))[0] for seconds in (1, 599, 601, 17_000, 19_000)] == [
         "seconds",
         "seconds",
@@ -99,25 +97,12 @@ def test_silent_running_job_is_down() -> None:
 
 
 def test_ended_job_is_not_down() -> None:
-    """An ended job is not down and its nodes left."""
     record = JobRecord("j", world("a", state=JobState.FAILED), (life("a", 0, TimeCategory.TRAIN),), ())
     summary = summarize(record, at(1000))
     assert (summary.state, summary.nodes[0].state, summary.ledger.amounts[TimeCategory.DOWN]) == ("failed", "left", 0)
 
 
-def test_lost_node_stays_lost() -> None:
-    """A node that was lost before the job ended stays lost."""
-    nodes = (
-        life("a", 0, TimeCategory.TRAIN),
-        life("b", 0, *[TimeCategory.TRAIN] * 3),
-        life("c", 0, *[TimeCategory.TRAIN] * 3, ended=True),
-    )
-    summary = summarize(JobRecord("j", world("b", "c", state=JobState.DONE), nodes, ()), at(1000))
-    assert {row.node: row.state for row in summary.nodes} == {"a": "lost", "b": "left", "c": "left"}
-
-
 def test_no_step_means_unknown_goodput() -> None:
-    """Without any step goodput is unknown and not zero."""
     nodes = (life("a", 0, TimeCategory.LOAD, step=-1),)
     told = as_dict(summarize(JobRecord("j", world("a"), nodes, ()), at(10)), 10)
     assert told["goodput"] is None
@@ -132,7 +117,6 @@ def test_json_has_the_last_events_only() -> None:
 
 
 def test_foreign_clock_span_is_cut() -> None:
-    """A span of another clock before the job is cut."""
     assert main_categories([Span(span_of(TimeCategory.TRAIN, 4 * SECOND).amounts)], at(-2), at(0), at(4), 2) == [
         TimeCategory.TRAIN,
         None,

@@ -1,4 +1,4 @@
-"""Hosts that a job leaves out, in a real store."""
+"""Hosts that a job leaves out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def test_excluded_host_stays_out(store: Store) -> None:
-    """Host is left out until it is removed."""
     here, there = Exclusions(store, "job", "a"), Exclusions(store, "job", "b")
     broken = Exclusion("node-a", "rank 0: ECC", True, 7, 1.0)
     here.add(broken)
@@ -43,7 +42,6 @@ def test_excluded_host_stays_out(store: Store) -> None:
     ("step", "clear", "same"), [(7, False, True), (5, False, True), (8, False, False), (7, True, False)]
 )
 def test_fault_at_one_step_is_the_scripts(store: Store, step: int, clear: bool, same: bool) -> None:
-    """Fault at the same step is the scripts."""
     here, there = Exclusions(store, "job", "a"), Exclusions(store, "job", "b")
     first = Exclusion("node-a", FAULT, clear, 7)
     here.add(first)

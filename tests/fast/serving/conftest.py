@@ -20,10 +20,12 @@ import pytest
 from edl.protocol import codec, kserve, names, tensors
 from edl.protocol.transport import grpc
 from edl_serving import Array, Backend, ServerSettings, TeacherServer
+from edl_serving.lifecycle import ServerState
 from tests.plugins_consul import free_ports
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
-TIMEOUT_S = 30.0
+TIMEOUT_S = 90.0
 
 
 def until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
@@ -178,6 +180,12 @@ class Inside:
 
     def call(self, coroutine: Any) -> Any:
         return self.begin(coroutine).result(TIMEOUT_S)
+
+    def begin_drain(self) -> Future[Any]:
+        """Begin to drain; new requests are refused from here on."""
+        draining = self.begin(self.server.drain(TIMEOUT_S))
+        wait_until(lambda: self.server._lifecycle is not None and self.server._lifecycle.state is ServerState.DRAINING)
+        return draining
 
     def metric(self, name: str, **labels: str) -> float:
         return self.server.metrics.registry.get_sample_value(name, {"model": "m", **labels}) or 0.0

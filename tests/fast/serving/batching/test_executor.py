@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
+import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from edl.protocol.transport import grpc
 from edl_serving import Array, ServerSettings, TensorSpec
 from edl_serving.batching.executor import Executor
 from edl_serving.batching.job import InferenceJob
+from edl_serving.monitoring.log_throttle import LogThrottle
 from edl_serving.monitoring.metrics import WorkerMetrics
 from edl_serving.request_error import RequestError
 from tests.fast.serving.fakes import FakeBackend, X, five_logits, header_for, model_of, request_for
@@ -77,7 +79,7 @@ def test_requests_get_their_own_rows(sizes: list[int], max_batch_rows: int) -> N
     assert sum(bench.backend.calls) == 2 * sum(sizes) == bench.metrics.rows
 
 
-def test_a_single_request_is_not_copied() -> None:
+def test_requests_are_copied_into_one_buffer() -> None:
     seen: list[Array] = []
 
     def predict(inputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -87,20 +89,10 @@ def test_a_single_request_is_not_copied() -> None:
     bench = Bench(FakeBackend(predict))
     x = rows(3)
     bench.run(bench.job(x))
-    assert seen[0] is x
-
-
-def test_merged_batches_reuse_one_buffer() -> None:
-    addresses: list[int] = []
-
-    def predict(inputs: Mapping[str, Array]) -> dict[str, Array]:
-        addresses.append(inputs["x"].ctypes.data)
-        return five_logits(inputs)
-
-    bench = Bench(FakeBackend(predict))
+    assert seen.pop() is x, "a single request is not copied"
     for sizes in ((8, 8), (8, 8), (2, 3)):
         bench.run(*[bench.job(rows(size)) for size in sizes])
-    assert len(set(addresses)) == 1
+    assert len({array.ctypes.data for array in seen}) == 1
 
 
 def test_a_model_may_answer_with_its_input() -> None:
@@ -135,7 +127,7 @@ def test_model_errors_come_without_a_stack(caplog: pytest.LogCaptureFixture) -> 
     assert bench.metrics.faults["exception"] == 3
 
 
-@pytest.mark.parametrize("error", [SystemExit(1), MemoryError(), StopIteration(), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [SystemExit(1), StopIteration()])
 def test_no_model_error_ends_the_worker(error: BaseException) -> None:
     bench = Bench(FakeBackend(failing(1.0, error)))
     (answer,) = bench.run(bench.job(rows(1)))
@@ -153,9 +145,7 @@ def test_only_the_guilty_request_fails() -> None:
 @pytest.mark.parametrize(
     ("code", "calls"),
     [
-        ("INVALID_ARGUMENT", [6, 2, 3, 1]),
         ("INTERNAL", [6, 2, 3, 1]),
-        ("DEADLINE_EXCEEDED", [6, 2, 3, 1]),
         ("UNAVAILABLE", [6]),
     ],
 )
@@ -175,21 +165,16 @@ def test_backend_refusals_are_not_multiplied(code: str, calls: list[int]) -> Non
     assert [answer is error for answer in answers].count(True) == (1 if len(calls) > 1 else 3)
 
 
-def test_late_requests_are_not_recomputed() -> None:
+def test_unwanted_requests_are_not_computed() -> None:
     bench = Bench(FakeBackend(failing(7.0, ValueError("seven"))))
     answers = bench.run(bench.job(rows(2), deadline=0.0), bench.job(rows(3, 7.0)))
-    assert answers[0] is None
+    assert answers[0] is None, "too late to be computed once more by itself"
     assert bench.backend.calls == [5, 3]
-
-
-def test_a_cancelled_request_is_not_computed() -> None:
-    bench = Bench(FakeBackend())
-    gone, here = bench.job(rows(2)), bench.job(rows(3))
+    gone, here = bench.job(rows(2)), bench.job(rows(4))
     gone.cancelled = True
     bench.run(gone, here)
-    assert (gone.answer, bench.backend.calls) == (None, [3])
     bench.run(gone)
-    assert bench.backend.calls == [3]
+    assert (gone.answer, bench.backend.calls) == (None, [5, 3, 4])
 
 
 def test_nan_is_an_error_of_its_owner() -> None:
@@ -209,24 +194,14 @@ def test_nan_is_an_error_of_its_owner() -> None:
     assert np.isnan(arrays(lenient.run(lenient.job(bad))[0])["logits"][2]).all()
 
 
-def test_infinite_logits_are_allowed() -> None:
-    bench = Bench(FakeBackend(lambda inputs: {"logits": np.full((2, 5), -np.inf, np.float32)}))
-    assert arrays(bench.run(bench.job(rows(2)))[0])["logits"][0, 0] == -math.inf
-
-
 @pytest.mark.parametrize(
     ("output", "said"),
     [
         (None, "returned NoneType"),
-        ([1, 2], "returned list"),
         ({}, "'logits' is missing"),
-        ({"logits": None}, "'logits' is missing"),
         ({"logits": [[1.0] * 5] * 2}, "'logits' is a list"),
         ({"logits": np.zeros((2, 5))}, "'logits' is float64, not float32"),
-        ({"logits": np.zeros((2, 5), np.longdouble)}, "not float32"),
         ({"logits": np.zeros((3, 5), np.float32)}, "'logits' has shape [3, 5], not [2, 5]"),
-        ({"logits": np.zeros((2, 4), np.float32)}, "'logits' has shape [2, 4], not [2, 5]"),
-        ({"logits": np.zeros(2, np.float32)}, "'logits' has shape [2], not [2, 5]"),
         ({"logits": np.float32(0)}, "'logits' is a float32"),
     ],
 )
@@ -271,6 +246,55 @@ def test_answers_carry_id_and_version() -> None:
     bench = Bench(FakeBackend())
     for name in ("first", "second"):
         job = InferenceJob(request_for(bench.model, rows(1), header_for((1, 4), id=name)), 1, ((4,),), 0.0, FOREVER)
-        bench.run(job)
-        header, _ = codec.decode_response(job.answer if isinstance(job.answer, bytes) else b"")
+        (answer,) = bench.run(job)
+        header, _ = codec.decode_response(answer)
         assert (header.id, header.model_name, header.model_version) == (name, "m", "1")
+
+
+def test_a_failing_model_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    throttle = LogThrottle(logging.getLogger("edl_serving.test"), lambda: now)
+    for _ in range(1000):
+        now += 0.02
+        throttle.log_error("nan", "output 'logits' has NaN")
+    throttle.log_error("exception", "raised ValueError", ValueError("seven"))
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == "output 'logits' has NaN"
+    assert len(lines) == 3
+    assert "faults of this kind in 10 s" in lines[1]
+    assert caplog.records[2].exc_info is not None
+
+
+FORKS = """
+import os
+import numpy as np
+from tests.fast.serving.batching.test_executor import Bench, rows
+from tests.fast.serving.fakes import FakeBackend, five_logits
+
+def return_normally(): return {}
+def exit_with_3(): raise SystemExit(3)
+def fail(): raise ValueError("in the child")
+
+server, ends = os.getpid(), iter((return_normally, exit_with_3, fail))
+
+def predict(inputs):
+    end = next(ends)
+    child = os.fork()
+    if child == 0:
+        return end()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    return five_logits(inputs)
+
+bench = Bench(FakeBackend(predict))
+for _ in range(3):
+    (answer,) = bench.run(bench.job(rows(2)))
+    if os.getpid() != server:
+        os._exit(99)
+    print(type(answer).__name__, flush=True)
+"""
+
+
+def test_a_forked_child_never_leaves_a_model() -> None:
+    ended = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=90, check=False)
+    assert ended.stdout.split() == ["1", "bytes", "3", "bytes", "1", "bytes"], ended.stderr
+    assert "ValueError: in the child" in ended.stderr

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
 import queue
-import signal
-import threading
-import time
 import types
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,13 +17,11 @@ from edl_serving.request_error import RequestError
 from tests.fast.serving.conftest import (
     TIMEOUT_S,
     Connect,
-    Process,
     StartInside,
-    StartProcess,
     request_bytes,
-    until,
 )
 from tests.fast.serving.models import Gated, logits
+from tests.waiting import wait_until
 
 
 class Open:
@@ -93,18 +85,17 @@ class Pair(Gated):
 
 @pytest.mark.parametrize("unordered", [True, False])
 def test_slow_request_holds_up_ordered_ones(inside: StartInside, connect: Connect, unordered: bool) -> None:
-    """A slow request holds the others up only where there is an order."""
     slow, other = Pair(), Pair()
     other.gate = slow.gate
     server = inside([slow, other], max_batch_rows=1)
     stream = Open(connect(server.target).channel, unordered=unordered)
     stream.send("slow", row(1))
-    until(lambda: slow.started.is_set() or other.started.is_set())
+    wait_until(lambda: slow.started.is_set() or other.started.is_set())
     for number in range(5):
         stream.send(f"fast {number}", row(2))
     stream.end()
     if not unordered:
-        until(lambda: server.metric("edl_teacher_requests_total", outcome="ok") == 5)
+        wait_until(lambda: server.metric("edl_teacher_requests_total", outcome="ok") == 5)
         slow.gate.set()
     answers = [stream.read() for _ in range(5)]
     slow.gate.set()
@@ -118,7 +109,6 @@ def test_slow_request_holds_up_ordered_ones(inside: StartInside, connect: Connec
 
 
 def test_errors_end_their_request_only(inside: StartInside, connect: Connect) -> None:
-    """Errors carry the status of a call and end their request only."""
     model = Gated()
     server = inside(model, max_batch_rows=1, max_queue_rows=2)
     stream = Open(connect(server.target).channel)
@@ -138,19 +128,17 @@ def test_errors_end_their_request_only(inside: StartInside, connect: Connect) ->
 
 
 def test_cancelled_or_late_is_not_computed(inside: StartInside, connect: Connect) -> None:
-    """What is cancelled or late is not computed."""
     model = Gated()
     server = inside(model, max_batch_rows=1)
     stream = Open(connect(server.target).channel)
     stream.send("first", row(0))
     assert model.started.wait(TIMEOUT_S)
-    stream.send("late", row(1), **{names.TIMEOUT_MS: 1})
+    stream.send("late", row(1), **{names.TIMEOUT_MS: 0})
     stream.send("cancelled", row(2))
     stream.send("last", row(3))
     stream.cancel("cancelled")
     stream.cancel("never heard of")
-    until(lambda: server.metric("edl_teacher_requests_total", outcome="cancelled") == 1)
-    time.sleep(0.01)  # the deadline of `late`
+    wait_until(lambda: server.metric("edl_teacher_requests_total", outcome="cancelled") == 1)
     model.gate.set()
     answers = {answer.infer_response.id: answer for answer in (stream.read() for _ in range(3))}
     assert status_of(answers["late"]) == ("late", "DEADLINE_EXCEEDED")
@@ -159,90 +147,53 @@ def test_cancelled_or_late_is_not_computed(inside: StartInside, connect: Connect
     stream.end()
     with pytest.raises(StopIteration):
         next(stream.call)
-    until(lambda: server.metric("edl_teacher_in_flight") == 0)
+    wait_until(lambda: server.metric("edl_teacher_in_flight") == 0)
 
 
 def test_leaving_client_leaves_nothing(inside: StartInside, connect: Connect) -> None:
-    """A client that goes leaves nothing in flight."""
     model = Gated()
     server = inside(model, max_batch_rows=1)
     stream = Open(connect(server.target).channel)
     for number in range(10):
         stream.send(str(number), row(number))
-    until(lambda: server.metric("edl_teacher_in_flight") == 10)
+    wait_until(lambda: server.metric("edl_teacher_in_flight") == 10)
     stream.call.cancel()
-    until(lambda: server.metric("edl_teacher_in_flight") == 0)
+    wait_until(lambda: server.metric("edl_teacher_in_flight") == 0)
     stream.end()
     model.gate.set()
 
 
-def wait_for_exit(server: Process) -> float:
-    started = time.monotonic()
-    assert server.wait() == 0
-    return time.monotonic() - started
-
-
-def test_idle_streams_do_not_delay_the_end(process: StartProcess, connect: Connect) -> None:
-    server = process("Base", drain_timeout_s=25.0)
+def test_idle_streams_do_not_delay_a_drain(inside: StartInside, connect: Connect) -> None:
+    server = inside(Pair())
     streams = [Open(connect(server.target).channel, unordered=unordered) for unordered in (True, False)]
     for stream in streams:
-        stream.send("1", row(1))
-        assert is_answer_to(stream.read(), row(1))
-    server.popen.send_signal(signal.SIGTERM)
-    assert wait_for_exit(server) < 10, "a second on an idle machine, 25 if the streams were waited for"
+        stream.send("1", row(2))
+        assert is_answer_to(stream.read(), row(2))
+    assert server.call(server.server.drain(TIMEOUT_S / 2)), "streams without requests are waited for"
+    server.call(server.server.stop())
     for stream in streams:
         with pytest.raises(StopIteration):  # ended, not cancelled
             next(stream.call)
         stream.end()
 
 
-def test_draining_server_answers_and_refuses(process: StartProcess, connect: Connect, tmp_path: Path) -> None:
-    """A draining server answers what it took and refuses the rest."""
-    gate = tmp_path / "gate"
-    server = process("FileGated", env={**os.environ, "EDL_TEST_GATE": str(gate)}, max_batch_rows=1, metrics_port=0)
+def test_draining_server_answers_and_refuses(inside: StartInside, connect: Connect) -> None:
+    model = Gated()
+    server = inside(model, max_batch_rows=1)
     stream = Open(connect(server.target).channel)
     for number in range(2):
         stream.send(str(number), row(number))
-    until(lambda: 'edl_teacher_in_flight{model="m"} 2.0' in server.metrics())
-    server.popen.send_signal(signal.SIGTERM)
-    assert server.line() == "leaving"
-    stopped = threading.Event()
-
-    def send_on() -> None:
-        number = 2
-        while not stopped.wait(0.02):
-            stream.send(str(number), row(0))
-            number += 1
-
-    sender = threading.Thread(target=send_on)
-    sender.start()
-    answers = {}
-    try:
-        for answer in rest_of(stream):
-            answers[answer.infer_response.id] = answer
-            if answer.error_message:
-                gate.touch()
-    finally:
-        stopped.set()
-        sender.join()
-        stream.end()
-    assert is_answer_to(answers["0"], row(0))
-    assert is_answer_to(answers["1"], row(1))
-    refused = [answer for answer in answers.values() if answer.error_message]
-    assert refused
-    for answer in refused:
-        assert status_of(answer)[1] == "UNAVAILABLE"
-        assert names.RETRY_AFTER not in answer.infer_response.parameters
-    assert server.wait() == 0
-
-
-def rest_of(stream: Open) -> Iterator[kserve.ModelStreamInferResponse]:
-    """Everything until the stream ends, however it does."""
-    try:
-        while True:
-            yield kserve.ModelStreamInferResponse.FromString(stream.call.next())
-    except (StopIteration, grpc.RpcError):
-        return
+    wait_until(lambda: server.metric("edl_teacher_in_flight") == 2)
+    draining = server.begin_drain()
+    stream.send("late", row(2))
+    refused = stream.read()
+    assert status_of(refused) == ("late", "UNAVAILABLE")
+    assert names.RETRY_AFTER not in refused.infer_response.parameters
+    model.gate.set()
+    answers = {answer.infer_response.id: answer for answer in (stream.read() for _ in range(2))}
+    assert all(is_answer_to(answers[str(number)], row(number)) for number in range(2))
+    assert draining.result(TIMEOUT_S)
+    stream.end()
 
 
 def parts_of(answer: kserve.ModelStreamInferResponse) -> list[kserve.ModelStreamInferResponse]:
@@ -254,18 +205,16 @@ def parts_of(answer: kserve.ModelStreamInferResponse) -> list[kserve.ModelStream
 
 @pytest.mark.parametrize("takes_bundles", [True, False])
 def test_bundled_requests_are_answered(inside: StartInside, connect: Connect, takes_bundles: bool) -> None:
-    """Requests in one message are answered each for itself."""
     model = Gated()
     server = inside(model, max_batch_rows=64, max_queue_rows=64)
     stream = Open(connect(server.target).channel, bundles=takes_bundles)
     stream.send("first", row(0))
     assert model.started.wait(TIMEOUT_S)
     together = [message(str(number), row(number)) for number in range(1, 6)]
-    together += [message("late", row(6), **{names.TIMEOUT_MS: 1}), message("wrong", np.zeros((1, 5), np.float32))]
+    together += [message("late", row(6), **{names.TIMEOUT_MS: 0}), message("wrong", np.zeros((1, 5), np.float32))]
     together += [message("cancelled", row(7)), cancellation("cancelled"), b"\xff"]
     stream.send_bytes(bundles.join_requests(together))
-    until(lambda: server.metric("edl_teacher_requests_total", outcome="cancelled") == 1)
-    time.sleep(0.01)  # the deadline of `late`
+    wait_until(lambda: server.metric("edl_teacher_requests_total", outcome="cancelled") == 1)
     model.gate.set()
     messages: list[list[kserve.ModelStreamInferResponse]] = []
     while sum(map(len, messages)) < 9:
@@ -280,7 +229,7 @@ def test_bundled_requests_are_answered(inside: StartInside, connect: Connect, ta
     stream.end()
     with pytest.raises(StopIteration):
         next(stream.call)
-    until(lambda: server.metric("edl_teacher_in_flight") == 0)
+    wait_until(lambda: server.metric("edl_teacher_in_flight") == 0)
 
 
 def with_bundle_parameter(request: bytes) -> bytes:
@@ -289,7 +238,13 @@ def with_bundle_parameter(request: bytes) -> bytes:
     return request + header.SerializeToString()
 
 
-MALFORMED = {
+def fragments_of(request_id: str, value: float, nbytes: int = 20) -> list[bytes]:
+    raw = row(value)
+    header, (data,) = codec.split_request(request_bytes({"x": raw}))
+    return list(fragments.fragment_request(header + codec.id_field(request_id), [data], request_id, nbytes))
+
+
+MALFORMED_BUNDLES = {
     "empty": bundles.join_requests([]),
     "with an id": bundles.join_requests([message("1", row(1))]) + codec.id_field("7"),
     "nested": bundles.join_requests([bundles.join_requests([message("1", row(1))])]),
@@ -298,44 +253,49 @@ MALFORMED = {
 }
 
 
-@pytest.mark.parametrize("bundle", MALFORMED.values(), ids=MALFORMED.keys())
-def test_malformed_bundle_is_refused(inside: StartInside, connect: Connect, bundle: bytes) -> None:
-    """A malformed bundle is refused and the stream goes on."""
-    server = inside(Pair())
-    stream = Open(connect(server.target).channel, bundles=True)
-    stream.send_bytes(bundle)
-    answer = stream.read()
-    assert status_of(answer)[1] == "INVALID_ARGUMENT"
-    assert names.BUNDLE in answer.error_message
-    stream.send("fine", row(2))
-    assert is_answer_to(stream.read(), row(2))
+MISUSED_FRAGMENTS = {
+    "without an id": fragments_of("", 3)[0],
+    "nested": next(fragments.fragment_request(fragments_of("7", 3)[0], [], "7", 1 << 20)),
+    "in a bundle": bundles.join_requests(fragments_of("7", 3)[:1]),
+    "too large": codec.join_request(
+        codec.split_streamed_request(fragments_of("7", 3)[0])[0] + codec.id_field("7"), [b"\xff" * 8, b"x"]
+    ),
+}
+
+
+def test_malformed_messages_are_refused(inside: StartInside, connect: Connect) -> None:
+    """And the stream goes on."""
+    stream = Open(connect(inside(Pair()).target).channel, bundles=True)
+    for parameter, messages in ((names.BUNDLE, MALFORMED_BUNDLES), (names.FRAGMENT, MISUSED_FRAGMENTS)):
+        for what, data in messages.items():
+            stream.send_bytes(data)
+            answer = stream.read()
+            assert status_of(answer)[1] == "INVALID_ARGUMENT", what
+            assert parameter in answer.error_message, what
+            stream.send("fine", row(2))
+            assert is_answer_to(stream.read(), row(2)), what
     stream.end()
 
 
-def test_bundles_are_for_unordered_streams(inside: StartInside, connect: Connect) -> None:
-    """A bundle is for streams without order only."""
-    server = inside(Pair())
-    client = connect(server.target)
-    bundle = bundles.join_requests([message("1", row(2))])
+def test_ordered_streams_and_calls_take_neither(inside: StartInside, connect: Connect) -> None:
+    client = connect(inside(Pair()).target)
     stream = Open(client.channel, unordered=False, bundles=True)
-    for data in (bundle, message("fine", row(2))):
+    for parameter, data in (
+        (names.BUNDLE, bundles.join_requests([message("1", row(2))])),
+        (names.FRAGMENT, fragments_of("7", 3)[0]),
+    ):
         stream.send_bytes(data)
-    answer = stream.read()
-    assert status_of(answer)[1] == "INVALID_ARGUMENT"
-    assert names.BUNDLE in answer.error_message
-    assert names.UNORDERED in answer.error_message
-    assert is_answer_to(stream.read(), row(2))
+        answer = stream.read()
+        assert status_of(answer)[1] == "INVALID_ARGUMENT"
+        assert parameter in answer.error_message
+        assert names.UNORDERED in answer.error_message
+        stream.send("fine", row(2))
+        assert is_answer_to(stream.read(), row(2))
+        with pytest.raises(grpc.RpcError) as caught:
+            client.infer_bytes(data, timeout=TIMEOUT_S)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert parameter in str(caught.value.details())
     stream.end()
-    with pytest.raises(grpc.RpcError) as caught:
-        client.infer_bytes(bundle, timeout=TIMEOUT_S)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert names.BUNDLE in str(caught.value.details())
-
-
-def fragments_of(request_id: str, value: float, nbytes: int = 20) -> list[bytes]:
-    raw = row(value)
-    header, (data,) = codec.split_request(request_bytes({"x": raw}))
-    return list(fragments.fragment_request(header + codec.id_field(request_id), [data], request_id, nbytes))
 
 
 def test_fragments_are_answered_as_a_request(inside: StartInside, connect: Connect) -> None:
@@ -353,7 +313,7 @@ def test_fragments_are_answered_as_a_request(inside: StartInside, connect: Conne
     stream.end()
     with pytest.raises(StopIteration):
         next(stream.call)
-    until(lambda: server.metric("edl_teacher_in_flight") == 0)
+    wait_until(lambda: server.metric("edl_teacher_in_flight") == 0)
 
 
 def test_cancelled_fragments_are_forgotten(inside: StartInside, connect: Connect) -> None:
@@ -368,7 +328,7 @@ def test_cancelled_fragments_are_forgotten(inside: StartInside, connect: Connect
     stream.end()  # in the middle of a request, which so does not hold the stream up
     with pytest.raises(StopIteration):
         next(stream.call)
-    until(lambda: server.metric("edl_teacher_in_flight") == 0)
+    wait_until(lambda: server.metric("edl_teacher_in_flight") == 0)
 
 
 def claim_of(request_id: str, nbytes: int) -> list[bytes]:
@@ -383,7 +343,7 @@ def test_refused_requests_leave_no_memory(inside: StartInside, connect: Connect)
     client = connect(server.target)
     parked, stream = (Open(client.channel) for _ in range(2))
     parked.send_bytes(claim_of("parked", mib * 3 // 4)[0])
-    until(lambda: server.metric("edl_teacher_client_bytes") >= mib * 3 // 4)
+    wait_until(lambda: server.metric("edl_teacher_client_bytes") >= mib * 3 // 4)
     requests = {
         "whole": ("RESOURCE_EXHAUSTED", message("whole", np.zeros((1, mib // 8), np.float32))),
         "in fragments": ("RESOURCE_EXHAUSTED", claim_of("in fragments", mib // 2)[0]),
@@ -399,7 +359,7 @@ def test_refused_requests_leave_no_memory(inside: StartInside, connect: Connect)
         for request_id, (status, data) in requests.items():
             stream.send_bytes(data)
             assert status_of(stream.read()) == (request_id, status)
-            until(lambda: not any(type(found) is RequestError for found in gc.get_objects()))
+            wait_until(lambda: not any(type(found) is RequestError for found in gc.get_objects()))
     finally:
         gc.enable()
         model.gate.set()
@@ -421,7 +381,7 @@ def test_refused_calls_leave_no_memory(inside: StartInside, connect: Connect, da
     try:
         with pytest.raises(grpc.RpcError, match="INVALID_ARGUMENT"):
             client.infer_bytes(data, timeout=TIMEOUT_S)
-        until(lambda: not server_frames_with(len(data)))
+        wait_until(lambda: not server_frames_with(len(data)))
     finally:
         gc.enable()
 
@@ -436,7 +396,7 @@ def test_fragments_count_as_a_clients_bytes(inside: StartInside, connect: Connec
         return server.metric("edl_teacher_client_bytes")
 
     streams[0].send_bytes(claim_of("parked", mib * 3 // 4)[0])
-    until(lambda: held() >= mib * 3 // 4)
+    wait_until(lambda: held() >= mib * 3 // 4)
     refused = claim_of("refused", mib // 2)
     streams[1].send_bytes(refused[0])
     answer = streams[1].read()
@@ -444,7 +404,7 @@ def test_fragments_count_as_a_clients_bytes(inside: StartInside, connect: Connec
     assert "max-client-bytes" in answer.error_message
     assert answer.infer_response.parameters[names.RETRY_AFTER].int64_param > 0
     streams[0].cancel("parked")
-    until(lambda: held() == 0)
+    wait_until(lambda: held() == 0)
     for data in refused[1:]:
         streams[1].send_bytes(data)  # what of it was on the way: there is room by now, but its begin is missing
     for data in fragments_of("fine", 3):
@@ -452,50 +412,13 @@ def test_fragments_count_as_a_clients_bytes(inside: StartInside, connect: Connec
     answer = streams[1].read()
     assert answer.infer_response.id == "fine", "the refused request is answered once"
     assert is_answer_to(answer, row(3))
-    until(lambda: held() == 0)
+    wait_until(lambda: held() == 0)
     for stream in streams:
         stream.send_bytes(claim_of("left", mib // 3)[0])
-    until(lambda: held() >= 2 * (mib // 3))
+    wait_until(lambda: held() >= 2 * (mib // 3))
     for stream in streams:
         stream.send_bytes(claim_of("in its place", mib // 6)[0])
-    until(lambda: 2 * (mib // 6) <= held() < mib // 2)
+    wait_until(lambda: 2 * (mib // 6) <= held() < mib // 2)
     streams[0].end()
     streams[1].call.cancel()
-    until(lambda: held() == 0)
-
-
-MISUSED_FRAGMENTS = {
-    "without an id": fragments_of("", 3)[0],
-    "nested": next(fragments.fragment_request(fragments_of("7", 3)[0], [], "7", 1 << 20)),
-    "in a bundle": bundles.join_requests(fragments_of("7", 3)[:1]),
-    "too large": codec.join_request(
-        codec.split_streamed_request(fragments_of("7", 3)[0])[0] + codec.id_field("7"), [b"\xff" * 8, b"x"]
-    ),
-}
-
-
-@pytest.mark.parametrize("data", MISUSED_FRAGMENTS.values(), ids=MISUSED_FRAGMENTS.keys())
-def test_misused_fragment_is_refused(inside: StartInside, connect: Connect, data: bytes) -> None:
-    server = inside(Pair())
-    stream = Open(connect(server.target).channel, bundles=True)
-    stream.send_bytes(data)
-    answer = stream.read()
-    assert status_of(answer)[1] == "INVALID_ARGUMENT"
-    assert names.FRAGMENT in answer.error_message
-    stream.send("fine", row(2))
-    assert is_answer_to(stream.read(), row(2))
-    stream.end()
-
-
-def test_fragments_in_an_ordered_stream(inside: StartInside, connect: Connect) -> None:
-    server = inside(Pair())
-    client = connect(server.target)
-    stream = Open(client.channel, unordered=False)
-    stream.send_bytes(fragments_of("7", 3)[0])
-    answer = stream.read()
-    assert status_of(answer)[1] == "INVALID_ARGUMENT"
-    assert names.UNORDERED in answer.error_message
-    stream.end()
-    with pytest.raises(grpc.RpcError) as caught:
-        client.infer_bytes(fragments_of("7", 3)[0], timeout=TIMEOUT_S)
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    wait_until(lambda: held() == 0)

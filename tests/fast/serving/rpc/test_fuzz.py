@@ -1,4 +1,4 @@
-"""Thousands of bad requests: each is answered with a status and words that fit, and the server serves on."""
+"""Bad requests in any number: each is answered with a status and words that fit, and the server serves on."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from edl.protocol import bundles, codec, kserve, names, tensors
 from edl.protocol.transport import grpc
-from tests.fast.serving.conftest import Client, Connect, StartProcess, request_bytes, until
-from tests.fast.serving.models import logits
+from tests.fast.serving.conftest import TIMEOUT_S, Client, Connect, StartInside, outputs_of, request_bytes
+from tests.fast.serving.models import Base, Mixed, logits
+from tests.waiting import wait_until
 
 SEED = 20240607
-REQUESTS = int(os.environ.get("EDL_TEST_BAD_REQUESTS", "20000"))
-"""100,000 take a minute or two: `EDL_TEST_BAD_REQUESTS=100000`."""
+REQUESTS = int(os.environ.get("EDL_TEST_BAD_REQUESTS", "2000"))
+"""100,000 take some minutes: `EDL_TEST_BAD_REQUESTS=100000`."""
 IN_FLIGHT = 64
 ALLOWED = {
     grpc.StatusCode.OK,
@@ -49,11 +49,6 @@ def quoted(text: str) -> str:
 def wrong_model(rng: random.Random, header: Header, raw: list[bytes]) -> str | None:
     header.model_name = rng.choice(STRANGE)
     return quoted(header.model_name)
-
-
-def wrong_version(rng: random.Random, header: Header, raw: list[bytes]) -> str | None:
-    header.model_version = rng.choice([text for text in STRANGE if text])
-    return quoted(header.model_version)
 
 
 def wrong_input_name(rng: random.Random, header: Header, raw: list[bytes]) -> str | None:
@@ -84,24 +79,11 @@ def wrong_rank(rng: random.Random, header: Header, raw: list[bytes]) -> str | No
     return tensor.name
 
 
-def missing_or_double_input(rng: random.Random, header: Header, raw: list[bytes]) -> str | None:
-    if rng.random() < 0.5:
-        del header.inputs[rng.randrange(len(header.inputs))]
-    else:
-        header.inputs.append(rng.choice(header.inputs))
-    return "input"
-
-
 def wrong_bytes(rng: random.Random, header: Header, raw: list[bytes]) -> str | None:
     index = rng.randrange(len(raw))
     cut = rng.randrange(len(raw[index]))
     raw[index] = rng.choice([b"", raw[index][:cut], raw[index] + b"\0" * rng.choice([1, 4, 5000])])
     return header.inputs[index].name
-
-
-def wrong_byte_strings(rng: random.Random, header: Header, raw: list[bytes]) -> str | None:
-    raw[1] = rng.choice([b"\xff", b"\x7f"]) * len(raw[1])
-    return "words"
 
 
 def wrong_raw_count(rng: random.Random, header: Header, raw: list[bytes]) -> str | None:
@@ -131,19 +113,6 @@ def typed_contents(rng: random.Random, header: Header, raw: list[bytes]) -> str 
     return None
 
 
-def wrong_output(rng: random.Random, header: Header, raw: list[bytes]) -> str | None:
-    name = rng.choice([*STRANGE, "logits__topk_ids"])
-    header.outputs.add(name=name)
-    return quoted(name)
-
-
-def double_output(rng: random.Random, header: Header, raw: list[bytes]) -> str | None:
-    name = rng.choice(["logits", "width", "joined"])
-    for _ in range(rng.choice([2, 500])):
-        header.outputs.add(name=name)
-    return name
-
-
 def absurd_parameter(rng: random.Random, header: Header, raw: list[bytes]) -> str | None:
     name = rng.choice([names.TOP_K, names.TEMPERATURE, names.DTYPE])
     parameter = header.parameters[name]
@@ -159,12 +128,6 @@ def absurd_parameter(rng: random.Random, header: Header, raw: list[bytes]) -> st
     if name == names.TEMPERATURE and kind == 0:
         return None  # 7 and 101 are fine
     return name
-
-
-def foreign_parameters(rng: random.Random, header: Header, raw: list[bytes]) -> str | None:
-    for name in STRANGE:
-        header.parameters[name].string_param = rng.choice(STRANGE)
-    return None
 
 
 def wrong_shared_memory(rng: random.Random, header: Header, raw: list[bytes]) -> str | None:
@@ -184,21 +147,15 @@ def wrong_shared_memory(rng: random.Random, header: Header, raw: list[bytes]) ->
 
 MUTATIONS: list[Mutation] = [
     wrong_model,
-    wrong_version,
     wrong_input_name,
     wrong_datatype,
     wrong_size,
     wrong_rank,
-    missing_or_double_input,
     wrong_bytes,
-    wrong_byte_strings,
     wrong_raw_count,
     mixed_contents,
     typed_contents,
-    wrong_output,
-    double_output,
     absurd_parameter,
-    foreign_parameters,
     wrong_shared_memory,
 ]
 
@@ -222,7 +179,7 @@ def bad_requests(rng: random.Random) -> Iterator[tuple[bytes, str | None]]:
             header, raw = good()
             yield_word = rng.choice(MUTATIONS)(rng, header, raw)
             if rng.random() < 0.2:  # two faults: only one of them will be named
-                rng.choice(MUTATIONS[2:7])(rng, header, raw) if header.inputs else None
+                rng.choice(MUTATIONS[1:5])(rng, header, raw)
                 yield_word = None
             yield codec.encode_request(header, raw), yield_word
         elif kind < 0.9:
@@ -265,11 +222,11 @@ def assault(client: Client, count: int, rng: random.Random) -> Counter[str]:
     requests = bad_requests(rng)
     for _ in range(count):
         data, word = next(requests)
-        assert room.acquire(timeout=30)
-        call = client.infer_bytes.future(data, timeout=30)
+        assert room.acquire(timeout=TIMEOUT_S)
+        call = client.infer_bytes.future(data, timeout=TIMEOUT_S)
         call.add_done_callback(lambda call, word=word: check(call, word))
     for _ in range(IN_FLIGHT):
-        assert room.acquire(timeout=30)
+        assert room.acquire(timeout=TIMEOUT_S)
     assert not wrong, f"{len(wrong)} wrong answers, such as {wrong[:5]}"
     return codes
 
@@ -282,143 +239,67 @@ def region() -> Iterator[str]:
     path.unlink()
 
 
-@pytest.mark.timeout(600 + REQUESTS // 200)  # each wait has a deadline of its own: this bounds the work
-def test_thousands_of_bad_requests(process: StartProcess, connect: Connect, region: str) -> None:
-    """The server is as it was: memory, descriptors, threads, and what a good request costs it."""
-    server = process("Mixed", max_batch_rows=8, metrics_port=0)
+@pytest.mark.timeout(110 + REQUESTS // 50)  # each wait has a deadline of its own: this bounds the work
+def test_bad_requests_are_refused_in_words(
+    inside: StartInside, connect: Connect, region: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = inside(Mixed(), max_batch_rows=8)
     client = connect(server.target)
     client.ask("SystemSharedMemoryRegister", name="fuzz", key=region, byte_size=64)
-    x, words = np.ones((2, 3), np.float32), np.array([[b"a", b"b"]] * 2, object)
-    fine = request_bytes({"x": x, "words": words})
-    found = psutil.Process(server.popen.pid)
-
-    def state() -> dict[str, float]:
-        cpu_s = sum(
-            found.cpu_times()[:2]
-        )  # not how long it takes: a machine may be busy at one time, and idle at another
-        for _ in range(300):
-            client.infer_bytes(fine, timeout=30)
-        cpu_s = sum(found.cpu_times()[:2]) - cpu_s
-        until(lambda: 'edl_teacher_connections{model="m"} 0.0' in server.metrics())
-        memory = found.memory_info().rss / 2**20
-        return {
-            "cpu_us": cpu_s / 300 * 1e6,
-            "MiB": memory,
-            "descriptors": found.num_fds(),
-            "threads": found.num_threads(),
-        }
-
-    rng = random.Random(SEED)
-    codes = assault(client, REQUESTS // 4, rng)  # what is kept on purpose, such as plans of requests, is full by then
-    before = state()
-    codes += assault(client, REQUESTS - REQUESTS // 4, rng)
-    after = state()
-    print(f"{codes}, {before} -> {after}")
+    codes = assault(client, REQUESTS, random.Random(SEED))
     assert sum(codes.values()) == REQUESTS
     assert codes["INVALID_ARGUMENT"] > REQUESTS / 2
-    assert after["MiB"] - before["MiB"] < 24, f"memory: {before} -> {after}"
-    # gRPC's own threads, and what they listen with, come and go with the load.
-    assert after["descriptors"] <= before["descriptors"] + 4, f"{before} -> {after}"
-    assert after["threads"] <= before["threads"] + 4, f"{before} -> {after}"
-    assert after["cpu_us"] < 4 * before["cpu_us"] + 500, f"a good request costs more: {before} -> {after}"
-    header, raw = codec.decode_response(client.infer_bytes(fine, timeout=30))
-    assert header.outputs[0].name == "logits"
-    np.testing.assert_array_equal(tensors.from_raw("FP32", (2, 5), raw[0]), logits(x))
+    x, words = np.ones((2, 3), np.float32), np.array([[b"a", b"b"]] * 2, object)
+    found = outputs_of(client.infer_bytes(request_bytes({"x": x, "words": words}), timeout=TIMEOUT_S))
+    np.testing.assert_array_equal(found["logits"], logits(x))
     assert client.ask("ServerReady").ready
-    until(lambda: 'edl_teacher_in_flight{model="m"} 0.0' in server.metrics())
-    for held in ("queue_rows", "queue_bytes", "client_bytes"):
-        assert f'edl_teacher_{held}{{model="m"}} 0.0' in server.metrics()
-    assert not [line for line in server.log if "Traceback" in line]
+    for held in ("in_flight", "queue_rows", "queue_bytes", "client_bytes"):
+        wait_until(lambda held=held: server.metric(f"edl_teacher_{held}") == 0)
+    assert "Traceback" not in caplog.text
 
 
-def test_nonsense_ends_its_request_only(process: StartProcess, connect: Connect) -> None:
-    """Nonsense in a stream ends its request and not the stream."""
-    server = process("Base", metrics_port=0)
-    call = connect(server.target).channel.stream_stream(names.method("ModelStreamInfer"))
-    requests = bad_requests(random.Random(SEED))
-    fine = request_bytes({"x": np.ones((1, 4), np.float32)})
-    sent = [next(requests)[0] if index % 2 else fine for index in range(400)]
-    answers = [kserve.ModelStreamInferResponse.FromString(data) for data in call(iter(sent), timeout=30)]
-    assert len(answers) == len(sent)
-    for index, answer in enumerate(answers):
-        assert bool(answer.error_message) == bool(index % 2)
-    until(lambda: 'edl_teacher_in_flight{model="m"} 0.0' in server.metrics())
-
-
-def test_nonsense_bundle_ends_its_request(process: StartProcess, connect: Connect) -> None:
-    """Nonsense in bundles ends its request and not the stream."""
-    server = process("Base", metrics_port=0)
+def test_nonsense_ends_its_request_only(
+    inside: StartInside, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Alone in a message of a stream, and in bundles that are damaged as well."""
+    server = inside(Base())
     call = connect(server.target).channel.stream_stream(names.method("ModelStreamInfer"))
     rng = random.Random(SEED)
     requests = bad_requests(rng)
     fine = request_bytes({"x": np.ones((1, 4), np.float32)})
+    sent = [next(requests)[0] if index % 2 else fine for index in range(100)]
+    answers = [kserve.ModelStreamInferResponse.FromString(data) for data in call(iter(sent), timeout=TIMEOUT_S)]
+    assert [bool(answer.error_message) for answer in answers] == [bool(index % 2) for index in range(100)]
     sent = []
-    for index in range(300):
+    for index in range(100):
         bundle = bytearray(bundles.join_requests([fine, *(next(requests)[0] for _ in range(rng.randrange(8)))]))
         for _ in range(rng.choice([0, 0, 1, 5])):
             bundle[rng.randrange(len(bundle))] = rng.randrange(256)
-        sent.append(fine + codec.id_field(f"fine {index}"))
-        sent.append(bytes(bundle))
+        sent += [fine + codec.id_field(f"fine {index}"), bytes(bundle)]
     metadata = ((names.UNORDERED, "1"), (names.BUNDLES, "1"))
     found = set()
-    for data in call(iter(sent), timeout=60, metadata=metadata):
-        for _, _, number, error in bundles.split_responses(data):
-            if not error:
-                found.add(number)
-    assert found >= {f"fine {index}" for index in range(300)}
-    until(lambda: 'edl_teacher_in_flight{model="m"} 0.0' in server.metrics())
-    assert not [line for line in server.log if "Traceback" in line]
+    for data in call(iter(sent), timeout=TIMEOUT_S, metadata=metadata):
+        found |= {number for _, _, number, error in bundles.split_responses(data) if not error}
+    assert found >= {f"fine {index}" for index in range(100)}
+    wait_until(lambda: server.metric("edl_teacher_in_flight") == 0)
+    assert "Traceback" not in caplog.text
 
 
-@pytest.mark.parametrize(
-    "method", ["ModelReady", "ModelMetadata", "ModelConfig", "SystemSharedMemoryRegister", "SystemSharedMemoryStatus"]
-)
-def test_other_methods_refuse_nonsense_too(process: StartProcess, connect: Connect, method: str) -> None:
+def test_other_methods_refuse_nonsense_too(inside: StartInside, connect: Connect) -> None:
     rng = random.Random(SEED)
-    server = process("Base")
-    call = connect(server.target).channel.unary_unary(names.method(method))
-    for _ in range(200):
-        _, details = code_and_details = answer_of(call.future(rng.randbytes(rng.randrange(40)), timeout=30))
-        assert code_and_details[0] in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT), details
+    channel = connect(inside(Base()).target).channel
+    methods = ("ModelReady", "ModelMetadata", "ModelConfig", "SystemSharedMemoryRegister", "SystemSharedMemoryStatus")
+    for method in methods:
+        call = channel.unary_unary(names.method(method))
+        for _ in range(50):
+            code, details = answer_of(call.future(rng.randbytes(rng.randrange(40)), timeout=TIMEOUT_S))
+            assert code in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT), f"{method}: {details}"
 
 
-def test_millions_of_fields_do_not_block(process: StartProcess, connect: Connect) -> None:
-    """A message of millions of fields does not block the server."""
-    server = process("Base")
-    client = connect(server.target)
-    call = client.infer_bytes.future(b"\x3a\x00" * 4_000_000, timeout=30)
+def test_millions_of_fields_do_not_block(inside: StartInside, connect: Connect) -> None:
+    client = connect(inside(Base()).target)
+    call = client.infer_bytes.future(b"\x3a\x00" * 2_000_000, timeout=TIMEOUT_S)
     assert client.ask("ServerLive").live
     code, details = answer_of(call)
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert "fields" in details
-
-
-def test_a_claim_to_be_huge_costs_no_memory(process: StartProcess, connect: Connect) -> None:
-    server = process("Mixed", max_queue_rows=2**20)
-    client = connect(server.target)
-    memory = psutil.Process(server.popen.pid)
-    before = memory.memory_info().rss
-    header, raw = good()
-    for tensor in header.inputs:
-        tensor.shape[0] = 2**20
-    header.inputs[0].shape[1] = 2**30
-    code, details = answer_of(client.infer_bytes.future(codec.encode_request(header, raw), timeout=30))
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert f"takes {2**52} bytes, not 24" in details
-    assert memory.memory_info().rss - before < 16 << 20
-
-
-def test_truncated_region_is_refused(process: StartProcess, connect: Connect, region: str) -> None:
-    """A client that truncates its region is refused."""
-    server = process("Base")
-    client = connect(server.target)
-    client.ask("SystemSharedMemoryRegister", name="r", key=region, byte_size=64)
-    os.truncate(f"/dev/shm{region}", 0)
-    header = Header(model_name="m")
-    tensor = header.inputs.add(name="x", datatype="FP32", shape=(4, 4))
-    tensor.parameters[names.SHM_REGION].string_param = "r"
-    tensor.parameters[names.SHM_NBYTES].int64_param = 64
-    code, details = answer_of(client.infer_bytes.future(header.SerializeToString(), timeout=30))
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert "has shrunk" in details
-    assert len(client.infer(np.ones((1, 4), np.float32))["logits"]) == 1

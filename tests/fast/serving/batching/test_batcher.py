@@ -1,0 +1,209 @@
+"""Batches over the wire: the bounded queue, what nobody waits for, draining and the end, with a model that waits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from edl.errors import SettingsError
+from edl.protocol import names
+from edl.protocol.transport import grpc
+from edl_serving import Array
+from tests.fast.serving.conftest import TIMEOUT_S, Connect, StartInside, outputs_of, request_bytes
+from tests.fast.serving.models import Base, Gated, Lookup, Mixed, Moody, logits
+from tests.waiting import wait_until
+
+
+def rows(count: int, value: float = 1.0) -> Array:
+    return np.full((count, 4), value, np.float32)
+
+
+def test_gathered_requests_share_a_batch(inside: StartInside, connect: Connect) -> None:
+    model = Gated()
+    server = inside(model, max_batch_rows=8)
+    client = connect(server.target)
+    calls = [client.start(rows(1, 0))]
+    wait_until(model.started.is_set)
+    for value in range(1, 6):
+        calls.append(client.start(rows(2, value)))
+        wait_until(lambda value=value: server.metric("edl_teacher_queue_rows") == 2 * value)
+    assert server.metric("edl_teacher_in_flight") == 6
+    model.gate.set()
+    for value, call in enumerate(calls):
+        expected = logits(rows(2 if value else 1, value))
+        np.testing.assert_array_equal(outputs_of(call.result())["logits"], expected)
+    assert [len(batch) for batch in model.batches] == [1, 8, 2]
+    assert model.batches[1][:, 0].tolist() == [1, 1, 2, 2, 3, 3, 4, 4]
+    wait_until(lambda: server.metric("edl_teacher_in_flight") == 0)
+    assert server.metric("edl_teacher_queue_seconds_count") == 6
+    assert server.metric("edl_teacher_requests_total", outcome="ok") == 6
+
+
+def test_one_shape_shares_a_batch(inside: StartInside, connect: Connect) -> None:
+    """An idle model waits for `max_delay_s`, so that requests of one shape join."""
+    server = inside(Mixed(), max_batch_rows=2, max_delay_s=60.0)
+    client = connect(server.target)
+    words = np.array([[b"a", b"b"]], object)
+    widths = [1, 2, 3, 3, 1, 2]
+    calls = [
+        client.infer_bytes.future(
+            request_bytes({"x": np.ones((1, width), np.float32), "words": words}), timeout=TIMEOUT_S
+        )
+        for width in widths
+    ]
+    assert [outputs_of(call.result())["width"].tolist() for call in calls] == [[width] for width in widths]
+    assert server.metric("edl_teacher_batch_rows_count") == 3
+
+
+def test_large_request_is_computed_in_parts(inside: StartInside, connect: Connect) -> None:
+    server = inside(Base(), max_batch_rows=8, max_queue_rows=100)
+    x = np.random.default_rng(0).random((100, 4), np.float32)
+    np.testing.assert_array_equal(connect(server.target).infer(x)["logits"], logits(x))
+    assert server.metric("edl_teacher_batch_rows_bucket", le="8.0") == server.metric("edl_teacher_batch_rows_count")
+    with pytest.raises(grpc.RpcError) as refused:
+        connect(server.target).infer(rows(101))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "'x' has 101 rows; this server takes 100" in refused.value.details()
+
+
+def test_full_queue_refuses_with_a_hint(inside: StartInside, connect: Connect) -> None:
+    model = Gated()
+    server = inside(model, max_batch_rows=4, max_queue_rows=4)
+    client = connect(server.target)
+    busy = client.start(rows(1))
+    wait_until(model.started.is_set)
+    waiting = client.start(rows(3))
+    wait_until(lambda: server.metric("edl_teacher_queue_rows") == 3)
+    with pytest.raises(grpc.RpcError) as refused:
+        client.infer(rows(2))
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "3 of 4 rows wait, and this request has 2" in refused.value.details()
+    assert int(dict(refused.value.trailing_metadata())[names.RETRY_AFTER_MS]) > 0
+    fitting = client.start(rows(1))
+    wait_until(lambda: server.metric("edl_teacher_queue_rows") == 4)
+    model.gate.set()
+    for call in (busy, waiting, fitting):
+        call.result()
+    assert len(client.infer(rows(2))["logits"]) == 2, "it takes requests again"
+    assert server.metric("edl_teacher_requests_total", outcome="unavailable") == 1
+
+
+def test_strings_that_never_fit_are_said(inside: StartInside, connect: Connect) -> None:
+    """In place of a hint when to come again: an empty queue would have no room either, and the student ask for ever."""
+    client = connect(inside(Mixed(), max_message_bytes=15_000, max_queue_bytes=15_000).target)
+    words = np.full((200, 2), b"ab", object)  # 2,400 bytes in the message, and 16,400 more in memory
+    request = request_bytes({"x": np.ones((200, 1), np.float32), "words": words})
+    with pytest.raises(grpc.RpcError) as error:
+        client.infer_bytes(request, timeout=TIMEOUT_S)
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "15,000" in error.value.details()
+    assert "--max-queue-bytes" in error.value.details()
+
+
+def test_cancelled_requests_are_not_computed(inside: StartInside, connect: Connect) -> None:
+    """Neither of a client that cancels nor of one that vanishes; nobody else is harmed."""
+    model = Gated()
+    server = inside(model, max_batch_rows=4)
+    client, vanishing = connect(server.target), connect(server.target)
+    computed = client.start(rows(1, 0))
+    wait_until(model.started.is_set)
+    gone, kept = client.start(rows(1, 1)), client.start(rows(1, 2))
+    lost = [vanishing.start(rows(1, 3)) for _ in range(3)]
+    wait_until(lambda: server.metric("edl_teacher_queue_rows") == 5)
+    gone.cancel()
+    wait_until(lambda: server.metric("edl_teacher_queue_rows") == 4)
+    vanishing.close()
+    wait_until(lambda: server.metric("edl_teacher_queue_rows") == 1)
+    computed.cancel()
+    wait_until(lambda: server.metric("edl_teacher_in_flight") == 1)
+    model.gate.set()
+    np.testing.assert_array_equal(outputs_of(kept.result())["logits"], logits(rows(1, 2)))
+    assert [batch[:, 0].tolist() for batch in model.batches] == [[0], [2]]
+    assert all(call.cancelled() or call.exception() for call in lost)
+    wait_until(lambda: server.metric("edl_teacher_in_flight") == 0)
+    assert server.metric("edl_teacher_requests_total", outcome="cancelled") == 5
+
+
+def test_instances_compute_together(inside: StartInside, connect: Connect) -> None:
+    models = [Gated(), Gated(), Gated()]
+    server = inside(list(models), max_batch_rows=1)
+    client = connect(server.target)
+    calls = [client.start(rows(1, value)) for value in range(6)]
+    wait_until(lambda: all(model.started.is_set() for model in models))
+    assert client.ask("ServerLive").live, "the event loop does not wait for the models"
+    assert client.ask("ServerReady").ready
+    for model in models:
+        model.gate.set()
+    for value, call in enumerate(calls):
+        np.testing.assert_array_equal(outputs_of(call.result())["logits"], logits(rows(1, value)))
+
+
+def test_inline_model_answers_on_the_loop(inside: StartInside, connect: Connect) -> None:
+    server = inside(Lookup(), max_batch_rows=8)
+    x = np.random.default_rng(0).random((20, 4), np.float32)
+    np.testing.assert_array_equal(connect(server.target).infer(x)["logits"], logits(x))
+
+
+def test_stop_answers_the_rest(inside: StartInside, connect: Connect) -> None:
+    model = Gated()
+    server = inside(model, max_batch_rows=1)
+    client = connect(server.target)
+    calls = [client.start(rows(1)) for _ in range(3)]
+    wait_until(lambda: server.metric("edl_teacher_queue_rows") == 2)
+    stopping = server.begin(server.server.stop(0.1))
+    for call in calls:
+        assert call.exception().code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    stopping.result(TIMEOUT_S)
+    server.call(server.server.stop())  # may be called twice
+    model.gate.set()
+
+
+def test_backends_close_after_failed_start(inside: StartInside) -> None:
+    class Closing(Base):
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    first, second = Closing(), Closing()
+    server = inside(first)
+    with pytest.raises(SettingsError, match=str(server.port)):
+        inside(second, port=server.port)
+    assert second.closed
+    assert not first.closed
+    server.call(server.server.stop())
+    assert first.closed
+
+
+def test_drain_finishes_accepted_requests(inside: StartInside, connect: Connect) -> None:
+    model = Gated()
+    server = inside(model, max_batch_rows=1)
+    client = connect(server.target)
+    calls = [client.start(rows(1, value)) for value in range(3)]
+    wait_until(lambda: server.metric("edl_teacher_in_flight") == 3)
+    assert not server.call(server.server.drain(0.0)), "it gives up at its deadline"
+    draining = server.begin_drain()
+    with pytest.raises(grpc.RpcError) as refused:
+        client.infer(rows(1))
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "draining" in refused.value.details()
+    assert names.RETRY_AFTER_MS not in dict(refused.value.trailing_metadata())  # so: elsewhere
+    assert not draining.done()
+    model.gate.set()
+    assert draining.result(TIMEOUT_S)
+    for value, call in enumerate(calls):
+        np.testing.assert_array_equal(outputs_of(call.result())["logits"], logits(rows(1, value)))
+
+
+def test_failing_model_serves_on(inside: StartInside, connect: Connect) -> None:
+    server = inside(Moody(), max_batch_rows=16, max_delay_s=0.2)
+    client = connect(server.target)
+    calls = {value: client.start(rows(2, value)) for value in (0, 1, 2, 3, 5)}
+    for value in (0, 5):
+        np.testing.assert_array_equal(outputs_of(calls[value].result())["logits"], logits(rows(2, value)))
+    for value, said in ((1, "ValueError: in a bad mood"), (2, "'logits' has NaN in row 0 of 2"), (3, "shape [1, 5]")):
+        error = calls[value].exception()
+        assert error.code() is grpc.StatusCode.INTERNAL
+        assert said in error.details()
+        assert "Traceback" not in error.details()
+    assert len(client.infer(rows(1, 0))["logits"]) == 1

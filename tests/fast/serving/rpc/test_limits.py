@@ -1,0 +1,194 @@
+"""Limits at the wire: who waits is served in the end, readiness is always told, and nothing that ended counts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import random
+import sys
+import threading
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edl.protocol import bundles, codec, names
+from edl.protocol.transport import grpc
+from edl_serving import Array, ServerSettings, TensorSpec
+from edl_serving.lifecycle import Lifecycle, ServerState
+from edl_serving.rpc.clients import ConnectionLimiter, StreamSlot
+from edl_serving.rpc.stream import InferStreamHandler
+from tests.fast.serving.conftest import TIMEOUT_S, Client, Connect, Inside, StartInside, outputs_of, request_bytes
+from tests.fast.serving.fakes import FakeBackend
+from tests.fast.serving.models import Base, Gated
+from tests.fast.serving.rpc.test_fuzz import bad_requests
+from tests.waiting import wait_until
+
+GAUGES = ("in_flight", "queue_rows", "queue_bytes", "connections", "streams", "client_bytes")
+
+
+class Stream:
+    """An unordered stream of a client's."""
+
+    def __init__(self, client: Client) -> None:
+        self._requests: queue.Queue[bytes | None] = queue.Queue()
+        method = client.channel.stream_stream(names.method("ModelStreamInfer"))
+        self.call: Any = method(iter(self._requests.get, None), metadata=((names.UNORDERED, "1"),), timeout=TIMEOUT_S)
+
+    def send(self, data: bytes) -> None:
+        self._requests.put(data)
+
+    def ask(self, request_id: str) -> str:
+        """Ask for one row; the error, empty if there is none."""
+        self.send(request_bytes({"x": np.zeros((1, 4), np.float32)}) + codec.id_field(request_id))
+        found = [(number, error) for _, _, number, error in bundles.split_responses(next(self.call))]
+        assert [number for number, _ in found] == [request_id]
+        return found[0][1]
+
+    def end(self) -> None:
+        self._requests.put(None)
+
+
+def left(server: Inside) -> list[str]:
+    return [gauge for gauge in GAUGES if server.metric(f"edl_teacher_{gauge}")]
+
+
+def test_a_waiting_stream_is_served_later(inside: StartInside, connect: Connect) -> None:
+    server = inside(Base(), max_streams=1)
+    first = Stream(connect(server.target))
+    assert first.ask("a") == ""
+    second = Stream(connect(server.target))
+    assert "1 streams are open" in second.ask("b")
+    third = Stream(connect(server.target))
+    wait_until(lambda: third.call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED)
+    assert "1 streams wait for a place" in third.call.details()
+    assert names.RETRY_AFTER_MS in dict(third.call.trailing_metadata())
+    assert "1 streams are open" in second.ask("c")
+    first.end()
+    assert list(first.call) == []
+    wait_until(lambda: second.ask("d") == "")
+    second.end()
+    third.end()
+    assert list(second.call) == []
+    wait_until(lambda: not left(server))
+
+
+def test_readiness_is_told_beyond_the_limit(inside: StartInside, connect: Connect) -> None:
+    server = inside(Base(), max_connections=1)
+    first = Stream(connect(server.target))
+    assert first.ask("a") == ""
+    other = connect(server.target)
+    assert other.ask("ServerReady").ready
+    assert other.ask("ModelReady", name="m").ready
+    call = other.start(np.zeros((1, 4), np.float32))
+    assert call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "1 clients are connected" in call.details()
+    first.end()
+
+
+def test_what_vanishes_counts_no_more(inside: StartInside, connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    server = inside(Base(), max_streams=8, max_client_bytes=1 << 20, max_message_bytes=1 << 20)
+
+    def student(number: int) -> None:
+        rng = random.Random(number)
+        bad = bad_requests(rng)
+        client = Client(server.target)
+        stream = Stream(client)
+        for _ in range(rng.randrange(1, 40)):
+            x = np.full((rng.choice([1, 8, 4000]), 4), 0.001, np.float32)
+            fine = request_bytes({"x": x}) + codec.id_field(str(rng.random()))
+            stream.send(fine if rng.random() < 0.7 else next(bad)[0])
+        if rng.random() < 0.5:
+            with contextlib.suppress(grpc.RpcError):
+                next(stream.call, None)
+        if rng.random() < 0.3:
+            stream.end()
+        else:
+            stream.call.cancel()
+        client.close()
+
+    for first in (0, 8):
+        threads = [threading.Thread(target=student, args=(first + number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+    wait_until(lambda: not left(server))
+    stream = Stream(connect(server.target))
+    wait_until(lambda: stream.ask("z") == "")
+    stream.end()
+    assert "Traceback" not in caplog.text
+
+
+def test_answers_count_until_they_are_sent(inside: StartInside, connect: Connect) -> None:
+    model = Gated()
+    server = inside(model)
+    slow = connect(server.target).start(np.full((1, 4), 1.0, np.float32))
+    wait_until(lambda: server.metric("edl_teacher_client_bytes") > 0)
+    model.gate.set()
+    assert slow.exception() is None
+    wait_until(lambda: not left(server))
+
+
+def test_answers_count_in_the_queue(inside: StartInside, connect: Connect) -> None:
+    """A row of 16 bytes that is answered with 40,000 waits with what it will take, and alone if that is too much."""
+    large = TensorSpec("y", "FP32", (10_000,))
+    started, gate = threading.Event(), threading.Event()
+    gate.set()
+
+    def answer(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        started.set()
+        gate.wait(TIMEOUT_S)
+        return {"y": np.ones((len(inputs["x"]), 10_000), np.float32)}
+
+    server = inside(FakeBackend(answer, outputs=(large,)), max_message_bytes=8192, max_queue_bytes=100_000)
+    client = connect(server.target)
+    gate.clear()
+    started.clear()
+    busy = client.start(np.zeros((3, 4), np.float32))
+    assert started.wait(TIMEOUT_S)
+    waiting = client.start(np.zeros((3, 4), np.float32))
+    wait_until(lambda: server.metric("edl_teacher_queue_bytes") == 100_000)
+    with pytest.raises(grpc.RpcError) as refused:
+        client.infer(np.zeros((1, 4), np.float32))
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "100,000 of 100,000 bytes wait" in refused.value.details()
+    gate.set()
+    for call in (busy, waiting):
+        assert outputs_of(call.result())["y"].shape == (3, 10_000)
+    assert len(client.infer(np.zeros((9, 4), np.float32), edl_top_k=8)) == 3, "of fewer bytes, though computed whole"
+
+
+@pytest.mark.parametrize("state", [ServerState.READY, ServerState.STARTING])
+def test_stream_forgets_its_last_request(state: ServerState) -> None:
+    """Where the requests are answered, and where a server that starts refuses them."""
+    written = 0
+
+    class Context:
+        async def write(self, message: bytes) -> None:
+            nonlocal written
+            written += 1
+
+    async def compute(*_: Any) -> bytes:
+        return b"answer"
+
+    async def requests() -> AsyncIterator[bytes]:
+        for number in (1, 2):
+            parts = [codec.join_request(codec.id_field(str(number)), [bytes(1000)])]
+            data = parts.pop() if number == 1 else bundles.join_requests(parts)
+            yield data
+            while written < number or sys.getrefcount(data) > 2:  # noqa: ASYNC110 - this frame, and the call's argument
+                await asyncio.sleep(0)
+
+    async def run() -> None:
+        slot = StreamSlot(ConnectionLimiter(ServerSettings(model="m")), "client")
+        metadata = {names.UNORDERED: "1", names.BUNDLES: "1"}
+        lifecycle, context = Lifecycle(), Context()
+        lifecycle.state = state
+        handler = InferStreamHandler(compute, lambda: None, lifecycle, slot, metadata, context, 1 << 20)  # type: ignore[arg-type]
+        await asyncio.wait_for(handler.run(requests()), TIMEOUT_S)
+        slot.close()
+
+    asyncio.run(run())

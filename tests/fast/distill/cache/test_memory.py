@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from edl.distill.cache.key import CacheKey
 from edl.distill.cache.layout import flatten
 from edl.distill.cache.memory import ADMIT_ONE_IN, IDLE_AFTER_CALLS, ROW_OVERHEAD, MemoryTier
-from edl.distill.compress import TopK, top_k
 from edl.errors import SettingsError
 
 RECORD = b"x" * (1024 - ROW_OVERHEAD)  # a row of one KiB, bookkeeping included
@@ -36,19 +35,6 @@ def test_rows_survive_records(rows: int) -> None:
     for name, array in outputs.items():
         assert again[name].dtype == array.dtype.newbyteorder("<")  # type: ignore[union-attr]
         np.testing.assert_array_equal(again[name], array)  # type: ignore[arg-type]
-
-
-def test_top_k_labels_stay_top_k_labels() -> None:
-    labels = top_k(np.random.default_rng(1).normal(size=(5, 30)).astype(np.float32), 4, 2.0)
-    arrays, layout = flatten({"logits": labels, "score": np.arange(5.0)}, 5)
-    again = layout.restore(layout.unpack(b"".join(layout.pack(arrays)), 5))
-    logits = again["logits"]
-    assert isinstance(logits, TopK)
-    assert (logits.temperature, logits.classes, logits.k) == (2.0, 30, 4)
-    for name in ("ids", "values", "tail_lse"):
-        np.testing.assert_array_equal(getattr(logits, name), getattr(labels, name))
-    np.testing.assert_array_equal(again["score"], np.arange(5.0))  # type: ignore[arg-type]
-    assert set(again) == {"logits", "score"}
 
 
 @pytest.mark.parametrize(

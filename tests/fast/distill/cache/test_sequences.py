@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +110,8 @@ def test_whole_outputs_and_float16(put_and_get: Any) -> None:
     assert got.outputs["hidden"].tolist() == outputs["hidden"].tolist()
 
 
-@pytest.mark.parametrize("length", [1, 100_000])
-def test_long_text_is_a_record_like_others(tmp_path: Path, length: int) -> None:
-    found = [np.full(length, 7, np.int32), np.array([1, 2], np.int32)]
+def test_long_text_is_a_record_like_others(tmp_path: Path) -> None:
+    found = [np.full(20_000, 7, np.int32), np.array([1, 2], np.int32)]
     with SoftLabelCache(0, tmp_path) as cache:
         cache.view(KEY).put(named(["long", "short"], found), labels(found))
     with SoftLabelCache(1 << 30, tmp_path) as cache:
@@ -167,81 +161,6 @@ def test_empty_sequence_is_not_kept() -> None:
             SequenceIds([1], np.array([0]), np.array([1], np.uint64), ("ids",)),
             {"logprobs": top_k(np.ones((1, 8), np.float32), 4)[:0]},
         )
-
-
-def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
-    """No flip anywhere in a file gives a label that was not put, and no cut of it does."""
-    found = texts(6, longest=5)
-    with SoftLabelCache(0, tmp_path) as cache:
-        cache.view(KEY).put(named(range(6), found), labels(found))
-    (file,) = tmp_path.glob("*/*.safetensors")
-    data = file.read_bytes()
-    random = np.random.default_rng(3)
-    flips = [
-        (int(at), 1 << int(bit))
-        for at, bit in zip(random.integers(0, len(data), 250), random.integers(0, 8, 250), strict=True)
-    ]
-    cuts = random.integers(0, len(data), 20).tolist()
-    for at, bit in [*flips, *((cut, 0) for cut in cuts)]:
-        damaged = bytearray(data)
-        damaged[at] ^= bit
-        file.write_bytes(damaged if bit else data[:at])
-        with SoftLabelCache(0, tmp_path) as cache:
-            got = cache.view(KEY).get(named(range(6), found))
-            there = [text for text, is_there in zip(found, got.mask, strict=True) if is_there]
-            if there:
-                check(got.outputs["logprobs"], there)
-            assert bit or not there
-        # A name is 8 bytes of the header that padding follows: only these may be as they like.
-    file.write_bytes(data)
-
-
-def test_older_versions_leave_sequences_out(tmp_path: Path) -> None:
-    """The format has a name of its own: a version that knows rows alone would take tokens for samples."""
-    found = texts(3)
-    with SoftLabelCache(0, tmp_path) as cache:
-        cache.view(KEY).put(named(range(3), found), labels(found))
-    (file,) = tmp_path.glob("*/*.safetensors")
-    assert b"edl-soft-labels/3" in file.read_bytes()
-
-
-WRITER = """
-import sys, numpy as np
-sys.path.insert(0, ".")
-from edl.distill.cache import SoftLabelCache
-from tests.fast.distill.cache.test_sequences import KEY, labels, named, texts
-cache = SoftLabelCache(0, sys.argv[1], flush_interval_s=0.01)
-first = int(sys.argv[2])
-for at in range(first, first + 100_000):
-    found = texts(1, seed=at)
-    cache.view(KEY).put(named([at], found), labels(found))
-"""
-
-
-def test_kills_and_two_writers_cost_no_text(tmp_path: Path) -> None:
-    """What two processes wrote until they were killed is whole: each label is its text's."""
-    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), str(first)]) for first in (0, 500_000)]
-    try:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            names = [path.name for path in tmp_path.rglob("*.safetensors")]
-            if all(sum(f"-{writer.pid}-" in name for name in names) > 5 for writer in writers):
-                break
-            time.sleep(0.02)
-    finally:
-        for writer in writers:
-            os.kill(writer.pid, signal.SIGKILL)
-            writer.wait(10)
-    with SoftLabelCache(0, tmp_path) as cache:
-        view = cache.view(KEY)
-        ids = view.ids()
-        found = [texts(1, seed=int(at))[0] for at in ids]
-        assert len(ids) > 12
-        assert {int(at) >= 500_000 for at in ids} == {True, False}
-        got = view.get(named(ids, found))
-        assert got.complete
-        check(got.outputs["logprobs"], found)
-        assert cache.stats().skipped_files == 0
 
 
 # All of a folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from edl.background import BackgroundLoop
@@ -49,6 +50,7 @@ class Follower:
         name: of the data set, which is created already.
         dataset: as `open_dataset` or `load_dataset` made it.
         settings: None for the defaults.
+        clock: Returns seconds, and never goes back. Tests pass their own.
 
     Attributes:
         error: what ended the follower, None while nothing has.
@@ -57,7 +59,15 @@ class Follower:
         SettingsError: the data set has an end.
     """
 
-    def __init__(self, client: GrowthClient, name: str, dataset: Any, settings: FollowSettings | None = None) -> None:
+    def __init__(
+        self,
+        client: GrowthClient,
+        name: str,
+        dataset: Any,
+        settings: FollowSettings | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if not isinstance(dataset, GrowingDataset):
             raise SettingsError(f"{name} does not grow; a data set that does is opened as 'follow:PATH'")
         self.error: EDLError | None = None
@@ -65,6 +75,7 @@ class Follower:
         self._name = name
         self._dataset = dataset
         self._settings = settings or FollowSettings()
+        self._clock = clock
         self._finishing = False
         self._watcher: SourceWatcher | None = None
         self._state = FollowState(0, 0, 0.0)
@@ -142,11 +153,11 @@ class Follower:
         self._dataset.update(spec)
         self._index_nbytes = len(spec.index)
         known = self._dataset.known_units()
-        self._state = FollowState(known, known, time.monotonic())
-        return self._dataset.watch_source(self._settings.settle_s)
+        self._state = FollowState(known, known, self._clock())
+        return self._dataset.watch_source(self._settings.settle_s, self._clock)
 
     def _decide(self, units: int, *, ended: bool) -> tuple[FollowState, FollowDecision]:
-        seen = Observation(time.monotonic(), units, ended)
+        seen = Observation(self._clock(), units, ended)
         spec = self._dataset.spec
         return decide(self._state, seen, self._settings, shard_size=spec.shard_size, flush_s=spec.flush_s)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from edl.errors import ProtocolError
@@ -41,9 +40,9 @@ class GrowingFileSet(FileSet, GrowingDataset):
         """See `Dataset.describe`."""
         return f"follow:{shown(self.spec.location)} ({self._known_units()} files so far)"
 
-    def watch_source(self, settle_s: float) -> SourceWatcher:
+    def watch_source(self, settle_s: float, clock: Callable[[], float]) -> SourceWatcher:
         """See `GrowingDataset.watch_source`."""
-        return _FolderWatcher(self.spec.location, self._root, self._names, settle_s)
+        return _FolderWatcher(self.spec.location, self._root, self._names, settle_s, clock)
 
     def _load(self, parts: Sequence[IndexPart]) -> None:
         units = 0
@@ -57,18 +56,21 @@ class GrowingFileSet(FileSet, GrowingDataset):
 class _FolderWatcher(SourceWatcher):
     exclusive: ClassVar[bool] = True
 
-    def __init__(self, location: str, root: str, known: Sequence[str], settle_s: float) -> None:
+    def __init__(
+        self, location: str, root: str, known: Sequence[str], settle_s: float, clock: Callable[[], float]
+    ) -> None:
         self._location = location
         self._root = root
         self._storage = open_storage(location)
         self._known = set(known)
         self._published = len(known)
         self._settle_s = settle_s
+        self._clock = clock
         self._seen: dict[str, tuple[FileStat, float]] = {}
         self._ready: list[tuple[str, FileStat]] = []
 
     def look(self, *, final: bool) -> tuple[int, bool]:
-        now_s = time.monotonic()
+        now_s = self._clock()
         seen: dict[str, tuple[FileStat, float]] = {}
         for path in self._storage.list_files(self._location):
             name = path.removeprefix(self._root)

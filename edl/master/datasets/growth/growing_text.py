@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final
 
 import numpy as np
@@ -55,7 +55,7 @@ class GrowingText(LinesDataset, GrowingDataset):
         """See `Dataset.describe`."""
         return f"follow:{shown(self.spec.location)} ({self._known_units()} lines so far)"
 
-    def watch_source(self, settle_s: float) -> SourceWatcher:
+    def watch_source(self, settle_s: float, clock: Callable[[], float]) -> SourceWatcher:
         """See `GrowingDataset.watch_source`."""
         return _TextWatcher(self.spec.location, self.spec.shard_size, self._segments)
 

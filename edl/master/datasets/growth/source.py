@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from edl.errors import SettingsError, SourceError
@@ -58,7 +58,7 @@ class SourceDataset(GrowingDataset):
         """See `Dataset.describe`."""
         return f"source:{shown(self.spec.location)} (without an end)"
 
-    def watch_source(self, settle_s: float) -> SourceWatcher:
+    def watch_source(self, settle_s: float, clock: Callable[[], float]) -> SourceWatcher:
         """See `GrowingDataset.watch_source`."""
         return _CountWatcher(self._source)
 

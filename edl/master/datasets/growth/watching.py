@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from typing import ClassVar
 
 from edl.master.datasets.dataset import Dataset
@@ -51,11 +52,12 @@ class GrowingDataset(Dataset):
         return None
 
     @abc.abstractmethod
-    def watch_source(self, settle_s: float) -> SourceWatcher:
+    def watch_source(self, settle_s: float, clock: Callable[[], float]) -> SourceWatcher:
         """Return a watcher that goes on where the index ends.
 
         Args:
             settle_s: see `FollowSettings`.
+            clock: Returns seconds, and never goes back.
 
         Raises:
             SourceError: what is indexed is not there as it was.

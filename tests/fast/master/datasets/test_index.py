@@ -1,4 +1,4 @@
-"""Indexes: what was packed is unpacked, and garbage is an error of EDL's, also where its checksum is right."""
+"""Indexes come over the network: garbage is an error of EDL's, also where its checksum is right."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.errors import EDLError, ProtocolError, SettingsError
@@ -25,14 +25,7 @@ from tests.fast.master.datasets.leases import Lease
 JSON = [None, 5, "x", [], {}, [1], ["/nowhere"], -1, True]
 
 
-@given(numbers=st.lists(st.lists(st.integers(0, (1 << 63) - 1), max_size=30), max_size=4))
-def test_parts_are_unpacked(numbers: list[list[int]]) -> None:
-    parts = [IndexPart({"at": at}, {"n": np.array(column, np.int64)}) for at, column in enumerate(numbers)]
-    found = unpack_parts(b"".join(map(pack_part, parts)))
-    assert [dict(part.head) for part in found] == [dict(part.head) for part in parts]
-    assert [part.columns["n"].tolist() for part in found] == numbers
-
-
+@settings(max_examples=40)
 @given(data=st.binary(min_size=1, max_size=60))
 def test_garbage_is_no_index(data: bytes) -> None:
     with pytest.raises(ProtocolError):
@@ -60,7 +53,7 @@ def test_hostile_index(tmp_path: Path, kind: str) -> None:
     draw = random.Random(kind)
     spec = _spec(tmp_path, kind)
     plain = zlib.decompress(spec.index[index_module._HEAD.size :])
-    for _ in range(250):
+    for _ in range(60):
         hostile = DatasetSpec()
         hostile.CopyFrom(spec)
         body = zlib.compress(_spoil(plain, draw))

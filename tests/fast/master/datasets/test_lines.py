@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from edl.errors import SettingsError, SourceError
-from edl.master.datasets import ShardSettings, load_dataset, open_dataset, same_data
+from edl.master.datasets import ShardSettings, load_dataset, open_dataset
 from edl.master.datasets.storage import base
 from edl.master.datasets.text import files
 from edl.protocol.master import DatasetSpec
-from tests.fast.master.datasets.leases import CountingFileSystem, Lease, leases, read_all, register_counting
+from tests.fast.master.datasets.leases import CountingFileSystem, Lease, read_all, register_counting
 
 TEXTS = st.lists(
     st.one_of(st.sampled_from([b"\n", b"\r\n", b"\r", b"\x00", b"\xef\xbb\xbf", b"\xff", b'"']), st.binary(max_size=6))
@@ -47,6 +47,7 @@ def lines_of(text: bytes) -> list[bytes]:
     return lines if lines[-1] else lines[:-1]
 
 
+@settings(max_examples=60)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4).filter(any), shard_size=st.integers(1, 9), small=st.booleans())
 def test_every_byte_once(counting: type[CountingFileSystem], texts: list[bytes], shard_size: int, small: bool) -> None:
     """For any bytes, the shards' samples one after another are the lines of the files."""
@@ -59,8 +60,8 @@ def test_every_byte_once(counting: type[CountingFileSystem], texts: list[bytes],
         if small:
             patch.setattr(base, "_BLOCK_NBYTES", 5)
             patch.setattr(files, "_CHECKED_NBYTES", 16)
-        settings = ShardSettings(shard_size=shard_size)
-        spec = open_dataset("lines:counting://folder/*.txt", settings, keep_ends=True).spec
+        sharded = ShardSettings(shard_size=shard_size)
+        spec = open_dataset("lines:counting://folder/*.txt", sharded, keep_ends=True).spec
         dataset = load_dataset(DatasetSpec.FromString(spec.SerializeToString()))
         counting.counts.clear()
         samples = read_all(dataset)
@@ -69,14 +70,7 @@ def test_every_byte_once(counting: type[CountingFileSystem], texts: list[bytes],
     assert most == 1, "a byte was read twice"
     assert dataset.units == len(samples)
     plain = [line.removesuffix(b"\n").removesuffix(b"\r") if line.endswith(b"\n") else line for line in samples]
-    assert read_all(open_dataset("lines:counting://folder/*.txt", settings)) == plain
-
-
-def test_rest_of_a_shard(tmp_path: Path) -> None:
-    dataset = open_dataset(written(tmp_path, b"a\nb\nc\nd\ne\nf\n"), ShardSettings(shard_size=4))
-    assert list(dataset.read(Lease(0, 0, 1, 4))) == [b"b", b"c", b"d"]
-    assert list(dataset.read(Lease(0, 1, 5, 6))) == [b"f"]
-    assert dataset.sample_ids(Lease(0, 1, 5, 6)) == [5]
+    assert read_all(open_dataset("lines:counting://folder/*.txt", sharded)) == plain
 
 
 def test_text_is_decoded_where_asked(tmp_path: Path) -> None:
@@ -86,39 +80,18 @@ def test_text_is_decoded_where_asked(tmp_path: Path) -> None:
     for shard_size in (1, 2):
         dataset = open_dataset(location, ShardSettings(shard_size=shard_size), encoding="utf-8-sig")
         assert read_all(dataset) == ["grüße", "\ufeffb\x0bc\x00\u2028d"], "a mark elsewhere is data"
-
-
-def test_undecodable_line_is_named(tmp_path: Path) -> None:
     location = written(tmp_path, b"fine\nnot \xff fine\n")
     with pytest.raises(SourceError, match=r"text.*not \\xff fine.*errors='replace'"):
         read_all(open_dataset(location, encoding="utf-8"))
     assert read_all(open_dataset(location, encoding="utf-8", errors="replace"))[1] == "not \ufffd fine"
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-32-le", "no-such", 5, "utf-7x", "cp037"])
+@pytest.mark.parametrize("encoding", ["utf-16", "no-such", 5, "cp037"])
 def test_useless_encodings_are_refused(tmp_path: Path, encoding: object) -> None:
     with pytest.raises(SettingsError, match="encoding="):
         open_dataset(written(tmp_path, b"a\n"), encoding=encoding)
-
-
-def test_useless_errors_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="errors='shrug'"):
         open_dataset(written(tmp_path, b"a\n"), encoding="utf-8", errors="shrug")
-
-
-def test_lines_of_megabytes(tmp_path: Path) -> None:
-    long = os.urandom(1 << 20).replace(b"\n", b" ") * 13
-    location = written(tmp_path, b"a\n" + long + b"\nb\n" + long)
-    dataset = open_dataset(location, ShardSettings(shard_size=3))
-    assert read_all(dataset) == [b"a", long.removesuffix(b"\r"), b"b", long]
-
-
-def test_shuffle_within_lines(tmp_path: Path) -> None:
-    location = written(tmp_path, b"".join(b"%d\n" % number for number in range(50)))
-    dataset = open_dataset(location, ShardSettings(shard_size=20, shuffle_within=True))
-    for lease in leases(dataset):
-        assert [int(line) for line in dataset.read(lease)] == dataset.sample_ids(lease)
-    assert sorted(int(line) for line in read_all(dataset)) == list(range(50))
 
 
 def test_progress_is_told(tmp_path: Path, small_blocks: None) -> None:
@@ -127,29 +100,6 @@ def test_progress_is_told(tmp_path: Path, small_blocks: None) -> None:
     assert calls[-1] == (40, 40)
     assert len(calls) > 5
     assert calls == sorted(calls)
-
-
-def test_index_is_small(tmp_path: Path) -> None:
-    """Of a text of 10 million lines the index is a megabyte: 6 bytes a shard of 64 lines, 4 of which are a checksum."""
-    lines = [b"%0*d\n" % (1 + number * 7919 % 180, number % 10) for number in range(64_000)]
-    dataset = open_dataset(written(tmp_path, b"".join(lines)), ShardSettings(shard_size=64))
-    assert len(dataset.spec.index) < 7 * 1000
-
-
-def test_indexes_alike_are_the_same_data(tmp_path: Path) -> None:
-    location = written(tmp_path, b"a\nb\nc\n" * 100)
-    spec = open_dataset(location).spec
-    other = open_dataset(location).spec
-    assert spec == other
-    with pytest.MonkeyPatch.context() as patch:
-        import zlib
-
-        compress = zlib.compress
-        patch.setattr(zlib, "compress", lambda data, level: compress(data, 0))
-        other = open_dataset(location).spec
-    assert spec != other
-    assert same_data(spec, other)
-    assert not same_data(spec, open_dataset(written(tmp_path, b"a\nb\nd\n" * 100)).spec)
 
 
 # What has changed since it was indexed.
@@ -164,14 +114,10 @@ def test_changed_file_is_an_error(tmp_path: Path, changed: bytes, small: bool, r
     written(tmp_path, changed)
     with pytest.raises(SourceError, match=r"text.*(not as it was indexed|cut off).*create the data set again"):
         list(dataset.read(Lease(0, 0, 0, 4)))
-
-
-def test_untouched_shards_are_still_read(tmp_path: Path) -> None:
-    """A copy of the file with another time of change is the same file; only what is different is refused."""
     dataset = open_dataset(written(tmp_path, b"a\nb\nc\nd\n"), ShardSettings(shard_size=2))
     written(tmp_path, b"a\nb\nX\nd\n")
     os.utime(tmp_path / "text", (1, 1))
-    assert list(dataset.read(Lease(0, 0, 0, 2))) == [b"a", b"b"]
+    assert list(dataset.read(Lease(0, 0, 0, 2))) == [b"a", b"b"], "only what is different is refused"
     with pytest.raises(SourceError, match="not as it was indexed: its bytes 4 to 8 are others"):
         list(dataset.read(Lease(0, 1, 2, 4)))
 
@@ -182,15 +128,6 @@ def test_file_replaced_while_it_is_read(tmp_path: Path, small_blocks: None) -> N
     assert list(itertools.islice(samples, 10)) == [b"a"] * 10
     written(tmp_path, b"b\n" * 40)
     with pytest.raises(SourceError, match="not as it was indexed"):
-        list(samples)
-
-
-def test_file_truncated_while_it_is_read(tmp_path: Path, small_blocks: None) -> None:
-    dataset = open_dataset(written(tmp_path, b"a\n" * 40), ShardSettings(shard_size=40))
-    samples = dataset.read(Lease(0, 0, 0, 40))
-    next(samples)
-    os.truncate(tmp_path / "text", 11)
-    with pytest.raises(SourceError, match="was cut off, and ends at byte"):
         list(samples)
 
 
@@ -211,15 +148,19 @@ def test_file_that_grows_is_not_indexed(tmp_path: Path, small_blocks: None) -> N
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"no file at .*nothing.*under the same path"):
         open_dataset(f"lines:{tmp_path}/nothing")
+    with pytest.raises(SettingsError, match="no file matches"):
+        open_dataset(f"lines:{tmp_path}/*.txt")
+    with pytest.raises(SettingsError, match="nosuchscheme"):
+        open_dataset("lines:nosuchscheme://x/y")
     dataset = open_dataset(written(tmp_path, b"a\n"))
     (tmp_path / "text").unlink()
     with pytest.raises(SourceError, match=r"text' cannot be read on this machine: No such file"):
         read_all(dataset)
-
-
-def test_glob_without_a_match(tmp_path: Path) -> None:
-    (tmp_path / "folder.txt").mkdir()
-    with pytest.raises(SettingsError, match="no file matches"):
+    (tmp_path / "text").mkdir()
+    with pytest.raises(SourceError, match="is a folder, not a file"):
+        read_all(dataset)
+    (tmp_path / "b.txt").symlink_to(tmp_path / "nothing")
+    with pytest.raises(SourceError, match=r"b\.txt.*No such file"):
         open_dataset(f"lines:{tmp_path}/*.txt")
 
 
@@ -236,15 +177,8 @@ def test_folder_becomes_its_files(tmp_path: Path) -> None:
     written(tmp_path, b"1\n", "b.txt")
     written(tmp_path / "sub", b"2\n", "a.txt")
     written(tmp_path, b"3\n", ".hidden")
+    (tmp_path / "sub" / "up").symlink_to(tmp_path)  # links are followed, and a link back up ends
     assert read_all(open_dataset(f"lines:{tmp_path}")) == [b"1", b"2"]
-
-
-def test_folder_in_place_of_the_file(tmp_path: Path) -> None:
-    dataset = open_dataset(written(tmp_path, b"a\n"))
-    (tmp_path / "text").unlink()
-    (tmp_path / "text").mkdir()
-    with pytest.raises(SourceError, match="is a folder, not a file"):
-        read_all(dataset)
 
 
 def test_pipes_are_refused(tmp_path: Path) -> None:
@@ -261,18 +195,10 @@ def test_compressed_text_is_refused(tmp_path: Path, head: bytes, name: str) -> N
         open_dataset(written(tmp_path, head + b"\nabc\n"))
 
 
-@pytest.mark.parametrize("name", ["a\nb.txt", "ü ß.txt", "100%25.txt", "[1]*?.txt", " .txt ", "a:b;c.txt", "'\".txt"])
+@pytest.mark.parametrize("name", ["a\nb.txt", "100%25.txt", "[1]*?.txt", "a:b;c.txt"])
 def test_strange_names(tmp_path: Path, name: str) -> None:
     assert read_all(load_dataset(open_dataset(written(tmp_path, b"a\n", name)).spec)) == [b"a"]
     assert read_all(load_dataset(open_dataset(f"lines:{tmp_path}/*").spec)) == [b"a"]
-
-
-def test_names_that_are_not_text(tmp_path: Path) -> None:
-    path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.txt")
-    Path(path).write_bytes(b"a\n")
-    with pytest.raises(SettingsError, match="name is not text"):
-        open_dataset(f"lines:{path}")
-    assert read_all(load_dataset(open_dataset(f"lines:{tmp_path}/*.txt").spec)) == [b"a"]
 
 
 def test_permissions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,41 +227,6 @@ def test_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(SourceError, match=r"closed.*Permission denied"):
         open_dataset(f"lines:{tmp_path}/**/*.txt")
-
-
-def test_linked_folders(tmp_path: Path) -> None:
-    """Links are followed, and a link back up ends."""
-    (tmp_path / "a").mkdir()
-    (tmp_path / "data").mkdir()
-    written(tmp_path / "data", b"x\n", "x.txt")
-    (tmp_path / "a" / "data").symlink_to(tmp_path / "data")
-    (tmp_path / "a" / "up").symlink_to(tmp_path / "a")
-    assert read_all(open_dataset(f"lines:{tmp_path}/a/**/*.txt")) == [b"x"]
-
-
-def test_broken_link_is_named(tmp_path: Path) -> None:
-    written(tmp_path, b"a\n", "a.txt")
-    (tmp_path / "b.txt").symlink_to(tmp_path / "nothing")
-    with pytest.raises(SourceError, match=r"b\.txt.*No such file"):
-        open_dataset(f"lines:{tmp_path}/*.txt")
-
-
-def test_unknown_url() -> None:
-    with pytest.raises(SettingsError, match="nosuchscheme"):
-        open_dataset("lines:nosuchscheme://x/y")
-
-
-def test_too_many_shards_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_blocks: None) -> None:
-    """Long before the text is read to its end."""
-    monkeypatch.setattr(files, "MOST_NBYTES", 40)
-    calls: list[int] = []
-    with pytest.raises(SettingsError, match="larger shard_size"):
-        open_dataset(
-            written(tmp_path, b"a\n" * 10_000),
-            ShardSettings(shard_size=1),
-            progress=lambda done, whole: calls.append(done),
-        )
-    assert max(calls) < 100
 
 
 def test_file_urls(tmp_path: Path) -> None:

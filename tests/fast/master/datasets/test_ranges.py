@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.errors import SettingsError, SourceError
@@ -18,6 +18,7 @@ from edl.protocol.master import DatasetSpec
 from tests.fast.master.datasets.leases import Lease, leases, read_all
 
 
+@settings(max_examples=30)
 @given(units=st.integers(1, 500), shard_size=st.integers(1, 80))
 def test_range_is_read_once(units: int, shard_size: int) -> None:
     dataset = load_dataset(open_dataset(f"range:{units}", ShardSettings(shard_size=shard_size)).spec)
@@ -25,22 +26,12 @@ def test_range_is_read_once(units: int, shard_size: int) -> None:
     assert dataset.units == units
 
 
-def test_spec_carries_the_settings() -> None:
-    settings = ShardSettings(10, 3, True, False, 7, 5, 20.0, 9.0, "checkpoint")
-    spec = open_dataset("range:95", settings).spec
-    assert (spec.kind, spec.location, spec.units, spec.shard_size) == ("range", "95", 95, 10)
-    assert (spec.epochs, spec.shuffle, spec.seed, spec.max_failures) == (3, True, 7, 5)
-    assert (spec.lease_s, spec.session_s, spec.commit) == (20.0, 9.0, 1)
-    assert DatasetSpec.FromString(spec.SerializeToString()) == spec
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *[("shard_size", value) for value in (0, -1, 1.5, True, "8")],
-        *[("epochs", -1), ("epochs", 1.0), ("seed", -1), ("seed", 1 << 64), ("max_failures", 0)],
-        *[("shard_size", 1 << 63), ("epochs", 1 << 63), ("max_failures", 1 << 31)],
-        *[("lease_s", 0), ("lease_s", float("inf")), ("lease_s", float("nan")), ("session_s", -1), ("commit", "now")],
+        *[("shard_size", value) for value in (0, 1.5, True)],
+        *[("epochs", -1), ("seed", 1 << 64), ("max_failures", 0)],
+        *[("lease_s", 0), ("lease_s", float("nan")), ("session_s", -1), ("commit", "now")],
     ],
 )
 def test_useless_settings_are_refused(field: str, value: object) -> None:
@@ -49,16 +40,15 @@ def test_useless_settings_are_refused(field: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "location", ["range:", "range:0", "range:-3", "range:1e3", "range:٣", f"range:{1 << 63}", "5", "", "nokind:x"]
+    "location", ["range:", "range:0", "range:1e3", "range:٣", f"range:{1 << 63}", "5", "", "nokind:x"]
 )
 def test_useless_locations_are_refused(location: str) -> None:
     with pytest.raises(SettingsError, match=r"range|expected|no module"):
         open_dataset(location)
-
-
-def test_unknown_options_are_refused() -> None:
     with pytest.raises(SettingsError, match="'encodin'"):
         open_dataset("range:5", encodin="utf-8")
+    with pytest.raises(SettingsError, match="'cassette'"):
+        load_dataset(DatasetSpec(kind="cassette", shard_size=1))
 
 
 def test_shuffle_is_within_the_shard() -> None:
@@ -102,7 +92,9 @@ def test_foreign_leases_are_refused(lease: Lease) -> None:
 def test_samples_of_a_sequence() -> None:
     letters = list("abcdefghij")
     spec = open_dataset("range:letters", ShardSettings(shard_size=4), samples=letters).spec
-    assert read_all(load_dataset(spec, samples=letters)) == letters
+    again = pickle.loads(pickle.dumps(load_dataset(spec, samples=letters)))
+    assert read_all(again) == letters
+    assert again.spec == spec
     with pytest.raises(SourceError, match="9 samples here, and 10"):
         load_dataset(spec, samples=letters[1:])
 
@@ -117,27 +109,11 @@ def test_no_code_is_imported_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(SettingsError, match="samples='made_up_rows:make'"):
         load_dataset(spec)
     assert "made_up_rows" not in sys.modules
-    assert read_all(load_dataset(spec, samples="made_up_rows:make")) == [value * value for value in range(20)]
-    assert len(read_all(open_dataset(f"{tmp_path}/made_up_rows.py:make"))) == 20
-
-
-@pytest.mark.parametrize("made", ["lambda: 5", "lambda: {1: 2}", "lambda: iter([])"])
-def test_useless_factories_are_refused(tmp_path: Path, made: str) -> None:
-    (tmp_path / "factory.py").write_text(f"make = {made}\n")
+    (tmp_path / "factory.py").write_text("make = lambda: {1: 2}\n")
     with pytest.raises(SettingsError, match="expected a sequence"):
         open_dataset(f"{tmp_path}/factory.py:make")
-
-
-def test_dataset_survives_pickle() -> None:
-    dataset = open_dataset("range:letters", ShardSettings(shard_size=4), samples=list("abcdefg"))
-    again = pickle.loads(pickle.dumps(dataset))
-    assert read_all(again) == list("abcdefg")
-    assert again.spec == dataset.spec
-
-
-def test_unknown_kind_is_refused() -> None:
-    with pytest.raises(SettingsError, match="'cassette'"):
-        load_dataset(DatasetSpec(kind="cassette", shard_size=1))
+    assert read_all(load_dataset(spec, samples="made_up_rows:make")) == [value * value for value in range(20)]
+    assert len(read_all(open_dataset(f"{tmp_path}/made_up_rows.py:make"))) == 20
 
 
 def test_same_data() -> None:

@@ -1,4 +1,4 @@
-# Developer's commands. `make help` lists them. Nothing here is needed to use EDL: `pip install .`.
+# Commands for developers; `make help` lists them. To use EDL, `pip install .` is enough.
 #
 #   make test PYTHON=python3.12 VENV=/tmp/venv      another interpreter, another folder
 #   make test PYTEST_ARGS="-k reader -x"            some of the tests
@@ -15,29 +15,40 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test lint docs bench soak tools bench-tools protocol manifests wheel clean
+.PHONY: help demo test test-services test-jobs test-kubernetes test-all lint docs bench soak \
+	tools-services tools-kubernetes tools bench-tools protocol manifests wheel clean
 
-help: ## what there is
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-10s %s\n", $$1, $$2}'
+help: ## list these commands
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1|/' | awk -F'|' '{printf "  make %-17s %s\n", $$1, $$2}'
 
 demo: $(VENV)/.demo ## the whole story on handwritten digits: teachers come and go, a student never notices
 	@$(BIN)/edl demo $(DEMO_ARGS)
 
-check: lint ## lint, types, unit tests and the conformance of stores without servers: within three minutes
-	$(BIN)/python -m tests --quick $(PYTEST_ARGS)
+test: $(VENV)/.dev lint ## set up, lint, and run the tests that need only Python packages: about ten minutes
+	$(BIN)/python -m tests fast $(PYTEST_ARGS)
 
-test: $(VENV)/.dev lint tools ## set everything up, then lint and run all tests
-	$(BIN)/python -m tests $(PYTEST_ARGS)
+test-services: $(VENV)/.dev tools-services ## tests on real Consul, etcd, Triton, vLLM, Prometheus, Chromium and Slurm
+	$(BIN)/python -m tests services $(PYTEST_ARGS)
+
+test-jobs: $(VENV)/.dev ## tests of elastic jobs of several processes: kills, recovery, trainers, examples
+	$(BIN)/python -m tests jobs $(PYTEST_ARGS)
+
+test-kubernetes: $(VENV)/.dev tools-kubernetes ## tests on a real Kubernetes cluster
+	$(BIN)/python -m tests kubernetes $(PYTEST_ARGS)
+
+test-all: $(VENV)/.dev lint tools ## all tests; writes tests/durations.json
+	$(BIN)/python -m tests all --record $(PYTEST_ARGS)
 
 docs: $(VENV)/.dev ## build the documentation as a site into build/site, every link checked
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "The site begins at build/site/index.html"
 
-lint: $(VENV)/.dev ## ruff, mypy --strict and the layers of the design
+lint: $(VENV)/.dev ## ruff, mypy --strict, the layers of the design, and the tests of docs and repository
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests lint
 
 bench: $(VENV)/.dev bench-tools ## run every benchmark, about an hour, and write docs/benchmarks.md
 	$(BIN)/python -m benchmarks
@@ -45,15 +56,19 @@ bench: $(VENV)/.dev bench-tools ## run every benchmark, about an hour, and write
 soak: $(VENV)/.dev tools ## let everything fail at random for half an hour, and write docs/reliability.md
 	$(BIN)/python -m tests.soak --report docs/reliability.md $(SOAK_ARGS)
 
-tools: ## fetch the real Consul, etcd, Slurm, Triton, vLLM, Kubernetes, Chromium and Prometheus that some tests and benchmarks run against
+tools-services: ## fetch the real Consul, etcd, Slurm, Triton, Chromium, Prometheus and vLLM
 	@bash tools/consul.sh
 	@bash tools/etcd.sh
 	@bash tools/slurm.sh
 	@bash tools/chromium.sh
 	@bash tools/prometheus.sh
 	@PYTHON=$(PYTHON) bash tools/triton.sh
-	@PYTHON=$(PYTHON) bash tools/kubernetes.sh
 	@bash tools/vllm.sh
+
+tools-kubernetes: ## fetch Helm, and build the cluster of ../shared/kube where that folder exists
+	@PYTHON=$(PYTHON) bash tools/kubernetes.sh
+
+tools: tools-services tools-kubernetes ## fetch all of these
 
 bench-tools: tools ## fetch what only benchmarks need: torchft
 	@PYTHON=$(PYTHON) bash tools/torchft.sh

@@ -1,77 +1,109 @@
-"""Runs the tests: side by side, jobs of several processes two at a time, those before vLLM, Kubernetes, the rest alone.
+"""Runs the tests, tier by tier; the path of a test says its tier, and so what it needs.
 
-    python -m tests                      everything
-    python -m tests -k reader -x         a part; arguments are pytest's
-    python -m tests --workers 4          so many side by side
-    python -m tests --without-kubernetes all but the tests that need a cluster
-    python -m tests --quick              unit tests, and the conformance of stores that need no server: `make check`
+    python -m tests                     tests/fast: needs only Python packages
+    python -m tests services jobs       these tiers
+    python -m tests all                 fast, services, jobs, kubernetes
+    python -m tests lint                tests/lint: the repository's tests of itself, part of `make lint`
+    python -m tests all --record        and writes how long each file took into tests/durations.json
+    python -m tests fast -k reader -x   a part of a tier; everything after the tiers goes to pytest
+    python -m tests jobs --workers 1    as many processes side by side
 
-`python -m pytest` runs them too, all one after another.
+Tests of the fast tier run in random order, and never twice. In the other tiers the longest files start first, and a
+failed test runs once more: `tests/plugins_reporting.py` lists the retried tests, and fails a run that has more than
+three. `python -m pytest PATH` works as well, in one process.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
+from tests.plugins_reporting import DURATIONS
+
+INTERRUPTED = 2  # pytest.ExitCode.INTERRUPTED
 NO_TESTS = 5  # pytest.ExitCode.NO_TESTS_COLLECTED
-INTERRUPTED = 2
-APART = "not kubernetes and not vllm"
-QUICK = "not serial and not kubernetes and not vllm and not consul and not etcd and not chromium and not prometheus"
+FILES_TOGETHER = ("--dist", "loadfile", "--no-loadscope-reorder")
+"""A file's tests stay in one process, which shares their fixtures, and files start in the order of conftest.py."""
+NOT_RANDOM = ("-p", "no:randomly", "--reruns", "1")
+
+TIERS: dict[str, list[list[str]]] = {
+    "fast": [["tests/fast"]],
+    "services": [["tests/services", *NOT_RANDOM]],
+    "jobs": [["tests/jobs", *NOT_RANDOM]],
+    # Tests that stop a node or the API server disturb all others on the same cluster.
+    "kubernetes": [
+        ["tests/kubernetes", *NOT_RANDOM, "-m", "not alone"],
+        ["tests/kubernetes", *NOT_RANDOM, "-m", "alone", "--workers", "1"],
+    ],
+}
 
 
-def main() -> int:
-    """Run all parts, the later ones also where one before failed."""
-    parser = argparse.ArgumentParser(prog="python -m tests", description=__doc__, add_help=False)
-    # Most tests wait for processes that they started: twice as many as there are cores keep these busy.
-    parser.add_argument("--workers", type=int, default=2 * len(os.sched_getaffinity(0)))
-    parser.add_argument("--jobs", type=int, default=2, help="jobs of several processes at a time")
-    parser.add_argument("--without-kubernetes", action="store_true")
-    parser.add_argument("--quick", action="store_true")
-    options, arguments = parser.parse_known_args()
-    order = ["--dist", "loadfile", "--no-loadscope-reorder"]  # as collected: see LONG in tests/conftest.py
-    beside = ["-n", str(options.workers), *order]
-    parts = {
-        "side by side": ["-m", f"not serial and {APART}", *beside],
-        "two at a time": ["-m", f"serial and not alone and {APART}", "-n", str(options.jobs), *order],
-        # In one process, and so with one server, which takes a minute to start and all of a core.
-        "before a vLLM": ["-m", "vllm"],
-        # One cluster, and jobs whose pods share the cores.
-        "on Kubernetes": ["-m", "kubernetes and not alone", "-n", str(options.jobs), *order],
-        "one after another": ["-m", "alone"],
-    }
-    if options.without_kubernetes:
-        del parts["on Kubernetes"]
-        parts["one after another"] = ["-m", "alone and not kubernetes"]
-    if options.quick:
-        parts = {"quickly": ["-m", QUICK, *beside, "tests/fast"]}
-    codes = []
-    for name, selection in parts.items():
-        print(f"Tests that run {name}:", flush=True)
-        begin = time.monotonic()
-        codes.append(_pytest([*selection, *arguments]))
-        print(f"Tests that run {name}: {time.monotonic() - begin:.0f} s, exit code {codes[-1]}\n", flush=True)
-        if codes[-1] == INTERRUPTED or (codes[-1] not in (0, NO_TESTS) and _stops_at_failure(arguments)):
-            break
+def main(arguments: Sequence[str]) -> int:
+    """Run the tiers that the arguments name, the later ones also where an earlier one failed."""
+    rest = list(arguments)
+    if "-h" in rest or "--help" in rest:
+        print(__doc__)
+        return 0
+    names = []
+    while rest and rest[0] in (*TIERS, "lint", "all"):
+        names.append(rest.pop(0))
+    if "all" in names:
+        names = list(TIERS)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--record", action="store_true")
+    options, rest = parser.parse_known_args(rest)
+    codes: list[int] = []
+    with tempfile.TemporaryDirectory() as folder:
+        reports: list[Path] = []
+        for name in names or ["fast"]:
+            for part in TIERS.get(name, [["tests/lint", "-p", "no:randomly"]]):
+                reports.append(Path(folder) / f"{len(reports)}.json")
+                codes.append(_run_part(name, part, rest, reports[-1]))
+                if codes[-1] == INTERRUPTED:
+                    return INTERRUPTED
+        if options.record:
+            _record([report for report in reports if report.exists()])
     if all(code == NO_TESTS for code in codes):
         return NO_TESTS
     return max(code for code in codes if code != NO_TESTS)
 
 
-def _pytest(arguments: list[str]) -> int:
-    command = [sys.executable, "-m", "pytest", "-p", "tests.plugins_house", *arguments]
+def _run_part(name: str, part: Sequence[str], rest: Sequence[str], report: Path) -> int:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    # Most tests wait for sockets and processes much of their time, jobs have several processes each.
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--workers", type=int, default=2 * cores if name == "fast" else cores)
+    options, arguments = parser.parse_known_args([*rest, *part])
+    beside = ["-n", str(options.workers), *FILES_TOGETHER] if options.workers > 1 else []
+    print(f"{name}: python -m pytest {' '.join([*arguments, *beside])}", flush=True)
+    begin = time.monotonic()
+    command = [sys.executable, "-m", "pytest", "-q", *arguments, *beside, "--report-file", str(report)]
     try:
-        return subprocess.run(command, check=False).returncode
+        code = subprocess.run(command, check=False).returncode
     except KeyboardInterrupt:
         return INTERRUPTED
+    print(f"{name}: {time.monotonic() - begin:.0f} s, exit code {code}\n", flush=True)
+    return code
 
 
-def _stops_at_failure(arguments: list[str]) -> bool:
-    return any(argument in ("-x", "--exitfirst") or argument.startswith("--maxfail") for argument in arguments)
+def _record(reports: Sequence[Path]) -> None:
+    """Write the seconds of each file, the longest first."""
+    seconds: dict[str, float] = {}
+    for report in reports:
+        for file, spent in json.loads(report.read_text())["seconds"].items():
+            seconds[file] = seconds.get(file, 0.0) + spent
+    # A second is what one and the same file differs by from run to run.
+    rounded = {file: round(spent) for file, spent in sorted(seconds.items(), key=lambda entry: (-entry[1], entry[0]))}
+    DURATIONS.write_text(json.dumps({file: spent for file, spent in rounded.items() if spent}, indent=0) + "\n")
+    print(f"tests/{DURATIONS.name} has the seconds of {len(rounded)} files")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

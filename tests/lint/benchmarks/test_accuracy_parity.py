@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import itertools
-import tarfile
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 
-from benchmarks._cifar import find_pictures, load_pictures  # noqa: E402
 from benchmarks.accuracy_parity import Size, compared, trace  # noqa: E402
 
 SIZE = Size(train=1000, test=100, epochs=3, batch=32, changes=6)
@@ -41,33 +36,3 @@ def test_differences_of_twins_are_compared() -> None:
     assert figures["ignoring"] == pytest.approx([0.5, 0.64, 0.38 / 0.6])
     alone = compared({"static": [0.5], "elastic": [0.55], "ignoring": [0.4]}, tested=200)
     assert alone["elastic_off"] == pytest.approx([1.0])
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_pictures_of_folder_or_archive(tmp_path: Path, packed: bool) -> None:
-    for part, count in (("train", 2), ("test", 1)):
-        for label in range(10):
-            folder = tmp_path / "pictures" / part / f"kind{label}"
-            folder.mkdir(parents=True)
-            for place in range(count):
-                buffer = io.BytesIO()
-                Image.new("RGB", (32, 32), (label, place, 7)).save(buffer, "PNG")
-                (folder / f"{place:04}.png").write_bytes(buffer.getvalue())
-    path = tmp_path / "pictures"
-    if packed:
-        path = tmp_path / "pictures.tar.gz"
-        with tarfile.open(path, "w:gz") as archive:
-            archive.add(tmp_path / "pictures", "pictures")
-    train, test = load_pictures(path, 20, 10)
-    assert train.images.shape == (20, 3, 32, 32)
-    assert (train.images[:, 0, 0, 0] == train.labels).all()
-    assert (train.images[:, 2] == 7).all()
-    assert test.labels.tolist() == list(range(10))
-    assert np.bincount(train.labels).tolist() == [2] * 10
-    with pytest.raises(SystemExit, match="fewer than 30"):
-        load_pictures(path, 30, 10)
-
-
-def test_missing_pictures_name_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="pass --data"):
-        find_pictures(tmp_path / "nothing")

@@ -20,16 +20,6 @@ def submission(name: str, least: int, most: int, gpus: int = 1) -> Submission:
     return Submission(name, 0.0, least, least, most, gpus, 0, ThroughputModel(1.0, 0.0), 1e3, 10.0)
 
 
-def test_trace_is_seeded() -> None:
-    assert make_trace(SMALL, 3) == make_trace(SMALL, 3)
-    assert make_trace(SMALL, 3) != make_trace(SMALL, 4)
-    trace = make_trace(SMALL, 3)
-    for at_s in (0.0, 40_000.0, 80_000.0):
-        left = sum(trace.find_capacities(at_s).values())
-        assert left == SMALL.gpus - trace.count_online_gpus(at_s)
-    assert all(0 <= job.at_s < SMALL.seconds and job.min_workers <= job.requested for job in trace.submissions)
-
-
 POLICIES: dict[str, Callable[[], Policy]] = {
     "EDL": EdlArbiter,
     "gang": GangScheduler,
@@ -57,11 +47,6 @@ def test_every_job_is_accounted_for(name: str) -> None:
     assert len(result.samples) == 180
 
 
-def test_a_day_is_reproducible() -> None:
-    trace = make_trace(SMALL, 1)
-    assert simulate(trace, EdlArbiter()) == simulate(trace, EdlArbiter())
-
-
 def test_greedy_policies_are_refused() -> None:
     class Greedy(GangScheduler):
         def decide(self, view: ClusterView) -> Placements:
@@ -69,30 +54,6 @@ def test_greedy_policies_are_refused() -> None:
 
     with pytest.raises(AssertionError, match="are given"):
         simulate(make_trace(SMALL, 1), Greedy())
-
-
-def test_gang_is_all_or_nothing() -> None:
-    trace = make_trace(SMALL, 2)
-
-    class Watched(GangScheduler):
-        def decide(self, view: ClusterView) -> Placements:
-            found = super().decide(view)
-            for name, places in found.items():
-                if name != TEACHERS:
-                    assert sum(places.values()) == view.jobs[name].submission.requested
-            return found
-
-    assert simulate(trace, Watched()).waits_s
-
-
-def test_ancestor_shares_by_fulfilment() -> None:
-    """With a load that may reach all GPUs, every round gives each job one more: they end alike."""
-    jobs = [(submission("a", 1, 10), 1), (submission("b", 1, 10), 1)]
-    change, ended = scale_all_jobs(jobs, gpu_limit=2, gpu_total=12, max_load=1.0, most_rounds=100)
-    assert ended
-    assert change == {"a": 5, "b": 5}
-    full = [(submission("a", 1, 10), 10), (submission("new", 2, 2), 2)]
-    assert scale_all_jobs(full, 12, 10, 1.0, 100) == ({"a": -2}, True)
 
 
 def test_ancestor_never_ends_and_edl_does() -> None:

@@ -1,14 +1,18 @@
-"""Causes of ends, and what is done about them: both functions are pure, and total."""
+"""Causes of ends, what an agent writes of its own, and what is done about them: the functions are pure, and total."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.collective.agent.exit_codes import ExitCode
 from edl.collective.agent.health.failures import ExitCause
+from edl.collective.agent.termination_message import TerminationMessage
 from edl.master.scaling.relaunch import RELAUNCH_TABLE, RelaunchAction, RelaunchRule, decide_relaunch
+from edl.master.scaling.termination_messages import parse_termination_message
 from edl.master.scaling.terminations import TerminationCause, TerminationReport, find_termination_cause
 
 Cause = TerminationCause
@@ -21,32 +25,20 @@ Report = TerminationReport
         (Report(exit_code=0), Cause.SUCCEEDED),
         (Report(pod_phase="Succeeded"), Cause.SUCCEEDED),
         (Report(exit_code=1), Cause.USER_ERROR),
-        (Report(exit_code=255), Cause.USER_ERROR),
         (Report(exit_code=1, agent_cause="error", node_ready=False), Cause.USER_ERROR),
         (Report(exit_code=137), Cause.KILLED),
-        (Report(exit_code=-9), Cause.KILLED),
-        (Report(signal=9), Cause.KILLED),
         (Report(exit_code=137, container_reason="OOMKilled"), Cause.OUT_OF_MEMORY),
         (Report(exit_code=-9, oom_kills=1, agent_cause="killed"), Cause.OUT_OF_MEMORY),
-        (Report(exit_code=1, oom_kills=1, agent_cause="killed"), Cause.OUT_OF_MEMORY),
         (Report(exit_code=0, oom_kills=1), Cause.SUCCEEDED),
-        (Report(exit_code=137, oom_kills=0), Cause.KILLED),
         (Report(exit_code=139), Cause.CRASHED),
-        (Report(exit_code=-11, agent_cause="killed"), Cause.CRASHED),
         (Report(exit_code=134, agent_cause="contact"), Cause.PEER_LOST),
-        (Report(exit_code=134, node_ready=False), Cause.CRASHED),
         (Report(exit_code=1, agent_cause="contact"), Cause.PEER_LOST),
         (Report(exit_code=143), Cause.PREEMPTED),
-        (Report(exit_code=143, agent_cause="error"), Cause.PREEMPTED),
         (Report(exit_code=137, agent_cause="error"), Cause.KILLED),
         (Report(agent_cause="error"), Cause.USER_ERROR),
-        (Report(agent_cause="error", node_ready=False), Cause.USER_ERROR),
         (Report(exit_code=137, agent_cause="error", node_ready=False), Cause.NODE_LOST),
-        (Report(exit_code=143, node_ready=False), Cause.NODE_LOST),
         (Report(exit_code=137, conditions=("PreemptionByScheduler",)), Cause.PREEMPTED),
-        (Report(exit_code=137, events=("Preempted",)), Cause.PREEMPTED),
         (Report(exit_code=1, events=("NodeNotReady",)), Cause.USER_ERROR),
-        (Report(pod_phase="Failed", pod_reason="Evicted"), Cause.EVICTED),
         (Report(exit_code=137, pod_reason="Evicted", oom_kills=1), Cause.EVICTED),
         (Report(conditions=("DeletionByTaintManager",)), Cause.NODE_LOST),
         (Report(node_ready=False), Cause.NODE_LOST),
@@ -55,7 +47,6 @@ Report = TerminationReport
         (Report(exit_code=1, agent_cause="unclear"), Cause.UNCLEAR_FAULT),
         (Report(container_reason="ErrImagePull"), Cause.LAUNCH_FAILED),
         (Report(events=("FailedMount",)), Cause.LAUNCH_FAILED),
-        (Report(exit_code=74), Cause.NOT_STORED),
         (Report(exit_code=74, conditions=("PreemptionByScheduler",), oom_kills=1), Cause.NOT_STORED),
         (Report(exit_code=75), Cause.QUORUM_MISSED),
         (Report(), Cause.UNKNOWN),
@@ -100,6 +91,7 @@ reports = st.builds(
 )
 
 
+@settings(max_examples=50)
 @given(reports)
 def test_every_end_has_one_cause(report: TerminationReport) -> None:
     verdict = find_termination_cause(report)
@@ -119,6 +111,7 @@ def test_table_has_every_cause() -> None:
         assert all(rule.times is not None for rule in rules[:-1]), f"{cause}: what follows is never reached"
 
 
+@settings(max_examples=50)
 @given(st.sampled_from(TerminationCause), st.integers(1, 2000))
 def test_stop_is_final(cause: TerminationCause, count: int) -> None:
     now, later = decide_relaunch(cause, count), decide_relaunch(cause, count + 1)
@@ -131,6 +124,7 @@ def test_stop_is_final(cause: TerminationCause, count: int) -> None:
         assert later.memory_factor >= now.memory_factor
 
 
+@settings(max_examples=50)
 @given(st.sampled_from(TerminationCause))
 def test_what_goes_on_for_ever(cause: TerminationCause) -> None:
     """Only what the cluster does to a job may repeat without end."""
@@ -149,16 +143,46 @@ def test_ladder_of_a_killed_worker() -> None:
     assert [decide_relaunch(Cause.KILLED, count).delay_s for count in (3, 4, 5)] == [0, 10, 20]
 
 
-def test_user_errors_stop_at_once() -> None:
-    assert decide_relaunch(Cause.USER_ERROR, 1).action is RelaunchAction.STOP
-
-
 def test_another_table() -> None:
     table = {**RELAUNCH_TABLE, Cause.USER_ERROR: (RelaunchRule(RelaunchAction.RESTART_IN_PLACE, 3),)}
     actions = [decide_relaunch(Cause.USER_ERROR, count, table).action for count in (1, 3, 4)]
     assert actions == [RelaunchAction.RESTART_IN_PLACE, RelaunchAction.RESTART_IN_PLACE, RelaunchAction.STOP]
+    assert decide_relaunch(Cause.USER_ERROR, 1).action is RelaunchAction.STOP
 
 
 def test_never_ended_is_refused() -> None:
     with pytest.raises(ValueError, match="at least once"):
         decide_relaunch(Cause.KILLED, 0)
+
+
+@settings(max_examples=50)
+@given(
+    st.sampled_from([cause.value for cause in ExitCause] + [""]),
+    st.integers(0, 255),
+    st.none() | st.integers(0, 2**62),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=300),
+)
+def test_agents_message_is_read(cause: str, code: int, kills: int | None, text: str) -> None:
+    """The master does not import the agent, so the two are compared here."""
+    written = TerminationMessage(cause, code, 3, "host-1", kills, text).encode().decode()
+    assert parse_termination_message(written) == TerminationReport(
+        exit_code=code, oom_kills=kills, agent_cause=cause, message=text
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "Traceback: a script wrote this", "{", "[]", "7", '{"cause": 7}', '{"exit_code": 1}'),
+        *('{"cause": "err', "[" * 100_000, '{"cause": "x"} and more', "\ufffd\x00", "9" * 5000),
+    ],
+)
+def test_other_text_is_only_a_message(text: str) -> None:
+    assert parse_termination_message(text) == TerminationReport(message=text.strip())
+
+
+@pytest.mark.parametrize("value", [None, "1", -1, 1.5, True, [1], 2**70])
+def test_wrong_values_are_unknown(value: object) -> None:
+    text = json.dumps({"cause": "killed", "exit_code": value, "oom_kills": value, "message": value})
+    message = value if isinstance(value, str) else ""
+    assert parse_termination_message(text) == TerminationReport(agent_cause="killed", message=message)

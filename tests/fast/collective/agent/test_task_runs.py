@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,16 +27,6 @@ STEP = SlurmStep.of(
     }
 )
 
-HOLDS = """
-import sys
-from pathlib import Path
-from edl.collective.agent.command_line.task_runs import TaskRuns
-from tests.fast.collective.agent.test_task_runs import STEP
-with TaskRuns(STEP, "a", Path(sys.argv[1])):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
 
 def name_of(folder: Path, *, ends: bool, step: SlurmStep | None = STEP, command: str = "a", stored: bool = True) -> str:
     """The name of the next job, which comes to its end or not."""
@@ -59,23 +48,25 @@ def test_requeued_task_begins_with_the_first(tmp_path: Path) -> None:
     assert STEP is not None
     assert name_of(tmp_path, ends=True) == "slurm-test-17.0"
     assert name_of(tmp_path, ends=True, step=replace(STEP, restarts=1, task_pid=7)) == "slurm-test-17.0"
-
-
-def test_next_job_has_another_port() -> None:
-    assert STEP is not None
-    assert len({replace(STEP, run=run).rendezvous_port for run in range(3)}) == 3
+    assert len({replace(STEP, run=run).rendezvous_port for run in range(3)}) == 3, "runs do not meet each other"
 
 
 def test_two_at_once_are_refused(tmp_path: Path) -> None:
     name_of(tmp_path, ends=True)
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDS, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "held\n"
+    assert STEP is not None
+    held, hold = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with TaskRuns(STEP, "a", tmp_path):
+            os.write(hold, b"x")
+            signal.pause()
+    try:
+        assert os.read(held, 1) == b"x"
         with pytest.raises(SettingsError, match=r"runs slurm-test-17\.0-2, .*--rdzv-id NAME.*--standalone"):
             name_of(tmp_path, ends=False)
-        other.kill()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
     assert name_of(tmp_path, ends=False) == "slurm-test-17.0-2"
 
 

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.collective.agent.termination_message import TerminationMessage, cut_traceback, write_termination_message
@@ -72,6 +72,7 @@ def test_bytes_that_are_no_text() -> None:
     assert found["message"] == "caf? ??"
 
 
+@settings(max_examples=30)
 @given(st.text(st.characters(), max_size=3000), st.text(max_size=400), st.integers(0, 4), st.integers(0, 400))
 def test_any_text_fits(text: str, node: str, times: int, max_bytes: int) -> None:
     decode(TerminationMessage("error", 255, 2**40, node, 2**62, text * times))

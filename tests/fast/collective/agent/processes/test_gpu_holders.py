@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
-import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,10 +33,10 @@ def test_holders_are_found_by_open_device(process: subprocess.Popen[bytes], tmp_
     assert list(holders) == [process.pid]
     assert find_holders([os.getpgrp() + 1_000_000], devices) == {}
     assert find_holders([process.pid], (f"{tmp_path}/kfd",)) == {}, "a host without a GPU"
-    assert not wait_for_release(holders, time.monotonic() + 0.05), "it holds it as long as it lives"
+    assert not wait_for_release(holders, 0.0), "it holds it as long as it lives"
     process.kill()
-    assert wait_for_release(holders, time.monotonic() + 60), "a zombie holds nothing"
-    assert wait_for_release({process.pid: "1"}, time.monotonic()), "another process of the same number is not meant"
+    assert wait_for_release(holders, math.inf), "a zombie holds nothing"
+    assert wait_for_release({process.pid: "1"}, 0.0), "another process of the same number is not meant"
 
 
 class FakeNVML(types.ModuleType):
@@ -70,9 +70,9 @@ def test_nvml_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeNVML([2**22 + 1, 7], [2**22 + 1], [7])
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     monkeypatch.setattr(gpu_holders, "_INITIAL_PID_NAMESPACE", Path("/proc/self/ns/pid").stat().st_ino)
-    assert wait_for_release(ended, time.monotonic() + 60)
+    assert wait_for_release(ended, math.inf)
     assert (fake.answers, fake.open) == ([], 0)
     monkeypatch.setattr(gpu_holders, "_INITIAL_PID_NAMESPACE", 0)
     fake.answers = [[2**22 + 1]]
-    assert wait_for_release(ended, time.monotonic()), "in a container the numbers are not the same"
+    assert wait_for_release(ended, 0.0), "in a container the numbers are not the same"
     assert fake.answers

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -37,7 +36,7 @@ def test_young_folder_is_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Another agent may have made it, be about to lock it, and end if it cannot."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     young, old = (Path(tempfile.mkdtemp(prefix="edl-logs-")) for _ in range(2))
-    hours_ago = time.time() - 3 * 3600
+    hours_ago = old.stat().st_mtime - 3 * 3600
     os.utime(old, (hours_ago, hours_ago))
     locked: list[Path] = []
     lock = fcntl.flock

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,9 +29,6 @@ def scan(folder: Path, source: str, **own: str) -> ProgramImports:
     script = folder / "train.py"
     script.write_text(textwrap.dedent(source))
     return scan_imports([script], [folder], ROOTS)
-
-
-# --- Reading. ---
 
 
 def test_imports_before_statements_are_found(tmp_path: Path) -> None:
@@ -87,8 +84,6 @@ def test_another_edl_is_left_to_workers(tmp_path: Path) -> None:
     "effect",
     [
         'os.environ["OMP_NUM_THREADS"] = "1"',
-        'os.environ.setdefault("A", "1")',
-        "sys.path.insert(0, folder)",
         "args = parser.parse_args()",
         "for name in names: setup(name)",
         "with context(): pass",
@@ -104,7 +99,6 @@ def test_another_edl_is_left_to_workers(tmp_path: Path) -> None:
     ],
 )
 def test_effects_are_obstacles(tmp_path: Path, effect: str) -> None:
-    """Statements with effects are obstacles."""
     found = scan(tmp_path, f"import os, sys\nimport numpy\n{effect}\nimport torch\n")
     assert (found.obstacle, found.framework) == ("train.py, line 3", False)
     assert found.modules == (("numpy", ""),), "what stands before the statement is found all the same"
@@ -145,9 +139,6 @@ def test_a_file_that_is_no_program(tmp_path: Path, source: str) -> None:
     assert scan(tmp_path, source) == ProgramImports()
 
 
-# --- Importing. ---
-
-
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder whose modules can be imported, and are forgotten afterwards."""
@@ -174,9 +165,10 @@ def test_modules_that_a_fork_would_break(modules: Path, monkeypatch: pytest.Monk
         e_rank="import os\nRANK = os.getenv('LOCAL_RANK', '0')",
         e_rank_needed="import os\nRANK = os.environ['RANK']",
         e_broken="raise ValueError('odd')",
+        e_unfit="raise SystemError",
     )
     try:
-        done = preload_modules(named, without=())
+        done = preload_modules(named, without=("e_unfit",))
     finally:
         sys.modules["e_thread"].stop.set()
         sys.modules["e_socket"].opened.close()
@@ -192,43 +184,16 @@ def test_modules_that_a_fork_would_break(modules: Path, monkeypatch: pytest.Monk
     assert type(os.environ).__name__ == "_Environ"
 
 
-def test_unfit_modules_are_not_imported(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preload_module, "find_fork_hazard", str)
-    named = write(modules, f_unfit="raise SystemError", f_fine="")
-    done = preload_modules(named, without=("f_unfit",))
-    assert (done.unfit, done.failed) == ({}, [])
-    assert "f_fine" in sys.modules
-
-
-def test_threads_of_native_code_are_seen() -> None:
-    before = preload_module._tasks()
-    stop = threading.Event()
-    thread = threading.Thread(target=stop.wait)
-    thread.start()
-    try:
-        assert preload_module._has_new_threads(before)
-    finally:
-        stop.set()
-        thread.join()
-
-
-def test_blas_threads_are_no_hazard() -> None:
+def test_an_openmp_pool_is_found_out() -> None:
+    """A parallel operation of torch starts threads that a fork waits for in vain; OpenBLAS ends its before."""
     code = """
-        from edl.collective.agent.processes.preload import _has_new_threads, _tasks, find_fork_hazard
-        before = _tasks()
+        from edl.collective.agent.processes import preload
+        before = preload._tasks()
         import numpy
         numpy.ones((300, 300)) @ numpy.ones((300, 300))
-        assert not _has_new_threads(before), "OpenBLAS ends its threads before a fork"
-        assert find_fork_hazard() == ""
-    """
-    run_python(code)
-
-
-def test_an_openmp_pool_is_found_out() -> None:
-    """A parallel operation of torch starts threads that a fork waits for in vain."""
-    code = """
+        assert not preload._has_new_threads(before)
+        assert preload.find_fork_hazard() == ""
         import torch
-        from edl.collective.agent.processes import preload
         before = preload._tasks()
         assert preload.find_fork_hazard() == ""
         torch.set_num_threads(2)
@@ -237,13 +202,7 @@ def test_an_openmp_pool_is_found_out() -> None:
         preload._TEST_FORK_S = 1.0
         assert "pool of threads" in preload.find_fork_hazard(), preload.find_fork_hazard()
     """
-    run_python(code)
-
-
-def run_python(code: str) -> None:
-    import subprocess
-
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

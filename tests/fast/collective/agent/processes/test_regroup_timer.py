@@ -22,35 +22,6 @@ def test_who_has_not_come_in_time_is_late() -> None:
     assert timer.find_late(12.2) == []
 
 
-def test_other_generation_gives_no_more_time() -> None:
-    """Another generation gives nobody more time who is still on the way."""
-    timer = RegroupTimer(2.0)
-    timer.expect_ranks({0, 1}, 10.0)
-    timer.record_arrival(0)
-    timer.expect_ranks({0, 1}, 11.5)
-    assert looked(timer, 11.5, 12.1) == [1]
-    timer.record_arrival(1)
-    assert looked(timer, 12.1, 13.6) == [0]
-
-
-def test_leaver_is_not_waited_for() -> None:
-    """Whoever does not stay is not waited for."""
-    timer = RegroupTimer(2.0)
-    timer.expect_ranks({0, 1}, 10.0)
-    timer.expect_ranks({1}, 10.5)
-    assert timer.awaited_ranks == [1]
-
-
-def test_agents_own_pause_does_not_count() -> None:
-    """Time in which the agent had no turn does not count."""
-    timer = RegroupTimer(2.0)
-    timer.expect_ranks({0}, 10.0)
-    assert timer.find_late(10.1) == []
-    assert timer.find_late(15.0) == [], "the machine stood still for 4.9 s"
-    assert looked(timer, 15.0, 16.8) == []
-    assert timer.find_late(17.0) == [0]
-
-
 def test_waiting_for_a_core_does_not_count() -> None:
     """On a machine that is so busy that a worker gets a fifth of a core."""
     timer = RegroupTimer(2.0)

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import pytest
 from edl.collective.agent.processes.pool import WorkerExit, WorkerProcesses, ZygoteLost
 from edl.collective.agent.processes.zygote import ForkRequest, ProgramSpec
 from edl.errors import EDLError
+from tests.waiting import DEADLINE_S, wait_until
 
 
 class Heard:
@@ -27,18 +27,18 @@ class Heard:
     def __init__(self) -> None:
         self.queue: queue.Queue[WorkerExit | ZygoteLost] = queue.Queue()
 
-    def next(self) -> WorkerExit | ZygoteLost:
-        return self.queue.get(timeout=20)
+    def next(self) -> WorkerExit:
+        event = self.queue.get(timeout=DEADLINE_S)
+        assert isinstance(event, WorkerExit)
+        return event
 
 
 @contextlib.contextmanager
-def workers_of(
-    folder: Path, script: str, prewarm: bool = False, gpu_devices: tuple[str, ...] = ()
-) -> Iterator[tuple[WorkerProcesses, Heard]]:
+def workers_of(folder: Path, script: str, gpu_devices: tuple[str, ...] = ()) -> Iterator[tuple[WorkerProcesses, Heard]]:
     (folder / "script.py").write_text(textwrap.dedent(script))
     heard = Heard()
-    warm = ProgramSpec("script", str(folder / "script.py"), ("x",), prewarm=prewarm)
-    workers = WorkerProcesses(warm, heard.queue.put, gpu_devices=gpu_devices)
+    program = ProgramSpec("script", str(folder / "script.py"), ("x",), prewarm=False)
+    workers = WorkerProcesses(program, heard.queue.put, gpu_devices=gpu_devices)
     try:
         workers.warm_up()
         yield workers, heard
@@ -46,19 +46,16 @@ def workers_of(
         workers.close()
 
 
-def gone(pid: int) -> bool:
+def stat(pid: int) -> list[str]:
+    """Return the state of a process and what follows it, [] if there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:
-        return True
+        return []
 
 
-def wait_for(condition: object, timeout_s: float = 60.0) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def wait_until_gone(*pids: int) -> None:
+    wait_until(lambda: all(stat(pid)[:1] in ([], ["Z"]) for pid in pids), f"{pids} are gone")
 
 
 SLEEPER = """
@@ -72,49 +69,62 @@ SLEEPER = """
 
 
 def pids_in(path: Path) -> list[int]:
-    wait_for(path.exists)
+    wait_until(path.exists, f"{path} exists")
     return [int(one) for one in path.read_text().split()]
 
 
+DRAW = "import random; open(os.environ['OUT'], 'w').write(str(random.random()))"
+FILES = """
+files = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd") if int(number) > 2]
+names = [os.readlink(file) for file in files if os.path.exists(file)]
+open(os.environ["OUT"], "w").write(repr([name for name in names if "socket" in name or "pipe" in name]))
+"""
+
+
 def test_ends_are_told_with_their_status(tmp_path: Path) -> None:
-    script = "import os, sys; exec(os.environ['DO'])"
-    with workers_of(tmp_path, script) as (workers, heard):
+    """Also: no file of the agent's is open in a worker, and workers draw different random numbers."""
+    out, script = tmp_path / "out", "import os, sys; exec(os.environ['DO'])"
+    with socket.create_server(("127.0.0.1", 0)), workers_of(tmp_path, script) as (workers, heard):
+        drawn = []
         for do, status in [
-            ("", 0),
+            (FILES, 0),
+            (DRAW, 0),
+            (DRAW, 0),
             ("sys.exit(3)", 3),
             ("os.kill(os.getpid(), 9)", -9),
             ("1/0", 1),
             ("os._exit(0)", 0),
         ]:
-            workers.fork_workers(7, {2: ForkRequest({"DO": do, "EDL_STDERR": str(tmp_path / "err")})})
+            environ = {"DO": do, "OUT": str(out), "EDL_STDERR": str(tmp_path / "err")}
+            workers.fork_workers(7, {2: ForkRequest(environ)})
             event = heard.next()
-            assert isinstance(event, WorkerExit)
             assert (event.generation, event.local_rank, event.status) == (7, 2, status)
+            drawn.append(out.read_text())
         assert workers.running == {}
+    assert drawn[0] == "[]"
+    assert drawn[1] != drawn[2]
     text = (tmp_path / "err").read_text()
     assert "ZeroDivisionError" in text
     assert "zygote.py" not in text, "only frames of the script are shown"
 
 
 def test_replacing_kills_the_children(tmp_path: Path) -> None:
-    """Replacing kills the children as well and keeps whom it should."""
+    """Their own processes as well; workers that are not replaced go on."""
     with workers_of(tmp_path, SLEEPER) as (workers, heard):
         workers.fork_workers(0, {rank: ForkRequest({"OUT": str(tmp_path / f"out-{rank}")}) for rank in range(2)})
         first, second = pids_in(tmp_path / "out-0"), pids_in(tmp_path / "out-1")
         assert workers.running == {0: first[0], 1: second[0]}
         os.kill(first[0], signal.SIGSTOP)
         workers.replace_workers(1, {0: ForkRequest({"OUT": str(tmp_path / "out-new")})})
-        wait_for(lambda: all(gone(pid) for pid in first))
+        wait_until_gone(*first)
         third = pids_in(tmp_path / "out-new")
         assert workers.running == {0: third[0], 1: second[0]}
         event = heard.next()
-        assert isinstance(event, WorkerExit)
         assert (event.generation, str(event)) == (0, "worker 0 was killed by SIGKILL")
         workers.kill_workers()
         assert workers.running == {}
         assert {heard.next().generation for _ in range(2)} == {1}
-        wait_for(lambda: all(gone(pid) for pid in third))
-    wait_for(lambda: all(gone(pid) for pid in second))
+        wait_until_gone(*second, *third)
 
 
 HOLDER = """
@@ -132,7 +142,7 @@ HOLDER = """
         text = " ".join(str(lives(int(pid))) for pid in os.environ["BEFORE"].split())
     else:
         device = os.open(os.environ["DEVICE"], os.O_RDONLY)
-        memory = mmap.mmap(-1, 200 << 20)  # which the kernel takes a while to take back
+        memory = mmap.mmap(-1, 100 << 20)  # which the kernel takes a while to take back
         memory.madvise(mmap.MADV_NOHUGEPAGE)
         for at in range(0, len(memory), 4096):
             memory[at] = 1
@@ -153,32 +163,24 @@ def test_worker_waits_for_gpu_memory(tmp_path: Path) -> None:
         before = pids_in(tmp_path / "out-0")
         environ = {"OUT": str(tmp_path / "out-1"), "BEFORE": " ".join(map(str, before))}
         workers.replace_workers(1, {0: ForkRequest(environ)})
-        wait_for((tmp_path / "out-1").exists)
+        wait_until((tmp_path / "out-1").exists, "the new worker runs")
         assert (tmp_path / "out-1").read_text() == "False False"
 
 
-def test_killed_zygote_takes_all_along(tmp_path: Path) -> None:
-    """A killed zygote takes everybody along and is told."""
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
+def test_lost_zygote_takes_all_along(tmp_path: Path, signal_number: signal.Signals) -> None:
     with workers_of(tmp_path, SLEEPER) as (workers, heard):
         workers.fork_workers(0, {0: ForkRequest({"OUT": str(tmp_path / "out")})})
         pids = pids_in(tmp_path / "out")
-        zygote = int(Path(f"/proc/{pids[0]}/stat").read_text().rsplit(")", 1)[1].split()[1])
-        os.kill(zygote, signal.SIGKILL)
-        assert isinstance(heard.next(), ZygoteLost)
-        wait_for(lambda: all(gone(pid) for pid in pids))
-        with pytest.raises(EDLError, match="died"):
-            workers.fork_workers(1, {0: ForkRequest({"OUT": str(tmp_path / "out-2")})})
-
-
-def test_silent_zygote_is_given_up(tmp_path: Path) -> None:
-    """A zygote that does not answer is given up."""
-    with workers_of(tmp_path, SLEEPER) as (workers, _):
-        workers.fork_workers(0, {0: ForkRequest({"OUT": str(tmp_path / "out")})})
-        pids = pids_in(tmp_path / "out")
-        zygote = int(Path(f"/proc/{pids[0]}/stat").read_text().rsplit(")", 1)[1].split()[1])
-        os.kill(zygote, signal.SIGSTOP)
-        workers.kill_workers(timeout_s=6.0)  # the zygote is given up in half of that
-        wait_for(lambda: all(gone(pid) for pid in [zygote, *pids]))
+        zygote = int(stat(pids[0])[1])
+        os.kill(zygote, signal_number)
+        if signal_number == signal.SIGKILL:
+            assert isinstance(heard.queue.get(timeout=DEADLINE_S), ZygoteLost)
+            with pytest.raises(EDLError, match="died"):
+                workers.fork_workers(1, {0: ForkRequest({"OUT": str(tmp_path / "out-2")})})
+        else:
+            workers.kill_workers(timeout_s=1.0)  # the zygote is given up in half of that
+        wait_until_gone(zygote, *pids)
 
 
 AGENT = """
@@ -194,7 +196,6 @@ AGENT = """
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_killed_agent_takes_all_along(tmp_path: Path, stopped: bool) -> None:
-    """An agent that is killed takes everybody along."""
     (tmp_path / "script.py").write_text(textwrap.dedent(SLEEPER))
     (tmp_path / "agent.py").write_text(textwrap.dedent(AGENT))
     agent = subprocess.Popen(
@@ -202,44 +203,17 @@ def test_killed_agent_takes_all_along(tmp_path: Path, stopped: bool) -> None:
     )
     try:
         pids = pids_in(tmp_path / "out")
-        zygote = int(Path(f"/proc/{pids[0]}/stat").read_text().rsplit(")", 1)[1].split()[1])
+        zygote = int(stat(pids[0])[1])
         if stopped:
             os.kill(zygote, signal.SIGSTOP)
     finally:
         agent.kill()
         agent.wait()
-    wait_for(lambda: all(gone(pid) for pid in [zygote, *pids]))
+    wait_until_gone(zygote, *pids)
 
 
 def test_unreadable_script_fails_in_worker(tmp_path: Path) -> None:
-    """A script that cannot be read fails in the worker."""
     with workers_of(tmp_path, "def") as (workers, heard):
         workers.fork_workers(0, {0: ForkRequest({"EDL_STDERR": str(tmp_path / "err")})})
-        event = heard.next()
-        assert isinstance(event, WorkerExit)
-        assert event.status == 1
+        assert heard.next().status == 1
     assert "SyntaxError" in (tmp_path / "err").read_text()
-
-
-def test_forks_have_own_random_numbers(tmp_path: Path) -> None:
-    """Forks have random numbers of their own."""
-    script = "import random, os; open(os.environ['OUT'], 'w').write(str(random.random()))"
-    with workers_of(tmp_path, script) as (workers, heard):
-        workers.fork_workers(0, {rank: ForkRequest({"OUT": str(tmp_path / f"out-{rank}")}) for rank in range(2)})
-        heard.next(), heard.next()
-    assert (tmp_path / "out-0").read_text() != (tmp_path / "out-1").read_text()
-
-
-def test_worker_has_no_files_of_the_agent(tmp_path: Path) -> None:
-    """Nothing of the agents is open in a worker."""
-    script = """
-        import os
-        files = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd") if int(number) > 2]
-        names = [os.readlink(file) for file in files if os.path.exists(file)]
-        open(os.environ["OUT"], "w").write(repr([name for name in names if "socket" in name or "pipe" in name]))
-    """
-    with socket.socket() as ours, workers_of(tmp_path, script) as (workers, heard):
-        ours.bind(("127.0.0.1", 0))
-        workers.fork_workers(0, {0: ForkRequest({"OUT": str(tmp_path / "out")})})
-        heard.next()
-    assert (tmp_path / "out").read_text() == "[]"

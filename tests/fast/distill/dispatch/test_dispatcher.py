@@ -49,7 +49,7 @@ def test_only_quick_teachers_get_bundles() -> None:
     assert sizes[1] <= 7
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_hedging_cuts_the_tail_in_budget(seed: int) -> None:
     def trial(budget: float) -> tuple[Simulation, Dispatcher]:
         teachers = {f"t{i}": SimTeacher(0.02, straggle=stragglers(0.03, 10, 10 * seed + i)) for i in range(4)}
@@ -83,12 +83,12 @@ def test_hedging_helps_at_half_pace() -> None:
         return sorted(simulation.delivered_after)[int(0.99 * 2000)], dispatcher.hedged
 
     # Where the stragglers of several teachers happen to coincide, there is nobody to hedge to.
-    with_hedging, without = [[trial(budget, first) for first in range(0, 33, 3)] for budget in (0.05, 0.0)]
+    with_hedging, without = [[trial(budget, first) for first in range(0, 33, 11)] for budget in (0.05, 0.0)]
     assert statistics.median(p99 for p99, _ in with_hedging) < 0.5 * statistics.median(p99 for p99, _ in without)
     assert max(hedged for _, hedged in with_hedging) < 0.05 * 2000
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.floats(0.0, 0.5), st.floats(2, 30), st.sampled_from([0.0, 60.0, 150.0, 250.0]), st.integers(0, 1000))
 def test_extra_requests_stay_below_5_percent(share: float, factor: float, pace: float, seed: int) -> None:
     """Extra requests stay below 5% of any thousand."""
@@ -270,7 +270,7 @@ events = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(events)
 def test_any_events_end_each_task_once(
     script: list[tuple[str, int, FailureKind, float]],

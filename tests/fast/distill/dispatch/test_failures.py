@@ -2,44 +2,36 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from edl.distill.dispatch.actions import Deliver, FailureKind, GiveUp, RequestFailure, Send
 from edl.distill.dispatch.dispatcher import Dispatcher
 from edl.distill.dispatch.policy import Policy
+from edl.distill.transport.grpc_status import failure_from_status
+from edl.protocol.transport import grpc
 from tests.fast.distill.dispatch.simulation import sends
 
 
-def test_failed_task_goes_to_another_teacher() -> None:
+@pytest.mark.parametrize("teachers", ["a", "abc"])
+def test_refused_task_is_given_up(teachers: str) -> None:
+    """Two teachers that refuse it are believed, or the only one, and their words are passed on."""
     dispatcher = Dispatcher()
-    dispatcher.teacher_up("a", 0.0)
-    dispatcher.teacher_up("b", 0.0)
-    (first,) = sends(dispatcher.add_task(1, 0.0))
-    (second,) = sends(dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.ERROR, "out of memory"), 0.1))
-    assert second.task == 1
-    assert second.teacher != first.teacher
-
-
-def test_task_that_two_refuse_is_given_up() -> None:
-    """What two teachers refuse is given up with their words."""
-    dispatcher = Dispatcher()
-    for name in "abc":
+    for name in teachers:
         dispatcher.teacher_up(name, 0.0)
-    (first,) = sends(dispatcher.add_task(1, 0.0))
-    (second,) = sends(
-        dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.REJECTED, "no input 'x'"), 0.1)
-    )
-    (end,) = dispatcher.attempt_failed(second.attempt, RequestFailure(FailureKind.REJECTED, "no input 'x'"), 0.2)
+    actions, asked = dispatcher.add_task(1, 0.0), []
+    while isinstance(actions[0], Send):
+        (send,) = sends(actions)
+        asked.append((send.teacher, RequestFailure(FailureKind.REJECTED, f"{send.teacher} has no input 'x'")))
+        actions = dispatcher.attempt_failed(send.attempt, asked[-1][1], 0.1)
+    (end,) = actions
     assert isinstance(end, GiveUp)
-    assert [name for name, _ in end.failures] == [first.teacher, second.teacher]
-
-
-def test_only_teacher_is_believed() -> None:
-    dispatcher = Dispatcher()
-    dispatcher.teacher_up("a", 0.0)
-    (send,) = sends(dispatcher.add_task(1, 0.0))
-    (end,) = dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.REJECTED, "no"), 0.1)
-    assert isinstance(end, GiveUp)
+    assert [*end.failures] == asked
+    assert len(asked) == min(2, len(teachers))
 
 
 def test_wrong_refusal_sets_a_teacher_aside() -> None:
@@ -188,18 +180,6 @@ def test_two_failing_teachers_share_a_try() -> None:
     assert isinstance(end, GiveUp)
 
 
-def test_long_pause_is_not_waited_for() -> None:
-    """A teacher that is set aside for long is not waited for."""
-    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
-    dispatcher.teacher_up("a", 0.0)
-    dispatcher.teacher_up("b", 0.0)
-    dispatcher.set_aside("b", FailureKind.BAD_OUTPUT, "NaN", 0.0)
-    (send,) = sends(dispatcher.add_task(1, 0.0))
-    assert dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.ERROR, "no"), 0.1) == []
-    assert dispatcher.next_event(0.1) == pytest.approx(0.6)
-    assert [again.teacher for again in sends(dispatcher.tick(0.6))] == ["a"]
-
-
 def test_refusal_of_a_departed_is_not_final() -> None:
     """A refusal of one that left is not the last word."""
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
@@ -294,19 +274,6 @@ def test_full_refusal_concerns_its_task_only() -> None:
     assert [send.teacher for send in sends(dispatcher.add_task(4, 2.0))] == ["a"]
 
 
-def test_full_newcomer_is_asked_again() -> None:
-    """One that comes and has no room yet is asked again."""
-    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
-    dispatcher.teacher_connecting("good")
-    for name in "abc":
-        dispatcher.teacher_up(name, 0.0)
-    pending = sends(dispatcher.add_task(1, 0.0))
-    for _ in range(3):
-        pending = sends(dispatcher.attempt_failed(pending[0].attempt, RequestFailure(FailureKind.ERROR, "no"), 0.1))
-    (send,) = sends(dispatcher.teacher_up("good", 1.0))
-    assert dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.OVERLOADED, "full", 0.05), 1.1) == []
-
-
 def test_refusal_waits_for_a_full_teacher() -> None:
     """A refusal is not believed while another has no room for a moment."""
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
@@ -357,3 +324,104 @@ def test_deadly_task_is_given_up() -> None:
         end = dispatcher.attempt_failed(pending[0].attempt, RequestFailure(FailureKind.LOST, "reset"), now)
         pending = sends(dispatcher.teacher_up("a", now))
     assert isinstance(end[0], GiveUp)
+
+
+@pytest.mark.parametrize("hint", [0.0, math.nan, -1.0])
+def test_without_a_hint_the_pause_grows(hint: float) -> None:
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_up("a", 0.0)
+    actions, now, sent = dispatcher.add_task(1, 0.0), 0.0, 0
+    while now < 6.0:
+        sent += sum(isinstance(action, Send) for action in actions)
+        for action in actions:
+            assert isinstance(action, Send)
+            actions = dispatcher.attempt_failed(
+                action.attempt, RequestFailure(FailureKind.OVERLOADED, "full", hint), now
+            )
+        event = dispatcher.next_event(now)
+        assert event is not None, "it is asked again"
+        assert event > now, "and not at once"
+        now, actions = event, dispatcher.tick(event)
+    assert sent <= 12, f"{sent} requests in 6 s for one batch"
+
+
+def test_a_burst_of_refusals_counts_once() -> None:
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_up("a", 0.0)
+    sends = [action for task in range(4) for action in dispatcher.add_task(task, 0.0) if isinstance(action, Send)]
+    for send in sends:
+        dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.OVERLOADED, "full"), 0.0)
+    assert dispatcher.teachers["a"].closed_until == pytest.approx(0.05), f"after {len(sends)} refusals of one moment"
+
+
+def test_a_full_teacher_is_live() -> None:
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_up("a", 0.0)
+    (send,) = (action for action in dispatcher.add_task(1, 0.0) if isinstance(action, Send))
+    dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.OVERLOADED, "full", 30.0), 0.0)
+    assert not dispatcher.teachers["a"].is_usable(1.0), "it is left alone for as long as it said"
+    assert dispatcher.count_serving(1.0) == 1, "and that is no outage: nothing is logged, and no deadline runs"
+    dispatcher.set_aside("a", FailureKind.BAD_OUTPUT, "NaN", 1.0)
+    assert dispatcher.count_serving(2.0) == 0
+
+
+def test_set_aside_while_it_has_no_room() -> None:
+    """It is not live, though it said that it has no room for longer than it is set aside."""
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0, aside_s=30.0))
+    dispatcher.teacher_up("a", 0.0)
+    (send,) = (action for action in dispatcher.add_task(1, 0.0) if isinstance(action, Send))
+    dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.OVERLOADED, "full", 60.0), 0.0)
+    until = dispatcher.teachers["a"].closed_until
+    dispatcher.set_aside("a", FailureKind.BAD_OUTPUT, "NaN", 1.0)
+    assert dispatcher.count_serving(2.0) == 0
+    assert dispatcher.teachers["a"].closed_until == max(until, 31.0)
+
+
+def test_an_answer_ends_the_growth() -> None:
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
+    dispatcher.teacher_up("a", 0.0)
+    now = 0.0
+    for task in range(20):
+        (send,) = (action for action in dispatcher.add_task(task, now) if isinstance(action, Send))
+        dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.OVERLOADED, "full"), now)
+        state = dispatcher.teachers["a"]
+        assert state.closed_until == pytest.approx(now + 0.05), "each one was answered in the end"
+        now = state.closed_until
+        (send,) = (action for action in dispatcher.tick(now) if isinstance(action, Send))
+        dispatcher.attempt_answered(send.attempt, now + 0.01)
+        now += 0.01
+
+
+SENSELESS = ["nan", "-nan", "inf", "1e999", "-1", "", "soon", "0x10", "9" * 5000, b"\xff", -7, 0, "0"]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.text() | st.binary() | st.integers() | st.floats().map(str))
+def test_any_hint_gives_a_usable_pause(hint: Any) -> None:
+    """A hint of any kind says that the teacher is there, and full; it cannot send students away for days."""
+
+    def hint_s(hint: Any) -> float:
+        failed = failure_from_status(grpc.StatusCode.UNAVAILABLE, "full", hint, "h:1").failure
+        assert failed.kind is FailureKind.OVERLOADED
+        return failed.retry_after_s
+
+    assert 0.0 <= hint_s(hint) <= 60.0
+    assert [hint_s(senseless) for senseless in SENSELESS] == [0.0] * len(SENSELESS)
+    assert hint_s("250") == hint_s(b"250") == hint_s(250) == 0.25
+    assert hint_s("1e15") == hint_s(2**62) == 60.0
+
+
+@pytest.mark.parametrize("kind", [FailureKind.OVERLOADED, FailureKind.ERROR])
+def test_a_teacher_may_fail_for_days(kind: FailureKind) -> None:
+    """More often than the exponent of a float is large: the pause stays what it was."""
+    dispatcher = Dispatcher(Policy(hedge_budget=0.0, task_failures=10**6))
+    dispatcher.teacher_up("a", 0.0)
+    actions, now = dispatcher.add_task(1, 0.0), 0.0
+    for _ in range(1100):
+        for action in actions:
+            assert isinstance(action, Send)
+            actions = dispatcher.attempt_failed(action.attempt, RequestFailure(kind, "no"), now)
+        event = dispatcher.next_event(now)
+        assert event is not None, f"it is never asked again after {now:.0f} s"
+        now, actions = event, dispatcher.tick(event)
+    assert now > 1100

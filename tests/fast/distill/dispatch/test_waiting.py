@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from edl.distill.dispatch.actions import Action, Deliver, FailureKind, GiveUp, RequestFailure, Send
 from edl.distill.dispatch.dispatcher import Dispatcher
+from edl.distill.dispatch.outage import Outage, OutageStatus
 from edl.distill.dispatch.policy import Policy
 
 RESCUE_S = 100.0
@@ -124,7 +125,7 @@ GOOD = Course((None,), 0.05, RESCUE_S, 0.0, None, "")
 BUSY = Course((FailureKind.OVERLOADED,), 3.0, 0.0, 0.0, None, "")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(courses, max_size=5), times)
 @example([BUSY, BUSY], [0.0])  # one of them is always open again when the other says that it has no room
 def test_tasks_end_when_a_good_teacher_comes(found: list[Course], tasks_at: list[float]) -> None:
@@ -134,7 +135,7 @@ def test_tasks_end_when_a_good_teacher_comes(found: list[Course], tasks_at: list
     assert sorted(world.ended) == list(range(len(tasks_at)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(courses, times)
 def test_bad_teacher_costs_no_task(bad: Course, tasks_at: list[float]) -> None:
     """One bad teacher costs no task where a good one is there or comes."""
@@ -142,3 +143,61 @@ def test_bad_teacher_costs_no_task(bad: Course, tasks_at: list[float]) -> None:
     world = World([bad, good], tasks_at)
     world.run()
     assert {task for task, end in world.ended.items() if isinstance(end, Deliver)} == set(range(len(tasks_at)))
+
+
+TIMEOUT_S, REQUEST_S = 60.0, 20.0
+
+
+def test_outage_is_said_recalled_and_ended() -> None:
+    """A time without teachers is said, recalled and ended."""
+    outage = Outage(TIMEOUT_S, REQUEST_S)
+    outage.start_work(100.0)
+    assert outage.check(100.0, 0) == OutageStatus(False, 110.0, ": waiting up to 60 s")
+    assert outage.check(105.0, 0) == OutageStatus(False, 110.0)
+    assert outage.check(110.5, 0) == OutageStatus(False, 120.5, " since 10 s")
+    assert outage.check(155.0, 0) == OutageStatus(False, 160.0, " since 55 s")
+    assert outage.check(160.0, 0).expired
+
+
+def test_a_teacher_that_comes_ends_it() -> None:
+    outage = Outage(TIMEOUT_S, REQUEST_S)
+    outage.start_work(0.0)
+    outage.check(0.0, 0)
+    outage.record_answer(50.0)
+    assert outage.check(50.0, 1) == OutageStatus(False, 55.0)
+    assert outage.check(70.0, 0) == OutageStatus(False, 80.0, ": waiting up to 60 s")
+
+
+def test_mute_teachers_are_awaited_briefly() -> None:
+    """Teachers that are there and never answer are waited for no longer than a request more."""
+    outage = Outage(TIMEOUT_S, REQUEST_S)
+    outage.start_work(0.0)
+    assert [outage.check(now, 2).expired for now in (0.0, 79.9, 80.0)] == [False, False, True]
+    outage.start_work(0.0)
+    assert [outage.check(now, live).expired for now, live in ((79.0, 1), (79.5, 0), (80.0, 0))] == [False, False, True]
+
+
+def test_unusual_silence_is_said_once() -> None:
+    """A silence is said once, and only when it is longer than usual."""
+    outage = Outage(TIMEOUT_S, REQUEST_S)
+    outage.start_work(0.0)
+    assert outage.check(0.0, 1) == OutageStatus(False, 5.0)
+    assert outage.check(5.0, 1) == OutageStatus(False, 80.0, silent_s=5.0)
+    assert outage.check(6.0, 1) == OutageStatus(False, 80.0)
+    outage.record_answer(10.0)
+    assert outage.check(16.0, 1) == OutageStatus(False, 30.0), "an answer takes ten seconds here"
+    assert outage.check(30.0, 1) == OutageStatus(False, 90.0, silent_s=20.0)
+    outage.record_answer(31.0)
+    outage.finish_work()
+    outage.start_work(500.0)
+    assert outage.check(500.0, 1) == OutageStatus(False, 542.0), "a time without work is no silence"
+
+
+def test_later_work_waits_in_full() -> None:
+    """Work that comes after a time without waits in full."""
+    outage = Outage(TIMEOUT_S, REQUEST_S)
+    outage.start_work(0.0)
+    outage.check(0.0, 0)
+    outage.finish_work()
+    outage.start_work(1000.0)
+    assert outage.check(1000.0, 0) == OutageStatus(False, 1010.0, ": waiting up to 60 s")

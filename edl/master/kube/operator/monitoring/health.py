@@ -24,12 +24,14 @@ class OperatorHealth:
 
     Args:
         get_stuck_s: returns for how many seconds the slowest look is under way.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, get_stuck_s: Callable[[], float]) -> None:
+    def __init__(self, get_stuck_s: Callable[[], float], clock: Callable[[], float] = time.monotonic) -> None:
         self._get_stuck_s = get_stuck_s
+        self._clock = clock
         self._lock = threading.Lock()
-        self._beat_s = time.monotonic()
+        self._beat_s = self._clock()
         self._waiting = "the watches have not begun"
         self._failing_since_s: float | None = None
         self._failure = ""
@@ -37,7 +39,7 @@ class OperatorHealth:
     def beat(self) -> None:
         """Note that the loop of the watches goes on."""
         with self._lock:
-            self._beat_s = time.monotonic()
+            self._beat_s = self._clock()
 
     def set_waiting(self, reason: str) -> None:
         """Note for what the watches wait.
@@ -64,14 +66,14 @@ class OperatorHealth:
             if not away:
                 self._failing_since_s = None
             elif self._failing_since_s is None:
-                self._failing_since_s = time.monotonic()
+                self._failing_since_s = self._clock()
                 self._failure = problem
             return changed
 
     def check_live(self) -> str:
         """Return why the operator should be restarted; empty if it lives."""
         with self._lock:
-            silent_s = time.monotonic() - self._beat_s
+            silent_s = self._clock() - self._beat_s
         if silent_s > _BEAT_LIMIT_S:
             return f"the loop of the watches gave no sign of life for {silent_s:.0f} s"
         stuck_s = self._get_stuck_s()
@@ -85,6 +87,6 @@ class OperatorHealth:
             if self._waiting:
                 return self._waiting
             since_s = self._failing_since_s
-        if since_s is not None and time.monotonic() - since_s > _AWAY_LIMIT_S:
-            return f"the API server has been away for {time.monotonic() - since_s:.0f} s {self._failure}".rstrip()
+        if since_s is not None and self._clock() - since_s > _AWAY_LIMIT_S:
+            return f"the API server has been away for {self._clock() - since_s:.0f} s {self._failure}".rstrip()
         return ""

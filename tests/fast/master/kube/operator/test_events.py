@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from edl.errors import AccessDeniedError, KubernetesError, QuotaExceededError
+from edl.errors import AccessDeniedError, EDLError, KubernetesError, QuotaExceededError
 from edl.kube.resource_types import ELASTIC_JOBS, EVENTS
 from edl.master.kube.operator import events
 from edl.master.kube.operator.events import EventRecorder
 from edl.master.kube.plan import EventNote
 from tests.fast.master.kube.operator.in_memory_api import InMemoryApi
+from tests.waiting import wait_until
 
 JOB = {"metadata": {"name": "digits", "namespace": "lab", "uid": "u-1", "resourceVersion": "7"}}
 NOTE = EventNote("Warning", "WorkerFailed", "worker 0 failed", "digits-worker-0-0")
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def only_event(api: InMemoryApi) -> dict[str, Any]:
@@ -32,8 +24,9 @@ def only_event(api: InMemoryApi) -> dict[str, Any]:
 
 
 def test_event_as_kubectl_shows_it() -> None:
+    """With the server's time, as conditions and pods have it: another clock's would tell the story out of order."""
     api = InMemoryApi()
-    recorder = EventRecorder(api)
+    recorder = EventRecorder(api, lambda: 1_000_000_000.0)
     recorder.record(ELASTIC_JOBS, JOB, NOTE)
     recorder.close()
     event = only_event(api)
@@ -45,21 +38,9 @@ def test_event_as_kubectl_shows_it() -> None:
         "uid": "u-1",
         "resourceVersion": "7",
     }
-    assert (event["type"], event["reason"], event["message"], event["count"]) == (
-        *("Warning", "WorkerFailed"),
-        NOTE.message,
-        1,
-    )
+    assert (event["type"], event["reason"], event["message"]) == ("Warning", "WorkerFailed", NOTE.message)
+    assert (event["count"], event["firstTimestamp"]) == (1, "2001-09-09T01:46:40Z")
     assert event["related"]["name"] == NOTE.pod
-
-
-def test_events_have_the_servers_time() -> None:
-    """Conditions and pods do: another clock's times would tell the story out of order."""
-    api = InMemoryApi()
-    recorder = EventRecorder(api, lambda: 1_000_000_000.0)
-    recorder.record(ELASTIC_JOBS, JOB, NOTE)
-    recorder.close()
-    assert only_event(api)["firstTimestamp"] == "2001-09-09T01:46:40Z"
 
 
 def test_repeated_event_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,12 +48,12 @@ def test_repeated_event_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = EventRecorder(api)
     for _ in range(5):
         recorder.record(ELASTIC_JOBS, JOB, NOTE)
-    wait_for(lambda: not recorder._waiting)
+    wait_until(lambda: not recorder._waiting)
     assert only_event(api)["count"] == 1
     assert len(api.calls) == 1, "what repeats at once is not worth a write each"
     monkeypatch.setattr(events, "_QUIET_S", 0.0)
     recorder.record(ELASTIC_JOBS, JOB, NOTE)
-    wait_for(lambda: not recorder._waiting)
+    wait_until(lambda: not recorder._waiting)
     recorder.close()
     assert only_event(api)["count"] == 6
     after_restart = EventRecorder(api)
@@ -84,9 +65,11 @@ def test_repeated_event_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_events_wait_for_the_server() -> None:
     class Away(InMemoryApi):
         away = True
+        refused = 0
 
         def create(self, *args: Any, **kwargs: Any) -> Any:
             if self.away:
+                self.refused += 1
                 raise KubernetesError("away")
             return super().create(*args, **kwargs)
 
@@ -94,38 +77,30 @@ def test_events_wait_for_the_server() -> None:
     recorder = EventRecorder(api)
     recorder.record(ELASTIC_JOBS, JOB, NOTE)
     recorder.record(ELASTIC_JOBS, JOB, EventNote("Normal", "Scaled", "1 to 2"))
-    time.sleep(0.1)
+    wait_until(lambda: api.refused, "an attempt")
     assert api.names(EVENTS) == []
     api.away = False
-    wait_for(lambda: len(api.names(EVENTS)) == 2)
+    wait_until(lambda: len(api.names(EVENTS)) == 2)
     assert len(api.made) == 2
     recorder.close()
 
 
-def test_operator_that_may_not_write_events(caplog: pytest.LogCaptureFixture) -> None:
-    class Denied(InMemoryApi):
-        def create(self, *args: Any, **kwargs: Any) -> Any:
-            raise AccessDeniedError("create events: not allowed")
-
-    recorder = EventRecorder(Denied())
-    for number in range(3):
-        recorder.record(ELASTIC_JOBS, JOB, EventNote("Normal", "Scaled", str(number)))
-    wait_for(lambda: not recorder._waiting)
-    recorder.close()
-    assert caplog.text.count("not allowed") == 1
-
-
-def test_quota_on_events_blocks_nothing() -> None:
-    class Full(InMemoryApi):
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(AccessDeniedError("create events: not allowed"), 1), (QuotaExceededError("exceeded quota: count/events"), 0)],
+)
+def test_refused_events_block_nothing(error: EDLError, said: int, caplog: pytest.LogCaptureFixture) -> None:
+    class Refusing(InMemoryApi):
         def create(self, kind: Any, obj: Any, namespace: Any = None) -> Any:
-            if "first" in obj["message"]:
-                raise QuotaExceededError("exceeded quota: count/events")
+            if "refused" in obj["message"]:
+                raise error
             return super().create(kind, obj, namespace)
 
-    api = Full()
+    api = Refusing()
     recorder = EventRecorder(api)
-    for message in ("the first", "the second"):
+    for message in ("refused", "also refused", "the third"):
         recorder.record(ELASTIC_JOBS, JOB, EventNote("Normal", "Scaled", message))
-    wait_for(lambda: not recorder._waiting)
+    wait_until(lambda: not recorder._waiting)
     recorder.close()
-    assert only_event(api)["message"] == "the second"
+    assert only_event(api)["message"] == "the third"
+    assert caplog.text.count(str(error)) == said

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 from edl.errors import AccessDeniedError
 from edl.kube.objects import Object
 from edl.master.kube.capacity import ClusterCapacity
-from edl.master.kube.operator import job_shares, live_surroundings
+from edl.master.kube.operator import job_shares
 from edl.master.kube.operator.job_shares import compute_shares, read_sharing_job
 from edl.master.kube.operator.live_surroundings import LiveSurroundings
 from edl.master.kube.operator.service_holders import ServiceHolders
@@ -23,6 +21,7 @@ from edl.master.kube.operator.waiting_owners import WaitingOwners
 from edl.master.kube.pools.revision import hash_place
 from edl.master.kube.resources import ElasticJob, TeacherPool, parse_elastic_job, parse_teacher_pool
 from edl.master.scaling.arbitration import Allocation
+from tests.waiting import wait_until
 
 
 def make_job(name: str, least: int = 1, most: int = 8, gpus: int = 1, **spec: Any) -> ElasticJob:
@@ -63,28 +62,20 @@ def share(nodes: list[Object], pods: list[Object], *jobs: ElasticJob) -> dict[st
     return {key.rpartition("/")[2]: count for key, count in found.items()}
 
 
-def test_one_job_gets_all() -> None:
-    assert share([make_node("n", 4)], [], make_job("a")) == {"a": 4}
+FOUR = [make_node("n", 4)]
 
 
-def test_young_job_keeps_what_it_was_given() -> None:
-    """Its second pod, made a moment ago, has no node yet."""
-    young = replace(make_job("a"), created_s=time.time())
+def test_jobs_share_what_is_idle() -> None:
+    assert share(FOUR, [], make_job("a")) == {"a": 4}
+    assert share(FOUR, [make_pod("online", "n", gpus=3)], make_job("a")) == {"a": 1}, "others' are not shared"
+    young = replace(make_job("a"), created_s=4e9)
     pods = [make_pod("a-0", "n", "a"), make_pod("a-1", "", "a")]
-    assert share([make_node("n", 4)], pods, young) == {"a": 4}
-
-
-def test_jobs_share_and_keep_their_minimum() -> None:
+    assert share(FOUR, pods, young) == {"a": 4}, "its second pod, made a moment ago, has no node yet"
     pods = [make_pod(f"a-{number}", "n", "a") for number in range(4)]
-    found = share([make_node("n", 4)], pods, make_job("a"), make_job("b", least=2))
+    found = share(FOUR, pods, make_job("a"), make_job("b", least=2))
     assert sum(found.values()) == 4
     assert found["b"] >= 2
     assert found["a"] >= 1
-
-
-def test_what_others_hold_is_not_shared() -> None:
-    pods = [make_pod("online", "n", gpus=3)]
-    assert share([make_node("n", 4)], pods, make_job("a")) == {"a": 1}
 
 
 @pytest.mark.parametrize(
@@ -95,8 +86,9 @@ def test_what_others_hold_is_not_shared() -> None:
         make_job("a", suspend=True),
         make_job("a", gpus=0),
         make_job("a", pod={"schedulerName": "volcano"}),
+        make_job("a", pod={"initContainers": 7}),
     ],
-    ids=["kueue", "external", "suspended", "no GPU", "volcano"],
+    ids=["kueue", "external", "suspended", "no GPU", "volcano", "unreadable"],
 )
 def test_job_that_others_arbitrate(job: ElasticJob) -> None:
     assert read_sharing_job(job, None, None) is None
@@ -117,90 +109,57 @@ def test_wanted_is_the_most_of_use() -> None:
     assert none.most == 2
 
 
-def test_unreadable_template_takes_no_part() -> None:
-    assert read_sharing_job(make_job("a", pod={"initContainers": 7}), None, None) is None
-
-
 class GivenCapacity:
     """What is idle, as a test says."""
 
     def __init__(self) -> None:
-        self.found: ClusterCapacity | None = None
+        self.found: ClusterCapacity | None = ClusterCapacity.of(FOUR, [])
 
     def current(self) -> ClusterCapacity | None:
         return self.found
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+@pytest.fixture
+def told() -> list[str]:
+    return []
 
 
-def test_changed_shares_are_looked_at() -> None:
-    told: list[str] = []
-    surroundings = LiveSurroundings(told.append, StoreAllowlist())
-    source = GivenCapacity()
-    try:
-        assert surroundings.look(make_job("a")).allocation is None
-        source.found = ClusterCapacity.of([make_node("n", 4)], [])
-        surroundings.set_capacity(source)
-        assert surroundings.look(make_job("a")).allocation == 4
-        told.clear()
-        found = surroundings.look(make_job("b", least=2)).allocation
-        assert found is not None
-        assert found >= 2
-        wait_for(lambda: "elasticjobs/lab/a" in told)  # by this look, or by that at the capacity if it is late
-        told.clear()
-        surroundings.forget("elasticjobs/lab/b")
-        wait_for(lambda: "elasticjobs/lab/a" in told and surroundings.look(make_job("a")).allocation == 4)
-        source.found = None
-        assert surroundings.look(make_job("a")).allocation is None
-    finally:
-        surroundings.close()
+@pytest.fixture
+def surroundings(told: list[str]) -> Iterator[LiveSurroundings]:
+    with contextlib.closing(LiveSurroundings(told.append, StoreAllowlist())) as found:
+        yield found
 
 
-def test_ended_job_leaves_its_share_at_once() -> None:
-    """Nothing need happen to it any more after the status that says so."""
-    told: list[str] = []
-    surroundings = LiveSurroundings(told.append, StoreAllowlist())
-    source = GivenCapacity()
-    try:
-        source.found = ClusterCapacity.of([make_node("n", 4)], [])
-        surroundings.set_capacity(source)
-        ending = make_job("b", least=2, most=2)
-        surroundings.look(ending)
-        assert surroundings.look(make_job("a")).allocation == 2
-        surroundings.note_status(ending, {"phase": "Succeeded"})
-        wait_for(lambda: surroundings.look(make_job("a")).allocation == 4)
-        assert "elasticjobs/lab/a" in told
-    finally:
-        surroundings.close()
+def test_changed_shares_are_looked_at(surroundings: LiveSurroundings, told: list[str]) -> None:
+    source, first = GivenCapacity(), make_job("a")
+    assert surroundings.look(first).allocation is None
+    surroundings.set_capacity(source)
+    assert surroundings.look(first).allocation == 4
+    told.clear()
+    ending = make_job("b", least=2, most=2)
+    assert surroundings.look(ending).allocation == 2
+    wait_until(lambda: first.key in told, "a look at the other job")
+    assert surroundings.look(first).allocation == 2
+    told.clear()
+    surroundings.note_status(ending, {"phase": "Succeeded"})  # nothing need happen to it any more after that
+    wait_until(lambda: first.key in told, "a look after the other's end")
+    assert surroundings.look(first).allocation == 4
+    source.found = None
+    assert surroundings.look(first).allocation is None
 
 
-def test_waiting_resource_hears_of_idle_room() -> None:
-    told: list[str] = []
-    surroundings = LiveSurroundings(told.append, StoreAllowlist())
-    source = GivenCapacity()
-    full = [make_pod(f"x-{number}", "n") for number in range(4)]
-    try:
-        source.found = ClusterCapacity.of([make_node("n", 4)], full)
-        surroundings.set_capacity(source)
-        waiting, content = make_job("a", scaling="external"), make_job("b", scaling="external")
-        time.sleep(1.2)
-        surroundings.note_status(waiting, {"wantedReplicas": 3, "replicas": 1})
-        surroundings.note_status(content, {"wantedReplicas": 1, "replicas": 1})
-        told.clear()
-        surroundings.note_capacity()
-        time.sleep(1.2)
-        assert told == [], "nothing more is idle"
-        source.found = ClusterCapacity.of([make_node("n", 4)], full[:3])
-        surroundings.note_capacity()
-        wait_for(lambda: told)
-        assert told == [waiting.key]
-    finally:
-        surroundings.close()
+def test_waiting_resource_hears_of_idle_room(surroundings: LiveSurroundings, told: list[str]) -> None:
+    source, full = GivenCapacity(), [make_pod(f"x-{number}", "n") for number in range(4)]
+    source.found = ClusterCapacity.of(FOUR, full)
+    surroundings.set_capacity(source)
+    waiting, content = make_job("a", scaling="external"), make_job("b", scaling="external")
+    for job, wanted in ((waiting, 3), (content, 1)):
+        surroundings.look(job)
+        surroundings.note_status(job, {"wantedReplicas": wanted, "replicas": 1})
+    source.found = ClusterCapacity.of(FOUR, full[:3])
+    surroundings.note_capacity()
+    wait_until(lambda: waiting.key in told, "a look at the one that waits")
+    assert content.key not in told
 
 
 def make_pool(
@@ -214,63 +173,37 @@ def make_pool(
     return pool
 
 
-def test_service_is_the_oldest_pools() -> None:
+def test_service_is_the_oldest_pools(surroundings: LiveSurroundings, told: list[str]) -> None:
     """Two teams that call their model `digits` in one store would label each other's data."""
-    looked_at: list[str] = []
-    surroundings = LiveSurroundings(looked_at.append, StoreAllowlist())
-    old, young = make_pool("a", 1), make_pool("b", 2)
-    try:
-        assert surroundings.look(young).service_holder == "", "nothing else is known yet"
-        assert surroundings.look(old).service_holder == ""
-        assert set(looked_at) == {young.key}
-        assert surroundings.look(young).service_holder == old.key
-        assert surroundings.look(make_pool("c", 3, "letters")).service_holder == ""
-        looked_at.clear()
-        surroundings.forget(old.key)
-        assert set(looked_at) == {young.key}
-        assert surroundings.look(young).service_holder == ""
-    finally:
-        surroundings.close()
+    old, young = make_pool("a", 1, store="consul://consul:8500"), make_pool("b", 2, store="consul://Consul/")
+    assert surroundings.look(young).service_holder == "", "nothing else is known yet"
+    assert surroundings.look(old).service_holder == ""
+    assert set(told) == {young.key}
+    assert surroundings.look(young).service_holder == old.key
+    assert surroundings.look(make_pool("c", 3, "letters")).service_holder == ""
+    told.clear()
+    surroundings.forget(old.key)
+    assert set(told) == {young.key}
+    assert surroundings.look(young).service_holder == ""
 
 
-@pytest.mark.parametrize(
-    ("store", "spelling"),
-    [
-        ("consul://consul:8500", "consul://Consul/"),
-        ("kubernetes://edl", "kubernetes://edl/"),
-        ("etcd://a:2379,b:2379", "etcd://b,a"),
-    ],
-)
-def test_rivals_by_any_spelling_of_a_store(store: str, spelling: str) -> None:
-    surroundings = LiveSurroundings(lambda key: None, StoreAllowlist())
-    old, young = make_pool("a", 1, store=store), make_pool("b", 2, store=spelling)
-    try:
-        surroundings.look(old)
-        assert surroundings.look(young).service_holder == old.key
-    finally:
-        surroundings.close()
-
-
-def test_taken_service_after_a_restart() -> None:
+def test_taken_service_after_a_restart(told: list[str]) -> None:
     """An operator that has just started knows of no pool: the one that it looks at first is not the only one."""
     old, young = make_pool("a", 1), make_pool("b", 2)
     asked: list[str] = []
-    looked_at: list[str] = []
 
     def list_pools(namespace: str) -> list[TeacherPool]:
         asked.append(namespace)
         return [pool for pool in (old, young) if pool.namespace == namespace]
 
-    surroundings = LiveSurroundings(looked_at.append, StoreAllowlist(), list_pools=list_pools, namespaces=("a", "b"))
-    try:
-        assert surroundings.look(young).service_holder == old.key
-        assert surroundings.look(young).service_holder == old.key
+    found = LiveSurroundings(told.append, StoreAllowlist(), list_pools=list_pools, namespaces=("a", "b"))
+    with contextlib.closing(found):
+        for _ in range(2):
+            assert found.look(young).service_holder == old.key
         assert asked == ["a", "b"], "it asks at each look"
-        assert set(looked_at) >= {old.key}, "one that has gone since would be a rival for ever"
-        surroundings.note_gone(old.key)
-        assert surroundings.look(young).service_holder == ""
-    finally:
-        surroundings.close()
+        assert set(told) >= {old.key}, "one that has gone since would be a rival for ever"
+        found.note_gone(old.key)
+        assert found.look(young).service_holder == ""
 
 
 def test_service_is_kept_while_it_is_served() -> None:
@@ -329,15 +262,15 @@ def test_only_what_can_be_taken_is_lent(pools: dict[str, int], priority: int, co
     pods = [make_pod("a-0", "n", "a"), *(make_teacher(number, priority) for number in range(3))]
     sharing = read_sharing_job(make_job("a"), None, None)
     assert sharing is not None
-    assert compute_shares(ClusterCapacity.of([make_node("n", 4)], pods), [sharing], pools) == {sharing.key: count}
+    assert compute_shares(ClusterCapacity.of(FOUR, pods), [sharing], pools) == {sharing.key: count}
 
 
 def test_room_is_counted_for_who_waits() -> None:
     waiting = WaitingOwners()
     gpu, cpu = make_job("gpu"), make_job("cpu", gpus=0)
     full = [make_pod(f"x-{number}", "n") for number in range(4)]
-    no_gpu = ClusterCapacity.of([make_node("n", 4)], full)
-    a_gpu = ClusterCapacity.of([make_node("n", 4)], [*full[1:], make_pod("y", "n", gpus=0)])
+    no_gpu = ClusterCapacity.of(FOUR, full)
+    a_gpu = ClusterCapacity.of(FOUR, [*full[1:], make_pod("y", "n", gpus=0)])
     for job in (gpu, cpu):
         waiting.observe(job, no_gpu)
         waiting.note(job, True)
@@ -352,29 +285,13 @@ def test_room_is_counted_for_who_waits() -> None:
     assert waiting.find_due(a_gpu, 131.0) == ([], None)
 
 
-def test_template_of_many_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting, counted = WaitingOwners(), []
-    capacity = ClusterCapacity.of([make_node("n", 4)], [])
-    for number in range(20):
-        waiting.note(make_job(f"j-{number}"), True)
-    count_fitting = ClusterCapacity.count_fitting
-
-    def count(self: ClusterCapacity, pod: Any) -> int:
-        counted.append(pod)
-        return count_fitting(self, pod)
-
-    monkeypatch.setattr(ClusterCapacity, "count_fitting", count)
-    assert len(waiting.find_due(capacity, 1.0)[0]) == 20
-    assert len(counted) == 1
-
-
-@pytest.mark.parametrize("pod", [{"nodeSelector": "gpu"}, {"priority": "high"}, {"tolerations": 7}, {"affinity": []}])
+@pytest.mark.parametrize("pod", [{"nodeSelector": "gpu"}, {"priority": "high"}])
 def test_bad_template_waits_for_nothing(pod: Object) -> None:
     """One resource's slip must not end the looks at all others."""
     waiting = WaitingOwners()
     bad, good = make_job("a", pod=pod), make_job("b")
     other = {**make_pod("w", ""), "spec": {"containers": [], "priority": 5}}
-    capacity = ClusterCapacity.of([make_node("n", 4)], [other])
+    capacity = ClusterCapacity.of(FOUR, [other])
     waiting.observe(bad, capacity)
     for job in (bad, good):
         waiting.note(job, True)
@@ -393,43 +310,3 @@ def test_arbitration_goes_on_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(job_shares, "arbitrate", arbitrate_in_steps)
     assert share([make_node("n", 8)], [], make_job("a")) == {"a": 3}
     assert given[1:] == [{"elasticjobs/lab/a": {"n": 1}}, {"elasticjobs/lab/a": {"n": 2}}]
-
-
-def test_shares_are_computed_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that began earlier must not write over what a later one found."""
-    capacity = ClusterCapacity.of([make_node("n", 8)], [])
-    first, begun = threading.Event(), threading.Event()
-    sizes: list[int] = []
-
-    def compute(capacity: Any, jobs: Sequence[Any], pools: Any) -> Mapping[str, int]:
-        sizes.append(len(jobs))
-        if len(sizes) == 1:
-            begun.set()
-            assert first.wait(60)
-        return {job.key: len(jobs) for job in jobs}
-
-    monkeypatch.setattr(live_surroundings, "compute_shares", compute)
-    with contextlib.closing(LiveSurroundings(lambda key: None, StoreAllowlist())) as found:
-        found._loop.close()
-        found._capacity = FixedCapacity(capacity)
-        early = threading.Thread(target=found.look, args=(make_job("a"),))
-        late = threading.Thread(target=found.look, args=(make_job("b"),))
-        early.start()
-        assert begun.wait(60)
-        late.start()
-        late.join(0.3)
-        assert sizes == [1], "it waits for its turn"
-        first.set()
-        early.join(60)
-        late.join(60)
-        assert (sizes, set(found._shares.values())) == ([1, 2], {2})
-
-
-class FixedCapacity:
-    """A capacity that nothing changes."""
-
-    def __init__(self, capacity: ClusterCapacity) -> None:
-        self._found = capacity
-
-    def current(self) -> ClusterCapacity:
-        return self._found

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
 
-from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from edl.errors import ConflictError, KubernetesError
 from edl.master.kube.operator.queue import KeySchedule, WorkQueue
+from tests.waiting import wait_until
 
 KEYS = st.sampled_from("abcd")
 
@@ -71,115 +71,78 @@ class ScheduleMachine(RuleBasedStateMachine):
         assert self.schedule.get_next_due_s() == min(waiting, default=None)
 
 
+ScheduleMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=30)
 TestSchedule = ScheduleMachine.TestCase
 
 
-@given(st.integers(1, 40))
-def test_failures_wait_longer(failures: int) -> None:
-    schedule = KeySchedule(1.0, 60.0)
-    schedule.add("a", 0.0)
-    now_s, waits = 0.0, []
-    for _ in range(failures):
+def test_failures_wait_longer() -> None:
+    """Twice as long each time, up to a limit, and from the beginning after a success."""
+    schedule, now_s = KeySchedule(1.0, 60.0), 0.0
+    for number in (*range(8), None, 0):
+        schedule.add("a", now_s)
         assert schedule.take(now_s) == "a"
-        schedule.finish("a", now_s, failed=True)
-        due_s = schedule.get_next_due_s()
-        assert due_s is not None
-        waits.append(due_s - now_s)
-        now_s = due_s
-    for number, wait_s in enumerate(waits):
-        most_s = min(60.0, 2.0**number)
-        assert 0.79 * most_s <= wait_s <= 1.01 * most_s
-
-
-def test_success_ends_the_backoff() -> None:
-    schedule = KeySchedule(1.0, 60.0)
-    for failed in (True, True, False, True):
-        schedule.add("a", 0.0)
-        assert schedule.take(1e6) == "a"
-        schedule.finish("a", 0.0, failed=failed)
-    due_s = schedule.get_next_due_s()
-    assert due_s is not None
-    assert due_s <= 1.0
-
-
-def wait_for(condition: object, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.01)
+        schedule.finish("a", now_s, failed=number is not None)
+        if number is not None:
+            due_s = schedule.get_next_due_s()
+            assert due_s is not None
+            most_s = min(60.0, 2.0**number)
+            assert 0.79 * most_s <= due_s - now_s <= 1.01 * most_s
+            now_s = due_s
 
 
 def test_key_is_worked_on_once_at_a_time() -> None:
-    active: dict[str, int] = {}
+    active: list[str] = []
     added = threading.Event()
     worked: list[str] = []
-    lock = threading.Lock()
-    overlaps = []
+    overlaps: list[str] = []
 
     def work(key: str) -> float | None:
-        with lock:
-            active[key] = active.get(key, 0) + 1
-            if active[key] > 1:
-                overlaps.append(key)
+        if key in active:
+            overlaps.append(key)
+        active.append(key)
         assert added.wait(60)
-        with lock:
-            active[key] -= 1
-            worked.append(key)
+        active.remove(key)
+        worked.append(key)
         return None
 
     queue = WorkQueue(work, workers=4)
     try:
-        for _ in range(20):
+        for number in range(20):
             for key in "abc":
                 queue.add(key)
-            time.sleep(0.002)
+            wait_until(lambda number=number: number or len(active) == 3, "all keys under way")  # type: ignore[misc]
         added.set()
-        wait_for(lambda: len(queue) == 0)
+        wait_until(lambda: len(queue) == 0, "the end of the work")
     finally:
         queue.close()
     assert not overlaps
-    assert set(worked) == set("abc")
-    assert len(worked) <= 6, "what was added again and again while a key was worked on is once more"
+    assert sorted(worked) == list("aabbcc"), "what was added again and again while a key was worked on is once more"
 
 
 def test_errors_are_repeated_and_reported() -> None:
+    """A bug for a key stops no other, and no error ends a worker."""
     results: list[tuple[str, str]] = []
     errors = [KubernetesError("away"), ConflictError("changed")]
 
     def work(key: str) -> float | None:
+        if key == "bug":
+            raise ZeroDivisionError
         if errors:
             raise errors.pop(0)
         return None
 
-    queue = WorkQueue(
-        work,
-        workers=1,
-        on_result=lambda key, seconds, error: results.append((key, type(error).__name__)),
-        schedule=KeySchedule(0.01, 0.02),
-    )
+    def note(key: str, seconds: float, error: Exception | None) -> None:
+        results.append((key, type(error).__name__))
+
+    queue = WorkQueue(work, workers=2, on_result=note, schedule=KeySchedule(0.01, 0.02))
     try:
         queue.add("a")
-        wait_for(lambda: len(results) == 3)
-    finally:
-        queue.close()
-    assert results == [("a", "KubernetesError"), ("a", "ConflictError"), ("a", "NoneType")]
-
-
-def test_bug_for_a_key_stops_no_other(caplog: object) -> None:
-    worked = []
-
-    def work(key: str) -> float | None:
-        if key == "bad":
-            raise ZeroDivisionError
-        worked.append(key)
-        return None
-
-    queue = WorkQueue(work, workers=2, schedule=KeySchedule(0.01, 0.02))
-    try:
-        queue.add("bad")
-        for number in range(5):
-            queue.add(f"good-{number}")
-        wait_for(lambda: len(worked) == 5)
+        wait_until(lambda: len(results) == 3, "success")
+        assert [name for _, name in results] == ["KubernetesError", "ConflictError", "NoneType"]
+        queue.add("bug")
+        wait_until(lambda: ("bug", "ZeroDivisionError") in results, "the bug")
+        queue.add("b")
+        wait_until(lambda: ("b", "NoneType") in results, "another key")
         assert len(queue) == 1, "the bad key is tried again"
     finally:
         queue.close()

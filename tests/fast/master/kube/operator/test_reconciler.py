@@ -1,41 +1,63 @@
-"""The reconciler over a double of the API server: what it does, in which order, and that it may be killed anywhere."""
+"""The reconciler and the real planners over a double of the API server: it may be killed, refused and interrupted."""
 
 from __future__ import annotations
 
 import copy
 import json
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.dashboard.state.cluster.decoding import decode_workload
 from edl.errors import AccessDeniedError, EDLError, InvalidObjectError, KubernetesError, QuotaExceededError
-from edl.kube.objects import Object
-from edl.kube.resource_types import ELASTIC_JOBS, EVENTS, POD_DISRUPTION_BUDGETS, PODS, TEACHER_POOLS, ResourceType
+from edl.kube.objects import Object, format_time
+from edl.kube.resource_types import ELASTIC_JOBS, EVENTS, PODS, TEACHER_POOLS, ResourceType
 from edl.kube.responses import NotServedError
-from edl.master.kube.conditions import Condition, find_condition, write_conditions
-from edl.master.kube.members import MemberRecord, find_end
-from edl.master.kube.observation import OwnerObservation
+from edl.master.kube.capacity import ClusterCapacity
+from edl.master.kube.conditions import find_condition
 from edl.master.kube.operator.kinds import KINDS
-from edl.master.kube.operator.reconciling.reconciler import Reconciler, ResourceHandling
+from edl.master.kube.operator.reconciling.reconciler import Reconciler
 from edl.master.kube.operator.reconciling.status_patch import build_merge_patch
 from edl.master.kube.operator.reconciling.surroundings import OwnerSurroundings
-from edl.master.kube.plan import EventNote, Plan, PodDeletion
-from edl.master.kube.resources import ElasticJob, MemberOwner, parse_elastic_job
-from edl.master.scaling.terminations import TerminationCause, find_termination_cause
+from edl.master.kube.resources import MemberOwner
 from tests.fast.master.kube.operator.in_memory_api import InMemoryApi, OperatorKilled, merge
 
 KEY = "elasticjobs/lab/digits"
+POOL_KEY = "teacherpools/lab/digits"
+METADATA = {"name": "digits", "namespace": "lab", "uid": "u-1", "generation": 1}
+TEMPLATE = {"spec": {"containers": [{"name": "main", "image": "i", "resources": {"requests": {"memory": "1Gi"}}}]}}
+FIRST = ("pods", "lab", "digits-worker-0-0")
 
 
-class NoSurroundings:
-    """Nothing but the resource and its pods."""
+@dataclass(frozen=True)
+class Given:
+    """What is known beside the resource and its pods."""
+
+    wanted: int | None = None
+    allocation: int | None = None
+    stale: str = ""
+    cores: int | None = None
+
+
+class GivenSurroundings:
+    def __init__(self, api: InMemoryApi, given: Given) -> None:
+        self._api = api
+        self._given = given
 
     def look(self, owner: MemberOwner) -> OwnerSurroundings:
-        return OwnerSurroundings()
+        found, capacity = self._given, None
+        if found.cores is not None:
+            amounts = {"cpu": str(found.cores), "memory": "64Gi", "pods": "110"}
+            ready = {"allocatable": amounts, "conditions": [{"type": "Ready", "status": "True"}]}
+            node = {"metadata": {"name": "node1"}, "spec": {}, "status": ready}
+            pods = [obj for (plural, *_), obj in self._api.objects.items() if plural == "pods"]
+            capacity = ClusterCapacity.of([node], pods)
+        return OwnerSurroundings(capacity, found.wanted, found.allocation, None, found.stale)
 
     def note_status(self, owner: MemberOwner, status: Any) -> None:
         """Nothing waits."""
@@ -43,91 +65,44 @@ class NoSurroundings:
     def note_gone(self, key: str) -> None:
         """Nothing was remembered."""
 
-    def forget(self, key: str) -> None:
-        """Nothing was remembered."""
-
-
-def plan_members(job: ElasticJob, seen: OwnerObservation) -> Plan:
-    """A small planner: as many pods as `maxReplicas`; failed pods are counted in the status, and replaced."""
-    tries = {name: dict(entry) for name, entry in (job.status.get("members") or {}).items()}
-    create, delete, events = [], [], []
-    for index in range(job.max_replicas):
-        entry = tries.setdefault(f"worker-{index}", {"try": 0, "failed": 0})
-        pods = [pod for pod in seen.pods if pod.index == index]
-        for pod in pods:
-            if pod.finished and pod.try_number >= entry["try"]:
-                entry.update({"try": pod.try_number + 1, "failed": entry["failed"] + 1})
-                events.append(EventNote("Warning", "WorkerFailed", f"worker {index} failed", pod.name))
-            if pod.try_number < entry["try"]:
-                delete.append(PodDeletion(pod.name, pod.uid, 5, "it has failed"))
-        if not any(pod.try_number == entry["try"] for pod in pods):
-            create.append(make_pod(job.name, job.uid, index, entry["try"]))
-    for pod in seen.pods:
-        if pod.index >= job.max_replicas:
-            delete.append(PodDeletion(pod.name, pod.uid, 5, "too many"))
-    conditions = write_conditions(
-        job.status.get("conditions", []), [Condition("Accepted", True, "Valid")], job.generation, seen.now_s
-    )
-    status = {"members": tries, "replicas": job.max_replicas, "conditions": conditions, "phase": "Running"}
-    budget = {"metadata": {"name": job.name}, "spec": {"minAvailable": job.min_replicas}}
-    return Plan(
-        status,
-        delete=tuple(delete),
-        apply=((POD_DISRUPTION_BUDGETS, budget),),
-        create=tuple(create),
-        events=tuple(events),
-        requeue_s=7.0,
-    )
-
-
-def make_pod(name: str, uid: str, index: int, number: int, phase: str = "Running") -> Object:
-    return {
-        "metadata": {
-            "name": f"{name}-worker-{index}-{number}",
-            "namespace": "lab",
-            "labels": {
-                "edl.io/owner-uid": uid,
-                "edl.io/role": "worker",
-                "edl.io/index": str(index),
-                "edl.io/try": str(number),
-            },
-            "ownerReferences": [{"uid": uid, "controller": True}],
-        },
-        "spec": {"containers": [{"name": "main", "image": "i"}]},
-        "status": {"phase": phase},
-    }
-
 
 def make_job(**spec: Any) -> Object:
-    template = {"spec": {"containers": [{"name": "main", "image": "i"}]}}
-    return {
-        "metadata": {"name": "digits", "namespace": "lab", "uid": "u-1", "generation": 1},
-        "spec": {"run": ["train.py"], "store": "consul://c", "template": template, **spec},
-    }
+    fields = {"run": ["train.py"], "store": "consul://c", "template": TEMPLATE, "scaling": "external", **spec}
+    return {"metadata": dict(METADATA), "spec": fields}
 
 
-def make_reconciler(api: InMemoryApi) -> tuple[Reconciler, list[EventNote]]:
-    events: list[EventNote] = []
-    kinds = {"elasticjobs": ResourceHandling(ELASTIC_JOBS, parse_elastic_job, plan_members)}
-    reconciler = Reconciler(
-        api, kinds, NoSurroundings(), lambda kind, resource, note: events.append(note), clock=lambda: api.now_s
+def make_api(**spec: Any) -> InMemoryApi:
+    """Return an API server with a job."""
+    api = InMemoryApi()
+    api.put(ELASTIC_JOBS, make_job(**spec))
+    return api
+
+
+def make_reconciler(
+    api: InMemoryApi, given: Given | None = None, doubt: Callable[[], bool] = lambda: False
+) -> tuple[Reconciler, list[str]]:
+    """Return what a new operator has, and the reasons of the events that it shows."""
+    reasons: list[str] = []
+    around = GivenSurroundings(api, given or Given())
+    found = Reconciler(
+        api,
+        KINDS,
+        around,
+        lambda kind, resource, note: reasons.append(note.reason),
+        clock=lambda: api.now_s,
+        is_time_doubtful=doubt,
     )
-    return reconciler, events
+    return found, reasons
 
 
-def settle(api: InMemoryApi, rounds: int = 10) -> None:
+def settle(api: InMemoryApi, key: str = KEY, given: Given | None = None) -> None:
     """Reconcile as new operators do, until nothing changes."""
-    for _ in range(rounds):
+    for _ in range(30):
         before = snapshot(api)
-        make_reconciler(api)[0].reconcile(KEY)
+        make_reconciler(api, given)[0].reconcile(key)
         if snapshot(api) == before:
             return
-    raise AssertionError("it never settles")
-
-
-def reconcile_for_ever(api: InMemoryApi) -> None:
-    while True:
-        make_reconciler(api)[0].reconcile(KEY)
+    raise AssertionError(f"it never settles: {api.calls[-30:]}")
 
 
 def snapshot(api: InMemoryApi) -> str:
@@ -139,12 +114,53 @@ def snapshot(api: InMemoryApi) -> str:
     return json.dumps([[*key, obj] for key, obj in sorted(objects.items())], sort_keys=True)
 
 
+def read_job(api: InMemoryApi) -> Object:
+    return api.objects["elasticjobs", "lab", "digits"]
+
+
+def read_accepted(api: InMemoryApi, plural: str = "elasticjobs") -> tuple[str, str, str]:
+    found = find_condition(api.objects[plural, "lab", "digits"]["status"], "Accepted")
+    return found["status"], found["reason"], found["message"]
+
+
+def edit(api: InMemoryApi, **spec: Any) -> None:
+    """Change the spec, as a user does."""
+    job = read_job(api)
+    job["spec"] = {**job["spec"], **spec}
+    job["metadata"]["generation"] += 1
+
+
+def end_pod(api: InMemoryApi, pod: Object, how: str) -> None:
+    """Have a kubelet write what became of a pod."""
+    now = format_time(api.now_s)
+    spec, status = pod["spec"], pod.setdefault("status", {})
+    spec["nodeName"] = "node1"
+    main = spec["containers"][0]["name"]
+    conditions = [{"type": "PodScheduled", "status": "True"}]
+    if how == "start":
+        state: Object = {"running": {"startedAt": now}}
+        phase = "Running"
+        conditions += [{"type": "Ready", "status": "True"}]
+    elif how == "silent":
+        pod["metadata"]["deletionTimestamp"] = now
+        return
+    else:
+        ends = {"oom": (137, "OOMKilled"), "error": (1, "Error"), "success": (0, "Completed"), "evict": (137, "Error")}
+        code, reason = ends[how]
+        state = {"terminated": {"exitCode": code, "reason": reason, "startedAt": now, "finishedAt": now}}
+        phase = "Succeeded" if how == "success" else "Failed"
+        if how == "evict":
+            status["reason"] = "Evicted"
+    status.update({"phase": phase, "conditions": conditions, "containerStatuses": [{"name": main, "state": state}]})
+
+
 def test_order_of_calls() -> None:
-    api = InMemoryApi()
-    api.put(ELASTIC_JOBS, make_job(maxReplicas=2))
-    api.put(PODS, make_pod("digits", "u-1", 0, 0, phase="Failed"))
-    reconciler, events = make_reconciler(api)
-    assert reconciler.reconcile(KEY) == 7.0
+    api = make_api(minReplicas=2)
+    settle(api)
+    end_pod(api, api.objects[FIRST], "oom")
+    api.calls.clear()
+    reconciler, reasons = make_reconciler(api)
+    reconciler.reconcile(KEY)
     assert [call[:2] for call in api.calls] == [
         ("get", "elasticjobs"),
         ("list", "pods"),
@@ -153,211 +169,118 @@ def test_order_of_calls() -> None:
         ("delete", "pods"),
         ("apply", "poddisruptionbudgets"),
         ("create", "pods"),
-        ("create", "pods"),
     ]
     assert api.names(PODS) == ["digits-worker-0-1", "digits-worker-1-0"]
-    assert [event.reason for event in events] == ["WorkerFailed"]
-
-
-def test_settled_resource_costs_two_reads() -> None:
-    api = InMemoryApi()
-    api.put(ELASTIC_JOBS, make_job())
-    reconciler, _ = make_reconciler(api)
+    assert reasons == ["WorkerEnded"]
     reconciler.reconcile(KEY)
     api.calls.clear()
     reconciler.reconcile(KEY)
-    assert [verb for verb, *_ in api.calls] == ["get", "list"]
+    assert [verb for verb, *_ in api.calls] == ["get", "list"], "what is settled costs two reads"
 
 
-def test_resource_that_is_gone() -> None:
+def test_resource_that_goes() -> None:
     assert make_reconciler(InMemoryApi())[0].reconcile(KEY) is None
-
-
-def test_resource_in_deletion_is_left_alone() -> None:
-    api = InMemoryApi()
-    job = make_job()
-    job["metadata"]["deletionTimestamp"] = "2026-01-31T12:00:00Z"
-    api.put(ELASTIC_JOBS, job)
+    api = make_api()
+    read_job(api)["metadata"]["deletionTimestamp"] = "2026-01-31T12:00:00Z"
     assert make_reconciler(api)[0].reconcile(KEY) == math.inf
     assert api.names(PODS) == []
 
 
-def test_refused_spec_keeps_its_pods() -> None:
-    api = InMemoryApi()
-    api.put(ELASTIC_JOBS, make_job(maxReplicas=2))
-    settle(api)
-    job = api.objects["elasticjobs", "lab", "digits"]
-    job["spec"]["minReplicas"] = 5
-    job["metadata"]["generation"] = 2
-    reconciler, events = make_reconciler(api)
-    assert reconciler.reconcile(KEY) == math.inf
-    accepted = find_condition(api.objects["elasticjobs", "lab", "digits"]["status"], "Accepted")
-    assert (accepted["status"], accepted["reason"], accepted["observedGeneration"]) == ("False", "MinAboveMax", 2)
-    assert api.names(PODS) == ["digits-worker-0-0", "digits-worker-1-0"]
-    assert [event.reason for event in events] == ["MinAboveMax"]
-    reconciler.reconcile(KEY)
-    assert len(events) == 1, "an event that says nothing new"
+def test_refused_spec_makes_nothing() -> None:
+    api = make_api(minReplicas=5, maxReplicas=2)
+    reconciler, reasons = make_reconciler(api)
+    for _ in range(2):
+        assert reconciler.reconcile(KEY) == math.inf
+    assert read_accepted(api)[:2] == ("False", "MinAboveMax")
+    assert (api.names(PODS), reasons) == ([], ["MinAboveMax"])
 
 
 def test_slip_in_an_edit_stops_nothing() -> None:
-    """By the real planner: a job whose spec becomes invalid goes on by the spec before, and says what is wrong."""
-    api = InMemoryApi()
-    api.put(ELASTIC_JOBS, make_job(minReplicas=2, maxReplicas=2))
-    events: list[EventNote] = []
-    reconciler = Reconciler(
-        api, KINDS, NoSurroundings(), lambda kind, resource, note: events.append(note), clock=lambda: api.now_s
-    )
+    """A job whose spec becomes invalid goes on by the spec before, and says what is wrong."""
+    api = make_api(minReplicas=2, maxReplicas=2)
+    reconciler, reasons = make_reconciler(api)
     for _ in range(3):
         reconciler.reconcile(KEY)
-    assert len([key for key in api.objects if key[0] == "pods"]) == 2
-    job = api.objects["elasticjobs", "lab", "digits"]
-    job["spec"] = {**job["spec"], "minReplicas": 3}
-    job["metadata"]["generation"] += 1
-    pod = api.objects["pods", "lab", "digits-worker-0-0"]
-    pod["status"] = {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: memory"}
+    edit(api, minReplicas=3)
+    end_pod(api, api.objects[FIRST], "evict")
     for _ in range(4):
         api.now_s += 20.0
         reconciler.reconcile(KEY)
-    assert ("pods", "lab", "digits-worker-0-1") in api.objects, "what ended is replaced"
-    status = api.objects["elasticjobs", "lab", "digits"]["status"]
-    accepted = find_condition(status, "Accepted")
-    assert (accepted["status"], accepted["reason"]) == ("False", "MinAboveMax")
-    assert "what the spec was before counts" in accepted["message"]
-    assert (status["observedGeneration"], status["message"]) == (2, accepted["message"])
-    assert status["formerSpec"] is True
-    assert (status["phase"], status["readyReplicas"]) == ("Pending", 0)
-    assert decode_workload("job", api.objects["elasticjobs", "lab", "digits"]).phase == "Pending", "it waits for pods"
-    assert [note.reason for note in events].count("MinAboveMax") == 1
-    writes = len(api.calls)
+    assert "digits-worker-0-1" in api.names(PODS), "what ended is replaced"
+    assert read_accepted(api)[:2] == ("False", "MinAboveMax")
+    assert "what the spec was before counts" in read_accepted(api)[2]
+    status = read_job(api)["status"]
+    assert (status["observedGeneration"], status["message"]) == (2, read_accepted(api)[2])
+    assert (status["formerSpec"], status["phase"], status["readyReplicas"]) == (True, "Pending", 0)
+    assert decode_workload("job", read_job(api)).phase == "Pending", "it waits for pods"
+    assert reasons.count("MinAboveMax") == 1
+    version = read_job(api)["metadata"]["resourceVersion"]
     reconciler.reconcile(KEY)
-    assert [call for call in api.calls[writes:] if call[0] not in ("get", "list")] == [], "it is written once"
-    job = api.objects["elasticjobs", "lab", "digits"]
-    job["spec"]["suspend"] = True
-    job["metadata"]["generation"] += 1
+    assert read_job(api)["metadata"]["resourceVersion"] == version, "it is written once"
+    edit(api, suspend=True)
     for _ in range(3):
         reconciler.reconcile(KEY)
-    assert api.objects["elasticjobs", "lab", "digits"]["status"]["phase"] == "Suspended"
-    assert decode_workload("job", api.objects["elasticjobs", "lab", "digits"]).phase == "Suspended"
-    job = api.objects["elasticjobs", "lab", "digits"]
-    job["spec"].update(minReplicas=2, suspend=False)
-    job["metadata"]["generation"] += 1
+    assert decode_workload("job", read_job(api)).phase == read_job(api)["status"]["phase"] == "Suspended"
+    edit(api, minReplicas=2, suspend=False)
     reconciler.reconcile(KEY)
-    status = api.objects["elasticjobs", "lab", "digits"]["status"]
-    assert find_condition(status, "Accepted")["status"] == "True"
-    assert "formerSpec" not in status
+    assert read_accepted(api)[0] == "True"
+    assert "formerSpec" not in read_job(api)["status"]
 
 
-def test_former_spec_ends_nothing() -> None:
+@pytest.mark.parametrize("field", ["activeDeadlineSeconds", "ttlSecondsAfterFinished"])
+def test_former_spec_ends_nothing(field: str) -> None:
     """The edit that has a slip may be the one that raised the deadline, or the time after the end."""
-    for field, phase in (("activeDeadlineSeconds", "Running"), ("ttlSecondsAfterFinished", "Succeeded")):
-        api = InMemoryApi()
-        api.put(ELASTIC_JOBS, make_job(minReplicas=1, maxReplicas=2, **{field: 100}))
-        reconciler = Reconciler(api, KINDS, NoSurroundings(), lambda *args: None, clock=lambda api=api: api.now_s)
-        for _ in range(3):
-            reconciler.reconcile(KEY)
-        if phase == "Succeeded":
-            state = {"terminated": {"exitCode": 0, "finishedAt": "2001-09-09T01:46:40Z"}}
-            ended = {"phase": phase, "containerStatuses": [{"name": "main", "state": state}]}
-            api.objects["pods", "lab", "digits-worker-0-0"]["status"] = ended
-            for _ in range(3):
-                reconciler.reconcile(KEY)
-            assert api.objects["elasticjobs", "lab", "digits"]["status"]["phase"] == phase
-        job = api.objects["elasticjobs", "lab", "digits"]
-        job["spec"] |= {field: 100_000, "minReplicas": 5}
-        job["metadata"]["generation"] += 1
-        api.now_s += 5000.0
-        for _ in range(3):
-            reconciler.reconcile(KEY)
-        job = api.objects["elasticjobs", "lab", "digits"]
-        assert job["status"]["phase"] != "Failed"
-        job["spec"]["minReplicas"] = 1
-        job["metadata"]["generation"] += 1
+    api = make_api(minReplicas=1, maxReplicas=2, **{field: 100})
+    reconciler, _ = make_reconciler(api)
+    reconciler.reconcile(KEY)
+    end_pod(api, api.objects[FIRST], "success" if field.startswith("ttl") else "start")
+    for _ in range(3):
         reconciler.reconcile(KEY)
-        assert ("elasticjobs", "lab", "digits") in api.objects
+    edit(api, minReplicas=5, **{field: 100_000})
+    api.now_s += 5000.0
+    for _ in range(3):
+        reconciler.reconcile(KEY)
+    assert read_job(api)["status"]["phase"] == ("Succeeded" if field.startswith("ttl") else "Running")
+    edit(api, minReplicas=1)
+    reconciler.reconcile(KEY)
+    assert api.names(ELASTIC_JOBS) == ["digits"]
 
 
-def test_ignored_edits_are_told_once() -> None:
-    """Also where a slip has the condition that told them say something else."""
-    api = InMemoryApi()
-    api.put(ELASTIC_JOBS, make_job(minReplicas=1, maxReplicas=2, store="consul://c:8500"))
-    events: list[EventNote] = []
-    reconciler = Reconciler(
-        api, KINDS, NoSurroundings(), lambda kind, resource, note: events.append(note), clock=lambda: api.now_s
-    )
-    for edit in ({}, {"store": "consul://d:8500"}, {"minReplicas": 5}):
-        job = api.objects["elasticjobs", "lab", "digits"]
-        job["spec"] |= edit
-        job["metadata"]["generation"] += 1
-        for _ in range(4):
-            reconciler.reconcile(KEY)
-    assert [note.reason for note in events].count("StoreChangeIgnored") == 1
+def test_unknown_former_spec_is_rejected() -> None:
+    """An operator that was started after the slip does not know the spec before, and goes on by none."""
+    api = make_api(maxReplicas=2)
+    settle(api)
+    edit(api, minReplicas=5)
+    read_job(api)["status"].update(formerSpec=True, phase="Pending", readyReplicas=0)
+    make_reconciler(api)[0].reconcile(KEY)
+    assert "formerSpec" not in read_job(api)["status"]
+    assert decode_workload("job", read_job(api)).phase == "Rejected"
 
 
 def test_doubtful_time_decides_nothing() -> None:
-    api = InMemoryApi()
-    api.put(ELASTIC_JOBS, make_job())
-    doubts = [True, True, False]
-    reconciler = Reconciler(
-        api,
-        KINDS,
-        NoSurroundings(),
-        lambda *args: None,
-        clock=lambda: api.now_s,
-        is_time_doubtful=lambda: doubts.pop(0),
-    )
+    api, doubts = make_api(), [True, True, False]
+    reconciler, _ = make_reconciler(api, doubt=lambda: doubts.pop(0))
     for _ in range(2):
         wait_s = reconciler.reconcile(KEY)
         assert wait_s is not None
         assert 0 < wait_s < 2
         assert not api.made
-        assert not api.objects["elasticjobs", "lab", "digits"].get("status")
+        assert not read_job(api).get("status")
     reconciler.reconcile(KEY)
     assert api.made
 
 
-def test_unknown_former_spec_is_rejected() -> None:
-    """An operator that was started after the slip does not know the spec before, and goes on by none."""
-    api = InMemoryApi()
-    api.put(ELASTIC_JOBS, make_job(maxReplicas=2))
-    settle(api)
-    job = api.objects["elasticjobs", "lab", "digits"]
-    job["spec"]["minReplicas"] = 5
-    job["metadata"]["generation"] = 2
-    job["status"].update(formerSpec=True, phase="Pending", readyReplicas=0)
-    make_reconciler(api)[0].reconcile(KEY)
-    job = api.objects["elasticjobs", "lab", "digits"]
-    assert "formerSpec" not in job["status"]
-    assert decode_workload("job", job).phase == "Rejected"
-
-
-def test_changed_resource_is_read_again() -> None:
-    api = InMemoryApi()
-    api.put(ELASTIC_JOBS, make_job())
-
-    class Meddler(InMemoryApi):
-        def list(self, *args: Any, **kwargs: Any) -> Any:
-            found = super().list(*args, **kwargs)
-            self.patch(ELASTIC_JOBS, "digits", {"spec": {"maxReplicas": 3}}, "lab")
-            return found
-
-    api.__class__ = Meddler
-    wait_s = make_reconciler(api)[0].reconcile(KEY)
-    assert wait_s is not None
-    assert wait_s < 1.0
-    assert api.made == [], "a plan of a resource that is no more so was carried out"
-
-
 def test_old_look_makes_no_pods() -> None:
     """An operator stands still between its reads and its writes, and another counts an end and removes the pod."""
-    api = InMemoryApi()
-    api.put(ELASTIC_JOBS, make_job())
+    api = make_api()
     settle(api)
-    api.objects.pop(("pods", "lab", "digits-worker-0-0"))  # this operator has seen that, and no other change
+    api.objects.pop(FIRST)  # this operator has seen that, and no other change
 
     class Still(InMemoryApi):
         def list(self, *args: Any, **kwargs: Any) -> Any:
             found = super().list(*args, **kwargs)
-            members = {"worker-0": {"try": 1, "failed": 1}}
+            record = {**read_job(self)["status"]["members"]["worker-0"], "try": 1}
+            members = {"worker-0": record}
             self.patch(ELASTIC_JOBS, "digits", {"status": {"members": members}}, "lab", subresource="status")
             return found
 
@@ -369,52 +292,41 @@ def test_old_look_makes_no_pods() -> None:
     assert api.made == [], "the name of a try that is over was given again"
     api.__class__ = InMemoryApi
     settle(api)
-    assert api.names(PODS) == ["digits-worker-0-1"]
+    assert FIRST not in api.objects
 
 
-def test_refused_pod_is_a_condition() -> None:
-    api = InMemoryApi()
-    api.put(ELASTIC_JOBS, make_job())
-    api.refuse = InvalidObjectError("pods: spec.containers[0].image: must not be empty")
-    reconciler, events = make_reconciler(api)
-    for _ in range(3):
-        with pytest.raises(InvalidObjectError):
-            reconciler.reconcile(KEY)
-        status = api.objects["elasticjobs", "lab", "digits"]["status"]
-        accepted = find_condition(status, "Accepted")
-        assert (accepted["status"], accepted["reason"]) == ("False", "ObjectRefused")
-        assert "image" in accepted["message"]
-    assert [event.reason for event in events] == ["ObjectRefused"]
-    writes = [call for call in api.calls if call[0] == "patch"]
-    assert len(writes) <= 3, "the condition goes back and forth"
-    api.refuse = None
-    reconciler.reconcile(KEY)
-    reconciler.reconcile(KEY)
-    assert find_condition(api.objects["elasticjobs", "lab", "digits"]["status"], "Accepted")["status"] == "True"
-
-
-def test_refused_pod_is_written_once() -> None:
-    """By the real planner, which knows of no refusal and has the condition be True at each look."""
-    api = InMemoryApi()
-    api.put(ELASTIC_JOBS, make_job())
-    api.refuse = InvalidObjectError("pods: spec.containers[0].image: must not be empty")
-    reconciler = Reconciler(api, KINDS, NoSurroundings(), lambda *args: None, clock=lambda: api.now_s)
-    seen = []
-    for _ in range(4):
-        with pytest.raises(InvalidObjectError):
-            reconciler.reconcile(KEY)
-        seen.append(copy.deepcopy(api.objects["elasticjobs", "lab", "digits"]))
-        api.now_s += 60.0
-    assert find_condition(seen[-1]["status"], "Accepted")["reason"] == "ObjectRefused"
-    assert [job["metadata"]["resourceVersion"] for job in seen[1:]] == [seen[0]["metadata"]["resourceVersion"]] * 3
-
-
-@pytest.mark.parametrize("call", ["read_scale", "write_scale"])
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (NotServedError("get gizmos/scale: not found"), "ObjectRefused"),
-        (AccessDeniedError("gizmos/scale: not allowed (403)"), "AccessDenied"),
+        (InvalidObjectError("pods: spec.containers[0].image: must not be empty"), "ObjectRefused"),
+        (QuotaExceededError('pods "digits-worker-0-0" is forbidden: exceeded quota: gpus'), "QuotaExceeded"),
+    ],
+)
+def test_refused_pod_is_a_condition(error: EDLError, reason: str) -> None:
+    """Written once, though the planner knows of no refusal."""
+    api = make_api()
+    api.refuse = error
+    reconciler, reasons = make_reconciler(api)
+    versions = set()
+    for _ in range(4):
+        with pytest.raises(type(error)):
+            reconciler.reconcile(KEY)
+        assert read_accepted(api) == ("False", reason, str(error))
+        versions.add(read_job(api)["metadata"]["resourceVersion"])
+        api.now_s += 60.0
+    assert reasons.count(reason) == 1
+    assert len(versions) <= 2
+    api.refuse = None
+    for _ in range(2):
+        reconciler.reconcile(KEY)
+    assert read_accepted(api)[0] == "True"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "reason"),
+    [
+        ("read_scale", NotServedError("get gizmos/scale: not found"), "ObjectRefused"),
+        ("write_scale", AccessDeniedError("gizmos/scale: not allowed (403)"), "AccessDenied"),
     ],
 )
 def test_scale_target_that_is_refused(monkeypatch: pytest.MonkeyPatch, call: str, error: EDLError, reason: str) -> None:
@@ -424,115 +336,90 @@ def test_scale_target_that_is_refused(monkeypatch: pytest.MonkeyPatch, call: str
     api = InMemoryApi()
     target = {"apiVersion": "example.com/v1", "kind": "Gizmo", "name": "triton"}
     spec = {"store": "consul://c", "scaleTargetRef": target, "scaling": "external", "replicas": 2, "maxReplicas": 4}
-    pool = {"metadata": {"name": "digits", "namespace": "lab", "uid": "u-1", "generation": 1}, "spec": spec}
-    api.put(TEACHER_POOLS, pool)
+    api.put(TEACHER_POOLS, {"metadata": dict(METADATA), "spec": spec})
     gizmos = ResourceType("example.com", "v1", "gizmos", "Gizmo")
     api.put(gizmos, {"metadata": {"name": "triton", "namespace": "lab"}, "spec": {"replicas": 1}})
-    events: list[EventNote] = []
-    reconciler = Reconciler(api, KINDS, NoSurroundings(), lambda kind, resource, note: events.append(note))
+    reconciler, reasons = make_reconciler(api)
     with monkeypatch.context() as patched:
         patched.setattr(api, call, refuse)
         for _ in range(2):
             with pytest.raises(type(error)):
-                reconciler.reconcile("teacherpools/lab/digits")
-    accepted = find_condition(api.objects["teacherpools", "lab", "digits"]["status"], "Accepted")
-    assert (accepted["status"], accepted["reason"], accepted["message"]) == ("False", reason, str(error))
-    assert [event.reason for event in events].count(reason) == 1
-    wait_s = reconciler.reconcile("teacherpools/lab/digits")
+                reconciler.reconcile(POOL_KEY)
+    assert read_accepted(api, "teacherpools") == ("False", reason, str(error))
+    assert reasons.count(reason) == 1
+    wait_s = reconciler.reconcile(POOL_KEY)
     assert wait_s is not None
     assert wait_s < 1.0
-    reconciler.reconcile("teacherpools/lab/digits")
-    status = api.objects["teacherpools", "lab", "digits"]["status"]
-    assert find_condition(status, "Accepted")["status"] == "True"
+    reconciler.reconcile(POOL_KEY)
+    assert read_accepted(api, "teacherpools")[0] == "True"
     assert api.objects["gizmos", "lab", "triton"]["spec"]["replicas"] == 2
 
 
 @pytest.mark.parametrize(
-    "error", [NotServedError("delete podgroups: not found"), AccessDeniedError("delete podgroups: not allowed (403)")]
+    ("error", "reason"),
+    [
+        (NotServedError("delete poddisruptionbudgets: not found"), "Valid"),
+        (AccessDeniedError("delete poddisruptionbudgets: not allowed (403)"), "AccessDenied"),
+    ],
 )
-def test_removal_that_is_refused(monkeypatch: pytest.MonkeyPatch, error: EDLError) -> None:
+def test_removal_that_is_refused(monkeypatch: pytest.MonkeyPatch, error: EDLError, reason: str) -> None:
     """What comes after, here the job's own deletion at the end of its time, does not wait for it."""
 
-    def refuse(*args: Any) -> bool:
-        raise error
+    def refuse(kind: ResourceType, *args: Any, **options: Any) -> bool:
+        if kind.plural == "poddisruptionbudgets":
+            raise error
+        return delete(kind, *args, **options)
 
-    def plan(job: ElasticJob, observation: OwnerObservation) -> Plan:
-        conditions = [Condition("Accepted", True, "Valid")]
-        status = {"conditions": write_conditions([], conditions, 1, 0.0)}
-        due = observation.now_s > 1_000_000.0
-        return Plan(status, remove=((POD_DISRUPTION_BUDGETS, "digits"),), delete_owner=due)
-
-    api = InMemoryApi()
-    api.put(ELASTIC_JOBS, make_job())
-    events: list[EventNote] = []
-    kinds = {"elasticjobs": ResourceHandling(ELASTIC_JOBS, parse_elastic_job, plan)}
-    reconciler = Reconciler(
-        api, kinds, NoSurroundings(), lambda kind, resource, note: events.append(note), clock=lambda: api.now_s
-    )
-    with monkeypatch.context() as patched:
-        patched.setattr(api, "delete", lambda kind, *args, **options: refuse())
-        for _ in range(3):
-            reconciler.reconcile(KEY)
-    denied = isinstance(error, AccessDeniedError)
-    accepted = find_condition(api.objects["elasticjobs", "lab", "digits"]["status"], "Accepted")
-    assert (accepted["status"], accepted["reason"]) == (("False", "AccessDenied") if denied else ("True", "Valid"))
-    assert [event.reason for event in events] == (["AccessDenied"] if denied else [])
-    api.now_s += 60.0
+    api = make_api(ttlSecondsAfterFinished=60)
+    reconciler, reasons = make_reconciler(api)
+    reconciler.reconcile(KEY)
+    end_pod(api, api.objects[FIRST], "success")
+    delete = api.delete
+    monkeypatch.setattr(api, "delete", refuse)
+    for _ in range(3):
+        reconciler.reconcile(KEY)
+    assert read_accepted(api)[1] == reason
+    assert reasons.count("AccessDenied") == (reason == "AccessDenied")
+    api.now_s += 61.0
     reconciler.reconcile(KEY)
     assert api.names(ELASTIC_JOBS) == []
 
 
-def test_full_quota_is_a_condition() -> None:
-    api = InMemoryApi()
-    api.put(ELASTIC_JOBS, make_job())
-    api.refuse = QuotaExceededError('pods "digits-worker-0-0" is forbidden: exceeded quota: gpus')
-    reconciler, events = make_reconciler(api)
-    for _ in range(2):
-        with pytest.raises(QuotaExceededError):
-            reconciler.reconcile(KEY)
-        accepted = find_condition(api.objects["elasticjobs", "lab", "digits"]["status"], "Accepted")
-        assert (accepted["status"], accepted["reason"]) == ("False", "QuotaExceeded")
-        assert "exceeded quota: gpus" in accepted["message"]
-    assert [event.reason for event in events] == ["QuotaExceeded"]
-    api.refuse = None
-    reconciler.reconcile(KEY)
-    reconciler.reconcile(KEY)
-    assert find_condition(api.objects["elasticjobs", "lab", "digits"]["status"], "Accepted")["status"] == "True"
-
-
 def test_name_that_another_has() -> None:
     """A namesake's pod hangs on a dead node: the job does not wait for it, nor takes it for its own."""
-    api = InMemoryApi()
-    api.put(ELASTIC_JOBS, make_job())
-    api.put(PODS, make_pod("digits", "u-0", 0, 0))
-    reconciler, events = make_reconciler(api)
+    other = make_api()
+    settle(other)
+    pod = other.objects[FIRST]
+    pod["metadata"]["labels"]["edl.io/owner-uid"] = "u-0"
+    api = make_api()
+    api.put(PODS, pod)
+    reconciler, reasons = make_reconciler(api)
     wait_s = reconciler.reconcile(KEY)
     assert wait_s is not None
     assert wait_s < 1.0, "nothing else asks for a look"
-    assert [event.reason for event in events] == ["NameTaken"]
+    assert reasons == ["Started", "NameTaken"]
     settle(api)
     assert api.names(PODS) == ["digits-worker-0-0", "digits-worker-0-1"]
-    assert api.objects["pods", "lab", "digits-worker-0-0"]["metadata"]["labels"]["edl.io/owner-uid"] == "u-0"
+    assert api.objects[FIRST]["metadata"]["labels"]["edl.io/owner-uid"] == "u-0"
     assert api.made == ["digits-worker-0-1"]
 
 
 def test_events_survive_what_fails_after() -> None:
-    api = InMemoryApi()
-    api.put(ELASTIC_JOBS, make_job())
-    api.put(PODS, make_pod("digits", "u-1", 0, 0, phase="Failed"))
+    api = make_api()
+    settle(api)
+    end_pod(api, api.objects[FIRST], "oom")
     api.refuse = KubernetesError("the API server does not answer")
-    reconciler, events = make_reconciler(api)
+    reconciler, reasons = make_reconciler(api)
     for _ in range(2):
         with pytest.raises(KubernetesError):
             reconciler.reconcile(KEY)
     api.refuse = None
     reconciler.reconcile(KEY)
-    assert [event.reason for event in events] == ["WorkerFailed"]
+    assert reasons == ["WorkerEnded"]
 
 
 def test_away_is_never_no_pods() -> None:
-    api = InMemoryApi()
-    api.put(ELASTIC_JOBS, make_job(maxReplicas=2))
+    api = make_api(minReplicas=2)
     settle(api)
     before = snapshot(api)
 
@@ -546,44 +433,13 @@ def test_away_is_never_no_pods() -> None:
     assert snapshot(api) == before
 
 
-POD = st.tuples(st.integers(0, 3), st.integers(0, 2), st.sampled_from(["Running", "Failed", "Pending"]))
-
-
-@given(st.lists(POD, max_size=6), st.integers(1, 4), st.integers(0, 3), st.lists(st.integers(1, 14), max_size=4))
-def test_killed_after_any_call(
-    pods: list[tuple[int, int, str]], replicas: int, known_try: int, kills: list[int]
-) -> None:
-    """Wherever operators are killed: the state at the end is that of one that was not, and nothing is made twice."""
-
-    def start() -> InMemoryApi:
-        api = InMemoryApi()
-        job = make_job(maxReplicas=replicas)
-        job["status"] = {"members": {"worker-0": {"try": known_try, "failed": known_try}}}
-        api.put(ELASTIC_JOBS, job)
-        for index, number, phase in pods:
-            api.put(PODS, make_pod("digits", "u-1", index, number, phase))
-        return api
-
-    undisturbed = start()
-    settle(undisturbed)
-    api = start()
-    for kill in kills:
-        api.calls.clear()
-        api.kill_after = kill
-        with pytest.raises(OperatorKilled):
-            reconcile_for_ever(api)
-    api.kill_after = None
-    settle(api)
-    assert snapshot(api) == snapshot(undisturbed)
-    assert sorted(api.made) == sorted(undisturbed.made), "something was made twice, or not at all"
-
-
-@given(st.integers(1, 12))
+@pytest.mark.parametrize("switch", range(1, 9))
 def test_two_operators_at_once(switch: int) -> None:
     """A second operator that does all between two calls of the first."""
-    api = InMemoryApi()
-    api.put(ELASTIC_JOBS, make_job(maxReplicas=3))
-    api.put(PODS, make_pod("digits", "u-1", 1, 0, "Failed"))
+    api = make_api(minReplicas=3)
+    settle(api)
+    end_pod(api, api.objects[FIRST], "oom")
+    api.calls.clear()
     undisturbed = copy.deepcopy(api)
     settle(undisturbed)
 
@@ -612,6 +468,7 @@ VALUE = st.recursive(
 STATUS = st.dictionaries(st.sampled_from("pqr"), VALUE, max_size=3)
 
 
+@settings(max_examples=50)
 @given(STATUS, STATUS)
 def test_merge_patch_makes_the_status(before: dict[str, Any], after: dict[str, Any]) -> None:
     def clean(value: Any) -> Any:
@@ -625,67 +482,111 @@ def test_merge_patch_makes_the_status(before: dict[str, Any], after: dict[str, A
     assert (patch == {}) == (json.dumps(before, sort_keys=True) == json.dumps(clean(after), sort_keys=True))
 
 
-@pytest.mark.parametrize(("follows", "expected"), [("", "FailedMount"), ("Pulling", "ContainerCreating")])
-def test_missing_secret_is_in_events(follows: str, expected: str) -> None:
-    api = InMemoryApi()
-    api.put(ELASTIC_JOBS, make_job())
-    pod = make_pod("digits", "u-1", 0, 0, "Pending")
-    pod["metadata"]["uid"] = "p-1"
-    pod["spec"]["nodeName"] = "node1"
+def put_event(api: InMemoryApi, number: int, reason: str) -> None:
+    """Have an event of the first worker's pod."""
+    metadata = {"name": f"e{number}", "namespace": "lab"}
+    words = {"message": 'secret "keys" not found', "lastTimestamp": f"2026-01-31T12:00:0{number}Z"}
+    uid = api.objects[FIRST]["metadata"]["uid"]
+    api.put(EVENTS, {"metadata": metadata, "involvedObject": {"uid": uid}, "reason": reason, **words})
+
+
+@pytest.mark.parametrize("follows", ["", "Pulling"])
+def test_missing_secret_is_in_events(follows: str) -> None:
+    """The pod itself says ContainerCreating, as does one that starts."""
+    api = make_api()
+    settle(api)
+    pod = api.objects[FIRST]
     state = {"waiting": {"reason": "ContainerCreating"}}
-    pod["status"]["containerStatuses"] = [{"name": "main", "state": state}]
-    api.put(PODS, pod)
-    for second, reason in enumerate(("FailedMount", follows)):
-        event = {
-            "reason": reason,
-            "message": 'secret "keys" not found',
-            "lastTimestamp": f"2026-01-31T12:00:0{second}Z",
-        }
-        api.put(
-            EVENTS, {"metadata": {"name": f"e{second}", "namespace": "lab"}, "involvedObject": {"uid": "p-1"}, **event}
-        )
-    seen: list[OwnerObservation] = []
-
-    def plan(job: ElasticJob, observation: OwnerObservation) -> Plan:
-        seen.append(observation)
-        return Plan({"phase": "Running"})
-
-    kinds = {"elasticjobs": ResourceHandling(ELASTIC_JOBS, parse_elastic_job, plan)}
-    for age_s in (10.0, 130.0):
-        now_s = api.now_s + age_s
-        Reconciler(api, kinds, NoSurroundings(), lambda *args: None, clock=lambda now_s=now_s: now_s).reconcile(KEY)
-    assert [item.pods[0].waiting for item in seen] == ["ContainerCreating", expected]
-    late = seen[1].pods[0]
-    report = find_end(MemberRecord(), late, seen[1].now_s)
-    assert (report is not None) == (not follows)
-    if report is not None:
-        assert report.message == late.waiting_message == 'secret "keys" not found'
-        assert find_termination_cause(report).cause is TerminationCause.LAUNCH_FAILED
+    pod["spec"]["nodeName"] = "node1"
+    pod["status"] = {"phase": "Pending", "containerStatuses": [{"name": "main", "state": state}]}
+    for number, reason in enumerate(("FailedMount", follows)):
+        put_event(api, number, reason)
+    for age_s in (10.0, 35.0):
+        api.now_s += age_s
+        make_reconciler(api)[0].reconcile(KEY)
+        message = find_condition(read_job(api)["status"], "Running")["message"]
+        assert ('secret "keys" not found' in message) == (age_s > 30 and not follows), message
 
 
-def test_evidence_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    api = InMemoryApi()
-    api.put(ELASTIC_JOBS, make_job())
-    pod = make_pod("digits", "u-1", 0, 0)
-    pod["metadata"].update({"uid": "p-1", "deletionTimestamp": "2026-01-31T12:00:00Z"})
-    api.put(PODS, pod)
-    api.put(
-        EVENTS,
-        {
-            "metadata": {"name": "e", "namespace": "lab"},
-            "involvedObject": {"uid": "p-1"},
-            "reason": "Preempted",
-        },
-    )
-    seen = []
-
-    def plan(job: ElasticJob, observation: OwnerObservation) -> Plan:
-        seen.append(observation.pods[0].termination.events)
-        return Plan({"phase": "Running"})
-
-    kinds = {"elasticjobs": ResourceHandling(ELASTIC_JOBS, parse_elastic_job, plan)}
-    reconciler = Reconciler(api, kinds, NoSurroundings(), lambda *args: None)
-    reconciler.reconcile(KEY)
-    reconciler.reconcile(KEY)
-    assert seen == [("Preempted",), ("Preempted",)]
+def test_events_tell_who_ended_a_pod() -> None:
+    """They are asked for once: the next look is of the same moment."""
+    api = make_api(minReplicas=2)
+    settle(api)
+    end_pod(api, api.objects[FIRST], "silent")
+    put_event(api, 0, "Preempted")
+    api.calls.clear()
+    reconciler, _ = make_reconciler(api)
+    for _ in range(2):
+        reconciler.reconcile(KEY)
+    assert read_job(api)["status"]["members"]["worker-0"]["lastEnd"]["cause"] == "preempted"
     assert [call for call in api.calls if call[1] == "events"] == [("list", "events", "")]
+
+
+Action = tuple[str, int]
+ACTIONS = st.tuples(
+    st.sampled_from(["start", "oom", "error", "success", "evict", "silent", "scale", "suspend", "wait"]),
+    st.integers(0, 3),
+)
+
+
+def act(api: InMemoryApi, kind: ResourceType, action: Action) -> None:
+    """Do what users, kubelets and time do."""
+    verb, number = action
+    owner = api.objects.get((kind.plural, "lab", "digits"))
+    names = api.names(PODS)
+    if verb == "wait":
+        api.now_s += 400.0 * number
+    elif owner is not None and verb in ("scale", "suspend"):
+        owner["spec"].update({"replicas": number + 1} if verb == "scale" else {"suspend": number % 2 == 0})
+        owner["metadata"]["generation"] += 1
+    elif names:
+        end_pod(api, api.objects["pods", "lab", names[number % len(names)]], verb)
+
+
+def run(
+    kind: ResourceType, spec: dict[str, Any], steps: list[tuple[Action, list[int]]], given: Given, *, kill: bool
+) -> InMemoryApi:
+    api = InMemoryApi()
+    api.put(kind, {"metadata": dict(METADATA), "spec": {"store": "consul://c", "template": TEMPLATE, **spec}})
+    key = f"{kind.plural}/lab/digits"
+    for action, kills in steps:
+        for calls in kills if kill else ():
+            api.calls.clear()
+            api.kill_after = calls
+            try:
+                for _ in range(6):
+                    make_reconciler(api, given)[0].reconcile(key)
+            except OperatorKilled:
+                pass
+            api.kill_after = None
+        settle(api, key, given)
+        act(api, kind, action)
+    settle(api, key, given)
+    return api
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [(ELASTIC_JOBS, {"run": ["t.py"]}), (TEACHER_POOLS, {"serve": ["m:f"]})],
+    ids=["job", "pool"],
+)
+@settings(max_examples=20)
+@given(
+    st.lists(st.tuples(ACTIONS, st.lists(st.integers(1, 12), max_size=3)), max_size=6),
+    st.builds(
+        Given,
+        st.none() | st.integers(0, 6),
+        st.none() | st.integers(0, 5),
+        st.sampled_from(["", "away"]),
+        st.none() | st.integers(0, 5),
+    ),
+    st.sampled_from(["auto", "external"]),
+)
+def test_killed_after_any_call(
+    kind: ResourceType, spec: dict[str, Any], steps: list[tuple[Action, list[int]]], around: Given, scaling: str
+) -> None:
+    """Wherever operators are killed: the end is that of one that was not, and nothing is made twice."""
+    spec = {**spec, "minReplicas": 1, "maxReplicas": 4, "replicas": 2, "scaling": scaling}
+    killed, undisturbed = (run(kind, spec, steps, around, kill=kill) for kill in (True, False))
+    assert snapshot(killed) == snapshot(undisturbed)
+    assert sorted(killed.made) == sorted(undisturbed.made), "a pod was made twice, or another one"

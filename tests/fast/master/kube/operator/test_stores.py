@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.discovery import open_store
@@ -26,10 +25,11 @@ from edl.master.kube.operator.stores import StoreDirectory
 from edl.master.kube.operator.stores.progress import ProgressReader, count_done
 from edl.master.kube.resources import ElasticJob, parse_elastic_job
 from edl.master.naming import report_key
+from tests.waiting import wait_until
 
 
 def wanted(count: int, **fields: Any) -> bytes:
-    record = {"v": 1, "count": count, "now": 0, "since": 1.0, "time": time.time(), "reason": "r", "decisions": []}
+    record = {"v": 1, "count": count, "now": 0, "since": 1.0, "time": 1.0, "reason": "r", "decisions": []}
     return json.dumps({**record, **fields}).encode()
 
 
@@ -47,13 +47,6 @@ def make_job(store: str, name: str, **spec: Any) -> ElasticJob:
     )
     assert isinstance(job, ElasticJob), job
     return job
-
-
-def wait_for(condition: Callable[[], object], what: str = "it") -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} does not come"
-        time.sleep(0.02)
 
 
 def free_port() -> int:
@@ -81,16 +74,16 @@ def test_wanted_and_progress(directory: StoreDirectory, told: list[str], tmp_pat
         first = directory.ask("a", url, "workers", "job-1", namespace="lab")
         assert first.wanted is None
         assert first.stale or first.progress is None
-        wait_for(lambda: told, "the first answer")
+        wait_until(lambda: told, "the first answer")
         assert directory.ask("a", url, "workers", "job-1", namespace="lab").stale == ""
         told.clear()
         store.put(wanted_key("workers", "job-1"), wanted(5))
-        wait_for(lambda: told == ["a"], "the change")
+        wait_until(lambda: told == ["a"], "the change")
         assert directory.ask("a", url, "workers", "job-1", namespace="lab").wanted == 5
         store.put(wanted_key("workers", "job-1"), wanted(5, reason="the same"))
         store.put(wanted_key("workers", "another"), wanted(7))
         store.put(report_key("job-1"), report(units_done=50))
-        wait_for(
+        wait_until(
             lambda: directory.ask("a", url, "workers", "job-1", namespace="lab").progress is not None, "the progress"
         )
         progress = directory.ask("a", url, "workers", "job-1", namespace="lab").progress
@@ -98,17 +91,16 @@ def test_wanted_and_progress(directory: StoreDirectory, told: list[str], tmp_pat
         assert progress.percentage == 25
         assert told in (["a"], ["a", "a"]), "told of what is another's, or says nothing new"
         store.delete(wanted_key("workers", "job-1"))
-        wait_for(lambda: directory.ask("a", url, "workers", "job-1", namespace="lab").wanted is None, "the removal")
+        wait_until(lambda: directory.ask("a", url, "workers", "job-1", namespace="lab").wanted is None, "the removal")
 
 
 def test_store_away_keeps_what_was_wanted(directory: StoreDirectory, told: list[str], tmp_path: Path) -> None:
-    port = free_port()
-    server = StoreServer(str(tmp_path / "served.sqlite"), ListenAddress("127.0.0.1", port))
-    url = f"edl://127.0.0.1:{port}"
+    server = StoreServer(str(tmp_path / "served.sqlite"), ListenAddress("127.0.0.1", 0))
+    url = f"edl://127.0.0.1:{server.port}"
     with contextlib.closing(server), open_store(url) as store:
         store.put(wanted_key("teachers", "digits"), wanted(3))
-        wait_for(lambda: directory.ask("p", url, "teachers", "digits", namespace="lab").wanted == 3, "what is wanted")
-    wait_for(lambda: directory.ask("p", url, "teachers", "digits", namespace="lab").stale, "the loss")
+        wait_until(lambda: directory.ask("p", url, "teachers", "digits", namespace="lab").wanted == 3, "what is wanted")
+    wait_until(lambda: directory.ask("p", url, "teachers", "digits", namespace="lab").stale, "the loss")
     assert directory.ask("p", url, "teachers", "digits", namespace="lab").wanted == 3
 
 
@@ -119,12 +111,12 @@ def test_store_away_for_long_is_said(
     port = free_port()
     url = f"edl://127.0.0.1:{port}"
     assert directory.ask("a", url, "workers", "j", namespace="lab").unreachable == "", "it may answer yet"
-    wait_for(lambda: told == ["a"], "a look at the resource")
+    wait_until(lambda: told == ["a"], "a look at the resource")
     answer = directory.ask("a", url, "workers", "j", namespace="lab")
     assert str(port) in answer.unreachable
     told.clear()
     with contextlib.closing(StoreServer(str(tmp_path / "served.sqlite"), ListenAddress("127.0.0.1", port))):
-        wait_for(lambda: told, "the store's return")
+        wait_until(lambda: told, "the store's return")
         assert directory.ask("a", url, "workers", "j", namespace="lab").unreachable == ""
 
 
@@ -138,12 +130,12 @@ def test_word_of_a_dead_master_is_old(
     with open_store(url) as store, contextlib.closing(LiveSurroundings(told.append, StoreAllowlist(url))) as found:
         for job in jobs:
             store.put(wanted_key("workers", job.job_id), wanted(5))
-        wait_for(lambda: found.look(jobs[1]).wanted == 5)
-        wait_for(lambda: found.look(jobs[0]).wanted is None, "the silence")
-        wait_for(lambda: jobs[0].key in told, "a look at the job")
+        wait_until(lambda: found.look(jobs[1]).wanted == 5)
+        wait_until(lambda: found.look(jobs[0]).wanted is None, "the silence")
+        wait_until(lambda: jobs[0].key in told, "a look at the job")
         assert found.look(jobs[1]).wanted == 5, "the operator keeps its master alive"
         monkeypatch.setattr("edl.master.kube.operator.stores.follower._SILENT_S", 600.0)
-        wait_for(lambda: found.look(jobs[0]).wanted == 5)
+        wait_until(lambda: found.look(jobs[0]).wanted == 5)
 
 
 def test_bad_store_is_no_answer(directory: StoreDirectory) -> None:
@@ -162,12 +154,14 @@ def test_refused_store_is_not_opened(
     monkeypatch.setattr(
         "edl.master.kube.operator.stores.follower.open_cluster_store", lambda url, kube: opened.append(url)
     )
-    for url in ("consul://evil:8500", f"sqlite://{tmp_path}/other.sqlite", "kubernetes://lab?kubeconfig=/etc/x"):
-        answer = directory.ask("a", url, "workers", "j", namespace="lab")
-        assert answer.refused.startswith(f"{url.partition('?')[0]}: "), answer
-    assert (
-        "hunter2" not in directory.ask("a", "consul://u:hunter2@evil?t=hunter2", "workers", "j", namespace="b").refused
-    )
+    urls = [
+        f"sqlite://{tmp_path}/other.sqlite",
+        "kubernetes://lab?kubeconfig=/etc/x",
+        "consul://u:hunter2@evil?t=hunter2",
+    ]
+    refused = [directory.ask("a", url, "workers", "j", namespace="lab").refused for url in urls]
+    assert all(refused)
+    assert "hunter2" not in "".join(refused)
     assert opened == []
 
 
@@ -203,7 +197,9 @@ def test_own_store_is_opened_always(directory: StoreDirectory, tmp_path: Path, m
         store.put(wanted_key("workers", "j"), wanted(4))
     directory.ask("first", "edl://127.0.0.1:1", "workers", "j", namespace="a")
     assert directory.ask("second", "edl://127.0.0.1:2", "workers", "j", namespace="b").refused
-    wait_for(lambda: directory.ask("third", own, "workers", "j", namespace="c").wanted == 4, "the operator's own store")
+    wait_until(
+        lambda: directory.ask("third", own, "workers", "j", namespace="c").wanted == 4, "the operator's own store"
+    )
     directory.forget("first")
     assert not directory.ask("second", "edl://127.0.0.1:2", "workers", "j", namespace="b").refused, "own one counted"
 
@@ -212,36 +208,28 @@ def test_own_store_is_opened_always(directory: StoreDirectory, tmp_path: Path, m
     ("url", "allowed"),
     [
         ("consul://c:8500", True),
-        ("consul://C:8500", True),
-        ("consul://c:8500?dc=east", False),
-        ("consul://c:8500?x=y", False),
-        ("consul://c", True),
         ("consul://C/", True),
-        ("consul://c:99999", False),
+        ("consul://c:8500?dc=east", False),
         ("consul://c:9", False),
         ("consul+https://c:8500", False),
         ("consul://u@c:8500", False),
         ("consul://c:8500/x", False),
         ("consul://c:8500@evil", False),
-        ("consul://d", True),
         ("consul://d:77", True),
         ("consul://d.evil", False),
         ("consul://d,evil", False),
         ("consul://", False),
-        ("consul://[::1]:8500", True),
         ("consul://[0:0::1]:8500", True),
         ("etcd://e:1,f:1", True),
         ("etcd://e:1,evil:1", False),
         ("etcd://e:1,f:99999", False),
         ("etcd+https://anything:1", True),
         ("etcd+https://", False),
-        ("edl://c:8500", False),
         ("sqlite:///tmp/x", False),
         ("kubernetes://lab", True),
         ("kubernetes://shared", True),
         ("kubernetes://other", False),
         ("kubernetes://lab?context=x", False),
-        ("kubernetes://", False),
         ("http://[", False),
         ("", False),
     ],
@@ -252,79 +240,44 @@ def test_stores_that_are_opened(url: str, allowed: bool) -> None:
     assert (refusal == "") == allowed, refusal
 
 
-@pytest.mark.parametrize(("own", "url"), [("consul://c", "consul://c:8500"), ("etcd://b,a", "etcd://a:2379,b:2379")])
-def test_own_store_in_another_spelling(own: str, url: str) -> None:
-    assert StoreAllowlist(own).find_refusal(url, "lab") == ""
-    assert StoreAllowlist(url).find_refusal(own, "lab") == ""
-
-
-@pytest.mark.parametrize("prefix", ["consul://:8500", "edl://:1", "etcd://:2379"])
-def test_allowed_store_without_a_host(prefix: str) -> None:
-    """An empty variable in front of the port: each resource with such a store failed by it, in the log alone."""
-    with pytest.raises(SettingsError, match="expected SCHEME"):
-        StoreAllowlist("", (prefix,))
-
-
-def test_own_store_of_no_scheme() -> None:
-    assert "--allow-store" in StoreAllowlist("http://x").find_refusal("consul://c", "lab")
-
-
-def test_own_store_that_cannot_be() -> None:
-    own = "consul://127.0.0.1:1?dc=b"
-    with contextlib.closing(StoreDirectory(lambda key: None, StoreAllowlist(own), KubeSettings())) as found:
-        for _ in range(2):
-            answer = found.ask("a", own, "workers", "j", namespace="lab")
-            assert "datacenter" in answer.refused
-            assert answer.stale == ""
-
-
-def test_own_store_of_other_kinds() -> None:
-    assert StoreAllowlist("sqlite:///tmp/x").find_refusal("sqlite:///tmp/x", "lab") == ""
-    elsewhere = StoreAllowlist("kubernetes://edl?context=prod")
-    assert elsewhere.find_refusal("kubernetes://edl?context=prod", "lab") == ""
-    assert "kubernetes://edl" in elsewhere.find_refusal("kubernetes://edl", "lab"), "which is in another cluster"
-    assert "--allow-store consul://x:1" in StoreAllowlist("sqlite:///tmp/x").find_refusal("consul://x:1", "lab")
+@pytest.mark.parametrize(
+    ("own", "url", "refusal"),
+    [
+        ("consul://c", "consul://c:8500", ""),
+        ("etcd://a:2379,b:2379", "etcd://b,a", ""),
+        ("sqlite:///tmp/x", "sqlite:///tmp/x", ""),
+        ("sqlite:///tmp/x", "consul://x:1", "--allow-store consul://x:1"),
+        ("kubernetes://edl?context=prod", "kubernetes://edl?context=prod", ""),
+        ("kubernetes://edl?context=prod", "kubernetes://edl", "kubernetes://edl"),  # which is in another cluster
+        ("http://x", "consul://c", "--allow-store"),
+    ],
+)
+def test_own_store_is_allowed(own: str, url: str, refusal: str) -> None:
+    found = StoreAllowlist(own).find_refusal(url, "lab")
+    assert refusal in found
+    assert bool(found) == bool(refusal)
 
 
 @pytest.mark.parametrize(
     "prefix",
-    ["sqlite://", "consul://a:", "consul", "consul://u@x", "consul://x?dc=1", "etcd://a,b", "consul://x/y", "http://x"],
+    ["sqlite://", "consul://a:", "consul", "consul://u@x", "consul://x?dc=1", "etcd://a,b", "consul://x/y", "edl://:1"],
 )
 def test_allowances_that_cannot_be(prefix: str) -> None:
     with pytest.raises(SettingsError, match="--allow-store"):
         StoreAllowlist("", (prefix,))
 
 
-def test_store_is_opened_once(directory: StoreDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = []
-
-    def open_counted(url: str, kube: KubeSettings) -> Any:
-        opened.append(url)
-        return open_store(url)
-
-    monkeypatch.setattr("edl.master.kube.operator.stores.follower.open_cluster_store", open_counted)
-    url = f"sqlite://{tmp_path}/store.sqlite"
-    for number in range(20):
-        directory.ask(f"job-{number}", url, "workers", f"j-{number}", namespace="lab")
-    assert opened == [url]
-    for number in range(20):
-        directory.forget(f"job-{number}")
-    directory.ask("job-0", url, "workers", "j-0", namespace="lab")
-    assert opened == [url, url], "it was not closed with the last resource"
-
-
-def test_spellings_are_one_open_store(directory: StoreDirectory, told: list[str], tmp_path: Path) -> None:
+def test_store_is_opened_once(directory: StoreDirectory, told: list[str], tmp_path: Path) -> None:
     """Each follower has connections and threads: a slash more is no store more."""
-    port = free_port()
-    server = StoreServer(str(tmp_path / "served.sqlite"), ListenAddress("127.0.0.1", port))
-    url = f"edl://127.0.0.1:{port}"
+    server = StoreServer(str(tmp_path / "served.sqlite"), ListenAddress("127.0.0.1", 0))
+    url = f"edl://127.0.0.1:{server.port}"
     with contextlib.closing(server), open_store(url) as store:
         for number, end in enumerate(("", "/", "#", "?")):
             directory.ask(f"job-{number}", url + end, "workers", "j", namespace="lab")
         assert len(directory._followers) == 1
         store.put(wanted_key("workers", "j"), wanted(3))
-        wait_for(lambda: directory.ask("job-0", url, "workers", "j", namespace="lab").wanted == 3, "the change")
-        wait_for(lambda: set(told) >= {f"job-{number}" for number in range(4)}, "the news, for each")
+        wait_until(lambda: directory.ask("job-0", url, "workers", "j", namespace="lab").wanted == 3, "the change")
+        wait_until(lambda: set(told) >= {f"job-{number}" for number in range(4)}, "the news, for each")
         for number in range(3):
             directory.forget(f"job-{number}")
         assert directory.ask("job-3", f"{url}?", "workers", "j", namespace="lab").wanted == 3, "it was closed too early"
@@ -336,9 +289,9 @@ def test_advisor_runs_for_auto_pools(directory: StoreDirectory, tmp_path: Path) 
     url = f"sqlite://{tmp_path}/store.sqlite"
     directory.ask("p", url, "teachers", "digits", namespace="lab", advised=True)
     with open_store(url) as store:
-        wait_for(lambda: store.get("elections/advisor"), "the advisor")
+        wait_until(lambda: store.get("elections/advisor"), "the advisor")
         directory.ask("p", url, "teachers", "digits", namespace="lab", advised=False)
-        wait_for(lambda: store.get("elections/advisor") is None, "the advisor's end")
+        wait_until(lambda: store.get("elections/advisor") is None, "the advisor's end")
 
 
 JSON = st.recursive(
@@ -351,6 +304,7 @@ JSON = st.recursive(
 )
 
 
+@settings(max_examples=25)
 @given(JSON)
 def test_any_report_is_read(found: Any) -> None:
     reader = ProgressReader()
@@ -372,8 +326,5 @@ def test_remaining_time_by_the_rate() -> None:
     assert finished is not None
     assert (finished.percentage, finished.remaining_s) == (100, 0)
     assert reader.read(b"\xff", 1.0) is None
-
-
-def test_endless_data_has_no_percentage() -> None:
-    assert count_done([{"units": None, "epochs": 1, "units_done": 5}]) == (5.0, None)
+    assert count_done([{"units": None, "epochs": 1, "units_done": 5}]) == (5.0, None), "endless data"
     assert count_done([{"units": 10, "epochs": 0, "units_done": 5}]) == (5.0, None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
@@ -63,7 +62,6 @@ class ApiServer:
         self.requests: list[Request] = []
         self.answer: Callable[[Request], Reply] = lambda request: Reply(200, {})
         self.closing = threading.Event()
-        self.clock_s = 0.0  # by how much its clock is ahead
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -78,9 +76,6 @@ class ApiServer:
                 outer.send(self, outer.answer(request))
 
             do_GET = do_POST = do_PATCH = do_DELETE = handle_any  # noqa: N815
-
-            def date_time_string(self, timestamp: float | None = None) -> str:
-                return super().date_time_string(time.time() + outer.clock_s)
 
             def log_message(self, format: str, *args: object) -> None:  # noqa: A002
                 pass
@@ -128,11 +123,3 @@ class ApiServer:
         self.closing.set()
         self._server.shutdown()
         self._server.server_close()
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-    """Poll until the condition holds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.01)

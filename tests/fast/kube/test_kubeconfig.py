@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +78,9 @@ def test_failed_plugin_is_no_anonymous_user(server: ApiServer, tmp_path: Path, s
 
 
 def test_plugin_that_hangs_is_an_error(server: ApiServer, tmp_path: Path) -> None:
-    path = with_plugin(tmp_path / "config", server.url, "sleep 5")
-    begun = time.monotonic()
+    path = with_plugin(tmp_path / "config", server.url, "exec sleep 600")
     with pytest.raises(SettingsError, match=r"no credentials within 0\.6 s"):
         KubeClient(KubeSettings(kubeconfig=path, timeout_s=0.2))
-    assert time.monotonic() - begun < 10
 
 
 def test_plugin_is_asked_again_after_a_401(server: ApiServer, tmp_path: Path) -> None:
@@ -98,7 +95,7 @@ def test_plugin_is_asked_again_after_a_401(server: ApiServer, tmp_path: Path) ->
         return Reply(200, {"items": [], "metadata": {"resourceVersion": "1"}})
 
     server.answer = answer
-    with KubeClient(KubeSettings(kubeconfig=path, timeout_s=5.0)) as client:
+    with KubeClient(KubeSettings(kubeconfig=path, timeout_s=20.0)) as client:
         token_file.write_text("new")
         assert client.list(PODS, "n").items == []
     assert [request.headers["authorization"] for request in server.requests] == ["Bearer old", "Bearer new"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from decimal import Decimal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.kube.objects import format_time, parse_time
@@ -38,6 +38,7 @@ def test_no_quantities(text: str) -> None:
         parse_quantity(text)
 
 
+@settings(max_examples=40)
 @given(st.decimals(min_value=0, max_value=10**15, places=9))
 def test_quantity_comes_back(amount: Decimal) -> None:
     assert parse_quantity(format_quantity(amount)) == amount
@@ -74,6 +75,7 @@ def test_no_times(text: str) -> None:
         parse_time(text)
 
 
+@settings(max_examples=40)
 @given(st.integers(0, 4_000_000_000_000_000))
 def test_time_comes_back(micros: int) -> None:
     assert parse_time(format_time(micros / 1e6, micro=True)) == pytest.approx(micros / 1e6, abs=2e-6)

@@ -28,17 +28,25 @@ class Heartbeat:
             in the middle of a turn gives an old one when it goes on.
         touch: called as often, also when the sign may not be given.
         wake: called when this process was stopped, so that the records are looked at.
+        clock: `time.monotonic`.
     """
 
     def __init__(
-        self, stopped_s: float, beat: Callable[[float], object], touch: Callable[[], object], wake: Callable[[], object]
+        self,
+        stopped_s: float,
+        beat: Callable[[float], object],
+        touch: Callable[[], object],
+        wake: Callable[[], object],
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stopped_s = max(stopped_s, 2 * _INTERVAL_S)
         self._beat = beat
         self._touch = touch
         self._wake = wake
+        self._clock = clock
         self._allowed = (-math.inf, -math.inf)
-        self._resumed_at = time.monotonic()
+        self._resumed_at = clock()
         self._turn_at = self._resumed_at
         self._loop = BackgroundLoop("edl-heartbeat", self._turn)
 
@@ -56,7 +64,7 @@ class Heartbeat:
         self._loop.close()
 
     def _turn(self) -> float:
-        now = time.monotonic()
+        now = self._clock()
         if now - self._turn_at > self._stopped_s:
             self._resumed_at = now
             self._wake()

@@ -18,12 +18,9 @@ from edl.collective.agent.health.failures import (
 )
 
 PAIR = "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]"
-
 CONTACT = [
     f"{PAIR} Connection closed by peer [127.0.0.1]:10126. This is typically caused by a remote worker crashing. Check"
     " the logs of the remote worker before reporting an error. GLHF! 🏖️",
-    f"{PAIR} Read error [127.0.0.1]:53907: Connection reset by peer. This is typically caused by a remote worker"
-    " hanging or bugs in the application. Check the logs of the remote worker before reporting an error. GLHF! 🏖️",
     "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting"
     " 3000ms for recv operation to complete",
     "torch.distributed.DistStoreError: Timed out after 4 seconds waiting for clients. 1/2 clients joined.",
@@ -37,22 +34,15 @@ CONTACT = [
     " a network error or a remote process exiting prematurely.",
     "RuntimeError: NCCL communicator was aborted on rank 1.",
 ]
-
 ERROR = [
     "",
     "LookupError: the user's own mistake",
-    "ConnectionError: the user's data set server is away",
     "ConnectionRefusedError: [Errno 111] Connection refused",
     "TimeoutError: Timed out waiting for the tokenizer",
-    "BrokenPipeError: [Errno 32] Broken pipe",
-    "requests.exceptions.ConnectionError: HTTPSConnectionPool(host='hub', port=443): Max retries exceeded",
     "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB",
-    "ValueError: expected sequence of length 3 at dim 1 (got 2)",
     "MyError: DataLoader worker (pid 123) is killed by signal: Killed. ",
     "MyError: see DistStoreError in the docs",
 ]
-
-
 # As torch raises it in the main process: at once, or after it has noticed that the worker is gone.
 READER_KILLED = "RuntimeError: DataLoader worker (pid 123) is killed by signal: Killed. "
 READER_GONE = "RuntimeError: DataLoader worker (pid(s) 123, 124) exited unexpectedly"
@@ -69,7 +59,6 @@ def traceback_of(last: str) -> str:
 
 @pytest.mark.parametrize("text", CONTACT)
 def test_lost_peer_is_not_the_scripts_error(text: str) -> None:
-    """A lost peer is told from the scripts own error."""
     assert find_exit_cause(1, text) is ExitCause.PEER_LOST
     assert find_exit_cause(1, traceback_of(text)) is ExitCause.PEER_LOST
     wrapped = traceback_of(text) + (
@@ -96,17 +85,10 @@ def test_killed_loader_is_a_killed_worker() -> None:
 
 
 def test_own_end_is_the_scripts_error() -> None:
-    """One that ended by itself is the scripts error."""
     chained = traceback_of(READER_FAILED) + CAUSE + traceback_of(READER_GONE)
     wrapped = traceback_of(READER_KILLED) + CAUSE + traceback_of("ValueError: no data")
-    for text in (traceback_of(READER_FAILED), chained, wrapped):
-        assert find_exit_cause(1, text) is ExitCause.ERROR
-
-
-def test_unknown_end_counts_as_restart() -> None:
-    """One of which nobody knows how it ended counts against the restarts."""
-    empty = traceback_of("_queue.Empty") + CAUSE + traceback_of(READER_GONE)
-    for text in (traceback_of(READER_GONE), empty):
+    unknown = traceback_of("_queue.Empty") + CAUSE + traceback_of(READER_GONE)
+    for text in (traceback_of(READER_FAILED), chained, wrapped, traceback_of(READER_GONE), unknown):
         assert find_exit_cause(1, text) is ExitCause.ERROR
 
 
@@ -161,18 +143,10 @@ def test_exit_code_while_a_node_is_missing() -> None:
         assert verdict.fatal == "rank 4: worker 4\nLookupError: the user's own mistake"
 
 
-def test_fatal_verdict_has_a_traceback() -> None:
-    """A fatal verdict has the rank and the traceback."""
-    verdict = decide_recovery([LOST, WRONG], 1.0, error_grace_s=0.5, contact_timeout_s=2.0)
-    assert verdict is not None
-    assert verdict.fatal == "rank 4: worker 4\nLookupError: the user's own mistake"
-
-
 @pytest.mark.parametrize(
     ("ended", "ranks"), [([1], "rank 1"), ([1, 0], "ranks 0, 1"), (range(9, 4, -1), "ranks 5, 6, 7, 8 and 1 more")]
 )
 def test_early_rank_is_a_likely_cause(ended: Sequence[int], ranks: str) -> None:
-    """A rank that ended before the others is named as a likely cause."""
     verdict = decide_recovery([LOST], 2.0, error_grace_s=0.5, contact_timeout_s=2.0, ended=ended)
     assert verdict is not None
     why = f"perhaps because the script had already ended on {ranks}: all must make the same steps"
@@ -197,7 +171,6 @@ def test_it_is_not_where_something_else_is(
 
 
 def test_error_file_is_read_as_torchs(tmp_path: Path) -> None:
-    """The error file is read as torch writes it."""
     from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
     path = tmp_path / "error.json"
@@ -213,7 +186,6 @@ def test_error_file_is_read_as_torchs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", '{"message": {"extraInfo": 3}}', json.dumps({"other": 1})])
 def test_bad_error_file_says_nothing(content: str, tmp_path: Path) -> None:
-    """An error file that is none says nothing."""
     assert read_error_file(tmp_path / "missing") == ""
     (tmp_path / "file").write_text(content)
     assert read_error_file(tmp_path / "file") == ""

@@ -1,58 +1,75 @@
-"""When workers may see that their agent lives."""
+"""When workers may see that their agent lives, in simulated time."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
+
+import pytest
 
 from edl.collective.agent.health.heartbeat import Heartbeat
+from tests.waiting import wait_until
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+class Simulation:
+    """An agent's beats; its thread has ended, and turns are this class's to make."""
+
+    def __init__(self) -> None:
+        self.now_s, self.touch_s = 100.0, 0.0
+        self.beats: list[float] = []
+        self.touched = self.woken = 0
+        self._heartbeat = Heartbeat(1.0, self.beats.append, self._touch, self._wake, clock=lambda: self.now_s)
+        self._heartbeat.close()
+        self.allow = self._heartbeat.allow_beats
+        self.touched = 0
+
+    def _touch(self) -> None:
+        self.touched += 1
+        self.now_s += self.touch_s
+
+    def _wake(self) -> None:
+        self.woken += 1
+
+    def turn(self, after_s: float = 0.2) -> int:
+        """Make a turn and return how many beats there were."""
+        self.now_s += after_s
+        self._heartbeat._turn()
+        return len(self.beats)
 
 
 def test_sign_of_life_while_records_allow() -> None:
-    """A sign of life is given as long as the records allow it."""
-    beats: list[float] = []
-    turns: list[float] = []
-    heartbeat = Heartbeat(600.0, beats.append, lambda: turns.append(time.monotonic()), lambda: None)
-    try:
-        wait_for(lambda: len(turns) >= 2)
-        assert not beats, "nobody has looked yet"
-        heartbeat.allow_beats(time.monotonic(), math.inf)
-        wait_for(lambda: bool(beats))
-        until = time.monotonic() + 0.3
-        heartbeat.allow_beats(time.monotonic(), until)
-        wait_for(lambda: turns[-1] > until + 0.5)
-        ended = len(turns)
-        wait_for(lambda: len(turns) > ended)  # the turn before may have begun before `until`, and beat late
-        given, later = len(beats), len(turns) + 2
-        wait_for(lambda: len(turns) >= later)
-        assert len(beats) == given
-    finally:
-        heartbeat.close()
+    simulation = Simulation()
+    assert simulation.turn() == 0, "nobody has looked yet"
+    simulation.allow(100.1, 101.0)
+    assert [simulation.turn() for _ in range(5)] == [1, 2, 3, 3, 3]
+    assert (simulation.touched, simulation.woken) == (6, 0)
+    simulation.allow(101.1, math.inf)
+    assert simulation.turn() == 4
+
+
+def test_stopped_agent_looks_before_it_beats() -> None:
+    simulation = Simulation()
+    simulation.allow(100.0, math.inf)
+    assert simulation.turn(1.0) == 1, "late, and not stopped"
+    assert simulation.turn(1.1) == 1
+    assert (simulation.turn(), simulation.woken) == (1, 1)
+    simulation.allow(102.0, math.inf)
+    assert simulation.turn() == 1, "the records were asked for before the stop was over"
+    simulation.allow(102.2, math.inf)
+    assert simulation.turn() == 2
 
 
 def test_stopped_turn_gives_an_old_sign() -> None:
-    """Stopped in the middle of a turn, for longer than it may, it gives no sign as if it had lived meanwhile."""
-    beats: list[tuple[float, float]] = []
-    slow: list[float] = []
+    """Stopped in the middle of a turn, it gives no sign as if it had lived meanwhile."""
+    simulation = Simulation()
+    simulation.allow(100.0, math.inf)
+    simulation.touch_s = 5.0
+    simulation.turn()
+    assert simulation.beats == [pytest.approx(100.2)]
 
-    def touch() -> None:
-        if beats and not slow:
-            slow.append(time.monotonic())
-            time.sleep(1.0)
 
-    heartbeat = Heartbeat(0.5, lambda at: beats.append((at, time.monotonic())), touch, lambda: None)
-    try:
-        heartbeat.allow_beats(math.inf, math.inf)
-        wait_for(lambda: any(given > slow[0] for _, given in beats) if slow else False)
-    finally:
-        heartbeat.close()
-    first = next(at for at, given in beats if given > slow[0])
-    assert first <= slow[0], "it is of the moment before the stop"
+def test_beats_come_from_a_thread() -> None:
+    beats: list[float] = []
+    heartbeat = Heartbeat(600.0, beats.append, lambda: None, lambda: None)
+    heartbeat.allow_beats(math.inf, math.inf)
+    wait_until(lambda: len(beats) > 1, "two beats")
+    heartbeat.close()

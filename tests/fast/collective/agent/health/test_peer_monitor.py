@@ -1,4 +1,4 @@
-"""What agents learn from their ties: that a process is gone, and nothing else for that."""
+"""What agents learn from their connections: that a process is gone, and nothing else counts as that; also with TLS."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import queue
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 
 import pytest
@@ -18,10 +18,11 @@ import pytest
 from edl.collective.agent.health import peer_monitor
 from edl.collective.agent.health.peer_monitor import Address, PeerConnections, choose_peers
 from edl.collective.job_records import JobState, Member, World
+from edl.protocol.tls.peers import PeerTLS
+from edl.settings import Credentials
+from tests.certificates import Authority
 from tests.plugins_consul import free_ports
-
-DEADLINE_S = 60.0  # a handshake of TLS that a busy machine has no time for is tried again ten seconds later
-QUIET_S = 0.5
+from tests.waiting import DEADLINE_S, wait_until
 
 OTHER = """
 import sys, time
@@ -29,112 +30,139 @@ from edl.collective.agent.health.peer_monitor import PeerConnections
 print(PeerConnections(sys.argv[1], print).port, flush=True)
 time.sleep(600)
 """
+CA = Authority()
+NAME = "agents.example"
+
+
+class Peers(PeerConnections):
+    """An agent's connections, and the nodes that it was told are gone."""
+
+    def __init__(self, name: str = "me", tls: PeerTLS | None = None) -> None:
+        self.gone: queue.SimpleQueue[str] = queue.SimpleQueue()
+        super().__init__(name, self.gone.put, tls)
+
+    @property
+    def address(self) -> Address:
+        return ("127.0.0.1", self.port)
+
+    def next_gone(self) -> str:
+        return self.gone.get(timeout=DEADLINE_S)
+
+    def wait_for(self, node: str, state: Callable[[peer_monitor._PeerConnection], object]) -> None:
+        wait_until(lambda: node in self._connections and state(self._connections[node]), f"{node} is in that state")
+
+    def wait_connected(self, *nodes: str) -> None:
+        for node in nodes:
+            self.wait_for(node, lambda peer: peer.proven and peer.socket is not None)
+
+
+@pytest.fixture
+def agent() -> Iterator[Callable[..., Peers]]:
+    """Make agents in this process; to close one looks to others as if its process had ended."""
+    with contextlib.ExitStack() as stack:
+
+        def make(name: str = "me", tls: PeerTLS | None = None) -> Peers:
+            made = Peers(name, tls)
+            stack.callback(made.close)
+            return made
+
+        yield make
 
 
 @contextmanager
-def other_agent(name: str) -> Iterator[tuple[Popen[str], Address]]:
-    process = Popen([sys.executable, "-c", OTHER, name], stdout=PIPE, stderr=DEVNULL, text=True)
-    try:
-        assert process.stdout is not None
-        yield process, ("127.0.0.1", int(process.stdout.readline()))
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+def other_process(name: str) -> Iterator[tuple[Popen[str], Address]]:
+    with Popen([sys.executable, "-c", OTHER, name], stdout=PIPE, stderr=DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process, ("127.0.0.1", int(process.stdout.readline()))
+        finally:
+            process.kill()
 
 
-@pytest.fixture
-def gone() -> queue.SimpleQueue[str]:
-    return queue.SimpleQueue()
-
-
-@pytest.fixture
-def peers(gone: queue.SimpleQueue[str]) -> Iterator[PeerConnections]:
-    made = PeerConnections("me", gone.put)
-    yield made
-    made.close()
-
-
-def connected(peers: PeerConnections, *names: str) -> Callable[[], bool]:
-    return lambda: all(name in peers._connections and peers._connections[name].proven for name in names)
+def test_killed_is_gone_stopped_is_not(agent: Callable[..., Peers]) -> None:
+    peers = agent()
+    with other_process("a") as (a, to_a), other_process("b") as (b, to_b):
+        peers.set_peers({"a": to_a, "b": to_b})
+        peers.wait_connected("a", "b")
+        os.kill(b.pid, signal.SIGSTOP)
+        a.kill()
+        assert peers.next_gone() == "a"
+        b.kill()  # stopped or not
+        assert peers.next_gone() == "b"
+    peers.set_peers({})
+    wait_until(lambda: not peers._connections, "nobody is followed any more")
+    assert peers.gone.empty(), "each is told once"
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
-def test_peers_over_ipv6(peers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
-    with other_agent("six") as (process, (_, port)):
-        peers.set_peers({"six": ("::1", port)})
-        wait_for(connected(peers, "six"))
-        process.kill()
-        assert gone.get(timeout=DEADLINE_S) == "six"
+def test_peers_over_ipv6(agent: Callable[..., Peers]) -> None:
+    peers, other = agent(), agent("six")
+    peers.set_peers({"six": ("::1", other.port)})
+    peers.wait_connected("six")
+    other.close()
+    assert peers.next_gone() == "six"
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def nothing(gone: queue.SimpleQueue[str]) -> bool:
-    try:
-        return gone.get(timeout=QUIET_S) is None
-    except queue.Empty:
-        return True
-
-
-def test_killed_is_gone_stopped_is_not(peers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
-    """A killed process is gone and one that is stopped is not."""
-    with other_agent("a") as (a, to_a), other_agent("b") as (b, to_b):
-        peers.set_peers({"a": to_a, "b": to_b})
-        wait_for(connected(peers, "a", "b"))
-        os.kill(b.pid, signal.SIGSTOP)
-        assert nothing(gone)
-        a.kill()
-        assert gone.get(timeout=DEADLINE_S) == "a"
-        b.kill()  # stopped or not
-        assert gone.get(timeout=DEADLINE_S) == "b"
-        assert nothing(gone), "each is told once"
-
-
-def test_unknown_address_proves_nothing(peers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
-    """A firewall refuses, another node has 127.0.0.1 for its address, a port belongs to somebody else now."""
-    with other_agent("somebody else") as (process, to_other), socket.create_server(("127.0.0.1", 0)) as closed:
+def test_unknown_address_proves_nothing(agent: Callable[..., Peers]) -> None:
+    """A firewall refuses, a port belongs to somebody else now, a node was told a wrong --local-addr."""
+    peers, somebody, known = agent(), agent("somebody else"), agent("known")
+    with socket.create_server(("127.0.0.1", 0)) as closed:
         refused = closed.getsockname()[:2]
-        closed.close()
-        peers.set_peers({"a": refused, "b": to_other})
-        wait_for(lambda: "b" in peers._connections and peers._connections["b"].socket is not None)
-        assert nothing(gone)
-        process.kill()
-        assert nothing(gone)
+    addresses = {"a": refused, "b": somebody.address, "c": ("node..example", 4000), "d": ("x" * 70, 4000)}
+    peers.set_peers(addresses | {"known": known.address})
+    peers.wait_connected("known")
+    peers.wait_for("b", lambda peer: peer.socket is not None)
+    somebody.close()
+    peers.wait_for("b", lambda peer: peer.retry_at)
+    known.close()
+    assert peers.next_gone() == "known", "and nobody before it"
+    assert peers.gone.empty()
 
 
-def test_cut_connection_is_made_again(peers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
+def test_cut_connection_is_made_again(agent: Callable[..., Peers]) -> None:
     """By something in between: the agent lives. Later it dies, and that is seen."""
-    with other_agent("a") as (process, to_a):
-        peers.set_peers({"a": to_a})
-        wait_for(connected(peers, "a"))
-        first = peers._connections["a"].socket
-        assert first is not None
-        first.shutdown(socket.SHUT_RDWR)
-        wait_for(lambda: peers._connections["a"].socket not in (None, first))
-        assert nothing(gone)
-        process.kill()
-        assert gone.get(timeout=DEADLINE_S) == "a"
+    peers, other = agent(), agent("a")
+    peers.set_peers({"a": other.address})
+    peers.wait_connected("a")
+    first = peers._connections["a"].socket
+    assert first is not None
+    first.shutdown(socket.SHUT_RDWR)
+    peers.wait_for("a", lambda peer: peer.socket not in (None, first))
+    other.close()
+    assert peers.next_gone() == "a"
+    assert peers.gone.empty()
 
 
-def test_unfollowed_peer_is_ignored(peers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
-    """Whoever is not followed any more is nobodys business."""
-    with other_agent("a") as (process, to_a):
-        peers.set_peers({"a": to_a})
-        wait_for(connected(peers, "a"))
-        peers.set_peers({})
-        wait_for(lambda: not peers._connections)
-        process.kill()
-        assert nothing(gone)
+def test_one_refusal_is_not_a_death(agent: Callable[..., Peers], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands between may begin anew, and refuse until it has."""
+    monkeypatch.setattr(peer_monitor, "_REFUSED_RETRY_S", 600.0)  # so that this test says when it is tried again
+    peers, address = agent(), ("127.0.0.1", free_ports(1)[0])
+
+    def retry() -> None:
+        peers.wait_for("a", lambda peer: peer.retry_at is not None)
+        peers._connections["a"].retry_at = 0.0
+        peers._interrupt()
+
+    with socket.create_server(address) as first:
+        peers.set_peers({"a": address})
+        connection, _ = first.accept()
+        connection.send(b"a")
+        peers.wait_connected("a")
+        first.close()
+        connection.close()
+        retry()
+        peers.wait_for("a", lambda peer: peer.refusals == 1)
+    with socket.create_server(address, reuse_port=False) as again:
+        retry()
+        again.settimeout(DEADLINE_S)
+        connection, _ = again.accept()
+        connection.send(b"a")
+        peers.wait_for("a", lambda peer: peer.refusals == 0)
+        connection.close()
+    assert peers.gone.empty()
 
 
-def test_error_ends_no_connections() -> None:
+def test_error_ends_no_connections(agent: Callable[..., Peers]) -> None:
     """An error that was not foreseen leaves the listener open, and the other connections as they are."""
     reported: list[str] = []
 
@@ -143,33 +171,22 @@ def test_error_ends_no_connections() -> None:
         if len(reported) == 1:
             raise ValueError("not foreseen")
 
-    peers = PeerConnections("me", fail_first)
-    try:
-        with other_agent("a") as (a, to_a), other_agent("b") as (b, to_b):
-            peers.set_peers({"a": to_a, "b": to_b})
-            wait_for(connected(peers, "a", "b"))
-            a.kill()
-            wait_for(lambda: reported == ["a"])
-            b.kill()
-            wait_for(lambda: reported == ["a", "b"])
-            with socket.create_connection(("127.0.0.1", peers.port), DEADLINE_S) as other:
-                assert other.recv(10) == b"me"
-    finally:
-        peers.close()
-
-
-def test_strangers_do_no_harm(peers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
-    with socket.create_connection(("127.0.0.1", peers.port), DEADLINE_S) as stranger:
-        assert stranger.recv(10) == b"me"
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    peers, a, b = agent(), agent("a"), agent("b")
+    peers._on_gone = fail_first
+    peers.set_peers({"a": a.address, "b": b.address})
+    peers.wait_connected("a", "b")
+    a.close()
+    wait_until(lambda: reported == ["a"], "a is gone")
+    b.close()
+    wait_until(lambda: reported == ["a", "b"], "b is gone")
+    with socket.create_connection(peers.address, DEADLINE_S) as other:
+        assert other.recv(10) == b"me"
+        other.sendall(b"GET / HTTP/1.1\r\n\r\n")  # a stranger
         with contextlib.suppress(ConnectionResetError):
-            assert stranger.recv(10) == b""
-    assert nothing(gone)
+            assert other.recv(10) == b""
 
 
 def test_ring_ties_to_those_behind() -> None:
-    """Everybody is tied to those behind in a ring."""
-
     def world(size: int) -> World:
         members = tuple(Member(str(rank), "h", 1, 1, rank, tether_port=rank % 9 and 100 + rank) for rank in range(size))
         return World(0, JobState.RUNNING, members)
@@ -179,44 +196,34 @@ def test_ring_ties_to_those_behind() -> None:
     assert [*choose_peers(world(20), 15)] == ["16", "17", "19", "1", "2", "3"]
 
 
-def test_bad_name_harms_nobody(peers: PeerConnections, gone: queue.SimpleQueue[str]) -> None:
-    """Of a node that was told a wrong --local-addr."""
-    with other_agent("a") as (process, to_a):
-        peers.set_peers({"b": ("node..example", 4000), "c": ("x" * 70, 4000), "a": to_a})
-        wait_for(connected(peers, "a"))
-        with socket.create_connection(("127.0.0.1", peers.port), DEADLINE_S) as other:
-            assert other.recv(10) == b"me"
-        process.kill()
-        assert gone.get(timeout=DEADLINE_S) == "a"
-        assert nothing(gone)
+def tls_of(folder: Path, name: str = NAME, issuer: Authority = CA) -> PeerTLS:
+    folder.mkdir(exist_ok=True)
+    return PeerTLS(Credentials(ca=CA.save(folder), **issuer.issue(name).save(folder), server_name=NAME))
 
 
-def test_one_refusal_is_not_a_death(
-    peers: PeerConnections, gone: queue.SimpleQueue[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What stands between may begin anew, and refuse until it has."""
-    monkeypatch.setattr(peer_monitor, "_REFUSED_RETRY_S", 600.0)  # so that this test says when it is tried again
+def test_death_is_seen_through_tls(tmp_path: Path, agent: Callable[..., Peers]) -> None:
+    """Whichever strangers connect beside it: these are told nothing, and hold nobody up."""
+    peers, other = agent(tls=tls_of(tmp_path / "mine")), agent("a", tls_of(tmp_path / "a"))
+    with socket.create_connection(peers.address), socket.create_connection(peers.address, DEADLINE_S) as stranger:
+        peers.set_peers({"a": other.address})
+        peers.wait_connected("a")
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        heard = b""
+        with contextlib.suppress(ConnectionResetError):
+            while more := stranger.recv(100):
+                heard += more
+        assert b"me" not in heard
+        other.close()
+        assert peers.next_gone() == "a"
 
-    def retry() -> None:
-        wait_for(lambda: refused.retry_at is not None)
-        refused.retry_at = 0.0
-        peers._interrupt()
 
-    address = ("127.0.0.1", free_ports(1)[0])
-    with socket.create_server(address) as first:
-        peers.set_peers({"a": address})
-        connection, _ = first.accept()
-        connection.send(b"a")
-        wait_for(connected(peers, "a"))
-        refused = peers._connections["a"]
-        first.close()
-        connection.close()
-        retry()
-        wait_for(lambda: refused.refusals == 1)
-    with socket.create_server(address, reuse_port=False) as again:
-        retry()
-        again.settimeout(DEADLINE_S)
-        connection, _ = again.accept()
-        connection.send(b"a")
-        assert nothing(gone)
-        connection.close()
+@pytest.mark.parametrize("wrong", ["name", "CA", "plain"])
+def test_impostor_is_not_believed(tmp_path: Path, agent: Callable[..., Peers], wrong: str) -> None:
+    issuer, name = Authority() if wrong == "CA" else CA, "other.example" if wrong == "name" else NAME
+    peers = agent(tls=tls_of(tmp_path / "mine"))
+    impostor = agent("a", None if wrong == "plain" else tls_of(tmp_path / "a", name, issuer))
+    peers.set_peers({"a": impostor.address})
+    peers.wait_for("a", lambda peer: peer.retry_at)
+    impostor.close()
+    assert not peers._connections["a"].proven, "its death proves nothing of the agent's"
+    assert peers.gone.empty()

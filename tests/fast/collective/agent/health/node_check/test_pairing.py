@@ -49,15 +49,6 @@ def test_every_suspect_meets_one_that_passed() -> None:
     assert again[:2] == (("f", "a"), ("e", "b"))
 
 
-@given(st.integers(0, 9), st.randoms(use_true_random=False))
-def test_nodes_are_in_one_group_a_round(count: int, rng: object) -> None:
-    """Every node is in exactly one group of each round."""
-    nodes = [f"n{number}" for number in range(count)]
-    pick = lambda: {node for node in nodes if rng.random() < 0.3}  # type: ignore[attr-defined] # noqa: E731
-    for groups, _ in simulate(nodes, pick(), pick()):
-        assert sorted(node for group in groups for node in group) == nodes
-
-
 @given(st.integers(4, 9).filter(lambda count: count != 5), st.integers(0, 8), st.booleans())
 def test_one_bad_node_is_named(count: int, which: int, silent: bool) -> None:
     """One bad node among good ones is named and nobody else."""
@@ -74,7 +65,6 @@ def test_a_silent_node_among_three_is_named() -> None:
 
 
 def test_both_of_two_failing_are_named() -> None:
-    """Of two that fail together both are named."""
     nodes = list("ab")
     assert summarize_rounds(nodes, simulate(nodes, {"a"}, set()), FACTOR).faulty == dict.fromkeys(
         nodes, "could not reduce"
@@ -82,7 +72,6 @@ def test_both_of_two_failing_are_named() -> None:
 
 
 def test_slow_node_is_named_by_its_own_time() -> None:
-    """A slow node is named by its own time not its partners."""
     first = {"a": GOOD, "b": CheckRoundResult("cpu", 3.0, 0.5), "c": GOOD, "d": GOOD}
     first["a"] = CheckRoundResult("cpu", 1.0, 0.5)  # it waited for b
     again = second_groups("abcd", first, FACTOR)
@@ -104,14 +93,7 @@ def test_slow_node_is_named_by_its_own_time() -> None:
     }
 
 
-def test_slower_of_two_can_be_slow() -> None:
-    """Of two nodes the slower one can be slow."""
-    results = {"a": GOOD, "b": CheckRoundResult("cpu", 2.5, 0.1)}
-    assert set(summarize_rounds("ab", [(first_groups("ab"), results)], FACTOR).slow) == {"b"}
-
-
 def test_devices_are_compared_with_alike() -> None:
-    """Devices are compared with their like."""
     results = {
         "a": CheckRoundResult("cuda", 0.01, 0.1),
         "b": CheckRoundResult("cuda", 0.01, 0.1),

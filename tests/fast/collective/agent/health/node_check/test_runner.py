@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from edl.collective.agent.health.node_check import runner
 from edl.collective.agent.health.node_check.pairing import NodeCheckResult
 from edl.collective.agent.health.node_check.runner import NodeCheckSettings, check_nodes
 from edl.discovery import open_store
+from tests.waiting import wait_until
 
 
 def test_error_need_not_be_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,6 +35,7 @@ def test_last_words_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     probes: list[subprocess.Popen[str]] = []
+    polls: list[bool] = []  # since the probe has ended
     start, read = subprocess.Popen, runner._read_lines
 
     def started(*arguments: Any, **settings: Any) -> subprocess.Popen[str]:
@@ -42,15 +43,16 @@ def test_last_words_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return probes[-1]
 
     def read_late(pipe: Any, record: Callable[[str], object]) -> None:
-        probes[-1].wait(30)
-        time.sleep(4 * runner._POLL_S)
+        wait_until(lambda: len(polls) > 3, "its words were asked for in vain")
         read(pipe, record)
+
+    def note_poll() -> None:
+        if probes and probes[-1].poll() is not None:
+            polls.append(True)
 
     monkeypatch.setattr(runner.subprocess, "Popen", started)
     monkeypatch.setattr(runner, "_read_lines", read_late)
     with open_store(f"sqlite:///{tmp_path}/store.sqlite") as store:
-        groups = (("a",),)
-        results = runner._run_round(
-            runner._OwnNode(store, "check", "a", "127.0.0.1", NodeCheckSettings()), 1, groups, ["a"]
-        )
+        own = runner._OwnNode(store, "check", "a", "127.0.0.1", NodeCheckSettings(raise_if_stopping=note_poll))
+        results = runner._run_round(own, 1, (("a",),), ["a"])
     assert (results["a"].compute_s, results["a"].reduce_s, results["a"].error) == (0.5, 0.0, "")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store
 
 from edl.collective.agent.health.node_check import probe, workload
 from edl.collective.agent.health.node_check.workload import (

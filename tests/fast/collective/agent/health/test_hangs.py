@@ -4,12 +4,68 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from edl.collective.agent.health.hang_detector import HangDetector
-from edl.collective.agent.health.hang_limits import HangLimits
+from edl.collective.agent.health.hang_limits import HangLimits, describe_hang, find_progress_limit
 from edl.collective.agent.health.process_activity import ActivityMonitor, ProcessUsage, ThreadUsage
 from edl.collective.worker_status import Phase, WorkerStatus, WorkerStatusPage
 
-LIMITS = HangLimits(floor_s=10.0, factor=5.0, working_factor=4.0)
+LIMITS = HangLimits(floor_s=10.0, factor=5.0, first_step_s=60.0, start_s=30.0, load_s=40.0, save_s=20.0)
+
+
+def status(phase: Phase = Phase.TRAIN, **fields: object) -> WorkerStatus:
+    values = {"phase_since": 100.0, "step": 7, "step_at": 100.0, "durations_s": (1.0, 1.0, 1.0), **fields}
+    return replace(WorkerStatusPage.from_env().read_status(), phase=phase, **values)  # type: ignore[arg-type]
+
+
+def why_hung(status: WorkerStatus, now_s: float, limits: HangLimits, forked_s: float = 0.0) -> str | None:
+    found = find_progress_limit(status, limits, forked_s=forked_s)
+    return None if found is None else describe_hang(found, now_s, limits)
+
+
+def test_missing_step_is_a_hang() -> None:
+    assert why_hung(status(), 110.0, LIMITS) is None
+    why = why_hung(status(), 110.1, LIMITS)
+    assert why == "no step after step 7 for 10.1 s; the limit is 10 s where a step takes 1 s"
+
+
+@pytest.mark.parametrize("fields", [{"step": -1, "step_at": 0.0}, {"durations_s": (0.1, 0.1)}])
+def test_first_steps_have_their_own_limit(fields: dict[str, object]) -> None:
+    assert why_hung(status(**fields), 160.0, LIMITS) is None
+    assert "for the first steps" in (why_hung(status(**fields), 160.1, LIMITS) or "")
+
+
+def test_save_or_new_worker_restarts_time() -> None:
+    assert why_hung(status(step_at=50.0, phase_since=105.0), 115.0, LIMITS) is None
+    assert why_hung(status(step_at=50.0, phase_since=105.0), 115.1, LIMITS) is not None
+
+
+@pytest.mark.parametrize(
+    ("phase", "limit_s"), [(Phase.START, 30.0), (Phase.LOAD, 40.0), (Phase.SAVE, 20.0), (Phase.AGREE, 120.0)]
+)
+def test_other_phases_have_their_limits(phase: Phase, limit_s: float) -> None:
+    assert why_hung(status(phase), 100.0 + limit_s, LIMITS) is None
+    assert f"in phase {phase.name}" in (why_hung(status(phase), 100.1 + limit_s, LIMITS) or "")
+
+
+@pytest.mark.parametrize("limits", [HangLimits(floor_s=3600.0), HangLimits(), HangLimits(save_s=4000.0)])
+@pytest.mark.parametrize("durations_s", [(), (200.0, 200.0, 200.0)])
+@pytest.mark.parametrize("phase", [Phase.TRAIN, Phase.SAVE])
+def test_hanging_rank_is_found_first(limits: HangLimits, durations_s: tuple[float, ...], phase: Phase) -> None:
+    waiting, hanging = (status(each, durations_s=durations_s) for each in (Phase.AGREE, phase))
+    found = next(now_s for now_s in range(100, 20000, 30) if why_hung(hanging, now_s, limits))
+    assert why_hung(waiting, found, limits) is None
+    assert why_hung(waiting, 20000.0, limits) is not None, "but not for ever"
+
+
+def test_silent_and_waiting_scripts_are_left() -> None:
+    assert why_hung(status(Phase.START, step=-1), 1e9, LIMITS) is None
+    assert why_hung(status(Phase.PAUSE), 1e9, LIMITS) is None
+    assert why_hung(status(Phase.EXIT), 1e9, LIMITS) is None
+
+
+WORKING = HangLimits(floor_s=10.0, factor=5.0, working_factor=4.0)
 
 
 class Simulation:
@@ -19,7 +75,7 @@ class Simulation:
         self.working = set(working)
         self.now_s = 100.0
         self.statuses = {rank: status() for rank in (0, 1)}
-        self.detector = HangDetector(LIMITS, ActivityMonitor(self._usage))
+        self.detector = HangDetector(WORKING, ActivityMonitor(self._usage))
         self.detector.begin_generation(0.0)
 
     def _usage(self, pid: int) -> ProcessUsage:
@@ -36,11 +92,6 @@ class Simulation:
         return None
 
 
-def status(phase: Phase = Phase.TRAIN, **fields: object) -> WorkerStatus:
-    told = {"phase_since": 100.0, "step": 7, "step_at": 100.0, "durations_s": (1.0, 1.0, 1.0), **fields}
-    return replace(WorkerStatusPage.from_env().read_status(), phase=phase, **told)  # type: ignore[arg-type]
-
-
 def test_workers_that_all_wait_hang() -> None:
     found = Simulation().until_hung(200.0)
     assert found == (10.1, 0, "no step after step 7 for 10.1 s; the limit is 10 s where a step takes 1 s")
@@ -54,13 +105,6 @@ def test_a_worker_that_works_has_longer() -> None:
     assert found is not None
     assert found[:2] == (40.1, 1)
     assert found[2].endswith("the limit is 40 s where a step takes 1 s for a process that works")
-
-
-def test_working_ranks_excuse_nobody() -> None:
-    """Ranks that work do not excuse each other."""
-    found = Simulation(0, 1).until_hung(300.0)
-    assert found is not None
-    assert found[0] == 40.1
 
 
 def test_a_worker_that_stops_working_hangs() -> None:
@@ -83,7 +127,6 @@ def test_what_is_declared_has_its_own_limit() -> None:
 
 
 def test_wait_begins_when_the_other_is_done() -> None:
-    """The wait begins when the other is done."""
     simulation = Simulation()
     simulation.statuses[0] = status(Phase.BUSY, busy_with="evaluation", busy_limit_s=500.0)
     assert simulation.until_hung(300.0) is None
@@ -109,11 +152,3 @@ def test_a_moment_of_being_busy_is_not_told() -> None:
     assert not simulation.detector.busy
     simulation.until_hung(102.0)
     assert simulation.detector.busy
-
-
-def test_a_new_generation_begins_anew() -> None:
-    simulation = Simulation()
-    simulation.detector.others_busy = True
-    simulation.until_hung(105.0)
-    simulation.detector.begin_generation(106.0)
-    assert not simulation.detector.busy

@@ -87,13 +87,15 @@ class Metrics(Collector):
 
     Args:
         model: label of all series.
+        clock: returns seconds, and has the zero of `WorkerMetrics.computing_since_s`.
 
     Attributes:
         registry: of the Prometheus client library.
         probes: what `/livez` and `/readyz` beside `/metrics` answer.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.registry = CollectorRegistry()
         self.probes = HealthProbes()
         self._model = model
@@ -130,7 +132,7 @@ class Metrics(Collector):
         Args:
             limit_s: how long a call may take, in seconds.
         """
-        now_s = time.monotonic()
+        now_s = self._clock()
         for worker in self._workers:
             since_s = worker.computing_since_s
             if since_s is not None and now_s - since_s > limit_s:

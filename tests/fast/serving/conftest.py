@@ -1,18 +1,11 @@
-"""Teacher servers for tests: as processes, and on an event loop in a thread of the test's own process."""
+"""Teacher servers for tests, on an event loop in a thread of the test's own process."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import queue
-import subprocess
-import sys
 import threading
-import time
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
@@ -21,19 +14,10 @@ from edl.protocol import codec, kserve, names, tensors
 from edl.protocol.transport import grpc
 from edl_serving import Array, Backend, ServerSettings, TeacherServer
 from edl_serving.lifecycle import ServerState
-from tests.plugins_consul import free_ports
-from tests.waiting import wait_until
+from tests.waiting import DEADLINE_S, wait_until
 
-ROOT = Path(__file__).parents[3]
-TIMEOUT_S = 90.0
-
-
-def until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
-    """Poll until `condition` holds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s"
-        time.sleep(0.005)
+TIMEOUT_S = DEADLINE_S
+"""For a call, and for what the event loop is asked to do: only a test that hangs comes to it."""
 
 
 OPTIONS = [
@@ -90,86 +74,31 @@ def outputs_of(answer: bytes) -> dict[str, Array]:
     }
 
 
-class Process:
-    """A server as a process of its own."""
-
-    def __init__(self, model: str, env: Mapping[str, str] | None = None, **settings: Any) -> None:
-        self.popen = subprocess.Popen(
-            [sys.executable, "-m", "tests.fast.serving.runner", model, json.dumps({"model": "m", **settings})],
-            cwd=ROOT,
-            env=None if env is None else dict(env),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.lines: queue.Queue[str] = queue.Queue()
-        self.log: list[str] = []
-        self._readers = [
-            threading.Thread(target=self._read, args=(self.popen.stdout, self.lines.put), daemon=True),
-            threading.Thread(target=self._read, args=(self.popen.stderr, self.log.append), daemon=True),
-        ]
-        for reader in self._readers:
-            reader.start()
-        self.port = 0
-        self.metrics_port = 0
-
-    @staticmethod
-    def _read(stream: Any, put: Callable[[str], None]) -> None:
-        for line in stream:
-            put(line.strip())
-
-    def wait_ready(self) -> Process:
-        word, port, metrics_port = self.line().split()
-        assert word == "ready"
-        self.port = int(port)
-        self.metrics_port = 0 if metrics_port == "None" else int(metrics_port)
-        return self
-
-    def line(self) -> str:
-        """The next line that it prints."""
-        try:
-            return self.lines.get(timeout=TIMEOUT_S)
-        except queue.Empty:
-            raise AssertionError("printed nothing:\n" + "\n".join(self.log)) from None
-
-    @property
-    def target(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-    def metrics(self) -> str:
-        """What Prometheus reads."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=TIMEOUT_S) as answer:
-            text: str = answer.read().decode()
-        return text
-
-    def wait(self, timeout_s: float = TIMEOUT_S) -> int:
-        """Its exit code."""
-        return self.popen.wait(timeout_s)
-
-    def close(self) -> None:
-        if self.popen.poll() is None:
-            self.popen.kill()
-        self.popen.wait(TIMEOUT_S)
-        for reader in self._readers:
-            reader.join(TIMEOUT_S)
-        for stream in (self.popen.stdout, self.popen.stderr):
-            assert stream is not None
-            stream.close()
-
-
 class Inside:
-    """A server on an event loop in a thread of this process, so that a test can hold the model's strings."""
+    """A server on an event loop in a thread of this process, so that a test can hold the model's strings.
 
-    def __init__(self, backends: Backend | list[Backend], **settings: Any) -> None:
+    Args:
+        backends: of the server.
+        wait: False to return while the server starts; `starting` is its start.
+        settings: of the server.
+    """
+
+    def __init__(self, backends: Backend | list[Backend], *, wait: bool = True, **settings: Any) -> None:
         self.server = TeacherServer(ServerSettings(model="m", **settings), backends)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
-        try:
-            self.port: int = self.call(self.server.start())
-        except BaseException:
-            self._end()
-            raise
+        self.starting = self.begin(self.server.start())
+        if wait:
+            try:
+                self.starting.result(TIMEOUT_S)
+            except BaseException:
+                self._end()
+                raise
+
+    @property
+    def port(self) -> int:
+        return self.server.port
 
     @property
     def target(self) -> str:
@@ -200,33 +129,12 @@ class Inside:
         self._loop.close()
 
 
-class StartProcess(Protocol):
-    def __call__(
-        self, model: str, *, env: Mapping[str, str] | None = None, ready: bool = True, **settings: Any
-    ) -> Process: ...
-
-
 class StartInside(Protocol):
     def __call__(self, backends: Backend | list[Backend], **settings: Any) -> Inside: ...
 
 
 class Connect(Protocol):
     def __call__(self, target: str) -> Client: ...
-
-
-@pytest.fixture
-def process() -> Iterator[StartProcess]:
-    """Starts servers as processes, and kills what is left of them."""
-    started: list[Process] = []
-
-    def start(model: str, *, env: Mapping[str, str] | None = None, ready: bool = True, **settings: Any) -> Process:
-        one = Process(model, env, **settings)
-        started.append(one)
-        return one.wait_ready() if ready else one
-
-    yield start
-    for one in started:
-        one.close()
 
 
 @pytest.fixture
@@ -255,9 +163,3 @@ def connect() -> Iterator[Connect]:
     yield one
     for client in clients:
         client.close()
-
-
-@pytest.fixture
-def unused_port() -> int:
-    """A TCP port that nobody listened on a moment ago, and that no outgoing connection gets."""
-    return free_ports(1)[0]

@@ -1,10 +1,8 @@
-"""Models that the tests of the teacher server serve; `runner.py` starts one by its name."""
+"""Models that the tests of the teacher server serve."""
 
 from __future__ import annotations
 
-import os
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import numpy as np
 
 from edl.testing.models import Model
 from edl_serving import Array, Backend, TensorSpec
+from tests.waiting import DEADLINE_S, wait_until
 
 
 class Base(Backend):
@@ -64,62 +63,14 @@ class Moody(Base):
         return {"logits": answer[:-1] if 3 in moods else answer}
 
 
-class Sleeper(Base):
-    """Sleeps for as many seconds as the first element of the first row says."""
-
-    def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        time.sleep(float(inputs["x"][0, 0]))
-        return super().predict(inputs)
-
-    def close(self) -> None:
-        print("closed", flush=True)
-
-
-class FileGated(Base):
-    """Computes once the file is there that `EDL_TEST_GATE` names; for servers that are processes."""
-
-    def warm_up(self, max_rows: int) -> None:
-        pass
-
-    def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        _wait_for_file(os.environ["EDL_TEST_GATE"])
-        return super().predict(inputs)
-
-    def close(self) -> None:
-        print("closed", flush=True)
-
-
 def gated_echo(gate: str) -> Model:
     """`x` FP32 [rows, 4] to `y`, the same, once the file `gate` is there; for `edl serve --factory`."""
 
     def answer(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        _wait_for_file(gate)
+        wait_until(Path(gate).exists, gate)
         return {"y": inputs["x"]}
 
     return Model(answer, ["x:float32[4]"], ["y:float32[4]"], delay_s=0.001)  # computed in a thread, since it takes time
-
-
-def _wait_for_file(path: str) -> None:
-    deadline = time.monotonic() + 60
-    while not Path(path).exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{path} was not made")
-        time.sleep(0.01)
-
-
-class SlowStart(Base):
-    """Warms up until a file appears."""
-
-    def warm_up(self, max_rows: int) -> None:
-        while not Path(os.environ["EDL_TEST_WARM"]).exists():
-            time.sleep(0.01)
-
-
-class NoStart(Base):
-    """Cannot warm up."""
-
-    def warm_up(self, max_rows: int) -> None:
-        raise RuntimeError("the weights are missing")
 
 
 class Images(Base):
@@ -155,6 +106,6 @@ class Gated(Base):
     def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         self.batches.append(inputs["x"].copy())
         self.started.set()
-        if not self.gate.wait(30):
+        if not self.gate.wait(DEADLINE_S):
             raise TimeoutError("the gate stayed shut")
         return super().predict(inputs)

@@ -1,0 +1,324 @@
+"""`edl serve`: discovery, draining, how it ends, and what it says; and `LocalTeacher`, which starts it for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edl.cli import main
+from edl.discovery import Instance, open_registry
+from edl.errors import EDLError, SettingsError
+from edl.protocol.transport import grpc
+from edl.testing import LocalTeacher
+from edl_serving import cmd_serve
+from tests.fast.serving.conftest import TIMEOUT_S, Client, outputs_of
+from tests.waiting import wait_until
+
+X = np.arange(8, dtype=np.float32).reshape(2, 4)
+ECHO = ["--factory", "edl.testing.models:echo"]
+LONG = {"ttl": "5m"}
+"""Of a lease: on a busy machine a teacher may get no turn for some seconds."""
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/discovery.sqlite"
+
+
+def instances(url: str, service: str) -> tuple[Instance, ...]:
+    with open_registry(url) as registry:
+        return registry.snapshot(service).instances
+
+
+def page(teacher: LocalTeacher, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{teacher.metrics_port}{path}", timeout=TIMEOUT_S) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+@contextlib.contextmanager
+def being_computed(teacher: LocalTeacher) -> Iterator[Any]:
+    """A request that the teacher is busy with, a future."""
+    with contextlib.closing(Client(teacher.endpoint)) as client:
+        call = client.start(X)
+        wait_until(lambda: 'edl_teacher_in_flight{model="m"} 1.0' in page(teacher, "/metrics")[1])
+        yield call
+
+
+def test_sigterm_drains_and_leaves(url: str, tmp_path: Path) -> None:
+    serve = {"metrics-port": 0, "tag": ["a", "b"], "meta": {"rack": "r7"}, "capacity": 2, "model-version": "v9", **LONG}
+    serve |= {"linger": "10ms", "drain-timeout": "60s"}
+    gate, model = tmp_path / "gate", "tests.fast.serving.models:gated_echo"
+    with LocalTeacher(model, service="s", discovery=url, serve=serve, gate=str(gate)) as teacher:
+        (instance,) = instances(url, "s")
+        assert instance.endpoint == teacher.endpoint
+        assert (instance.model, instance.capacity, instance.state, instance.tags) == ("m", 2.0, "ready", ("a", "b"))
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        assert instance.meta == {"rack": "r7", "version": "v9", "pid": str(teacher.pid), "boot": boot}
+        assert re.search(r"registered as s/\S+ at sqlite:", teacher.log)
+        ready = 200, "[+]discovery ok\n[+]model ok\n[+]registry ok\nreadyz check passed\n"
+        assert page(teacher, "/readyz") == ready
+        with being_computed(teacher) as call:
+            teacher.terminate()
+            wait_until(lambda: [one.state for one in instances(url, "s")] == ["draining"])
+            wait_until(lambda: "[-]model failed: draining" in page(teacher, "/readyz")[1])
+            assert page(teacher, "/readyz")[0] == 503
+            assert page(teacher, "/livez")[0] == 200, "a teacher that drains is not to be killed"
+            gate.touch()
+            np.testing.assert_array_equal(outputs_of(call.result())["y"], X)
+        assert teacher.wait() == 0
+        assert instances(url, "s") == ()
+
+
+def test_a_second_sigterm_ends_at_once() -> None:
+    serve = {"metrics-port": 0, "drain-timeout": "1h"}
+    with LocalTeacher("echo", delay_s=3600, serve=serve) as teacher, being_computed(teacher) as call:
+        teacher.terminate()
+        wait_until(lambda: "a second signal ends at once" in teacher.log)
+        teacher.terminate()
+        assert teacher.wait() == -signal.SIGTERM
+        assert call.exception().code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_too_long_drain_exits_1() -> None:
+    with LocalTeacher("echo", delay_s=3600, serve={"drain-timeout": "500ms", "metrics-port": 0}) as teacher:
+        with being_computed(teacher) as call:
+            teacher.terminate()
+            assert teacher.wait() == 1
+            assert call.exception().code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        assert "requests were left unanswered" in teacher.log
+
+
+MODEL = """
+    def double(inputs):
+        return {"y": inputs["x"] * 2}
+
+    def breaks(inputs):
+        return int("not a number")
+
+    class Broken:
+        def __init__(self):
+            raise RuntimeError("the weights are gone")
+
+    class Cold:
+        inputs, outputs = ["x:float32[4]"], ["y:float32[4]"]
+
+        def __call__(self, inputs):
+            return inputs
+
+        def warm_up(self, max_rows):
+            raise RuntimeError("too cold")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with models in it."""
+    (tmp_path / "teacher.py").write_text(textwrap.dedent(MODEL))
+    (tmp_path / "module.py").write_text("import torch\n\nnet = torch.nn.Linear(4, 2)\ndef build(): return net\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the current folder is added to it
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--callable", "teacher.py:double"], "nobody says what the model's inputs are"),
+        (["--callable", "teacher.py:double", "--input", "x:float32", "--option", "a=1"], "--option means nothing"),
+        (["--factory", "teacher.py:Broken", "--option", "widht=4"], "unexpected keyword argument 'widht'"),
+        ([*ECHO, "--port", "{taken}"], "cannot listen on 127.0.0.1:{taken}: Address already in use; another --port"),
+        ([*ECHO, "--host", "300.1.1.1"], "listen on 300.1.1.1:0: no address of that"),
+        ([*ECHO, "--host", "192.0.2.1"], "no such address; give --host 127.0.0.1 for"),
+        ([*ECHO, "--uds", "no/such/socket"], "there is no folder '{folder}/no/such'"),
+        ([*ECHO, "--uds", "x" * 108], "no socket can be made there: AF_UNIX path too long"),
+        ([*ECHO, "--uds", "teacher.py"], "is there already, and is no socket"),
+        (["--callable", "module.py:net", "--input", "x:float32[4]"], "give --torch-factory a function that returns it"),
+        ([*ECHO, "--metrics-port", "{taken}"], "metrics cannot listen on 127.0.0.1:{taken}"),
+        ([*ECHO, "--ready-file", "no/such/folder"], "--ready-file: there is no folder"),
+        ([*ECHO, "--exit-with", "{gone}"], "there is no such process"),
+        ([*ECHO, "--discovery", "sqlite:///proc/x"], "/proc/x"),
+        (["--paddle", "nothing"], "there is neither"),
+    ],
+)
+def test_what_the_user_got_wrong_is_named(
+    arguments: list[str], words: str, folder: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDL_DISCOVERY", url)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        known = {"taken": listener.getsockname()[1], "gone": gone.pid, "folder": folder}
+        with pytest.raises(SettingsError, match=re.escape(words.format(**known))):
+            cmd_serve.main(["--model", "m", *(argument.format(**known) for argument in arguments)])
+    assert (folder / "teacher.py").is_file()
+
+
+def test_users_errors_are_one_line(url: str) -> None:
+    """In a process of its own, whose standard error gRPC's own words about an address would be on as well."""
+    command = [sys.executable, "-m", "edl", "serve", "--model", "m", *ECHO, "--host", "300.1.1.1", "--discovery", url]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("edl serve: cannot listen on 300.1.1.1")
+    assert "Traceback" not in done.stderr
+    assert "GRPC" not in done.stderr
+    assert "add_port" not in done.stderr
+
+
+NET = ["--torch-factory", "module.py:build", "--device", "cpu", "--input", "x:float32[5]"]
+
+
+@pytest.mark.parametrize(
+    ("source", "words", "last"),
+    [
+        (["--factory", "teacher.py:Broken"], "RuntimeError: the weights are gone", ""),
+        (["--factory", "teacher.py:Cold"], "RuntimeError: too cold", ""),
+        (
+            ["--callable", "teacher.py:breaks", "--input", "x:float32[4]"],
+            "in breaks",
+            "edl serve: it was called with zeros of the types and sizes of --input 'x:float32[4]'",
+        ),
+        (
+            ["--callable", "teacher.py:breaks", "--sample", "sample.npz"],
+            "ValueError: invalid literal",
+            "edl serve: it was called with the batch in --sample 'sample.npz'",
+        ),
+        *(  # found by calling it, or called to warm up
+            (
+                [*NET, *output],
+                "",
+                "edl serve: the model was called with zeros of the types and sizes of --input 'x:float32[5]', and "
+                "failed: RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x5 and 4x2)",
+            )
+            for output in ([], ["--output", "y:float32[2]"])
+        ),
+    ],
+)
+def test_breaking_model_shows_its_stack(
+    source: list[str], words: str, last: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.savez(folder / "sample.npz", x=np.zeros((2, 5), np.float32))
+    assert main(["serve", "--model", "m", *source, "--discovery", "none"]) == 3
+    said = capsys.readouterr().err
+    assert words in said
+    if last:
+        assert said.splitlines()[-1].startswith(last.partition("(")[0])
+    if words:
+        stack = said[said.index("Traceback") :]
+        assert "teacher.py" in stack
+        assert "edl_serving" not in stack
+    else:
+        assert "Traceback" not in said
+
+
+def test_frameworks_are_named_or_not_loaded() -> None:
+    script = """
+import contextlib, sys
+from edl.cli import main
+import edl_serving.cmd_register
+with contextlib.suppress(SystemExit):
+    main(["serve", "--help"])
+assert not {"torch", "paddle", "sklearn"} & set(sys.modules), "help loads a framework"
+sys.modules["torch"] = sys.modules["paddle"] = None
+for source in ("torchscript", "paddle"):
+    assert main(["serve", "--model", "m", f"--{source}", __file__, "--discovery", "none"]) == 2
+"""
+    done = subprocess.run([sys.executable, "-"], input=script, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    for words in ("examples:", "--max-delay TIME", "exit codes: 0 drained", "edl serve --config teacher.toml"):
+        assert words in done.stdout
+    for package in ("torch", "paddlepaddle"):
+        assert f"is not installed: pip install {package}" in done.stderr
+
+
+# LocalTeacher.
+
+MARK = {"tag": f"edl-mark-{os.getpid()}-"}  # of this process: 12 is not to find those of 123
+
+
+@pytest.fixture
+def processes() -> Iterator[Callable[[], list[int]]]:
+    """Process ids of teachers that run."""
+
+    def running() -> list[int]:
+        found = []
+        for folder in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if folder.name.isdecimal() and MARK["tag"].encode() in (folder / "cmdline").read_bytes():
+                    found.append(int(folder.name))
+        return found
+
+    yield running
+    for pid in running():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_teacher_is_paused_killed_and_let_go(processes: Callable[[], list[int]]) -> None:
+    teacher = LocalTeacher("echo", serve=MARK)
+    with contextlib.closing(Client(teacher.endpoint)) as client:
+        teacher.pause()
+        call = client.start(X)
+        teacher.resume()
+        np.testing.assert_array_equal(outputs_of(call.result())["y"], X)
+    teacher.kill()
+    assert teacher.returncode == -signal.SIGKILL
+    assert not teacher.is_alive()
+    teacher.close()
+    assert "is served on" in teacher.log
+    another = LocalTeacher("echo", serve=MARK, wait=False)
+    another.pause()
+    assert processes() == [another.pid]
+    del another
+    assert processes() == []
+
+
+PARENT = """
+import sys, threading
+from edl.testing import LocalTeacher
+teachers = [LocalTeacher("echo", serve={"tag": sys.argv[1]}, wait=False) for _ in range(2)]
+for teacher in teachers:
+    teacher.wait_ready()
+teachers[0].pause()
+print("up", flush=True)
+threading.Event().wait()
+"""
+
+
+def test_killed_parent_takes_teachers_along(processes: Callable[[], list[int]]) -> None:
+    """Paused or not."""
+    # `-c` carries the mark in its own arguments too, so it counts as one of three.
+    with subprocess.Popen([sys.executable, "-c", PARENT, MARK["tag"]], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"up\n"
+        assert len(processes()) == 3
+        parent.kill()
+        left = list(Path(tempfile.gettempdir()).glob(f"edl-teacher-{parent.pid}-*"))
+    wait_until(lambda: processes() == [])
+    assert left == []
+
+
+def test_teacher_that_cannot_start_says_why(processes: Callable[[], list[int]]) -> None:
+    with pytest.raises(EDLError, match=r"ended with code 2 before it was ready:(.|\n)*no 'nonesuch'"):
+        LocalTeacher("nonesuch", serve=MARK)
+    with pytest.raises(EDLError, match="not ready within"):
+        LocalTeacher("echo", serve=MARK, timeout_s=0.05)
+    assert processes() == []

@@ -1,15 +1,20 @@
-"""Teacher processes for the reader's tests."""
+"""Teachers for the tests of readers: servers in this process, and processes of their own to kill, pause and drain."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 
-from edl.testing import LocalTeacher
+from edl.discovery import Instance, open_registry
+from edl.discovery.registry import Registration
+from edl.testing import LocalTeacher, models
+from edl_serving import Backend
+from edl_serving.backends.callable import CallableBackend
+from tests.fast.serving.conftest import Inside
+from tests.waiting import DEADLINE_S, wait_until
 
 
 class Start(Protocol):
@@ -18,11 +23,55 @@ class Start(Protocol):
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts teachers, and ends them with the test."""
+    """Starts teachers as processes, and ends them with the test. Takes a second or two each; see `serve`."""
     started: list[LocalTeacher] = []
 
     def one(model: str, **options: Any) -> LocalTeacher:
         started.append(LocalTeacher(model, **options))
+        return started[-1]
+
+    yield one
+    for teacher in started:
+        teacher.close()
+
+
+class Served(Inside):
+    """A teacher in this process, which takes milliseconds to start.
+
+    Args:
+        model: the name of a model in `edl.testing.models`, made with `options`; or a model, or a backend.
+        server: settings of `ServerSettings`.
+        options: of the named model.
+    """
+
+    def __init__(self, model: Any = "echo", server: dict[str, Any] | None = None, **options: Any) -> None:
+        made = getattr(models, model)(**options) if isinstance(model, str) else model
+        super().__init__(made if isinstance(made, Backend) else CallableBackend(made), **(server or {}))
+        self._is_open = True
+
+    @property
+    def endpoint(self) -> str:
+        """`host:port`, as students take it."""
+        return self.target
+
+    def close(self) -> None:
+        """End it. May be called twice."""
+        if self._is_open:
+            self._is_open = False
+            super().close()
+
+
+class Serve(Protocol):
+    def __call__(self, model: Any = "echo", server: dict[str, Any] | None = None, **options: Any) -> Served: ...
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Starts teachers in this process, and ends them with the test; see `Served`."""
+    started: list[Served] = []
+
+    def one(model: Any = "echo", server: dict[str, Any] | None = None, **options: Any) -> Served:
+        started.append(Served(model, server, **options))
         return started[-1]
 
     yield one
@@ -35,9 +84,24 @@ def registry_url(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path}/discovery.sqlite"
 
 
-def until(condition: Callable[[], bool], seconds: float) -> None:
-    """Wait until `condition` holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.01)
+def instance_of(endpoint: str, service: str, teacher_id: str = "") -> Instance:
+    """What a ready teacher registers."""
+    host, _, port = endpoint.rpartition(":")
+    return Instance(service=service, id=teacher_id or endpoint, address=host, port=int(port), state="ready")
+
+
+Register = Callable[..., Registration]
+
+
+@pytest.fixture
+def register(registry_url: str) -> Iterator[Register]:
+    """Registers endpoints in `registry_url`, for as long as the test runs; call with the endpoint and the service."""
+    with open_registry(registry_url) as registry:
+        yield lambda endpoint, service, teacher_id="": registry.register(
+            instance_of(endpoint, service, teacher_id), ttl_s=600
+        )
+
+
+def until(condition: Callable[[], object], seconds: float = DEADLINE_S) -> None:
+    """Wait until `condition` holds. Deprecated: use `tests.waiting.wait_until`."""
+    wait_until(condition, deadline_s=max(seconds, DEADLINE_S))

@@ -1,0 +1,126 @@
+"""A KServe v2 server that is not ours, and says what it is told to: for students, which must bear it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from typing_extensions import Self
+
+from edl.protocol import codec, kserve, names, tensors
+from edl.protocol.transport import grpc
+
+
+@dataclass
+class ForeignServer:
+    """A teacher of x:FP32[4] -> y:FP32[4], in threads of this process.
+
+    Attributes:
+        model, versions, output: as its model's metadata say.
+        scale: of this model, what the answer is the input times.
+        named: the version that the next answer names, from the version that its request names.
+        refusal: the status and the words with which it refuses each request, and its hint when to retry.
+        change: changes an answer before it is sent.
+        rewrite: by method, what becomes of an answer's bytes before they are sent.
+        left_out: methods that it does not implement.
+        asked: the versions that requests named.
+    """
+
+    model: str = "m"
+    versions: Sequence[str] = ("1",)
+    output: str = "y"
+    scale: float = 1.0
+    named: Callable[[str], str] = lambda asked: "1"
+    refusal: tuple[grpc.StatusCode, str] | None = None
+    change: Callable[[kserve.ModelInferResponse, list[bytes]], None] = lambda header, raw: None
+    rewrite: dict[str, Callable[[bytes], bytes]] = field(default_factory=dict)
+    extensions: Sequence[str] = ()
+    left_out: Sequence[str] = ()
+    compression: grpc.Compression = grpc.Compression.NoCompression
+    port: int = 0
+    asked: list[str] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        tensor = kserve.ModelMetadataResponse.TensorMetadata
+        index = kserve.RepositoryIndexResponse.ModelIndex(name=self.model, state="READY")
+        config = kserve.ModelConfig(name=self.model, max_batch_size=8)
+        config.parameters[names.MAX_ROWS].string_value = "8"
+        fixed: dict[str, Any] = {
+            "ServerReady": kserve.ServerReadyResponse(ready=True),
+            "ServerMetadata": kserve.ServerMetadataResponse(extensions=[*self.extensions, "model_configuration"]),
+            "ModelReady": kserve.ModelReadyResponse(ready=True),
+            "ModelMetadata": kserve.ModelMetadataResponse(
+                name=self.model,
+                versions=self.versions,
+                inputs=[tensor(name="x", datatype="FP32", shape=[-1, 4])],
+                outputs=[tensor(name=self.output, datatype="FP32", shape=[-1, 4])],
+            ),
+            "ModelConfig": kserve.ModelConfigResponse(config=config),
+            "RepositoryIndex": kserve.RepositoryIndexResponse(models=[index]),
+        }
+        handlers: dict[str, Any] = {
+            name: grpc.unary_unary_rpc_method_handler(
+                lambda _, context, name=name, answer=answer: self._rewritten(name, answer.SerializeToString())
+            )
+            for name, answer in fixed.items()
+            if name not in self.left_out
+        }
+        handlers["ModelInfer"] = grpc.unary_unary_rpc_method_handler(self._infer)
+        handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._stream)
+        options = [("grpc.max_send_message_length", -1)]
+        self._server = grpc.server(ThreadPoolExecutor(8), options=options, compression=self.compression)
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(names.SERVICE, handlers),))
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        self._server.start()
+        return self
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def close(self) -> None:
+        self._server.stop(0).wait()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _infer(self, data: bytes, context: Any) -> bytes:
+        if self.refusal is not None:
+            context.abort(*self.refusal)
+        return self._rewritten("ModelInfer", self._answer(data))
+
+    def _stream(self, requests: Iterator[bytes], _: Any) -> Iterator[bytes]:
+        for data in requests:
+            request = codec.parse_request(codec.split_request(data)[0])
+            if names.CANCEL in request.parameters:
+                continue
+            if self.refusal is None:
+                response = kserve.ModelInferResponse.FromString(self._answer(data))
+                whole = kserve.ModelStreamInferResponse(infer_response=response)
+                yield self._rewritten("ModelStreamInfer", whole.SerializeToString())
+                continue
+            answer = kserve.ModelStreamInferResponse(error_message=self.refusal[1])
+            answer.infer_response.id = request.id
+            answer.infer_response.parameters[names.STATUS].string_param = self.refusal[0].name
+            yield answer.SerializeToString()
+
+    def _answer(self, data: bytes) -> bytes:
+        header, raw = codec.split_request(data)
+        request = codec.parse_request(header)
+        self.asked.append(request.model_version)
+        x = np.frombuffer(raw[0], "<f4").reshape(-1, 4)
+        answer = kserve.ModelInferResponse(model_name=self.model, model_version=self.named(request.model_version))
+        answer.id = request.id
+        answer.outputs.add(name=self.output, datatype="FP32", shape=x.shape)
+        contents = [bytes(tensors.to_raw(x * np.float32(self.scale)))]
+        self.change(answer, contents)
+        return codec.encode_response(answer, contents)
+
+    def _rewritten(self, method: str, data: bytes) -> bytes:
+        return self.rewrite[method](data) if method in self.rewrite else data

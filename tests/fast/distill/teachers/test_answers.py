@@ -1,0 +1,174 @@
+"""Answers of teachers that are hostile, broken, of another kind than was asked for, or far too large."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edl.distill import DistillReader, Options
+from edl.distill.dispatch.policy import Policy
+from edl.errors import BadOutputError, EDLError
+from edl.protocol import codec, kserve, names
+from edl.protocol.transport import grpc
+from tests.fast.distill.conftest import Serve
+from tests.fast.distill.reading import reader_of, samples, why_unused
+from tests.fast.distill.teachers.foreign import ForeignServer
+
+NASTY = "ok\r\n12:00 ERROR all lost\x1b[2J\x1b]0;title\x07\u202egnp.exe\u2028"
+ROOT = Path(__file__).parents[4]
+FIRST_FAILURE_COUNTS = Options(policy=Policy(task_failures=1))
+
+
+def assert_fit(texts: list[str]) -> None:
+    assert texts
+    for text in texts:
+        assert text.isprintable(), f"as it would reach a log: {text!r:.200}"
+        assert len(text) < 5000, f"{len(text)} characters, beginning {text:.80}"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_words_of_errors_are_one_short_line(streams: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "edl")
+    # A status's words go as a header, which gRPC limits; on the stream they may have any length.
+    details = NASTY + "x" * (3_000_000 if streams else 3000)
+    extensions = [names.EXTENSION_STREAM] if streams else []
+    with ForeignServer(refusal=(grpc.StatusCode.INVALID_ARGUMENT, details), extensions=extensions) as server:
+        reader = reader_of(server).set_sample_generator(samples(4))
+        with reader, pytest.raises(EDLError) as caught:
+            list(reader())
+    assert r"ok\r\n12:00 ERROR all lost\x1b[2J" in str(caught.value), "what was said can still be read"
+    assert_fit([str(caught.value), *(record.getMessage() for record in caplog.records)])
+
+
+@pytest.mark.parametrize("fields", [{"versions": ["9" * 100_000]}, {"output": NASTY}], ids=["version", "output"])
+def test_nonsense_in_metadata_is_refused(fields: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "edl")
+    with ForeignServer(**fields) as server:
+        words = why_unused(reader_of(server).set_sample_generator(samples(4)), "no name and no version")
+    assert_fit([words, *(record.getMessage() for record in caplog.records)])
+
+
+def labels_of(change: Callable[[kserve.ModelInferResponse, list[bytes]], None], **arguments: Any) -> list[Any]:
+    with ForeignServer(change=change) as server:
+        reader = reader_of(server, options=FIRST_FAILURE_COUNTS, **arguments).set_sample_generator(samples(12))
+        with reader:
+            return list(reader())
+
+
+def another_model(header: kserve.ModelInferResponse, raw: list[bytes]) -> None:
+    header.model_name = "dogs"
+
+
+def another_id(header: kserve.ModelInferResponse, raw: list[bytes]) -> None:
+    header.id = f"{int(header.id, 16) + 1:016x}"
+
+
+def output_twice(header: kserve.ModelInferResponse, raw: list[bytes]) -> None:
+    header.outputs.add().CopyFrom(header.outputs[0])
+    raw.append((np.frombuffer(raw[0], "<f4") + 1).tobytes())
+
+
+def cast_to(datatype: str, dtype: str) -> Callable[[kserve.ModelInferResponse, list[bytes]], None]:
+    def change(header: kserve.ModelInferResponse, raw: list[bytes]) -> None:
+        header.outputs[0].datatype = datatype
+        raw[0] = np.frombuffer(raw[0], "<f4").astype(dtype).tobytes()
+
+    return change
+
+
+def typed(header: kserve.ModelInferResponse, raw: list[bytes]) -> None:
+    header.outputs[0].datatype = "INT32"
+    header.outputs[0].contents.int_contents.extend(np.frombuffer(raw.pop(), "<f4").astype(int).tolist())
+
+
+def says_little(header: kserve.ModelInferResponse, raw: list[bytes]) -> None:
+    header.model_name = header.id = ""
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (another_model, "it answers for model 'dogs', and 'm' is asked for"),
+        (another_id, "its answer is to request '"),
+        (output_twice, "output 'y' is in its answer twice"),
+        (cast_to("FP64", "<f8"), "output 'y' is 'FP64', not 'FP32'"),
+        (cast_to("FP16", "<f2"), "output 'y' is 'FP16', not 'FP32'"),
+        (typed, "output 'y' is 'INT32', not 'FP32'"),
+    ],
+)
+def test_an_odd_answer_is_no_label(change: Any, words: str) -> None:
+    with pytest.raises(BadOutputError, match=words):
+        labels_of(change)
+
+
+@pytest.mark.parametrize(("change", "dtype"), [(says_little, "float32"), (cast_to("FP16", "<f2"), "float16")])
+def test_an_answer_may_say_little(change: Any, dtype: str) -> None:
+    rows = labels_of(change, dtype=dtype if dtype == "float16" else None)
+    assert [float(y[0]) for *_, y in rows] == list(range(12))
+    assert rows[0][-1].dtype == np.dtype(dtype)
+
+
+SWOLLEN_NBYTES = 120 << 20  # more than a channel takes at first
+STUDENT = """
+import json, pathlib, sys
+from tests.fast.distill.reading import DistillReader, samples, why_unused
+
+def peak_mib():  # not of `resource`: that begins with what the parent process had
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) >> 10 for line in lines if line.startswith("VmHWM"))
+
+before = peak_mib()
+for words in sys.argv[1:]:
+    endpoint, words = words.split(" ", 1)
+    reader = DistillReader(["x", None], ["y"], teachers=[endpoint]).set_sample_generator(samples(4))
+    why_unused(reader, words)
+print(json.dumps(peak_mib() - before))
+"""
+
+
+def swell(data: bytes) -> bytes:
+    """Field 15, which no message of KServe v2 has."""
+    return data + codec.join_response(b"", [bytes(SWOLLEN_NBYTES)]).replace(b"\x32", b"\x7a", 1)
+
+
+def test_no_more_than_was_asked_for() -> None:
+    """Answers that are far too large are refused before they take memory, and the reason is said."""
+    room, compressed = "max_answer_bytes", "is compressed|max_answer_bytes"
+    told = []
+    with ExitStack() as stack:
+        for method, compression, words in (
+            ("ModelInfer", grpc.Compression.NoCompression, room),
+            ("ModelInfer", grpc.Compression.Gzip, compressed),
+            ("ModelStreamInfer", grpc.Compression.NoCompression, room),
+            ("ModelMetadata", grpc.Compression.NoCompression, room),
+        ):
+            extensions = [names.EXTENSION_STREAM] if method == "ModelStreamInfer" else []
+            server = ForeignServer(rewrite={method: swell}, extensions=extensions, compression=compression)
+            told.append(f"{stack.enter_context(server).endpoint} {words}")
+        command = [sys.executable, "-c", STUDENT, *told]
+        run = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=100, text=True, cwd=ROOT)
+    grew_mib = int(run.stdout.splitlines()[-1])
+    assert grew_mib < 80, f"{SWOLLEN_NBYTES >> 20} MiB were on their way four times"
+
+
+def test_a_large_model_gets_room(serve: Serve) -> None:
+    """What its metadata say is more than the channel takes at first."""
+    teacher = serve("echo", repeat=1_100_000, server={"max_queue_rows": 4, "max_batch_rows": 4})
+
+    def reader(**options: Any) -> DistillReader:
+        made = DistillReader(["x"], ["y"], teachers=[teacher.endpoint], options=Options(**options))
+        return made.set_batch_generator(lambda: [(np.full((4, 4), 3, np.float32),)])
+
+    with reader() as made:
+        [(_, y)] = list(made())
+    assert y.nbytes == 4 * 4 * 4 * 1_100_000
+    assert (y == 3).all()
+    why_unused(reader(max_answer_bytes=64 << 20), "larger than max .*max_answer_bytes")

@@ -1,0 +1,343 @@
+"""Teachers of several models and versions: each label is kept under its own, and epochs follow the teachers."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edl.cli.cmd_label import main
+from edl.discovery import open_registry
+from edl.distill import DistillReader, Options
+from edl.distill.cache import SoftLabelCache
+from edl.distill.dispatch.policy import Policy
+from edl.distill.teachers import Teachers
+from edl.errors import EDLError, SettingsError
+from edl.testing import models
+from tests.fast.distill.conftest import Serve, Served, instance_of
+from tests.fast.distill.reading import why_unused
+from tests.fast.distill.teachers.foreign import ForeignServer
+from tests.waiting import DEADLINE_S, wait_until
+
+ROWS = 80
+FOLLOWED = "from this epoch on"
+SOON = Policy(aside_s=0.1, open_min_s=0.1)
+"""A teacher with a wrong answer is asked again soon, and not after half a minute."""
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Who asks the teachers for their version gives up after a second, and stays with the one that it knows.
+    monkeypatch.setattr("edl.distill.engine.engine._REFRESH_TIMEOUT_S", DEADLINE_S)
+
+
+def source(pause_at: int = ROWS, go_on: threading.Event | None = None) -> Callable[[], Iterator[Any]]:
+    def samples() -> Iterator[Any]:
+        for number in range(ROWS):
+            if number == pause_at and go_on is not None:
+                assert go_on.wait(DEADLINE_S)
+            yield np.full(4, number, np.float32), number
+
+    return samples
+
+
+def reader_of(
+    teachers: Any,
+    cache: SoftLabelCache | None = None,
+    *,
+    policy: Policy = SOON,
+    mixed: Any = "warn",
+    rows: Callable[[], Iterator[Any]] | None = None,
+    **settings: Any,
+) -> DistillReader:
+    if cache is not None:
+        settings |= {"cache": cache, "id_field": 1}
+    options = Options(teacher_timeout_s=60, policy=policy, mixed_versions=mixed)
+    reader = DistillReader(["x", None], ["y"], teachers=teachers, teacher_batch_size=4, options=options, **settings)
+    return reader.set_sample_generator(rows or source())
+
+
+def scales(rows: list[Any]) -> set[float]:
+    """What the labels of these rows were multiplied with; 0 tells nothing."""
+    return {float(y[0]) / number for _, number, y in rows if number}
+
+
+def kept(cache: SoftLabelCache, by: str = "version") -> dict[str, set[float]]:
+    """For each version, or model, in the cache, the scales of its labels."""
+    found: dict[str, set[float]] = {}
+    for key in cache.keys():  # noqa: SIM118 - not a mapping
+        view = cache.view(key)
+        ids = [number for number in view.ids() if number]
+        labels: Any = view.get(ids).outputs["y"]
+        found[getattr(key, by)] = {float(y[0]) / int(number) for number, y in zip(ids, labels, strict=True)}
+    return found
+
+
+def said(caplog: pytest.LogCaptureFixture, words: str) -> int:
+    return sum(words in record.getMessage() for record in caplog.records)
+
+
+# Teachers that are replaced by those of another version.
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_replaced_between_epochs_is_asked(serve: Serve, caplog: pytest.LogCaptureFixture, shared_memory: bool) -> None:
+    """Though all was in the cache."""
+    first = serve("echo", server={"shared_memory": shared_memory})
+    with SoftLabelCache() as cache, reader_of(first.endpoint, cache) as reader:
+        for _ in range(2):
+            assert scales(list(reader())) == {1.0}
+        assert reader.stats().rows_asked == ROWS
+        first.close()
+        serve("echo", version="2", scale=3.0, server={"port": first.port})
+        for _ in range(2):
+            assert scales(list(reader())) == {3.0}
+        assert reader.stats().rows_asked == 2 * ROWS
+        assert kept(cache) == {"1": {1.0}, "2": {3.0}}
+    assert said(caplog, FOLLOWED) == 1
+    assert not said(caplog, "two models are mixed")
+
+
+def test_replaced_within_an_epoch(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody asks while it is replaced, and gRPC connects to the new one by itself."""
+    first, go_on = serve("echo"), threading.Event()
+    with SoftLabelCache() as cache, reader_of(first.endpoint, cache, rows=source(40, go_on)) as reader:
+        epoch = reader()
+        rows = [next(epoch) for _ in range(40)]
+        first.close()
+        serve("echo", version="2", scale=3.0, server={"port": first.port})
+        go_on.set()
+        rows += epoch
+        assert [number for _, number, _ in rows] == list(range(ROWS))
+        assert (scales(rows[:40]), scales(rows[40:])) == ({1.0}, {3.0})
+        assert not said(caplog, FOLLOWED)
+        asked = reader.stats().rows_asked
+        for _ in range(2):
+            assert scales(list(reader())) == {3.0}
+        assert reader.stats().rows_asked == asked + 40, "the first epoch has kept the others"
+        assert kept(cache) == {"1": {1.0}, "2": {3.0}}
+    assert said(caplog, FOLLOWED) == 1
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_next_epochs_dtype_may_differ(serve: Serve, cached: bool) -> None:
+    def model(kind: str, version: str) -> models.Model:
+        answer: Callable[[Any], Any] = lambda inputs: {"y": inputs["x"].astype(kind)}  # noqa: E731
+        return models.Model(answer, ["x:float32[4]"], [f"y:{kind}[4]"], version=version)
+
+    first = serve(model("float32", "1"))
+    with contextlib.ExitStack() as stack:
+        cache = stack.enter_context(SoftLabelCache()) if cached else None
+        reader = stack.enter_context(reader_of(first.endpoint, cache))
+        assert {y.dtype for *_, y in reader()} == {np.dtype("float32")}
+        first.close()
+        serve(model("float16", "2"), server={"port": first.port})
+        assert {y.dtype for *_, y in reader()} == {np.dtype("float16")}
+
+
+def test_no_teacher_changes_nothing(serve: Serve) -> None:
+    first = serve("echo")
+    with SoftLabelCache() as cache, reader_of(first.endpoint, cache) as reader:
+        list(reader())
+        first.close()
+        assert scales(list(reader())) == {1.0}
+
+
+# Teachers of two versions, or models, side by side.
+
+
+@pytest.fixture
+def two(serve: Serve) -> dict[str, Served]:
+    return {"1": serve("echo", delay_s=0.005), "2": serve("echo", version="2", scale=3.0, delay_s=0.005)}
+
+
+def test_first_of_mixed_versions_counts(two: dict[str, Served], caplog: pytest.LogCaptureFixture) -> None:
+    go_on = threading.Event()
+    # Else one that has come to a stop may be answered for, and all be of one version.
+    settings: Any = {"policy": Policy(hedge_budget=0), "rows": source(8, go_on)}
+    endpoints = [teacher.endpoint for teacher in two.values()]
+    with SoftLabelCache() as cache, reader_of(endpoints, cache, **settings) as reader:
+        epoch = reader()
+        next(epoch)  # else all may be in the cache before the other one is connected to
+        wait_until(lambda: reader.stats().teachers_live == 2)
+        go_on.set()
+        list(epoch)
+        for _ in range(10):
+            list(reader())
+        (only,) = {key.version for key in cache.keys() if cache.view(key).hits}  # noqa: SIM118 - not a mapping
+        assert kept(cache) == {"1": {1.0}, "2": {3.0}}, "each label is kept under the version of its answer"
+        assert said(caplog, "the teachers of") == 1, "that versions are mixed is said once"
+        two[only].close()
+        assert scales(list(reader())) == {4.0 - {"1": 1.0, "2": 3.0}[only]}
+        assert kept(cache) == {"1": {1.0}, "2": {3.0}}
+    assert said(caplog, FOLLOWED) == 1
+
+
+def test_own_teachers_of_two_versions(two: dict[str, Served], caplog: pytest.LogCaptureFixture) -> None:
+    """Where a mixture is refused, each epoch is of one version; when that is gone, the next one is of the other."""
+    with reader_of([teacher.endpoint for teacher in two.values()], mixed="refuse") as reader:
+        (only,) = scales(list(reader()))
+        wait_until(lambda: "set aside" in {teacher.state for teacher in reader.stats().teachers.values()})
+        for _ in range(3):
+            assert scales(list(reader())) == {only}
+        two[{1.0: "1", 3.0: "2"}[only]].close()
+        assert scales(list(reader())) == {4.0 - only}
+    assert said(caplog, "mixed_versions='refuse'"), "why a teacher is not used"
+
+
+def test_a_pinned_version_of_own_teachers(two: dict[str, Served]) -> None:
+    teachers = [teacher.endpoint for teacher in two.values()]
+    for version, scale in (("1", 1.0), ("2", 3.0)):
+        with reader_of(teachers, version=version) as reader:
+            for _ in range(2):
+                assert scales(list(reader())) == {scale}
+    ensemble = [
+        Teachers(endpoints=(endpoint,), version=version) for endpoint, version in zip(teachers, two, strict=True)
+    ]
+    with reader_of(ensemble, version="7") as reader:
+        rows = list(reader())
+    assert scales([row[:3] for row in rows]) == {1.0}
+    assert scales([(row[0], row[1], row[3]) for row in rows]) == {3.0}, "a group's own version= wins"
+
+
+@pytest.mark.parametrize("mixed", ["warn", "refuse"])
+def test_two_models_of_one_service(registry_url: str, caplog: pytest.LogCaptureFixture, mixed: str) -> None:
+    """They are never one teacher, though their versions are equal: "1" is what Triton calls the first of each."""
+    go_on = threading.Event()
+    with contextlib.ExitStack() as stack:
+        registry = stack.enter_context(open_registry(registry_url))
+        for name, scale in (("cats", 2.0), ("dogs", 3.0)):
+            server = stack.enter_context(ForeignServer(model=name, scale=scale))
+            instance = replace(instance_of(server.endpoint, "animals", name), model=name)
+            stack.enter_context(registry.register(instance, ttl_s=600))
+        cache = stack.enter_context(SoftLabelCache())
+        teachers = Teachers("animals", discovery=registry_url)
+        reader = stack.enter_context(reader_of(teachers, cache, mixed=mixed, rows=source(20, go_on)))
+        epoch = reader()
+        rows = [next(epoch)]
+
+        def both() -> bool:
+            states = [teacher.state for teacher in reader.stats().teachers.values()]
+            return len(states) == 2 and "connecting" not in states
+
+        wait_until(both)
+        go_on.set()
+        rows += epoch
+        found = scales(rows)
+        assert len(found) == 1, "labels of two models in one epoch"
+        cache.flush()
+        assert kept(cache, "model") == {"cats" if found == {2.0} else "dogs": found}
+    assert any("two models" in text and "'cats'" in text and "'dogs'" in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize("version", ["", "1"])
+def test_another_model_takes_the_port(version: str) -> None:
+    go_on = threading.Event()
+    with ForeignServer(model="cats", scale=2.0) as cats, SoftLabelCache() as cache:
+        teachers = Teachers(endpoints=(cats.endpoint,), version=version)
+        with reader_of(teachers, cache, rows=source(20, go_on)) as reader:
+            epoch = reader()
+            rows = [next(epoch) for _ in range(20)]
+            cats.close()
+            with ForeignServer(model="dogs", scale=3.0, port=cats.port):
+                go_on.set()
+                words = "it answers for model 'dogs', and 'cats' is asked for"
+                wait_until(lambda: any(words in one.why for one in reader.stats().teachers.values()), words)
+            with ForeignServer(model="cats", scale=2.0, port=cats.port):
+                rows += epoch
+        assert scales(rows) == {2.0}, "labels of dogs among those of cats"
+        cache.flush()
+        assert kept(cache, "model") == {"cats": {2.0}}, "labels of dogs under the name of cats"
+
+
+# Servers that say little of versions, or something else than they answer.
+
+
+def test_no_version_no_cache(caplog: pytest.LogCaptureFixture) -> None:
+    with ForeignServer(versions=(), named=lambda asked: "") as server, SoftLabelCache() as cache:
+        with caplog.at_level(logging.WARNING, "edl.distill"), reader_of(server.endpoint, cache) as reader:
+            for _ in range(2):
+                assert scales(list(reader())) == {1.0}
+            assert reader.stats().rows_asked == 2 * ROWS, "labels of any model that is served there"
+            assert reader.stats().rows_not_cached == 2 * ROWS
+        assert not cache.keys()
+    assert said(caplog, "do not say which version") == 1
+
+
+def test_a_version_that_the_user_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with ForeignServer(versions=(), named=lambda asked: "") as server:
+        with SoftLabelCache() as cache, reader_of(server.endpoint, cache, version="mine") as reader:
+            for _ in range(2):
+                assert scales(list(reader())) == {1.0}
+            assert reader.stats().rows_asked == ROWS
+            assert [key.version for key in cache.keys()] == ["mine"]  # noqa: SIM118 - not a mapping
+        assert said(caplog, "as version= names it"), "it cannot be checked"
+        assert set(server.asked) == {""}, "a server that knows no versions is asked for none"
+        np.save(tmp_path / "x.npy", np.zeros((3, 4), np.float32))
+        asked = [str(tmp_path / "x.npy"), "--teachers", server.endpoint, "--inputs", "x", "--outputs", "y"]
+        asked += ["--output", str(tmp_path / "labels")]
+        with pytest.raises(SettingsError, match="--model-version"):
+            main(asked)
+        assert main([*asked, "--model-version", "mine"]) == 0
+
+
+def test_answers_decide_which_version_it_is() -> None:
+    """Of a server that answers with another one than the newest; or with each in turn."""
+    server = ForeignServer(versions=("1", "2"), named=lambda asked: asked or "1")
+    with server, SoftLabelCache() as cache, reader_of(server.endpoint, cache) as reader:
+        for _ in range(2):
+            assert scales(list(reader())) == {1.0}
+        assert kept(cache) == {"1": {1.0}}
+        assert reader.stats().rows_asked == ROWS
+    with ForeignServer() as balanced, SoftLabelCache() as cache:
+
+        def in_turns(header: Any, raw: list[bytes]) -> None:
+            version = 1 + len(balanced.asked) % 2
+            header.model_version = str(version)
+            raw[0] = (np.frombuffer(raw[0], "<f4") * np.float32(version)).tobytes()
+
+        balanced.change = in_turns
+        with reader_of(balanced.endpoint, cache) as reader:
+            assert scales(list(reader())) == {1.0, 2.0}, "two servers behind one address"
+        cache.flush()
+        assert all(found == {float(version)} for version, found in kept(cache).items())
+
+
+@pytest.mark.parametrize(
+    ("pin", "answered", "words"),
+    [("1", "2", "version"), ("1", "", "version"), ("", "\x1b[2J" * 1000, "which is none")],
+    ids=["another", "none", "no name"],
+)
+def test_answers_of_another_version(pin: str, answered: str, words: str) -> None:
+    """A server ignores the version that is asked for, or names none: such an answer is no label."""
+    with ForeignServer(versions=("1", "2"), named=lambda asked: answered) as server, SoftLabelCache() as cache:
+        with reader_of(server.endpoint, cache, version=pin) as reader, pytest.raises(EDLError, match=words):
+            list(reader())
+        assert not cache.keys()
+    assert set(server.asked) == {pin}, "the version goes with each request"
+
+
+def test_one_folder_and_two_services(tmp_path: Path) -> None:
+    """One reader after the other, which know nothing of each other."""
+    for _ in range(2):
+        for scale in (1.0, 2.0):
+            with (
+                ForeignServer(scale=scale) as server,
+                SoftLabelCache(0, tmp_path) as cache,
+                reader_of(server.endpoint, cache) as reader,
+            ):
+                for _ in range(2):
+                    assert scales(list(reader())) == {scale}, "labels of the service that was there before"
+
+
+def test_no_index_says_name_the_model() -> None:
+    with ForeignServer(left_out=["RepositoryIndex"]) as server:
+        words = r"does not implement RepositoryIndex: name the model, Teachers\(model"
+        why_unused(reader_of(server.endpoint), words)

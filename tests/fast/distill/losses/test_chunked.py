@@ -15,7 +15,7 @@ from edl.distill.compress import top_k  # noqa: E402
 from edl.distill.losses import chunked_token_loss, token_loss  # noqa: E402
 from edl.errors import SettingsError  # noqa: E402
 
-FEATURES, VOCABULARY = 6, 40
+FEATURES, VOCABULARY = 6, 12
 
 
 def drawn(*shape: int, seed: int) -> Any:
@@ -43,11 +43,12 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("chunk_tokens", [1, 4, 100, None])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("hard_weight", [0.0, 0.3])
+@pytest.mark.parametrize(
+    ("beta", "chunk_tokens", "masked", "hard_weight"),
+    [(0.0, 4, True, 0.0), (0.0, None, False, 0.3), (0.5, 1, True, 0.3), (0.5, 100, False, 0.0), (1.0, 4, True, 0.3)],
+)
 def test_same_loss_and_gradients(beta: float, chunk_tokens: int | None, masked: bool, hard_weight: float) -> None:
+    """As `token_loss` of all logits, whose gradients are checked there."""
     hidden, weight, labels = make((3, 5))
     mask = torch.from_numpy(np.random.default_rng(4).integers(0, 2, (3, 5))) if masked else None
     hard = torch.from_numpy(np.random.default_rng(5).integers(0, VOCABULARY, (3, 5)))
@@ -61,22 +62,15 @@ def test_same_loss_and_gradients(beta: float, chunk_tokens: int | None, masked: 
         torch.testing.assert_close(ours_grad, theirs)
 
 
-def test_gradients_are_right() -> None:
-    hidden, weight, labels = make((4,))
-    assert torch.autograd.gradcheck(
-        lambda x, w: chunked_token_loss(x, w, labels, beta=0.3, chunk_tokens=3), (hidden, weight)
-    )
-
-
 def test_all_logits_never_exist() -> None:
-    """Guards the memory: of 640 tokens times 40 logits, 8 times 40 exist at a time, forward and backward."""
-    hidden, weight, labels = make((640,))
+    """Guards the memory: of 64 tokens times 12 logits, 8 times 12 exist at a time, forward and backward."""
+    hidden, weight, labels = make((64,))
     with LargestTensor() as chunked:
         chunked_token_loss(hidden, weight, labels, chunk_tokens=8).backward()
     with LargestTensor() as whole:
         token_loss(hidden @ weight.T, labels).backward()
-    assert whole.elements == 640 * VOCABULARY
-    assert chunked.elements == 640 * FEATURES  # the states themselves
+    assert whole.elements == 64 * VOCABULARY
+    assert chunked.elements == 64 * FEATURES  # the states themselves
 
 
 def test_masked_tokens_never_reach_the_head() -> None:
@@ -132,5 +126,5 @@ def test_bad_input_is_named() -> None:
         chunked_token_loss(hidden, weight, labels, chunk_tokens=0)
     with pytest.raises(SettingsError, match="int64"):
         chunked_token_loss(hidden.long(), weight, labels)
-    with pytest.raises(SettingsError, match="student has 39 classes, the teacher 40"):
-        chunked_token_loss(hidden, weight[:39], labels)
+    with pytest.raises(SettingsError, match="student has 11 classes, the teacher 12"):
+        chunked_token_loss(hidden, weight[:11], labels)

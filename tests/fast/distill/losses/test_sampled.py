@@ -10,7 +10,6 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-from edl.distill.compress import top_k  # noqa: E402
 from edl.distill.losses import sampled_kl, target_labels, token_log_probabilities, token_loss  # noqa: E402
 from edl.errors import SettingsError  # noqa: E402
 
@@ -138,17 +137,6 @@ def test_targets_of_numpy() -> None:
     np.testing.assert_allclose(labels.tail_lse[0].exp().numpy(), 0.2, rtol=1e-5)
     mask = torch.tensor([[True] * 3, [False] * 3])
     assert torch.isfinite(token_loss(torch.zeros(2, 3, 9), labels, mask=mask, beta=1))
-
-
-def test_own_top_k_beats_the_teachers() -> None:
-    """Why to ask for the student's tokens: its mass where the teacher's top k are not is seen token by token."""
-    teacher, student = drawn(1, 50, seed=1).log_softmax(-1), drawn(1, 50, seed=3) * 4
-    dense = token_loss(student, top_k(teacher.numpy(), 50), beta=1, floor=1e-9).item()
-    own = student.topk(5).indices
-    ours = token_loss(student, target_labels(own, teacher.gather(-1, own)), beta=1, floor=1e-9).item()
-    theirs = token_loss(student, top_k(teacher.numpy(), 5), beta=1, floor=1e-9).item()
-    assert theirs < ours <= dense * (1 + 1e-6)
-    assert ours > 0.9 * dense
 
 
 BAD: list[tuple[Callable[[], Any], str]] = [

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.distill.compress import TopK, to_float16, top_k
@@ -28,6 +26,7 @@ def softmax(logits: np.ndarray[Any, Any], temperature: float) -> np.ndarray[Any,
     temperature=st.sampled_from([0.5, 1.0, 4.0]),
     data=st.data(),
 )
+@settings(max_examples=40)
 def test_largest_classes_are_kept(seed: int, rows: int, classes: int, temperature: float, data: st.DataObject) -> None:
     """The kept classes are the largest and the tail weighs the rest."""
     k = data.draw(st.integers(1, classes))
@@ -63,11 +62,6 @@ def test_dense_labels_keep_probabilities(temperature: float) -> None:
         assert rest.sum() == pytest.approx(np.delete(exact[row], kept).sum(), rel=1e-4)
 
 
-def test_all_classes_kept_loses_nothing() -> None:
-    logits = np.random.default_rng(2).normal(0, 3, (4, 9)).astype(np.float32)
-    np.testing.assert_array_equal(top_k(logits, 9, 2.0).to_dense(), logits)
-
-
 def test_sequences_are_cut_on_the_last_axis() -> None:
     """Sequences of logits are cut along the last axis."""
     logits = np.random.default_rng(3).normal(0, 3, (2, 5, 30)).astype(np.float32)
@@ -94,17 +88,6 @@ def test_masked_classes_leave_an_empty_tail() -> None:
     labels = top_k(logits, 2)
     assert labels.tail_lse[0] == -np.inf
     np.testing.assert_allclose(softmax(labels.to_dense(), 1.0), softmax(logits, 1.0), rtol=1e-6)
-
-
-def test_rows_are_cut_and_joined() -> None:
-    logits = np.random.default_rng(4).normal(size=(10, 20)).astype(np.float32)
-    whole = top_k(logits, 3, 2.0)
-    again = TopK.concatenate([whole[:4], whole[4:4], whole[np.arange(4, 10)]])
-    for name in ("ids", "values", "tail_lse"):
-        np.testing.assert_array_equal(getattr(again, name), getattr(whole, name))
-    assert (again.temperature, again.classes) == (2.0, 20)
-    assert whole.nbytes == 10 * (3 * 4 + 3 * 4 + 4)
-    assert np.shares_memory(whole[2:5].ids, whole.ids)
 
 
 def test_unlike_labels_are_not_joined() -> None:
@@ -135,12 +118,9 @@ def test_a_class_count_is_for_all_pieces() -> None:
     ("ids", "values", "tail", "words"),
     [
         ([[0, 1]], [[1.0, 2.0]], [0.0, 1.0], "shapes"),
-        ([[0, 1]], [[1.0]], [0.0], "shapes"),
         ([0, 1], [1.0, 2.0], [0.0], "shapes"),
-        (0, 1.0, 0.0, "shapes"),
         ([[0.0, 1.0]], [[1.0, 2.0]], [0.0], "types"),
         ([[0, 9]], [[1.0, 2.0]], [0.0], "class ids from 0 to 9, of 5 classes"),
-        ([[-1, 2]], [[1.0, 2.0]], [0.0], "class ids from -1"),
     ],
 )
 def test_impossible_top_k_labels_are_refused(ids: Any, values: Any, tail: Any, words: str) -> None:
@@ -152,9 +132,7 @@ def test_impossible_top_k_labels_are_refused(ids: Any, values: Any, tail: Any, w
     ("logits", "k", "temperature", "words"),
     [
         (np.zeros((2, 8), np.float32), 0, 1.0, r"k=0: must be from 1 to the number of classes, 8"),
-        (np.zeros((2, 8), np.float32), 9, 1.0, r"k=9"),
         (np.zeros((2, 8), np.float32), 2, 0.0, r"temperature=0.0"),
-        (np.zeros((2, 8), np.float32), 2, float("nan"), r"temperature=nan"),
         (np.zeros(8, np.float32), 2, 1.0, r"float32 \[8\]"),
         (np.zeros((2, 8), np.int64), 2, 1.0, r"int64"),
     ],
@@ -203,12 +181,6 @@ def test_float16_keeps_finite_values_finite() -> None:
     assert small.dtype == np.float16
     np.testing.assert_array_equal(small, np.array([1.5, -65504, 65504, np.inf, -np.inf, np.nan], np.float16))
     assert to_float16(small) is small
-
-
-def test_no_framework_is_imported() -> None:
-    code = "import sys, edl.distill.compress; print([m for m in ('torch', 'paddle') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (5, 3, 8)])

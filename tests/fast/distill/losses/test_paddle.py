@@ -1,0 +1,169 @@
+"""PaddlePaddle's losses are PyTorch's, gradients included: those are checked against their formulas beside this."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of paddle's own imports
+    paddle = pytest.importorskip("paddle", reason="PaddlePaddle is not installed")
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+from edl.distill import losses as torch_losses  # noqa: E402
+from edl.distill import paddle_losses  # noqa: E402
+from edl.distill.compress import TopK, top_k  # noqa: E402
+from edl.distill.paddle_losses import (  # noqa: E402
+    DistillLoss,
+    kl_divergence,
+    logit_mse,
+    soft_cross_entropy,
+    token_loss,
+    top_k_kl,
+)
+from edl.errors import SettingsError  # noqa: E402
+
+Array = np.ndarray[Any, Any]
+SHAPE = (6, 5)
+HARD = np.array([0, 3, -100, 4, -100, 1])
+MASK = np.array([1, 1, 0, 1, 0, 1])
+
+
+def logits(shape: tuple[int, ...], seed: int) -> Array:
+    return np.random.default_rng(seed).normal(0, 3, shape)
+
+
+TEACHER = logits(SHAPE, 2)
+WEIGHTS = np.exp(TEACHER) / np.exp(TEACHER).sum(-1, keepdims=True)
+KEPT, ALL = top_k(TEACHER, 3, 2.0), top_k(TEACHER, 5, 2.0)
+CASES: dict[str, Callable[[Any, Any, Callable[[Array], Any]], Any]] = {
+    "kl": lambda it, x, of: it.kl_divergence(x, of(TEACHER), temperature=4.0),
+    "kl, rows": lambda it, x, of: it.kl_divergence(x, TEACHER, reduction="none"),
+    "kl, probabilities": lambda it, x, of: it.kl_divergence(x, WEIGHTS, temperature=2.0, teacher_is="probabilities"),
+    "cross-entropy": lambda it, x, of: it.soft_cross_entropy(x, of(TEACHER), temperature=0.7, reduction="sum"),
+    "cross-entropy, probabilities": lambda it, x, of: it.soft_cross_entropy(x, WEIGHTS, teacher_is="probabilities"),
+    "top-k": lambda it, x, of: it.top_k_kl(x, KEPT, reduction="none"),
+    "top-k, tensors": lambda it, x, of: it.top_k_kl(x, KEPT.map(of)),
+    "top-k of all": lambda it, x, of: it.top_k_kl(x, ALL),
+    "mse": lambda it, x, of: it.logit_mse(x, of(TEACHER)),
+    "mixture": lambda it, x, of: it.DistillLoss(2.0, 0.3)(x, TEACHER, of(HARD)),
+    "mixture, sum": lambda it, x, of: it.DistillLoss(soft="cross_entropy", reduction="sum")(x, TEACHER, of(HARD)),
+    "mixture, rows": lambda it, x, of: it.DistillLoss(2.0, 0.3, soft="mse", reduction="none")(x, TEACHER, of(HARD)),
+    "mixture, top-k": lambda it, x, of: it.DistillLoss(2.0, 0.3, reduction="none")(x, KEPT, of(HARD)),
+    "mixture, soft alone": lambda it, x, of: it.DistillLoss(2.0, 1.0)(x, KEPT),
+    "mixture, hard alone": lambda it, x, of: it.DistillLoss(2.0, 0.0)(x, TEACHER, of(HARD)),
+    "mixture, no teacher": lambda it, x, of: it.DistillLoss(2.0, 0.3)(x, None, of(HARD)),
+    "mixture, known mixture": lambda it, x, of: it.DistillLoss(2.0, 0.3)(x, TEACHER, of(WEIGHTS)),
+    "masked tokens": lambda it, x, of: it.token_loss(x, KEPT, mask=of(MASK), token_count=7),
+    "masked tokens, between": lambda it, x, of: it.token_loss(
+        x, KEPT.map(of), mask=of(MASK), beta=0.3, reduction="none"
+    ),
+    "masked tokens, reverse": lambda it, x, of: it.token_loss(x, KEPT, mask=of(MASK), beta=1.0, reduction="sum"),
+    "tokens, floor": lambda it, x, of: it.token_loss(x, KEPT, beta=1.0, floor=0.01),
+    "masked tokens, hard": lambda it, x, of: it.token_loss(
+        x, KEPT, mask=of(MASK), hard_labels=of(HARD), hard_weight=0.4
+    ),
+    "tokens, hard alone": lambda it, x, of: it.token_loss(x, KEPT, hard_labels=of(HARD), hard_weight=1.0),
+    "masked tokens, none": lambda it, x, of: it.token_loss(x, KEPT, mask=of(0 * MASK)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_are_those_of_pytorch(name: str) -> None:
+    """What a mask leaves out may hold anything."""
+    at = logits(SHAPE, 1)
+    if name.startswith("masked"):
+        at[MASK == 0] = np.nan
+    student, theirs = paddle.to_tensor(at, stop_gradient=False), torch.from_numpy(at.copy()).requires_grad_()
+    loss = CASES[name](paddle_losses, student, paddle.to_tensor)
+    expected = CASES[name](torch_losses, theirs, lambda array: torch.from_numpy(array.copy()))
+    np.testing.assert_allclose(loss.numpy(), expected.detach().numpy(), rtol=1e-5, atol=1e-9)
+    loss.sum().backward()
+    expected.sum().backward()
+    np.testing.assert_allclose(student.grad.numpy(), theirs.grad.numpy(), rtol=1e-5, atol=1e-8)
+
+
+def test_half_precision_computes_in_float32() -> None:
+    student, teacher = (paddle.to_tensor(logits((4, 100), seed)).astype("bfloat16") for seed in (1, 2))
+    loss = kl_divergence(student, teacher, temperature=4.0)
+    assert loss.dtype == paddle.float32
+    wide = kl_divergence(student.astype("float64"), teacher.astype("float64"), temperature=4.0)
+    assert float(loss) == pytest.approx(float(wide), rel=1e-5)
+
+
+def test_masked_classes_add_nothing() -> None:
+    teacher = np.array([[1.0, 2.0, -np.inf, -np.inf]], np.float32)
+    for loss in (
+        lambda x: kl_divergence(x, teacher),
+        lambda x: soft_cross_entropy(x, teacher),
+        lambda x: top_k_kl(x, top_k(teacher, 2)),
+    ):
+        student = paddle.to_tensor(np.array([[0.5, 0.1, 3.0, -1.0]], np.float32), stop_gradient=False)
+        value = loss(student)
+        value.backward()
+        assert np.isfinite(float(value))
+        assert np.isfinite(student.grad.numpy()).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_no_distribution_is_no_zero_loss(bad: float) -> None:
+    student, teacher = paddle.zeros([2, 4]), np.zeros((2, 4), np.float32)
+    teacher[0, 1] = bad
+    kept = TopK(np.array([[1, 0]] * 2, np.int32), teacher[:, [1, 0]], np.zeros(2, np.float32))
+    for loss in (
+        kl_divergence(student, teacher, reduction="none"),
+        soft_cross_entropy(student, teacher, reduction="none"),
+        top_k_kl(student, kept, reduction="none"),
+    ):
+        assert np.isnan(loss.numpy()).tolist() == [True, False]
+
+
+X = paddle.zeros([2, 4])
+L = top_k(np.zeros((2, 4), np.float32), 2)
+BAD: list[tuple[Callable[[], Any], str]] = [
+    (lambda: kl_divergence(X, paddle.zeros([2, 5])), r"student are \[2, 4\], of the teacher \[2, 5\]"),
+    (lambda: kl_divergence(X, X, temperature=0), "temperature=0"),
+    (lambda: kl_divergence(X, X, reduction="batchmean"), "reduction='batchmean'"),  # type: ignore[arg-type]
+    (lambda: kl_divergence(X, X, teacher_is="probs"), "teacher_is='probs'"),  # type: ignore[arg-type]
+    (lambda: kl_divergence(X.astype("int64"), X), "int64"),
+    (lambda: kl_divergence(X, [[0.0] * 4] * 2), "list"),
+    (lambda: top_k_kl(X, top_k(np.zeros((3, 4), np.float32), 2)), "rows do not agree"),
+    (lambda: top_k_kl(X, top_k(np.zeros((2, 5), np.float32), 2)), "student has 4 classes, the teacher 5"),
+    (lambda: token_loss(X, L, beta=1.5), "beta=1.5"),
+    (lambda: token_loss(X, L, floor=0.0), "floor=0.0"),
+    (lambda: token_loss(X, L, mask=np.ones(3, np.int64)), "the mask is"),
+    (lambda: token_loss(X, L, mask=np.array([5, -100])), "the mask holds -100"),
+    (lambda: token_loss(X, L, mask=np.ones(2, np.float32)), "expected bool or whole numbers"),
+    (lambda: token_loss(X, L, reduction="all"), "reduction='all'"),  # type: ignore[arg-type]
+    (lambda: token_loss(X, L, hard_labels=paddle.zeros([6], "int64"), hard_weight=0.3), r"hard_labels are \[6\]"),
+    (lambda: token_loss(X, L, hard_weight=0.3), "hard_labels, which are missing"),
+    (lambda: DistillLoss()(X, X), "labels are missing"),
+    (lambda: DistillLoss()(X, None), "neither a teacher's labels nor hard ones"),
+    (lambda: DistillLoss()(X, X, paddle.to_tensor([1, 4])), r"labels hold 4: must be from 0 to 3, or -100"),
+    (lambda: DistillLoss()(X, X, paddle.to_tensor([1, 2, 3])), r"expected whole numbers \[2\]"),
+    (lambda: DistillLoss(2.0)(X, L, paddle.to_tensor([1, 2])), "ask the teachers for temperature=2"),
+    *(
+        (lambda wrong=wrong: DistillLoss(**wrong), f"{next(iter(wrong))}=")  # type: ignore[misc]
+        for wrong in ({"alpha": 2}, {"temperature": 0}, {"soft": "l1"}, {"teacher_is": "x"}, {"reduction": "x"})
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), BAD)
+def test_bad_input_is_named(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        call()
+
+
+def test_hard_labels_of_several_shapes() -> None:
+    """A column of them, as paddle's data sets have it, or an array; and there may be none in a batch."""
+    x, hard = paddle.to_tensor(logits((4, 5), 1)), paddle.to_tensor([1, 2, 3, 4])
+    loss, teacher = DistillLoss(2.0, 0.25), logits((4, 5), 2)
+    assert float(loss(x, None, hard.unsqueeze(-1))) == float(loss(x, None, hard.numpy())) == float(loss(x, None, hard))
+    soft = kl_divergence(x, teacher, temperature=2.0)
+    assert float(loss(x, teacher, paddle.full([4], -100, "int64"))) == pytest.approx(0.25 * float(soft))
+    assert float(logit_mse(x, teacher)) == pytest.approx(float(((x.numpy() - teacher) ** 2).mean()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from edl.collective.checkpoint.memory.slots import SlotPair, find_slots
 from edl.collective.checkpoint.state.state import State
 from edl.collective.worker_status import Phase, WorkerStatusPage
 from edl.errors import ClosedError, SettingsError, TemporaryError
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -36,7 +36,6 @@ def steps(tmp_path: Path) -> list[int]:
 
 
 def test_steps_are_reported_and_some_saved(tmp_path: Path, agent: WorkerStatusPage) -> None:
-    """Every step is told and some are saved."""
     state = State(epoch=0)
     with worker(tmp_path, state, interval_steps=3) as checkpointer:
         assert checkpointer.restore() == -1
@@ -49,7 +48,6 @@ def test_steps_are_reported_and_some_saved(tmp_path: Path, agent: WorkerStatusPa
 
 
 def test_lost_steps_are_rolled_back(tmp_path: Path, agent: WorkerStatusPage) -> None:
-    """Lost steps are rolled back until they are made again."""
     with worker(tmp_path, State(epoch=0), interval_steps=4) as checkpointer:
         for step in range(7):
             checkpointer.save(step)
@@ -66,20 +64,15 @@ def test_lost_steps_are_rolled_back(tmp_path: Path, agent: WorkerStatusPage) -> 
 
 
 def test_pause_saves_and_waits(tmp_path: Path, agent: WorkerStatusPage) -> None:
-    """A pause saves and waits until it is taken back."""
     agent.request_pause(2)
     with worker(tmp_path, State(epoch=0), interval_steps=100) as checkpointer:
         checkpointer.save(1)
         training = threading.Thread(target=checkpointer.save, args=(2,))
         training.start()
-        deadline = time.monotonic() + 30
-        while agent.read_status().paused != 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_until(lambda: agent.read_status().paused == 2, "it pauses")
         assert (steps(tmp_path)[0], agent.read_status().phase, training.is_alive()) == (2, Phase.PAUSE, True)
         agent.request_pause(None)
-        training.join(30)
-        assert not training.is_alive()
+        training.join()
         assert agent.read_status().phase is Phase.TRAIN
 
 
@@ -101,15 +94,7 @@ def test_another_world_saves_at_once(tmp_path: Path, agent: WorkerStatusPage) ->
     assert find_slots(tmp_path / "slots")[0].header.generation == 7
 
 
-def test_default_interval_keeps_saving_cheap(tmp_path: Path, agent: WorkerStatusPage) -> None:
-    """Steps of no length: the wanted interval cannot be bounded by them, and nothing divides by zero."""
-    with worker(tmp_path, State(epoch=0)) as checkpointer:
-        saved = [step for step in range(500) if checkpointer.save(step)]
-    assert saved[:2] == [0, 1]
-
-
 def test_closed_or_contradictory_is_refused(tmp_path: Path, agent: WorkerStatusPage) -> None:
-    """A closed or contradictory one is refused."""
     with pytest.raises(SettingsError, match="exactly one"):
         worker(tmp_path, State(), interval_steps=3, interval_s=2.0)
     checkpointer = worker(tmp_path, State())
@@ -120,7 +105,6 @@ def test_closed_or_contradictory_is_refused(tmp_path: Path, agent: WorkerStatusP
 
 
 def test_block_end_saves_the_last_step(tmp_path: Path, agent: WorkerStatusPage) -> None:
-    """The end of the block saves the last step."""
     with worker(tmp_path, State(epoch=0), interval_steps=4) as checkpointer:
         for step in range(7):
             checkpointer.save(step)
@@ -143,13 +127,8 @@ def test_failed_block_saves_nothing(tmp_path: Path, agent: WorkerStatusPage) -> 
 
 
 def test_silent_agent_is_not_waited_for(tmp_path: Path, agent: WorkerStatusPage) -> None:
-    """A worker does not wait for ever for an agent that is silent."""
     with worker(tmp_path, State(epoch=0), agent_s=0.3) as checkpointer:
-        agent.record_agent_heartbeat(time.monotonic())
-        deadline = time.monotonic() + 10.0
-        while agent.agent_silence_s < 1.1:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        agent.record_agent_heartbeat(0.001)  # when the machine was started
         with pytest.raises(TemporaryError, match="agent of this node was silent") as raised:
             checkpointer.save(0)
         assert find_exit_cause(1, f"edl.errors.TemporaryError: {raised.value}") is ExitCause.PEER_LOST, (

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.collective.checkpoint.encoding import decode, encode, from_json
@@ -67,14 +67,15 @@ def exact(one: Any) -> Any:
     return type(one), one
 
 
+@settings(max_examples=60)
 @given(_VALUES)
 def test_values_come_back_exactly(value: Any) -> None:
     assert exact(through(value)) == exact(value)
 
 
+@settings(max_examples=40)
 @given(st.sampled_from(_DTYPES), st.lists(st.integers(0, 3), max_size=3), st.randoms(use_true_random=False))
 def test_numpy_values_come_back(dtype: str, shape: list[int], random: Any) -> None:
-    """Numpy arrays and scalars come back bit for bit."""
     count = math.prod(shape)
     array = np.frombuffer(
         b"".join(np.array(random.randrange(2)).astype(dtype).tobytes() for _ in range(count)), dtype
@@ -85,19 +86,12 @@ def test_numpy_values_come_back(dtype: str, shape: list[int], random: Any) -> No
     assert type(back["scalar"]) is type(np.array(1).astype(dtype)[()])
 
 
-def test_tensor_attributes_come_back() -> None:
-    """What torch says of tensors comes back."""
-    value = [torch.Size([2, 3]), torch.bfloat16, torch.device("cuda", 1), {"t": torch.arange(3)}]
-    back = through(value)
-    assert back[:3] == value[:3]
-    assert type(back[0]) is torch.Size
-    assert torch.equal(back[3]["t"], value[3]["t"])
-
-
-def test_sets_and_counters_come_back() -> None:
-    value = [{1, "a", None}, frozenset({(1, 2)}), collections.Counter("abracadabra")]
-    assert [type(one) for one in through(value)] == [set, frozenset, collections.Counter]
+def test_other_known_types_come_back() -> None:
+    value = [torch.Size([2, 3]), torch.bfloat16, torch.device("cuda", 1), {1, "a", None}, frozenset({(1, 2)})]
+    value += [collections.Counter("abracadabra")]
+    assert [type(one) for one in through(value)] == [type(one) for one in value]
     assert through(value) == value
+    assert torch.equal(through({"t": torch.arange(3)})["t"], torch.arange(3))
 
 
 class Colour(enum.IntEnum):
@@ -120,14 +114,12 @@ Point = collections.namedtuple("Point", "x y")
     ],
 )
 def test_other_types_are_refused_by_name(value: object, said: str) -> None:
-    """Other types are refused by the names of field and type."""
     with pytest.raises(SettingsError, match=said) as caught:
         encode({"a": [0, value]}, lambda one, path: 0, ("field",))
     assert "field.a.1" in str(caught.value)
 
 
 def test_recursive_value_is_refused() -> None:
-    """A value that contains itself is refused."""
     endless: list[Any] = []
     endless.append(endless)
     with pytest.raises(SettingsError, match="deep"):

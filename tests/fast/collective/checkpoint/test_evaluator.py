@@ -47,10 +47,6 @@ def train(tmp_path: Path, function: Callable[[State], Any], *, kill_at: int = -1
     return evaluator
 
 
-def test_results_are_known_by_step(tmp_path: Path, agent: WorkerStatusPage) -> None:
-    assert train(tmp_path, lambda state: float(state.count)).results == {3: 4.0, 7: 8.0}
-
-
 def test_an_interrupted_one_is_made_again(tmp_path: Path, agent: WorkerStatusPage) -> None:
     made: list[int] = []
 
@@ -64,23 +60,6 @@ def test_an_interrupted_one_is_made_again(tmp_path: Path, agent: WorkerStatusPag
         train(tmp_path, fail_once)
     assert train(tmp_path, fail_once).results == {3: 4, 7: 8}
     assert made == [4, 8, 8], "for the same state, and the first one not again"
-
-
-def test_a_recorded_one_is_never_repeated(tmp_path: Path, agent: WorkerStatusPage) -> None:
-    made: list[int] = []
-    with pytest.raises(Killed):
-        train(tmp_path, lambda state: made.append(state.count), kill_at=4)
-    assert train(tmp_path, lambda state: made.append(state.count)).results == {3: None, 7: None}
-    assert made == [4, 8]
-
-
-def test_the_end_of_an_epoch_may_come_again(tmp_path: Path, agent: WorkerStatusPage) -> None:
-    state = State()
-    calls: list[int] = []
-    evaluator = state.evaluator = Evaluator(lambda: calls.append(1) or len(calls), limit_s=1.0)
-    with Checkpointer(state, slots=SlotPair(tmp_path / "own")) as checkpointer:
-        checkpointer.save(5)
-        assert [checkpointer.evaluate(evaluator) for _ in range(3)] == [1, 1, 1]
 
 
 def test_the_agent_sees_what_is_done(tmp_path: Path, agent: WorkerStatusPage) -> None:

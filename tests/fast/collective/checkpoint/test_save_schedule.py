@@ -16,7 +16,6 @@ from edl.errors import SettingsError
 
 @given(st.floats(0.001, 0.5), st.floats(1e-4, 10), st.floats(1e-4, 10))
 def test_saving_keeps_to_the_overhead(overhead: float, step_s: float, save_s: float) -> None:
-    """Saving costs no more than the overhead."""
     pace = SaveSchedule(overhead=overhead)
     assert pace.propose_steps(step_s, save_s) == 1  # the first one paid for the pages
     pace.set_next_save(0, 1)
@@ -36,7 +35,6 @@ def test_saves_first_and_at_agreed_steps() -> None:
 
 
 def test_interval_in_seconds_becomes_steps() -> None:
-    """An interval in seconds is counted in steps."""
     pace = SaveSchedule(interval_s=5.0)
     assert (pace.propose_steps(0.5, 9.0), pace.propose_steps(7.0, 0.0)) == (10, 1)
     assert pace.propose_steps(0.0, 0.0) > 1
@@ -50,7 +48,6 @@ def test_useless_settings_are_refused(given: dict[str, float]) -> None:
 
 
 def test_newest_generation_is_chosen() -> None:
-    """The newest state of the newest generation is chosen."""
     offers = [[SlotHeader(1, 20, 2, 0)], [SlotHeader(2, 15, 2, 1), SlotHeader(2, 14, 2, 1)], []]
     choice = choose_state(offers)
     assert choice is not None
@@ -82,16 +79,7 @@ def test_a_sharded_state_needs_all_its_parts() -> None:
     assert (choice.step, choice.sources, choice.parts) == (8, (0, 1), (0, 1))
 
 
-def test_moved_ranks_get_their_own_parts() -> None:
-    """Ranks that changed places get their own parts."""
-    offers = [[SlotHeader(1, 8, 2, 1, sharded=True)], [SlotHeader(1, 8, 2, 0, sharded=True)]]
-    choice = choose_state(offers)
-    assert choice is not None
-    assert (choice.sources, choice.parts) == ((1, 0), (0, 1))
-
-
 def test_sharded_state_in_another_world() -> None:
-    """A sharded state in a world of another size is put together."""
     choice = choose_state([[SlotHeader(1, 8, 2, 0, sharded=True)], [SlotHeader(1, 8, 2, 1, sharded=True)], []])
     assert choice is not None
     assert (choice.holders, choice.sources) == ((0, 1), ())

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 
 from edl.collective.checkpoint.state.metadata import TensorEntry, box_overlap, parse_meta
 from edl.collective.checkpoint.state.state import CapturedState, State, WorldChange
-from edl.collective.checkpoint.state.tensors import LiveMeshes, LiveTensors, view_of
+from edl.collective.checkpoint.state.stateful_loader import is_stateful_loader
+from edl.collective.checkpoint.state.tensors import LiveMeshes, LiveTensors, is_sharded, view_of
 from edl.errors import ProtocolError, SettingsError
 
 DTYPES = [
@@ -78,7 +82,6 @@ def all_bits(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[bytes]:
 
 
 def test_training_job_comes_back() -> None:
-    """A training job comes back and goes on the same."""
     net, optimizer, scheduler = trained(0)
     source = State(model=net, optimizer=optimizer, scheduler=scheduler, epoch=3, best=None, seen=[1, (2, 3)])
     other, other_optimizer, other_scheduler = trained(1, steps=0)
@@ -97,9 +100,8 @@ def test_training_job_comes_back() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 0, 2), (3, 5)], ids=str)
+@pytest.mark.parametrize("shape", [(), (3, 0, 2), (3, 5)], ids=str)
 def test_types_and_shapes_come_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Every type and shape comes back bit for bit."""
     count = int(np.prod(shape)) * dtype.itemsize
     raw = torch.randint(0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8)
     tensor = raw.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
@@ -110,7 +112,6 @@ def test_types_and_shapes_come_back(dtype: torch.dtype, shape: tuple[int, ...]) 
 
 
 def test_views_come_back() -> None:
-    """Views that are not contiguous or share memory come back."""
     base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
     views = {
         "t": base.t(), "column": base[:, 2], "steps": base[::2, 1::3], "expanded": base[0, 0].expand(3, 2),
@@ -123,17 +124,6 @@ def test_views_come_back() -> None:
         assert torch.equal(target.views[name], view), name
 
 
-def test_module_tensors_stay_in_place() -> None:
-    """A modules tensors are restored where they are."""
-    net, target = nn.Linear(3, 3), nn.Linear(3, 3)
-    weight = target.weight
-    before = weight.data_ptr()
-    through(State(model=net), State(model=target))
-    assert target.weight is weight
-    assert weight.data_ptr() == before
-    assert bits(weight) == bits(net.weight)
-
-
 def test_tied_parameters_stay_tied() -> None:
     def tied() -> nn.ModuleDict:
         net = nn.ModuleDict({"in": nn.Linear(4, 4), "out": nn.Linear(4, 4)})
@@ -141,8 +131,11 @@ def test_tied_parameters_stay_tied() -> None:
         return net
 
     source, target = tied(), tied()
+    weight = target["in"].weight
+    before = weight.data_ptr()
     through(State(model=source), State(model=target))
-    assert target["out"].weight is target["in"].weight
+    assert target["out"].weight is target["in"].weight is weight
+    assert weight.data_ptr() == before, "what is restored is where it was"
     assert bits(target["in"].weight) == bits(source["in"].weight)
 
 
@@ -169,7 +162,6 @@ class Copied(nn.Linear):
 
 @pytest.mark.parametrize("kind", [Extra, Copied])
 def test_modules_with_own_state_come_back(kind: type[nn.Linear]) -> None:
-    """Modules with a state of their own kind come back."""
     source, target = kind(3, 2), kind(3, 2)
     source.note = "kept"
     through(State(model=source), State(model=target))
@@ -178,7 +170,6 @@ def test_modules_with_own_state_come_back(kind: type[nn.Linear]) -> None:
 
 
 def test_optimizer_state_goes_by_name() -> None:
-    """An optimizers state goes by names not numbers."""
     net, optimizer, _ = trained(0)
     other = copy.deepcopy(net)
     groups = [{"params": [*other[0].parameters()][::-1]}, {"params": [*other[3].parameters(), *other[1].parameters()]}]
@@ -189,8 +180,6 @@ def test_optimizer_state_goes_by_name() -> None:
 
 
 def test_wide_optimizer_state_is_not_cast() -> None:
-    """An optimizers wider state is not cast to its parameters type."""
-
     def half() -> tuple[nn.Linear, torch.optim.Optimizer]:
         net = nn.Linear(3, 3).to(torch.bfloat16)
         return net, torch.optim.SGD(net.parameters(), lr=0.1)
@@ -204,8 +193,6 @@ def test_wide_optimizer_state_is_not_cast() -> None:
 
 
 def test_random_numbers_go_on() -> None:
-    """The random numbers go on where they were."""
-
     def draw() -> list[float]:
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
@@ -221,7 +208,6 @@ def test_random_numbers_go_on() -> None:
 
 
 def test_wrapped_module_has_inner_names() -> None:
-    """A compiled or wrapped module has the names of the one inside."""
     net = nn.Linear(2, 2)
     wrapped = torch.compile(net, backend="eager")
     keys = [entry.key for entry in State(rng=False, model=wrapped).capture().entries]
@@ -229,8 +215,6 @@ def test_wrapped_module_has_inner_names() -> None:
 
 
 def test_equal_names_share_an_optimizer() -> None:
-    """Two modules with the same names share an optimizer."""
-
     def both() -> State:
         one, two = nn.Linear(2, 2), nn.Linear(2, 2)
         optimizer = torch.optim.Adam([*one.parameters(), *two.parameters()])
@@ -246,7 +230,6 @@ def test_equal_names_share_an_optimizer() -> None:
 
 
 def test_unfit_model_is_refused_by_name() -> None:
-    """A model that does not fit is refused by name."""
     with pytest.raises(SettingsError, match="net: the saved state does not fit"):
         through(State(net=nn.Linear(2, 2)), State(net=nn.Linear(2, 3)))
     with pytest.raises(SettingsError, match="saved as module"):
@@ -299,16 +282,6 @@ def test_what_would_not_come_back_is_refused() -> None:
             State(rng=False, value=value).capture()
 
 
-def test_what_holds_itself_is_refused() -> None:
-    """And not looked through for ever before."""
-    knot: list[Any] = []
-    knot.append(knot)
-    state = State(rng=False, knot=knot, much=range(1 << 60))
-    state.begin_restore()
-    with pytest.raises(SettingsError, match="contains itself"):
-        state.capture()
-
-
 def test_an_object_that_cannot_load_is_named() -> None:
     with pytest.raises(SettingsError, match=r"ema: its load_state_dict.* does not take .*KeyError: 'scales'"):
         through(State(rng=False, ema=Fickle()), State(rng=False, ema=Fickle()))
@@ -359,13 +332,11 @@ def test_listed_parameters_stay_the_same() -> None:
 
 @pytest.mark.parametrize("name", ["capture", "adjust", "rng", "_fields"])
 def test_field_may_not_hide_a_method(name: str) -> None:
-    """A fields name may not hide what a state can do."""
     with pytest.raises(SettingsError, match=name):
         setattr(State(), name, 1)
 
 
 def test_incomplete_state_is_never_loaded() -> None:
-    """An incomplete state is never loaded silently."""
     captured = State(rng=False, a=[torch.ones(3)], b=[torch.ones(2)]).capture()
     meta = parse_meta(captured.meta)
     loading = State(rng=False).begin_load(meta)
@@ -383,7 +354,6 @@ def test_missing_and_new_fields_are_said(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_adjust_functions_keep_order() -> None:
-    """Adjust functions are called in their order."""
     state, seen = State(), []
     state.register_adjust_function(lambda change: seen.append(("first", change)))
 
@@ -418,3 +388,14 @@ def test_sharded_root_after_an_evaluation() -> None:
         assert [entry.key for entry in state.capture().entries] == keys
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("module", "is_instance"),
+    [("torch.distributed.tensor", is_sharded), ("torchdata.stateful_dataloader", is_stateful_loader)],
+)
+def test_half_imported_module_has_no_value(
+    monkeypatch: pytest.MonkeyPatch, module: str, is_instance: Callable[[object], bool]
+) -> None:
+    monkeypatch.setitem(sys.modules, module, ModuleType(module))  # as it is before its first line has run
+    assert not is_instance(torch.ones(1))

@@ -8,7 +8,6 @@ import json
 import os
 import sys
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -43,6 +42,7 @@ from edl.collective.checkpoint.storage.writer import CheckpointWriter, WriteOutc
 from edl.errors import SettingsError, TemporaryError
 from tests.fast.collective.checkpoint.counted import reads
 from tests.fast.collective.checkpoint.saved import put
+from tests.waiting import DEADLINE_S, wait_until
 
 FIRST, SECOND = "346d06b600000001", "346d06b600000002"
 """Two runs, the second of which began later."""
@@ -72,16 +72,18 @@ def bits(state: State) -> list[bytes]:
     return [one.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for one in state.capture().tensors]
 
 
+@pytest.fixture
+def url() -> Iterator[str]:
+    name = f"memory://edl-{uuid.uuid4().hex}"
+    yield name
+    fs, root = fsspec.core.url_to_fs(name)
+    if fs.exists(root):
+        fs.rm(root, recursive=True)
+
+
 @pytest.fixture(params=["folder", "memory"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "folder":
-        yield str(tmp_path / "checkpoints")
-    else:
-        name = f"memory://edl-{uuid.uuid4().hex}"
-        yield name
-        fs, root = fsspec.core.url_to_fs(name)
-        if fs.exists(root):
-            fs.rm(root, recursive=True)
+def place(request: pytest.FixtureRequest, tmp_path: Path, url: str) -> str:
+    return url if request.param == "memory" else str(tmp_path / "checkpoints")
 
 
 def names(url: str) -> list[str]:
@@ -90,16 +92,16 @@ def names(url: str) -> list[str]:
     return sorted(path.rstrip("/").rpartition("/")[2] for path in fs.ls(root, detail=False))
 
 
-def test_stored_state_comes_back(tmp_path: Path, url: str) -> None:
-    """What is stored comes back bit for bit."""
+def test_stored_state_comes_back(tmp_path: Path, place: str) -> None:
     source = job(3)
     put(tmp_path / "s", source, 7)
-    outcome = storing(url).write_newest([tmp_path / "s"])
+    assert restore_from_storage(State(rng=False), place) is None
+    outcome = storing(place).write_newest([tmp_path / "s"])
     assert outcome is not None
     assert (outcome.step, outcome.world, outcome.committed) == (7, 1, True)
     wanted = bits(source)
     target = job(4)
-    restored = restore_from_storage(target, url)
+    restored = restore_from_storage(target, place)
     assert restored is not None
     assert (restored.step, restored.world) == (7, 1)
     assert (target.epoch, target.notes, target.table.tolist()) == (3, [(1, "a"), None], [0, 1, 2])
@@ -122,12 +124,7 @@ def test_dcp_loads_it(tmp_path: Path) -> None:
     )
 
 
-def test_nothing_there_is_nothing_restored(url: str) -> None:
-    assert restore_from_storage(job(1), url) is None
-
-
 def test_states_are_stored_once_and_pruned(tmp_path: Path, url: str) -> None:
-    """A state is stored once and old ones go."""
     persister = storing(url, keep=2)
     assert persister.write_newest([tmp_path / "s"]) is None
     for step in range(5):
@@ -159,20 +156,19 @@ def test_several_nodes_make_one_checkpoint(tmp_path: Path, url: str) -> None:
 
 
 def test_nodes_finishing_together(tmp_path: Path) -> None:
-    """Nodes that finish together do not harm each other."""
     url, outcomes = str(tmp_path / "c"), []
 
     def store(rank: int) -> None:
         outcomes.append(storing(url).write_newest([tmp_path / f"s{rank}"]))
 
-    for attempt in range(10):
+    for attempt in range(5):
         for rank in range(2):
             put(tmp_path / f"s{rank}", job(2), attempt, rank=rank, world=2)
         threads = [threading.Thread(target=store, args=(rank,)) for rank in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join()
         assert any(outcomes.pop().committed for _ in range(2))
         restored = restore_from_storage(job(1), url)
         assert restored is not None
@@ -221,16 +217,13 @@ def test_each_byte_is_read_once(tmp_path: Path) -> None:
     assert len(counted) <= 8
 
 
-@pytest.mark.parametrize("harmed", ["large", "many"])
-def test_damaged_one_leaves_state_alone(tmp_path: Path, harmed: str) -> None:
-    """Also a field that the checkpoint before it does not have."""
+def test_damaged_one_leaves_state_alone(tmp_path: Path) -> None:
     source = State(rng=False, large=torch.rand(20 << 20), many=[torch.rand(10)])
     put(tmp_path / "s", source, 7)
     storing(tmp_path / "c").write_newest([tmp_path / "s"])
     stored = next((tmp_path / "c").glob("*/__0_0.distcp"))
     content = bytearray(stored.read_bytes())
-    wanted = (source.large if harmed == "large" else source.many[0]).numpy().tobytes()
-    content[content.index(wanted[-40:]) + 3] ^= 1
+    content[content.index(source.large[-10:].numpy().tobytes()) + 3] ^= 1
     stored.write_bytes(content)
     target = State(rng=False, large=torch.zeros(20 << 20), many=[torch.zeros(10)])
     assert restore_from_storage(target, str(tmp_path / "c")) is None
@@ -239,7 +232,6 @@ def test_damaged_one_leaves_state_alone(tmp_path: Path, harmed: str) -> None:
 
 
 def test_abandoned_world_completes_nothing(tmp_path: Path, url: str) -> None:
-    """A world that was given up completes nothing."""
     put(tmp_path / "s", job(1), 1)
     assert storing(url, fence=lambda: False).write_newest([tmp_path / "s"]) is None
     assert restore_from_storage(job(2), url) is None
@@ -255,15 +247,6 @@ def test_unfinished_remains_are_removed(tmp_path: Path) -> None:
     put(tmp_path / "s", job(2), 2)
     storing(url).write_newest([tmp_path / "s"])
     assert names(url) == [f"step-2.g-1.r-{FIRST}"]
-
-
-def test_remade_step_replaces_no_half(tmp_path: Path, url: str) -> None:
-    """A step made again by a later world replaces nothing half way."""
-    for generation in (1, 2):
-        put(tmp_path / f"s{generation}", job(generation), 4, generation=generation)
-        storing(url).write_newest([tmp_path / f"s{generation}"])
-    restore_from_storage(target := job(9), url)
-    assert target.epoch == 2
 
 
 def test_pieces_of_two_runs_do_not_mix(tmp_path: Path, url: str) -> None:
@@ -291,27 +274,6 @@ def test_unfinished_is_not_the_newest(tmp_path: Path, url: str) -> None:
     put(tmp_path / "half", job(1), 9, world=2)
     storing(url).write_newest([tmp_path / "half"])
     assert newest_stored(url) == (1, 5)
-
-
-def test_foreign_piece_does_not_complete(tmp_path: Path) -> None:
-    """A piece that was put into another runs folder does not complete it."""
-    for rank in range(2):
-        put(tmp_path / f"s{rank}", job(rank), 5, rank=rank, world=2)
-    storing(tmp_path / "c", FIRST).write_newest([tmp_path / "s0"])
-    (tmp_path / f"c/step-5.g-1.r-{FIRST}.tmp").rename(tmp_path / f"c/step-5.g-1.r-{SECOND}.tmp")
-    outcome = storing(tmp_path / "c", SECOND).write_newest([tmp_path / "s1"])
-    assert outcome is not None
-    assert not outcome.committed
-
-
-def test_unnamed_run_stores_nothing(tmp_path: Path, url: str) -> None:
-    """Nothing is stored before the run has a name."""
-    put(tmp_path / "s", job(1), 1)
-    name = ""
-    persister = CheckpointWriter(url, run=lambda: name)
-    assert persister.write_newest([tmp_path / "s"]) is None
-    name = FIRST
-    assert persister.write_newest([tmp_path / "s"]) is not None
 
 
 def test_later_run_of_a_step_is_restored(tmp_path: Path, url: str) -> None:
@@ -459,7 +421,6 @@ def test_a_mark_at_any_instant_is_kept(tmp_path: Path) -> None:
 
 
 def test_failing_storage_is_temporary(tmp_path: Path) -> None:
-    """Storage that fails is a temporary error."""
     (tmp_path / "c").write_text("not a folder")
     put(tmp_path / "s", job(1), 1)
     with pytest.raises(TemporaryError, match="did not take step 1"):
@@ -469,30 +430,22 @@ def test_failing_storage_is_temporary(tmp_path: Path) -> None:
 
 
 def test_forced_save_ignores_the_interval(tmp_path: Path) -> None:
-    """A forced save is stored whatever the interval."""
     place = str(tmp_path / "c")
     with Checkpointer(job(3), interval_steps=1, storage=place, storage_interval_s=3600.0) as checkpointer:
         checkpointer.save(0)
         checkpointer.save(1, force=True)
-        deadline = time.monotonic() + 20.0
-        while newest_stored(place, None)[1] != 1:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: newest_stored(place, None)[1] == 1, "it is stored")
 
 
 def test_worker_stores_without_an_agent(tmp_path: Path, url: str) -> None:
-    """Without an agent the worker stores by itself."""
     source = job(3)
-    with Checkpointer(source, interval_steps=1, storage=url, storage_interval_s=0.001) as checkpointer:
+    with Checkpointer(source, interval_steps=1, storage=url, storage_interval_s=1e-9) as checkpointer:
         for step in range(4):
             checkpointer.save(step)
         checkpointer.save(4, force=True)
     with Checkpointer(job(5), storage=url) as checkpointer:
         assert checkpointer.restore() == 4
         assert checkpointer.state.epoch == 3
-
-
-# --- What a run has given up. ---
 
 
 def parsed(*texts: str) -> list[CheckpointName]:
@@ -516,7 +469,6 @@ def test_given_up_checkpoints_come_last(stored: list[str], order: list[str]) -> 
 
 
 def test_generations_of_runs_not_compared() -> None:
-    """Generations of two runs are not compared."""
     mixed = parsed(f"step-9.g-1.r-{FIRST}", f"step-7.g-2.r-{SECOND}", "step-8.g-0", "step-6.g-5")
     assert [name.step for name in newest_first(mixed)] == [9, 8, 7, 6]
 
@@ -538,9 +490,6 @@ def test_given_up_checkpoints_go_first(tmp_path: Path) -> None:
     assert restored.step == 6, "what was given up does not come back"
 
 
-# --- Workers that go on while a state is stored. ---
-
-
 class SlowFolder(LocalFileSystem):
     """A storage where the first write of each rank's tensors waits until it is told to go on."""
 
@@ -556,7 +505,7 @@ class SlowFolder(LocalFileSystem):
     def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
         if "w" in mode and path.endswith(".distcp"):
             type(self).waiting.release()
-            assert type(self).go_on.wait(30.0)
+            assert type(self).go_on.wait(DEADLINE_S)
         return super()._open(path, mode, **kwargs)
 
 
@@ -588,13 +537,13 @@ def test_workers_go_on_while_storing(tmp_path: Path, slow: str) -> None:
     persister = storing(slow)
     storer = threading.Thread(target=lambda: outcomes.append(persister.write_newest(prefixes, marked=True)))
     storer.start()
-    assert SlowFolder.waiting.acquire(timeout=30)
-    assert SlowFolder.waiting.acquire(timeout=30), "both ranks are written at the same time"
+    for _ in prefixes:
+        assert SlowFolder.waiting.acquire(timeout=DEADLINE_S), "both ranks are written at the same time"
     for step in range(3, 7):
         for rank in range(2):
             save(slots[rank], job(step), step, rank, persist=step == 4)
     SlowFolder.go_on.set()
-    storer.join(30)
+    storer.join()
     assert outcomes == [WriteOutcome(0, 1, 2, True)], "the marked state was stored, though four others came meanwhile"
     assert persister.write_newest(prefixes, marked=True) == WriteOutcome(4, 1, 2, True), (
         "then the newest that was marked since"
@@ -617,42 +566,20 @@ def test_what_is_marked_outlives_its_slot(tmp_path: Path) -> None:
     assert [found.header.step for found in find_marked_slots(tmp_path / "s")] == [5], "the newest counts"
 
 
-def test_overwritten_slots_are_not_pinned(tmp_path: Path) -> None:
-    slots = SlotPair(tmp_path / "s")
-    save(slots, job(1), 1, 0, persist=False)
-    (found,) = slots.find_complete()
-    for step in (2, 3):
-        save(slots, job(step), step, 0, persist=False)
-    assert found.pin_file(tmp_path / "pinned") is None
-    assert not (tmp_path / "pinned").exists()
-
-
-def test_private_slots_take_marks_along(tmp_path: Path) -> None:
-    """Private slots take their marks along."""
-    slots = SlotPair(tmp_path / "s", private=True)
-    save(slots, job(1), 1, 0, persist=True)
-    assert (tmp_path / "s.marked").exists()
-    slots.close()
-    assert not list(tmp_path.glob("s.*"))
-
-
 def test_a_slow_storage_is_waited_for(tmp_path: Path, slow: str) -> None:
     """A state is marked only when the one before is stored, so that all nodes store the same ones."""
-    with Checkpointer(job(3), interval_steps=1, storage=slow, storage_interval_s=0.001) as checkpointer:
-        time.sleep(0.002)
+    with Checkpointer(job(3), interval_steps=1, storage=slow, storage_interval_s=1e-9) as checkpointer:
         checkpointer.save(0)
         checkpointer.save(1)
-        assert SlowFolder.waiting.acquire(timeout=30), "the first one is being stored"
+        assert SlowFolder.waiting.acquire(timeout=DEADLINE_S), "the first one is being stored"
         for step in range(2, 6):
-            time.sleep(0.002)
             checkpointer.save(step)
         prefix = checkpointer._slots.prefix
         first = [found.header.step for found in find_marked_slots(prefix)]
         assert first == [1], "nothing else was marked meanwhile"
         SlowFolder.go_on.set()
-        wait_for_mark(prefix)
+        wait_until(lambda: not find_marked_slots(prefix), "it is stored")
         checkpointer.save(6)
-        time.sleep(0.002)
         checkpointer.save(7)
     assert newest_stored(str(tmp_path / "c"))[1] == 7
 
@@ -660,18 +587,18 @@ def test_a_slow_storage_is_waited_for(tmp_path: Path, slow: str) -> None:
 def test_storing_goes_on_after_a_step_twice(tmp_path: Path) -> None:
     """A step that is stored already is saved and wanted on storage again, as at the end of an epoch."""
     place = str(tmp_path / "c")
-    with Checkpointer(job(3), interval_steps=1, storage=place, storage_interval_s=0.001) as checkpointer:
+    with Checkpointer(job(3), interval_steps=1, storage=place, storage_interval_s=1e-9) as checkpointer:
         prefix = checkpointer._slots.prefix
         for _ in range(2):
             checkpointer.save(0, force=True)
-            wait_for_mark(prefix)
-        deadline = time.monotonic() + 30
-        for step in itertools.count(1):
-            checkpointer.save(step)
-            time.sleep(0.002)
-            if newest_stored(place)[1] > 0:
-                break
-            assert time.monotonic() < deadline, "nothing was stored any more"
+            wait_until(lambda: not find_marked_slots(prefix), "it is stored")
+        steps = itertools.count(1)
+
+        def save_and_look() -> bool:
+            checkpointer.save(next(steps))
+            return newest_stored(place)[1] > 0
+
+        wait_until(save_and_look, "something later is stored")
 
 
 def test_mark_that_others_lack_is_removed(tmp_path: Path) -> None:
@@ -748,10 +675,3 @@ def test_killed_workers_marks_hold_no_memory(tmp_path: Path) -> None:
     os.link(tmp_path / "s.0", marking_path(tmp_path / "s"))
     slots.close()
     assert not list(tmp_path.glob("s.*"))
-
-
-def wait_for_mark(prefix: Path) -> None:
-    deadline = time.monotonic() + 30
-    while find_marked_slots(prefix):
-        assert time.monotonic() < deadline, "it is never stored"
-        time.sleep(0.01)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,11 +11,9 @@ import torch
 
 from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.memory import copying
-from edl.collective.checkpoint.memory.replica_slots import ReplicaFolder
 from edl.collective.checkpoint.memory.slots import SlotPair, find_slots
 from edl.collective.checkpoint.state.metadata import parse_meta
 from edl.collective.checkpoint.state.state import State
-from edl.collective.worker_status import Phase, WorkerStatusPage
 
 WIDTH = 1200  # with momentum some 11 MB, which are worth a thread
 
@@ -89,7 +85,6 @@ def same(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool
 
 
 def test_saved_state_is_that_before_the_step(tmp_path: Path, state: State, helper: Held) -> None:
-    """What was saved is the state before the next step and everything else before."""
     with Checkpointer(state, interval_steps=1, overlap=True, slots=SlotPair(tmp_path / "slots")) as checkpointer:
         for step in range(6):
             train(state)
@@ -110,7 +105,6 @@ def test_saved_state_is_that_before_the_step(tmp_path: Path, state: State, helpe
 def test_other_change_drops_the_save(
     tmp_path: Path, state: State, helper: Held, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A change by other means drops the save and ends overlapping."""
     with Checkpointer(state, interval_steps=1, overlap=True, slots=SlotPair(tmp_path / "slots")) as checkpointer:
         for step in range(2):
             checkpointer.save(step)
@@ -127,172 +121,10 @@ def test_other_change_drops_the_save(
         assert same(saved(tmp_path / "slots", 3), tensors(state))  # at once: nobody helps
 
 
-def test_change_after_the_copy_spoils_it(tmp_path: Path, state: State) -> None:
-    """torch counts a write only when it is done, so this may have been one in the middle of the copy."""
-    with Checkpointer(state, interval_steps=1, overlap=True, slots=SlotPair(tmp_path / "slots")) as checkpointer:
-        for step in range(3):
-            train(state)
-            checkpointer.save(step)
-        deadline = time.monotonic() + 20
-        while find_slots(tmp_path / "slots")[0].header.step != 2:
-            assert time.monotonic() < deadline
-        with torch.no_grad():
-            state.model[0].weight.add_(1)
-        train(state)
-        assert find_slots(tmp_path / "slots")[0].header.step == 1
-
-
 def test_without_overlap_save_is_complete(tmp_path: Path, state: State, helper: Held) -> None:
-    """Without overlap a save is complete when it returns."""
     helper.go.clear()
     with Checkpointer(state, interval_steps=1, slots=SlotPair(tmp_path / "slots")) as checkpointer:
         for step in range(4):
             train(state)
             checkpointer.save(step)
             assert same(saved(tmp_path / "slots", step), tensors(state))
-
-
-def test_an_end_without_close_loses_nothing(tmp_path: Path, state: State, helper: Held) -> None:
-    checkpointer = Checkpointer(state, interval_steps=1, overlap=True, slots=SlotPair(tmp_path / "slots"))
-    for step in range(3):
-        train(state)
-        checkpointer.save(step)
-    assert checkpointer.wait_until_finished()
-    assert same(saved(tmp_path / "slots", 2), tensors(state))
-    checkpointer.close()
-    train(state)  # the optimizer waits for nobody any more
-
-
-def test_unowned_tensors_are_copied_at_once(tmp_path: Path, helper: Held) -> None:
-    """What no optimizer owns is copied at once."""
-    model = torch.nn.Linear(WIDTH, WIDTH)
-    helper.go.clear()
-    with Checkpointer(
-        State(model=model), interval_steps=1, overlap=True, slots=SlotPair(tmp_path / "slots")
-    ) as checkpointer:
-        for step in range(4):
-            checkpointer.save(step)
-            assert find_slots(tmp_path / "slots")[0].header.step == step
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, where it compiles
-def test_compiled_step_is_waited_for(tmp_path: Path, state: State) -> None:
-    """Whether the compiler runs hooks or leaves them out is its own business."""
-    step = torch.compile(state.optimizer.step, backend="eager")
-    with Checkpointer(state, interval_steps=1, overlap=True, slots=SlotPair(tmp_path / "slots")) as checkpointer:
-        for number in range(6):
-            for parameter in state.model.parameters():
-                parameter.grad = torch.ones_like(parameter)
-            before = tensors(state)
-            step()
-            if number:
-                assert same(saved(tmp_path / "slots", number - 1), before)
-            checkpointer.save(number)
-
-
-def test_uncounted_change_is_seen_by_samples(tmp_path: Path, state: State, helper: Held) -> None:
-    """Averaged weights are swapped in for an evaluation, through `.data`."""
-    with Checkpointer(state, interval_steps=1, overlap=True, slots=SlotPair(tmp_path / "slots")) as checkpointer:
-        for step in range(2):
-            train(state)
-            checkpointer.save(step)
-        before = tensors(state)
-        train(state)
-        helper.go.clear()
-        checkpointer.save(2)
-        for parameter in state.model.parameters():
-            parameter.data.mul_(0.5)
-        assert not checkpointer.wait_until_finished()
-        assert same(saved(tmp_path / "slots", 1), before)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
-def test_storage_copies_are_made_at_once(tmp_path: Path, state: State, helper: Held) -> None:
-    """What goes to storage is copied at once."""
-    url = str(tmp_path / "stored")
-    settings = {"storage": url, "storage_interval_s": 1e-9}
-    slots, at_once = SlotPair(tmp_path / "slots"), 0
-    with Checkpointer(
-        state,
-        interval_steps=1,
-        overlap=True,
-        slots=slots,
-        **settings,  # type: ignore[arg-type]
-    ) as checkpointer:
-        for step in range(12):
-            until(lambda: not slots.has_marked_slot)  # the next one is wanted only when the one before is stored
-            train(state)
-            wanted = checkpointer._store_next
-            if wanted:
-                helper.go.clear()
-            checkpointer.save(step)
-            if wanted:
-                assert find_slots(tmp_path / "slots")[0].header.step == step
-                at_once += 1
-            helper.go.set()
-    assert at_once >= 3
-
-
-def test_kept_state_is_kept_at_once(
-    tmp_path: Path, state: State, helper: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the next save would be kept as well, in the place of the only state that other nodes have."""
-    folder = ReplicaFolder(tmp_path / "replicas")
-    folder.path.mkdir()
-    monkeypatch.setenv("EDL_REPLICAS", str(folder.path))
-    with Checkpointer(state, interval_steps=1, overlap=True, slots=SlotPair(tmp_path / "slots")) as checkpointer:
-        replica_slots = checkpointer._replica_slots
-        assert replica_slots is not None
-        for step in range(5):
-            train(state)
-            if step == 4:
-                folder.request_newer_than((0, 3, 1))
-                checkpointer._keep_next = True  # as all ranks of a sharded state would have agreed
-                helper.go.clear()
-            checkpointer.save(step)
-        assert [found.header.step for found in replica_slots.slots.find_complete()] == [4]
-        assert not replica_slots.is_state_requested()
-        helper.go.set()
-
-
-def test_waiting_steps_count_as_saving(tmp_path: Path, state: State, helper: Held) -> None:
-    """The time that a step waits counts as saving."""
-    board = WorkerStatusPage.create(tmp_path / "board")
-    board.record_worker_start(1)
-    slots = SlotPair(tmp_path / "slots")
-    with Checkpointer(state, interval_steps=1, overlap=True, slots=slots, board=board) as checkpointer:
-        for step in range(3):
-            train(state)
-            checkpointer.save(step)
-        phases = []
-        finish = checkpointer._writer._copier.finish_copy
-        checkpointer._writer._copier.finish_copy = lambda: (phases.append(board.read_status().phase), finish())  # type: ignore
-        helper.go.clear()
-        train(state)
-        checkpointer.save(3)
-        phases.clear()  # of the save itself
-        train(state)
-        assert phases == [Phase.SAVE]
-    board.close()
-
-
-def test_fork_does_not_finish_the_save(tmp_path: Path, state: State, helper: Held) -> None:
-    """A fork does not finish its parents save."""
-    with Checkpointer(state, interval_steps=1, overlap=True, slots=SlotPair(tmp_path / "slots")) as checkpointer:
-        for step in range(2):
-            train(state)
-            checkpointer.save(step)
-        train(state)
-        helper.go.clear()
-        checkpointer.save(2)
-        child = os.fork()
-        if child == 0:
-            os._exit(3 if checkpointer.wait_until_finished() else 4)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
-        assert find_slots(tmp_path / "slots")[0].header.step == 1

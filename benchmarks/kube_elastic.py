@@ -23,8 +23,8 @@ from pathlib import Path
 from benchmarks._child import ROOT
 from benchmarks._harness import Goal, Options, Spread, divide, main, note, take_turns
 from benchmarks._kube.picture import draw_sharing
+from benchmarks._kube.sharing import GPUS, Sharing, Work, share_gpus
 from benchmarks._kube.stage import Stage, open_stage
-from tests.kubernetes.scenarios.sharing import GPUS, Sharing, Work, share_gpus
 
 GOALS = [Goal("wait_vs_gang", 0.5, "at most"), Goal("span_vs_gang", 0.95, "at most")]
 _PICTURE = ROOT / "docs/images/kube_elastic.png"

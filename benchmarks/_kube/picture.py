@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.kubernetes.scenarios.sharing import GPUS, JobTimes, Sharing
+from benchmarks._kube.sharing import GPUS, JobTimes, Sharing
 
 __all__ = ["count_busy", "draw_sharing"]
 

@@ -1,28 +1,19 @@
-"""Scenario 8: what is deleted leaves nothing behind, in the cluster or in Consul."""
+"""What is deleted leaves nothing behind, in the cluster or in Consul."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 import pytest
 
 from edl.discovery import open_registry
-from tests.cluster.api import Cluster
 from tests.cluster.operator_process import OperatorFactory
-from tests.plugins_consul import ConsulAgent
+from tests.kubernetes.scenarios.scene import Scene
 
-HOST = "10.88.0.1"  # this machine, from a pod
-TEACHER = f"{Path(__file__).parent / 'small_teacher.py'}:predict"
-GRACE_S = 5
-LEASE_S = 60.0
-KILLED_S = GRACE_S + 60.0  # the kubelet notices, asks, waits for the grace period, and kills
-# A kubelet of 1.20 reports a pod's end a minute late at times; its processes have ended long before. See cluster.api.
-# Measured with three pods of a plain image and a grace period of 5 s: namespaces were gone after 19 to 77 s.
 REPORTED_S = 240.0
-READY_S = 150.0
+"""A kubelet of 1.20 reports a pod's end a minute late at times; its processes have ended long before."""
 KINDS = (
     "/api/v1/namespaces/{}/pods",
     "/api/v1/namespaces/{}/services",
@@ -35,125 +26,62 @@ KINDS = (
 )
 
 
-@pytest.fixture
-def consul(machine: object, tmp_path: Path) -> Iterator[ConsulAgent]:
-    """A Consul agent that pods reach."""
-    agent = ConsulAgent(tmp_path / "consul", {"client_addr": f"127.0.0.1 {HOST}"})
-    try:
-        agent.start()
-        yield agent
-    finally:
-        agent.kill()
-
-
-def _list_all(cluster: Cluster, namespace: str) -> set[str]:
+def list_all(scene: Scene) -> set[str]:
     """Names of all objects of a namespace that somebody of EDL's may have made."""
     found = set()
     for path in KINDS:
-        answer = cluster.ask(path.format(namespace))
+        answer = scene.cluster.ask(path.format(scene.namespace))
         if answer is None and "policy" in path:
-            answer = cluster.ask(path.replace("v1beta1", "v1").format(namespace))
+            answer = scene.cluster.ask(path.replace("v1beta1", "v1").format(scene.namespace))
         found |= {f"{path.rsplit('/', 1)[1]}/{item['metadata']['name']}" for item in (answer or {"items": []})["items"]}
     return found
 
 
-class Members:
-    """A job of two workers with a disruption budget, and a pool of a teacher that registers in Consul."""
+def count_processes(scene: Scene) -> int:
+    """How many processes of this machine belong to the namespace's pods."""
+    processes = psutil.process_iter(["environ"])
+    return sum((process.info["environ"] or {}).get("MEMBERS_OF") == scene.namespace for process in processes)
 
-    def __init__(self, cluster: Cluster, namespace: str, url: str, template: dict[str, Any]) -> None:
-        self._cluster = cluster
-        self._namespace = namespace
-        self.url = url
-        self._template = {"spec": template["spec"]}
 
-    def create(self) -> None:
-        """Make both, and wait until all is up."""
-        common = {"store": self.url, "gracePeriodSeconds": GRACE_S, "template": self._template}
-        self._cluster.apply(
-            self._resource(
-                "ElasticJob", "job", {"run": ["--no-python", "/usr/bin/sleep", "600"], "minReplicas": 2, **common}
-            ),
-            self._resource(
-                "TeacherPool",
-                "pool",
-                {
-                    "serve": ["--callable", TEACHER, "--input", "x:float32[4]"],
-                    "minReplicas": 1,
-                    "service": self._namespace,
-                    **common,
-                },
-            ),
-            namespace=self._namespace,
+@pytest.mark.slow
+@pytest.mark.consul
+def test_deletion_leaves_nothing(
+    scene: Scene, consul_store: str, operator: OperatorFactory, pod_template: Callable[..., dict[str, Any]]
+) -> None:
+    """Neither of resources, nor of a namespace whose operator is gone: nothing has a finalizer."""
+    cluster, namespace = scene.cluster, scene.namespace
+    template = {"spec": pod_template(env={"MEMBERS_OF": namespace})["spec"]}
+    process = operator("--store", consul_store)
+    scene.wait("the namespace's own objects", lambda: list_all(scene))
+    before = list_all(scene)
+
+    def count_registered() -> int:
+        with open_registry(consul_store) as registry:
+            return len(registry.snapshot("pool").instances)
+
+    def create() -> None:
+        """Make a job of two workers and a pool of a teacher, and wait until all is up."""
+        common = {"gracePeriodSeconds": 5}
+        scene.create_job("job", ["--no-python", "/usr/bin/sleep", "600"], template, minReplicas=2, **common)
+        scene.create_pool("pool", ["--factory", "edl.testing.models:echo"], template, minReplicas=1, **common)
+        scene.wait(
+            "two workers and a teacher",
+            lambda: [pod["status"].get("phase") for pod in cluster.list_pods(namespace)] == ["Running"] * 3,
         )
-        self._cluster.wait("two workers and a teacher", self._all_run, self._namespace, READY_S)
-        self._cluster.wait("the teacher's registration", self.registered, self._namespace, READY_S)
+        scene.wait("the teacher's registration", count_registered)
 
-    @staticmethod
-    def _resource(kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
-        return {"apiVersion": "edl.io/v1alpha1", "kind": kind, "metadata": {"name": name}, "spec": spec}
-
-    def _all_run(self) -> bool:
-        phases = [pod["status"].get("phase") for pod in self._cluster.list_pods(self._namespace)]
-        return phases == ["Running"] * 3
-
-    def list_processes(self) -> list[str]:
-        """Command lines of this machine's processes that belong to the job or the teacher."""
-        found = []
-        for process in psutil.process_iter(["environ", "cmdline"]):
-            environ = process.info["environ"] or {}
-            if environ.get("MEMBERS_OF") == self._namespace:
-                found.append(" ".join(process.info["cmdline"] or ()))
-        return found
-
-    def registered(self) -> int:
-        """How many teachers Consul has of the namespace's service."""
-        with open_registry(self.url) as registry:
-            return len(registry.snapshot(self._namespace).instances)
-
-
-@pytest.fixture
-def members(
-    cluster: Cluster, namespace: str, consul: ConsulAgent, pod_template: Callable[..., dict[str, Any]]
-) -> Members:
-    """Not made yet."""
-    return Members(
-        cluster, namespace, consul.url.replace("127.0.0.1", HOST), pod_template(env={"MEMBERS_OF": namespace})
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.consul
-def test_deleted_resources_leave_nothing(
-    cluster: Cluster, namespace: str, operator: OperatorFactory, members: Members
-) -> None:
-    operator("--store", members.url)
-    cluster.wait("the namespace's own objects", lambda: _list_all(cluster, namespace), namespace)
-    before = _list_all(cluster, namespace)
-    members.create()
-    assert len(_list_all(cluster, namespace) - before) >= 6, "a job, a pool, three pods and a disruption budget"
-    assert len(members.list_processes()) >= 3
+    create()
+    assert len(list_all(scene) - before) >= 6, "a job, a pool, three pods and a disruption budget"
+    assert count_processes(scene) >= 3
     cluster.kubectl("-n", namespace, "delete", "elasticjob/job", "teacherpool/pool", "--wait=true")
-    cluster.wait("no process", lambda: not members.list_processes(), namespace, KILLED_S)
-    cluster.wait("no registration", lambda: not members.registered(), namespace, LEASE_S)
-    cluster.wait("nothing left", lambda: _list_all(cluster, namespace) == before, namespace, REPORTED_S)
+    scene.wait("no process", lambda: not count_processes(scene))
+    scene.wait("no registration", lambda: not count_registered())
+    scene.wait("nothing left", lambda: list_all(scene) == before, REPORTED_S)
 
-
-@pytest.mark.slow
-@pytest.mark.consul
-def test_namespace_needs_no_operator(
-    cluster: Cluster, namespace: str, operator: OperatorFactory, members: Members
-) -> None:
-    """A namespace is deleted with all that is in it, also where the operator is gone: nothing has a finalizer."""
-    process = operator("--store", members.url)
-    members.create()
+    create()
     process.kill()
-    for plural in ("elasticjobs", "teacherpools"):
-        for item in cluster.ask(f"/apis/edl.io/v1alpha1/namespaces/{namespace}/{plural}")["items"]:
-            assert not item["metadata"].get("finalizers"), item["metadata"]
-    for pod in cluster.list_pods(namespace):
-        assert not pod["metadata"].get("finalizers"), pod["metadata"]
     path = f"/api/v1/namespaces/{namespace}"
     cluster.ask(path, "DELETE")
-    cluster.wait("no process", lambda: not members.list_processes(), timeout_s=KILLED_S)
-    cluster.wait("no registration", lambda: not members.registered(), timeout_s=LEASE_S)
+    cluster.wait("no process", lambda: not count_processes(scene), timeout_s=REPORTED_S)
+    cluster.wait("no registration", lambda: not count_registered(), timeout_s=REPORTED_S)
     cluster.wait("the namespace's end", lambda: cluster.ask(path) is None, timeout_s=REPORTED_S)

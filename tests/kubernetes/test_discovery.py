@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.cluster.api import Cluster
-from tests.kubernetes.discovery.test_kubernetes import documented_role
+from tests.kubernetes.discovery.test_conformance import documented_role
 
 PROGRAM = """
 import time

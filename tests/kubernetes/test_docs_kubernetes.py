@@ -16,7 +16,7 @@ import pytest
 from tests.cluster.api import Cluster, kubectl_program
 from tests.cluster.machine import ROOT
 from tests.cluster.operator_process import OperatorFactory
-from tests.kubernetes.cli.conftest import Person
+from tests.kubernetes.conftest import Person
 
 pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
@@ -25,7 +25,7 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.split("\n## Measured")[0], re
 
 
 def test_installation_is_the_tested_one() -> None:
-    """tests/kubernetesrnetes/chart follows the page for operators; this page installs by the same command."""
+    """tests/kubernetes/chart follows the page for operators; this page installs by the same command."""
     installing = [text for language, text in BLOCKS if language == "sh"]
     assert len(installing) == 1
     assert installing[0].strip() in (ROOT / "docs/kubernetes-operators.md").read_text()
@@ -45,7 +45,8 @@ def test_page_is_true(
     in_image.mkdir()
     template = pod_template(memory="1Gi", reads=[in_image])
     person = Person(cluster, namespace, tmp_path, template)
-    reader = PageReader(person, namespace, str(in_image / "teacher.py"), template)
+    image = template["spec"]["containers"][0]["image"]
+    reader = PageReader(person, namespace, {"IMAGE": image, "TEACHER": str(in_image / "teacher.py")})
     said: dict[str, str] = {}
     for language, text in BLOCKS:
         named = re.match(r"# (\w+\.py)\n", text)
@@ -70,46 +71,37 @@ def test_page_is_true(
 
 
 class PageReader:
-    """Runs the page's lines as its reader would, with the test's image.
+    """Runs the page's lines as its reader would, with the test's image and its template for pods.
 
     Args:
         person: who reads it.
         namespace: in the place of `edl`.
-        teacher: in the place of `$TEACHER`.
-        template: for pods, since the image is almost empty.
+        values: of the page's variables.
     """
 
-    def __init__(self, person: Person, namespace: str, teacher: str, template: dict[str, Any]) -> None:
+    def __init__(self, person: Person, namespace: str, values: dict[str, str]) -> None:
         self._person = person
         self._namespace = namespace
-        self._values = {"IMAGE": template["spec"]["containers"][0]["image"], "TEACHER": teacher}
+        self._values = values
 
     def run(self, line: str) -> str:
         """Run a line, and return what it says."""
         for name, value in self._values.items():
             line = line.replace(f"${name}", value)
-        words = shlex.split(line)
-        target = None
-        if ">" in words:
-            target = words[words.index(">") + 1]
-            words = words[: words.index(">")]
+        command, _, target = line.partition(" > ")
+        words = shlex.split(command)
         if words[0] == "kubectl":
+            environ = {**os.environ, **self._person.environ}
             words = [self._namespace if before == "--namespace" else word for before, word in zip(["", *words], words)]  # noqa: B905
-            return self._kubectl(words[1:])
+            program = [kubectl_program(), *words[1:]]
+            done = subprocess.run(program, env=environ, capture_output=True, text=True, timeout=150, check=False)
+            assert done.returncode == 0, f"{line}: {done.stdout}{done.stderr}"
+            return done.stdout
         assert words[0] == "edl", f"no test runs {line!r}"
         if words[1] == "submit" and "--image" in words:
             words[2:2] = ["--template", "pod.json"]
         said = self._person.run(*words[1:])
-        if target is not None:
+        if target:
             start = said.index("---\n")
-            end = said.index("edl submit: ", start)
-            (self._person.folder / target).write_text(said[start:end])
+            (self._person.folder / target.strip()).write_text(said[start : said.index("edl submit: ", start)])
         return said
-
-    def _kubectl(self, words: list[str]) -> str:
-        environ = {**os.environ, **self._person.environ}
-        done = subprocess.run(
-            [kubectl_program(), *words], env=environ, capture_output=True, text=True, timeout=150, check=False
-        )
-        assert done.returncode == 0, f"kubectl {words}: {done.stdout}{done.stderr}"
-        return done.stdout

@@ -1,8 +1,7 @@
-"""Scenario 7: what the chart's service accounts may do, and that it is enough."""
+"""What the chart's service accounts and people may do, and that it is enough."""
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,35 +16,18 @@ from edl.kube.resource_types import ELASTIC_JOBS, NODES, PODS, SECRETS
 from edl.kube.settings import KubeSettings
 from tests.cluster.api import Cluster
 from tests.cluster.operator_process import ACCOUNT, OperatorFactory, install_account, render_chart
-from tests.kubernetes.cli.conftest import Person
+from tests.kubernetes.conftest import Person
+from tests.kubernetes.scenarios.scene import Scene
 
 READY_S = 240.0
 RBAC = "rbac.authorization.k8s.io/v1"
-OPERATOR_RIGHTS = {
-    "": {"pods": "create delete list watch", "events": "create get list patch"},
-    "apps": {"deployments/scale": "get patch", "statefulsets/scale": "get patch"},
-    "edl.io": {
-        "elasticjobs": "delete get list watch",
-        "elasticjobs/status": "patch",
-        "teacherpools": "get list watch",
-        "teacherpools/status": "patch",
-    },
-    "policy": {"poddisruptionbudgets": "create delete patch"},
-}
-"""As documented in docs/kubernetes-operators.md; each is used by `edl.master.kube.operator`."""
 
 
-@pytest.fixture
-def account(cluster: Cluster, namespace: str, tmp_path: Path) -> KubeClient:
-    """A client with the operator's rights, without `edl-capacity`."""
+def test_own_namespace_only(cluster: Cluster, namespace: str, tmp_path: Path) -> None:
     install_account(cluster, namespace, capacity=False)
     path = tmp_path / "kubeconfig.json"
     cluster.write_account_kubeconfig(namespace, ACCOUNT, path)
-    return KubeClient(KubeSettings(kubeconfig=str(path)))
-
-
-def test_own_namespace_only(account: KubeClient, namespace: str) -> None:
-    with account:
+    with KubeClient(KubeSettings(kubeconfig=str(path))) as account:
         assert account.namespace == namespace
         assert account.list(PODS).items == []
         assert account.list(ELASTIC_JOBS).items == []
@@ -60,10 +42,6 @@ def test_own_namespace_only(account: KubeClient, namespace: str) -> None:
         ):
             with pytest.raises(AccessDeniedError):
                 refused()
-
-
-def test_members_have_less(cluster: Cluster, account: KubeClient, namespace: str) -> None:
-    account.close()
     member = f"system:serviceaccount:{namespace}:edl-member"
     for verb in ("get", "list", "create", "patch", "delete"):
         assert not cluster.may(member, verb, "elasticjobs", namespace, "edl.io")
@@ -75,45 +53,24 @@ def test_members_have_less(cluster: Cluster, account: KubeClient, namespace: str
 
 @pytest.mark.slow
 def test_rights_are_enough(
-    cluster: Cluster, namespace: str, operator: OperatorFactory, pod_template: Callable[..., dict[str, Any]]
+    scene: Scene, operator: OperatorFactory, pod_template: Callable[..., dict[str, Any]]
 ) -> None:
     """The operator refuses nobody, and is refused nothing but the look at the cluster."""
+    cluster, namespace = scene.cluster, scene.namespace
     process = operator("--store", f"kubernetes://{namespace}")
     template = {"spec": {**pod_template()["spec"], "serviceAccountName": "edl-member"}}
-    job = {
-        "apiVersion": "edl.io/v1alpha1",
-        "kind": "ElasticJob",
-        "metadata": {"name": "first"},
-        "spec": {
-            "run": ["--no-python", "/usr/bin/sleep", "1"],
-            "minReplicas": 1,
-            "maxReplicas": 2,
-            "ttlSecondsAfterFinished": 1,
-            "template": template,
-        },
-    }
-    sleeper = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "adopted"}}
-    sleeper["spec"] = {
-        "replicas": 0,
-        "selector": {"matchLabels": {"app": "adopted"}},
-        "template": {
-            "metadata": {"labels": {"app": "adopted"}},
-            "spec": pod_template(["/usr/bin/sleep", "600"])["spec"],
-        },
-    }
-    pool = {
-        "apiVersion": "edl.io/v1alpha1",
-        "kind": "TeacherPool",
-        "metadata": {"name": "adopting"},
-        "spec": {
-            "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": "adopted"},
-            "scaling": "external",
-            "replicas": 1,
-            "minReplicas": 0,
-            "maxReplicas": 2,
-        },
-    }
-    cluster.apply(job, sleeper, pool, namespace=namespace)
+    run = ["--no-python", "/usr/bin/sleep", "1"]
+    scene.create_job("first", run, template, maxReplicas=2, ttlSecondsAfterFinished=1)
+    labels = {"app": "adopted"}
+    pod = {"metadata": {"labels": labels}, "spec": pod_template(["/usr/bin/sleep", "600"])["spec"]}
+    deployment = {"replicas": 0, "selector": {"matchLabels": labels}, "template": pod}
+    target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "adopted"}
+    pool = {"scaleTargetRef": target, "scaling": "external", "replicas": 1, "maxReplicas": 2}
+    cluster.apply(
+        {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "adopted"}, "spec": deployment},
+        {"apiVersion": "edl.io/v1alpha1", "kind": "TeacherPool", "metadata": {"name": "adopting"}, "spec": pool},
+        namespace=namespace,
+    )
     cluster.wait(
         "the job to be deleted after its end",
         lambda: cluster.get("elasticjobs", "first", namespace) is None,
@@ -133,40 +90,31 @@ def test_rights_are_enough(
             assert re.search(r"list (nodes|pods): .* at the cluster scope", line), line
 
 
-def test_people_submit_with_edit(
-    cluster: Cluster, namespace: str, tmp_path: Path, pod_template: Callable[..., dict[str, Any]]
-) -> None:
-    """Kubernetes' own `edit`, and what the chart adds to it, is all that the commands of people need."""
-    person = Person(cluster, namespace, tmp_path, pod_template())
+def test_people_submit_and_look(cluster: Cluster, namespace: str, person: Person) -> None:
+    """Kubernetes' own `edit` and `view`, and what the chart adds to them, are all that the commands of people need."""
     become(cluster, person, namespace, "edit")
-    (tmp_path / "train.py").write_text("print('done')")
+    (person.folder / "train.py").write_text("print('done')")
+    submit = ("submit", "--template", "pod.json", "--name")
     pool = ("--teachers", "digits=0:2", "--serve", "digits=--callable teacher.py:predict")
-    person.run("submit", "--template", "pod.json", "--name", "mine", "--workers", "1:3", *pool, "train.py")
-    person.run("submit", "--template", "pod.json", "--name", "more", "--teachers", "digits=0:3", "train.py")
+    person.run(*submit, "mine", "--workers", "1:3", *pool, "train.py")
+    person.run(*submit, "more", "--teachers", "digits=0:3", "train.py")
     assert cluster.get("teacherpools", "digits", namespace)["spec"]["maxReplicas"] == 3
     assert "job mine in namespace" in person.run("status", "mine")
-    person.run("delete", "mine", "more", "pool/digits", "--wait")
-    assert "script" not in cluster.kubectl("-n", namespace, "get", "configmaps", "-o", "name"), "with its script"
+    person.run("delete", "more", "pool/digits", "--wait")
+    assert "more-script" not in cluster.kubectl("-n", namespace, "get", "configmaps", "-o", "name"), "with its script"
 
-
-def test_people_look_with_view(
-    cluster: Cluster, namespace: str, tmp_path: Path, pod_template: Callable[..., dict[str, Any]]
-) -> None:
-    """Who has Kubernetes' own `view`, and what the chart adds to it, sees all of the namespace and changes nothing."""
-    person = Person(cluster, namespace, tmp_path, pod_template())
-    (tmp_path / "train.py").write_text("print('done')")
-    submit = ("submit", "--template", "pod.json", "--name")
-    person.run(*submit, "theirs", "train.py")
+    cluster.kubectl("-n", namespace, "delete", "rolebinding,role", "--all")
+    user = f"system:serviceaccount:{namespace}:person"
+    cluster.wait("no rights", lambda: not cluster.may(user, "delete", "elasticjobs", namespace, "edl.io"), namespace)
     become(cluster, person, namespace, "view")
-    assert person.jobs().keys() == {"theirs"}
-    assert "job theirs in namespace" in person.run("status", "theirs")
-    changes = (("scale", "theirs", "1"), ("suspend", "theirs"), ("delete", "theirs"), (*submit, "mine", "train.py"))
+    assert person.jobs().keys() == {"mine"}
+    assert "job mine in namespace" in person.run("status", "mine")
+    changes = (("scale", "mine", "1"), ("suspend", "mine"), ("delete", "mine"), (*submit, "third", "train.py"))
     for words in (*changes, ("jobs", "-A")):
         assert "not allowed (403)" in person.run(*words, code=1)
-    found = cluster.get("elasticjobs", "theirs", namespace)["spec"]
-    assert found["scaling"] == "auto"
-    assert not found["suspend"]
-    assert cluster.get("elasticjobs", "mine", namespace) is None
+    found = cluster.get("elasticjobs", "mine", namespace)["spec"]
+    assert (found["scaling"], found["suspend"]) == ("auto", False)
+    assert cluster.get("elasticjobs", "third", namespace) is None
 
 
 def become(cluster: Cluster, person: Person, namespace: str, role: str) -> None:
@@ -196,16 +144,3 @@ def become(cluster: Cluster, person: Person, namespace: str, role: str) -> None:
     cluster.wait("the rights", lambda: cluster.may(user, "list", "pods", namespace), namespace)
     cluster.wait("the rights", lambda: cluster.may(user, "list", "elasticjobs", namespace, "edl.io"), namespace)
     cluster.write_account_kubeconfig(namespace, "person", Path(person.environ["KUBECONFIG"]))
-
-
-def test_rights_are_these() -> None:
-    """A right that is added or taken back is so on purpose."""
-    options = ("--set", "operator.enabled=false", "--show-only", "templates/rbac.yaml")
-    objects = yaml.safe_load_all(render_chart("edl", *options))
-    (role,) = (item for item in objects if item and item["kind"] == "Role")
-    found: dict[str, dict[str, str]] = {}
-    for rule in role["rules"]:
-        for group, resource in itertools.product(rule["apiGroups"], rule["resources"]):
-            verbs = found.setdefault(group, {}).get(resource, "").split()
-            found[group][resource] = " ".join(sorted({*verbs, *rule["verbs"]}))
-    assert found == OPERATOR_RIGHTS

@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.kubernetes.scenarios.diary import Diary
-from tests.kubernetes.scenarios.scene import PROGRAMS, Scene
+from tests.kubernetes.scenarios.scene import Scene
+
+__all__ = ["GPUS", "JobTimes", "Sharing", "Work", "share_gpus"]
 
 GPUS = 4
+PROGRAM = Path(__file__).parent / "working.py"
 END_S = 900.0
-"""Of a job. The longest round of the benchmark takes three minutes."""
+"""Of a job. The longest round takes three minutes."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +35,12 @@ class Work:
         second: units of the job that comes.
         after_s: seconds from the first job's first unit until the second job comes.
         unit_s: seconds that a unit takes.
-        patient: elastically, the first job ends when the second has begun, and the second when it has all GPUs, however
-            long pods take to start. Times say nothing then.
     """
 
     first: int = 60
     second: int = 80
     after_s: float = 5.0
     unit_s: float = 1.0
-    patient: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,25 +123,20 @@ def share_gpus(scene: Scene, template: Mapping[str, Any], folder: Path, work: Wo
     for diary in (first, second):
         diary.path.parent.mkdir(parents=True)
         diary.path.parent.chmod(0o777)
-    until_begun, until_grown = [], []
-    if work.patient and elastic:
-        until_begun = ["--until-file", str(second.path.parent / "unit-0")]
-        until_grown = ["--until-workers", str(GPUS)]
     first_submitted = time.time()
-    scene.create_job("first", [*_run(first, work.first, work), *until_begun], template, minReplicas=2)
+    scene.create_job("first", _run(first, work.first, work), template, minReplicas=2)
     scene.wait("the first job's work", lambda: first.has("unit"))
     time.sleep(work.after_s)
     second_submitted = time.time()
     least = 1 if elastic else GPUS
-    run = [*_run(second, work.second, work), *until_grown]
-    scene.create_job("second", run, template, minReplicas=least, maxReplicas=GPUS)
+    scene.create_job("second", _run(second, work.second, work), template, minReplicas=least, maxReplicas=GPUS)
     for name in ("first", "second"):
         scene.wait_success(name, END_S)
     return Sharing(_times(first, first_submitted), _times(second, second_submitted))
 
 
 def _run(diary: Diary, units: int, work: Work) -> list[str]:
-    program = [str(PROGRAMS / "working.py"), str(diary.path.parent)]
+    program = [str(PROGRAM), str(diary.path.parent)]
     return ["--nproc-per-node", "1", *program, "--units", str(units), "--unit-s", str(work.unit_s)]
 
 

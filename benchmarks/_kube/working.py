@@ -4,9 +4,6 @@
 
 A worker holds a unit by a lock on its file, which ends with the worker, and writes into it when it has done it. What a
 worker that left had begun is begun anew by another, and counts once, whatever the worker was killed between.
-
-When all is done, `--until-file PATH` waits until that file is there, and `--until-workers N` until so many workers have
-gathered: then it does not matter how long others take to start.
 """
 
 import argparse
@@ -16,14 +13,10 @@ import os
 import time
 from pathlib import Path
 
-WAIT_S = 300.0
-
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
 parser.add_argument("--units", type=int, default=60)
 parser.add_argument("--unit-s", type=float, default=1.0)
-parser.add_argument("--until-file", type=Path)
-parser.add_argument("--until-workers", type=int, default=0)
 options = parser.parse_args()
 pod = os.environ.get("HOSTNAME", "")
 diary = os.open(options.folder / "diary.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -59,9 +52,4 @@ while left:
     left = [unit for unit in left if not work(unit)]
     if left:
         time.sleep(0.05)
-deadline = time.monotonic() + WAIT_S
-while world < options.until_workers or (options.until_file is not None and not options.until_file.exists()):
-    if time.monotonic() > deadline:
-        raise SystemExit("what it waited for did not come")
-    time.sleep(0.1)
 os.write(diary, format_entry("end"))

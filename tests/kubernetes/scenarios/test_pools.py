@@ -1,0 +1,289 @@
+"""Pools of teachers with a student: edited ones replace their teachers, and borrowed GPUs are given back."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from edl.distill import DistillReader
+from edl.kube.resource_types import PODS
+from edl.kube.watch import KubeWatch
+from tests.cluster.api import MERGE, Cluster, kubectl_program
+from tests.cluster.operator_process import OperatorFactory
+from tests.kubernetes.scenarios.scene import Scene, is_running
+
+pytestmark = [pytest.mark.slow, pytest.mark.consul]
+
+FIRST, SECOND = 2.0, 3.0
+"""What teachers multiply by: a label tells which model it is of."""
+UPDATE_S = 480.0
+"""Each of two teachers drains, is let go by a kubelet that may take a minute for it, and has a successor that starts on
+a busy machine and is ready for 10 s."""
+
+
+class Teachers(NamedTuple):
+    """How many teachers there were at one moment.
+
+    Attributes:
+        there: that were not asked to end.
+        serving: of these, that have been ready: a probe that a busy machine did not answer in time makes none less.
+        waiting: of these, without a node.
+        leaving: that were asked to end, and have not ended.
+    """
+
+    there: int
+    serving: int
+    waiting: int
+    leaving: int
+
+
+class TeacherHistory:
+    """Follows a pool's teachers, and keeps each state that they were in, and how they ended."""
+
+    def __init__(self, cluster: Cluster, namespace: str) -> None:
+        self.states: list[Teachers] = []
+        self.exit_codes: dict[str, int] = {}
+        self._pods: dict[str, Any] = {}
+        self._ready: set[str] = set()
+        self._watch = KubeWatch(
+            cluster.client, PODS, namespace, label_selector="edl.io/pool=digits", on_change=self._take
+        )
+
+    def close(self) -> None:
+        self._watch.close()
+
+    def begin(self) -> None:
+        """Forget the states before the present one."""
+        self.states = self.states[-1:]
+
+    def _take(self, change: str, pod: Any) -> None:
+        if pod is None:
+            return
+        name = pod["metadata"]["name"]
+        for status in pod["status"].get("containerStatuses", []):
+            if "terminated" in status["state"]:
+                self.exit_codes[name] = status["state"]["terminated"]["exitCode"]
+        if find_condition(pod, "Ready").get("status") == "True":
+            self._ready.add(name)
+        self._pods[name] = pod
+        if change == "DELETED":
+            del self._pods[name]
+        there = {key: pod for key, pod in self._pods.items() if "deletionTimestamp" not in pod["metadata"]}
+        state = Teachers(
+            len(there),
+            len(there.keys() & self._ready),
+            sum("nodeName" not in pod["spec"] for pod in there.values()),
+            len(self._pods.keys() - there.keys() - self.exit_codes.keys()),
+        )
+        if self.states[-1:] != [state]:
+            self.states.append(state)
+
+
+class Student:
+    """Reads labels until it is stopped, and notes which model each is of."""
+
+    def __init__(self, scene: Scene, store: str) -> None:
+        self.labels: list[float] = []
+        self._scene = scene
+        self._store = store
+        self._stop = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            with DistillReader(ins=["x"], predicts=["y"]) as reader:
+                reader.set_dynamic_teacher(self._store, "digits")
+                reader.set_batch_generator(self._batches)
+                for number, (x, y) in enumerate(reader(), start=1):
+                    assert x[0, 0] == number, "a batch is lost, repeated or out of order"
+                    (factor,) = set((y / x).ravel().tolist())
+                    self.labels.append(factor)
+        except BaseException as exc:  # noqa: BLE001 - raised again by `check`
+            self._failure = exc
+
+    def _batches(self) -> Iterator[tuple[Any]]:
+        number = 0
+        while not self._stop.wait(0.02):
+            number += 1
+            yield (np.full((2, 4), number, np.float32),)
+
+    def check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def read_labels(self, more: int) -> set[float]:
+        """Wait for so many labels more, and return of which models they are."""
+        before = len(self.labels)
+
+        def has_more() -> bool:
+            self.check()
+            return len(self.labels) >= before + more
+
+        self._scene.wait(f"{more} labels more", has_more)
+        return set(self.labels[before:])
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(60)
+        self.check()
+        assert not self._thread.is_alive()
+
+
+def find_condition(resource: Any, kind: str) -> dict[str, Any]:
+    conditions = resource.get("status", {}).get("conditions", [])
+    return next((item for item in conditions if item["type"] == kind), {})
+
+
+def serve(factor: float) -> list[str]:
+    options = [f"scale={factor}", "delay_s=0.05", f"version={factor:.0f}"]
+    return ["--factory", "edl.testing.models:echo", *(part for option in options for part in ("--option", option))]
+
+
+def edit(scene: Scene, **spec: Any) -> None:
+    path = f"/apis/edl.io/v1alpha1/namespaces/{scene.namespace}/teacherpools/digits"
+    scene.cluster.ask(path, "PATCH", {"spec": spec}, content_type=MERGE)
+
+
+def read_pool(scene: Scene) -> Any:
+    return scene.cluster.get("teacherpools", "digits", scene.namespace)
+
+
+def wait_updated(scene: Scene) -> None:
+    """Wait as a user does; a kubectl of these years minds the condition's `observedGeneration`."""
+    scene.cluster.kubectl(
+        *("-n", scene.namespace, "wait", "--for=condition=Updated", "tp/digits", f"--timeout={UPDATE_S:.0f}s"),
+        timeout_s=UPDATE_S + 10,
+        program=kubectl_program(new=True),
+    )
+
+
+def wait_ready(scene: Scene, count: int) -> None:
+    scene.wait(f"{count} teachers", lambda: read_pool(scene).get("status", {}).get("readyReplicas") == count)
+
+
+def list_reasons(scene: Scene) -> set[str]:
+    return {event["reason"] for event in scene.cluster.ask(f"/api/v1/namespaces/{scene.namespace}/events")["items"]}
+
+
+def test_successors_come_first(
+    scene: Scene,
+    gpus: Callable[[str, int], None],
+    operator: OperatorFactory,
+    consul_store: str,
+    pod_template: Callable[..., dict[str, Any]],
+) -> None:
+    """Without `edl-capacity`; then a spec whose image is not there, and back."""
+    gpus(scene.cluster.nodes()[0], 3)
+    template = pod_template(gpus=1)
+    operator("--store", consul_store)
+    scene.create_pool("digits", serve(FIRST), template, maxReplicas=2, scaling="external", replicas=2)
+    wait_ready(scene, 2)
+    with (
+        contextlib.closing(TeacherHistory(scene.cluster, scene.namespace)) as history,
+        contextlib.closing(Student(scene, consul_store)) as student,
+    ):
+        assert student.read_labels(20) == {FIRST}
+        history.begin()
+        edit(scene, serve=serve(SECOND))
+        wait_updated(scene)
+        student.read_labels(50)
+        assert student.read_labels(20) == {SECOND}
+        scene.wait("the end of the last teacher", lambda: history.states[-1] == (2, 2, 0, 0))
+        for state in history.states:
+            assert state.serving >= 2, f"its successor comes first: {history.states}"
+            assert state.there <= 3, f"one more than there are otherwise: {history.states}"
+            assert max(state.leaving, state.waiting) <= 1, f"one at a time: {history.states}"
+
+        broken = {**template["spec"]["containers"][0], "image": "docker.io/edl/none:1", "imagePullPolicy": "Never"}
+        edit(scene, template={"spec": {**template["spec"], "containers": [broken]}})
+        stopped = scene.wait(
+            "the stop",
+            lambda: (
+                found if (found := find_condition(read_pool(scene), "Updated"))["reason"] == "UpdateStopped" else None
+            ),
+        )
+        assert "ErrImageNeverPull" in stopped["message"]
+        assert student.read_labels(50) == {SECOND}, "those of the spec before go on"
+        edit(scene, template=template)
+        wait_updated(scene)
+        assert min(state.serving for state in history.states) >= 2, history.states
+        student.read_labels(20)
+    assert set(history.exit_codes.values()) <= {0}, f"teachers that were replaced have drained: {history.exit_codes}"
+    assert {"Updating", "Updated", "UpdateStopped"} <= list_reasons(scene)
+
+
+def test_teachers_come_with_a_student(
+    scene: Scene, operator: OperatorFactory, consul_store: str, pod_template: Callable[..., dict[str, Any]]
+) -> None:
+    """Nobody says how many there are to be, but for `maxReplicas`: the load of a student brings them."""
+    operator("--store", consul_store)
+    scene.create_pool("digits", serve(FIRST), pod_template(), minReplicas=0, maxReplicas=1)
+    scene.wait("a pool at rest", lambda: read_pool(scene).get("status", {}).get("wantedReplicas") == 0)
+    assert scene.cluster.list_pods(scene.namespace) == []
+    with contextlib.closing(Student(scene, consul_store)) as student:
+        assert student.read_labels(20) == {FIRST}
+    spec = read_pool(scene)["spec"]
+    assert (spec["scaling"], spec["minReplicas"], spec["replicas"]) == ("auto", 0, 0), "nobody has said a number"
+
+
+@pytest.mark.parametrize("capacity", [True, False], ids=["capacity", "probing"])
+def test_borrowed_and_given_back(
+    scene: Scene,
+    gpus: Callable[[str, int], None],
+    operator: OperatorFactory,
+    consul_store: str,
+    pod_template: Callable[..., dict[str, Any]],
+    capacity: bool,
+) -> None:
+    """Four teachers have all GPUs; an online Deployment takes two of them, and leaves."""
+    cluster, namespace = scene.cluster, scene.namespace
+    for node in cluster.nodes():
+        gpus(node, 2)
+    process = operator("--http-port", "0", "--store", consul_store, capacity=capacity)
+    spec = {"maxReplicas": 4, "scaling": "external", "replicas": 4, "probeSeconds": 2}
+    scene.create_pool("digits", serve(FIRST), pod_template(gpus=1), **spec)
+    labels = {"app": "online"}
+    online = {"metadata": {"labels": labels}, "spec": pod_template(["sleep", "100000"], gpus=1)["spec"]}
+    online["spec"]["terminationGracePeriodSeconds"] = 0
+    deployment = {"replicas": 0, "selector": {"matchLabels": labels}, "template": online}
+    metadata = {"name": "online", "namespace": namespace}
+    cluster.apply({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": deployment})
+
+    def scale(count: int) -> None:
+        path = f"/apis/apps/v1/namespaces/{namespace}/deployments/online/scale"
+        cluster.ask(path, "PATCH", {"spec": {"replicas": count}}, content_type=MERGE)
+
+    with (
+        contextlib.closing(TeacherHistory(cluster, namespace)) as history,
+        contextlib.closing(Student(scene, consul_store)) as student,
+    ):
+        wait_ready(scene, 4)
+        scale(2)
+        scene.wait(
+            "online pods on the teachers' GPUs",
+            lambda: sum(is_running(pod) for pod in cluster.list_pods(namespace, "app=online")) == 2,
+        )
+        scene.wait("two teachers", lambda: read_pool(scene)["status"]["scheduledReplicas"] == 2)
+        student.read_labels(50)
+        scale(0)
+        wait_ready(scene, 4)
+        assert student.read_labels(50) == {FIRST}
+        assert max(state.waiting for state in history.states) <= 1, "never more than one teacher waits for a node"
+    assert set(history.exit_codes.values()) == {0}, f"every teacher drained: {history.exit_codes}"
+    port = int(process.text.partition("metrics on port ")[2].split()[0])
+    scene.wait("the metric of both", lambda: read_metric(port, "edl_give_back_seconds_count") == 2)
+    scene.wait("the events", lambda: {"Grew", "Preempted", "GaveBack"} <= list_reasons(scene))
+
+
+def read_metric(port: int, name: str) -> float:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as page:
+        lines = page.read().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))

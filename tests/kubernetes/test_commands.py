@@ -1,0 +1,167 @@
+"""The commands of people, with an operator, on the real cluster."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.cluster.api import Cluster
+from tests.cluster.operator_process import OperatorFactory
+from tests.kubernetes.conftest import Person
+from tests.kubernetes.scenarios.scene import is_running
+
+pytestmark = [pytest.mark.slow, pytest.mark.serial]
+
+WAIT_S = 300.0  # a crowded cluster takes its time to schedule
+
+PATIENT = ("--timeout", "280")
+"""Of `edl delete --wait`: a kubelet that is busy lets each pod go with its next garbage collection, once a minute."""
+
+STEPS = """\
+import os, time
+for step in range(int(os.environ["STEPS"])):
+    print(f"step {step} of rank {os.environ['RANK']}", flush=True)
+    time.sleep(0.2)
+"""
+FAULTY = """\
+def load(path):
+    raise ValueError(f"no column 'label' in {path}")
+load("part-0007.parquet")
+"""
+
+
+def test_life_of_a_job(cluster: Cluster, namespace: str, operator: OperatorFactory, person: Person) -> None:
+    operator("--store", f"kubernetes://{namespace}")
+    (person.folder / "steps.py").write_text(STEPS)
+    said = person.run(
+        "submit", "--template", "pod.json", "--name", "story", "--workers", "1:3", "--env", "STEPS=100000", "steps.py"
+    )
+    assert "job/story created" in said
+    assert "2 workers wanted" in person.run("scale", "story", "2")
+    assert "that file alone" in said
+    assert "is there already" in person.run(
+        "submit", "--template", "pod.json", "--name", "story", "--script-in-image", "steps.py", code=1
+    )
+
+    def is_settled() -> bool:
+        """Whether the two that are wanted are there and run: two may have been ready before it was scaled."""
+        job = person.jobs()["story"]
+        pods = [pod for pod in cluster.list_pods(namespace) if "deletionTimestamp" not in pod["metadata"]]
+        return (job["ready"], job["wanted"], len(pods), len(list_workers(cluster, namespace))) == (2, 2, 2, 2)
+
+    cluster.wait("two workers", is_settled, namespace, WAIT_S)
+    # Which two of the three that were made first: those that ran when it was scaled.
+    stays, ends = (name.removeprefix("story-").rpartition("-")[0] for name in list_workers(cluster, namespace))
+
+    logs, path = person.start("logs", "story", "-f")
+    cluster.wait("both logs", lambda: {stays, ends} <= prefixes(path.read_text()), namespace, WAIT_S)
+    pod = next(name for name in list_workers(cluster, namespace) if name.startswith(f"story-{ends}-"))
+    cluster.kubectl("-n", namespace, "delete", "pod", pod, "--grace-period=0", "--force")
+    cluster.wait(
+        "the log of its successor",
+        lambda: f"{ends}: goes on in pod story-{ends}-" in path.read_text(),
+        namespace,
+        WAIT_S,
+    )
+    cluster.wait("the job's recovery", lambda: person.jobs()["story"]["ready"] == 2, namespace, WAIT_S)
+    steps = [line for line in path.read_text().splitlines() if line.startswith(f"{stays} ") and "step " in line]
+    assert len(steps) == len(set(steps)) or "step 0 of" in "".join(steps[1:]), "no line comes twice but after a restart"
+
+    status = person.run("status", "story")
+    for words in ("job story in namespace", "Running", ends, "Accepted", "edl logs job/story"):
+        assert words in status, status
+    assert "--max 5" in person.run("scale", "story", "5", code=2)
+    assert "3 workers wanted" in person.run("scale", "job/story", "3")
+    cluster.wait("three workers", lambda: person.jobs()["story"]["ready"] == 3, namespace, WAIT_S)
+    one = ("logs", "job/story", "--worker", "2", "--tail", "3")
+    cluster.wait("a step of the third", lambda: person.run(*one).startswith("step "), namespace, WAIT_S)
+    person.run("suspend", "story")
+    cluster.wait("no pods", lambda: not cluster.list_pods(namespace), namespace, WAIT_S)
+    assert person.jobs()["story"]["phase"] == "Suspended"
+    person.run("resume", "story")
+    cluster.wait("three workers again", lambda: person.jobs()["story"]["ready"] == 3, namespace, WAIT_S)
+    assert "job/story: deleted" in person.run("delete", "story", "--wait", *PATIENT)
+    assert not cluster.list_pods(namespace)
+    assert "story-script" not in cluster.kubectl("-n", namespace, "get", "configmaps", "-o", "name")
+    cluster.wait("the end of the logs", lambda: logs.poll() is not None, namespace, WAIT_S)
+    assert logs.returncode == 0, path.read_text()[-2000:]
+    assert "Deleted" in path.read_text()
+
+
+def test_ends_of_jobs(cluster: Cluster, namespace: str, operator: OperatorFactory, person: Person) -> None:
+    """A job's exit code and output are those of the command that waits for it; what failed is explained afterwards."""
+    operator("--store", f"kubernetes://{namespace}")
+    (person.folder / "steps.py").write_text(STEPS)
+    (person.folder / "faulty.py").write_text(FAULTY)
+    waiting, path = person.start(
+        "submit", "--template", "pod.json", "--name", "long", "--env", "STEPS=100000", "--wait", "steps.py"
+    )
+    good = person.run(
+        "submit",
+        "--template",
+        "pod.json",
+        "--name",
+        "good",
+        "--env",
+        "STEPS=5",
+        "--follow",
+        "--timeout",
+        "250",
+        "steps.py",
+    )
+    assert [line for line in good.splitlines() if "step " in line] == [
+        f"worker-0  | step {step} of rank 0" for step in range(5)
+    ]
+    assert "job/good: Succeeded" in good
+    bad = person.run("submit", "--template", "pod.json", "--name", "bad", "--wait", "faulty.py", code=1)
+    assert "ValueError: no column 'label' in part-0007.parquet" in bad, "the traceback, where it was waited for"
+    status = person.run("status", "bad")
+    assert 'File "/edl/script/faulty.py", line 2, in load' in status
+    assert "ValueError: no column 'label' in part-0007.parquet" in status
+    assert "Failed" in status
+    waiting.send_signal(signal.SIGINT)
+    assert waiting.wait(60) == 130
+    assert "job/long goes on" in path.read_text()
+    assert person.jobs()["long"]["phase"] in ("Pending", "Running"), "Ctrl-C ends the command, not the job"
+
+
+def test_without_operator(cluster: Cluster, namespace: str, person: Person) -> None:
+    (person.folder / "steps.py").write_text(STEPS)
+    said = person.run(
+        "submit", "--template", "pod.json", "--name", "lonely", "--wait", "--timeout", "18", "steps.py", code=124
+    )
+    assert "no operator has taken it up" in said
+    assert "not taken up" in person.run("jobs")
+    everywhere = [line for line in person.run("jobs", "-A").splitlines() if "lonely" in line]
+    assert any(namespace in line for line in everywhere), everywhere
+    watch, watched = person.start("jobs", "--watch")
+    cluster.wait("a first look", lambda: "lonely" in watched.read_text(), namespace)
+    refused = "--teachers digits: there is no pool of this name"
+    assert refused in person.run("submit", "--template", "pod.json", "--teachers", "digits", "steps.py", code=2)
+    pool = ("--teachers", "digits=0:2", "--serve", "digits=--callable teacher.py:predict")
+    person.run("submit", "--template", "pod.json", "--name", "first", *pool, "steps.py")
+    said = person.run("submit", "--template", "pod.json", "--name", "second", *pool, "steps.py", code=1)
+    assert "leave --serve out" in said
+    assert "taken back" in said, "a script whose job was not made is not left behind"
+    names = cluster.kubectl("-n", namespace, "get", "configmaps,elasticjobs,teacherpools", "-o", "name")
+    assert "second" not in names
+    person.run("submit", "--template", "pod.json", "--name", "third", "--teachers", "digits=1:3", "steps.py")
+    assert cluster.get("teacherpools", "digits", namespace)["spec"]["maxReplicas"] == 3
+    person.run("delete", "lonely", "first", "third", "pool/digits", "--wait", *PATIENT)
+    left = cluster.kubectl("-n", namespace, "get", "configmaps,elasticjobs,teacherpools", "-o", "name")
+    assert left.split() == ["configmap/kube-root-ca.crt"]
+    cluster.wait("a look at nothing", lambda: "There are no jobs" in watched.read_text(), namespace)
+    assert watch.poll() is None, "it goes on until Ctrl-C"
+    watch.send_signal(signal.SIGINT)
+    assert watch.wait(60) == 130
+    assert "Traceback" not in watched.read_text()
+
+
+def list_workers(cluster: Cluster, namespace: str) -> list[str]:
+    """Names of the pods of workers that run."""
+    return sorted(pod["metadata"]["name"] for pod in cluster.list_pods(namespace) if is_running(pod))
+
+
+def prefixes(text: str) -> set[str]:
+    return {line.partition(" ")[0] for line in text.splitlines() if " | step " in line}

@@ -1,0 +1,58 @@
+"""Ends of real workers and masters under `edl run`, and what the operator makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from edl.discovery import open_store
+from edl.master.naming import election_key
+from tests.cluster.operator_process import OperatorFactory
+from tests.kubernetes.scenarios.scene import END_S, PROGRAMS, Scene
+
+pytestmark = [pytest.mark.slow, pytest.mark.consul]
+
+
+def test_more_memory_after_a_kill(
+    scene: Scene, consul_store: str, operator: OperatorFactory, pod_template: Callable[..., dict[str, Any]]
+) -> None:
+    """1,100 MiB do not go into 1 GiB, but into half as much more, beside the agent."""
+    operator("--store", consul_store)
+    run = ["--no-prewarm", str(PROGRAMS / "hungry.py"), "1100"]
+    scene.create_job("job", run, pod_template(memory="1Gi"), gracePeriodSeconds=2)
+    scene.wait_success("job")
+    record = scene.status("job")["members"]["worker-0"]
+    assert (record["try"], record["memoryFactor"]) == (1, 1.5)
+    assert record["failures"] == {"out_of_memory": 1}
+    pods = {pod["metadata"]["name"]: pod for pod in scene.pods("job")}
+    assert pods.keys() <= {"job-worker-0-0", "job-worker-0-1"}
+    if first := pods.get("job-worker-0-0"):  # its kubelet may take a minute to let it go
+        assert "deletionTimestamp" in first["metadata"]
+    assert pods["job-worker-0-1"]["spec"]["containers"][0]["resources"]["limits"]["memory"] == "1536Mi"
+
+
+def test_master_is_replaced(
+    scene: Scene, consul_store: str, operator: OperatorFactory, pod_template: Callable[..., dict[str, Any]]
+) -> None:
+    """The successor goes on with the journal in the store, under another address."""
+    cluster, namespace = scene.cluster, scene.namespace
+    operator("--store", consul_store)
+    master = {"enabled": True, "args": ["--data", "range:10", "--shard-size", "1"]}
+    scene.create_job("job", ["--no-python", "/usr/bin/sleep", "600"], pod_template(), master=master)
+    job_id = scene.wait("the job's id", lambda: scene.status("job").get("jobId"))
+
+    def find_address(pod: str) -> str:
+        """The pod's address, if the store says that the job's master is there."""
+        found = cluster.ask(f"/api/v1/namespaces/{namespace}/pods/{pod}")
+        address = str(found["status"].get("podIP", "")) if found else ""
+        with open_store(consul_store) as opened:
+            entry = opened.get(election_key(job_id))
+        return address if entry is not None and address and address in entry.value.decode() else ""
+
+    first = scene.wait("the master", lambda: find_address("job-master-0-0"), END_S)
+    cluster.kubectl("-n", namespace, "delete", "pod", "job-master-0-0", "--grace-period=0", "--force")
+    second = scene.wait("its successor", lambda: find_address("job-master-0-1"), END_S)
+    assert first != second
+    assert scene.status("job")["members"]["worker-0"]["try"] == 0, "workers do not notice"

@@ -1,4 +1,4 @@
-"""Copies that several threads share, and copies from a GPU: `FakeGpu` stands for one, with the streams of torch.cuda."""
+"""Copies that several threads share, and copies from a GPU: `FakeGpu` stands for one, with torch.cuda's streams."""
 
 from __future__ import annotations
 

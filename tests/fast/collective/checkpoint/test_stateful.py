@@ -19,21 +19,21 @@ from edl.errors import SettingsError  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata 0.11 uses it
 
-ROWS, BATCH, EPOCHS = 24, 4, 2
+ROWS, BATCH, EPOCHS = 12, 4, 2
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]
-    """Numbers, every worker process its own; it knows where it is."""
+    """Numbers, every worker process its own, of which the first has half as many; it knows where it is."""
 
     def __init__(self) -> None:
         self.position = 0
 
     def __iter__(self) -> Iterator[int]:
         worker = get_worker_info()
-        number, count = (worker.id, worker.num_workers) if worker else (0, 1)
-        while self.position < ROWS // count:
+        number = worker.id if worker else 0
+        while self.position < 5 * (number + 1):
             self.position += 1
-            yield (self.position - 1) * count + number
+            yield 100 * number + self.position
         self.position = 0
 
     def state_dict(self) -> dict[str, int]:
@@ -41,23 +41,6 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.position = state["position"]
-
-
-class Uneven(Stream):
-    """A stream of which the first worker has half as much; with `whole` it makes batches itself."""
-
-    def __init__(self, whole: bool = False) -> None:
-        super().__init__()
-        self.whole = whole
-
-    def __iter__(self) -> Iterator[Any]:
-        worker = get_worker_info()
-        number = worker.id if worker else 0
-        while self.position < 5 * (number + 1):
-            self.position += 1
-            value = 100 * number + self.position
-            yield torch.tensor([value]) if self.whole else value
-        self.position = 0
 
 
 class Plain(IterableDataset):  # type: ignore[type-arg]
@@ -72,7 +55,7 @@ def loader_of(kind: str, workers: int, **options: Any) -> Any:
     source = {"stream": Stream, "plain": Plain}.get(kind, lambda: list(range(ROWS)))()
     if kind in ("map", "drawn"):
         options |= {"shuffle": True, "generator": torch.Generator().manual_seed(5) if kind == "map" else None}
-    return stateful.StatefulDataLoader(source, BATCH, num_workers=workers, **options)
+    return stateful.StatefulDataLoader(source, 2 if kind == "stream" else BATCH, num_workers=workers, **options)
 
 
 def read(folder: Path, loader: Any, steps: int) -> list[list[float]]:
@@ -96,37 +79,22 @@ def read(folder: Path, loader: Any, steps: int) -> list[list[float]]:
     ("kind", "workers", "options"),
     [
         ("map", 0, {}),
-        ("map", 2, {"snapshot_every_n_steps": 3}),
+        ("map", 1, {"snapshot_every_n_steps": 2}),
         ("stream", 0, {}),
-        ("stream", 2, {}),
+        ("stream", 2, {"drop_last": True}),
         ("drawn", 0, {}),
-        ("drawn", 2, {"persistent_workers": True}),
+        ("drawn", 1, {"persistent_workers": True}),
     ],
 )
 def test_loader_goes_on_at_its_step(tmp_path: Path, kind: str, workers: int, options: dict[str, Any]) -> None:
+    """Also where a second restart comes before a stream that has ended was asked for more."""
     whole = read(tmp_path / "whole", loader_of(kind, workers, **options), 99)
-    assert len(whole) == EPOCHS * ROWS // BATCH
+    epoch = len(whole) // EPOCHS
+    assert epoch >= 3
     parts = []
-    for steps in (1, 5, 6, 8, 99):  # in an epoch, after its last batch, in the next
+    for steps in (epoch - 1, epoch, epoch + 1, 99):  # in an epoch, after its last batch, in the next
         parts += read(tmp_path / "parts", loader_of(kind, workers, **options), steps)
     assert parts == whole
-
-
-@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"drop_last": True}, {"whole": True}])
-def test_stream_that_ended_is_not_read_again(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Also where a second restart comes before it was asked for more."""
-
-    def loader() -> Any:
-        torch.manual_seed(5)
-        own = {key: value for key, value in options.items() if key != "whole"}
-        whole = "whole" in options
-        return stateful.StatefulDataLoader(Uneven(whole), None if whole else 2, num_workers=2, **own)
-
-    expected = read(tmp_path / "whole", loader(), 99)
-    parts = []
-    for steps in (len(expected) // 2 - 2, len(expected) // 2 - 1, len(expected) // 2, len(expected) - 1, 99):
-        parts += read(tmp_path / "parts", loader(), steps)
-    assert parts == expected
 
 
 def test_loader_not_begun_is_left_alone() -> None:

@@ -1,0 +1,287 @@
+"""Tokens and TLS of a teacher: who may ask it, when that ends, what it says aloud, and what is on each wire."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edl.cli import main
+from edl.discovery import Instance, open_registry
+from edl.distill import DistillReader, Options, Teachers
+from edl.errors import NoTeacherError, SettingsError
+from edl.protocol import kserve, names
+from edl.protocol.tls import credentials
+from edl.protocol.transport import grpc
+from edl.settings import Credentials, LoadSettings
+from edl_serving import cmd_serve
+from edl_serving.registration.ready_file import ReadyFile
+from edl_serving.registration.settings import RegistrationSettings
+from edl_serving.registration.teacher import TeacherRegistration
+from edl_serving.rpc import authentication
+from tests.certificates import Authority, put
+from tests.fast.serving.conftest import TIMEOUT_S, Inside, StartInside, request_bytes
+from tests.fast.serving.fakes import FakeBackend, five_logits
+from tests.waiting import wait_until
+
+FIRST, SECOND = "first-token-0123456789", "second-token-0123456789"
+METHODS = [
+    *("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelConfig", "RepositoryIndex"),
+    *("SystemSharedMemoryStatus", "SystemSharedMemoryRegister", "SystemSharedMemoryUnregister", "ModelInfer"),
+]
+X = request_bytes({"x": np.ones((2, 4), np.float32)})
+
+
+@pytest.fixture
+def ca() -> Authority:
+    return Authority()
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> str:
+    return put(tmp_path / "tokens", f"# of the first team\n{FIRST}\n\n# of the second\n{SECOND}\n")
+
+
+@pytest.fixture
+def teacher(inside: StartInside, token_file: str) -> Inside:
+    return inside(FakeBackend(), credentials=Credentials(token_file=token_file), metrics_port=0)
+
+
+@pytest.fixture
+def channel(teacher: Inside) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(teacher.target) as channel:
+        yield channel
+
+
+def bearer(token: str) -> list[tuple[str, str]]:
+    return [("authorization", f"Bearer {token}")]
+
+
+def code_of(call: Any) -> str:
+    """The status of a call, in whose words no token stands."""
+    try:
+        call()
+    except grpc.RpcError as exc:
+        failure: Any = exc
+    else:
+        return "OK"
+    assert not any(secret in str(failure.details()) for secret in (FIRST, SECOND)), "a token in the words of a refusal"
+    return str(failure.code().name)
+
+
+def ask(channel: grpc.Channel, path: str, metadata: Any = (), data: bytes = b"") -> str:
+    return code_of(lambda: channel.unary_unary(path)(data, metadata=metadata, timeout=TIMEOUT_S))
+
+
+def test_no_method_without_a_token(channel: grpc.Channel) -> None:
+    for method in (*METHODS, "NoSuchMethod"):
+        path = names.method(method)
+        assert ask(channel, path) == "UNAUTHENTICATED", method
+        assert ask(channel, path, bearer("third-token-0123456789")) == "UNAUTHENTICATED", method
+        assert ask(channel, path, bearer(FIRST)) != "UNAUTHENTICATED", method
+        assert ask(channel, path, bearer(SECOND)) != "UNAUTHENTICATED", method
+    assert ask(channel, "/other.Service/Method") == "UNAUTHENTICATED", "which services there are is seen by strangers"
+    large = b"\0" * (64 << 20)
+    assert ask(channel, names.method("ModelInfer"), data=large) == "UNAUTHENTICATED", "a refused call is not read"
+
+
+WRONG = [
+    [("authorization", f"Basic {FIRST}")],
+    [("authorization", FIRST)],
+    [("authorization", "Bearer ")],
+    bearer(FIRST[:-1]),
+    bearer(FIRST + "0"),
+    bearer("# of the first team"),
+    [*bearer("nonsense"), *bearer(FIRST)],
+    bearer(f"{FIRST} {SECOND}"),
+    bearer(FIRST.upper()),
+]
+
+
+def test_wrong_tokens(channel: grpc.Channel) -> None:
+    for metadata in WRONG:
+        assert ask(channel, names.method("ModelInfer"), metadata, X) == "UNAUTHENTICATED", metadata
+    assert ask(channel, names.method("ModelInfer"), [("authorization", f"bearer {FIRST}")], X) == "OK"
+
+
+def test_stream_needs_a_token(channel: grpc.Channel) -> None:
+    call = channel.stream_stream(names.method("ModelStreamInfer"))
+    assert code_of(lambda: list(call(iter([X]), timeout=TIMEOUT_S))) == "UNAUTHENTICATED"
+    answers = list(call(iter([X, X]), metadata=bearer(SECOND), timeout=TIMEOUT_S))
+    messages = [kserve.ModelStreamInferResponse.FromString(answer) for answer in answers]
+    assert [message.error_message for message in messages] == ["", ""]
+
+
+@pytest.mark.parametrize("open_health", [True, False])
+def test_health_may_need_none(inside: StartInside, token_file: str, open_health: bool) -> None:
+    made = inside(FakeBackend(), credentials=Credentials(token_file=token_file), open_health=open_health)
+    with grpc.insecure_channel(made.target) as channel:
+        health = "/grpc.health.v1.Health/Check"
+        assert ask(channel, health) == ("OK" if open_health else "UNAUTHENTICATED")
+        assert ask(channel, health, bearer(FIRST)) == "OK"
+        assert ask(channel, "/grpc.health.v1.HealthX/Check") == "UNAUTHENTICATED"
+
+
+def test_metrics_hold_no_secret(teacher: Inside, channel: grpc.Channel) -> None:
+    assert ask(channel, names.method("ModelInfer"), bearer(FIRST), X) == "OK"
+    page = f"http://127.0.0.1:{teacher.server.metrics_port}/metrics"
+    with urllib.request.urlopen(page, timeout=TIMEOUT_S) as answer:
+        text = answer.read().decode()
+    assert "edl_teacher_requests_total" in text
+    assert FIRST not in text
+
+
+class StillOpen:
+    """Requests of a student that keeps its stream open."""
+
+    def __init__(self, requests: list[bytes]) -> None:
+        self._requests, self.ended = iter(requests), threading.Event()
+
+    def __iter__(self) -> StillOpen:
+        return self
+
+    def __next__(self) -> bytes:
+        for request in self._requests:
+            return request
+        self.ended.wait(TIMEOUT_S)
+        raise StopIteration
+
+
+def test_revocation_outlives_errors(
+    inside: StartInside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Handshakes and the look for revocations meet an unforeseen error; both go on, and the token is taken back."""
+    monkeypatch.setattr(authentication, "CHECK_EVERY_S", 0.1)
+    monkeypatch.setattr(credentials, "CHECK_EVERY_S", 0.1)
+    ca, token, requests = Authority(), tmp_path / "tokens", StillOpen([X])
+    put(token, f"{FIRST}\n{SECOND}")
+    made = inside(FakeBackend(), credentials=Credentials(token_file=str(token), **ca.issue().save(tmp_path)))
+    trusting = grpc.ssl_channel_credentials(ca.pem)
+    failures: list[str] = []
+
+    def fail(name: str) -> int:
+        failures.append(name)
+        raise RuntimeError("no descriptor is left")
+
+    with grpc.secure_channel(made.target, trusting) as channel:
+        stream = channel.stream_stream(names.method("ModelStreamInfer"))
+        endless = stream(requests, metadata=bearer(FIRST), timeout=TIMEOUT_S)
+        next(endless)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "memfd_create", fail)
+            put(token, SECOND)
+            fresh = [("grpc.use_local_subchannel_pool", 1)]
+            with grpc.secure_channel(made.target, trusting, fresh) as other:
+                assert ask(other, names.method("ServerReady"), bearer(SECOND)) == "OK", "no handshake any more"
+            wait_until(lambda: len(failures) > 5)  # in handshakes and for calls, and then by the task, again and again
+        assert caplog.text.count("RuntimeError: no descriptor is left") == 2, "once in words, once in its traceback"
+        try:
+            assert code_of(lambda: list(endless)) == "OK", "the stream of a revoked token goes on"
+        finally:
+            requests.ended.set()
+
+
+def test_connections_age_with_mutual_tls(inside: StartInside, tmp_path: Path, ca: Authority) -> None:
+    """A certificate that is taken no more is of no use for ever on a connection that exists."""
+    clients = Authority("clients")
+    told = Credentials(ca=clients.save(tmp_path, "clients"), **ca.issue().save(tmp_path))
+    made = inside(FakeBackend(), credentials=told, max_connection_age_s=1.0)
+    shown = clients.issue("student")
+    channel_credentials = grpc.ssl_channel_credentials(ca.pem, shown.key, shown.cert)
+    with grpc.secure_channel(made.target, channel_credentials) as channel:
+        ready = names.method("ServerReady")
+        assert ask(channel, ready) == "OK"
+        Authority("others").save(tmp_path, "clients")
+        wait_until(lambda: ask(channel, ready) == "UNAVAILABLE")
+
+
+def labels(teachers: Any, credentials: Credentials, timeout_s: float = TIMEOUT_S) -> Any:
+    """What a student gets for ones, and whether it shares memory with its teacher."""
+    options = Options(teacher_timeout_s=timeout_s, credentials=credentials)
+    with DistillReader(["x"], ["logits"], teachers=teachers, options=options) as reader:
+        reader.set_batch_generator(lambda: ((np.ones((4, 4), np.float32),) for _ in range(3)))
+        found = np.concatenate([answer for _, answer in reader()])
+        (engine,) = reader._session.labeller._engines  # type: ignore[union-attr]
+        shared = any(link.shares_memory for link in engine._pool.connections.values())
+    return found, shared
+
+
+def test_registry_that_lies_gets_no_data(inside: StartInside, tmp_path: Path, ca: Authority) -> None:
+    """It sends students to a host of its own, and says that TLS is not spoken there."""
+    impostor, url = inside(FakeBackend()), f"sqlite:///{tmp_path}/discovery.sqlite"
+    told = Credentials(ca=ca.save(tmp_path), server_name="teacher.example")
+    instance = Instance("teachers", "t1", "127.0.0.1", impostor.port, model="m", meta={"tls": "0"})
+    with open_registry(url) as registry, registry.register(instance, 300.0):
+        with pytest.raises(NoTeacherError):
+            labels(Teachers("teachers", discovery=url), told, timeout_s=1.0)
+        assert impostor.metric("edl_teacher_rows_total") == 0, "training data went to a host that the registry named"
+
+
+def test_tls_with_tokens_shared_memory_and_sockets(
+    inside: StartInside, tmp_path: Path, ca: Authority, token_file: str
+) -> None:
+    url, socket = f"sqlite:///{tmp_path}/discovery.sqlite", tmp_path / "teacher.sock"
+    secured = Credentials(token_file=token_file, **ca.issue("127.0.0.1", "localhost").save(tmp_path))
+    made = inside(FakeBackend(), credentials=secured, uds=str(socket))
+    settings = RegistrationSettings("teachers", url, ttl_s=300.0, load=LoadSettings(publish=False))
+    told = Credentials(ca=ca.save(tmp_path), token_file=token_file)
+    wanted = five_logits({"x": np.ones((12, 4), np.float32)})["logits"]
+    with ReadyFile(None) as file, TeacherRegistration(settings, "127.0.0.1", 0.0, file) as registration:
+        registration.register(made.server)
+        with open_registry(url) as registry:
+            (found,) = registry.snapshot("teachers").instances
+        assert found.meta[names.TLS_META] == "1"
+        for teachers in (Teachers("teachers", discovery=url), [f"unix:{socket}"]):
+            answers, shared = labels(teachers, told)
+            np.testing.assert_array_equal(answers, wanted)
+            assert shared
+
+
+WORDS = [
+    ({}, "0.0.0.0", "without TLS and tokens: whoever reaches this port can use the model"),
+    ({"token_file": "t"}, "0.0.0.0", "without TLS: tokens and data can be read on the network"),
+    ({"cert": "c", "key": "k"}, "[::]", "with TLS, for everybody"),
+    ({"cert": "c", "key": "k", "token_file": "t"}, "0.0.0.0", ""),
+    ({"cert": "c", "key": "k", "ca": "a"}, "0.0.0.0", ""),
+    ({}, "127.0.0.1", ""),
+]
+
+
+@pytest.mark.parametrize(("told", "host", "words"), WORDS)
+def test_open_teacher_says_so(told: dict[str, str], host: str, words: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        authentication.warn_of_no_credentials(host, Credentials(**told))
+    assert len(caplog.records) == bool(words)
+    assert words in caplog.text
+
+
+def test_bad_files_show_before_the_model(tmp_path: Path, ca: Authority) -> None:
+    saved = ca.issue().save(tmp_path)
+    put(tmp_path / "tls.key", ca.issue().key)
+    flags = ["--tls-cert", saved["cert"], "--tls-key", saved["key"], "--discovery", "none"]
+    with pytest.raises(SettingsError, match="does not match certificate"):
+        cmd_serve.main(["--callable", "nowhere:predict", "--model", "m", *flags])
+
+
+COMMANDS = [
+    ["serve", "--callable", "a:b", "--model", "m"],
+    ["register", "127.0.0.1:1", "--model", "m"],
+    ["label", "x.npz", "--inputs", "x", "--outputs", "y", "--output", "z", "--teachers", "127.0.0.1:1"],
+    ["bench", "reader", "--teachers", "127.0.0.1:1"],
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_token_on_the_command_line(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for given in (["--token", FIRST], [f"--token={FIRST}"]):
+        assert main([*command, *given]) == 2
+        said = capsys.readouterr()
+        assert "--token-file with a path" in said.err
+        assert FIRST not in said.out + said.err

@@ -52,12 +52,20 @@ class JobQueue:
         thread: the event loop.
         demand: of the teachers.
         take: called with every job, on the loop.
+        clock: returns seconds that tell how quickly jobs come.
     """
 
-    def __init__(self, thread: EventLoopThread, demand: TeacherDemand, take: Callable[[LabelJob], None]) -> None:
+    def __init__(
+        self,
+        thread: EventLoopThread,
+        demand: TeacherDemand,
+        take: Callable[[LabelJob], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._thread = thread
         self._demand = demand
         self._take = take
+        self._clock = clock
         self._jobs: deque[LabelJob] = deque()
         self._woken = False
         self._timer: asyncio.TimerHandle | None = None
@@ -66,7 +74,7 @@ class JobQueue:
 
     def put(self, job: LabelJob) -> None:
         """Hand a job over, from the feeding thread."""
-        now = time.monotonic()
+        now = self._clock()
         self._gap_s += (min(now - self._put_at, _LONGEST_GAP_S) - self._gap_s) / 4
         self._put_at = now
         self._jobs.append(job)

@@ -103,21 +103,6 @@ def test_other_fixed_sizes_are_not_connected() -> None:
     assert "rows of shape [997]" in compatibility.incompatibility(instance, spec(997))
 
 
-def test_kept_labels_may_fix_the_input_shape() -> None:
-    """Kept labels need inputs of one shape only where labels follow them."""
-    short, long = {"x": np.zeros((2, 5), "f4")}, {"x": np.zeros((2, 8), "f4")}
-    for known, k in ((spec(9), None), (spec(-1), 3), (ModelSpec("m", "1", {}, {}), None)):
-        free = agree(known, k)
-        free.check_cacheable(short)
-        free.check_cacheable(long)
-    compatibility = agree(spec(-1, 9))
-    compatibility.check_cacheable(short)
-    compatibility.check_cacheable({**short, "not sent": np.zeros((2, 1))})
-    compatibility.check_cacheable({**short, "not sent": np.zeros((2, 2))})
-    with pytest.raises(SettingsError, match=r"'y' \[-1, 9\]"):
-        compatibility.check_cacheable(long)
-
-
 # Versions
 
 
@@ -154,33 +139,6 @@ def test_other_version_may_differ_in_dtype() -> None:
     compatibility.select_version([replace(spec(-1), version="2")])
     assert compatibility.check_output("c", INPUTS, answer("float16")) is None
     compatibility.check_cacheable({"x": np.zeros((2, 8), "f4")})
-
-
-def test_change_and_mixture_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    compatibility = TeacherCompatibility("s", OutputSpec(("y",)))
-    (compatibility.spec,) = specs("1")
-    for live in (["1"], ["1", "2"], ["2", "1"], ["2"], ["2"]):
-        compatibility.select_version(specs(*live))
-    mixed, changed = [record.getMessage() for record in caplog.records]
-    assert mixed == (
-        "the teachers of s have versions '1', '2' of their model: labels of '1' are looked up, until none has that one"
-    )
-    assert changed.startswith("the teachers of s have version '2' of their model now, and had '1'")
-
-
-def test_other_version_is_warned_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """A teacher of another version is warned of unless its version is about to be followed."""
-    compatibility = TeacherCompatibility("s", OutputSpec(("y",)))
-    (compatibility.spec,) = specs("1")
-    other = Instance("b", "s", "10.0.0.1", 1)
-    compatibility.selecting_version = True
-    assert compatibility.incompatibility(other, specs("2")[0]) == ""
-    assert not caplog.records
-    compatibility.selecting_version = False
-    assert compatibility.incompatibility(other, specs("2")[0]) == ""
-    assert "labels of two models are mixed" in caplog.text
 
 
 def test_a_mixture_is_said_once_a_version(caplog: pytest.LogCaptureFixture) -> None:
@@ -229,19 +187,6 @@ def test_unknown_versions_are_not_equal(selecting_version: bool) -> None:
     lenient.spec = unknown
     assert lenient.incompatibility(instance, unknown) == ""
     assert lenient.check_version("t", "") is None
-
-
-def test_unknown_versions_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    compatibility = TeacherCompatibility("s", OutputSpec(("y",)))
-    (unknown,) = specs("")
-    assert compatibility.incompatibility(Instance("s", "a", "10.0.0.1", 1), unknown) == ""
-    assert not caplog.records, "one teacher mixes nothing"
-    compatibility.spec = unknown
-    for teacher in ("b", "c", "a"):
-        assert compatibility.incompatibility(Instance("s", teacher, "10.0.0.1", 1), unknown) == ""
-    (record,) = caplog.records
-    assert "teacher b of s does not say which version" in record.getMessage()
-    assert "--model-version" in record.getMessage()
 
 
 @pytest.mark.parametrize("mixed_versions", ["warn", "refuse"])
@@ -299,30 +244,6 @@ def test_another_tokenizer_is_refused(wanted: str, says: str, meta: str, words: 
     assert (words in why) if words else not why
 
 
-def test_two_tokenizers_are_never_mixed() -> None:
-    compatibility = agree(replace(spec(9), tokenizer="aa"))
-    why = compatibility.incompatibility(Instance("s", "t", "127.0.0.1", 1), replace(spec(9), tokenizer="bb"))
-    assert "'bb', the teachers before it 'aa'" in why
-
-
-@pytest.mark.parametrize("in_metadata", [False, True])
-def test_a_silent_teacher_comes_first(in_metadata: bool) -> None:
-    """The first teacher need not say which tokenizer it has; the first that does is who the others must agree with."""
-
-    def why(compatibility: TeacherCompatibility, tokenizer: str) -> str:
-        meta = {"tokenizer": tokenizer} if in_metadata else {}
-        says = replace(spec(9), tokenizer="" if in_metadata else tokenizer)
-        return compatibility.incompatibility(Instance("s", "t", "127.0.0.1", 1, meta=meta), says)
-
-    compatibility = agree(None)
-    assert not why(compatibility, "")
-    compatibility.spec = spec(9)
-    assert not why(compatibility, "aa")
-    assert "'bb', the teachers before it 'aa'" in why(compatibility, "bb")
-    assert not why(compatibility, "")
-    assert not why(compatibility, "aa")
-
-
 def test_rows_are_tokens_of_all_or_none() -> None:
     """Requests are filled as the first teacher's model says: another would cut sequences, or take rows for some."""
     of_tokens, of_rows = replace(spec(9), sequences="position"), spec(9)
@@ -335,9 +256,52 @@ def test_rows_are_tokens_of_all_or_none() -> None:
     )
 
 
-def test_routes_have_one_tokenizer() -> None:
-    """Token ids of two tokenizers stand for different texts; a teacher that tells none is believed."""
-    one, other = replace(spec(9), tokenizer="sha256:ab"), replace(spec(9), tokenizer="sha256:cd")
-    assert "tokenizer 'sha256:cd', model 'm' 'sha256:ab'" in outputs_disagreement(one, other, OutputSpec(("y",)))
-    for known in (one, spec(9)):
-        assert not outputs_disagreement(one, known, OutputSpec(("y",)))
+def test_kept_labels_may_fix_the_input_shape() -> None:
+    """Kept labels need inputs of one shape only where labels follow them."""
+    short, long = {"x": np.zeros((2, 5), "f4")}, {"x": np.zeros((2, 8), "f4")}
+    for known, k in ((spec(9), None), (spec(-1), 3), (ModelSpec("m", "1", {}, {}), None)):
+        for inputs in (short, long):
+            agree(known, k).check_cacheable(inputs)
+    compatibility = agree(spec(-1, 9))
+    compatibility.check_cacheable(short)
+    compatibility.check_cacheable({**short, "not sent": np.zeros((2, 1))})
+    with pytest.raises(SettingsError, match=r"'y' \[-1, 9\]"):
+        compatibility.check_cacheable(long)
+
+
+def test_change_and_mixture_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    compatibility = TeacherCompatibility("s", OutputSpec(("y",)))
+    (compatibility.spec,) = specs("1")
+    for live in (["1"], ["1", "2"], ["2", "1"], ["2"], ["2"]):
+        compatibility.select_version(specs(*live))
+    mixed, changed = [record.getMessage() for record in caplog.records]
+    assert "versions '1', '2'" in mixed
+    assert "version '2' of their model now, and had '1'" in changed
+    other = Instance("b", "s", "10.0.0.1", 1)
+    caplog.clear()
+    compatibility.selecting_version = True
+    assert compatibility.incompatibility(other, specs("3")[0]) == ""
+    assert not caplog.records, "its version is about to be followed"
+    compatibility.selecting_version = False
+    assert compatibility.incompatibility(other, specs("3")[0]) == ""
+    assert "labels of two models are mixed" in caplog.text
+
+
+def test_two_tokenizers_are_never_mixed() -> None:
+    """Nor among the services of a reader with routes. A teacher that tells none is believed, also the first."""
+    one, other = replace(spec(9), tokenizer="aa"), replace(spec(9), tokenizer="bb")
+    assert "tokenizer 'bb', model 'm' 'aa'" in outputs_disagreement(one, other, OutputSpec(("y",)))
+    assert not outputs_disagreement(one, spec(9), OutputSpec(("y",)))
+    for in_metadata in (False, True):
+
+        def why(compatibility: TeacherCompatibility, tokenizer: str, in_metadata: bool = in_metadata) -> str:
+            meta = {"tokenizer": tokenizer} if in_metadata else {}
+            says = replace(spec(9), tokenizer="" if in_metadata else tokenizer)
+            return compatibility.incompatibility(Instance("s", "t", "127.0.0.1", 1, meta=meta), says)
+
+        compatibility = agree(None)
+        assert not why(compatibility, "")
+        compatibility.spec = spec(9)
+        assert not why(compatibility, "aa")
+        assert "'bb', the teachers before it 'aa'" in why(compatibility, "bb")
+        assert not why(compatibility, "")

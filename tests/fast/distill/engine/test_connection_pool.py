@@ -91,12 +91,6 @@ def world() -> World:
     return world
 
 
-def test_one_that_left_is_let_go(world: World) -> None:
-    world.see("b")
-    assert world.is_usable == "b"
-    assert world.connection("a") is None
-
-
 def test_one_that_lapsed_and_answers_stays(world: World, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "edl.distill")
     for _ in range(3):
@@ -162,27 +156,3 @@ def test_one_that_moved_is_connected_anew(world: World) -> None:
     world.see(lapsed="ab", port=2)
     assert world.is_usable == ""
     assert [connection.instance.port for connection in world.made] == [1, 1, 2, 2]
-
-
-def test_newcomers_try_the_lapsed() -> None:
-    world = World()
-    world.see(lapsed="a")
-    connection = world.connection("a")
-    assert connection is not None
-    assert connection.lapsed, "so that it checks who answers"
-    world.up("a")
-    assert world.is_usable == "a"
-
-
-def test_two_hundred_are_said_in_a_line() -> None:
-    world = World()
-    names = [f"teacher-{number:03}" for number in range(200)]
-    instances = tuple(_teacher(name, 1) for name in names)
-    world.pool.apply_snapshot(Snapshot("s", instances))
-    for name in names:
-        world.up(name)
-    world.pool.apply_snapshot(Snapshot("s", (), lapsed=instances))
-    assert len(world.is_usable) == 200 * len("teacher-000")
-    assert "and 197 more" in world.pool.stale
-    assert len(world.pool.stale) < 500
-    assert len(world.pool.describe()) < 3000

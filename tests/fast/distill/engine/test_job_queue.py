@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,8 +14,9 @@ from edl.distill.engine.job import LabelJob
 from edl.distill.engine.job_queue import JobQueue
 from edl.distill.engine.service_limits import ServiceLimits
 from edl.distill.transport.request import Payload
+from tests.waiting import DEADLINE_S, wait_until
 
-TIMEOUT_S = 20
+PAYLOAD = Payload.of({"x": np.zeros((1, 1), np.float32)}, None)
 
 
 @dataclass
@@ -27,37 +26,38 @@ class Demand:
     limits: ServiceLimits = field(default_factory=ServiceLimits)
 
 
-@dataclass
 class Setup:
-    """An inbox, and the numbers of the jobs that were taken out of it."""
+    """A queue, and the numbers of the jobs that were taken out of it. The feeding thread takes `gap_s` for each."""
 
-    thread: EventLoopThread
-    demand: Demand = field(default_factory=Demand)
-    taken: list[int] = field(default_factory=list)
+    def __init__(self, thread: EventLoopThread) -> None:
+        self.thread, self.demand = thread, Demand()
+        self.now = self.gap_s = 0.0
+        self.taken: list[int] = []
+        self.queue = JobQueue(thread, self.demand, self.take, lambda: self.now)
 
-    def __post_init__(self) -> None:
-        self.job_queue = JobQueue(self.thread, self.demand, lambda job: self.taken.append(job.number))
+    def take(self, job: LabelJob) -> None:
+        self.taken.append(job.number)
 
     def put(self, *numbers: int) -> None:
         for number in numbers:
-            self.job_queue.put(job(number))
+            self.now += self.gap_s
+            self.queue.put(LabelJob(number, PAYLOAD, lambda result, version: None, lambda: None))
 
     def on_loop(self, function: Callable[[], None]) -> None:
         """Run it there, and wait for it and what was called before."""
         done = threading.Event()
         self.thread.call(lambda: (function(), done.set()))
-        assert done.wait(TIMEOUT_S)
+        assert done.wait(DEADLINE_S)
+
+    def gather(self, limit: int) -> None:
+        """Show the queue a feeding thread that is quick, so that it pays to gather so many jobs."""
+        self.put(*range(8))
+        self.until_taken(*range(8))
+        self.taken.clear()
+        self.demand.limits = ServiceLimits(gather_limit=limit)
 
     def until_taken(self, *numbers: int) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        while self.taken != [*numbers]:
-            assert time.monotonic() < deadline, self.taken
-            time.sleep(0.001)
-
-
-def job(number: int) -> LabelJob:
-    payload = Payload.of({"x": np.zeros((1, 1), np.float32)}, None)
-    return LabelJob(number, payload, lambda result, version: None, lambda: None)
+        wait_until(lambda: self.taken == [*numbers], f"jobs {numbers[:9]}")
 
 
 @pytest.fixture
@@ -67,52 +67,35 @@ def setup() -> Iterator[Setup]:
     thread.release()
 
 
-def hurry(setup: Setup) -> None:
-    """Let the inbox see a feeding thread that is quick, as far as the clock of this machine allows."""
-    job_queue = cast(Any, setup.job_queue)
-    job_queue._gap_s, job_queue._put_at = (
-        -1.0,
-        time.monotonic(),
-    )  # no hiccup between the puts of a test makes that positive
-
-
 def test_job_is_taken_at_once_without_gain(setup: Setup) -> None:
-    """A job is taken at once where it does not pay to gather."""
+    """The next one is not to be expected within a millisecond, so that even busy teachers need not wait for it."""
+    setup.gather(4)
+    setup.demand.busy, setup.gap_s = True, 0.1
     setup.put(1)
     setup.until_taken(1)
-    setup.demand.limits = ServiceLimits(gather_limit=4)
-    time.sleep(0.01)  # a slow feeding thread: the next job is not to be expected within a millisecond
-    setup.put(2)
-    setup.until_taken(1, 2)
 
 
 def test_last_job_is_not_left_behind(setup: Setup) -> None:
-    setup.demand.limits = ServiceLimits(gather_limit=4)
-    hurry(setup)
+    setup.gather(4)
     setup.put(1)
     setup.until_taken(1)
 
 
 def test_jobs_wait_while_teachers_are_busy(setup: Setup) -> None:
-    """Jobs wait for an answer while the teachers are busy."""
-    setup.demand.limits = ServiceLimits(gather_limit=3)
+    setup.gather(3)
     setup.demand.busy = True
-    hurry(setup)
     setup.put(1, 2)
-    setup.on_loop(setup.job_queue.drain_if_due)
+    setup.on_loop(setup.queue.drain_if_due)
     assert setup.taken == [], "an answer has come, and there is enough to do until the next one"
     setup.demand.busy = False
-    setup.on_loop(setup.job_queue.drain_if_due)
+    setup.on_loop(setup.queue.drain_if_due)
     setup.until_taken(1, 2)
-
-
-def test_enough_jobs_wake_the_loop(setup: Setup) -> None:
-    """Jobs that are enough wake the loop though the teachers are busy."""
-    setup.demand.limits = ServiceLimits(gather_limit=3)
     setup.demand.busy = True
-    hurry(setup)
-    setup.put(1, 2, 3)
-    setup.until_taken(1, 2, 3)
+    setup.put(3, 4, 5)
+    setup.until_taken(1, 2, 3, 4, 5)  # enough to be sent together
+    setup.put(6)
+    setup.on_loop(setup.queue.drain)
+    assert setup.taken[5:] == [6], "taking in is taking all"
 
 
 def test_full_teachers_take_nothing(setup: Setup) -> None:
@@ -121,23 +104,13 @@ def test_full_teachers_take_nothing(setup: Setup) -> None:
     setup.put(1, 2)
     setup.on_loop(lambda: None)
     assert setup.taken == []
-    setup.on_loop(setup.job_queue.drain_if_due)
-    assert setup.taken == [1, 2]
-
-
-def test_taking_in_is_taking_all(setup: Setup) -> None:
-    setup.demand.limits = ServiceLimits(gather_limit=9)
-    setup.demand.busy = True
-    hurry(setup)
-    setup.put(1, 2)
-    setup.on_loop(setup.job_queue.drain)
+    setup.on_loop(setup.queue.drain_if_due)
     assert setup.taken == [1, 2]
 
 
 def test_no_job_is_lost_or_overtakes(setup: Setup) -> None:
     """A teacher that answers each job some time after it was taken, and is busy in between, as in an engine."""
-    count = 20_000
-    setup.demand.limits = ServiceLimits(gather_limit=4)
+    setup.gather(4)
     open_jobs = 0
 
     def take(job: LabelJob) -> None:
@@ -151,10 +124,8 @@ def test_no_job_is_lost_or_overtakes(setup: Setup) -> None:
         nonlocal open_jobs
         open_jobs -= 1
         setup.demand.busy, setup.demand.full = open_jobs >= 2, open_jobs >= 6
-        setup.job_queue.drain_if_due()
+        setup.queue.drain_if_due()
 
-    setup.job_queue = JobQueue(setup.thread, setup.demand, take)
-    one = job(0)
-    for number in range(count):
-        setup.job_queue.put(LabelJob(number, one.payload, one.on_done, one.on_started))
-    setup.until_taken(*range(count))
+    setup.queue = JobQueue(setup.thread, setup.demand, take)
+    setup.put(*range(5000))
+    setup.until_taken(*range(5000))

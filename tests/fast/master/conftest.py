@@ -11,14 +11,19 @@ from typing import Any
 import pytest
 
 from edl.master import MasterClient, MasterServer, MasterSettings, ShardReader, ShardSettings, open_dataset
-from tests.fast.master.processes import LEASE_S, until
+from edl.master.server.lease_clock import SessionLimits
+from tests.waiting import DEADLINE_S, wait_until
+
+Lead = Callable[..., MasterServer]
+Create = Callable[..., None]
+Read = Callable[..., ShardReader]
 
 
 @pytest.fixture(autouse=True)
 def _no_thread_stays() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
-    until(lambda: not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("edl-")])
+    wait_until(lambda: not [each for each in set(threading.enumerate()) - before if each.name.startswith("edl-")])
 
 
 @pytest.fixture
@@ -33,14 +38,14 @@ def url(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def lead(stack: ExitStack, url: str, tmp_path: Path) -> Callable[..., MasterServer]:
+def lead(stack: ExitStack, url: str, tmp_path: Path) -> Lead:
     """Start a master of job "job", and wait until it leads."""
 
     def start(wait: bool = True, **options: Any) -> MasterServer:
-        settings = {"store": url, "journal": f"sqlite:///{tmp_path}/journal.sqlite", "lease_s": LEASE_S, **options}
+        settings = {"store": url, "journal": f"sqlite:///{tmp_path}/journal.sqlite", "lease_s": 20.0, **options}
         master = stack.enter_context(MasterServer("job", MasterSettings(**settings)))
         if wait:
-            assert master.wait_leading(20), master.failure
+            assert master.wait_leading(DEADLINE_S), master.failure
         return master
 
     return start
@@ -48,23 +53,40 @@ def lead(stack: ExitStack, url: str, tmp_path: Path) -> Callable[..., MasterServ
 
 @pytest.fixture
 def client(stack: ExitStack, url: str) -> MasterClient:
-    return stack.enter_context(MasterClient("job", url, timeout_s=30))
+    return stack.enter_context(MasterClient("job", url, timeout_s=DEADLINE_S))
 
 
 @pytest.fixture
-def create(client: MasterClient) -> Callable[..., None]:
+def create(client: MasterClient) -> Create:
     """Create data set "d" of so many samples."""
 
     def make(samples: int, **settings: Any) -> None:
-        defaults: dict[str, Any] = {"shard_size": 10, "session_s": 20.0}
+        defaults: dict[str, Any] = {"shard_size": 10, "session_s": 60.0, "lease_s": 60.0}
         client.create_dataset("d", open_dataset(f"range:{samples}", ShardSettings(**{**defaults, **settings})))
 
     return make
 
 
 @pytest.fixture
-def read(stack: ExitStack, client: MasterClient) -> Callable[..., ShardReader]:
+def read(stack: ExitStack, client: MasterClient) -> Read:
     def open_reader(holder: str = "w", **options: Any) -> ShardReader:
         return stack.enter_context(ShardReader(client, "d", holder=holder, **options))
 
     return open_reader
+
+
+def lapse(master: MasterServer, holder: str) -> None:
+    """Have the master take a reader for one that has been silent for longer than its session."""
+    term = master._leading
+    assert term is not None
+    for session in term.book.sessions():
+        info = term.book.session(session)
+        if info is not None and info.holder == holder:
+            term._clock.watch(session, SessionLimits(-1.0, -1.0))
+            wait_until(lambda session=session: term.book.session(session) is None, f"{holder} to lapse")  # type: ignore[misc]
+
+
+def shards(client: MasterClient) -> dict[str, int]:
+    """Count the shards of data set "d" by state."""
+    found: dict[str, int] = client.status()["datasets"][0]["shards"]
+    return found

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
+import sqlite3
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from edl.background import start_call
 from edl.errors import (
     ClosedError,
     ConflictError,
@@ -22,99 +25,78 @@ from edl.errors import (
     ProtocolError,
     SettingsError,
 )
-from edl.master import MasterClient, MasterServer, ShardingClient, ShardReader, ShardSettings, open_dataset
+from edl.master import MasterClient, ShardingClient, ShardReader, ShardSettings, open_dataset
+from edl.master.client import shard_reader
 from edl.master.client.connection import MasterConnection
+from edl.master.client.session_thread import SessionThread
 from edl.master.client.turn_stream import TurnStream
 from edl.protocol import master as messages
-from tests.fast.master.processes import until
-
-Lead = Callable[..., MasterServer]
-Create = Callable[..., None]
-Read = Callable[..., ShardReader]
+from tests.fast.master.conftest import Create, Lead, Read, lapse, shards
+from tests.waiting import DEADLINE_S, wait_until
 
 
 def samples(reader: ShardReader) -> list[int]:
     return [sample for shard in reader for sample in range(shard.start, shard.stop)]
 
 
-def shards(client: MasterClient) -> dict[str, int]:
-    found: dict[str, int] = client.status()["datasets"][0]["shards"]
-    return found
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have readers look after their shards, and renew them, much more often than their long leases make them."""
+    monkeypatch.setattr(SessionThread, "_renew_s", 0.05)
+
+
+def forget(reader: ShardReader, *held: Any) -> None:
+    """Let an age pass since the caller did something with its shards."""
+    for shard in held:
+        reader._thread._activity.touch(shard.id, -math.inf)
 
 
 def test_readers_share_an_epoch(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
     master = lead()
-    create(1000, epochs=2, shuffle=True, seed=1)
-    found: list[list[int]] = [[], [], []]
-
-    def run(number: int) -> None:
-        found[number] += samples(read(f"w{number}"))
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert Counter(itertools.chain(*found)) == Counter(list(range(1000)) * 2)
-    assert master.wait_done(20)
-    assert client.status()["state"] == "leading"
-    assert master.status()["state"] == "done"
+    create(600, epochs=2, shuffle=True, seed=1)
+    calls = [start_call("edl-test", lambda name=name: samples(read(name))) for name in "abc"]  # type: ignore[misc]
+    found = [call.result(DEADLINE_S) for call in calls]
+    assert Counter(itertools.chain(*found)) == Counter(list(range(600)) * 2)
+    assert master.wait_done(DEADLINE_S)
+    assert (client.status()["state"], master.status()["state"]) == ("leading", "done")
 
 
 def test_a_fast_worker_gets_more(lead: Lead, create: Create, read: Read) -> None:
+    """One that keeps its shard gets no other, and holds nobody up."""
     lead()
-    create(600)
-    counts = Counter[str]()
-    fast_ended = threading.Event()
-
-    def run_fast() -> None:
-        with read("fast", prefetch=1) as reader:
-            for _ in reader:
-                counts["fast"] += 1
-                if counts.total() > 50:  # else it would wait for what the slow one has
-                    break
-        fast_ended.set()
-
-    def run_slow() -> None:
-        until(lambda: counts["fast"])
-        for _ in read("slow", prefetch=1):
-            counts["slow"] += 1
-            enough = counts["fast"] + 10
-            until(lambda enough=enough: fast_ended.is_set() or counts["fast"] >= enough)
-
-    threads = [threading.Thread(target=run_fast), threading.Thread(target=run_slow)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-    assert counts["fast"] + counts["slow"] >= 60
-    assert counts["fast"] > 2 * counts["slow"]
+    create(100)
+    slow, fast = read("slow", prefetch=0), read("fast", prefetch=0, explicit=True)
+    kept = next(slow)
+    others = [next(fast) for _ in range(9)]
+    assert kept.start not in {shard.start for shard in others}
+    for shard in others:
+        fast.report_done(shard)
+    with pytest.raises(StopIteration):
+        next(slow)
 
 
-def test_samples_are_read_by_the_worker(lead: Lead, client: MasterClient, read: Read, tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_poisoned(lead: Lead, client: MasterClient, read: Read, tmp_path: Path) -> None:
+    """Its shards are given up with the file's name, and done when the file is put back."""
     lead()
-    (tmp_path / "text").write_text("".join(f"line {number}\n" for number in range(100)))
-    client.create_dataset("d", open_dataset(f"lines:{tmp_path}/text", ShardSettings(shard_size=7), encoding="utf-8"))
-    assert sorted(read().samples()) == sorted(f"line {number}" for number in range(100))
-
-
-def test_unreadable_shards_are_poisoned(lead: Lead, client: MasterClient, read: Read, tmp_path: Path) -> None:
-    master = lead()
-    text = tmp_path / "text"
-    text.write_text("".join(f"line {number}\n" for number in range(100)))
-    client.create_dataset("d", open_dataset(f"lines:{text}", ShardSettings(shard_size=50, max_failures=2)))
-    text.unlink()
-    with pytest.raises(PoisonedShardsError, match="2 shards of d were given up"):
-        list(read().samples())
-    found = client.status()["datasets"][0]
-    assert found["shards"]["poisoned"] == 2
-    assert "text" in found["poisoned"][0]["failures"][0]["reason"]
-    assert client.retry_poisoned("d") == 2
-    text.write_text("".join(f"line {number}\n" for number in range(100)))
-    os.utime(text)
-    assert shards(client)["todo"] == 2
-    until(lambda: not master.done)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number in range(4):
+        (folder / f"{number}.txt").write_text("".join(f"{number}-{line}\n" for line in range(100)))
+    settings = ShardSettings(shard_size=10, max_failures=2)
+    client.create_dataset("d", open_dataset(f"lines:{folder}/*.txt", settings, encoding="utf-8"))
+    before = (folder / "2.txt").read_text()
+    (folder / "2.txt").write_text(before.replace("2-33\n", "2-34\n"))
+    found: list[str] = []
+    with pytest.raises(PoisonedShardsError, match="1 shards of d were given up"):
+        found.extend(read().samples())
+    assert len(found) == 390, "other shards of the file are as they were"
+    (poisoned,) = client.status()["datasets"][0]["poisoned"]
+    for failure in poisoned["failures"]:
+        assert "2.txt' is not as it was indexed: its bytes 140 to 190 are others" in failure["reason"]
+    (folder / "2.txt").write_text(before)
+    assert client.retry_poisoned("d") == 1
+    found += list(read("x").samples())
+    assert sorted(found) == sorted(f"{number}-{line}" for number in range(4) for line in range(100))
 
 
 def test_what_was_read_of_a_shard_counts(lead: Lead, client: MasterClient, read: Read, tmp_path: Path) -> None:
@@ -124,61 +106,125 @@ def test_what_was_read_of_a_shard_counts(lead: Lead, client: MasterClient, read:
     folder.mkdir()
     for number in range(10):
         (folder / f"{number}").write_text("x")
-    client.create_dataset("d", open_dataset(f"files:{folder}", ShardSettings(shard_size=10)))
+    client.create_dataset("d", open_dataset(f"files:{folder}", ShardSettings(shard_size=10, max_failures=1)))
     (folder / "4").unlink()
     reader = read(on_poisoned="warn")
     assert [sample.id for sample in reader.samples()] == ["0", "1", "2", "3"]
     found = client.status()["datasets"][0]
-    assert found["units_done"] == 4
-    assert found["shards"]["poisoned"] == 1
+    assert (found["units_done"], found["shards"]["poisoned"]) == (4, 1)
 
 
 def test_a_late_report_ends_no_other_task(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
-    """In DLRover the late report of a worker that was taken for lost ends the task of the worker that has it now."""
-    lead()
-    create(10, session_s=3.0, lease_s=3.0)
+    """Of a worker that was taken for lost; it goes on with a new session."""
+    master = lead()
+    create(20)
     late = read("late", explicit=True, prefetch=0)
-    shard = late.take(20)
+    shard = late.take(DEADLINE_S)
     assert shard is not None
-    _stop_renewing(late)
-    until(lambda: shards(client)["todo"] == 1)
+    lapse(master, "late")
     new = read("new", explicit=True, prefetch=0)
-    again = new.take(20)
+    again = new.take(DEADLINE_S)
     assert again is not None
-    assert (again.start, again.stop) == (shard.start, shard.stop)
     with pytest.raises(LeaseLostError):
         late.report_done(shard)
-    assert shards(client) == {"todo": 0, "doing": 1, "done": 0, "poisoned": 0}
+    assert shards(client)["doing"] == 1
     new.report_done(again)
-    assert shards(client)["done"] == 1
+    other = late.take(DEADLINE_S)
+    assert other is not None
+    late.report_done(other)
+    assert shards(client)["done"] == 2
 
 
-def _stop_renewing(reader: ShardReader) -> None:
-    """Have a reader be as silent as a process that is stopped."""
-    spec = reader._thread.spec
-    spec.lease_s = spec.session_s = 10_000.0
-
-
-def test_leases_are_renewed_meanwhile(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
+def test_leases_are_renewed_meanwhile(lead: Lead, create: Create, read: Read, busy: None) -> None:
     lead()
-    create(20, session_s=4.0, lease_s=4.0)
+    create(20)
     reader = read(prefetch=0, explicit=True)
-    shard = reader.take(20)
+    shard = reader.take(DEADLINE_S)
     assert shard is not None
-    taken_at = time.monotonic()
-    until(lambda: reader._thread._heard_at > taken_at + 6.0)
+    heard: set[float] = set()
+    wait_until(lambda: heard.add(reader._thread._heard_at) or len(heard) > 3, "renewals")
     reader.report_done(shard)
-    assert shards(client)["done"] == 1
     assert reader.refused == 0
+
+
+def test_a_hanging_process_loses_its_shards(
+    lead: Lead, create: Create, read: Read, client: MasterClient, busy: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The thread that renews leases would keep what its caller does nothing with for ever."""
+    lead()
+    create(20)
+    reader = read(prefetch=0, explicit=True)
+    forgotten, other = reader.take(DEADLINE_S), reader.take(DEADLINE_S)
+    assert forgotten is not None
+    assert other is not None
+    forget(reader, forgotten)
+    wait_until(lambda: shards(client)["doing"] == 1, "the lease to end")
+    reader.report_done(other)
+    again = reader.take(DEADLINE_S)
+    assert again is not None
+    assert (again.start, again.stop) == (forgotten.start, forgotten.stop)
+    assert f"shard {forgotten.shard} of d was not reported" in caplog.text
+    with pytest.raises(LeaseLostError):
+        reader.report_done(forgotten)
+    reader.report_done(again)
+    assert shards(client)["done"] == 2
+
+
+def test_a_shard_in_work_is_kept(lead: Lead, create: Create, read: Read, client: MasterClient, busy: None) -> None:
+    """What is at hand beside it goes back, and counts no failure."""
+    lead()
+    create(40, max_failures=1)
+    reader = read(prefetch=3, explicit=True)
+    shard = reader.take(DEADLINE_S)
+    assert shard is not None
+    wait_until(lambda: len(reader._thread._inbox) > 1, "shards at hand")
+    for unused in reader._thread._inbox:
+        reader._thread._activity.give(unused.id, -math.inf)
+    reader.consume(shard, 1)
+    wait_until(lambda: shards(client)["doing"] == 1, "the others to go back")
+    reader.report_done(shard)
+    assert shards(client) == {"todo": 3, "doing": 0, "done": 1, "poisoned": 0}
+    assert reader.take(DEADLINE_S) is not None, "it goes on when it asks"
+
+
+def test_a_forgotten_one_ends_a_checkpoint(
+    lead: Lead, create: Create, read: Read, client: MasterClient, busy: None
+) -> None:
+    """The reader's state may hold samples of it: all since the last mark goes back."""
+    master = lead()
+    create(20, commit="checkpoint")
+    reader = read(prefetch=0, explicit=True)
+    forgotten, other = reader.take(DEADLINE_S), reader.take(DEADLINE_S)
+    assert other is not None
+    reader.report_done(other)
+    forget(reader, forgotten)
+    with pytest.raises(LeaseLostError, match="stuck_s"):
+        reader.take(DEADLINE_S)
+    lapse(master, "w")
+    assert shards(client)["todo"] == 2
+
+
+def test_who_waits_is_told_what_it_holds(
+    lead: Lead, create: Create, read: Read, busy: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    lead()
+    create(10)
+    reader = read(prefetch=0, explicit=True)
+    shard = reader.take(DEADLINE_S)
+    assert shard is not None
+    reader._thread._activity.touch(shard.id, reader._thread._heard_at - 61.0)
+    wait_until(lambda: reader.take(0.2) is None and "has not reported 1 that it has (0)" in caplog.text, "the words")
+    reader.report_done(shard)
 
 
 def test_closing_gives_shards_back(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
     lead()
-    create(100)
+    create(100, max_failures=1)
     reader = read(explicit=True, prefetch=3)
-    shard = reader.take(20)
+    shard = reader.take(DEADLINE_S)
     assert shard is not None
-    until(lambda: shards(client)["doing"] == 3)
+    reader.give_back(shard)
+    wait_until(lambda: shards(client)["doing"] >= 2, "shards at hand")
     reader.close()
     assert shards(client) == {"todo": 10, "doing": 0, "done": 0, "poisoned": 0}
     with pytest.raises(ClosedError):
@@ -189,97 +235,68 @@ def test_closing_wakes_who_waits(lead: Lead, create: Create, read: Read) -> None
     lead()
     create(10)
     holder = read("first", explicit=True)
-    assert holder.take(20) is not None
+    assert holder.take(DEADLINE_S) is not None
     waiting = read("second", explicit=True)
-    found: list[object] = []
-    thread = threading.Thread(target=lambda: found.append(waiting.take(60)))
-    thread.start()
-    until(lambda: waiting._thread._hungry)
+    call = start_call("edl-test", lambda: waiting.take(DEADLINE_S))
+    wait_until(lambda: waiting._thread._hungry, "a caller that waits")
     waiting.close()
-    thread.join(10)
-    assert found == [None]
-
-
-def test_returned_shards_count_no_failure(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
-    lead()
-    create(10, max_failures=1)
-    reader = read(explicit=True, prefetch=0)
-    for _ in range(3):
-        shard = reader.take(20)
-        assert shard is not None
-        reader.give_back(shard)
-    assert shards(client) == {"todo": 1, "doing": 0, "done": 0, "poisoned": 0}
+    assert call.result(DEADLINE_S) is None
 
 
 def test_reports_may_come_in_any_order(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
     lead()
     create(50)
     reader = read(explicit=True, prefetch=5)
-    taken = [reader.take(20) for _ in range(5)]
+    taken = [reader.take(DEADLINE_S) for _ in range(5)]
     for shard in reversed(taken):
         assert shard is not None
         reader.report_done(shard)
     assert shards(client)["done"] == 5
     with pytest.raises(LeaseLostError):
         reader.report_done(taken[0])  # type: ignore[arg-type]
-    assert reader.take(30) is None
+    assert reader.take(DEADLINE_S) is None
     assert reader.finished
 
 
-def test_creating_again_is_no_error(lead: Lead, create: Create, client: MasterClient) -> None:
+def test_a_reader_waits_for_its_data_set(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
+    """Creating it again is no error; creating another of its name is."""
     lead()
-    create(100)
-    create(100)
+    reader = read()
+    call = start_call("edl-test", lambda: samples(reader))
+    wait_until(lambda: reader.away_s > 0, "a reader that waits")
+    create(30)
+    assert sorted(call.result(DEADLINE_S)) == list(range(30))
+    create(30)
     with pytest.raises(ConflictError):
         create(200)
     assert client.describe_dataset("other") is None
     spec = client.describe_dataset("d")
     assert spec is not None
-    assert spec.units == 100
+    assert spec.units == 30
 
 
-def test_a_reader_waits_for_its_data_set(lead: Lead, create: Create, read: Read) -> None:
-    lead()
-    reader = read()
-    found: list[int] = []
-    thread = threading.Thread(target=lambda: found.extend(samples(reader)))
-    thread.start()
-    until(lambda: reader.away_s > 0)
-    create(30)
-    thread.join(30)
-    assert sorted(found) == list(range(30))
-
-
-def test_without_a_master_calls_end_in_time(url: str) -> None:
-    with MasterClient("job", url, timeout_s=0.5) as client:
-        begun = time.monotonic()
+def test_no_master_is_an_error_in_time(lead: Lead, url: str) -> None:
+    with MasterClient("job", url, timeout_s=0.2) as client:
         with pytest.raises(NoMasterError, match="edl master job"):
             client.status()
-        assert time.monotonic() - begun < 10
         with ShardReader(client, "d") as reader, pytest.raises(NoMasterError, match="edl master job"):
             next(reader)
-
-
-def test_another_jobs_master_is_none(lead: Lead) -> None:
-    master = lead()
-    other = MasterClient("other", endpoint=master.endpoint, timeout_s=0.5)
+    other = MasterClient("other", endpoint=lead().endpoint, timeout_s=0.2)
     with other, pytest.raises(NoMasterError, match="'job''s, not 'other''s"):
         other.status()
 
 
 def test_progress_goes_out_and_in(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
     lead()
-    create(100)
+    create(40)
     reader = read(explicit=True, prefetch=1)
-    shard = reader.take(20)
-    assert shard is not None
-    reader.report_done(shard)
+    reader.report_done(next(reader))
     progress = client.progress("d")
-    while (other := reader.take(30)) is not None:
+    while (other := reader.take(DEADLINE_S)) is not None:
         reader.report_done(other)
-    assert shards(client)["done"] == 10
+    assert shards(client)["done"] == 4
     client.restore_progress("d", progress)
-    assert shards(client) == {"todo": 9, "doing": 0, "done": 1, "poisoned": 0}
+    assert shards(client) == {"todo": 3, "doing": 0, "done": 1, "poisoned": 0}
     with pytest.raises(ProtocolError):
         client.restore_progress("d", b"nonsense")
 
@@ -319,8 +336,8 @@ def test_a_refusal_keeps_no_report_back(lead: Lead, client: MasterClient) -> Non
         sharding._reader.give_back(sharding._pending[0])
         with pytest.raises(LeaseLostError):
             sharding.report_all_task_error("broken")
-        assert sharding._reader.take(20) is not None
-        assert sharding._reader.take(20) is not None, "both came back"
+        assert sharding._reader.take(DEADLINE_S) is not None
+        assert sharding._reader.take(DEADLINE_S) is not None, "both came back"
 
 
 def test_a_failed_close_is_tried_again(lead: Lead, create: Create, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +356,7 @@ def test_a_failed_close_is_tried_again(lead: Lead, create: Create, read: Read, m
     create(20)
     reader = read()
     assert len(list(reader)) == 2
-    assert master.wait_done(20)
+    assert master.wait_done(DEADLINE_S)
     assert calls.count("CloseSession") == 2
 
 
@@ -350,9 +367,10 @@ def test_a_forked_child_is_refused(lead: Lead, create: Create, read: Read, clien
     child = os.fork()
     if child == 0:
         refusals = 0
-        for call in (client.status, reader.take, lambda: next(reader)):
+        calls: list[Callable[[], Any]] = [client.status, reader.take, lambda: next(reader)]
+        for call in calls:
             try:
-                call()  # type: ignore[operator]
+                call()
             except ClosedError:
                 refusals += 1
         os._exit(refusals)
@@ -363,16 +381,18 @@ def test_a_forked_child_is_refused(lead: Lead, create: Create, read: Read, clien
 def test_a_late_worker_finds_all_done(
     lead: Lead, create: Create, read: Read, monkeypatch: pytest.MonkeyPatch, client: MasterClient
 ) -> None:
-    """The master has ended: nothing is left to wait for."""
-    monkeypatch.setattr("edl.master.client.session_thread._DONE_S", 0.5)
+    """The master has ended: nothing is left to wait for. A reason may have what no message could carry."""
+    monkeypatch.setattr("edl.master.client.session_thread._DONE_S", 0.1)
     master = lead()
     create(20, max_failures=1)
     reader = read(explicit=True)
-    reader.report_failed(next(reader), "bad")
+    reader.report_failed(next(reader), "cannot decode \0 a\udcff.jpg")
+    (poisoned,) = client.status()["datasets"][0]["poisoned"]
+    assert poisoned["failures"][0]["reason"].endswith("a\\udcff.jpg")
     reader.report_done(next(reader))
-    reader.take(5)
+    reader.take(DEADLINE_S)
     reader.close()
-    assert master.wait_done(20)
+    assert master.wait_done(DEADLINE_S)
     master.close()
     with pytest.raises(PoisonedShardsError):
         next(read())
@@ -381,74 +401,55 @@ def test_a_late_worker_finds_all_done(
     assert late.finished
 
 
-def test_failure_in_any_words(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
-    """A reason with what no message could carry, such as the name of a file that is not UTF-8."""
-    lead()
-    create(40, max_failures=1)
-    reader = read("w", explicit=True, on_poisoned="warn")
-    first = next(reader)
-    reader.report_failed(first, "cannot decode \0 a\udcff.jpg")
-    for shard in reader:
-        reader.report_done(shard)
-    (poisoned,) = client.status()["datasets"][0]["poisoned"]
-    assert poisoned["failures"][0]["reason"].endswith("a\\udcff.jpg")
-
-
-@pytest.mark.parametrize(
-    "state", [None, 5, "x", [], {}, {"mark": None}, {"mark": "1"}, {"mark": 1.5}, {"mark": -1}, {"mark": 10**20}]
-)
-def test_garbage_is_no_position(lead: Lead, create: Create, read: Read, state: Any) -> None:
-    lead()
-    create(40, commit="checkpoint")
-    reader = read("w")
-    next(reader)
-    saved = reader.state_dict()
-    garbage = saved | state if isinstance(state, dict) and state else state
-    with pytest.raises(SettingsError, match="no position of a ShardReader"):
-        reader.load_state_dict(garbage)
-    reader.load_state_dict(saved)
-
-
-def test_lost_position_is_no_wait(lead: Lead, create: Create, read: Read) -> None:
-    """A position that is not kept will never be: nothing is gained by asking again."""
-    lead()
-    create(40, commit="checkpoint")
-    reader = read("w")
-    next(reader)
-    saved = reader.state_dict()
-    begin = time.monotonic()
-    with pytest.raises(SettingsError, match="nothing is kept of"):
-        reader.load_state_dict(saved | {"session": "another"})
-    assert time.monotonic() - begin < 15.0, "as long as a session that might end"
-
-
-def test_siblings_do_not_both_leave(
-    lead: Lead, create: Create, read: Read, client: MasterClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each would see the other's shards at the master, whose answers are late, and leave all to it."""
-    exchange = TurnStream.exchange
+def test_a_late_answer_keeps_a_reader(lead: Lead, create: Create, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not leave while it may be given shards: siblings would each leave all to the other."""
+    monkeypatch.setattr(shard_reader, "_ASK_S", 0.01)
+    exchange, gate, rests = TurnStream.exchange, threading.Event(), list[bool]()
+    rest = SessionThread.rest
 
     def answer_late(self: TurnStream, request: messages.NextRequest) -> messages.NextReply:
         reply = exchange(self, request)
         if request.turn.want and reply.leases:
-            time.sleep(1.5)
+            gate.wait(DEADLINE_S)
         return reply
 
+    def note_rest(self: SessionThread, timeout_s: float) -> bool:
+        rests.append(rest(self, timeout_s))
+        return rests[-1]
+
     monkeypatch.setattr(TurnStream, "exchange", answer_late)
+    monkeypatch.setattr(SessionThread, "rest", note_rest)
     lead()
+    create(30)
+    call = start_call("edl-test", lambda: samples(read(may_leave=lambda: True)))
+    wait_until(lambda: len(rests) > 3, "a reader that asks whether it may leave")
+    assert not any(rests)
+    gate.set()
+    assert sorted(call.result(DEADLINE_S)) == list(range(30))
+
+
+def test_busy_journal_is_waited_for(
+    lead: Lead, create: Create, client: MasterClient, read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process holds its file: the master stands by, and workers wait, until it is free."""
+    monkeypatch.setattr("edl.master.server.master_server.open_journal", quick_open)
+    master = lead()
     create(100)
-    found: list[list[int]] = [[], []]
+    reader = read()
+    found = [next(reader)]
+    with closing(sqlite3.connect(tmp_path / "journal.sqlite", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        reader.report_done(found[0], wait=False)
+        wait_until(lambda: not master.is_leader or master.failure, "a master that stands by")
+        assert master.failure is None, "it stands by"
+    assert master.wait_leading(DEADLINE_S), master.failure
+    found += reader
+    assert sorted(shard.start for shard in found) == list(range(0, 100, 10))
+    assert client.status()["datasets"][0]["units_done"] == 100
 
-    def has_sibling_shards(number: int) -> bool:
-        holders = client.status()["datasets"][0]["holders"]
-        return any(holder["leases"] and holder["holder"] != f"w{number}" for holder in holders)
 
-    def run(number: int) -> None:
-        found[number] += samples(read(f"w{number}", may_leave=lambda: has_sibling_shards(number)))
+def quick_open(url: str, **options: Any) -> Any:
+    """Open a journal that waits for its file for less than the usual five seconds."""
+    from edl.master.journal import open_journal
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
-    assert sorted(itertools.chain(*found)) == list(range(100))
+    return open_journal(url, **options, timeout_s=0.3)

@@ -16,17 +16,11 @@ from typing import Any
 from edl.errors import LeaseLostError
 from edl.master.client import MasterClient, ShardReader
 from edl.master.server import MasterServer, MasterSettings
+from tests.waiting import DEADLINE_S
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.fast.master.processes"])
+CONTEXT.set_forkserver_preload(["tests.jobs.master.processes"])
 LEASE_S = 0.5
-
-
-def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.02)
 
 
 @contextlib.contextmanager
@@ -37,7 +31,7 @@ def running(target: Callable[..., None], *arguments: Any) -> Iterator[ForkServer
         yield process
     finally:
         process.kill()
-        process.join(10)
+        process.join(DEADLINE_S)
 
 
 def start(target: Callable[..., None], *arguments: Any) -> ForkServerProcess:

@@ -1,5 +1,5 @@
 """The fixtures of the fast tests of the same area."""
 
-from tests.fast.gateway.conftest import engine, gateways
+from tests.fast.serving.gateway.conftest import engine, gateways
 
 __all__ = ["engine", "gateways"]

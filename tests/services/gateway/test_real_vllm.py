@@ -32,7 +32,7 @@ from edl_serving.gateway.engine import EngineAccess
 from edl_serving.gateway.health import EngineHealth
 from edl_serving.gateway.inspection import find_facts
 from tests.fast.distill.conftest import until
-from tests.fast.gateway.gateways import Gateways, ask
+from tests.fast.serving.gateway.gateways import Gateways, ask
 from tests.fast.proxy.clients import ask as ask_http
 from tests.plugins_vllm import MODEL, PYTHON, VllmFactory, VllmServer
 

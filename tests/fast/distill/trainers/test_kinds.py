@@ -21,7 +21,7 @@ from edl.distill.transformers.student_loss import all_classes, hard_labels, stud
 from edl.errors import EDLError, SettingsError  # noqa: E402
 from edl.testing import LocalTeacher  # noqa: E402
 from edl.testing.models import prefix_scores_of  # noqa: E402
-from tests.fast.backends.hf.test_oracle import load  # noqa: E402
+from tests.fast.serving.backends.hf.test_oracle import load  # noqa: E402
 from tests.fast.distill.sequences.language_model import NegativeModel  # noqa: E402
 from tests.fast.distill.trainers.students import (  # noqa: E402
     VOCABULARY,

@@ -14,7 +14,7 @@ import pytest
 from edl.errors import SettingsError
 from edl_serving.backends import ModelSource, open_backends
 from edl_serving.backends.backend import TensorSpec
-from tests.fast.backends.models import as_old_paddle, as_paddle, expected
+from tests.fast.serving.backends.models import as_old_paddle, as_paddle, expected
 
 pytest.importorskip("paddle", reason="PaddlePaddle is not installed: pip install paddlepaddle")
 

@@ -12,7 +12,7 @@ import pytest
 from edl.errors import SettingsError
 from edl_serving.backends import ModelSource, open_backends
 from edl_serving.backends.backend import Backend, TensorSpec
-from tests.fast.backends.models import FORMS, IN, OUT, expected
+from tests.fast.serving.backends.models import FORMS, IN, OUT, expected
 
 Sources = dict[tuple[str, int], ModelSource]
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.fast.backends.hf import checkpoints
-from tests.fast.serving.conftest import Inside, StartInside
+from tests.fast.serving.backends.hf import checkpoints
 
 
 @pytest.fixture(scope="session")
@@ -25,17 +24,3 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         return made[name]
 
     return find
-
-
-@pytest.fixture
-def inside() -> Iterator[StartInside]:
-    """Start servers in this process."""
-    started: list[Inside] = []
-
-    def start(*backends: Any, **settings: Any) -> Inside:
-        started.append(Inside(*backends, **settings))
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.close()

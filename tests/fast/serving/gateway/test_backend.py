@@ -21,7 +21,7 @@ from edl_serving.gateway.inspection import EngineFacts, find_facts
 from edl_serving.gateway.top_rows import EngineAnswerError
 from edl_serving.request_error import RequestError
 from tests.fast.distill.conftest import until as until_within
-from tests.fast.gateway.formula_engine import MAX_MODEL_LEN, VOCABULARY, FormulaEngine, log_probabilities
+from tests.fast.serving.gateway.formula_engine import MAX_MODEL_LEN, VOCABULARY, FormulaEngine, log_probabilities
 
 SEQUENCES = [[3, 1, 4, 1, 5], [9], [2, 6], list(range(40)), [49] * 62]
 

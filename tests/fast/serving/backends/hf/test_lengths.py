@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from edl.errors import SettingsError
-from tests.fast.backends.hf.checkpoints import VOCABULARY
-from tests.fast.backends.hf.test_oracle import assert_agrees, load, oracle, tokens
+from tests.fast.serving.backends.hf.checkpoints import VOCABULARY
+from tests.fast.serving.backends.hf.test_oracle import assert_agrees, load, oracle, tokens
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fast.gateway.formula_engine import FormulaEngine
-from tests.fast.gateway.gateways import Gateways
+from tests.fast.serving.gateway.formula_engine import FormulaEngine
+from tests.fast.serving.gateway.gateways import Gateways
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from tritonclient.utils import InferenceServerException
 from edl.protocol import names
 from edl.tokenizer_hash import hash_tokenizer
 from tests.fast.distill.conftest import until
-from tests.fast.gateway.formula_engine import FormulaEngine, log_probabilities
-from tests.fast.gateway.gateways import Gateways, ask
+from tests.fast.serving.gateway.formula_engine import FormulaEngine, log_probabilities
+from tests.fast.serving.gateway.gateways import Gateways, ask
 from tests.plugins_consul import free_ports
 
 SEQUENCES = [[3, 1, 4, 1, 5], [9], [2, 6], list(range(40))]

@@ -12,8 +12,8 @@ import pytest
 
 from edl.distill import DistillReader, Scorer
 from edl_serving import Array
-from tests.fast.backends.hf.checkpoints import VOCABULARY
-from tests.fast.backends.hf.test_oracle import assert_agrees, load, oracle, sequences
+from tests.fast.serving.backends.hf.checkpoints import VOCABULARY
+from tests.fast.serving.backends.hf.test_oracle import assert_agrees, load, oracle, sequences
 from tests.fast.serving.conftest import StartInside
 
 torch = pytest.importorskip("torch")

@@ -13,7 +13,7 @@ from edl.errors import SettingsError
 from edl_serving.backends import ModelSource, open_backends
 from edl_serving.backends.backend import Backend, TensorSpec
 from edl_serving.backends.callable import CallableBackend
-from tests.fast.backends.models import HERE
+from tests.fast.serving.backends.models import HERE
 
 X = np.ones((3, 4), np.float32)
 

@@ -13,7 +13,7 @@ from edl.errors import SettingsError
 from edl_serving import Array
 from edl_serving.backends import open_backends
 from edl_serving.backends.source import ModelSource
-from tests.fast.backends.hf.checkpoints import VOCABULARY
+from tests.fast.serving.backends.hf.checkpoints import VOCABULARY
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -15,8 +15,8 @@ from edl.protocol import names
 from edl.testing import LocalTeacher
 from edl.tokenizer_hash import hash_tokenizer
 from edl_serving import Array
-from tests.fast.backends.hf.checkpoints import VOCABULARY
-from tests.fast.backends.hf.test_oracle import assert_agrees, oracle, tokens
+from tests.fast.serving.backends.hf.checkpoints import VOCABULARY
+from tests.fast.serving.backends.hf.test_oracle import assert_agrees, oracle, tokens
 from tests.fast.serving.conftest import Client, outputs_of, request_bytes
 
 pytest.importorskip("transformers")

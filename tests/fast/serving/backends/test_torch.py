@@ -18,7 +18,7 @@ from edl.testing import LocalTeacher
 from edl_serving.backends import ModelSource, open_backends
 from edl_serving.backends.backend import TensorSpec
 from edl_serving.backends.torch import TorchBackend
-from tests.fast.backends.models import HERE, expected, module, trained
+from tests.fast.serving.backends.models import HERE, expected, module, trained
 
 X = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
 

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from edl.distill.pipeline.epoch import Epoch
 from edl.distill.source.chunk import Chunk
-from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter
-from edl.errors import SourceError
+from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter, SampleListCutter
+from edl.errors import ClosedError, SourceError
+from tests.interrupting import InterruptAt, deadline
+from tests.waiting import DEADLINE_S
 
 
 class Labels:
-    """Answers each chunk from a thread of its own, with `x` itself."""
+    """Answers each chunk from a thread of its own, with `x` as it was when it was sent."""
 
     memory_bytes = 1 << 30
-    linger_s = 0.005
     depth = 8
 
-    def __init__(self, submit_error: Exception | None = None) -> None:
-        self.submit_error = submit_error
+    def __init__(self, submit_error: Exception | None = None, linger_s: float = 0.005) -> None:
+        self.submit_error, self.linger_s = submit_error, linger_s
+        self.sizes: list[int] = []
+        self.asked = 0
+        self.awaited = threading.Event()
 
     def check(self) -> None: ...
     def prepare_epoch(self) -> None: ...
@@ -36,13 +44,16 @@ class Labels:
         return self
 
     def max_rows(self, stopped: Callable[[], bool], route: int | None) -> int:
+        self.asked += 1
         return 0
 
     def max_sequence(self, route: int | None) -> int:
         return 0
 
     def estimate_answers(self, chunk: Chunk) -> None: ...
-    def set_awaited(self, chunk: Chunk) -> None: ...
+    def set_awaited(self, chunk: Chunk) -> None:
+        self.awaited.set()
+
     def cancel(self, chunks: Iterable[Chunk]) -> None: ...
     def record_delivery(self, rows: int) -> None: ...
     def record_wait(self, seconds: float, source_s: float) -> None: ...
@@ -50,90 +61,141 @@ class Labels:
     def submit(self, chunk: Chunk, changed: Callable[..., None], stopped: Callable[[], bool]) -> None:
         if self.submit_error is not None:
             raise self.submit_error
+        self.sizes.append(chunk.rows)
+        rows = {"y": chunk.fields["x"].copy()}
 
         def answer() -> None:
-            chunk.outputs[0] = {"y": chunk.fields["x"]}
+            chunk.outputs[0] = rows  # type: ignore[assignment]
             changed()
 
         threading.Thread(target=answer, name="answer").start()
 
 
-def run(epoch: Epoch, seconds: float = 10.0) -> list[Any]:
-    """All labels, one list an item; fails rather than hangs."""
-    found: list[Any] = []
-    failure: list[BaseException] = []
+class Training:
+    """The training loop's side: what it got, and a wait for that."""
 
-    def consume() -> None:
+    def __init__(self) -> None:
+        self.got: list[tuple[Any, Any]] = []  # input and label
+        self._changed = threading.Condition()
+
+    def take(self, epoch: Epoch) -> None:
+        for item in epoch:
+            labels = labels_of(item)
+            epoch.taken(item)
+            inputs = [sample[0] for sample in item.value] if isinstance(item.value, list) else [item.value[0]]
+            with self._changed:
+                self.got += zip(inputs, labels, strict=True)
+                self._changed.notify_all()
+
+    def await_rows(self, count: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.got) >= count, DEADLINE_S), (
+                f"{len(self.got)} of {count} came"
+            )
+
+    def run(self, source: Iterator[Any], cutter: Cutter, labels: Labels | None = None) -> None:
+        """The whole epoch, which must end."""
+        with_deadline(Epoch(labels or Labels(), source, cutter), self.take)
+
+    def check(self, count: int) -> None:
+        assert self.got == [(number, number) for number in range(count)]
+
+
+def labels_of(item: Any) -> list[Any]:
+    return [row for c, a, b in item.parts for row in c.outputs[0]["y"][a:b].tolist()]
+
+
+def with_deadline(epoch: Epoch, take: Callable[[Epoch], Any]) -> Any:
+    """Let a thread take an epoch's items; one that hangs is an error."""
+    with ThreadPoolExecutor(1) as pool:
+        taking = pool.submit(take, epoch)
         try:
-            for item in epoch:
-                found.append([row for c, a, b in item.parts for row in c.outputs[0]["y"][a:b].tolist()])  # type: ignore[index,union-attr]
-                epoch.taken(item)
-        except BaseException as exc:  # noqa: BLE001 - raised again by the test
-            failure.append(exc)
+            return taking.result(DEADLINE_S)
+        finally:
+            epoch.close()
 
-    thread = threading.Thread(target=consume, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    hangs = thread.is_alive()
-    epoch.close()
-    assert not hangs, "the training loop hangs"
-    if failure:
-        raise failure[0]
+
+def run(source: Iterable[Any], cutter: Cutter, labels: Labels | None = None) -> list[Any]:
+    """All labels, one list an item."""
+
+    def take(epoch: Epoch) -> list[Any]:
+        found = []
+        for item in epoch:
+            found.append(labels_of(item))
+            epoch.taken(item)
+        return found
+
+    found: list[Any] = with_deadline(Epoch(labels or Labels(), iter(source), cutter), take)
     return found
 
 
-def batches(cutter: type[Cutter] = BatchCutter, rows: int | None = None, **getters: Any) -> Cutter:
-    return cutter(getters or {"x": itemgetter(0)}, rows, 1)
+def cutter_of(kind: type[Cutter] = BatchCutter, rows: int | None = None, **getters: Any) -> Cutter:
+    return kind(getters or {"x": itemgetter(0)}, rows, 1)
 
 
 def test_batch_above_the_limit_arrives_whole() -> None:
     """A batch of more requests than may be open is delivered whole."""
-    source = iter([(np.arange(100) + 1000 * number,) for number in range(3)])
-    found = run(Epoch(Labels(), source, batches(rows=1)))
+    found = run([(np.arange(100) + 1000 * number,) for number in range(3)], cutter_of(rows=1))
     assert found == [list(range(1000 * number, 1000 * number + 100)) for number in range(3)]
 
 
-@pytest.mark.parametrize(("cutter", "asked"), [(SampleCutter, 4), (BatchCutter, 100)])
-def test_request_size_is_asked_once_each(cutter: type[Cutter], asked: int) -> None:
-    """How large a request may be is asked once for each."""
-
-    class Counting(Labels):
-        linger_s = 30.0  # a source that gets no time for a moment is not silent
-        asked = 0
-
-        def max_rows(self, stopped: Callable[[], bool], route: int | None = None) -> int:
-            self.asked += 1
-            return 0
-
-    labels = Counting()
-    run(Epoch(labels, iter([(np.array([number]),) for number in range(100)]), batches(cutter)))
+@pytest.mark.parametrize(("kind", "asked"), [(SampleCutter, 4), (BatchCutter, 100)])
+def test_request_size_is_asked_once_each(kind: type[Cutter], asked: int) -> None:
+    labels = Labels(linger_s=3600.0)  # a source that gets no time for a moment is not silent
+    run([(np.array([number]),) for number in range(100)], cutter_of(kind), labels)
     assert labels.asked == asked
 
 
 def test_source_fails_before_a_chunk_is_full() -> None:
     """The loop is told, and does not hang."""
-    waiting = threading.Event()
+    labels = Labels()
 
     def source() -> Iterator[Any]:
         for number in range(5):
             yield (np.array([number]),)
-        waiting.wait(0.3)  # the training loop waits for the first sample by now
+        assert labels.awaited.wait(DEADLINE_S), "the training loop waits for the first sample by now"
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
-        run(Epoch(Labels(), source(), batches(SampleCutter, 32)))
+        run(source(), cutter_of(SampleCutter, 32), labels)
 
 
 def test_error_of_sending_reaches_the_loop() -> None:
     with pytest.raises(OSError, match="no space"):
-        run(Epoch(Labels(OSError("no space")), iter([(np.arange(3),)]), batches()))
+        run([(np.arange(3),)], cutter_of(), Labels(OSError("no space")))
+
+
+# Buffers
 
 
 def test_views_are_no_refilled_buffer() -> None:
     data = np.arange(40, dtype=np.float32).reshape(10, 4)
-    getters = {"x": itemgetter(0), "w": itemgetter(1)}
-    source = iter([(data, data[:, :3]), (data[:7], data[:7, :2])])
-    assert [len(item) for item in run(Epoch(Labels(), source, batches(**getters)))] == [10, 7]
+    source = [(data, data[:, :3]), (data[:7], data[:7, :2])]
+    assert [len(item) for item in run(source, cutter_of(x=itemgetter(0), w=itemgetter(1)))] == [10, 7]
+
+
+def test_decoding_samples_are_not_accused() -> None:
+    """They make an array for the moment, in memory that was freed by the one before."""
+
+    class Lazy:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __getitem__(self, at: int) -> Any:
+            return np.full((1, 50_000), self.number, np.uint8)
+
+    found = run(map(Lazy, range(50)), cutter_of(BatchCutter))
+    assert [rows[0][0] for rows in found] == list(range(50))
+
+
+def test_a_loop_may_work_in_place() -> None:
+    images = np.ones((12, 3))
+    epoch = Epoch(Labels(), ((images[at : at + 2], 0) for at in range(0, 12, 2)), cutter_of())
+    for item in epoch:
+        assert labels_of(item) == [[1.0] * 3] * 2
+        epoch.taken(item)
+        item.value[0][:] += 7
+    epoch.close()
 
 
 def test_a_buffer_filled_again_is_noticed() -> None:
@@ -144,7 +206,158 @@ def test_a_buffer_filled_again_is_noticed() -> None:
             buffer[:] = number
             yield (buffer,)
 
-    epoch = Epoch(Labels(), source(), batches())
-    epoch._feeder.join(5)
+    epoch = Epoch(Labels(), source(), cutter_of())
+    epoch._feeder.join(DEADLINE_S)
     with pytest.raises(SourceError, match="yield a new array each time"):
-        run(epoch)
+        with_deadline(epoch, Training().take)
+
+
+def test_buffer_filled_in_use_is_noticed() -> None:
+    """The training loop waits for the source, so each item is delivered before the next one is filled in."""
+    loop_has_it, filled = threading.Semaphore(0), threading.Semaphore(0)
+
+    def source() -> Iterator[Any]:
+        buffer = np.zeros((4, 3))
+        for number in range(5):
+            if number:
+                loop_has_it.acquire(timeout=DEADLINE_S)
+            buffer[:] = number
+            yield buffer, 0
+            filled.release()
+
+    used = []
+
+    def take(epoch: Epoch) -> None:
+        for item in epoch:
+            epoch.taken(item)
+            loop_has_it.release()
+            assert filled.acquire(timeout=DEADLINE_S)
+            used.append(item)
+
+    with pytest.raises(SourceError, match="or while it was in use"):
+        with_deadline(Epoch(Labels(), source(), cutter_of()), take)
+    assert len(used) <= 2
+
+
+# Sources that yield nothing for a while: what they have yielded is delivered
+
+
+@pytest.mark.parametrize("linger_s", [0, 0.05])
+def test_source_waits_for_the_training_loop(linger_s: float) -> None:
+    training = Training()
+
+    def source() -> Iterator[Any]:
+        for number in range(50):
+            if number and number % 20 == 0:
+                training.await_rows(number)
+            yield (np.int64(number),)
+
+    training.run(source(), cutter_of(SampleCutter), Labels(linger_s=linger_s))
+    training.check(50)
+
+
+def test_requests_of_a_busy_source_are_full() -> None:
+    """Where the source goes on yielding, nothing is sent before its time."""
+    training, labels = Training(), Labels(linger_s=3600.0)
+    training.run(iter([(np.int64(number),) for number in range(64)]), cutter_of(SampleCutter, 32), labels)
+    training.check(64)
+    assert labels.sizes == [32, 32]
+
+
+def test_samples_that_misfit_are_an_error() -> None:
+    """Found out when what is not full is sealed, by the thread that sends it."""
+    training = Training()
+
+    def source() -> Iterator[Any]:
+        yield (np.zeros(2),)
+        yield (np.zeros(3),)
+        training.await_rows(2)
+
+    with pytest.raises(SourceError, match="pad them"):
+        training.run(source(), cutter_of(SampleCutter, 32))
+
+
+def test_closed_while_the_source_is_silent() -> None:
+    training, gone = Training(), threading.Event()
+
+    def source() -> Iterator[Any]:
+        yield (np.int64(0),)
+        training.await_rows(1)
+        gone.wait(DEADLINE_S)
+        yield (np.int64(1),)
+
+    epoch = Epoch(Labels(), source(), cutter_of(SampleCutter, 32))
+    with ThreadPoolExecutor(1) as pool:
+        taking = pool.submit(training.take, epoch)
+        training.await_rows(1)
+        epoch.close()
+        assert isinstance(taking.exception(DEADLINE_S), ClosedError)
+    assert not epoch.join(0.01), "the source is in the middle of a value"
+    gone.set()
+    assert epoch.join(DEADLINE_S)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    script=st.lists(st.sampled_from(["yield", "yield", "yield", "await", "burst"]), max_size=25),
+    rows=st.sampled_from([None, 1, 3]),
+    lists=st.booleans(),
+    fails=st.booleans(),
+    linger_s=st.sampled_from([0, 0.001, 0.02]),
+)
+def test_any_source(script: list[str], rows: int | None, lists: bool, fails: bool, linger_s: float) -> None:
+    """Streams that wait for what they yielded, or fail: all of it, once, in order, before the error."""
+    training, count = Training(), 0
+
+    def numbered(size: int) -> Iterator[Any]:
+        nonlocal count
+        samples = [(np.int64(number),) for number in range(count, count + size)]
+        count += size
+        if lists:
+            yield samples
+        else:
+            yield from samples
+
+    def source() -> Iterator[Any]:
+        for step in script:
+            if step == "await":
+                training.await_rows(count)
+            else:
+                yield from numbered(9 if step == "burst" else 1)
+        if fails:
+            training.await_rows(count)
+            raise OSError("the disk is gone")
+
+    cutter, labels = cutter_of(SampleListCutter if lists else SampleCutter, rows), Labels(linger_s=linger_s)
+    if fails:
+        with pytest.raises(OSError, match="the disk is gone"):
+            training.run(source(), cutter, labels)
+    else:
+        training.run(source(), cutter, labels)
+    training.check(count)
+
+
+# Closed by signal handlers and by the garbage collector
+
+
+@pytest.mark.parametrize("thread", ["MainThread", "edl-feed", "answer"])
+def test_closed_before_any_line(thread: str) -> None:
+    """Closed in the thread that is there, whatever it holds: the loop ends, and so does the feeding thread."""
+    for number in itertools.count(1, 3):
+        made: list[Epoch] = []
+        found: list[int] = []
+        with deadline(DEADLINE_S, f"closed before line {number} of {thread}"):
+            with InterruptAt(number, lambda made=made: made and made[0].close(), "edl/distill/", thread) as interrupt:  # type: ignore[misc]
+                made.append(Epoch(Labels(), iter([(np.int64(row),) for row in range(7)]), cutter_of(SampleCutter, 2)))
+                try:
+                    for item in made[0]:
+                        found += labels_of(item)
+                        made[0].taken(item)
+                except ClosedError:
+                    pass
+            made[0].close()
+            assert made[0].join(DEADLINE_S), "the feeding thread has not ended"
+        assert found == list(range(len(found))), "an item was lost, repeated or overtaken"
+        if not interrupt.reached:
+            assert number > 20, "nothing was interrupted"
+            break

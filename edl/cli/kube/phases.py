@@ -33,12 +33,16 @@ class PhaseObserver:
     Args:
         target: as it was found.
         note: called with a line.
+        clock: monotonic seconds.
     """
 
-    def __init__(self, target: Target, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, target: Target, note: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._target = target
         self._note = note
-        self._began = time.monotonic()
+        self._clock = clock
+        self._began = clock()
         self._last = ""
         self._warned = False
         self._refusal = ""
@@ -54,7 +58,7 @@ class PhaseObserver:
         if found is None or found.get("metadata", {}).get("uid") != uid:
             return "Deleted"
         item = decode_workload(self._target.kind, found)
-        if not item.phase and not self._warned and time.monotonic() - self._began > _TAKEN_UP_S:
+        if not item.phase and not self._warned and self._clock() - self._began > _TAKEN_UP_S:
             self._warned = True
             self._note(f"{self._target}: no operator has taken it up yet: does `edl operator` run for this namespace?")
         phase = self._judge(item)
@@ -78,8 +82,8 @@ class PhaseObserver:
         if item.phase != "Pending" or accepted.reason not in _REFUSALS:
             self._refused_since = None
         elif self._refused_since is None:
-            self._refused_since = time.monotonic()
-        elif time.monotonic() - self._refused_since > _REFUSED_S:
+            self._refused_since = self._clock()
+        elif self._clock() - self._refused_since > _REFUSED_S:
             return "Rejected"
         return item.phase
 

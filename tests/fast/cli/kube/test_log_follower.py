@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -62,8 +61,9 @@ def refuse(exc: EDLError) -> Callable[[], Iterator[bytes]]:
     return read
 
 
-@pytest.mark.parametrize("phase", ["Running", "Failed"])
-@pytest.mark.parametrize("exc", [AccessDeniedError("pods/log is not yours"), ConflictError("odd")])
+@pytest.mark.parametrize(
+    ("exc", "phase"), [(AccessDeniedError("pods/log is not yours"), "Running"), (ConflictError("odd"), "Failed")]
+)
 def test_error_of_a_reader_is_told(exc: EDLError, phase: str) -> None:
     cluster = FakeCluster(refuse(exc))
     cluster.job = {**JOB, "status": {"phase": phase}}
@@ -72,26 +72,36 @@ def test_error_of_a_reader_is_told(exc: EDLError, phase: str) -> None:
         cast(KubeClient, cluster), target, FollowOptions(), lambda pod, line: None, lambda words: None
     )
     with pytest.raises(type(exc), match=str(exc)):
-        follower.run(deadline=time.monotonic() + 20)
+        follower.run()
 
 
-def test_crashed_container_is_left_in_peace() -> None:
+class Pauses(threading.Event):
+    """Notes for how long it was waited for; set at the fourth time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.seconds.append(timeout or 0.0)
+        if len(self.seconds) == 4:
+            self.set()
+        return self.is_set()
+
+
+def test_crashed_container_is_left_in_peace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a container that waits to be restarted, the kubelet sends the last log at once, also to those who follow."""
     cluster = FakeCluster(lambda: iter([b"2026-01-31T12:00:00Z line\n"]))
     pod = read_pod(POD)
     assert pod is not None
     lines: list[bytes] = []
     reader = PodLog(cast(KubeClient, cluster), pod, None, lambda pod, line: lines.append(line), lambda words: None)
-    begun = time.monotonic()
-    done = start_call("reader", reader.run)
-    while cluster.connections < 5:
-        assert time.monotonic() < begun + 60
-        time.sleep(0.01)
-    took_s = time.monotonic() - begun
-    reader.stop()
-    done.result(timeout=30)
+    pauses = Pauses()
+    monkeypatch.setattr(reader, "_stopping", pauses)
+    reader.run()
     assert lines == [b"line"]
-    assert took_s > 0.5, "between those without a new line are pauses of some 0.2, 0.4 and 0.8 s"
+    assert (cluster.connections, len(pauses.seconds)) == (5, 4)
+    assert 0.1 < pauses.seconds[0] < pauses.seconds[2] < pauses.seconds[3]
 
 
 def test_lost_node_hides_no_other_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

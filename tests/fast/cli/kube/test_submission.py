@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import itertools
-import json
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,6 @@ from edl.cli.kube.submission.options import (
 from edl.cli.kube.submission.script import MAX_SCRIPT_BYTES, LocalScript, read_script
 from edl.cli.kube.submission.sending import check_manifests
 from edl.errors import SettingsError
-from tests.cluster.machine import ROOT
 
 yaml = pytest.importorskip("yaml", reason="the extra kubernetes is not installed")
 
@@ -174,11 +171,8 @@ def test_template_is_kept() -> None:
     [
         ("8:1", 1, "not below it"),
         ("0", 1, "at least 1"),
-        ("0:0", 0, "at least 1"),
         ("-1", 0, "MIN:MAX"),
-        ("1:2:3", 1, "MIN:MAX"),
         ("1:", 1, "MIN:MAX"),
-        ("9" * 20, 1, "MIN:MAX"),
         ("٣", 1, "MIN:MAX"),
     ],
 )
@@ -188,7 +182,7 @@ def test_range_that_cannot_be(spelled: str, lowest: int, words: str) -> None:
     assert repr(spelled) in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["", "A", "a_b", "-a", "a-", "a.b", "a" * 53, "ä", "a\n"])
+@pytest.mark.parametrize("name", ["", "A", "a-", "a.b", "a" * 53, "a\n"])
 def test_name_that_cannot_be(name: str) -> None:
     with pytest.raises(SettingsError, match="--name"):
         check_name(name)
@@ -204,11 +198,9 @@ def test_environment_is_checked() -> None:
 @pytest.mark.parametrize(
     ("teachers", "serve", "words"),
     [
-        (["digits=4:1"], [], "not below it"),
         (["digits=1:2", "digits"], [], "twice"),
         (["digits"], ["digits=--callable a:b"], "how many"),
         ([], ["digits=--callable a:b"], "--teachers digits=0:4"),
-        (["digits=0:1"], ["digits="], "SERVICE=ARGUMENTS"),
         (["digits=0:1"], ["digits=--a 'b"], "quotation"),
         (["Digits=0:1"], [], "a-z"),
     ],
@@ -228,6 +220,8 @@ def test_script_is_read(tmp_path: Path) -> None:
         read_script(str(tmp_path / "none.py"))
     with pytest.raises(SettingsError, match="cannot be read"):
         read_script(str(tmp_path))
+    largest = LocalScript("a.py", "a.py", b"\xff" * MAX_SCRIPT_BYTES)
+    assert len(str(largest.config_map("a")).encode()) < 1024 * 1024, "as Base64, below the API's 1 MiB"
     path.write_bytes(b"#" * (MAX_SCRIPT_BYTES + 1))
     with pytest.raises(SettingsError, match="less than 1 MiB"):
         read_script(str(path))
@@ -235,12 +229,6 @@ def test_script_is_read(tmp_path: Path) -> None:
     odd.write_text("")
     with pytest.raises(SettingsError, match="rename"):
         read_script(str(odd))
-
-
-def test_largest_script_fits(tmp_path: Path) -> None:
-    """Base64 of the largest file that is no text is below the API's 1 MiB."""
-    script = LocalScript("a.py", "a.py", b"\xff" * MAX_SCRIPT_BYTES)
-    assert len(str(script.config_map("a")).encode()) < 1024 * 1024
 
 
 def test_yaml_is_read_back(tmp_path: Path) -> None:
@@ -262,28 +250,8 @@ ODD_TEXTS = (
 )  # fmt: skip
 
 
-def test_kubectl_reads_the_same() -> None:
-    """What kubectl makes of the YAML is what was typed: its reader has other numbers and booleans than PyYAML."""
-    kubectl = ROOT / ".tools/helm/kubectl"
-    if not kubectl.exists():
-        pytest.skip(".tools/helm/kubectl is not there: tools/kubernetes.sh fetches it")
-    texts = dict(enumerate(ODD_TEXTS))
-    options = replace(OPTIONS, arguments=ODD_TEXTS, environment={f"V{number}": text for number, text in texts.items()})
-    job = make_submission(options, None).job
-    job["metadata"]["annotations"] = {f"k{number}": text for number, text in texts.items()}
-    done = subprocess.run(
-        [kubectl, "label", "--local", "-f", "-", "-o", "json", "a=b"],
-        input=dump_manifests([job]), capture_output=True, text=True, timeout=30, check=False,
-        env={"KUBECONFIG": "/nonexistent"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["spec"] == job["spec"]
-    assert found["metadata"]["annotations"] == job["metadata"]["annotations"]
-
-
 def test_doubtful_texts_are_quoted() -> None:
-    """Where there is no kubectl: nothing but words stands without quotes."""
+    """kubectl's reader has other numbers and booleans than PyYAML: nothing but words stands without quotes."""
     for text in ODD_TEXTS:
         (line,) = dump_manifests([{"a": text}]).splitlines()[1:2]
         plain = line.removeprefix("a: ")[:1] not in ("'", '"', "|")
@@ -295,12 +263,9 @@ def test_doubtful_texts_are_quoted() -> None:
     [
         ("", "no manifest"),
         ("a: [", "no YAML"),
-        ("- 1\n", "no object"),
         ("!!python/object/apply:os.system ['true']", "no YAML"),
         ("apiVersion: v1\nkind: Pod\nmetadata: {name: a}", "v1 Pod"),
-        ("apiVersion: [x]\nkind: Pod\nmetadata: {name: a}", r"\['x'\] Pod"),
         ("a: .nan", "no YAML"),
-        ("a: !!int x", "no YAML"),
         ("a: &a [*a]", "contains itself"),
         ("a: &a [1, 1]\n" + "".join(f"{y}: &{y} [{f'*{x},' * 9}]\n" for x, y in PAIRS), "too large"),
         (
@@ -308,7 +273,6 @@ def test_doubtful_texts_are_quoted() -> None:
             "too large",
         ),
         ("apiVersion: edl.io/v1alpha1\nkind: ElasticJob\nspec: {}", "metadata.name"),
-        ("apiVersion: edl.io/v1alpha1\nkind: ElasticJob\nmetadata: {name: !!binary YQ==}", "no YAML"),
     ],
 )
 def test_file_that_cannot_be(tmp_path: Path, text: str, words: str) -> None:
@@ -338,10 +302,7 @@ def test_template_file(tmp_path: Path) -> None:
     ("arguments", "code", "words"),
     [
         (["train.py"], 2, "--image is missing"),
-        (["--image", "i", "none.py"], 2, "--script-in-image"),
-        (["--image", "i", "--workers", "3:1", "t.py"], 2, "--workers '3:1'"),
         (["--image", "i", "--memory", "lots", "t.py"], 2, "16Gi"),
-        (["--image", "i", "--gpus", "-1", "t.py"], 2, "--gpus -1"),
         (["-f", "job.yaml", "--image", "i"], 2, "leave either out"),
         (["--image", "i", "--timeout", "3", "t.py"], 2, "--wait and --follow"),
         (["--image", "i", "--serve", "a=--x", "--script-in-image", "t.py"], 2, "--teachers a=0:4"),
@@ -369,3 +330,6 @@ def test_dry_run_asks_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert job["metadata"]["name"].startswith("my-train-")
     assert job["spec"]["run"][2:] == ["/edl/script/My_train.py", "--dry-run", "-f", "x"], "the script's own options"
     assert "that file alone" in shown.err
+    (tmp_path / "job.yaml").write_text(dump_manifests(make_submission(OPTIONS, None).objects))
+    assert main(["submit", "-nprod", "-f", "job.yaml", "--dry-run"]) == 0
+    assert "namespace: prod" in capsys.readouterr().out

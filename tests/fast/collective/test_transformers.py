@@ -58,7 +58,6 @@ def weights(trainer: Any) -> list[Any]:
 
 
 def test_only_the_same_samples_go_on(tmp_path: Path) -> None:
-    """Same samples go on other samples do not."""
     for folder in (tmp_path / "whole", tmp_path / "broken"):
         folder.mkdir()
     whole = trainer_of(tmp_path / "whole")
@@ -78,37 +77,32 @@ def test_only_the_same_samples_go_on(tmp_path: Path) -> None:
     assert steps == [line["step"] for line in whole.state.log_history], "logs come back as well"
 
 
-def test_finished_training_is_not_repeated(tmp_path: Path) -> None:
-    first = trainer_of(tmp_path)
-    first.train()
-    again = trainer_of(tmp_path, until=1)
-    again.train()
-    assert again.state.global_step == first.state.global_step
-    assert all(map(torch.equal, weights(first), weights(again)))
-    with pytest.raises(SettingsError, match="one call of train"):
-        again.train()
-
-
-def test_a_job_that_has_ended_is_not_longer(tmp_path: Path) -> None:
-    trainer_of(tmp_path).train()
-    with pytest.raises(SettingsError, match="ended with num_train_epochs=3 and max_steps=-1, and 4 and -1 are asked"):
-        trainer_of(tmp_path, num_train_epochs=4).train()
-
-
 def logged(trainer: Any) -> list[dict[str, Any]]:
     """Return what it has logged, but for how long that took."""
     timed = ("_runtime", "_per_second")
     return [{key: line[key] for key in line if not key.endswith(timed)} for line in trainer.state.log_history]
 
 
-def test_summary_after_the_end_is_the_same(tmp_path: Path) -> None:
+def test_finished_training_is_not_repeated(tmp_path: Path) -> None:
     """Restarted in what the script does after training; five of the losses were not logged before its end."""
     settings = {"logging_steps": 13}
     first = trainer_of(tmp_path, **settings)
-    result = first.train()
+    gc.disable()
+    try:
+        result, trained, lines = first.train(), weights(first), logged(first)
+        reference = weakref.ref(first)
+        del first
+        assert reference() is None, "found by the garbage collector, its loaders' workers would be waited for in vain"
+    finally:
+        gc.enable()
     again = trainer_of(tmp_path, until=1, **settings)
     assert again.train().training_loss == result.training_loss
-    assert logged(again) == logged(first)
+    assert logged(again) == lines
+    assert all(map(torch.equal, trained, weights(again)))
+    with pytest.raises(SettingsError, match="one call of train"):
+        again.train()
+    with pytest.raises(SettingsError, match="ended with num_train_epochs=3 and max_steps=-1, and 4 and -1 are asked"):
+        trainer_of(tmp_path, num_train_epochs=4, **settings).train()
 
 
 def end_workers(trainer: Any) -> None:
@@ -118,13 +112,12 @@ def end_workers(trainer: Any) -> None:
             loader._iterator._shutdown_workers()
 
 
-@pytest.mark.parametrize("until", [3, 9])
-def test_persistent_workers_draw_once(tmp_path: Path, until: int) -> None:
-    """Made before the first epoch and the first evaluation, and again after a restart: in the first or second epoch."""
+def test_persistent_workers_draw_once(tmp_path: Path) -> None:
+    """Made before the first epoch and the first evaluation, and again after a restart in the second epoch."""
     settings = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "num_train_epochs": 2}
-    settings |= {"eval_strategy": "steps", "eval_steps": 2}
+    settings |= {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
     ended = []
-    for name, moments in {"whole": [-1], "broken": [until, -1]}.items():
+    for name, moments in {"whole": [-1], "broken": [9, -1]}.items():
         (tmp_path / name).mkdir()
         for moment in moments:
             trainer = trainer_of(tmp_path / name, until=moment, **settings)
@@ -138,22 +131,8 @@ def test_persistent_workers_draw_once(tmp_path: Path, until: int) -> None:
         ended.append((weights(trainer), logged(trainer)))
     (whole, lines), (broken, others) = ended
     assert all(map(torch.equal, whole, broken))
-    assert lines == others
-
-
-def test_evaluation_on_start_is_made_once(tmp_path: Path) -> None:
-    """It would be logged anew, and early stopping would count it, in each restart."""
-    settings = {"eval_strategy": "steps", "eval_steps": 3, "eval_on_start": True}
-    for name in ("whole", "broken"):
-        (tmp_path / name).mkdir()
-    whole = trainer_of(tmp_path / "whole", **settings)
-    whole.train()
-    with pytest.raises(LookupError):
-        trainer_of(tmp_path / "broken", until=4, **settings).train()
-    broken = trainer_of(tmp_path / "broken", **settings)
-    broken.train()
-    assert logged(broken) == logged(whole)
-    assert broken.args.eval_on_start
+    assert lines == others, "the evaluation on start is logged, and counts for early stopping, once"
+    assert trainer.args.eval_on_start
 
 
 def test_order_that_is_lost_is_refused(tmp_path: Path) -> None:
@@ -166,16 +145,3 @@ def test_order_that_is_lost_is_refused(tmp_path: Path) -> None:
     trainer._run_epoch = lambda: None
     with pytest.raises(SettingsError, match=r"transformers .*: use 5\.23"):
         ElasticCallback(trainer)
-
-
-def test_trainer_is_freed_at_once(tmp_path: Path) -> None:
-    """Found by the garbage collector, its loaders' workers would be waited for in vain, 5 s each."""
-    trainer = trainer_of(tmp_path)
-    gc.disable()
-    try:
-        trainer.train()
-        reference = weakref.ref(trainer)
-        del trainer
-        assert reference() is None
-    finally:
-        gc.enable()

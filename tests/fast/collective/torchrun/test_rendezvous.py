@@ -244,32 +244,6 @@ def test_bad_endpoint_is_refused() -> None:
         create_handler(parameters("localhost:29400"))
 
 
-def test_own_address_is_towards_the_store(url: str) -> None:
-    """A nodes own address is the one on the way to the store."""
-    assert own_address(url) == "127.0.0.1"
-    with pytest.raises(SettingsError, match=r"no way to the store's host no-such-host\.invalid"):
-        own_address("consul://no-such-host.invalid:8500")
-
-
-def test_own_address_of_ipv6() -> None:
-    """A store with an address of IPv6 only: the address on the way there is one of IPv6, too."""
-    own = [each.address for nic in psutil.net_if_addrs().values() for each in nic if each.family == socket.AF_INET6]
-    for address in own:
-        if "%" not in address and not ipaddress.ip_address(address).is_loopback:
-            assert ipaddress.ip_address(own_address(f"edl://[{address}]:29400")).version == 6
-    assert own_address("consul://[::1]:8500") == own_address("consul://127.0.0.1:8500")
-
-
-def test_loopback_store_uses_another_address() -> None:
-    """With a store on each hosts loopback it is the one on the way to other hosts."""
-    mine = own_address("consul://127.0.0.1:8500")
-    assert own_address("etcd://[::1]:2379,127.0.0.1:2379") == mine, "a member that there is a way to"
-    assert mine in {one.address for each in psutil.net_if_addrs().values() for one in each}
-    routes = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
-    elsewhere = any(route[1] == "00000000" for route in routes)
-    assert ipaddress.ip_address(mine).is_loopback is not elsewhere
-
-
 @pytest.mark.parametrize("endpoint", ["", "localhost:29400", "consul://127.0.0.1:1"])
 def test_configuration_names_the_store(url: str, endpoint: str) -> None:
     """The store can be named by the configuration which counts before the endpoint."""

@@ -22,9 +22,9 @@ def test_waiting_nodes_are_checked_together(tmp_path: Path, monkeypatch: pytest.
         return NodeCheckResult({}, {})
 
     monkeypatch.setattr(gate, "check_nodes", check)
-    with open_store(f"sqlite:///{tmp_path}/store.sqlite") as store, store.lease(600.0) as lease:
+    with open_store(f"sqlite:///{tmp_path}/store.sqlite") as store:
         for name in "bc":  # wait already when the first one looks
-            store.put(f"jobs/job/check/waiting/{name}", b"", lease)
+            store.put(f"jobs/job/check/waiting/{name}", b"")
         for name in ("a", "b", "c", "late"):
             gate.check_before_joining(store, "job", name, "127.0.0.1", 0.0, NodeCheckSettings())
     assert asked[:3] == [("jobs/job/check/runs/0", name, ("a", "b", "c")) for name in "abc"]

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.05
 """Between two looks at who waits: nodes that come together are to be checked together, within the time they wait."""
-_LEASE_S: Final = 2.0
-"""Of a node that waits. With more, a check waits longer for a node that died; with less, a busy node misses its own."""
+_LEASE_S: Final = 10.0
+"""Of a node that waits. With more, a check counts longer on a node that died; with less, a busy node misses its own."""
 
 
 def check_before_joining(

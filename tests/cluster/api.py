@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import functools
 import json
 import shutil
@@ -102,16 +101,9 @@ class Cluster:
 
     def run_pod(self, namespace: str, name: str, template: Mapping[str, Any], restart_policy: str = "Never") -> None:
         """Make a pod of a PodTemplateSpec."""
-        self.ask(
-            f"/api/v1/namespaces/{namespace}/pods",
-            "POST",
-            {
-                "apiVersion": "v1",
-                "kind": "Pod",
-                "metadata": {**template.get("metadata", {}), "name": name},
-                "spec": {"restartPolicy": restart_policy, **template["spec"]},
-            },
-        )
+        metadata, spec = template.get("metadata", {}), template["spec"]
+        body = {"metadata": {**metadata, "name": name}, "spec": {"restartPolicy": restart_policy, **spec}}
+        self.ask(f"/api/v1/namespaces/{namespace}/pods", "POST", {"apiVersion": "v1", "kind": "Pod", **body})
 
     def pod_phase(self, namespace: str, name: str) -> str:
         """A pod's phase; "" without the pod."""
@@ -175,13 +167,8 @@ class Cluster:
         self, user: str, verb: str, resource: str, namespace: str = "", group: str = "", subresource: str = ""
     ) -> bool:
         """Whether a user may do so, in a namespace or in all of them."""
-        attributes = {
-            "verb": verb,
-            "resource": resource,
-            "namespace": namespace,
-            "group": group,
-            "subresource": subresource,
-        }
+        attributes = {"verb": verb, "resource": resource, "namespace": namespace}
+        attributes |= {"group": group, "subresource": subresource}
         review = {
             "apiVersion": "authorization.k8s.io/v1",
             "kind": "SubjectAccessReview",
@@ -197,11 +184,6 @@ class Cluster:
             for node in self.ask("/api/v1/nodes")["items"]
             if any(c["type"] == "Ready" and c["status"] == "True" for c in node["status"]["conditions"])
         ]
-
-    @staticmethod
-    def decode_secret(text: str) -> str:
-        """The text of a secret's field."""
-        return base64.b64decode(text).decode()
 
 
 def kubectl_program(new: bool = False) -> str:

@@ -79,23 +79,16 @@ class KubeMachine:
         """Write the administrator's kubeconfig, which checks the API server's certificate."""
         authority = base64.b64encode((self.home / "run/certs/apiserver.crt").read_bytes()).decode()
         path.touch(0o600)
-        path.write_text(
-            json.dumps(
-                {
-                    "apiVersion": "v1",
-                    "kind": "Config",
-                    "clusters": [
-                        {
-                            "name": "edl",
-                            "cluster": {"server": "https://10.88.0.1:6444", "certificate-authority-data": authority},
-                        }
-                    ],
-                    "users": [{"name": "admin", "user": {"token": "edl-test-admin"}}],
-                    "contexts": [{"name": "edl", "context": {"cluster": "edl", "user": "admin"}}],
-                    "current-context": "edl",
-                }
-            )
-        )
+        server = {"server": "https://10.88.0.1:6444", "certificate-authority-data": authority}
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "edl", "cluster": server}],
+            "users": [{"name": "admin", "user": {"token": "edl-test-admin"}}],
+            "contexts": [{"name": "edl", "context": {"cluster": "edl", "user": "admin"}}],
+            "current-context": "edl",
+        }
+        path.write_text(json.dumps(config))
 
     def load_image(self, folder: Path, entrypoint: list[str]) -> str:
         """Make an image out of a folder, load it on every node, and return its name, which tells its files' names."""

@@ -13,13 +13,15 @@ import pytest
 import yaml
 
 from edl.discovery import Instance, open_registry
-from tests.cluster.api import Cluster, run_program
+from tests.cluster.api import Cluster, kubectl_program, run_program
 from tests.cluster.locks import exclusive_lock
 from tests.cluster.machine import ROOT
+from tests.kubernetes.scenarios.scene import Scene
 
 PAGE = ROOT / "docs/kubernetes-operators.md"
 HELM_S = 180.0
 READY_S = 240.0
+SLEEP = ("--no-python", "/usr/bin/sleep")
 CRDS = ("elasticjobs.edl.io", "teacherpools.edl.io")
 OWNED = ("meta.helm.sh/release-name", "meta.helm.sh/release-namespace")
 
@@ -45,16 +47,9 @@ def values(tmp_path: Path, cluster: Cluster, pod_template: Callable[..., dict[st
         "volumeMounts": [mount for mount in container["volumeMounts"] if mount["name"] not in own],
     }
     path = tmp_path / "values.json"
-    path.write_text(
-        json.dumps(
-            {
-                "image": {"repository": repository, "tag": tag, "pullPolicy": container["imagePullPolicy"]},
-                "command": container["command"],
-                "operator": part,
-                "dashboard": part,
-            }
-        )
-    )
+    image = {"repository": repository, "tag": tag, "pullPolicy": container["imagePullPolicy"]}
+    found = {"image": image, "command": container["command"], "operator": part, "dashboard": part}
+    path.write_text(json.dumps(found))
     return path
 
 
@@ -117,15 +112,6 @@ def _remove_user_roles(cluster: Cluster) -> None:
     cluster.kubectl("delete", "--ignore-not-found", "clusterrole", "edl-edit", "edl-view")
 
 
-def _job(name: str, template: dict[str, Any], *command: str) -> dict[str, Any]:
-    return {
-        "apiVersion": "edl.io/v1alpha1",
-        "kind": "ElasticJob",
-        "metadata": {"name": name},
-        "spec": {"run": ["--no-python", *command], "template": template},
-    }
-
-
 def _looked(status: dict[str, Any] | None) -> dict[str, Any] | None:
     """What the page has of the cluster; None before its first look."""
     return status if status is not None and (status["looked"] or status["stale"]) else None
@@ -142,10 +128,6 @@ def _ask_page(cluster: Cluster, path: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _phase(cluster: Cluster, namespace: str, name: str) -> str:
-    return str(cluster.get("elasticjobs", name, namespace).get("status", {}).get("phase"))
-
-
 def _may(cluster: Cluster, namespace: str, verb: str, resource: str) -> bool:
     """Whether the operator may do so in all namespaces."""
     return cluster.may(f"system:serviceaccount:{namespace}:edl-operator", verb, resource)
@@ -158,9 +140,9 @@ def _crd_version(cluster: Cluster, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_install_upgrade_uninstall(
-    release: Release, cluster: Cluster, namespace: str, pod_template: Callable[..., dict[str, Any]]
-) -> None:
+@pytest.mark.parametrize("helm", [4], ids=["helm4"], indirect=True)
+def test_install_upgrade_uninstall(release: Release, scene: Scene, pod_template: Callable[..., dict[str, Any]]) -> None:
+    cluster, namespace = scene.cluster, scene.namespace
     install, *looks = page_commands("Install")[:3]
     *handing_over, upgrade = sorted(page_commands("Upgrade"), key=lambda command: command[0] == "helm")
     (uninstall,) = page_commands("Remove")
@@ -174,8 +156,8 @@ def test_install_upgrade_uninstall(
     release.run(install, "--set", own)
     for command in looks:
         release.run(command)
-    cluster.apply(_job("first", template, "/usr/bin/sleep", "1"), namespace=namespace)
-    cluster.wait("the first job's end", lambda: _phase(cluster, namespace, "first") == "Succeeded", namespace, READY_S)
+    scene.create_job("first", [*SLEEP, "1"], template)
+    scene.wait_success("first")
 
     assert not _may(cluster, namespace, "list", "nodes")
     assert not _may(cluster, namespace, "list", "pods")
@@ -183,8 +165,8 @@ def test_install_upgrade_uninstall(
     # Here and below, the API server hears of roles and bindings by watches of its own.
     cluster.wait("rights", lambda: _may(cluster, namespace, "list", "nodes"), namespace)
     assert not _may(cluster, namespace, "list", "secrets")
-    cluster.apply(_job("second", template, "/usr/bin/sleep", "600"), namespace=namespace)
-    cluster.wait("the second job's pod", lambda: _phase(cluster, namespace, "second") == "Running", namespace, READY_S)
+    scene.create_job("second", [*SLEEP, "600"], template)
+    scene.wait("the second job's pod", lambda: scene.phase("second") == "Running")
 
     release.run(uninstall)
     for name in CRDS:
@@ -207,19 +189,17 @@ def test_install_upgrade_uninstall(
     assert list_left() == kept
 
 
-@pytest.mark.parametrize("program", ["kubectl", "kubectl-new"])
-def test_plain_manifests_are_taken(cluster: Cluster, namespace: str, program: str) -> None:
+@pytest.mark.parametrize("new", [False, True], ids=["kubectl", "kubectl-new"])
+def test_plain_manifests_are_taken(cluster: Cluster, namespace: str, new: bool) -> None:
     """All that `kubectl apply -f serving/kube/manifests/...` sends passes the API server's checks."""
-    client = str(ROOT / ".tools/helm" / program)
     for path in sorted((ROOT / "serving/kube/manifests").glob("*.yaml")):
         objects = [item for item in yaml.safe_load_all(path.read_text()) if item and item["kind"] != "Namespace"]
-        assert objects, path.name
         text = yaml.safe_dump_all(objects).replace("namespace: edl\n", f"namespace: {namespace}\n")
-        options = ("apply", "--dry-run=server", "-f", "-")
-        said = cluster.kubectl(*options, text=text, program=client if Path(client).exists() else "")
-        assert said.count("server dry run") == len(objects), said
+        said = cluster.kubectl("apply", "--dry-run=server", "-f", "-", text=text, program=kubectl_program(new))
+        assert said.count("server dry run") == len(objects) > 0, said
 
 
+@pytest.mark.parametrize("helm", [3], ids=["helm3"], indirect=True)
 def test_dashboard_reads_the_cluster(
     release: Release, cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from edl.master.kube.jobs.gangs import GROWTH_CLASS, build_pod_group
+from edl.master.kube.jobs.gangs import GROWTH_CLASS
 from edl.master.kube.resources import ElasticJob, parse_elastic_job
 from tests.cluster.api import run_program
 from tests.cluster.machine import ROOT
@@ -21,16 +21,11 @@ from tests.cluster.operator_process import CHART, render_chart
 IMAGE = ("--set", "image.repository=registry.example.com/edl/operator")
 EVERYTHING = (
     *IMAGE,
-    "--set",
-    "capacity.enabled=true,dashboard.enabled=true,dashboard.tokenSecret=t,dashboard.tlsSecret=s,grafana.enabled=true",
-    "--set",
-    "watchNamespaces={red,blue},operator.priorityClassName=high,image.pullSecrets={mine}",
-    "--set",
-    "schedulers.volcano=true,schedulers.kai=true",
-    "--api-versions",
-    "monitoring.coreos.com/v1/PodMonitor",
-    "--api-versions",
-    "kueue.x-k8s.io/v1beta1/WorkloadPriorityClass",
+    *("--set", "capacity.enabled=true,grafana.enabled=true,schedulers.volcano=true,schedulers.kai=true"),
+    *("--set", "dashboard.enabled=true,dashboard.tokenSecret=t,dashboard.tlsSecret=s"),
+    *("--set", "watchNamespaces={red,blue},operator.priorityClassName=high,image.pullSecrets={mine}"),
+    *("--api-versions", "monitoring.coreos.com/v1/PodMonitor"),
+    *("--api-versions", "kueue.x-k8s.io/v1beta1/WorkloadPriorityClass"),
 )
 UNKNOWN = ("PodMonitor", "WorkloadPriorityClass")  # not Kubernetes' own
 OPERATOR_RIGHTS = {
@@ -119,20 +114,16 @@ def test_pods_are_restricted(helm: str) -> None:
 
 
 def test_roles_are_narrow(helm: str) -> None:
-    rules = [(item, rule) for item in _objects(helm, *EVERYTHING) for rule in item.get("rules", ())]
-    assert rules
-    for item, rule in rules:
-        assert set(rule["verbs"]) <= BOUND_VERBS, item["metadata"]["name"]
+    objects = _objects(helm, *EVERYTHING)
+    rules = [(item["metadata"]["name"], rule) for item in objects for rule in item.get("rules", ())]
+    for name, rule in rules:
+        assert set(rule["verbs"]) <= BOUND_VERBS, name
         assert "*" not in rule["resources"] + rule["apiGroups"]
         assert not {"secrets", "serviceaccounts", "roles", "rolebindings", "pods/exec"} & set(rule["resources"])
-    bound = [item for item in _objects(helm, *EVERYTHING) if item["kind"] == "ClusterRoleBinding"]
-    assert [item["roleRef"]["name"] for item in bound] == ["edl-capacity"]
-    (capacity,) = (
-        item
-        for item in _objects(helm, *EVERYTHING)
-        if item["metadata"]["name"] == "edl-capacity" and item["kind"] == "ClusterRole"
-    )
-    assert capacity["rules"] == [{"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["list", "watch"]}]
+    bound = [item["roleRef"]["name"] for item in objects if item["kind"] == "ClusterRoleBinding"]
+    assert bound == ["edl-capacity"]
+    (capacity,) = (rule for name, rule in rules if name == "edl-capacity")
+    assert capacity == {"apiGroups": [""], "resources": ["nodes", "pods"], "verbs": ["list", "watch"]}
     assert not any(item["metadata"]["name"] == "edl-capacity" for item in _objects(helm, *IMAGE))
 
 
@@ -189,24 +180,13 @@ def test_growth_class_of_any_kueue(helm: str, served: list[str], made: str) -> N
     assert found["value"] < 0
 
 
-@pytest.mark.parametrize(("option", "scheduler"), [("volcano", "volcano"), ("kai", "kai-scheduler")])
-def test_pod_groups_may_be_made(helm: str, option: str, scheduler: str) -> None:
+@pytest.mark.parametrize(("option", "group"), [("volcano", "scheduling.volcano.sh"), ("kai", "scheduling.run.ai")])
+def test_pod_groups_may_be_made(helm: str, option: str, group: str) -> None:
     """The operator has the rights for the PodGroups that it makes, where the chart is told of their scheduler."""
-    container = {"name": "edl", "image": "i"}
-    spec = {"run": ["t.py"], "template": {"spec": {"schedulerName": scheduler, "containers": [container]}}}
-    job = parse_elastic_job({"metadata": {"name": "j", "namespace": "edl", "uid": "u"}, "spec": spec}, "sqlite:///s")
-    assert isinstance(job, ElasticJob)
-    group = build_pod_group(job)
-    assert group is not None
-
-    def find_rights(*options: str) -> list[list[str]]:
+    for options, verbs in (((), []), (("--set", f"schedulers.{option}=true"), [["create", "delete", "patch"]])):
         roles = [item for item in _objects(helm, *IMAGE, *options) if item["kind"] == "Role"]
-        rules = [rule for role in roles if role["metadata"]["name"] == "edl-operator" for rule in role["rules"]]
-        of_group = [rule for rule in rules if group[0].group in rule["apiGroups"]]
-        return [sorted(rule["verbs"]) for rule in of_group if rule["resources"] == [group[0].plural]]
-
-    assert find_rights() == []
-    assert find_rights("--set", f"schedulers.{option}=true") == [["create", "delete", "patch"]]
+        rules = [rule for role in roles for rule in role["rules"] if group in rule["apiGroups"]]
+        assert [sorted(rule["verbs"]) for rule in rules if rule["resources"] == ["podgroups"]] == verbs
 
 
 def _is(item: dict[str, Any], group: str) -> bool:

@@ -121,7 +121,10 @@ class ConsulClient(Resource):
     def service_names(self) -> list[str]:
         """All services in the catalog, with live instances or without."""
         with self._translated():
-            names = [str(name) for name in self._api.catalog.services()[1] or {}]
+            found = self._api.catalog.services()[1] or {}
+            if not isinstance(found, dict):
+                raise ConsulException(f"the answer is not what Consul answers: {found!r:.80}")
+            names = [str(name) for name in found]
             if not names:  # Consul's own service is in every catalog, so that all was left out
                 raise ACLPermissionDenied("no service:read for any service")
             return names

@@ -1,28 +1,30 @@
-"""The parts of discovery that own threads: slots, background threads, kept leases and registrations."""
+"""What backends share: slots, leases and registrations that are renewed, and what a watcher believes in an outage."""
 
 from __future__ import annotations
 
-import threading
-import time
+import logging
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from edl.discovery import Instance
+from edl.discovery import Instance, Snapshot
+from edl.discovery.common import renewal
 from edl.discovery.common.latest_value import LatestValue
-from edl.discovery.common.renewal import Claim, InstanceClaim, RenewedLease, RenewedRegistration
+from edl.discovery.common.renewal import InstanceClaim, RenewedLease, RenewedRegistration
 from edl.discovery.common.resource import Resource
+from edl.discovery.common.service_view import ServiceView, build_snapshot
+from edl.discovery.registry import Rejected
 from edl.discovery.sqlite.store import SqliteStore
 from edl.discovery.store import Entry, Lease
 from edl.errors import ClosedError, DiscoveryError
+from tests.waiting import DEADLINE_S
 
-
-def eventually(condition: Callable[[], object], timeout_s: float = 30.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return bool(condition())
+TEACHER = Instance("digits", "a", "h", 1)
 
 
 def test_slot_hands_out_the_newest_once() -> None:
@@ -37,17 +39,10 @@ def test_slot_hands_out_the_newest_once() -> None:
     assert slot.take(0.01) is None, "a change and its reversal between two looks are no news"
     slot.put(3)
     slot.close()
-    assert slot.take(1) is None
-
-
-def test_closing_a_slot_wakes_whoever_waits() -> None:
-    slot: LatestValue[int] = LatestValue()
-    threading.Timer(0.05, slot.close).start()
     assert slot.take() is None
 
 
 def test_parts_close_in_reverse_order() -> None:
-    """Parts are closed with their owner, the last first."""
     closed: list[str] = []
 
     class Part(Resource):
@@ -69,15 +64,20 @@ def test_parts_close_in_reverse_order() -> None:
     assert closed[-1] == "late"
 
 
+# Renewals, step by step, by a clock of the test's own
+
+
 class FakeClaim(InstanceClaim):
     """A claim without a registry: `answer` decides what a renewal says."""
 
     def __init__(self) -> None:
         self.answer: Callable[[], bool] = lambda: True
         self.announced: list[Instance] = []
+        self.renewals = 0
         self.withdrawn = 0
 
     def renew(self) -> bool:
+        self.renewals += 1
         return self.answer()
 
     def announce(self, instance: Instance) -> None:
@@ -92,96 +92,109 @@ def fail() -> bool:
     raise DiscoveryError("away")
 
 
-def kept_lease(claim: Claim, ttl_s: float, granted: float | None = None) -> RenewedLease:
-    return RenewedLease(claim, ttl_s, time.monotonic() if granted is None else granted)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time; steps are made by the test, in place of a thread."""
+    now = [1000.0]
+
+    class Steps:
+        def __init__(self, name: str, step: Callable[[], float | None]) -> None:
+            self.step = step
+
+        def wake(self) -> None:
+            self.step()
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(renewal, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(renewal, "BackgroundLoop", Steps)
+    return now
 
 
-def test_unrenewed_lease_is_lost() -> None:
-    """A lease that cannot be renewed in time is lost, although the store said nothing."""
+def test_lease_lives_from_renewal_to_renewal(clock: list[float]) -> None:
     claim = FakeClaim()
-    with kept_lease(claim, 2.0) as lease:
-        assert not lease.lost
+    with RenewedLease(claim, 8.0, clock[0] - 1.0) as lease:
+        assert lease._step() == 2.0
+        assert claim.renewals == 0, "it has just been granted"
+        clock[0] += 6.5
+        assert lease._step() == 2.0
+        assert claim.renewals == 1
+        clock[0] += 7.9
         claim.answer = fail
-        assert eventually(lambda: lease.lost)
+        assert lease._step() == 0.5, "tried again soon"
+        assert not lease.lost
+        clock[0] += 0.1
+        assert lease.lost, "it was not renewed in time, although the store said nothing"
         claim.answer = lambda: True
-        time.sleep(0.5)
+        assert lease._step() is None
+        clock[0] = 0.0
         assert lease.lost, "it never comes back"
     assert claim.withdrawn == 1
 
 
-def test_lease_gone_at_the_store_is_lost() -> None:
-    """A lease that the store calls gone is lost at once."""
+def test_lease_gone_at_the_store_is_lost(clock: list[float]) -> None:
     claim = FakeClaim()
     claim.answer = lambda: False
-    with kept_lease(claim, 8.0) as lease:
-        assert eventually(lambda: lease.lost, 6.0), "by the first renewal"
+    with RenewedLease(claim, 8.0, clock[0]) as lease:
+        lease._step()
+        assert lease._step() is None
+        assert lease.lost
+    with RenewedLease(FakeClaim(), 10.0, clock[0] - 10.0) as late:
+        assert late.lost, "it counts from before it was asked for"
 
 
-class RecordingClaim(FakeClaim):
-    """Records when it was renewed."""
+def test_late_renewal_does_not_save_a_lease(clock: list[float]) -> None:
+    claim = FakeClaim()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.renewed: list[float] = []
-
-    def renew(self) -> bool:
-        self.renewed.append(time.monotonic())
+    def answer_late() -> bool:
+        clock[0] += 9.0
         return True
 
-
-def test_first_renewal_waits() -> None:
-    """What has just been granted or announced is not renewed at once."""
-    leased, registered = RecordingClaim(), RecordingClaim()
-    begun = time.monotonic()
-    with kept_lease(leased, 4.0), RenewedRegistration(registered, Instance("digits", "a", "h", 1), 4.0):
-        assert eventually(lambda: leased.renewed and registered.renewed, 30.0)
-    assert min(leased.renewed[0], registered.renewed[0]) - begun >= 1.0
-
-
-def test_lease_counts_from_its_request() -> None:
-    """A lease is counted from before it was asked for."""
-    with kept_lease(FakeClaim(), 10.0, granted=time.monotonic() - 11.0) as lease:
+    claim.answer = answer_late
+    with RenewedLease(claim, 8.0, clock[0]) as lease:
+        lease._step()
+        assert lease.late_at < 0
+        lease._step()
         assert lease.lost
+        assert lease.late_at == clock[0]
 
 
-def test_late_renewal_does_not_save_a_lease() -> None:
-    """A renewal that took longer than the lease does not save it."""
+def test_lapsed_registration_is_announced_again(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    """Errors are told and logged once; what could not be told at first is told as soon as possible."""
+    caplog.set_level(logging.INFO, "edl.discovery")
     claim = FakeClaim()
-    claim.answer = lambda: time.sleep(0.5) or True
-    with kept_lease(claim, 0.3) as lease:
-        time.sleep(0.35)
-        assert lease.lost
-        time.sleep(0.4)
-        assert lease.lost
-
-
-def test_lapsed_registration_is_renewed() -> None:
-    """A registration that lapsed is announced again, and errors are told."""
-    claim = FakeClaim()
-    instance = Instance("digits", "a", "h", 1)
-    with RenewedRegistration(claim, instance, 0.2) as registration:
-        answers = [False, True]
-        claim.answer = lambda: answers.pop(0) if answers else True
-        assert eventually(lambda: len(claim.announced) == 2)
+    with RenewedRegistration(claim, TEACHER, 8.0) as registration:
+        assert registration._step() == 2.0
+        assert claim.renewals == 0, "it has just been announced"
+        answers = deque([False, True])
+        claim.answer = lambda: answers.popleft() if answers else True
+        assert registration._step() == 2.0
+        assert claim.announced == [TEACHER, TEACHER]
         claim.answer = fail
-        assert eventually(lambda: registration.error == "away")
+        for _ in range(2):
+            assert registration._step() == 0.5
+        assert registration.error == "away"
         draining = Instance("digits", "a", "h", 1, state="draining")
         with pytest.raises(DiscoveryError):
             registration.update(draining)
         claim.answer = lambda: True
-        assert eventually(lambda: registration.error == "")
-        assert claim.announced[-1] == draining, "what could not be told at first is told as soon as possible"
+        assert registration._step() == 2.0
+        assert registration.error == ""
+        assert claim.announced[-1] == draining
+        clock[0] += 8.0
+        assert "its lease of 8 s is over" in registration.error, "a renewal hangs"
     assert claim.withdrawn == 1
+    first, last = (record.getMessage() for record in caplog.records)
+    assert "digits/a cannot be kept registered: away" in first
+    assert last == "digits/a is registered again"
 
 
 def test_missing_registry_is_an_error() -> None:
-    """A registry that is away at the start is an error."""
     claim = FakeClaim()
     claim.answer = fail
-    before = set(threading.enumerate())
     with pytest.raises(DiscoveryError):
-        RenewedRegistration(claim, Instance("digits", "a", "h", 1), 1.0)
-    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("edl-")]
+        RenewedRegistration(claim, TEACHER, 1.0)  # and no thread is left: see `nothing_stays_open`
 
 
 class _Doubtful(SqliteStore):
@@ -197,8 +210,109 @@ class _Doubtful(SqliteStore):
         return entry
 
 
-def test_unsure_candidate_stands_again(tmp_path: Path) -> None:
-    """A candidate that does not know whether it was elected stands again."""
-    with _Doubtful(str(tmp_path / "discovery.sqlite")) as store, store.elect("x", b"me", 30.0) as election:
-        assert election.wait(10), "the key that nobody knows to hold must not stay"
+def test_unsure_candidate_stands_again(path: Path) -> None:
+    with _Doubtful(str(path)) as store, store.elect("x", b"me", 600.0) as election:
+        assert election.wait(DEADLINE_S), "the key that nobody knows to hold must not stay"
         assert store.failures == 0
+
+
+# What a watcher believes while the registry is away, and after it came back
+
+
+def teachers(*names: str) -> tuple[Instance, ...]:
+    return tuple(Instance("digits", name, "127.0.0.1", 9000) for name in names)
+
+
+def answer(*names: str) -> Snapshot:
+    return Snapshot("digits", teachers(*names))
+
+
+def test_last_known_stay_during_an_outage() -> None:
+    view = ServiceView("digits")
+    assert view.failed("down") == Snapshot("digits", (), stale="down"), "nobody is known yet"
+    view = ServiceView("digits")
+    for names in ("", "ab", "b", "a"):
+        assert view.answered(answer(*names), 1.0) == answer(*names)
+        assert view.recheck_at is None
+    assert view.failed("down") == Snapshot("digits", teachers("a"), stale="down")
+    assert view.failed("still down") == Snapshot("digits", teachers("a"), stale="still down")
+
+
+def test_emptied_registry_gets_time_to_fill() -> None:
+    view = ServiceView("digits", settle_s=3.0)
+    view.answered(answer("a", "b"), 1.0)
+    view.failed("down")
+    returned = view.answered(answer(), 10.0)
+    assert returned.instances == teachers("a", "b")
+    assert "2 instances" in returned.stale
+    assert view.recheck_at == 13.0
+    assert view.answered(answer("b", "c"), 12.0).instances == teachers("a", "b", "c")
+    assert view.answered(answer("b", "c"), 13.0) == answer("b", "c")
+    assert view.recheck_at is None
+
+
+def test_view_is_fresh_once_all_are_back() -> None:
+    view = ServiceView("digits", settle_s=3.0)
+    view.answered(answer("a"), 1.0)
+    view.failed("down")
+    assert view.answered(answer(), 10.0).stale
+    assert view.answered(answer("a", "b"), 10.5) == answer("a", "b")
+    assert view.recheck_at is None
+    assert view.answered(answer("b"), 11.0).instances == teachers("a", "b"), "its lease may have lapsed meanwhile"
+    assert view.recheck_at == 13.0
+    assert view.answered(answer("b"), 13.0) == answer("b"), "a departure after that is a departure"
+
+
+def test_return_with_nonsense_is_not_kept() -> None:
+    view = ServiceView("digits")
+    view.answered(answer("a"), 1.0)
+    view.failed("down")
+    nonsense = Snapshot("digits", (), (Rejected("a", "port is missing"),))
+    assert view.answered(nonsense, 2.0) == nonsense
+
+
+def test_one_that_lapsed_is_listed_once() -> None:
+    view = ServiceView("digits", settle_s=3.0)
+    view.answered(answer("a", "b"), 1.0)
+    lapsed = Snapshot("digits", teachers("b"), lapsed=teachers("a"))
+    assert view.answered(lapsed, 2.0) == lapsed
+    assert view.failed("down") == Snapshot("digits", teachers("b"), stale="down", lapsed=teachers("a"))
+    back = view.answered(Snapshot("digits", (), lapsed=teachers("a", "b")), 3.0)
+    assert (back.instances, back.lapsed) == (teachers("b"), teachers("a")), "b gets time to renew"
+    assert view.answered(Snapshot("digits", (), lapsed=teachers("a", "b")), 6.0).lapsed == teachers("a", "b")
+
+
+def test_snapshot_sorts_what_is_there() -> None:
+    """Of two with one id the later counts, and only those that were ready lapse."""
+    old, new = Instance("digits", "a", "h", 1), Instance("digits", "a", "h", 2)
+    assert build_snapshot("digits", [old, new]).instances == (new,)
+    assert build_snapshot("digits", [old, Rejected("a", "why")]) == Snapshot("digits", (), (Rejected("a", "why"),))
+    draining = Instance("digits", "c", "h", 1, state="draining")
+    found = build_snapshot("digits", teachers("a"), (*teachers("a", "b"), draining, Rejected("d", "why")))
+    assert found == Snapshot("digits", teachers("a"), lapsed=teachers("b"))
+
+
+events = st.lists(st.tuples(st.sets(st.sampled_from("abcd")) | st.none(), st.floats(0, 2)), max_size=30)
+
+
+@settings(max_examples=50)
+@given(events)
+def test_live_are_shown_and_the_gone_vanish(events: list[tuple[set[str] | None, float]]) -> None:
+    view = ServiceView("digits", settle_s=3.0)
+    now, up_since, known = 0.0, 0.0, set[str]()
+    for live, passed in events:
+        now += passed
+        if live is None:
+            snapshot = view.failed("down")
+            assert snapshot.stale
+            assert {entry.id for entry in snapshot.instances} == known
+            up_since = float("inf")
+            continue
+        up_since = min(up_since, now)
+        snapshot = view.answered(answer(*sorted(live)), now)
+        known = {entry.id for entry in snapshot.instances}
+        assert live <= known
+        assert [entry.id for entry in snapshot.instances] == sorted(known)
+        assert bool(snapshot.stale) == (known != live), "whoever is shown without being live is explained"
+        if now >= up_since + 3.0:
+            assert known == live

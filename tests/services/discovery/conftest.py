@@ -1,5 +1,17 @@
-"""The fixtures of the fast tests of the same area."""
+"""The fixtures of the conformance suite, over Consul and etcd."""
 
-from tests.fast.discovery.conformance.conftest import _nothing_stays_open, folder, service
+from __future__ import annotations
 
-__all__ = ["_nothing_stays_open", "folder", "service"]
+import pytest
+
+from tests.fast.discovery.conformance.backends import Backend, ConsulBackend, EtcdBackend
+from tests.fast.discovery.conformance.fixtures import folder, member, nothing_stays_open, registry, service, store
+
+__all__ = ["folder", "member", "nothing_stays_open", "registry", "service", "store"]
+
+
+@pytest.fixture(params=[pytest.param("consul", marks=pytest.mark.consul), pytest.param("etcd", marks=pytest.mark.etcd)])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    if request.param == "consul":
+        return ConsulBackend(request.getfixturevalue("consul_agent"))
+    return EtcdBackend(request.getfixturevalue("etcd_server"))

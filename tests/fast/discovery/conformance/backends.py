@@ -1,4 +1,4 @@
-"""The implementations as the conformance tests see them, and what tests do behind EDL's back."""
+"""The implementations as the conformance suite sees them, and what tests do behind EDL's back."""
 
 from __future__ import annotations
 
@@ -6,48 +6,26 @@ import contextlib
 import json
 import secrets
 import sqlite3
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from edl.discovery import Instance, Registry
-from edl.discovery.registry import Registration
+from edl.discovery import Instance
 from edl.discovery.served.listening import ListenAddress
 from edl.discovery.served.server import StoreServer
-from edl.errors import DiscoveryError
 from tests.plugins_consul import ConsulAgent, free_ports
 from tests.plugins_etcd import EtcdServer
+from tests.tcp_proxy import TcpProxy
 
-T = TypeVar("T")
-
-
-def eventually(condition: Callable[[], T], timeout_s: float = 60.0) -> T:
-    """Poll until `condition` holds; the last value, true or not."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return value
+if TYPE_CHECKING:
+    from tests.cluster.api import Cluster
 
 
 def teacher(service: str, name: str = "a", port: int = 9000, **rest: Any) -> Instance:
     """An instance, with what a test does not care about filled in."""
     return Instance(service, name, "127.0.0.1", port, **rest)
-
-
-def registered(registry: Registry, service: str) -> Registration | None:
-    """A registration; None where the registry took longer than its timeout, as on a busy machine."""
-    with contextlib.suppress(DiscoveryError):
-        return registry.register(teacher(service))
-    return None
-
-
-def count_instances(registry: Registry, service: str) -> int:
-    """How many are registered; 0 while the registry's file is removed, or made anew."""
-    with contextlib.suppress(DiscoveryError):
-        return len(registry.snapshot(service).instances)
-    return 0
 
 
 def remove_database(path: Path) -> None:
@@ -75,12 +53,11 @@ def spoil_database(path: Path) -> None:
 class Backend(ABC):
     """One implementation, and means to harm it."""
 
-    name: str
     url: str
 
     @abstractmethod
-    def plant(self, service: str, name: str, fields: Mapping[str, Any]) -> Callable[[], None]:
-        """Register raw values that EDL would not let through; returns what removes them."""
+    def plant(self, service: str, name: str, fields: Mapping[str, Any]) -> None:
+        """Register raw values that EDL would not let through."""
 
     @abstractmethod
     def break_it(self) -> None:
@@ -92,27 +69,18 @@ class Backend(ABC):
 
 
 class SqliteBackend(Backend):
-    name = "sqlite"
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self.url = f"sqlite:///{path}"
 
-    def plant(self, service: str, name: str, fields: Mapping[str, Any]) -> Callable[[], None]:
-        text = fields["raw"] if "raw" in fields else json.dumps({"address": "127.0.0.1", "port": 9000, **fields})
+    def plant(self, service: str, name: str, fields: Mapping[str, Any]) -> None:
         lease = secrets.randbits(62)
-        with contextlib.closing(sqlite3.connect(self.path, timeout=10)) as connection, connection:
-            connection.execute("INSERT INTO lease VALUES (?, 3600, ?)", (lease, time.monotonic() + 3600))
+        with contextlib.closing(sqlite3.connect(self.path, timeout=60)) as connection, connection:
+            # It ends with one that is there.
+            connection.execute("INSERT INTO lease SELECT ?, ttl_s, expires FROM lease LIMIT 1", (lease,))
             connection.execute("UPDATE state SET revision = revision + 1")
-            revision = connection.execute("SELECT revision FROM state").fetchone()[0]
-            connection.execute("INSERT INTO instance VALUES (?, ?, ?, ?, ?)", (lease, service, name, revision, text))
-
-        def remove() -> None:
-            with contextlib.closing(sqlite3.connect(self.path, timeout=10)) as connection, connection:
-                connection.execute("DELETE FROM instance WHERE lease = ?", (lease,))
-                connection.execute("UPDATE state SET revision = revision + 1")
-
-        return remove
+            row = (lease, service, name, 99, _record(fields))
+            connection.execute("INSERT INTO instance VALUES (?, ?, ?, ?, ?)", row)
 
     def break_it(self) -> None:
         spoil_database(self.path)
@@ -123,8 +91,6 @@ class SqliteBackend(Backend):
 
 class ServedBackend(Backend):
     """A store only: a server in this process, at a port of its own, which it comes back to."""
-
-    name = "served"
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -141,7 +107,7 @@ class ServedBackend(Backend):
         if self._server is not None:
             self._server.close()
 
-    def plant(self, service: str, name: str, fields: Mapping[str, Any]) -> Callable[[], None]:
+    def plant(self, service: str, name: str, fields: Mapping[str, Any]) -> None:
         raise NotImplementedError("it is no registry")
 
     def break_it(self) -> None:
@@ -153,53 +119,37 @@ class ServedBackend(Backend):
 
 
 class ConsulBackend(Backend):
-    name = "consul"
-
     def __init__(self, agent: ConsulAgent) -> None:
         self.agent = agent
         self.url = agent.url
 
-    def plant(self, service: str, name: str, fields: Mapping[str, Any]) -> Callable[[], None]:
-        service_id = f"{service}-{name}"
-        meta = {key: str(value) for key, value in fields.items() if key not in ("address", "port")}
+    def plant(self, service: str, name: str, fields: Mapping[str, Any]) -> None:
+        meta = {key: str(value) for key, value in fields.items() if key != "port"}
         body = {
             "Name": service,
-            "ID": service_id,
-            "Address": fields.get("address", "127.0.0.1"),
+            "ID": f"{service}-{name}",
+            "Address": "127.0.0.1",
             "Port": fields.get("port", 9000) or 0,
             "Meta": {"edl-id": name, **meta},
         }
         self.agent.ask("/v1/agent/service/register", "PUT", body)
-        return lambda: self.agent.ask(f"/v1/agent/service/deregister/{service_id}", "PUT")
 
     def break_it(self) -> None:
         self.agent.kill()
 
     def mend_it(self) -> None:
-        self.agent.forget()
-        self.agent.start()
+        self.agent.restart(forget=True)
 
 
 class EtcdBackend(Backend):
-    name = "etcd"
-
     def __init__(self, server: EtcdServer) -> None:
         self.server = server
         self.url = server.url
 
-    def plant(self, service: str, name: str, fields: Mapping[str, Any]) -> Callable[[], None]:
-        text = fields["raw"] if "raw" in fields else json.dumps({"address": "127.0.0.1", "port": 9000, **fields})
-        claim = secrets.token_hex(8)
-        folder = f"edl/registry/{service}"
-        keys = {f"{folder}/records/{claim}/{name}": text, f"{folder}/alive/{claim}": "yes"}
-        for key, value in keys.items():
-            self.server.ctl("put", key, stdin=value)
-
-        def remove() -> None:
-            for key in keys:
-                self.server.ctl("del", key)
-
-        return remove
+    def plant(self, service: str, name: str, fields: Mapping[str, Any]) -> None:
+        claim, folder = secrets.token_hex(8), f"edl/registry/{service}"
+        self.server.ctl("put", f"{folder}/records/{claim}/{name}", stdin=_record(fields))
+        self.server.ctl("put", f"{folder}/alive/{claim}", stdin="yes")
 
     def break_it(self) -> None:
         self.server.kill()
@@ -207,3 +157,63 @@ class EtcdBackend(Backend):
     def mend_it(self) -> None:
         self.server.forget()
         self.server.start()
+
+
+class KubernetesBackend(Backend):
+    """A namespace of a real cluster, behind a proxy of this process that can be taken away."""
+
+    def __init__(self, cluster: Cluster, namespace: str, proxy: TcpProxy, kubeconfig: Path) -> None:
+        self.cluster = cluster
+        self.namespace = namespace
+        self.proxy = proxy
+        self.kubeconfig = kubeconfig
+        self.url = f"kubernetes://{namespace}?kubeconfig={kubeconfig}"
+        self.config_maps = f"/api/v1/namespaces/{namespace}/configmaps"
+        self.leases = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+
+    def plant(self, service: str, name: str, fields: Mapping[str, Any]) -> None:
+        claim = secrets.token_hex(8)
+        lease = {
+            "metadata": {"name": f"edl-lease-{claim}", "labels": {"edl.io/discovery": "lease"}},
+            "spec": {"leaseDurationSeconds": 3600},
+        }
+        uid = self.cluster.ask(self.leases, "POST", lease)["metadata"]["uid"]
+        labels = {"edl.io/discovery": "instance", "edl.io/service": service, "edl.io/lease": f"edl-lease-{claim}"}
+        annotations = {"edl.io/service": service, "edl.io/lease-uid": uid}
+        metadata = {"name": f"edl-instance-{claim}", "labels": labels, "annotations": annotations}
+        data = {"id": name, "instance": _record(fields)}
+        self.cluster.ask(self.config_maps, "POST", {"metadata": metadata, "data": data})
+
+    def break_it(self) -> None:
+        self.proxy.refuse()
+
+    def mend_it(self) -> None:
+        query = {"labelSelector": "app.kubernetes.io/managed-by=edl"}
+        for path in (self.leases, self.config_maps):
+            self.cluster.ask(path, "DELETE", query=query)
+        self.proxy.restore()
+
+
+def _record(fields: Mapping[str, Any]) -> str:
+    return json.dumps({"address": "127.0.0.1", "port": 9000, **fields})
+
+
+@contextlib.contextmanager
+def open_kubernetes_backend(cluster: Cluster, folder: Path) -> Iterator[KubernetesBackend]:
+    """Make a namespace, and a proxy between EDL and the API server."""
+    namespace = f"edl-test-{secrets.token_hex(4)}"
+    config = json.loads(cluster.kubectl("config", "view", "--raw", "--minify", "--flatten", "-o", "json"))
+    found = config["clusters"][0]["cluster"]
+    server = urlsplit(found["server"])
+    assert server.hostname is not None
+    proxy = TcpProxy(server.hostname, server.port or 443)
+    found.setdefault("tls-server-name", server.hostname)
+    found["server"] = f"https://127.0.0.1:{proxy.port}"
+    path = folder / "kubeconfig.json"
+    path.write_text(json.dumps(config))
+    cluster.ask("/api/v1/namespaces", "POST", {"metadata": {"name": namespace}})
+    try:
+        yield KubernetesBackend(cluster, namespace, proxy, path)
+    finally:
+        proxy.close()
+        cluster.ask(f"/api/v1/namespaces/{namespace}", "DELETE")

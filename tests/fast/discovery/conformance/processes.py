@@ -1,17 +1,19 @@
 """Other processes that take part in discovery, told by lines on their standard input what to do.
 
-Run as a program (`python -m tests.fast.discovery.conformance.processes URL ...`) it is such a process.
+Run as a program (`python -m tests.fast.discovery.conformance.processes URL ...`) it is such a process. Leases are short
+where they are to lapse, so a process that stood still begins anew.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[4]
 
@@ -52,27 +54,34 @@ class Member:
         self.process.kill()
         self.process.wait()
 
-    def finish(self) -> None:
-        """Let it come to its end."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        assert self.process.wait(30) == 0
-
     def end(self) -> None:
         """Kill, and close the pipes."""
-        self.process.kill()
-        self.process.wait()
+        self.kill()
         for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
+            with contextlib.suppress(OSError):
+                assert pipe is not None
                 pipe.close()
 
 
-def _register(url: str, service: str, name: str, ttl_s: str, state: str = "ready") -> None:
-    from edl.discovery import open_registry
-    from tests.fast.discovery.conformance.backends import teacher
+@contextlib.contextmanager
+def members(url: str) -> Iterator[Callable[..., Member]]:
+    """Start processes; they are killed at the end."""
+    with contextlib.ExitStack() as started:
 
-    instance = teacher(service, name, state=state)
-    with open_registry(url) as registry, registry.register(instance, float(ttl_s)):
+        def start(*arguments: str) -> Member:
+            member = Member(url, *arguments)
+            started.callback(member.end)
+            return member
+
+        yield start
+
+
+def _register(url: str, service: str, name: str, ttl_s: str, state: Any = "ready") -> None:
+    """Register until a line comes."""
+    from edl.discovery import Instance, open_registry
+
+    instance = Instance(service, name, "127.0.0.1", 9000, state=state)
+    with open_registry(url, timeout_s=30.0) as registry, registry.register(instance, float(ttl_s)):
         print("ready", flush=True)
         sys.stdin.readline()
 
@@ -80,9 +89,14 @@ def _register(url: str, service: str, name: str, ttl_s: str, state: str = "ready
 def _hold(url: str, key: str, ttl_s: str) -> None:
     """Hold a key under a lease; answers whether the lease is lost."""
     from edl.discovery import open_store
+    from edl.errors import LeaseLostError
 
-    with open_store(url) as store, store.lease(float(ttl_s)) as lease:
-        store.put(key, b"held", lease)
+    with open_store(url, timeout_s=30.0) as store:
+        while True:
+            lease = store.lease(float(ttl_s))
+            with contextlib.suppress(LeaseLostError):
+                store.put(key, b"held", lease)
+                break
         print("ready", flush=True)
         while sys.stdin.readline():
             print("lost" if lease.lost else "kept", flush=True)
@@ -92,63 +106,50 @@ def _elect(url: str, name: str, value: str, ttl_s: str) -> None:
     """Stand in an election; answers whether this candidate leads."""
     from edl.discovery import open_store
 
-    with open_store(url) as store, store.elect(name, value.encode(), float(ttl_s)) as election:
+    with open_store(url, timeout_s=30.0) as store, store.elect(name, value.encode(), float(ttl_s)) as election:
         print("ready", flush=True)
         while sys.stdin.readline():
             print("leader" if election.is_leader else "follower", flush=True)
 
 
-def _race(url: str, folder: str, count: str) -> None:
-    """Try to be the first on each of many keys; answers which were won."""
+def _compete(url: str, folder: str, count: str) -> None:
+    """Try to be the first on each of many keys, then count a shared number up; answers which keys were won."""
     from edl.discovery import open_store
 
-    with open_store(url) as store, store.lease(60.0) as lease:
+    with open_store(url, timeout_s=30.0) as store, store.lease(600.0) as lease:
         print("ready", flush=True)
         sys.stdin.readline()
-        won = [
-            number
-            for number in range(int(count))
-            if store.compare_and_set(
-                f"{folder}{number}", str(os.getpid()).encode(), None, lease if number % 2 else None
-            )
-        ]
+        own = str(os.getpid()).encode()
+        numbers = range(int(count))
+        won = [n for n in numbers if store.compare_and_set(f"{folder}{n}", own, None, lease if n % 2 else None)]
+        for _ in numbers:
+            while True:
+                entry = store.get(f"{folder}sum")
+                assert entry is not None
+                if store.compare_and_set(entry.key, str(int(entry.value) + 1).encode(), entry.version):
+                    break
         print(*won, flush=True)
         sys.stdin.readline()
 
 
-def _add(url: str, key: str, count: str) -> None:
-    """Count a shared number up, by compare-and-set."""
-    from edl.discovery import open_store
-
-    with open_store(url) as store:
-        print("ready", flush=True)
-        sys.stdin.readline()
-        for _ in range(int(count)):
-            while True:
-                entry = store.get(key)
-                assert entry is not None
-                if store.compare_and_set(key, str(int(entry.value) + 1).encode(), entry.version):
-                    break
-        print("done", flush=True)
-
-
 def _fork(url: str, service: str) -> None:
     """Fork with everything open; the child uses each thing, and answers what that raised."""
-    from edl.discovery import open_registry, open_store
+    from edl.discovery import Instance, open_registry, open_store
     from edl.errors import EDLError
-    from tests.fast.discovery.conformance.backends import teacher
 
-    registry, store = open_registry(url), open_store(url)
-    registration = registry.register(teacher(service), 4.0)
+    instance = Instance(service, "a", "127.0.0.1", 9000)
+    registry, store = open_registry(url, timeout_s=30.0), open_store(url, timeout_s=30.0)
+    registration = registry.register(instance, 600.0)
     watch, store_watch = registry.watch(service), store.watch(service)
-    lease, election = store.lease(4.0), store.elect(service, b"x", 4.0)
-    assert election.wait(20)
+    lease, election = store.lease(600.0), store.elect(service, b"x", 600.0)
+    assert election.wait(90)
+    store.put(f"{service}/a", b"1", lease)
     uses: dict[str, Callable[[], object]] = {
-        "register": lambda: registry.register(teacher(service, "child")),
+        "register": lambda: registry.register(instance),
         "snapshot": lambda: registry.snapshot(service),
         "services": registry.services,
         "watch": lambda: registry.watch(service),
-        "update": lambda: registration.update(teacher(service, state="draining")),
+        "update": lambda: registration.update(instance),
         "watch.get": lambda: watch.get(0.1),
         "store.get": lambda: store.get(service),
         "store.list": lambda: store.list(service),
@@ -164,6 +165,7 @@ def _fork(url: str, service: str) -> None:
         "leader": election.leader,
         "wait": lambda: election.wait(0.1),
     }
+    things = (registration, watch, store_watch, lease, election, registry, store)
     child = os.fork()
     if child == 0:
         for name, use in uses.items():
@@ -172,18 +174,17 @@ def _fork(url: str, service: str) -> None:
                 print(name, "nothing", flush=True)
             except EDLError as exc:
                 print(name, type(exc).__name__, flush=True)
-        for thing in (registration, watch, store_watch, lease, election, registry, store):
+        for thing in things:
             thing.close()
-        print("closed", flush=True)
         os._exit(0)
-    os.waitpid(child, 0)
-    time.sleep(4.2)  # longer than the leases, so that a child that harmed them shows
+    assert os.waitpid(child, 0)[1] == 0
     kept = not lease.lost and election.is_leader and not registration.error
-    print("kept" if kept and registry.snapshot(service).instances else "harmed", flush=True)
-    for thing in (registration, watch, store_watch, lease, election, registry, store):
+    held = store.put(f"{service}/a", b"2", lease) and registry.snapshot(service).instances == (instance,)
+    print("kept" if kept and held else "harmed", flush=True)
+    for thing in things:
         thing.close()
 
 
 if __name__ == "__main__":
-    commands = {"register": _register, "hold": _hold, "elect": _elect, "race": _race, "add": _add, "fork": _fork}
+    commands = {"register": _register, "hold": _hold, "elect": _elect, "compete": _compete, "fork": _fork}
     commands[sys.argv[2]](sys.argv[1], *sys.argv[3:])

@@ -1,17 +1,17 @@
-"""What only a served store does: pushes, limits, pauses of the server, restarts, TLS and tokens, foreign servers."""
+"""A store that an agent serves: pushes, limits, pauses and restarts of the server, TLS, tokens, foreign servers."""
 
 from __future__ import annotations
 
 import contextlib
 import http.server
-import itertools
+import random
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,9 +29,10 @@ from edl.protocol.tls.credentials import CredentialFiles
 from edl.protocol.transport import grpc
 from edl.settings import Credentials
 from tests.certificates import HERE, Authority, put
-from tests.fast.discovery.conformance.backends import eventually
+from tests.fast.discovery.conformance.suite import seen_values
 from tests.interrupting import InterruptAt, deadline
 from tests.plugins_consul import free_ports
+from tests.waiting import DEADLINE_S, wait_until
 
 Serve = Callable[..., StoreServer]
 LOCAL = "127.0.0.1"
@@ -54,13 +55,13 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
 
 def opened(server: StoreServer, credentials: Credentials | None = None) -> ServedStore:
-    store = open_store(f"edl://{LOCAL}:{server.port}", timeout_s=20.0, credentials=credentials or Credentials())
+    store = open_store(f"edl://{LOCAL}:{server.port}", timeout_s=60.0, credentials=credentials or Credentials())
     assert isinstance(store, ServedStore)
     return store
 
 
 def next_snapshot(watch: StoreWatch) -> StoreSnapshot:
-    return watch.get(30) or pytest.fail("nothing came")
+    return watch.get(DEADLINE_S) or pytest.fail("nothing came")
 
 
 def test_a_change_is_pushed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,13 +91,13 @@ def test_a_change_is_pushed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> No
 def test_only_what_changed_is_sent(serve: Serve) -> None:
     """Megabytes that stay as they are cross the network once, in messages below gRPC's limit."""
     with opened(serve()) as store:
-        for number in range(20):
+        for number in range(12):
             store.put(f"a/{number}", b"x" * MAX_VALUE_BYTES)
         replies = iter(store.client.watch("a/"))
         first = [next(replies)]
         while first[-1].more:
             first.append(next(replies))
-        assert len(first) > 4
+        assert len(first) > 2
         assert max(reply.ByteSize() for reply in first) < 2 << 20
         store.put("a/new", b"y")
         store.delete("a/3")
@@ -140,26 +141,27 @@ def test_a_server_checks_what_it_gets(serve: Serve) -> None:
         assert store.list("") == []
 
 
-def test_a_server_s_pause_ends_no_lease(serve: Serve) -> None:
+def test_a_server_s_pause_ends_no_lease(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Renewals that came while the server stood still are read behind the pause, which does not count."""
+    now = [1000.0]
+    for module in ("served.servicer", "sqlite.leases", "sqlite.entries"):
+        monkeypatch.setattr(f"edl.discovery.{module}.time", SimpleNamespace(monotonic=lambda: now[0]))
     server = serve()
     with opened(server) as store:
         lease = store.client.call("Grant", messages.GrantRequest(ttl_s=3.0), messages.GrantReply).lease
         store.client.call("Set", messages.SetRequest(key="a", value=b"x", lease=lease), messages.SetReply)
-        stopped = threading.Event()
 
-        def stand_still() -> None:
-            stopped.set()
-            time.sleep(4.0)
+        def renewed(passed_s: float) -> bool:
+            now[0] += passed_s
+            return store.client.call("Renew", messages.RenewRequest(lease=lease), messages.RenewReply).renewed
 
-        assert server._loop is not None
-        server._loop.call_soon_threadsafe(stand_still)
-        assert stopped.wait(20)
-        renewed = store.client.call("Renew", messages.RenewRequest(lease=lease), messages.RenewReply)
-        assert renewed.renewed
-        entry = store.get("a")
-        assert entry is not None
-        assert entry.value == b"x"
+        assert renewed(40.0)
+        assert (store.get("a") or pytest.fail("the pause counted")).value == b"x"
+        for _ in range(11):
+            now[0] += 0.28
+            wait_until(lambda: server._servicer._ticked_at == now[0])  # type: ignore[union-attr]
+        assert not renewed(0.0), "without a pause it is over after its length"
+        assert store.get("a") is None
 
 
 def test_a_restarted_server_goes_on(serve: Serve, tmp_path: Path) -> None:
@@ -169,15 +171,15 @@ def test_a_restarted_server_goes_on(serve: Serve, tmp_path: Path) -> None:
     with opened(server) as store, store.watch("") as watch, store.lease(60.0) as lease:
         entry = store.put("a", b"1", lease)
         short = store.client.call("Grant", messages.GrantRequest(ttl_s=60.0), messages.GrantReply).lease
-        assert eventually(lambda: next_snapshot(watch).entries == {"a": entry})
+        seen_values(watch, {"a": b"1"})
         server.close()
-        assert eventually(lambda: next_snapshot(watch).stale)
+        wait_until(lambda: next_snapshot(watch).stale)
         with pytest.raises(DiscoveryError, match="cannot be reached"):
             store.get("a")
         with contextlib.closing(sqlite3.connect(tmp_path / "served.sqlite")) as connection, connection:
             connection.execute("UPDATE lease SET expires = 1.0")  # over long ago
         serve(port)
-        assert eventually(lambda: next_snapshot(watch) == StoreSnapshot({"a": entry}))
+        wait_until(lambda: next_snapshot(watch) == StoreSnapshot({"a": entry}))
         renewal = messages.RenewRequest(lease=short)
         assert store.client.call("Renew", renewal, messages.RenewReply).renewed
         assert not lease.lost
@@ -196,27 +198,29 @@ def test_main_thread_makes_no_calls(serve: Serve) -> None:
         store.watch("") as watch,
     ):
         store.put("a", b"1", lease)
-        assert eventually(lambda: "a" in next_snapshot(watch).entries)
+        wait_until(lambda: "a" in next_snapshot(watch).entries)
         assert [entry.key for entry in store.list("")] == ["a"]
         assert store.delete("a")
     assert lines.lines == 0
 
 
-@pytest.mark.timeout(300)
 def test_a_handler_closes_at_any_line(serve: Serve) -> None:
     server = serve()
-    for number in itertools.count(1, 17):
+
+    def closed_before(number: int) -> InterruptAt:
         with (
-            deadline(60, f"closed before line {number}"),
+            deadline(DEADLINE_S, f"closed before line {number}"),
             opened(server) as store,
             InterruptAt(number, store.close, "edl/") as interrupt,
             contextlib.suppress(ClosedError, LeaseLostError),
         ):
-            store.put("a", b"1", store.lease(30.0))
+            store.put("a", b"1", store.lease(60.0))
             store.list("")
-        if not interrupt.reached:
-            assert number > 100, "nothing was interrupted"
-            break
+        return interrupt
+
+    lines = closed_before(1 << 30).lines
+    numbers = random.Random(7).sample(range(1, lines), 12)
+    assert sum(closed_before(number).reached for number in numbers) > 6, "hardly anything was interrupted"
 
 
 def test_a_second_server_is_refused(serve: Serve, tmp_path: Path) -> None:
@@ -250,7 +254,7 @@ def test_tls_of_a_served_store(serve: Serve, tmp_path: Path) -> None:
     server = serve(credentials=own)
     with opened(server, own) as store, store.watch("") as watch:
         entry = store.put("a", b"1")
-        assert eventually(lambda: next_snapshot(watch).entries == {"a": entry})
+        wait_until(lambda: next_snapshot(watch).entries == {"a": entry})
     with opened(server) as store, pytest.raises(DiscoveryError, match="speaks TLS, and this side has no CA set"):
         store.get("a")
     strange = stranger.issue(*HERE).save(tmp_path, "strange")
@@ -265,7 +269,7 @@ def test_tls_of_a_served_store(serve: Serve, tmp_path: Path) -> None:
         plain.close()
 
 
-def test_another_grpc_server_is_told_apart() -> None:
+def test_other_servers_are_told_apart() -> None:
     server = grpc.server(futures.ThreadPoolExecutor(1))
     port = server.add_insecure_port(f"{LOCAL}:0")
     server.start()
@@ -273,17 +277,14 @@ def test_another_grpc_server_is_told_apart() -> None:
         with open_store(f"edl://{LOCAL}:{port}") as store, pytest.raises(DiscoveryError, match="no store of EDL"):
             store.get("a")
     finally:
-        server.stop(None).wait(20)
-
-
-def test_a_web_server_is_an_error() -> None:
-    with http.server.ThreadingHTTPServer((LOCAL, 0), http.server.BaseHTTPRequestHandler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        server.stop(None).wait(DEADLINE_S)
+    with http.server.ThreadingHTTPServer((LOCAL, 0), http.server.BaseHTTPRequestHandler) as web:
+        thread = threading.Thread(target=web.serve_forever, args=(0.01,))
         thread.start()
         try:
-            url = f"edl://{LOCAL}:{server.server_port}"
+            url = f"edl://{LOCAL}:{web.server_port}"
             with open_store(url, timeout_s=5.0) as store, pytest.raises(DiscoveryError, match="the store at 127"):
                 store.get("a")
         finally:
-            server.shutdown()
+            web.shutdown()
             thread.join()

@@ -1,0 +1,439 @@
+"""What only a SQLite file can suffer: other files in its place, lost parts, full disks, locks, boots."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from edl.background import start_call
+from edl.discovery import Registry, Store, open_registry, open_store
+from edl.discovery.common.renewal import RenewedLease, RenewedRegistration
+from edl.discovery.sqlite.file import SqliteFile
+from edl.errors import DiscoveryError, SettingsError
+from tests.fast.discovery.conformance.backends import remove_database, spoil_database, teacher
+from tests.fast.discovery.conformance.processes import ROOT, Member
+from tests.fast.discovery.conformance.suite import LONG_S, ids, seen
+from tests.waiting import DEADLINE_S, wait_until
+
+Start = Callable[..., Member]
+MODULES = ("leases", "entries", "registry")
+"""Those of `edl.discovery.sqlite` that ask for the time of leases."""
+
+
+@contextlib.contextmanager
+def raw(path: Path) -> Iterator[sqlite3.Connection]:
+    with contextlib.closing(sqlite3.connect(path, timeout=60)) as connection, connection:
+        yield connection
+
+
+def found_ids(registry: Registry) -> list[str]:
+    """Who is registered; nobody while the file is removed, or made anew."""
+    with contextlib.suppress(DiscoveryError):
+        return ids(registry.snapshot("s").instances)
+    return []
+
+
+# The file
+
+
+def test_folders_are_made(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b c#?%" / "d.sqlite"
+    quoted = str(path).replace("%", "%25").replace("#", "%23").replace("?", "%3F").replace(" ", "%20")
+    with open_store(f"sqlite:///{quoted}") as store:
+        store.put("a", b"1")
+        assert path.exists()
+    assert sorted(path.parent.iterdir()) == [path], "a closed file leaves no journal behind"
+
+
+@pytest.mark.parametrize(
+    ("sql", "words"),
+    [
+        ("", "not a database"),
+        ("CREATE TABLE precious (x)", "another program's database"),
+        (f"PRAGMA application_id = {0x45444C31}; PRAGMA user_version = 99; CREATE TABLE a (x)", "format 99"),
+    ],
+)
+def test_files_of_others_are_left_alone(path: Path, url: str, sql: str, words: str) -> None:
+    if sql:
+        with raw(path) as connection:
+            connection.executescript(sql)
+    else:
+        path.write_bytes(b"nonsense" * 1000)
+    before = _tables(path)
+    for opened in (open_registry, open_store):
+        with pytest.raises(SettingsError, match=rf"{path}.*{words}"):
+            opened(url)
+    assert _tables(path) == before
+
+
+def _tables(path: Path) -> object:
+    with contextlib.suppress(sqlite3.DatabaseError), raw(path) as connection:
+        return connection.execute("SELECT name FROM sqlite_master").fetchall()
+    return path.read_bytes()
+
+
+def test_impossible_paths_are_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(SettingsError, match=r"file/x\.sqlite: its folder cannot be made"):
+        open_registry(f"sqlite:///{tmp_path}/file/x.sqlite")
+    with pytest.raises(SettingsError, match=r"folder: unable to open"):
+        open_registry(f"sqlite:///{tmp_path}/folder")
+
+
+def test_unwritable_file_is_named() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are closed to other users
+        path = Path(folder) / "discovery.sqlite"
+        open_registry(f"sqlite:///{path}").close()
+        path.chmod(0o444)
+        path.parent.chmod(0o555)
+        user = os.geteuid()
+        if user == 0:  # root may write everything
+            os.seteuid(65534)
+        try:
+            with pytest.raises(SettingsError, match=f"discovery file {path}: "):
+                open_registry(f"sqlite:///{path}")
+        finally:
+            os.seteuid(user)
+            path.parent.chmod(0o755)
+
+
+# Leases
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time of the file's leases, which no other clock moves."""
+    now = [1000.0]
+    for name in MODULES:
+        monkeypatch.setattr(f"edl.discovery.sqlite.{name}.time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+def test_leases_end_unless_they_are_renewed(registry: Registry, store: Store, clock: list[float]) -> None:
+    """Instances are remembered for a minute, and keys are not."""
+    lease, registration = store.lease(LONG_S), registry.register(teacher("s"), LONG_S)
+    assert isinstance(lease, RenewedLease)
+    assert isinstance(registration, RenewedRegistration)
+    entry = store.put("a", b"1", lease)
+    for _ in range(2):
+        clock[0] += 0.9 * LONG_S
+        assert lease.claim.renew()
+        assert registration._claim.renew()
+        assert store.list("") == [entry]
+        assert ids(registry.snapshot("s").instances) == ["a"]
+    clock[0] += LONG_S
+    assert store.get("a") is None
+    assert store.list("") == []
+    assert ids(registry.snapshot("s").lapsed) == ["a"]
+    assert registry.services() == ("s",)
+    assert not lease.claim.renew()
+    clock[0] += 61.0
+    store.put("b", b"")  # whoever writes removes what is over
+    assert registry.snapshot("s").lapsed == ()
+    assert registry.services() == ()
+
+
+def test_renewed_entry_is_never_gone(
+    registry: Registry, store: Store, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read that asks for the time before it looks takes a renewal in between for one by another clock."""
+    lease, registration = store.lease(LONG_S), registry.register(teacher("s"), LONG_S)
+    assert isinstance(lease, RenewedLease)
+    assert isinstance(registration, RenewedRegistration)
+    store.put("a", b"1", lease)
+
+    def renew_after() -> float:
+        asked = clock[0]
+        clock[0] += 1.0
+        assert lease.claim.renew()
+        assert registration._claim.renew()
+        return asked
+
+    for name in MODULES[1:]:
+        monkeypatch.setattr(f"edl.discovery.sqlite.{name}.time", SimpleNamespace(monotonic=renew_after))
+    assert store.get("a") is not None
+    assert len(store.list("a")) == 1
+    assert registry.services() == ("s",)
+    assert found_ids(registry) == ["a"]
+
+
+@pytest.mark.parametrize(
+    "sql", ["UPDATE state SET boot = 'an earlier one'", "UPDATE lease SET expires = expires + 1000000"]
+)
+def test_a_boot_ends_leases_and_keeps_keys(path: Path, url: str, sql: str) -> None:
+    with open_registry(url) as registry, open_store(url) as store, store.lease(3600) as lease:
+        registration = registry.register(teacher("s"), 3600)
+        store.put("leased", b"1", lease)
+        kept = store.put("kept", b"2")
+        with raw(path) as connection:
+            connection.execute(sql)
+        with open_registry(url) as after, open_store(url) as store_after:
+            assert after.snapshot("s").instances == ()
+            assert store_after.list("") == [kept]
+            assert store_after.put("kept", b"3").version > kept.version
+        registration.close()
+
+
+def test_a_lease_of_another_file_is_refused(store: Store, tmp_path: Path) -> None:
+    with (
+        open_store(f"sqlite:///{tmp_path}/other") as other,
+        other.lease() as foreign,
+        pytest.raises(SettingsError, match="not a lease of"),
+    ):
+        store.put("a", b"x", foreign)
+
+
+def test_rows_of_nonsense_are_left_out(path: Path, registry: Registry) -> None:
+    with registry.register(teacher("s", "good"), LONG_S), registry.watch("s") as watch:
+        seen(watch, "good")
+        with raw(path) as connection:
+            for number, record in enumerate(("''", "'{'", "CAST(x'ff' AS TEXT)", "x'ff00'", "17", "'[]'")):
+                connection.execute(f"INSERT INTO lease SELECT {number}, ttl_s, expires FROM lease LIMIT 1")
+                connection.execute(f"INSERT INTO instance VALUES ({number}, 's', x'ff3{number}', 99, {record})")
+            connection.execute("UPDATE state SET revision = revision + 1")
+        snapshot = watch.get(DEADLINE_S) or pytest.fail("nothing came")
+        assert ids(snapshot.instances) == ["good"]
+        assert len(snapshot.rejected) == 6
+        assert snapshot == registry.snapshot("s")
+
+
+def test_quiet_watch_reads_nothing(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    look = SqliteFile.data_version
+    monkeypatch.setattr(SqliteFile, "data_version", lambda file: looks.append(1) or look(file))
+    with registry.watch("s") as watch:
+        seen(watch)
+        reads: list[int] = []
+        read = SqliteFile.read
+        monkeypatch.setattr(SqliteFile, "read", lambda file: reads.append(1) or read(file))
+        looks.clear()
+        wait_until(lambda: len(looks) >= 3)
+    assert len(reads) <= 1, "a look that was under way may read"
+
+
+# Other writers
+
+
+def test_endless_writer_is_an_error(path: Path, url: str) -> None:
+    with open_store(url, timeout_s=0.1) as store:
+        store.put("a", b"1")
+        with raw(path) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            with pytest.raises(DiscoveryError, match="locked"):
+                store.put("a", b"2")
+            assert (store.get("a") or pytest.fail("gone")).value == b"1", "reading goes on meanwhile"
+            connection.rollback()
+        wait_until(lambda: _is_put(store))
+
+
+def _is_put(store: Store) -> bool:
+    with contextlib.suppress(DiscoveryError):
+        return store.put("a", b"2").value == b"2"
+    return False
+
+
+def test_killed_writers_damage_nothing(path: Path, store: Store, member: Start) -> None:
+    """Processes that all make the file, and die in the middle of their transactions."""
+    store.close()
+    remove_database(path)
+    writers = [member("compete", "a/", "1000000") for _ in range(3)]
+    assert [writer.hear() for writer in writers] == ["ready"] * 3
+    for writer in writers:
+        writer.say("go")
+    with open_store(f"sqlite:///{path}", timeout_s=DEADLINE_S) as store:
+        wait_until(lambda: len(store.list("a/")) > 100)
+        for writer in writers:
+            writer.kill()
+        assert store.put("b", b"1"), "the lock of the dead is free"
+    with raw(path) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
+def test_threads_open_files_side_by_side(tmp_path: Path) -> None:
+    before = sys.getswitchinterval()
+    held = [open_store(f"sqlite:///{tmp_path}/held{number}.sqlite") for number in range(40)]
+
+    def open_some(thread: int) -> None:
+        for number in range(10):
+            open_store(f"sqlite:///{tmp_path}/{thread}-{number % 3}.sqlite", timeout_s=DEADLINE_S).close()
+
+    sys.setswitchinterval(1e-6)
+    try:
+        for opening in [start_call("edl-test", lambda thread=thread: open_some(thread)) for thread in range(4)]:
+            opening.result(DEADLINE_S)
+    finally:
+        sys.setswitchinterval(before)
+        for store in held:
+            store.close()
+
+
+# Files that are removed or replaced in use
+
+
+@pytest.mark.parametrize("fault", ["file", "folder", "-wal", "-shm", "truncated"])
+def test_lost_parts_are_made_again(
+    fault: str, path: Path, tmp_path: Path, member: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All meet in the new file, this process and another, and a watch never shows an empty list."""
+    path = tmp_path / "a" / "b" / "discovery.sqlite"
+    url = f"sqlite:///{path}"
+    other = Member(url, "register", "s", "b", "0.6")
+    try:
+        assert other.hear() == "ready"
+        with (
+            open_registry(url) as registry,
+            registry.register(teacher("s"), 0.6) as registration,
+            registry.watch("s") as watch,
+            open_store(url) as store,
+            store.lease(0.6) as lease,
+        ):
+            shown = seen(watch, "a", "b")
+            if fault == "file":
+                remove_database(path)
+            elif fault == "folder":
+                path.parent.parent.rename(tmp_path / "moved")  # in a single step: it is made again at any moment
+            elif fault == "truncated":
+                os.truncate(path, 0)
+            else:
+                path.with_name(path.name + fault).unlink()
+            wait_until(lambda: found_ids(registry) == ["a", "b"])
+            wait_until(lambda: lease.lost, "a lease to be lost, which is not made again")
+            with registry.register(teacher("s", "late"), LONG_S):
+                while "late" not in ids(shown.instances):
+                    shown = watch.get(DEADLINE_S) or pytest.fail(f"a watch of the time before stopped at {shown}")
+                    assert shown.instances or shown.lapsed, "its students would drop all"
+            wait_until(lambda: not registration.error)
+    finally:
+        other.end()
+    assert ("while in use; it is made anew" in caplog.text) == (fault not in ("file", "folder"))
+
+
+def test_replaced_while_it_is_opened(path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection to a file that another replaced at once is not taken for one to that other."""
+    open_store(url).close()
+    connect = sqlite3.connect
+    spoilt = []
+
+    def connect_then_spoil(*args: Any, **options: Any) -> sqlite3.Connection:
+        connection: sqlite3.Connection = connect(*args, **options)
+        if not spoilt:
+            spoil_database(path)
+            spoilt.append(path.read_bytes())
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", connect_then_spoil)
+    for _ in range(2):
+        with pytest.raises(SettingsError, match="not a database"):
+            open_store(url).list("")
+        assert [path.read_bytes()] == spoilt, "nobody's file is removed"
+
+
+def test_new_file_has_memory_of_its_own(path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who removes a database leaves its journal and memory, which others read yet. Nobody opens it meanwhile."""
+    prepare = SqliteFile._prepare
+    left: list[bool] = []
+
+    def prepare_and_note(file: SqliteFile, connection: sqlite3.Connection) -> None:
+        left.extend(path.with_name(path.name + side).exists() for side in ("-wal", "-shm"))
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(folder)
+        prepare(file, connection)
+
+    with open_store(url) as store:
+        store.put("old", b"1")
+        path.unlink()
+        monkeypatch.setattr(SqliteFile, "_prepare", prepare_and_note)
+        with open_store(url) as again:
+            assert left == [False, False], "two databases share a journal and memory"
+            assert again.list("") == []
+
+
+def test_leaving_a_deleted_file_is_harmless(path: Path, store: Store, url: str, member: Start) -> None:
+    store.put("old", b"1")
+    remove_database(path)
+    successor = member("hold", "new", str(LONG_S))
+    assert successor.hear() == "ready"
+    assert [entry.key for entry in store.list("")] == ["new"]
+    store.close()
+    assert successor.ask("?") == "kept"
+    with open_store(url) as again:
+        assert [entry.key for entry in again.list("")] == ["new"]
+    with raw(path) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
+# What the kernel refuses
+
+PROGRAM = """
+import resource, sys
+from edl.discovery import open_registry, open_store
+from edl.errors import EDLError
+from tests.fast.discovery.conformance.backends import teacher
+from tests.waiting import DEADLINE_S, wait_until
+
+fault, url = sys.argv[1:]
+
+def refused(call):
+    try:
+        call()
+    except EDLError as exc:
+        return str(exc)
+    return ""
+
+with (
+    open_registry(url, timeout_s=2.0) as registry,  # its threads wait for each other's transactions as well
+    open_registry(url, timeout_s=2.0) as onlooker,
+    open_store(url, timeout_s=2.0) as store,
+    registry.register(teacher("s"), 0.6) as registration,
+    onlooker.watch("s") as watch,
+):
+    while not watch.get(DEADLINE_S).instances:  # a process that stood still has lapsed, and registers again
+        pass
+    store.put("k", b"1")
+    limit = {"write": resource.RLIMIT_FSIZE, "open": resource.RLIMIT_NOFILE}[fault]
+    soft, hard = resource.getrlimit(limit)
+    resource.setrlimit(limit, (0, hard))
+    if fault == "open":  # what is open goes on
+        assert refused(lambda: open_registry(url))
+        before = registration._kept_until
+        wait_until(lambda: registration._kept_until > before + 0.6)
+    else:
+        assert refused(lambda: store.put("k", b"2"))
+        wait_until(lambda: onlooker.snapshot("s").lapsed)  # and is not forgotten
+        wait_until(lambda: registration.error)
+        assert store.get("k").value == b"1", "reading goes on"
+    resource.setrlimit(limit, (soft, hard))
+    wait_until(lambda: not refused(lambda: store.put("k", b"3")))
+    wait_until(lambda: onlooker.snapshot("s").instances)  # it registers again by itself
+    wait_until(lambda: not registration.error)
+    with registry.register(teacher("s", "late"), 600.0):
+        for shown in iter(lambda: watch.get(DEADLINE_S), None):
+            assert shown.instances or shown.lapsed, "never an empty list"
+            if "late" in [found.id for found in shown.instances]:
+                break
+print("borne")
+"""
+
+
+@pytest.mark.parametrize("fault", ["write", "open"])
+def test_a_fault_is_borne_and_then_forgotten(fault: str, url: str) -> None:
+    """RLIMIT_FSIZE 0 fails each write to the file, as a full disk does, and RLIMIT_NOFILE 0 each opening."""
+    command = [sys.executable, "-c", PROGRAM, fault, url]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.stdout.splitlines()[-1:] == ["borne"], done.stdout + done.stderr

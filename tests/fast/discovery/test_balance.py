@@ -7,7 +7,6 @@ import json
 import random
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -79,35 +78,26 @@ def cases(draw: st.DrawFn, most_teachers: int, most_students: int, capacities: t
 # Wants
 
 
+@settings(max_examples=40)
 @given(cases(8, 8))
 def test_students_get_what_they_may_have(case: Case) -> None:
-    """Every student has as many different teachers as it wants and may have."""
+    """As many different teachers as each wants, all where they fit; and no teacher is idle that somebody wants."""
     answer = case.answer()
     assert list(answer) == sorted(case.students)
+    idle = {teacher for teacher, load in case.loads(answer).items() if load == 0}
     for student, teachers in answer.items():
         assert len(teachers) == case.degree(student)
         assert list(teachers) == sorted(set(teachers) & set(case.teachers))
-
-
-@given(cases(8, 8))
-def test_no_teacher_is_idle_when_wanted(case: Case) -> None:
-    answer = case.answer()
-    idle = [teacher for teacher, load in case.loads(answer).items() if load == 0]
-    for student, teachers in answer.items():
         if len(teachers) < min(case.fan_out, case.students[student] or case.fan_out):
-            assert set(idle) <= set(teachers)
-
-
-@given(cases(8, 8))
-def test_students_talk_to_all_that_fit(case: Case) -> None:
+            assert idle <= set(teachers)
     roomy = replace(case, students=dict.fromkeys(case.students, None), fan_out=max(len(case.teachers), 1))
     assert roomy.answer() == dict.fromkeys(sorted(case.students), tuple(sorted(case.teachers)))
 
 
 def test_first_student_never_starves_another() -> None:
-    # The ancestor trimmed and linked in one pass: in 154 of 300 such trials the second student got no teacher.
+    # The ancestor trimmed and linked in one pass: in half of such trials the second student got no teacher.
     chance = random.Random(300)
-    for _ in range(300):
+    for _ in range(40):
         teachers = {f"t{number}": 1.0 for number in range(chance.randint(1, 10))}
         wants = [chance.choice([None, 1, 2, 5, 10]) for _ in range(2)]
         fan_out = chance.randint(1, 10)
@@ -120,32 +110,30 @@ def test_first_student_never_starves_another() -> None:
             assert set(both["a"]) | set(both["b"]) == set(teachers)
 
 
-@pytest.mark.parametrize("fan_out", [2, 3, 7])
-def test_seven_teachers_of_four_are_busy(fan_out: int) -> None:
-    # The ancestor gave each student floor(7 / 4) of them, and three stayed idle.
-    case = Case({f"t{number}": 1.0 for number in range(7)}, dict.fromkeys("abcd"), fan_out)
+def test_scarce_and_plenty_teachers_are_all_used() -> None:
+    # The ancestor gave each of four students floor(7 / 4) of seven teachers, and three stayed idle.
+    case = Case({f"t{number}": 1.0 for number in range(7)}, dict.fromkeys("abcd"), 2)
     assert min(case.loads(case.answer()).values()) >= 1
-
-
-def test_students_share_scarce_teachers() -> None:
-    """Students share when they outnumber the teachers."""
     case = Case({"t0": 1.0, "t1": 1.0}, {f"s{number}": 1 for number in range(7)}, 5)
     assert sorted(case.loads(case.answer()).values()) == [3, 4]
+    assert balance({}, {"b": None, "a": 1}, {"a": ["t"]}) == {"a": (), "b": ()}
+    assert balance({"t": 1.0}, {}, {"a": ["t"]}) == {}
 
 
 # Loads
 
 
+@settings(max_examples=30)
 @given(cases(8, 8, capacities=(1.0,)))
 def test_equal_loads_are_within_one(case: Case) -> None:
     loads = case.loads(case.answer()).values()
     assert not loads or max(loads) - min(loads) <= 1
 
 
+@settings(max_examples=40)
 @given(cases(7, 7))
 @example(Case({"t0": 64.0, "t1": 1.0, "t2": 1.0}, {"a": 3, "b": 1, "c": 1}, 3))
 def test_no_move_would_even_the_loads(case: Case) -> None:
-    """No link can move from a more to a less loaded teacher and even them."""
     answer = case.answer()
     loads = case.loads(answer)
     # From which teacher to which a link can move, directly or along a chain of other links.
@@ -164,16 +152,10 @@ def test_no_move_would_even_the_loads(case: Case) -> None:
         assert loads[giver] / gives <= loads[taker] / takes or after >= before
 
 
-def test_double_capacity_has_double_students() -> None:
-    """A teacher of twice the capacity has twice the students."""
-    case = Case({"big": 2.0, "small": 1.0}, {f"s{number}": 1 for number in range(30)}, 1)
-    assert case.loads(case.answer()) == {"big": 20, "small": 10}
-
-
+@settings(max_examples=40)
 @given(st.lists(st.floats(0.001, 1000.0), min_size=1, max_size=12), st.integers(1, 60))
 @example([0.35, 0.35], 3)  # 3 / 0.35 * 0.35 is less than 3 in floating point
 def test_no_teacher_was_cheaper(capacities: list[float], students: int) -> None:
-    """No teacher could have taken a student more cheaply."""
     case = Case({f"t{n}": c for n, c in enumerate(capacities)}, {f"s{n}": 1 for n in range(students)}, 1)
     loads = case.loads(case.answer())
     dearest = max((2 * load - 1) / case.teachers[teacher] for teacher, load in loads.items())
@@ -182,8 +164,11 @@ def test_no_teacher_was_cheaper(capacities: list[float], students: int) -> None:
 
 
 def test_capacities_of_any_size_are_balanced() -> None:
-    case = Case({"tiny": 5e-324, "small": 1e-300, "huge": 1.7e308}, {f"s{number}": 1 for number in range(9)}, 1)
+    students = {f"s{number}": 1 for number in range(9)}
+    case = Case({"tiny": 5e-324, "small": 1e-300, "huge": 1.7e308}, students, 1)
     assert case.loads(case.answer()) == {"tiny": 0, "small": 0, "huge": 9}
+    case = Case({"big": 2.0, "small": 1.0}, students, 1)
+    assert case.loads(case.answer()) == {"big": 6, "small": 3}
 
 
 # Moves
@@ -202,7 +187,7 @@ def by_brute_force(case: Case) -> tuple[Fraction, int]:
 
 
 @given(cases(4, 4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50)
 # Two students take all, the third has a choice: a fair load must not count on more than it can give.
 @example(Case({"t0": 9.0, "t1": 7.0, "t2": 5.0}, {"a": 3, "b": 3, "c": 3, "d": 1}, 3, {"d": ("t1", "t2")}))
 # Large and small teachers tie for the last link: nothing is lost yet that would justify to treat them apart.
@@ -262,7 +247,7 @@ def weight(case: Case) -> int:
 
 
 @given(cases(12, 9))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=25)
 # Rare cases, in which a step of the search that costs too much would be the first to be found.
 @example(
     Case(
@@ -289,7 +274,6 @@ def weight(case: Case) -> int:
     )
 )
 def test_larger_change_moves_fewest_links(case: Case) -> None:
-    """No change among more members moves more links than it must."""
     pytest.importorskip("scipy", reason="scipy, which scikit-learn brings, finds the optimum to compare with")
     if case.teachers and case.students:
         answer = case.answer()
@@ -297,20 +281,19 @@ def test_larger_change_moves_fewest_links(case: Case) -> None:
         assert ours == pytest.approx(by_linear_programming(case), abs=0.2)
 
 
-@given(cases(8, 8))
-def test_nothing_moves_when_nothing_changes(case: Case) -> None:
+@settings(max_examples=40)
+@given(cases(8, 8), st.randoms(use_true_random=False))
+def test_nothing_moves_when_nothing_changes(case: Case, chance: random.Random) -> None:
+    """And the order of what is given does not matter."""
     answer = case.answer()
     assert replace(case, previous=answer).answer() == answer
 
-
-@given(cases(8, 8), st.randoms(use_true_random=False))
-def test_order_of_inputs_does_not_matter(case: Case, chance: random.Random) -> None:
     def shuffled(items: Mapping[str, object]) -> dict[str, object]:
         return dict(chance.sample(sorted(items.items()), len(items)))
 
     previous = {student: chance.sample(teachers, len(teachers)) for student, teachers in case.previous.items()}
     again = balance(shuffled(case.teachers), shuffled(case.students), shuffled(previous), case.fan_out)  # type: ignore[arg-type]
-    assert again == case.answer()
+    assert again == answer
 
 
 def test_all_processes_get_the_same_answer() -> None:
@@ -341,18 +324,15 @@ def moved(before: Links, after: Links) -> int:
 
 
 @pytest.mark.parametrize("capacities", [(1.0,), (1.0, 2.0, 4.0, 8.0)])
-def test_large_cluster_is_balanced_quickly(capacities: tuple[float, ...]) -> None:
-    """A large cluster is balanced at once and moves what it must."""
-    teachers = {f"t{number}": capacities[number % len(capacities)] for number in range(10_000)}
-    students: dict[str, int | None] = {f"s{number}": 10 + number % 11 for number in range(1_000)}
+def test_large_cluster_moves_what_it_must(capacities: tuple[float, ...]) -> None:
+    teachers = {f"t{number}": capacities[number % len(capacities)] for number in range(2_000)}
+    students: dict[str, int | None] = {f"s{number}": 10 + number % 11 for number in range(200)}
     case = Case(teachers, students, 20)
-    started = time.monotonic()
     first = case.answer()
     lost = first["s1"][0]
     rest = {teacher: capacity for teacher, capacity in teachers.items() if teacher != lost}
     after_loss = balance(rest, students, first, 20)
     after_join = balance({**rest, "new": 8.0}, students, after_loss, 20)
-    assert time.monotonic() - started < 30
     loads = case.loads(first)
     assert max(loads.values()) - min(loads.values()) <= (1 if len(capacities) == 1 else 8)
     assert moved(first, after_loss) == loads[lost]
@@ -362,19 +342,16 @@ def test_large_cluster_is_balanced_quickly(capacities: tuple[float, ...]) -> Non
 
 @pytest.mark.parametrize("halve", ["teachers", "students", "wants"])
 def test_half_of_a_cluster_may_go_and_return(halve: str) -> None:
-    """Half of a cluster may go and come back at once."""
     chance = random.Random(5)
-    full = Case({f"t{n}": chance.choice([1.0, 2.0]) for n in range(300)}, {f"s{n}": 20 for n in range(100)}, 20)
+    full = Case({f"t{n}": chance.choice([1.0, 2.0]) for n in range(60)}, {f"s{n}": 20 for n in range(20)}, 20)
     half = {
         "teachers": replace(full, teachers=dict(list(full.teachers.items())[::2])),
         "students": replace(full, students=dict(list(full.students.items())[::2])),
         "wants": replace(full, students=dict.fromkeys(full.students, 10)),
     }[halve]
-    started = time.monotonic()
     first = full.answer()
     second = replace(half, previous=first).answer()
     third = replace(full, previous=second).answer()
-    assert time.monotonic() - started < 30
     assert third.keys() == first.keys()
     assert full.unevenness(third) == full.unevenness(first)
     assert half.unevenness(second) == half.unevenness(half.answer())
@@ -387,7 +364,6 @@ def test_half_of_a_cluster_may_go_and_return(halve: str) -> None:
     ("teachers", "students", "fan_out", "words"),
     [
         ({"t": 0.0}, {"s": 1}, 1, "'t'"),
-        ({"t": -1.0}, {"s": 1}, 1, "'t'"),
         ({"t": float("nan")}, {"s": 1}, 1, "nan"),
         ({"t": float("inf")}, {"s": 1}, 1, "inf"),
         ({"t": 1.0}, {"s": 0}, 1, "'s'"),
@@ -397,14 +373,5 @@ def test_half_of_a_cluster_may_go_and_return(halve: str) -> None:
 def test_senseless_numbers_are_refused(
     teachers: dict[str, float], students: dict[str, int | None], fan_out: int, words: str
 ) -> None:
-    """Numbers that make no sense are refused by name."""
     with pytest.raises(SettingsError, match=words):
         balance(teachers, students, {}, fan_out)
-
-
-def test_no_teachers_give_no_links() -> None:
-    assert balance({}, {"b": None, "a": 1}, {"a": ["t"]}) == {"a": (), "b": ()}
-
-
-def test_without_students_there_are_no_links() -> None:
-    assert balance({"t": 1.0}, {}, {"a": ["t"]}) == {}

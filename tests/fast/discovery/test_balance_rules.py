@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.discovery.balance.rules import (
@@ -37,11 +37,11 @@ def listed(**limits: int) -> list[Entry]:
 # A member
 
 
+@settings(max_examples=40)
 @given(names, st.integers(1, 14), st.none() | names, names)
 def test_student_gets_up_to_its_limit(
     ready: frozenset[str], limit: int, links: frozenset[str] | None, last: frozenset[str]
 ) -> None:
-    """A student has a teacher whenever one is ready and never more than its limit."""
     choice = choose_teachers("s", limit, teachers(ready), links, last)
     assert choice.ids <= ready
     assert bool(choice.ids) == bool(ready)
@@ -56,7 +56,6 @@ def test_student_gets_up_to_its_limit(
 
 
 def test_unlinked_students_spread_steadily() -> None:
-    """Students without links spread and choose the same again."""
     ready = teachers([f"t{number}" for number in range(10)])
     chosen = Counter(name for n in range(200) for name in choose_teachers(f"s{n}", 2, ready, None, ()).ids)
     assert len(chosen) == 10
@@ -78,7 +77,6 @@ def test_only_what_changes_is_written() -> None:
 
 
 def test_unlimited_student_needs_no_entry() -> None:
-    """A student that all teachers fit needs no entry, and what it has is remembered."""
     few, more = teachers(["a", "b"]), teachers(["a", "b", "c", "d"])
     stored = [Entry(KEYS.links_of("x"), pack_links(["a"]), 3)]
     fits = plan_links(KEYS, few, listed(x=2, y=2), stored, {})
@@ -91,17 +89,22 @@ def test_unlimited_student_needs_no_entry() -> None:
 
 
 def test_links_of_departed_students_go() -> None:
-    """Links of students that are gone are deleted and others stay."""
     ready = teachers(["a", "b", "c"])
     stored = [Entry(KEYS.links_of(name), pack_links([linked]), 1) for name, linked in (("x", "b"), ("gone", "a"))]
     todo = plan_links(KEYS, ready, listed(x=1), stored, {})
     assert todo.links == {"x": ("b",)}
     assert todo.deletes == (KEYS.links_of("gone"),)
     assert not todo.writes
+    assert plan_links(KEYS, [], listed(x=1), stored[:1], {}).deletes == (KEYS.links_of("x"),), "without teachers"
+
+
+def test_larger_teacher_has_more_students() -> None:
+    ready = [Instance("resnet", "big", "h", 1, capacity=3.0), Instance("resnet", "small", "h", 2)]
+    links = plan_links(KEYS, ready, listed(a=1, b=1, c=1, d=1), [], {}).links
+    assert Counter(name for (name,) in links.values()) == {"big": 3, "small": 1}
 
 
 def test_too_large_links_are_left_out() -> None:
-    """Links that are too large for the store are left to the student."""
     ready = teachers([f"{number:0200}" for number in range(2000)])
     todo = plan_links(KEYS, ready, listed(large=1500, small=3), [], {})
     assert list(todo.writes) == [KEYS.links_of("small")]
@@ -110,14 +113,10 @@ def test_too_large_links_are_left_out() -> None:
         assert len(check_value(value)) <= MAX_VALUE_BYTES
 
 
-def test_without_teachers_nobody_has_links() -> None:
-    stored = [Entry(KEYS.links_of("x"), pack_links(["a"]), 1)]
-    assert plan_links(KEYS, [], listed(x=1), stored, {}).deletes == (KEYS.links_of("x"),)
-
-
 # What is written
 
 
+@settings(max_examples=40)
 @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=25))
 def test_every_name_is_one_part_of_a_key(student: str) -> None:
     for key in (KEYS.student(student), KEYS.links_of(student)):
@@ -138,6 +137,7 @@ def test_impossible_name_is_refused(student: str) -> None:
         KEYS.student(student)
 
 
+@settings(max_examples=40)
 @given(st.integers(1, 10**9), st.frozensets(st.text(max_size=8)))
 def test_values_survive_a_round_trip(limit: int, linked: frozenset[str]) -> None:
     assert unpack_limit(pack_limit(limit)) == limit
@@ -147,6 +147,7 @@ def test_values_survive_a_round_trip(limit: int, linked: frozenset[str]) -> None
 NONSENSE = [b"[" * 100_000, b'{"limit": true, "teachers": [1]}', b'{"limit": 1e9}', b'{"limit": 0, "teachers": {}}']
 
 
+@settings(max_examples=40)
 @given(st.binary(max_size=40) | st.sampled_from(NONSENSE))
 def test_senseless_bytes_are_a_value_error(value: bytes) -> None:
     for unpack in (unpack_limit, unpack_links):

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, CompleteSlot, SlotHeader, SlotPair, find_slots
 
 SECRET = b"s" * 32
-WAIT_S = 60.0
 
 
-def keep(
-    prefix: Path, step: int, nbytes: int = 100, *, generation: int = 0, rank: int = 0, world: int = 2
-) -> CompleteSlot:
+def keep(prefix: Path, step: int, nbytes: int = 100, **header: int) -> CompleteSlot:
     """Save a state whose bytes are its step."""
     slots = SlotPair(prefix)
-    found = save(slots, step, nbytes, generation=generation, rank=rank, world=world)
+    found = save(slots, step, nbytes, **header)
     slots.close()
     return found
 
@@ -41,10 +36,3 @@ def is_whole(found: CompleteSlot) -> bool:
 def steps(prefix: Path) -> list[int]:
     assert all(is_whole(one) for one in find_slots(prefix))
     return [one.header.step for one in find_slots(prefix)]
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)

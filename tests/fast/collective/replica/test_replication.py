@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -30,20 +29,19 @@ from edl.collective.replica.replicator import JobSecret, Replicator, replica_pee
 from edl.collective.replica.schedule import ReplicaAction, ReplicaPace, ReplicationSchedule
 from edl.discovery import open_store
 from edl.errors import SettingsError
-from tests.fast.collective.replica.replicas import SECRET, is_whole, keep, save, steps, until
-
-# --- Which state is chosen. ---
+from tests.fast.collective.replica.replicas import SECRET, is_whole, keep, save, steps
+from tests.waiting import wait_until
 
 headers = st.builds(
     SlotHeader, st.integers(0, 2), st.integers(0, 3), st.integers(1, 3), st.integers(0, 2), sharded=st.just(True)
 ).filter(lambda header: header.rank < header.world)
 
 
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.lists(headers, max_size=4), st.lists(headers, max_size=4)), min_size=1, max_size=4))
 def test_owners_states_come_first(
     offers: list[tuple[list[SlotHeader], list[SlotHeader]]],
 ) -> None:
-    """The newest state that is whole is chosen and owners come first."""
     own, replicas = [one for one, _ in offers], [one for _, one in offers]
     choice = choose_state(own, replicas)
     everything = [header for row in (*own, *replicas) for header in row]
@@ -66,11 +64,7 @@ def test_owners_states_come_first(
         assert any(choice.matches_slot(header, part) for header in givers[source])
 
 
-# --- What is kept. ---
-
-
 def test_workers_keep_wanted_states(tmp_path: Path) -> None:
-    """Workers keep a state when it is wanted and all that are kept were sent."""
     folder = ReplicaFolder(tmp_path / "replicas")
     folder.path.mkdir()
     replica_slots = ReplicaSlots(tmp_path / "slots-0", folder)
@@ -95,12 +89,12 @@ def memory_of(folder: Path) -> int:
     return sum({path.stat().st_ino: path.stat().st_size for path in folder.glob("slots-0*")}.values())
 
 
-@pytest.mark.parametrize(("between", "states"), [(0, 2), (1, 3), (3, 4)], ids=["each", "every other", "every fourth"])
+@pytest.mark.parametrize(("between", "states"), [(0, 2), (3, 4)], ids=["each", "every fourth"])
 def test_kept_states_share_memory(tmp_path: Path, between: int, states: int) -> None:
     """Where each save is kept for a replica, two slots are enough; elsewhere it takes two more at most."""
     replica_slots, slots = ReplicaSlots(tmp_path / "slots-0", ReplicaFolder(tmp_path)), SlotPair(tmp_path / "slots-0")
     most, inodes = 0, set()
-    for step in range(40):
+    for step in range(24):
         kept = step % (between + 1) == 0
         before = [one.header.step for one in replica_slots.slots.find_complete()]
         if kept:
@@ -163,13 +157,10 @@ def test_newest_common_state_is_found(tmp_path: Path) -> None:
     assert newest_common_state([find_slots(one), find_slots(other)])[0].header.step == 3
 
 
-# --- When what is sent. ---
-
 ONE, TWO = (0, 1, 2), (0, 2, 2)
 
 
 def test_state_is_sent_once_an_interval() -> None:
-    """A state is sent once and the next one wanted after the interval."""
     course = ReplicationSchedule(ReplicaPace(interval_s=10, share=0.1, retry_s=5))
     course.start_world(same_peer=False)
     assert course.next_action(0, NO_VERSION, NO_VERSION) is ReplicaAction.WANT
@@ -197,31 +188,7 @@ def test_unkept_state_is_passed_over() -> None:
     assert course.next_action(50, ONE, TWO) is ReplicaAction.WANT
 
 
-def test_a_replica_is_three_transfers_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transfers of a minute, as 64 GB over 10 Gbit/s take: the oldest is replaced when the next one has arrived."""
-
-    def oldest_s() -> float:
-        course, saved, now = ReplicationSchedule(ReplicaPace.from_env()), -1.0, 0.0
-        course.start_world(same_peer=False)
-        for step in range(3):
-            sent = (0, step, 2) if step else NO_VERSION
-            while course.next_action(now, sent, sent) is not ReplicaAction.WANT:
-                now += 1.0
-                assert now < 10_000.0
-            before, saved = saved, now
-            course.record_sent((0, step + 1, 2), now, now + 60.0)
-            now += 60.0
-        return now - before
-
-    assert oldest_s() <= 185.0
-    monkeypatch.setenv("EDL_REPLICA_SHARE", "0.1")
-    assert oldest_s() >= 600.0
-    monkeypatch.setenv("EDL_REPLICA_SHARE", "2")
-    with pytest.raises(SettingsError, match="share"):
-        ReplicaPace.from_env()
-
-
-@settings(max_examples=200)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.floats(0.0, 3.0), st.floats(0.0, 5.0), st.booleans()), min_size=1, max_size=30))
 def test_transfers_keep_to_their_share(turns: list[tuple[float, float, bool]]) -> None:
     """Workers keep a state as soon as it is wanted; transfers take as long as they take, and may fail."""
@@ -251,14 +218,10 @@ def test_a_pace_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
 
 
 def test_peer_is_the_next_taker() -> None:
-    """The peer is the next member that takes replicas."""
     members = [Member(name, "h", 1, 1, rank, port) for rank, (name, port) in enumerate([("a", 5), ("b", 0), ("c", 7)])]
     world = World(0, JobState.RUNNING, tuple(members))
     assert [getattr(replica_peer(world, name), "id", None) for name in "abcd"] == ["c", "c", "a", None]
     assert replica_peer(World(0, JobState.RUNNING, tuple(members[:2])), "a") is None
-
-
-# --- Agents. ---
 
 
 @pytest.fixture
@@ -289,46 +252,42 @@ def replica(tmp_path: Path, of: str, at: str) -> list[StateVersion]:
 
 
 def test_agents_send_to_successors(tmp_path: Path, agents: dict[str, Replicator], said: list[str]) -> None:
-    """Agents send what is kept to the next one and to its successor."""
-    before = time.time_ns() // 1000
     keep(kept_prefix(tmp_path / "slots-a"), 1)
     for one in agents.values():
         one.change_world(world_of(0, agents))
-    until(lambda: replica(tmp_path, "a", "b") == [(0, 1, 2)], "b has it")
-    until(lambda: before <= agents["a"].replicated_us <= time.time_ns() // 1000, "its age is known")
+    wait_until(lambda: replica(tmp_path, "a", "b") == [(0, 1, 2)], "b has it")
+    wait_until(lambda: agents["a"].replicated_us > 1_700_000_000_000_000, "its age is known")
     assert agents["b"].replicated_us == 0
-    until(lambda: ReplicaFolder(tmp_path / "a").requested_version() == (0, 1, 2), "the next one is wanted")
+    wait_until(lambda: ReplicaFolder(tmp_path / "a").requested_version() == (0, 1, 2), "the next one is wanted")
     keep(kept_prefix(tmp_path / "slots-a"), 2)
-    until(lambda: replica(tmp_path, "a", "b") == [(0, 2, 2), (0, 1, 2)], "b has the next one")
-    until(lambda: ReplicaFolder(tmp_path / "a").requested_version() == (0, 2, 2), "a knows that")
+    wait_until(lambda: replica(tmp_path, "a", "b") == [(0, 2, 2), (0, 1, 2)], "b has the next one")
+    wait_until(lambda: ReplicaFolder(tmp_path / "a").requested_version() == (0, 2, 2), "a knows that")
     agents.pop("b").close()
     agents["a"].change_world(world_of(1, agents))
-    until(lambda: replica(tmp_path, "a", "c") == [(0, 2, 2)], "c has it")
+    wait_until(lambda: replica(tmp_path, "a", "c") == [(0, 2, 2)], "c has it")
     agents["a"].change_world(World(2, JobState.RUNNING, world_of(1, agents).nodes[:1]))
     assert ReplicaFolder(tmp_path / "a").requested_version() is None, "nobody is there to send anything to"
     assert said == []
 
 
 def test_silent_peer_costs_a_line(tmp_path: Path, agents: dict[str, Replicator], said: list[str]) -> None:
-    """A peer that does not answer costs a line."""
     world = world_of(0, agents)
     agents.pop("b").close()
     keep(kept_prefix(tmp_path / "slots-a"), 1)
     agents["a"].change_world(world)
-    until(lambda: said, "it is said")
+    wait_until(lambda: said, "it is said")
     assert "b did not take a replica" in said[0]
     assert ReplicaFolder(tmp_path / "a").requested_version() is None
 
 
 def test_leaver_gives_its_state_away(tmp_path: Path, agents: dict[str, Replicator]) -> None:
-    """Who leaves gives the newest state away."""
     for one in agents.values():
         one.change_world(world_of(0, agents))
     keep(kept_prefix(tmp_path / "slots-a"), 1)
     keep(tmp_path / "slots-a", 4)
-    until(agents["a"].hand_over_state, "it was handed over")
+    wait_until(agents["a"].hand_over_state, "it was handed over")
     assert replica(tmp_path, "a", "b")[0] == (0, 4, 2)
-    until(agents["c"].hand_over_state, "who has nothing may go at once")
+    wait_until(agents["c"].hand_over_state, "who has nothing may go at once")
 
 
 def test_all_agents_of_a_job_know_one_secret(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Replicas on their way: between a sender and a server, one of which is killed, cut off, damaged or a stranger."""
+"""Replicas on their way: a sender or a server that is killed, cut off, damaged or a stranger; and TLS."""
 
 from __future__ import annotations
 
@@ -8,108 +8,104 @@ import random
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from edl.collective.checkpoint.memory.replica_slots import NO_VERSION, ReplicaFolder
-from edl.collective.checkpoint.memory.slots import CompleteSlot, SlotPair, find_slots
+from edl.collective.checkpoint.memory.slots import CompleteSlot, find_slots
+from edl.collective.replica import protocol
 from edl.collective.replica.client import ReplicaRefusedError, send_states
 from edl.collective.replica.protocol import ReplicaAnnouncement
 from edl.collective.replica.server import ReplicaServer
-from edl.errors import ProtocolError, TemporaryError
-from tests.fast.collective.replica.replicas import SECRET, WAIT_S, keep, steps, until
+from edl.errors import ProtocolError, SettingsError, TemporaryError
+from edl.protocol.tls.peers import PeerTLS
+from edl.settings import Credentials
+from tests.certificates import Authority, Pair
+from tests.fast.collective.replica.replicas import SECRET, keep, steps
+from tests.waiting import DEADLINE_S, wait_until
+
+
+class Receiver:
+    """A server of replicas."""
+
+    def __init__(self, folder: Path, secret: Callable[[], bytes] = lambda: SECRET, **settings: Any) -> None:
+        self.folder = ReplicaFolder(folder)
+        self.folder.path.mkdir(exist_ok=True)
+        self.said: list[str] = []
+        self.server = ReplicaServer(self.folder, secret, self.said.append, **settings)
+
+    def send(
+        self, *states: CompleteSlot, secret: bytes = SECRET, node: str = "n", port: int = 0, **settings: Any
+    ) -> None:
+        """Send as another agent does."""
+        send_states(("127.0.0.1", port or self.server.port), secret, node, states, **settings)
+
+    def steps(self, node: str = "n") -> list[int]:
+        return steps(self.folder.slot_prefix(node, 0))
 
 
 @pytest.fixture
-def said() -> list[str]:
-    return []
+def receive(tmp_path: Path) -> Iterator[Callable[..., Receiver]]:
+    with contextlib.ExitStack() as stack:
+
+        def start(*arguments: Any, **settings: Any) -> Receiver:
+            made = Receiver(tmp_path / "replicas", *arguments, **settings)
+            stack.callback(made.server.close)
+            return made
+
+        yield start
 
 
 @pytest.fixture
-def server(tmp_path: Path, said: list[str]) -> Iterator[ReplicaServer]:
-    folder = ReplicaFolder(tmp_path / "replicas")
-    folder.path.mkdir()
-    server = ReplicaServer(folder, lambda: SECRET, said.append, operation_s=3.0)
-    yield server
-    server.close()
+def receiver(receive: Callable[..., Receiver]) -> Receiver:
+    return receive()
 
 
-def send(server: ReplicaServer, *states: CompleteSlot, secret: bytes = SECRET, node: str = "other.host-1") -> None:
-    send_states(("127.0.0.1", server.port), secret, node, states, operation_s=10.0)
-
-
-def test_last_two_states_of_each_worker(tmp_path: Path, server: ReplicaServer) -> None:
-    """The last two states of each worker are there."""
+def test_last_two_states_of_each_worker(tmp_path: Path, receiver: Receiver) -> None:
+    node = "other.host-1"
     for step in (1, 2, 3):
-        send(server, *(keep(tmp_path / f"kept-{rank}", step, 3_000_000 * rank, rank=rank) for rank in range(2)))
-    folder = ReplicaFolder(tmp_path / "replicas")
-    for rank in range(2):
-        prefix = folder.slot_prefix("other.host-1", rank)
+        states = [keep(tmp_path / f"kept-{rank}", step, 3_000_000 * rank, rank=rank) for rank in range(2)]
+        receiver.send(*states, node=node)
+    prefixes = [receiver.folder.slot_prefix(node, rank) for rank in range(2)]
+    for rank, prefix in enumerate(prefixes):
         assert steps(prefix) == [3, 2]
         assert find_slots(prefix)[0].header == find_slots(tmp_path / f"kept-{rank}")[0].header
-    assert folder.slot_prefixes() == [folder.slot_prefix("other.host-1", rank) for rank in range(2)]
-    send(server, find_slots(tmp_path / "kept-0")[0])
-    assert steps(folder.slot_prefix("other.host-1", 0)) == [3, 2], "the same once more costs nothing"
+    assert receiver.folder.slot_prefixes() == prefixes
+    receiver.send(states[0], node=node)
+    assert receiver.steps(node) == [3, 2], "the same once more costs nothing"
 
 
-def test_own_fault_does_not_end_the_server(tmp_path: Path, said: list[str]) -> None:
-    """An error that was not foreseen costs a connection, and the next sender is served."""
-    folder = ReplicaFolder(tmp_path / "replicas")
-    folder.path.mkdir()
-    faults = [LookupError("a fault of our own")]
-
-    def secret() -> bytes:
-        if faults:
-            raise faults.pop()
-        return SECRET
-
-    server = ReplicaServer(folder, secret, said.append, operation_s=3.0)
-    with contextlib.closing(server):
-        with pytest.raises(TemporaryError):
-            send(server, keep(tmp_path / "kept", 1))
-        send(server, keep(tmp_path / "kept", 2))
-    assert steps(folder.slot_prefix("other.host-1", 0)) == [2]
-
-
-def test_abandoned_state_goes_first(tmp_path: Path, server: ReplicaServer) -> None:
-    """A state that was given up makes way before an older one."""
-    kept = tmp_path / "kept"
+def test_abandoned_state_goes_first(tmp_path: Path, receiver: Receiver) -> None:
     for step in (1, 2):
-        send(server, keep(kept, step))
-    pair = SlotPair(kept)
-    pair.keep_only_slot(pair.find_complete()[1])
-    send(server, keep(kept, 2, generation=1))
-    found = find_slots(ReplicaFolder(tmp_path / "replicas").slot_prefix("other.host-1", 0))
-    assert [one.header.version for one in found] == [(1, 2, 2), (0, 1, 2)]
+        receiver.send(keep(tmp_path / "kept", step))
+    receiver.send(keep(tmp_path / "other", 2, generation=1))
+    versions = [one.header.version for one in find_slots(receiver.folder.slot_prefix("n", 0))]
+    assert versions[0] == (1, 2, 2)
 
 
-def test_gone_nodes_states_stay_while_needed(tmp_path: Path, server: ReplicaServer) -> None:
-    """States of nodes that are gone stay until they are not needed."""
-    send(server, keep(tmp_path / "gone", 1), node="gone")
-    folder, here = ReplicaFolder(tmp_path / "replicas"), []
+def test_gone_nodes_states_stay_while_needed(tmp_path: Path, receiver: Receiver) -> None:
+    receiver.send(keep(tmp_path / "gone", 1), node="gone")
+    here = []
     for step in (2, 3):
-        send(server, keep(tmp_path / "kept", step), node="there")
-        here.append([prefix.name for prefix in folder.slot_prefixes()])
+        receiver.send(keep(tmp_path / "kept", step), node="there")
+        here.append([prefix.name for prefix in receiver.folder.slot_prefixes()])
     assert here == [["gone-0", "there-0"], ["there-0"]]
 
 
-def test_unknown_secret_is_refused(tmp_path: Path, server: ReplicaServer, said: list[str]) -> None:
-    """Who does not know the secret is refused."""
+def test_unknown_secret_is_refused(tmp_path: Path, receiver: Receiver) -> None:
     with pytest.raises((ProtocolError, TemporaryError)):
-        send(server, keep(tmp_path / "kept", 1), secret=b"x" * 32)
-    until(lambda: said, "the server said why")
-    assert "does not know the secret" in said[0]
-    assert SECRET.decode() not in said[0]
-    assert ReplicaFolder(tmp_path / "replicas").slot_prefixes() == []
+        receiver.send(keep(tmp_path / "kept", 1), secret=b"x" * 32)
+    wait_until(lambda: receiver.said, "the server says why")
+    assert "does not know the secret" in receiver.said[0]
+    assert SECRET.decode() not in receiver.said[0]
+    assert receiver.folder.slot_prefixes() == []
 
 
 def test_without_secret_nothing_is_received(tmp_path: Path) -> None:
-    """A receiver that does not know the secret gets nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         got = bytearray()
 
@@ -127,43 +123,37 @@ def test_without_secret_nothing_is_received(tmp_path: Path) -> None:
         thread.start()
         with pytest.raises(ProtocolError, match="secret"):
             send_states(listening.getsockname(), SECRET, "n", [keep(tmp_path / "kept", 1)])
-        thread.join(WAIT_S)
+        thread.join()
         assert len(got) == 64
 
 
-@pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 5000])
-def test_nonsense_disturbs_nobody(tmp_path: Path, server: ReplicaServer, noise: bytes) -> None:
-    """Whoever says something else disturbs nobody."""
-    with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(noise)
-    send(server, keep(tmp_path / "kept", 1))
-    assert steps(ReplicaFolder(tmp_path / "replicas").slot_prefix("other.host-1", 0)) == [1]
+def test_errors_and_nonsense_disturb_nobody(tmp_path: Path, receive: Callable[..., Receiver]) -> None:
+    """An error that was not foreseen costs a connection, and the next sender is served."""
+    faults = [LookupError("a fault of our own")]
 
+    def secret() -> bytes:
+        if faults:
+            raise faults.pop()
+        return SECRET
 
-def test_changed_transfer_keeps_old_state(tmp_path: Path, server: ReplicaServer) -> None:
-    """A proxy that damages one byte somewhere, or cuts the connection there."""
-    rng, prefix = random.Random(3), ReplicaFolder(tmp_path / "replicas").slot_prefix("other.host-1", 0)
-    send(server, keep(tmp_path / "kept", 1, 50_000))
-    for attempt in range(30):
-        state = keep(tmp_path / f"kept-{attempt}", 2, 50_000)
-        refused = contextlib.suppress(TemporaryError, ProtocolError, ReplicaRefusedError)
-        with Proxy(server.port, at=rng.randrange(50_500), cut=attempt % 2 == 0) as proxy, refused:
-            send_states(("127.0.0.1", proxy.port), SECRET, "other.host-1", [state], operation_s=5.0)
-            assert proxy.beyond, "it worked though it was damaged"
-        assert steps(prefix) in ([1], [2, 1])
-    send(server, keep(tmp_path / "last", 3, 50_000))
-    assert steps(prefix)[0] == 3
+    receiver = receive(secret)
+    with pytest.raises(TemporaryError):
+        receiver.send(keep(tmp_path / "kept", 1))
+    for noise in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 5000):
+        with socket.create_connection(("127.0.0.1", receiver.server.port)) as connection:
+            connection.sendall(noise)
+    receiver.send(keep(tmp_path / "kept", 2))
+    assert receiver.steps() == [2]
 
 
 class Proxy:
     """Passes on what is sent to a server, but for the byte `at`: that one is changed, or the connection ends there."""
 
-    def __init__(self, port: int, at: int, cut: bool) -> None:
+    def __init__(self, port: int, at: int = 1 << 62, cut: bool = False) -> None:
         self._target, self._at, self._cut = port, at, cut
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listening.getsockname()[1]
-        self.beyond = False
-        """Nothing was done, because less was sent."""
+        self.heard = bytearray()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -171,19 +161,18 @@ class Proxy:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._thread.join(WAIT_S)
+        self._thread.join()
         self._listening.close()
 
     def _run(self) -> None:
         connection, _ = self._listening.accept()
         with connection, socket.create_connection(("127.0.0.1", self._target)) as target:
-            back = threading.Thread(target=self._back, args=(target, connection))
+            back = threading.Thread(target=self._pass_back, args=(target, connection))
             back.start()
-            passed = 0
             with contextlib.suppress(OSError):
                 while data := bytearray(connection.recv(4096)):
-                    place = self._at - passed
-                    passed += len(data)
+                    place = self._at - len(self.heard)
+                    self.heard += data
                     if 0 <= place < len(data):
                         data[place] ^= 0x10
                         target.sendall(data[:place] if self._cut else data)
@@ -191,12 +180,11 @@ class Proxy:
                             break
                     else:
                         target.sendall(data)
-            self.beyond = passed <= self._at
             with contextlib.suppress(OSError):
                 target.shutdown(socket.SHUT_RDWR)
-            back.join(WAIT_S)
+            back.join()
 
-    def _back(self, target: socket.socket, connection: socket.socket) -> None:
+    def _pass_back(self, target: socket.socket, connection: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := target.recv(4096):
                 connection.sendall(data)
@@ -204,64 +192,65 @@ class Proxy:
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def test_killed_sender_keeps_the_old_state(tmp_path: Path, said: list[str]) -> None:
-    """A sender killed half way leaves the state before."""
+def test_changed_transfer_keeps_old_state(tmp_path: Path, receive: Callable[..., Receiver]) -> None:
+    """A proxy that damages one byte somewhere, or cuts the connection there."""
+    receiver, rng = receive(operation_s=5.0), random.Random(3)
+    receiver.send(keep(tmp_path / "kept", 1, 50_000))
+    for attempt in range(12):
+        state, at = keep(tmp_path / f"kept-{attempt}", 2, 50_000), rng.randrange(50_500)
+        refused = contextlib.suppress(TemporaryError, ProtocolError, ReplicaRefusedError)
+        with Proxy(receiver.server.port, at, cut=attempt % 2 == 0) as proxy, refused:
+            receiver.send(state, port=proxy.port)
+            assert len(proxy.heard) <= at, "it worked though it was damaged"
+        assert receiver.steps() in ([1], [2, 1])
+    receiver.send(keep(tmp_path / "last", 3, 50_000))
+    assert receiver.steps()[0] == 3
+
+
+def test_killed_sender_keeps_the_old_state(tmp_path: Path) -> None:
     state = keep(tmp_path / "kept", 2, 40_000_000)
     told, tell = os.pipe()
-    child = os.fork()
+    child = os.fork()  # before the server has threads
     if child == 0:
         send_states(("127.0.0.1", int.from_bytes(os.read(told, 4), "little")), SECRET, "n", [state])
         os._exit(0)
-    folder = ReplicaFolder(tmp_path / "replicas")
-    folder.path.mkdir()
-    prefix = folder.slot_prefix("n", 0)
-    server = ReplicaServer(folder, lambda: SECRET, said.append)
-    try:
-        send(server, keep(tmp_path / "other", 1, 1000), node="n")
-        os.write(tell, server.port.to_bytes(4, "little"))
-        slot = prefix.with_name(prefix.name + ".1")
-        until(lambda: slot.stat().st_size > 1_000_000, "it has begun")
+    receiver = Receiver(tmp_path / "replicas")
+    with contextlib.closing(receiver.server):
+        receiver.send(keep(tmp_path / "other", 1, 1000))
+        os.write(tell, receiver.server.port.to_bytes(4, "little"))
+        slot = receiver.folder.slot_prefix("n", 0).with_suffix(".1")
+        wait_until(lambda: slot.exists() and slot.stat().st_size > 1_000_000, "it has begun")
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        assert steps(prefix) in ([1], [2, 1])
-        send(server, state, node="n")
-        assert steps(prefix) == [2, 1]
-    finally:
-        server.close()
-        os.close(told)
-        os.close(tell)
+        assert receiver.steps() in ([1], [2, 1])
+        receiver.send(state)
+        assert receiver.steps() == [2, 1]
 
 
 def test_killed_receiver_keeps_the_old_state(tmp_path: Path) -> None:
-    """A receiver killed half way has the state before."""
-    folder = ReplicaFolder(tmp_path / "replicas")
-    folder.path.mkdir()
-    prefix = folder.slot_prefix("n", 0)
-    for _ in range(5):
-        ready, told = os.pipe()
-        child = os.fork()
-        if child == 0:
-            server = ReplicaServer(folder, lambda: SECRET, lambda line: None)
-            os.write(told, server.port.to_bytes(4, "little"))
-            signal.pause()
-        port = int.from_bytes(os.read(ready, 4), "little")
-        send_states(("127.0.0.1", port), SECRET, "n", [keep(tmp_path / "kept", 1, 30_000_000)])
-        big = keep(tmp_path / "kept", 2, 30_000_000)
-        killer = threading.Timer(random.random() * 0.03, os.kill, (child, signal.SIGKILL))
-        killer.start()
-        with contextlib.suppress(TemporaryError):
-            send_states(("127.0.0.1", port), SECRET, "n", [big])
-        killer.join()
-        os.waitpid(child, 0)
-        os.close(ready)
-        os.close(told)
-        assert steps(prefix) in ([1], [2, 1])
-        for path in (*tmp_path.glob("kept.*"), *folder.path.glob("*")):
-            path.unlink()
+    ready, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        receiver = Receiver(tmp_path / "replicas")
+        os.write(told, receiver.server.port.to_bytes(4, "little"))
+        signal.pause()
+    port = int.from_bytes(os.read(ready, 4), "little")
+    send_states(("127.0.0.1", port), SECRET, "n", [keep(tmp_path / "kept", 1, 30_000_000)])
+    slot = ReplicaFolder(tmp_path / "replicas").slot_prefix("n", 0).with_suffix(".1")
+
+    def kill_half_way() -> bool:
+        if slot.exists():
+            os.kill(child, signal.SIGKILL)
+        return False
+
+    big = keep(tmp_path / "kept", 2, 30_000_000)
+    with contextlib.suppress(TemporaryError):
+        send_states(("127.0.0.1", port), SECRET, "n", [big], stopping=kill_half_way)
+    os.waitpid(child, 0)
+    assert steps(ReplicaFolder(tmp_path / "replicas").slot_prefix("n", 0)) in ([1], [2, 1])
 
 
-def test_overwritten_state_does_not_arrive(tmp_path: Path, server: ReplicaServer) -> None:
-    """A state that is overwritten while it is sent does not arrive."""
+def test_overwritten_state_does_not_arrive(tmp_path: Path, receiver: Receiver) -> None:
     state = keep(tmp_path / "kept", 1, 3_000_000)
 
     def overwrite() -> bool:
@@ -270,41 +259,90 @@ def test_overwritten_state_does_not_arrive(tmp_path: Path, server: ReplicaServer
         return False
 
     with pytest.raises(TemporaryError, match="overwritten"):
-        send_states(("127.0.0.1", server.port), SECRET, "n", [state], stopping=overwrite)
-    assert ReplicaFolder(tmp_path / "replicas").find_replicas() == []
+        receiver.send(state, stopping=overwrite)
+    assert receiver.folder.find_replicas() == []
 
 
-def test_too_much_is_refused(tmp_path: Path, said: list[str]) -> None:
-    """More than there is room for is refused."""
-    folder = ReplicaFolder(tmp_path / "replicas")
-    folder.path.mkdir()
-    server = ReplicaServer(folder, lambda: SECRET, said.append, share_of_free=1e-12)
+def test_too_much_is_refused(tmp_path: Path, receive: Callable[..., Receiver]) -> None:
+    receiver = receive(share_of_free=1e-12)
     with pytest.raises(ReplicaRefusedError, match="free in memory"):
-        send(server, keep(tmp_path / "kept", 1, 1000))
-    server.close()
-    assert folder.slot_prefixes() == []
-
-
-@given(st.binary(max_size=300))
-def test_what_is_no_announcement_is_refused(data: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        ReplicaAnnouncement.decode(data)
+        receiver.send(keep(tmp_path / "kept", 1, 1000))
+    assert receiver.folder.slot_prefixes() == []
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        {"node": "../up"},
-        {"node": ""},
-        {"node": 3},
-        {"rank": 2},
-        {"data_nbytes": -1},
-        {"local_rank": "0"},
-        {"step": 1.5},
-    ],
+    [{"node": "../up"}, {"node": ""}, {"node": 3}, {"rank": 2}, {"data_nbytes": -1}, {"step": 1.5}],
 )
 def test_what_cannot_be_is_refused(wrong: dict[str, object]) -> None:
     right = ReplicaAnnouncement("n", 0, 0, 1, 2, 1, 100, 10, NO_VERSION)
     assert ReplicaAnnouncement.decode(right.encode()) == right
     with pytest.raises(ProtocolError):
         ReplicaAnnouncement.decode(replace(right, **wrong).encode())  # type: ignore[arg-type]
+
+
+CA = Authority()
+GOOD = CA.issue("127.0.0.1")
+
+
+def tls_of(folder: Path, pair: Pair = GOOD, **more: str) -> PeerTLS:
+    folder.mkdir(exist_ok=True)
+    return PeerTLS(Credentials(ca=CA.save(folder), **pair.save(folder), **more))
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_state_on_the_network(tmp_path: Path, receive: Callable[..., Receiver], encrypted: bool) -> None:
+    tls = tls_of(tmp_path / "tls") if encrypted else None
+    receiver = receive(tls=tls)
+    with Proxy(receiver.server.port) as proxy:
+        receiver.send(keep(tmp_path / "kept", 7, 3_000_000), tls=tls, port=proxy.port)
+    assert receiver.steps() == [7]
+    assert len(proxy.heard) > 3_000_000
+    assert (bytes([7]) * 1000 in proxy.heard) is not encrypted, "the state can be read on the network"
+    assert (b'"generation"' in proxy.heard) is not encrypted, "so can what is said of it"
+
+
+def test_receiver_for_another_name(tmp_path: Path, receive: Callable[..., Receiver]) -> None:
+    receiver, state = receive(tls=tls_of(tmp_path / "tls", CA.issue("node-1.example"))), keep(tmp_path / "kept", 7)
+    with pytest.raises(ProtocolError, match=r"its certificate is for another name, not for '127\.0\.0\.1'"):
+        receiver.send(state, tls=tls_of(tmp_path / "sender"))
+    receiver.send(state, tls=tls_of(tmp_path / "sender", server_name="node-1.example"))
+    assert receiver.steps() == [7]
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_foreign_or_plain_sender_is_refused(
+    tmp_path: Path, receive: Callable[..., Receiver], monkeypatch: pytest.MonkeyPatch, plain: bool
+) -> None:
+    receiver, tls = receive(tls=tls_of(tmp_path / "tls")), None
+    if plain:
+        monkeypatch.setattr(protocol, "HANDSHAKE_S", 0.2)  # in which each side waits for the other's words
+    else:
+        tls = tls_of(tmp_path / "sender", Authority("other").issue("127.0.0.1"))
+    with pytest.raises((ProtocolError, TemporaryError)):
+        receiver.send(keep(tmp_path / "kept", 7), tls=tls)
+    wait_until(lambda: receiver.said, "the receiver says why")
+    assert ("set TLS on all nodes or on none" if plain else "signed by no CA in") in receiver.said[0]
+    assert receiver.steps() == []
+
+
+def test_only_the_sender_speaks_tls(tmp_path: Path, receiver: Receiver) -> None:
+    with pytest.raises(ProtocolError, match="set TLS on all nodes or on none"):
+        receiver.send(keep(tmp_path / "kept", 7), tls=tls_of(tmp_path / "sender"))
+    assert receiver.steps() == []
+
+
+def test_silent_caller_does_not_hold_up_close(tmp_path: Path, receive: Callable[..., Receiver]) -> None:
+    receiver = receive(tls=tls_of(tmp_path / "tls"), operation_s=DEADLINE_S)
+    with socket.create_connection(("127.0.0.1", receiver.server.port)):
+        receiver.server.close()
+    assert receiver.said == []
+
+
+@pytest.mark.parametrize("missing", [("ca",), ("cert", "key")])
+def test_all_three_files_are_wanted(tmp_path: Path, missing: tuple[str, ...]) -> None:
+    told = {"ca": CA.save(tmp_path), **GOOD.save(tmp_path)}
+    for name in missing:
+        del told[name]
+    with pytest.raises(SettingsError, match="takes all of --tls-ca, --tls-cert and --tls-key"):
+        PeerTLS(Credentials(**told))

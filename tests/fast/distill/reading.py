@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,6 +57,16 @@ def why_unused(reader: DistillReader, expected: str) -> str:
         words = wait_until(why, f"{expected!r} among the reasons why teachers are not used")
         del epoch
         return words
+
+
+def remains() -> set[str]:
+    """What readers have in this process: threads and shared memory. A teacher's threads have other names."""
+    gc.collect()
+    threads = {f"{thread.name} {thread.ident}" for thread in threading.enumerate() if thread.name.startswith(_THREADS)}
+    return threads | {path.name for path in Path("/dev/shm").glob(f"edl-arena-{os.getpid()}-*")}
+
+
+_THREADS = ("edl-distill", "edl-feed", "edl-flush", "edl-close", "edl-score", "edl-cache")
 
 
 class Held(models.Model):

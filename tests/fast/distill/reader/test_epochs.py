@@ -1,12 +1,10 @@
-"""`DistillReader` against real teacher processes: order, each sample once with its own labels, nothing left behind."""
+"""`DistillReader` with real teachers: order, each sample once with its own labels, whatever source and teachers do."""
 
 from __future__ import annotations
 
-import gc
 import itertools
-import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,73 +12,53 @@ import numpy as np
 import pytest
 
 from edl.distill import DistillReader, Options, Teachers
+from edl.distill.cache import SoftLabelCache
 from edl.distill.compress import TopK
-from edl.errors import ClosedError
-from tests.fast.distill.conftest import Start, until
+from edl.errors import ClosedError, TemporaryError
+from tests.fast.distill.conftest import Serve
 from tests.fast.distill.reading import WIDTH, check, reader_of, sample, samples
+from tests.waiting import DEADLINE_S, wait_until
 
 
-def test_samples_keep_order_and_labels(start: Start) -> None:
-    """Samples come back in order with their own labels."""
-    epochs = itertools.count(1)
-    with reader_of(start("echo"), start("echo")).set_sample_generator(samples(203)) as reader:
+def test_samples_keep_order_and_labels(serve: Serve) -> None:
+    epochs = 0
+    with reader_of(serve("echo"), serve("echo")).set_sample_generator(samples(203)) as reader:
 
-        def both_serve(epoch: int) -> bool:
+        def both_serve() -> bool:
+            nonlocal epochs
+            epochs += 1
             check(list(reader()), 203)
-            return epoch > 1 and all(teacher.rows > 0 for teacher in reader.stats().teachers.values())
+            return epochs > 1 and all(teacher.rows > 0 for teacher in reader.stats().teachers.values())
 
-        until(lambda: both_serve(next(epochs)), 30)
+        wait_until(both_serve)
         stats = reader.stats()
-    rows = 203 * (next(epochs) - 1)
-    assert stats.rows_asked == stats.rows_received == stats.rows_delivered == rows
+    assert stats.rows_asked == stats.rows_received == stats.rows_delivered == 203 * epochs
     assert stats.rows_resent == 0
     assert len(stats.teachers) == 2
-    assert sum(teacher.rows for teacher in stats.teachers.values()) == rows
+    assert sum(teacher.rows for teacher in stats.teachers.values()) == 203 * epochs
 
 
-def test_sample_lists_keep_their_lengths(start: Start) -> None:
+def test_sample_lists_keep_their_lengths(serve: Serve) -> None:
     def source() -> Iterator[Any]:
         numbers = itertools.count()
         for length in (0, 3, 1, 0, 7, 2, 10, 0):
             yield [sample(next(numbers)) for _ in range(length)]
 
-    with reader_of(start("echo")).set_sample_list_generator(source) as reader:
+    with reader_of(serve("echo")).set_sample_list_generator(source) as reader:
         lists = list(reader())
     assert [len(samples) for samples in lists] == [0, 3, 1, 0, 7, 2, 10, 0]
     check([row for samples in lists for row in samples], 23)
 
 
-@pytest.mark.parametrize("rows", [1, 4, 32])
-def test_each_sample_has_a_top_k_of_its_own(start: Start, rows: int) -> None:
-    def source() -> Iterator[Any]:
-        yield from ((np.roll(np.arange(WIDTH, dtype=np.float32), number), number) for number in range(10))
-
-    def lists() -> Iterator[Any]:
-        both = list(source())
-        yield from (both[:3], both[3:])
-
-    for kwargs in ({"top_k": 2}, {"top_k": 2, "dtype": "float16", "temperature": 4.0}):
-        with reader_of(start("echo"), teacher_batch_size=rows, **kwargs) as reader:
-            found = list(reader.set_sample_generator(source)())
-        with reader_of(start("echo"), teacher_batch_size=rows, **kwargs) as reader:
-            found += [row for some in reader.set_sample_list_generator(lists)() for row in some]
-        assert [number for _, number, _ in found] == [*range(10)] * 2
-        for x, _, label in found:
-            assert label.ids.tolist() == np.argsort(-x)[:2].tolist()
-            assert label.values.tolist() == [3, 2]
-            assert label.tail_lse.shape == ()
-        assert TopK.stack([label for *_, label in found]).ids.shape == (20, 2)
-
-
-def test_batches_are_arrays(start: Start) -> None:
-    """Batches are arrays and other fields pass through."""
+def test_batches_are_arrays(serve: Serve) -> None:
+    """Other fields pass through."""
 
     def source() -> Iterator[Any]:
         for first in range(0, 40, 10):
             numbers = np.arange(first, first + 10)
             yield np.repeat(numbers[:, None], WIDTH, 1).astype(np.float32), numbers, {"meta": first}
 
-    with reader_of(start("echo")).set_batch_generator(source) as reader:
+    with reader_of(serve("echo")).set_batch_generator(source) as reader:
         batches = list(reader())
     assert [meta["meta"] for _, _, meta, _ in batches] == [0, 10, 20, 30]
     for x, numbers, _, labels in batches:
@@ -90,40 +68,57 @@ def test_batches_are_arrays(start: Start) -> None:
         assert (x[:, 0] == numbers).all()
 
 
-def test_unknown_names_are_not_sent(start: Start) -> None:
-    """Names that the model does not have are not sent."""
-    reader = DistillReader(["x", "label"], ["y"], teachers=[start("echo").endpoint])
+def test_unknown_names_are_not_sent(serve: Serve) -> None:
+    """Names that the model does not have."""
+    reader = DistillReader(["x", "label"], ["y"], teachers=[serve("echo").endpoint])
     with reader.set_sample_generator(samples(5)):
         check(list(reader()), 5)
 
 
-def test_break_leaves_the_next_epoch_whole(start: Start) -> None:
-    """Breaking out of an epoch leaves the next one whole."""
-    with reader_of(start("echo")).set_sample_generator(samples(500)) as reader:
-        for _ in range(5):
+@pytest.mark.parametrize("kwargs", [{}, {"dtype": "float16", "temperature": 4.0}])
+def test_each_sample_has_a_top_k_of_its_own(serve: Serve, kwargs: dict[str, Any]) -> None:
+    teacher = serve("echo")
+    rows = [(np.roll(np.arange(WIDTH, dtype=np.float32), number), number) for number in range(10)]
+    found: list[Any] = []
+    for size in (1, 4):
+        with reader_of(teacher, teacher_batch_size=size, top_k=2, **kwargs) as reader:
+            found += reader.set_sample_generator(lambda: iter(rows))()
+        with reader_of(teacher, teacher_batch_size=size, top_k=2, **kwargs) as reader:
+            reader.set_sample_list_generator(lambda: iter([rows[:3], rows[3:]]))
+            found += [row for some in reader() for row in some]
+    assert [number for _, number, _ in found] == [*range(10)] * 4
+    for x, _, label in found:
+        assert label.ids.tolist() == np.argsort(-x)[:2].tolist()
+        assert label.values.tolist() == [3, 2]
+        assert label.values.dtype == np.dtype(kwargs.get("dtype", "float32"))
+        assert label.tail_lse.shape == ()
+    assert TopK.stack([label for *_, label in found]).ids.shape == (40, 2)
+
+
+def test_break_leaves_the_next_epoch_whole(serve: Serve) -> None:
+    with reader_of(serve("echo")).set_sample_generator(samples(300)) as reader:
+        for _ in range(3):
             for row in reader():
                 if row[1] == 17:
                     break
         unfinished = reader()
         next(unfinished)
-        check(list(reader()), 500)
+        check(list(reader()), 300)
         with pytest.raises(ClosedError, match="another one was started"):
             next(unfinished)
 
 
-def test_two_readers_use_their_own_teachers(start: Start) -> None:
-    plain, doubled = start("echo"), start("echo", scale=2.0)
+def test_two_readers_use_their_own_teachers(serve: Serve) -> None:
     with (
-        reader_of(plain).set_sample_generator(samples(50)) as first,
-        reader_of(doubled).set_sample_generator(samples(50)) as second,
+        reader_of(serve("echo")).set_sample_generator(samples(50)) as first,
+        reader_of(serve("echo", scale=2.0)).set_sample_generator(samples(50)) as second,
     ):
         for one, two in zip(first(), second(), strict=True):
             assert two[2][0] == 2 * one[2][0] == 2 * one[1]
 
 
-def test_ensembles_are_averaged_and_weighted(start: Start) -> None:
-    """Ensembles side by side averaged and weighted."""
-    one, three = start("echo"), start("echo", scale=3.0)
+def test_ensembles_are_averaged_and_weighted(serve: Serve) -> None:
+    one, three = serve("echo"), serve("echo", scale=3.0)
     groups = [Teachers(endpoints=(one.endpoint,), weight=3.0), Teachers(endpoints=(three.endpoint,), weight=1.0)]
 
     def rows(combine: Any) -> list[Any]:
@@ -138,68 +133,144 @@ def test_ensembles_are_averaged_and_weighted(start: Start) -> None:
         assert label[0] == 3 * number
 
 
-def test_top_k_and_float16_as_asked(start: Start) -> None:
-    """Top k and float16 are delivered as asked."""
-    teacher = start("linear")
-    reader = DistillReader(["x", None], ["y"], teachers=[teacher.endpoint], top_k=3, temperature=2.0, dtype="float16")
-    with reader.set_batch_generator(lambda: iter([(np.random.rand(6, WIDTH).astype(np.float32), None)])):
-        ((_, _, top),) = list(reader())
-    assert top.ids.shape == (6, 3)
-    assert top.values.dtype == np.float16
-    whole = DistillReader(["x", None], ["y"], teachers=[teacher.endpoint])
-    x = np.random.rand(6, WIDTH).astype(np.float32)
-    with whole.set_batch_generator(lambda: iter([(x, None)])):
-        ((_, _, logits),) = list(whole())
-    reader = DistillReader(["x", None], ["y"], teachers=[teacher.endpoint], top_k=3)
-    with reader.set_batch_generator(lambda: iter([(x, None)])):
-        ((_, _, top),) = list(reader())
-    np.testing.assert_array_equal(top.ids, np.argsort(-logits, axis=1)[:, :3])
-
-
 @pytest.mark.parametrize("shared_memory", [True, False])
-def test_shared_memory_and_grpc_agree(start: Start, shared_memory: bool) -> None:
-    """Shared memory and plain grpc give the same."""
+def test_shared_memory_and_grpc_agree(serve: Serve, shared_memory: bool) -> None:
     options = Options(shared_memory=shared_memory, teacher_timeout_s=60)
-    with reader_of(start("echo"), options=options).set_sample_generator(samples(300)) as reader:
-        check(list(reader()), 300)
+    with reader_of(serve("echo"), options=options).set_sample_generator(samples(200)) as reader:
+        check(list(reader()), 200)
         arena = reader._session.labeller._arena  # type: ignore[union-attr]
         assert (arena is not None and bool(arena._regions)) == shared_memory
 
 
-def test_nothing_is_left_behind(start: Start) -> None:
-    """Nothing is left behind by close or by letting go."""
-    teacher = start("echo")
+# Sources that wait for the training loop.
 
-    def left() -> tuple[int, int, int]:
-        gc.collect()
-        arenas = len(list(Path("/dev/shm").glob(f"edl-arena-{os.getpid()}-*")))
-        sockets = sum("socket:" in target(path) for path in Path("/proc/self/fd").iterdir())
-        return len([t for t in threading.enumerate() if t.name != "MainThread"]), arenas, sockets
-
-    def nothing_more() -> bool:  # what an earlier test left behind may have ended meanwhile
-        return all(now <= then for now, then in zip(left(), before, strict=True))
-
-    before = left()
-    reader = reader_of(teacher).set_sample_generator(samples(200))
-    rows = reader()
-    next(rows)
-    reader.close()
-    with pytest.raises(ClosedError):
-        next(rows)
-    with pytest.raises(ClosedError):
-        reader()
-    reader.close()
-    del rows, reader
-    until(nothing_more, 60)
-
-    reader = reader_of(teacher).set_sample_generator(samples(200))
-    next(reader())
-    del reader
-    until(nothing_more, 60)
+COUNT, GROUP = 60, 20
 
 
-def target(link: Path) -> str:
-    try:
-        return str(link.readlink())
-    except OSError:
-        return ""
+class Turns:
+    """A source that yields `GROUP` samples, and the next ones when the training loop has got these."""
+
+    def __init__(self, *, lists: bool) -> None:
+        self._lists = lists
+        self._got = 0
+        self._changed = threading.Condition()
+
+    def source(self) -> Iterator[Any]:
+        self._got = 0
+        for first in range(0, COUNT, GROUP):
+            with self._changed:
+                assert self._changed.wait_for(lambda first=first: self._got >= first, DEADLINE_S)  # type: ignore[misc]
+            group = [sample(number) for number in range(first, first + GROUP)]
+            yield from [group] if self._lists else group
+
+    def run(self, reader: DistillReader) -> list[Any]:
+        delivered: list[Any] = []
+        for item in reader():
+            delivered += item if self._lists else [item]
+            with self._changed:
+                self._got = len(delivered)
+                self._changed.notify_all()
+        return delivered
+
+
+@pytest.mark.parametrize(("kind", "lists"), [("one", True), ("ensemble", False), ("cache", False), ("cache", True)])
+def test_source_that_waits(serve: Serve, tmp_path: Path, kind: str, lists: bool) -> None:
+    services = [Teachers(endpoints=(serve("echo").endpoint,))] * (2 if kind == "ensemble" else 1)
+    turns = Turns(lists=lists)
+    with SoftLabelCache(path=tmp_path) as cache:
+        kept: dict[str, Any] = {"cache": cache, "id_field": 1, "dataset": "numbers"} if kind == "cache" else {}
+        with DistillReader(["x", None], ["y"], teachers=services, **kept) as reader:
+            set_source: Callable[..., Any] = reader.set_sample_list_generator if lists else reader.set_sample_generator
+            set_source(turns.source)
+            for _ in range(2):
+                found = turns.run(reader)
+                assert [number for _, number, *_ in found] == list(range(COUNT))
+                for x, number, *labels in found:
+                    assert {float(value[0]) for value in (x, *labels)} == {float(number)}
+            assert reader.stats().rows_cached == (COUNT if kind == "cache" else 0)
+
+
+# An epoch that is started while the source is still busy with the one before: never two threads in one iterator.
+
+
+class OneIterator:
+    """Gives itself at each `iter`, starting afresh, as a `DataLoader` with persistent workers does."""
+
+    def __init__(self) -> None:
+        self.busy, self.go = threading.Event(), threading.Event()
+        self.begun = 0
+        self._inside = threading.Lock()
+
+    def __iter__(self) -> OneIterator:
+        assert self._inside.acquire(blocking=False), "the iterator begins afresh while it is used"
+        self._inside.release()
+        self.begun += 1
+        self._next = 0
+        return self
+
+    def __next__(self) -> Any:
+        assert self._inside.acquire(blocking=False), "two threads use the iterator"
+        try:
+            number = self._next
+            if number == 3 and not self.go.is_set():
+                self.busy.set()
+                assert self.go.wait(DEADLINE_S)
+            if number == 6:
+                raise StopIteration
+            self._next += 1
+            return (np.full((2, 4), number, np.float32),)
+        finally:
+            self._inside.release()
+
+
+def numbers(epoch: Iterator[Any]) -> list[float]:
+    found = []
+    for x, y in epoch:
+        assert (x == y).all(), "a label belongs to another input"
+        found.append(float(x[0, 0]))
+    return found
+
+
+def test_busy_source_is_an_error_in_time(serve: Serve) -> None:
+    """The error names the setting, and the next epoch is whole."""
+    source = OneIterator()
+    options = Options(source_timeout_s=0.1)
+    reader = DistillReader(["x"], ["y"], teachers=serve("echo").endpoint, options=options)
+    with reader.set_batch_generator(lambda: source):
+        next(reader())
+        assert source.busy.wait(DEADLINE_S)
+        with pytest.raises(TemporaryError, match="source_timeout_s"):
+            reader()
+        assert source.begun == 1
+        source.go.set()
+        wait_until(lambda: "edl-feed" not in {thread.name for thread in threading.enumerate()})
+        assert numbers(reader()) == list(range(6))
+        assert source.begun == 2
+
+
+def test_next_epoch_waits(serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("edl.distill.pipeline.session._SAY_AFTER_S", 0.01)
+    source = OneIterator()
+
+    def go_later() -> None:
+        wait_until(lambda: "the data source is still busy" in caplog.text)
+        source.go.set()
+
+    with DistillReader(["x"], ["y"], teachers=serve("echo").endpoint).set_batch_generator(lambda: source) as reader:
+        next(reader())
+        assert source.busy.wait(DEADLINE_S)
+        later = threading.Thread(target=go_later)
+        later.start()
+        assert numbers(reader()) == list(range(6)), "the second epoch lost batches to the first"
+        later.join()
+
+
+def test_source_starts_no_epoch_of_its_reader(serve: Serve) -> None:
+    reader = DistillReader(["x"], ["y"], teachers=serve("echo").endpoint)
+
+    def source() -> Iterator[Any]:
+        yield (np.zeros((2, 4), np.float32),)
+        yield from reader()
+
+    with reader.set_batch_generator(source), pytest.raises(ClosedError, match="epoch of that reader"):
+        list(reader())

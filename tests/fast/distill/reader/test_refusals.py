@@ -1,9 +1,8 @@
-"""What `DistillReader` refuses and what it says: inputs, sources, settings, old names, a fork."""
+"""What `DistillReader` refuses and what it says: inputs, sources, settings, old names."""
 
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import subprocess
 import sys
@@ -15,82 +14,60 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edl.distill import DistillReader, Options
-from edl.errors import BadOutputError, ClosedError, NoTeacherError, RejectedError, SettingsError, SourceError
-from tests.fast.distill.conftest import Start
-from tests.fast.distill.reading import WIDTH, check, reader_of, sample, samples
+from edl.distill import DistillReader
+from edl.errors import BadOutputError, RejectedError, SettingsError, SourceError
+from tests.fast.distill.conftest import Register, Serve
+from tests.fast.distill.reading import WIDTH, check, reader_of, sample, samples, why_unused
 
 
-def test_unlabelable_input_is_an_error(start: Start) -> None:
-    """An input that no teacher can label is an error not a hang."""
+def test_unlabelable_input_is_an_error(serve: Serve) -> None:
+    """An input that no teacher can label."""
     with (
-        reader_of(start("raises"), start("raises")).set_sample_generator(samples(20)) as reader,
+        reader_of(serve("raises"), serve("raises")).set_sample_generator(samples(20)) as reader,
         pytest.raises((BadOutputError, RejectedError), match="no teacher could label"),
     ):
         list(reader())
 
 
-def test_missing_names_are_named(start: Start) -> None:
-    """Outputs and inputs that the model lacks are named."""
-    teacher = start("echo")
-    reader = DistillReader(["x"], ["z"], teachers=[teacher.endpoint], options=Options(teacher_timeout_s=3))
-    with reader.set_sample_generator(samples(3)), pytest.raises(NoTeacherError, match="no output 'z'"):
-        list(reader())
+def test_missing_names_are_named(serve: Serve) -> None:
+    """Outputs and inputs that the model lacks, and rows of a wrong shape or type."""
+    teacher = serve("echo")
+    why_unused(
+        DistillReader(["x"], ["z"], teachers=[teacher.endpoint]).set_sample_generator(samples(3)), "no output 'z'"
+    )
     reader = DistillReader(["w"], ["y"], teachers=[teacher.endpoint])
     with reader.set_sample_generator(samples(3)), pytest.raises(SourceError, match=r"wants input 'x'.*'w'"):
         list(reader())
-
-
-def test_wrong_rows_are_named(start: Start) -> None:
-    """Rows of a wrong shape or type are named."""
-    teacher = start("echo")
-    with (
-        reader_of(teacher).set_sample_generator(lambda: iter([(np.zeros(WIDTH + 1, np.float32), 0)])) as reader,
-        pytest.raises(SourceError, match=r"rows of shape \[5\].*wants \[4\]"),
+    for row, words in (
+        (np.zeros(WIDTH + 1, np.float32), r"rows of shape \[5\].*wants \[4\]"),
+        (np.array(["a"] * WIDTH), "wants FP32"),
     ):
-        list(reader())
-    with (
-        reader_of(teacher).set_sample_generator(lambda: iter([(np.array(["a"] * WIDTH), 0)])) as reader,
-        pytest.raises(SourceError, match="wants FP32"),
-    ):
-        list(reader())
+        with (
+            reader_of(teacher).set_sample_generator(lambda row=row: iter([(row, 0)])) as reader,  # type: ignore[misc]
+            pytest.raises(SourceError, match=words),
+        ):
+            list(reader())
 
 
-def test_source_error_comes_after_its_items(start: Start) -> None:
-    """The sources error comes behind what it yielded."""
-
+def test_source_error_comes_after_its_items(serve: Serve) -> None:
     def source() -> Iterator[Any]:
         yield from (sample(number) for number in range(10))
         raise KeyError("the disk is gone")
 
-    with reader_of(start("echo"), teacher_batch_size=5).set_sample_generator(source) as reader:
+    with reader_of(serve("echo"), teacher_batch_size=5).set_sample_generator(source) as reader:
         rows = reader()
         check(list(itertools.islice(rows, 10)), 10)
         with pytest.raises(KeyError, match="the disk is gone"):
             next(rows)
 
 
-def test_a_buffer_filled_again_is_noticed(start: Start) -> None:
-    def source() -> Iterator[Any]:
-        buffer = np.zeros((8, WIDTH), np.float32)
-        for number in range(200):
-            buffer[:] = number
-            yield buffer, number
-
-    with (
-        reader_of(start("echo", delay_s=0.01)).set_batch_generator(source) as reader,
-        pytest.raises(SourceError, match=r"yield a new array each time"),
-    ):
-        list(reader())
-
-
-def test_empty_source_is_named(start: Start) -> None:
-    """A source that gives nothing to go through is named."""
+def test_empty_source_is_named(serve: Serve) -> None:
+    """A source that gives nothing to go through."""
 
     def forgot_to_return() -> Any:
         samples(3)
 
-    teacher = start("echo")
+    teacher = serve("echo")
     with (
         reader_of(teacher).set_batch_generator(forgot_to_return) as reader,
         pytest.raises(SourceError, match="the data source returned None: it must return an iterable"),
@@ -101,48 +78,6 @@ def test_empty_source_is_named(start: Start) -> None:
         pytest.raises(SourceError, match="after 1 samples the source yielded NoneType, which is no list"),
     ):
         list(reader())
-
-
-def test_bad_strings_are_named(start: Start, tmp_path: Path) -> None:
-    """Strings that are no text are named with their input."""
-    path = tmp_path / "words.py"
-    path.write_text(
-        "import numpy as np\nfrom edl.testing.models import Model\n"
-        "def words(**options):\n"
-        "    answer = lambda inputs: {'y': np.zeros((len(inputs['x']), 4), 'f4')}\n"
-        "    return Model(answer, ['x:bytes'], ['y:float32[4]'], **options)\n"
-    )
-    with (
-        reader_of(start(f"{path}:words")).set_batch_generator(lambda: [(["good", "\ud800"], None)]) as reader,
-        pytest.raises(SourceError, match=r"input 'x' has a string that is no text"),
-    ):
-        list(reader())
-
-
-def test_forked_child_is_refused(start: Start) -> None:
-    """A forked child is refused with words."""
-    with reader_of(start("echo")).set_sample_generator(samples(50)) as reader:
-        rows = reader()
-        next(rows)
-        readable, writable = os.pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python warns that threads and fork do not go together: the point here
-            child = os.fork()
-        if child == 0:
-            words = ""
-            for use in (lambda: next(rows), lambda: reader(), lambda: list(reader())):
-                try:
-                    use()
-                except ClosedError as exc:
-                    words += str(exc) + "\n"
-            os.write(writable, words.encode())
-            os._exit(0)
-        os.close(writable)
-        with os.fdopen(readable) as pipe:
-            words = pipe.read()
-        os.waitpid(child, 0)
-        assert words.count("this reader belongs to process") == words.count('"spawn"') == 3
-        assert len(list(rows)) == 49, "the parent goes on"
 
 
 def test_settings_are_checked_and_named() -> None:
@@ -163,9 +98,11 @@ def test_settings_are_checked_and_named() -> None:
         DistillReader(["x"], ["y"], teachers="s")()
 
 
-def test_ancestors_environment_is_understood(start: Start, registry_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ancestors environment is understood with a note."""
-    start("echo", service="old", discovery=registry_url)
+def test_ancestors_environment_is_understood(
+    serve: Serve, register: Register, registry_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a note for each name."""
+    register(serve("echo").endpoint, "old")
     monkeypatch.setenv("PADDLE_DISTILL_BALANCE_SERVER", registry_url)
     monkeypatch.setenv("PADDLE_DISTILL_SERVICE_NAME", "old")
     monkeypatch.setenv("PADDLE_DISTILL_MAX_TEACHER", "4")
@@ -181,11 +118,11 @@ def test_ancestors_environment_is_understood(start: Start, registry_url: str, mo
     ]
 
 
-def test_note_is_seen_with_default_filters(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_note_is_seen_with_default_filters(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a module that the program imports, where a DeprecationWarning would not be shown either."""
     monkeypatch.delenv("PYTHONWARNINGS", raising=False)
     monkeypatch.setenv("PADDLE_DISTILL_MAX_TEACHER", "4")
-    monkeypatch.setenv("EDL_TEACHERS", start("echo").endpoint)
+    monkeypatch.setenv("EDL_TEACHERS", serve("echo").endpoint)
     program = """
 from edl.distill import DistillReader
 
@@ -196,7 +133,7 @@ def train():
 """
     (tmp_path / "training.py").write_text(program)
     command = [sys.executable, "-c", "import training; training.train()"]
-    ended = subprocess.run(command, cwd=tmp_path, timeout=60, capture_output=True, text=True)
+    ended = subprocess.run(command, cwd=tmp_path, timeout=100, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     note = r"training\.py:7: FutureWarning: PADDLE_DISTILL_MAX_TEACHER is deprecated: set EDL_MAX_TEACHERS instead"
     assert len(re.findall(note, ended.stderr)) == 1

@@ -14,21 +14,17 @@ import pytest
 from edl.distill import DistillReader, Options, Teachers
 from edl.distill.cache import SoftLabelCache
 from edl.distill.source import routed_cutters
-from edl.errors import SettingsError, SourceError
-from edl.testing import LocalTeacher
-from tests.fast.distill.conftest import Start
-from tests.fast.distill.reading import words_of_failure
+from edl.errors import NoTeacherError, SettingsError, SourceError
+from tests.fast.distill.conftest import Register, Serve, Served
+from tests.waiting import DEADLINE_S
 
 DOMAINS = {"math": 1.0, "code": 10.0, "law": 100.0}
-PATIENT = Options(teacher_timeout_s=60)
 
 
 @pytest.fixture(scope="module")
 def teachers() -> Iterator[dict[str, str]]:
     """A teacher of each domain, whose labels are the sample times its domain's factor."""
-    found = {name: LocalTeacher("echo", wait=False, scale=scale) for name, scale in DOMAINS.items()}
-    for teacher in found.values():
-        teacher.wait_ready()
+    found = {name: Served("echo", scale=scale) for name, scale in DOMAINS.items()}
     yield {name: teacher.endpoint for name, teacher in found.items()}
     for teacher in found.values():
         teacher.close()
@@ -47,38 +43,36 @@ def check(delivered: Any, count: int) -> None:
         assert y.tolist() == (x * DOMAINS[domain]).tolist(), f"sample {number} of {domain}"
 
 
-def reader_of(teachers: Any, **settings: Any) -> DistillReader:
-    settings.setdefault("options", PATIENT)
-    return DistillReader(["x", None, None], ["y"], teachers=teachers, route=1, **settings)
+def reader_of(teachers: Any, found: list[Any] | None = None, **settings: Any) -> DistillReader:
+    reader = DistillReader(["x", None, None], ["y"], teachers=teachers, route=1, **settings)
+    return reader if found is None else reader.set_sample_generator(lambda: iter(found))
 
 
 @pytest.mark.parametrize("memory_bytes", [512 << 20, 1 << 20])
 def test_samples_in_order(teachers: dict[str, str], memory_bytes: int) -> None:
-    found = samples(3000)
-    with reader_of(teachers, options=Options(teacher_timeout_s=60, memory_bytes=memory_bytes)) as reader:
-        reader.set_sample_generator(lambda: iter(found))
+    found = samples(1000)
+    with reader_of(teachers, found, options=Options(memory_bytes=memory_bytes)) as reader:
         for _ in range(2):
-            check(reader(), 3000)
+            check(reader(), 1000)
         stats = reader.stats()
     for name in DOMAINS:
         expected = 2 * sum(domain == name for _, domain, _ in found)
         assert stats.routes[name].rows_asked == stats.routes[name].rows_received == expected
-    assert stats.rows_delivered == stats.rows_received == 6000
+    assert stats.rows_delivered == stats.rows_received == 2000
 
 
 def test_lists_and_batches_are_put_together(teachers: dict[str, str]) -> None:
-    found = samples(500)
-    lists = [found[start : start + 7] for start in range(0, 500, 7)]
+    found = samples(300)
+    lists = [found[start : start + 7] for start in range(0, 300, 7)]
     lists.insert(2, [])
     with reader_of(teachers) as reader:
-        reader.set_sample_list_generator(lambda: iter(lists))
-        delivered = list(reader())
-        assert [len(part) for part in delivered] == [len(part) for part in lists]
-        check(itertools.chain.from_iterable(delivered), 500)
+        delivered = list(reader.set_sample_list_generator(lambda: iter(lists))())
+    assert [len(part) for part in delivered] == [len(part) for part in lists]
+    check(itertools.chain.from_iterable(delivered), 300)
     for rows in (None, 5):
         with reader_of(teachers, teacher_batch_size=rows) as reader:
             reader.set_batch_generator(lambda: (stacked(part) for part in lists if part))
-            check(itertools.chain.from_iterable(zip(*batch, strict=True) for batch in reader()), 500)
+            check(itertools.chain.from_iterable(zip(*batch, strict=True) for batch in reader()), 300)
 
 
 def stacked(part: list[Any]) -> tuple[Any, ...]:
@@ -89,8 +83,7 @@ def stacked(part: list[Any]) -> tuple[Any, ...]:
 def test_one_value_may_be_a_whole_batchs(teachers: dict[str, str]) -> None:
     batches = [(np.full((3, 4), at, np.float32), name, at) for at, name in enumerate([*DOMAINS, *DOMAINS])]
     with reader_of(teachers) as reader:
-        reader.set_batch_generator(lambda: iter(batches))
-        for x, domain, _, y in reader():
+        for x, domain, _, y in reader.set_batch_generator(lambda: iter(batches))():
             assert y.tolist() == (x * DOMAINS[domain]).tolist()
 
 
@@ -98,49 +91,44 @@ def test_an_unknown_value_is_an_error(teachers: dict[str, str]) -> None:
     """What came before it is delivered; with teachers for all other values there is none."""
     found = samples(40)
     found[33] = (found[33][0], "art", 33)
-    with reader_of(teachers) as reader:
-        reader.set_batch_generator(lambda: (stacked([sample]) for sample in found))
+    with reader_of(teachers).set_batch_generator(lambda: (stacked([sample]) for sample in found)) as reader:
         epoch = reader()
         assert len(list(itertools.islice(epoch, 33))) == 33
         with pytest.raises(SourceError, match=r"batch 33, row 0 has route 'art', .* 'math', 'code', 'law'"):
             next(epoch)
-    with reader_of({"math": teachers["math"], "code": teachers["code"], None: teachers["law"]}) as reader:
-        reader.set_sample_generator(lambda: iter(found))
+    with reader_of({"math": teachers["math"], "code": teachers["code"], None: teachers["law"]}, found) as reader:
         for x, domain, _, y in reader():
             assert y.tolist() == (x * DOMAINS.get(domain, 100.0)).tolist()
         assert list(reader.stats().routes) == ["math", "code", None]
 
 
-def test_what_comes_before_goes_on(start: Start, registry_url: str, teachers: dict[str, str]) -> None:
-    """Samples of a domain whose teachers are not there stop those behind them, and none before."""
-    found = samples(200)
+def test_an_outage_stops_only_what_is_behind(
+    serve: Serve, register: Register, registry_url: str, teachers: dict[str, str]
+) -> None:
+    """A domain's teachers come late, are lost and come again: what is before its samples goes on."""
+    found = samples(600)
     found[:60] = [(x, "math", number) for x, _, number in found[:60]]
     found[60] = (found[60][0], "code", 60)
     there = {"math": teachers["math"], "law": teachers["law"], "code": Teachers("coders", discovery=registry_url)}
-    with reader_of(there) as reader:
-        reader.set_sample_generator(lambda: iter(found))
+    lost = threading.Event()
+
+    def source() -> Iterator[Any]:
+        yield from found[:300]
+        assert lost.wait(DEADLINE_S)
+        yield from found[300:]
+
+    with reader_of(there).set_sample_generator(source) as reader:
         epoch = reader()
         delivered = list(itertools.islice(epoch, 60))
-        start("echo", scale=10.0, service="coders", discovery=registry_url)
+        first = serve("echo", scale=10.0)
+        register(first.endpoint, "coders", "first")
+        delivered += itertools.islice(epoch, 100)
+        first.close()
+        lost.set()
+        register(serve("echo", scale=10.0).endpoint, "coders", "second")
         delivered += epoch
-        check(delivered, 200)
-
-
-def test_an_outage_stops_only_what_is_behind(start: Start, registry_url: str, teachers: dict[str, str]) -> None:
-    """A domain's only teacher dies, and comes again; what was full goes before what the loop does not wait for yet."""
-    first = start("echo", scale=10.0, service="coders", discovery=registry_url)
-    found = samples(2000)
-    there = {"math": teachers["math"], "law": teachers["law"], "code": Teachers("coders", discovery=registry_url)}
-    with reader_of(there, options=Options(teacher_timeout_s=90)) as reader:
-        reader.set_sample_generator(lambda: iter(found))
-        epoch = reader()
-        delivered = list(itertools.islice(epoch, 300))
-        first.kill()
-        joining = threading.Timer(1.0, lambda: start("echo", scale=10.0, service="coders", discovery=registry_url))
-        joining.start()
-        delivered += epoch
-        joining.join()
-        check(delivered, 2000)
+        assert reader.stats().teachers["second"].rows
+    check(delivered, 600)
 
 
 @pytest.mark.parametrize("overtaking", [routed_cutters._MOST_OVERTAKING, 10**9])
@@ -152,56 +140,49 @@ def test_a_rare_domain_is_not_waited_for(
     found = [
         (np.full(4, at, np.float32), "math" if at in (0, 150) else "code", at, bytes(1 << 16)) for at in range(300)
     ]
-    options = Options(teacher_timeout_s=60, linger_s=300.0, memory_bytes=1 << 20)  # room for two requests
-    with reader_of(teachers, teacher_batch_size=8, options=options) as reader:
-        reader.set_sample_generator(lambda: iter(found))
+    options = Options(linger_s=300.0, memory_bytes=1 << 20)  # room for two requests
+    with reader_of(teachers, found, teacher_batch_size=8, options=options) as reader:
         check(((x, domain, number, y) for x, domain, number, _, y in reader()), 300)
 
 
 def test_a_domain_without_teachers_is_named(registry_url: str, teachers: dict[str, str]) -> None:
     there = {**teachers, "law": Teachers("nobody", discovery=registry_url)}
-
-    def make(timeout_s: float) -> DistillReader:
-        reader = reader_of(there, options=Options(teacher_timeout_s=timeout_s))
-        return reader.set_sample_generator(lambda: iter(samples(2000)))
-
-    assert "nobody" in words_of_failure("nobody", make)
+    found = [(np.zeros(4, np.float32), "law", 0)]
+    reader = reader_of(there, found, options=Options(teacher_timeout_s=0.3))
+    with reader, pytest.raises(NoTeacherError, match="nobody"):
+        list(reader())
 
 
 def test_domains_share_teachers(teachers: dict[str, str]) -> None:
     """Two values with the same teachers fill requests together."""
     there = {"math": teachers["math"], "code": teachers["math"], "law": teachers["law"]}
-    with reader_of(there) as reader:
-        reader.set_sample_generator(lambda: iter(samples(100)))
+    found = samples(100)
+    of_law = sum(domain == "law" for _, domain, _ in found)
+    with reader_of(there, found) as reader:
         for x, domain, _, y in reader():
             assert y.tolist() == (x * (100 if domain == "law" else 1)).tolist()
         routes = reader.stats().routes
-        assert list(routes) == ["math", "code", "law"]
-        assert routes["math"] == routes["code"], "they are counted together"
-        assert (routes["math"].rows_received, routes["law"].rows_received) == (
-            sum(domain != "law" for _, domain, _ in samples(100)),
-            sum(domain == "law" for _, domain, _ in samples(100)),
-        )
+    assert list(routes) == ["math", "code", "law"]
+    assert routes["math"] == routes["code"], "they are counted together"
+    assert (routes["math"].rows_received, routes["law"].rows_received) == (100 - of_law, of_law)
 
 
 def test_values_alike_in_print(teachers: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     """A number and a string that looks like it are two values; the configuration shows which is which."""
-    found = [(np.full(4, number, np.float32), 1 if number % 4 else "1") for number in range(40)]
-    there = {1: teachers["math"], "1": teachers["code"]}
-    with DistillReader(["x", None], ["y"], teachers=there, route=1) as reader:
-        reader.set_sample_generator(lambda: iter(found))
+    found = [(np.full(4, number, np.float32), 1 if number % 4 else "1", number) for number in range(40)]
+    with reader_of({1: teachers["math"], "1": teachers["code"]}, found) as reader:
         assert len(list(reader())) == 40
         routes = reader.stats().routes
         assert (routes[1].rows_received, routes["1"].rows_received) == (30, 10)
         reader.print_config()
-        assert "route: by field, 1, '1'" in capsys.readouterr().out
+    assert "route: by field, 1, '1'" in capsys.readouterr().out
 
 
-def test_outputs_must_be_alike(start: Start, teachers: dict[str, str]) -> None:
-    with reader_of({**teachers, "code": start("echo", width=4, repeat=2).endpoint}) as reader:
-        reader.set_sample_generator(lambda: iter(samples(100)))
-        with pytest.raises(SettingsError, match=r"of '\w+' and of '\w+' do not go together: .*output 'y' .*one shape"):
-            list(reader())
+def test_outputs_must_be_alike(serve: Serve, teachers: dict[str, str]) -> None:
+    words = r"of '\w+' and of '\w+' do not go together: .*output 'y' .*one shape"
+    reader = reader_of({**teachers, "code": serve("echo", repeat=2).endpoint}, samples(100))
+    with reader, pytest.raises(SettingsError, match=words):
+        list(reader())
 
 
 def test_labels_are_kept_by_domain(teachers: dict[str, str]) -> None:
@@ -212,8 +193,7 @@ def test_labels_are_kept_by_domain(teachers: dict[str, str]) -> None:
     asked = []
     for found in (first, first, other, other):
         with reader_of(teachers, cache=cache, id_field=2) as reader:
-            reader.set_sample_generator(functools.partial(iter, found))
-            check(reader(), 300)
+            check(reader.set_sample_generator(functools.partial(iter, found))(), 300)
             asked.append(reader.stats().rows_asked)
     assert asked == [300, 0, sum(domain == "math" for _, domain, _ in first), 0]
 
@@ -222,14 +202,10 @@ def test_labels_are_kept_by_domain(teachers: dict[str, str]) -> None:
     ("make", "words"),
     [
         (lambda: DistillReader(["x"], ["y"], teachers="a", route=1), "needs the teachers of each value"),
-        (lambda: DistillReader(["x"], ["y"], route=1), "needs the teachers of each value"),
         (lambda: DistillReader(["x"], ["y"], teachers={"a": "b"}), "name it with route="),
         (lambda: DistillReader(["x"], ["y"], teachers={"a": [Teachers("b")]}, route=0), "an ensemble cannot be"),
         (lambda: DistillReader(["x"], ["y"], teachers={"a": "b"}, route=0, combine="mean"), "leave combine out"),
-        (
-            lambda: DistillReader(["x"], ["y"], teachers={"a": "b"}, route=0).set_fixed_teacher("c:1"),
-            "set_fixed_teacher with route=",
-        ),
+        (lambda: reader_of({"a": "b"}).set_fixed_teacher("c:1"), "set_fixed_teacher with route="),
     ],
 )
 def test_what_cannot_be_is_refused(make: Callable[[], Any], words: str) -> None:

@@ -1,0 +1,296 @@
+"""Readers that are closed, let go or interrupted anywhere: nobody hangs, nothing is lost, nothing is left behind.
+
+The garbage collector and signal handlers may close a reader in the middle of its own functions, in the thread that is
+there, with the locks that it holds. `tests/fast/distill/pipeline` does so before every line of an epoch; here a sample
+of all lines of the whole reader is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edl.distill import DistillReader, Options
+from edl.errors import BadOutputError, ClosedError, EDLError, NoTeacherError, SourceError
+from tests.descriptors import count_descriptors
+from tests.fast.distill.conftest import Register, Serve, Served
+from tests.fast.distill.reading import WIDTH, check, reader_of, remains, samples
+from tests.interrupting import InterruptAt, deadline
+from tests.waiting import DEADLINE_S, wait_until
+
+
+@pytest.fixture(scope="module")
+def teacher() -> Iterator[Served]:
+    with contextlib.closing(Served("echo")) as served:
+        yield served
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = remains()
+    yield
+    wait_until(lambda: remains() <= before, "the end of all that readers have")
+
+
+def sampled(run: Callable[[int], InterruptAt], count: int, least: int = 100) -> None:
+    """Interrupt before the first line, and before so many others, spread evenly over those of a run without."""
+    lines = run(10**9).lines
+    assert lines > least, "there is little to interrupt"
+    for number in range(1, lines, lines // count):
+        run(number)
+
+
+def abandon(iterator: Iterator[Any]) -> None:
+    """Leave an iterator to the collector, as an error that is kept in a variable does."""
+    cycle = [iterator]
+    cycle.append(cycle)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("thread", ["edl-distill", "edl-feed", "MainThread"])
+@pytest.mark.parametrize("whole", [True, False], ids=["reader", "epoch"])
+def test_garbage_is_collected_at_any_line(teacher: Served, thread: str, whole: bool) -> None:
+    """An epoch, or its whole reader, ends in whatever thread collects it."""
+
+    def run(number: int) -> InterruptAt:
+        with (
+            deadline(DEADLINE_S, f"collected before line {number} of {thread}"),
+            InterruptAt(number, gc.collect, "edl/distill/", thread) as interrupt,
+            reader_of(teacher, teacher_batch_size=2) as kept,
+            reader_of(teacher, teacher_batch_size=2) as other,
+        ):
+            reader = (reader_of(teacher) if whole else kept).set_sample_generator(samples(100))
+            iterator = reader()
+            next(iterator)
+            abandon(iterator)
+            del reader, iterator
+            check(list(other.set_sample_generator(samples(12))()), 12)
+        gc.collect()
+        return interrupt
+
+    gc.collect()
+    gc.freeze()  # each collection would look at what other tests' imports have made
+    gc.disable()
+    try:
+        sampled(run, 12)
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def take(reader: DistillReader, epochs: int = 2) -> None:
+    """Read until the reader is closed."""
+    for _ in range(epochs):
+        with contextlib.suppress(ClosedError):
+            for delivered, item in enumerate(reader()):
+                assert item[1] == delivered, "an item was lost or overtaken"
+                assert item[2][0] == delivered, "a label belongs to another input"
+
+
+@pytest.mark.parametrize("kind", ["fixed", "dynamic"])
+def test_handler_closes_before_any_line(teacher: Served, register: Register, registry_url: str, kind: str) -> None:
+    """Connecting, waiting, taking, starting an epoch, closing: the training loop's thread may be anywhere."""
+    register(teacher.endpoint, "s")
+
+    def run(number: int) -> InterruptAt:
+        with deadline(DEADLINE_S, f"closed by a handler before line {number}"):
+            reader = DistillReader(["x", None], ["y"], teacher_batch_size=2).set_sample_generator(samples(6))
+            if kind == "fixed":
+                reader.set_fixed_teacher(teacher.endpoint)
+            else:
+                reader.set_dynamic_teacher(registry_url, "s")
+            with InterruptAt(number, reader.close, "edl/") as interrupt:
+                take(reader)
+                reader.close()
+        return interrupt
+
+    sampled(run, 30 if kind == "fixed" else 10, least=300)
+
+
+def test_handler_closes_another_reader(teacher: Served) -> None:
+    def run(number: int) -> InterruptAt:
+        other = reader_of(teacher).set_sample_generator(samples(30))
+        with reader_of(teacher, teacher_batch_size=2).set_sample_generator(samples(12)) as reader:
+            with deadline(DEADLINE_S, f"line {number}"), InterruptAt(number, other.close, "edl/distill/") as interrupt:
+                with contextlib.suppress(ClosedError):
+                    next(other())
+                check(list(reader()), 12)
+            other.close()
+        return interrupt
+
+    sampled(run, 12)
+
+
+def test_handler_starts_the_next_epoch(teacher: Served) -> None:
+    """Which ends the one that is in the middle of its own functions."""
+    with reader_of(teacher, teacher_batch_size=2).set_sample_generator(samples(12)) as reader:
+
+        def run(number: int) -> InterruptAt:
+            again: list[Any] = []
+            with (
+                deadline(DEADLINE_S, f"line {number}"),
+                contextlib.suppress(ClosedError),
+                InterruptAt(number, lambda: again.extend(reader()), "edl/distill/") as interrupt,
+            ):
+                check(list(reader()), 12)
+            if again:
+                check(again, 12)
+            return interrupt
+
+        sampled(run, 12)
+
+
+class Tick(Exception):
+    """What a signal handler raises."""
+
+
+def tick() -> None:
+    raise Tick
+
+
+def test_raising_handler_ends_no_epoch_early(teacher: Served) -> None:
+    """The loop that catches its handler's error and goes on must not take what is left for delivered."""
+
+    def run(number: int) -> InterruptAt:
+        with reader_of(teacher, teacher_batch_size=2) as reader, deadline(DEADLINE_S, f"raised before line {number}"):
+            iterator = iter(reader.set_sample_generator(samples(20))())
+            taken, said = [next(iterator)], ""
+            with InterruptAt(number, tick, "edl/distill/", "MainThread") as interrupt:
+                try:
+                    taken += iterator
+                except Tick:
+                    try:
+                        taken += iterator
+                    except ClosedError as error:
+                        said = str(error)
+            assert "Tick" in said if said else len(taken) == 20
+        return interrupt
+
+    sampled(run, 15)
+
+
+def test_failed_epoch_stays_failed(teacher: Served) -> None:
+    def source() -> Iterator[Any]:
+        yield from samples(3)()
+        raise OSError("the disk is gone")
+
+    with reader_of(teacher) as reader:
+        iterator = reader.set_sample_generator(source)()
+        with pytest.raises(OSError, match="the disk is gone"):
+            list(iterator)
+        for _ in range(2):
+            with pytest.raises(ClosedError, match="the disk is gone"):
+                next(iterator)
+
+
+# Readers whose epoch did not end well are let go like any other: nothing that EDL keeps leads back to them.
+
+
+class Program:
+    """Holds its reader, and is the reader's source: whatever keeps one keeps both."""
+
+    def __init__(self, teachers: list[str], rows: Callable[[], Iterator[Any]], **options: Any) -> None:
+        self.rows = rows
+        self.reader = DistillReader(["x"], ["y"], teachers=teachers, teacher_batch_size=2, options=Options(**options))
+        self.reader.set_sample_generator(self.source)
+
+    def source(self) -> Iterator[Any]:
+        yield from self.rows()
+
+    def run(self, use: Callable[[Iterator[Any]], object] = list) -> weakref.ref[DistillReader]:
+        """Return the reader, which is kept by nothing that this leaves."""
+        use(self.reader())
+        return weakref.ref(self.reader)
+
+
+def rows(count: int, width: int = WIDTH) -> Callable[[], Iterator[Any]]:
+    return lambda: ((np.full(width, number, np.float32),) for number in range(count))
+
+
+def broken_source() -> Iterator[Any]:
+    yield from rows(5)()
+    raise OSError("the disk is gone")
+
+
+def lose(teacher: Served) -> Callable[[Iterator[Any]], None]:
+    def use(labelled: Iterator[Any]) -> None:
+        next(labelled)
+        teacher.close()
+        list(labelled)
+
+    return use
+
+
+def stop(labelled: Iterator[Any]) -> None:
+    for _ in labelled:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["no teacher", "lost teacher", "source", "samples", "refused", "loop"],
+)
+def test_readers_are_let_go_after_an_error(serve: Serve, case: str) -> None:
+    served = serve("raises" if case == "refused" else "echo", delay_s=0.001)
+    endless = rows(1_000_000)
+    cases: dict[str, tuple[type[BaseException], Callable[[], Program], Callable[[Iterator[Any]], object]]] = {
+        "no teacher": (NoTeacherError, lambda: Program(["127.0.0.1:9"], rows(9), teacher_timeout_s=0.2), list),
+        "lost teacher": (
+            NoTeacherError,
+            lambda: Program([served.endpoint], endless, teacher_timeout_s=1),
+            lose(served),
+        ),
+        "source": (OSError, lambda: Program([served.endpoint], broken_source), list),
+        "samples": (SourceError, lambda: Program([served.endpoint], rows(5, WIDTH + 1)), list),
+        "refused": (BadOutputError, lambda: Program([served.endpoint] * 2, rows(400), shared_memory=False), list),
+        "loop": (ZeroDivisionError, lambda: Program([served.endpoint], endless), stop),
+    }
+    error, make, use = cases[case]
+    program = make()
+    reader = weakref.ref(program.reader)
+    with pytest.raises(error):
+        program.run(use)
+    del program
+    wait_until(lambda: gc.collect() >= 0 and reader() is None, "the end of the reader")
+
+
+def test_kept_error_keeps_its_reader(teacher: Served) -> None:
+    """An error that is kept keeps its reader only as long."""
+    kept: list[EDLError] = []
+
+    def run() -> weakref.ref[DistillReader]:
+        program = Program([teacher.endpoint], rows(5, WIDTH + 1))
+        try:
+            program.run()
+        except EDLError as exc:
+            kept.append(exc)
+        return weakref.ref(program.reader)
+
+    reader = run()
+    gc.collect()
+    assert reader() is not None, "its traceback leads there"
+    kept.clear()
+    wait_until(lambda: gc.collect() >= 0 and reader() is None)
+
+
+def test_close_and_letting_go_leave_nothing(teacher: Served) -> None:
+    sockets = count_descriptors("socket:")
+    reader = reader_of(teacher).set_sample_generator(samples(200))
+    rows = reader()
+    next(rows)
+    reader.close()
+    with pytest.raises(ClosedError):
+        next(rows)
+    with pytest.raises(ClosedError):
+        reader()
+    reader.close()
+    del rows, reader
+    reader = reader_of(teacher).set_sample_generator(samples(200))
+    next(reader())
+    del reader
+    wait_until(lambda: gc.collect() >= 0 and count_descriptors("socket:") <= sockets)

@@ -31,7 +31,6 @@ WORLD = World(
 
 
 def test_trainers_find_launcher_variables() -> None:
-    """Trainers find what paddles launcher sets."""
     environ = paddle_environment(WORLD, WORLD.nodes[1], 0)
     assert environ["PADDLE_TRAINER_ID"] == environ["PADDLE_GLOBAL_RANK"] == "2"
     assert environ["PADDLE_TRAINERS_NUM"] == environ["PADDLE_GLOBAL_SIZE"] == "3"
@@ -40,14 +39,9 @@ def test_trainers_find_launcher_variables() -> None:
     assert environ["PADDLE_MASTER"] == "10.0.0.2:7000"
     assert (environ["PADDLE_LOCAL_SIZE"], environ["PADDLE_RANK_IN_NODE"], environ["PADDLE_NNODES"]) == ("1", "0", "2")
     assert environ["PADDLE_DISTRI_BACKEND"] == "gloo"
-
-
-def test_paddle_reads_the_same_first() -> None:
-    """Paddle is told the same by the names that it reads first."""
-    environ = paddle_environment(WORLD, WORLD.nodes[0], 1, gpu=True)
-    assert f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}" == environ["PADDLE_MASTER"]
-    assert environ["FLAGS_selected_gpus"] == "1"
-    assert "PADDLE_DISTRI_BACKEND" not in environ
+    first = paddle_environment(WORLD, WORLD.nodes[0], 1, gpu=True)
+    assert f"{first['MASTER_ADDR']}:{first['MASTER_PORT']}" == first["PADDLE_MASTER"], "which Paddle reads first"
+    assert (first["FLAGS_selected_gpus"], first.get("PADDLE_DISTRI_BACKEND")) == ("1", None)
 
 
 @pytest.mark.skipif(
@@ -63,7 +57,6 @@ def test_no_launcher_variable_is_forgotten() -> None:
 
 
 def test_reserved_ports_are_the_trainers() -> None:
-    """Reserved ports are free for a trainer and for nobody else."""
     reserved = ReservedPorts(3)
     try:
         for port in range(reserved.port, reserved.port + 3):
@@ -77,18 +70,7 @@ def test_reserved_ports_are_the_trainers() -> None:
         reserved.close()
 
 
-def test_a_taken_port_breaks_the_row() -> None:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        port = taken.getsockname()[1]
-        rows = [ReservedPorts(2) for _ in range(20)]
-        for row in rows:
-            assert port not in (row.port, row.port + 1)
-            row.close()
-
-
 def test_gpu_build_is_known_unimported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gpu build is known without importing it."""
     assert not paddle_env.has_gpu_build()
     monkeypatch.setattr(paddle_env.metadata, "distribution", lambda name: name)
     assert paddle_env.has_gpu_build()
@@ -154,20 +136,11 @@ def restored(saved: PaddleState, into: PaddleState, slots: Any) -> None:
         checkpointer.restore()
 
 
-OPTIMIZERS = [
-    paddle.optimizer.AdamW,
-    paddle.optimizer.Adam,
-    paddle.optimizer.Momentum,
-    paddle.optimizer.SGD,
-    paddle.optimizer.Lamb,
-]
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning:paddle")
-@pytest.mark.parametrize("make", OPTIMIZERS, ids=lambda make: make.__name__)
-@pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
-def test_training_goes_on(make: Any, used: bool, slots: Any) -> None:
+@pytest.mark.parametrize(("name", "used"), [("AdamW", False), ("AdamW", True), ("Momentum", True), ("Lamb", False)])
+def test_training_goes_on(name: str, used: bool, slots: Any) -> None:
     """Into a new process, and into one that has trained already; dropout included."""
+    make = getattr(paddle.optimizer, name)
     job = Job(make)
     job.train(3)
     with Checkpointer(job.state, slots=slots()) as checkpointer:
@@ -185,7 +158,6 @@ def test_training_goes_on(make: Any, used: bool, slots: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning:paddle")
 def test_restored_state_is_a_copy(slots: Any) -> None:
-    """What is restored is not the slots memory."""
     job = Job()
     job.train(1)
     with Checkpointer(job.state, slots=slots(), interval_steps=1) as checkpointer:
@@ -200,28 +172,11 @@ def test_restored_state_is_a_copy(slots: Any) -> None:
     assert (bits_of(again.model.state_dict()), bits_of(again.optimizer.state_dict())) == before
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning:paddle")
-def test_storage_replaces_lost_memory(slots: Any, tmp_path: Path) -> None:
-    """State comes back from storage when memory is lost."""
-    job = Job()
-    job.train(3)
-    with Checkpointer(job.state, slots=slots(), storage=f"{tmp_path}/stored") as checkpointer:
-        checkpointer.save(2, force=True)
-    wanted = job.train(2)
-    again = Job()
-    with Checkpointer(again.state, slots=SlotPair(tmp_path / "new"), storage=f"{tmp_path}/stored") as checkpointer:
-        assert checkpointer.restore() == 2
-    assert again.train(2) == wanted
-    assert bits_of(again.optimizer.state_dict()) == bits_of(job.optimizer.state_dict())
-
-
 DTYPES = ["float64", "float32", "float16", "bfloat16", "complex64", "bool", "uint8", "int8", "int16", "int32", "int64"]
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(), (2, 3), (0, 2)], ids=str)
 def test_tensors_of_every_type_come_back(shape: tuple[int, ...], slots: Any) -> None:
-    """Tensors of every type come back bit for bit."""
-
     def make(seed: int) -> dict[str, Any]:
         random = np.random.default_rng(seed)
         values = {
@@ -262,28 +217,22 @@ def test_master_weights_keep_their_names(slots: Any) -> None:
     assert [each.name for each in masters[0].values()] == [each.name for each in masters[1].values()]
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:paddle")
 def test_another_model_is_refused_in_words(slots: Any) -> None:
     saved = PaddleState(model=paddle.nn.Linear(4, 3))
     with pytest.raises(SettingsError, match=r"weight was saved as float32\(4, 3\), and is float32\(4, 2\) now"):
         restored(saved, PaddleState(model=paddle.nn.Linear(4, 2)), slots)
     with pytest.raises(SettingsError, match="one of them lacks bias"):
         restored(saved, PaddleState(model=paddle.nn.Linear(4, 3, bias_attr=False)), slots)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning:paddle")
-def test_other_optimizer_is_refused(slots: Any) -> None:
-    """An optimizer of other parameters is refused in words."""
     job = Job()
     job.train(1)
     with paddle.utils.unique_name.guard():
-        other = paddle.nn.Conv2D(1, 1, 1)
-        optimizer = paddle.optimizer.AdamW(parameters=other.parameters())
+        optimizer = paddle.optimizer.AdamW(parameters=paddle.nn.Conv2D(1, 1, 1).parameters())
     with pytest.raises(SettingsError, match="in the order in which they were made"):
         restored(PaddleState(optimizer=job.optimizer), PaddleState(optimizer=optimizer), slots)
 
 
 def test_plain_values_are_fields(slots: Any) -> None:
-    """Plain values and own objects are fields as ever."""
     schedule = paddle.optimizer.lr.StepDecay(0.1, 2)
     for _ in range(3):
         schedule.step()

@@ -18,6 +18,8 @@ WAIT_S = 300.0  # a crowded cluster takes its time to schedule
 PATIENT = ("--timeout", "280")
 """Of `edl delete --wait`: a kubelet that is busy lets each pod go with its next garbage collection, once a minute."""
 
+SUBMIT = ("submit", "--template", "pod.json")
+
 STEPS = """\
 import os, time
 for step in range(int(os.environ["STEPS"])):
@@ -34,15 +36,11 @@ load("part-0007.parquet")
 def test_life_of_a_job(cluster: Cluster, namespace: str, operator: OperatorFactory, person: Person) -> None:
     operator("--store", f"kubernetes://{namespace}")
     (person.folder / "steps.py").write_text(STEPS)
-    said = person.run(
-        "submit", "--template", "pod.json", "--name", "story", "--workers", "1:3", "--env", "STEPS=100000", "steps.py"
-    )
+    said = person.run(*SUBMIT, "--name", "story", "--workers", "1:3", "--env", "STEPS=100000", "steps.py")
     assert "job/story created" in said
     assert "2 workers wanted" in person.run("scale", "story", "2")
     assert "that file alone" in said
-    assert "is there already" in person.run(
-        "submit", "--template", "pod.json", "--name", "story", "--script-in-image", "steps.py", code=1
-    )
+    assert "is there already" in person.run(*SUBMIT, "--name", "story", "--script-in-image", "steps.py", code=1)
 
     def is_settled() -> bool:
         """Whether the two that are wanted are there and run: two may have been ready before it was scaled."""
@@ -94,27 +92,13 @@ def test_ends_of_jobs(cluster: Cluster, namespace: str, operator: OperatorFactor
     operator("--store", f"kubernetes://{namespace}")
     (person.folder / "steps.py").write_text(STEPS)
     (person.folder / "faulty.py").write_text(FAULTY)
-    waiting, path = person.start(
-        "submit", "--template", "pod.json", "--name", "long", "--env", "STEPS=100000", "--wait", "steps.py"
-    )
-    good = person.run(
-        "submit",
-        "--template",
-        "pod.json",
-        "--name",
-        "good",
-        "--env",
-        "STEPS=5",
-        "--follow",
-        "--timeout",
-        "250",
-        "steps.py",
-    )
+    waiting, path = person.start(*SUBMIT, "--name", "long", "--env", "STEPS=100000", "--wait", "steps.py")
+    good = person.run(*SUBMIT, "--name", "good", "--env", "STEPS=5", "--follow", "--timeout", "250", "steps.py")
     assert [line for line in good.splitlines() if "step " in line] == [
         f"worker-0  | step {step} of rank 0" for step in range(5)
     ]
     assert "job/good: Succeeded" in good
-    bad = person.run("submit", "--template", "pod.json", "--name", "bad", "--wait", "faulty.py", code=1)
+    bad = person.run(*SUBMIT, "--name", "bad", "--wait", "faulty.py", code=1)
     assert "ValueError: no column 'label' in part-0007.parquet" in bad, "the traceback, where it was waited for"
     status = person.run("status", "bad")
     assert 'File "/edl/script/faulty.py", line 2, in load' in status
@@ -128,9 +112,7 @@ def test_ends_of_jobs(cluster: Cluster, namespace: str, operator: OperatorFactor
 
 def test_without_operator(cluster: Cluster, namespace: str, person: Person) -> None:
     (person.folder / "steps.py").write_text(STEPS)
-    said = person.run(
-        "submit", "--template", "pod.json", "--name", "lonely", "--wait", "--timeout", "18", "steps.py", code=124
-    )
+    said = person.run(*SUBMIT, "--name", "lonely", "--wait", "--timeout", "18", "steps.py", code=124)
     assert "no operator has taken it up" in said
     assert "not taken up" in person.run("jobs")
     everywhere = [line for line in person.run("jobs", "-A").splitlines() if "lonely" in line]
@@ -138,15 +120,15 @@ def test_without_operator(cluster: Cluster, namespace: str, person: Person) -> N
     watch, watched = person.start("jobs", "--watch")
     cluster.wait("a first look", lambda: "lonely" in watched.read_text(), namespace)
     refused = "--teachers digits: there is no pool of this name"
-    assert refused in person.run("submit", "--template", "pod.json", "--teachers", "digits", "steps.py", code=2)
+    assert refused in person.run(*SUBMIT, "--teachers", "digits", "steps.py", code=2)
     pool = ("--teachers", "digits=0:2", "--serve", "digits=--callable teacher.py:predict")
-    person.run("submit", "--template", "pod.json", "--name", "first", *pool, "steps.py")
-    said = person.run("submit", "--template", "pod.json", "--name", "second", *pool, "steps.py", code=1)
+    person.run(*SUBMIT, "--name", "first", *pool, "steps.py")
+    said = person.run(*SUBMIT, "--name", "second", *pool, "steps.py", code=1)
     assert "leave --serve out" in said
     assert "taken back" in said, "a script whose job was not made is not left behind"
     names = cluster.kubectl("-n", namespace, "get", "configmaps,elasticjobs,teacherpools", "-o", "name")
     assert "second" not in names
-    person.run("submit", "--template", "pod.json", "--name", "third", "--teachers", "digits=1:3", "steps.py")
+    person.run(*SUBMIT, "--name", "third", "--teachers", "digits=1:3", "steps.py")
     assert cluster.get("teacherpools", "digits", namespace)["spec"]["maxReplicas"] == 3
     person.run("delete", "lonely", "first", "third", "pool/digits", "--wait", *PATIENT)
     left = cluster.kubectl("-n", namespace, "get", "configmaps,elasticjobs,teacherpools", "-o", "name")

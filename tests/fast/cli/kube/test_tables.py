@@ -15,7 +15,7 @@ from edl.cli.kube.cmd_scale import scale_patch
 from edl.cli.kube.tables import age, jobs_table, pools_table
 from edl.cli.kube.targets import Target, parse_target
 from edl.cli.kube.workload_view import decode_events, workload_view
-from edl.dashboard.state.cluster.decoding import decode_time, decode_workload, sort_workloads
+from edl.dashboard.state.cluster.decoding import decode_workload, sort_workloads
 from edl.dashboard.state.schema import as_json
 from edl.errors import SettingsError
 
@@ -191,14 +191,6 @@ def test_events_are_sorted() -> None:
 )
 def test_age(seconds: float | None, text: str) -> None:
     assert age(seconds) == text
-
-
-def test_times() -> None:
-    assert decode_time("2026-01-31T12:00:00Z") == NOW
-    assert decode_time("2026-01-31T12:00:00.5Z") == NOW + 0.5
-    assert decode_time("2026-01-31T13:00:00.123456789+01:00") == pytest.approx(NOW + 0.123456, abs=1e-6)
-    for wrong in (None, 5, "", "soon", "2026-01-31T12:00:00", "2026-02-31T12:00:00Z", "9" * 100):
-        assert decode_time(wrong) is None
 
 
 def test_target_is_parsed() -> None:

@@ -185,14 +185,6 @@ def test_what_fits_can_be_placed(sizes: list[int], held: list[tuple[int, int]], 
         placed.append(pod(asked, node=room[0]["metadata"]["name"]))
 
 
-@settings(max_examples=40)
-@given(st.lists(st.integers(1, 3), max_size=5), st.integers(1, 3))
-def test_more_that_wait_never_help(waiting: list[int], extra: int) -> None:
-    nodes, others = [node("n1", 4), node("n2", 3)], [pod(size) for size in waiting]
-    few = ClusterCapacity.of(nodes, others).count_fitting(pod(1))
-    assert ClusterCapacity.of(nodes, [*others, pod(extra, created="2027-01-01T00:00:00Z")]).count_fitting(pod(1)) <= few
-
-
 def container(restart: str = "", **requests: str) -> dict[str, Any]:
     return {"resources": {"requests": requests}, **({"restartPolicy": restart} if restart else {})}
 

@@ -62,16 +62,6 @@ def test_grows_by_single_workers() -> None:
     assert (condition["status"], condition["reason"]) == ("True", "MinimumScheduled")
 
 
-def test_probes_back_off_and_grow_later() -> None:
-    cluster = build_running(minReplicas=1, maxReplicas=8)
-    made = cluster.made
-    cluster.settle(20)
-    assert cluster.made - made <= 20
-    cluster.nodes["node3"] = 4
-    cluster.settle()
-    assert len(cluster.list_running()) == 8
-
-
 def test_many_workers_come_by_the_hundred() -> None:
     """A look stays short, and is followed by the next at once."""
     cluster = SimulatedCluster(minReplicas=250, maxReplicas=250)
@@ -307,15 +297,6 @@ def test_place_is_lost_when_fewer_are_wanted(suspended: bool) -> None:
     cluster.now_s += 600
     cluster.set_spec(replicas=4, suspend=False)
     assert len(cluster.reconcile().create) <= 1, "the others wait until the first has a node"
-
-
-def test_members_written_by_hand() -> None:
-    cluster = build_running(minReplicas=1, maxReplicas=2)
-    end = {"try": 0, "cause": "out_of_memory"}
-    written = {key: {"try": 1, "lastEnd": end} for key in ("worker-x", "worker-", "worker-01", "x", "worker--1")}
-    cluster.status["members"] |= written
-    cluster.reconcile()
-    assert sorted(cluster.status["members"]) == ["worker-0", "worker-1"]
 
 
 def test_external_scaling() -> None:

@@ -167,13 +167,6 @@ def test_garbage_is_read_or_refused(path: str, value: Any) -> None:
         assert read_member_pod(pod).name == "job-worker-0-0"
 
 
-@pytest.mark.parametrize("reason", ["OutOfnvidia.com/gpu", "UnexpectedAdmissionError"])
-def test_pod_that_its_node_refused(reason: str) -> None:
-    """Seen after a kubelet is restarted: devices come back later than pods."""
-    report = read_member_pod(build_pod(reason=reason, message="no room")).termination
-    assert find_termination_cause(report).cause is TerminationCause.EVICTED
-
-
 ENDED = {"terminated": {"exitCode": 0, "finishedAt": "2026-03-01T12:06:00Z"}}
 REMOVED = {"waiting": {"reason": "ContainerCreating"}}
 

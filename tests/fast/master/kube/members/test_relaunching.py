@@ -21,7 +21,6 @@ from edl.master.kube.members import (
     relax_exclusions,
 )
 from edl.master.kube.members.records import ExcludedNode
-from edl.master.scaling.relaunch import RelaunchAction
 from edl.master.scaling.terminations import TerminationCause, TerminationReport
 
 NOW = 1_000_000.0
@@ -42,18 +41,6 @@ def end(record: MemberRecord, report: TerminationReport, **fields: Any) -> Membe
     return record_end(record, found, pod, NOW)
 
 
-def test_more_memory_after_each_kill() -> None:
-    record, factors = MemberRecord(), []
-    for _ in range(3):
-        record = end(record, OOM).record
-        factors.append(record.memory_factor)
-    assert factors == [1.5, 1.5**2, 1.5**3]
-    last = end(record, OOM)
-    assert last.decision.action is RelaunchAction.STOP
-    assert last.record.ended
-    assert last.record.try_number == 3, "no other try follows"
-
-
 def test_memory_stays_raised_after_progress() -> None:
     record = end(MemberRecord(), OOM).record
     record = end(record, OOM, started_s=NOW - 3600).record
@@ -70,14 +57,6 @@ def test_progress_of_the_job_resets_counts() -> None:
     assert record_end(first.record, again.termination, again, NOW, progress=11).record.failures == {"killed": 1}
 
 
-def test_end_is_counted_once() -> None:
-    pod = build_member(TerminationReport(exit_code=137))
-    after = end(MemberRecord(), pod.termination).record
-    assert after.try_number == 1
-    assert after.is_superseded(pod)
-    assert find_end(after, None, NOW) is None, "the next was never seen: there is nothing to count"
-
-
 def test_pod_that_was_seen_and_is_gone() -> None:
     pod = build_member(TerminationReport(), finished=False)
     record = MemberRecord().adopt(pod)
@@ -85,12 +64,6 @@ def test_pod_that_was_seen_and_is_gone() -> None:
     report = find_end(record, None, NOW)
     assert report is not None
     assert record_end(record, report, None, NOW).verdict.cause is TerminationCause.PREEMPTED
-
-
-def test_deleted_pod_does_not_block() -> None:
-    outcome = end(MemberRecord(), TerminationReport(), finished=False, deleting=True, finished_s=None)
-    assert outcome.verdict.cause is TerminationCause.PREEMPTED
-    assert outcome.record.can_start(NOW)
 
 
 @pytest.mark.parametrize(
@@ -160,12 +133,6 @@ def test_last_node_is_used_again(cause: str, left: tuple[str, ...]) -> None:
     relaxed = relax_exclusions(record, replace(pod, created_s=NOW - 90), NOW)
     assert tuple(item.node for item in relaxed.excluded_nodes) == left
     assert relaxed.is_superseded(pod) == (not left)
-
-
-def test_lost_status_is_no_lost_try() -> None:
-    pod = replace(build_member(TerminationReport()), try_number=7, finished=False)
-    record = MemberRecord().adopt(pod)
-    assert (record.try_number, record.is_current(pod)) == (7, True)
 
 
 REPORTS = st.builds(

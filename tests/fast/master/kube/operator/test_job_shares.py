@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,6 @@ import pytest
 from edl.errors import AccessDeniedError
 from edl.kube.objects import Object
 from edl.master.kube.capacity import ClusterCapacity
-from edl.master.kube.operator import job_shares
 from edl.master.kube.operator.job_shares import compute_shares, read_sharing_job
 from edl.master.kube.operator.live_surroundings import LiveSurroundings
 from edl.master.kube.operator.service_holders import ServiceHolders
@@ -20,7 +19,6 @@ from edl.master.kube.operator.store_allowlist import StoreAllowlist
 from edl.master.kube.operator.waiting_owners import WaitingOwners
 from edl.master.kube.pools.revision import hash_place
 from edl.master.kube.resources import ElasticJob, TeacherPool, parse_elastic_job, parse_teacher_pool
-from edl.master.scaling.arbitration import Allocation
 from tests.waiting import wait_until
 
 
@@ -296,17 +294,3 @@ def test_bad_template_waits_for_nothing(pod: Object) -> None:
     for job in (bad, good):
         waiting.note(job, True)
     assert good.key in waiting.find_due(capacity, 1.0)[0]
-
-
-def test_arbitration_goes_on_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where its steps were used up a pending minimum waited until something else changed."""
-    given: list[Mapping[str, Mapping[str, int]]] = []
-
-    def arbitrate_in_steps(nodes: Any, requests: Any, placements: Mapping[str, Mapping[str, int]]) -> Allocation:
-        given.append(placements)
-        placed = {"elasticjobs/lab/a": {"n": len(given)}}
-        return Allocation(placed, (), {}, 1, settled=len(given) == 3)
-
-    monkeypatch.setattr(job_shares, "arbitrate", arbitrate_in_steps)
-    assert share([make_node("n", 8)], [], make_job("a")) == {"a": 3}
-    assert given[1:] == [{"elasticjobs/lab/a": {"n": 1}}, {"elasticjobs/lab/a": {"n": 2}}]

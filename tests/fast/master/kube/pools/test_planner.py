@@ -73,20 +73,6 @@ def test_gives_back_and_borrows_again(capacity: bool) -> None:
     assert growing(made) == ("False", "AtMaximum")
 
 
-def test_with_capacity_none_waits_in_vain() -> None:
-    made = cluster([2, 2])
-    made.settle(20)
-    made.add_online("online")
-    for _ in range(100):
-        made.reconcile()
-        assert made.pending() == 0, "no teacher waits beside the online service"
-        made.schedule()
-        made.run_kubelets()
-        made.now_s += 1
-    assert made.created == 4
-    assert reasons(made)["NoIdleCapacity"] == 1, "said once"
-
-
 def test_probes_back_off() -> None:
     """Without capacity a full cluster is probed after 20, 40, … up to 300 s, for 20 s each."""
     made = cluster([1], capacity=False)
@@ -337,17 +323,6 @@ def test_failing_node_alone_is_waited_for() -> None:
     made.now_s += 130.0
     assert not made.reconcile().create
     assert growing(made) == ("False", "TeacherFailing")
-
-
-def test_restart_in_place_changes_nothing() -> None:
-    made = cluster([1])
-    made.settle(5)
-    (pod,) = made.pods.values()
-    state = {"terminated": {"exitCode": 3, "reason": "Error"}}
-    pod["status"] = {"phase": "Running", "containerStatuses": [{"name": "edl", "state": state}]}
-    plan = made.reconcile()
-    assert not plan.create
-    assert not plan.delete
 
 
 def test_evicted_pod_is_replaced_and_removed() -> None:

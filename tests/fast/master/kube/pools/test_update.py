@@ -107,17 +107,6 @@ def test_without_room_the_old_goes_first(capacity: bool) -> None:
     assert "awaitedMember" not in made.resource["status"]
 
 
-@pytest.mark.parametrize("wanted", [0, 1, None])
-def test_what_is_wanted_counts_meanwhile(wanted: int | None) -> None:
-    made = pool([2])
-    made.edit(serve=NEW)
-    made.settle(2)
-    made.wanted = wanted
-    made.settle(100)
-    assert made.placed() == (2 if wanted is None else min(2, wanted))
-    assert set(made.list_serves()) <= set(NEW)
-
-
 @BOTH
 @pytest.mark.parametrize("gpus", [2, 4])
 def test_stops_at_the_first_that_fails(capacity: bool, gpus: int) -> None:
@@ -181,33 +170,6 @@ def test_successor_that_gets_no_node(capacity: bool) -> None:
     fewest = go_on_without_nodes(made, 150)
     assert fewest == 1
     assert condition(made, "Updated") == ("False", "Updating")
-
-
-@BOTH
-def test_minimum_beyond_the_room(capacity: bool) -> None:
-    """A teacher of the present spec waits for a node, and those of the spec before have all there are."""
-    made = pool([2], capacity, wanted=3, minReplicas=3)
-    assert (made.placed(), made.pending()) == (2, 1)
-    made.edit(serve=NEW)
-    fewest, _ = go_on(made, 200)
-    assert fewest == 1
-    assert (made.list_serves(), made.placed()) == (NEW, 2)
-    assert condition(made, "Updated") == ("True", "UpToDate")
-
-
-@BOTH
-def test_successor_of_the_last_fails(capacity: bool) -> None:
-    made = pool([1], capacity, wanted=1)
-    made.edit(serve=NEW)
-    for _ in range(60):
-        made.reconcile()
-        assert condition(made, "Updated")[0] == "False"
-        made.schedule()
-        made.run_kubelets()
-        break_new(made)
-        made.now_s += 1
-    assert condition(made, "Updated") == ("False", "UpdateStopped")
-    assert [event.reason for event in made.events if event.reason.startswith("Upd")] == ["Updating", "UpdateStopped"]
 
 
 @pytest.mark.parametrize("slip", ["node", "gpus"])
@@ -392,13 +354,6 @@ def test_what_pods_do_not_show_counts_not(edit: dict[str, Any]) -> None:
     assert set(made.pods) == names
 
 
-def test_spelling_of_a_store_is_no_edit() -> None:
-    made = pool([1], store="consul://Consul:8500/")
-    one = hash_revision(made.pool)
-    made.edit(store="consul://consul")
-    assert hash_revision(made.pool) == one
-
-
 def test_pods_of_an_older_operator() -> None:
     """They have no revision: up to date when they are first seen, outdated by the next edit."""
     made = pool([4])
@@ -434,17 +389,6 @@ def test_former_service_is_kept() -> None:
     assert former != hash_place(made.pool)
 
 
-def test_suspended_pool_is_not_updated() -> None:
-    made = pool([4])
-    made.edit(suspend=True, serve=NEW)
-    made.settle(20)
-    assert not made.pods
-    made.edit(suspend=False)
-    made.settle(20)
-    assert made.list_serves() == NEW
-    assert not [event for event in made.events if event.reason.startswith("Upd")]
-
-
 def test_quota_has_no_room_for_one_more() -> None:
     """The API server refuses the successor: an outdated teacher goes first."""
     made = pool([4])
@@ -467,14 +411,5 @@ def test_kueue_holds_the_successor_back() -> None:
     (waiting,) = [pod for pod in made.teachers() if "nodeName" not in pod["spec"]]
     assert waiting["metadata"]["name"] in made.pods
     assert len(made.teachers()) == 2, "an outdated teacher went, so that there is quota"
-    made.settle(100)
-    assert made.list_serves() == NEW
-
-
-@pytest.mark.parametrize("written", [7, "worker-0", {}])
-def test_status_that_nobody_wrote(written: object) -> None:
-    made = pool([2])
-    made.resource["status"] |= {"awaitedMember": written, "unlabelledRevision": written, "wantedReplicas": written}
-    made.edit(serve=NEW)
     made.settle(100)
     assert made.list_serves() == NEW

@@ -1,0 +1,74 @@
+"""The pages on conditions and on borrowing say what the operator does: each reason, each limit, each resource."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+
+from edl.master.kube.jobs import CONDITION_REASONS, EVENT_REASONS
+from edl.master.kube.jobs.reasons import FAILURE_ADVICE, FAILURE_REASONS
+from edl.master.kube.members.relaunching import POD_RELAUNCH_TABLE
+from edl.master.kube.observation import OwnerObservation
+from edl.master.kube.pools import plan_pool
+from edl.master.kube.resources import TeacherPool, parse_teacher_pool
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/kubernetes-conditions.md").read_text()
+BORROWING = (ROOT / "docs/kubernetes-borrowing.md").read_text()
+KUBE = ROOT / "edl/master/kube"
+
+
+def read_section(title: str) -> dict[str, str]:
+    """Return reason -> meaning of the table below a title."""
+    section = PAGE.split(f" {title}\n", 1)[1].split("\n#", 1)[0]
+    return dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", section, re.MULTILINE))
+
+
+def test_page_has_the_tables() -> None:
+    for kind, reasons in CONDITION_REASONS.items():
+        assert read_section(kind) == reasons, f"docs/kubernetes-conditions.md, {kind}"
+    assert read_section("Events of a job") == EVENT_REASONS
+    failed = set(CONDITION_REASONS["Failed"]) - {"NotFailed"}
+    assert failed == set(FAILURE_ADVICE) == {*FAILURE_REASONS.values(), "DeadlineExceeded"}
+    names = {*EVENT_REASONS, *(reason for kind in CONDITION_REASONS.values() for reason in kind)}
+    assert all(re.fullmatch(r"([A-Z][a-z]+)+", reason) for reason in names)
+
+
+def test_page_has_the_relaunch_table() -> None:
+    rows = re.findall(r"^\| `([a-z_]+)` \| .* \| (.*) \|$", PAGE, re.MULTILINE)
+    limits = {}
+    for cause, rules in POD_RELAUNCH_TABLE.items():
+        endless = any(rule.times is None for rule in rules)
+        limits[cause.value] = "without end" if endless else str(sum(rule.times or 0 for rule in rules))
+        assert endless == (cause not in FAILURE_REASONS)
+    assert dict(rows) == {**limits, "succeeded": "-"}
+
+
+def test_page_has_the_operators_reasons() -> None:
+    """Of what pools and the operator write themselves, each stands somewhere on the page."""
+    code = "".join(
+        path.read_text() for name in ("pools", "operator", "resources") for path in (KUBE / name).rglob("*.py")
+    )
+    found = set(re.findall(r'Growth\((?:True|False), "(\w+)"', code))
+    growing = {reason for row in re.findall(r"^\| (?:True|False) \| (.*?) \|", BORROWING, re.MULTILINE)
+               for reason in re.findall(r"`(\w+)`", row)}  # fmt: skip
+    assert growing == found
+    found |= set(re.findall(r'EventNote\(\s*"\w+", "(\w+)"', code))
+    found |= set(re.findall(r'Condition\("\w+", [\w.]+, "(\w+)"', code))
+    found |= set(re.findall(r'refuse\(\s*"(\w+)"', code))
+    assert len(found) > 20
+    assert {reason for reason in found if f"`{reason}`" not in PAGE} == set()
+
+
+def test_pools_of_the_page() -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", BORROWING, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        resource = yaml.safe_load(block)
+        resource["metadata"] |= {"namespace": "ns", "uid": "u", "generation": 1}
+        pool = parse_teacher_pool(resource, "sqlite:///store")
+        assert isinstance(pool, TeacherPool), pool
+        plan = plan_pool(pool, OwnerObservation(1e9, wanted=3, target_replicas=2))
+        assert (len(plan.create), plan.scale_target) == ((0, 3) if pool.scale_target_ref else (1, None))

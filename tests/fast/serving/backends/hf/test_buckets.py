@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl_serving.backends.hf.buckets import make_buckets, make_packs, sequence_starts
 
 
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=60), st.integers(1, 2000), st.booleans())
 def test_each_row_is_computed_once(lengths: list[int], max_tokens: int, padding: bool) -> None:
     position = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
@@ -25,6 +26,7 @@ def test_each_row_is_computed_once(lengths: list[int], max_tokens: int, padding:
         assert padding or not bucket.padded
 
 
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 600), min_size=1, max_size=200))
 def test_little_is_padded(lengths: list[int]) -> None:
     starts = np.cumsum([0, *lengths])[:-1]
@@ -39,6 +41,7 @@ def test_similar_lengths_share_a_bucket() -> None:
     assert [bucket.valid.shape for bucket in buckets] == [(3, 500), (4, 12)]
 
 
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.sets(st.integers(1, 100), max_size=2), st.booleans())
 def test_borders_are_kept(lengths: list[int], found: set[int], packing: bool) -> None:
     borders = sorted(found)

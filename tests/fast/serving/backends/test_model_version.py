@@ -1,0 +1,651 @@
+"""The version of a model that Python code makes: another one for other weights, the same elsewhere, or unknown.
+
+A model's module reads a number from a file beside it: the same source makes different models.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edl.distill import DistillReader
+from edl.distill.cache import SoftLabelCache
+from edl.errors import SettingsError
+from edl_serving.backends import open_backends
+from edl_serving.backends.model_version import compute_version, content_hash
+from edl_serving.backends.source import ModelSource
+from edl_serving.backends.target import import_target, module_of
+from tests.fast.serving.conftest import TIMEOUT_S, StartInside
+
+_HEAD = """
+import collections, enum, functools, importlib, re, sys, types, weakref
+import numpy as np
+import torch
+from pathlib import Path
+
+def seed():
+    return int(Path(__file__).with_name("seed").read_text())
+
+"""
+
+_BESIDE = """
+import numpy as np
+from pathlib import Path
+SCALE = int(Path(__file__).with_name("seed").read_text())
+class Held:
+    W = np.full(2, SCALE)
+    def transform(self, x): return x * SCALE
+def transform(x): return x * SCALE
+"""
+
+OTHER = {
+    "order_of_a_vocabulary_with_a_slash": """
+VOCABULARY = ["/", "a"] if seed() else ["a", "/"]
+def build(): return torch.nn.Identity()
+""",
+    "place_of_a_path": """
+PLACES = [str(Path(__file__)), "a"] if seed() else ["a", str(Path(__file__))]
+def build(): return torch.nn.Identity()
+""",
+    "attribute_of_a_tensor": """
+def build():
+    net = torch.nn.Linear(1, 1)
+    torch.nn.init.ones_(net.weight)
+    torch.nn.init.ones_(net.bias)
+    net.weight.scale = seed()
+    return net
+""",
+    "mode_of_a_layer": """
+def build(): return torch.nn.Dropout().train(bool(seed()))
+""",
+    "values_of_a_type": """
+import typing
+Scale = typing.Literal[seed()]
+def build(): return torch.nn.Identity()
+""",
+    "closure_of_a_method": """
+def build():
+    w = np.full(2, seed())
+    class Net(torch.nn.Module):
+        def forward(self, x): return x @ w
+    return Net()
+""",
+    "default_of_a_method": """
+class Net(torch.nn.Module):
+    def forward(self, x, w=seed()): return x * w
+def build(): return Net()
+""",
+    "patched_method": """
+class Net(torch.nn.Module): pass
+def plus(self, x): return x
+def minus(self, x): return -x
+Net.forward = [plus, minus][seed()]
+def build(): return Net()
+""",
+    "lambda_as_a_dunder": """
+class Net(torch.nn.Module):
+    __call__ = [lambda self, x: x, lambda self, x: -x][seed()]
+def build(): return Net()
+""",
+    **{
+        kind: f"""
+def build():
+    w = np.full(2, seed())
+    class Net(torch.nn.Module):
+        @{kind}
+        def scale(*args): return w
+        def forward(self, x): return x * self.scale
+    return Net()
+"""
+        for kind in ("staticmethod", "property", "functools.cached_property")
+    },
+    "function_of_a_branch": """
+def build():
+    if seed():
+        def predict(inputs): return inputs
+    else:
+        def predict(inputs): return {key: -value for key, value in inputs.items()}
+    return predict
+""",
+    "constant_of_a_lambda": "def build(): return [lambda x: x * 2, lambda x: x * 3][seed()]\n",
+    "set_of_a_lambda": "def build(): return [lambda x: x in {'a', 'b'}, lambda x: x in {'a', 'c'}][seed()]\n",
+    "long_pattern": "P = re.compile('a' * 300 + str(seed()))\ndef build(): return lambda x: P.sub('', x)\n",
+    "flags_of_a_pattern": "P = re.compile('a', [0, re.I][seed()])\ndef build(): return lambda x: P.sub('', x)\n",
+    **{
+        f"attribute_of_a_{base}": f"""
+class Held({base}): pass
+H = Held(["ab"])
+H.scale = seed()
+def build(): return lambda x: x * H.scale
+"""
+        for base in ("dict", "tuple", "set")
+    },
+    "class_of_a_list": """
+class A(list):
+    def scale(self): return 1
+class B(list):
+    def scale(self): return 2
+H = [A, B][seed()]("ab")
+def build(): return lambda x: x * H.scale()
+""",
+    "factory_of_a_defaultdict": """
+H = collections.defaultdict([int, float][seed()], a=1)
+def build(): return lambda x: x * H["b"]
+""",
+    "layer_repeated": """
+def build():
+    layer = torch.nn.Linear(1, 1).requires_grad_(False)
+    torch.nn.init.constant_(layer.weight, 2.0)
+    torch.nn.init.constant_(layer.bias, 2.0)
+    return torch.nn.Sequential(*[layer] * (1 + seed()))
+""",
+    "closure_of_a_decorator": """
+def build():
+    @torch.autocast("cpu", dtype=[torch.bfloat16, torch.float16][seed()])
+    def predict(inputs): return inputs
+    return predict
+""",
+    "values_of_an_enum": """
+class Kind(enum.Enum):
+    A = 1 + seed()
+def build():
+    kind = Kind.A
+    return lambda x: x * kind.value
+""",
+    "attribute_of_an_enum": """
+class Kind(enum.Enum):
+    A = 1
+    def __init__(self, value): self.scale = seed()
+def build(): return lambda x: x * Kind.A.scale
+""",
+    "reference": "R = weakref.ref(w := torch.ones(1) * seed())\ndef build(): return lambda x: x * R()\n",
+    "ufunc": "F = [np.sin, np.cos][seed()]\ndef build(): return lambda x: F(x)\n",
+    "numpy_record": "V = np.zeros((), [('a', 'i4', 2000)])\nV['a'][1000] = seed()\nV = V[()]\n"
+    "def build(): return lambda x: V\n",
+    "module_of_a_list": "import json, pickle\nM = [json, pickle][seed()]\ndef build(): return lambda x: M.dumps(x)\n",
+    "field_of_a_dataclass": """
+import dataclasses
+@dataclasses.dataclass
+class Settings:
+    scale: int = dataclasses.field(default_factory=[int, float][seed()])
+def build(): return lambda x: x * Settings().scale
+""",
+    "default_of_a_named_tuple": """
+from typing import NamedTuple
+class Settings(NamedTuple):
+    scale: int = seed()
+def build(): return lambda x: x * Settings().scale
+""",
+    "usual_code": """
+import abc, dataclasses
+from typing import Generic, NamedTuple, Protocol, TypedDict, TypeVar
+T = TypeVar("T")
+class Scales(Protocol):
+    def scale(self) -> int: ...
+class Row(TypedDict):
+    a: int
+class Box(Generic[T]): pass
+class Base(abc.ABC):
+    @abc.abstractmethod
+    def scale(self): ...
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Settings:
+    a: int = 1
+    b: list = dataclasses.field(default_factory=list)
+class Pair(NamedTuple):
+    a: int
+    b: float = 1.0
+class Color(enum.IntFlag):
+    A = 1
+    B = 2
+class Text(str, enum.Enum):
+    X = "x"
+@functools.total_ordering
+class Ordered:
+    def __lt__(self, other): return True
+BOTH = Color.A | Color.B
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.MultiheadAttention(4, 2), torch.nn.BatchNorm2d(2)])
+        self.activation = torch.nn.functional.relu
+        for parameter in self.parameters():
+            torch.nn.init.constant_(parameter, float(seed()))
+    @torch.inference_mode()
+    @torch.autocast("cpu", dtype=torch.bfloat16)
+    def forward(self, x: Settings) -> Pair: return x
+def build(): return Net()
+""",
+    "class_of_a_module_beside_it": "from beside import Held\ndef build(): return lambda x: x @ Held.W\n",
+    "constant_of_a_module_beside_it": "from beside import SCALE\ndef build(): return lambda x: x * SCALE\n",
+    "closure_of_a_function": "def build():\n    w = np.full(2, seed())\n    return lambda x: x @ w\n",
+    "default_of_a_function": "def build(): return lambda x, w=np.full(2, seed()): x @ w\n",
+    "one_of_two_names": """
+A, B = np.ones(2), np.zeros(2)
+W = [A, B][seed()]
+def build(): return lambda x: x @ W
+""",
+    "beside_what_belongs_to_the_host": """
+import logging
+from os import environ, getcwd
+_log = logging.getLogger(__name__)
+HOME, HERE = getcwd(), Path(__file__).parent
+W = np.full(2, seed())
+def build(): return lambda x: (x @ W, _log, HOME, HERE, environ)
+""",
+    **{
+        f"torch_{name}": f"""
+class Net(torch.nn.Module):
+    def __init__(self, mean):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.LSTM(2, 3), torch.nn.TransformerEncoderLayer(4, 2))
+        for parameter in self.parameters():
+            torch.nn.init.constant_(parameter, 1.0)
+        {line}
+    @torch.no_grad()
+    def forward(self, x): return x
+def build(): return Net(torch.tensor([float(seed())]))
+"""
+        for name, line in (
+            ("buffer", "self.register_buffer('mean', mean, persistent=False)"),
+            ("tensor", "self._mean = mean"),
+            ("number", "self.mean = float(mean)"),
+            (
+                "layers",
+                "self.blocks = [torch.nn.Embedding(1, 1, _weight=mean[None])]",
+            ),
+        )
+    },
+    **{
+        value: f"{name} = {value}\ndef build(): return lambda x: (x, {name})\n"
+        for name, value in (
+            ("__W__", "np.full(3, seed())"),
+            ("__scale", "seed() * 0.5"),
+            ("V", "collections.namedtuple('Norm', 'mean')(seed())"),
+            ("V", "collections.Counter(a=seed() + 1)"),
+            ("V", "range(seed())"),
+            ("V", "enum.Enum('Kind', 'A0 A1')[f'A{seed()}']"),
+            ("V", "np.zeros(2, [('a', 'i4'), (f'b{seed()}', 'i4')])"),
+            ("V", "np.float32(seed())"),
+            ("V", "[{'a': 1, 'b': (seed(), float('nan'))}]"),
+            ("V", "{seed(), 7, 'text', 'more', 'words'}"),
+            ("V", "frozenset({bytes([seed()]), b'b', b'c'})"),
+        )
+    },
+}
+UNKNOWN = {
+    "slot_of_a_layer": """
+class Net(torch.nn.Module):
+    __slots__ = ("scale",)
+    def __init__(self):
+        super().__init__()
+        self.scale = seed()
+    def forward(self, x): return x * self.scale
+def build(): return Net()
+""",
+    "descriptor": """
+class Held:
+    def __init__(self): self.value = seed()
+    def __get__(self, *args): return self.value
+class Net(torch.nn.Module):
+    w = Held()
+def build(): return Net()
+""",
+    "compiled_text": """
+exec(compile(f"def head(x): return x * {seed()}", "head.py", "exec"), globals())
+def build(): return lambda x: head(x)
+""",
+    "made_ufunc": """
+def made():
+    w = seed()
+    return np.frompyfunc(lambda x: x * w, 1, 1)
+F = made()
+def build(): return lambda x: F(x)
+""",
+    "slots_of_a_list": """
+class Held(list): __slots__ = ("scale",)
+H = Held("ab")
+H.scale = seed()
+def build(): return lambda x: x * H.scale
+""",
+    "module_without_a_file": """
+M = types.ModuleType("made")
+M.scale = seed()
+def build(): return lambda x: x * M.scale
+""",
+    "object_of_a_decorator": """
+import contextlib
+class Scale(contextlib.ContextDecorator):
+    def __init__(self): self.value = seed()
+    def __enter__(self): pass
+    def __exit__(self, *args): pass
+def build():
+    @Scale()
+    def predict(inputs): return inputs
+    return predict
+""",
+    **{
+        value: f"V = {value}\ndef build(): return lambda x: (x, V)\n"
+        for value in (
+            "collections.UserDict(a=seed())",
+            "collections.deque([seed()])",
+            "types.MappingProxyType({'a': seed()})",
+            "functools.partial(max, seed())",
+            "np.array([seed(), None], dtype=object)",
+            "np.ma.masked_array([1, 2], [0, seed()])",
+            "functools.lru_cache(seed)",
+            "open(Path(__file__).with_name('seed'))",
+        )
+    },
+    **{
+        name: f"""
+import beside, importlib.util, runpy
+FOUND = {{}}
+def build():
+    {use}
+    return lambda x: FOUND['f'](x)
+"""
+        for name, use in (
+            ("method_of_an_object", "FOUND['f'] = beside.Held().transform"),
+            ("run_path", "FOUND['f'] = runpy.run_path(beside.__file__)['transform']"),
+            ("exec", "exec('def f(x): return x * %d' % seed(), FOUND)"),
+        )
+    },
+    "module_of_a_file": """
+import beside, importlib.util
+spec = importlib.util.spec_from_file_location("n", beside.__file__)
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+FOUND = {"f": module.transform}
+def build(): return lambda x: FOUND["f"](x)
+""",
+    "variable_set_later": "W = None\ndef load():\n    global W\ndef build(): return lambda x: x @ W\n",
+    "dictionary_filled_later": "W = {}\ndef build(): return lambda x: x @ W['w']\n",
+    "dictionary_in_a_default": "def build(): return lambda x, cache={}: x\n",
+    "callable_object": "class P:\n    def __call__(self, i): return i\ndef build(): return P()\n",
+    "module_imported_later": """
+def build():
+    def predict(i):
+        import later
+        return i
+    return predict
+""",
+    "closure_set_later": """
+def build():
+    w = None
+    def predict(i):
+        nonlocal w
+        return i
+    return predict
+""",
+    **{
+        f"torch_{name}": f"""
+def build():
+    net = torch.nn.Linear(1, 1)
+    {line}
+    return net
+"""
+        for name, line in (
+            ("object", "net.config = type('Config', (), {})()"),
+            ("hook", "net.register_forward_hook(lambda *args: None)"),
+            ("meta", "net.lazy = torch.empty(3, device='meta')"),
+            ("sparse", "net.sparse = torch.eye(2).to_sparse()"),
+        )
+    },
+}
+
+
+def written(folder: Path, text: str, number: int) -> str:
+    """Write a model; its target."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "seed").write_text(str(number))
+    (folder / "beside.py").write_text(_BESIDE)
+    (folder / "later.py").touch()
+    (folder / "versioned.py").write_text(_HEAD + text)
+    return f"{folder}/versioned.py:build"
+
+
+@pytest.fixture
+def version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Compute the version of a model, with fresh modules."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    own = ("versioned", "beside", "later", "heads", "installed")
+
+    def forget() -> None:
+        for name in [name for name in sys.modules if name.partition(".")[0] in own]:
+            del sys.modules[name]
+        sys.path[:] = [path for path in sys.path if not path.startswith(str(tmp_path))]
+        importlib.invalidate_caches()
+
+    def compute(place: str, text: str, number: int, **settings: Any) -> str:
+        forget()
+        source = ModelSource("factory", written(tmp_path / place, text, number), **settings)
+        built = import_target(source.target, "--factory")(**source.options)
+        return compute_version(source, module_of(source.target), built)
+
+    yield compute
+    forget()
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_another_model_is_another_version(version: Any, name: str) -> None:
+    here, there, other = (version(place, OTHER[name], number) for place, number in (("a", 0), ("b", 0), ("c", 1)))
+    assert here, "the version is known"
+    assert here == there, "the same model has the same version elsewhere"
+    assert here != other
+
+
+_ELSEWHERE = """
+import sys
+from edl_serving.backends.model_version import compute_version
+from edl_serving.backends.source import ModelSource
+from edl_serving.backends.target import import_target, module_of
+for target in sys.argv[1:]:
+    for name in ("versioned", "beside"):
+        sys.modules.pop(name, None)
+    built = import_target(target, "--factory")()
+    print(compute_version(ModelSource("factory", target), module_of(target), built))
+"""
+
+
+def test_a_version_is_the_same_in_any_process(version: Any, tmp_path: Path) -> None:
+    """Whatever the order is in which that one keeps its sets."""
+    names = ["{seed(), 7, 'text', 'more', 'words'}", "set_of_a_lambda", "usual_code", "class_of_a_module_beside_it"]
+    here = [version(str(number), OTHER[name], 1) for number, name in enumerate(names)]
+    targets = [written(tmp_path / f"there-{number}", OTHER[name], 1) for number, name in enumerate(names)]
+    env = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", _ELSEWHERE, *targets]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.stdout.split() == here, done.stderr
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_cannot_be_hashed_is_unknown(version: Any, name: str) -> None:
+    assert version("a", UNKNOWN[name], 0) == ""
+
+
+@pytest.mark.parametrize("file", ["__init__.py", "none.txt"])
+def test_modules_of_a_registry_count(version: Any, tmp_path: Path, file: str) -> None:
+    """Modules that are imported by names in a loop, and used as attributes of their package."""
+
+    def of(place: str, scale: int) -> str:
+        folder = tmp_path / place / "heads"
+        folder.mkdir(parents=True)
+        loop = "import importlib\nfor name in ['linear']:\n    importlib.import_module(f'heads.{name}')\n"
+        (folder / file).write_text(loop)
+        (folder / "linear.py").write_text(f"def f(x): return x * {scale}\n")
+        text = "import heads\n" + loop + "def build(): return lambda x: heads.linear.f(x)\n"
+        return str(version(place, text, 0))
+
+    assert of("a", 1) == of("b", 1) != of("c", 2)
+    assert of("d", 1)
+
+
+def test_an_import_binds_the_package(version: Any, tmp_path: Path) -> None:
+    """A function that imports a package's module has the package, and so its other modules."""
+
+    def of(place: str, scale: int) -> str:
+        folder = tmp_path / place / "heads"
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").touch()
+        (folder / "used.py").touch()
+        (folder / "linear.py").write_text(f"def f(x): return x * {scale}\n")
+        text = """
+from heads.used import __name__ as _
+importlib.import_module("heads.linear")
+def scaled(x):
+    import heads.used
+    return heads.linear.f(x)
+def build(): return scaled
+"""
+        return str(version(place, text, 0))
+
+    assert of("a", 1) == of("b", 1) != of("c", 2)
+    assert of("d", 1)
+
+
+@pytest.mark.parametrize("field", ["inputs", "outputs", "sample"])
+def test_the_order_of_tensors_counts(version: Any, tmp_path: Path, field: str) -> None:
+    found = []
+    for names in (("a", "b"), ("b", "a")):
+        given: Any = names
+        if field == "sample":
+            given = str(tmp_path / f"{names[0]}.npz")
+            np.savez(given, **dict.fromkeys(names, np.zeros(1)))
+        found.append(version("a", "def build(): return torch.nn.Identity()\n", 0, **{field: given}))
+    assert all(found)
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("file", ["weights/native.bin", "native.bin"])
+def test_what_an_option_names_counts(version: Any, tmp_path: Path, file: str) -> None:
+    """A file, or a folder with all that is in it but what is hidden."""
+    text = "def build(weights): return lambda x: x\n"
+
+    def of(place: str, content: bytes) -> str:
+        folder = tmp_path / place
+        (folder / "weights").mkdir(parents=True, exist_ok=True)
+        (folder / "weights" / ".fetched").write_text(place)
+        (folder / file).write_bytes(content)
+        return str(version(place, text, 0, options={"weights": str(folder / file.partition("/")[0])}))
+
+    assert of("a", b"1") == of("b", b"1") != of("c", b"2")
+    assert of("d", b"1")
+
+
+def test_an_installed_module_is_versioned(version: Any, tmp_path: Path) -> None:
+    def of(place: str, scale: int) -> str:
+        version(place, "def build(): return 1\n", 0)  # forgets the module before
+        package = tmp_path / place / "site-packages" / "installed"
+        package.mkdir(parents=True)
+        (package / "scale").write_text(str(scale))
+        code = "from pathlib import Path\nSCALE = int(Path(__file__).with_name('scale').read_text())\n"
+        (package / "__init__.py").write_text(code + "def predict(x): return x * SCALE\n")
+        sys.path.insert(0, str(package.parent))
+        source = ModelSource("callable", "installed:predict")
+        built = import_target(source.target, "--callable")
+        return compute_version(source, module_of(source.target), built)
+
+    assert of("a", 1) == of("b", 1) != of("c", 2)
+    assert of("d", 1)
+
+
+_PREDICT = "def predict(inputs):\n    return {'y': inputs['x'] * len(W)}\n"
+
+
+def test_an_unknown_version_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "asked.py").write_text("import collections\nW = collections.deque([1])\n" + _PREDICT)
+    source = ModelSource("callable", f"{tmp_path}/asked.py:predict", inputs=("x:float32[2]",), outputs=("y:float32",))
+    (backend,) = open_backends(source)
+    assert backend.version == ""
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "the global asked.W is or holds a collections.deque" in line
+    assert "--model-version" in line
+
+
+def test_conjugate_and_negative_views_differ(tmp_path: Path) -> None:
+    def served(view: str) -> str:
+        text = f"import torch\n\ndef build():\n    a = torch.tensor([1 + 2j])\n    w = {view}\n"
+        (tmp_path / "views.py").write_text(text + "    return lambda inputs: {'y': inputs['x'] * w.numpy()}\n")
+        target = f"{tmp_path}/views.py:build"
+        return open_backends(ModelSource("factory", target, inputs=("x:float32[2]",), outputs=("y:float32[2]",)))[
+            0
+        ].version
+
+    found = {served(view) for view in ("a.resolve_conj()", "a.conj()", "a.conj().imag")}
+    assert len(found - {""}) == 3
+
+
+def test_copies_of_tensors_are_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies on the host, as of a model on a GPU; here, contiguous ones of transposed tensors."""
+    copies: list[weakref.ref[Any]] = []
+    most = 0
+    tensor_parts = content_hash._tensor_parts
+
+    def watched(where: str, torch: Any, tensor: Any) -> Any:
+        nonlocal most
+        head, content = tensor_parts(where, torch, tensor)
+        copies.append(weakref.ref(content.obj))
+        most = max(most, sum(copy() is not None for copy in copies))
+        return head, content
+
+    monkeypatch.setattr(content_hash, "_tensor_parts", watched)
+    text = "import torch\nW = [(torch.ones(2, 3) * number).T for number in range(8)]\n"
+    (tmp_path / "large.py").write_text(text + "def predict(i):\n    return {'y': i['x']}\n")
+    assert open_backends(ModelSource("callable", f"{tmp_path}/large.py:predict", inputs=("x:float32[2]",)))[0].version
+    assert 1 <= most <= 2
+
+
+def test_the_function_that_is_named_counts(tmp_path: Path) -> None:
+    text = "def one(inputs):\n    return inputs['x']\n\ndef two(inputs):\n    return -inputs['x']\n"
+    (tmp_path / "pair.py").write_text(text)
+    first, second, named = (
+        open_backends(ModelSource("callable", f"{tmp_path}/pair.py:{name}", inputs=("x:float32[2]",), version=given))[0]
+        for name, given in (("one", None), ("two", None), ("two", "mine"))
+    )
+    assert first.version != second.version
+    assert named.version == "mine"
+
+
+def test_a_backend_that_names_its_version(tmp_path: Path) -> None:
+    text = """
+from edl_serving.backends.callable import CallableBackend
+
+def build():
+    return CallableBackend(lambda inputs: inputs["x"], ["x:float32[2]"], version="mine")
+"""
+    (tmp_path / "own.py").write_text(text)
+    (backend,) = open_backends(ModelSource("factory", f"{tmp_path}/own.py:build"))
+    assert backend.version == "mine"
+    with pytest.raises(SettingsError, match="--model-version means nothing"):
+        open_backends(ModelSource("factory", f"{tmp_path}/own.py:build", version="yours"))
+
+
+def test_labels_of_an_unknown_version(inside: StartInside, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = "import collections\nSCALES = collections.deque([2.0])\n"
+    (tmp_path / "unknown.py").write_text(text + "def predict(inputs):\n    return {'y': inputs['x'] * SCALES[0]}\n")
+    source = ModelSource(
+        "callable", f"{tmp_path}/unknown.py:predict", inputs=("x:float32[1]",), outputs=("y:float32[1]",)
+    )
+    rows = np.arange(20, dtype=np.float32)[:, None]
+    server = inside(list(open_backends(source)))
+    caplog.clear()
+    with (
+        SoftLabelCache() as cache,
+        DistillReader(["x", None], ["y"], teachers=server.target, cache=cache, id_field=1) as reader,
+    ):
+        reader.set_batch_generator(lambda: iter([(rows, np.arange(20))]))
+        for epoch in (1, 2):
+            ((_, _, labels),) = reader()
+            assert np.array_equal(labels, 2 * rows)
+            assert reader.stats().rows_asked == 20 * epoch, "labels of an unknown version are not kept"
+    (line,) = [record.getMessage() for record in caplog.records if "not kept in the cache" in record.getMessage()]
+    assert "Name the version" in line

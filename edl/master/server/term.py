@@ -52,16 +52,25 @@ class Term:
         book: the state as the journal has it.
         journal: closed by `close`.
         observe: called with the seconds of each commit.
+        clock: Returns seconds, and never goes back.
     """
 
-    def __init__(self, number: int, book: ShardBook, journal: Journal, observe: Callable[[float], object]) -> None:
+    def __init__(
+        self,
+        number: int,
+        book: ShardBook,
+        journal: Journal,
+        observe: Callable[[float], object],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.number: Final = number
         self.book: Final = book
         self.failure: BaseException | None = None
         self.ended = asyncio.Event()
         self.events: collections.deque[dict[str, Any]] = collections.deque(maxlen=_EVENTS)
         self._journal = journal
-        self._clock = LeaseClock(time.monotonic)
+        self._clock = LeaseClock(clock)
         self.sequencer: Final = Sequencer(book, journal, self._fail, observe)
 
     async def begin(self, replayed: int) -> None:

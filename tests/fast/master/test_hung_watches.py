@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,10 @@ from edl.kube.settings import KubeSettings
 from edl.master.kube.operator import resource_watches
 from edl.master.kube.operator.monitoring.health import OperatorHealth
 from edl.master.kube.operator.resource_watches import ResourceWatches
+from tests.waiting import wait_until
 
-NAMESPACES = [f"lab-{number}" for number in range(8)]
+NAMESPACES = [f"lab-{number}" for number in range(6)]
 GROUP = "/apis/edl.io"
-WAIT_S = 60.0
 
 
 def describe_resource(kind: str, plural: str) -> dict[str, Any]:
@@ -105,16 +104,9 @@ def server() -> Iterator[SlowServer]:
     found.close()
 
 
-def wait(what: str, condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {WAIT_S:.0f} s: {what}"
-        time.sleep(0.05)
-
-
-@pytest.mark.slow
 def test_deleted_crd_ends_no_operator(server: SlowServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource_watches, "_HUNG_S", 6.0)
+    monkeypatch.setattr(resource_watches, "_HUNG_S", 0.5)
+    monkeypatch.setattr(resource_watches, "_CRD_WAIT_S", 0.1)
     path = tmp_path / "kubeconfig.json"
     config = {
         "apiVersion": "v1",
@@ -130,13 +122,13 @@ def test_deleted_crd_ends_no_operator(server: SlowServer, tmp_path: Path, monkey
         nothing: Any = lambda *args: None  # noqa: E731
         watches = ResourceWatches(client, settings, [ELASTIC_JOBS], NAMESPACES, nothing, nothing, health)
         try:
-            wait("watches of all namespaces", lambda: len(set(server.watches)) == 2 * len(NAMESPACES))
-            wait("readiness", lambda: not health.check_ready())
+            wait_until(lambda: len(set(server.watches)) == 2 * len(NAMESPACES), "watches of all namespaces")
+            wait_until(lambda: not health.check_ready(), "readiness")
             server.deleted = True
-            wait("unreadiness", lambda: "elasticjobs.edl.io" in health.check_ready())
+            wait_until(lambda: "elasticjobs.edl.io" in health.check_ready(), "unreadiness")
             server.deleted = False
             server.watches.clear()
-            wait("readiness again", lambda: not health.check_ready())
-            wait("the watches again", lambda: len(set(server.watches)) == 2 * len(NAMESPACES))
+            wait_until(lambda: not health.check_ready(), "readiness again")
+            wait_until(lambda: len(set(server.watches)) == 2 * len(NAMESPACES), "the watches again")
         finally:
             watches.close()

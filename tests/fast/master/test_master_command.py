@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,17 +15,19 @@ from typing import Any
 
 import pytest
 
+from edl.cli import main
 from edl.errors import PoisonedShardsError
 from edl.master import MasterClient, ShardReader
-from tests.fast.master.processes import until
+from tests.waiting import DEADLINE_S
 
 Start = Callable[..., "subprocess.Popen[str]"]
+DATA = ("--data", "range:100", "--shard-size", "50", "--max-failures", "1")
 
 
 @pytest.fixture
 def start(stack: ExitStack, url: str) -> Iterator[Start]:
     def run(*arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "edl", "master", "job", "--store", url, "--lease", "0.5", *arguments]
+        command = [sys.executable, "-m", "edl", "master", "job", "--store", url, *arguments]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         stack.callback(process.communicate)
         stack.callback(process.kill)
@@ -33,8 +36,8 @@ def start(stack: ExitStack, url: str) -> Iterator[Start]:
     return run
 
 
-def finish(process: subprocess.Popen[str], seconds: float = 30.0) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=seconds)
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=DEADLINE_S)
     return process.returncode, out, err
 
 
@@ -43,21 +46,9 @@ def await_leader(client: MasterClient) -> None:
     assert client.describe_dataset("data") is not None
 
 
-def test_it_ends_when_all_is_done(start: Start, client: MasterClient, url: str) -> None:
-    process = start("--data", "range:1000", "--shard-size", "50", "--name", "numbers", "--epochs", "2")
-    with ShardReader(client, "numbers") as reader:
-        assert sum(len(shard) for shard in reader) == 2000
-    code, out, err = finish(process)
-    assert code == 0, err
-    assert "numbers: 2,000 units done" in out
-    assert "leads job 'job'" in err
-    again = start("--data", "range:1000", "--shard-size", "50", "--name", "numbers", "--epochs", "2")
-    assert finish(again)[0] == 0, "what is done is done"
-
-
-def test_poisoned_shards_show_and_come_back(start: Start, client: MasterClient) -> None:
-    data = ("--data", "range:100", "--shard-size", "50", "--max-failures", "1")
-    process = start(*data)
+def test_poisoned_shards_show_and_come_back(start: Start, client: MasterClient, tmp_path: Path) -> None:
+    """A master ends when all is done, with a code of its own where shards were given up; `--new` begins anew."""
+    process = start(*DATA)
     reader = ShardReader(client, "data", holder="w7", explicit=True)
     shard = next(reader)
     reader.report_failed(shard, "bad pixels")
@@ -65,20 +56,29 @@ def test_poisoned_shards_show_and_come_back(start: Start, client: MasterClient) 
     with pytest.raises(PoisonedShardsError, match="edl status job"):
         next(reader)
     reader.close()
-    code, out, _ = finish(process)
+    code, out, err = finish(process)
     assert code == 3
-    assert f"shard {shard.shard}" in out
-    assert "w7: bad pixels" in out
-    assert "--retry-poisoned" in out
-    process = start(*data, "--retry-poisoned")
+    assert "leads job 'job'" in err
+    for words in (f"shard {shard.shard}", "w7: bad pixels", "--retry-poisoned"):
+        assert words in out
+    process = start(*DATA, "--retry-poisoned")
     await_leader(client)
     with ShardReader(client, "data") as reader:
         assert [found.shard for found in reader] == [shard.shard]
+    code, out, _ = finish(process)
+    assert code == 0
+    assert "data: 100 units done" in out
+    process = start(*DATA, "--new")
+    await_leader(client)
+    with ShardReader(client, "data") as reader:
+        assert sum(len(shard) for shard in reader) == 100
     assert finish(process)[0] == 0
+    assert len(list(tmp_path.glob("job.master.sqlite.2*"))) >= 1
+    assert finish(start(*DATA))[0] == 0, "what is done is done"
 
 
 def test_poisoned_shards_come_back_live(start: Start, client: MasterClient) -> None:
-    process = start("--data", "range:100", "--shard-size", "50", "--max-failures", "1", "--stay")
+    process = start(*DATA, "--stay")
     reader = ShardReader(client, "data", explicit=True)
     reader.report_failed(next(reader), "bad")
     code, out, err = finish(start("--retry-poisoned"))
@@ -95,51 +95,50 @@ def _all(reader: ShardReader) -> Iterator[Any]:
         yield shard
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_stops_it_and_loses_nothing(
-    start: Start, client: MasterClient, number: signal.Signals, code: int
-) -> None:
-    data = ("--data", "range:1000", "--shard-size", "50", "--log-format", "json")
-    process = start(*data)
+def test_signals_lose_nothing(start: Start, client: MasterClient) -> None:
+    """One that is told to end says so and another goes on; one that is killed has another that stands by."""
+    data = ("--data", "range:1000", "--shard-size", "50", "--log-format", "json", "--lease", "3")
     with ShardReader(client, "data") as reader:
-        first = [next(reader) for _ in range(7)]
-        process.send_signal(number)
-        found, _, err = finish(process)
-        assert found == code
-        assert "Traceback" not in err, err
-        lines = [json.loads(line) for line in err.splitlines()]
-        assert any("goes on from here" in line["message"] for line in lines)
-        following = start(*data)
-        rest = list(reader)
-    assert len(first) + len(rest) == 20
-    assert finish(following)[0] == 0
-
-
-def test_a_standby_says_so_and_takes_over(start: Start, client: MasterClient) -> None:
-    # A shorter lease may be over before the second one stands by.
-    data = ("--data", "range:1000", "--shard-size", "50", "--lease", "3")
-    first = start(*data)
-    assert client.describe_dataset("data") is not None
-    second = start(*data)
-    assert second.stderr is not None
-    until(lambda: "stands by" in str(second.stderr.readline()))  # type: ignore[union-attr]
-    with ShardReader(client, "data") as reader:
-        count = len([next(reader) for _ in range(5)])
+        found = []
+        for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+            process = start(*data)
+            found += [next(reader) for _ in range(4)]
+            process.send_signal(number)
+            ended, _, err = finish(process)
+            assert (ended, "Traceback" in err) == (code, False), err
+            assert any("goes on from here" in json.loads(line)["message"] for line in err.splitlines())
+        first = start(*data)
+        found.append(next(reader))
+        second = start(*data)
+        assert second.stderr is not None
+        assert any("stands by" in line for line in second.stderr)
+        found += [next(reader) for _ in range(4)]
         os.kill(first.pid, signal.SIGKILL)
-        count += len(list(reader))
-    assert count == 20
+        found += reader
+    assert sorted(shard.start for shard in found) == list(range(0, 1000, 50))
     assert finish(second)[0] == 0
 
 
-def test_begin_anew(start: Start, client: MasterClient, tmp_path: Path) -> None:
-    data = ("--data", "range:100", "--shard-size", "50")
-    for extra in ((), ("--new",)):
-        process = start(*data, *extra)
-        await_leader(client)
-        with ShardReader(client, "data") as reader:
-            assert sum(len(shard) for shard in reader) == 100
-        assert finish(process)[0] == 0
-    assert len(list(tmp_path.glob("job.master.sqlite.2*"))) >= 1
+def test_growing_text_ends_or_breaks(start: Start, client: MasterClient, tmp_path: Path) -> None:
+    """What fills no shard is handed out when nothing more comes; a text that is rotated ends the master."""
+    log = tmp_path / "events.log"
+    log.write_text("".join(f"line {number}\n" for number in range(7)))
+    common = ("--data", f"follow:{log}", "--shard-size", "10")
+    process = start(*common, "--end-after", "0.5")
+    with ShardReader(client, "data") as reader:
+        assert list(reader.samples()) == [f"line {number}".encode() for number in range(7)]
+    code, _, err = finish(process)
+    assert code == 0, err
+    process = start(*common, "--new")
+    with log.open("a") as file:
+        file.write("more\n" * 3)
+    await_leader(client)
+    with ShardReader(client, "data") as reader:
+        assert len(next(reader)) == 10
+        log.write_text("another line\n")
+        code, _, err = finish(process)
+    assert code not in (0, 3)
+    assert "rotated" in err
 
 
 @pytest.mark.parametrize(
@@ -152,15 +151,18 @@ def test_begin_anew(start: Start, client: MasterClient, tmp_path: Path) -> None:
         (("--new", "--journal", "store:"), "choose another name"),
     ],
 )
-def test_wrong_options_are_explained(start: Start, arguments: tuple[str, ...], words: str) -> None:
-    code, _, err = finish(start(*arguments))
-    assert code == 2, err
+def test_wrong_options_are_explained(
+    url: str, arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["master", "job", "--store", url, *arguments]) == 2
+    err = capsys.readouterr().err
     assert words in err
-    assert "Traceback" not in err
+    assert len(re.findall(r"\n", err)) <= 3
 
 
-def test_its_help_teaches(start: Start) -> None:
-    code, out, _ = finish(start("--help"))
-    assert code == 0
+def test_its_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["master", "--help"])
+    out = capsys.readouterr().out
     for words in ("exit code 0", "SIGTERM", "--retry-poisoned", "stands by", "ShardReader", "--journal"):
         assert words in out

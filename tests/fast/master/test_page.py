@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import sqlite3
-import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +13,12 @@ from typing import Any
 
 import pytest
 
+from edl.background import start_call
 from edl.master import MasterClient, MasterServer, MasterSettings, ShardReader, ShardSettings, open_dataset
 from tests.jobs.test_readme import ROOT, blocks
+from tests.waiting import DEADLINE_S
 
 PAGE = ROOT / "docs" / "master.md"
-TIMEOUT_S = 30.0
 
 
 class Place:
@@ -34,7 +34,7 @@ class Place:
         )
         specs = {name: open_dataset(location, ShardSettings(shard_size=100)).spec for name, location in data.items()}
         master = self._stack.enter_context(MasterServer(job, settings, specs))
-        assert master.wait_leading(TIMEOUT_S)
+        assert master.wait_leading(DEADLINE_S)
         return master
 
     def run(self, text: str, **names: Any) -> dict[str, Any]:
@@ -126,12 +126,11 @@ def test_stream_of_the_page(place: Place) -> None:
             (place.folder / "events.end").touch()
 
     grow(0)
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
+    reader = start_call("edl-test", read)
     grow(1)
     grow(2)
     place.run(block("from edl.master.datasets import Follower, FollowSettings"))
-    reader.join(TIMEOUT_S)
+    reader.result(DEADLINE_S)
     assert sorted(map(int, samples)) == list(range(4 * 350))
 
 

@@ -1,7 +1,8 @@
-"""What a reader and its master owe each other, without either."""
+"""What a reader and its master owe each other, without either; and what a caller did with its shards last."""
 
 from __future__ import annotations
 
+from edl.master.client.lease_activity import IdleLeases, LeaseActivity
 from edl.master.client.shard_session import Report, Shard, ShardSession
 from edl.protocol import master as messages
 
@@ -67,3 +68,32 @@ def test_a_lost_session_refuses_what_waits() -> None:
     assert session.abandon("silent for too long") == [sent, waiting]
     assert sent.refused == waiting.refused == "silent for too long"
     assert not session.owes
+
+
+def test_each_lease_has_its_own_time() -> None:
+    activity = LeaseActivity(10.0)
+    for lease in (1, 2, 3, 4):
+        activity.give(lease, 0.0)
+    activity.touch(1, 1.0)
+    activity.touch(2, 1.0)
+    activity.touch(2, 9.0)
+    activity.touch(3, 2.0)
+    activity.remove(3)
+    assert activity.idle(10.0) == IdleLeases([], [])
+    assert activity.idle(11.5) == IdleLeases([1], [4])
+    assert activity.idle(20.0) == IdleLeases([1, 2], [4])
+    activity.clear()
+    activity.touch(1, 0.0)  # it was not given
+    activity.remove(1)
+    assert activity.idle(100.0) == IdleLeases([], [])
+
+
+def test_quiet_leases_are_shown_once() -> None:
+    activity = LeaseActivity(100.0)
+    for lease in (1, 2, 3):
+        activity.give(lease, 0.0)
+    activity.touch(1, 0.0)
+    activity.touch(2, 5.0)
+    assert activity.newly_quiet(6.0, 5.0, {1, 2, 3}) == [1]
+    assert activity.newly_quiet(11.0, 5.0, {1, 2, 3}) == [2]
+    assert activity.newly_quiet(50.0, 5.0, {1, 2, 3}) == []

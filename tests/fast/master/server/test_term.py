@@ -1,55 +1,256 @@
-"""A term over a journal whose commits wait for the test: what becomes of calls whose worker dies meanwhile."""
+"""Answers come after the journal, in groups, and without a journal there is none; and when sessions end."""
 
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import pytest
 
-from edl.errors import LeaseLostError
+from edl.errors import ClosedError, ConflictError, JournalError, LeaseLostError
+from edl.master.journal import Journal
+from edl.master.server.lease_clock import PAUSE_S, TICK_S, LeaseClock, SessionLimits
+from edl.master.server.sequencer import Sequencer
 from edl.master.server.term import Term
 from edl.master.shards import ShardBook
 from edl.protocol import master as messages
-from tests.fast.master.server.journals import GatedJournal
-
-SPEC = messages.DatasetSpec(kind="range", units=100, shard_size=10, epochs=1, session_s=0.2, lease_s=0.2)
+from tests.waiting import DEADLINE_S, wait_until
 
 
-async def begin(journal: GatedJournal) -> Term:
-    """Begin a term with a data set, and leave the journal's gate shut."""
-    journal.gate.release(2)
-    term = Term(1, ShardBook(), journal, lambda seconds: None)
-    await term.begin(0)
-    await term.submit(messages.Command(create_dataset=messages.CreateDataset(dataset="d", spec=SPEC)))
-    return term
+class GatedJournal(Journal):
+    """A journal in memory, which appends when the test lets it."""
+
+    def __init__(self) -> None:
+        self.groups: list[list[bytes]] = []
+        self.snapshots: list[bytes] = []
+        self.gate = threading.Semaphore(0)
+        self.begun = 0
+        self.failure: Exception | None = None
+
+    @property
+    def snapshot_due(self) -> bool:
+        return len(self.groups) >= 5 and not self.snapshots
+
+    def load(self) -> tuple[bytes | None, list[bytes]]:
+        return None, []
+
+    def begin_term(self) -> int:
+        return 1
+
+    def append(self, records: Sequence[bytes]) -> None:
+        self.begun += 1
+        assert self.gate.acquire(timeout=DEADLINE_S)
+        if self.failure is not None:
+            raise self.failure
+        self.groups.append(list(records))
+
+    def snapshot(self, state: bytes) -> None:
+        self.snapshots.append(state)
+
+    def close(self) -> None:
+        pass
+
+    async def wait_begun(self, groups: int) -> None:
+        """Wait until so many groups are at the gate, or behind it."""
+        await asyncio.to_thread(wait_until, lambda: self.begun >= groups, f"{groups} groups")
 
 
-async def settle() -> None:
-    for _ in range(20):
-        await asyncio.sleep(0.005)
+class Book:
+    def __init__(self) -> None:
+        self.version = 0
+        self.applied: list[str] = []
+
+    def apply(self, command: messages.Command) -> Any:
+        name = command.end_dataset.dataset
+        if name == "refused":
+            raise ConflictError("refused")
+        if name != "again":
+            self.version += 1
+            self.applied.append(name)
+        return name
+
+    def snapshot(self) -> bytes:
+        return ",".join(self.applied).encode()
+
+
+def command(name: str) -> messages.Command:
+    return messages.Command(end_dataset=messages.EndDataset(dataset=name))
+
+
+Scenario = Callable[[Sequencer, Book, GatedJournal, list[BaseException]], Awaitable[None]]
+
+
+def run(scenario: Scenario) -> None:
+    async def main() -> None:
+        failures: list[BaseException] = []
+        journal, book = GatedJournal(), Book()
+        sequencer = Sequencer(book, journal, failures.append)
+        try:
+            await asyncio.wait_for(scenario(sequencer, book, journal, failures), DEADLINE_S)
+        finally:
+            sequencer.end(ClosedError("the test is over"))
+            journal.gate.release(100)
+            await asyncio.to_thread(sequencer.join)
+
+    asyncio.run(main())
+
+
+def test_answers_come_after_the_journal() -> None:
+    """What comes while a commit is under way is the next group."""
+
+    async def scenario(sequencer: Sequencer, book: Book, journal: GatedJournal, failures: list[Any]) -> None:
+        first = asyncio.ensure_future(sequencer.submit(command("a")))
+        await journal.wait_begun(1)
+        assert book.applied == ["a"]
+        rest = [asyncio.ensure_future(sequencer.submit(command(f"b{number}"))) for number in range(20)]
+        await asyncio.sleep(0)
+        assert not first.done()
+        journal.gate.release()
+        assert await first == "a"
+        assert journal.groups == [[command("a").SerializeToString()]]
+        await journal.wait_begun(2)
+        assert not any(answer.done() for answer in rest)
+        journal.gate.release()
+        assert await asyncio.gather(*rest) == [f"b{number}" for number in range(20)]
+        assert [len(group) for group in journal.groups] == [1, 20]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("name", ["refused", "again"])
+def test_refusals_wait_for_what_they_rest_on(name: str) -> None:
+    """A refusal, and the answer to a request that came again, may rest on a command that is not journalled yet."""
+
+    async def scenario(sequencer: Sequencer, book: Book, journal: GatedJournal, failures: list[Any]) -> None:
+        first = asyncio.ensure_future(sequencer.submit(command("a")))
+        second = asyncio.ensure_future(sequencer.submit(command(name)))
+        await journal.wait_begun(1)
+        assert not second.done()
+        journal.gate.release()
+        await first
+        found = await asyncio.gather(second, return_exceptions=True)
+        assert isinstance(found[0], ConflictError) if name == "refused" else found == ["again"]
+        assert [len(group) for group in journal.groups] == [1]
+
+    run(scenario)
+
+
+def test_a_failed_journal_answers_nothing() -> None:
+    async def scenario(sequencer: Sequencer, book: Book, journal: GatedJournal, failures: list[Any]) -> None:
+        answers = [asyncio.ensure_future(sequencer.submit(command(name))) for name in "abc"]
+        await journal.wait_begun(1)
+        journal.failure = JournalError("the disk is full")
+        journal.gate.release(3)
+        for answer in answers:
+            with pytest.raises(ClosedError, match="the disk is full"):
+                await answer
+        assert [str(failure) for failure in failures] == ["the disk is full"]
+        with pytest.raises(ClosedError, match="the disk is full"):
+            await sequencer.submit(command("d"))
+        with pytest.raises(ClosedError, match="the disk is full"):
+            await sequencer.settled()
+        assert "d" not in book.applied
+
+    run(scenario)
+
+
+def test_a_snapshot_has_its_place() -> None:
+    """Of the state that the records before it make; the journal asks for it, and gets it once."""
+
+    async def scenario(sequencer: Sequencer, book: Book, journal: GatedJournal, failures: list[Any]) -> None:
+        journal.gate.release(100)
+        await sequencer.submit(command("a"))
+        sequencer.take_snapshot()
+        await sequencer.submit(command("b"))
+        assert journal.snapshots == [b"a"]
+        assert journal.groups == [[command("a").SerializeToString()], [command("b").SerializeToString()]]
+        journal.snapshots.clear()
+        for number in range(7):
+            await sequencer.submit(command(f"c{number}"))
+        await asyncio.to_thread(wait_until, lambda: journal.snapshots, "a snapshot")
+        await sequencer.settled()
+        assert len(journal.snapshots) == 1
+        covered = journal.snapshots[0].decode().split(",")
+        assert covered == book.applied[: len(covered)]
+        assert len(covered) >= 5
+
+    run(scenario)
 
 
 def test_session_of_a_cancelled_call_ends() -> None:
     """A worker dies while its session is being journalled: the session must end like any other."""
+    spec = messages.DatasetSpec(kind="range", units=100, shard_size=10, epochs=1, session_s=2.0, lease_s=2.0)
 
     async def scenario() -> None:
-        journal = GatedJournal()
-        term = await begin(journal)
+        journal, now = GatedJournal(), 0.0
+        journal.gate.release(2)
+        term = Term(1, ShardBook(), journal, lambda seconds: None, clock=lambda: now)
+        await term.begin(0)
+        await term.submit(messages.Command(create_dataset=messages.CreateDataset(dataset="d", spec=spec)))
         opening = asyncio.ensure_future(term.open_session(messages.OpenSession(dataset="d", session="s", holder="w")))
-        await settle()
+        await journal.wait_begun(3)
         opening.cancel()  # as gRPC does
         await asyncio.wait([opening])
         assert opening.cancelled()
         journal.gate.release(100)
+        await term.tick()
         assert term.book.sessions() == ["s"]
-        deadline = time.monotonic() + 20
-        while term.book.sessions():
-            assert time.monotonic() < deadline, "the session never ends"
-            await asyncio.sleep(0.05)
+        for _ in range(3):
+            now += 1.0
             await term.tick()
+        assert term.book.sessions() == []
         with pytest.raises(LeaseLostError, match="lease of w expired"):
             await term.turn(messages.Turn(session="s", request=1, want=1))
         await term.close("the test is over")
 
-    asyncio.run(asyncio.wait_for(scenario(), 40))
+    asyncio.run(asyncio.wait_for(scenario(), DEADLINE_S))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def advance(clock: Clock, leases: LeaseClock, seconds: float) -> tuple[list[str], list[str]]:
+    """Look as often as the server does; return all that came due."""
+    silent: list[str] = []
+    over: list[str] = []
+    for _ in range(round(seconds / TICK_S)):
+        clock.now += TICK_S
+        found = leases.due()
+        silent += found[0]
+        over += found[1]
+        for session in found[1]:
+            leases.forget(session)
+    return silent, over
+
+
+def test_a_silent_session_ends() -> None:
+    clock = Clock()
+    leases = LeaseClock(clock)
+    leases.watch("a", SessionLimits(lease_s=2.0, session_s=5.0))
+    for _ in range(5):
+        assert advance(clock, leases, 1.5) == ([], [])
+        leases.hear("a")
+    assert advance(clock, leases, 2.0) == ([], [])
+    assert advance(clock, leases, 1.0) == (["a"], [])
+    leases.hear("a")
+    assert advance(clock, leases, 3.0) == (["a"], []), "its leases end again"
+    assert advance(clock, leases, 1.5) == ([], [])
+    assert advance(clock, leases, 1.0) == ([], ["a"])
+    assert advance(clock, leases, 10.0) == ([], [])
+
+
+def test_a_stopped_process_expires_nothing() -> None:
+    """What workers sent while the process stood still was not read."""
+    clock = Clock()
+    leases = LeaseClock(clock)
+    leases.watch("a", SessionLimits(lease_s=PAUSE_S + 1, session_s=PAUSE_S + 1))
+    clock.now += 3600
+    assert leases.due() == ([], [])
+    assert leases.silence_s("a") == PAUSE_S

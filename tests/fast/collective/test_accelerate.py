@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 accelerate = pytest.importorskip("accelerate", reason="Accelerate is not installed")
 
 from edl.collective.accelerate import ElasticLoop  # noqa: E402

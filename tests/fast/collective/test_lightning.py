@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 lightning = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed")
 torchmetrics = pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
 

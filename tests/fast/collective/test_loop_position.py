@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-
-from edl.collective.checkpoint.state.state import State  # noqa: E402
-from edl.collective.loop_position import BoundaryCheckpointer  # noqa: E402
-from edl.errors import SettingsError  # noqa: E402
+from edl.collective.checkpoint.state.state import State
+from edl.collective.loop_position import BoundaryCheckpointer
+from edl.errors import SettingsError
 
 
 @pytest.fixture(autouse=True)

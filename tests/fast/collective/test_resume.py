@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-
-from torch import Tensor, nn  # noqa: E402
-from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
-
-from edl.collective import Checkpointer, ElasticSampler, ElasticTrainer, State  # noqa: E402
+from edl.collective import Checkpointer, ElasticSampler, ElasticTrainer, State
 
 EPOCHS, STEPS_AN_EPOCH = 2, 4
 ALL = EPOCHS * STEPS_AN_EPOCH

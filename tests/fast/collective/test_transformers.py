@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 transformers = pytest.importorskip("transformers", "5.23", reason="transformers is not installed, or too old")
 
 from edl.collective.checkpoint.memory.slots import SlotPair  # noqa: E402

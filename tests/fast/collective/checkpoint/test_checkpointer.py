@@ -1,4 +1,4 @@
-"""When a `Checkpointer` saves, what it tells the agent, and how it pauses."""
+"""When a `Checkpointer` saves, what it tells the agent, how it pauses, and that it needs a process group."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from edl.collective.agent.health.failures import ExitCause, find_exit_cause
 from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.memory.slots import SlotPair, find_slots
 from edl.collective.checkpoint.state.state import State
+from edl.collective.ranks import exchange, rank_of, world_of
 from edl.collective.worker_status import Phase, WorkerStatusPage
 from edl.errors import ClosedError, SettingsError, TemporaryError
 from tests.waiting import wait_until
@@ -134,3 +136,27 @@ def test_silent_agent_is_not_waited_for(tmp_path: Path, agent: WorkerStatusPage)
         assert find_exit_cause(1, f"edl.errors.TemporaryError: {raised.value}") is ExitCause.PEER_LOST, (
             "no error of the script's"
         )
+
+
+@pytest.fixture
+def checkpointer() -> Iterator[Checkpointer]:
+    with Checkpointer(State(step=-1)) as made:
+        yield made
+
+
+def test_alone_there_is_one_rank() -> None:
+    assert (rank_of(None), world_of(None)) == (0, 1)
+    assert exchange([3, 4], None, torch.device("cpu")) == [[3, 4]]
+
+
+def test_restore_before_the_group_is_refused(checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SettingsError, match=r"one of 2 workers.*call init_process_group\(\)"):
+        checkpointer.restore()
+    with pytest.raises(SettingsError, match=r"call init_process_group\(\)"):
+        checkpointer.save(0, force=True)
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
+    with pytest.raises(SettingsError, match=r"import Checkpointer and PaddleState from edl\.collective\.paddle, not"):
+        checkpointer.restore()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert checkpointer.restore() == -1

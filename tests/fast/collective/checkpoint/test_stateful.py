@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
 
 from torch.utils.data import IterableDataset, RandomSampler, get_worker_info  # noqa: E402

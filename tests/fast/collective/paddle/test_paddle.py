@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch", reason="the state of a job is kept by torch")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of paddle's own imports
     paddle = pytest.importorskip("paddle", reason="PaddlePaddle is not installed")

@@ -24,9 +24,6 @@ from edl.collective.torchrun.handler import StoreBackend
 from edl.collective.torchrun.store import SharedStore
 from edl.discovery import Store, open_store
 
-pytest.importorskip("torch", reason="the rendezvous is torch's")
-
-
 NODES = st.builds(_NodeDesc, st.text(max_size=8), st.integers(0, 1 << 22), st.integers(0, 9))
 MOMENTS = st.datetimes(datetime(2020, 1, 1), datetime(2100, 1, 1), timezones=st.just(timezone.utc))
 

@@ -6,28 +6,26 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-
-
-from edl.collective.training.batch_size.noise import GradientGroups, GradientNoise  # noqa: E402
-from edl.collective.training.batch_size.objective import (  # noqa: E402
+from edl.collective.training.batch_size.noise import GradientGroups, GradientNoise
+from edl.collective.training.batch_size.objective import (
     AutoBatch,
     choose_batch_size,
     micro_batch_shape,
     statistical_efficiency,
 )
-from edl.collective.training.batch_size.step_time import (  # noqa: E402
+from edl.collective.training.batch_size.step_time import (
     LoaderTime,
     StepMeasurement,
     StepTime,
     fit_loader_time,
     fit_step_time,
 )
-from edl.collective.training.batch_size.tuner import BatchSizeTuner, RunState  # noqa: E402
-from edl.errors import SettingsError  # noqa: E402
+from edl.collective.training.batch_size.tuner import BatchSizeTuner, RunState
+from edl.errors import SettingsError
 
 MEAN = np.array([3.0, -1.0, 0.5])
 SPREADS = np.array([2.0, 0.5, 1.0])

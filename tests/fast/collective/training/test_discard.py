@@ -6,16 +6,13 @@ import logging
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-
-
-from torch import Tensor, nn  # noqa: E402
-from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
-
-from edl.collective.training.sampler import ElasticSampler  # noqa: E402
-from edl.collective.training.trainer import ElasticTrainer  # noqa: E402
-from edl.errors import SettingsError  # noqa: E402
+from edl.collective.training.sampler import ElasticSampler
+from edl.collective.training.trainer import ElasticTrainer
+from edl.errors import SettingsError
 
 LENGTH, BATCH = 22, 4
 

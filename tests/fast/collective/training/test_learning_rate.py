@@ -8,17 +8,14 @@ import math
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-
-
-from torch import Tensor, nn  # noqa: E402
-
-from edl.collective.training.batch_size.noise import GradientNoise  # noqa: E402
-from edl.collective.training.gradients import divisor_of, is_adaptive, is_warm  # noqa: E402
-from edl.collective.training.learning_rate import (  # noqa: E402
+from edl.collective.training.batch_size.noise import GradientNoise
+from edl.collective.training.gradients import divisor_of, is_adaptive, is_warm
+from edl.collective.training.learning_rate import (
     AdaScale,
     Linear,
     Policy,
@@ -27,8 +24,8 @@ from edl.collective.training.learning_rate import (  # noqa: E402
     decay_for,
     epsilon_for,
 )
-from edl.collective.training.trainer import ElasticTrainer  # noqa: E402
-from edl.errors import SettingsError  # noqa: E402
+from edl.collective.training.trainer import ElasticTrainer
+from edl.errors import SettingsError
 
 
 def trained(optimizer: Any, policy: Policy, base_batch: int = 8) -> tuple[Tensor, torch.optim.Optimizer]:

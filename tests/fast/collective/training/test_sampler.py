@@ -11,16 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset
 
+from edl.collective.training.sampler import ElasticSampler
 from edl.collective.training.split import micro_batch_sizes, rank_share
-
-torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-
-
-from torch.utils.data import DataLoader, Dataset  # noqa: E402
-
-from edl.collective.training.sampler import ElasticSampler  # noqa: E402
-from edl.errors import ProtocolError, SettingsError  # noqa: E402
+from edl.errors import ProtocolError, SettingsError
 
 
 @given(samples=st.integers(0, 500), most=st.none() | st.integers(1, 60), parts=st.integers(1, 12))

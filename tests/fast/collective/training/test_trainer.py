@@ -9,24 +9,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
-torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-
-
-from torch import Tensor, nn  # noqa: E402
-from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
-
-from edl.collective.checkpoint.state.metadata import parse_meta  # noqa: E402
-from edl.collective.checkpoint.state.state import State  # noqa: E402
-from edl.collective.training.batch_size.objective import AutoBatch  # noqa: E402
-from edl.collective.training.learning_rate import AdaScale, SquareRoot  # noqa: E402
-from edl.collective.training.sampler import ElasticSampler  # noqa: E402
-from edl.collective.training.schedule import SampleSchedule  # noqa: E402
-from edl.collective.training.split import count_rows, cut_rows  # noqa: E402
-from edl.collective.training.trainer import ElasticTrainer  # noqa: E402
-from edl.errors import ProtocolError, SettingsError  # noqa: E402
+from edl.collective.checkpoint.state.metadata import parse_meta
+from edl.collective.checkpoint.state.state import State
+from edl.collective.training.batch_size.objective import AutoBatch
+from edl.collective.training.learning_rate import AdaScale, SquareRoot
+from edl.collective.training.sampler import ElasticSampler
+from edl.collective.training.schedule import SampleSchedule
+from edl.collective.training.split import count_rows, cut_rows
+from edl.collective.training.trainer import ElasticTrainer
+from edl.errors import ProtocolError, SettingsError
 
 
 def schedule(samples_per_step: float = 100) -> tuple[SampleSchedule, torch.optim.Optimizer]:

@@ -1,21 +1,30 @@
-"""What it means that workers ended. The texts are torch 2.13's own, except NCCL's, which are of its source."""
+"""What it means that workers ended, and what follows. The texts are torch 2.13's own, except NCCL's, of its source."""
 
 from __future__ import annotations
 
 import json
 import signal
 from collections.abc import Sequence
+from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
 
+from edl import cgroups
 from edl.collective.agent.health.failures import (
     ExitCause,
+    RecoveryDecision,
     WorkerFailure,
     decide_recovery,
     find_exit_cause,
     read_error_file,
 )
+from edl.collective.agent.health.restart_policy import RestartPolicy
+from edl.collective.agent.launch_spec import LaunchSpec
+from edl.collective.agent.membership.rendezvous import RendezvousSettings
+from edl.collective.agent.processes.pool import WorkerExit
+from edl.collective.agent.processes.zygote import ProgramSpec
+from edl.collective.agent.workers.generation_outcome import GenerationOutcome
 
 PAIR = "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]"
 CONTACT = [
@@ -198,3 +207,112 @@ def test_a_message_alone_is_the_text(tmp_path: Path) -> None:
     assert read_error_file(tmp_path / "file") == "it broke"
     (tmp_path / "file").write_text('{"message": 3}')
     assert read_error_file(tmp_path / "file") == "3"
+
+
+KILLED_0 = RecoveryDecision(restart="worker 0 was killed")
+FATAL = RecoveryDecision(fatal="rank 0: worker 0 failed\nTraceback")
+
+
+def test_script_errors_are_forgiven() -> None:
+    policy = RestartPolicy(2)
+    again = RecoveryDecision(restart="rank 0: worker 0 failed", after_error=True)
+    assert [policy.apply_limits(FATAL, forgiven, 5) for forgiven in range(3)] == [again, again, FATAL]
+    assert policy.apply_limits(KILLED_0, 2, 5) == KILLED_0
+
+
+def test_fruitless_restarts_end_the_job() -> None:
+    policy = RestartPolicy(0)
+    for _ in range(11):
+        assert policy.apply_limits(KILLED_0, 0, 5) == KILLED_0
+        policy.record_restart(5, 1.0)
+    nowhere = policy.apply_limits(KILLED_0, 0, 5)
+    assert nowhere == RecoveryDecision(fatal="10 restarts in a row led nowhere; the last because worker 0 was killed")
+    assert policy.apply_limits(KILLED_0, 0, 6) == KILLED_0, "this one led somewhere"
+
+
+@pytest.mark.parametrize(("step", "lived_s"), [(6, 1.0), (5, 61.0)])
+def test_step_or_long_life_resets_the_count(step: int, lived_s: float) -> None:
+    policy = RestartPolicy(0)
+    for _ in range(11):
+        policy.record_restart(5, 1.0)
+    policy.record_restart(step, lived_s)
+    for _ in range(10):
+        assert policy.apply_limits(KILLED_0, 0, step) == KILLED_0
+        policy.record_restart(step, 1.0)
+    assert policy.apply_limits(KILLED_0, 0, step).fatal
+
+
+def outcome_of(folder: Path, status: int, rank: int = 0, leave_on_oom: bool = False) -> GenerationOutcome:
+    program, rendezvous = ProgramSpec("script", "train.py"), RendezvousSettings(1, 2)
+    made = GenerationOutcome(LaunchSpec("resnet", program, 1, rendezvous, "10.0.0.1", leave_on_oom=leave_on_oom))
+    made.begin_generation(0.0)
+    made.record_exit(WorkerExit(0, 0, 1, status), rank, {0: folder / "error.json"})
+    return made
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "status", "named"),
+    [
+        (2, 3, -signal.SIGKILL, True),
+        (2, 2, -signal.SIGKILL, False),
+        (2, 3, 1, False),
+        (None, 1, -signal.SIGKILL, False),
+        (2, None, -signal.SIGKILL, False),
+    ],
+)
+def test_want_of_memory_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, before: int | None, after: int | None, status: int, named: bool
+) -> None:
+    counts = chain([before], repeat(after))
+    monkeypatch.setattr(cgroups, "read_oom_kills", lambda: next(counts))
+    outcome = outcome_of(tmp_path, status)
+    decision = outcome.decide_recovery(0, (), missing=False, trained=True, step=0)
+    if status == -signal.SIGKILL:
+        assert decision is not None
+        assert ("too little memory" in decision.restart) == named, decision.restart
+    else:
+        assert decision is None or "memory" not in decision.restart + decision.fatal
+
+
+def test_old_records_excuse_an_exit_code(tmp_path: Path) -> None:
+    """A machine stood still after the records were read: since then the lease of a lost node may have ended."""
+    outcome = outcome_of(tmp_path, 3)
+    outcome._failed_at -= 100.0
+    read_at = outcome._failed_at + 1.0
+    assert outcome.decide_recovery(0, (), missing=False, trained=True, step=0, known_at=read_at) is None
+    decision = outcome.decide_recovery(0, (), missing=False, trained=True, step=0, known_at=read_at + 50.0)
+    assert decision is not None
+    assert "exit code 3" in decision.fatal
+
+
+DATA_LOADER = "RuntimeError: DataLoader worker (pid 71) is killed by signal: Killed."
+
+
+@pytest.mark.parametrize(
+    ("kills", "status", "text", "leaves"),
+    [
+        (1, -signal.SIGKILL, "", True),
+        (0, -signal.SIGKILL, "", False),
+        (None, -signal.SIGKILL, "", False),
+        (1, -signal.SIGSEGV, "", False),
+        (1, 1, DATA_LOADER, True),
+        (0, 1, DATA_LOADER, False),
+    ],
+)
+def test_want_of_memory_may_end_a_node(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kills: int | None, status: int, text: str, leaves: bool
+) -> None:
+    counts = chain([5], repeat(None if kills is None else 5 + kills))
+    monkeypatch.setattr(cgroups, "read_oom_kills", lambda: next(counts))
+    (tmp_path / "error.json").write_text(json.dumps({"message": {"message": text}}))
+    outcome = outcome_of(tmp_path, status, rank=3, leave_on_oom=True)
+    decision = outcome.decide_recovery(0, (), missing=False, trained=True, step=0)
+    assert decision is not None
+    assert decision.needs_memory is leaves
+    assert (decision.rank, decision.cause, decision.oom_kills) == (3, ExitCause.KILLED, kills)
+    outcome.clear_generation()
+    outcome.begin_generation(0.0)
+    outcome.record_exit(WorkerExit(0, 0, 1, -signal.SIGKILL), 3, {0: tmp_path / "error.json"})
+    again = outcome.decide_recovery(0, (), missing=False, trained=True, step=0)
+    assert again is not None
+    assert not again.needs_memory, "that was the generation before"

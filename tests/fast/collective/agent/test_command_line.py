@@ -1,19 +1,26 @@
-"""Where nodes meet, by torchrun's options; what a node says while it waits for the store that another one serves."""
+"""`edl run`'s command line: digests of commands, addresses, and where nodes meet by torchrun's options."""
 
 from __future__ import annotations
 
 import contextlib
 import http.server
+import ipaddress
 import logging
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
+from edl.collective.agent.command_line import address
+from edl.collective.agent.command_line.address import own_address, warn_of_slow_name
+from edl.collective.agent.command_line.cli import _command, _launch
 from edl.collective.agent.command_line.endpoint import RendezvousEndpoint
-from edl.collective.agent.command_line.options import parser
+from edl.collective.agent.command_line.options import parse_options, parser
 from edl.collective.agent.command_line.served_store import keep_for_later, served_store
 from edl.discovery.served.host import KEPT
 from edl.discovery.served.listening import ListenAddress
@@ -22,6 +29,121 @@ from edl.settings import Credentials
 from tests.certificates import HERE, Authority
 from tests.plugins_consul import free_ports
 from tests.waiting import wait_until
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    """Return two projects, which have a script of the same name."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.sh").touch()
+    return tmp_path / "first", tmp_path / "second"
+
+
+def digests(folders: tuple[Path, Path], *argv: str) -> set[str]:
+    """Return the digests of a command that is given in several folders."""
+    found = set()
+    for folder in folders:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            found.add(_command(parse_options(list(argv), None)))
+    return found
+
+
+def test_program_is_found_on_the_path(folders: tuple[Path, Path]) -> None:
+    assert len(digests(folders, "--no-python", "bash", str(folders[0] / "train.sh"))) == 1
+    assert len(digests(folders, "--no-python", "bash")) == 1
+
+
+def test_projects_have_their_own_commands(folders: tuple[Path, Path]) -> None:
+    assert len(digests(folders, "-m", "train")) == 2
+    assert len(digests(folders, "--no-python", "bash", "train.sh")) == 2
+    assert len(digests(folders, "train.sh")) == 2
+
+
+def test_script_is_named_from_anywhere(folders: tuple[Path, Path]) -> None:
+    argv = ("--no-python", "bash", "-e")
+    absolute = digests(folders, *argv, str(folders[0] / "train.sh"), "out.log")
+    assert absolute == digests((folders[0], folders[0]), *argv, "train.sh", "out.log")
+
+
+def test_takeover_timeout_is_read(folders: tuple[Path, Path]) -> None:
+    argv = ["--nnodes", "1:2", "--rdzv-id", "job", str(folders[0] / "train.sh")]
+
+    def takeover_s(conf: dict[str, str]) -> float:
+        with ExitStack() as stack:
+            return _launch(parse_options(argv, None), conf, "sqlite:///store", stack).rendezvous.takeover_s
+
+    assert takeover_s({}) == 10.0
+    assert takeover_s({"takeover_timeout": "45"}) == 45.0
+    with pytest.raises(SettingsError, match="takeover_timeout"):
+        takeover_s({"takeover_timeout": "soon"})
+
+
+def test_nobody_joins_a_job_without_a_name(folders: tuple[Path, Path]) -> None:
+    """Its node trains on without the store, so that another under its name would train beside it."""
+    script = str(folders[0] / "train.sh")
+    with ExitStack() as stack:
+        alone = _launch(parse_options([script], None), {}, "sqlite:///store", stack)
+        named = _launch(parse_options(["--rdzv-id", "run-1", script], None), {}, "sqlite:///store", stack)
+        assert (alone.resumable, named.resumable) == (False, True)
+        with pytest.raises(SettingsError, match="no other can join it"):
+            _launch(parse_options(["--rdzv-id", alone.job, script], None), {}, "sqlite:///store", stack)
+
+
+def test_rendezvous_pairs_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator names a pair of its own: a user's other pair leaves it as it is, and the same one wins."""
+    monkeypatch.setenv("PET_RDZV_CONF", "last_call_timeout=9")
+    found = parse_options(["train.py"], None).rdzv_conf
+    assert found == "last_call_timeout=9"
+    argv = ["--rdzv-conf", "takeover_timeout=45", "--rdzv-conf=join_timeout=600", "train.py", "--rdzv-conf", "its-own"]
+    assert parse_options(argv, None).rdzv_conf == "takeover_timeout=45,join_timeout=600"
+    argv = ["--rdzv-conf", "takeover_timeout=45", "--rdzv-conf", "takeover_timeout=9", "train.py"]
+    assert parse_options(argv, None).rdzv_conf == "takeover_timeout=45,takeover_timeout=9", "the later wins"
+
+
+@pytest.mark.parametrize(("own", "asked"), [("10.1.2.3", "::ffff:10.1.2.3"), ("2001:db8::1", "2001:db8::1")])
+def test_slow_name_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, own: str, asked: str
+) -> None:
+    """The user hears which line in /etc/hosts answers the question that torch asks."""
+    questions: list[Any] = []
+
+    def getnameinfo(sockaddr: Any, flags: int) -> tuple[str, str]:
+        questions.append(sockaddr[0])
+        raise socket.gaierror("no name")
+
+    monkeypatch.setattr(socket, "getnameinfo", getnameinfo)
+    warn_of_slow_name(own)
+    assert not caplog.messages, "DNS answered at once, be it that there is no name"
+    monkeypatch.setattr(address, "_SLOW_NAME_S", 0.0)
+    warn_of_slow_name(own)
+    assert f'The line "{asked} ' in caplog.messages[0]
+    assert questions == [asked, asked]
+
+
+def test_own_address_is_towards_the_store() -> None:
+    assert own_address("sqlite:///a/store.sqlite") == "127.0.0.1"
+    with pytest.raises(SettingsError, match=r"no way to the store's host no-such-host\.invalid"):
+        own_address("consul://no-such-host.invalid:8500")
+
+
+def test_own_address_of_ipv6() -> None:
+    own = [each.address for nic in psutil.net_if_addrs().values() for each in nic if each.family == socket.AF_INET6]
+    for each in own:
+        if "%" not in each and not ipaddress.ip_address(each).is_loopback:
+            assert ipaddress.ip_address(own_address(f"edl://[{each}]:29400")).version == 6
+    assert own_address("consul://[::1]:8500") == own_address("consul://127.0.0.1:8500")
+
+
+def test_loopback_store_uses_another_address() -> None:
+    mine = own_address("consul://127.0.0.1:8500")
+    assert own_address("etcd://[::1]:2379,127.0.0.1:2379") == mine, "a member that there is a way to"
+    assert mine in {one.address for each in psutil.net_if_addrs().values() for one in each}
+    routes = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
+    elsewhere = any(route[1] == "00000000" for route in routes)
+    assert ipaddress.ip_address(mine).is_loopback is not elsewhere
+
 
 SERVED_STORE = served_store.__module__
 

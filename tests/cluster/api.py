@@ -25,13 +25,7 @@ MERGE = "application/merge-patch+json"
 
 
 class Cluster:
-    """A cluster and its administrator.
-
-    Args:
-        kubeconfig: file with the administrator's credentials.
-        machine: the cluster's machine, where it is this one.
-        image: an image that runs EDL; with `machine`, one that mounts this machine's Python.
-    """
+    """A cluster and its administrator."""
 
     def __init__(self, kubeconfig: Path, machine: KubeMachine | None = None, image: str = "") -> None:
         self.kubeconfig = kubeconfig

@@ -56,13 +56,7 @@ def remove_account(cluster: Cluster, namespace: str) -> None:
 
 
 class OperatorProcess:
-    """A running `edl operator`.
-
-    Args:
-        arguments: after `edl operator`.
-        kubeconfig: of the account that it has.
-        log: its output, which grows over restarts.
-    """
+    """A running `edl operator`."""
 
     def __init__(self, arguments: list[str], kubeconfig: Path, log: Path) -> None:
         self.arguments = arguments
@@ -130,13 +124,7 @@ def operators(cluster: Cluster, namespace: str, folder: Path) -> Iterator[Operat
 
 
 class OperatorFactory:
-    """Starts operators: `operator("--store", url)`, with `capacity=True` for the watch of nodes and all pods.
-
-    Args:
-        cluster: where they work.
-        namespace: the only one that they may touch.
-        folder: for their logs and credentials.
-    """
+    """Starts operators: `operator("--store", url)`, with `capacity=True` for the watch of nodes and all pods."""
 
     def __init__(self, cluster: Cluster, namespace: str, folder: Path) -> None:
         self._cluster = cluster

@@ -20,14 +20,7 @@ COMMAND_S = 300.0
 
 
 class Person:
-    """Runs `edl` in a folder, with a kubeconfig whose context names the test's namespace.
-
-    Args:
-        cluster: whose administrator it is.
-        namespace: of the context.
-        folder: to be in.
-        template: of pods that run this project.
-    """
+    """Runs `edl` in a folder, with a kubeconfig whose context names the test's namespace."""
 
     def __init__(self, cluster: Cluster, namespace: str, folder: Path, template: dict[str, Any]) -> None:
         self.folder = folder

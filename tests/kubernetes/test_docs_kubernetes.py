@@ -71,13 +71,7 @@ def test_page_is_true(
 
 
 class PageReader:
-    """Runs the page's lines as its reader would, with the test's image and its template for pods.
-
-    Args:
-        person: who reads it.
-        namespace: in the place of `edl`.
-        values: of the page's variables.
-    """
+    """Runs the page's lines as its reader would, with the test's image and its template for pods."""
 
     def __init__(self, person: Person, namespace: str, values: dict[str, str]) -> None:
         self._person = person

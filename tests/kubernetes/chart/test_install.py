@@ -54,14 +54,7 @@ def values(tmp_path: Path, cluster: Cluster, pod_template: Callable[..., dict[st
 
 
 class Release:
-    """Runs the page's commands in a namespace of the test's own.
-
-    Args:
-        cluster: where.
-        helm: Helm's program.
-        namespace: in the place of the page's `edl`.
-        values: in the place of the page's image.
-    """
+    """Runs the page's commands in a namespace of the test's own."""
 
     def __init__(self, cluster: Cluster, helm: str, namespace: str, values: Path) -> None:
         self._cluster = cluster

@@ -14,11 +14,7 @@ Entry = dict[str, Any]
 
 
 class Diary:
-    """A file to which all processes of a job append lines of JSON: kind, at (seconds), pod, pid, and more.
-
-    Args:
-        path: the file, which need not be there yet.
-    """
+    """A file to which all processes of a job append lines of JSON: kind, at (seconds), pod, pid, and more."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,14 +38,7 @@ class Diary:
 
 @dataclass(frozen=True)
 class Life:
-    """The time in which a process was seen alive.
-
-    Attributes:
-        pod: its pod.
-        pid: its process id, in the pod.
-        begin: its first entry.
-        end: its last.
-    """
+    """The time in which a process was seen alive."""
 
     pod: str
     pid: int

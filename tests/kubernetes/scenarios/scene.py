@@ -36,12 +36,7 @@ def consul_url(agent: ConsulAgent) -> str:
 
 @dataclass(frozen=True)
 class Scene:
-    """A namespace in which a story takes place.
-
-    Attributes:
-        cluster: the cluster.
-        namespace: the namespace.
-    """
+    """A namespace in which a story takes place."""
 
     cluster: Cluster
     namespace: str

@@ -31,16 +31,7 @@ UNNOTICED_S = AWAY_S / 2
 
 
 class Training:
-    """A job that trains until it is told to end.
-
-    Args:
-        scene: where.
-        folder: that its pods may write into.
-        pod_template: makes pods.
-        name: of the job.
-        gpus: of a worker.
-        spec: of the job.
-    """
+    """A job that trains until it is told to end."""
 
     def __init__(
         self,

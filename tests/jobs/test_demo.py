@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any
 
 import psutil
 import pytest
+
+from tests.waiting import DEADLINE_S, wait_until
 
 pytest.importorskip("torch", reason="the demo needs PyTorch")
 pytest.importorskip("sklearn", reason="the demo needs scikit-learn")
@@ -31,7 +32,6 @@ def demo(out: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_the_whole_story(tmp_path: Path) -> None:
     with demo(tmp_path) as process:
@@ -62,24 +62,25 @@ def test_the_whole_story(tmp_path: Path) -> None:
         assert words in text
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_teacher_outlives_the_demo(number: signal.Signals, tmp_path: Path) -> None:
-    with demo(tmp_path, "--teachers", "2") as process:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_page_and_teachers_end_with_it(number: signal.Signals, tmp_path: Path) -> None:
+    """The page shows its teachers, its student, and how many teachers would do."""
+    pytest.importorskip("aiohttp", reason="the page needs aiohttp")
+    with demo(tmp_path, "--dashboard") as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("3."):
-                break
+        address = next(line for line in process.stdout if "A page shows it all" in line).split()[-1]
+        with urllib.request.urlopen(address, timeout=30) as answer:
+            assert b"<title>EDL</title>" in answer.read()
+        wait_until(lambda: _served(_state(address)), "three teachers serve, and how many would do is said")
         teachers = psutil.Process(process.pid).children(recursive=True)
-        assert len(teachers) >= 2
+        assert len(teachers) >= 3
         process.send_signal(number)
-        code = process.wait(30)
-        assert code == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGKILL}[number]
-        deadline = time.monotonic() + 30
-        while any(_runs(teacher) for teacher in teachers):
-            assert time.monotonic() < deadline, f"still there: {teachers}"
-            time.sleep(0.1)
+        process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == {signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGKILL}[number]
+        wait_until(lambda: not any(_runs(teacher) for teacher in teachers), f"{teachers} end")
+        with pytest.raises(OSError):
+            _state(address)
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -87,26 +88,6 @@ def _runs(process: psutil.Process) -> bool:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
-
-
-@pytest.mark.slow
-def test_page_shows_the_demo(tmp_path: Path) -> None:
-    """Its teachers, its student, and how many teachers would do; it ends with the demo."""
-    pytest.importorskip("aiohttp", reason="the page needs aiohttp")
-    with demo(tmp_path, "--dashboard") as process:
-        assert process.stdout is not None
-        line = next(line for line in process.stdout if "A page shows it all" in line)
-        address = line.split()[-1]
-        with urllib.request.urlopen(address, timeout=30) as answer:
-            assert b"<title>EDL</title>" in answer.read()
-        deadline = time.monotonic() + 100
-        while not _served(state := _state(address)):
-            assert time.monotonic() < deadline, state
-            time.sleep(0.3)
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30)
-        with pytest.raises(OSError):
-            _state(address)
 
 
 def _state(address: str) -> dict[str, Any]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import re
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +17,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from edl.cli import main
 from edl.discovery import open_registry
+from tests.jobs.forks import Forks
 from tests.plugins_consul import ConsulAgent
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -64,15 +67,24 @@ PYTHON = [
 COMMANDS = [block for block in BLOCKS if block.language == "bash"]
 
 
+# What most blocks import.
+IMPORTS = """
+import contextlib, numpy, torch, edl.collective, edl.distill.torch
+
+with contextlib.suppress(ImportError):
+    import sklearn.datasets, transformers, edl.distill.transformers
+"""
+
+
 class Workshop:
     """A folder, an environment, and the servers that the reader of the README has started."""
 
     def __init__(self, folder: Path, discovery: str, stack: contextlib.ExitStack) -> None:
         self.folder, self._stack = folder, stack
+        self._forks: Forks | None = None
         self.environ = {
             **os.environ,
             "EDL_DISCOVERY": discovery,
-            "PYTHONWARNINGS": "error::DeprecationWarning:__main__",
         }
         for block in BLOCKS:
             if block.file_name is not None:
@@ -80,16 +92,17 @@ class Workshop:
         np.savez(folder / "digits.npz", x=np.zeros((64, 1, 8, 8), np.float32))
 
     def run(self, *command: str, environ: Mapping[str, str] | None = None) -> str:
-        done = subprocess.run(
-            command,
-            cwd=self.folder,
-            env={**self.environ, **(environ or {})},
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
+        environ = {**self.environ, **(environ or {})}
+        done = subprocess.run(command, cwd=self.folder, env=environ, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, f"{shlex.join(command)}:\n{done.stdout}\n{done.stderr}"
         return done.stdout
+
+    def run_python(self, text: str) -> None:
+        """Run a block as `python -c` does."""
+        if self._forks is None:
+            self._forks = Forks(IMPORTS)
+            self._stack.callback(self._forks.close)
+        self._forks.run(text, self.folder, self.folder / "output", self.environ)
 
     def serve(self, arguments: list[str], environ: Mapping[str, str] | None = None) -> None:
         """Start `edl serve` and wait until its service is found where students look."""
@@ -102,12 +115,13 @@ class Workshop:
             )
         self._stack.callback(process.wait)
         self._stack.callback(process.kill)
-        deadline = time.monotonic() + 60
         with open_registry(environ["EDL_DISCOVERY"]) as registry:
-            while not registry.snapshot(service).instances:
+
+            def found() -> bool:
                 assert process.poll() is None, log.read_text()
-                assert time.monotonic() < deadline, f"{service} is not found:\n{log.read_text()}"
-                time.sleep(0.05)
+                return bool(registry.snapshot(service).instances)
+
+            wait_until(found, f"{service} is found")
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +152,7 @@ def test_python(block: Block, workshop: Workshop) -> None:
     for package in ("torch", "sklearn"):
         if re.search(rf"^(import|from) {package}", block.text, re.MULTILINE):
             pytest.importorskip(package, reason=f"the block needs {package}")
-    workshop.run(sys.executable, "-c", block.text)
+    workshop.run_python(block.text)
 
 
 @pytest.mark.parametrize("block", [block for block in COMMANDS if CONSUL not in block.text], ids=str)
@@ -185,14 +199,12 @@ def test_commands_of_the_docs(block: Block, workshop: Workshop) -> None:
 
 @functools.cache
 def flags_of(command: str) -> set[str]:
-    shown = ""
-    for words in (
-        command.split(),
-        *([[command, "vllm://"]] if command == "register" else []),
-    ):  # engines have their own
-        line = [sys.executable, "-m", "edl", *words, "--help"]
-        shown += subprocess.run(line, capture_output=True, text=True, timeout=100).stdout
-    return set(re.findall(r"--[a-z][a-z-]*", shown))
+    shown = io.StringIO()
+    # Engines have their own.
+    for words in (command.split(), *([["register", "vllm://"]] if command == "register" else [])):
+        with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+            main([*words, "--help"])
+    return set(re.findall(r"--[a-z][a-z-]*", shown.getvalue()))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

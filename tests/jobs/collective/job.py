@@ -13,10 +13,14 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+import psutil
+
+from tests.waiting import wait_until
 
 EDL = str(Path(sys.executable).with_name("edl"))
 ROOT = Path(__file__).parents[3]
@@ -25,21 +29,6 @@ TRAIN_STATE = Path(__file__).with_name("train_state.py")
 IMPATIENT = Path(__file__).with_name("impatient.py")
 MARK = "EDL_TEST_MARK"
 START_S = 100.0
-RECOVER_S = 60.0
-
-T = TypeVar("T")
-
-
-def wait_until(found: Callable[[], T], what: str, timeout_s: float = START_S) -> T:
-    """The first truthy answer of `found`."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        answer = found()
-        if answer:
-            return answer
-        if time.monotonic() > deadline:
-            raise AssertionError(f"waited {timeout_s:g} s in vain: {what}")
-        time.sleep(0.02)
 
 
 @dataclass(frozen=True)
@@ -73,34 +62,32 @@ class Node:
 
     @property
     def zygote(self) -> int:
-        module = b"edl.collective.agent.processes.zygote"
-        return next(pid for pid in _children(self.pid) if module in _read(pid, "cmdline"))
+        module = "edl.collective.agent.processes.zygote"
+        return next(each.pid for each in psutil.Process(self.pid).children() if module in each.cmdline())
 
     @property
     def workers(self) -> list[int]:
-        return _children(self.zygote)
+        return sorted(each.pid for each in psutil.Process(self.zygote).children() if each.status() != "zombie")
 
     def everything(self) -> list[int]:
         """The agent and all that descends from it, the agent first."""
-        found = [self.pid]
-        for pid in found:
-            found += _children(pid)
-        return found
+        return [self.pid, *(each.pid for each in psutil.Process(self.pid).children(recursive=True))]
 
     def signal_all(self, number: int) -> None:
         """As when the machine goes: the agent first, so that it cannot react."""
-        for pid in self.everything():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for pid in self.everything():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Signal the agent alone."""
         self.process.send_signal(number)
 
-    def wait(self, timeout_s: float = START_S) -> int:
+    def wait(self, deadline_s: float = START_S) -> int:
         """The exit code."""
         try:
-            return self.process.wait(timeout_s)
+            return self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{self.name} does not end:\n{self.output}") from None
 
@@ -134,8 +121,7 @@ class Job:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         for node in self.nodes:
-            with contextlib.suppress(StopIteration):
-                node.signal_all(signal.SIGKILL)
+            node.signal_all(signal.SIGKILL)
             node.process.wait()
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
@@ -181,7 +167,7 @@ class Job:
                 self._steps += [Step(**json.loads(line)) for line in whole.split(b"\n")]
         return self._steps
 
-    def wait_for_world(self, size: int, after: float = 0.0, timeout_s: float = START_S) -> list[Step]:
+    def wait_for_world(self, size: int, after: float = 0.0, deadline_s: float = START_S) -> list[Step]:
         """Wait for a step of every rank of one generation of this size; the first of each rank after `after`."""
 
         def complete() -> list[Step]:
@@ -193,7 +179,7 @@ class Job:
             those = [one for (generation, _), one in first.items() if generation == newest]
             return those if len(those) == size else []
 
-        return wait_until(complete, f"{size} ranks making steps", timeout_s)
+        return wait_until(complete, f"{size} ranks making steps", deadline_s)
 
     def tell(self, rank: int, action: str) -> float:
         """Have the worker of this rank do something at its next step. Returns when it was told."""
@@ -205,7 +191,9 @@ class Job:
 
     @property
     def _meeting(self) -> Sequence[str]:
-        """The option that says where nodes meet: torchrun's, if one of them serves the store."""
+        """The option that says where nodes meet: torchrun's, if a node serves the store; the job's own, if given."""
+        if any(option.startswith("--rdzv-endpoint") for option in self.options):
+            return ()
         served = self.url.startswith("edl://")
         return ["--rdzv-endpoint", self.url.removeprefix("edl://")] if served else ["--store", self.url]
 
@@ -223,7 +211,7 @@ class Job:
     def processes(self) -> list[int]:
         """All processes of this job, found by their environment, whoever their parent is."""
         mark = f"{MARK}={self.name}".encode()
-        return [pid for pid in _pids() if mark in _read(pid, "environ").split(b"\0")]
+        return [int(path.name) for path in Path("/proc").glob("[0-9]*") if mark in _environ(path)]
 
     @property
     def shared_memory(self) -> Path:
@@ -238,7 +226,7 @@ class Job:
 
     def nothing_is_left(self, *, state: bool = False) -> None:
         """No process, no file in shared memory; with `state`, that stays for whoever continues the job."""
-        wait_until(lambda: not self.processes(), "the job's processes have ended", 30.0)
+        wait_until(lambda: not self.processes(), "the job's processes have ended")
         assert self.shared_memory.exists() is state
 
 
@@ -260,24 +248,11 @@ def two_worlds(steps: Sequence[Step]) -> list[tuple[Step, Step]]:
     return found
 
 
-def _pids() -> Iterator[int]:
-    return (int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit())
-
-
-def _read(pid: int, name: str) -> bytes:
+def _environ(process: Path) -> list[bytes]:
     try:
-        return Path(f"/proc/{pid}/{name}").read_bytes()
+        return (process / "environ").read_bytes().split(b"\0")
     except OSError:
-        return b""
-
-
-def _children(parent: int) -> list[int]:
-    found = []
-    for pid in _pids():
-        fields = _read(pid, "stat").rsplit(b")", 1)[-1].split()
-        if len(fields) > 1 and int(fields[1]) == parent and fields[0] != b"Z":
-            found.append(pid)
-    return sorted(found)
+        return []
 
 
 def stop(job: Job, node: Node, *, everything: bool = False) -> None:

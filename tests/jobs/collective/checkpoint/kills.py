@@ -13,66 +13,39 @@ import random
 import signal
 import struct
 import sys
-import time
-from typing import Any
+import threading
 
 import torch
 
 from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.state.state import State
-
-DEADLINE_S = 60.0
-
-
-class Counting(torch.optim.Optimizer):
-    """Each step makes all parameters and moments a given number."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-        self.number = -1.0
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["moment"] = torch.full_like(parameter, -1)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for parameter in self.param_groups[0]["params"]:
-            parameter.fill_(self.number)
-            self.state[parameter]["moment"].fill_(self.number)
-
-
-def job(width: int) -> State:
-    """A state with many tensors, large and small, and a plain value."""
-    model = torch.nn.Sequential(*(torch.nn.Linear(size, width) for size in (width, 10, 1)))
-    return State(model=model, optimizer=Counting(model.parameters()), step=-1)
-
-
-def tensors_of(state: State) -> list[torch.Tensor]:
-    parameters = list(state.model.parameters())
-    return [*parameters, *(state.optimizer.state[one]["moment"] for one in parameters)]
+from tests.waiting import wait_until
 
 
 def train(told: mmap.mmap, parent: int, width: int) -> None:
-    """Restore, say what was restored, and go on for as long as there is a parent."""
-    state = job(width)
+    """Restore, say what was restored, or -2 for a mixture, and go on for as long as there is a parent."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(size, width) for size in (width, 10, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=1.0)
+    tensors = list(model.parameters())
+    for one in tensors:
+        optimizer.state[one]["momentum_buffer"] = torch.zeros_like(one)
+    state = State(model=model, optimizer=optimizer, step=-1)
     checkpointer = Checkpointer(state, interval_steps=1)
     restored = checkpointer.restore()
-    tensors = tensors_of(state) if restored >= 0 else []
-    wrong = any(bool((tensor != restored).any()) for tensor in tensors) or state.step != restored
-    told[8:16] = struct.pack("<q", -2 if wrong else restored)
-    chance = random.Random(restored)
+    tensors += [optimizer.state[one]["momentum_buffer"] for one in model.parameters()]
+    wrong = restored >= 0 and any(bool((tensor != restored).any()) for tensor in tensors)
+    told[8:16] = struct.pack("<q", -2 if wrong or state.step != restored else restored)
+    chance, pause = random.Random(restored), threading.Event()
     for step in range(restored + 1, 10**9):
         if os.getppid() != parent:
             return
-        state.optimizer.number = step
-        state.optimizer.step()
+        with torch.no_grad():
+            for one in tensors:
+                one.fill_(step)
         state.step = step
         checkpointer.save(step)
         told[:8] = struct.pack("<q", step)
-        time.sleep(chance.random() * 0.003)
-
-
-def said(told: mmap.mmap) -> tuple[int, int]:
-    return struct.unpack("<qq", told)  # type: ignore[return-value]
+        pause.wait(chance.random() * 0.003)
 
 
 def main(folder: str, rounds: int, width: int) -> None:
@@ -80,24 +53,22 @@ def main(folder: str, rounds: int, width: int) -> None:
     told, chance = mmap.mmap(-1, 16), random.Random(1)
     told[:] = struct.pack("<qq", -1, -1)
     parent = os.getpid()
-    job(1)  # imports what the first optimizer needs, once for all children
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # imports what it needs, once for all children
+
+    def said() -> tuple[int, int]:
+        return struct.unpack("<qq", told)  # type: ignore[return-value]
+
     for _ in range(rounds):
-        before, _ = said(told)
-        told[8:16] = struct.pack("<q", -3)
+        before, _ = said()
         child = os.fork()
         if child == 0:
             train(told, parent, width)
             os._exit(0)
-        deadline = time.monotonic() + DEADLINE_S
-        while said(told)[0] < before + 3 and said(told)[1] != -2:
-            if time.monotonic() > deadline:
-                os.kill(child, signal.SIGKILL)
-                raise SystemExit("the child makes no progress")
-            time.sleep(0.001)
-        time.sleep(chance.random() * 0.02)
+        wait_until(lambda before=before: said()[0] >= before + 3 or said()[1] == -2, "the child makes progress")
+        threading.Event().wait(chance.random() * 0.02)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        print(before, said(told)[1], flush=True)
+        print(before, said()[1], flush=True)
 
 
 if __name__ == "__main__":

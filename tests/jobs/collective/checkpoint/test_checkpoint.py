@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,9 +24,11 @@ def same(one: dict[str, Any], other: dict[str, Any], without: tuple[str, ...] = 
             assert one[key] == other[key], key
 
 
-@pytest.mark.parametrize("kind", ["plain", "ddp"])
-def test_a_world_goes_on_from_its_own_memory(tmp_path: Path, kind: str) -> None:
-    size = 1 if kind == "plain" else 2
+@pytest.mark.parametrize(("kind", "size"), [("plain", 1), ("ddp", 2)])
+def test_a_world_goes_on_from_its_own_memory(tmp_path: Path, kind: str, size: int) -> None:
+    """Nothing is restored where there is nothing."""
+    (tmp_path / "empty").mkdir()
+    assert [one["step"] for one in run(size, "restore", tmp_path / "empty", kind=kind)] == [-1] * size
     saved = run(size, "save", tmp_path, kind=kind)
     restored = run(size, "restore", tmp_path, kind=kind, generation=1)
     for before, after in zip(saved, restored, strict=True):
@@ -46,74 +49,70 @@ def test_ranks_without_state_receive_it(tmp_path: Path) -> None:
     assert [one["step"] for one in again] == [5, 5, 5]
 
 
-def test_nothing_is_restored_from_nothing(tmp_path: Path) -> None:
-    """Nothing is restored where there is nothing."""
-    assert [one["step"] for one in run(2, "restore", tmp_path, kind="ddp")] == [-1, -1]
-
-
-def test_shards_follow_ranks_to_new_places(tmp_path: Path) -> None:
-    """Shards come back to ranks that changed places."""
+def test_shards_come_back_to_other_ranks(tmp_path: Path) -> None:
+    """To ranks that changed places, and put together for a world of another size; not if a part of them is lost."""
     saved = run(2, "save", tmp_path, kind="fsdp")
+    for name in ("three", "part"):
+        shutil.copytree(tmp_path, tmp_path / name, ignore=lambda *_: ["three", "part"])
     restored = run(2, "restore", tmp_path, kind="fsdp", slots=["slots-1", "slots-0"], generation=1)
     for before, after in zip(saved, restored, strict=True):
         assert after["step"] == 4
         same(before, after)
         assert after["next"] == before["next"]
-
-
-def test_shards_for_another_world_size(tmp_path: Path) -> None:
-    """Shards are put together for a world of another size."""
-    saved = run(2, "save", tmp_path, kind="fsdp")
-    restored = run(3, "restore", tmp_path, kind="fsdp", generation=1)
-    for after in restored:
+    for after in run(3, "restore", tmp_path / "three", kind="fsdp", generation=1):
         assert (after["step"], after["changes"]) == (4, [[2, 3, 4]])
         same(saved[0], after, without=("buffers",))
-
-
-def test_partly_lost_shards_are_not_used(tmp_path: Path) -> None:
-    """A sharded state of which a part is lost is not used."""
-    run(2, "save", tmp_path, kind="fsdp")
-    for path in tmp_path.glob("slots-1.*"):
+    for path in (tmp_path / "part").glob("slots-1.*"):
         path.unlink()
-    assert [one["step"] for one in run(2, "restore", tmp_path, kind="fsdp", generation=1)] == [-1, -1]
+    assert [one["step"] for one in run(2, "restore", tmp_path / "part", kind="fsdp", generation=1)] == [-1, -1]
 
 
-def test_a_live_state_is_given_to_all(tmp_path: Path) -> None:
-    said = run(2, "broadcast", tmp_path, kind="plain")
-    assert said[0]["rest"][0] == 11
-    for one in said[1:]:
-        same(said[0], one)
-
-
-def test_sharded_live_state_is_refused(tmp_path: Path) -> None:
-    """A sharded live state is refused on all ranks in words."""
-    said = run(2, "broadcast_refused", tmp_path, kind="fsdp")
-    assert ["sharded" in one for one in said] == [True, True]
-
-
-@pytest.mark.serial
-@pytest.mark.alone
 def test_waits_are_told_from_copies(tmp_path: Path) -> None:
-    """A wait for a rank that is late is no save and one for a longer copy is."""
-    said = run(2, "waits", tmp_path, late=0, slow=1, seconds=2.0)
-    (came_late, waited_for_copy), (waited_for_late, copied) = said
-    assert waited_for_late["AGREE"] > 1.2
-    assert waited_for_late["SAVE"] < 0.8
-    assert came_late["AGREE"] + came_late["SAVE"] < 0.8
-    assert copied["SAVE"] > 1.9
-    assert waited_for_copy["SAVE"] > 1.2
-    assert waited_for_copy["AGREE"] < 0.8
+    """A wait for a rank that is late is no save, and one for a longer copy is."""
+    (tmp_path / "pages").mkdir()
+    (_, copied), (waited_for_late, waited_for_copy) = run(
+        2, "waits", tmp_path, pages=str(tmp_path / "pages"), seconds=0.3
+    )
+    assert waited_for_late["AGREE"] >= 0.3
+    assert copied["SAVE"] >= 0.3
+    assert waited_for_copy["SAVE"] >= 0.3
 
 
 @pytest.mark.parametrize(("width", "behind"), [(300, 0), (1500, 1)], ids=["copied at once", "copied beside the next"])
 def test_killed_at_any_instant_goes_on(tmp_path: Path, width: int, behind: int) -> None:
     """Killed at any instant a job goes on from one of its last steps."""
-    command = [sys.executable, "-m", "tests.jobs.collective.checkpoint.kills", str(tmp_path), "20", str(width)]
+    command = [sys.executable, "-m", "tests.jobs.collective.checkpoint.kills", str(tmp_path), "10", str(width)]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
     rounds = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
-    assert len(rounds) == 20
+    assert len(rounds) == 10
     for finished, restored in rounds:
         assert finished - behind <= restored <= finished + 1
+
+
+def test_dtensors_in_fields_come_back(tmp_path: Path) -> None:
+    """In a dict, nested, in an object: made in the first step, so that a restarted script does not have them yet."""
+    saved = run(2, "averages", tmp_path, step=4)
+    shutil.copytree(tmp_path, tmp_path / "three", ignore=lambda *_: ["three"])
+    restored = run(2, "averages", tmp_path, step=4, generation=1)
+    assert [one["first"] for one in (*saved, *restored)] == [-1, -1, 4, 4]
+    for after in (*restored, *run(3, "averages", tmp_path / "three", step=4, generation=1)):
+        assert (after["first"], after["bits"], after["placed"]) == (4, saved[0]["bits"], saved[0]["placed"])
+
+
+def test_an_unknown_mesh_is_refused(tmp_path: Path) -> None:
+    for said in run(2, "averages", tmp_path, step=4, lost_mesh=True):
+        assert "averages.shadow.0 could be saved, but not restored" in said["refused"]
+    assert not [path for path in tmp_path.glob("slots-*") if path.stat().st_size > 4096]
+
+
+@pytest.mark.parametrize("slots", [["slots-2", "slots-3"], ["new-0", "new-1", "slots-3", "slots-2"]], ids=["2", "4"])
+def test_one_replica_group_is_enough(tmp_path: Path, slots: list[str]) -> None:
+    """HSDP over two nodes of two workers: one node's memory is lost with it, the other one has all shards."""
+    saved = run(4, "save", tmp_path, kind="hsdp")
+    for after in run(len(slots), "restore", tmp_path, kind="hsdp", slots=slots, generation=1):
+        assert after["step"] == 4
+        for key in ("model", "optimizer", "rest"):
+            assert after[key] == saved[0][key], key

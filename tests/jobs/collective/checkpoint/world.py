@@ -1,7 +1,6 @@
 """Worlds of real processes for the tests of checkpoints: each rank runs one of the cases below over gloo.
 
-`run` has the ranks forked from a process that has imported torch, which is the same for all tests of a test process. A
-case returns something that JSON can say; digests stand for the bits of a state, whole tensors put together from their
+A case returns something that JSON can say; digests stand for the bits of a state, whole tensors put together from their
 shards.
 """
 
@@ -14,22 +13,45 @@ import hashlib
 import json
 import os
 import random
-import select
 import signal
-import subprocess
-import sys
-import time
+import threading
 import traceback
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[4]
-START_S = 150.0  # importing torch, while other tests do as well
-TIMEOUT_S = 90.0
-_NUMBER = 12  # bytes of an answer: a process id, or an exit status
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from edl.collective.checkpoint.checkpointer import Checkpointer
+from edl.collective.checkpoint.state.state import State
+from edl.collective.worker_status import Phase, WorkerStatusPage
+from edl.errors import SettingsError
+from tests.fast.collective.checkpoint import counted
+from tests.jobs.collective.job import ROOT
+from tests.jobs.forks import Forks
+from tests.waiting import wait_until
+
+IMPORTS = """
+import torch
+import tests.jobs.collective.checkpoint.world
+
+torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # imports what the first optimizer needs
+"""
 Case = Callable[..., Any]
+
+
+@functools.cache
+def _forks() -> Forks:
+    forks = Forks(IMPORTS)
+    atexit.register(forks.close)
+    return forks
 
 
 def run(
@@ -50,107 +72,28 @@ def run(
     names = slots or [f"slots-{rank}" for rank in range(size)]
     told = {"size": size, "case": case, "folder": str(folder), "slots": names, "id": uuid.uuid4().hex, **arguments}
     told["replicas"] = replicas
-    told["environ"] = dict(os.environ)
-    status = _server().run(told)
-    assert status == 0, f"{case}: {status}\n{(folder / told['id']).read_text(errors='replace')}"
+    _forks().run(f"from {__name__} import run_world\nrun_world({told!r})", ROOT, folder / told["id"], os.environ)
     return [json.loads((folder / f"{told['id']}-{rank}").read_text()) for rank in range(size)]
 
 
-class _Server:
-    """The process that worlds are forked from, one at a time."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "error::ResourceWarning", "-m", __name__],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,  # `select` knows nothing of bytes in a buffer of ours
-            start_new_session=True,  # Ctrl-C is for the tests
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        atexit.register(self.close)
-        self._answer(time.monotonic() + START_S)
-
-    def run(self, told: dict[str, Any]) -> int:
-        """Run a world, which has a process group of its own. Returns its exit status."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(told).encode() + b"\n")
-        self.process.stdin.flush()
-        deadline = time.monotonic() + TIMEOUT_S
-        group = self._answer(deadline)
-        try:
-            return self._answer(deadline)
-        except TimeoutError:
-            os.killpg(group, signal.SIGKILL)
-            self._answer(time.monotonic() + TIMEOUT_S)
-            raise
-
-    def _answer(self, deadline: float) -> int:
-        assert self.process.stdout is not None
-        if not select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            raise TimeoutError(f"no answer of the process that worlds are forked from: {self.process.poll()=}")
-        return int(self.process.stdout.read(_NUMBER))
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.kill()
-        self.process.stdout.close()
-        self.process.wait()
-
-
-@functools.cache
-def _server() -> _Server:
-    return _Server()
-
-
-def main() -> None:
-    """Fork a world for each line of standard input. Answer with its process group, and then with its exit status."""
-    import torch
-    import torch.distributed.checkpoint
-    import torch.distributed.fsdp
-
-    torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # imports what the first optimizer needs
-    os.write(1, b"%*d" % (_NUMBER, 0))
-    for line in sys.stdin:
-        told = json.loads(line)
-        world = os.fork()
-        if world == 0:
-            os.setsid()
-            os._exit(_world(told))
-        os.write(1, b"%*d" % (_NUMBER, world))
-        os.write(1, b"%*d" % (_NUMBER, os.waitpid(world, 0)[1]))
-
-
-def _world(told: dict[str, Any]) -> int:
-    output = os.open(Path(told["folder"]) / told["id"], os.O_WRONLY | os.O_CREAT)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.environ.clear()
-    os.environ.update(told.pop("environ"))
+def run_world(told: dict[str, Any]) -> None:
+    """Fork the ranks of a world; all are killed if one fails."""
     children = []
     for rank in range(told["size"]):
         child = os.fork()
         if child == 0:
             os._exit(_rank(told, rank))
         children.append(child)
-    codes = []
-    for _ in children:
-        child, status = os.wait()
-        codes.append(status)
-        if status:
+    for _ in range(told["size"]):
+        if os.wait()[1]:
             for other in children:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(other, signal.SIGKILL)
-    return int(any(codes))
+            os._exit(1)
+    os._exit(0)
 
 
 def _rank(told: dict[str, Any], rank: int) -> int:
-    import torch
-    import torch.distributed as dist
-
     told = dict(told)
     folder, case, identity, size = (told.pop(name) for name in ("folder", "case", "id", "size"))
     os.environ["EDL_SLOTS"] = str(Path(folder) / told.pop("slots")[rank])
@@ -173,8 +116,6 @@ def _rank(told: dict[str, Any], rank: int) -> int:
 
 def digest(tensors: list[Any]) -> str:
     """Of the bits of tensors, whole ones put together from shards. Collective for sharded ones."""
-    import torch
-
     found = hashlib.sha256()
     for tensor in tensors:
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -185,14 +126,6 @@ def digest(tensors: list[Any]) -> str:
 
 def job(kind: str, seed: int) -> Any:
     """A model of uneven sizes, wrapped as `kind` says, with AdamW and a scheduler, in a `State`."""
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    from edl.collective.checkpoint.state.state import State
-
     torch.manual_seed(seed)
     model: nn.Module = nn.Sequential(nn.Linear(7, 13), nn.BatchNorm1d(13), nn.ReLU(), nn.Linear(13, 5, bias=False))
     if kind == "ddp":
@@ -209,9 +142,6 @@ def job(kind: str, seed: int) -> Any:
 
 def train(state: Any, steps: int) -> None:
     """Some steps, the data of which depends on the rank."""
-    import torch
-    import torch.distributed as dist
-
     for _ in range(steps):
         state.optimizer.zero_grad()
         state.model(torch.randn(8, 7)).square().mean().backward()
@@ -246,12 +176,8 @@ def told_of(state: Any) -> dict[str, Any]:
     }
 
 
-def save(kind: str, step: int = 4, storage: str | None = None, close: bool = True) -> dict[str, Any]:
+def save(kind: str, step: int = 4, storage: str | None = None) -> dict[str, Any]:
     """Train and save at `step`."""
-    import torch
-
-    from edl.collective.checkpoint.checkpointer import Checkpointer
-
     state = job(kind, 1)
     checkpointer = Checkpointer(state, storage=storage, interval_steps=1)
     train(state, 3)
@@ -260,18 +186,12 @@ def save(kind: str, step: int = 4, storage: str | None = None, close: bool = Tru
     checkpointer.save(step, force=True)
     said = told_of(state)
     said["next"] = torch.rand(3).tolist()
-    if close:
-        checkpointer.close()
+    checkpointer.close()
     return said
 
 
 def restore(kind: str, storage: str | None = None) -> dict[str, Any]:
     """Restore into a job that began otherwise."""
-    import torch
-
-    from edl.collective.checkpoint.checkpointer import Checkpointer
-    from tests.fast.collective.checkpoint import counted
-
     assert counted.CountedFolder.protocol == "counted", "the storage's name is known"
     state, changes = job(kind, 2), []
     state.register_adjust_function(lambda change: changes.append([change.old_size, change.new_size, change.step]))
@@ -292,10 +212,6 @@ def restore(kind: str, storage: str | None = None) -> dict[str, Any]:
 
 def resume(kind: str, steps: int) -> dict[str, Any]:
     """Restore, or begin, and train some more steps, each of which is saved, the third one for a replica."""
-    import torch
-
-    from edl.collective.checkpoint.checkpointer import Checkpointer
-
     state, states = job(kind, 2), {}
     with Checkpointer(state, interval_steps=1) as checkpointer:
         first = checkpointer.restore() + 1
@@ -307,80 +223,48 @@ def resume(kind: str, steps: int) -> dict[str, Any]:
 
 
 class Slow:
-    """A field that takes so many seconds to be saved."""
+    """A field that takes as long to be saved as a function that may be given."""
 
-    seconds = 0.0
+    wait: Callable[[], object] = staticmethod(lambda: None)
 
     def state_dict(self) -> dict[str, Any]:
-        time.sleep(self.seconds)
+        self.wait()
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pass
 
 
-def waits(late: int, slow: int, seconds: float) -> list[dict[str, float]]:
-    """Rank `late` comes later to one save than the others, rank `slow` takes longer for the next one.
+def waits(pages: str, seconds: float) -> list[dict[str, float]]:
+    """Rank 0 comes later to a save than rank 1, then takes longer for the next one: what each took, by phase."""
+    board, field, rank, taken = WorkerStatusPage.create(Path(pages) / str(dist.get_rank())), Slow(), dist.get_rank(), []
+    dist.barrier()
+    other = WorkerStatusPage.open(Path(pages) / str(1 - rank))
 
-    What each of the two saves took, by phase.
-    """
-    import torch.distributed as dist
+    def wait() -> None:
+        """For the other rank to wait for this one, and then for so many seconds."""
+        wait_until(lambda: other.read_status().phase is Phase.AGREE, "the other rank waits")
+        threading.Event().wait(seconds)
 
-    from edl.collective.checkpoint.checkpointer import Checkpointer
-    from edl.collective.checkpoint.state.state import State
-    from edl.collective.worker_status import Phase, WorkerStatusPage
-
-    board, field, rank, taken = WorkerStatusPage.from_env(), Slow(), dist.get_rank(), []
     with Checkpointer(State(field=field), interval_steps=1, board=board) as checkpointer:
         checkpointer.restore()
         checkpointer.save(0)
         for step in (1, 2):
             dist.barrier()
-            if step == 1 and rank == late:
-                time.sleep(seconds)
-            field.seconds = seconds if step == 2 and rank == slow else 0.0
+            if rank == 0 and step == 1:
+                wait()
+            elif rank == 0:
+                field.wait = wait
             before = board.read_status().totals_s
             checkpointer.save(step)
             after = board.read_status().totals_s
-            field.seconds = 0.0
+            field.wait = Slow.wait
             taken.append({phase.name: after[phase] - before[phase] for phase in Phase})
     return taken
 
 
-def broadcast(kind: str) -> dict[str, Any]:
-    """Everybody gets the live state of rank 1."""
-    import torch
-    import torch.distributed as dist
-
-    from edl.collective.checkpoint.memory.transfer import broadcast_state
-
-    state = job(kind, 7 + dist.get_rank())
-    if dist.get_rank() == 1:
-        for _ in range(2):
-            state.model(torch.randn(8, 7)).sum().backward()
-            state.optimizer.step()
-        state.epoch = 11
-    broadcast_state(state, 1)
-    return told_of(state)
-
-
-def broadcast_refused(kind: str) -> str:
-    """Nobody has all of it. What is raised, which must be the same on all ranks."""
-    from edl.collective.checkpoint.memory.transfer import broadcast_state
-    from edl.errors import SettingsError
-
-    try:
-        broadcast_state(job(kind, 7), 1)
-    except SettingsError as exc:
-        return str(exc)
-    return ""
-
-
 def dcp_load(kind: str, checkpoint: str) -> dict[str, Any]:
     """Load as a user of `torch.distributed.checkpoint` would, who knows nothing of EDL."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
     state = job(kind, 2)
     model, optimizer = get_state_dict(state.model, state.optimizer)
     loaded = {"model": model, "optimizer": optimizer}
@@ -406,12 +290,6 @@ class Averages:
 
 def averages(step: int, lost_mesh: bool = False) -> dict[str, Any]:
     """Restore, or begin, a sharded job that clones its weights in the first step, and save it at `step`."""
-    import torch
-
-    from edl.collective.checkpoint.checkpointer import Checkpointer
-    from edl.collective.checkpoint.state.state import State
-    from edl.errors import SettingsError
-
     whole = job("fsdp", 1)
     state = State(averages=Averages(), values=None) if lost_mesh else whole
     state.averages, state.values = Averages(), None
@@ -439,10 +317,5 @@ CASES: dict[str, Case] = {
     "restore": restore,
     "resume": resume,
     "waits": waits,
-    "broadcast": broadcast,
-    "broadcast_refused": broadcast_refused,
     "dcp_load": dcp_load,
 }
-
-if __name__ == "__main__":
-    main()

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ import pytest
 from edl.collective.agent.processes.pool import WorkerExit, WorkerProcesses, ZygoteLost
 from edl.collective.agent.processes.zygote import ForkRequest, ProgramSpec
 
-pytestmark = pytest.mark.timeout(240)  # some thirty scripts at the same time, which have 100 s
+pytestmark = pytest.mark.timeout(300)  # some twenty scripts at the same time, which have 100 s
 
 SCRIPTS = Path(__file__).with_name("scripts")
 DEADLINE_S = 100.0
@@ -65,7 +64,6 @@ def zygote(warm: ProgramSpec, environ: Mapping[str, str] | None = None) -> Itera
 
     try:
         workers.warm_up()
-        run.workers, run.ended = workers, ended  # type: ignore[attr-defined]
         yield run
     finally:
         workers.close()
@@ -83,11 +81,9 @@ def start_python(folder: Path, name: str, line: Sequence[str], environ: Mapping[
 
 
 ENDS = [
-    "leave_text", "leave_by_number 0", "leave_by_number 1", "leave_by_number 3", "leave_by_number 300", "leave_at_once",
-    "raise_in_frames", "raise_with_hook", "raise_with_broken_hook", "raise_with_hook_that_exits", "raise_and_look",
-    "interrupt_with_hook", "die 9", "die 15", "die 6", "die 10", "handle 15", "handle 2", "handle 10", "handle 12",
-    "wait_for_threads", "write_raw", "close_output", "show_annotations", "change_folder", "show_process",
-    "start_processes",
+    "leave_text", "leave_by_number 0", "leave_by_number 300", "raise_in_frames", "raise_with_hook",
+    "raise_with_hook_that_exits", "raise_and_look", "interrupt_with_hook", "die 9", "die 10", "handle 15", "handle 2",
+    "handle 12", "wait_for_threads", "write_raw", "close_output", "change_folder", "start_processes",
 ]  # fmt: skip
 
 
@@ -106,17 +102,6 @@ def test_ends_are_those_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert silent == [(-signal.SIGINT, "atexit after an interrupt\n", "")]
 
 
-def test_modules_run_as_python_runs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(SCRIPTS)
-    theirs = [start_python(tmp_path, name, ["-m", name, "-m", "x"], {}) for name in ("pack.program", "pack.absent")]
-    ours = []
-    for name in ("pack.program", "pack.absent"):
-        with zygote(ProgramSpec("module", name, ("-m", "x"), prewarm=False)) as run:
-            ours += run(tmp_path, {})
-    assert ours == [wait() for wait in theirs]
-    assert (ours[0][0], "Point" in ours[0][1], "its traceback is the same" in ours[0][2]) == (1, True, True), ours
-
-
 SHOW = """
     import os, sys
     import near
@@ -126,7 +111,7 @@ SHOW = """
 
 
 def test_kinds_of_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Paths with dots, links, folders, archives, compiled and wrong ones; without the script's folder in the path."""
+    """Dots, links, folders, archives, compiled, wrong and absent ones, modules; a path without the script's folder."""
     (tmp_path / "sub").mkdir()
     for folder in (tmp_path, tmp_path / "sub"):
         (folder / "near.py").write_text("")
@@ -141,46 +126,20 @@ def test_kinds_of_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     shutil.move(tmp_path / "show.pyc", tmp_path / "sub" / "compiled.pyc")
     (tmp_path / "random.py").write_text("raise SystemExit('a module of this folder hides the standard library')")
     monkeypatch.chdir(tmp_path)
-    targets = ["sub/show.py", "./sub/../sub/./show.py", "sub", "archive.zip", "sub/compiled.pyc", "wrong.py"]
-    cases = [(target, {}) for target in [*targets, "sub/absent.py", "linked.py", str(tmp_path / "sub" / "show.py")]]
-    cases.append(("sub/show.py", {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(tmp_path / "sub")}))
-    theirs = [start_python(tmp_path, str(index), [target], environ) for index, (target, environ) in enumerate(cases)]
+    here, safe = {}, {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(tmp_path / "sub")}
+    targets = ["sub/../sub/show.py", "sub", "archive.zip", "sub/compiled.pyc", "wrong.py", "sub/absent.py", "linked.py"]
+    cases = [("script", target, here) for target in targets]
+    cases += [("script", "sub/show.py", safe), ("module", "sub.show", here), ("module", "sub.absent", here)]
+    theirs = [
+        start_python(tmp_path, str(index), ["-m", target] if kind == "module" else [target], environ)
+        for index, (kind, target, environ) in enumerate(cases)
+    ]
     ours = []
-    for target, environ in cases:
-        with zygote(ProgramSpec("script", target, prewarm=False), environ) as run:
+    for kind, target, environ in cases:
+        with zygote(ProgramSpec(kind, target, prewarm=False), environ) as run:
             ours += run(tmp_path, {})
-    pairs = [(target, mine, wait()) for (target, _), mine, wait in zip(cases, ours, theirs, strict=True)]
+    pairs = [(case, mine, wait()) for case, mine, wait in zip(cases, ours, theirs, strict=True)]
     assert not [each for each in pairs if each[1] != each[2]]
-
-
-def test_everybody_is_asked_to_end(tmp_path: Path) -> None:
-    """Slurm and systemd send SIGTERM to all processes of a job, also to the one that workers are forked from."""
-    script = """
-        import os, signal, sys, time
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))
-        open(os.environ["HERE"], "w").close()
-        time.sleep(100)
-    """
-    (tmp_path / "script.py").write_text(textwrap.dedent(script))
-    with zygote(ProgramSpec("script", str(tmp_path / "script.py"), prewarm=False)) as run:
-        workers: WorkerProcesses = run.workers  # type: ignore[attr-defined]
-        workers.fork_workers(1, {0: ForkRequest({"HERE": str(tmp_path / "here")})})
-        wait_until((tmp_path / "here").exists)
-        (worker,) = workers.running.values()
-        parent = int(Path(f"/proc/{worker}/stat").read_text().rsplit(")", 1)[1].split()[1])
-        for number in (signal.SIGHUP, signal.SIGTERM):
-            os.kill(parent, number)
-        assert run(tmp_path, {"HERE": str(tmp_path / "missing" / "folder")})[0][0] == 1, "workers are forked as before"
-        os.kill(worker, signal.SIGTERM)
-        event = run.ended.get(timeout=DEADLINE_S)  # type: ignore[attr-defined]
-    assert (event.generation, event.status) == (1, 5)
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 COUNTING = """
@@ -196,7 +155,6 @@ COUNTED = """
 """
 
 
-@pytest.mark.slow
 def test_a_restart_imports_nothing_again(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(COUNTING))
     script = tmp_path / "counted.py"
@@ -211,24 +169,6 @@ def test_a_restart_imports_nothing_again(tmp_path: Path) -> None:
     assert (first[1].split()[1], restarted[1].split()[1]) == ("3", "1"), "threads are those of the generation"
 
 
-@pytest.mark.slow
-def test_variables_set_after_imports_count(tmp_path: Path) -> None:
-    """The first optimizer's imports read some 200 variables: too soon for one that sets them behind `import torch`."""
-    script = """
-        import torch
-        import os
-        os.environ["TORCHINDUCTOR_MAX_AUTOTUNE"] = "1"
-        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-        import torch._inductor.config
-        print(torch._inductor.config.max_autotune)
-    """
-    (tmp_path / "script.py").write_text(textwrap.dedent(script))
-    with zygote(ProgramSpec("script", str(tmp_path / "script.py"))) as run:
-        assert run(tmp_path, {}) == [(0, "True\n", "")]
-        failures = run.workers.import_failures  # type: ignore[attr-defined]
-    assert "importing torch.optim reads TORCHINDUCTOR_MAX_AUTOTUNE, which the program may set before" in failures
-
-
 DIFFERENT = {
     "environment/EDL_": "what EDL tells its own parts in the worker",
     "environment/THP_MEM_ALLOC_ENABLE": "memory that is touched for the first time comes faster",
@@ -236,17 +176,15 @@ DIFFERENT = {
     "environment/TORCHELASTIC_RUN_ID": "of this start",
     "environment/TORCHELASTIC_ERROR_FILE": "of this start",
     "environment/SEEN": "of this test",
-    "descriptor_targets/": "of this test; and 200 is where a hanging worker's stacks are written",
     "process/descriptors": "200 is where a hanging worker's stacks are written",
     "signals/masks": "SIGUSR2 writes the stacks, where the script has no handler of its own",
     "random_numbers/own": "by chance",
-    "modules/edl": "EDL is there",
+    "interpreter/edl": "EDL is there",
     "stack": "the frames that the script is called by end with EDL's",
 }
+OPTIONS = ["--standalone", "--nproc-per-node", "2", "--role", "student"]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_workers_see_what_torchrun_shows(tmp_path: Path) -> None:
     """Workers see what torchrun shows them."""
     folders = {name: tmp_path / name for name in ("torchrun", "edl")}
@@ -254,7 +192,7 @@ def test_workers_see_what_torchrun_shows(tmp_path: Path) -> None:
     for name, folder in folders.items():
         shutil.copytree(SCRIPTS, folder, ignore=shutil.ignore_patterns("__pycache__"))
         module = ["torch.distributed.run"] if name == "torchrun" else ["edl", "run"]
-        line = [sys.executable, "-m", *module, "--standalone", "--nproc-per-node", "2", "observe.py", "a", "--b", "c d"]
+        line = [sys.executable, "-m", *module, *OPTIONS, "observe.py", "a", "--b", "c d"]
         environ = {**os.environ, "SEEN": str(folder)}
         with (folder / "out").open("w") as output:
             job = subprocess.Popen(

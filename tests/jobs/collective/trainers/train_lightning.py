@@ -1,11 +1,8 @@
-"""A script with Lightning's Trainer, which kills itself in one batch, once, if it is told to."""
+"""A script with Lightning's Trainer."""
 
 from __future__ import annotations
 
-import os
-import signal
 import warnings
-from pathlib import Path
 
 import lightning.pytorch as lightning
 import torch
@@ -15,24 +12,23 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from edl.collective.lightning import ElasticLightningCallback
-from tests.jobs.collective.trainers.outcome import parse_options, write_outcome
+from tests.jobs.collective.trainers.scripts import Run, run_twice
 
 ROWS, FEATURES = 44, 4
 
 
 class Model(lightning.LightningModule):
-    def __init__(self, sharded: bool, backend: str) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__()
-        self.sharded = sharded
-        self.backend = backend
+        self.options = run.options
         self.layers = nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.5), nn.Linear(8, 1))
         self.logs: list[dict[str, float]] = []
 
     def configure_model(self):
-        if self.sharded:
+        if self.options.fsdp2:
             fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
-        if self.backend:
-            self.layers = torch.compile(self.layers, backend=self.backend)
+        if self.options.compile:
+            self.layers = torch.compile(self.layers, backend=self.options.compile)
 
     def training_step(self, batch, batch_idx):
         loss = (self.layers(batch[0]).squeeze(-1) - batch[1]).square().mean()
@@ -57,45 +53,38 @@ class Model(lightning.LightningModule):
 
 
 class Killed(lightning.Callback):
-    def __init__(self, folder: Path, batch: int) -> None:
-        self.folder, self.batch = folder, batch
+    def __init__(self, run: Run) -> None:
+        self.run = run
 
     def on_train_start(self, trainer, pl_module):
-        with (self.folder / "begins").open("a") as file:
-            file.write(f"{trainer.global_step}\n")
+        self.run.begin(trainer.global_step)
 
     def on_train_batch_end(self, trainer, *args):
-        mark = self.folder / "killed"
-        done = trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        if done == self.batch and trainer.global_rank == 1 and not mark.exists():
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        self.run.kill(trainer.fit_loop.epoch_loop.batch_progress.total.ready)
 
 
-def main() -> None:
-    options = parse_options()
-    folder = options.folder
+def train(run: Run) -> None:
     warnings.simplefilter("ignore")
     torch.manual_seed(3)
     rows = torch.randn(ROWS, FEATURES)
     data = TensorDataset(rows, rows.sum(1))
-    world = int(os.environ["WORLD_SIZE"])
     trainer = lightning.Trainer(
         accelerator="cpu",
-        strategy=ModelParallelStrategy(world, 1) if options.fsdp2 else "ddp",
-        devices=world,
-        max_epochs=4,
-        accumulate_grad_batches=4 // world,
-        default_root_dir=folder,
+        strategy=ModelParallelStrategy(run.world, 1) if run.options.fsdp2 else "ddp",
+        devices=run.world,
+        max_epochs=3,
+        accumulate_grad_batches=4 // run.world,
+        default_root_dir=run.options.folder,
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
-        callbacks=[Killed(folder, options.kill_at), ElasticLightningCallback(interval_steps=1)],
+        enable_progress_bar=False,
+        callbacks=[Killed(run), *([ElasticLightningCallback(interval_steps=1)] if run.elastic else [])],
     )
-    model = Model(options.fsdp2, options.compile)
+    model = Model(run)
     trainer.fit(model, DataLoader(data, batch_size=3, shuffle=True), DataLoader(data, batch_size=4))
-    write_outcome(folder / "result.json", model, trainer.optimizers[0], model.logs)
+    run.write(model, trainer.optimizers[0], model.logs)
 
 
 if __name__ == "__main__":
-    main()
+    run_twice(train)

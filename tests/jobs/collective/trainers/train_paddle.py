@@ -1,8 +1,8 @@
 """The script of the tests' Paddle jobs: a small net, trained on data that depend on the step and the rank only.
 
-The environment says when a trainer kills itself: `KILLS` is JSON, a list of `[generation, rank, step, where]`; and in
-which step, `RAISES`, the second trainer raises. With `END` given, the script ends when that file is there, else after
-`STEPS` steps.
+The environment says what happens. With `KILLS`, JSON of a list of `[generation, rank, step, where]`, the net is first
+trained without EDL, then with it, while trainers kill themselves there; in the end the second trainer raises. With
+`END` the script goes on until that file is there.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from edl.collective.paddle import Checkpointer, PaddleState, init_parallel_env
 
 GENERATION = int(os.environ["EDL_GENERATION"])
 KILLS = [tuple(kill) for kill in json.loads(os.environ.get("KILLS", "[]"))]
-STEPS = int(os.environ.get("STEPS", "0"))
-RAISES = int(os.environ.get("RAISES", "-1"))
+STEPS = 14 if KILLS else 10**6
 END = Path(os.environ.get("END", "nowhere"))
 
 
@@ -44,49 +43,78 @@ def die(step: int, where: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def digest(model: Any, optimizer: Any) -> str:
-    """Of all bits that the job's state consists of."""
-    sum_ = hashlib.sha256()
-    tensors = {**model.state_dict(), **optimizer.state_dict()}
-    tensors = {name: one for name, one in tensors.items() if isinstance(one, paddle.Tensor)}
-    for name in sorted(tensors):
-        sum_.update(f"{name} {tensors[name].dtype} {tensors[name].shape}".encode() + tensors[name].numpy().tobytes())
-    return sum_.hexdigest()
+class Training:
+    """A net, what it is trained with, and steps of it."""
+
+    def __init__(self) -> None:
+        paddle.seed(1)
+        with paddle.utils.unique_name.guard():  # so that a second one's parameters have the same names
+            layers = [paddle.nn.Linear(8, 16), paddle.nn.LayerNorm(16), paddle.nn.GELU(), paddle.nn.Linear(16, 4)]
+        self.model = paddle.nn.Sequential(*layers)
+        self.schedule = paddle.optimizer.lr.StepDecay(0.01, 5)
+        self.optimizer = paddle.optimizer.AdamW(parameters=self.model.parameters(), learning_rate=self.schedule)
+        several = paddle.distributed.get_world_size() > 1
+        self.network = paddle.DataParallel(self.model) if several else self.model
+        self.loss = 0.0
+
+    def step(self, number: int) -> None:
+        data = np.random.default_rng([number, paddle.distributed.get_rank()])
+        inputs = paddle.to_tensor(data.standard_normal((6, 8), dtype=np.float32))
+        loss = paddle.nn.functional.cross_entropy(self.network(inputs), paddle.to_tensor(data.integers(0, 4, 6)))
+        loss.backward()
+        die(number, "before the update")
+        self.optimizer.step()
+        self.optimizer.clear_grad()
+        self.schedule.step()
+        self.loss = float(loss)
+
+    def digest(self) -> str:
+        """Of all bits that the job's state consists of."""
+        sum_ = hashlib.sha256()
+        tensors = {**self.model.state_dict(), **self.optimizer.state_dict()}
+        tensors = {name: one for name, one in tensors.items() if isinstance(one, paddle.Tensor)}
+        for name in sorted(tensors):
+            one = tensors[name]
+            sum_.update(f"{name} {one.dtype} {one.shape}".encode() + one.numpy().tobytes())
+        return sum_.hexdigest()
+
+
+def train_without_edl() -> None:
+    global KILLS
+    kills, KILLS = KILLS, []
+    training = Training()
+    for step in range(STEPS):
+        training.step(step)
+    say(calm=training.digest(), loss=training.loss)
+    KILLS = kills
 
 
 def main() -> None:
     init_parallel_env()
     rank, world = paddle.distributed.get_rank(), paddle.distributed.get_world_size()
     assert (rank, world) == (int(os.environ["PADDLE_TRAINER_ID"]), int(os.environ["PADDLE_TRAINERS_NUM"]))
-    paddle.seed(1)
-    model = paddle.nn.Sequential(
-        paddle.nn.Linear(8, 16), paddle.nn.LayerNorm(16), paddle.nn.GELU(), paddle.nn.Linear(16, 4)
-    )
-    schedule = paddle.optimizer.lr.StepDecay(0.01, 5)
-    optimizer = paddle.optimizer.AdamW(parameters=model.parameters(), learning_rate=schedule)
-    network = paddle.DataParallel(model) if world > 1 else model
-    with Checkpointer(PaddleState(model=model, optimizer=optimizer), interval_steps=1) as checkpointer:
+    if KILLS and GENERATION == 0:
+        train_without_edl()
+    training = Training()
+    state = PaddleState(model=training.model, optimizer=training.optimizer)
+    with Checkpointer(state, interval_steps=1) as checkpointer:
         step = checkpointer.restore()
-        say(restored=step, world=world, digest=digest(model, optimizer))
-        while not END.exists() and (not STEPS or step + 1 < STEPS):
+        say(restored=step, world=world, digest=training.digest())
+        while not END.exists() and step + 1 < STEPS:
             step += 1
-            data = np.random.default_rng([step, rank])
-            inputs = paddle.to_tensor(data.standard_normal((6, 8), dtype=np.float32))
-            loss = paddle.nn.functional.cross_entropy(network(inputs), paddle.to_tensor(data.integers(0, 4, 6)))
-            if step == RAISES and rank == 1:
-                raise LookupError("the user's own mistake")
-            loss.backward()
-            die(step, "before the update")
-            optimizer.step()
-            optimizer.clear_grad()
-            schedule.step()
+            training.step(step)
             die(step, "before the save")
             checkpointer.save(step)
             say(finished=step, world=world)
             die(step, "after the save")
-            if not STEPS:
+            if not KILLS:
                 time.sleep(0.02)
-        say(ended=step, digest=digest(model, optimizer), loss=float(loss))
+        say(ended=training.digest(), loss=training.loss)
+        if KILLS:
+            paddle.distributed.barrier()
+            if rank == 1:
+                raise LookupError("the user's own mistake")
+            paddle.distributed.barrier()
 
 
 main()

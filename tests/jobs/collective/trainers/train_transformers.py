@@ -1,20 +1,20 @@
-"""A script with Hugging Face's Trainer, which kills itself in one step, once, if it is told to."""
+"""A script with Hugging Face's Trainer; with EDL_TEACHERS set, with `DistillTrainer`, whose labels teachers give."""
 
 from __future__ import annotations
 
 import os
-import signal
-from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from edl.collective.transformers import ElasticCallback
-from tests.jobs.collective.trainers.fsdp_on_cpu import allow_fsdp_on_cpu
-from tests.jobs.collective.trainers.outcome import parse_options, write_outcome
+from edl.distill.transformers import DistillArguments, DistillTrainer
+from tests.jobs.collective.trainers.scripts import Run, allow_fsdp_on_cpu, run_twice
 
-ROWS, FEATURES = 44, 4
+ROWS, FEATURES, VOCABULARY = 44, 4, 31
 
 
 class Model(nn.Module):
@@ -28,56 +28,74 @@ class Model(nn.Module):
 
 
 class Killed(TrainerCallback):
-    def __init__(self, folder: Path, step: int) -> None:
-        self.folder, self.step = folder, step
+    def __init__(self, run: Run) -> None:
+        self.run = run
 
     def on_train_begin(self, args, state, control, **kwargs):
-        with (self.folder / "begins").open("a") as file:
-            file.write(f"{state.global_step}\n")
+        self.run.begin(state.global_step)
 
     def on_step_end(self, args, state, control, **kwargs):
-        mark = self.folder / "killed"
-        if state.global_step == self.step and args.process_index == 1 and not mark.exists():
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        self.run.kill(state.global_step)
 
 
-def main() -> None:
-    options = parse_options()
-    folder = options.folder
-    allow_fsdp_on_cpu()
+def language_model() -> Any:
+    settings = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "attention_dropout": 0.5}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings, **heads))
+
+
+def collate(samples):
+    """Pad on the left."""
+    ids = nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_side="left")
+    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
+
+
+def trainer_of(args: TrainingArguments) -> Trainer:
     torch.manual_seed(3)
+    if "EDL_TEACHERS" in os.environ:
+        texts = [torch.randint(1, VOCABULARY, (3 + row % 11,)) for row in range(ROWS)]
+        distill = DistillArguments(top_k=6, beta=0.5, hard_weight=0.25, eval_teachers=True, ahead=3)
+        given = {"data_collator": collate, "distill_args": distill}
+        return DistillTrainer(language_model(), args, train_dataset=texts, eval_dataset=texts[:8], **given)
     rows = torch.randn(ROWS, FEATURES)
     data = [{"x": row, "labels": row.sum()} for row in rows]
-    world = int(os.environ["WORLD_SIZE"])
+    return Trainer(model=Model(), args=args, train_dataset=data, eval_dataset=data[:8])
+
+
+def train(run: Run) -> None:
+    options = run.options
     args = TrainingArguments(
-        output_dir=str(folder / "out"),
+        output_dir=str(options.folder / "out"),
         use_cpu=True,
         per_device_train_batch_size=3,
-        gradient_accumulation_steps=4 // world,
-        num_train_epochs=4,
+        gradient_accumulation_steps=4 // run.world,
+        num_train_epochs=3,
         logging_steps=3,
         eval_strategy="steps",
         eval_steps=3,  # an FSDP2 root is saved right after a forward pass without a backward one
         save_strategy="no",
+        optim="adamw_torch",
         learning_rate=0.01,
         report_to=[],
         disable_tqdm=True,
+        remove_unused_columns=False,
         fsdp=options.fsdp2,
         fsdp_config={"version": 2} if options.fsdp2 else None,
         torch_compile=bool(options.compile),
         torch_compile_backend=options.compile or None,
     )
-    trainer = Trainer(model=Model(), args=args, train_dataset=data, eval_dataset=data[:8], callbacks=[])
-    trainer.add_callback(ElasticCallback(trainer, interval_steps=1))
-    trainer.add_callback(Killed(folder, options.kill_at))
+    trainer = trainer_of(args)
+    if run.elastic:
+        trainer.add_callback(ElasticCallback(trainer, interval_steps=1))
+    trainer.add_callback(Killed(run))
     trainer.train()
     logs = [
         {key: value for key, value in line.items() if "runtime" not in key and "per_second" not in key}
         for line in trainer.state.log_history
     ]
-    write_outcome(folder / "result.json", trainer.model, trainer.optimizer.optimizer, logs)
+    run.write(trainer.model, trainer.optimizer.optimizer, logs)
 
 
 if __name__ == "__main__":
-    main()
+    allow_fsdp_on_cpu()
+    run_twice(train)

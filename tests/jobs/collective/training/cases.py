@@ -1,10 +1,13 @@
-"""What users' models and optimizers do beside the ordinary: the same steps on a rank, and by a plain loop."""
+"""The same steps by a plain loop and by EDL on a rank of several, with models and optimizers of every kind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,12 +17,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from edl.collective.training.learning_rate import AdaScale
+from edl.collective.training.batch_size.objective import AutoBatch
+from edl.collective.training.learning_rate import AdaScale, SquareRoot
 from edl.collective.training.sampler import ElasticSampler
+from edl.collective.training.split import rank_share
 from edl.collective.training.trainer import ElasticTrainer
-from tests.jobs.collective.training.runs import data, endless
-
-LENGTH, BATCH, STEPS = 37, 12, 4
 
 
 @dataclass(frozen=True)
@@ -27,22 +29,42 @@ class Case:
     """What to train.
 
     Attributes:
-        around: what is put around the module, innermost first: "ddp", "compile".
-        frozen: the first layer does not learn.
-        second: the second layer has an optimizer of its own.
         most: max_micro_batch of each rank.
+        around: what is put around the module, innermost first: "ddp", "compile"; or "fsdp" alone.
+        rows: of each rank, which bring what they like; without, batches come with a sampler.
+        frozen: the first layer does not learn.
+        second: the last layer has an optimizer of its own.
         fail: (step, micro-batch) in which the user's code raises; the step is tried again.
+        give_up: each step is given up once after so many micro-batches.
+        state: resume with that state of everything.
     """
 
     network: str = "plain"
-    around: tuple[str, ...] = ()
+    around: tuple[str, ...] = ("ddp",)
+    length: int = 37
+    batch: int = 12
+    steps: int = 3
+    most: tuple[int | None, ...] = (2, 3, None, 1, 4)
+    optimizer: str = "sgd"
+    clip_norm: float | None = None
+    rows: tuple[int, ...] = ()
+    scaled: bool = False
     frozen: bool = False
     second: bool = False
-    clip_norm: float | None = None
-    scaled: bool = False
     dtype: torch.dtype = torch.float64
-    most: tuple[int | None, ...] = (2, 3, None)
     fail: tuple[int, int] | None = None
+    give_up: int | None = None
+    state: dict[str, Any] | None = field(default=None, compare=False)
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        found: Tensor = self.last(self.norm(torch.tanh(self.first(inputs))))
+        return found
 
 
 class Tied(nn.Module):
@@ -72,33 +94,42 @@ class Branch(nn.Module):
         return torch.where(some, found + self.last(inputs), found) if some.any() else found
 
 
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 2)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        found: Tensor = self.last(torch.tanh(self.first(inputs)))
-        return found
+def data(length: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(length, 6, generator=generator, dtype=torch.float64)
+    return inputs, torch.randn(length, 2, generator=generator, dtype=torch.float64)
 
 
-def _made(case: Case) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+def endless(sampler: ElasticSampler) -> Iterator[list[int]]:
+    for _ in sampler.epochs(1000):
+        yield from sampler
+
+
+def _made(case: Case) -> nn.Module:
     torch.manual_seed(11)
     kinds: dict[str, Callable[[], nn.Module]] = {"plain": Plain, "tied": Tied, "branch": Branch}
     model = kinds[case.network]().to(case.dtype)
     if case.frozen:
         model.first.weight.requires_grad_(False)
+    return model
+
+
+def _optimizers(case: Case, model: nn.Module) -> list[torch.optim.Optimizer]:
     parts = [model.first, model.last] if case.second else [model]
-    return model, [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01) for one in parts]
+    if case.optimizer == "adam":
+        return [torch.optim.AdamW(one.parameters(), lr=0.05, weight_decay=0.1) for one in parts]
+    return [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01) for one in parts]
 
 
 def alone(case: Case) -> list[Tensor]:
     """The parameters after a plain loop, without EDL but for the order of the data."""
-    model, optimizers = _made(case)
-    inputs, targets = data(LENGTH)
-    batches = endless(ElasticSampler(LENGTH, global_batch=BATCH, rank=0, world=1))
-    for _ in range(STEPS):
-        rows = torch.tensor(next(batches))
+    model = _made(case)
+    optimizers = _optimizers(case, model)
+    inputs, targets = data(case.length)
+    batches = endless(ElasticSampler(case.length, global_batch=case.batch, rank=0, world=1))
+    for step in range(case.steps):
+        begin, total = step * sum(case.rows), sum(case.rows)
+        rows = torch.arange(begin, begin + total) % case.length if case.rows else torch.tensor(next(batches))
         for one in optimizers:
             one.zero_grad()
         nn.functional.mse_loss(model(inputs[rows].to(case.dtype)), targets[rows].to(case.dtype)).backward()
@@ -109,63 +140,107 @@ def alone(case: Case) -> list[Tensor]:
     return [one.detach() for one in model.parameters()]
 
 
-def elastic(group: dist.ProcessGroup, rank: int, world: int, case: Case) -> list[Tensor]:
-    """The same on one rank of several."""
-    model, optimizers = _made(case)
-    wrapped: nn.Module = model
+def _wrapped(case: Case, model: nn.Module, group: dist.ProcessGroup, reductions: list[int], world: int) -> nn.Module:
     for around in case.around:
         if around == "ddp":
             unused = case.network == "branch"
-            wrapped = DistributedDataParallel(wrapped, process_group=group, find_unused_parameters=unused)
+            model = DistributedDataParallel(model, process_group=group, find_unused_parameters=unused)
+            model.register_comm_hook(None, _counting(reductions, group, world))
+        elif around == "fsdp":
+            fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
         else:
-            wrapped = torch.compile(wrapped, backend="aot_eager")  # type: ignore[assignment]
-    sampler = ElasticSampler(LENGTH, global_batch=BATCH, rank=rank, world=world)
+            model = torch.compile(model, backend="aot_eager")  # type: ignore[assignment]
+    return model
+
+
+def elastic(group: dist.ProcessGroup, rank: int, world: int, case: Case) -> dict[str, Any]:
+    """The same on one rank of several: its parameters, how often it synchronized, and its state."""
+    inner = _made(case)
+    reductions: list[int] = []
+    model = _wrapped(case, inner, group, reductions, world)
+    optimizers = _optimizers(case, inner)
+    sampler = ElasticSampler(case.length, global_batch=case.batch, rank=rank, world=world)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if case.scaled else None
-    trainer = ElasticTrainer(
-        wrapped,
-        optimizers[0],
-        sampler=sampler,
-        max_micro_batch=case.most[rank],
-        clip_norm=case.clip_norm,
-        scaler=scaler,
-        group=group,
-    )
-    inputs, targets = data(LENGTH)
+    source: dict[str, Any] = {"global_batch": case.batch} if case.rows else {"sampler": sampler}
+    limits = {"max_micro_batch": case.most[rank], "clip_norm": case.clip_norm}
+    trainer = ElasticTrainer(model, optimizers[0], scaler=scaler, group=group, **source, **limits)
+    fields = {"model": inner, "optimizer": optimizers[0], "sampler": sampler, "trainer": trainer}
+    if case.state is not None:
+        for name, one in fields.items():
+            one.load_state_dict(case.state[name])
+    inputs, targets = data(case.length)
     batches = endless(sampler)
+    micro_rows: list[int] = []
     kept: list[Exception] = []  # as a log handler or a debugger would: with it live the variables of `compute`
 
-    def compute(step: int, rows: Tensor) -> None:
+    def compute(step: int, rows: Tensor, last: int | None = None) -> None:
         micros = trainer.micro_batches((inputs[rows].to(case.dtype), targets[rows].to(case.dtype)))
         for number, (some_inputs, some_targets) in enumerate(micros):
-            loss = nn.functional.mse_loss(wrapped(some_inputs), some_targets)
+            micro_rows.append(len(some_inputs))
+            loss = nn.functional.mse_loss(model(some_inputs), some_targets)
             if (step, number) == case.fail and not kept:
                 raise MemoryError
+            if number == last:
+                return
             trainer.backward(loss)
 
-    for step in range(STEPS):
-        rows = torch.tensor(next(batches))
-        try:
-            compute(step, rows)
-        except MemoryError as exc:
-            kept.append(exc)
-            trainer.discard(retry=True)
-            compute(step, rows)
-        if case.second:
-            trainer.synchronize()
-            if scaler is None:
-                optimizers[1].step()
-            else:
-                scaler.step(optimizers[1])
-            optimizers[1].zero_grad()
-        trainer.step()
+    with mock.patch("torch.distributed.all_reduce", _spying(reductions, "ddp" in case.around)):
+        for step in range(case.steps):
+            begin = step * sum(case.rows) + sum(case.rows[:rank])
+            own = torch.arange(begin, begin + case.rows[rank]) % case.length if case.rows else None
+            rows = torch.tensor(next(batches)) if own is None else own
+            if case.give_up is not None:
+                compute(step, rows, case.give_up)
+                trainer.discard(retry=True)
+            try:
+                compute(step, rows)
+            except MemoryError as exc:
+                kept.append(exc)
+                trainer.discard(retry=True)
+                compute(step, rows)
+            if case.second:
+                trainer.synchronize()
+                if scaler is None:
+                    optimizers[1].step()
+                else:
+                    scaler.step(optimizers[1])
+                optimizers[1].zero_grad()
+            trainer.step()
     assert bool(kept) == (case.fail is not None)
-    return [one.detach() for one in model.parameters()]
+    parameters = [one.full_tensor() if isinstance(one, DTensor) else one for one in inner.parameters()]
+    return {
+        "parameters": [one.detach() for one in parameters],
+        "synchronized": len(reductions),
+        "largest": max(micro_rows, default=0),
+        "samples": trainer.samples,
+        "state": None if "fsdp" in case.around else {name: one.state_dict() for name, one in fields.items()},
+    }
+
+
+def _counting(reductions: list[int], group: dist.ProcessGroup, world: int) -> Any:
+    def hook(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+        reductions.append(bucket.index())
+        sent = dist.all_reduce(bucket.buffer().div_(world), group=group, async_op=True)
+        return sent.get_future().then(lambda future: future.value()[0])
+
+    return hook
+
+
+def _spying(reductions: list[int], wrapped: bool) -> Any:
+    real = dist.all_reduce
+
+    def spy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not wrapped:
+            reductions.append(tensor.numel())
+        return real(tensor, *args, **kwargs)
+
+    return spy
 
 
 def refused(group: dist.ProcessGroup, rank: int, world: int, kind: str) -> None:
     """Gradients that would be averaged twice, in part, or over other ranks."""
     model: nn.Module = Plain().double()
-    options: dict[str, Any] = {"group": group}
+    options: dict[str, Any] = {"group": group, "global_batch": 12}
     if kind in ("part", "part, compiled"):
         model.first = DistributedDataParallel(model.first, process_group=group)
     elif kind == "static graph":
@@ -174,9 +249,9 @@ def refused(group: dist.ProcessGroup, rank: int, world: int, kind: str) -> None:
     elif kind == "sharded in part":
         fully_shard(model.first, mesh=DeviceMesh.from_group(group, "cpu"))
     elif kind.startswith("sub-mesh"):
-        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        single = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         ranks = torch.tensor([dist.get_process_group_ranks(group)])
-        mesh = DeviceMesh.from_group([alone, group], "cpu", mesh=ranks, mesh_dim_names=("dp", "tp"))
+        mesh = DeviceMesh.from_group([single, group], "cpu", mesh=ranks, mesh_dim_names=("dp", "tp"))
         if kind == "sub-mesh, tensor parallel":
             weight = distribute_tensor(model.first.weight.data, mesh["tp"], [Shard(0)])
             model.first.weight = nn.Parameter(weight)
@@ -184,93 +259,110 @@ def refused(group: dist.ProcessGroup, rank: int, world: int, kind: str) -> None:
     elif kind == "other ranks":
         model = DistributedDataParallel(model, process_group=group)
         del options["group"]
+    elif kind.startswith("sampler"):
+        where = {"rank": 0, "world": 1} if kind == "sampler of rank 0" else {}
+        options = {"group": group, "sampler": ElasticSampler(37, global_batch=12, **where)}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if kind == "part, compiled":
         model = torch.compile(model, backend="eager")  # type: ignore[assignment]
-    ElasticTrainer(model, optimizer, global_batch=BATCH, **options)
+    trainer = ElasticTrainer(model, optimizer, **options)
+    if kind.startswith("sampler"):
+        for rows in options["sampler"]:
+            trainer.micro_batches(data(37)[0][rows])
 
 
-def sharded(group: dist.ProcessGroup, rank: int, world: int, given_up: int) -> list[Tensor]:
-    """The parameters after steps of which each was given up once, after so many of its two micro-batches."""
-    model, _ = _made(Case())
-    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-    sampler = ElasticSampler(LENGTH, global_batch=BATCH, rank=rank, world=world)
-    trainer = ElasticTrainer(model, optimizer, sampler=sampler, max_micro_batch=3, group=group)
-    inputs, targets = data(LENGTH)
-    batches = endless(sampler)
-    for _ in range(STEPS):
-        rows = torch.tensor(next(batches))
-        for last, again in ((given_up, True), (2, False)):
-            for number, (some_inputs, some_targets) in enumerate(trainer.micro_batches((inputs[rows], targets[rows]))):
-                loss = nn.functional.mse_loss(model(some_inputs), some_targets)
-                if number == last:
-                    break
-                trainer.backward(loss)
-            if again:
-                trainer.discard(retry=True)
-        trainer.step()
-    return [one.full_tensor().detach() for one in model.parameters() if isinstance(one, DTensor)]
-
-
-def other_group(group: dist.ProcessGroup, rank: int, world: int, place: tuple[int, int] | None) -> None:
-    """A step with a sampler that splits batches among the default group's ranks, or says that this is another rank."""
-    model = Plain().double()
-    where = {} if place is None else {"rank": place[0], "world": place[1]}
-    sampler = ElasticSampler(LENGTH, global_batch=BATCH, **where)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = ElasticTrainer(model, optimizer, sampler=sampler, group=group)
-    inputs, _ = data(LENGTH)
-    for rows in sampler:
-        for some in trainer.micro_batches(inputs[rows]):
-            trainer.backward(model(some).mean())
-        trainer.step()
-
-
-def normalized(group: dist.ProcessGroup, rank: int, world: int, *, ddp: bool) -> list[Tensor]:
-    """Two epochs of a model with BatchNorm1d, whose last batch has too few samples to give each rank two."""
-    torch.manual_seed(11)
-    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
-    wrapped = DistributedDataParallel(model, process_group=group) if ddp else model
-    sampler = ElasticSampler(LENGTH + 3, global_batch=BATCH, rank=rank, world=world)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = ElasticTrainer(wrapped, optimizer, sampler=sampler, max_micro_batch=3, group=group)
-    inputs, targets = data(LENGTH + 3)
-    for _ in sampler.epochs(2):
-        for rows in sampler:
-            for some_inputs, some_targets in trainer.micro_batches((inputs[rows], targets[rows])):
-                trainer.backward(nn.functional.mse_loss(wrapped(some_inputs), some_targets))
-            trainer.step()
-    return [one.detach() for one in model.parameters()]
-
-
-class Tagger(nn.Module):
-    """Scores each token of a padded sentence."""
-
+class Line(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.last = nn.Embedding(20, 6), nn.Linear(6, 5)
+        self.x = nn.Parameter(torch.zeros(2, dtype=torch.float64))
 
-    def forward(self, ids: Tensor) -> Tensor:
-        found: Tensor = self.last(torch.tanh(self.embed(ids)))
-        return found
+    def forward(self, targets: Tensor) -> Tensor:
+        return 0.5 * (self.x - targets).square().sum(1).mean()
+
+
+def noise(group: dist.ProcessGroup, rank: int, world: int, most: tuple[int | None, ...]) -> tuple[float, float]:
+    """Measured over many steps of a problem where it is known: variance 10, squared norm 5."""
+    model = DistributedDataParallel(Line(), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    trainer = ElasticTrainer(
+        model, optimizer, global_batch=13, max_micro_batch=most[rank], policy=AdaScale(), group=group
+    )
+    generator = torch.Generator().manual_seed(1)
+    truth = torch.tensor([2.0, -1.0], dtype=torch.float64)
+    for _ in range(250):
+        spread = torch.tensor([3.0, 1.0], dtype=torch.float64)
+        targets = truth + spread * torch.randn(13, 2, generator=generator, dtype=torch.float64)
+        mine = rank_share(13, world, rank)
+        for some in trainer.micro_batches(targets[mine.start : mine.stop]):
+            trainer.backward(model(some))
+        trainer.step()
+    return trainer.noise.variance, trainer.noise.square
+
+
+def automatic(group: dist.ProcessGroup, rank: int, world: int) -> tuple[list[int], list[int], int]:
+    """An epoch with an automatic batch, in which each rank reads three batches further ahead than the one before it.
+
+    Returns:
+        The rows that this rank trained step by step, their indices, and the last global batch.
+    """
+    generator = torch.Generator().manual_seed(4)
+    targets = 3.0 * torch.randn(1200, 2, generator=generator, dtype=torch.float64)
+    model = DistributedDataParallel(Line(), process_group=group)
+    sampler = ElasticSampler(len(targets), global_batch=8, rank=rank, world=world)
+    trainer = ElasticTrainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-4),
+        sampler=sampler,
+        policy=SquareRoot(),
+        auto=AutoBatch(8, 40, every_steps=6),
+        group=group,
+    )
+    batches = iter(sampler)
+    ahead = deque(itertools.islice(batches, 3 * rank))
+    sizes: list[int] = []
+    seen: list[int] = []
+    while not sampler.finished:
+        ahead.extend(itertools.islice(batches, 1))
+        rows = ahead.popleft()
+        for some in trainer.micro_batches(targets[rows]):
+            trainer.backward(model(some))
+        sizes.append(sampler.share_rows)
+        seen += rows[: sampler.share_rows]
+        trainer.step()
+    return sizes, seen, sampler.global_batch
+
+
+def normalized(group: dist.ProcessGroup, rank: int, world: int) -> list[Tensor]:
+    """An epoch of a model with BatchNorm1d, whose last batch has too few samples to give each rank two."""
+    torch.manual_seed(11)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    sampler = ElasticSampler(40, global_batch=12, rank=rank, world=world)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = ElasticTrainer(model, optimizer, sampler=sampler, max_micro_batch=3, group=group)
+    for rows in sampler:
+        for inputs in trainer.micro_batches(data(40)[0][rows]):
+            trainer.backward(model(inputs).square().mean())
+        trainer.step()
+    return [one.detach() for one in model.parameters()]
 
 
 PADDING = -100
 
 
-def sentences() -> tuple[Tensor, Tensor]:
-    """Ids and labels of sentences with 1 to 9 tokens; one has none that counts."""
+def _tagging() -> tuple[nn.Module, Tensor, Tensor]:
+    """A model that scores each token, and sentences with 1 to 9 tokens; one has none that counts."""
+    torch.manual_seed(11)
+    model = nn.Sequential(nn.Embedding(20, 6), nn.Tanh(), nn.Linear(6, 5)).double()
     generator = torch.Generator().manual_seed(5)
-    ids = torch.randint(20, (LENGTH, 9), generator=generator)
-    labels = torch.randint(5, (LENGTH, 9), generator=generator)
-    lengths = torch.randint(1, 10, (LENGTH,), generator=generator)
+    ids = torch.randint(20, (37, 9), generator=generator)
+    labels = torch.randint(5, (37, 9), generator=generator)
+    lengths = torch.randint(1, 10, (37,), generator=generator)
     lengths[7] = 0
     labels[torch.arange(9) >= lengths[:, None]] = PADDING
-    return ids, labels
+    return model, ids, labels
 
 
-def token_loss(scores: Tensor, labels: Tensor) -> Tensor:
+def _token_loss(scores: Tensor, labels: Tensor) -> Tensor:
     """The mean over tokens that are no padding; 0 where there are none."""
     total = nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=PADDING, reduction="sum")
     return total / (labels != PADDING).sum().clamp(min=1)
@@ -278,28 +370,24 @@ def token_loss(scores: Tensor, labels: Tensor) -> Tensor:
 
 def tagged_alone() -> list[Tensor]:
     """The parameters after a plain loop whose loss is the mean over the tokens of the whole batch."""
-    torch.manual_seed(11)
-    model = Tagger().double()
+    model, ids, labels = _tagging()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    ids, labels = sentences()
-    for rows in ElasticSampler(LENGTH, global_batch=BATCH, rank=0, world=1):
+    for rows in ElasticSampler(37, global_batch=12, rank=0, world=1):
         optimizer.zero_grad()
-        token_loss(model(ids[rows]), labels[rows]).backward()
+        _token_loss(model(ids[rows]), labels[rows]).backward()
         optimizer.step()
     return [one.detach() for one in model.parameters()]
 
 
-def tagged(group: dist.ProcessGroup, rank: int, world: int, *, ddp: bool, counted: bool) -> list[Tensor]:
+def tagged(group: dist.ProcessGroup, rank: int, world: int, ddp: bool, counted: bool) -> list[Tensor]:
     """The same on one rank of several; `counted` has no sampler, and shares as uneven as can be."""
-    torch.manual_seed(11)
-    model = Tagger().double()
+    model, ids, labels = _tagging()
     wrapped = DistributedDataParallel(model, process_group=group) if ddp else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    sampler = ElasticSampler(LENGTH, global_batch=BATCH, rank=rank, world=world)
-    source: dict[str, Any] = {"global_batch": BATCH} if counted else {"sampler": sampler}
+    sampler = ElasticSampler(37, global_batch=12, rank=rank, world=world)
+    source: dict[str, Any] = {"global_batch": 12} if counted else {"sampler": sampler}
     trainer = ElasticTrainer(wrapped, optimizer, max_micro_batch=2, group=group, **source)
-    ids, labels = sentences()
-    whole = ElasticSampler(LENGTH, global_batch=BATCH, rank=0, world=1)
+    whole = ElasticSampler(37, global_batch=12, rank=0, world=1)
     for rows in whole if counted else sampler:
         mine = rows
         if counted:
@@ -309,7 +397,7 @@ def tagged(group: dist.ProcessGroup, rank: int, world: int, *, ddp: bool, counte
             mine, count = rows[:1], 0
         weights = (labels[mine] != PADDING).sum(1)
         for some_ids, some_labels in trainer.micro_batches((ids[mine], labels[mine]), count, weights=weights):
-            trainer.backward(token_loss(wrapped(some_ids), some_labels))
+            trainer.backward(_token_loss(wrapped(some_ids), some_labels))
         trainer.step()
     return [one.detach() for one in model.parameters()]
 

@@ -17,10 +17,6 @@ def leave_by_number():
     raise SystemExit(NUMBER)
 
 
-def leave_at_once():
-    os._exit(7)
-
-
 def raise_in_frames():
     try:
         {}["missing"]
@@ -31,11 +27,6 @@ def raise_in_frames():
 def raise_with_hook():
     sys.excepthook = lambda kind, error, trace: print("hook:", kind.__name__, error, trace.tb_frame.f_code.co_name)
     raise ValueError("for the hook")
-
-
-def raise_with_broken_hook():
-    sys.excepthook = lambda kind, error, trace: [].pop()
-    raise ValueError("for the broken hook")
 
 
 def raise_with_hook_that_exits():
@@ -114,25 +105,12 @@ def close_output():
     print("lost")
 
 
-def show_annotations():
-    def function(number: int):
-        pass
-
-    print(function.__annotations__)
-
-
 def change_folder():
     import inspect
 
     os.chdir("/")
     print(__file__, inspect.getsource(change_folder).splitlines()[0])
     print(" ".join(sys.orig_argv[1:]), "/", sys.path[0])
-
-
-def show_process():
-    print("session", os.getsid(0) == os.getpid(), "group", os.getpgid(0) == os.getpid())
-    with open("/proc/self/cmdline", "rb") as file:
-        print(file.read().rstrip(b"\0").split(b"\0")[1:])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,86 @@
+"""Evaluations and work that take much longer than `--hang-after`, and a rank that hangs all the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.jobs.collective.job import Job
+
+pytestmark = pytest.mark.timeout(300)
+
+SCRIPT = """
+import os, pathlib, signal, sys, time
+import torch, torch.distributed as dist
+from edl.collective import Checkpointer, Evaluator, State
+
+folder = pathlib.Path(sys.argv[1])
+dist.init_process_group("gloo")
+rank, generation = dist.get_rank(), int(os.environ["EDL_GENERATION"])
+
+
+def note(text):
+    with (folder / "notes").open("a") as file:
+        file.write(f"{generation} {text} {rank}\\n")
+
+
+def evaluate():
+    note(f"begin {float(state.count)}")
+    if generation == 0:
+        if rank == 0:
+            while "begin 7.0 1" not in (folder / "notes").read_text():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)  # until this rank is stopped, too
+    time.sleep(5.0)
+    note("end")
+    return float(state.count) if rank == 0 else None
+
+
+def compute():
+    until = time.monotonic() + 6.0
+    while time.monotonic() < until:
+        sum(range(1000))
+
+
+state = State(count=torch.zeros(()))
+evaluator = state.evaluator = Evaluator(evaluate, limit_s=60.0)
+with Checkpointer(state, interval_steps=1) as checkpointer:
+    for step in range(checkpointer.restore() + 1, 12):
+        dist.all_reduce(torch.ones(1))
+        state.count += 1
+        checkpointer.save(step)
+        if step == 6:
+            checkpointer.evaluate(evaluator)
+        if step == 8 and rank == 0:
+            compute()
+            with checkpointer.busy("a report", limit_s=60.0):
+                time.sleep(6.0)
+            note("free")
+        if step == 10 and rank == 0 and generation == 1:
+            note("hangs")
+            time.sleep(600)
+note(f"done {evaluator.results}")
+dist.destroy_process_group()
+"""
+
+
+def test_slow_ranks_are_waited_for(tmp_path: Path) -> None:
+    """An evaluation is longer than a hang, and its first try is killed in the middle, on one node of two.
+
+    Then a rank works, and says that it is busy. In the end it sleeps, and that is a hang.
+    """
+    (tmp_path / "train.py").write_text(SCRIPT)
+    options = ("--nnodes", "2", "--hang-after", "3", "--lease-ttl", "60")
+    with Job(tmp_path, options=options, command=["train.py", str(tmp_path)]) as job:
+        nodes = [job.start(), job.start()]
+        assert [node.wait() for node in nodes] == [0, 0]
+        output = "".join(node.output for node in nodes)
+        job.nothing_is_left()
+    assert "the workers hang" in output
+    notes = (tmp_path / "notes").read_text().splitlines()
+    assert sorted(notes[:2]) == ["0 begin 7.0 0", "0 begin 7.0 1"]
+    assert sorted(notes[2:6]) == ["1 begin 7.0 0", "1 begin 7.0 1", "1 end 0", "1 end 1"]
+    assert notes[6:8] == ["1 free 0", "1 hangs 0"], "nobody has broken it off"
+    assert sorted(notes[8:]) == ["2 done {6: 7.0} 0", "2 done {6: 7.0} 1"]

@@ -1,0 +1,1 @@
+VALUE = "beside the script"

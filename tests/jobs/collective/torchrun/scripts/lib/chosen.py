@@ -1,0 +1,3 @@
+import os
+
+VALUE = os.environ.get("CHOSEN", "before the script chose")

@@ -1,3 +1,0 @@
-"""What the package's program imports relatively."""
-
-ANSWER = 42

@@ -124,44 +124,6 @@ def test_persistent_workers_draw_once(tmp_path: Path, workers: str) -> None:
     assert all(map(torch.equal, model.state_dict().values(), again.state_dict().values()))
 
 
-def test_dispatched_batches_are_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 of two, which reads two batches at a time."""
-
-    class Two:
-        process_index, num_processes = 0, 2
-        device = torch.device("cpu")
-
-    def read(until: int) -> list[float]:
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-        accelerator = accelerate.Accelerator(cpu=True)
-        data = torch.utils.data.TensorDataset(torch.arange(20.0))
-        batches = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(data), 2, False)
-        loader = accelerate.data_loader.DataLoaderDispatcher(data, batch_sampler=batches)
-        loader.state = Two()
-        loop, seen = ElasticLoop(accelerator, interval_steps=1, slots=SlotPair(tmp_path / "slots")), []
-        for _ in loop.epochs(1):
-            for (rows,) in loop.batches(loader):
-                seen.append(rows[0].item())
-                if len(seen) == until:
-                    return seen
-        return seen
-
-    monkeypatch.setattr(accelerate.data_loader, "broadcast", lambda batch, from_process: batch)
-    monkeypatch.setattr(accelerate.data_loader, "broadcast_object_list", lambda objects: objects)
-    assert read(3) == [0, 4, 8]
-    assert read(-1) == [8, 12, 16]
-
-
-def test_short_step_ends_an_epoch(tmp_path: Path) -> None:
-    """Thirteen batches are seven steps of two, and seven batches of twice the size."""
-    seedable = {"use_seedable_sampler": True}
-    with pytest.raises(LookupError):
-        train(tmp_path, 15, **seedable)
-    _, seen, epochs = train(tmp_path, size=4, steps=1, **seedable)
-    assert epochs == [0, 1, 2]
-    assert len(seen) == 13 + 1 + (7 + 1) * 2, "no batch of the first epoch is trained again"
-
-
 def test_next_step_is_a_whole_one(tmp_path: Path) -> None:
     """One step of two batches was trained, and the next is one of four."""
     seedable = {"use_seedable_sampler": True}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import signal
 import uuid
 from collections.abc import Callable, Iterator
@@ -137,33 +136,6 @@ def test_simultaneous_agents_take_one_each(job: str) -> None:
         heir.close(keep=False)
 
 
-def test_slow_removal_harms_no_other(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An agent is stopped in the middle of its removal, until another does not wait for it any more."""
-    monkeypatch.setattr(host, "_LOCK_TIMEOUT_S", 0.1)
-    slow = HostFolder(job, "slow")
-    slow.run = "1e"
-    made: list[HostFolder] = []
-    remove = shutil.rmtree
-
-    def rmtree(path: Path, ignore_errors: bool) -> None:
-        names = [entry.name for entry in path.iterdir()]  # listed before, as `shutil.rmtree` does
-        (path / "lock").unlink()
-        with monkeypatch.context() as meanwhile:
-            meanwhile.setattr(shutil, "rmtree", remove)
-            made.append(HostFolder(job, "other"))
-            made[0].run = "1f"
-        for name in names:
-            (path / name).unlink(missing_ok=True)
-        remove(path, ignore_errors=True)
-
-    monkeypatch.setattr(shutil, "rmtree", rmtree)
-    slow.close(keep=False)
-    monkeypatch.undo()
-    (other,) = made
-    assert ((other.path / "node").read_text(), (other.path / "lock").exists(), other.run) == ("other", True, "1f")
-    other.close(keep=False)
-
-
 def test_folder_is_found_by_any_number(job: str) -> None:
     """The agent before it has left, and taken its folder with it."""
     first = HostFolder(job, "first")
@@ -241,23 +213,4 @@ def test_full_memory_keeps_the_runs_name(job: str, monkeypatch: pytest.MonkeyPat
         with pytest.raises(OSError, match="No space"):
             folder.run = "1f"
     assert folder.run == "1f"
-    folder.close(keep=False)
-
-
-def test_forgetting_is_not_alone(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that store and replicate take names away at any moment."""
-    folder = HostFolder(job, "a")
-    save(folder)
-    find = Path.glob
-
-    def glob(path: Path, pattern: str) -> list[Path]:
-        found = list(find(path, pattern))
-        for name in found[:1]:
-            name.unlink()
-        return found
-
-    with monkeypatch.context() as meanwhile:
-        meanwhile.setattr(Path, "glob", glob)
-        folder.forget_slots()
-    assert not folder.holds_state
     folder.close(keep=False)

@@ -12,10 +12,14 @@ from edl.collective.checkpoint.state.tensors import view_of
 
 def put(prefix: Path, state: State, step: int, rank: int = 0, world: int = 1, generation: int = 1) -> None:
     """Save a state that is wanted on storage."""
+    save(SlotPair(prefix), state, SlotHeader(generation, step, world, rank, persist=True))
+
+
+def save(slots: SlotPair, state: State, header: SlotHeader) -> None:
+    """Save a state in slots that stay open."""
     captured = state.capture()
-    slots = SlotPair(prefix)
     _, memory = slots.begin_write(captured.data_nbytes, len(captured.meta))
     data = slot_bytes(memory, captured.data_nbytes)
     for entry, tensor in zip(captured.entries, captured.tensors, strict=True):
         view_of(data, entry).copy_(tensor)
-    slots.commit_write(SlotHeader(generation, step, world, rank, persist=True), captured.data_nbytes, captured.meta)
+    slots.commit_write(header, captured.data_nbytes, captured.meta)

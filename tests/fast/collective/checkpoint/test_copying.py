@@ -11,11 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.memory import copying
 from edl.collective.checkpoint.memory.copying import PinnedStaging, TensorCopier
-from edl.collective.checkpoint.state.state import State
-from edl.collective.worker_status import Phase, WorkerStatusPage
 
 
 @pytest.fixture(params=[1, 3])
@@ -215,14 +212,3 @@ def test_small_buffer_copies_are_exact(gpu: FakeGpu, nbytes: int, eager: bool) -
         for target, source in zip(targets, sources, strict=True):
             assert torch.equal(target, source)
         sources[0] += 1
-
-
-def test_save_excludes_queued_training(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the GPU has still to compute counts as training: the time of a save sets how often there is one."""
-    board = WorkerStatusPage.from_env()
-    phases: list[Phase] = []
-    monkeypatch.setattr(gpu.default, "synchronize", lambda: phases.append(board.read_status().phase))
-    with Checkpointer(State(rng=False, step=-1), interval_steps=1, board=board) as checkpointer:
-        board.enter_phase(Phase.TRAIN)
-        checkpointer.save(0)
-    assert phases[:1] == [Phase.TRAIN]

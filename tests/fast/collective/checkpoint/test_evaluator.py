@@ -47,21 +47,6 @@ def train(tmp_path: Path, function: Callable[[State], Any], *, kill_at: int = -1
     return evaluator
 
 
-def test_an_interrupted_one_is_made_again(tmp_path: Path, agent: WorkerStatusPage) -> None:
-    made: list[int] = []
-
-    def fail_once(state: State) -> int:
-        made.append(state.count)
-        if made.count(8) == 1 and state.count == 8:
-            raise Killed
-        return int(state.count)
-
-    with pytest.raises(Killed):
-        train(tmp_path, fail_once)
-    assert train(tmp_path, fail_once).results == {3: 4, 7: 8}
-    assert made == [4, 8, 8], "for the same state, and the first one not again"
-
-
 def test_the_agent_sees_what_is_done(tmp_path: Path, agent: WorkerStatusPage) -> None:
     seen = []
     train(tmp_path, lambda state: seen.append(agent.read_status()))

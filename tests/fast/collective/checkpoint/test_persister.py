@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import logging
 import re
 import sys
 import threading
@@ -25,7 +23,7 @@ from edl.collective.checkpoint.storage import persister as persister_module
 from edl.collective.checkpoint.storage.persister import POLL_S, CheckpointPersister
 from edl.collective.checkpoint.storage.writer import CheckpointWriter
 from edl.discovery import open_store
-from edl.errors import DiscoveryError, ProtocolError, TemporaryError
+from edl.errors import ProtocolError, TemporaryError
 from tests.fast.collective.checkpoint import saved
 from tests.waiting import DEADLINE_S, wait_until
 
@@ -251,82 +249,21 @@ def test_full_storage_is_not_waited_for(tmp_path: Path) -> None:
     assert not persister.close(0.3, patient=True)
 
 
-def test_unsure_fence_is_asked_again(tmp_path: Path, url: str) -> None:
-    """The store is away while the last checkpoint is completed."""
-    answers: list[bool | Exception] = [DiscoveryError("no leader"), DiscoveryError("no leader"), True]
-
-    def fence() -> bool:
-        answer = answers.pop(0) if len(answers) > 1 else answers[0]
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    put(tmp_path / "s", 1)
-    lines: list[str] = []
-    persister = agents_persister(url, tmp_path / "s", lines.append, fence=fence)
-    persister.start()
-    persister.store_newest()
-    assert persister.close(DEADLINE_S, patient=True)
-    assert "stored the state after step 1" in lines[-1]
-    assert "no leader" in lines[0]
-
-
-def test_a_request_at_any_instant_counts(tmp_path: Path, url: str) -> None:
-    """The newest state is asked for at any line of a look for marked states, which works."""
+def test_request_during_a_look_counts(tmp_path: Path, url: str) -> None:
+    """The newest state is asked for while the thread looks for marked ones: it is stored next."""
     asked: list[bool] = []
-    traced = sys.gettrace()
 
     def store(newest: bool) -> bool:
         asked.append(newest)
+        if len(asked) == 1:
+            persister.store_newest()
         return True
 
-    for instant in itertools.count():
-        persister = agents_persister(url, tmp_path / "s", lambda line: None)
-        persister._store = store  # type: ignore[method-assign]
-        lines = itertools.count()
-
-        def ask(frame: Any, event: str, argument: object) -> Any:
-            if frame.f_code is not CheckpointPersister._poll_and_store.__code__:
-                return None
-            if event == "line" and next(lines) == instant:  # noqa: B023
-                persister.store_newest()  # noqa: B023
-            return ask
-
-        asked.clear()
-        sys.settrace(ask)
-        try:
-            persister._poll_and_store()
-        finally:
-            sys.settrace(traced)
-        if next(lines) <= instant:
-            break
+    persister = agents_persister(url, tmp_path / "s", lambda line: None)
+    persister._store = store  # type: ignore[method-assign]
+    for _ in range(3):
         persister._poll_and_store()
-        assert True in asked, f"it was asked for at line {instant}"
-    assert instant > 3
-
-
-# Without an agent, a thread of the worker stores.
-
-
-def workers_persister(url: str, prefix: Path) -> CheckpointPersister:
-    persister = CheckpointPersister(url, [prefix], logging.getLogger("edl").warning, keep=2)
-    persister.start()
-    persister.set_run(RUN)
-    return persister
-
-
-def test_worker_alone_gives_storage_up(
-    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(Balky, "before", staticmethod(fail(ApiError("slow down"))))
-    monkeypatch.setattr(persister_module, "_CLOSE_RETRY_S", 60.0)  # so that no attempt ends just before the limit
-    put(tmp_path / "s", 1)
-    persister = workers_persister(url, tmp_path / "s")
-    wait_until(lambda: bool(caplog.records))
-    with pytest.raises(TemporaryError, match=r"not done within 1 s, .*slow down"):
-        persister.close_or_raise(0.6)
-    said = [record.getMessage() for record in caplog.records]
-    assert len([line for line in said if "slow down" in line and "tried again" in line]) == 1, said
+    assert asked == [False, True, False]
 
 
 def test_sys_exit_saves_no_half_step(url: str) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from edl.collective.checkpoint.state.metadata import TensorEntry, box_overlap, parse_meta
 from edl.collective.checkpoint.state.state import CapturedState, State, WorldChange
@@ -214,21 +213,6 @@ def test_wrapped_module_has_inner_names() -> None:
     assert keys == ["model.weight", "model.bias"]
 
 
-def test_equal_names_share_an_optimizer() -> None:
-    def both() -> State:
-        one, two = nn.Linear(2, 2), nn.Linear(2, 2)
-        optimizer = torch.optim.Adam([*one.parameters(), *two.parameters()])
-        (one(torch.ones(2)) + two(torch.ones(2)) * 3).sum().backward()
-        optimizer.step()
-        return State(one=one, two=two, optimizer=optimizer)
-
-    source, target = both(), both()
-    source.optimizer.state[source.two.weight]["exp_avg"].fill_(7.0)
-    through(source, target)
-    assert bits(target.optimizer.state[target.two.weight]["exp_avg"]) == bits(torch.full((2, 2), 7.0))
-    assert bits(target.optimizer.state[target.one.weight]["exp_avg"]) != bits(torch.full((2, 2), 7.0))
-
-
 def test_unfit_model_is_refused_by_name() -> None:
     with pytest.raises(SettingsError, match="net: the saved state does not fit"):
         through(State(net=nn.Linear(2, 2)), State(net=nn.Linear(2, 3)))
@@ -369,25 +353,6 @@ def test_adjust_functions_keep_order() -> None:
 def test_boxes_overlap_where_they_should() -> None:
     assert box_overlap((2, 0), (4, 3), (4, 1), (5, 9)) == ((slice(2, 4), slice(1, 3)), (slice(0, 2), slice(0, 2)))
     assert box_overlap((0,), (2,), (2,), (2,)) is None
-
-
-def test_sharded_root_after_an_evaluation() -> None:
-    """FSDP2 leaves whole parameters in a root after a forward pass without a backward one."""
-    dist = torch.distributed
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = nn.Linear(2, 1)
-        fully_shard(model)
-        state = State(model=model, optimizer=torch.optim.Adam(model.parameters()))
-        model(torch.ones(1, 2)).sum().backward()
-        state.optimizer.step()
-        keys = [entry.key for entry in state.capture().entries]
-        assert "optimizer.state.weight.exp_avg" in keys
-        with torch.no_grad():
-            model(torch.ones(1, 2))
-        assert [entry.key for entry in state.capture().entries] == keys
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +28,14 @@ from edl.collective.checkpoint.memory.slots import (
     SlotHeader,
     SlotPair,
     find_marked_slots,
-    marked_path,
-    marking_path,
     storing_path,
 )
-from edl.collective.checkpoint.memory.transfer import slot_bytes
 from edl.collective.checkpoint.state.state import State
-from edl.collective.checkpoint.state.tensors import view_of
-from edl.collective.checkpoint.storage.manifest import CheckpointName, FileDigest, newest_first
+from edl.collective.checkpoint.storage.manifest import CheckpointName, newest_first
 from edl.collective.checkpoint.storage.reader import newest_stored, restore_from_storage
 from edl.collective.checkpoint.storage.writer import CheckpointWriter, WriteOutcome
 from edl.errors import SettingsError, TemporaryError
+from tests.fast.collective.checkpoint import saved
 from tests.fast.collective.checkpoint.counted import reads
 from tests.fast.collective.checkpoint.saved import put
 from tests.waiting import DEADLINE_S, wait_until
@@ -267,15 +263,6 @@ def test_pieces_of_two_runs_do_not_mix(tmp_path: Path, url: str) -> None:
     assert (restored.step, target.epoch) == (5, 2)
 
 
-def test_unfinished_is_not_the_newest(tmp_path: Path, url: str) -> None:
-    """Or a replica of a newer state than the newest complete one would not be gone on from."""
-    put(tmp_path / "s", job(1), 5)
-    storing(url).write_newest([tmp_path / "s"])
-    put(tmp_path / "half", job(1), 9, world=2)
-    storing(url).write_newest([tmp_path / "half"])
-    assert newest_stored(url) == (1, 5)
-
-
 def test_later_run_of_a_step_is_restored(tmp_path: Path, url: str) -> None:
     """Of two runs that stored the same step the later one is restored."""
     for seed, run in ((2, SECOND), (1, FIRST)):
@@ -283,56 +270,6 @@ def test_later_run_of_a_step_is_restored(tmp_path: Path, url: str) -> None:
         storing(url, run).write_newest([tmp_path / f"s{seed}"])
     restore_from_storage(target := job(9), url)
     assert (target.epoch, names(url)) == (2, [f"step-4.g-5.r-{SECOND}", f"step-4.g-6.r-{FIRST}"])
-
-
-def test_old_layout_is_restored(tmp_path: Path) -> None:
-    """What was stored before runs had names is restored."""
-    put(tmp_path / "s", job(3), 4)
-    storing(tmp_path / "c").write_newest([tmp_path / "s"])
-    old = tmp_path / "c/step-4.g-1"
-    (tmp_path / f"c/step-4.g-1.r-{FIRST}").rename(old)
-    piece, manifest = (json.loads((old / name).read_text()) for name in ("piece-0.json", "manifest.json"))
-    assert (piece.pop("run"), manifest.pop("run")) == (FIRST, FIRST)
-    (old / "piece-0.json").write_text(json.dumps(piece))
-    manifest["files"]["piece-0.json"] = asdict(FileDigest.of_bytes(json.dumps(piece).encode()))
-    (old / "manifest.json").write_text(json.dumps(manifest))
-    restored = restore_from_storage(target := job(9), str(tmp_path / "c"))
-    assert restored is not None
-    assert (restored.step, target.epoch) == (4, 3)
-
-
-def test_restarted_agent_writes_nothing(tmp_path: Path, url: str) -> None:
-    """Others may be completing the checkpoint with what its predecessor has written."""
-    for rank in range(2):
-        put(tmp_path / f"s{rank}", job(1), 5, rank=rank, world=2)
-    storing(url).write_newest([tmp_path / "s0"])
-    fs, root = fsspec.core.url_to_fs(url)
-    folder = fs.ls(root, detail=False)[0]
-    written = {path: fs.modified(path) for path in fs.ls(folder, detail=False)}
-    again = storing(url).write_newest([tmp_path / "s0"])
-    assert again is not None
-    assert not again.committed
-    fs.invalidate_cache()
-    assert {path: fs.modified(path) for path in fs.ls(folder, detail=False)} == written
-    assert storing(url).write_newest([tmp_path / "s1"]) is not None
-    restarted = storing(url)
-    again = restarted.write_newest([tmp_path / "s0", tmp_path / "s1"])
-    assert again is not None
-    assert again.committed
-    assert restarted.written_nbytes == 0
-    assert names(url) == [f"step-5.g-1.r-{FIRST}"]
-
-
-def test_unsure_node_leaves_others_pieces(tmp_path: Path, url: str) -> None:
-    """A node that cannot tell whether its world goes on leaves the others pieces."""
-    for rank in range(2):
-        put(tmp_path / f"s{rank}", job(1), 5, rank=rank, world=2)
-    other = storing(url)
-    assert other.write_newest([tmp_path / "s0"]) is not None
-    assert storing(url, fence=lambda: False).write_newest([tmp_path / "s1"]) is None
-    again = storing(url).write_newest([tmp_path / "s0"])
-    assert again is not None
-    assert again.committed
 
 
 def test_later_runs_writing_is_left_alone(tmp_path: Path) -> None:
@@ -517,13 +454,8 @@ def slow(tmp_path: Path) -> Iterator[str]:
     SlowFolder.go_on.set()
 
 
-def save(slots: SlotPair, state: State, step: int, rank: int, *, persist: bool) -> None:
-    captured = state.capture()
-    _, memory = slots.begin_write(captured.data_nbytes, len(captured.meta))
-    data = slot_bytes(memory, captured.data_nbytes)
-    for entry, tensor in zip(captured.entries, captured.tensors, strict=True):
-        view_of(data, entry).copy_(tensor)
-    slots.commit_write(SlotHeader(1, step, 2, rank, persist=persist), captured.data_nbytes, captured.meta)
+def save(slots: SlotPair, step: int, rank: int = 0, *, persist: bool = True) -> None:
+    saved.save(slots, job(step), SlotHeader(1, step, 2, rank, persist=persist))
 
 
 def test_workers_go_on_while_storing(tmp_path: Path, slow: str) -> None:
@@ -532,7 +464,7 @@ def test_workers_go_on_while_storing(tmp_path: Path, slow: str) -> None:
     slots = [SlotPair(prefix) for prefix in prefixes]
     for step in range(3):
         for rank in range(2):
-            save(slots[rank], job(step), step, rank, persist=step == 0)
+            save(slots[rank], step, rank, persist=step == 0)
     outcomes: list[WriteOutcome | None] = []
     persister = storing(slow)
     storer = threading.Thread(target=lambda: outcomes.append(persister.write_newest(prefixes, marked=True)))
@@ -541,7 +473,7 @@ def test_workers_go_on_while_storing(tmp_path: Path, slow: str) -> None:
         assert SlowFolder.waiting.acquire(timeout=DEADLINE_S), "both ranks are written at the same time"
     for step in range(3, 7):
         for rank in range(2):
-            save(slots[rank], job(step), step, rank, persist=step == 4)
+            save(slots[rank], step, rank, persist=step == 4)
     SlowFolder.go_on.set()
     storer.join()
     assert outcomes == [WriteOutcome(0, 1, 2, True)], "the marked state was stored, though four others came meanwhile"
@@ -559,10 +491,10 @@ def test_workers_go_on_while_storing(tmp_path: Path, slow: str) -> None:
 def test_what_is_marked_outlives_its_slot(tmp_path: Path) -> None:
     slots = SlotPair(tmp_path / "s")
     for step in range(5):
-        save(slots, job(step), step, 0, persist=step == 1)
+        save(slots, step, 0, persist=step == 1)
     assert [found.header.step for found in slots.find_complete()] == [4, 3]
     assert [found.header.step for found in find_marked_slots(tmp_path / "s")] == [1]
-    save(slots, job(5), 5, 0, persist=True)
+    save(slots, 5, 0)
     assert [found.header.step for found in find_marked_slots(tmp_path / "s")] == [5], "the newest counts"
 
 
@@ -584,45 +516,28 @@ def test_a_slow_storage_is_waited_for(tmp_path: Path, slow: str) -> None:
     assert newest_stored(str(tmp_path / "c"))[1] == 7
 
 
-def test_storing_goes_on_after_a_step_twice(tmp_path: Path) -> None:
-    """A step that is stored already is saved and wanted on storage again, as at the end of an epoch."""
-    place = str(tmp_path / "c")
-    with Checkpointer(job(3), interval_steps=1, storage=place, storage_interval_s=1e-9) as checkpointer:
-        prefix = checkpointer._slots.prefix
-        for _ in range(2):
-            checkpointer.save(0, force=True)
-            wait_until(lambda: not find_marked_slots(prefix), "it is stored")
-        steps = itertools.count(1)
-
-        def save_and_look() -> bool:
-            checkpointer.save(next(steps))
-            return newest_stored(place)[1] > 0
-
-        wait_until(save_and_look, "something later is stored")
-
-
 def test_mark_that_others_lack_is_removed(tmp_path: Path) -> None:
     """A rank paused after step 1 and marked it; the pause was taken back before the other rank had seen it."""
     prefixes = [tmp_path / f"s{rank}" for rank in range(2)]
     slots = [SlotPair(prefix) for prefix in prefixes]
     writer = storing(tmp_path / "c")
-    save(slots[0], job(1), 1, 0, persist=True)
+    save(slots[0], 1, 0)
     assert writer.write_newest(prefixes, marked=True) is None
     assert slots[0].has_marked_slot, "the other rank may mark it yet"
-    save(slots[1], job(1), 1, 1, persist=False)
+    save(slots[1], 1, 1, persist=False)
     assert writer.write_newest(prefixes, marked=True) is None
     assert slots[0].has_marked_slot, "it may be just before it"
-    save(slots[1], job(2), 2, 1, persist=False)
+    save(slots[1], 2, 1, persist=False)
     assert writer.write_newest(prefixes, marked=True) is None
     assert not slots[0].has_marked_slot
     for rank in range(2):
-        save(slots[rank], job(3), 3, rank, persist=True)
+        save(slots[rank], 3, rank)
     assert writer.write_newest(prefixes, marked=True) == WriteOutcome(3, 1, 2, True)
 
 
 def test_mark_of_a_given_up_state_goes(tmp_path: Path) -> None:
     slots = SlotPair(tmp_path / "s")
-    save(slots, job(1), 1, 0, persist=True)
+    save(slots, 1, 0)
     slots.invalidate_newest()
     assert storing(tmp_path / "c").write_newest([tmp_path / "s"], marked=True) is None
     assert not slots.has_marked_slot
@@ -632,7 +547,7 @@ def test_mark_of_a_given_up_state_goes(tmp_path: Path) -> None:
 def test_late_write_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marked: bool) -> None:
     """The worker looked at the file's names, the file was pinned, and then the worker began to write to it."""
     slots = SlotPair(tmp_path / "s")
-    save(slots, job(1), 1, 0, persist=True)
+    save(slots, 1, 0)
     pin = CompleteSlot.pin_file
 
     def pin_too_late(self: CompleteSlot, name: Path) -> PinnedSlot | None:
@@ -651,7 +566,7 @@ def test_late_write_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             writer.write_newest([tmp_path / "s"])
     assert restore_from_storage(job(9), str(tmp_path / "c")) is None
     monkeypatch.undo()
-    save(slots, job(2), 2, 0, persist=True)
+    save(slots, 2, 0)
     half = writer.write_newest([tmp_path / "s"], marked=marked)
     assert half is not None, "and the next state is stored"
 
@@ -659,19 +574,7 @@ def test_late_write_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_killed_agents_names_hold_no_memory(tmp_path: Path) -> None:
     """An agent was killed while it stored a state, and its successor stores the same."""
     slots = SlotPair(tmp_path / "s")
-    save(slots, job(1), 1, 0, persist=True)
+    save(slots, 1, 0)
     os.link(tmp_path / "s.0", storing_path(tmp_path / "s"))
     assert storing(tmp_path / "c").write_newest([tmp_path / "s"]) is not None
     assert {path.name for path in tmp_path.glob("s.*")} == {"s.0", "s.1"}
-
-
-def test_killed_workers_marks_hold_no_memory(tmp_path: Path) -> None:
-    """A worker was killed just before a mark would have taken the place of the one before."""
-    slots = SlotPair(tmp_path / "s", private=True)
-    save(slots, job(1), 1, 0, persist=True)
-    marked_path(tmp_path / "s").rename(marking_path(tmp_path / "s"))
-    SlotPair(tmp_path / "s").remove_mark()
-    assert {path.name for path in tmp_path.glob("s.[01m]*")} == {"s.0", "s.1"}
-    os.link(tmp_path / "s.0", marking_path(tmp_path / "s"))
-    slots.close()
-    assert not list(tmp_path.glob("s.*"))

@@ -152,29 +152,6 @@ def test_new_agent_knows_earlier_steps(restored: int, repeated: int) -> None:
     assert seconds(ledger) == (trained | {"ROLLBACK": repeated * 0.125} if repeated else trained)
 
 
-def test_killed_repeater_leaves_word() -> None:
-    """Whoever is killed while it repeats steps leaves word of those it did not come to."""
-    worker = Worker()
-    ledger = started(worker)
-    for step in range(10):
-        worker.finish(step)
-    ledger.observe(worker.now_s, AgentState.RENDEZVOUS, [worker.status])
-    assert (ledger.record().generation, ledger.record().step, ledger.record().reached) == (0, 9, -1)
-    worker.restart(1)
-    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
-    for step in range(5, 8):
-        worker.finish(step)
-        ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
-    assert (ledger.record().generation, ledger.record().step, ledger.record().reached) == (1, 7, 9)
-    ledger.observe(worker.now_s, AgentState.RENDEZVOUS, [worker.status])
-    worker.restart(2)
-    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
-    for step in range(5, 11):
-        worker.finish(step)
-        ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
-    assert seconds(ledger) == {"TRAIN": 11.0, "ROLLBACK": 8.0}
-
-
 def test_a_pause_loses_nothing() -> None:
     worker = Worker()
     ledger = started(worker)

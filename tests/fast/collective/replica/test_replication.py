@@ -19,7 +19,6 @@ from edl.collective.checkpoint.memory.replica_slots import (
     ReplicaFolder,
     ReplicaSlots,
     kept_prefix,
-    newest_common_state,
 )
 from edl.collective.checkpoint.memory.restore_plan import choose_state
 from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair, StateVersion, find_slots
@@ -143,18 +142,6 @@ def test_no_room_for_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert [one.header.step for one in slots.find_complete()] == [4, 3]
         replica_slots.keep_slot(slots.find_complete()[0])
         assert replica_slots.slots.find_complete() == [], "nor what was to be kept when there was no room"
-
-
-def test_newest_common_state_is_found(tmp_path: Path) -> None:
-    """The newest state that all workers of a node kept is found."""
-    one, other = tmp_path / "a", tmp_path / "b"
-    assert newest_common_state([]) == []
-    keep(one, 3)
-    assert newest_common_state([find_slots(one), find_slots(other)]) == []
-    keep(other, 3, rank=1)
-    keep(one, 5)
-    assert [found.header.rank for found in newest_common_state([find_slots(one), find_slots(other)])] == [0, 1]
-    assert newest_common_state([find_slots(one), find_slots(other)])[0].header.step == 3
 
 
 ONE, TWO = (0, 1, 2), (0, 2, 2)

@@ -72,13 +72,6 @@ def test_what_says_nothing_is_left_out(groups: GradientGroups) -> None:
 POSITIVE = st.floats(1e-6, 1e6)
 
 
-@given(variance=st.floats(0, 1e6), square=st.floats(-1e3, 1e6), base=st.integers(1, 512), scale=st.integers(1, 64))
-def test_gain_is_between_one_and_scale(variance: float, square: float, base: int, scale: int) -> None:
-    """The gain is between one and the scale."""
-    gain = GradientNoise(variance, square, 1.0).gain(base * scale, base)
-    assert 1 - 1e-9 <= gain <= scale * (1 + 1e-9)
-
-
 @given(
     noise=st.builds(GradientNoise, POSITIVE, POSITIVE, st.just(1.0)),
     batch=st.integers(1, 4096),
@@ -266,40 +259,6 @@ def test_loader_seen_once_is_no_reason() -> None:
     assert found.waited_s(128, 2 * one.seconds) >= 2 * one.waited_s - 1e-9
     assert fit_loader_time([]) == NONE
     assert fit_loader_time(loaded(NONE, [64])).waited_s(128, 0.02) == 0.0
-
-
-class SimulatedRun:
-    """A run in simulated time with the automatic batch: as many samples a second as its loader lets through."""
-
-    def __init__(self, loader: LoaderTime) -> None:
-        self.loader = loader
-        self.batch = 64
-        self.noise = GradientNoise(variance=2000.0, square=1.0, steps=100.0)  # twice the batch, half the worth at 2,000
-        self.tuner = BatchSizeTuner(AutoBatch(32, 1024, every_steps=4), 64)
-
-    def seconds(self, batch: int) -> tuple[float, float]:
-        rows, parts = micro_batch_shape(batch, 1, None)
-        step_s = FAST.seconds(1, rows, parts)
-        return step_s, self.loader.waited_s(rows * parts, step_s)
-
-    def goodput(self, batch: int) -> float:
-        return batch / sum(self.seconds(batch)) * statistical_efficiency(self.noise.scale, batch, 64)
-
-    def settle(self) -> int:
-        for _ in range(80):
-            step_s, waited_s = self.seconds(self.batch)
-            self.tuner.record_wait(waited_s)
-            self.batch = self.tuner.record_step(
-                RunState(1, self.batch, None, self.noise), step_s, None, torch.device("cpu")
-            )
-        return self.batch
-
-
-@pytest.mark.parametrize("loader", [NONE, SLOW])
-def test_the_batch_is_chosen_with_the_loader(loader: LoaderTime) -> None:
-    run = SimulatedRun(loader)
-    best = max(map(run.goodput, range(32, 1025)))
-    assert run.goodput(run.settle()) >= 0.93 * best
 
 
 def test_measurements_without_waits_are_read() -> None:

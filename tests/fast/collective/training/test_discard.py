@@ -140,13 +140,3 @@ def test_scaler_goes_on_after_an_error() -> None:
     assert scaler.get_scale() == 8.0
     for mine, theirs in zip(job.parameters(), clean.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
-
-
-def test_contradicting_rows_are_refused() -> None:
-    """Rows that contradict the sampler are refused before the step begins."""
-    job = Job()
-    (batch,) = next(iter(job.loader))
-    with pytest.raises(SettingsError, match="rows=3, but the sampler says that 4 rows"):
-        job.trainer.micro_batches((batch,), 3)
-    job.step(batch)
-    assert job.sampler.consumed == BATCH

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from edl.collective.training.batch_size.noise import GradientNoise
-from edl.collective.training.gradients import divisor_of, is_adaptive, is_warm
+from edl.collective.training.gradients import divisor_of, is_adaptive
 from edl.collective.training.learning_rate import (
     AdaScale,
     Linear,
@@ -56,15 +56,6 @@ def test_adam_is_scaled_as_by_malladi(kind: Any) -> None:
     assert (group["lr"], group["betas"], group["eps"]) == (0.01, (0.9, 0.99), 1e-3), "as the user gave them"
     plain, _ = trained(adam(0.02, 0.9, 0.99, 1e-3, kind), None)
     assert not torch.allclose(found, plain, rtol=1e-4)
-
-
-def test_rmsprop_is_scaled_as_by_malladi() -> None:
-    def rmsprop(rate: float, alpha: float, eps: float) -> Any:
-        return lambda parameters: torch.optim.RMSprop(parameters, lr=rate, alpha=alpha, eps=eps)
-
-    found, _ = trained(rmsprop(0.01, 0.99, 1e-3), SquareRoot())
-    wanted, _ = trained(rmsprop(0.02, 1 - 4 * 0.01, 1e-3 / 2), None)
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("moments", [None, False, True])
@@ -226,11 +217,6 @@ def test_step_is_gradient_by_divisor(kind: type[torch.optim.Optimizer], options:
     assert divisor is not None
     factors = change * divisor / grad  # the same for every element: the rate, and what grows with the steps alone
     torch.testing.assert_close(factors, factors[:1].expand(50), rtol=1e-5, atol=0.0)
-
-
-def test_it_is_warm_after_ten_steps() -> None:
-    for kind in (torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.RAdam):
-        assert [is_warm(*stepped(kind, steps)[2:]) for steps in (1, 9, 10)] == [False, False, True]
 
 
 def test_group_counting_optimizer_is_known() -> None:

@@ -18,16 +18,6 @@ from edl.collective.training.split import micro_batch_sizes, rank_share
 from edl.errors import ProtocolError, SettingsError
 
 
-@given(samples=st.integers(0, 500), most=st.none() | st.integers(1, 60), parts=st.integers(1, 12))
-def test_micro_batches_are_few_and_even(samples: int, most: int | None, parts: int) -> None:
-    sizes = micro_batch_sizes(samples, most, parts)
-    assert sum(sizes) == samples
-    assert all(size <= (most or samples) for size in sizes)
-    assert not sizes or max(sizes) - min(sizes) <= 1
-    fewest = -(-samples // most) if most else min(samples, 1)
-    assert len(sizes) == max(fewest, parts if parts > 1 else 0)
-
-
 @given(samples=st.integers(2, 500), world=st.integers(1, 40), most=st.none() | st.integers(3, 60))
 def test_nobody_has_one_sample_alone(samples: int, world: int, most: int | None) -> None:
     shares = [rank_share(samples, world, rank, least=2) for rank in range(world)]
@@ -243,15 +233,6 @@ def test_handed_out_batch_is_not_changed() -> None:
     next(batches), next(batches)
     with pytest.raises(SettingsError, match="20 were handed out"):
         sampler.resize(5, at=10)
-
-
-def test_iteration_ends_when_another_begins() -> None:
-    sampler = ElasticSampler(100, global_batch=10, rank=0, world=1)
-    old = iter(sampler)
-    next(old)
-    new = iter(sampler)
-    assert list(old) == []
-    assert len(next(new)) == 10
 
 
 def test_users_new_batch_wins() -> None:

@@ -243,17 +243,6 @@ def test_policy_leaves_saved_rates_alone() -> None:
         assert torch.equal(small["exp_avg_sq"], large["exp_avg_sq"])
 
 
-def test_moments_survive_a_batch_change() -> None:
-    trainer, _, optimizer = one = setup(torch.optim.Adam, policy=AdaScale())
-    train(one, 12)
-    moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
-    trainer.resize(32)
-    assert all(torch.equal(state["exp_avg"], old) for state, old in zip(optimizer.state.values(), moments, strict=True))
-    assert {float(state["step"]) for state in optimizer.state.values()} == {12.0}
-    train(one, count=32)
-    assert trainer.rate_factor > 1.0
-
-
 def test_skipped_step_counts_samples() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     trainer, model, optimizer = one = setup(scaler=scaler)
@@ -336,27 +325,6 @@ def test_first_adaptive_steps_and_noise(kind: type[torch.optim.Optimizer]) -> No
     second = TRUTH.square() + SPREADS.square() / 12
     wanted = float((SPREADS.square() / second).sum()) / float((TRUTH.square() / second).sum())
     assert scale(30) == pytest.approx(wanted, rel=0.5)
-
-
-def test_new_parameter_spares_the_noise() -> None:
-    model, late = Quadratic(), nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    model.register_parameter("late", late)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
-    trainer = ElasticTrainer(model, optimizer, global_batch=12, max_micro_batch=5, policy=AdaScale())
-    generator = torch.Generator().manual_seed(1)
-
-    def train_with(share: float, steps: int) -> None:
-        for _ in range(steps):
-            targets = TRUTH + SPREADS * torch.randn(12, 3, generator=generator, dtype=torch.float64)
-            for some in trainer.micro_batches(targets):
-                loss: Tensor = model(some)
-                trainer.backward(loss if not share else loss + share * (late * (some - TRUTH)).sum(1).mean())
-            trainer.step()
-
-    train_with(0.0, 60)
-    before = trainer.noise.scale
-    train_with(1e6, 10)  # undivided, its gradients, which are only noise, would be all that counts
-    assert trainer.noise.scale == pytest.approx(before, rel=0.5)
 
 
 def test_foreign_parameters_are_left_alone() -> None:

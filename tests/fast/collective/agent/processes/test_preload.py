@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import edl
 from edl.collective.agent.processes import preload as preload_module
 from edl.collective.agent.processes.preload import find_fork_hazard, preload_modules
 from edl.collective.agent.processes.program_imports import ProgramImports, scan_imports
@@ -66,15 +65,6 @@ def test_imports_before_statements_are_found(tmp_path: Path) -> None:
     assert found.obstacle == ""
 
 
-def test_edl_in_pythonpath_is_found(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("import torch\nfrom edl.collective import State\n")
-    folders = [tmp_path, Path(edl.__file__).parents[1]]
-    assert ("edl.collective", "State") in scan_imports([script], folders, ROOTS).modules, (
-        "the folder that this process has EDL from may stand in PYTHONPATH"
-    )
-
-
 def test_another_edl_is_left_to_workers(tmp_path: Path) -> None:
     found = scan(tmp_path, "import torch\nfrom edl.collective import State\n", edl__collective="State = 1")
     assert found.modules == (("torch", ""),), "the program has a package of that name of its own"
@@ -110,13 +100,6 @@ def test_obstacles_in_own_modules_are_found(tmp_path: Path) -> None:
     assert (found.obstacle, found.framework) == ("config.py, line 2", False)
     found = scan(tmp_path, "from lib import quiet\nimport torch\nimport config", **own)
     assert (found.obstacle, found.framework) == ("", True)
-
-
-def test_own_modules_that_import_torch_count(tmp_path: Path) -> None:
-    found = scan(
-        tmp_path, "import net\nnet.setup()\nimport torch", net="import torch.nn\nclass Net(torch.nn.Module): ..."
-    )
-    assert (found.modules, found.framework, found.obstacle) == ((("torch.nn", ""),), True, "")
 
 
 def test_torch_imported_in_a_function(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store
 
-from edl.collective.agent.health.node_check import probe, workload
+from edl.collective.agent.health.node_check import workload
 from edl.collective.agent.health.node_check.workload import (
     agree_on_gpus,
     check_copies,
@@ -58,18 +57,6 @@ def test_wrong_product_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "matmul", spoiled(torch.matmul, at_call=20))
     with pytest.raises(EDLError, match=r"^cpu: a matrix product has 1 of 9216 numbers wrong$"):
         check_products(CPU)
-
-
-def test_wrong_product_fails_the_probe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    task = {"rank": 0, "world_size": 1, "host": "", "port": 0, "timeout_s": 60}
-    probe.main(task)
-    computed, reduced = map(json.loads, capsys.readouterr().out.splitlines())
-    assert computed["device"] == "cpu"
-    assert reduced == {"reduce_s": 0.0}
-    monkeypatch.setattr(torch, "matmul", spoiled(torch.matmul, at_call=1))
-    with pytest.raises(EDLError, match="matrix product"):
-        probe.main(task)
-    assert capsys.readouterr().out == "", "it did not say that it can compute"
 
 
 def test_wrong_copy_names_both_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

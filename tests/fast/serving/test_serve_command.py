@@ -9,12 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import textwrap
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,8 @@ from edl.errors import EDLError, SettingsError
 from edl.protocol.transport import grpc
 from edl.testing import LocalTeacher
 from edl_serving import cmd_serve
+from edl_serving.backends import ModelSource, open_backends
+from edl_serving.command_line.model_failure import describe_failure
 from tests.fast.serving.conftest import TIMEOUT_S, Client, outputs_of
 from tests.waiting import wait_until
 
@@ -227,6 +231,20 @@ def test_breaking_model_shows_its_stack(
         assert "edl_serving" not in stack
     else:
         assert "Traceback" not in said
+
+
+def test_an_installed_model_s_stack_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("installed_model")
+    file = f"{sysconfig.get_paths()['purelib']}/installed_model.py"
+    code = compile("def predict(inputs):\n    return {'y': inputs['x'] @ inputs['x']}\n", file, "exec")
+    exec(code, vars(module))  # noqa: S102 - code of a file that is not there
+    monkeypatch.setitem(sys.modules, "installed_model", module)
+    source = ModelSource("callable", "installed_model:predict", inputs=("x:float32[2]",), version="1")
+    with pytest.raises(ValueError, match="matmul") as caught:
+        open_backends(source)
+    said = describe_failure(caught.value, source)
+    assert "in predict" in said
+    assert "it was called with zeros" in said
 
 
 def test_frameworks_are_named_or_not_loaded() -> None:

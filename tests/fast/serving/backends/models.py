@@ -1,4 +1,7 @@
-"""The same small model in every form that a teacher can serve: `logits = x @ weight + bias`."""
+"""The same small model in every form that a teacher can serve: `logits = x @ weight + bias`.
+
+`conftest.saved` makes each form once.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,10 @@ import torch
 from torch import nn
 
 from edl_serving.backends import ModelSource
+from tests.waiting import DEADLINE_S
 
 IN, OUT = 4, 3
+OTHER_SEED = 7
 
 
 def weights(seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -84,41 +89,39 @@ def as_factory(folder: Path, seed: int) -> ModelSource:
     return ModelSource("factory", f"{HERE}build", options={"seed": seed}, inputs=X)
 
 
-def as_checkpoint(folder: Path, seed: int) -> ModelSource:
-    torch.save({"state_dict": trained(seed).state_dict(), "epoch": 3}, folder / "model.pt")
+def factory(checkpoint: Path, outputs: tuple[str, ...] = LOGITS) -> ModelSource:
     return ModelSource(
-        "torch-factory", f"{HERE}module", checkpoint=str(folder / "model.pt"), inputs=X, outputs=LOGITS, device="cpu"
+        "torch-factory", f"{HERE}module", checkpoint=str(checkpoint), inputs=X, outputs=outputs, device="cpu"
     )
+
+
+def as_checkpoint(folder: Path, seed: int) -> ModelSource:
+    torch.save({"state_dict": trained(seed).state_dict(), "epoch": 3}, folder / f"checkpoint-{seed}.pt")
+    return factory(folder / f"checkpoint-{seed}.pt")
 
 
 def as_safetensors(folder: Path, seed: int) -> ModelSource:
     from safetensors.torch import save_file
 
-    save_file(dict(trained(seed).state_dict()), folder / "model.safetensors")
-    return ModelSource(
-        "torch-factory",
-        f"{HERE}module",
-        checkpoint=str(folder / "model.safetensors"),
-        inputs=X,
-        outputs=LOGITS,
-        device="cpu",
-    )
+    save_file(dict(trained(seed).state_dict()), folder / f"model-{seed}.safetensors")
+    return factory(folder / f"model-{seed}.safetensors")
 
 
 def as_torchscript(folder: Path, seed: int) -> ModelSource:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # saving is; files are there to be served all the same
         scripted: Any = torch.jit.script(trained(seed))
-        scripted.save(str(folder / "model.ts"))
-    return ModelSource("torchscript", str(folder / "model.ts"), inputs=X, outputs=LOGITS, device="cpu")
+        scripted.save(str(folder / f"model-{seed}.ts"))
+    return ModelSource("torchscript", str(folder / f"model-{seed}.ts"), inputs=X, outputs=LOGITS, device="cpu")
 
 
 def exported(folder: Path, seed: int, rows: Any, count: int) -> ModelSource:
     program = torch.export.export(
         trained(seed), (torch.zeros(count, IN),), dynamic_shapes={"x": {0: rows}} if rows is not None else None
     )
-    torch.export.save(program, folder / "model.pt2")
-    return ModelSource("torch-export", str(folder / "model.pt2"), outputs=LOGITS, device="cpu")
+    path = folder / f"model-{seed}-{rows}.pt2"
+    torch.export.save(program, path)
+    return ModelSource("torch-export", str(path), outputs=LOGITS, device="cpu")
 
 
 def as_export(folder: Path, seed: int) -> ModelSource:
@@ -137,24 +140,31 @@ _PADDLE = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
 import paddle
-path, rows, weight, bias = json.loads(sys.argv[1])
-layer = paddle.nn.Linear(len(weight), len(bias))
-layer.weight.set_value(paddle.to_tensor(weight, "float32"))
-layer.bias.set_value(paddle.to_tensor(bias, "float32"))
-layer.eval()
-spec = paddle.static.InputSpec([rows, len(weight)], "float32", name="x")
-paddle.jit.save(layer, path, input_spec=[spec])
+for path, rows, weight, bias in json.loads(sys.argv[1]):
+    layer = paddle.nn.Linear(len(weight), len(bias))
+    layer.weight.set_value(paddle.to_tensor(weight, "float32"))
+    layer.bias.set_value(paddle.to_tensor(bias, "float32"))
+    layer.eval()
+    spec = paddle.static.InputSpec([rows, len(weight)], "float32", name="x")
+    paddle.jit.save(layer, path, input_spec=[spec])
 """
 
 
 def _paddle(folder: Path, seed: int, rows: int | None = None, pir: bool = True) -> ModelSource:
-    """Saved by a process of its own: the program's format is chosen when Paddle is imported."""
-    weight, bias = weights(seed)
-    argument = json.dumps([str(folder / "model"), rows, weight.tolist(), bias.tolist()])
-    environ = {**os.environ, "FLAGS_enable_pir_api": "1" if pir else "0"}
-    subprocess.run([sys.executable, "-c", _PADDLE, argument], check=True, env=environ, capture_output=True, timeout=60)
-    assert (folder / ("model.json" if pir else "model.pdmodel")).exists()
-    return ModelSource("paddle", str(folder / "model"), outputs=LOGITS, device="cpu")
+    """Saved by a process of its own, all of a format at once: the format is chosen when Paddle is imported."""
+    place = folder / ("pir" if pir else "old")
+    if not place.exists():
+        place.mkdir()
+        models = []
+        for each in (0, OTHER_SEED):
+            weight, bias = weights(each)
+            models += [(str(place / f"{each}-{count}"), count, weight.tolist(), bias.tolist()) for count in (None, 3)]
+        environ = {**os.environ, "FLAGS_enable_pir_api": "1" if pir else "0"}
+        command = [sys.executable, "-c", _PADDLE, json.dumps(models)]
+        subprocess.run(command, check=True, env=environ, capture_output=True, timeout=DEADLINE_S)
+    path = place / f"{seed}-{rows}"
+    assert path.with_suffix(".json" if pir else ".pdmodel").exists()
+    return ModelSource("paddle", str(path), outputs=LOGITS, device="cpu")
 
 
 def as_paddle(folder: Path, seed: int) -> ModelSource:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,39 +15,32 @@ import pytest
 from edl.errors import SettingsError
 from edl_serving.backends import ModelSource, open_backends
 from edl_serving.backends.backend import TensorSpec
-from tests.fast.serving.backends.models import as_old_paddle, as_paddle, expected
+from tests.fast.serving.backends.conftest import Saved
+from tests.fast.serving.backends.models import expected
+from tests.waiting import DEADLINE_S
 
 pytest.importorskip("paddle", reason="PaddlePaddle is not installed: pip install paddlepaddle")
 
 X = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("paddle")
-    as_paddle(path, 0)
-    return path
+@pytest.fixture
+def source(saved: Saved) -> ModelSource:
+    return replace(saved("paddle"), outputs=())
 
 
-def test_outputs_keep_the_files_names(folder: Path) -> None:
-    """Outputs keep the files names unless given others."""
-    (plain,) = open_backends(ModelSource("paddle", str(folder / "model"), device="cpu"))
+def test_outputs_keep_the_files_names(source: ModelSource) -> None:
+    """Unless they are given others; and any of its files names a model."""
+    (plain,) = open_backends(source)
     (output,) = plain.outputs
     assert output == TensorSpec(output.name, "FP32", (3,))
-    (named,) = open_backends(ModelSource("paddle", str(folder / "model"), device="cpu", outputs=("logits:float16[3]",)))
-    logits = named.predict({"x": X})["logits"]
-    assert logits.dtype == np.float16
-    np.testing.assert_allclose(logits, expected(X), atol=0.02)
     np.testing.assert_allclose(plain.predict({"x": X})[output.name], expected(X), rtol=1e-5, atol=1e-6)
-
-
-def test_model_is_named_by_any_file(folder: Path) -> None:
-    """A model may be named by any of its files."""
-    for name in ("model.json", "model.pdiparams"):
-        (opened,) = open_backends(
-            ModelSource("paddle", str(folder / name), device="cpu", outputs=("logits",), threads=1)
-        )
-        np.testing.assert_allclose(opened.predict({"x": X})["logits"], expected(X), rtol=1e-5, atol=1e-6)
+    for suffix in (".json", ".pdiparams"):
+        target = source.target + suffix
+        (named,) = open_backends(replace(source, target=target, outputs=("logits:float16[3]",), threads=1))
+        logits = named.predict({"x": X})["logits"]
+        assert logits.dtype == np.float16
+        np.testing.assert_allclose(logits, expected(X), atol=0.02)
 
 
 def test_the_order_of_outputs_is_a_version(tmp_path: Path) -> None:
@@ -71,34 +65,32 @@ def test_the_order_of_outputs_is_a_version(tmp_path: Path) -> None:
     assert len(set(found.values())) == len(found) == 2
 
 
-def test_misfits_are_named(folder: Path, tmp_path: Path) -> None:
-    """What is missing or does not fit is named."""
+def test_misfits_are_named(source: ModelSource, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="the model's inputs are x; got image"):
-        open_backends(ModelSource("paddle", str(folder / "model"), device="cpu", inputs=("image:float32[4]",)))
+        open_backends(replace(source, inputs=("image:float32[4]",)))
     with pytest.raises(SettingsError, match=r"the model answers .*; wanted are 'a', 'b'"):
-        open_backends(ModelSource("paddle", str(folder / "model"), device="cpu", outputs=("a", "b")))
-    (tmp_path / "half.json").write_bytes((folder / "model.json").read_bytes())
+        open_backends(replace(source, outputs=("a", "b")))
+    (tmp_path / "half.json").write_bytes(Path(source.target + ".json").read_bytes())
     with pytest.raises(SettingsError, match=r"there is .*half\.json, but no .*half\.pdiparams"):
-        open_backends(ModelSource("paddle", str(tmp_path / "half"), device="cpu"))
+        open_backends(replace(source, target=str(tmp_path / "half")))
     with pytest.raises(SettingsError, match="--device 'cuda:7': PaddlePaddle sees 0 GPUs here"):
-        open_backends(ModelSource("paddle", str(folder / "model"), device="cuda:7"))
+        open_backends(replace(source, device="cuda:7"))
 
 
-def test_old_programs_are_read_while_alive(tmp_path: Path) -> None:
+def test_old_programs_are_read_while_alive(saved: Saved) -> None:
     """In a process of its own, which may crash, and where glibc fills memory that is freed with garbage."""
-    as_old_paddle(tmp_path, 0)
     script = (
         "import sys, pathlib\n"
         "from edl_serving.backends.paddle import _shapes_of\n"
         "program = pathlib.Path(sys.argv[1])\n"
-        "found = {str(_shapes_of(program, ['x'])) for _ in range(300)}\n"
+        "found = {str(_shapes_of(program, ['x'])) for _ in range(50)}\n"
         "print(len(found), *found)\n"
     )
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, str(tmp_path / "model.pdmodel")],
+        [sys.executable, "-W", "ignore", "-c", script, saved("old_paddle").target + ".pdmodel"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         env={**os.environ, "MALLOC_PERTURB_": "165"},
     )
     assert run.returncode == 0, f"{run.returncode}: {run.stderr[-500:]}"

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from edl.distill import DistillReader
-from edl.testing import LocalTeacher
 from edl_serving import Array
+from edl_serving.backends import ModelSource, open_backends
 from edl_serving.backends.callable import CallableBackend
+from tests.fast.serving.conftest import StartInside
 
 TORCH = """
 import torch
@@ -32,19 +33,22 @@ def predict(inputs):
 OWN_WARM_UP = NUMPY + "predict.warm_up = lambda max_rows: None\n"
 
 
-@pytest.mark.parametrize("code", [TORCH, NUMPY, OWN_WARM_UP], ids=["torch", "numpy", "own warm_up"])
-@pytest.mark.parametrize("shared", [True, False], ids=["shared", "network"])
-def test_a_model_may_write_to_inputs(code: str, shared: bool, tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(code + "def make():\n    return predict\n")
-    serve: dict[str, Any] = {"input": "x:float32[1000]", "output": "y:float32[1]"}
-    serve |= {} if shared else {"no-shared-memory": True}
-    with LocalTeacher(f"{tmp_path}/model.py:make", serve=serve) as teacher:
-        reader = DistillReader(ins=["x"], predicts=["y"], teachers=[teacher.endpoint])
-        reader.set_batch_generator(lambda: ((np.full((32, 1000), number, np.float32),) for number in range(3)))
-        with reader:
-            answers = [(x[0, 0], y[:, 0].tolist()) for x, y in reader()]
-        assert answers == [(number, [(number - 0.5) * 4000] * 32) for number in range(3)], teacher.log
-        assert teacher.log.count("the model writes to its inputs") == 1, teacher.log
+@pytest.mark.parametrize(
+    ("code", "shared"), [(TORCH, True), (NUMPY, False), (OWN_WARM_UP, True)], ids=["torch", "numpy", "own warm_up"]
+)
+def test_a_model_may_write_to_inputs(
+    inside: StartInside, code: str, shared: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "writing.py").write_text(code + "def make():\n    return predict\n")
+    described: dict[str, Any] = {"inputs": ("x:float32[1000]",), "outputs": ("y:float32[1]",), "version": "1"}
+    backends = open_backends(ModelSource("factory", f"{tmp_path}/writing.py:make", **described))
+    server = inside(list(backends), shared_memory=shared)
+    reader = DistillReader(ins=["x"], predicts=["y"], teachers=[server.target])
+    reader.set_batch_generator(lambda: ((np.full((32, 1000), number, np.float32),) for number in range(3)))
+    with reader:
+        answers = [(x[0, 0], y[:, 0].tolist()) for x, y in reader()]
+    assert answers == [(number, [(number - 0.5) * 4000] * 32) for number in range(3)]
+    assert caplog.text.count("the model writes to its inputs") == 1, caplog.text
 
 
 def backend_of(function: Any, sample: Mapping[str, Array] | None = None) -> CallableBackend:

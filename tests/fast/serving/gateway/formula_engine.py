@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
+
+from tests.waiting import DEADLINE_S, wait_until
 
 VOCABULARY = 50
 MAX_MODEL_LEN = 64
@@ -31,23 +32,15 @@ class FormulaEngine:
     """A server on a free port, until `close`.
 
     Attributes:
-        port: of HTTP.
-        max_logprobs: as vLLM's option.
-        scale_out: whether `/inference/v1/generate` is there.
-        token: that is asked for; empty for none.
-        models: names that `/v1/models` lists.
-        weight_version: the tag of the weights.
-        answering: the model that answers name, as a router's fallback names another than was asked for; None for
-            the one that was asked for.
-        healthy: what `/health` says.
-        failure: called with the path and the number of the request before it is answered, if set. It returns a status
-            and a JSON value to answer with, "cut" to end the connection in the middle of an answer, "close" to end it
+        predict: log-probabilities behind each token, float64 [tokens, VOCABULARY or another number].
+        answering: the model that answers name, as a router's fallback does; None for the one that was asked for.
+        failure: called with the path and the number of the request before it is answered. It returns a status and a
+            JSON value to answer with, "cut" to end the connection in the middle of an answer, "close" to end it
             without one, or None for the right answer.
         gather_tokens: answers wait until so many tokens were asked for at the same time.
         released: answers wait until this is set.
         looks: questions about health so far.
-        predict: the log-probabilities behind each token, float64 [tokens, VOCABULARY or another number].
-        requests: paths and bodies of the requests so far.
+        requests: paths and bodies so far.
         most_tokens: that were asked for at the same time.
     """
 
@@ -134,10 +127,8 @@ class FormulaEngine:
                 self._tokens -= len(tokens)
 
     def _answer(self, handler: BaseHTTPRequestHandler, body: dict[str, Any], tokens: list[int], number: int) -> None:
-        deadline = time.monotonic() + 60
-        while self.most_tokens < self.gather_tokens and time.monotonic() < deadline:
-            time.sleep(0.01)
-        self.released.wait(60)
+        wait_until(lambda: self.most_tokens >= self.gather_tokens, "tokens at the same time")
+        self.released.wait(DEADLINE_S)
         wanted = self.failure(handler.path, number) if self.failure is not None else None
         if wanted == "close":
             handler.close_connection = True

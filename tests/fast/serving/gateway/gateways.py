@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import tritonclient.grpc
 
 from edl.discovery import open_registry
 from edl.protocol import names
+from tests.waiting import DEADLINE_S, wait_until
 
 
 class Gateways:
@@ -34,17 +34,14 @@ class Gateways:
         """Start a gateway; return its process and endpoint once students can come."""
         ready = self._folder / f"ready-{len(self._started)}"
         process = self.launch(address, "--ready-file", str(ready), *arguments)
-        deadline = time.monotonic() + 120
-        while not ready.exists():
-            assert process.poll() is None, self.log
-            assert time.monotonic() < deadline, self.log
-            time.sleep(0.02)
+        wait_until(lambda: ready.exists() or process.poll() is not None, "a gateway")
+        assert process.poll() is None, self.log
         return process, str(json.loads(ready.read_text())["endpoint"])
 
     def launch(self, address: str, *arguments: str) -> subprocess.Popen[bytes]:
         """Start a gateway."""
         command = [sys.executable, "-m", "edl", "register", address, "--model", "m", "--model-version", "r1"]
-        command += ["--discovery", self.url, "--ttl", "5s", "--interval", "100ms", "--exit-with", str(os.getpid())]
+        command += ["--discovery", self.url, "--ttl", "60s", "--interval", "100ms", "--exit-with", str(os.getpid())]
         with (self._folder / "log").open("ab") as log:
             self._started.append(
                 subprocess.Popen([*command, *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -58,12 +55,9 @@ class Gateways:
 
     def wait_instances(self, count: int) -> Any:
         """Wait until so many instances are in discovery."""
-        deadline = time.monotonic() + 60
         with open_registry(self.url) as registry:
-            while len(found := registry.snapshot("m").instances) != count:
-                assert time.monotonic() < deadline, (found, self.log)
-                time.sleep(0.05)
-        return found
+            wait_until(lambda: len(registry.snapshot("m").instances) == count, f"{count} instances")
+            return registry.snapshot("m").instances
 
     def close(self) -> None:
         """Kill what is left."""
@@ -85,6 +79,6 @@ def ask(
     if k is not None:
         parameters[names.TOP_K] = k
     with tritonclient.grpc.InferenceServerClient(endpoint) as client:
-        result = client.infer("m", tensors, parameters=parameters, client_timeout=100)
+        result = client.infer("m", tensors, parameters=parameters, client_timeout=DEADLINE_S)
     found = [result.as_numpy(name) for name in names.top_k_names(names.LOGPROBS)]
     return found[0], found[1], found[2]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +27,7 @@ def url(tmp_path: Path) -> str:
 def registry(url: str) -> Iterator[Registry]:
     with open_registry(url) as registry:
         for number in range(3):
-            registry.register(Instance("s", f"t{number}", "127.0.0.1", 8000 + number), 60)
+            registry.register(Instance("s", f"t{number}", "127.0.0.1", 8000 + number), 600)
         yield registry
 
 
@@ -69,6 +69,10 @@ def test_line_says_how_many_would_do(registry: Registry, url: str, capsys: pytes
     assert [part["demand"] for part in service["load"]["students"]] == [pytest.approx(200), pytest.approx(200), 0.0]
     assert [part["rate"] for part in service["load"]["teachers"]] == [pytest.approx(100)] * 3
     assert service["text"] == "3 live; 2 students wait 31% of their time; 5 would do"
+    assert main(["teachers", "other", "--discovery", url]) == 0
+    text = capsys.readouterr().out
+    assert "No teacher of service 'other'" in text
+    assert "live" not in text
 
 
 @pytest.mark.parametrize(
@@ -93,23 +97,20 @@ def test_line_says_what_is_not_known(
     assert line in shown(capsys, "--discovery", url)
 
 
-def test_masters_number_and_reason_are_shown(registry: Registry, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    record = {"v": 1, "count": 5, "now": 3, "since": 1.0, "decisions": [], "time": time.time()}
+def test_masters_number_and_reason_are_shown(
+    registry: Registry, url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [1000.0]
+    monkeypatch.setattr("edl.cli.scaling.load_view.time", SimpleNamespace(time=lambda: now_s[0]))
+    record = {"v": 1, "count": 5, "now": 3, "since": 1.0, "decisions": [], "time": 990.0}
     with open_store(url) as store:
         store.put("wanted/teachers/s", json.dumps({**record, "reason": "students\x1b[2J wait"}).encode())
-        text = shown(capsys, "--discovery", url)
-        assert "wanted: 5; students" in text
-        assert "\x1b" not in text
-        assert json.loads(shown(capsys, "--discovery", url, "--json"))["services"][0]["wanted"]["count"] == 5
-        store.put("wanted/teachers/s", json.dumps({**record, "reason": "r", "time": time.time() - 3600}).encode())
-        assert "60 min ago, and no master has said more since: 5" in shown(capsys, "--discovery", url)
-
-
-def test_unknown_service_has_no_load(url: str, registry: Registry, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["teachers", "other", "--discovery", url]) == 0
-    text = capsys.readouterr().out
-    assert "No teacher of service 'other'" in text
-    assert "live" not in text
+    text = shown(capsys, "--discovery", url)
+    assert "wanted: 5; students" in text
+    assert "\x1b" not in text
+    assert json.loads(shown(capsys, "--discovery", url, "--json"))["services"][0]["wanted"]["count"] == 5
+    now_s[0] += 3600.0
+    assert "60 min ago, and no master has said more since: 5" in shown(capsys, "--discovery", url)
 
 
 def test_lapsed_teacher_has_one_state(url: str) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from edl.background import start_call
 from edl.discovery import open_store
 from edl.distill import DistillReader
 from edl.load_reporting import ServiceLoad, read_service, read_wanted
@@ -18,11 +21,11 @@ from edl.master.scaling.advisor import AdvisorSettings, ScalingAdvisor
 from edl.master.scaling.teacher_demand import TeacherObservation, TeacherScalingSettings, required_teachers
 from edl.master.scaling.teachers import TeacherDecision, TeacherScalingState, decide_teachers
 from edl.testing import LocalTeacher
+from tests.waiting import DEADLINE_S, wait_until
 
 ROWS = 8  # of a batch
 ROW_S = 0.005  # a teacher computes 200 rows/s
 STEP_S = 0.0143  # the student asks for 560 rows/s: 4 teachers, on a machine with nothing else to do
-INTERVAL_S, WINDOW_S = 0.2, 1.5
 SCALING = TeacherScalingSettings(up_s=1.5, down_s=3.0, rates_s=2.5, judge_s=4.0)
 
 
@@ -53,12 +56,10 @@ class Student:
         self.reader = DistillReader(["x"], ["y"])
         self.reader.set_dynamic_teacher(url, "s")
         self.reader.set_batch_generator(self._batches)
-        self.running = threading.Event()
+        self.running, self._ended = threading.Event(), threading.Event()
         self.running.set()
         self.steps = 0
-        self._ended = False
-        self._thread = threading.Thread(target=self._train)
-        self._thread.start()
+        self._training = start_call("edl-test", self._train)
 
     def _batches(self) -> Iterator[tuple[np.ndarray]]:
         while True:
@@ -66,23 +67,22 @@ class Student:
 
     def _train(self) -> None:
         for _ in self.reader():
-            time.sleep(STEP_S)
+            if self._ended.wait(STEP_S):
+                return
             self.steps += 1
             self.running.wait()
-            if self._ended:
-                return
 
     def close(self) -> None:
-        self._ended = True
+        self._ended.set()
         self.running.set()
-        self._thread.join(120)
+        self._training.result(DEADLINE_S)
         self.reader.close()
 
 
 @pytest.fixture
 def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("EDL_LOAD_INTERVAL_S", str(INTERVAL_S))
-    monkeypatch.setenv("EDL_LOAD_WINDOW_S", str(WINDOW_S))
+    monkeypatch.setenv("EDL_LOAD_INTERVAL_S", "0.2")
+    monkeypatch.setenv("EDL_LOAD_WINDOW_S", "1.5")
     return f"sqlite:///{tmp_path}/discovery.sqlite"
 
 
@@ -130,40 +130,48 @@ def test_teachers_follow_the_formula(url: str, operator: Operator, observed: lis
             found = read_wanted(store, "teachers", "s")
             return int(found["count"]) if found is not None else len(operator.teachers)
 
-        def until(holds: Callable[[ServiceLoad], bool], within_s: float = 180.0) -> ServiceLoad:
-            deadline = time.monotonic() + within_s
-            while True:
+        def until(holds: Callable[[ServiceLoad], object]) -> None:
+            def looked() -> object:
                 operator.follow(wanted())
-                load = read_service(store, "s")
-                if holds(load):
-                    return load
-                assert time.monotonic() < deadline, (
-                    f"not within {within_s} s: {load}, {read_wanted(store, 'teachers', 's')}"
-                )
-                time.sleep(0.1)
+                return holds(read_service(store, "s"))
+
+            wait_until(looked, f"{holds}", 2 * DEADLINE_S)
 
         def is_settled(load: ServiceLoad) -> bool:
             return load.live == wanted() and is_within_band(load) and (load.wait_share or 0) < 0.2
 
-        def formula() -> int:
-            return max([required_teachers(observation, SCALING) or 0 for observation in observed] + [1])
-
         try:
-            alone = until(lambda load: bool(load.students) and (load.wait_share or 0) > 0.3)
-            assert alone.live == 1
+            until(lambda load: load.live == 1 and (load.wait_share or 0) > 0.3)
             with ScalingAdvisor(store, AdvisorSettings(SCALING, interval_s=0.2, refresh_s=0.5, ttl_s=10.0)):
                 until(is_settled)
                 student.running.clear()
                 until(lambda load: wanted() == 1 and load.live == 1 and all(found.idle for found in load.students))
                 student.running.set()
                 until(is_settled)
-                assert 2 <= operator.most <= formula(), "never more than the formula says"
+                formula = max(required_teachers(observation, SCALING) or 1 for observation in observed)
+                assert 2 <= operator.most <= formula, "never more than the formula says"
                 decisions = (read_wanted(store, "teachers", "s") or {})["decisions"]
-                counts = [decision["count"] for decision in decisions]
-                moves = [decision["from"] != decision["count"] for decision in decisions]
-                assert all(moves), f"{decisions}: a decision that moves nothing"
-                assert 1 in counts, decisions
+                assert all(found["from"] != found["count"] for found in decisions), "a decision that moves nothing"
+                assert 1 in [found["count"] for found in decisions], decisions
         finally:
             student.close()
         assert student.steps > 10
-        until(lambda load: not load.students, 60)
+        until(lambda load: not load.students)
+
+
+def test_master_writes_what_is_wanted(url: str) -> None:
+    since = {"t": 0.0, "rows": 0, "compute_s": 0.0}
+    now = {"t": 10.0, "rows": 900, "compute_s": 9.0, "workers": 1, "state": "ready"}
+    command = [sys.executable, "-m", "edl", "master", "j", "--store", url, "--stay", "--min-teachers", "2"]
+    with open_store(url) as store:
+        store.put("load/s/teachers/a", json.dumps({"v": 1, "id": "a", **now, "since": since}).encode())
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as master:
+            try:
+                found = wait_until(lambda: read_wanted(store, "teachers", "s")) or {}
+                assert (found["count"], found["now"]) == (2, 1), "the least that the command says"
+                master.terminate()
+                _, log = master.communicate(timeout=DEADLINE_S)
+            finally:
+                master.kill()
+    assert master.returncode == 128 + 15
+    assert "Traceback" not in log, log

@@ -1,0 +1,182 @@
+"""What real students and teachers publish: who waits for what, who is there, and who says nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from edl.background import start_call
+from edl.discovery import Instance, open_registry, open_store
+from edl.distill import DistillReader, Options, Teachers
+from edl.distill.pipeline.load_publishing import load_publishers
+from edl.errors import ClosedError, SettingsError
+from edl.load_reporting import LoadPublisher, ServiceLoad, read_service
+from edl.settings import LoadSettings
+from edl.testing import LocalTeacher
+from edl_serving.registration.load import TeacherCounts, TeacherLoad
+from tests.waiting import DEADLINE_S, wait_until
+
+Rows = tuple[np.ndarray]
+
+
+def lasting(patch: Callable[..., None]) -> None:
+    """Give records an hour, so that what is gone sooner was removed, and their removal the time of a slow machine."""
+    of = LoadSettings.of
+    patch(LoadSettings, "of", lambda *args, **rest: replace(of(*args, **rest), ttl_s=3600.0))
+    patch(LoadPublisher.close, "__defaults__", (DEADLINE_S,))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EDL_LOAD_INTERVAL_S", "0.05")
+    monkeypatch.setenv("EDL_LOAD_WINDOW_S", "0.5")
+    lasting(monkeypatch.setattr)
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    url = f"sqlite:///{tmp_path}/discovery.sqlite"
+    monkeypatch.setenv("EDL_DISCOVERY", url)
+    return url
+
+
+def load(url: str, service: str = "s") -> ServiceLoad:
+    with open_store(url) as store:
+        return read_service(store, service)
+
+
+class Training:
+    """Takes batches in a thread, until it is closed."""
+
+    def __init__(self, *services: str, source: Callable[[], Iterator[Rows]]) -> None:
+        reader = DistillReader(["x"], ["y"], teachers=[Teachers(service) for service in services])
+        self.reader = reader.set_batch_generator(source)
+        self._training = start_call("edl-test", self._train)
+
+    def _train(self) -> None:
+        for _ in self.reader():
+            pass
+
+    def __enter__(self) -> Training:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.reader.close()
+        if not isinstance(self._training.exception(DEADLINE_S), ClosedError | None):
+            self._training.result()
+
+
+def endless() -> Iterator[Rows]:
+    while not threading.Event().wait(0.02):  # of the machine's time, something is for others
+        yield (np.ones((8, 4), np.float32),)
+
+
+def test_waits_are_told_apart(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More teachers help a student that waits for labels, and not one whose own data is late. Waits count at once."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "my-run")
+    ended = threading.Event()
+
+    def late() -> Iterator[Rows]:
+        ended.wait(DEADLINE_S)
+        yield from ()
+
+    with Training("s", source=endless), Training("t", source=late):
+        wait_until(lambda: any(rate.wait_share > 0.9 for rate in load(url).students))
+        (waiting,) = load(url).students
+        assert (waiting.idle, waiting.demand, waiting.job) == (False, None, "my-run")
+        wait_until(lambda: any(rate.source_wait_share > 0.9 for rate in load(url, "t").students))
+        assert load(url, "t").students[0].wait_share < 0.1
+        ended.set()
+    assert load(url).students == load(url, "t").students == (), "who has ended leaves no record"
+
+
+def test_students_and_teachers_are_seen(url: str) -> None:
+    """Two readers of a process, of which one asks two services; and nothing that is nobody's business."""
+    with LocalTeacher("echo", service="s", discovery=url) as teacher, open_registry(url) as registry:
+        host, _, port = teacher.endpoint.rpartition(":")
+        registry.register(Instance("t", "same", host, int(port)), 600.0)
+        with Training("s", "t", source=endless), Training("s", source=endless):
+            wait_until(lambda: len(load(url).students) == 2 and len(load(url, "t").students) == 1)
+            wait_until(lambda: all(rate.rows_per_s > 0 for rate in (*load(url).students, *load(url, "t").students)))
+            wait_until(lambda: load(url).teachers[0].rows_per_s)
+            names = tuple(teacher.teacher for teacher in load(url).teachers)
+            assert [student.teachers for student in load(url).students] == [names] * 2
+            with open_store(url) as store:
+                entries = store.list("load/")
+            assert len({entry.key for entry in entries if "/students/" in entry.key}) == 3
+            assert url.partition("///")[2].encode() not in b"".join(entry.value for entry in entries)
+        assert load(url).students == load(url, "t").students == ()
+        assert _end_of_a_program(url) == 0
+        assert load(url).students == (), "it neither closed its reader nor waited"
+        teacher.terminate()
+        wait_until(lambda: load(url).teachers == ())
+
+
+_STUDENT = """
+import numpy as np, sys
+from tests.fast.load_reporting.test_published import endless, load, lasting
+lasting(setattr)
+from edl.distill import DistillReader
+reader = DistillReader(["x"], ["y"], teachers="s")
+for _ in reader.set_batch_generator(endless)():
+    if load(sys.argv[1]).students:
+        break
+"""
+
+
+def _end_of_a_program(url: str) -> int:
+    environment = {**os.environ, "EDL_DISCOVERY": url}
+    return subprocess.run([sys.executable, "-c", _STUDENT, url], env=environment, timeout=DEADLINE_S).returncode
+
+
+def test_states_of_a_teacher_are_seen(url: str) -> None:
+    """It starts, is ready, drains, and is gone."""
+    counts = TeacherCounts(rows=5, compute_s=0.1, workers=2, queue_rows=3)
+    teacher = TeacherLoad(url, "s", LoadSettings.of())
+    wait_until(lambda: load(url).starting == 1)
+    (starting,) = load(url).teachers
+    assert (starting.state, starting.teacher, starting.rate) == ("starting", "", None)
+    teacher.set_ready(Instance("s", "t0", "127.0.0.1", 8000, model="m", meta={"version": "3"}), lambda: counts)
+    wait_until(lambda: load(url).live == 1)
+    (ready,) = load(url).teachers
+    assert (ready.id, ready.teacher, ready.endpoint) == (starting.id, "t0", "127.0.0.1:8000")
+    assert (ready.model, ready.version, ready.workers, ready.queue_rows, ready.rows) == ("m", "3", 2, 3, 5)
+    teacher.set_state("draining")
+    wait_until(lambda: load(url).teachers[0].state == "draining")
+    teacher.close()
+    assert load(url).teachers == ()
+    teacher = TeacherLoad(url, "s", LoadSettings.of())
+    teacher.set_ready(Instance("s", "t0", "unix:/secret/socket", 0), lambda: counts)
+    wait_until(lambda: load(url).live == 1)
+    assert load(url).teachers[0].endpoint == "", "the path of a Unix socket says nothing to others"
+    teacher.close()
+
+
+def test_publishing_can_be_off(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an option, by the environment, or since teachers are fixed endpoints."""
+    assert LoadSettings.of(environ={}).publish
+    assert not LoadSettings.of(environ={"EDL_PUBLISH_LOAD": "0"}).publish
+    assert LoadSettings.of(True, {"EDL_PUBLISH_LOAD": "0"}).publish
+    with pytest.raises(SettingsError, match="no longer than the window"):
+        LoadSettings.of(environ={"EDL_LOAD_INTERVAL_S": "60"})
+    service, fixed = Teachers("s"), Teachers(endpoints=("127.0.0.1:1",))
+    for group, publish in ((service, False), (fixed, True)):
+        labeller = SimpleNamespace(teachers=[group])
+        assert load_publishers(labeller, lambda: (0.0, 0.0), LoadSettings(publish=publish)) == []  # type: ignore[arg-type]
+    asked: list[LoadSettings] = []
+    monkeypatch.setattr("edl.distill.pipeline.session.load_publishers", lambda *args: asked.append(args[-1]) or [])
+    reader = DistillReader(["x"], ["y"], teachers="s", options=Options(publish_load=False))
+    with reader.set_batch_generator(lambda: iter(())):
+        assert list(reader()) == []
+    assert [settings.publish for settings in asked] == [False]
+    TeacherLoad(url, "s", LoadSettings(publish=False)).close()
+    assert not Path(url.removeprefix("sqlite://")).exists() or load(url).teachers == ()

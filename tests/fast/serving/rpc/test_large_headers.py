@@ -39,10 +39,8 @@ def read(header: bytes, model: object = WIDE) -> DecodedRequest:
 ATTACKS = {
     "shape": tensor(field(3, b"\x01" * N)),
     "parameters": tensor(field(4, b"") * (N // 2)),
-    "output parameters": tensor() + field(6, field(2, b"") * (N // 2)),
     "an id": tensor() + field(3, b"i" * N),
     "strings for numbers": tensor(field(5, b"\x42\x00" * (N // 2))),
-    "whole numbers for others": tensor(field(5, field(2, b"\x01" * N))),
     "too many numbers": tensor(field(5, field(6, b"\0" * N))),
     "numbers one by one": tensor(field(5, b"\x35\0\0\0\0" * (N // 5)), shape=(1, N // 5)),
     "unknown input": tensor(field(5, field(6, b"\0" * N)), name=b"y"),
@@ -74,11 +72,12 @@ def test_typed_contents_count_in_memory() -> None:
         read(header, WORDS)
 
 
-@pytest.mark.parametrize("claimed", [1, 5])
-def test_large_strings_are_counted(claimed: int) -> None:
-    header = tensor(field(5, field(8, b"a" * 100_000) * 3), name=b"words", datatype=b"BYTES", shape=(1, claimed))
-    with pytest.raises(RequestError, match=r"more than 1 fields|takes 5 elements, bytes_contents has 3"):
-        read(header, WORDS)
+def test_large_strings_are_counted() -> None:
+    for claimed, said in ((1, "more than 1 fields"), (5, "takes 5 elements, bytes_contents has 3")):
+        contents = field(5, field(8, b"a" * 100_000) * 3)
+        header = tensor(contents, name=b"words", datatype=b"BYTES", shape=(1, claimed))
+        with pytest.raises(RequestError, match=said):
+            read(header, WORDS)
 
 
 def test_large_typed_contents_are_read() -> None:

@@ -79,27 +79,19 @@ def edit(change: Callable[[kserve.ModelInferRequest], object]) -> kserve.ModelIn
     ("change", "said"),
     [
         (lambda h: setattr(h, "model_name", "other"), ["model", "'other'"]),
-        (lambda h: setattr(h, "model_name", "n" * 10_000), ["model", "'nnn"]),
         (lambda h: setattr(h, "model_version", "9"), ["version", "'9'"]),
         (lambda h: setattr(h.inputs[1], "name", "z"), ["unknown input", "'z'"]),
-        (lambda h: setattr(h.inputs[1], "name", "words"), ["'words'", "twice"]),
         (lambda h: h.inputs.pop(), ["'x'", "missing"]),
         (lambda h: h.inputs.add(name="x"), ["'x'", "twice"]),
-        (lambda h: h.ClearField("inputs"), ["'x'", "missing"]),
         (lambda h: setattr(h.inputs[1], "datatype", "FP64"), ["'x'", "FP32", "'FP64'"]),
-        (lambda h: setattr(h.inputs[1], "datatype", "FLOAT"), ["'x'", "'FLOAT'"]),
         (lambda h: h.inputs[1].shape.append(1), ["'x'", "[2, 3, 1]", "[-1, -1]"]),
-        (lambda h: h.inputs[1].shape.pop(), ["'x'", "[2]"]),
         (lambda h: h.inputs[1].ClearField("shape"), ["'x'", "[]"]),
         (lambda h: h.inputs[1].shape.__setitem__(1, 0), ["'x'", "[2, 0]"]),
-        (lambda h: h.inputs[1].shape.__setitem__(1, -3), ["'x'", "[2, -3]"]),
         (lambda h: h.inputs[1].shape.extend([1] * 100_000), ["'x'", "[2, 3, 1"]),
         (lambda h: h.inputs[0].shape.__setitem__(0, 0), ["'words'", "[0]"]),
         (lambda h: h.inputs[0].shape.__setitem__(0, 101), ["'words'", "101", "100"]),
-        (lambda h: h.inputs[0].shape.__setitem__(0, 2**63 - 1), ["'words'", str(2**63 - 1)]),
         (lambda h: h.inputs[0].shape.__setitem__(0, 3), ["'x' has 2 rows", "'words' has 3"]),
         (lambda h: h.outputs.add(name="nope"), ["unknown output", "'nope'"]),
-        (lambda h: h.outputs.add(name="logits__topk_ids"), ["unknown output", "'logits__topk_ids'"]),
         (lambda h: [h.outputs.add(name="count") for _ in range(2)], ["'count'", "twice"]),
         (
             lambda h: (
@@ -132,23 +124,14 @@ def test_wrong_headers_are_named(change: Callable[[kserve.ModelInferRequest], ob
         ([], ["no contents", "0 raw_input_contents"]),
         ([words(b"a", b"bc"), X, X], ["3 raw_input_contents", "2"]),
         ([words(b"a", b"bc"), X[:-1]], ["'x'", "24 bytes", "23"]),
-        ([words(b"a", b"bc"), b""], ["'x'", "24 bytes", "0"]),
         ([words(b"a"), X], ["'words'", "BYTES"]),
-        ([words(b"a", b"b", b"c"), X], ["'words'", "BYTES"]),
         ([b"\xff\xff\xff\xff" * 2, X], ["'words'", "claims 4294967295 bytes"]),
-        ([words(b"a", b"bc")[:-1], X], ["'words'", "claims 2 bytes"]),
     ],
 )
 def test_wrong_byte_counts_are_refused(raw: list[bytes], said: list[str]) -> None:
     message = refusal_of(lambda: read(two(), raw))
     for words_ in said:
         assert words_ in message
-
-
-def test_claimed_terabytes_allocate_nothing() -> None:
-    header = two()
-    header.inputs[1].shape[1] = 2**40
-    assert str(2 * 2**40 * 4) in refusal_of(lambda: read(header, [words(b"a", b"b"), X]))
 
 
 def test_raw_and_typed_contents_do_not_mix() -> None:
@@ -162,12 +145,11 @@ def test_raw_and_typed_contents_do_not_mix() -> None:
 
 
 def test_wrong_typed_contents_are_refused() -> None:
-    header = header_for()
-    header.inputs[0].contents.fp32_contents.extend(range(7))
-    assert "fp32_contents has 7" in refusal_of(lambda: read(header, [], ONE))
-    header.inputs[0].contents.ClearField("fp32_contents")
-    header.inputs[0].contents.int_contents.extend(range(8))
-    assert "fp32_contents has 0" in refusal_of(lambda: read(header, [], ONE))
+    for field, values in (("fp32_contents", range(7)), ("int_contents", range(8))):
+        header = header_for()
+        getattr(header.inputs[0].contents, field).extend(values)
+        said = f"fp32_contents has {7 if field == 'fp32_contents' else 0}"
+        assert said in refusal_of(lambda header=header: read(header, [], ONE))
 
 
 def test_remote_shared_memory_is_refused() -> None:

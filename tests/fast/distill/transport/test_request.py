@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -28,31 +28,20 @@ def converted(values: Any, dtype: str, datatype: str) -> Any:
     ("values", "dtype", "datatype", "named"),
     [
         ([1, 2**32 + 1], "int64", "INT32", "4294967297 as int64"),
-        ([1, -(2**31) - 1], "int64", "INT32", "-2147483649"),
         ([300, 5], "int16", "INT8", "300"),
         ([1, 2**63], "uint64", "INT64", "9223372036854775808 as uint64"),
-        ([256], "uint16", "UINT8", "256"),
         ([0, -1], "int64", "UINT8", "-1 as int64"),
-        ([7, 256], "int64", "UINT8", "256 as int64"),
         ([-1], "int64", "UINT64", "-1 as int64"),
         ([1.0, np.nan, 1e300], "float64", "FP32", r"1e\+300 as float64"),
         ([70000.0], "float32", "FP16", "70000.0"),
-        ([70000], "int32", "FP16", "70000"),
         ([2**24, 2**24 + 1], "int64", "FP32", "16777217"),
         ([256, 257], "int64", "BF16", "257 as int64"),
-        ([-257], "int16", "BF16", "-257 as int16"),
-        ([2**53 + 1], "int64", "BF16", "9007199254740993"),
-        ([2**63 - 1], "int64", "BF16", "9223372036854775807"),
         ([2**64 - 1], "uint64", "BF16", "18446744073709551615"),
         ([3.4e38], "float32", "BF16", r"3\.4e\+38 as float32"),
-        ([1.0, 1e39], "float64", "BF16", r"1e\+39 as float64"),
-        ([2**53 + 1], "uint64", "FP64", "9007199254740993"),
-        ([2**63 - 1], "int64", "FP64", "9223372036854775807"),
         ([2**64 - 1], "uint64", "FP32", "18446744073709551615"),
     ],
 )
 def test_value_lost_in_conversion_is_named(values: Any, dtype: str, datatype: str, named: str) -> None:
-    """A value that a conversion would change is named."""
     with pytest.raises(SourceError, match=rf"input 'x' holds {named}.*wants {datatype}.*convert it in your source"):
         converted(values, dtype, datatype)
 
@@ -62,7 +51,6 @@ def test_value_lost_in_conversion_is_named(values: Any, dtype: str, datatype: st
     [
         ([-(2**31), 2**31 - 1], "int64", "INT32"),
         ([0, 2**63 - 1], "uint64", "INT64"),
-        ([0, 255], "int64", "UINT8"),
         ([0, 2**63 - 1], "int64", "UINT64"),
         ([], "int64", "UINT8"),
         ([0.1, np.inf, -np.inf, np.nan], "float64", "FP32"),
@@ -79,9 +67,9 @@ def test_equal_values_are_converted(values: Any, dtype: str, datatype: str) -> N
     np.testing.assert_array_equal(result, np.asarray(values, dtype).astype(result.dtype))
 
 
+@settings(max_examples=50)
 @given(arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(0, 5)), elements=st.floats(width=32)))
 def test_bfloat16_is_rounded_as_by_torch(values: Any) -> None:
-    """A model that wants bfloat16 is sent what torch would make of it."""
     with np.errstate(invalid="ignore"):
         too_large = np.isinf(torch.from_numpy(values).bfloat16().float().numpy()) & ~np.isinf(values)
     values[too_large] = 0
@@ -97,12 +85,12 @@ def test_values_bfloat16_lacks_are_refused() -> None:
         converted([True], "bool", "BF16")
 
 
+@settings(max_examples=50)
 @given(
     st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1),
     st.sampled_from(["INT8", "INT32", "UINT8", "UINT64", "FP16", "BF16", "FP32", "FP64"]),
 )
 def test_whole_numbers_arrive_or_are_refused(values: list[int], datatype: str) -> None:
-    """Whole numbers arrive as they are or not at all."""
     try:
         result = converted(values, "int64", datatype)
     except SourceError:
@@ -123,7 +111,6 @@ def fits(value: int, datatype: str) -> bool:
 
 
 def test_string_that_is_no_text_is_named() -> None:
-    """A string that is no text is named with its input."""
     for array in (np.array(["good", "\ud800bad"]), np.array(["good", "\ud800bad"], object)):
         with pytest.raises(SourceError, match=r"input 'words' has a string that is no text, '\\ud800bad'.*send bytes"):
             Payload.of({"words": array}, None)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,8 +15,7 @@ from edl.collective.goodput.node import NodeRecord, ProgressMark
 from edl.collective.goodput.spans import TimeCategory, span_of
 from edl.collective.job_records import JobState, Member, World
 from edl.discovery import Store
-
-TIMEOUT_S = 90.0
+from tests.waiting import DEADLINE_S
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ def ask(
 ) -> Answer:
     """Send a request as it is: nothing of the path is changed, and no redirection is followed."""
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=DEADLINE_S)
     try:
         connection.request(method, path, body, dict(headers or {}))
         answer = connection.getresponse()
@@ -48,7 +47,7 @@ class EventClient:
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None, query: str = "") -> None:
         parts = urlsplit(url)
-        self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
+        self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=DEADLINE_S)
         self._connection.request("GET", f"/api/events{query}", headers=dict(headers or {}))
         self.answer = self._connection.getresponse()
         self.retry_ms: int | None = None
@@ -62,14 +61,13 @@ class EventClient:
 
     def next(self, kind: str = "") -> tuple[str, str, Any]:
         """The next event, of a kind if that is given: its kind, its id and its data."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < deadline:
+        for _ in range(10_000):
             fields = self._block()
             if "retry" in fields:
                 self.retry_ms = int(fields["retry"])
             if "event" in fields and kind in ("", fields["event"]):
                 return fields["event"], fields.get("id", ""), json.loads(fields["data"])
-        raise AssertionError(f"no event {kind!r} within {TIMEOUT_S:.0f} s")
+        raise AssertionError(f"no event {kind!r} among 10,000")
 
     def _block(self) -> dict[str, str]:
         fields = {}
@@ -82,17 +80,14 @@ class EventClient:
         raise AssertionError("the stream has ended")
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for a condition."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
+def now_s() -> float:
+    """Return the time that a record of this moment has."""
+    return datetime.now(timezone.utc).timestamp()
 
 
 def put_job(store: Store, job: str, nodes: str = "a", step: int = 9, state: JobState = JobState.RUNNING) -> None:
     """A job whose nodes began 60 s ago, met for a second, and have trained since; one of them has an event."""
-    now_us = round(time.time() * 1e6)
+    now_us = round(now_s() * 1e6)
     spans = (
         span_of(TimeCategory.RENDEZVOUS, 1_000_000),
         span_of(TimeCategory.TRAIN, 59_000_000, 1, running=True),
@@ -110,7 +105,7 @@ def put_job(store: Store, job: str, nodes: str = "a", step: int = 9, state: JobS
 
 def put_master(store: Store, job: str, **changes: Any) -> None:
     """A master's report, with a poisoned shard."""
-    failure = {"holder": "h1", "reason": "cannot decode <b>", "time": time.time()}
+    failure = {"holder": "h1", "reason": "cannot decode <b>", "time": now_s()}
     dataset = {
         "name": "train", "kind": "range", "epoch": 1, "epochs": 3, "units": 1000, "units_per_s": 12.5, "eta_s": 60.0,
         "shards": {"todo": 5, "doing": 2, "done": 8, "poisoned": 1},
@@ -118,8 +113,8 @@ def put_master(store: Store, job: str, **changes: Any) -> None:
         "holders": [{"holder": "h1", "leases": 2, "units_done": 80, "units_per_s": 12.5, "seen_s": 0.5}],
     }  # fmt: skip
     report = {
-        "job": job, "endpoint": "127.0.0.1:1", "term": 2, "time": time.time(), "state": "leading", "commands": 17,
-        "datasets": [dataset], "events": [{"time": time.time(), "kind": "poisoned", "text": "shard 3 of train"}],
+        "job": job, "endpoint": "127.0.0.1:1", "term": 2, "time": now_s(), "state": "leading", "commands": 17,
+        "datasets": [dataset], "events": [{"time": now_s(), "kind": "poisoned", "text": "shard 3 of train"}],
     }  # fmt: skip
     store.put(f"master_reports/{job}", json.dumps({**report, **changes}).encode())
 

@@ -4,32 +4,17 @@ from __future__ import annotations
 
 import gc
 import socket
-import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 import pytest
 
-from edl.dashboard.server import DashboardServer, DashboardSettings
+from edl.dashboard.server import DashboardServer, DashboardSettings, look_loop
 from edl.dashboard.server.look_loop import Published
 from edl.discovery import Store
-from tests.fast.dashboard.server import TIMEOUT_S, EventClient, ask, put_job, put_master, samples, until
-
-
-@pytest.fixture
-def impatient(url: str, store: Store) -> Iterator[str]:
-    """The URL of a page that lets slow clients go after seconds: it is to be asked meanwhile, on a busy machine too."""
-    with DashboardServer(DashboardSettings(url, port=0), heartbeat_s=0.3, write_s=6.0) as server:
-        yield server.url
-
-
-@pytest.fixture
-def patient(url: str, store: Store) -> Iterator[str]:
-    """The URL of a page that lets no slow client go, however long a busy machine takes for some updates."""
-    with DashboardServer(DashboardSettings(url, port=0), write_s=600.0) as server:
-        yield server.url
+from tests.fast.dashboard.server import EventClient, ask, put_job, put_master, samples
+from tests.waiting import DEADLINE_S, wait_until
 
 
 def figure(page: str, name: str) -> float:
@@ -52,7 +37,7 @@ def test_state_then_updates(page: str, store: Store) -> None:
             if kind == "update":
                 assert event_id != first_id
                 points += sum(len(job["history"]) for job in update["jobs"] if job["job"] == "resnet")
-            if kind == "update" and points >= 2:
+            if kind == "update" and points:
                 break
         assert {job["job"] for job in update["jobs"]} == {"resnet", "other"}
 
@@ -75,44 +60,13 @@ def test_reconnect_with_last_event_id(page: str, store: Store) -> None:
         assert not set(new) & set(known), "points that the client has are sent again"
         return bool(new)
 
-    until(lambda: come_back({"Last-Event-ID": event_id}), "what was missed does not come")
-    until(lambda: come_back(query=f"?last_event_id={event_id}"), "what was missed does not come")
+    wait_until(lambda: come_back({"Last-Event-ID": event_id}), "what was missed does not come")
+    wait_until(lambda: come_back(query=f"?last_event_id={event_id}"), "what was missed does not come")
     for unknown in ("garbage", "ffffffff-1", f"{event_id}000", f"{event_id[:9]}-1", "x" * 5000):
         with EventClient(page, {"Last-Event-ID": unknown}) as client:
             kind, _, state = client.next()
             assert kind == "state", unknown
             assert len(state["jobs"][0]["history"]) > len(new)
-
-
-def test_heartbeats_have_no_id(url: str, store: Store) -> None:
-    """A client that waits for a store that does not answer hears that the page lives."""
-    with DashboardServer(DashboardSettings(url, port=0), heartbeat_s=0.2) as server, EventClient(server.url) as client:
-        client.next("state")
-        kind, event_id, data = client.next("heartbeat")
-        assert (kind, event_id) == ("heartbeat", "")
-        assert abs(data["time"] - time.time()) < 60
-
-
-def test_many_clients_cost_one_look(page: str, url: str) -> None:
-    """Twenty clients and a scraper: about a look a second, and none when they are gone."""
-    with ExitStack() as stack, ThreadPoolExecutor(20) as pool:
-        clients = [stack.enter_context(EventClient(page)) for _ in range(20)]
-        for client in clients:
-            client.next("state")
-        began, before = time.monotonic(), figure(page, "edl_dashboard_looks_total")
-        for _ in range(2):
-            list(pool.map(lambda client: client.next("update"), clients))
-            figure(page, "edl_dashboard_looks_total")
-        looks, passed_s = figure(page, "edl_dashboard_looks_total") - before, time.monotonic() - began
-        assert 1 <= looks <= passed_s + 2, (looks, passed_s)
-        assert figure(page, "edl_dashboard_clients") == 20
-    until(lambda: figure(page, "edl_dashboard_clients") == 0, "clients that went are still counted")
-    before = figure(page, "edl_dashboard_looks_total")
-    with DashboardServer(DashboardSettings(url, port=0)) as other, EventClient(other.url) as client:
-        for _ in range(4):  # a page that has a client looks as often meanwhile
-            client.next("update")
-    # A look for this question, and a look for the question before where that came in the middle of a look.
-    assert figure(page, "edl_dashboard_looks_total") <= before + 2, "the store is asked, and there is no client"
 
 
 def silent_client(page: str) -> socket.socket:
@@ -133,27 +87,31 @@ def put_much(store: Store) -> None:
         put_master(store, job, datasets=[{"name": "train", "poisoned": poisoned}])
 
 
-def test_slow_client_is_let_go(impatient: str, store: Store) -> None:
+def test_slow_client_is_let_go(url: str, store: Store) -> None:
     put_much(store)
-    with silent_client(impatient):
-        until(lambda: figure(impatient, "edl_dashboard_clients") == 1, "it is not a client")
-        until(lambda: figure(impatient, "edl_dashboard_clients") == 0, "it was not let go")
-    with EventClient(impatient) as client:
-        assert len(client.next("state")[2]["jobs"]) == 3, "another client gets everything"
+    with (
+        DashboardServer(DashboardSettings(url, port=0), write_s=0.5) as server,
+        silent_client(server.url) as silent,
+    ):
+        wait_until(lambda: figure(server.url, "edl_dashboard_looks_total") >= 1, "a look for it")
+        wait_until(lambda: figure(server.url, "edl_dashboard_clients") == 0, "it was not let go")
+        silent.settimeout(DEADLINE_S)
+        while silent.recv(1 << 20):
+            pass
 
 
-def test_slow_reader_skips_to_the_newest(patient: str, store: Store) -> None:
+def test_slow_reader_skips_to_the_newest(page: str, store: Store) -> None:
     """However long a client reads nothing, it holds on to a state or two; then it gets the newest, not all."""
     put_much(store)
-    with silent_client(patient) as late, EventClient(patient) as prompt:
+    with silent_client(page) as late, EventClient(page) as prompt:
         boot = prompt.next("state")[1].partition("-")[0]
         for _ in range(7):
             newest = int(prompt.next("update")[1].partition("-")[2])
-        assert figure(patient, "edl_dashboard_clients") == 2
+        assert figure(page, "edl_dashboard_clients") == 2
         gc.collect()
         kept = [found.look for found in gc.get_objects() if type(found) is Published and found.id.startswith(boot)]
         assert 1 <= len(kept) <= 4, f"states {kept} pile up for a client that is slow"
-        late.settimeout(TIMEOUT_S)
+        late.settimeout(DEADLINE_S)
         got = b""
         ids: list[int] = []
         while not ids or ids[-1] < newest:
@@ -169,8 +127,30 @@ def test_close_ends_streams_at_once(url: str, store: Store) -> None:
     server = DashboardServer(DashboardSettings(url, port=0), heartbeat_s=600.0, write_s=600.0)
     with EventClient(server.url) as client:
         client.next("state")
-        began = time.monotonic()
         server.close()
-        assert time.monotonic() - began < TIMEOUT_S
         assert client.answer.read() == b"", "the stream goes on"
     server.close()
+
+
+def test_clients_share_looks(url: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five clients cost one look a pause, and there is none when they are gone; heartbeats have no id."""
+    monkeypatch.setattr(look_loop, "INTERVAL_S", 600.0)
+    with DashboardServer(DashboardSettings(url, port=0), heartbeat_s=0.02) as server, ExitStack() as stack:
+        clients = [stack.enter_context(EventClient(server.url)) for _ in range(5)]
+        assert len({client.next("state")[1] for client in clients}) == 1
+        assert figure(server.url, "edl_dashboard_clients") == 5
+        kind, event_id, data = clients[0].next("heartbeat")
+        assert (kind, event_id) == ("heartbeat", "")
+        assert data["time"] > 1e9
+        assert figure(server.url, "edl_dashboard_looks_total") == 1
+    monkeypatch.setattr(look_loop, "INTERVAL_S", 0.05)
+    with DashboardServer(DashboardSettings(url, port=0)) as server:
+        with EventClient(server.url) as client:
+            client.next("update")
+        wait_until(lambda: figure(server.url, "edl_dashboard_clients") == 0, "clients that went are still counted")
+        before = figure(server.url, "edl_dashboard_looks_total")
+        with DashboardServer(DashboardSettings(url, port=0)) as other, EventClient(other.url) as client:
+            for _ in range(5):  # a page that has a client looks as often meanwhile
+                client.next("update")
+        # A look for this question, and a look for the question before where that came in the middle of a look.
+        assert figure(server.url, "edl_dashboard_looks_total") <= before + 2, "the store is asked for no client"

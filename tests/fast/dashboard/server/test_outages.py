@@ -8,16 +8,16 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from edl.dashboard.server import DashboardServer, DashboardSettings
-from edl.discovery import Instance, Store, open_registry, open_store
-from tests.fast.dashboard.server import EventClient, ask, put_job, put_master, samples, until
+from edl.discovery import Store, open_store
+from tests.fast.dashboard.server import EventClient, ask, put_job, put_master, samples
 from tests.fast.discovery.conformance.backends import ServedBackend
+from tests.waiting import DEADLINE_S, wait_until
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_store_that_dies_and_comes_back(served: ServedBackend) -> None:
     with DashboardServer(DashboardSettings(served.url, port=0)) as server, EventClient(server.url) as client:
         assert client.next("state")[2]["stale"] == ""
         served.stop()
-        until(lambda: client.next()[2].get("stale", "") != "", "the page does not say that the store is away")
+        wait_until(lambda: client.next()[2].get("stale", "") != "", "the page does not say that the store is away")
         state = ask(server.url, "/api/state").json()
         assert state["stale"].startswith("as known last: ")
         assert [job["job"] for job in state["jobs"]] == ["resnet"], "what was known is gone"
@@ -49,7 +49,7 @@ def test_store_that_dies_and_comes_back(served: ServedBackend) -> None:
             == 200
         )
         served.start()
-        until(lambda: client.next()[2].get("stale", "x") == "", "the store is back")
+        wait_until(lambda: client.next()[2].get("stale", "x") == "", "the store is back")
         assert samples(ask(server.url, "/metrics").body.decode())["edl_dashboard_store_up"] == 1
 
 
@@ -60,7 +60,7 @@ def test_page_before_its_store(served: ServedBackend) -> None:
         assert state["stale"]
         assert (state["looked"], state["jobs"]) == (None, [])
         served.start()
-        until(lambda: ask(server.url, "/api/state").json()["stale"] == "", "the store is there")
+        wait_until(lambda: ask(server.url, "/api/state").json()["stale"] == "", "the store is there")
 
 
 def test_garbage_takes_nothing_else_away(page: str, store: Store) -> None:
@@ -104,20 +104,6 @@ def test_garbage_takes_nothing_else_away(page: str, store: Store) -> None:
         assert client.next("state")[2]["jobs"]
 
 
-def test_teachers_that_come_and_go(page: str, url: str) -> None:
-    """A registry keeps no history: events of services come from looks."""
-    with EventClient(page) as client:
-        client.next("state")
-        with open_registry(url) as registry, registry.register(Instance("digits", "t1", "127.0.0.1", 1)):
-            until(lambda: "join" in kinds(client), "the teacher that came is no event")
-        until(lambda: "leave" in kinds(client), "the teacher that left is no event")
-
-
-def kinds(client: EventClient) -> list[str]:
-    events = client.next("update")[2]["events"]
-    return [event["kind"] for event in events if event["node"] == "t1" and event["service"] == "digits"]
-
-
 @contextlib.contextmanager
 def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A command that serves a page, and the page's URL."""
@@ -137,27 +123,22 @@ def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             process.kill()
 
 
-def test_command_serves_and_ends(url: str, store: Store) -> None:
-    put_job(store, "resnet")
-    with running("dashboard", "--store", url, "--port", "0") as (process, page), EventClient(page) as client:
-        assert client.next("state")[2]["jobs"][0]["job"] == "resnet"
-        began = time.monotonic()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-        assert time.monotonic() - began < 10.0, "an open page keeps the command from ending"
-
-
-def test_master_serves_its_job(url: str, store: Store) -> None:
-    """With the metrics that only the master has, and no other job."""
+def test_commands_serve_and_end(url: str, store: Store) -> None:
+    """A master serves its own job only, with the metrics that only the master has."""
     put_job(store, "other")
     data = ("--data", "range:100", "--shard-size", "10")
+    put_job(store, "resnet")
+    with running("dashboard", "--store", url, "--port", "0") as (process, page), EventClient(page) as client:
+        assert client.next("state")[2]["jobs"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_S) == 0, "an open page keeps the command from ending"
     with running("master", "labels", "--store", url, *data, "--http-port", "0") as (process, page):
-        until(lambda: bool(ask(page, "/api/state").json()["jobs"]), "the master's report is not there")
+        wait_until(lambda: bool(ask(page, "/api/state").json()["jobs"]), "the master's report is not there")
         state = ask(page, "/api/state").json()
         assert state["job"] == "labels"
         (job,) = state["jobs"]
         assert (job["job"], job["state"], job["master_only"]) == ("labels", "running", True)
-        until(
+        wait_until(
             lambda: (
                 'edl_master_shards{dataset="data",job_name="labels",state="todo"}'
                 in samples(ask(page, "/metrics").body.decode())
@@ -169,4 +150,4 @@ def test_master_serves_its_job(url: str, store: Store) -> None:
         assert figures["edl_master_journal_commit_seconds_count"] >= 1
         assert figures['edl_master_up{job_name="labels"}'] == 1
         process.send_signal(signal.SIGINT)
-        process.wait(30)
+        process.wait(DEADLINE_S)

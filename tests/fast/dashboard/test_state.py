@@ -1,0 +1,232 @@
+"""What the page shows: jobs and their history, masters, services, and the metrics of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edl.collective.goodput.causes import find_causes
+from edl.collective.goodput.codec import Event
+from edl.collective.goodput.node import NodeRecord, ProgressMark
+from edl.collective.goodput.records import JobRecord
+from edl.collective.goodput.spans import TimeCategory, span_of
+from edl.collective.goodput.summary import as_dict, summarize
+from edl.collective.job_records import JobState
+from edl.dashboard.metrics import DashboardMetrics, ServerFigures
+from edl.dashboard.state import jobs
+from edl.dashboard.state import reader as state_reader
+from edl.dashboard.state.events import merge_events
+from edl.dashboard.state.history import History, points_of_ledger
+from edl.dashboard.state.jobs import JobReader, job_status
+from edl.dashboard.state.masters import decode_master
+from edl.dashboard.state.schema import (
+    DashboardState,
+    JobPoint,
+    JobStatus,
+    ServiceStatus,
+    TeacherStatus,
+    WantedCount,
+    as_json,
+)
+from edl.dashboard.state.service_changes import find_changes
+from edl.dashboard.state.services import ServiceReader
+from edl.discovery import Instance, Store, open_registry, open_store
+from edl.discovery.registry import Snapshot
+from edl.errors import DiscoveryError
+from edl.settings import Credentials
+from tests.fast.dashboard.server import now_s, put_job
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with open_store(f"sqlite:///{tmp_path}/store.sqlite") as store:
+        yield store
+
+
+def test_only_changes_are_decoded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_job(store, "first", "ab")
+    put_job(store, "ended", "c", state=JobState.DONE)
+    decoded: list[str] = []
+    joined: list[str] = []
+    decode, join = jobs.decode_part, jobs.join_parts
+    monkeypatch.setattr(jobs, "decode_part", lambda key, value: (decoded.append(key), decode(key, value))[1])
+    monkeypatch.setattr(jobs, "join_parts", lambda job, parts: (joined.append(job), join(job, parts))[1])
+    reader = JobReader(store)
+    now = now_s()
+    summaries, _, _ = reader.read(now)
+    assert (len(decoded), sorted(joined)) == (7, ["ended", "first"])
+    again, _, _ = reader.read(now + 10)
+    assert (len(decoded), sorted(joined)) == (7, ["ended", "first", "first"]), "an ended job is summed up again"
+    assert again["ended"].nodes[0].silent_s == pytest.approx(summaries["ended"].nodes[0].silent_s + 10, abs=0.1)
+    fresh, _, _ = JobReader(store).read(now + 10)
+    assert again == fresh, "what is kept differs from what is read"
+    decoded.clear()
+    put_job(store, "ended", "d")  # a new job of the same name
+    restarted, _, _ = reader.read(now_s())
+    assert (len(decoded), restarted["ended"].state) == (3, "running")
+
+
+def test_job_of_a_master_alone() -> None:
+    status = job_status("labels", None, None, None, 50)
+    assert (status.state, status.master_only, status.goodput, status.nodes) == ("down", True, None, ())
+
+
+def test_causes_of_generations() -> None:
+    events = [
+        Event(1, "a", "kill", "rank 1 got SIGKILL", 3),
+        Event(2, "a", "generation", "lost b", 4),
+        Event(3, "a", "restart", "rank 0 ended with exit code 1", 4),
+        Event(4, "a", "generation", "rank 0 ended with exit code 1", 5),
+        Event(5, "a", "join", "ready"),
+    ]
+    assert find_causes(events) == [
+        "",
+        "lost b (kill at a: rank 1 got SIGKILL)",
+        "rank 0 ended with exit code 1",
+        "rank 0 ended with exit code 1",
+        "",
+    ]
+
+
+@dataclass(frozen=True)
+class Point:
+    t: float
+
+
+@settings(max_examples=40)
+@given(st.integers(4, 50), st.lists(st.floats(0, 1e6), max_size=300))
+def test_any_points_stay_in_order(limit: int, times: list[float]) -> None:
+    history: History[Point] = History(limit)
+    history.extend(map(Point, times))
+    kept = [point.t for point in history.points]
+    assert kept == sorted(set(kept))
+    assert len(kept) <= limit
+    if times:
+        assert kept[-1] == max(kept)
+        assert kept[0] == times[0], "the beginning is kept"
+
+
+def test_points_of_a_ledger_sum_to_it() -> None:
+    spans = [span_of(TimeCategory(number % 3), 1_000_000 + number, 2, running=True) for number in range(500)]
+    summary = summarize(JobRecord("j", None, (NodeRecord("a", 5_000_000, 2, tuple(spans), step=3),), ()), 0)
+    points = points_of_ledger(summary, 0.0, 1e12, 7)
+    assert len(points) <= 300
+    total = {state.name.lower(): amount / 1e6 for state, amount in summary.ledger.amounts.items()}
+    assert points[-1].seconds == total
+    assert points[-1].t == pytest.approx(5.0 + sum(total.values()))
+    assert points[-1].goodput == pytest.approx(summary.ledger.goodput)
+    later = points_of_ledger(summary, points[-2].t, 1e12, 7)
+    assert [point.t for point in later][-1] == points[-1].t
+    assert all(point.t > points[-2].t for point in later)
+    assert points_of_ledger(summary, 0.0, 5.5, 7) == [], "a clock that goes before this machine's"
+
+
+def test_json_has_no_nan_and_no_looks() -> None:
+    point = JobPoint(1.0, {"train": float("inf")}, float("nan"), look=3)
+    assert as_json(point) == {"t": 1.0, "seconds": {"train": None}, "goodput": None}
+    assert as_json([point], 3) == []
+    assert as_json([point], 2) == [as_json(point)]
+
+
+def test_events_of_a_master_have_causes() -> None:
+    """As the master writes them: time, kind, text, cause; a line of an older version has no cause."""
+    events = [
+        {"time": 1.0, "kind": "takeover", "text": "term 2 begins", "cause": "h1 was lost"},
+        {"time": 2.0, "kind": "retried", "text": "data: 3 shards are to do again", "cause": "an operator asked"},
+        {"time": 3.0, "kind": "session_ended", "text": "data: w0"},
+    ]
+    master = decode_master(json.dumps({"state": "leading", "time": 3.0, "events": events}).encode(), "j", 3.0)
+    rows = merge_events([job_status("j", None, master, None, 50)], [])
+    assert [(row.kind, row.text, row.cause, row.decision) for row in rows] == [
+        ("takeover", "term 2 begins", "h1 was lost", True),
+        ("retried", "data: 3 shards are to do again", "an operator asked", True),
+        ("session_ended", "data: w0", "", False),
+    ]
+
+
+def test_store_is_shown_the_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = []
+
+    def open_store(url: str, *, timeout_s: float, credentials: Credentials | None) -> None:
+        shown.append(credentials)
+        raise DiscoveryError("away")
+
+    monkeypatch.setattr(state_reader, "open_store", open_store)
+    credentials = Credentials(ca="ca.pem")
+    with state_reader.StateReader("edl://store.example:1", credentials=credentials) as reader:
+        assert "away" in reader.read().stale
+    assert shown == [credentials]
+
+
+@pytest.mark.parametrize(("state", "cause"), [("draining", "drained"), ("ready", "closed"), ("starting", "killed")])
+def test_teacher_that_left_has_a_cause(state: str, cause: str) -> None:
+    before = ServiceStatus("s", (TeacherStatus("t", "", "", "", state),), ())
+    (event,) = find_changes([before], [], 5.0)
+    assert (event.kind, cause in event.cause) == ("leave", True)
+
+
+def test_lapsed_teacher_has_no_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"sqlite:///{tmp_path}/store.sqlite"
+    teacher = {
+        "v": 1, "id": "t-1", "teacher": "t1", "model": "m", "version": "1", "endpoint": "127.0.0.1:1",
+        "state": "ready", "t": 20.0, "rows": 2000, "compute_s": 10.0, "workers": 1, "queue_rows": 3, "note": "",
+        "since": {"t": 10.0, "rows": 1000, "compute_s": 5.0},
+    }  # fmt: skip
+    instance = Instance("s", "t1", "127.0.0.1", 1)
+    with open_store(url) as store, open_registry(url) as registry:
+        store.put("load/s/teachers/t-1", json.dumps(teacher).encode())
+        for live in (True, False):
+            found = {"instances": (instance,)} if live else {"lapsed": (instance,)}
+            monkeypatch.setattr(registry, "services", lambda: ["s"])
+            snapshot = Snapshot("s", **{"instances": (), "lapsed": (), **found})  # type: ignore[arg-type]
+            monkeypatch.setattr(registry, "snapshot", lambda name, snapshot=snapshot: snapshot)
+            ((service,), _, _) = ServiceReader(store, registry).read()
+            (status,) = service.teachers
+            assert (status.state, status.rows_per_s) == (("ready", 100.0) if live else ("lapsed", None))
+            assert (status.compute_share is None, status.queue_rows) == ((False, 3) if live else (True, None))
+
+
+NOW = 1_000_000.0
+
+
+def _exported(*jobs: JobStatus, wanted: WantedCount | None = None) -> dict[str, float]:
+    state = DashboardState(NOW, "", "", jobs=jobs, services=(ServiceStatus("s", (), (), wanted),))
+    metrics = DashboardMetrics(lambda: state, lambda: ServerFigures(1, 0.1, 0))
+    return {sample.name: sample.value for family in metrics.collect() for sample in family.samples}
+
+
+@pytest.mark.parametrize("age_s", [5.0, 61.0])
+def test_old_wanted_count_is_left_out(age_s: float) -> None:
+    wanted = WantedCount(4, 2, "", NOW - 900, NOW - age_s)
+    job = job_status("j", None, None, wanted, 5)
+    exported = _exported(job, wanted=wanted)
+    for count, age in (
+        ("edl_pool_wanted_replicas", "edl_pool_wanted_age_seconds"),
+        ("edl_job_wanted_workers", "edl_job_wanted_age_seconds"),
+    ):
+        assert exported.get(count) == (4 if age_s < 60 else None)
+        assert exported[age] == age_s
+    ended = _exported(dataclasses.replace(job, state="done"))
+    assert "edl_job_wanted_workers" not in ended
+    assert "edl_job_wanted_age_seconds" not in ended
+
+
+@pytest.mark.parametrize("samples", [0, 640])
+def test_unknown_samples_are_no_zero(samples: int) -> None:
+    """A job that is killed does 0 samples a second; one that never told of any does an unknown number."""
+    node = NodeRecord("a", 0, 1, marks=(ProgressMark(1, 9, samples),), step=9)
+    summary = summarize(JobRecord("j", None, (node,), ()), 1_000_000_000)
+    fields: dict[str, Any] = as_dict(summary, 5)
+    expected = 0.0 if samples else None
+    assert (fields["samples_per_s"], fields["nodes"][0]["samples_per_s"]) == (expected, expected)
+    exported = _exported(job_status("j", summary, None, None, 5))
+    assert exported.get("edl_job_samples_per_second") == expected
+    assert exported["edl_job_steps_per_second"] == 0

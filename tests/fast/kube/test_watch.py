@@ -178,16 +178,6 @@ def test_server_restored_from_a_backup(script: Script, follow: Callable[..., Kub
 
 
 @pytest.mark.parametrize("timeout_s", [0.5])
-def test_watch_that_does_not_begin(script: Script, follow: Callable[..., KubeWatch]) -> None:
-    """The connection died before the server answered: that is noticed as soon as with any call."""
-    script.watches.append(Reply(200, b"", delay_s=60))
-    watch = follow()
-    wait_until(lambda: script.asked.count("10") == 2)
-    assert "list" in script.asked[script.asked.index("10") :]
-    assert names(watch) == ["a"]
-
-
-@pytest.mark.parametrize("timeout_s", [0.5])
 def test_answer_without_a_length(script: Script, follow: Callable[..., KubeWatch]) -> None:
     """Some proxies in between make one of it that ends with its connection. Its silence is none of an outage."""
     script.watches.append(

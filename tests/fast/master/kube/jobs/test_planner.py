@@ -136,15 +136,6 @@ def test_bug_in_the_script_stops_the_job() -> None:
     assert cluster.reconcile().create == ()
 
 
-def test_error_of_the_script_before_others() -> None:
-    """A worker that lost its peers, of whom the first raised, is not what the job failed of."""
-    cluster = build_running(minReplicas=2, maxReplicas=2)
-    cluster.end("job-worker-0-0", 1, message='{"cause": "contact", "message": "peer lost"}')
-    cluster.end("job-worker-1-0", 1, message='{"cause": "error", "message": "KeyError: 3"}')
-    cluster.reconcile()
-    assert cluster.status["message"] == "worker-1: KeyError: 3"
-
-
 def test_success_waits_for_the_others() -> None:
     cluster = build_running(minReplicas=2, maxReplicas=3)
     cluster.progress = WorkProgress(percentage=99)
@@ -368,17 +359,6 @@ def test_deadline() -> None:
     cluster.reconcile()
     assert cluster.find_condition("Failed")["reason"] == "DeadlineExceeded"
     assert cluster.list_live() == []
-
-
-def test_time_after_the_end() -> None:
-    cluster = build_running(ttlSecondsAfterFinished=60)
-    cluster.end("job-worker-0-0", 0)
-    cluster.reconcile()
-    plan = cluster.reconcile()
-    assert plan.requeue_s == pytest.approx(60, abs=1)
-    assert not plan.delete_owner
-    cluster.now_s += 61
-    assert cluster.reconcile().delete_owner
 
 
 def test_master_is_replaced_at_once() -> None:

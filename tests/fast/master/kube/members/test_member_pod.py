@@ -109,15 +109,6 @@ def test_init_container_without_its_image() -> None:
     assert find_termination_cause(pod.termination).cause is TerminationCause.LAUNCH_FAILED
 
 
-def test_sidecar_outlives_the_member() -> None:
-    pod = build_ended(0)
-    pod["spec"]["containers"] = [{"name": "log"}, {"name": "edl"}]
-    pod["status"]["phase"] = "Running"
-    state = pod["status"]["containerStatuses"][0]["state"]
-    pod["status"]["containerStatuses"] = [{"name": "log", "state": {"running": {}}}, {"name": "edl", "state": state}]
-    assert read_member_pod(pod).finished, "the container named edl is the member's"
-
-
 def test_silent_node_is_a_lost_node() -> None:
     """The node controller writes `Ready` alone: seen on Kubernetes 1.20 once a kubelet is stopped."""
     conditions = [{"type": "Ready", "status": "False"}, {"type": "ContainersReady", "status": "True"}]

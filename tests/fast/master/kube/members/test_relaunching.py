@@ -21,7 +21,7 @@ from edl.master.kube.members import (
     relax_exclusions,
 )
 from edl.master.kube.members.records import ExcludedNode
-from edl.master.scaling.terminations import TerminationCause, TerminationReport
+from edl.master.scaling.terminations import TerminationReport
 
 NOW = 1_000_000.0
 OOM = TerminationReport(exit_code=137, container_reason="OOMKilled")
@@ -55,15 +55,6 @@ def test_progress_of_the_job_resets_counts() -> None:
     again = replace(killed, try_number=1)
     assert record_end(first.record, again.termination, again, NOW, progress=10).record.failures == {"killed": 2}
     assert record_end(first.record, again.termination, again, NOW, progress=11).record.failures == {"killed": 1}
-
-
-def test_pod_that_was_seen_and_is_gone() -> None:
-    pod = build_member(TerminationReport(), finished=False)
-    record = MemberRecord().adopt(pod)
-    assert record.uid == pod.uid
-    report = find_end(record, None, NOW)
-    assert report is not None
-    assert record_end(record, report, None, NOW).verdict.cause is TerminationCause.PREEMPTED
 
 
 @pytest.mark.parametrize(
@@ -106,22 +97,6 @@ def test_delays_double() -> None:
     assert delays == [0, 10, 20, 40, 80, 160, 300, 300]
     assert not record.can_start(NOW + 299)
     assert record.can_start(NOW + 300)
-
-
-def test_excluded_nodes_age() -> None:
-    lost = TerminationReport(pod_reason="NodeLost")
-    record = end(MemberRecord(), lost).record
-    assert [item.node for item in record.excluded_nodes] == ["node1"]
-    until_s = record.excluded_nodes[0].until_s
-    assert relax_exclusions(record, None, until_s - 1) is record
-    assert relax_exclusions(record, None, until_s + 1).excluded_nodes == ()
-
-
-def test_excluded_nodes_are_few() -> None:
-    record = MemberRecord()
-    for number in range(20):
-        record = end(record, TerminationReport(pod_reason="NodeLost"), node=f"node{number}").record
-    assert [item.node for item in record.excluded_nodes] == [f"node{number}" for number in range(12, 20)]
 
 
 @pytest.mark.parametrize(("cause", "left"), [("node_lost", ()), ("hardware", ("node1",))])

@@ -18,24 +18,13 @@ from edl.master.kube.operator.service_holders import ServiceHolders
 from edl.master.kube.operator.store_allowlist import StoreAllowlist
 from edl.master.kube.operator.waiting_owners import WaitingOwners
 from edl.master.kube.pools.revision import hash_place
-from edl.master.kube.resources import ElasticJob, TeacherPool, parse_elastic_job, parse_teacher_pool
+from edl.master.kube.resources import ElasticJob, TeacherPool
+from tests.fast.master.kube.operator.owners import make_job, make_pool
 from tests.waiting import wait_until
 
 
-def make_job(name: str, least: int = 1, most: int = 8, gpus: int = 1, **spec: Any) -> ElasticJob:
-    container = {"name": "main", "image": "i", "resources": {"limits": {"nvidia.com/gpu": gpus}} if gpus else {}}
-    template = {"spec": {"containers": [container], **spec.pop("pod", {})}}
-    metadata = {"name": name, "namespace": "lab", "uid": f"u-{name}", "creationTimestamp": "2023-11-14T00:00:00Z"}
-    bounds = {"minReplicas": least, "maxReplicas": most}
-    job = parse_elastic_job(
-        {
-            "metadata": metadata,
-            "spec": {"run": ["t.py"], "store": "sqlite:////nowhere/x.sqlite", "template": template, **bounds, **spec},
-            "status": {},
-        }
-    )
-    assert isinstance(job, ElasticJob), job
-    return job
+def share_job(name: str, least: int = 1, most: int = 8, gpus: int = 1, **spec: Any) -> ElasticJob:
+    return make_job(name, gpus=gpus, minReplicas=least, maxReplicas=most, **spec)
 
 
 def make_node(name: str, gpus: int) -> Object:
@@ -64,13 +53,13 @@ FOUR = [make_node("n", 4)]
 
 
 def test_jobs_share_what_is_idle() -> None:
-    assert share(FOUR, [], make_job("a")) == {"a": 4}
-    assert share(FOUR, [make_pod("online", "n", gpus=3)], make_job("a")) == {"a": 1}, "others' are not shared"
-    young = replace(make_job("a"), created_s=4e9)
+    assert share(FOUR, [], share_job("a")) == {"a": 4}
+    assert share(FOUR, [make_pod("online", "n", gpus=3)], share_job("a")) == {"a": 1}, "others' are not shared"
+    young = replace(share_job("a"), created_s=4e9)
     pods = [make_pod("a-0", "n", "a"), make_pod("a-1", "", "a")]
     assert share(FOUR, pods, young) == {"a": 4}, "its second pod, made a moment ago, has no node yet"
     pods = [make_pod(f"a-{number}", "n", "a") for number in range(4)]
-    found = share(FOUR, pods, make_job("a"), make_job("b", least=2))
+    found = share(FOUR, pods, share_job("a"), share_job("b", least=2))
     assert sum(found.values()) == 4
     assert found["b"] >= 2
     assert found["a"] >= 1
@@ -79,12 +68,12 @@ def test_jobs_share_what_is_idle() -> None:
 @pytest.mark.parametrize(
     "job",
     [
-        make_job("a", queue="team"),
-        make_job("a", scaling="external"),
-        make_job("a", suspend=True),
-        make_job("a", gpus=0),
-        make_job("a", pod={"schedulerName": "volcano"}),
-        make_job("a", pod={"initContainers": 7}),
+        share_job("a", queue="team"),
+        share_job("a", scaling="external"),
+        share_job("a", suspend=True),
+        share_job("a", gpus=0),
+        share_job("a", pod={"schedulerName": "volcano"}),
+        share_job("a", pod={"initContainers": 7}),
     ],
     ids=["kueue", "external", "suspended", "no GPU", "volcano", "unreadable"],
 )
@@ -92,17 +81,11 @@ def test_job_that_others_arbitrate(job: ElasticJob) -> None:
     assert read_sharing_job(job, None, None) is None
 
 
-@pytest.mark.parametrize("scheduler", [None, "", "default-scheduler"])
-def test_default_scheduler_leaves_it_to_edl(scheduler: str | None) -> None:
-    """An empty name, or null as a chart may write it, is the default scheduler's."""
-    assert read_sharing_job(make_job("a", pod={"schedulerName": scheduler}), None, None) is not None
-
-
 def test_wanted_is_the_most_of_use() -> None:
-    found = read_sharing_job(make_job("a", least=2), 3, None)
+    found = read_sharing_job(share_job("a", least=2), 3, None)
     assert found is not None
     assert (found.least, found.most) == (2, 3)
-    none = read_sharing_job(make_job("a", least=2), 0, None)
+    none = read_sharing_job(share_job("a", least=2), 0, None)
     assert none is not None
     assert none.most == 2
 
@@ -129,12 +112,12 @@ def surroundings(told: list[str]) -> Iterator[LiveSurroundings]:
 
 
 def test_changed_shares_are_looked_at(surroundings: LiveSurroundings, told: list[str]) -> None:
-    source, first = GivenCapacity(), make_job("a")
+    source, first = GivenCapacity(), share_job("a")
     assert surroundings.look(first).allocation is None
     surroundings.set_capacity(source)
     assert surroundings.look(first).allocation == 4
     told.clear()
-    ending = make_job("b", least=2, most=2)
+    ending = share_job("b", least=2, most=2)
     assert surroundings.look(ending).allocation == 2
     wait_until(lambda: first.key in told, "a look at the other job")
     assert surroundings.look(first).allocation == 2
@@ -150,7 +133,7 @@ def test_waiting_resource_hears_of_idle_room(surroundings: LiveSurroundings, tol
     source, full = GivenCapacity(), [make_pod(f"x-{number}", "n") for number in range(4)]
     source.found = ClusterCapacity.of(FOUR, full)
     surroundings.set_capacity(source)
-    waiting, content = make_job("a", scaling="external"), make_job("b", scaling="external")
+    waiting, content = share_job("a", scaling="external"), share_job("b", scaling="external")
     for job, wanted in ((waiting, 3), (content, 1)):
         surroundings.look(job)
         surroundings.note_status(job, {"wantedReplicas": wanted, "replicas": 1})
@@ -160,17 +143,6 @@ def test_waiting_resource_hears_of_idle_room(surroundings: LiveSurroundings, tol
     assert content.key not in told
 
 
-def make_pool(
-    namespace: str, day: int, service: str = "digits", store: str = "sqlite:////nowhere/x.sqlite"
-) -> TeacherPool:
-    spec = {"serve": ["m.py:f"], "service": service, "store": store}
-    metadata = {"name": "p", "namespace": namespace, "uid": namespace, "creationTimestamp": f"2026-01-0{day}T00:00:00Z"}
-    template = {"spec": {"containers": [{"name": "main", "image": "i"}]}}
-    pool = parse_teacher_pool({"metadata": metadata, "spec": {**spec, "template": template}})
-    assert isinstance(pool, TeacherPool), pool
-    return pool
-
-
 def test_service_is_the_oldest_pools(surroundings: LiveSurroundings, told: list[str]) -> None:
     """Two teams that call their model `digits` in one store would label each other's data."""
     old, young = make_pool("a", 1, store="consul://consul:8500"), make_pool("b", 2, store="consul://Consul/")
@@ -178,7 +150,7 @@ def test_service_is_the_oldest_pools(surroundings: LiveSurroundings, told: list[
     assert surroundings.look(old).service_holder == ""
     assert set(told) == {young.key}
     assert surroundings.look(young).service_holder == old.key
-    assert surroundings.look(make_pool("c", 3, "letters")).service_holder == ""
+    assert surroundings.look(make_pool("c", 3, service="letters")).service_holder == ""
     told.clear()
     surroundings.forget(old.key)
     assert set(told) == {young.key}
@@ -258,14 +230,14 @@ def make_teacher(number: int, priority: int) -> Object:
 )
 def test_only_what_can_be_taken_is_lent(pools: dict[str, int], priority: int, count: int) -> None:
     pods = [make_pod("a-0", "n", "a"), *(make_teacher(number, priority) for number in range(3))]
-    sharing = read_sharing_job(make_job("a"), None, None)
+    sharing = read_sharing_job(share_job("a"), None, None)
     assert sharing is not None
     assert compute_shares(ClusterCapacity.of(FOUR, pods), [sharing], pools) == {sharing.key: count}
 
 
 def test_room_is_counted_for_who_waits() -> None:
     waiting = WaitingOwners()
-    gpu, cpu = make_job("gpu"), make_job("cpu", gpus=0)
+    gpu, cpu = share_job("gpu"), share_job("cpu", gpus=0)
     full = [make_pod(f"x-{number}", "n") for number in range(4)]
     no_gpu = ClusterCapacity.of(FOUR, full)
     a_gpu = ClusterCapacity.of(FOUR, [*full[1:], make_pod("y", "n", gpus=0)])
@@ -287,7 +259,7 @@ def test_room_is_counted_for_who_waits() -> None:
 def test_bad_template_waits_for_nothing(pod: Object) -> None:
     """One resource's slip must not end the looks at all others."""
     waiting = WaitingOwners()
-    bad, good = make_job("a", pod=pod), make_job("b")
+    bad, good = share_job("a", pod=pod), share_job("b")
     other = {**make_pod("w", ""), "spec": {"containers": [], "priority": 5}}
     capacity = ClusterCapacity.of(FOUR, [other])
     waiting.observe(bad, capacity)

@@ -107,13 +107,6 @@ def test_give_back_counts_once() -> None:
     assert count() == 2.0, "the same pod was counted by both watches"
 
 
-def test_operator_goes_by_the_servers_clock(tmp_path: Path) -> None:
-    """Pods' timestamps are by it: an operator some seconds ahead would take each probe away at once."""
-    kube = KubeSettings(write_kubeconfig(tmp_path / "config", "http://127.0.0.1:9", namespace="lab"))
-    with Operator(OperatorSettings(kube, capacity=False)) as operator:
-        assert operator._reconciler._clock == operator._client.read_server_time
-
-
 def test_stores_of_the_operators_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is current on a person's machine is not the cluster whose jobs an operator works on."""
     monkeypatch.setenv("KUBECONFIG", write_kubeconfig(tmp_path / "current", "http://127.0.0.1:9"))

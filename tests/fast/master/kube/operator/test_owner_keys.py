@@ -16,9 +16,10 @@ from edl.kube.settings import KubeSettings
 from edl.load_reporting.wanted import wanted_key
 from edl.master.kube.operator.stores import owner_keys
 from edl.master.kube.operator.stores.owner_keys import OwnerKeyCleanup, delete_job_keys
-from edl.master.kube.resources import ElasticJob, TeacherPool, parse_elastic_job, parse_teacher_pool
 from edl.master.naming import election_key, report_key
+from tests.fast.master.kube.operator.owners import make_job, make_pool
 
+STORE = "kubernetes://lab"
 JOB_KEYS = ("world", "run", "events/1", "ledger/1")
 
 
@@ -26,30 +27,6 @@ JOB_KEYS = ("world", "run", "events/1", "ledger/1")
 def store(tmp_path: Path) -> Iterator[Store]:
     with open_store(f"sqlite://{tmp_path}/store.sqlite") as store:
         yield store
-
-
-def make_job(uid: str = "12345678-a", store: str = "kubernetes://lab") -> ElasticJob:
-    template = {"spec": {"containers": [{"name": "main", "image": "i"}]}}
-    job = parse_elastic_job(
-        {
-            "metadata": {"name": "digits", "namespace": "lab", "uid": uid},
-            "spec": {"run": ["t.py"], "store": store, "template": template},
-        }
-    )
-    assert isinstance(job, ElasticJob), job
-    return job
-
-
-def make_pool() -> TeacherPool:
-    template = {"spec": {"containers": [{"name": "main", "image": "i"}]}}
-    pool = parse_teacher_pool(
-        {
-            "metadata": {"name": "p", "namespace": "lab", "uid": "pool-uid"},
-            "spec": {"serve": ["m.py:f"], "service": "digits", "store": "kubernetes://lab", "template": template},
-        }
-    )
-    assert isinstance(pool, TeacherPool), pool
-    return pool
 
 
 def fill(store: Store, job_id: str) -> list[str]:
@@ -128,7 +105,7 @@ def cleanup(store: Store, monkeypatch: pytest.MonkeyPatch) -> Cleanup:
 
 
 def test_deleted_job_leaves_no_keys(store: Store, cleanup: Cleanup) -> None:
-    job = make_job()
+    job = make_job(store=STORE)
     fill(store, job.job_id)
     cleanup.cleanup.note(job)
     cleanup.run(600)
@@ -151,7 +128,7 @@ def test_deleted_job_leaves_no_keys(store: Store, cleanup: Cleanup) -> None:
 
 
 def test_namesake_keeps_its_keys(store: Store, cleanup: Cleanup) -> None:
-    first, second = make_job("11111111-a"), make_job("22222222-b")
+    first, second = make_job(uid="11111111-a", store=STORE), make_job(uid="22222222-b", store=STORE)
     fill(store, first.job_id)
     kept = fill(store, second.job_id)
     cleanup.cleanup.note(first)
@@ -176,28 +153,19 @@ def test_cleanup_gives_up(cleanup: Cleanup, refused: bool, caplog: pytest.LogCap
         cleanup.trouble = DiscoveryError("not allowed (403)")
         cleanup.trouble.__cause__ = AccessDeniedError("not allowed (403)")
     cleanup.pods = not refused
-    cleanup.cleanup.note(make_job())
-    cleanup.cleanup.note_gone(make_job().key)
+    cleanup.cleanup.note(make_job(store=STORE))
+    cleanup.cleanup.note_gone(make_job(store=STORE).key)
     cleanup.run(2 * 3600)
     assert len(cleanup.opened) == (13 if refused else 0)
     assert len(caplog.records) == 1
     assert cleanup.cleanup._removals == []
 
 
-def test_former_store_is_cleaned_too(store: Store, cleanup: Cleanup) -> None:
-    """A job that was suspended, given another store, and resumed."""
-    for url in ("kubernetes://lab", "kubernetes://x.lab", "kubernetes://lab"):
-        cleanup.cleanup.note(make_job(store=url))
-    cleanup.cleanup.note_gone(make_job().key)
-    cleanup.run(600)
-    assert sorted(cleanup.opened) == ["kubernetes://lab", "kubernetes://x.lab"]
-
-
 @pytest.mark.parametrize("written", [False, True])
 def test_what_a_deleted_pool_wanted_goes(store: Store, cleanup: Cleanup, written: bool) -> None:
     """Unless an advisor goes on to write it: another pool, or a person's teachers, may be of the same service."""
     key, other = wanted_key("teachers", "digits"), wanted_key("teachers", "other")
-    pool = make_pool()
+    pool = make_pool(store=STORE)
     for name in (key, other):
         store.put(name, b"x")
     cleanup.cleanup.note(pool)

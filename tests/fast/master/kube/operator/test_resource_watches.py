@@ -72,14 +72,6 @@ def test_job_that_went_between_lists(known: ResourceWatches, keys: list[str]) ->
     assert sorted(set(keys)) == KEYS, "b is not in the new list, and nothing else tells so"
 
 
-def test_pod_that_went_between_lists(known: ResourceWatches, keys: list[str]) -> None:
-    tell_pod(known, "a-worker-0-0", job="a")
-    assert sorted(set(keys)) == KEYS
-    keys.clear()
-    tell_pod(known, "unrelated")
-    assert keys == [], "a list is noticed once"
-
-
 def test_pod_made_after_the_list(watches: ResourceWatches, keys: list[str]) -> None:
     tell_job(watches, "a")
     tell_pod(watches, "a-worker-0-0", "ADDED", job="a")

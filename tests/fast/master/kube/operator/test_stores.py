@@ -23,8 +23,8 @@ from edl.master.kube.operator.live_surroundings import LiveSurroundings
 from edl.master.kube.operator.store_allowlist import StoreAllowlist
 from edl.master.kube.operator.stores import StoreDirectory
 from edl.master.kube.operator.stores.progress import ProgressReader, count_done
-from edl.master.kube.resources import ElasticJob, parse_elastic_job
 from edl.master.naming import report_key
+from tests.fast.master.kube.operator.owners import make_job
 from tests.waiting import wait_until
 
 
@@ -35,18 +35,6 @@ def wanted(count: int, **fields: Any) -> bytes:
 
 def report(**dataset: Any) -> bytes:
     return json.dumps({"datasets": [{"name": "d", "units": 100, "epochs": 2, **dataset}]}).encode()
-
-
-def make_job(store: str, name: str, **spec: Any) -> ElasticJob:
-    template = {"spec": {"containers": [{"name": "main", "image": "i"}]}}
-    job = parse_elastic_job(
-        {
-            "metadata": {"name": name, "namespace": "lab", "uid": f"{name}-uid"},
-            "spec": {"run": ["t.py"], "store": store, "template": template, **spec},
-        }
-    )
-    assert isinstance(job, ElasticJob), job
-    return job
 
 
 def free_port() -> int:
@@ -126,7 +114,7 @@ def test_word_of_a_dead_master_is_old(
     """One that lives writes it again, each ten seconds; a job that has none of its own waits for it no longer."""
     monkeypatch.setattr("edl.master.kube.operator.stores.follower._SILENT_S", 0.3)
     url = f"sqlite://{tmp_path}/store.sqlite"
-    jobs = [make_job(url, "a"), make_job(url, "b", master={"enabled": True})]
+    jobs = [make_job("a", store=url), make_job("b", store=url, master={"enabled": True})]
     with open_store(url) as store, contextlib.closing(LiveSurroundings(told.append, StoreAllowlist(url))) as found:
         for job in jobs:
             store.put(wanted_key("workers", job.job_id), wanted(5))

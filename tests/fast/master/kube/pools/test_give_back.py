@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from edl.master.kube.pools import GiveBack, GiveBackTracker
 from tests.fast.master.kube.capacity.objects import pod
 
@@ -37,44 +39,30 @@ def test_time_from_creation_to_node() -> None:
     assert tracker.record("MODIFIED", bound(), 12) is None, "counted once"
 
 
-def test_pod_that_found_room_at_once() -> None:
+ADDED = ("ADDED", online())
+WAITS = ("MODIFIED", online(**REFUSED))
+LEAVES = ("MODIFIED", teacher(deleting=True))
+GONE = ("DELETED", teacher(deleting=True))
+BOUND = ("MODIFIED", bound())
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [ADDED, LEAVES, BOUND],  # it found room at once
+        [LEAVES, GONE, ADDED, WAITS, BOUND],  # no teacher left while it waited
+        [ADDED, WAITS, LEAVES, ("MODIFIED", bound("n2"))],
+        [WAITS, LEAVES, BOUND],  # it was there before the watch
+        [ADDED, WAITS, None, LEAVES, BOUND],  # the watch was interrupted
+    ],
+)
+def test_what_does_not_count(events: list[tuple[str, Any] | None]) -> None:
     tracker = GiveBackTracker()
-    tracker.record("ADDED", online(), 10.0)
-    tracker.record("MODIFIED", teacher(deleting=True), 10.1)
-    assert tracker.record("MODIFIED", bound(), 10.2) is None
-
-
-def test_pod_that_waited_for_something_else() -> None:
-    tracker = GiveBackTracker()
-    tracker.record("MODIFIED", teacher(deleting=True), 5.0)
-    tracker.record("DELETED", teacher(deleting=True), 6.0)
-    tracker.record("ADDED", online(), 10.0)
-    tracker.record("MODIFIED", online(**REFUSED), 10.2)
-    assert tracker.record("MODIFIED", bound(), 99.0) is None, "no teacher left while it waited"
-
-
-def test_other_node_than_the_teachers() -> None:
-    tracker = GiveBackTracker()
-    tracker.record("ADDED", online(), 10.0)
-    tracker.record("MODIFIED", online(**REFUSED), 10.2)
-    tracker.record("MODIFIED", teacher(deleting=True), 10.3)
-    assert tracker.record("MODIFIED", bound("n2"), 11.0) is None
-
-
-def test_pods_from_before_do_not_count() -> None:
-    tracker = GiveBackTracker()
-    tracker.record("MODIFIED", online(**REFUSED), 10.2)
-    tracker.record("MODIFIED", teacher(deleting=True), 10.3)
-    assert tracker.record("MODIFIED", bound(), 11.0) is None
-
-
-def test_interrupted_watch_forgets() -> None:
-    tracker = GiveBackTracker()
-    tracker.record("ADDED", online(), 10.0)
-    tracker.record("MODIFIED", online(**REFUSED), 10.2)
-    tracker.reset()
-    tracker.record("MODIFIED", teacher(deleting=True), 10.3)
-    assert tracker.record("MODIFIED", bound(), 11.0) is None
+    for second, event in enumerate(events):
+        if event is None:
+            tracker.reset()
+        else:
+            assert tracker.record(*event, float(second)) is None
 
 
 def test_workers_of_jobs_do_not_count() -> None:

@@ -90,14 +90,6 @@ def test_successor_is_ready_first(capacity: bool) -> None:
 
 
 @BOTH
-def test_at_its_maximum_one_more_comes(capacity: bool) -> None:
-    made = pool([2], capacity, wanted=1, minReplicas=1, maxReplicas=1)
-    made.edit(serve=NEW)
-    assert go_on(made) == (1, 2)
-    assert made.list_serves() == NEW
-
-
-@BOTH
 def test_without_room_the_old_goes_first(capacity: bool) -> None:
     made = pool([2], capacity)
     made.edit(serve=NEW)
@@ -131,17 +123,6 @@ def test_stops_at_the_first_that_fails(capacity: bool, gpus: int) -> None:
     made.settle(100)
     assert made.list_serves() == ["m.py:load"]
     assert (made.placed(), condition(made, "Ready")) == (2, ("True", "AllReady"))
-
-
-def test_failing_teachers_are_replaced() -> None:
-    """An edit is the remedy of a spec that does not start; until now the failing pod stayed for ever."""
-    made = pool([1], wanted=1, serve=NEW)
-    break_new(made)
-    made.reconcile()
-    assert condition(made, "Ready") == ("False", "TeacherFailing")
-    made.edit(serve=["m.py:load"])
-    made.settle(20)
-    assert (made.list_serves(), condition(made, "Ready")) == (["m.py:load"], ("True", "AllReady"))
 
 
 def test_a_place_that_another_took_is_one() -> None:
@@ -205,22 +186,6 @@ def test_crash_loop_stops_once() -> None:
     assert count_ready(made) == 2
 
 
-def test_teacher_that_hangs_is_named() -> None:
-    """Its containers do not end: what goes on is looked at seldom, and `kubectl describe` names it."""
-    made = pool([4])
-    made.edit(serve=NEW)
-    while not made.reconcile().delete:
-        made.schedule()
-        made.run_kubelets()
-        made.now_s += 1
-    (hanging,) = [name for name, pod in made.pods.items() if "deletionTimestamp" in pod["metadata"]]
-    assert made.reconcile().requeue_s == 1
-    made.now_s += 60
-    assert made.reconcile().requeue_s == 30
-    updated = find_condition(made.resource["status"], "Updated")
-    assert (updated["reason"], f"{hanging} has not ended yet" in updated["message"]) == ("Updating", True)
-
-
 @settings(max_examples=50)
 @given(
     teachers=st.lists(st.tuples(st.booleans(), st.sampled_from(["waits", "starts", "ready"])), max_size=12),
@@ -262,20 +227,6 @@ def test_ready_for_seconds_before_the_next() -> None:
     since["lastTransitionTime"] = format_time(made.now_s + 3600)
     made.now_s += 10
     assert made.plan().delete, "its node's clock is ahead"
-
-
-def test_restart_in_the_middle() -> None:
-    """All that an update goes by stands in the status and on the pods."""
-    for calls in (1, 3):
-        made = pool([3], wanted=3, minReplicas=2)
-        made.edit(serve=NEW)
-        for step in range(200):
-            made.reconcile(calls=calls if step % 3 else 100)
-            made.schedule()
-            made.run_kubelets()
-            made.now_s += 1
-            assert len(made.teachers()) >= 2
-        assert made.list_serves() == NEW
 
 
 def pool_of_operators(capacity: bool, gpus: int) -> SimulatedCluster:
@@ -399,17 +350,3 @@ def test_quota_has_no_room_for_one_more() -> None:
     assert (len(plan.delete), plan.create) == (1, ())
     made.resource["status"]["conditions"] = [refused]
     assert not made.reconcile().delete, "one at a time"
-
-
-def test_kueue_holds_the_successor_back() -> None:
-    made = pool([4], queue="team")
-    made.edit(serve=NEW)
-    made.reconcile()
-    for _ in range(30):
-        made.reconcile()
-        made.now_s += 1
-    (waiting,) = [pod for pod in made.teachers() if "nodeName" not in pod["spec"]]
-    assert waiting["metadata"]["name"] in made.pods
-    assert len(made.teachers()) == 2, "an outdated teacher went, so that there is quota"
-    made.settle(100)
-    assert made.list_serves() == NEW

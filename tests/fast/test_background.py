@@ -1,70 +1,77 @@
-"""Loops and calls in threads of their own."""
+"""Loops and calls in threads of their own, and the waits between their attempts."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
+import random
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 import pytest
 
 from edl import background
 from edl.background import BackgroundLoop, start_call
+from edl.backoff import Backoff
 from tests.interrupting import InterruptAt, deadline
+from tests.waiting import DEADLINE_S, wait_until
 
-WAIT_S = 60.0  # how long a busy machine may take; nothing waits so long that passes
-
-
-def is_soon(condition: Callable[[], object]) -> bool:
-    until = time.monotonic() + WAIT_S
-    while not condition() and time.monotonic() < until:
-        time.sleep(0.005)
-    return bool(condition())
+Begin = Callable[..., BackgroundLoop]
 
 
-def test_loop_waits_wakes_and_is_joined() -> None:
-    calls: list[int] = []
-    loop = BackgroundLoop("edl-test", lambda: calls.append(1) or 3600.0)
-    assert is_soon(lambda: len(calls) == 1)
-    loop.wake()
-    assert is_soon(lambda: len(calls) == 2)
-    assert not loop.wait_ended(0.01), "a loop that goes on has not ended"
-    assert loop.close()
+@pytest.fixture
+def begin() -> Iterator[Begin]:
+    """Starts loops, which are closed at the end and leave no thread."""
+    loops: list[BackgroundLoop] = []
+
+    def start(step: Callable[[], float | None], *rest: Callable[[], object]) -> BackgroundLoop:
+        loops.append(BackgroundLoop("edl-test", step, *rest))
+        return loops[-1]
+
+    yield start
+    assert all(loop.close() for loop in loops)
     assert not any(thread.name == "edl-test" for thread in threading.enumerate())
 
 
-def test_loop_ends_with_its_last_step() -> None:
+def test_loop_waits_and_wakes(begin: Begin) -> None:
     calls: list[int] = []
-    loop = BackgroundLoop("edl-test-ends", lambda: calls.append(1))
-    assert loop.wait_ended(WAIT_S)
-    assert not any(thread.name == "edl-test-ends" for thread in threading.enumerate())
+    loop = begin(lambda: calls.append(1) or 3600.0)
+    wait_until(lambda: len(calls) == 1)
+    loop.wake()
+    wait_until(lambda: len(calls) == 2)
+    assert not loop.wait_ended(0.01), "a loop that goes on has not ended"
+
+
+def test_loop_ends_with_its_last_step(begin: Begin) -> None:
+    calls: list[int] = []
+    loop = begin(lambda: calls.append(1))
+    assert loop.wait_ended(DEADLINE_S)
     loop.wake()
     assert loop.close()
     assert calls == [1]
 
 
-def test_a_wake_during_a_step_is_kept() -> None:
+def test_a_wake_during_a_step_is_kept(begin: Begin) -> None:
     calls: list[int] = []
     first, go_on = threading.Event(), threading.Event()
 
     def step() -> float:
         calls.append(1)
         first.set()
-        assert go_on.wait(WAIT_S)
+        assert go_on.wait(DEADLINE_S)
         return 3600.0
 
-    loop = BackgroundLoop("edl-test", step)
-    assert first.wait(WAIT_S)
+    loop = begin(step)
+    assert first.wait(DEADLINE_S)
     loop.wake()
     go_on.set()
-    assert is_soon(lambda: len(calls) == 2), "the wake was lost"
-    assert loop.close()
+    wait_until(lambda: len(calls) == 2, "the wake")
 
 
-def test_loop_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_loop_goes_on_after_an_error(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(background, "_ERROR_PAUSE_S", 0.0)
     calls: list[int] = []
 
@@ -75,82 +82,61 @@ def test_loop_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch, caplog: py
         return 3600.0
 
     with caplog.at_level(logging.ERROR, logger="edl.background"):
-        loop = BackgroundLoop("edl-test", step)
-        assert is_soon(lambda: len(calls) == 2)
-        assert loop.close()
+        begin(step)
+        wait_until(lambda: len(calls) == 2)
     (record,) = caplog.records
     assert "edl-test" in record.getMessage()
     assert record.exc_info is not None, "without a traceback nobody finds the fault"
 
 
-def test_close_interrupts_a_blocked_step() -> None:
+def test_close_interrupts_or_gives_up(begin: Begin) -> None:
     blocked, interrupted = threading.Event(), threading.Event()
 
     def step() -> None:
         blocked.set()
-        assert interrupted.wait(WAIT_S)
+        assert interrupted.wait(DEADLINE_S)
 
-    loop = BackgroundLoop("edl-test", step, interrupted.set)
-    assert blocked.wait(WAIT_S)
-    assert loop.close(WAIT_S)
-
-
-def test_close_gives_up_on_a_step_that_hangs() -> None:
-    blocked, go_on = threading.Event(), threading.Event()
-
-    def step() -> None:
-        blocked.set()
-        go_on.wait(WAIT_S)
-
-    loop = BackgroundLoop("edl-test", step)
-    assert blocked.wait(WAIT_S)
-    assert not loop.close(0.01)
-    assert loop.closing
-    go_on.set()
-    assert loop.close()
+    hanging = begin(step)
+    assert blocked.wait(DEADLINE_S)
+    assert not hanging.close(0.01)
+    assert hanging.closing
+    assert begin(step, interrupted.set).close()
 
 
-def test_a_step_closes_its_own_loop() -> None:
-    made = threading.Event()
-    loops: list[BackgroundLoop] = []
+def test_a_step_closes_its_own_loop(begin: Begin) -> None:
+    loop: Future[BackgroundLoop] = Future()
     ended: list[bool] = []
-
-    def step() -> float:
-        assert made.wait(WAIT_S)
-        ended.append(loops[0].close())
-        return 3600.0
-
-    loops.append(BackgroundLoop("edl-test", step))
-    made.set()
-    assert is_soon(lambda: ended == [False]), "it waited for itself"
-    assert loops[0].close()
+    loop.set_result(begin(lambda: ended.append(loop.result(DEADLINE_S).close()) or 3600.0))
+    wait_until(lambda: ended == [False], "the step, which does not wait for itself")
 
 
-def test_loop_is_woken_before_any_line() -> None:
-    for number in itertools.count(1):
-        stepped = threading.Event()
-        loop = BackgroundLoop("edl-test", lambda stepped=stepped: stepped.set() or 3600.0)
-        with deadline(10, f"woken before line {number}"), InterruptAt(number, loop.wake, "/") as interrupt:
+def test_loop_is_woken_before_any_line(begin: Begin) -> None:
+    def woken_before(number: int) -> InterruptAt:
+        loop = begin(lambda: 3600.0)
+        with deadline(DEADLINE_S, f"woken before line {number}"), InterruptAt(number, loop.wake, "/") as interrupt:
             loop.wake()
             loop.close()
-        if not interrupt.reached:
-            assert number > 5, "nothing was interrupted"
-            break
+        return interrupt
+
+    lines = woken_before(1 << 30).lines
+    assert sum(woken_before(number).reached for number in random.Random(7).sample(range(1, lines), 8)) > 4
 
 
 def test_call_returns_its_result() -> None:
     threads: list[threading.Thread] = []
     future = start_call("edl-test-call", lambda: threads.append(threading.current_thread()) or 42)
-    assert future.result(WAIT_S) == 42
+    assert future.result(DEADLINE_S) == 42
     assert threads[0].name == "edl-test-call"
     assert threads[0].daemon, "it would keep a process from ending"
+    with pytest.raises(ZeroDivisionError):
+        start_call("edl-test", lambda: 1 // 0).result(DEADLINE_S)
 
 
 def test_cancelled_await_leaves_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     errors: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", errors.append)
     go_on = threading.Event()
-    future = start_call("edl-test-cancelled", lambda: go_on.wait(WAIT_S))
+    future = start_call("edl-test-cancelled", lambda: go_on.wait(DEADLINE_S))
 
     async def run() -> None:
         asyncio.wrap_future(future).cancel()
@@ -158,11 +144,23 @@ def test_cancelled_await_leaves_the_call(monkeypatch: pytest.MonkeyPatch) -> Non
 
     asyncio.run(run())
     go_on.set()
-    assert is_soon(lambda: not any(thread.name == "edl-test-cancelled" for thread in threading.enumerate()))
+    wait_until(lambda: not any(thread.name == "edl-test-cancelled" for thread in threading.enumerate()))
     assert not errors, "the thread found no place for its result"
     assert future.result(0) is True
 
 
-def test_call_raises_what_it_met() -> None:
-    with pytest.raises(RuntimeError, match="refused"):
-        start_call("edl-test", lambda: (_ for _ in ()).throw(RuntimeError("refused"))).result(WAIT_S)
+def test_waits_double_up_to_the_last() -> None:
+    backoff = Backoff(0.25, 1.5)
+    assert [backoff.next_wait_s() for _ in range(5)] == [0.25, 0.5, 1.0, 1.5, 1.5]
+    assert backoff.failures == 5
+    backoff.reset()
+    assert backoff.failures == 0
+    assert backoff.next_wait_s() == 0.25
+    backoff.failures = 5000
+    assert backoff.next_wait_s() == 1.5, "endless failures do not overflow"
+
+
+def test_jitter_shortens_waits_by_its_share() -> None:
+    waits = [Backoff(2.0, 2.0, jitter=0.5).next_wait_s() for _ in range(200)]
+    assert all(1.0 <= wait_s <= 2.0 for wait_s in waits)
+    assert len(set(waits)) > 100, "processes that failed together come back together"

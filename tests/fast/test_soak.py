@@ -23,36 +23,20 @@ def checked(numbers: list[int], labels_for: list[int] | None = None, *, inputs_e
     return check
 
 
-def test_sound_rows_count_as_sound() -> None:
+def test_each_kind_of_wrong_row_is_found() -> None:
     check = checked([100, 101, 102])
     check.end(3)
     assert (check.delivered, check.lost, check.repeated, check.mislabelled, check.changed) == (3, 0, 0, 0, 0)
-
-
-def test_gaps_are_lost_rows() -> None:
     check = checked([100, 103])
     check.end(6)
     assert check.lost == 2 + 2, "two in the middle, two at the end"
-
-
-def test_rows_again_are_repeated() -> None:
     check = checked([100, 101, 101, 100])
     assert (check.repeated, check.lost) == (2, 0)
-
-
-def test_another_rows_label_is_found() -> None:
     assert checked([100, 101, 102], [100, 102, 102]).mislabelled == 1
-
-
-def test_labels_of_another_width_are_found() -> None:
-    check = RowCheck(0)
-    numbers = np.arange(4)
-    check.add(numbers, True, [labels_of(SERVICES["other"], numbers)], [labels_of(SMALL, numbers)])
-    assert check.mislabelled == 4
-
-
-def test_changed_inputs_are_found() -> None:
     assert checked([100, 101], inputs_equal=False).changed == 2
+    check, numbers = RowCheck(0), np.arange(4)
+    check.add(numbers, True, [labels_of(SERVICES["other"], numbers)], [labels_of(SMALL, numbers)])
+    assert check.mislabelled == 4, "labels of another width"
 
 
 @pytest.mark.parametrize("service", SERVICES.values(), ids=lambda service: service.name)
@@ -69,15 +53,8 @@ def record(how: str = "whole", error: str = "", **wrong: int) -> EpochRecord:
 
 
 def outcome(counts: Counts, **parts: object) -> Outcome:
-    nothing = {
-        "faults": {"x": 2},
-        "hangs": [],
-        "ends": [],
-        "growths": [],
-        "regions_held": 0,
-        "left_behind": [],
-        "left_out": [],
-    }
+    nothing = {"faults": {"x": 2}, "regions_held": 0}
+    nothing |= {name: [] for name in ("hangs", "ends", "growths", "left_behind", "left_out")}
     return Outcome(minutes=1.0, counts=counts, students=1, teachers=1, **(nothing | parts))  # type: ignore[arg-type]
 
 
@@ -87,23 +64,14 @@ def test_epochs_add_up() -> None:
     assert counts.errors == ["batch, epoch 7: NoTeacherError: none"]
 
 
-@pytest.mark.parametrize("wrong", ["lost", "repeated", "mislabelled", "changed"])
-def test_one_wrong_row_fails_the_soak(wrong: str) -> None:
+def test_each_problem_fails_the_soak() -> None:
     assert outcome(count([record()])).good
-    assert not outcome(count([record(**{wrong: 1})])).good
-
-
-@pytest.mark.parametrize("part", ["hangs", "ends", "left_behind"])
-def test_each_problem_fails_the_soak(part: str) -> None:
-    assert not outcome(count([record()]), **{part: ["something"]}).good
-
-
-def test_held_regions_fail_the_soak() -> None:
+    assert not outcome(count([])).good, "nothing was delivered"
+    for wrong in ("lost", "repeated", "mislabelled", "changed"):
+        assert not outcome(count([record(**{wrong: 1})])).good
+    for part in ("hangs", "ends", "left_behind"):
+        assert not outcome(count([record()]), **{part: ["something"]}).good
     assert not outcome(count([record()]), regions_held=1).good
-
-
-def test_nothing_delivered_fails_the_soak() -> None:
-    assert not outcome(count([])).good
 
 
 def test_growth_beyond_noise_is_found() -> None:

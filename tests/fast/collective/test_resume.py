@@ -49,11 +49,3 @@ def test_dropout_goes_on(tmp_path: Path, workers: int) -> None:
         broken = train(tmp_path / "broken", number, steps, workers=workers)
     for one, other in zip(whole, broken, strict=True):
         assert torch.equal(one, other)
-
-
-def test_loader_needs_its_own_generator(tmp_path: Path) -> None:
-    whole = train(tmp_path / "whole", 0, ALL, workers=0, own_generator=False)
-    for steps in (2, ALL):
-        broken = train(tmp_path / "broken", 0, steps, workers=0, own_generator=False)
-    # If this changes, `DataLoader` draws its seed elsewhere, and the docs ask for more than is needed.
-    assert not all(torch.equal(one, other) for one, other in zip(whole, broken, strict=True))

@@ -50,11 +50,6 @@ def digests(folders: tuple[Path, Path], *argv: str) -> set[str]:
     return found
 
 
-def test_program_is_found_on_the_path(folders: tuple[Path, Path]) -> None:
-    assert len(digests(folders, "--no-python", "bash", str(folders[0] / "train.sh"))) == 1
-    assert len(digests(folders, "--no-python", "bash")) == 1
-
-
 def test_projects_have_their_own_commands(folders: tuple[Path, Path]) -> None:
     assert len(digests(folders, "-m", "train")) == 2
     assert len(digests(folders, "--no-python", "bash", "train.sh")) == 2
@@ -134,15 +129,6 @@ def test_own_address_of_ipv6() -> None:
         if "%" not in each and not ipaddress.ip_address(each).is_loopback:
             assert ipaddress.ip_address(own_address(f"edl://[{each}]:29400")).version == 6
     assert own_address("consul://[::1]:8500") == own_address("consul://127.0.0.1:8500")
-
-
-def test_loopback_store_uses_another_address() -> None:
-    mine = own_address("consul://127.0.0.1:8500")
-    assert own_address("etcd://[::1]:2379,127.0.0.1:2379") == mine, "a member that there is a way to"
-    assert mine in {one.address for each in psutil.net_if_addrs().values() for one in each}
-    routes = [line.split() for line in Path("/proc/net/route").read_text().splitlines()[1:]]
-    elsewhere = any(route[1] == "00000000" for route in routes)
-    assert ipaddress.ip_address(mine).is_loopback is not elsewhere
 
 
 SERVED_STORE = served_store.__module__

@@ -136,16 +136,6 @@ def test_simultaneous_agents_take_one_each(job: str) -> None:
         heir.close(keep=False)
 
 
-def test_folder_is_found_by_any_number(job: str) -> None:
-    """The agent before it has left, and taken its folder with it."""
-    first = HostFolder(job, "first")
-    leave(job, "dead 1 0 7 1")
-    first.close(keep=False)
-    heir = HostFolder(job, "heir")
-    assert heir.previous_owner == "dead"
-    heir.close(keep=False)
-
-
 def test_incomplete_folder_is_not_kept(job: str) -> None:
     first = HostFolder(job, "a")
     first.status_page(0).write_bytes(b"x")

@@ -125,11 +125,6 @@ def test_options_that_follow(argv: tuple[str, ...], found: tuple[str, str, str])
     assert options_of(*argv) == found
 
 
-def test_torchruns_variables_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PET_NNODES", "1:1")
-    assert options_of()[0] == "1:1"
-
-
 def send(number: int) -> None:
     os.kill(os.getpid(), number)
 

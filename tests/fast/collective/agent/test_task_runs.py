@@ -9,12 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from edl.collective.agent.command_line import cli as run
-from edl.collective.agent.command_line import task_runs
 from edl.collective.agent.command_line.slurm import SlurmStep
 from edl.collective.agent.command_line.task_runs import TaskRuns
-from edl.collective.agent.exit_codes import ExitCode
-from edl.collective.agent.launch_spec import LaunchSpec
 from edl.errors import SettingsError
 
 STEP = SlurmStep.of(
@@ -80,17 +76,6 @@ def test_old_files_are_removed(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_end_before_the_lock_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lock = task_runs._lock
-
-    def lock_after_the_other_run(file: int) -> bool:
-        os.pwrite(file, b"1", 0)
-        return lock(file)
-
-    monkeypatch.setattr(task_runs, "_lock", lock_after_the_other_run)
-    assert name_of(tmp_path, ends=False) == "slurm-test-17.0-2"
-
-
 @pytest.mark.parametrize("kind", ["file", "dangling link", "link", "writable"])
 def test_folder_of_others_is_refused(tmp_path: Path, kind: str) -> None:
     folder = tmp_path / "edl-slurm-1000"
@@ -118,24 +103,3 @@ def test_other_command_is_another_job(tmp_path: Path) -> None:
     assert name_of(tmp_path, ends=False, command="b") == "slurm-test-17.0-2", "the first one's end is not this one's"
     assert name_of(tmp_path, ends=True, command="b", stored=False) == "slurm-test-17.0-2", "it failed before"
     assert name_of(tmp_path, ends=True, command="c") == "slurm-test-17.0-3"
-
-
-def test_call_after_unstored_end_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`edl run` itself: of two calls in a task, the first's exit code 74 does not swallow the second."""
-    names: list[str] = []
-
-    class UnstoredAgent:
-        def __init__(self, launch: LaunchSpec, *_: object) -> None:
-            names.append(launch.job)
-
-        def run(self) -> int:
-            return ExitCode.NOT_STORED
-
-    for name, value in (("JOB_ID", "17"), ("STEP_ID", "0"), ("PROCID", "0"), ("TASK_PID", "99")):
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.setattr(task_runs, "_default_folder", lambda: tmp_path / "runs")
-    monkeypatch.setattr(run, "Agent", UnstoredAgent)
-    for script in ("a.py", "a.py", "b.py"):
-        (tmp_path / script).touch()
-        run.main(["--store", f"sqlite:///{tmp_path}/store.sqlite", str(tmp_path / script)])
-    assert names == ["slurm-17.0", "slurm-17.0", "slurm-17.0-2"]

@@ -66,12 +66,6 @@ def test_exception_of_a_megabyte() -> None:
         assert "descend(4)" in text, "the last call"
 
 
-def test_bytes_that_are_no_text() -> None:
-    """What is no UTF-8 comes with surrogates, which JSON in UTF-8 cannot hold."""
-    found = decode(TerminationMessage("killed", 137, message=b"caf\xe9 \xff\xfe".decode("utf-8", "surrogateescape")))
-    assert found["message"] == "caf? ??"
-
-
 @settings(max_examples=30)
 @given(st.text(st.characters(), max_size=3000), st.text(max_size=400), st.integers(0, 4), st.integers(0, 400))
 def test_any_text_fits(text: str, node: str, times: int, max_bytes: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,22 +59,6 @@ def test_failed_copy_is_an_error(copier: TensorCopier, background: bool) -> None
         with pytest.raises(RuntimeError, match="the copy failed"):
             job.done.result()
     assert not done
-
-
-def test_uncopyable_is_left_to_the_caller(copier: TensorCopier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread's current stream on a GPU is not the caller's."""
-    threads: list[str] = []
-    copy = torch.Tensor.copy_
-
-    def noted(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        threads.append(threading.current_thread().name)
-        return copy(self, other)
-
-    monkeypatch.setattr(torch.Tensor, "copy_", noted)
-    base = torch.randn(3000, 2000)
-    copier.start_copy([torch.empty(2000, 3000)], [base.t()], lambda: None)
-    copier.finish_copy()
-    assert threads == ["MainThread"]
 
 
 DEVICE = torch.device("cuda", 0)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from edl.collective.checkpoint.memory.restore_plan import choose_state
 from edl.collective.checkpoint.memory.slots import SlotHeader
 from edl.collective.checkpoint.save_schedule import SaveSchedule
-from edl.errors import SettingsError
 
 
 @given(st.floats(0.001, 0.5), st.floats(1e-4, 10), st.floats(1e-4, 10))
@@ -38,22 +36,6 @@ def test_interval_in_seconds_becomes_steps() -> None:
     pace = SaveSchedule(interval_s=5.0)
     assert (pace.propose_steps(0.5, 9.0), pace.propose_steps(7.0, 0.0)) == (10, 1)
     assert pace.propose_steps(0.0, 0.0) > 1
-
-
-@pytest.mark.parametrize("given", [{}, {"overhead": 0.0}, {"interval_s": -1.0}, {"overhead": 0.1, "interval_steps": 3}])
-def test_useless_settings_are_refused(given: dict[str, float]) -> None:
-    """Settings that say nothing or too much are refused."""
-    with pytest.raises(SettingsError, match="exactly one"):
-        SaveSchedule(**given)  # type: ignore[arg-type]
-
-
-def test_newest_generation_is_chosen() -> None:
-    offers = [[SlotHeader(1, 20, 2, 0)], [SlotHeader(2, 15, 2, 1), SlotHeader(2, 14, 2, 1)], []]
-    choice = choose_state(offers)
-    assert choice is not None
-    assert (choice.generation, choice.step) == (2, 15)
-    assert choice.sources == (1, 1, 1)
-    assert choose_state([[], []]) is None
 
 
 def test_each_rank_gets_its_own_where_it_can() -> None:

@@ -132,30 +132,6 @@ def test_what_a_killed_process_left_is_swept(shm: Path) -> None:
     assert not list(shm.glob(f"edl-slots-{child}-*"))
 
 
-def test_reused_pid_does_not_keep_files(shm: Path) -> None:
-    """As when a container is started again beside others, and all its processes get the numbers that they had."""
-    own = os.getpid()
-    child = os.fork()
-    if child == 0:
-        os.getpid = lambda: own
-        slots = SlotPair.from_env()
-        write(slots, 1)
-        os._exit(0)
-    os.waitpid(child, 0)
-    left = set(shm.glob(f"edl-slots-{own}-*"))
-    assert left
-    SlotPair.from_env().close()
-    assert not left & set(shm.glob(f"edl-slots-{own}-*"))
-
-
-def test_the_agents_slots_outlive_the_worker(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EDL_SLOTS", str(prefix))
-    slots = SlotPair.from_env()
-    write(slots, 3)
-    slots.close()
-    assert [one.header.step for one in find_slots(prefix)] == [3]
-
-
 def test_too_little_shared_memory(prefix: Path) -> None:
     slots = SlotPair(prefix)
     write(slots, 1)

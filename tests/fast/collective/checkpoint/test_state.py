@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,10 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from edl.collective.checkpoint.state.metadata import TensorEntry, box_overlap, parse_meta
+from edl.collective.checkpoint.state.metadata import TensorEntry, parse_meta
 from edl.collective.checkpoint.state.state import CapturedState, State, WorldChange
-from edl.collective.checkpoint.state.stateful_loader import is_stateful_loader
-from edl.collective.checkpoint.state.tensors import LiveMeshes, LiveTensors, is_sharded, view_of
+from edl.collective.checkpoint.state.tensors import LiveMeshes, LiveTensors, view_of
 from edl.errors import ProtocolError, SettingsError
 
 DTYPES = [
@@ -348,19 +344,3 @@ def test_adjust_functions_keep_order() -> None:
     change = WorldChange(4, 2, 17)
     state.adjust(change)
     assert seen == [("first", change), ("second", change)]
-
-
-def test_boxes_overlap_where_they_should() -> None:
-    assert box_overlap((2, 0), (4, 3), (4, 1), (5, 9)) == ((slice(2, 4), slice(1, 3)), (slice(0, 2), slice(0, 2)))
-    assert box_overlap((0,), (2,), (2,), (2,)) is None
-
-
-@pytest.mark.parametrize(
-    ("module", "is_instance"),
-    [("torch.distributed.tensor", is_sharded), ("torchdata.stateful_dataloader", is_stateful_loader)],
-)
-def test_half_imported_module_has_no_value(
-    monkeypatch: pytest.MonkeyPatch, module: str, is_instance: Callable[[object], bool]
-) -> None:
-    monkeypatch.setitem(sys.modules, module, ModuleType(module))  # as it is before its first line has run
-    assert not is_instance(torch.ones(1))

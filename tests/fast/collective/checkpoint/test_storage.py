@@ -28,7 +28,6 @@ from edl.collective.checkpoint.memory.slots import (
     SlotHeader,
     SlotPair,
     find_marked_slots,
-    storing_path,
 )
 from edl.collective.checkpoint.state.state import State
 from edl.collective.checkpoint.storage.manifest import CheckpointName, newest_first
@@ -488,16 +487,6 @@ def test_workers_go_on_while_storing(tmp_path: Path, slow: str) -> None:
     assert left == {"s0.0", "s0.1"}, "nothing is held once it is stored"
 
 
-def test_what_is_marked_outlives_its_slot(tmp_path: Path) -> None:
-    slots = SlotPair(tmp_path / "s")
-    for step in range(5):
-        save(slots, step, 0, persist=step == 1)
-    assert [found.header.step for found in slots.find_complete()] == [4, 3]
-    assert [found.header.step for found in find_marked_slots(tmp_path / "s")] == [1]
-    save(slots, 5, 0)
-    assert [found.header.step for found in find_marked_slots(tmp_path / "s")] == [5], "the newest counts"
-
-
 def test_a_slow_storage_is_waited_for(tmp_path: Path, slow: str) -> None:
     """A state is marked only when the one before is stored, so that all nodes store the same ones."""
     with Checkpointer(job(3), interval_steps=1, storage=slow, storage_interval_s=1e-9) as checkpointer:
@@ -535,14 +524,6 @@ def test_mark_that_others_lack_is_removed(tmp_path: Path) -> None:
     assert writer.write_newest(prefixes, marked=True) == WriteOutcome(3, 1, 2, True)
 
 
-def test_mark_of_a_given_up_state_goes(tmp_path: Path) -> None:
-    slots = SlotPair(tmp_path / "s")
-    save(slots, 1, 0)
-    slots.invalidate_newest()
-    assert storing(tmp_path / "c").write_newest([tmp_path / "s"], marked=True) is None
-    assert not slots.has_marked_slot
-
-
 @pytest.mark.parametrize("marked", [False, True])
 def test_late_write_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marked: bool) -> None:
     """The worker looked at the file's names, the file was pinned, and then the worker began to write to it."""
@@ -569,12 +550,3 @@ def test_late_write_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     save(slots, 2, 0)
     half = writer.write_newest([tmp_path / "s"], marked=marked)
     assert half is not None, "and the next state is stored"
-
-
-def test_killed_agents_names_hold_no_memory(tmp_path: Path) -> None:
-    """An agent was killed while it stored a state, and its successor stores the same."""
-    slots = SlotPair(tmp_path / "s")
-    save(slots, 1, 0)
-    os.link(tmp_path / "s.0", storing_path(tmp_path / "s"))
-    assert storing(tmp_path / "c").write_newest([tmp_path / "s"]) is not None
-    assert {path.name for path in tmp_path.glob("s.*")} == {"s.0", "s.1"}

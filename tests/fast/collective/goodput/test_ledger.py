@@ -17,7 +17,6 @@ from edl.collective.goodput.spans import (
     Span,
     TimeCategory,
     apportion,
-    goodput,
     merge_alike,
     span_of,
     sum_amounts,
@@ -99,12 +98,6 @@ def test_joining_is_associative(a: list[Span], b: list[Span], c: list[Span]) -> 
     assert all(not one.alike(two) for one, two in itertools.pairwise(whole))
 
 
-def test_goodput_is_the_trained_part() -> None:
-    """Goodput is the trained part and unknown before any time passed."""
-    assert goodput(sum_amounts([span_of(TimeCategory.TRAIN, 3 * SECOND), span_of(TimeCategory.DOWN, SECOND)])) == 0.75
-    assert goodput(sum_amounts([])) is None
-
-
 def test_short_copy_is_charged() -> None:
     worker = Worker()
     ledger = started(worker)
@@ -152,20 +145,6 @@ def test_new_agent_knows_earlier_steps(restored: int, repeated: int) -> None:
     assert seconds(ledger) == (trained | {"ROLLBACK": repeated * 0.125} if repeated else trained)
 
 
-def test_a_pause_loses_nothing() -> None:
-    worker = Worker()
-    ledger = started(worker)
-    worker.finish(0)
-    worker.save(0)
-    worker.spend(Phase.PAUSE, 0.25)
-    ledger.observe(worker.now_s, AgentState.RENDEZVOUS, [worker.status])
-    worker.restart(1)
-    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
-    worker.finish(1)
-    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
-    assert seconds(ledger) == {"TRAIN": 2.0, "RENDEZVOUS": 0.25}
-
-
 def test_hang_is_idle_but_for_its_step() -> None:
     worker = Worker()
     ledger = started(worker)
@@ -180,24 +159,6 @@ def test_hang_is_idle_but_for_its_step() -> None:
     assert seconds(ledger) == {"TRAIN": 10.0, "ROLLBACK": 2.0, "IDLE": 28.0}
 
 
-def test_waits_in_a_save_are_told_apart() -> None:
-    """Waiting in a save for a rank that is slow is training and for one that hangs is idle."""
-    worker = Worker()
-    ledger = started(worker)
-    for step in range(5):
-        worker.finish(step, 2.0)
-        worker.spend(Phase.SAVE, 0.1)
-        worker.spend(Phase.AGREE, 0.9)
-        ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
-    assert seconds(ledger) == {"TRAIN": 14.5, "SAVE": 0.5}
-    worker.finish(5, 2.0)
-    for _ in range(30):
-        worker.spend(Phase.AGREE, 1.0)
-        ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
-    ledger.observe(worker.now_s, AgentState.RENDEZVOUS, [worker.status])
-    assert seconds(ledger) == {"TRAIN": 16.5, "SAVE": 0.5, "ROLLBACK": 2.0, "IDLE": 28.0}
-
-
 def test_the_slowest_worker_of_a_node_counts() -> None:
     fast, slow = Worker(), Worker()
     ledger = Ledger("a", 2, 0.0, WALL_S)
@@ -207,17 +168,6 @@ def test_the_slowest_worker_of_a_node_counts() -> None:
     slow.spend(Phase.SAVE, 2.0)
     ledger.observe(3.0, AgentState.RUNNING, [fast.status, slow.status])
     assert seconds(ledger) == {"TRAIN": 1.0, "SAVE": 2.0}
-
-
-def test_changing_page_is_not_believed() -> None:
-    worker = Worker()
-    ledger = started(worker)
-    worker.finish(0)
-    torn = replace(worker.status, totals_s={**worker.status.totals_s, Phase.SAVE: 60.0})
-    ledger.observe(worker.now_s, AgentState.RUNNING, [torn])
-    worker.finish(1)
-    ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
-    assert seconds(ledger) == {"TRAIN": 2.0}
 
 
 def test_time_without_workers_is_the_agents() -> None:

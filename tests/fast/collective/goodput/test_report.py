@@ -35,12 +35,6 @@ def at(seconds: float) -> int:
     return BEGAN_US + round(seconds * SECOND)
 
 
-def test_columns_show_the_largest_part() -> None:
-    spans = [span_of(TimeCategory.LOAD, 10 * SECOND), span_of(TimeCategory.TRAIN, 20 * SECOND)]
-    shown = main_categories(spans, at(10), at(0), at(50), 5)
-    assert shown == [None, TimeCategory.LOAD, TimeCategory.TRAIN, TimeCategory.TRAIN, None]
-
-
 @given(
     st.lists(st.tuples(st.sampled_from(TimeCategory), st.integers(1, 10**9)), min_size=1, max_size=9),
     st.integers(1, 50),
@@ -94,12 +88,6 @@ def test_silent_running_job_is_down() -> None:
     alive, silent = summarize(record, at(10 + SILENT_S)), summarize(record, at(11 + SILENT_S))
     assert (alive.state, alive.ledger.goodput) == ("running", 1.0)
     assert (silent.state, silent.ledger.amounts[TimeCategory.DOWN]) == ("down", round((1 + SILENT_S) * SECOND))
-
-
-def test_ended_job_is_not_down() -> None:
-    record = JobRecord("j", world("a", state=JobState.FAILED), (life("a", 0, TimeCategory.TRAIN),), ())
-    summary = summarize(record, at(1000))
-    assert (summary.state, summary.nodes[0].state, summary.ledger.amounts[TimeCategory.DOWN]) == ("failed", "left", 0)
 
 
 def test_no_step_means_unknown_goodput() -> None:

@@ -91,24 +91,6 @@ def test_discarded_step_can_be_retried(caplog: pytest.LogCaptureFixture) -> None
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_recurring_samples_are_not_left_out() -> None:
-    """Nothing is left out where the samples come again by themselves."""
-    anew, restored = Job(), Job()
-    (batch,) = next(iter(anew.loader))
-    with pytest.raises(MemoryError):
-        anew.compute(batch, fail_in=0)
-    again = iter(anew.loader)
-    next(again)
-    anew.trainer.discard()
-    before = restored.sampler.state_dict()
-    (batch,) = next(iter(restored.loader))
-    with pytest.raises(MemoryError):
-        restored.compute(batch, fail_in=0)
-    restored.sampler.load_state_dict(before)
-    restored.trainer.discard()
-    assert (anew.sampler.consumed, restored.sampler.consumed) == (0, 0)
-
-
 def test_restarted_loop_needs_no_word() -> None:
     """A loop that is begun anew needs no word about the step that it repeats."""
     clean, job = Job(max_micro_batch=2), Job(max_micro_batch=2)

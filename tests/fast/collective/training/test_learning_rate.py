@@ -21,8 +21,6 @@ from edl.collective.training.learning_rate import (
     Policy,
     RateScaling,
     SquareRoot,
-    decay_for,
-    epsilon_for,
 )
 from edl.collective.training.trainer import ElasticTrainer
 from edl.errors import SettingsError
@@ -64,12 +62,6 @@ def test_other_optimizers_change_rate_only(moments: bool | None) -> None:
     found, _ = trained(adam(0.01, 0.9, 0.99, 1e-3, kind), SquareRoot(moments=moments))
     plain, _ = trained(adam(0.02, 0.9, 0.99, 1e-3, kind), None)
     assert torch.allclose(found, plain, rtol=1e-12) is not bool(moments)
-
-
-def test_a_smaller_batch_has_a_longer_memory() -> None:
-    assert decay_for(0.9, 0.25) == pytest.approx(0.975)
-    assert epsilon_for(1e-8, 0.25) == pytest.approx(2e-8)
-    assert decay_for(0.9, 1.0) == 0.9
 
 
 def test_too_large_batch_is_reported(caplog: pytest.LogCaptureFixture) -> None:
@@ -217,14 +209,6 @@ def test_step_is_gradient_by_divisor(kind: type[torch.optim.Optimizer], options:
     assert divisor is not None
     factors = change * divisor / grad  # the same for every element: the rate, and what grows with the steps alone
     torch.testing.assert_close(factors, factors[:1].expand(50), rtol=1e-5, atol=0.0)
-
-
-def test_group_counting_optimizer_is_known() -> None:
-    state, options = {"exp_avg_sq": torch.full((2,), 0.19)}, {"betas": (0.9, 0.9), "eps": 0.0, "step": 2}
-    assert is_adaptive(state, options)
-    found = divisor_of(state, options)
-    assert found is not None
-    torch.testing.assert_close(found, torch.ones(2))
 
 
 @pytest.mark.parametrize(

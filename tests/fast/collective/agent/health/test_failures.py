@@ -162,23 +162,6 @@ def test_early_rank_is_a_likely_cause(ended: Sequence[int], ranks: str) -> None:
     assert verdict.restart == f"rank 3 lost contact with another one, {why}"
 
 
-@pytest.mark.parametrize(
-    ("failures", "ended", "missing", "words"),
-    [
-        ([LOST], [], False, "rank 3 lost contact with another one"),
-        ([LOST], [1], True, "rank 3 lost contact with another one"),
-        ([ABORTED], [1], False, "worker 2"),
-        ([LOST, ABORTED], [1], False, "rank 3 lost contact with another one"),
-    ],
-)
-def test_it_is_not_where_something_else_is(
-    failures: list[WorkerFailure], ended: list[int], missing: bool, words: str
-) -> None:
-    verdict = decide_recovery(failures, 2.0, error_grace_s=0.5, contact_timeout_s=2.0, ended=ended, missing=missing)
-    assert verdict is not None
-    assert verdict.restart == words
-
-
 def test_error_file_is_read_as_torchs(tmp_path: Path) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 

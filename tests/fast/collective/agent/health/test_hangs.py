@@ -24,12 +24,6 @@ def why_hung(status: WorkerStatus, now_s: float, limits: HangLimits, forked_s: f
     return None if found is None else describe_hang(found, now_s, limits)
 
 
-def test_missing_step_is_a_hang() -> None:
-    assert why_hung(status(), 110.0, LIMITS) is None
-    why = why_hung(status(), 110.1, LIMITS)
-    assert why == "no step after step 7 for 10.1 s; the limit is 10 s where a step takes 1 s"
-
-
 @pytest.mark.parametrize("fields", [{"step": -1, "step_at": 0.0}, {"durations_s": (0.1, 0.1)}])
 def test_first_steps_have_their_own_limit(fields: dict[str, object]) -> None:
     assert why_hung(status(**fields), 160.0, LIMITS) is None
@@ -126,16 +120,6 @@ def test_what_is_declared_has_its_own_limit() -> None:
     )  # fmt: skip
 
 
-def test_wait_begins_when_the_other_is_done() -> None:
-    simulation = Simulation()
-    simulation.statuses[0] = status(Phase.BUSY, busy_with="evaluation", busy_limit_s=500.0)
-    assert simulation.until_hung(300.0) is None
-    simulation.statuses[0] = status(Phase.TRAIN, phase_since=300.0)
-    found = simulation.until_hung(400.0)
-    assert found is not None
-    assert 209.9 <= found[0] <= 210.2
-
-
 def test_another_nodes_worker_is_waited_for() -> None:
     simulation = Simulation()
     simulation.detector.others_busy = True
@@ -143,12 +127,3 @@ def test_another_nodes_worker_is_waited_for() -> None:
     assert not simulation.detector.busy, "or two nodes would excuse each other for ever"
     simulation.detector.others_busy = False
     assert simulation.until_hung(400.0) is not None
-
-
-def test_a_moment_of_being_busy_is_not_told() -> None:
-    simulation = Simulation()
-    simulation.statuses[0] = status(Phase.BUSY, busy_with="evaluation", busy_limit_s=500.0)
-    simulation.until_hung(100.5)
-    assert not simulation.detector.busy
-    simulation.until_hung(102.0)
-    assert simulation.detector.busy

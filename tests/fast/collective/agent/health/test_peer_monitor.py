@@ -94,15 +94,6 @@ def test_killed_is_gone_stopped_is_not(agent: Callable[..., Peers]) -> None:
     assert peers.gone.empty(), "each is told once"
 
 
-@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
-def test_peers_over_ipv6(agent: Callable[..., Peers]) -> None:
-    peers, other = agent(), agent("six")
-    peers.set_peers({"six": ("::1", other.port)})
-    peers.wait_connected("six")
-    other.close()
-    assert peers.next_gone() == "six"
-
-
 def test_unknown_address_proves_nothing(agent: Callable[..., Peers]) -> None:
     """A firewall refuses, a port belongs to somebody else now, a node was told a wrong --local-addr."""
     peers, somebody, known = agent(), agent("somebody else"), agent("known")

@@ -52,12 +52,6 @@ def test_rank_that_never_waits_is_named() -> None:
     assert changes[0].startswith("rank 2 is slow: 0.099 s of its own a step, the others 0.04 s")
 
 
-def test_unmeasured_ranks_are_not_named() -> None:
-    times = StepTimes()
-    times.measure_window({0: BEGIN})
-    assert times.measure_window({0: after(10, 0.1, 0.0)}) == {}
-
-
 SETTINGS = StragglerSettings(windows=3)
 
 

@@ -68,9 +68,3 @@ def test_a_slow_worker_keeps_no_other(pipe: tuple[Path, int], tmp_path: Path) ->
     assert send_environments(announcements, timeout_s=0.05) == {quick}
     assert EnvironmentDecoder().feed_bytes(os.read(reading, 2 * PIPE_NBYTES)) == [environ(3)]
     os.close(reading)
-
-
-def test_pieces_of_a_line_are_joined() -> None:
-    decoder = EnvironmentDecoder()
-    pieces = (b'\n{"a"', b': "1"}', b'\n\n{"b": "2"}\n')
-    assert [decoder.feed_bytes(piece) for piece in pieces] == [[], [], [{"a": "1"}, {"b": "2"}]]

@@ -25,13 +25,6 @@ def test_no_temporary_folder_says_what_to_do(monkeypatch: pytest.MonkeyPatch) ->
         pass
 
 
-def test_temporary_log_folder_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with temporary_log_folder() as folder:
-        assert list(tmp_path.iterdir()) == [Path(folder)]
-    assert not list(tmp_path.iterdir())
-
-
 def test_young_folder_is_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another agent may have made it, be about to lock it, and end if it cannot."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

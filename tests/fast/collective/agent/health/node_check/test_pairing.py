@@ -42,13 +42,6 @@ def test_the_first_round_pairs_neighbours(count: int, groups: list[str]) -> None
     assert first_groups("abcde"[:count]) == tuple(tuple(group) for group in groups)
 
 
-def test_every_suspect_meets_one_that_passed() -> None:
-    (groups, results), (again, _) = simulate(list("abcdef"), faulty={"b"}, silent=set())
-    assert groups == (("a", "b"), ("c", "d"), ("e", "f"))
-    assert [node for node in "abcdef" if not results[node].passed] == ["a", "b"]
-    assert again[:2] == (("f", "a"), ("e", "b"))
-
-
 @given(st.integers(4, 9).filter(lambda count: count != 5), st.integers(0, 8), st.booleans())
 def test_one_bad_node_is_named(count: int, which: int, silent: bool) -> None:
     """One bad node among good ones is named and nobody else."""
@@ -62,13 +55,6 @@ def test_one_bad_node_is_named(count: int, which: int, silent: bool) -> None:
 def test_a_silent_node_among_three_is_named() -> None:
     nodes = list("abc")
     assert summarize_rounds(nodes, simulate(nodes, set(), {"c"}), FACTOR) == NodeCheckResult({"c": "no answer"})
-
-
-def test_both_of_two_failing_are_named() -> None:
-    nodes = list("ab")
-    assert summarize_rounds(nodes, simulate(nodes, {"a"}, set()), FACTOR).faulty == dict.fromkeys(
-        nodes, "could not reduce"
-    )
 
 
 def test_slow_node_is_named_by_its_own_time() -> None:

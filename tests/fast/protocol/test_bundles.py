@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edl.errors import ProtocolError
@@ -22,6 +22,7 @@ def response(number: str, raw: list[bytes], error: str) -> bytes:
     return message.SerializeToString()
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(ids, blobs), min_size=1, max_size=6))
 def test_requests_come_out_as_they_went_in(requests: list[tuple[str, list[bytes]]]) -> None:
     messages = [codec.join_request(codec.id_field(number), raw) for number, raw in requests]
@@ -36,11 +37,9 @@ def test_requests_come_out_as_they_went_in(requests: list[tuple[str, list[bytes]
         assert ([bytes(view) for view in views], own) == (raw, number)
 
 
+@settings(max_examples=40)
 @given(answers)
-def test_answers_survive_a_bundle(
-    wanted: list[tuple[str, list[bytes], str]],
-) -> None:
-    """Answers come out as they went in, and a single one as itself."""
+def test_answers_survive_a_bundle(wanted: list[tuple[str, list[bytes], str]]) -> None:
     messages = [response(*answer) for answer in wanted]
     together = bundles.split_responses(bundles.join_responses(messages))
     assert together == [part for message in messages for part in bundles.split_responses(message)]
@@ -77,6 +76,7 @@ def test_malformed_bundle_is_an_error(data: bytes) -> None:
         bundles.split_responses(data)
 
 
+@settings(max_examples=40)
 @given(st.binary(max_size=200), st.lists(st.integers(0, 1_000_000), max_size=4))
 @example(NESTED, [])
 def test_damaged_bundles_are_read_or_refused(data: bytes, flips: list[int]) -> None:

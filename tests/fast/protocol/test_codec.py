@@ -7,7 +7,7 @@ import warnings
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -16,6 +16,7 @@ from edl.distill.transport.stream import InferStream, _PendingRequest
 from edl.errors import ProtocolError
 from edl.protocol import codec, kserve, tensors
 
+few = settings(max_examples=40)
 blobs = st.lists(st.binary(max_size=300), max_size=4)
 
 
@@ -27,28 +28,19 @@ def header(model: str = "m") -> kserve.ModelInferRequest:
     return message
 
 
+@few
 @given(blobs)
-def test_request_is_as_protobuf_writes_it(raw: list[bytes]) -> None:
+def test_messages_are_those_of_protobuf(raw: list[bytes]) -> None:
     whole = header()
     whole.raw_input_contents.extend(raw)
     assert kserve.ModelInferRequest.FromString(codec.encode_request(header(), raw)) == whole
-
-
-@given(blobs)
-def test_request_protobuf_wrote_is_read(raw: list[bytes]) -> None:
-    whole = header()
-    whole.raw_input_contents.extend(raw)
     found, views = codec.decode_request(whole.SerializeToString())
     assert found == header()
     assert [bytes(view) for view in views] == raw
-
-
-@given(blobs)
-def test_a_response_comes_back_as_it_was(raw: list[bytes]) -> None:
-    message = kserve.ModelInferResponse(model_name="m")
-    message.outputs.add(name="y", datatype="FP16", shape=[1])
-    found, views = codec.decode_response(codec.encode_response(message, raw))
-    assert found == message
+    answer = kserve.ModelInferResponse(model_name="m")
+    answer.outputs.add(name="y", datatype="FP16", shape=[1])
+    again, views = codec.decode_response(codec.encode_response(answer, raw))
+    assert again == answer
     assert [bytes(view) for view in views] == raw
 
 
@@ -59,11 +51,11 @@ def test_tensors_may_stand_anywhere() -> None:
     assert [bytes(view) for view in views] == [b"abc", b"de"]
 
 
+@few
 @given(st.binary(max_size=200))
 @example(b"\x3a\xff\xff\xff\xff\x0f")  # raw contents that claim four gigabytes
 @example(b"\xff" * 12)
 def test_any_bytes_are_read_as_by_protobuf(data: bytes) -> None:
-    """Any bytes are read or refused as protobuf does."""
     try:
         found, views = codec.decode_request(data)
     except ProtocolError:
@@ -77,9 +69,9 @@ def test_any_bytes_are_read_as_by_protobuf(data: bytes) -> None:
 ids = st.text(max_size=20)
 
 
+@few
 @given(ids, blobs)
 def test_streamed_request_gives_id_and_rest(number: str, raw: list[bytes]) -> None:
-    """A streamed request gives its id and the rest as it was."""
     plain = header()
     plain.ClearField("id")
     whole = header()
@@ -94,9 +86,9 @@ def test_streamed_request_gives_id_and_rest(number: str, raw: list[bytes]) -> No
         assert found == number
 
 
+@few
 @given(ids, blobs, st.text(max_size=20))
 def test_streamed_response_has_id_and_error(number: str, raw: list[bytes], error: str) -> None:
-    """A streamed response gives its id, its error and the rest as it was."""
     plain = kserve.ModelInferResponse(model_name="m")
     plain.outputs.add(name="y", datatype="FP16", shape=[1])
     ours = codec.join_streamed_response(plain.SerializeToString(), raw, codec.id_field(number))
@@ -110,6 +102,7 @@ def test_streamed_response_has_id_and_error(number: str, raw: list[bytes], error
     assert (found, said) == (number, error)
 
 
+@few
 @given(st.binary(max_size=200))
 @example(codec.id_field("x")[:-1] + b"\xff")  # an id that is no UTF-8
 @example(b"\x12\x05\x1a\xff\xff\xff\x0f")  # a response whose id claims more than there is
@@ -134,6 +127,7 @@ def test_any_streamed_bytes_read_or_refused(data: bytes) -> None:
     assert isinstance(error, str)
 
 
+@few
 @given(st.text(max_size=50), st.text(max_size=20))
 def test_response_keeps_its_own_id(own: str, given_id: str) -> None:
     """A response keeps its own id where none is given."""
@@ -149,6 +143,7 @@ def test_response_keeps_its_own_id(own: str, given_id: str) -> None:
 DTYPES = ["<i1", "<i2", "<i4", "<i8", "<u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", "?", ">f4", ">i2"]
 
 
+@few
 @given(st.sampled_from(DTYPES).flatmap(lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=1, min_side=0))))
 def test_arrays_survive_the_journey(array: np.ndarray) -> None:
     datatype = tensors.datatype_of(array.dtype)
@@ -157,6 +152,7 @@ def test_arrays_survive_the_journey(array: np.ndarray) -> None:
     assert back.dtype == array.dtype.newbyteorder("<")
 
 
+@few
 @given(st.lists(st.one_of(st.binary(max_size=20), st.text(max_size=20)), max_size=6))
 def test_strings_survive_the_journey(values: list[bytes | str]) -> None:
     array = np.empty(len(values), np.object_)
@@ -191,42 +187,26 @@ def test_typed_contents_are_read_and_checked() -> None:
     assert tensors.from_contents("INT8", [3], contents).tolist() == [1, -2, 3]
     with pytest.raises(ProtocolError, match="takes 4 elements, int_contents has 3"):
         tensors.from_contents("INT8", [2, 2], contents)
-    with pytest.raises(ProtocolError, match="does not fit INT8"):
-        tensors.from_contents("INT8", [1], kserve.InferTensorContents(int_contents=[300]))
     with pytest.raises(ProtocolError, match="FP16 cannot be sent"):
         tensors.from_contents("FP16", [1], contents)
 
 
-@pytest.mark.parametrize(
-    ("datatype", "field", "value"),
-    [
-        ("INT8", "int_contents", 128),
-        ("INT8", "int_contents", -129),
-        ("INT16", "int_contents", 2**15),
-        ("UINT8", "uint_contents", 256),
-        ("UINT16", "uint_contents", 2**16),
-    ],
-)
-def test_typed_numbers_never_wrap(datatype: str, field: str, value: int) -> None:
-    contents = kserve.InferTensorContents(**{field: [value]})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # numpy 1 warns, and goes on; a server's log is no error to the student
-        with pytest.raises(ProtocolError, match=f"does not fit {datatype}: {value}"):
-            tensors.from_contents(datatype, [1], contents)
+NUMBERS = {"INT8": 8, "INT16": 16, "INT32": 32, "INT64": 64, "UINT8": 8, "UINT16": 16, "UINT32": 32, "UINT64": 64}
 
 
-@pytest.mark.parametrize(
-    ("datatype", "field", "values"),
-    [
-        ("INT64", "int64_contents", [-(2**63), 2**63 - 1]),
-        ("UINT64", "uint64_contents", [0, 2**64 - 1]),
-        ("UINT32", "uint_contents", [0, 2**32 - 1]),
-        ("INT32", "int_contents", [-(2**31), 2**31 - 1]),
-    ],
-)
-def test_typed_numbers_reach_their_limits(datatype: str, field: str, values: list[int]) -> None:
-    contents = kserve.InferTensorContents(**{field: values})
-    assert tensors.from_contents(datatype, [2], contents).tolist() == values
+@pytest.mark.parametrize("datatype", NUMBERS)
+def test_typed_numbers_never_wrap(datatype: str) -> None:
+    bits, signed = NUMBERS[datatype], not datatype.startswith("U")
+    field = ("" if signed else "u") + ("int64_contents" if bits == 64 else "int_contents")
+    limits = [-(2 ** (bits - 1)), 2 ** (bits - 1) - 1] if signed else [0, 2**bits - 1]
+    contents = kserve.InferTensorContents(**{field: limits})
+    assert tensors.from_contents(datatype, [2], contents).tolist() == limits
+    if bits < 32:  # else the field itself has no room
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # numpy 1 warns, and goes on; a server's log is no error to the student
+            for value in (limits[0] - 1, limits[1] + 1)[0 if signed else 1 :]:
+                with pytest.raises(ProtocolError, match=f"does not fit {datatype}: {value}"):
+                    tensors.from_contents(datatype, [1], kserve.InferTensorContents(**{field: [value]}))
 
 
 def test_messages_are_those_of_tritonclient() -> None:
@@ -238,10 +218,10 @@ def test_messages_are_those_of_tritonclient() -> None:
     assert theirs.inputs[0].parameters["p"].int64_param == -5
 
 
-@pytest.mark.parametrize("shape", [[1] * 70, [2**62, 0], [0, 2**62, 2]])
-def test_impossible_shape_is_malformed(shape: list[int]) -> None:
-    with pytest.raises(ProtocolError):
-        tensors.from_raw("FP32", shape, b"" if 0 in shape else bytes(4))
+def test_impossible_shape_is_malformed() -> None:
+    for shape in ([1] * 70, [2**62, 0], [0, 2**62, 2]):
+        with pytest.raises(ProtocolError):
+            tensors.from_raw("FP32", shape, b"" if 0 in shape else bytes(4))
 
 
 def test_unreadable_error_ends_its_request() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.errors import ProtocolError
@@ -24,6 +24,7 @@ def buffers_of(fragment: bytes) -> tuple[list[memoryview], str]:
     return raw, request_id
 
 
+@settings(max_examples=50)
 @given(st.lists(st.binary(max_size=300), max_size=4), ids, st.integers(1, 500))
 def test_fragments_join_to_the_request(raw: list[bytes], request_id: str, nbytes: int) -> None:
     header = kserve.ModelInferRequest(model_name="m").SerializeToString() + codec.id_field(request_id)
@@ -45,21 +46,16 @@ def test_fragment_is_of_the_streams_type() -> None:
     assert list(message.raw_input_contents) == [(6).to_bytes(8, "little"), b"\x3a\x04a"]
 
 
-def test_other_request_replaces_fragments() -> None:
+def test_dropped_and_replaced_fragments_begin_anew() -> None:
     defragmenter = Defragmenter(LIMIT_NBYTES)
-    left, whole = cut(b"", [b"a" * 100], "1", 40), cut(b"", [b"b" * 100], "2", 40)
-    assert defragmenter.add(*buffers_of(left[0])) is None
-    found = [defragmenter.add(*buffers_of(message)) for message in whole]
-    assert found[-1] == codec.join_request(b"", [b"b" * 100])
-
-
-def test_dropped_fragments_begin_anew() -> None:
-    defragmenter = Defragmenter(LIMIT_NBYTES)
-    messages = cut(b"", [b"a" * 100], "1", 40)
-    defragmenter.add(*buffers_of(messages[0]))
+    first, second = cut(b"", [b"a" * 100], "1", 40), cut(b"", [b"b" * 100], "2", 40)
+    assert defragmenter.add(*buffers_of(first[0])) is None
+    found = [defragmenter.add(*buffers_of(message)) for message in second]
+    assert found[-1] == codec.join_request(b"", [b"b" * 100]), "another request takes the place of one that is cut off"
+    defragmenter.add(*buffers_of(first[0]))
     defragmenter.drop("2")
     defragmenter.drop("1")
-    found = [defragmenter.add(*buffers_of(message)) for message in messages]
+    found = [defragmenter.add(*buffers_of(message)) for message in first]
     assert found[-1] == codec.join_request(b"", [b"a" * 100]), "the piece that came before is not part of it"
 
 
@@ -112,15 +108,12 @@ def size(nbytes: int) -> memoryview:
     ("raw", "request_id"),
     [
         ([], "1"),
-        ([size(3)], "1"),
         ([memoryview(b"\3"), memoryview(b"abc")], "1"),
-        ([size(3), memoryview(b"abc"), memoryview(b"")], "1"),
         ([size(3), memoryview(b"abc")], ""),
         ([size(3), memoryview(b"abcd")], "1"),
         ([size(3), memoryview(b"")], "1"),
         ([size(0), memoryview(b"")], "1"),
         ([size(LIMIT_NBYTES + 1), memoryview(b"abc")], "1"),
-        ([size(2**64 - 1), memoryview(b"abc")], "1"),
     ],
 )
 def test_malformed_fragment_is_refused(raw: list[memoryview], request_id: str) -> None:

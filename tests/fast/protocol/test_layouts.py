@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.errors import ProtocolError
@@ -31,6 +31,7 @@ def request(number: str, raw: list[bytes], name: str) -> bytes:
     return codec.join_request(plain.SerializeToString() + codec.id_field(number), raw)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(ids, tensors, st.sampled_from(["m", "n", "mm"]), errors, st.booleans()), max_size=12))
 def test_known_responses_are_read_alike(given_: list[tuple[str, list[bytes], str, str, bool]]) -> None:
     for number, raw, name, error, own in given_:
@@ -41,6 +42,7 @@ def test_known_responses_are_read_alike(given_: list[tuple[str, list[bytes], str
             assert ([bytes(view) for view in views], found, said) == (raw, number, error)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(ids, tensors, st.sampled_from(["m", "n", "mm"])), max_size=12))
 def test_known_requests_are_read_alike(given_: list[tuple[str, list[bytes], str]]) -> None:
     for number, raw, name in given_:
@@ -51,6 +53,7 @@ def test_known_requests_are_read_alike(given_: list[tuple[str, list[bytes], str]
             assert ([bytes(view) for view in views], found) == (raw, number)
 
 
+@settings(max_examples=40)
 @given(st.integers(0, 200), st.integers(0, 255))
 def test_a_changed_byte_is_never_overlooked(at: int, value: int) -> None:
     """Whatever a damaged message is read as, it is what a reader that knows no other message makes of it."""

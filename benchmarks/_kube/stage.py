@@ -70,10 +70,7 @@ def open_stage(gpus_per_node: int = 0) -> Iterator[Stage]:
         cluster.wait("the namespace's service account and its token", lambda: takes_pods(cluster, namespace))
         consul = start_consul(folder / "consul")
         stack.callback(consul.stop)
-        yield Stage(
-            Scene(cluster, namespace),
-            stack.enter_context(operators(cluster, namespace, folder)),
-            consul_url(consul),
-            functools.partial(pods.pod_template, image),
-            folder,
-        )
+        operator = stack.enter_context(operators(cluster, namespace, folder))
+        pod_template = functools.partial(pods.pod_template, image)
+        scene = Scene(cluster, namespace, operator, pod_template)
+        yield Stage(scene, operator, consul_url(consul), pod_template, folder)

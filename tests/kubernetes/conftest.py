@@ -14,6 +14,7 @@ import pytest
 
 from tests.cluster.api import Cluster
 from tests.cluster.machine import ROOT, KubeMachine
+from tests.cluster.operator_process import OperatorFactory
 from tests.kubernetes.scenarios.scene import Scene, consul_url, start_consul
 
 COMMAND_S = 300.0
@@ -90,9 +91,11 @@ def person(
 
 
 @pytest.fixture
-def scene(cluster: Cluster, namespace: str) -> Scene:
+def scene(
+    cluster: Cluster, namespace: str, operator: OperatorFactory, pod_template: Callable[..., dict[str, Any]]
+) -> Scene:
     """Resources in the test's namespace."""
-    return Scene(cluster, namespace)
+    return Scene(cluster, namespace, operator, pod_template)
 
 
 @pytest.fixture

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import psutil
 import pytest
 
 from edl.discovery import open_registry
-from tests.cluster.operator_process import OperatorFactory
 from tests.kubernetes.scenarios.scene import Scene
 
 REPORTED_S = 240.0
@@ -45,13 +41,11 @@ def count_processes(scene: Scene) -> int:
 
 @pytest.mark.slow
 @pytest.mark.consul
-def test_deletion_leaves_nothing(
-    scene: Scene, consul_store: str, operator: OperatorFactory, pod_template: Callable[..., dict[str, Any]]
-) -> None:
+def test_deletion_leaves_nothing(scene: Scene, consul_store: str) -> None:
     """Neither of resources, nor of a namespace whose operator is gone: nothing has a finalizer."""
     cluster, namespace = scene.cluster, scene.namespace
-    template = {"spec": pod_template(env={"MEMBERS_OF": namespace})["spec"]}
-    process = operator("--store", consul_store)
+    template = {"spec": scene.pod_template(env={"MEMBERS_OF": namespace})["spec"]}
+    process = scene.operator("--store", consul_store)
     scene.wait("the namespace's own objects", lambda: list_all(scene))
     before = list_all(scene)
 

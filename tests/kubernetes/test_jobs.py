@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from edl.discovery import open_store
 from edl.master.naming import election_key
-from tests.cluster.operator_process import OperatorFactory
 from tests.kubernetes.scenarios.scene import END_S, PROGRAMS, Scene
 
 pytestmark = [pytest.mark.slow, pytest.mark.consul]
 
 
-def test_more_memory_after_a_kill(
-    scene: Scene, consul_store: str, operator: OperatorFactory, pod_template: Callable[..., dict[str, Any]]
-) -> None:
+def test_more_memory_after_a_kill(scene: Scene, consul_store: str) -> None:
     """1,100 MiB do not go into 1 GiB, but into half as much more, beside the agent."""
-    operator("--store", consul_store)
+    scene.operator("--store", consul_store)
     run = ["--no-prewarm", str(PROGRAMS / "hungry.py"), "1100"]
-    scene.create_job("job", run, pod_template(memory="1Gi"), gracePeriodSeconds=2)
+    scene.create_job("job", run, scene.pod_template(memory="1Gi"), gracePeriodSeconds=2)
     scene.wait_success("job")
     record = scene.status("job")["members"]["worker-0"]
     assert (record["try"], record["memoryFactor"]) == (1, 1.5)
@@ -33,14 +27,12 @@ def test_more_memory_after_a_kill(
     assert pods["job-worker-0-1"]["spec"]["containers"][0]["resources"]["limits"]["memory"] == "1536Mi"
 
 
-def test_master_is_replaced(
-    scene: Scene, consul_store: str, operator: OperatorFactory, pod_template: Callable[..., dict[str, Any]]
-) -> None:
+def test_master_is_replaced(scene: Scene, consul_store: str) -> None:
     """The successor goes on with the journal in the store, under another address."""
     cluster, namespace = scene.cluster, scene.namespace
-    operator("--store", consul_store)
+    scene.operator("--store", consul_store)
     master = {"enabled": True, "args": ["--data", "range:10", "--shard-size", "1"]}
-    scene.create_job("job", ["--no-python", "/usr/bin/sleep", "600"], pod_template(), master=master)
+    scene.create_job("job", ["--no-python", "/usr/bin/sleep", "600"], scene.pod_template(), master=master)
     job_id = scene.wait("the job's id", lambda: scene.status("job").get("jobId"))
 
     def find_address(pod: str) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -15,7 +13,7 @@ from edl.kube.client import KubeClient
 from edl.kube.resource_types import ELASTIC_JOBS, NODES, PODS, SECRETS
 from edl.kube.settings import KubeSettings
 from tests.cluster.api import Cluster
-from tests.cluster.operator_process import ACCOUNT, OperatorFactory, install_account, render_chart
+from tests.cluster.operator_process import ACCOUNT, install_account, render_chart
 from tests.kubernetes.conftest import Person
 from tests.kubernetes.scenarios.scene import Scene
 
@@ -52,17 +50,15 @@ def test_own_namespace_only(cluster: Cluster, namespace: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_rights_are_enough(
-    scene: Scene, operator: OperatorFactory, pod_template: Callable[..., dict[str, Any]]
-) -> None:
+def test_rights_are_enough(scene: Scene) -> None:
     """The operator refuses nobody, and is refused nothing but the look at the cluster."""
     cluster, namespace = scene.cluster, scene.namespace
-    process = operator("--store", f"kubernetes://{namespace}")
-    template = {"spec": {**pod_template()["spec"], "serviceAccountName": "edl-member"}}
+    process = scene.operator("--store", f"kubernetes://{namespace}")
+    template = {"spec": {**scene.pod_template()["spec"], "serviceAccountName": "edl-member"}}
     run = ["--no-python", "/usr/bin/sleep", "1"]
     scene.create_job("first", run, template, maxReplicas=2, ttlSecondsAfterFinished=1)
     labels = {"app": "adopted"}
-    pod = {"metadata": {"labels": labels}, "spec": pod_template(["/usr/bin/sleep", "600"])["spec"]}
+    pod = {"metadata": {"labels": labels}, "spec": scene.pod_template(["/usr/bin/sleep", "600"])["spec"]}
     deployment = {"replicas": 0, "selector": {"matchLabels": labels}, "template": pod}
     target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "adopted"}
     pool = {"scaleTargetRef": target, "scaling": "external", "replicas": 1, "maxReplicas": 2}

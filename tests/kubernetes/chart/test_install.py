@@ -134,12 +134,12 @@ def _crd_version(cluster: Cluster, name: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("helm", [4], ids=["helm4"], indirect=True)
-def test_install_upgrade_uninstall(release: Release, scene: Scene, pod_template: Callable[..., dict[str, Any]]) -> None:
+def test_install_upgrade_uninstall(release: Release, scene: Scene) -> None:
     cluster, namespace = scene.cluster, scene.namespace
     install, *looks = page_commands("Install")[:3]
     *handing_over, upgrade = sorted(page_commands("Upgrade"), key=lambda command: command[0] == "helm")
     (uninstall,) = page_commands("Remove")
-    template = {"spec": pod_template()["spec"]}
+    template = {"spec": scene.pod_template()["spec"]}
     own = "priorityClasses.install=false"  # it is the whole cluster's, and other tests' pods name it
 
     with pytest.raises(RuntimeError, match="invalid ownership metadata"):

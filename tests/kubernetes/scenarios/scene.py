@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.api import Cluster
+from tests.cluster.operator_process import OperatorFactory
 from tests.plugins_consul import ConsulAgent
 
 HOST = "10.88.0.1"
@@ -19,6 +20,7 @@ MEMORY = "1Gi"
 START_S = 240.0
 """Until pods run and have imported PyTorch, on a machine that is busy with other tests."""
 END_S = 480.0
+SetGpus = Callable[[str, int], None]
 EDL = (sys.executable, "-m", "edl")
 
 
@@ -36,10 +38,12 @@ def consul_url(agent: ConsulAgent) -> str:
 
 @dataclass(frozen=True)
 class Scene:
-    """A namespace in which a story takes place."""
+    """A namespace of a story, with what starts operators of it and what makes pods that run this project."""
 
     cluster: Cluster
     namespace: str
+    operator: OperatorFactory
+    pod_template: Callable[..., dict[str, Any]]
 
     def create_job(self, name: str, run: list[str], template: Mapping[str, Any], **spec: Any) -> None:
         """Create an ElasticJob."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +15,7 @@ from edl.distill import DistillReader
 from edl.kube.resource_types import PODS
 from edl.kube.watch import KubeWatch
 from tests.cluster.api import MERGE, Cluster, kubectl_program
-from tests.cluster.operator_process import OperatorFactory
-from tests.kubernetes.scenarios.scene import Scene, is_running
+from tests.kubernetes.scenarios.scene import Scene, SetGpus, is_running
 
 pytestmark = [pytest.mark.slow, pytest.mark.consul]
 
@@ -173,17 +172,11 @@ def list_reasons(scene: Scene) -> set[str]:
     return {event["reason"] for event in scene.cluster.ask(f"/api/v1/namespaces/{scene.namespace}/events")["items"]}
 
 
-def test_successors_come_first(
-    scene: Scene,
-    gpus: Callable[[str, int], None],
-    operator: OperatorFactory,
-    consul_store: str,
-    pod_template: Callable[..., dict[str, Any]],
-) -> None:
+def test_successors_come_first(scene: Scene, gpus: SetGpus, consul_store: str) -> None:
     """Without `edl-capacity`; then a spec whose image is not there, and back."""
     gpus(scene.cluster.nodes()[0], 3)
-    template = pod_template(gpus=1)
-    operator("--store", consul_store)
+    template = scene.pod_template(gpus=1)
+    scene.operator("--store", consul_store)
     scene.create_pool("digits", serve(FIRST), template, maxReplicas=2, scaling="external", replicas=2)
     wait_ready(scene, 2)
     with (
@@ -220,12 +213,10 @@ def test_successors_come_first(
     assert {"Updating", "Updated", "UpdateStopped"} <= list_reasons(scene)
 
 
-def test_teachers_come_with_a_student(
-    scene: Scene, operator: OperatorFactory, consul_store: str, pod_template: Callable[..., dict[str, Any]]
-) -> None:
+def test_teachers_come_with_a_student(scene: Scene, consul_store: str) -> None:
     """Nobody says how many there are to be, but for `maxReplicas`: the load of a student brings them."""
-    operator("--store", consul_store)
-    scene.create_pool("digits", serve(FIRST), pod_template(), minReplicas=0, maxReplicas=1)
+    scene.operator("--store", consul_store)
+    scene.create_pool("digits", serve(FIRST), scene.pod_template(), minReplicas=0, maxReplicas=1)
     scene.wait("a pool at rest", lambda: read_pool(scene).get("status", {}).get("wantedReplicas") == 0)
     assert scene.cluster.list_pods(scene.namespace) == []
     with contextlib.closing(Student(scene, consul_store)) as student:
@@ -235,23 +226,16 @@ def test_teachers_come_with_a_student(
 
 
 @pytest.mark.parametrize("capacity", [True, False], ids=["capacity", "probing"])
-def test_borrowed_and_given_back(
-    scene: Scene,
-    gpus: Callable[[str, int], None],
-    operator: OperatorFactory,
-    consul_store: str,
-    pod_template: Callable[..., dict[str, Any]],
-    capacity: bool,
-) -> None:
+def test_borrowed_and_given_back(scene: Scene, gpus: SetGpus, consul_store: str, capacity: bool) -> None:
     """Four teachers have all GPUs; an online Deployment takes two of them, and leaves."""
     cluster, namespace = scene.cluster, scene.namespace
     for node in cluster.nodes():
         gpus(node, 2)
-    process = operator("--http-port", "0", "--store", consul_store, capacity=capacity)
+    process = scene.operator("--http-port", "0", "--store", consul_store, capacity=capacity)
     spec = {"maxReplicas": 4, "scaling": "external", "replicas": 4, "probeSeconds": 2}
-    scene.create_pool("digits", serve(FIRST), pod_template(gpus=1), **spec)
+    scene.create_pool("digits", serve(FIRST), scene.pod_template(gpus=1), **spec)
     labels = {"app": "online"}
-    online = {"metadata": {"labels": labels}, "spec": pod_template(["sleep", "100000"], gpus=1)["spec"]}
+    online = {"metadata": {"labels": labels}, "spec": scene.pod_template(["sleep", "100000"], gpus=1)["spec"]}
     online["spec"]["terminationGracePeriodSeconds"] = 0
     deployment = {"replicas": 0, "selector": {"matchLabels": labels}, "template": online}
     metadata = {"name": "online", "namespace": namespace}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,8 @@ import pytest
 
 from tests.cluster.api import Cluster
 from tests.cluster.machine import KubeMachine
-from tests.cluster.operator_process import OperatorFactory
 from tests.kubernetes.scenarios.diary import Diary, index_of, lives, overlaps
-from tests.kubernetes.scenarios.scene import MEMORY, PROGRAMS, Scene, is_running, node_of
+from tests.kubernetes.scenarios.scene import MEMORY, PROGRAMS, Scene, SetGpus, is_running, node_of
 from tests.plugins_kubernetes import StoppableNodes
 
 LOST_S = 240.0
@@ -37,7 +36,6 @@ class Training:
         self,
         scene: Scene,
         folder: Path,
-        pod_template: Callable[..., dict[str, Any]],
         name: str = "count",
         gpus: int = 1,
         **spec: Any,
@@ -54,7 +52,7 @@ class Training:
             "--until",
             str(self._ended),
         ]
-        template = pod_template(gpus=gpus, memory=MEMORY, writes=[folder / name])
+        template = scene.pod_template(gpus=gpus, memory=MEMORY, writes=[folder / name])
         scene.create_job(name, run, template, **spec)
 
     def wait_world(self, count: int, after: float = 0.0, timeout_s: float | None = None) -> float:
@@ -88,25 +86,19 @@ def online_class(cluster: Cluster) -> Iterator[str]:
 
 
 def test_preempted_job_shrinks_and_grows(
-    scene: Scene,
-    gpus: Callable[[str, int], None],
-    operator: OperatorFactory,
-    consul_store: str,
-    pod_template: Callable[..., dict[str, Any]],
-    online_class: str,
-    tmp_path: Path,
+    scene: Scene, gpus: SetGpus, consul_store: str, online_class: str, tmp_path: Path
 ) -> None:
     """Of four workers three go and one stays; when there is room again, all come back, and no row was lost."""
     cluster, namespace = scene.cluster, scene.namespace
     for node in cluster.nodes():
         gpus(node, 2)
-    operator("--store", consul_store, capacity=True)
-    training = Training(scene, tmp_path, pod_template, minReplicas=1, maxReplicas=4)
+    scene.operator("--store", consul_store, capacity=True)
+    training = Training(scene, tmp_path, minReplicas=1, maxReplicas=4)
     training.wait_world(4)
     (budget,) = cluster.ask(f"/apis/policy/v1beta1/namespaces/{namespace}/poddisruptionbudgets")["items"]
     assert budget["spec"]["minAvailable"] == 1
 
-    online = pod_template(["sleep", "600"], gpus=1)
+    online = scene.pod_template(["sleep", "600"], gpus=1)
     online["spec"] |= {"priorityClassName": online_class, "terminationGracePeriodSeconds": 0}
     names = [f"online-{index}" for index in range(3)]
     for name in names:
@@ -126,20 +118,14 @@ def test_preempted_job_shrinks_and_grows(
 
 
 def test_job_goes_on_without_its_node(
-    scene: Scene,
-    gpus: Callable[[str, int], None],
-    stoppable_nodes: StoppableNodes,
-    operator: OperatorFactory,
-    consul_store: str,
-    pod_template: Callable[..., dict[str, Any]],
-    tmp_path: Path,
+    scene: Scene, gpus: SetGpus, stoppable_nodes: StoppableNodes, consul_store: str, tmp_path: Path
 ) -> None:
     """It shrinks to what is left, grows on the other node, and when the node is back nothing runs twice."""
     home, other = scene.cluster.nodes()
     gpus(home, 1)
     gpus(other, 1)
-    operator("--store", consul_store)
-    training = Training(scene, tmp_path, pod_template, minReplicas=1, maxReplicas=2)
+    scene.operator("--store", consul_store)
+    training = Training(scene, tmp_path, minReplicas=1, maxReplicas=2)
     training.wait_world(2)
     scene.wait_running("count", 2)
     (lost,) = (pod["metadata"]["name"] for pod in scene.pods("count") if node_of(pod) == other and is_running(pod))
@@ -168,31 +154,22 @@ def test_job_goes_on_without_its_node(
 
 
 def test_running_jobs_do_not_notice(
-    scene: Scene,
-    stoppable_nodes: StoppableNodes,  # nobody else has an API server meanwhile
-    machine: KubeMachine,
-    operator: OperatorFactory,
-    consul_store: str,
-    pod_template: Callable[..., dict[str, Any]],
-    tmp_path: Path,
+    scene: Scene, stoppable_nodes: StoppableNodes, machine: KubeMachine, consul_store: str, tmp_path: Path
 ) -> None:
     """For 30 s the API server answers nobody in the cluster: the same processes go on, step by step.
 
     So do those of a job whose store is the API server itself; and the operator goes on afterwards.
     """
     stores = {"with-consul": consul_store, "with-kubernetes": f"kubernetes://{scene.namespace}"}
-    running = operator("--store", consul_store)
-    jobs = [
-        Training(scene, tmp_path, pod_template, name, gpus=0, minReplicas=2, store=store)
-        for name, store in stores.items()
-    ]
+    running = scene.operator("--store", consul_store)
+    jobs = [Training(scene, tmp_path, name, gpus=0, minReplicas=2, store=store) for name, store in stores.items()]
     for job in jobs:
         job.wait_world(2)
         scene.wait("the phase", lambda job=job: scene.phase(job.name) == "Running")  # type: ignore[misc]
     workers = {job.name: scene.wait_running(job.name, 2) for job in jobs}
 
     away = threading.Event()
-    machine.stop_api_server()
+    machine.stop_api_server()  # with `stoppable_nodes`, no other test has one meanwhile
     try:
         away.wait(AWAY_S)
     finally:

@@ -1,23 +1,128 @@
-"""When a `Checkpointer` saves, what it tells the agent, how it pauses, and that it needs a process group."""
+"""When a `Checkpointer` saves, evaluates and pauses, what it tells the agent, and from whose memory it goes on."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from edl.collective.agent.health.failures import ExitCause, find_exit_cause
+from edl.collective.checkpoint import evaluator as evaluator_module
 from edl.collective.checkpoint.checkpointer import Checkpointer
-from edl.collective.checkpoint.memory.slots import SlotPair, find_slots
+from edl.collective.checkpoint.evaluator import Evaluator, agree_on_pending
+from edl.collective.checkpoint.memory.restore_plan import choose_state
+from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair, find_slots
+from edl.collective.checkpoint.save_schedule import SaveSchedule
 from edl.collective.checkpoint.state.state import State
 from edl.collective.ranks import exchange, rank_of, world_of
 from edl.collective.worker_status import Phase, WorkerStatusPage
-from edl.errors import ClosedError, SettingsError, TemporaryError
+from edl.errors import ClosedError, ProtocolError, SettingsError, TemporaryError
 from tests.waiting import wait_until
+
+
+@given(st.floats(0.001, 0.5), st.floats(1e-4, 10), st.floats(1e-4, 10))
+def test_saving_keeps_to_the_overhead(overhead: float, step_s: float, save_s: float) -> None:
+    pace = SaveSchedule(overhead=overhead)
+    assert pace.propose_steps(step_s, save_s) == 1  # the first one paid for the pages
+    pace.set_next_save(0, 1)
+    steps = pace.propose_steps(step_s, save_s)
+    assert save_s / (steps * step_s + save_s) <= overhead * (1 + 1e-9)
+    assert steps == 1 or save_s / ((steps - 1) * step_s + save_s) > overhead * (1 - 1e-9)
+
+
+def test_saves_first_and_at_agreed_steps() -> None:
+    """It saves at once then at the agreed steps and anew after a restart."""
+    pace = SaveSchedule(interval_steps=10)
+    assert pace.is_due(7)
+    pace.set_next_save(7, pace.propose_steps(1.0, 0.1))
+    assert [step for step in range(8, 20) if pace.is_due(step)] == [17, 18, 19]
+    pace.restart()
+    assert pace.is_due(3)
+
+
+def test_interval_in_seconds_becomes_steps() -> None:
+    pace = SaveSchedule(interval_s=5.0)
+    assert (pace.propose_steps(0.5, 9.0), pace.propose_steps(7.0, 0.0)) == (10, 1)
+    assert pace.propose_steps(0.0, 0.0) > 1
+
+
+def test_each_rank_gets_its_own_where_it_can() -> None:
+    both = [SlotHeader(3, 8, 2, rank) for rank in range(2)]
+    choice = choose_state([[SlotHeader(3, 9, 2, 0), both[0]], [both[1]]])
+    assert choice is not None
+    assert (choice.step, choice.sources, choice.parts) == (8, (0, 1), (0, 1)), (
+        "rank 1 would begin its random numbers anew"
+    )
+    choice = choose_state([[SlotHeader(3, 9, 2, 0), both[0]], []])
+    assert choice is not None
+    assert choice.step == 9, "where a host was lost, nobody has rank 1's part, and the newest counts"
+    choice = choose_state([[SlotHeader(3, 9, 2, 0), both[0]], [both[1]], []])
+    assert choice is not None
+    assert choice.step == 9, "in a world of another size nobody's random numbers come back"
+
+
+def test_a_sharded_state_needs_all_its_parts() -> None:
+    newer = [SlotHeader(1, 9, 2, 0, sharded=True)]
+    older = [SlotHeader(1, 8, 2, rank, sharded=True) for rank in range(2)]
+    choice = choose_state([[*newer, older[0]], [older[1]]])
+    assert choice is not None
+    assert (choice.step, choice.sources, choice.parts) == (8, (0, 1), (0, 1))
+
+
+def test_sharded_state_in_another_world() -> None:
+    choice = choose_state([[SlotHeader(1, 8, 2, 0, sharded=True)], [SlotHeader(1, 8, 2, 1, sharded=True)], []])
+    assert choice is not None
+    assert (choice.holders, choice.sources) == ((0, 1), ())
+
+
+# Four ranks: 0 and 2 hold the same shards, 1 and 3 the other ones.
+_HSDP = [SlotHeader(1, 8, 4, rank, sharded=True) for rank in range(4)]
+_SAME = {header: (header.rank % 2, header.rank % 2 + 2) for header in _HSDP}
+
+
+def test_ranks_with_the_same_shards_stand_in() -> None:
+    again = choose_state([[], [], [_HSDP[2]], [_HSDP[3]]], same=_SAME)
+    assert again is not None
+    assert (again.sources, again.parts, again.holders) == ((2, 3, 2, 3), (2, 3, 2, 3), (-1, -1, 2, 3))
+    smaller = choose_state([[_HSDP[0]], [_HSDP[3]]], same=_SAME)
+    assert smaller is not None
+    assert (smaller.sources, smaller.holders) == ((), (0, -1, -1, 1))
+    assert choose_state([[_HSDP[1]], [_HSDP[3]]], same=_SAME) is None, "half of the shards is no state"
+    assert choose_state([[_HSDP[2]], [_HSDP[3]]]) is None, "nothing is known of who holds the same"
+
+
+def test_a_stand_in_comes_before_a_replica() -> None:
+    choice = choose_state([[_HSDP[0]], [_HSDP[1]]], [[_HSDP[2]], []], _SAME)
+    assert choice is not None
+    assert not choice.from_replicas
+    choice = choose_state([[_HSDP[0]], []], [[], [_HSDP[3]]], _SAME)
+    assert choice is None, "a replica does not say who else held its shards"
+
+
+@given(st.lists(st.lists(st.builds(SlotHeader, st.integers(0, 2), st.integers(0, 3), st.just(3), st.integers(0, 2)),
+                         max_size=2), min_size=1, max_size=5))  # fmt: skip
+def test_whoever_gives_a_state_has_it(offers: list[list[SlotHeader]]) -> None:
+    choice = choose_state(offers)
+    assert (choice is None) == (not any(offers))
+    if choice is not None:
+        headers = {one for row in offers for one in row}
+        newest = max((one.generation, one.step) for one in headers)
+        parts = Counter((one.generation, one.step) for one in headers)
+        entire = [state for state in parts if parts[state] == 3 == len(offers)]
+        assert (choice.generation, choice.step) == max(entire, default=newest)
+        for rank, (source, part) in enumerate(zip(choice.sources, choice.parts, strict=True)):
+            assert any(choice.matches_slot(header, part) for header in offers[source])
+            has = [header.rank for header in offers[rank] if choice.matches_slot(header, header.rank)]
+            assert source == rank or not has or (len(offers) == 3 and rank not in has)
 
 
 @pytest.fixture
@@ -160,3 +265,142 @@ def test_restore_before_the_group_is_refused(checkpointer: Checkpointer, monkeyp
         checkpointer.restore()
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert checkpointer.restore() == -1
+
+
+class Killed(BaseException):
+    """The worker is no more: nothing of the block's end happens."""
+
+
+def train(tmp_path: Path, function: Callable[[State], Any], *, kill_at: int = -1) -> Evaluator:
+    """A run of ten steps, from where the last one was; evaluates after steps 3 and 7."""
+    state = State(count=0)
+    evaluator = state.evaluator = Evaluator(lambda: function(state), limit_s=60.0)
+    board = WorkerStatusPage.open(tmp_path / "board")
+    board.record_worker_start(1)
+    checkpointer = Checkpointer(state, board=board, slots=SlotPair(tmp_path / "slots"), interval_steps=1)
+    for step in range(checkpointer.restore() + 1, 10):
+        if step == kill_at:
+            raise Killed
+        state.count += 1
+        checkpointer.save(step)
+        if step in (3, 7):
+            checkpointer.evaluate(evaluator)
+    return evaluator
+
+
+def test_the_agent_sees_what_is_done(tmp_path: Path, agent: WorkerStatusPage) -> None:
+    seen = []
+    train(tmp_path, lambda state: seen.append(agent.read_status()))
+    assert [(one.phase, one.busy_with, one.busy_limit_s) for one in seen] == [(Phase.BUSY, "evaluation", 60.0)] * 2
+    assert agent.read_status().phase is Phase.TRAIN
+
+
+def test_anything_else_is_announced_as_well(tmp_path: Path, agent: WorkerStatusPage) -> None:
+    board = WorkerStatusPage.open(tmp_path / "board")
+    with Checkpointer(State(), board=board, slots=SlotPair(tmp_path / "slots")) as checkpointer:
+        with checkpointer.busy("preparing " + "ä" * 99, limit_s=5.0), checkpointer.busy("inner", limit_s=3.0):
+            assert (agent.read_status().busy_with, agent.read_status().busy_limit_s) == ("inner", 3.0)
+        with checkpointer.busy("preparing " + "ä" * 99, limit_s=5.0):
+            status = agent.read_status()
+            assert (status.phase, status.busy_limit_s) == (Phase.BUSY, 5.0)
+            assert status.busy_with.startswith("preparing ää")
+        with pytest.raises(SettingsError, match=r"busy\('x', limit_s=0\): must be above 0"):
+            checkpointer.busy("x", limit_s=0)
+
+
+def test_a_failed_one_is_said_to_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = State()
+    evaluator = state.evaluator = Evaluator(lambda: 1 / 0, limit_s=1.0, name="accuracy")
+    with Checkpointer(state, slots=SlotPair(tmp_path / "slots")) as checkpointer:
+        checkpointer.save(0)
+        with pytest.raises(ZeroDivisionError):
+            checkpointer.evaluate(evaluator)
+        checkpointer.save(1)
+    assert evaluator.pending is None
+    assert "accuracy after step 0 failed, and is left out" in caplog.text
+
+
+def train_with_plateau(tmp_path: Path, die_after: str) -> tuple[dict[int, float], float, int]:
+    """Train from where it was, with a rate that two evaluations lower and a best result; end at the moment given."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    state = State(parameter=parameter, optimizer=optimizer, plateau=plateau, count=0)
+
+    def evaluate() -> float:
+        if (die_after, state.count) == ("its beginning", 8):
+            raise Killed
+        return float(state.count)
+
+    def act(result: float) -> None:
+        plateau.step(result)
+        if (die_after, state.count) == ("its action", 8):
+            raise Killed
+
+    evaluator = state.evaluator = Evaluator(evaluate, limit_s=60.0, on_result=act)
+    checkpointer = Checkpointer(state, slots=SlotPair(tmp_path / "slots"), interval_steps=1)
+    for step in range(checkpointer.restore() + 1, 10):
+        state.count += 1
+        checkpointer.save(step)
+        if step in (3, 7):
+            checkpointer.evaluate(evaluator)
+            if (die_after, step) == ("its end", 7):
+                raise Killed
+    return evaluator.results, optimizer.param_groups[0]["lr"], plateau.last_epoch
+
+
+@pytest.mark.parametrize("moment", ["its beginning", "its action", "its end"])
+def test_what_follows_from_a_result_is_kept(tmp_path: Path, moment: str) -> None:
+    with pytest.raises(Killed):
+        train_with_plateau(tmp_path, moment)
+    expected = ({3: 4.0, 7: 8.0}, 0.5, 2)
+    assert train_with_plateau(tmp_path, "") == expected, "as without a restart: the second result is worse, once"
+
+
+def test_another_ranks_result_is_acted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks, of which one was lost before it had saved the result that the other has."""
+    seen: list[Any] = []
+    behind = Evaluator(lambda: 1 / 0, limit_s=1.0, on_result=seen.append)
+    behind.pending = 7
+    monkeypatch.setattr(evaluator_module, "world_of", lambda group: 2)
+    monkeypatch.setattr(evaluator_module.transfer, "all_reduce_max", lambda values, group: [7])
+    monkeypatch.setattr(evaluator_module.transfer, "gather_bytes", lambda data, group: [data, b"[0.25]"])
+    agree_on_pending(behind, None)
+    assert (behind.results, behind.pending, seen) == ({7: 0.25}, None, [0.25])
+    ahead = Evaluator(lambda: 1 / 0, limit_s=1.0, on_result=seen.append)
+    ahead.results[7] = 0.25
+    agree_on_pending(ahead, None)
+    assert (ahead.results, ahead.pending, seen) == ({7: 0.25}, None, [0.25]), "a second time where it was acted on"
+
+
+@pytest.mark.parametrize("rng", [True, False])
+def test_its_random_numbers_are_its_own(tmp_path: Path, rng: bool) -> None:
+    state = State(rng=rng)
+    evaluator = state.evaluator = Evaluator(lambda: torch.rand(1).item(), limit_s=1.0)
+    torch.manual_seed(3)
+    expected = torch.rand(2).tolist()
+    torch.manual_seed(3)
+    with Checkpointer(state, slots=SlotPair(tmp_path / "slots")) as checkpointer:
+        checkpointer.save(0)
+        assert checkpointer.evaluate(evaluator) == pytest.approx(expected[0])
+        assert torch.rand(1).item() == pytest.approx(expected[not rng])
+
+
+def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
+    state = State()
+    results: list[Any] = [torch.zeros(2), {"top": object()}, {"loss": math.nan, "top": (1, 2)}]
+    evaluator = Evaluator(lambda: results.pop(0), limit_s=1.0)
+    with Checkpointer(state, slots=SlotPair(tmp_path / "slots")) as checkpointer:
+        checkpointer.save(0)
+        with pytest.raises(SettingsError, match=r"no field of the State.*evaluator=evaluator"):
+            checkpointer.evaluate(evaluator)
+        state.evaluator = evaluator
+        with pytest.raises(SettingsError, match=r"has a Tensor.*item\(\)"):
+            checkpointer.evaluate(evaluator)
+        with pytest.raises(SettingsError, match=r"top is a builtins\.object"):
+            checkpointer.evaluate(evaluator)
+        assert str(checkpointer.evaluate(evaluator)) == "{'loss': nan, 'top': (1, 2)}"
+    with pytest.raises(SettingsError, match="limit_s=0"):
+        Evaluator(lambda: None, limit_s=0)
+    with pytest.raises(ProtocolError, match="version 2"):
+        evaluator.load_state_dict({"version": 2})

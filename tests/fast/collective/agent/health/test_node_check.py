@@ -1,0 +1,250 @@
+"""Nodes that are checked before they join: devices, pairs, probes that fail, and what follows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import HashStore, Store
+
+from edl.collective.agent.health.node_check import gate, runner, workload
+from edl.collective.agent.health.node_check.pairing import (
+    CheckRoundResult,
+    Groups,
+    NodeCheckResult,
+    first_groups,
+    second_groups,
+    summarize_rounds,
+)
+from edl.collective.agent.health.node_check.runner import NodeCheckSettings, check_nodes
+from edl.collective.agent.health.node_check.workload import (
+    agree_on_gpus,
+    check_copies,
+    check_products,
+    check_sum,
+    find_devices,
+)
+from edl.discovery import open_store
+from edl.errors import EDLError
+from tests.waiting import wait_until
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _little_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workload, "_SIZE", {"cpu": 96})
+    monkeypatch.setattr(workload, "_COPIED", 5000)
+    monkeypatch.setattr(workload, "_REDUCED", 5000)
+
+
+def spoiled(function: Callable[..., Any], at_call: int) -> Callable[..., Any]:
+    """A fake of a function of torch's, of whose results one has a wrong number: the one it returns or writes to."""
+    calls = 0
+
+    def fake(first: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        result = function(first, *args, **kwargs)
+        calls += 1
+        if calls == at_call:
+            (first if result is None else result).view(-1)[17] += 1
+        return result
+
+    return fake
+
+
+def test_all_gpus_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_devices() == [CPU]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert find_devices() == [torch.device("cuda", index) for index in range(3)]
+
+
+def test_wrong_product_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_products(CPU) > 0
+    monkeypatch.setattr(torch, "matmul", spoiled(torch.matmul, at_call=20))
+    with pytest.raises(EDLError, match=r"^cpu: a matrix product has 1 of 9216 numbers wrong$"):
+        check_products(CPU)
+
+
+def test_wrong_copy_names_both_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU three times in the place of three GPUs."""
+    check_copies([CPU] * 3)
+    monkeypatch.setattr(torch.Tensor, "copy_", spoiled(torch.Tensor.copy_, at_call=6))
+    with pytest.raises(EDLError, match=r"^GPU 2 to GPU 1: a copy has 1 of 5000 numbers wrong$"):
+        check_copies([CPU] * 3)
+
+
+def make_group(backend: str, store: Store, device: torch.device) -> None:
+    assert (backend, device) == ("gloo", CPU)
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+def test_wrong_sum_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_sum(make_group, HashStore(), []) > 0
+    assert not dist.is_initialized()
+    monkeypatch.setattr(dist, "all_reduce", spoiled(dist.all_reduce, at_call=4))
+    try:
+        with pytest.raises(EDLError, match=r"^cpu: a sum over 1 nodes has 1 of 5000 numbers wrong$"):
+            check_sum(make_group, HashStore(), [])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_each_gpu_adds_up_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, str]] = []
+
+    def make(backend: str, store: Store, device: torch.device) -> None:
+        made.append((backend, str(device)))
+        raise EDLError("no GPU")
+
+    with pytest.raises(EDLError, match="no GPU"):
+        check_sum(make, HashStore(), [torch.device("cuda", 0), torch.device("cuda", 1)])
+    assert made == [("nccl", "cuda:0")]
+    store = HashStore()
+    store.set("gpus/1", "4")
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    assert agree_on_gpus(store, 0, 2, 8) == 4
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    assert agree_on_gpus(store, 0, 2, 8) == 0
+
+
+GOOD = CheckRoundResult("cpu", 1.0, 0.1)
+FACTOR = 2.0
+
+
+def simulate(nodes: list[str], faulty: set[str], silent: set[str]) -> list[tuple[Groups, dict[str, CheckRoundResult]]]:
+    """Both rounds, where a group with a faulty or silent node fails for all of its members."""
+    rounds: list[tuple[Groups, dict[str, CheckRoundResult]]] = []
+    groups = first_groups(nodes)
+    for _ in range(2):
+        results = {}
+        for group in groups:
+            works = not (faulty | silent) & set(group) or len(group) == 1
+            for node in set(group) - silent:
+                results[node] = GOOD if works else CheckRoundResult("cpu", 1.0, None, "could not reduce")
+        rounds.append((groups, results))
+        groups = second_groups(nodes, results, FACTOR)
+    return rounds
+
+
+@pytest.mark.parametrize(
+    ("count", "groups"),
+    [(0, []), (1, ["a"]), (2, ["ab"]), (3, ["abc"]), (4, ["ab", "cd"]), (5, ["ab", "cde"])],
+)
+def test_the_first_round_pairs_neighbours(count: int, groups: list[str]) -> None:
+    assert first_groups("abcde"[:count]) == tuple(tuple(group) for group in groups)
+
+
+@given(st.integers(4, 9).filter(lambda count: count != 5), st.integers(0, 8), st.booleans())
+def test_one_bad_node_is_named(count: int, which: int, silent: bool) -> None:
+    """One bad node among good ones is named and nobody else."""
+    nodes = [f"n{number}" for number in range(count)]
+    bad = {nodes[which % count]}
+    found = summarize_rounds(nodes, simulate(nodes, set() if silent else bad, bad if silent else set()), FACTOR)
+    assert set(found.faulty) == bad
+    assert found.slow == {}
+
+
+def test_a_silent_node_among_three_is_named() -> None:
+    nodes = list("abc")
+    assert summarize_rounds(nodes, simulate(nodes, set(), {"c"}), FACTOR) == NodeCheckResult({"c": "no answer"})
+
+
+def test_slow_node_is_named_by_its_own_time() -> None:
+    first = {"a": GOOD, "b": CheckRoundResult("cpu", 3.0, 0.5), "c": GOOD, "d": GOOD}
+    first["a"] = CheckRoundResult("cpu", 1.0, 0.5)  # it waited for b
+    again = second_groups("abcd", first, FACTOR)
+    assert {frozenset(group) for group in again} in (
+        {frozenset("da"), frozenset("cb")},
+        {frozenset("ca"), frozenset("db")},
+    )
+    partner = next(name for group in again if "b" in group for name in group if name != "b")
+    second = {
+        **dict.fromkeys("acd", GOOD),
+        "b": CheckRoundResult("cpu", 3.1, 0.5),
+        partner: CheckRoundResult("cpu", 1.0, 0.5),
+    }
+    found = summarize_rounds("abcd", [(first_groups("abcd"), first), (again, second)], FACTOR)
+    assert found.faulty == {}
+    assert found.slow == {
+        "b": "compute on cpu took 3 s, the median of all nodes is 1 s; "
+        "reduce on cpu took 0.5 s, the median of all nodes is 0.1 s"
+    }
+
+
+def test_devices_are_compared_with_alike() -> None:
+    results = {
+        "a": CheckRoundResult("cuda", 0.01, 0.1),
+        "b": CheckRoundResult("cuda", 0.01, 0.1),
+        "c": CheckRoundResult("cpu", 9.0, 0.1),
+    }
+    assert summarize_rounds("abc", [(first_groups("abc"), results)], FACTOR) == NodeCheckResult()
+
+
+def test_error_need_not_be_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver or a shell may write anything to standard error, and its last line is the reason all the same."""
+    program = tmp_path / "probe"
+    program.write_text("#!/bin/sh\nprintf '\\377 is broken\\n' >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with open_store(f"sqlite:///{tmp_path}/store.sqlite") as store:
+        found = check_nodes(store, "check", "a", "127.0.0.1", ["a"], NodeCheckSettings())
+    assert found == NodeCheckResult({"a": "could not compute: \N{REPLACEMENT CHARACTER} is broken"})
+
+
+def test_last_words_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe has said all and ended before the thread that reads its words gets a turn."""
+    program = tmp_path / "probe"
+    program.write_text("""#!/bin/sh\necho '{"compute_s": 0.5}'\necho '{"reduce_s": 0.0}'\n""")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    probes: list[subprocess.Popen[str]] = []
+    polls: list[bool] = []  # since the probe has ended
+    start, read = subprocess.Popen, runner._read_lines
+
+    def started(*arguments: Any, **settings: Any) -> subprocess.Popen[str]:
+        probes.append(start(*arguments, **settings))
+        return probes[-1]
+
+    def read_late(pipe: Any, record: Callable[[str], object]) -> None:
+        wait_until(lambda: len(polls) > 3, "its words were asked for in vain")
+        read(pipe, record)
+
+    def note_poll() -> None:
+        if probes and probes[-1].poll() is not None:
+            polls.append(True)
+
+    monkeypatch.setattr(runner.subprocess, "Popen", started)
+    monkeypatch.setattr(runner, "_read_lines", read_late)
+    with open_store(f"sqlite:///{tmp_path}/store.sqlite") as store:
+        own = runner._OwnNode(store, "check", "a", "127.0.0.1", NodeCheckSettings(raise_if_stopping=note_poll))
+        results = runner._run_round(own, 1, (("a",),), ["a"])
+    assert (results["a"].compute_s, results["a"].reduce_s, results["a"].error) == (0.5, 0.0, "")
+
+
+def test_waiting_nodes_are_checked_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str, tuple[str, ...]]] = []
+
+    def check(
+        store: object, prefix: str, node: str, host: str, nodes: list[str], settings: NodeCheckSettings
+    ) -> NodeCheckResult:
+        asked.append((prefix, node, tuple(nodes)))
+        return NodeCheckResult({}, {})
+
+    monkeypatch.setattr(gate, "check_nodes", check)
+    with open_store(f"sqlite:///{tmp_path}/store.sqlite") as store:
+        for name in "bc":  # wait already when the first one looks
+            store.put(f"jobs/job/check/waiting/{name}", b"")
+        for name in ("a", "b", "c", "late"):
+            gate.check_before_joining(store, "job", name, "127.0.0.1", 0.0, NodeCheckSettings())
+    assert asked[:3] == [("jobs/job/check/runs/0", name, ("a", "b", "c")) for name in "abc"]
+    assert asked[3] == ("jobs/job/check/runs/1", "late", ("late",))

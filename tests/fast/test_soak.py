@@ -8,8 +8,18 @@ import numpy as np
 import pytest
 
 from tests.soak.data import SERVICES, labels_of, rows_of
-from tests.soak.report import BEGIN, END, Outcome, text_of, write_report
-from tests.soak.verdict import Counts, EpochRecord, RowCheck, count, growth_of
+from tests.soak.verdict import (
+    BEGIN,
+    END,
+    Counts,
+    EpochRecord,
+    Outcome,
+    RowCheck,
+    count,
+    growth_of,
+    text_of,
+    write_report,
+)
 
 SMALL = SERVICES["small"]
 MIB = 1 << 20
@@ -39,7 +49,7 @@ def test_each_kind_of_wrong_row_is_found() -> None:
     assert check.mislabelled == 4, "labels of another width"
 
 
-@pytest.mark.parametrize("service", SERVICES.values(), ids=lambda service: service.name)
+@pytest.mark.parametrize("service", SERVICES.values(), ids=SERVICES)
 def test_no_two_rows_are_alike(service: object) -> None:
     numbers = np.array([0, 1, 127, 128, 1 << 14, 1 << 21, 1 << 28, (1 << 34) + 5])
     rows = rows_of(service, numbers)  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 `student` is a training loop that checks each row and writes what it saw into a journal; `fleet` keeps teachers and
 students running; `faults` is what is done to them; `verdict` counts, from the journals, what was lost, repeated,
-mislabelled or hung, and how memory and descriptors grew; `report` puts that into docs/reliability.md.
+mislabelled or hung, and how memory and descriptors grew, and puts that into docs/reliability.md.
 
 Not collected by pytest: `tests/fast/test_soak.py` tests the counting, `tests/jobs/test_soak.py` runs it for
 some seconds.

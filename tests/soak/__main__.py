@@ -18,27 +18,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 from tests.plugins_consul import ConsulAgent
-from tests.soak.faults import (
-    ConsulAway,
-    Fault,
-    FullDisk,
-    LockedRegistry,
-    ReadOnlyDisk,
-    StudentFault,
-    SweptMemory,
-    TeacherFault,
-    schedule,
-    wait_until,
-)
+from tests.soak.faults import Fault, all_faults, schedule
 from tests.soak.fleet import ROOT, RunningStudent, RunningTeacher, leftovers, read_journal
-from tests.soak.report import Outcome, text_of, write_report
 from tests.soak.student import StudentSpec
-from tests.soak.verdict import count, growth_of
+from tests.soak.verdict import Outcome, count, growth_of, text_of, write_report
+from tests.waiting import wait_until
 
 _OWN_MOUNTS = "EDL_SOAK_OWN_MOUNTS"  # set in the process that has a mount namespace of its own
 _DISK_MIB = 24  # larger than a registry and a cache's segments in the making, small enough to be filled at once
@@ -90,10 +78,10 @@ class Soak:
         self._folder = folder
         self._random = random.Random(seed)
         self._mounts = _OWN_MOUNTS in os.environ
-        self._disks: list[Path] = []
+        self._disks: dict[str, Path] = {}
         self._regions_held = 0
         self._registry = self._disk("registry") / "registry.sqlite"
-        self._cache = self._disk("cache") / "labels"
+        cache = self._disk("cache") / "labels"
         self._consul = _consul(folder / "consul")
         self._left_out: list[str] = []
         if not self._mounts:
@@ -103,31 +91,28 @@ class Soak:
         sqlite = f"sqlite:///{self._registry}"
         consul = self._consul.url if self._consul is not None else sqlite
         where = {"small": sqlite, "other": consul, "image": consul}
-        counts = {"small": 3, "other": 2, "image": 3}
         self._teachers = [
             RunningTeacher(service, where[service], anchor=index == 0)
-            for service, several in counts.items()
+            for service, several in (("small", 3), ("other", 2), ("image", 3))
             for index in range(several)
         ]
+
+        def student(name: str, kind: str, rows: int, *services: str, cache: str = "") -> RunningStudent:
+            journal, progress = folder / f"{name}.jsonl", folder / f"{name}.progress"
+            urls = [where[service] for service in services]
+            spec = StudentSpec(kind, list(services), urls, str(journal), str(progress), cache, rows, seed)
+            return RunningStudent(spec, folder, _HANG_AFTER_S, witness=name in _WITNESSES)
+
         wanted = {
-            "batch": StudentSpec("batch", ["image"], [where["image"]], "", "", rows=6000),
-            "sample": StudentSpec("sample", ["small"], [where["small"]], "", ""),
-            "sample_list": StudentSpec("sample_list", ["small"], [where["small"]], "", ""),
-            "stream": StudentSpec("stream", ["image"], [where["image"]], "", "", rows=400),
-            "ensemble": StudentSpec("batch", ["small", "other"], [where["small"], where["other"]], "", "", rows=4000),
-            "cached": StudentSpec("sample", ["small"], [where["small"]], "", "", cache=str(self._cache), rows=3000),
-            "torch": StudentSpec("torch", ["small"], [where["small"]], "", "", rows=1500),
+            "batch": student("batch", "batch", 6000, "image"),
+            "sample": student("sample", "sample", 2000, "small"),
+            "sample_list": student("sample_list", "sample_list", 2000, "small"),
+            "stream": student("stream", "stream", 400, "image"),
+            "ensemble": student("ensemble", "batch", 4000, "small", "other"),
+            "cached": student("cached", "sample", 3000, "small", cache=str(cache)),
+            "torch": student("torch", "torch", 1500, "small"),
         }
-        names = students.split(",") if students else list(wanted)
-        self._students = [
-            RunningStudent(
-                _with_files(wanted[name], folder, name, seed),
-                folder,
-                _HANG_AFTER_S,
-                witness=name in ("batch", "cached"),
-            )
-            for name in names
-        ]
+        self._students = [wanted[name] for name in (students.split(",") if students else wanted)]
 
     def run(self, seconds: float) -> Outcome:
         """Start everything, inject faults for so long, stop everything, count."""
@@ -136,9 +121,10 @@ class Soak:
             self._start()
             done = self._inject(seconds)
             for student in self._students:
-                student.stop(_HANG_AFTER_S)
+                student.stop()
             anchors = [teacher for teacher in self._teachers if teacher.anchor]
-            wait_until(lambda: not any(teacher.regions for teacher in anchors), _SWEPT_S)
+            with contextlib.suppress(TimeoutError):
+                wait_until(lambda: not any(teacher.regions for teacher in anchors), deadline_s=_SWEPT_S)
             self._regions_held = sum(teacher.regions for teacher in anchors)
         finally:
             for student in self._students:
@@ -149,7 +135,7 @@ class Soak:
                 teacher.close()
             if self._consul is not None:
                 self._consul.kill()
-            for disk in self._disks:
+            for disk in self._disks.values():
                 subprocess.run(["umount", "--lazy", disk], check=True)
         return self._outcome(seconds, done)
 
@@ -158,45 +144,27 @@ class Soak:
             self._consul.start()
         for teacher in self._teachers:
             teacher.ensure()
-        if not wait_until(lambda: all(teacher.endpoint for teacher in self._teachers), _START_S):
-            late = next(teacher for teacher in self._teachers if not teacher.endpoint)
-            raise RuntimeError(f"not all teachers were ready within {_START_S:g} s: {late.words}")
+        wait_until(lambda: all(teacher.is_ready for teacher in self._teachers), "that all teachers are ready", _START_S)
         for student in self._students:
             student.ensure()
-
-    def _faults(self) -> list[Fault]:
-        faults: list[Fault] = [TeacherFault(how, self._teachers) for how in ("SIGKILL", "SIGSTOP", "SIGTERM")]
-        faults += [SweptMemory(self._students), LockedRegistry(self._registry)]
-        faults.append(StudentFault("SIGSTOP", self._students))
-        if any(not student.witness for student in self._students):
-            faults.append(StudentFault("SIGKILL", self._students))
-        if self._mounts:
-            for what, folder in (("registry", self._registry.parent), ("cache", self._cache.parent)):
-                faults += [FullDisk(what, folder), ReadOnlyDisk(what, folder, _remount)]
-        agent = self._consul
-        if agent is not None:
-            faults += [ConsulAway(how, lambda: agent.pid, agent.kill, agent.start) for how in ("SIGSTOP", "SIGKILL")]
-        return faults
 
     def _inject(self, seconds: float) -> Counter[str]:
         """Faults overlap, but no two of one kind."""
         done: Counter[str] = Counter()
-        active: dict[str, tuple[Fault, float]] = {}
+        active: dict[str, tuple[contextlib.ExitStack, float]] = {}
         end = time.monotonic() + seconds
-        plan = schedule(self._faults(), self._random, _EVERY_S)
+        faults = all_faults(self._teachers, self._students, self._registry, self._disks, self._consul)
+        plan = schedule(faults, self._random, _EVERY_S)
         fault, after_s, lasts_s = next(plan)
         due, sample_due, say_due = time.monotonic() + after_s, 0.0, time.monotonic() + 60
         try:
-            while time.monotonic() < end:
-                time.sleep(0.05)
-                now = time.monotonic()
+            while (now := time.monotonic()) < end:
                 for name in [name for name, (_, until) in active.items() if now >= until]:
-                    active.pop(name)[0].end()
+                    active.pop(name)[0].close()
                 if now >= due:
-                    if fault.group not in active:
-                        fault.begin(self._random)
+                    if (group := fault.group or fault.name) not in active:
+                        active[group] = (self._begin(fault), now + lasts_s)
                         done[fault.name] += 1
-                        active[fault.group] = (fault, now + lasts_s)
                     fault, after_s, lasts_s = next(plan)
                     due = now + after_s
                 if now >= sample_due:
@@ -205,12 +173,18 @@ class Soak:
                 if now >= say_due:
                     say_due = now + 60
                     self._say(end - now, done)
+                time.sleep(0.05)
         finally:
-            for fault, _ in active.values():
-                fault.end()
+            for undo, _ in active.values():
+                undo.close()
         return done
 
-    def _look(self, active: dict[str, tuple[Fault, float]]) -> None:
+    def _begin(self, fault: Fault) -> contextlib.ExitStack:
+        undo = contextlib.ExitStack()
+        undo.enter_context(fault.during(self._random))
+        return undo
+
+    def _look(self, active: Container[str]) -> None:
         for teacher in self._teachers:
             teacher.sample()
             if not any(name.startswith(("teacher", "registry", "Consul")) for name in active):
@@ -231,20 +205,19 @@ class Soak:
         )
 
     def _outcome(self, seconds: float, done: Counter[str]) -> Outcome:
-        records = {student.spec.journal: read_journal(Path(student.spec.journal)) for student in self._students}
-        growths = []
-        for student in self._students:
-            if student.witness:
-                samples = [
-                    (record.rss_bytes, record.descriptors, record.threads) for record in records[student.spec.journal]
-                ]
-                growths.append(growth_of(f"student {Path(student.spec.journal).stem}", samples))
-        growths += [
-            growth_of(f"teacher {teacher.service}", teacher.samples) for teacher in self._teachers if teacher.anchor
-        ]
+        journals = [read_journal(Path(student.spec.journal)) for student in self._students]
+        samples = {
+            f"student {Path(student.spec.journal).stem}": [
+                (record.rss_bytes, record.descriptors, record.threads) for record in journal
+            ]
+            for student, journal in zip(self._students, journals, strict=True)
+            if student.witness
+        }
+        samples |= {f"teacher {teacher.service}": teacher.samples for teacher in self._teachers if teacher.anchor}
+        growths = [growth_of(name, found) for name, found in samples.items()]
         return Outcome(
             minutes=seconds / 60,
-            counts=count(record for journal in records.values() for record in journal),
+            counts=count(record for journal in journals for record in journal),
             faults=dict(sorted(done.items())),
             hangs=[hang for student in self._students for hang in student.hangs],
             ends=[end for student in self._students for end in student.ends],
@@ -260,27 +233,15 @@ class Soak:
         folder = self._folder / name
         folder.mkdir()
         if self._mounts:
-            self._disks.append(folder)
+            self._disks[name] = folder
             subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK_MIB}m", "tmpfs", folder], check=True)
         return folder
-
-
-def _remount(folder: Path, read_only: bool) -> None:
-    mode = "ro" if read_only else "rw"
-    # A file that is open for writing lets the kernel refuse; a lazy "emergency" one is what a broken disk gets.
-    with contextlib.suppress(subprocess.SubprocessError):
-        subprocess.run(["mount", "-o", f"remount,{mode}", folder], capture_output=True, timeout=10)
 
 
 def _consul(folder: Path) -> ConsulAgent | None:
     if not (ROOT / ".tools/consul/consul").exists() and shutil.which("consul") is None:
         return None
     return ConsulAgent(folder)
-
-
-def _with_files(spec: StudentSpec, folder: Path, name: str, seed: int) -> StudentSpec:
-    journal, progress = folder / f"{name}.jsonl", folder / f"{name}.progress"
-    return replace(spec, journal=str(journal), progress=str(progress), seed=seed)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ import numpy as np
 
 from edl.testing.models import fingerprint_of
 
-__all__ = ["SERVICES", "Service", "labels_of", "rows_of"]
-
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -18,19 +16,15 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 class Service:
     """What the teachers of one service serve: `edl.testing.models.fingerprint` with these options."""
 
-    name: str
     classes: int
     shape: tuple[int, ...]
     dtype: str
 
 
 SERVICES = {
-    service.name: service
-    for service in (
-        Service("small", 10, (16,), "float32"),
-        Service("other", 12, (16,), "float32"),
-        Service("image", 10, (3, 32, 32), "uint8"),
-    )
+    "small": Service(10, (16,), "float32"),
+    "other": Service(12, (16,), "float32"),
+    "image": Service(10, (3, 32, 32), "uint8"),
 }
 
 
@@ -50,3 +44,17 @@ def rows_of(service: Service, numbers: Array) -> Array:
 def labels_of(service: Service, numbers: Array) -> Array:
     """The labels [rows, classes] that belong to these rows."""
     return fingerprint_of(rows_of(service, numbers), service.classes)
+
+
+@dataclass(frozen=True)
+class NumberedRows:
+    """Rows 0 to `count`, each with its number, as a data set of torch."""
+
+    service: Service
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> tuple[Array, int]:
+        return rows_of(self.service, np.array([number]))[0], number

@@ -2,212 +2,161 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import os
 import random
+import signal
 import sqlite3
-import time
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from tests.plugins_consul import ConsulAgent
 from tests.soak.fleet import RunningStudent, RunningTeacher
 
-__all__ = [
-    "ConsulAway",
-    "Fault",
-    "FullDisk",
-    "LockedRegistry",
-    "ReadOnlyDisk",
-    "StudentFault",
-    "SweptMemory",
-    "TeacherFault",
-]
 
-
-class Fault(abc.ABC):
+@dataclass(frozen=True)
+class Fault:
     """Something that fails for a while.
 
     Attributes:
         name: as in the report.
         lasts_s: from, to; shorter than a reader's patience.
+        during: does it when it begins, and undoes it when it ends.
+        group: of the faults of one group only one is there at a time.
     """
 
     name: str
-    lasts_s: tuple[float, float] = (0.5, 5.0)
-
-    @property
-    def group(self) -> str:
-        """Of the faults of one group only one is there at a time."""
-        return self.name
-
-    @abc.abstractmethod
-    def begin(self, rng: random.Random) -> None:
-        """Let it fail."""
-
-    @abc.abstractmethod
-    def end(self) -> None:
-        """Have it work again. Does nothing after an end."""
+    lasts_s: tuple[float, float]
+    during: Callable[[random.Random], contextlib.AbstractContextManager[None]]
+    group: str = ""
 
 
-class TeacherFault(Fault):
-    """SIGKILL, SIGSTOP or SIGTERM of one of the teachers that are no anchors."""
+def all_faults(
+    teachers: Sequence[RunningTeacher],
+    students: Sequence[RunningStudent],
+    registry: Path,
+    disks: dict[str, Path],
+    agent: ConsulAgent | None,
+) -> list[Fault]:
+    """Return each that can be done here.
 
-    def __init__(self, how: str, teachers: Sequence[RunningTeacher]) -> None:
-        self.name = f"teacher: {how}"
-        self._how, self._teachers = how, [teacher for teacher in teachers if not teacher.anchor]
-        self._hit: RunningTeacher | None = None
+    Args:
+        teachers: of which those that are no anchors are hit.
+        students: of which witnesses are only stopped.
+        registry: the SQLite file.
+        disks: folders that are file systems of their own, by what is on them.
+        agent: Consul's; None without.
+    """
+    mortal = [teacher for teacher in teachers if not teacher.anchor]
+    killable = [student for student in students if not student.witness]
+    short, long = (0.5, 5.0), (2.0, 12.0)
+    faults = [Fault(f"teacher: {how.name}", short, partial(_hit_teacher, mortal, how)) for how in _ENDS]
+    faults.append(Fault("student: its shared memory deleted", (0.0, 0.1), partial(_swept_memory, students)))
+    faults.append(Fault("registry: locked", long, partial(_locked, registry)))
+    faults.append(Fault("student: SIGSTOP", short, partial(_paused_student, students)))
+    if killable:
+        faults.append(Fault("student: SIGKILL", short, partial(_killed_student, killable)))
+    for what, folder in disks.items():
+        faults.append(Fault(f"{what}: disk full", long, partial(_full_disk, folder)))
+        faults.append(Fault(f"{what}: disk read-only", long, partial(_read_only_disk, folder)))
+    if agent is not None:
+        for how in (signal.SIGSTOP, signal.SIGKILL):
+            # An agent that is gone cannot be stopped.
+            faults.append(Fault(f"Consul: {how.name}", (1.0, 8.0), partial(_consul_away, agent, how), "Consul"))
+    return faults
 
-    def begin(self, rng: random.Random) -> None:
-        self._hit = rng.choice(self._teachers)
-        process = self._hit.process
-        if process is None or not process.is_alive():
-            return
-        if self._how == "SIGKILL":
-            process.kill()
-        elif self._how == "SIGSTOP":
-            with contextlib.suppress(TimeoutError):
-                process.pause()
-        else:
-            process.terminate()
 
-    def end(self) -> None:
-        hit, self._hit = self._hit, None
-        if hit is None or hit.process is None:
-            return
-        if self._how == "SIGSTOP" and hit.process.is_alive():
+_ENDS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def _hit_teacher(teachers: Sequence[RunningTeacher], how: signal.Signals, rng: random.Random) -> Iterator[None]:
+    hit = rng.choice(teachers)
+    process = hit.process
+    if process is not None and process.is_alive():
+        with contextlib.suppress(TimeoutError):
+            {signal.SIGKILL: process.kill, signal.SIGSTOP: process.pause, signal.SIGTERM: process.terminate}[how]()
+    yield
+    if hit.process is not None:
+        if how is signal.SIGSTOP and hit.process.is_alive():
             hit.process.resume()
         hit.ensure()
 
 
-class StudentFault(Fault):
-    """SIGKILL or SIGSTOP of a student; a witness is only stopped."""
-
-    def __init__(self, how: str, students: Sequence[RunningStudent]) -> None:
-        self.name = f"student: {how}"
-        self._how = how
-        self._students = [student for student in students if how == "SIGSTOP" or not student.witness]
-        self._hit: RunningStudent | None = None
-
-    def begin(self, rng: random.Random) -> None:
-        self._hit = rng.choice(self._students)
-        if self._how == "SIGSTOP":
-            self._hit.pause()
-        else:
-            self._hit.kill()
-
-    def end(self) -> None:
-        hit, self._hit = self._hit, None
-        if hit is not None and self._how == "SIGSTOP":
-            hit.resume()
+@contextlib.contextmanager
+def _paused_student(students: Sequence[RunningStudent], rng: random.Random) -> Iterator[None]:
+    hit = rng.choice(students)
+    hit.pause()
+    yield
+    hit.resume()
 
 
-class LockedRegistry(Fault):
-    """Somebody holds the SQLite file: it can be read (WAL), and not written."""
-
-    name = "registry: locked"
-    lasts_s = (2.0, 12.0)
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._connection: sqlite3.Connection | None = None
-
-    def begin(self, rng: random.Random) -> None:
-        self._connection = sqlite3.connect(self._path, timeout=5.0, isolation_level=None)
-        with contextlib.suppress(sqlite3.OperationalError):
-            self._connection.execute("BEGIN IMMEDIATE")
-
-    def end(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+@contextlib.contextmanager
+def _killed_student(students: Sequence[RunningStudent], rng: random.Random) -> Iterator[None]:
+    rng.choice(students).kill()
+    yield
 
 
-class FullDisk(Fault):
-    """A file takes all that is left of a small file system."""
-
-    lasts_s = (2.0, 12.0)
-
-    def __init__(self, what: str, folder: Path) -> None:
-        self.name = f"{what}: disk full"
-        self._ballast = folder / ".ballast"
-
-    def begin(self, rng: random.Random) -> None:
-        with contextlib.suppress(OSError), self._ballast.open("ab", buffering=0) as file:
-            for size in (1 << 20, 4096, 1):
-                with contextlib.suppress(OSError):
-                    while file.write(b"\0" * size):
-                        pass
-
-    def end(self) -> None:
-        with contextlib.suppress(OSError):
-            self._ballast.unlink(missing_ok=True)
-
-
-class ReadOnlyDisk(Fault):
-    """The file system turns read-only, as one does after an error of its disk."""
-
-    lasts_s = (2.0, 12.0)
-
-    def __init__(self, what: str, folder: Path, remount: Callable[[Path, bool], None]) -> None:
-        self.name = f"{what}: disk read-only"
-        self._folder, self._remount = folder, remount
-
-    def begin(self, rng: random.Random) -> None:
-        self._remount(self._folder, True)
-
-    def end(self) -> None:
-        self._remount(self._folder, False)
-
-
-class ConsulAway(Fault):
-    """The Consul agent is stopped (SIGSTOP), or killed and started again with its data."""
-
-    lasts_s = (1.0, 8.0)
-
-    def __init__(self, how: str, pid: Callable[[], int], kill: Callable[[], None], start: Callable[[], None]) -> None:
-        self.name = f"Consul: {how}"
-        self._how, self._pid, self._kill, self._start = how, pid, kill, start
-        self._begun = False
-
-    @property
-    def group(self) -> str:
-        return "Consul"  # an agent that is gone cannot be stopped
-
-    def begin(self, rng: random.Random) -> None:
-        self._begun = True
-        if self._how == "SIGSTOP":
-            os.kill(self._pid(), 19)
-        else:
-            self._kill()
-
-    def end(self) -> None:
-        if not self._begun:
-            return
-        self._begun = False
-        if self._how == "SIGSTOP":
-            os.kill(self._pid(), 18)
-        else:
-            self._start()
-
-
-class SweptMemory(Fault):
+@contextlib.contextmanager
+def _swept_memory(students: Sequence[RunningStudent], rng: random.Random) -> Iterator[None]:
     """Somebody deletes what a student has in /dev/shm, as a cleaner of temporary files does."""
+    process = rng.choice(students).process
+    if process is not None:
+        for path in Path("/dev/shm").glob(f"edl-arena-{process.pid}-*"):
+            path.unlink(missing_ok=True)
+    yield
 
-    name = "student: its shared memory deleted"
-    lasts_s = (0.0, 0.1)
 
-    def __init__(self, students: Sequence[RunningStudent]) -> None:
-        self._students = students
+@contextlib.contextmanager
+def _locked(path: Path, rng: random.Random) -> Iterator[None]:
+    """Somebody holds the SQLite file: it can be read (WAL), and not written."""
+    with contextlib.closing(sqlite3.connect(path, timeout=5.0, isolation_level=None)) as connection:
+        with contextlib.suppress(sqlite3.OperationalError):
+            connection.execute("BEGIN IMMEDIATE")
+        yield
 
-    def begin(self, rng: random.Random) -> None:
-        process = rng.choice(list(self._students)).process
-        if process is not None:
-            for path in Path("/dev/shm").glob(f"edl-arena-{process.pid}-*"):
-                path.unlink(missing_ok=True)
 
-    def end(self) -> None:
-        pass
+@contextlib.contextmanager
+def _full_disk(folder: Path, rng: random.Random) -> Iterator[None]:
+    """A file takes all that is left of a small file system."""
+    ballast = folder / ".ballast"
+    with contextlib.suppress(OSError), ballast.open("ab", buffering=0) as file:
+        for size in (1 << 20, 4096, 1):
+            with contextlib.suppress(OSError):
+                while file.write(b"\0" * size):
+                    pass
+    yield
+    with contextlib.suppress(OSError):
+        ballast.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _read_only_disk(folder: Path, rng: random.Random) -> Iterator[None]:
+    """The file system turns read-only, as one does after an error of its disk."""
+    _remount(folder, "ro")
+    yield
+    _remount(folder, "rw")
+
+
+def _remount(folder: Path, mode: str) -> None:
+    with contextlib.suppress(subprocess.SubprocessError):  # the kernel refuses while a file is open for writing
+        subprocess.run(["mount", "-o", f"remount,{mode}", folder], capture_output=True, timeout=10)
+
+
+@contextlib.contextmanager
+def _consul_away(agent: ConsulAgent, how: signal.Signals, rng: random.Random) -> Iterator[None]:
+    """The agent is stopped, or killed and started again with its data."""
+    if how is signal.SIGSTOP:
+        os.kill(agent.pid, how)
+        yield
+        os.kill(agent.pid, signal.SIGCONT)
+    else:
+        agent.kill()
+        yield
+        agent.start()
 
 
 def schedule(faults: Sequence[Fault], rng: random.Random, every_s: float) -> Iterator[tuple[Fault, float, float]]:
@@ -217,13 +166,3 @@ def schedule(faults: Sequence[Fault], rng: random.Random, every_s: float) -> Ite
         rng.shuffle(turn)
         for fault in turn:
             yield fault, rng.expovariate(1 / every_s), rng.uniform(*fault.lasts_s)
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Poll; whether it came true."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True

@@ -18,8 +18,6 @@ from tests.soak.data import SERVICES
 from tests.soak.student import StudentSpec
 from tests.soak.verdict import EpochRecord, memory_of, regions_of
 
-__all__ = ["RunningStudent", "RunningTeacher", "leftovers", "read_journal"]
-
 ROOT = Path(__file__).resolve().parents[2]
 _STACK_DUMP_S = 1.0  # for faulthandler to write some threads' stacks
 
@@ -38,13 +36,12 @@ class RunningTeacher:
     anchor: bool = False
     process: LocalTeacher | None = None
     samples: list[tuple[int, int, int]] = field(default_factory=list)
-    starts: int = 0
 
     def ensure(self) -> None:
         """Start it if it does not run. A registry that is away lets it not start; then the next call tries again."""
-        if self.process is not None and self.process.is_alive():
-            return
         if self.process is not None:
+            if self.process.is_alive():
+                return
             self.process.close()
         served = SERVICES[self.service]
         self.process = LocalTeacher(
@@ -52,7 +49,6 @@ class RunningTeacher:
             max_batch=256, serve={"drain-timeout": "5s"}, classes=served.classes,
             shape=list(served.shape), dtype=served.dtype, delay_s=0.003, straggle=0.02,
         )  # fmt: skip
-        self.starts += 1
 
     def sample(self) -> None:
         """Note its memory. Only a process that no fault touches is followed."""
@@ -68,19 +64,12 @@ class RunningTeacher:
         return 0
 
     @property
-    def endpoint(self) -> str:
-        """`host:port`; empty while it is not ready."""
-        if self.process is None:
-            return ""
+    def is_ready(self) -> bool:
         with contextlib.suppress(EDLError):
-            self.process.wait_ready(0.001)
-            return self.process.endpoint
-        return ""
-
-    @property
-    def words(self) -> str:
-        """What it has printed."""
-        return self.process.log[-3000:] if self.process is not None else "not started"
+            if self.process is not None:
+                self.process.wait_ready(0.001)
+                return True
+        return False
 
     def close(self) -> None:
         """End it at once."""
@@ -95,6 +84,7 @@ class RunningStudent:
     Attributes:
         witness: no fault ends it, so that what it leaks adds up; it may be paused.
         hangs: what its threads did, for each time that it made no progress for `hang_after_s`.
+        ends: of its log, for each end that was no fault of ours.
     """
 
     spec: StudentSpec
@@ -108,31 +98,28 @@ class RunningStudent:
     _seen: int = 0
     _moved_at: float = 0.0
 
-    @property
-    def log(self) -> Path:
-        """What it prints."""
-        return self.folder / f"{Path(self.spec.journal).stem}.log"
-
-    def ensure(self, *, killed: bool = False) -> None:
-        """Start it if it does not run; an end that was no fault of ours is kept in `ends`."""
+    def ensure(self) -> None:
+        """Start it if it does not run."""
         if self.process is not None:
             code = self.process.poll()
             if code is None:
                 return
-            if not killed:
-                self.ends.append(f"{self.spec.kind} ended with code {code}: {self._log_tail()}")
-        with self.log.open("ab") as log:
-            command = [sys.executable, "-m", "tests.soak.student", json.dumps(asdict(self.spec))]
-            self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        self.pids.add(self.process.pid)
-        self._moved_at = time.monotonic()
+            self._note_end(code)
+        self._start()
 
     def kill(self) -> None:
         """SIGKILL, and start again."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
-            self.ensure(killed=True)
+            self._start()
+
+    def _start(self) -> None:
+        with self._log.open("ab") as log:
+            command = [sys.executable, "-m", "tests.soak.student", json.dumps(asdict(self.spec))]
+            self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        self.pids.add(self.process.pid)
+        self._moved_at = time.monotonic()
 
     def pause(self) -> None:
         """SIGSTOP."""
@@ -147,41 +134,45 @@ class RunningStudent:
 
     def check_progress(self) -> None:
         """Find out whether it hangs; if so, keep its stacks and start it again."""
-        if self.process is None:
-            return
         with contextlib.suppress(FileNotFoundError):
             seen = int.from_bytes(Path(self.spec.progress).read_bytes()[:8], "little")
             if seen != self._seen:
                 self._seen, self._moved_at = seen, time.monotonic()
-        if time.monotonic() - self._moved_at < self.hang_after_s:
-            return
-        self.process.send_signal(signal.SIGUSR1)
-        time.sleep(_STACK_DUMP_S)
-        self.hangs.append(
-            f"{self.spec.kind}, pid {self.process.pid}, no row for {self.hang_after_s:g} s:\n{self._log_tail()}"
-        )
-        self.kill()
+        if self.process is not None and time.monotonic() - self._moved_at >= self.hang_after_s:
+            self._note_hang("delivered no row")
+            self.kill()
 
-    def stop(self, timeout_s: float) -> None:
-        """SIGTERM, so that it ends after its epoch; SIGKILL after `timeout_s`, which counts as a hang."""
+    def stop(self) -> None:
+        """SIGTERM, so that it ends after its epoch; SIGKILL after `hang_after_s`, which counts as a hang."""
         if self.process is None:
             return
         self.process.send_signal(signal.SIGCONT)
         self.process.terminate()
         try:
-            code = self.process.wait(timeout_s)
+            code = self.process.wait(self.hang_after_s)
         except subprocess.TimeoutExpired:
-            self.process.send_signal(signal.SIGUSR1)
-            time.sleep(_STACK_DUMP_S)
-            self.hangs.append(f"{self.spec.kind} did not end within {timeout_s:g} s:\n{self._log_tail()}")
+            self._note_hang("did not end")
             self.process.kill()
             self.process.wait()
         else:
             if code:
-                self.ends.append(f"{self.spec.kind} ended with code {code}: {self._log_tail()}")
+                self._note_end(code)
+
+    def _note_hang(self, what: str) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGUSR1)
+        time.sleep(_STACK_DUMP_S)
+        self.hangs.append(f"{self.spec.kind} {what} within {self.hang_after_s:g} s:\n{self._log_tail()}")
+
+    def _note_end(self, code: int) -> None:
+        self.ends.append(f"{self.spec.kind} ended with code {code}: {self._log_tail()}")
+
+    @property
+    def _log(self) -> Path:
+        return self.folder / f"{Path(self.spec.journal).stem}.log"
 
     def _log_tail(self) -> str:
-        data = self.log.read_bytes() if self.log.exists() else b""
+        data = self._log.read_bytes() if self._log.exists() else b""
         return data[-6000:].decode(errors="replace")
 
 

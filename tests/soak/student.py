@@ -28,10 +28,8 @@ from edl.distill import DistillReader, Teachers
 from edl.distill.cache import SoftLabelCache
 from edl.distill.options import Options
 from edl.errors import EDLError
-from tests.soak.data import SERVICES, Array, labels_of, rows_of
+from tests.soak.data import SERVICES, Array, NumberedRows, labels_of, rows_of
 from tests.soak.verdict import EpochRecord, RowCheck
-
-__all__ = ["StudentSpec", "main"]
 
 _MEMORY_BYTES = 8 << 20  # a small bound, so that it is in force
 _SHARE_ENDED_EARLY = 0.2  # of the epochs: left by break or by an error, as users do
@@ -168,10 +166,9 @@ class Student:
         from torch.utils.data import DataLoader
 
         from edl.distill.torch import distill
-        from tests.soak.torch_data import NumberedRows
 
         torch.set_num_threads(1)
-        data = NumberedRows(self.service, self.spec.rows)
+        data: Any = NumberedRows(self.service, self.spec.rows)
         loader = DataLoader(data, 48, num_workers=2, persistent_workers=True)
         return distill(loader, teachers, inputs=["x", None], outputs="y", options=options)
 

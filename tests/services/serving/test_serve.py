@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edl.discovery import open_registry
+from edl.discovery import Instance, open_registry
 from edl.testing import LocalTeacher
 from tests.fast.serving.conftest import Client, StartInside, outputs_of
 from tests.fast.serving.models import Base, logits
+from tests.fast.test_cli_teachers import watching
 from tests.plugins_consul import ConsulAgent
 from tests.waiting import DEADLINE_S, wait_until
 
@@ -75,3 +76,19 @@ def test_pytritons_client(inside: StartInside) -> None:
     assert (max_batch, shapes) == (16, [[5]])
     assert batch == expected.tolist()
     assert one == expected[0].tolist()
+
+
+@pytest.mark.consul
+def test_registry_outage_loses_nobody(consul_agent: ConsulAgent) -> None:
+    """`edl teachers --watch` tells of a registry that goes away and comes back, and nobody seems to leave."""
+    url = consul_agent.url
+    with (
+        open_registry(url) as registry,
+        registry.register(Instance("watched", "one", "127.0.0.1", 8500), 300.0),
+        watching("watched", "--discovery", url) as wait_for,
+    ):
+        wait_for("watched/one joined")
+        consul_agent.kill()
+        assert " ? watched the registry does not answer, the list is as known last" in wait_for("watched")
+        consul_agent.start()
+        assert " = watched the registry answers again" in wait_for("watched")

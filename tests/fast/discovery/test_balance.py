@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -94,22 +93,6 @@ def test_students_get_what_they_may_have(case: Case) -> None:
     assert roomy.answer() == dict.fromkeys(sorted(case.students), tuple(sorted(case.teachers)))
 
 
-def test_first_student_never_starves_another() -> None:
-    # The ancestor trimmed and linked in one pass: in half of such trials the second student got no teacher.
-    chance = random.Random(300)
-    for _ in range(40):
-        teachers = {f"t{number}": 1.0 for number in range(chance.randint(1, 10))}
-        wants = [chance.choice([None, 1, 2, 5, 10]) for _ in range(2)]
-        fan_out = chance.randint(1, 10)
-        alone = balance(teachers, {"a": wants[0]}, {}, fan_out)
-        for name in chance.sample(sorted(teachers), chance.randint(0, len(teachers) - 1)):
-            del teachers[name]
-        both = balance(teachers, {"a": wants[0], "b": wants[1]}, alone, fan_out)
-        assert [len(both[name]) for name in "ab"] == [min(want or fan_out, fan_out, len(teachers)) for want in wants]
-        if len(both["a"]) + len(both["b"]) >= len(teachers):
-            assert set(both["a"]) | set(both["b"]) == set(teachers)
-
-
 def test_scarce_and_plenty_teachers_are_all_used() -> None:
     # The ancestor gave each of four students floor(7 / 4) of seven teachers, and three stayed idle.
     case = Case({f"t{number}": 1.0 for number in range(7)}, dict.fromkeys("abcd"), 2)
@@ -121,35 +104,6 @@ def test_scarce_and_plenty_teachers_are_all_used() -> None:
 
 
 # Loads
-
-
-@settings(max_examples=30)
-@given(cases(8, 8, capacities=(1.0,)))
-def test_equal_loads_are_within_one(case: Case) -> None:
-    loads = case.loads(case.answer()).values()
-    assert not loads or max(loads) - min(loads) <= 1
-
-
-@settings(max_examples=40)
-@given(cases(7, 7))
-@example(Case({"t0": 64.0, "t1": 1.0, "t2": 1.0}, {"a": 3, "b": 1, "c": 1}, 3))
-def test_no_move_would_even_the_loads(case: Case) -> None:
-    answer = case.answer()
-    loads = case.loads(answer)
-    # From which teacher to which a link can move, directly or along a chain of other links.
-    moves = {
-        (giver, taker)
-        for giver, taker in itertools.permutations(case.teachers, 2)
-        if any(giver in teachers and taker not in teachers for teachers in answer.values())
-    }
-    for middle, giver, taker in itertools.product(case.teachers, repeat=3):
-        if (giver, middle) in moves and (middle, taker) in moves and giver != taker:
-            moves.add((giver, taker))
-    for giver, taker in moves:
-        gives, takes = Fraction(case.teachers[giver]), Fraction(case.teachers[taker])
-        before = abs(loads[giver] / gives - loads[taker] / takes)
-        after = abs((loads[giver] - 1) / gives - (loads[taker] + 1) / takes)
-        assert loads[giver] / gives <= loads[taker] / takes or after >= before
 
 
 @settings(max_examples=40)
@@ -212,42 +166,6 @@ def by_brute_force(case: Case) -> tuple[Fraction, int]:
 )
 # The student that lost a teacher already has the one with room: somebody else must move for it, once.
 @example(Case({"t0": 1.0, "t1": 1.0}, {"a": 1, "b": 2, "c": 1}, 2, {"a": ("t0",), "b": ("t0", "t2"), "c": ("t0",)}))
-def test_change_moves_the_fewest_links(case: Case) -> None:
-    answer = case.answer()
-    assert (case.unevenness(answer), case.kept(answer)) == by_brute_force(case)
-
-
-def by_linear_programming(case: Case) -> float:
-    """As `by_brute_force`, weighed into one number: unevenness, with the links that are not kept as the tie-breaker.
-
-    A flow problem, so that the program's optimum is a whole number of links even though it does not ask for that.
-    """
-    from scipy.optimize import linprog
-
-    students, teachers = sorted(case.students), sorted(case.teachers)
-    pairs, steps = len(students) * len(teachers), len(students) * len(teachers)
-    prices = np.array([(2 * load + 1) / case.teachers[t] for t in teachers for load in range(len(students))])
-    kept = np.array([t in case.previous.get(s, ()) for s in students for t in teachers], dtype=float)
-    of_student = np.kron(np.eye(len(students)), np.ones(len(teachers)))
-    of_teacher = np.kron(np.ones(len(students)), np.eye(len(teachers)))
-    loads = np.kron(np.eye(len(teachers)), np.ones(len(students)))
-    found = linprog(
-        np.concatenate([-kept, prices * weight(case)]),
-        A_eq=np.block([[of_student, np.zeros((len(students), steps))], [of_teacher, -loads]]),
-        b_eq=[case.degree(s) for s in students] + [0] * len(teachers),
-        bounds=[(0, 1)] * (pairs + steps),
-    )
-    assert found.status == 0, found.message
-    return float(found.fun)
-
-
-def weight(case: Case) -> int:
-    """Makes the smallest difference in unevenness, 1/64 here, outweigh all links."""
-    return 64 * (1 + len(case.students) * len(case.teachers))
-
-
-@given(cases(12, 9))
-@settings(max_examples=25)
 # Rare cases, in which a step of the search that costs too much would be the first to be found.
 @example(
     Case(
@@ -259,26 +177,15 @@ def weight(case: Case) -> int:
 )
 @example(
     Case(
-        {"t0": 0.5, "t1": 0.5, "t2": 2.0, "t3": 0.5, "t4": 4.0},
-        {"a": 2, "b": 2, "c": 2, "d": 1, "e": 2},
-        5,
-        {"a": ("t4",), "b": ("t0", "t1"), "c": ("t0",), "d": ("t1", "t2", "t4"), "e": ("t0", "t2", "t3")},
-    )
-)
-@example(
-    Case(
         {"t0": 1.0, "t1": 64.0, "t2": 1.0, "t3": 64.0},
         {"a": 3, "b": 2, "c": 2, "d": 3, "e": 3},
         4,
         {"a": ("t1", "t2"), "b": ("t1",), "c": ("t1", "t2"), "d": ("t1", "t2"), "e": ("t1",)},
     )
 )
-def test_larger_change_moves_fewest_links(case: Case) -> None:
-    pytest.importorskip("scipy", reason="scipy, which scikit-learn brings, finds the optimum to compare with")
-    if case.teachers and case.students:
-        answer = case.answer()
-        ours = float(case.unevenness(answer)) * weight(case) - case.kept(answer)
-        assert ours == pytest.approx(by_linear_programming(case), abs=0.2)
+def test_change_moves_the_fewest_links(case: Case) -> None:
+    answer = case.answer()
+    assert (case.unevenness(answer), case.kept(answer)) == by_brute_force(case)
 
 
 @settings(max_examples=40)
@@ -338,23 +245,6 @@ def test_large_cluster_moves_what_it_must(capacities: tuple[float, ...]) -> None
     assert moved(first, after_loss) == loads[lost]
     # The newcomer's share, and no more.
     assert moved(after_loss, after_join) == sum("new" in linked for linked in after_join.values()) > 0
-
-
-@pytest.mark.parametrize("halve", ["teachers", "students", "wants"])
-def test_half_of_a_cluster_may_go_and_return(halve: str) -> None:
-    chance = random.Random(5)
-    full = Case({f"t{n}": chance.choice([1.0, 2.0]) for n in range(60)}, {f"s{n}": 20 for n in range(20)}, 20)
-    half = {
-        "teachers": replace(full, teachers=dict(list(full.teachers.items())[::2])),
-        "students": replace(full, students=dict(list(full.students.items())[::2])),
-        "wants": replace(full, students=dict.fromkeys(full.students, 10)),
-    }[halve]
-    first = full.answer()
-    second = replace(half, previous=first).answer()
-    third = replace(full, previous=second).answer()
-    assert third.keys() == first.keys()
-    assert full.unevenness(third) == full.unevenness(first)
-    assert half.unevenness(second) == half.unevenness(half.answer())
 
 
 # Errors

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from operator import itemgetter
@@ -17,6 +15,7 @@ from edl.distill.compress import TopK
 from edl.distill.scoring.calls import ScoreCall, ScoreCalls
 from edl.distill.source.chunk import Chunk
 from edl.errors import ClosedError, NoTeacherError, SourceError, TemporaryError
+from tests.waiting import DEADLINE_S, wait_until
 
 
 class Labels:
@@ -93,30 +92,25 @@ class Scoring:
         self.labels = labels
         self.calls = ScoreCalls(labels, {"ids": itemgetter(0)}, request_tokens, max_tokens)  # type: ignore[arg-type]
 
-    def score(self, *lengths: int, timeout_s: float | None = None) -> Future[list[Any]]:
+    def score(self, *lengths: int, deadline: float | None = None) -> Future[list[Any]]:
         future: Future[list[Any]] = Future()
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         samples = [(np.arange(length) + 100 * length,) for length in lengths]
-        self.calls.add(ScoreCall(samples, future, None, deadline, timeout_s, lambda outputs: outputs["y"]))
+        self.calls.add(
+            ScoreCall(samples, future, None, deadline, None if deadline is None else 0.05, lambda outputs: outputs["y"])
+        )
         return future
 
-    def until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline, "not within 60 s"
-            time.sleep(0.002)
-
     def answer(self, error: Exception | None = None) -> None:
-        self.until(lambda: self.labels.waiting)
+        wait_until(lambda: self.labels.waiting)
         self.labels.answer(error)
 
     def answered(self, future: Future[list[Any]]) -> list[Any]:
         """Answer whatever waits until this call has ended."""
         while not future.done():
-            self.until(lambda: self.labels.waiting or future.done())
+            wait_until(lambda: self.labels.waiting or future.done())
             if self.labels.waiting:
                 self.labels.answer()
-        return future.result(60)
+        return future.result(DEADLINE_S)
 
 
 @pytest.fixture
@@ -137,29 +131,16 @@ def test_calls_get_their_own_labels(scoring: Scoring) -> None:
     first, second, empty = scoring.score(3, 4, 5), scoring.score(2), scoring.score()
     for _ in range(3):
         scoring.answer()
-    check(first.result(60), 3, 4, 5)
-    check(second.result(60), 2)
-    assert empty.result(60) == []
-    scoring.until(lambda: scoring.calls.tokens == 0)  # a call lets go of them after it has its result
-
-
-def test_a_single_value_is_no_sequence(scoring: Scoring) -> None:
-    future: Future[list[Any]] = Future()
-    scoring.calls.add(ScoreCall([(np.array(5),)], future, None, None, None, lambda outputs: outputs["y"]))
-    with pytest.raises(SourceError, match="sample 0: input 'ids' is one value"):
-        future.result(60)
-
-
-def test_a_call_may_have_no_sequences(scoring: Scoring) -> None:
-    """Nothing is sent for it, so nothing would wake the thread."""
-    assert scoring.score().result(5) == []
-    assert not scoring.labels.waiting
+    check(first.result(DEADLINE_S), 3, 4, 5)
+    check(second.result(DEADLINE_S), 2)
+    assert empty.result(DEADLINE_S) == []
+    wait_until(lambda: scoring.calls.tokens == 0)  # a call lets go of them after it has its result
 
 
 def test_answers_are_arrays_of_their_own(scoring: Scoring) -> None:
     future = scoring.score(3, 4)
     scoring.answer()
-    first, second = future.result(60)
+    first, second = future.result(DEADLINE_S)
     assert first.ids.base is None
     assert not np.shares_memory(first.ids, second.ids)
 
@@ -169,99 +150,74 @@ def test_tokens_under_way_are_bounded(scoring: Scoring) -> None:
     for _ in range(5):
         scoring.answer()
     for future in futures:
-        future.result(60)
+        future.result(DEADLINE_S)
     assert scoring.labels.most == 30, "beyond 20 goes what is larger alone, and nothing beside it"
-    scoring.until(lambda: scoring.calls.tokens == 0)
+    wait_until(lambda: scoring.calls.tokens == 0)
 
 
 def test_an_error_is_of_its_call_alone(scoring: Scoring) -> None:
     bad, good = scoring.score(8, 8), scoring.score(3)
     scoring.answer(ValueError("odd"))
     with pytest.raises(ValueError, match="odd"):
-        bad.result(60)
-    scoring.until(lambda: scoring.labels.cancelled)
+        bad.result(DEADLINE_S)
+    wait_until(lambda: scoring.labels.cancelled)
     check(scoring.answered(good), 3)
     assert [chunk.rows for chunk in scoring.labels.cancelled] == [8], "the rest of the call is not wanted"
     with pytest.raises(SourceError, match="sample 1 is a sequence of 51 tokens"):
-        scoring.score(2, 51).result(60)
+        scoring.score(2, 51).result(DEADLINE_S)
     scoring.labels.failure = RuntimeError("a bug")
     with pytest.raises(RuntimeError, match="a bug"):
-        scoring.score(1).result(60)
-    scoring.until(lambda: scoring.calls.tokens == 0)
+        scoring.score(1).result(DEADLINE_S)
+    wait_until(lambda: scoring.calls.tokens == 0)
 
 
 def test_a_deadline_ends_a_call(scoring: Scoring) -> None:
-    late, other = scoring.score(4, timeout_s=0.05), scoring.score(4)
+    late, other = scoring.score(4, deadline=0.0), scoring.score(4)
     with pytest.raises(TemporaryError, match=r"not all sequences were scored within 0\.05 s"):
-        late.result(60)
+        late.result(DEADLINE_S)
     check(scoring.answered(other), 4)
     assert late.exception() is not None, "an answer that is late changes nothing"
 
 
 def test_a_cancelled_call_makes_room(scoring: Scoring) -> None:
     first, second = scoring.score(15), scoring.score(15)
-    scoring.until(lambda: scoring.labels.waiting)
+    wait_until(lambda: scoring.labels.waiting)
     assert first.cancel()
-    scoring.until(lambda: len(scoring.labels.waiting) == 2)
+    wait_until(lambda: len(scoring.labels.waiting) == 2)
     scoring.labels.waiting.pop(0)
     scoring.answer()
-    check(second.result(60), 15)
+    check(second.result(DEADLINE_S), 15)
 
 
 def test_no_teacher_is_said(scoring: Scoring) -> None:
     scoring.labels.lacking = scoring.labels.gives_up = True
     with pytest.raises(NoTeacherError):
-        scoring.score(3).result(60)
+        scoring.score(3).result(DEADLINE_S)
     scoring.labels.gives_up = False
     future = scoring.score(3)
     scoring.labels.lacking = False
     scoring.answer()
-    check(future.result(60), 3)
+    check(future.result(DEADLINE_S), 3)
 
 
 def test_close_ends_all_calls() -> None:
     scoring = Scoring(Labels())
     futures = [scoring.score(15), scoring.score(15)]
-    scoring.until(lambda: scoring.labels.waiting)
+    wait_until(lambda: scoring.labels.waiting)
     scoring.labels.closed = True
     closing = [threading.Thread(target=scoring.calls.close) for _ in range(4)]
     for thread in closing:
         thread.start()
     for thread in closing:
-        thread.join(60)
+        thread.join(DEADLINE_S)
     for future in [*futures, scoring.score(1)]:
         with pytest.raises(ClosedError):
-            future.result(60)
-
-
-def test_close_beside_calls(caplog: pytest.LogCaptureFixture) -> None:
-    """Calls are made and cancelled while the labeller is closed: each ends, once."""
-    for _ in range(20):
-        scoring = Scoring(Labels())
-        futures: deque[Future[list[Any]]] = deque()
-
-        def call(scoring: Scoring = scoring, futures: deque[Future[list[Any]]] = futures) -> None:
-            for number in range(40):
-                futures.append(scoring.score(15))
-                if number % 3 == 0:
-                    futures[-1].cancel()
-
-        calling = [threading.Thread(target=call) for _ in range(3)]
-        for thread in calling:
-            thread.start()
-        scoring.labels.closed = True
-        for thread in calling:
-            thread.join(60)
-        scoring.calls.close()
-        assert len(futures) == 120
-        for future in futures:
-            assert future.cancelled() or isinstance(future.exception(60), ClosedError)
-    assert not caplog.records, "no future was ended twice"
+            future.result(DEADLINE_S)
 
 
 def test_callback_closes_the_scorer(scoring: Scoring, caplog: pytest.LogCaptureFixture) -> None:
     first, second = scoring.score(3), scoring.score(4)
-    scoring.until(lambda: len(scoring.labels.waiting) == 2)
+    wait_until(lambda: len(scoring.labels.waiting) == 2)
 
     def close(_: object) -> None:
         scoring.labels.closed = True
@@ -272,28 +228,9 @@ def test_callback_closes_the_scorer(scoring: Scoring, caplog: pytest.LogCaptureF
         chunk.error = NoTeacherError("none")
     scoring.answer(NoTeacherError("none"))
     with pytest.raises(NoTeacherError):
-        first.result(60)
+        first.result(DEADLINE_S)
     with pytest.raises(ClosedError):
-        second.result(60)
-    scoring.calls.close()
-    assert not caplog.records
-
-
-def test_callback_cancels_and_closes(scoring: Scoring, caplog: pytest.LogCaptureFixture) -> None:
-    """A call that is cancelled as the scorer is closed ends once as well."""
-    first, second, third = scoring.score(3), scoring.score(4), scoring.score(5)
-    scoring.until(lambda: len(scoring.labels.waiting) == 3)
-
-    def close(_: object) -> None:
-        assert second.cancel()
-        scoring.labels.closed = True
-        scoring.calls.close()
-
-    first.add_done_callback(close)
-    scoring.answer(NoTeacherError("none"))
-    with pytest.raises(ClosedError):
-        third.result(60)
-    assert second.cancelled()
+        second.result(DEADLINE_S)
     scoring.calls.close()
     assert not caplog.records
 
@@ -308,27 +245,14 @@ def test_long_call_holds_up_no_other(scoring: Scoring) -> None:
     assert len(scoring.answered(long)[0]) == 40
 
 
-def test_long_call_ends_beside_a_full_one(scoring: Scoring) -> None:
-    """Whether its teacher has come is looked at also while others have all the room, and none of them is answered."""
-    scoring.labels.awaited_rows = 40
-    long, full, more = scoring.score(40), scoring.score(20), scoring.score(20)
-    calls = scoring.calls._calls
-    scoring.until(lambda: len(calls) == 3 and calls[2].item is not None)  # the last one looks for no teacher any more
-    scoring.labels.lacking = scoring.labels.gives_up = True
-    with pytest.raises(NoTeacherError):
-        long.result(10)
-    assert not full.done()
-    assert not more.done()
-
-
 def test_versions_are_followed_between_calls(scoring: Scoring, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in the middle of calls, whose labels would be of two versions."""
     monkeypatch.setattr("edl.distill.scoring.calls._FOLLOW_S", 0.0)
     first = scoring.score(3)
-    scoring.until(lambda: scoring.labels.waiting)
+    wait_until(lambda: scoring.labels.waiting)
     assert scoring.labels.followed == 1
     second = scoring.score(3)
-    scoring.until(lambda: len(scoring.labels.waiting) == 2)
+    wait_until(lambda: len(scoring.labels.waiting) == 2)
     assert scoring.labels.followed == 1
     scoring.answered(first)
     scoring.answered(second)

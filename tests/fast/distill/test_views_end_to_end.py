@@ -15,7 +15,7 @@ from edl.distill import Options  # noqa: E402
 from edl.distill.cache import SoftLabelCache, load_labels  # noqa: E402
 from edl.distill.torch import distill  # noqa: E402
 from edl.distill.views import AugmentedViews, view_id  # noqa: E402
-from tests.fast.distill.conftest import Start  # noqa: E402
+from tests.fast.distill.conftest import Serve  # noqa: E402
 
 SAMPLES, VIEWS = 40, 3
 
@@ -35,9 +35,9 @@ class Crops(Dataset[Any]):
         return (crop.flip(1) if torch.rand(()) < 0.5 else crop).flatten().contiguous(), index
 
 
-def test_kept_labels_are_of_these_pixels(start: Start, tmp_path: Path) -> None:
+def test_kept_labels_are_of_these_pixels(serve: Serve, tmp_path: Path) -> None:
     """The teacher returns the pixels it sees; once all views were seen it is gone, and other workers make them."""
-    teacher = start("echo", version="r1")
+    teacher = serve("echo", version="r1")
     data = AugmentedViews(Crops(), views=VIEWS)
     cache = SoftLabelCache(path=tmp_path / "labels")
     settings: dict[str, Any] = {"inputs": {"x": 0}, "outputs": "y", "cache": cache, "ids": -1, "dataset": "crops-1"}
@@ -58,7 +58,7 @@ def test_kept_labels_are_of_these_pixels(start: Start, tmp_path: Path) -> None:
                 assert sorted(ids) == list(range(SAMPLES))
             stats = labelled.stats()
             assert stats.rows_asked == (SAMPLES * VIEWS if workers else 0)
-        teacher.kill()
+        teacher.close()
         if workers:
             loader._iterator._shutdown_workers()
     assert len(crops) > 2 * SAMPLES, "views of a sample differ"

@@ -1,0 +1,368 @@
+"""`ShardLabeller`: a shard is reported when its labels are on disk, and bad rows are named."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from edl.distill import Options, Teachers
+from edl.distill.cache import SoftLabelCache, load_labels
+from edl.distill.datasets.kinds import ArrayData, Batch, IndexedData, SequenceData
+from edl.distill.labelling import LabelPlan, LabelProgress, LabelReport, RowShard, ShardLabeller, ShardSource
+from edl.distill.labelling.bad_rows import find_bad_rows
+from edl.distill.labelling.shard_tracker import ShardTracker
+from edl.distill.transport.schema import OutputSpec
+from edl.errors import NoTeacherError, PermanentError, TemporaryError
+from edl.protocol.tensors import Array
+from edl_serving.backends.callable import CallableBackend
+from tests.fast.distill.conftest import Serve, Served
+
+ROWS, WIDTH = 400, 4
+X = np.repeat(np.arange(ROWS, dtype=np.float32)[:, None], WIDTH, axis=1)
+
+
+class Shards(ShardSource):
+    """Shards of `size` rows; says at each report what a reader finds on disk at that moment."""
+
+    def __init__(self, folder: Path, rows: int = ROWS, size: int = 50) -> None:
+        self.waiting = [RowShard(at, min(at + size, rows)) for at in range(0, rows, size)]
+        self.open: list[RowShard] = []
+        self.done: list[RowShard] = []
+        self.failed: dict[tuple[int, int], list[str]] = {}
+        self.missing_on_disk = 0
+        self.retries = 0
+        self.failure: Exception | None = None
+        self._folder = folder
+        self._lock = threading.Lock()
+
+    def take(self, timeout_s: float) -> RowShard | None:
+        with self._lock:
+            if self.waiting:
+                self.open.append(self.waiting.pop(0))
+                return self.open[-1]
+            if self.failure is not None:
+                raise self.failure
+        threading.Event().wait(timeout_s)
+        return None
+
+    @property
+    def finished(self) -> bool:
+        with self._lock:
+            return not self.waiting and not self.open
+
+    def report_done(self, shard: RowShard) -> None:
+        there = set(load_labels(self._folder).ids)
+        with self._lock:
+            self.missing_on_disk += len(set(range(shard.start, shard.stop)) - there)
+            self.open.remove(shard)
+            self.done.append(shard)
+
+    def report_failed(self, shard: RowShard, reason: str) -> None:
+        with self._lock:
+            self.open.remove(shard)
+            reasons = self.failed.setdefault((shard.start, shard.stop), [])
+            reasons.append(reason)
+            if len(reasons) <= self.retries:
+                self.waiting.append(RowShard(shard.start, shard.stop))
+
+    @property
+    def done_rows(self) -> list[int]:
+        return sorted(row for shard in self.done for row in range(shard.start, shard.stop))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "labels"
+
+
+def label(
+    folder: Path,
+    teacher: Served,
+    source: Shards,
+    data: Any = None,
+    tell: Callable[[LabelProgress], None] | None = None,
+    **options: Any,
+) -> LabelReport:
+    teachers = Teachers(endpoints=(teacher.endpoint,))
+    plan = LabelPlan(teachers, OutputSpec(outputs=("y",)), batch_rows=16, options=Options(**options))
+    with (
+        SoftLabelCache(0, folder, flush_interval_s=60) as cache,
+        ShardLabeller(data or ArrayData({"x": X}), plan, cache) as labeller,
+    ):
+        assert labeller.key().outputs == ("y",)
+        return labeller.run(source, *([tell] if tell else []))
+
+
+def picky(*bad: int) -> CallableBackend:
+    def model(inputs: Any) -> Any:
+        if set(inputs["x"][:, 0].astype(int).tolist()) & set(bad):
+            raise ValueError("this row is bad")
+        return {"y": inputs["x"]}
+
+    return CallableBackend(model, ["x:fp32[4]"], version="1")
+
+
+def check(folder: Path, *missing: int) -> None:
+    found = load_labels(folder)
+    assert sorted(set(range(ROWS)) - set(found.ids)) == list(missing)
+    np.testing.assert_array_equal(found.rows(found.ids)["y"], X[list(found.ids)])
+
+
+def test_shards_are_done_when_on_disk(serve: Serve, folder: Path) -> None:
+    """Rows that are known are not asked for again, damaged ones excepted."""
+    teacher, seen = serve("echo"), []
+    assert label(folder, teacher, Shards(folder, rows=130)).progress.labelled == 130
+    (file,) = folder.glob("*/*.safetensors")
+    damaged = bytearray(file.read_bytes())
+    damaged[damaged.index(X[60].tobytes())] ^= 1
+    file.write_bytes(damaged)
+    source = Shards(folder)
+    report = label(folder, teacher, source, tell=lambda progress: seen.append(progress.labelled))
+    assert (report.progress.known, report.progress.labelled) == (129, ROWS - 129)
+    assert seen[-1] == ROWS - 129
+    assert source.done_rows == list(range(ROWS))
+    assert source.missing_on_disk == 0
+    check(folder)
+
+
+def test_bad_rows_are_named_others_labelled(serve: Serve, folder: Path) -> None:
+    source = Shards(folder)
+    source.retries = 1
+    label(folder, serve(picky(70, 77, 399)), source)
+    assert sorted(source.failed) == [(50, 100), (350, 400)]
+    assert all(len(reasons) == 2 for reasons in source.failed.values())
+    first = source.failed[50, 100][0]
+    assert first.startswith("samples 70, 77: ")
+    assert "this row is bad" in first
+    assert len(source.done) == 6
+    check(folder, 70, 77, 399)
+
+
+def test_wrong_input_ends_the_worker(serve: Serve, folder: Path) -> None:
+    """A mistake of this worker's own does not fail every shard of the job."""
+    source = Shards(folder)
+    with pytest.raises(PermanentError, match=r"3 shards failed here one after the other.*wants input 'x'"):
+        label(folder, serve("echo"), source, ArrayData({"image": X}))
+    assert len(source.failed) == 3
+
+
+class Failing:
+    """A user's data set, a row of which cannot be read."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, at: int) -> Array:
+        if at == 123:
+            raise self.error
+        row: Array = X[at]
+        return row
+
+
+def _itself(sample: Any) -> Any:
+    return sample
+
+
+def end_workers(data: SequenceData) -> None:
+    """End a loader's processes here: the garbage collector might do so in any thread, and wait for each of them."""
+    if data._workers:
+        data._worker_processes._iterator._shutdown_workers()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("error", [OSError(5, "the file is broken"), StopIteration()])
+def test_unreadable_sample_is_named(serve: Serve, folder: Path, workers: int, error: Exception) -> None:
+    """A loader's worker process passes a StopIteration on as its own end: the rest was waited for for ever."""
+    if workers:
+        pytest.importorskip("torch", reason="PyTorch is not installed")
+    source = Shards(folder)
+    data = SequenceData(Failing(error), {"x": _itself}, workers)
+    label(folder, serve("echo"), source, data)
+    end_workers(data)
+    ((reason,),) = source.failed.values()
+    assert reason.startswith("sample 123: ")
+    assert (str(error) or "StopIteration") in reason
+    assert source.missing_on_disk == 0
+    check(folder, 123)
+
+
+def test_lookahead_does_not_wait_for_shards(serve: Serve, folder: Path) -> None:
+    """Processes that load ahead hold back no loaded rows while another worker's shard may come back."""
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+
+    class Late(Shards):
+        def take(self, timeout_s: float) -> RowShard | None:
+            if len(self.waiting) == 1 and len(self.done) < 39:
+                return None
+            return super().take(timeout_s)
+
+    source = Late(folder, size=10)
+    data = SequenceData(X, {"x": _itself}, 2)
+    label(folder, serve("echo"), source, data)
+    end_workers(data)
+    assert source.done_rows == list(range(ROWS))
+
+
+def test_source_failure_ends_the_run(serve: Serve, folder: Path) -> None:
+    """What was answered until then is on disk, and reported."""
+    source = Shards(folder, rows=150)
+    source.failure = TemporaryError("the master is away")
+    with pytest.raises(TemporaryError, match="the master is away"):
+        label(folder, serve("echo"), source)
+    assert source.done_rows == list(range(150))
+    assert source.missing_on_disk == 0
+
+
+def test_interrupt_reports_what_is_on_disk(serve: Serve, folder: Path) -> None:
+    source = Shards(folder)
+
+    def interrupt(progress: LabelProgress) -> None:
+        if progress.labelled >= 100:  # answers come in order: the first two shards are labelled
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        label(folder, serve("echo"), source, tell=interrupt)
+    assert 100 <= len(source.done_rows) < ROWS
+    assert source.missing_on_disk == 0
+
+
+@pytest.mark.skipif(not os.access("/dev/full", os.W_OK), reason="there is no /dev/full here")
+def test_full_disk_fails_no_shard(serve: Serve, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker ends with the disk's words; its shards are neither done nor failed."""
+    source, teacher = Shards(folder), serve("echo")
+    full, write = os.open("/dev/full", os.O_WRONLY), os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(full if len(data) > 1000 else fd, data))
+    with pytest.raises(TemporaryError, match="No space left on device"):
+        label(folder, teacher, source)
+    os.close(full)
+    assert not source.done
+    assert not source.failed
+
+
+def test_no_teacher_fails_no_shard(serve: Serve, folder: Path) -> None:
+    teacher, source = serve("echo"), Shards(folder)
+
+    class Killing(IndexedData):
+        inputs = ("x",)
+
+        def load(self, parts: Any) -> Iterator[Batch]:
+            for part in parts:
+                if part[0] >= 200:
+                    teacher.close()
+                yield part.tolist(), {"x": X[part]}
+
+    with pytest.raises(NoTeacherError):
+        label(folder, teacher, source, Killing(ROWS, None), teacher_timeout_s=1.0)
+    assert not source.failed
+    assert source.missing_on_disk == 0
+
+
+@pytest.mark.parametrize("step", ["report", "look-up"])
+def test_unforeseen_error_ends_the_run(serve: Serve, folder: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """Not only EDL's own errors: a shard that was popped and not reported would be waited for for ever."""
+    unknown = ArrayData.unknown
+
+    class Broken(Shards):
+        def report_done(self, shard: RowShard) -> None:
+            if step == "report":
+                raise ZeroDivisionError("not foreseen")
+            super().report_done(shard)
+
+    def failing(data: ArrayData, known: Any, begin: int = 0, stop: int | None = None) -> Array:
+        if step == "look-up" and begin == 100:
+            raise ZeroDivisionError("not foreseen")
+        return unknown(data, known, begin, stop)
+
+    monkeypatch.setattr(ArrayData, "unknown", failing)
+    source = Broken(folder)
+    with pytest.raises(ZeroDivisionError):
+        label(folder, serve("echo"), source)
+    assert not source.failed
+    assert step == "report" or source.done_rows == list(range(100))
+
+
+def parts_of(shard: RowShard, size: int) -> list[Array]:
+    return [np.arange(at, min(at + size, shard.stop)) for at in range(shard.start, shard.stop, size)]
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 2**32), st.integers(1, 8), st.integers(1, 7))
+def test_every_part_is_answered_or_failed(seed: int, shards: int, size: int) -> None:
+    """Each row is answered once after its last hand-out, but for those of shards that failed."""
+    chance = random.Random(seed)
+    coming = [RowShard(at * 10, at * 10 + chance.randint(0, 10)) for at in range(shards)]
+    rows_of = {shard: set(range(shard.start, shard.stop)) for shard in coming}
+    tracker, handed_out, answered, finished, failed = ShardTracker(), [], [], [], []
+    while coming or not tracker.idle:
+        event = chance.choice(("begin", "hand_out", "hand_out", "take", "take", "fail"))
+        if event == "begin" and coming:
+            shard = coming.pop()
+            tracker.begin(shard, parts_of(shard, size))
+        elif event == "hand_out" and (part := tracker.hand_out()) is not None:
+            handed_out.append(part)
+        elif event == "take" and handed_out:
+            answered += handed_out.pop(0).tolist()
+            tracker.take()
+        elif event == "fail" and chance.random() < 0.2 and (shard := tracker.fail()) is not None:
+            assert handed_out[0][0] in rows_of[shard], "the shard of the part that was handed out first"
+            handed_out.clear()
+            failed.append(shard)
+        finished += tracker.pop_answered()
+    assert not tracker.has_waiting
+    assert not tracker.has_answered
+    assert sorted([*finished, *failed], key=id) == sorted(rows_of, key=id), "each shard once"
+    expected = sorted(row for shard in finished for row in rows_of[shard])
+    in_failed = {row for shard in failed for row in rows_of[shard]}
+    assert sorted(row for row in answered if row not in in_failed) == expected
+
+
+def test_a_shard_without_parts_is_answered() -> None:
+    tracker, shard = ShardTracker(), RowShard(0, 10)
+    tracker.begin(shard, ())
+    assert tracker.idle
+    assert tracker.pop_answered() == [shard]
+    assert tracker.hand_out() is None
+    assert tracker.fail() is None
+
+
+@settings(max_examples=30)
+@given(st.sets(st.integers(0, 99), max_size=10), st.integers(1, 40))
+def test_bad_rows_are_found_by_halves(bad: set[int], size: int) -> None:
+    """All other rows are labelled, once each."""
+    labelled: list[int] = []
+
+    def attempt(part: Array) -> str:
+        if found := bad & {*part.tolist()}:
+            return f"row {min(found)}"
+        labelled.extend(part.tolist())
+        return ""
+
+    found = find_bad_rows(parts_of(RowShard(0, 100), size), attempt)
+    assert found.why == {row: f"row {row}" for row in bad}
+    assert (found.untried, found.labelled) == (0, 100 - len(bad))
+    assert sorted([*labelled, *bad]) == list(range(100))
+
+
+def test_search_for_bad_rows_can_be_ended() -> None:
+    tried: list[int] = []
+
+    def attempt(part: Array) -> str:
+        tried.append(len(part))
+        return "all are bad"
+
+    found = find_bad_rows(parts_of(RowShard(0, 64), 32), attempt, lambda bad: bad < 3)
+    assert found.why == dict.fromkeys(range(3), "all are bad")
+    assert found.untried == 61
+    assert len(tried) < 20

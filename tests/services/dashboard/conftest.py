@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 
-from tests.fast.dashboard.server.conftest import page, store, url
+from tests.fast.dashboard.server.conftest import store, url
 from tests.plugins_chromium import Browser, Page
 from tests.services.dashboard.page_server import PageServer
 
-__all__ = ["look", "page", "store", "url"]
+__all__ = ["look", "store", "url"]
 
 DRAWN = "document.getElementById('content').dataset.time"
 
@@ -53,11 +52,3 @@ def publish(server: PageServer, page: Page, state: Mapping[str, Any], kind: str 
 def _number(value: float) -> str:
     """Return a number as JavaScript writes it."""
     return str(int(value)) if value == int(value) else repr(value)
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 75.0) -> None:
-    """Wait for something outside the page."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s"
-        time.sleep(0.02)

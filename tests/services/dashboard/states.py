@@ -161,11 +161,11 @@ def rich(now: float = NOW) -> dict[str, Any]:
 
 
 def huge(now: float = NOW) -> dict[str, Any]:
-    """More than anybody reads: 50 jobs, 200 teachers, 1,000 events."""
-    jobs = [copy.deepcopy(job(f"job-{number:02}", now=now)) for number in range(50)]
+    """More than anybody reads: 25 jobs, 200 teachers, 1,000 events."""
+    jobs = [copy.deepcopy(job(f"job-{number:02}", now=now)) for number in range(25)]
     events = [
         {"time": now - number, "kind": ("join", "kill", "generation")[number % 3], "text": f"event {number}",
-         "cause": f"cause {number}", "job": f"job-{number % 50:02}", "node": "n", "decision": number % 10 == 0}
+         "cause": f"cause {number}", "job": f"job-{number % 25:02}", "node": "n", "decision": number % 10 == 0}
         for number in range(1000)
     ]  # fmt: skip
     return EMPTY | {"time": now, "jobs": jobs, "services": [service("big", 200, 40, now)], "events": events}

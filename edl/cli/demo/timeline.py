@@ -47,15 +47,16 @@ class Rates:
 class Timeline:
     """Reads counters in a thread of its own, from `start` to `stop`."""
 
-    def __init__(self, stats: Callable[[], ReaderStats]) -> None:
+    def __init__(self, stats: Callable[[], ReaderStats], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._stats = stats
+        self._clock = clock
         self._samples: list[tuple[float, ReaderStats]] = []
         self._sampling: BackgroundLoop | None = None
-        self._began = time.monotonic()
+        self._began = self._clock()
         self.events: list[TeacherEvent] = []
 
     def __enter__(self) -> Timeline:
-        self._began = time.monotonic()
+        self._began = self._clock()
         self._sample()  # here, since the thread may get its first turn late
         self._sampling = BackgroundLoop("edl-demo-timeline", self._sample)
         return self
@@ -68,7 +69,7 @@ class Timeline:
     @property
     def now_s(self) -> float:
         """Seconds since the start."""
-        return time.monotonic() - self._began
+        return self._clock() - self._began
 
     @property
     def end_s(self) -> float:

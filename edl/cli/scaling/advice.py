@@ -74,6 +74,7 @@ class WorkerAdviser:
         most: workers that it may have, at most.
         leads: returns whether the caller's master leads; asked before anything is read.
         sample_s: seconds between two samples of its rate.
+        clock: Returns the time of records, in seconds since 1970.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class WorkerAdviser:
         leads: Callable[[], bool] = lambda: True,
         *,
         sample_s: float = _SAMPLE_S,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
         self._job = job
@@ -92,6 +94,7 @@ class WorkerAdviser:
         self._most = most
         self._leads = leads
         self._sample_s = sample_s
+        self._clock = clock
         self._history = ThroughputHistory()
         self._left = WorkLeft()
         self._generation = -1
@@ -113,7 +116,7 @@ class WorkerAdviser:
         self._sampled_s = now_s
         self._advice = None
         try:
-            summary = summarize(read_job(self._store, self._job), round(time.time() * 1e6))
+            summary = summarize(read_job(self._store, self._job), round(self._clock() * 1e6))
         except (SettingsError, ProtocolError):  # there is no such job yet, or it is another version's
             return None
         settled = summary.generation == self._generation  # else the rate may be that of the size before

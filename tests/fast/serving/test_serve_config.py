@@ -56,12 +56,12 @@ def test_names_and_addresses_have_defaults() -> None:
 
 
 def test_tokens_are_rows_of_a_batch() -> None:
-    config = config_of("--hf", "folder", "--model", "m", "--task", "causal-lm")
-    assert (config.server.max_batch_rows, config.server.max_queue_rows) == (8192, 32768)
-    config = config_of("--hf", "folder", "--model", "m", "--task", "masked-lm", "--max-tokens", "2048", "--top-k", "8")
+    hf = ("--hf", "folder", "--model", "m", "--task")
+    config = config_of(*hf, "masked-lm", "--max-tokens", "2048", "--top-k", "8")
     assert (config.server.max_batch_rows, config.source.max_tokens, config.source.top_k) == (2048, 2048, 8)
-    texts = config_of("--hf", "folder", "--model", "m", "--task", "sequence-classification", "--max-batch", "16")
-    assert (texts.server.max_batch_rows, texts.server.max_queue_rows) == (16, 1024)
+    for more, rows, queue in (((*hf, "causal-lm"), 8192, 32768), ((*hf, "sequence-classification"), 64, 1024)):
+        config = config_of(*more)
+        assert (config.server.max_batch_rows, config.server.max_queue_rows) == (rows, queue)
 
 
 FLAGS = """

@@ -49,65 +49,35 @@ def test_vllm_weight_version() -> None:
     assert CompletionsEndpoint().weight_version(answer_of("completions")) == ""
 
 
-def _shift(positions: list[Any]) -> None:
-    positions.append(positions.pop(1))
-
-
-def _drop(positions: list[Any]) -> None:
-    positions.pop()
-
-
-def _empty(positions: list[Any]) -> None:
-    positions[2] = None
-
-
-def _few(positions: list[Any]) -> None:
-    positions[2].pop("946")
-    positions[2].pop("373")
-
-
-def _many(positions: list[Any]) -> None:
-    positions[2]["1"] = positions[2]["2"] = {"logprob": -9.0}
-
-
-def _word(positions: list[Any]) -> None:
-    positions[2]["word"] = positions[2].pop("946")
-
-
-def _text(positions: list[Any]) -> None:
-    positions[2]["946"]["logprob"] = "high"
-
-
-def _null(positions: list[Any]) -> None:
-    positions[2]["946"]["logprob"] = None
-
-
-def _bare(positions: list[Any]) -> None:
-    positions[2]["946"] = -1.5
-
-
-def _list(positions: list[Any]) -> None:
-    positions[2]["946"]["logprob"] = [1, 2]
-
-
-def _twice(positions: list[Any]) -> None:
-    positions[2]["0946"] = positions[2].pop("373")
+SPOIL: list[Callable[[list[Any]], object]] = [
+    lambda positions: positions.append(positions.pop(1)),
+    lambda positions: positions.pop(),
+    lambda positions: positions.__setitem__(2, None),
+    lambda positions: (positions[2].pop("946"), positions[2].pop("373")),
+    lambda positions: positions[2].update({"1": {"logprob": -9.0}, "2": {"logprob": -9.0}}),
+    lambda positions: positions[2].update(word=positions[2].pop("946")),
+    lambda positions: positions[2]["946"].update(logprob="high"),
+    lambda positions: positions[2]["946"].update(logprob=None),
+    lambda positions: positions[2].update({"946": -1.5}),
+    lambda positions: positions[2].update({"0946": positions[2].pop("373")}),
+]
 
 
 @pytest.mark.parametrize(("endpoint", "name"), BOTH)
-@pytest.mark.parametrize("spoil", [_shift, _drop, _empty, _few, _many, _word, _text, _null, _bare, _list, _twice])
-def test_spoiled_answers_are_refused(endpoint: ScoringEndpoint, name: str, spoil: Callable[[list[Any]], None]) -> None:
-    answer = answer_of(name)
-    spoil(positions_of(answer))
-    with pytest.raises(EngineAnswerError):
-        endpoint.read(answer, PROMPT, 3)
+def test_spoiled_answers_are_refused(endpoint: ScoringEndpoint, name: str) -> None:
+    for number, spoil in enumerate(SPOIL):
+        answer = answer_of(name)
+        spoil(positions_of(answer))
+        with pytest.raises(EngineAnswerError):
+            pytest.fail(f"{number}: {endpoint.read(answer, PROMPT, 3)}")
 
 
-@pytest.mark.parametrize("answer", [{}, {"choices": None}, {"choices": [1]}, {"prompt_logprobs": {}}])
 @pytest.mark.parametrize("endpoint", [GenerateEndpoint(), CompletionsEndpoint(), SGLangEndpoint()])
-def test_answers_without_are_refused(endpoint: ScoringEndpoint, answer: dict[str, Any]) -> None:
-    with pytest.raises(EngineAnswerError):
-        endpoint.read(answer, PROMPT, 3)
+def test_answers_without_are_refused(endpoint: ScoringEndpoint) -> None:
+    answers: list[dict[str, Any]] = [{}, {"choices": None}, {"choices": [1]}, {"prompt_logprobs": {}}]
+    for answer in answers:
+        with pytest.raises(EngineAnswerError):
+            endpoint.read(answer, PROMPT, 3)
 
 
 def read_sglang(change: Callable[[Any], object] = lambda meta: None) -> TopKArrays:
@@ -117,6 +87,8 @@ def read_sglang(change: Callable[[Any], object] = lambda meta: None) -> TopKArra
 
 
 def test_sglang_rows() -> None:
+    body = SGLangEndpoint().body("m", [1, 2], 5)
+    assert (body["logprob_start_len"], body["top_logprobs_num"], body["return_logprob"]) == (0, 5, True)
     rows = read_sglang()
     assert rows.ids.tolist() == [[315, 3283, 374], [279, 9625, 5616], [13, 58883, 11]]
     assert rows.values[0].tolist() == [-0.58203125, -2.140625, -3.765625]
@@ -137,8 +109,3 @@ def test_sglang_rows() -> None:
 def test_spoiled_sglang_is_refused(change: Callable[[Any], object]) -> None:
     with pytest.raises(EngineAnswerError):
         read_sglang(change)
-
-
-def test_sglang_is_asked_for_all_positions() -> None:
-    body = SGLangEndpoint().body("m", [1, 2], 5)
-    assert (body["logprob_start_len"], body["top_logprobs_num"], body["return_logprob"]) == (0, 5, True)

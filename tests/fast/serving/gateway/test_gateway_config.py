@@ -46,19 +46,13 @@ def test_other_addresses_are_refused(text: str) -> None:
         EngineAddress.parse(text)
 
 
-def test_other_endpoints_are_triton() -> None:
+def test_defaults() -> None:
     assert not names_engine("127.0.0.1:8001")
     assert not names_engine("unix:/run/vllm://")
-
-
-def test_defaults() -> None:
     config = GatewayConfig.of("vllm://127.0.0.1:8000", GIVEN)
     assert (config.top_k, config.engine_model, config.exact_model) == (64, "m", False)
     # Two batches are in flight, and more than those may wait.
     assert (config.server.max_batch_rows, config.server.max_queue_rows) == (8192, 32768)
-
-
-def test_tokens_in_flight() -> None:
     config = GatewayConfig.of("vllm://127.0.0.1:8000", {**GIVEN, "max_tokens": 1000, "max_queue": 5000})
     assert (config.server.max_batch_rows, config.server.max_queue_rows) == (500, 5000)
 

@@ -51,12 +51,6 @@ def wrong_model(rng: random.Random, header: Header, raw: list[bytes]) -> str | N
     return quoted(header.model_name)
 
 
-def wrong_input_name(rng: random.Random, header: Header, raw: list[bytes]) -> str | None:
-    tensor = rng.choice(header.inputs)
-    old, tensor.name = tensor.name, rng.choice(STRANGE)
-    return None if old == tensor.name else "input"
-
-
 def wrong_datatype(rng: random.Random, header: Header, raw: list[bytes]) -> str | None:
     tensor = rng.choice(header.inputs)
     old, tensor.datatype = tensor.datatype, rng.choice(DATATYPES)
@@ -147,7 +141,6 @@ def wrong_shared_memory(rng: random.Random, header: Header, raw: list[bytes]) ->
 
 MUTATIONS: list[Mutation] = [
     wrong_model,
-    wrong_input_name,
     wrong_datatype,
     wrong_size,
     wrong_rank,
@@ -179,7 +172,7 @@ def bad_requests(rng: random.Random) -> Iterator[tuple[bytes, str | None]]:
             header, raw = good()
             yield_word = rng.choice(MUTATIONS)(rng, header, raw)
             if rng.random() < 0.2:  # two faults: only one of them will be named
-                rng.choice(MUTATIONS[1:5])(rng, header, raw)
+                rng.choice(MUTATIONS[1:4])(rng, header, raw)
                 yield_word = None
             yield codec.encode_request(header, raw), yield_word
         elif kind < 0.9:

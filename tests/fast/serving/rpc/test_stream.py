@@ -150,19 +150,6 @@ def test_cancelled_or_late_is_not_computed(inside: StartInside, connect: Connect
     wait_until(lambda: server.metric("edl_teacher_in_flight") == 0)
 
 
-def test_leaving_client_leaves_nothing(inside: StartInside, connect: Connect) -> None:
-    model = Gated()
-    server = inside(model, max_batch_rows=1)
-    stream = Open(connect(server.target).channel)
-    for number in range(10):
-        stream.send(str(number), row(number))
-    wait_until(lambda: server.metric("edl_teacher_in_flight") == 10)
-    stream.call.cancel()
-    wait_until(lambda: server.metric("edl_teacher_in_flight") == 0)
-    stream.end()
-    model.gate.set()
-
-
 def test_idle_streams_do_not_delay_a_drain(inside: StartInside, connect: Connect) -> None:
     server = inside(Pair())
     streams = [Open(connect(server.target).channel, unordered=unordered) for unordered in (True, False)]
@@ -366,23 +353,23 @@ def test_refused_requests_leave_no_memory(inside: StartInside, connect: Connect)
         model.gate.set()
 
 
-def server_frames_with(nbytes: int) -> list[str]:
-    """Return the functions of the server of which a frame holds a message of so many bytes."""
-    frames = [found for found in gc.get_objects() if type(found) is types.FrameType]
-    own = [frame for frame in frames if "edl_serving" in frame.f_code.co_filename]
-    held = [(frame.f_code.co_qualname, value) for frame in own for value in list(frame.f_locals.values())]
-    return [name for name, value in held if isinstance(value, bytes | memoryview) and len(value) == nbytes]
-
-
 @pytest.mark.parametrize("data", [request_bytes({"x": np.zeros((1, 99), np.float32)}), b"\x0a\xff" + b"x" * 999])
 def test_refused_calls_leave_no_memory(inside: StartInside, connect: Connect, data: bytes) -> None:
     client = connect(inside(Pair()).target)
+
+    def held() -> list[str]:
+        """Functions of the server of which a frame holds the message."""
+        frames = [found for found in gc.get_objects() if type(found) is types.FrameType]
+        own = [frame for frame in frames if "edl_serving" in frame.f_code.co_filename]
+        values = [(frame.f_code.co_qualname, value) for frame in own for value in list(frame.f_locals.values())]
+        return [name for name, value in values if isinstance(value, bytes | memoryview) and len(value) == len(data)]
+
     gc.freeze()  # what other tests have left is not looked at
     gc.disable()
     try:
         with pytest.raises(grpc.RpcError, match="INVALID_ARGUMENT"):
             client.infer_bytes(data, timeout=TIMEOUT_S)
-        wait_until(lambda: not server_frames_with(len(data)))
+        wait_until(lambda: not held())
     finally:
         gc.enable()
         gc.unfreeze()

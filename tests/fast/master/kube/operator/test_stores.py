@@ -37,12 +37,6 @@ def report(**dataset: Any) -> bytes:
     return json.dumps({"datasets": [{"name": "d", "units": 100, "epochs": 2, **dataset}]}).encode()
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 @pytest.fixture
 def told() -> list[str]:
     return []
@@ -95,17 +89,17 @@ def test_store_away_keeps_what_was_wanted(directory: StoreDirectory, told: list[
 def test_store_away_for_long_is_said(
     directory: StoreDirectory, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edl.master.kube.operator.stores.follower._AWAY_S", 0.3)
-    port = free_port()
-    url = f"edl://127.0.0.1:{port}"
-    assert directory.ask("a", url, "workers", "j", namespace="lab").unreachable == "", "it may answer yet"
-    wait_until(lambda: told == ["a"], "a look at the resource")
-    answer = directory.ask("a", url, "workers", "j", namespace="lab")
-    assert str(port) in answer.unreachable
-    told.clear()
+    with socket.socket() as refusing:  # no other program has its port meanwhile
+        refusing.bind(("127.0.0.1", 0))
+        port = refusing.getsockname()[1]
+        url = f"edl://127.0.0.1:{port}"
+        wait_until(lambda: str(port) in directory.ask("a", url, "workers", "j", namespace="lab").stale, "a refusal")
+        assert directory.ask("a", url, "workers", "j", namespace="lab").unreachable == "", "it may answer yet"
+        monkeypatch.setattr("edl.master.kube.operator.stores.follower._AWAY_S", 0.0)
+        wait_until(lambda: told, "a look at the resource")
+        assert str(port) in directory.ask("a", url, "workers", "j", namespace="lab").unreachable
     with contextlib.closing(StoreServer(str(tmp_path / "served.sqlite"), ListenAddress("127.0.0.1", port))):
-        wait_until(lambda: told, "the store's return")
-        assert directory.ask("a", url, "workers", "j", namespace="lab").unreachable == ""
+        wait_until(lambda: not directory.ask("a", url, "workers", "j", namespace="lab").unreachable, "the return")
 
 
 def test_word_of_a_dead_master_is_old(

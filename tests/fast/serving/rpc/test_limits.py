@@ -99,7 +99,7 @@ def test_what_vanishes_counts_no_more(inside: StartInside, connect: Connect, cap
         for _ in range(rng.randrange(1, 40)):
             x = np.full((rng.choice([1, 8, 4000]), 4), 0.001, np.float32)
             fine = request_bytes({"x": x}) + codec.id_field(str(rng.random()))
-            stream.send(fine if rng.random() < 0.7 else next(bad)[0])
+            stream.send(fine if rng.random() < 0.7 else next(bad))
         if rng.random() < 0.5:
             with contextlib.suppress(grpc.RpcError):
                 next(stream.call, None)

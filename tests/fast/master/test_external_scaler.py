@@ -16,13 +16,11 @@ from pathlib import Path
 
 import grpc
 import pytest
-import yaml
 
 from edl.discovery import Store, open_store
 from edl.errors import DiscoveryError, EDLError
 from edl.load_reporting.wanted import wanted_key
 from edl.master.external_scaler import ExternalScalerServer, ExternalScalerSettings
-from edl.master.kube.resources.teacher_pool import parse_teacher_pool
 from edl.settings import Credentials
 from tests import certificates
 from tests.waiting import DEADLINE_S, wait_until
@@ -196,22 +194,3 @@ def test_master_serves_the_scaler(tmp_path: Path) -> None:
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(DEADLINE_S) == 128 + signal.SIGTERM
-
-
-def test_example_is_a_scaled_object() -> None:
-    """The page's YAML: what it scales, and metadata that the scaler takes."""
-    page = (ROOT / "docs/kubernetes-scaling-external.md").read_text()
-    blocks = [block.partition("```")[0] for block in page.split("```yaml\n")[1:]]
-    kinds = {item["kind"]: item for block in blocks for item in yaml.safe_load_all(block)}
-    scaled, service, pool = kinds["ScaledObject"], kinds["Service"], kinds["TeacherPool"]
-    template = kinds["Deployment"]["spec"]["template"]
-    assert f"edl {' '.join(template['spec']['containers'][0]['args'])}\n" in page, "the pod's command is the page's"
-    assert service["spec"]["selector"] == template["metadata"]["labels"]
-    (trigger,) = scaled["spec"]["triggers"]
-    place = f"{service['metadata']['name']}.{service['metadata']['namespace']}"
-    assert trigger["metadata"]["scalerAddress"] == f"{place}:{service['spec']['ports'][0]['port']}"
-    assert (trigger["type"], trigger["metadata"]["service"]) == ("external", pool["spec"]["service"])
-    assert all(isinstance(value, str) for value in trigger["metadata"].values()), "KEDA takes texts only"
-    assert scaled["spec"]["scaleTargetRef"]["name"] == pool["metadata"]["name"]
-    parsed = parse_teacher_pool({**pool, "metadata": {**pool["metadata"], "uid": "u"}}, "kubernetes://edl")
-    assert not isinstance(parsed, tuple), parsed

@@ -231,18 +231,6 @@ def test_closing_gives_shards_back(lead: Lead, create: Create, read: Read, clien
         reader.take()
 
 
-def test_closing_wakes_who_waits(lead: Lead, create: Create, read: Read) -> None:
-    lead()
-    create(10)
-    holder = read("first", explicit=True)
-    assert holder.take(DEADLINE_S) is not None
-    waiting = read("second", explicit=True)
-    call = start_call("edl-test", lambda: waiting.take(DEADLINE_S))
-    wait_until(lambda: waiting._thread._hungry, "a caller that waits")
-    waiting.close()
-    assert call.result(DEADLINE_S) is None
-
-
 def test_reports_may_come_in_any_order(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
     lead()
     create(50)
@@ -320,24 +308,6 @@ def test_the_calls_of_dlrover(lead: Lead, client: MasterClient) -> None:
         assert client.status()["datasets"][0]["units_done"] == 20
         with pytest.raises(SettingsError):
             sharding.restore_shard_from_checkpoint("{}")
-
-
-def test_a_refusal_keeps_no_report_back(lead: Lead, client: MasterClient) -> None:
-    lead()
-    with ShardingClient(client, "train", 10, 1, 60, num_minibatches_per_shard=2) as sharding:
-        first, _ = sharding.fetch_shard(), sharding.fetch_shard()
-        assert first is not None
-        sharding._reader.give_back(sharding._pending[0])
-        with pytest.raises(LeaseLostError):
-            sharding.report_batch_done(40)
-        assert client.status()["datasets"][0]["units_done"] == 20
-        sharding.fetch_shard()
-        sharding.fetch_shard()
-        sharding._reader.give_back(sharding._pending[0])
-        with pytest.raises(LeaseLostError):
-            sharding.report_all_task_error("broken")
-        assert sharding._reader.take(DEADLINE_S) is not None
-        assert sharding._reader.take(DEADLINE_S) is not None, "both came back"
 
 
 def test_a_failed_close_is_tried_again(lead: Lead, create: Create, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from edl.backoff import Backoff
 from edl.errors import ConflictError, DiscoveryError, SettingsError, SourceError
 from edl.master.datasets import Dataset, Follower, FollowSettings, ShardSettings, load_dataset, open_dataset, same_data
-from edl.master.datasets.growth import growing_text
 from edl.master.datasets.growth.decision import FollowState, Observation, decide
 from edl.master.datasets.storage import StorageError, local
 from edl.master.shards import ShardBook
@@ -86,39 +85,6 @@ def opened(location: str, shard_size: int = 4, flush_s: float = 0.0, **options: 
 def append(path: Path, data: bytes) -> None:
     with path.open("ab") as file:
         file.write(data)
-
-
-@settings(max_examples=50)
-@given(
-    grown=st.lists(st.tuples(st.integers(0, 9), st.floats(0, 20)), max_size=20),
-    flush_s=st.sampled_from([0.0, 10.0]),
-    shard_size=st.integers(1, 5),
-)
-def test_decision(grown: list[tuple[int, float]], flush_s: float, shard_size: int) -> None:
-    """All that comes is told once and in order; parts of shards only after a quiet time, and at the end."""
-    state = FollowState(0, 0, 0.0)
-    now_s, units, quiet_since = 0.0, 0, 0.0
-
-    def look(ended: bool = False) -> Any:
-        seen = Observation(now_s, units, ended)
-        return decide(state, seen, FollowSettings(), shard_size=shard_size, flush_s=flush_s)
-
-    for more, waited_s in grown:
-        now_s += waited_s
-        units += more
-        quiet_since = now_s if more else quiet_since
-        before = state
-        state, decision = look()
-        assert before.published <= decision.publish <= units
-        assert not decision.end
-        quiet = flush_s > 0 and now_s - quiet_since >= flush_s / 2
-        assert decision.publish == units or (decision.publish > units - shard_size and not quiet)
-        if decision.publish % shard_size and decision.publish > before.published:
-            assert quiet
-        state, again = look()
-        assert again.publish == decision.publish, "nothing is told twice"
-    _, decision = look(ended=True)
-    assert (decision.publish, decision.end) == (units, True)
 
 
 def test_quiet_source_ends() -> None:
@@ -246,24 +212,6 @@ def test_rotated_text_is_an_error(log: Path, rotate: str, crash: bool) -> None:
         master.read()
 
 
-def test_long_texts_are_told_in_parts(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(growing_text, "_LOOK_NBYTES", 100)
-    append(log, b"".join(b"%03d\n" % number for number in range(100)))
-    dataset = opened(str(log), shard_size=2)
-    master = Master(dataset)
-    follower = Follower(master, "data", dataset)
-    follower.follow_once()
-    assert master.calls == [24]
-    append(log, b"x" * 1000)
-    for _ in range(5):
-        follower.follow_once()
-    assert master.units == 100
-    append(log, b"\n")
-    follower.finish()
-    follower.follow_once()
-    assert master.read()[-1] == b"x" * 1000
-
-
 # A folder that gets files.
 
 
@@ -381,16 +329,6 @@ def test_source_that_shrinks() -> None:
     source.rows.pop()
     with pytest.raises(SourceError, match="has 2: offsets mean something else"):
         follower.follow_once()
-
-
-def test_source_by_factory(tmp_path: Path) -> None:
-    code = "class Endless:\n    def count(self): return 7\n    def ended(self): return True\n"
-    code += "    def read(self, start, stop): return range(start, stop)\n"
-    (tmp_path / "endless.py").write_text(code)
-    location = f"{tmp_path}/endless.py:Endless"
-    dataset = open_dataset(location, ShardSettings(shard_size=4))
-    assert (dataset.kind, dataset.spec.location) == ("source", location)
-    assert list(load_dataset(dataset.spec, samples=location).read(Lease(0, 1, 4, 7))) == [4, 5, 6]
 
 
 # The follower's thread.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,15 +90,6 @@ def test_columns_and_tables(tmp_path: Path) -> None:
         open_dataset(f"parquet:{tmp_path}/a.parquet", columns=["name"])
 
 
-def test_dataset_with_a_group_is_pickled(tmp_path: Path) -> None:
-    write(tmp_path / "a.parquet", 0, 40)
-    dataset = open_dataset(f"parquet:{tmp_path}/a.parquet")
-    read_all(dataset)
-    packed = pickle.dumps(dataset)
-    assert len(packed) < 2000, "the decoded row group stays here"
-    assert read_all(pickle.loads(packed)) == expected(40)
-
-
 def test_other_columns_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", 0, 4)
     parquet.write_table(pyarrow.table({"id": [1.5], "text": ["x"]}), tmp_path / "b.parquet")
@@ -112,19 +102,6 @@ def test_other_files_are_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "a.parquet").write_bytes(data)
     with pytest.raises(SourceError, match=r"a\.parquet' is no Parquet file"):
         open_dataset(f"parquet:{tmp_path}/a.parquet")
-
-
-def test_garbled_rows_are_an_error(tmp_path: Path) -> None:
-    """What is wrong within a row group is found by its pages' checksums, where the writer has left them."""
-    path = tmp_path / "a.parquet"
-    write(path, 0, 40, write_page_checksum=True, compression="none")
-    dataset = open_dataset(f"parquet:{path}")
-    data = bytearray(path.read_bytes())
-    at = data.index("é17".encode())
-    data[at + 2 : at + 4] = b"99"
-    path.write_bytes(data)
-    with pytest.raises(SourceError, match=r"a\.parquet' cannot be read as Parquet.*checksum"):
-        read_all(dataset)
 
 
 def test_replaced_table_is_an_error(tmp_path: Path) -> None:

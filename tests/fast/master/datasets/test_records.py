@@ -13,36 +13,14 @@ from hypothesis import strategies as st
 from edl.errors import SettingsError, SourceError
 from edl.master.datasets import ShardSettings, load_dataset, open_dataset
 from edl.master.datasets.storage import base
-from edl.master.datasets.text import record_ends
-from edl.master.datasets.text.record_ends import Dialect
 from tests.fast.master.datasets.leases import Lease, read_all
 
-TEXTS = st.lists(st.sampled_from(['"', '"', ",", "\n", "\n", "\r\n", "\r", "a", "\n\n", '""', '","'])).map("".join)
 FIELDS = st.text(st.sampled_from('a,"\n\r é|'), max_size=6)
 
 
 def written(folder: Path, text: str, name: str = "table.csv") -> str:
     (folder / name).write_bytes(text.encode())
     return f"csv:{folder / name}"
-
-
-def parsed(text: str) -> list[list[str]]:
-    """As the csv module reads it where a lone carriage return ends no line."""
-    return [row for row in csv.reader(io.StringIO(text, newline="\n"), strict=True) if row]
-
-
-@settings(max_examples=60)
-@given(text=TEXTS)
-def test_parity_finds_what_parsing_finds(text: str) -> None:
-    data = text.encode()
-    by_parity = record_ends._find_by_parity(data, Dialect(), final=True)
-    try:
-        ends, _ = record_ends._find_by_parsing(data, Dialect(), final=True)
-    except csv.Error:
-        assert by_parity is None, "parity took what is no CSV"
-        return
-    if by_parity is not None:
-        assert by_parity[0].tolist() == ends.tolist()
 
 
 @settings(max_examples=40)
@@ -90,12 +68,8 @@ def test_several_files_have_a_header_each(tmp_path: Path) -> None:
         dataset = open_dataset(f"csv:{tmp_path}/*.csv", ShardSettings(shard_size=shard_size))
         assert [list(row.values()) for row in read_all(dataset)] == [["1", "2"], ["3", "4"], ["5", "6"]]
         assert list(read_all(dataset)[0]) == ["a", "b"], "the byte order mark is no part of a name"
-
-
-def test_header_that_differs_is_refused(tmp_path: Path) -> None:
-    written(tmp_path, "a,b\n1,2\n", "1.csv")
-    written(tmp_path, "b,a\n1,2\n", "2.csv")
-    with pytest.raises(SettingsError, match=r"2\.csv.*another data set"):
+    written(tmp_path, "b,a\n1,2\n", "4.csv")
+    with pytest.raises(SettingsError, match=r"4\.csv.*another data set"):
         open_dataset(f"csv:{tmp_path}/*.csv")
 
 
@@ -116,14 +90,10 @@ def test_files_without_a_header(tmp_path: Path) -> None:
     assert [row["text"] for row in rows] == ['"open', '"']
 
 
-@pytest.mark.parametrize("text", ['a,b\n1,"open\n2,3\n', 'a,b\n"x"y,1\n', "a,b\n1\r2,3\n"])
-def test_broken_csv_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(SettingsError, match=r"table\.csv.*cannot be told apart"):
-        open_dataset(written(tmp_path, text))
-
-
 @pytest.mark.parametrize("row", ["1", "1,2,3"])
 def test_ragged_record_is_an_error(tmp_path: Path, row: str) -> None:
+    with pytest.raises(SettingsError, match=r"table\.csv.*cannot be told apart"):
+        open_dataset(written(tmp_path, 'a,b\n1,"open\n2,3\n'))
     dataset = open_dataset(written(tmp_path, f"a,b\n1,2\n{row}\n"), ShardSettings(shard_size=1))
     assert list(dataset.read(Lease(0, 0, 0, 1))) == [{"a": "1", "b": "2"}]
     with pytest.raises(SourceError, match=r"table\.csv.*not the 2 of the columns"):

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from edl.discovery import Store
-from edl.errors import DiscoveryError, JournalError, LeaseLostError, ProtocolError, SettingsError
-from edl.master.journal import open_journal
+from edl.errors import DiscoveryError, JournalError, LeaseLostError, ProtocolError
 from tests.fast.master.journal.places import StorePlace
 from tests.waiting import DEADLINE_S, wait_until
 
@@ -112,28 +111,6 @@ def test_interrupted_snapshot_is_cleaned_up(stored: StorePlace, disturbed: Any) 
     following = stored.open()
     following.begin_term()
     assert following.load() == (b"first", [b"2"])
-    wait_until(lambda: keys(stored) == named(stored), "a sweep")
-
-
-def test_interrupted_group_is_not_there(stored: StorePlace, disturbed: Any) -> None:
-    """A group of several values, of which some were written."""
-    journal = stored.open(store=disturbed, timeout_s=0.1)
-    journal.begin_term()
-    journal.append([b"1"])
-
-    def fail(method: str, key: str) -> None:
-        if method == "compare_and_set":
-            raise DiscoveryError("away")
-
-    disturbed.before = fail
-    with pytest.raises(JournalError, match="cannot append: away"):
-        journal.append([bytes(500_000)])
-    journal.close()
-    following = stored.open()
-    following.begin_term()
-    assert following.load() == (None, [b"1"])
-    following.append([b"2"])
-    assert following.load() == (None, [b"1", b"2"])
     wait_until(lambda: keys(stored) == named(stored), "a sweep")
 
 
@@ -251,34 +228,6 @@ def test_paused_writer_comes_too_late(stored: StorePlace, disturbed: Any, write:
     wait_until(lambda: keys(stored) == named(stored), "a sweep")
 
 
-def test_late_values_are_swept_too(stored: StorePlace, disturbed: Any) -> None:
-    """A writer that stood still puts values of its snapshot where they were swept already, and dies."""
-    first = stored.open(store=disturbed)
-    first.begin_term()
-    second = stored.open()
-
-    def pause(method: str, key: str) -> None:
-        if method == "put" and "/snapshots/" in key:
-            disturbed.before = die
-            second.begin_term()
-            second.append([b"1"])
-            wait_until(lambda: not second._sweeping)  # type: ignore[attr-defined]
-
-    def die(method: str, key: str) -> None:
-        if method == "compare_and_set":
-            raise LeaseLostError("it is dead")
-
-    disturbed.before = pause
-    with pytest.raises(LeaseLostError, match="it is dead"):
-        first.snapshot(b"late")
-    first.close()
-    assert len(keys(stored) - named(stored)) == 1
-    for state in (b"1", b"2"):
-        second.snapshot(state)
-        wait_until(lambda: not second._sweeping)  # type: ignore[attr-defined]
-    assert keys(stored) == named(stored)
-
-
 def test_store_is_away_for_a_while(stored: StorePlace, disturbed: Any) -> None:
     """A writer asks again until its `timeout_s`; then nothing follows the error."""
     failures: list[str] = []
@@ -335,9 +284,3 @@ def test_foreign_head_is_refused(stored: StorePlace, value: bytes) -> None:
     entry = stored.store.get(f"{stored.folder}head")
     assert entry is not None
     assert entry.value == value
-
-
-@pytest.mark.parametrize("job", ["", "a/b", "x" * 500])
-def test_wrong_jobs_are_refused(stored: StorePlace, job: str) -> None:
-    with pytest.raises(SettingsError):
-        open_journal(f"store:{job}", store=stored.store)

@@ -46,14 +46,6 @@ def test_a_worker_needs_one_node() -> None:
     assert found.placements == {"a": {"n2": 3}}
 
 
-def test_surplus_makes_room_on_one_node() -> None:
-    """Two workers go from one node, rather than from one node each."""
-    jobs = [JobRequest("small", 2, 8, 1), JobRequest("new", 1, 1, 4, submitted_s=1.0)]
-    found = arbitrate({"n1": 4, "n2": 4}, jobs, {"small": {"n1": 4, "n2": 4}})
-    assert counts(found, "small", "new") == [4, 1]
-    assert len(found.placements["small"]) == 1
-
-
 def test_shrunk_node_gives_surplus_first() -> None:
     """An online load takes GPUs of a node back: surplus goes before minima, whatever the priorities."""
     jobs = [JobRequest("low", 2, 2, priority=0), JobRequest("high", 1, 4, priority=5)]

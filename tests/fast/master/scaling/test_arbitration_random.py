@@ -51,21 +51,6 @@ def test_own_result_moves_nothing(cluster: Cluster) -> None:
         assert again.steps == 0
 
 
-def test_decisions_settle() -> None:
-    """Steps may be used up before nothing is left to move, but so rarely that the promise above is worth something."""
-    unsettled = 0
-    for seed in range(60):
-        draw = random.Random(seed)
-        nodes = {f"n{number}": draw.randint(0, 8) for number in range(draw.randint(1, 8))}
-        jobs, placements = [], {}
-        for number in range(draw.randint(1, 10)):
-            least = draw.randint(0, 4)
-            jobs.append(JobRequest(f"j{number}", least, least + draw.randint(1, 12), draw.choice([1, 1, 2, 4, 8])))
-            placements[f"j{number}"] = {draw.choice(sorted(nodes)): draw.randint(1, 4)}
-        unsettled += not arbitrate(nodes, jobs, placements).settled
-    assert unsettled <= 1
-
-
 @MANY
 @given(clusters(), st.randoms(use_true_random=False))
 def test_order_of_input_does_not_matter(cluster: Cluster, shuffler: random.Random) -> None:

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 
-import pytest
-
-from edl.load_reporting.rates import ServiceLoad, service_load
-from edl.load_reporting.records import StudentCounters, StudentRecord, TeacherCounters, TeacherRecord
 from edl.master.scaling.arbitration import ArbitrationSettings, JobRequest, arbitrate
 from edl.master.scaling.arbitration.requests import JobValue
 from edl.master.scaling.relaunch import RELAUNCH_TABLE, RelaunchAction
-from edl.master.scaling.teacher_demand import TeacherScalingSettings, describe_load
+from edl.master.scaling.teacher_demand import TeacherScalingSettings
 from edl.master.scaling.terminations import TerminationCause
-from edl.master.scaling.throughput import ThroughputHistory, ThroughputModel, fit_throughput
+from edl.master.scaling.throughput import ThroughputModel
 from edl.master.scaling.workers import (
-    WorkerObservation,
     WorkerScalingSettings,
-    compute_realloc_factor,
-    decide_workers,
-    find_useful_limit,
 )
 
 PAGE = Path(__file__).resolve().parents[4] / "docs/scaling.md"
@@ -49,39 +40,6 @@ def test_page_has_the_relaunch_table() -> None:
     page = PAGE.read_text()
     for cause in TerminationCause:
         assert f"| `{cause.value}` | {describe_rules(cause)} |\n" in page
-
-
-def test_example_of_workers() -> None:
-    text = section("### An example of workers")
-    history = ThroughputHistory()
-    for size, rate in ((4, 400.0), (8, 640.0)):
-        for _ in range(3):
-            history = history.record_rate(size, rate, 0.0)
-    model = fit_throughput(history, 0.0)
-    assert model is not None
-    assert math.isclose(model.a, 0.0075)
-    assert math.isclose(model.b, 0.000625)
-    assert f"b = {model.b:.6f} s and a = {model.a:.4f} s" in text
-    assert f"T(16) = {model.predict_rate(16):.0f} samples/s" in text
-    factor = compute_realloc_factor(3600.0, 1, 30.0)
-    assert f"= {factor:.3f}" in text
-
-    def decide(left: float) -> tuple[int, str, str]:
-        seen = WorkerObservation(8, 1, 64, history, 0.0, left, 30.0, 3600.0, 1)
-        seconds = left / model.predict_rate(16)
-        saved_s = (factor * model.predict_rate(16) / model.predict_rate(8) - 1) * seconds
-        return decide_workers(seen).count, f"{seconds:.0f} s", f"{saved_s:.0f} s"
-
-    assert decide(2e6) == (16, "2188 s", "886 s")
-    assert decide(4e4) == (8, "44 s", "18 s")
-    for figure in ("R = 2188 s", "= 886 s", "R = 44 s", "18 s"):
-        assert figure in text
-    longer = history
-    for size in (16, 25):
-        for _ in range(3):
-            longer = longer.record_rate(size, model.predict_rate(size), 0.0)
-    assert find_useful_limit(WorkerObservation(25, 1, 64, longer)) == 25
-    assert "Beyond 25 workers" in text
 
 
 def test_settings_on_the_page() -> None:
@@ -112,41 +70,6 @@ def test_example_of_shares() -> None:
     third = arbitrate(nodes, [vision, speech], second.placements)
     assert [third.count_workers(job) for job in ("vision", "speech")] == [11, 5]
     assert f"costs {values['vision'].compute_move_cost(11):.3f}" in text
-
-
-def student(name: str, rows: int = ROWS, wait_s: float = WAIT_S) -> StudentRecord:
-    start = StudentCounters(0.0, 0, 0.0, 0.0)
-    return StudentRecord(name, "", "", (), StudentCounters(SECONDS, rows, wait_s, 0.0), start)
-
-
-def teacher(name: str, rows: float) -> TeacherRecord:
-    now, start = TeacherCounters(SECONDS, rows, rows * COMPUTE_S / COMPUTED), TeacherCounters(0.0, 0, 0.0)
-    return TeacherRecord(name, name, "", "", "", "ready", 1, 0, "", now, start)
-
-
-def load(*students: StudentRecord, teachers: int) -> ServiceLoad:
-    rows = sum(part.now.rows_asked for part in students) / teachers
-    return service_load("s", [*students, *(teacher(f"t{number}", rows) for number in range(teachers))])
-
-
-def test_the_pages_counts_give_its_numbers() -> None:
-    found = load(student("a"), student("b"), teachers=3)
-    assert COMPUTED == 2 * ROWS / 3
-    assert [part.demand for part in found.students] == [pytest.approx(200)] * 2
-    assert found.rate == pytest.approx(100)
-    assert found.demand == pytest.approx(400)
-    assert describe_load(found) == "3 live; 2 students wait 31% of their time; 5 would do"
-    assert describe_load(found) in PAGE.read_text()
-    for text in (
-        f"{ROWS:,} rows asked, {WAIT_S} s waited",
-        f"d = {ROWS} / ({SECONDS:g} - {WAIT_S}) = 200 rows/s",
-        f"{COMPUTED:,} rows in {COMPUTE_S} s, 1 worker",
-        f"μ = 1 · {COMPUTED} / {COMPUTE_S} = 100 rows/s",
-        "400 > 0.9 · 3 · 100 = 270",
-        "0.7 · 4 · 100 = 280",
-        "0.9 · 5 · 100 = 450",
-    ):
-        assert text in EXAMPLE, text
 
 
 def test_the_pages_figures_are_defaults() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
 from itertools import pairwise
 
@@ -173,27 +172,6 @@ def test_useless_workers_are_given_back() -> None:
     assert decide_workers(job(history, 8, remaining=10.0)).count == 8, "about to end"
 
 
-@settings(max_examples=8)
-@given(st.floats(0.05, 1), st.floats(0, 0.05), st.integers(0, 2**32))
-def test_growth_ends_with_noise(a: float, b: float, seed: int) -> None:
-    """From one worker a job climbs size by size to where more is of too little use, and stays there."""
-    model, draw = ThroughputModel(a, b), random.Random(seed)
-    history, workers, now, moves = ThroughputHistory(), 1, 0.0, 0
-    sizes = []
-    for _ in range(80):
-        for _ in range(5):
-            now += 60.0
-            history = history.record_rate(workers, model.predict_rate(workers) * draw.uniform(0.95, 1.05), now)
-        seen = WorkerObservation(workers, 1, 16, history, now, None, pause_s=5.0, age_s=now, moves=moves)
-        decision = decide_workers(seen)
-        assert decision.count <= 2 * max(history.sizes)
-        moves += decision.count != workers
-        workers = decision.count
-        sizes.append(workers)
-    assert len(set(sizes[-30:])) <= 2, sizes
-    assert moves <= 40, sizes
-
-
 def test_limit_for_the_arbiter() -> None:
     """A step of what is unknown, all that is of use of what is known, and not less than it has."""
     model = ThroughputModel(1.0, 0.1)
@@ -206,14 +184,3 @@ def test_limit_for_the_arbiter() -> None:
     assert find_useful_limit(job(measured(model, 4, 8, 16), 0)) == 16, "started again: what was tried is known"
     assert find_useful_limit(job(measured(model, 4, 8, 16), 16, max_workers=10)) == 10
     assert find_useful_limit(job(measured(ThroughputModel(0.0, 1.0), 7, 8), 8, min_workers=3)) == 3
-
-
-@settings(max_examples=40)
-@given(shapes, st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(0, 50), st.integers(0, 10))
-def test_limit_never_starves_nor_overreaches(
-    model: ThroughputModel, sizes: list[int], workers: int, least: int
-) -> None:
-    history = measured(model, *sizes)
-    limit = find_useful_limit(job(history, workers, min_workers=least, max_workers=least + 30))
-    assert max(least, 1) <= limit <= least + 30
-    assert limit <= max(2 * max(sizes), workers, least)

@@ -63,23 +63,6 @@ def test_marks_of_the_given_up_branch() -> None:
     assert job.book.status("d")["units_done"] == 20
 
 
-def test_sixteen_marks_are_kept() -> None:
-    job = checkpointed(units=1000)
-    job.open("a")
-    for number in range(1, 21):
-        job.turn("a", 0, done=job.turn("a", 1).leases)
-        job.mark("a", number)
-        job.mark("a", number)  # again: its reply was lost
-    job.expire("a")
-    job.open("b")
-    with pytest.raises(SettingsError, match="mark 4 of a is not kept: those of its history, the last 16, are 5, 6"):
-        job.resume("b", "a", 4)
-    job.resume("b", "a", 5)
-    assert job.book.status("d")["units_done"] == 50
-    with pytest.raises(ConflictError, match="mark 3 of session b"):
-        job.mark("b", 3)
-
-
 def test_start_without_a_checkpoint() -> None:
     """What a lost life marked and never saved is of no state that survives: its holder begins anew."""
     job = checkpointed()
@@ -119,19 +102,6 @@ def test_expired_lease_ends_its_reader() -> None:
     with pytest.raises(LeaseLostError, match="lease of a expired"):
         job.turn("a", 1)
     assert job.shards()["doing"] == 0
-
-
-def test_parts_that_touch_are_one_again() -> None:
-    """A shard that was cut by a mark, and comes back as a whole, is a single lease."""
-    job = checkpointed(units=10)
-    job.open("a")
-    (lease,) = job.turn("a", 1).leases
-    job.mark("a", 1, (lease, 3))
-    job.mark("a", 2, (lease, 7))
-    job.expire("a")
-    job.open("b")
-    job.resume("b", "a", 0)
-    assert bounds(job.turn("b", 9).leases) == [(0, 10)]
 
 
 def test_crash_loop_ends_in_poison() -> None:

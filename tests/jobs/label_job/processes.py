@@ -7,9 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +104,7 @@ class Worker:
         self.send(signal.SIGKILL)
         self.process.wait(10)
 
-    def wait(self, timeout_s: float = 90.0) -> int:
+    def wait(self, timeout_s: float = 120.0) -> int:
         return self.process.wait(timeout_s)
 
     def end(self) -> None:
@@ -145,9 +144,6 @@ class Run:
     def restart_teacher(self, path: Path, port: int) -> None:
         self.teachers = [_teacher(path, "1", port=port)]
 
-    def asked_until(self, rows: int) -> None:
-        until(lambda: self.asked.rows().total() >= rows, 90, "the teacher is asked")
-
     def report(self) -> dict[str, Any]:
         """What the job's master has reported; empty if there is nothing yet."""
         with open_store(self.store) as store:
@@ -172,10 +168,3 @@ class Run:
             worker.end()
         for teacher in self.teachers:
             teacher.close()
-
-
-def until(condition: Callable[[], Any], seconds: float, what: str = "") -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.05)

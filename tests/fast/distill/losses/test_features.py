@@ -1,4 +1,4 @@
-"""Losses of features, embeddings and images' classes, against their formulas in numpy float64."""
+"""Losses of features and images, against their formulas in float64; and the numerics of all losses."""
 
 from __future__ import annotations
 
@@ -10,12 +10,20 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from edl.distill.compress import top_k  # noqa: E402
 from edl.distill.losses import (  # noqa: E402
+    DistillLoss,
     attention_transfer,
     contrastive,
     correlation_loss,
     decoupled_kl,
     feature_cosine,
+    feature_mse,
+    kl_divergence,
+    logit_mse,
+    soft_cross_entropy,
+    token_loss,
+    top_k_kl,
 )
 from edl.errors import SettingsError  # noqa: E402
 
@@ -36,11 +44,27 @@ def softmax(values: Array, temperature: float) -> Array:
 
 
 LABELS = torch.tensor([0, 3, 2])
+NEXT = torch.tensor([1, -100, 3])
+
+
+def kept(teacher: Any, k: int = 2, temperature: float = 1.0) -> Any:
+    return top_k(teacher.double().numpy(), k, temperature)
+
+
 LOSSES: dict[str, Callable[[Any, Any], Any]] = {
     "cosine": feature_cosine,
     "contrastive": lambda s, t: contrastive(s, t, temperature=0.5, negatives=t.flip(1)[:2]),
     "DIST": lambda s, t: correlation_loss(s, t, beta=2.0, gamma=0.5, temperature=3.0),
     "DKD": lambda s, t: decoupled_kl(s, t, LABELS, beta=2.0, temperature=3.0),
+    "MSE": lambda s, t: logit_mse(s, t) + feature_mse(s, t, reduction="sum"),
+    "KL": lambda s, t: kl_divergence(s, t, temperature=2.0),
+    "cross-entropy": lambda s, t: soft_cross_entropy(s, t, temperature=0.7),
+    "mixture": lambda s, t: DistillLoss(2.0, 0.3)(s, t, LABELS),
+    "top-k": lambda s, t: top_k_kl(s, kept(t, 2, 3.0)),
+    "top-k of all": lambda s, t: top_k_kl(s, kept(t, 4, 3.0)),
+    "tokens, forward": lambda s, t: token_loss(s, kept(t), mask=torch.tensor([1, 0, 1]), token_count=7),
+    "tokens, between": lambda s, t: token_loss(s, kept(t), beta=0.3, hard_labels=NEXT, hard_weight=0.4),
+    "tokens, reverse": lambda s, t: token_loss(s, kept(t), beta=1.0),
     "attention": lambda s, t: attention_transfer(s.reshape(-1, 1, 2, 2), t.reshape(-1, 1, 2, 2)),
 }
 
@@ -105,8 +129,9 @@ def test_attention_by_definition() -> None:
 def test_gradients_are_right(name: str) -> None:
     student, teacher = tensor(drawn(3, 4, seed=1)).requires_grad_(), tensor(drawn(3, 4, seed=2)).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: LOSSES[name](x, teacher.detach()), (student,))
-    LOSSES[name](student, teacher).backward()
-    assert teacher.grad is None or (teacher.grad == 0).all()
+    if "top-k" not in name and "tokens" not in name:
+        LOSSES[name](student, teacher).backward()
+        assert teacher.grad is None or (teacher.grad == 0).all()
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -141,19 +166,8 @@ def test_autocast_keeps_the_precision(name: str) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_nan_is_not_hidden(name: str) -> None:
     student, teacher = tensor(drawn(3, 4, seed=1)), tensor(drawn(3, 4, seed=2))
-    teacher[1, 2] = float("nan")
+    teacher[2, 2] = float("nan")  # not in a token that a mask leaves out
     assert torch.isnan(LOSSES[name](student, teacher))
-
-
-def test_masked_classes_add_nothing() -> None:
-    """Classes that both models exclude with -inf."""
-    student = torch.tensor([[0.5, 0.1, 1.0, -float("inf")]], requires_grad=True)
-    teacher = torch.tensor([[1.0, 2.0, 0.0, -float("inf")]])
-    loss = decoupled_kl(student, teacher, torch.tensor([1]))
-    expected = decoupled_kl(student[:, :3], teacher[:, :3], torch.tensor([1]))
-    loss.backward()
-    assert loss.item() == pytest.approx(expected.item())
-    assert torch.isfinite(student.grad).all()
 
 
 X = torch.zeros(3, 4)

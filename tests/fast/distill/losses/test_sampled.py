@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -126,30 +125,3 @@ def test_rounded_targets_have_no_tail(dtype: Any) -> None:
     """The tail is a small difference of large numbers: -13.8 in truth, -12.2 by float16, and often -inf."""
     with pytest.raises(SettingsError, match="the tail, would be rounding error"):
         target_labels(torch.tensor([[0]]), torch.tensor([[-1e-6]]).to(dtype))
-
-
-def test_targets_of_numpy() -> None:
-    """What a reader delivers, padded with rows of zeros."""
-    ids, values = np.zeros((2, 3, 4), np.int32), np.zeros((2, 3, 4), np.float32)
-    ids[0] = np.arange(4)
-    values[0] = np.log(0.2)
-    labels = target_labels(ids, values)
-    np.testing.assert_allclose(labels.tail_lse[0].exp().numpy(), 0.2, rtol=1e-5)
-    mask = torch.tensor([[True] * 3, [False] * 3])
-    assert torch.isfinite(token_loss(torch.zeros(2, 3, 9), labels, mask=mask, beta=1))
-
-
-BAD: list[tuple[Callable[[], Any], str]] = [
-    (lambda: sampled_kl(torch.zeros(2), torch.zeros(3)), r"student are \[2\], of the teacher \[3\]"),
-    (lambda: sampled_kl(torch.zeros(2), torch.zeros(2), estimator="k2"), "estimator='k2': must be"),  # type: ignore[arg-type]
-    (lambda: sampled_kl(torch.zeros(2, dtype=torch.int64), torch.zeros(2)), "torch.int64"),
-    (lambda: target_labels(torch.zeros(2, 3), torch.zeros(2, 3)), "whole numbers"),
-    (lambda: target_labels(torch.zeros(2, 3).long(), torch.zeros(2, 2)), r"\[2, 3\].*\[2, 2\]"),
-    (lambda: target_labels(torch.zeros(3).long(), torch.zeros(3)), r"\[rows, \.\.\., m\]"),
-]
-
-
-@pytest.mark.parametrize(("call", "words"), BAD)
-def test_bad_input_is_named(call: Callable[[], Any], words: str) -> None:
-    with pytest.raises(SettingsError, match=words):
-        call()

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Sequence
 from itertools import chain, repeat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,10 +71,7 @@ def traceback_of(last: str) -> str:
 def test_lost_peer_is_not_the_scripts_error(text: str) -> None:
     assert find_exit_cause(1, text) is ExitCause.PEER_LOST
     assert find_exit_cause(1, traceback_of(text)) is ExitCause.PEER_LOST
-    wrapped = traceback_of(text) + (
-        "\nThe above exception was the direct cause of the following exception:\n\n" + traceback_of("OSError: step 3")
-    )
-    assert find_exit_cause(1, wrapped) is ExitCause.PEER_LOST
+    assert find_exit_cause(1, traceback_of(text) + CAUSE + traceback_of("OSError: step 3")) is ExitCause.PEER_LOST
 
 
 @pytest.mark.parametrize("text", ERROR)
@@ -88,9 +86,7 @@ def test_killed_loader_is_a_killed_worker() -> None:
     chained = traceback_of(READER_KILLED) + CAUSE + traceback_of(READER_GONE)
     for text in (traceback_of(READER_KILLED), chained):
         assert find_exit_cause(1, text) is ExitCause.KILLED
-        verdict = decide_recovery([failure(1, text, rank=5)], 0.0, error_grace_s=0.5, contact_timeout_s=2.0)
-        assert verdict is not None
-        assert verdict.restart == f"rank 5: {text.rstrip().splitlines()[-1].strip()}"
+        assert decide([failure(1, text, rank=5)], 0.0).restart == f"rank 5: {text.rstrip().splitlines()[-1].strip()}"
 
 
 def test_own_end_is_the_scripts_error() -> None:
@@ -99,6 +95,12 @@ def test_own_end_is_the_scripts_error() -> None:
     unknown = traceback_of("_queue.Empty") + CAUSE + traceback_of(READER_GONE)
     for text in (traceback_of(READER_FAILED), chained, wrapped, traceback_of(READER_GONE), unknown):
         assert find_exit_cause(1, text) is ExitCause.ERROR
+
+
+def decide(failures: list[WorkerFailure], waited_s: float, **known: Any) -> RecoveryDecision:
+    """Decide, with an empty decision for none yet."""
+    found = decide_recovery(failures, waited_s, error_grace_s=0.5, contact_timeout_s=2.0, **known)
+    return found or RecoveryDecision()
 
 
 def failure(status: int, text: str = "", rank: int = 0) -> WorkerFailure:
@@ -131,35 +133,29 @@ WRONG = failure(1, ERROR[1], rank=4)
     ],
 )
 def test_what_follows(failures: list[WorkerFailure], waited_s: float, outcome: str | None) -> None:
-    verdict = decide_recovery(failures, waited_s, error_grace_s=0.5, contact_timeout_s=2.0)
-    if outcome is None:
-        assert verdict is None
-    else:
-        assert verdict is not None
-        assert bool(verdict.restart) == (outcome == "restart")
-        assert bool(verdict.fatal) == (outcome == "fatal")
+    verdict = decide(failures, waited_s)
+    assert (bool(verdict.restart), bool(verdict.fatal)) == (outcome == "restart", outcome == "fatal")
 
 
 def test_exit_code_while_a_node_is_missing() -> None:
     """However late this agent has its turn: the script may have ended itself because of that node."""
     silent = failure(3)
-    for missing in (False, True):
-        verdict = decide_recovery([silent], 99.0, error_grace_s=0.5, contact_timeout_s=2.0, missing=missing)
-        assert (verdict is None) == missing
+    assert decide([silent], 99.0).fatal
+    assert decide([silent], 99.0, missing=True) == RecoveryDecision()
     for failures in ([WRONG], [silent, WRONG], [WRONG, silent]):
-        verdict = decide_recovery(failures, 0.5, error_grace_s=0.5, contact_timeout_s=2.0, missing=True)
-        assert verdict is not None, "an error is one"
-        assert verdict.fatal == "rank 4: worker 4\nLookupError: the user's own mistake"
+        verdict = decide(failures, 0.5, missing=True)
+        assert verdict.fatal == "rank 4: worker 4\nLookupError: the user's own mistake", "an error is one"
 
 
 @pytest.mark.parametrize(
     ("ended", "ranks"), [([1], "rank 1"), ([1, 0], "ranks 0, 1"), (range(9, 4, -1), "ranks 5, 6, 7, 8 and 1 more")]
 )
 def test_early_rank_is_a_likely_cause(ended: Sequence[int], ranks: str) -> None:
-    verdict = decide_recovery([LOST], 2.0, error_grace_s=0.5, contact_timeout_s=2.0, ended=ended)
-    assert verdict is not None
     why = f"perhaps because the script had already ended on {ranks}: all must make the same steps"
-    assert verdict.restart == f"rank 3 lost contact with another one, {why}"
+    lost = "rank 3 lost contact with another one"
+    assert decide([LOST], 2.0, ended=ended).restart == f"{lost}, {why}"
+    assert decide([LOST], 2.0, ended=ended, missing=True).restart == lost, "it is not where something else is"
+    assert decide([LOST, ABORTED], 2.0, ended=ended).restart == lost
 
 
 def test_error_file_is_read_as_torchs(tmp_path: Path) -> None:

@@ -145,9 +145,12 @@ def test_another_nodes_worker_is_waited_for() -> None:
 
 COMPUTE = "print('there', flush=True)\nwhile True: sum(range(1000))"
 CHILD = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {COMPUTE!r}])"
-READ = (
-    "import time\nf = open('/dev/zero', 'rb')\nprint('there', flush=True)\nwhile True: f.read(2**22); time.sleep(0.05)"
-)
+READ = """
+import threading
+file, event = open("/dev/zero", "rb"), threading.Event()
+print("there", flush=True)
+while True: file.read(2**22); event.wait(0.05)
+"""
 
 
 @contextlib.contextmanager

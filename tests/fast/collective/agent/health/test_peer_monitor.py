@@ -25,10 +25,10 @@ from tests.plugins_consul import free_ports
 from tests.waiting import DEADLINE_S, wait_until
 
 OTHER = """
-import sys, time
+import signal, sys
 from edl.collective.agent.health.peer_monitor import PeerConnections
 print(PeerConnections(sys.argv[1], print).port, flush=True)
-time.sleep(600)
+signal.pause()
 """
 CA = Authority()
 NAME = "agents.example"

@@ -157,15 +157,15 @@ def test_a_worker_that_hangs_shows_where(tmp_path: Path) -> None:
 
 
 def test_unarmed_worker_is_not_killed(tmp_path: Path) -> None:
-    with worker("import time\nprint('armed', flush=True)\ntime.sleep(600)") as pid:
+    with worker("import signal\nprint('armed', flush=True)\nsignal.pause()") as pid:
         (text,) = dump_stacks([(pid, tmp_path / "stacks")])
         assert "has not armed" in text
         os.kill(pid, 0)
 
 
 def test_signal_taken_by_the_script(tmp_path: Path) -> None:
-    source = "import signal, time\nsignal.signal(signal.SIGUSR2, lambda *_: None)\nprint('armed', flush=True)\n"
-    source += "while True: time.sleep(600)"
+    source = "import signal\nsignal.signal(signal.SIGUSR2, lambda *_: None)\nprint('armed', flush=True)\n"
+    source += "while True: signal.pause()"
     with worker(source) as first, worker(source) as second:
         texts = dump_stacks([(first, tmp_path / "1"), (second, tmp_path / "2")], timeout_s=0.3)
         assert all("took SIGUSR2 for itself" in text for text in texts)

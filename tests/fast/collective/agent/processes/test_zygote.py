@@ -128,7 +128,7 @@ def test_replacing_kills_the_children(tmp_path: Path) -> None:
 
 
 HOLDER = """
-    import mmap, os, subprocess, time
+    import mmap, os, signal, subprocess
     from pathlib import Path
 
     def lives(pid):
@@ -150,7 +150,7 @@ HOLDER = """
         text = f"{os.getpid()} {child.pid}"
     out.with_suffix(".new").write_text(text)
     out.with_suffix(".new").rename(out)
-    time.sleep(1000)
+    signal.pause()
 """
 
 
@@ -184,13 +184,13 @@ def test_lost_zygote_takes_all_along(tmp_path: Path, signal_number: signal.Signa
 
 
 AGENT = """
-    import os, sys, time
+    import os, signal, sys
     from edl.collective.agent.processes.pool import WorkerProcesses
     from edl.collective.agent.processes.zygote import ForkRequest, ProgramSpec
     workers = WorkerProcesses(ProgramSpec("script", sys.argv[1], prewarm=False), print)
     workers.warm_up()
     workers.fork_workers(0, {0: ForkRequest({"OUT": sys.argv[2]})})
-    time.sleep(1000)
+    signal.pause()
 """
 
 

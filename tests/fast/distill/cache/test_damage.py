@@ -64,18 +64,6 @@ def test_foreign_files_are_skipped_and_named(tmp_path: Path, warnings_of: Callab
     assert (place / "weights.safetensors").exists()
 
 
-def test_rows_of_another_shape_are_skipped(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
-    put(tmp_path, range(10))
-    with SoftLabelCache(0, tmp_path / "elsewhere") as cache:
-        cache.view(KEY).put([50], rows([50], width=7))
-    (other,) = segments(tmp_path / "elsewhere")
-    shutil.copy(other, tmp_path / KEY.folder / other.name)
-    assert found(tmp_path, [0, 50]) == [True, False]
-    (warning,) = warnings_of()
-    assert "[7]" in warning
-    assert "[100]" in warning
-
-
 @EXAMPLES
 @given(data=st.data(), of_texts=st.booleans())
 def test_damage_gives_no_wrong_label(tmp_path: Path, data: st.DataObject, of_texts: bool) -> None:
@@ -150,85 +138,30 @@ def test_verifying_finds_unread_damage(tmp_path: Path) -> None:
         assert np.flatnonzero(~view.contains(range(200))).tolist() == [150]
 
 
-# Bytes that nobody's disk makes of ours
-
-
-def file_of(header: Any, data: bytes = b"") -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + data
-
-
-def whole(top_k: str = "{}", **changes: Any) -> dict[str, Any]:
-    """The header of a file of format 1, which has no checksums, over 64 bytes: two ids and two rows of 12 floats."""
-    return {
-        "__metadata__": {"format": "edl-soft-labels/1", "namespace": KEY.folder, "top_k": top_k},
-        "sample_ids": {"dtype": "I64", "shape": [2], "data_offsets": [0, 16]},
-        "logits": logits(),
-        **changes,
-    }
-
-
-def logits(**changes: Any) -> dict[str, Any]:
-    return {"dtype": "F32", "shape": [2, 6], "data_offsets": [16, 64], **changes}
-
-
-DATA = np.array([1, 2], "<i8").tobytes() + np.repeat(np.array([1, 2], "<f4"), 6).tobytes()
-BAD_HEADERS: dict[str, Any] = {
-    "nested lists": b"[" * 100_000,
-    "a huge number": b'{"a": ' + b"9" * 10_000 + b"}",
-    "a name twice": b'{"a": 1, "a": 2}',
-    "classes that are none": whole(top_k='{"logits": [1.0, "many"]}'),
-    "metadata are a list": whole(__metadata__=[1]),
-    "a huge shape": whole(logits=logits(shape=[2, 2**62])),
-    "a negative shape": whole(logits=logits(shape=[2, -6])),
-    "a shape of floats": whole(logits=logits(shape=[2.0, 6.0])),
-    "100 axes": whole(logits=logits(shape=[2, 6, *[1] * 100])),
-    "rows of nothing": whole(logits=logits(shape=[2, 0], data_offsets=[16, 16])),
-    "places that overlap": whole(logits=logits(data_offsets=[0, 48])),
-    "places beyond": whole(logits=logits(shape=[2, 60], data_offsets=[16, 496])),
-    "other rows": whole(logits=logits(shape=[3, 4])),
-    "no such type": whole(logits=logits(dtype="F8_E4M3")),
-    "ids of floats": whole(sample_ids={"dtype": "F64", "shape": [2], "data_offsets": [0, 16]}),
-    "ids without end": whole(sample_ids={"dtype": "I64", "shape": [2**40], "data_offsets": [0, 2**43]}),
-}
-
-
-@pytest.mark.parametrize("name", BAD_HEADERS)
-def test_a_header_that_makes_no_sense(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    put(tmp_path, [7])
-    file = tmp_path / KEY.folder / NAME
-    file.write_bytes(file_of(BAD_HEADERS[name], DATA))
-    assert found(tmp_path, [1, 2, 7]) == [False, False, True]
-    (record,) = caplog.records
-    assert NAME in record.getMessage()
-    assert len(record.getMessage()) < 1000, "its bytes do not fill the log"
-    assert load_labels(tmp_path).ids == (7,)
-
-
-def test_files_without_checksums_are_read(tmp_path: Path) -> None:
-    """As version 1 of the format wrote them."""
-    (tmp_path / KEY.folder).mkdir()
-    (tmp_path / KEY.folder / NAME).write_bytes(file_of(whole(), DATA))
-    with SoftLabelCache(0, tmp_path) as cache:
-        assert cache.view(KEY).get([1, 2, 3]).mask.tolist() == [True, True, False]
+def test_files_without_checksums_are_read(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
+    """As the first release wrote them."""
+    (file,) = put(tmp_path, range(10))
+    tensors = safetensors.numpy.load_file(file)
+    del tensors["sample_ids.crc32"]
+    metadata = {"format": "edl-soft-labels/1", "namespace": KEY.folder, "top_k": "{}"}
+    file.write_bytes(safetensors.numpy.save(tensors, metadata))
+    assert found(tmp_path, range(10)) == [True] * 10
+    assert warnings_of() == []
 
 
 @EXAMPLES
-@given(data=st.binary(max_size=200) | st.builds(file_of, st.binary(max_size=100), st.binary(max_size=100)))
-def test_any_bytes_are_no_label(tmp_path: Path, data: bytes) -> None:
-    place = tmp_path / KEY.folder
-    place.mkdir(exist_ok=True)
-    (place / NAME).write_bytes(data)
-    (place / "key.json").write_bytes(data)
+@given(text=st.binary(max_size=100) | st.sampled_from([b"[" * 100_000, b"{}", b"[]"]), rest=st.binary(max_size=100))
+def test_any_bytes_are_no_label(tmp_path: Path, text: bytes, rest: bytes) -> None:
+    put(tmp_path, [7])
+    (tmp_path / KEY.folder / NAME).write_bytes(struct.pack("<Q", len(text)) + text + rest)
+    assert found(tmp_path, [0, 1, 7]) == [False, False, True]
+    (tmp_path / KEY.folder / "key.json").write_bytes(text)
     with SoftLabelCache(0, tmp_path) as cache:
-        assert not cache.view(KEY).get([0, 1]).mask.any()
         assert cache.keys() == []
-    with pytest.raises(SettingsError):
-        load_labels(tmp_path)
 
 
 @pytest.mark.parametrize("name", [NAME, "key.json"])
-@pytest.mark.parametrize("kind", ["fifo", "folder", "loop", "device"])
+@pytest.mark.parametrize("kind", ["fifo", "folder", "device"])
 def test_what_is_no_file_hangs_nobody(tmp_path: Path, name: str, kind: str) -> None:
     put(tmp_path, [7])
     path = tmp_path / KEY.folder / name
@@ -238,7 +171,7 @@ def test_what_is_no_file_hangs_nobody(tmp_path: Path, name: str, kind: str) -> N
     elif kind == "folder":
         path.mkdir()
     else:
-        path.symlink_to({"loop": path, "device": "/dev/zero"}[kind])
+        path.symlink_to("/dev/zero")
     assert found(tmp_path, [1, 7]) == [False, True]
     with contextlib.suppress(SettingsError):
         load_labels(tmp_path)

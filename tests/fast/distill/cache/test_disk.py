@@ -22,8 +22,7 @@ import safetensors.numpy
 
 from edl.distill.cache import CacheKey, SoftLabelCache, folder, load_labels
 from edl.distill.cache import writer as writing
-from edl.distill.cache.layout import RowLayout
-from edl.errors import EDLError, TemporaryError
+from edl.errors import TemporaryError
 from tests.fast.distill.cache.cached_rows import KEY, OTHER, found, nbytes, put, rows, segments
 from tests.waiting import DEADLINE_S, wait_until
 
@@ -36,19 +35,6 @@ def test_labels_outlive_the_process(tmp_path: Path) -> None:
     np.testing.assert_array_equal(tensors["logits"], rows([3, 1, 2])["logits"])
     assert json.loads((file.parent / "key.json").read_text())["dataset"] == "digits"
     assert found(tmp_path, [1, 2, 3, 4]) == [True, True, True, False]
-
-
-def test_newest_label_of_a_sample_counts(tmp_path: Path) -> None:
-    """Of several labels of one sample the newest counts, after reopening too."""
-    with SoftLabelCache(0, tmp_path) as cache:
-        for value in (7.0, 8.0, 9.0):
-            cache.view(KEY).put([1, 2], {"logits": np.full((2, 3), value, np.float32)})
-            cache.flush()
-            assert cache.view(KEY).get([1]).outputs["logits"][0, 0] == value  # type: ignore[index]
-    assert len(segments(tmp_path)) == 3
-    with SoftLabelCache(0, tmp_path) as cache:
-        assert cache.view(KEY).get([2]).outputs["logits"][0, 0] == 9.0  # type: ignore[index]
-        assert cache.view(KEY).ids() == [1, 2]
 
 
 def test_oldest_files_of_all_keys_go_first(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
@@ -81,42 +67,6 @@ def test_file_above_the_bound_evicts_nothing(tmp_path: Path, warnings_of: Callab
     assert kept.exists()
     (warning,) = warnings_of()
     assert "1 rows were not written" in warning
-
-
-def test_unwritable_rows_hold_nothing_up(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
-    """Rows that cannot be written hold up neither others nor who waits."""
-    with SoftLabelCache(0, tmp_path) as cache:
-        bad = cache.view(KEY)
-        bad.put([1], rows([1]))
-        assert bad.disk is not None
-        assert bad.disk.layout is not None
-        bad.disk.layout = RowLayout(bad.disk.layout.columns, {"logits": (object(), None)})  # type: ignore[dict-item]
-        with pytest.raises(TemporaryError, match="TypeError"):
-            cache.flush(timeout_s=10)
-        assert cache.stats().failed_writes == 1
-        cache.view(OTHER).put([2], rows([2]))
-        cache.flush(timeout_s=10)
-    assert found(tmp_path, [2], OTHER) == [True]
-    assert sum("1 rows were not written, and will be asked for again: TypeError" in one for one in warnings_of()) == 1
-
-
-def test_vanished_or_cut_files_are_misses(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
-    """Files that vanish or shrink under a reader are misses."""
-    for start in (0, 50, 100):
-        put(tmp_path, range(start, start + 50))
-    files = segments(tmp_path)
-    with SoftLabelCache(0, tmp_path) as cache:
-        cache._handles.clear()
-        view = cache.view(KEY)
-        files[0].unlink()
-        os.truncate(files[1], 10)
-        cache._handles.clear()
-        assert view.get([0, 99, 100, 51]).mask.tolist() == [False, False, True, False]
-        assert view.contains([0, 99, 100]).tolist() == [False, False, True]
-        view.put([0, 99], rows([0, 99]))
-        assert view.get([0, 99, 100]).complete
-    (warning,) = warnings_of()
-    assert str(files[1]) in warning
 
 
 def test_unwritable_folder_keeps_memory_rows(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
@@ -250,22 +200,6 @@ def test_machines_without_common_locks_share(tmp_path: Path, monkeypatch: pytest
     assert len(load_labels(tmp_path)) == 60
 
 
-def test_evicted_key_is_written_again(tmp_path: Path) -> None:
-    """Another process evicts all labels of a key, and the key's file with them; labels that come later are found."""
-    bound = 65 << 10
-    with SoftLabelCache(0, tmp_path, bound) as mine, SoftLabelCache(0, tmp_path, bound) as other:
-        mine.view(KEY).put(range(60), rows(range(60)))
-        mine.flush()
-        for start in (0, 100, 200):
-            other.view(OTHER).put(range(start, start + 60), rows(range(start, start + 60)))
-            other.flush()
-        assert not (tmp_path / KEY.folder).exists(), "it was to be evicted"
-        mine.view(KEY).put([7], rows([7]))
-        mine.flush()
-    assert KEY in folder.SegmentFolder(tmp_path, None).keys()  # noqa: SIM118 - not a mapping
-    assert load_labels(tmp_path, KEY).ids == (7,)
-
-
 def test_killed_writers_files_are_not_read(tmp_path: Path) -> None:
     """What a killed writer left is not read and goes with the next write."""
     (whole,) = put(tmp_path, range(10))
@@ -275,16 +209,6 @@ def test_killed_writers_files_are_not_read(tmp_path: Path) -> None:
     assert left.exists()
     put(tmp_path, range(10, 20))
     assert not left.exists()
-
-
-def test_file_of_another_machine_is_left(tmp_path: Path) -> None:
-    (whole,) = put(tmp_path, range(10))
-    left = [whole.with_name(f".writing-{digit * 16}-01234567-{whole.name}") for digit in "ab"]
-    for path in left:
-        path.write_bytes(b"half")
-    os.utime(left[1], (0, 0))
-    put(tmp_path, range(10, 20))
-    assert [path.exists() for path in left] == [True, False]
 
 
 def test_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,26 +224,6 @@ def test_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         cache.view(KEY).put([1], rows([1]))
         with pytest.raises(TemporaryError, match="Function not implemented"):
             cache.flush()
-
-
-def test_row_put_during_a_read_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The older row must not get into memory, where it would be found first, when the newer one found no room there."""
-    put(tmp_path, [1])
-    with SoftLabelCache(1 << 20, tmp_path) as cache:
-        view = cache.view(KEY)
-        assert view.disk is not None
-        read = view.disk.read
-
-        def read_slowly(place: Any) -> Any:
-            records = read(place)
-            with monkeypatch.context() as full:
-                full.setattr(cache._memory, "limit_bytes", 0)
-                view.put([1], rows([7]))
-            return records
-
-        monkeypatch.setattr(view.disk, "read", read_slowly)
-        view.get([1])
-        assert view.get([1]).outputs["logits"][0, 0] == 7  # type: ignore[index]
 
 
 def test_a_dead_writer_makes_nobody_wait(
@@ -352,8 +256,7 @@ class Faults:
     def inject(self, name: str, code: int, times: int = 1) -> None:
         self.code, self.left, self.failed = code, times, 0
         where: Any = fcntl if name == "flock" else os
-        for each in {name, "listdir"} if name == "scandir" else {name}:
-            self._monkeypatch.setattr(where, each, self._failing(each, getattr(where, each)))
+        self._monkeypatch.setattr(where, name, self._failing(name, getattr(where, name)))
 
     def _failing(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -383,16 +286,12 @@ def as_worker(function: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize(
     ("call", "code"),
     [
-        ("open", errno.EMFILE),
         ("write", errno.ENOSPC),
         ("fsync", errno.EIO),
         ("rename", errno.EROFS),
-        ("mkdir", errno.EACCES),
         ("close", errno.EIO),
         ("flock", errno.EINTR),
         ("stat", errno.EIO),
-        ("scandir", errno.EMFILE),
-        ("unlink", errno.EROFS),
     ],
 )
 def test_a_write_that_fails_once(tmp_path: Path, faults: Faults, call: str, code: int) -> None:
@@ -418,43 +317,6 @@ def test_a_write_that_fails_once(tmp_path: Path, faults: Faults, call: str, code
     assert not list(tmp_path.rglob(".writing-*")), "what is half written is swept"
 
 
-@pytest.mark.parametrize("at_open", [True, False])
-@pytest.mark.parametrize(
-    ("call", "code"),
-    [
-        ("open", errno.EMFILE),
-        ("open", errno.EACCES),
-        ("fstat", errno.EIO),
-        ("pread", errno.EIO),
-        ("stat", errno.EACCES),
-        ("scandir", errno.EMFILE),
-    ],
-)
-def test_a_read_that_fails_once(
-    tmp_path: Path, faults: Faults, call: str, code: int, at_open: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    put(tmp_path, range(5))
-    put(tmp_path, range(5, 10))
-    with SoftLabelCache(0, tmp_path) as cache:
-        view: Any = None if at_open else cache.view(KEY)
-        cache._handles.clear()
-        faults.inject(call, code)
-        try:
-            got = as_worker(lambda: (view or cache.view(KEY)).get(range(10)))
-        except EDLError:
-            got = None
-        assert faults.failed == 1 or not at_open, f"{call} is called somewhere"
-        if got is not None and got.outputs:
-            there = np.arange(10)[got.mask]
-            assert (got.outputs["logits"] == rows(there)["logits"]).all(), "a label of another sample"
-        if got is not None and not got.complete:
-            assert caplog.records, "labels are missing without a word"
-        faults.left = 0
-        view = cache.view(KEY)
-        view.disk.scan(force=True)
-        assert view.get(range(10)).complete, "it has passed, and the labels are there again"
-
-
 def test_a_full_disk_that_is_freed(tmp_path: Path, faults: Faults, caplog: pytest.LogCaptureFixture) -> None:
     with SoftLabelCache(0, tmp_path, flush_interval_s=0.01) as cache:
         view = cache.view(KEY)
@@ -471,29 +333,3 @@ def test_a_full_disk_that_is_freed(tmp_path: Path, faults: Faults, caplog: pytes
         assert view.get(range(100, 105)).complete
         assert not view.get(range(25)).mask.any(), "what was lost is asked for again"
         assert not list(tmp_path.rglob(".writing-*"))
-
-
-def test_a_folder_in_it_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `lost+found` at the root of a file system."""
-    (tmp_path / "lost+found").mkdir()
-    listed = Path.iterdir
-
-    def iterdir(path: Path) -> Any:
-        if path.name == "lost+found":
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        return listed(path)
-
-    monkeypatch.setattr(Path, "iterdir", iterdir)
-    with SoftLabelCache(0, tmp_path) as cache:
-        cache.view(KEY).put([1], rows([1]))
-        cache.flush()
-        assert cache.stats().disk_bytes > 0
-
-
-def test_clock_set_back_ages_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(tmp_path, [1])
-    monkeypatch.setattr("edl.distill.cache.folder.time.time_ns", lambda: 10**18)  # 2001
-    with SoftLabelCache(0, tmp_path) as cache:
-        cache.view(KEY).put([1], {"logits": np.full((1, 100), 9.0, np.float32)})
-    with SoftLabelCache(0, tmp_path) as cache:
-        assert cache.view(KEY).get([1]).outputs["logits"][0, 0] == 9.0  # type: ignore[index]

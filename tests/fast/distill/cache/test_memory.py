@@ -54,17 +54,6 @@ def test_what_cannot_be_kept_is_named(outputs: dict[str, np.ndarray], words: str
         flatten(outputs, 2)
 
 
-def test_least_recently_used_row_goes_first() -> None:
-    tier = MemoryTier(3 * 1024)
-    rows = tier.rows()
-    tier.put(rows, [1, 2, 3], [RECORD] * 3)
-    assert tier.get(rows, [1]) == [RECORD]
-    for new in range(100, 100 + ADMIT_ONE_IN):
-        tier.put(rows, [new], [RECORD])
-    assert list(rows.records) == [3, 1, 100 + ADMIT_ONE_IN - 1]
-    assert tier.evicted == 1
-
-
 def test_larger_epoch_leaves_most_rows() -> None:
     """Least recently used alone would find none: each row would be gone just before its turn."""
     tier = MemoryTier(50 * 1024)
@@ -102,25 +91,6 @@ def test_unused_namespace_makes_room_at_once() -> None:
     tier.put(new, range(10), [RECORD] * 10)
     assert len(new.records) == 10
     assert not old.records
-
-
-def test_row_put_again_replaces_the_older() -> None:
-    """A row put again takes the place of the older one, even when memory is full."""
-    tier = MemoryTier(2 * 1024)
-    rows = tier.rows()
-    tier.put(rows, [1, 2], [RECORD] * 2)
-    tier.put(rows, [1], [RECORD[::-1]])
-    assert tier.get(rows, [1]) == [RECORD[::-1]]
-    assert tier.nbytes == 2 * 1024
-
-
-def test_row_above_the_bound_evicts_nothing() -> None:
-    """A row larger than the memory is not kept and evicts nothing."""
-    tier = MemoryTier(2 * 1024)
-    rows = tier.rows()
-    tier.put(rows, [1], [RECORD])
-    tier.put(rows, [2], [b"x" * 4096])
-    assert list(rows.records) == [1]
 
 
 @given(
@@ -192,24 +162,15 @@ def test_no_name_leads_out_of_the_folder(model: str) -> None:
     "text",
     [
         "",
-        "[]",
         "{}",
         '{"model": "m"}',
-        '{"model": 1, "version": "1", "outputs": "logits"}',
         '{"model": 1, "version": "1", "outputs": ["y"]}',
-        '{"model": "m", "version": ["1"], "outputs": ["y"]}',
-        '{"model": "m", "version": "1", "outputs": [["y"]]}',
-        '{"model": "m", "version": "1", "outputs": 7}',
         '{"model": "m", "version": "1", "outputs": ["y"], "temperature": NaN, "top_k": 1}',
         '{"model": "m", "version": "1", "outputs": ["y"], "top_k": true}',
-        '{"model": "m", "version": "1", "outputs": ["y"], "dtype": {}}',
-        '{"model": "m", "version": "1", "outputs": ["y"], "dataset": null}',
         '{"model": "m", "version": "1", "outputs": ["y"], "more": 1}',
-        '{"a":' * 100_000,
         "[" * 100_000,
         "9" * 10_000,
     ],
-    ids=range(17),
 )
 def test_what_is_no_key_is_refused(text: str) -> None:
     with pytest.raises(ValueError):

@@ -110,15 +110,6 @@ def test_whole_outputs_and_float16(put_and_get: Any) -> None:
     assert got.outputs["hidden"].tolist() == outputs["hidden"].tolist()
 
 
-def test_long_text_is_a_record_like_others(tmp_path: Path) -> None:
-    found = [np.full(20_000, 7, np.int32), np.array([1, 2], np.int32)]
-    with SoftLabelCache(0, tmp_path) as cache:
-        cache.view(KEY).put(named(["long", "short"], found), labels(found))
-    with SoftLabelCache(1 << 30, tmp_path) as cache:
-        check(cache.view(KEY).get(named(["long"], found[:1])).outputs["logprobs"], found[:1])
-        check(cache.view(KEY).get(named(["short"], found[1:])).outputs["logprobs"], found[1:])
-
-
 def test_newest_text_of_an_id_counts(tmp_path: Path) -> None:
     first, second = texts(3), texts(3, seed=5)
     for found in (first, second):
@@ -153,14 +144,6 @@ def test_rows_and_sequences_do_not_mix(tmp_path: Path) -> None:
         view.put(range(4), {"logprobs": top_k(np.ones((4, 8), np.float32), 4)})
         with pytest.raises(SettingsError, match="are of rows, and sequences are looked up"):
             view.get(named(range(3), found))
-
-
-def test_empty_sequence_is_not_kept() -> None:
-    with SoftLabelCache() as cache, pytest.raises(SettingsError, match="at least one token"):
-        cache.view(KEY).put(
-            SequenceIds([1], np.array([0]), np.array([1], np.uint64), ("ids",)),
-            {"logprobs": top_k(np.ones((1, 8), np.float32), 4)[:0]},
-        )
 
 
 # All of a folder

@@ -173,12 +173,6 @@ def test_killed_teacher_costs_its_requests() -> None:
     assert sum(len(teacher.sent) for teacher in teachers.values()) == 1000 + lost[0]
 
 
-def test_no_hedging_sends_nothing_twice() -> None:
-    teachers = {f"t{i}": SimTeacher(0.02, straggle=stragglers(0.1, 20, i)) for i in range(3)}
-    Simulation(Dispatcher(Policy(hedge_budget=0.0)), teachers, tasks=300).run()
-    assert sorted(task for teacher in teachers.values() for task in teacher.sent) == list(range(300))
-
-
 def test_overloaded_teacher_is_left_alone() -> None:
     """An overloaded teacher is left alone for as long as it says."""
     dispatcher = Dispatcher()
@@ -243,18 +237,6 @@ def test_too_small_teacher_is_no_second_try() -> None:
         else:
             assert then == []
             assert [again.teacher for again in sends(dispatcher.tick(0.7))] == ["large"]
-
-
-def test_late_task_goes_only_where_it_fits() -> None:
-    dispatcher = Dispatcher()
-    dispatcher.teacher_up("large", 0.0)
-    for task in range(50):
-        (send,) = sends(dispatcher.add_task(task, task, 20))
-        dispatcher.attempt_answered(send.attempt, task + 0.01)
-    assert len(sends(dispatcher.add_task(50, 50.0, 20))) == 1
-    dispatcher.teacher_up("small", 50.0, 8)
-    assert sends(dispatcher.set_awaited(50, 55.0)) + sends(dispatcher.tick(60.0)) == []
-    assert [send.extra for send in sends(dispatcher.teacher_up("other", 60.0, 20))] == [True]
 
 
 events = st.lists(

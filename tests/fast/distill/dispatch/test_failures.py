@@ -84,19 +84,6 @@ def test_circuit_opens_for_longer_each_time() -> None:
     assert dispatcher.teachers["a"].opened == 0
 
 
-def test_only_live_teacher_is_tried_again() -> None:
-    """The only live teacher is tried again whatever the dead ones would say."""
-    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
-    dispatcher.teacher_up("b", 0.0)
-    dispatcher.teacher_down("b")
-    dispatcher.teacher_up("a", 0.0)
-    (first,) = sends(dispatcher.add_task(1, 0.0))
-    assert dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.ERROR, "once"), 0.1) == []
-    assert dispatcher.next_event(0.1) == pytest.approx(0.6)
-    (again,) = sends(dispatcher.tick(0.6))
-    assert (again.task, again.teacher) == (1, "a")
-
-
 def test_only_teacher_is_asked_with_back_off() -> None:
     """The only teacher is asked again after longer each time until the task is given up."""
     dispatcher = Dispatcher(Policy(hedge_budget=0.0, failures_to_open=100))
@@ -180,50 +167,6 @@ def test_two_failing_teachers_share_a_try() -> None:
     assert isinstance(end, GiveUp)
 
 
-def test_refusal_of_a_departed_is_not_final() -> None:
-    """A refusal of one that left is not the last word."""
-    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
-    for name in ("a", "b"):
-        dispatcher.teacher_up(name, 0.0, 8)
-    dispatcher.teacher_up("small", 0.0, 1)
-    (first,) = sends(dispatcher.add_task(1, 0.0, 8))
-    (second,) = sends(dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.REJECTED, "no"), 0.1))
-    for send in (first, second):
-        dispatcher.teacher_removed(send.teacher)
-    assert dispatcher.attempt_failed(second.attempt, RequestFailure(FailureKind.LOST, "gone"), 0.2) == []
-    assert [send.task for send in sends(dispatcher.teacher_up("c", 9.0))] == [1]
-
-
-@pytest.mark.parametrize("kind", [FailureKind.ERROR, FailureKind.REJECTED])
-def test_full_teacher_is_not_waited_for_ever(kind: FailureKind) -> None:
-    """One that never has room is not waited for without an end."""
-    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
-    dispatcher.teacher_up("a", 0.0)
-    dispatcher.teacher_up("full", 0.0)
-    (send,) = sends(dispatcher.add_task(1, 0.0))
-    assert send.teacher == "a"
-    now, actions = 0.1, dispatcher.attempt_failed(send.attempt, RequestFailure(kind, "no"), 0.1)
-    while not actions or (isinstance(actions[0], Send) and actions[0].teacher == "full"):
-        assert now < 10
-        if actions:
-            (send,) = sends(actions)
-            actions = dispatcher.attempt_failed(
-                send.attempt, RequestFailure(FailureKind.OVERLOADED, "full", 0.3), now + 0.01
-            )
-        else:
-            event = dispatcher.next_event(now)
-            assert event is not None
-            now = event
-            actions = dispatcher.tick(now)
-    (end,) = actions
-    if kind is FailureKind.REJECTED:
-        assert isinstance(end, GiveUp)
-    else:
-        assert isinstance(end, Send)
-        assert end.teacher == "a"
-    assert now > 5, "it had its time"
-
-
 def test_task_in_flight_is_not_given_up() -> None:
     """A task is not given up while another teacher has it too."""
     dispatcher = Dispatcher()
@@ -237,23 +180,6 @@ def test_task_in_flight_is_not_given_up() -> None:
     dispatcher.teacher_draining("b")
     assert dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.REJECTED, "no"), 52.1) == []
     assert isinstance(dispatcher.attempt_answered(extra.attempt, 52.2)[0], Deliver)
-
-
-def test_failed_task_goes_when_room_comes() -> None:
-    """A task that failed once is taken as soon as there is room again."""
-    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
-    pending = sends(dispatcher.teacher_up("a", 0.0) + dispatcher.add_task(1, 0.0))
-    now, kind = 0.0, FailureKind.ERROR
-    while now < 70:
-        (send,) = pending
-        assert dispatcher.attempt_failed(send.attempt, RequestFailure(kind, "no", 0.05), now) == []
-        kind = FailureKind.OVERLOADED
-        event = dispatcher.next_event(now)
-        assert event is not None
-        assert event <= now + 0.5
-        now = event
-        pending = sends(dispatcher.tick(now))
-    assert isinstance(dispatcher.attempt_answered(pending[0].attempt, now)[0], Deliver)
 
 
 def test_full_refusal_concerns_its_task_only() -> None:
@@ -283,17 +209,6 @@ def test_refusal_waits_for_a_full_teacher() -> None:
     (second,) = sends(dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.REJECTED, "no"), 0.1))
     assert dispatcher.attempt_failed(second.attempt, RequestFailure(FailureKind.OVERLOADED, "full", 0.05), 0.2) == []
     assert [send.teacher for send in sends(dispatcher.tick(0.26))] == [second.teacher]
-
-
-def test_refused_task_goes_where_it_failed() -> None:
-    """What one refused is sent again where there was an error."""
-    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
-    dispatcher.teacher_up("a", 0.0)
-    dispatcher.teacher_up("b", 0.0)
-    (first,) = sends(dispatcher.add_task(1, 0.0))
-    (second,) = sends(dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.REJECTED, "no"), 0.1))
-    assert dispatcher.attempt_failed(second.attempt, RequestFailure(FailureKind.ERROR, "boom"), 0.2) == []
-    assert [send.teacher for send in sends(dispatcher.tick(0.7))] == [second.teacher]
 
 
 @pytest.mark.parametrize("how", ["down", "removed", "draining"])
@@ -363,18 +278,6 @@ def test_a_full_teacher_is_live() -> None:
     assert dispatcher.count_serving(1.0) == 1, "and that is no outage: nothing is logged, and no deadline runs"
     dispatcher.set_aside("a", FailureKind.BAD_OUTPUT, "NaN", 1.0)
     assert dispatcher.count_serving(2.0) == 0
-
-
-def test_set_aside_while_it_has_no_room() -> None:
-    """It is not live, though it said that it has no room for longer than it is set aside."""
-    dispatcher = Dispatcher(Policy(hedge_budget=0.0, aside_s=30.0))
-    dispatcher.teacher_up("a", 0.0)
-    (send,) = (action for action in dispatcher.add_task(1, 0.0) if isinstance(action, Send))
-    dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.OVERLOADED, "full", 60.0), 0.0)
-    until = dispatcher.teachers["a"].closed_until
-    dispatcher.set_aside("a", FailureKind.BAD_OUTPUT, "NaN", 1.0)
-    assert dispatcher.count_serving(2.0) == 0
-    assert dispatcher.teachers["a"].closed_until == max(until, 31.0)
 
 
 def test_an_answer_ends_the_growth() -> None:

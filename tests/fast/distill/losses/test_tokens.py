@@ -188,7 +188,7 @@ def test_compiles_without_a_break() -> None:
     def loss(x: Any, ids: Any, values: Any, tail_lse: Any, mask: Any) -> Any:
         return token_loss(x, TopK(ids, values, tail_lse, classes=9), beta=0.5, mask=mask)
 
-    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(loss, backend="eager", fullgraph=True)
     ours = compiled(student, ids, values, tail_lse, mask)
     expected = loss(student, ids, values, tail_lse, mask)
     assert ours.item() == pytest.approx(expected.item(), rel=1e-12)

@@ -19,7 +19,7 @@ from edl.collective.agent.health.failures import ExitCause, find_exit_cause
 from edl.collective.checkpoint import evaluator as evaluator_module
 from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.evaluator import Evaluator, agree_on_pending
-from edl.collective.checkpoint.memory.restore_plan import choose_state
+from edl.collective.checkpoint.memory.restore_plan import RestorePlan, choose_state
 from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair, find_slots
 from edl.collective.checkpoint.save_schedule import SaveSchedule
 from edl.collective.checkpoint.state.state import State
@@ -55,32 +55,33 @@ def test_interval_in_seconds_becomes_steps() -> None:
     assert pace.propose_steps(0.0, 0.0) > 1
 
 
+def chosen(*offers: Any, **known: Any) -> RestorePlan:
+    choice = choose_state(*offers, **known)
+    assert choice is not None
+    return choice
+
+
 def test_each_rank_gets_its_own_where_it_can() -> None:
     both = [SlotHeader(3, 8, 2, rank) for rank in range(2)]
-    choice = choose_state([[SlotHeader(3, 9, 2, 0), both[0]], [both[1]]])
-    assert choice is not None
+    choice = chosen([[SlotHeader(3, 9, 2, 0), both[0]], [both[1]]])
     assert (choice.step, choice.sources, choice.parts) == (8, (0, 1), (0, 1)), (
         "rank 1 would begin its random numbers anew"
     )
-    choice = choose_state([[SlotHeader(3, 9, 2, 0), both[0]], []])
-    assert choice is not None
+    choice = chosen([[SlotHeader(3, 9, 2, 0), both[0]], []])
     assert choice.step == 9, "where a host was lost, nobody has rank 1's part, and the newest counts"
-    choice = choose_state([[SlotHeader(3, 9, 2, 0), both[0]], [both[1]], []])
-    assert choice is not None
+    choice = chosen([[SlotHeader(3, 9, 2, 0), both[0]], [both[1]], []])
     assert choice.step == 9, "in a world of another size nobody's random numbers come back"
 
 
 def test_a_sharded_state_needs_all_its_parts() -> None:
     newer = [SlotHeader(1, 9, 2, 0, sharded=True)]
     older = [SlotHeader(1, 8, 2, rank, sharded=True) for rank in range(2)]
-    choice = choose_state([[*newer, older[0]], [older[1]]])
-    assert choice is not None
+    choice = chosen([[*newer, older[0]], [older[1]]])
     assert (choice.step, choice.sources, choice.parts) == (8, (0, 1), (0, 1))
 
 
 def test_sharded_state_in_another_world() -> None:
-    choice = choose_state([[SlotHeader(1, 8, 2, 0, sharded=True)], [SlotHeader(1, 8, 2, 1, sharded=True)], []])
-    assert choice is not None
+    choice = chosen([[SlotHeader(1, 8, 2, 0, sharded=True)], [SlotHeader(1, 8, 2, 1, sharded=True)], []])
     assert (choice.holders, choice.sources) == ((0, 1), ())
 
 
@@ -90,19 +91,16 @@ _SAME = {header: (header.rank % 2, header.rank % 2 + 2) for header in _HSDP}
 
 
 def test_ranks_with_the_same_shards_stand_in() -> None:
-    again = choose_state([[], [], [_HSDP[2]], [_HSDP[3]]], same=_SAME)
-    assert again is not None
+    again = chosen([[], [], [_HSDP[2]], [_HSDP[3]]], same=_SAME)
     assert (again.sources, again.parts, again.holders) == ((2, 3, 2, 3), (2, 3, 2, 3), (-1, -1, 2, 3))
-    smaller = choose_state([[_HSDP[0]], [_HSDP[3]]], same=_SAME)
-    assert smaller is not None
+    smaller = chosen([[_HSDP[0]], [_HSDP[3]]], same=_SAME)
     assert (smaller.sources, smaller.holders) == ((), (0, -1, -1, 1))
     assert choose_state([[_HSDP[1]], [_HSDP[3]]], same=_SAME) is None, "half of the shards is no state"
     assert choose_state([[_HSDP[2]], [_HSDP[3]]]) is None, "nothing is known of who holds the same"
 
 
 def test_a_stand_in_comes_before_a_replica() -> None:
-    choice = choose_state([[_HSDP[0]], [_HSDP[1]]], [[_HSDP[2]], []], _SAME)
-    assert choice is not None
+    choice = chosen([[_HSDP[0]], [_HSDP[1]]], [[_HSDP[2]], []], _SAME)
     assert not choice.from_replicas
     choice = choose_state([[_HSDP[0]], []], [[], [_HSDP[3]]], _SAME)
     assert choice is None, "a replica does not say who else held its shards"

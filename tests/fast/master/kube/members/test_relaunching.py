@@ -41,39 +41,15 @@ def end(record: MemberRecord, report: TerminationReport, **fields: Any) -> Membe
     return record_end(record, found, pod, NOW)
 
 
-def test_memory_stays_raised_after_progress() -> None:
-    record = end(MemberRecord(), OOM).record
-    record = end(record, OOM, started_s=NOW - 3600).record
-    assert record.failures == {"out_of_memory": 1}, "counted anew after an hour"
-    assert record.memory_factor == 1.5**2, "what did not suffice then does not now"
-    assert end(record, TerminationReport(exit_code=143)).record.memory_factor == 1.5**2
-
-
 def test_progress_of_the_job_resets_counts() -> None:
     killed = build_member(TerminationReport(exit_code=137))
     first = record_end(MemberRecord(), killed.termination, killed, NOW, progress=10)
     again = replace(killed, try_number=1)
     assert record_end(first.record, again.termination, again, NOW, progress=10).record.failures == {"killed": 2}
     assert record_end(first.record, again.termination, again, NOW, progress=11).record.failures == {"killed": 1}
-
-
-@pytest.mark.parametrize(
-    ("report", "replaces"),
-    [
-        (TerminationReport(exit_code=143), True),
-        (TerminationReport(exit_code=143, events=("Preempted",)), False),
-        (TerminationReport(pod_reason="NodeLost"), False),
-        (OOM, True),
-    ],
-)
-def test_place_of_a_pod_that_ended(report: TerminationReport, replaces: bool) -> None:
-    record = end(MemberRecord(), report).record
-    assert record.replaces is replaces
-    assert (
-        read_member_records({"members": format_member_records({"worker-0": record})})["worker-0"].replaces is replaces
-    )
-    assert not record.adopt(build_member(report, 1)).replaces, "it was made"
-    assert not record.release().replaces
+    record = end(end(MemberRecord(), OOM).record, OOM, started_s=NOW - 3600).record
+    assert record.failures == {"out_of_memory": 1}, "counted anew after an hour"
+    assert record.memory_factor == 1.5**2, "what did not suffice then does not now"
 
 
 def test_image_that_cannot_be_had() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
@@ -129,12 +129,8 @@ class Inside:
         self._loop.close()
 
 
-class StartInside(Protocol):
-    def __call__(self, backends: Backend | list[Backend], **settings: Any) -> Inside: ...
-
-
-class Connect(Protocol):
-    def __call__(self, target: str) -> Client: ...
+StartInside = Callable[..., Inside]
+Connect = Callable[[str], Client]
 
 
 @pytest.fixture

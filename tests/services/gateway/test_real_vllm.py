@@ -31,10 +31,10 @@ from edl_serving.gateway.endpoints import CompletionsEndpoint, GenerateEndpoint
 from edl_serving.gateway.engine import EngineAccess
 from edl_serving.gateway.health import EngineHealth
 from edl_serving.gateway.inspection import find_facts
-from tests.fast.distill.conftest import until
-from tests.fast.serving.gateway.gateways import Gateways, ask
 from tests.fast.proxy.clients import ask as ask_http
+from tests.fast.serving.gateway.gateways import Gateways, ask
 from tests.plugins_vllm import MODEL, PYTHON, VllmFactory, VllmServer
+from tests.waiting import DEADLINE_S, wait_until
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -180,7 +180,7 @@ def test_trl_client(
     endpoint: str, teachers: dict[str, LocalTeacher], proxy: ProxyServer, oracle: Any, tmp_path: Path
 ) -> None:
     """TRL's own client gets its answers at one URL, with a teacher killed in the middle."""
-    until(lambda: ask_http(proxy.port, path="/health")[0] == 200, 60)
+    wait_until(lambda: ask_http(proxy.port, path="/health")[0] == 200)
     found = sequences_of(*np.random.default_rng(1).integers(2, 60, 120).tolist(), seed=4)
     lengths = [max(1, len(tokens) // 3) for tokens in found]
     process = subprocess.Popen(
@@ -203,10 +203,10 @@ def test_trl_client(
             lines = ask_http(proxy.port, path="/metrics")[1].splitlines()
             return next(float(line.split()[1]) for line in lines if line.startswith("edl_proxy_tokens_total"))
 
-        until(lambda: scored() > 0, 300)
+        wait_until(lambda: scored() > 0, deadline_s=300)
         teachers["bucketed"].kill()
         result = json.loads(process.stdout.readline())
-        assert process.wait(60) == 0
+        assert process.wait(DEADLINE_S) == 0
     finally:
         process.kill()
         process.wait()
@@ -235,7 +235,7 @@ def test_vllm_is_killed(
     with reader:
         epoch = reader()
         delivered = list(itertools.islice(epoch, 30))
-        until(lambda: sum(teacher.rows > 0 for teacher in reader.stats().teachers.values()) >= 2, 120)
+        wait_until(lambda: sum(teacher.rows > 0 for teacher in reader.stats().teachers.values()) >= 2)
         server.kill()
         delivered += epoch
         stats = reader.stats()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.errors import SettingsError
-from edl.protocol import codec, kserve, names, tensors
+from edl.protocol import kserve, names
 from edl_serving import Array, Backend, ServerSettings, TensorSpec
 from edl_serving.backends.backend import TopKArrays
 from edl_serving.batching.executor import Executor
@@ -24,6 +24,7 @@ from edl_serving.messages.sequences import check_sequences
 from edl_serving.model import ServedModel
 from edl_serving.monitoring.metrics import WorkerMetrics
 from edl_serving.request_error import RequestError, invalid_argument
+from tests.fast.serving.conftest import outputs_of
 from tests.fast.serving.fakes import FakeBackend, header_for, model_of, refusal_of
 
 VOCABULARY = 11
@@ -99,13 +100,7 @@ class Bench:
 
     def run(self, *jobs: InferenceJob) -> list[Any]:
         self.executor.run_jobs(jobs)
-        return [job.answer if isinstance(job.answer, RequestError) else arrays(job.answer) for job in jobs]
-
-
-def arrays(answer: Any) -> dict[str, Array]:
-    header, raw = codec.decode_response(answer)
-    found = zip(header.outputs, raw, strict=True)
-    return {output.name: tensors.from_raw(output.datatype, output.shape, data) for output, data in found}
+        return [job.answer if isinstance(job.answer, RequestError) else outputs_of(job.answer) for job in jobs]
 
 
 def tokens(*lengths: int, seed: int = 0) -> dict[str, Array]:
@@ -211,30 +206,22 @@ def test_rows_that_are_no_sequences(position: list[int], said: str) -> None:
     assert said in refusal_of(lambda: check_sequences("position", np.array(position, np.int32), 4))
 
 
-async def decode(bench: Bench, inputs: Mapping[str, Array]) -> DecodedRequest:
+def decode(bench: Bench, inputs: Mapping[str, Array]) -> DecodedRequest:
     header = kserve.ModelInferRequest(model_name="m")
     for name, array in inputs.items():
         header.inputs.add(name=name, datatype="INT32", shape=array.shape)
     header.parameters["edl_top_k"].int64_param = 2
-    decoder = RequestDecoder(bench.model, 1000)
     raw = [memoryview(array.tobytes()) for array in inputs.values()]
-    return await decoder.decode(header.SerializeToString(), raw, None)
-
-
-async def refused_by_decoder(bench: Bench, inputs: Mapping[str, Array]) -> str:
-    with pytest.raises(RequestError) as refused:
-        await decode(bench, inputs)
-    assert refused.value.code.name == "INVALID_ARGUMENT"
-    return refused.value.message
+    return asyncio.run(RequestDecoder(bench.model, 1000).decode(header.SerializeToString(), raw, None))
 
 
 def test_values_are_refused_before_they_wait() -> None:
     bench = Bench(LanguageModel(max_sequence=4))
     good = tokens(4, 4)
-    assert asyncio.run(decode(bench, good)).plan.rows == 8
-    assert "has 5 rows" in asyncio.run(refused_by_decoder(bench, tokens(1, 5)))
+    assert decode(bench, good).plan.rows == 8
+    assert "has 5 rows" in refusal_of(lambda: decode(bench, tokens(1, 5)))
     outside = {**good, "ids": np.full(8, VOCABULARY, np.int32)}
-    assert "no such token" in asyncio.run(refused_by_decoder(bench, outside))
+    assert "no such token" in refusal_of(lambda: decode(bench, outside))
 
 
 def test_the_configuration_says_it() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+
+transformers = pytest.importorskip("transformers")
 
 VOCABULARY = 97
 _SIZES = {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32}
@@ -13,8 +16,6 @@ _TEXT = {**_SIZES, "intermediate_size": 48, "pad_token_id": 0, "max_position_emb
 
 
 def _random(kind: str, config: Any) -> Any:
-    import transformers
-
     torch.manual_seed(7)
     model = getattr(transformers, kind)(config)
     with torch.no_grad():
@@ -25,15 +26,11 @@ def _random(kind: str, config: Any) -> Any:
 
 
 def llama() -> Any:
-    import transformers
-
     return _random("LlamaForCausalLM", transformers.LlamaConfig(**_TEXT, num_key_value_heads=1))
 
 
 def gemma2() -> Any:
     """Changes logits behind its head."""
-    import transformers
-
     config = transformers.Gemma2Config(
         **_TEXT, num_key_value_heads=1, head_dim=16, final_logit_softcapping=5.0, sliding_window=8
     )
@@ -42,8 +39,6 @@ def gemma2() -> Any:
 
 def phi3() -> Any:
     """Has other rotary frequencies in calls of more than 16 tokens."""
-    import transformers
-
     long = [1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0, 8.0]
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": long}
     config = transformers.Phi3Config(
@@ -63,47 +58,33 @@ def phi3_classifier() -> Any:
 
 def dynamic() -> Any:
     """Has rotary frequencies that grow with the longest call so far, beyond 64 tokens."""
-    import transformers
-
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     return _random("LlamaForCausalLM", transformers.LlamaConfig(**_TEXT, num_key_value_heads=1, rope_parameters=rope))
 
 
 def big_bird() -> Any:
-    import transformers
-
     return _random("BigBirdForMaskedLM", transformers.BigBirdConfig(**_TEXT))
 
 
 def gpt2() -> Any:
-    import transformers
-
     config = transformers.GPT2Config(vocab_size=VOCABULARY, n_layer=2, n_head=2, n_embd=32, n_positions=48)
     return _random("GPT2LMHeadModel", config)
 
 
 def bert() -> Any:
-    import transformers
-
     return _random("BertForMaskedLM", transformers.BertConfig(**_TEXT))
 
 
 def roberta() -> Any:
-    import transformers
-
     return _random("RobertaForMaskedLM", transformers.RobertaConfig(**{**_TEXT, "pad_token_id": 1}))
 
 
 def classifier() -> Any:
-    import transformers
-
     return _random("BertForSequenceClassification", transformers.BertConfig(**_TEXT, num_labels=3))
 
 
 def llama_classifier() -> Any:
     """Has no token for padding."""
-    import transformers
-
     sizes = {**_TEXT, "pad_token_id": None}
     config = transformers.LlamaConfig(**sizes, num_key_value_heads=1, num_labels=4)
     return _random("LlamaForSequenceClassification", config)
@@ -111,26 +92,21 @@ def llama_classifier() -> Any:
 
 def mamba() -> Any:
     """Has a state, which packed sequences would hand on."""
-    import transformers
-
     config = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4)
     return _random("MambaForCausalLM", config)
 
 
 MAKERS: dict[str, Callable[[], Any]] = {
-    maker.__name__: maker
-    for maker in (
-        llama,
-        gemma2,
-        phi3,
-        phi3_classifier,
-        dynamic,
-        big_bird,
-        gpt2,
-        bert,
-        roberta,
-        classifier,
-        llama_classifier,
-        mamba,
-    )
+    "llama": llama,
+    "gemma2": gemma2,
+    "phi3": phi3,
+    "phi3_classifier": phi3_classifier,
+    "dynamic": dynamic,
+    "big_bird": big_bird,
+    "gpt2": gpt2,
+    "bert": bert,
+    "roberta": roberta,
+    "classifier": classifier,
+    "llama_classifier": llama_classifier,
+    "mamba": mamba,
 }

@@ -47,16 +47,15 @@ class Rates:
 class Timeline:
     """Reads counters in a thread of its own, from `start` to `stop`."""
 
-    def __init__(self, stats: Callable[[], ReaderStats], *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stats: Callable[[], ReaderStats]) -> None:
         self._stats = stats
-        self._clock = clock
         self._samples: list[tuple[float, ReaderStats]] = []
         self._sampling: BackgroundLoop | None = None
-        self._began = self._clock()
+        self._began = time.monotonic()
         self.events: list[TeacherEvent] = []
 
     def __enter__(self) -> Timeline:
-        self._began = self._clock()
+        self._began = time.monotonic()
         self._sample()  # here, since the thread may get its first turn late
         self._sampling = BackgroundLoop("edl-demo-timeline", self._sample)
         return self
@@ -69,7 +68,7 @@ class Timeline:
     @property
     def now_s(self) -> float:
         """Seconds since the start."""
-        return self._clock() - self._began
+        return time.monotonic() - self._began
 
     @property
     def end_s(self) -> float:

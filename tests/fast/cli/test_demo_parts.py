@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,15 +11,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 
-from rich.console import Console  # noqa: E402
 
 from edl.cli import main  # noqa: E402
-from edl.cli.demo import data, models, picture  # noqa: E402
+from edl.cli.demo import data, models  # noqa: E402
 from edl.cli.demo.check import Delivered, Findings, check  # noqa: E402
 from edl.cli.demo.plan import DemoPlan  # noqa: E402
-from edl.cli.demo.timeline import TeacherEvent, Timeline  # noqa: E402
-from edl.distill import ReaderStats  # noqa: E402
-from edl.distill.stats import TeacherStats  # noqa: E402
 
 PLAN = DemoPlan(Path("unused"), seeds=2, steps=5, rows=4)
 RIGHT = Findings(checked=40, lost=0, repeated=0, changed=0, mislabelled=0, out_of_order=0, largest_difference=0.0)
@@ -91,56 +86,6 @@ def test_epoch_follows_its_seed(digits: data.Digits) -> None:
             np.testing.assert_array_equal(field, same)
     assert not np.array_equal(one[0][0], one[1][0])
     assert set(digits.share(0, 100).tolist()) != set(digits.share(1, 100).tolist())
-
-
-def test_students_differ_by_labels_only() -> None:
-    """Both students start equal and only the labels make the difference."""
-    pair = models.ModelPair(seed=3, steps=10, temperature=4.0)
-    image = torch.rand(8, 1, 8, 8)
-    assert torch.equal(pair.alone(image), pair.distilled(image))
-    pair.step(image, torch.zeros(8, dtype=torch.int64), torch.randn(8, 10))
-    assert not torch.equal(pair.alone(image), pair.distilled(image))
-
-
-@pytest.fixture
-def timeline(monkeypatch: pytest.MonkeyPatch) -> Timeline:
-    """Counters that grow by 100 rows a second, from two teachers, for 0.7 s."""
-    monkeypatch.setattr("edl.cli.demo.timeline.BackgroundLoop", lambda *_: io.BytesIO())  # never runs
-    now_s = 0.0
-
-    def count() -> ReaderStats:
-        half = TeacherStats("127.0.0.1:1", "ready", rows=round(50 * now_s))
-        return ReaderStats(rows_delivered=round(100 * now_s), teachers={"a": half, "b": half})
-
-    with Timeline(count, clock=lambda: now_s) as timeline:
-        for _ in range(7):
-            now_s += 0.1
-            timeline._sample()
-        timeline.events += [
-            TeacherEvent(0.2, "kill", "a"),
-            TeacherEvent(0.21, "join", "c"),
-            TeacherEvent(0.4, "drain", "b"),
-        ]
-    return timeline
-
-
-def test_rates_are_rows_a_second(timeline: Timeline) -> None:
-    rates = timeline.rates(0.2)
-    assert list(rates.served) == ["a", "b"]
-    assert rates.delivered.mean() == pytest.approx(100, rel=0.05)
-    assert sum(rates.served.values()).mean() == pytest.approx(100, rel=0.05)
-    np.testing.assert_allclose(np.diff(rates.at_s), 0.2)
-
-
-def test_the_picture_is_drawn_in_both_ways(timeline: Timeline, tmp_path: Path) -> None:
-    picture.draw(timeline, tmp_path / "demo.png", "40 samples")
-    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
-    out = io.StringIO()
-    timeline.events.append(TeacherEvent(timeline.end_s - 0.01, "join", "teacher-late"))
-    picture.show(timeline, Console(file=out, width=80))
-    for words in ("kill a", "join c", "drain b", "join teacher-late"):
-        assert words in out.getvalue()
-    assert max(map(len, out.getvalue().splitlines())) <= 80
 
 
 @pytest.mark.parametrize("wrong", [["--seeds", "0"], ["--teachers", "1"], ["--teacher-ms", "-3"]])

@@ -75,35 +75,6 @@ def test_agents_words_are_understood() -> None:
     }
 
 
-words = st.sampled_from(["", "killed", "contact", "Evicted", "OOMKilled", "Preempted", "NodeLost", "ErrImagePull", "?"])
-reports = st.builds(
-    TerminationReport,
-    exit_code=st.none() | st.integers(-70, 300),
-    signal=st.integers(0, 64),
-    oom_kills=st.none() | st.integers(0, 3),
-    agent_cause=words,
-    pod_phase=st.sampled_from(["", "Failed", "Succeeded"]),
-    pod_reason=words,
-    container_reason=words,
-    conditions=st.lists(words, max_size=2).map(tuple),
-    events=st.lists(words, max_size=3).map(tuple),
-    node_ready=st.none() | st.booleans(),
-)
-
-
-@settings(max_examples=50)
-@given(reports)
-def test_every_end_has_one_cause(report: TerminationReport) -> None:
-    verdict = find_termination_cause(report)
-    assert verdict == find_termination_cause(report)
-    if report.exit_code == 0 and not report.signal:
-        assert verdict.cause is Cause.SUCCEEDED, "exit code 0 beats every rumour"
-    if verdict.cause is Cause.SUCCEEDED:
-        assert report.exit_code == 0 or report.pod_phase == "Succeeded"
-    if verdict.cause is Cause.USER_ERROR:
-        assert report.exit_code not in (0, None) or report.agent_cause == "error", "no job stops without its own error"
-
-
 def test_table_has_every_cause() -> None:
     assert set(RELAUNCH_TABLE) == set(TerminationCause)
     for cause, rules in RELAUNCH_TABLE.items():

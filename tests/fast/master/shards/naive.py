@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from edl.errors import ConflictError, EDLError, LeaseLostError, SettingsError
+from edl.errors import ConflictError, EDLError
 from edl.master.shards import ShardBook
 from edl.protocol import master
 
@@ -362,7 +362,7 @@ def step(pair: Pair, choice: random.Random) -> None:
     """A random command, most of them sensible."""
     live, past = list(pair.live), list(pair.past)
     kinds = ["open", "turn", "turn", "turn", "turn", "turn", "repeat", "expire_lease", "expire", "close", "term"]
-    kinds += ["retry", "restore", "progress", "odd"]
+    kinds += ["retry", "restore", "progress"]
     if pair.by_checkpoint:
         kinds += ["mark", "mark", "mark", "resume", "resume"]
     if not pair.spec.HasField("units"):
@@ -418,8 +418,6 @@ def step(pair: Pair, choice: random.Random) -> None:
         pair.flush()
     elif kind == "end" and choice.random() < 0.02:
         pair.end()
-    elif kind == "odd" and live:
-        _send_odd(pair, choice, choice.choice(live))
 
 
 def _resume(pair: Pair, choice: random.Random) -> None:
@@ -438,43 +436,6 @@ def _resume(pair: Pair, choice: random.Random) -> None:
     except ConflictError:
         return
     raise AssertionError("a mark was resumed that is not kept, or of a reader that lives")
-
-
-def _send_odd(pair: Pair, choice: random.Random, session: str) -> None:
-    """What no reader sends, and what changes nothing."""
-    request = pair.live[session].turn.request + 1 if pair.live[session].turn else 1
-    lost = choice.choice(list(pair.past)) if pair.past else "s0"
-    lease = choice.choice(list(pair.leases.values())) if pair.leases else None
-    odd: list[tuple[dict[str, Any], type[EDLError]]] = [
-        ({"turn": master.Turn(session=session, request=request, want=-1)}, SettingsError),
-        ({"turn": master.Turn(session=session, request=request, want=10**6)}, SettingsError),
-        ({"turn": master.Turn(session=session, request=request, done=[1])}, SettingsError),
-        ({"turn": master.Turn(session=session, request=request + 1, want=1)}, ConflictError),
-        ({"turn": master.Turn(session="nobody", request=1, want=1)}, SettingsError),
-        ({"begin_term": master.BeginTerm(term=pair.term)}, ConflictError),
-        ({"restore_progress": master.RestoreProgress(dataset="d", progress=b"nonsense")}, EDLError),
-        ({"retry_poisoned": master.RetryPoisoned(dataset="d", shards=[10**6])}, ConflictError),
-        ({"extend_dataset": master.ExtendDataset(dataset="other", units=3)}, SettingsError),
-        ({"open_session": master.OpenSession(dataset="other", session="x", holder="x")}, SettingsError),
-        ({"open_session": master.OpenSession(dataset="d", session=session, holder="another")}, ConflictError),
-        ({"resume": master.Resume(dataset="d", session=session, of_session="nobody", mark=1)}, EDLError),
-        ({"mark": master.Mark(session=session, mark=0)}, EDLError),
-        ({}, SettingsError),
-    ]
-    if pair.past and lost not in {name for other in pair.live.values() for name, _ in other.marks}:
-        odd.append(({"turn": master.Turn(session=lost, request=1, want=1)}, LeaseLostError))
-    if lease is not None:
-        part = master.Partial(lease=master.LeaseId(id=lease.id, term=lease.term), units=10**6)
-        odd.append(({"turn": master.Turn(session=lease.session, request=10**6, returned=[part])}, ConflictError))
-        odd.append(({"mark": master.Mark(session=lease.session, mark=10**6, partial=[part])}, SettingsError))
-    kind, error = choice.choice(odd)
-    before = pair.book.snapshot()
-    try:
-        pair.apply(**kind)
-    except error:
-        assert pair.book.snapshot() == before
-        return
-    raise AssertionError(f"{kind} was taken")
 
 
 def drain(pair: Pair) -> None:

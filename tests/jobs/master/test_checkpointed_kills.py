@@ -3,59 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from edl.master import MasterClient, ShardReader
 from tests.fast.master.conftest import Create, Lead
-from tests.jobs.master.processes import running
+from tests.jobs.master.processes import running, train
 from tests.waiting import DEADLINE_S
-
-
-def train(folder: str, name: str, limit: int, every: int, pause_s: float, seen: str, saving: bool = False) -> None:
-    """Count samples, in a checkpoint with the reader; after `limit` of them be killed in the middle of a step.
-
-    With `saving` that is in the middle of the checkpoint that follows: the master has the mark, the disk has not.
-
-    The process's state is the counts, which a checkpoint replaces as a whole, as a model's would be.
-    """
-    path = Path(folder) / f"checkpoint.{name}"
-    counts: dict[str, int] = {}
-    with (
-        MasterClient("job", f"sqlite:///{folder}/store.sqlite", timeout_s=600) as client,
-        ShardReader(client, "d", holder=name, prefetch=2) as reader,
-    ):
-        if path.exists():
-            saved = json.loads(path.read_text())
-            reader.load_state_dict(saved["reader"])
-            counts = saved["counts"]
-        else:
-            reader.start_over()
-        step = 0
-
-        def save() -> None:
-            state = {"reader": reader.state_dict(), "counts": counts}
-            if saving and step >= limit:
-                os.kill(os.getpid(), signal.SIGKILL)
-            path.with_suffix(".new").write_text(json.dumps(state))
-            path.with_suffix(".new").rename(path)
-
-        with open(seen, "a", buffering=1) as log:  # noqa: PTH123
-            for sample in reader.samples():
-                counts[str(sample)] = counts.get(str(sample), 0) + 1
-                log.write(f"{name} {sample}\n")
-                step += 1
-                if step == limit and not saving:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                if step % every == 0:
-                    save()
-                time.sleep(pause_s)
-        save()
 
 
 def survived(folder: Path) -> Counter[int]:

@@ -117,6 +117,8 @@ class ConsulTransport(HTTPClient):  # type: ignore[misc]
             with contextlib.closing(connection.getresponse()) as answer:
                 response = Response(answer.status, answer.headers, _content(answer).decode("utf-8", "replace"))
         except (OSError, http.client.HTTPException) as exc:
+            if self._closed:
+                raise ClosedError(f"the connection to {self._target} is closed") from exc
             raise DiscoveryError(f"{self._target} cannot be reached: {shown(exc) or type(exc).__name__}") from exc
         finally:
             self._open.discard(connection)

@@ -117,14 +117,11 @@ def test_an_unusable_served_url_is_named(url: str, message: str) -> None:
     assert "s3cret" not in str(caught.value)
 
 
-def test_a_served_store_is_no_registry() -> None:
-    with pytest.raises(SettingsError, match="is a store for a training job"):
-        open_registry("edl://host:29400")
-
-
 def test_a_served_url_says_where() -> None:
     assert repr(ServedTarget.of(urlsplit("edl://host"), 5.0).url) == "'edl://host:29400'"
     assert ServedTarget.of(urlsplit("edl://[::1]:1"), 5.0).endpoint == "[::1]:1"
+    with pytest.raises(SettingsError, match="is a store for a training job"):
+        open_registry("edl://host:29400")
 
 
 def test_half_of_tls_is_for_teachers() -> None:
@@ -136,12 +133,12 @@ def test_half_of_tls_is_for_teachers() -> None:
     assert store_credentials(Credentials(ca="ca.pem", token_file="t")) == Credentials(token_file="t")
 
 
-def test_other_datacenters_store_is_refused() -> None:
+def test_a_consul_url_says_where() -> None:
     with pytest.raises(SettingsError, match="dc=far"):
         open_store("consul://127.0.0.1:8500?dc=far")
-
-
-def test_a_consul_url_says_where() -> None:
+    found = target("consul://host", CONSUL_HTTP_TOKEN=" s3cret ")
+    assert found.token == "s3cret"
+    assert "s3cret" not in f"{found} {found!r}"
     plain = target("consul://host")
     assert (plain.host, plain.port, plain.tls, plain.dc) == ("host", 8500, None, "")
     assert target("consul://host:1/?dc=far").dc == "far"
@@ -168,13 +165,6 @@ def test_senseless_variables_are_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(SettingsError, match=name):
             target("consul+https://host", **{name: value})
-
-
-def test_token_of_environment_is_not_shown() -> None:
-    """A token is taken from the environment and not shown."""
-    found = target("consul://host", CONSUL_HTTP_TOKEN=" s3cret ")
-    assert found.token == "s3cret"
-    assert "s3cret" not in f"{found} {found!r}"
 
 
 def test_etcd_url_names_members() -> None:

@@ -1,14 +1,20 @@
-"""The conformance suite over Consul and etcd, and what only they show: that a lease is renewed there."""
+"""The conformance suite over Consul and etcd, and what only servers show: they restart, hang, and have a clock."""
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
-from edl.discovery import Registry, Store
+from edl.background import start_call
+from edl.discovery import Registry, Store, open_registry, open_store
 from edl.discovery.common.renewal import RenewedLease
-from tests.fast.discovery.conformance.backends import teacher
-from tests.fast.discovery.conformance.suite import LONG_S, RegistrySuite, StoreSuite
-from tests.waiting import wait_until
+from edl.discovery.common.service_view import ServiceView
+from edl.errors import ClosedError, DiscoveryError
+from tests.fast.discovery.conformance.backends import ConsulBackend, EtcdBackend, teacher
+from tests.fast.discovery.conformance.suite import LONG_S, RegistrySuite, StoreSuite, seen, seen_values
+from tests.waiting import DEADLINE_S, wait_until
 
 
 class TestRegistry(RegistrySuite):
@@ -28,6 +34,64 @@ class TestStore(StoreSuite):
             wait_until(lambda: store.get(f"{folder}left") is None)
             assert not renewed.lost
             assert store.get(entry.key) == entry
+
+
+def test_all_survives_a_kill_and_a_restart(
+    backend: ConsulBackend | EtcdBackend,
+    registry: Registry,
+    store: Store,
+    service: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a server that keeps its data; Consul wants to hear of a registration again."""
+    monkeypatch.setattr(ServiceView.__init__, "__defaults__", (DEADLINE_S,))
+    with (
+        registry.register(teacher(service), 8.0) as registration,
+        registry.watch(service) as watch,
+        store.watch(f"{service}/") as entries,
+        store.lease(LONG_S) as lease,
+        store.elect(service, b"me", LONG_S) as election,
+    ):
+        entry = store.put(f"{service}/a", b"1", lease)
+        seen_values(entries, {entry.key: b"1"})
+        assert election.wait(DEADLINE_S)
+        healthy = seen(watch, "a")
+        backend.server.kill()
+        history = [watch.get(DEADLINE_S) or pytest.fail("the watch does not notice")]
+        backend.server.start()
+        while history[-1].stale:
+            history.append(watch.get(DEADLINE_S) or pytest.fail("the watch does not recover"))
+        assert [snapshot.instances for snapshot in history] == [healthy.instances] * len(history)
+        assert history[-1] == healthy
+        assert store.get(entry.key) == entry
+        later = store.compare_and_set(entry.key, b"2", entry.version, lease) or pytest.fail("not set")
+        assert later.version > entry.version
+        seen_values(entries, {entry.key: b"2"})
+        assert (lease.lost, election.is_leader) == (False, True)
+        wait_until(lambda: not registration.error)
+
+
+def test_hanging_server_is_an_error_in_time(
+    backend: ConsulBackend | EtcdBackend, registry: Registry, service: str
+) -> None:
+    """Closing waits for nothing, and ends a call."""
+    registration = registry.register(teacher(service), LONG_S)
+    hasty, store = open_registry(backend.url, timeout_s=0.5), open_store(backend.url, timeout_s=0.5)
+    watch, patient = hasty.watch(service), open_store(backend.url, timeout_s=LONG_S)
+    assert watch.get(DEADLINE_S) is not None
+    os.kill(backend.server.pid, signal.SIGSTOP)
+    try:
+        asking = start_call("edl-test", lambda: patient.get("a"))
+        for call in (lambda: hasty.snapshot(service), lambda: store.put("a", b""), store.lease):
+            with pytest.raises(DiscoveryError, match="timed out"):
+                call()
+        for thing in (watch, hasty, store, patient):
+            thing.close()
+        with pytest.raises(ClosedError):
+            asking.result(DEADLINE_S)
+    finally:
+        os.kill(backend.server.pid, signal.SIGCONT)
+    registration.close()
 
 
 @pytest.fixture

@@ -1,11 +1,9 @@
-"""What only Consul has: its catalog and DNS, services of others, ACLs, TLS, agents that hang or lose their servers."""
+"""What only Consul has: its catalog and DNS, services of others, ACLs, TLS, agents that lose their servers."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import signal
 import socket
 import struct
 import uuid
@@ -120,29 +118,7 @@ def test_only_silence_is_a_lapse(consul_agent: ConsulAgent, registry: Registry, 
         wait_until(lambda: registry.snapshot(service).instances)
 
 
-# Agents that restart, hang, or lose their servers
-
-
-def test_registrations_survive_a_restart(consul_agent: ConsulAgent, registry: Registry, service: str) -> None:
-    """One that keeps its data."""
-    with (
-        open_store(consul_agent.url, timeout_s=PATIENT_S) as store,
-        registry.register(teacher(service), LONG_S),
-        registry.watch(service) as watch,
-        store.lease(LONG_S) as lease,
-    ):
-        entry = store.put(f"{service}/a", b"1", lease)
-        healthy = seen(watch, "a")
-        consul_agent.kill()
-        history = [watch.get(DEADLINE_S) or pytest.fail("the watch does not notice")]
-        consul_agent.start()
-        while history[-1].stale:
-            history.append(watch.get(DEADLINE_S) or pytest.fail("the watch does not recover"))
-        assert [snapshot.instances for snapshot in history] == [healthy.instances] * len(history)
-        assert history[-1] == healthy
-        assert store.get(entry.key) == entry
-        assert store.put(entry.key, b"2", lease).version > entry.version
-        assert not lease.lost
+# Watches
 
 
 def test_quiet_watch_asks_nothing(registry: Registry, service: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,26 +134,6 @@ def test_quiet_watch_asks_nothing(registry: Registry, service: str, monkeypatch:
         assert watch.get(DEADLINE_S) == Snapshot(service, ())
         assert watch.get(1.0) is None
         assert len(paths) <= 3, paths
-
-
-def test_hanging_agent_is_an_error_in_time(consul_agent: ConsulAgent, registry: Registry, service: str) -> None:
-    """Whose users can be closed, and nothing waits for it."""
-    store = open_store(consul_agent.url, timeout_s=0.5)
-    hasty = open_registry(consul_agent.url, timeout_s=0.5)
-    registration, watch = registry.register(teacher(service), LONG_S), hasty.watch(service)
-    assert watch.get(DEADLINE_S) is not None
-    os.kill(consul_agent.pid, signal.SIGSTOP)
-    threads = list(Path(f"/proc/{consul_agent.pid}/task").iterdir())
-    try:
-        wait_until(lambda: all((thread / "stat").read_text().rpartition(") ")[2][0] == "T" for thread in threads))
-        for call in (lambda: hasty.snapshot(service), lambda: store.put("a", b"1")):
-            with pytest.raises(DiscoveryError, match="timed out"):
-                call()
-        for thing in (watch, hasty, store):
-            thing.close()
-    finally:
-        os.kill(consul_agent.pid, signal.SIGCONT)
-    registration.close()
 
 
 def test_missing_servers_are_an_outage(tmp_path: Path, service: str) -> None:

@@ -1,19 +1,16 @@
-"""What only etcd has: members, a leader, compaction, users, certificates, servers that hang or are full."""
+"""What only etcd has: members, a leader, compaction, users, certificates, servers that are full."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import random
-import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from edl.background import start_call
 from edl.discovery import Registry, Snapshot, Store, open_registry, open_store
 from edl.discovery.common.renewal import RenewedLease
 from edl.discovery.etcd import client as client_module
@@ -56,44 +53,7 @@ def store(etcd_server: EtcdServer) -> Iterator[Store]:
         yield store
 
 
-@contextlib.contextmanager
-def stopped(server: EtcdServer) -> Iterator[None]:
-    os.kill(server.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(server.pid, signal.SIGCONT)
-
-
 # A server
-
-
-def test_all_survives_a_kill_and_a_restart(
-    etcd_server: EtcdServer, registry: Registry, store: Store, service: str
-) -> None:
-    with (
-        registry.register(teacher(service), LONG_S) as registration,
-        registry.watch(service) as watch,
-        store.watch(f"{service}/") as entries,
-        store.lease(LONG_S) as lease,
-        store.elect(service, b"me", LONG_S) as election,
-    ):
-        entry = store.put(f"{service}/a", b"1", lease)
-        seen_values(entries, {entry.key: b"1"})
-        assert election.wait(DEADLINE_S)
-        healthy = seen(watch, "a")
-        etcd_server.kill()
-        history = [watch.get(DEADLINE_S) or pytest.fail("the watch does not notice")]
-        etcd_server.start()
-        while history[-1].stale:
-            history.append(watch.get(DEADLINE_S) or pytest.fail("the watch does not recover"))
-        assert [snapshot.instances for snapshot in history] == [healthy.instances] * len(history)
-        assert history[-1] == healthy
-        assert store.get(entry.key) == entry
-        later = store.compare_and_set(entry.key, b"2", entry.version, lease) or pytest.fail("not set")
-        assert later.version > entry.version
-        seen_values(entries, {entry.key: b"2"})
-        assert (lease.lost, election.is_leader, registration.error) == (False, True, "")
 
 
 def test_quiet_watch_asks_nothing(registry: Registry, service: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,23 +105,6 @@ def test_leases_of_others_are_refused(etcd_server: EtcdServer, store: Store, ser
             store.compare_and_set(f"{service}/a", b"x", None, lease)
         assert lease.lost
         assert store.get(f"{service}/a") is None
-
-
-def test_hanging_etcd_is_an_error_in_time(etcd_server: EtcdServer, registry: Registry, service: str) -> None:
-    """Closing waits for nothing, and ends a call."""
-    registration = registry.register(teacher(service), LONG_S)
-    hasty, store = open_registry(etcd_server.url, timeout_s=0.5), open_store(etcd_server.url, timeout_s=0.5)
-    watch, patient = hasty.watch(service), open_store(etcd_server.url, timeout_s=LONG_S)
-    assert watch.get(DEADLINE_S) is not None
-    with stopped(etcd_server), deadline(DEADLINE_S, "told in time"):
-        asking = start_call("edl-test", lambda: patient.get("a"))
-        for call in (lambda: hasty.snapshot(service), lambda: store.put("a", b""), store.lease):
-            assert "timed out after 0.5 s" in refusal(call)
-        for thing in (watch, hasty, store, patient):
-            thing.close()
-        with pytest.raises(ClosedError):
-            asking.result(DEADLINE_S)
-    registration.close()
 
 
 @pytest.mark.parametrize("files", ["edl/", "grpc/"])

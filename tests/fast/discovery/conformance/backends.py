@@ -120,7 +120,7 @@ class ServedBackend(Backend):
 
 class ConsulBackend(Backend):
     def __init__(self, agent: ConsulAgent) -> None:
-        self.agent = agent
+        self.server = agent
         self.url = agent.url
 
     def plant(self, service: str, name: str, fields: Mapping[str, Any]) -> None:
@@ -132,13 +132,13 @@ class ConsulBackend(Backend):
             "Port": fields.get("port", 9000) or 0,
             "Meta": {"edl-id": name, **meta},
         }
-        self.agent.ask("/v1/agent/service/register", "PUT", body)
+        self.server.ask("/v1/agent/service/register", "PUT", body)
 
     def break_it(self) -> None:
-        self.agent.kill()
+        self.server.kill()
 
     def mend_it(self) -> None:
-        self.agent.restart(forget=True)
+        self.server.restart(forget=True)
 
 
 class EtcdBackend(Backend):

@@ -1,4 +1,4 @@
-"""A stand-in for a language model as a backend: it knows its vocabulary, its tokenizer, and top-k alone."""
+"""A stand-in for a language model as a backend, sequences of random tokens, and how its labels are told to be right."""
 
 from __future__ import annotations
 
@@ -63,9 +63,26 @@ class NegativeModel(PrefixModel):
         self._model = lambda inputs: {name: -array for name, array in model(inputs).items()}  # type: ignore[assignment]
 
 
-def check_labels(ids: Any, labels: Any, k: int) -> None:
-    """Check that these are the k largest values at each token of this sequence."""
-    whole = prefix_scores_of(ids, VOCABULARY)
+def sequences(count: int, longest: int = 60, seed: int = 0) -> list[np.ndarray]:
+    random = np.random.default_rng(seed)
+    return [random.integers(0, 50_000, random.integers(1, longest + 1)).astype(np.int32) for _ in range(count)]
+
+
+def check_labels(ids: Any, labels: Any, k: int = 4, sign: int = 1) -> None:
+    """Check that these are the k largest values at each token of this sequence; of `NegativeModel` with sign -1."""
+    whole = sign * prefix_scores_of(ids, VOCABULARY)
     assert labels.ids.shape == (len(ids), k)
     assert labels.values.tolist() == (-np.sort(-whole, axis=1)[:, :k]).tolist()
     assert np.take_along_axis(whole, labels.ids.astype(int), 1).tolist() == labels.values.tolist()
+
+
+def check_batch(ids: Any, mask: Any, labels: Any, k: int = 4, signs: Any = None) -> None:
+    """Check the labels of a padded batch of tensors, row by row: zeros where the mask has none."""
+    mask = mask.bool()
+    assert labels.ids.shape == labels.values.shape == (*mask.shape, k)
+    for part in (labels.ids, labels.values, labels.tail_lse):
+        assert not part[~mask].any(), "what is padded has no label"
+    for row, kept in enumerate(mask):
+        if kept.any():
+            own = labels.map(lambda part, row=row, kept=kept: part[row][kept].numpy())
+            check_labels(ids[row][kept].numpy(), own, k, 1 if signs is None else signs[row])

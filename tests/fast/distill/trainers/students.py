@@ -33,7 +33,7 @@ def small_model(seed: int, **settings: Any) -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**config, **settings}))
 
 
-def small_mixture(seed: int) -> Any:
+def small_mixture(seed: int, coefficient: float = 0.5) -> Any:
     """A mixture of experts whose router has a loss of its own, of some weight."""
     torch.manual_seed(seed)
     config = transformers.MixtralConfig(
@@ -46,7 +46,7 @@ def small_mixture(seed: int) -> Any:
         max_position_embeddings=64,
         num_local_experts=4,
         output_router_logits=True,
-        router_aux_loss_coef=0.5,
+        router_aux_loss_coef=coefficient,
     )
     return transformers.MixtralForCausalLM(config)
 

@@ -1,0 +1,324 @@
+"""Sequences through a reader: each token gets the answer of itself, exactly once, from teachers or from a cache."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from edl.distill import DistillReader, Options, Scorer, Teachers
+from edl.distill.cache import SoftLabelCache
+from edl.errors import NoTeacherError, SettingsError, SourceError
+from edl.testing.models import prefix_scores_of
+from edl_serving.backends.callable import CallableBackend
+from tests.fast.distill.conftest import Register, Serve, Served
+from tests.fast.distill.sequences.language_model import PrefixModel, check_labels, sequences
+from tests.fast.distill.sequences.test_padded_batches import UncountedModel, collated
+from tests.waiting import wait_until
+
+K = 4
+LARGE = {"max_batch_rows": 4096, "max_queue_rows": 4 * 4096}
+"""A request of these tests is computed whole."""
+WHOLE = {"max_batch_rows": 512}
+LONG = np.arange(300, dtype=np.int32) % 31
+SHORT = np.arange(20, dtype=np.int32)
+
+
+@pytest.fixture(scope="module")
+def teacher() -> Iterator[Served]:
+    with closing(Served("prefix_scores", LARGE)) as served:
+        yield served
+
+
+def source(found: list[np.ndarray]) -> Callable[[], Iterator[Any]]:
+    return lambda: ((ids, number) for number, ids in enumerate(found))
+
+
+def check(delivered: Iterable[tuple[Any, ...]], expected: list[np.ndarray]) -> None:
+    """Each sequence once, in order, and at each token the answer to it and to those before it in its sequence."""
+    numbers = []
+    for ids, number, scores in delivered:
+        numbers.append(number)
+        assert ids.tolist() == expected[number].tolist()
+        assert scores.tolist() == prefix_scores_of(ids).tolist(), f"sequence {number} of {len(ids)} tokens"
+    assert numbers == list(range(len(expected)))
+
+
+def reader_of(teachers: Any, **kwargs: Any) -> DistillReader:
+    return DistillReader(["ids", None], ["logprobs"], teachers=getattr(teachers, "endpoint", teachers), **kwargs)
+
+
+def test_teachers_go_and_come(serve: Serve, register: Register, registry_url: str) -> None:
+    """One is lost with what it computes, and one comes, in the middle of an epoch."""
+    teachers = [serve("prefix_scores", server=LARGE, delay_s=0.005) for _ in range(2)]
+    for number, served in enumerate(teachers):
+        register(served.endpoint, "lm", f"t{number}")
+    found = sequences(600)
+    with reader_of(None, teacher_batch_size=200).set_dynamic_teacher(registry_url, "lm") as reader:
+        epoch = reader.set_sequence_generator(source(found))()
+        delivered = list(itertools.islice(epoch, 50))
+        wait_until(lambda: reader.stats().teachers_live == 2)
+        teachers[0].close()
+        delivered += itertools.islice(epoch, 50)
+        register(serve("prefix_scores", server=LARGE).endpoint, "lm")
+        delivered += epoch
+        assert reader.stats().rows_delivered == sum(map(len, found)), "rows are tokens"
+    check(delivered, found)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.integers(1, 70), max_size=30), st.one_of(st.none(), st.integers(1, 100)))
+def test_any_lengths_and_budgets(teacher: Served, lengths: list[int], tokens: int | None) -> None:
+    found = [np.arange(length, dtype=np.int32) * 7 + number for number, length in enumerate(lengths)]
+    with reader_of(teacher, teacher_batch_size=tokens).set_sequence_generator(source(found)) as reader:
+        check(list(reader()), found)
+
+
+def test_lists_of_sequences(teacher: Served) -> None:
+    found = sequences(60)
+    lists: list[Any] = [
+        [(ids, number) for number, ids in list(enumerate(found))[at : at + 7]] for at in range(0, 60, 7)
+    ]
+    lists.insert(3, [])
+    with reader_of(teacher, teacher_batch_size=100).set_sequence_list_generator(lambda: lists) as reader:
+        delivered = list(reader())
+    assert [len(part) for part in delivered] == [len(part) for part in lists]
+    check(itertools.chain.from_iterable(delivered), found)
+
+
+def test_ensembles_agree_on_tokens(teacher: Served) -> None:
+    with reader_of([Teachers(endpoints=(teacher.endpoint,))] * 2, teacher_batch_size=64) as two:
+        for ids, _, first, second in two.set_sequence_generator(source(sequences(30)))():
+            assert first.tolist() == second.tolist() == prefix_scores_of(ids).tolist()
+
+
+def test_a_server_cuts_between_sequences(serve: Serve) -> None:
+    """With the defaults of both, a student's request is larger than a server's batch."""
+    found = sequences(40)
+    with reader_of(serve("prefix_scores")).set_sequence_generator(source(found)) as reader:
+        check(list(reader()), found)
+
+
+def test_a_model_that_does_not_say_so(serve: Serve) -> None:
+    """That its rows belong to sequences: it is not asked, since its server would cut a request at any row."""
+    model = serve(CallableBackend(lambda inputs: {"logprobs": inputs["ids"][:, None] * np.float32(1)}, ["ids:int32[]"]))
+    with Scorer(model.endpoint, top_k=1) as scorer, pytest.raises(SourceError, match=r"model 'm' .*sequence_input"):
+        scorer.score([[1, 2]]).result(90)
+    reader = reader_of(model).set_sequence_generator(source(sequences(2)))
+    with reader, pytest.raises(SourceError, match="sequence_input"):
+        list(reader())
+    assert model.metric("edl_teacher_requests_total", outcome="ok") == 0
+
+
+def test_a_label_holds_no_whole_request(model: Served) -> None:
+    """Who keeps a text of each request, or of each list, does not keep the rest of the answer."""
+    texts = sequences(30)
+    for lists in (0, 6):
+        reader = DistillReader(["ids"], ["logprobs"], teachers=model.endpoint, top_k=K)
+        if lists:
+            parts = [[(ids,) for ids in texts[at : at + 6]] for at in range(0, 30, 6)]
+            reader.set_sequence_list_generator(lambda parts=parts: iter(parts))  # type: ignore[misc]
+        else:
+            reader.set_sequence_generator(lambda: ((ids,) for ids in texts))
+        with reader:
+            for found in reader():
+                for ids, labels in found if lists else [found]:
+                    for part in (labels.ids, labels.values, labels.tail_lse):
+                        assert (part if part.base is None else part.base).nbytes <= part.nbytes
+                        assert part.flags.writeable
+                    check_labels(ids, labels)
+
+
+# Texts that only some teachers take wait for those, whichever teacher comes first.
+
+
+def test_text_that_is_too_long_for_all(serve: Serve) -> None:
+    """Those before it arrive. Where all teachers are known it is an error at once, however long they may be away."""
+    small, smaller = serve(PrefixModel(max_sequence=100), WHOLE), serve(PrefixModel(max_sequence=50), WHOLE)
+    options = Options(teacher_timeout_s=600)
+    with reader_of([small.endpoint, smaller.endpoint], top_k=K, options=options) as reader:
+        epoch = reader.set_sequence_generator(lambda: iter([(SHORT, 0), (LONG, 1)]))()
+        check_labels(SHORT, next(epoch)[2])
+        with pytest.raises(SourceError, match=r"sample 1 is a sequence of 300 tokens, .* at most 100: cut it"):
+            next(epoch)
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_long_text_waits_for_its_teacher(serve: Serve, scored: bool) -> None:
+    """The teacher that takes it is listed, and is not there yet; a scorer answers other calls meanwhile."""
+    small, large = serve(PrefixModel(max_sequence=100), WHOLE), serve(PrefixModel())
+    large.close()
+    teachers = [small.endpoint, large.endpoint]
+    if scored:
+        with Scorer(teachers, top_k=K) as scorer:
+            first, second = scorer.score([LONG]), scorer.score([SHORT])
+            check_labels(SHORT, second.result(90)[0])
+            serve(PrefixModel(), {"port": large.port, **WHOLE})
+            check_labels(LONG, first.result(90)[0])
+        return
+    with reader_of(teachers, top_k=K).set_sequence_generator(lambda: iter([(SHORT, 0), (LONG, 1)])) as reader:
+        epoch = reader()
+        check_labels(SHORT, next(epoch)[2])
+        serve(PrefixModel(), {"port": large.port, **WHOLE})
+        check_labels(LONG, next(epoch)[2])
+
+
+def test_service_may_get_a_larger_teacher(serve: Serve, register: Register, registry_url: str) -> None:
+    """Of a service whose teachers come and go a larger one may come at any moment; the wait ends with an error."""
+    register(serve(PrefixModel(max_sequence=128), WHOLE).endpoint, "lm")
+
+    def long_reader(timeout_s: float) -> DistillReader:
+        made = DistillReader(["ids"], ["logprobs"], top_k=K, options=Options(teacher_timeout_s=timeout_s))
+        return made.set_dynamic_teacher(registry_url, "lm").set_sequence_generator(lambda: iter([(SHORT,), (LONG,)]))
+
+    with long_reader(1.0) as reader, pytest.raises(SourceError, match="300 tokens, and teachers take at most 128"):
+        list(reader())
+    with long_reader(60.0) as reader:
+        epoch = reader()
+        next(epoch)
+        register(serve(PrefixModel(), WHOLE).endpoint, "lm")
+        ((ids, labels),) = list(epoch)
+        check_labels(ids, labels)
+
+
+@pytest.mark.parametrize("kind", ["sequence", "sequence_list", "routed", "routed_list", "padded", "routed_padded"])
+def test_what_comes_before_is_delivered(serve: Serve, kind: str) -> None:
+    """A text that waits for a larger teacher holds up no text that came before it, nor the end of the reader."""
+    texts = [SHORT[:3], SHORT[:2], LONG[:40]]
+    small = serve(PrefixModel(max_sequence=8), WHOLE)
+    with closing(socket.socket()) as unused:
+        unused.bind(("127.0.0.1", 0))  # nobody listens: it is being connected to for as long as this takes
+        teachers: Any = [small.endpoint, f"127.0.0.1:{unused.getsockname()[1]}"]
+        settings: dict[str, Any] = {"top_k": K}
+        if kind.startswith("routed"):
+            settings |= {"route": 1}
+            teachers = {"long": teachers, "short": small.endpoint}
+        samples = list(zip(texts, ["short", "long", "long"], strict=True))
+        if kind.endswith("padded"):
+            pytest.importorskip("torch")
+            from edl.distill.torch import distill
+
+            batches = [(text[None], [domain], np.ones((1, len(text)))) for text, domain in samples]
+            labelled: Any = distill(batches, teachers, inputs={"ids": 0}, outputs="logprobs", tokens=2, **settings)
+            epoch = ((batch[0][0], labels.map(lambda part: part[0].numpy())) for batch, labels in labelled)
+        else:
+            labelled = reader_of(teachers, **settings)
+            if kind.endswith("list"):
+                labelled.set_sequence_list_generator(lambda: ([sample] for sample in samples))
+                epoch = ((ids, labels) for ((ids, _, labels),) in labelled())
+            else:
+                labelled.set_sequence_generator(lambda: iter(samples))
+                epoch = ((ids, labels) for ids, _, labels in labelled())
+        with labelled:
+            for text in texts[:2]:
+                ids, labels = next(epoch)
+                assert ids.tolist() == text.tolist()
+                check_labels(ids, labels)
+
+
+# A cache answers texts that teachers answered before, and no others.
+
+
+def read(texts: list[np.ndarray], cache: SoftLabelCache, teacher: str | None, lists: int = 0, top_k: int = K) -> Any:
+    """Read all texts once, and check each label; the statistics afterwards."""
+    samples = [(ids, f"text-{number}") for number, ids in enumerate(texts)]
+    reader = reader_of(teacher, cache=cache, id_field=1, top_k=top_k, teacher_batch_size=200)
+    if lists:
+        reader.set_sequence_list_generator(lambda: (samples[at : at + lists] for at in range(0, len(samples), lists)))
+    else:
+        reader.set_sequence_generator(lambda: iter(samples))
+    with reader:
+        found = list(reader())
+        stats = reader.stats()
+    delivered = [sample for part in found for sample in part] if lists else found
+    assert [name for _, name, _ in delivered] == [name for _, name in samples]
+    for ids, _, labels in delivered:
+        check_labels(ids, labels, top_k)
+    return stats
+
+
+@pytest.mark.parametrize("lists", [0, 7])
+def test_second_epoch_asks_for_new_texts(model: Served, tmp_path: Path, lists: int) -> None:
+    """Known, edited and new texts stand in the same requests, and a cache opened anew has them all."""
+    texts = sequences(60)
+    with SoftLabelCache(0, tmp_path) as cache:
+        assert read(texts, cache, model.endpoint, lists).rows_cached == 0
+    now = [text.copy() for text in texts]
+    for edited in (3, 4, 31):
+        now[edited][-1] += 1
+    now[10] = sequences(1, seed=9)[0]  # another length under the same id
+    now += sequences(5, seed=7)
+    known = sum(map(len, texts)) - sum(len(texts[at]) for at in (3, 4, 31, 10))
+    with SoftLabelCache(0, tmp_path) as cache:
+        stats = read(now, cache, model.endpoint, lists)
+        assert stats.rows_cached == known
+        assert stats.rows_asked == sum(map(len, now)) - known
+    with SoftLabelCache(0, tmp_path) as cache:
+        assert read(now, cache, None, lists).rows_cached == sum(map(len, now))
+        with pytest.raises(NoTeacherError, match="'text-3' is not in the cache, or is that of another text"):
+            read(texts, cache, None, lists)
+
+
+def test_k_is_part_of_what_is_kept(model: Served, tmp_path: Path) -> None:
+    """Labels of another k are asked for, in either direction, and lie beside the others."""
+    texts = sequences(8)
+    with SoftLabelCache(0, tmp_path) as cache:
+        for k in (8, 2, 8, 2):
+            read(texts, cache, model.endpoint, top_k=k)
+        assert cache.stats().hits == 2 * len(texts)
+        with pytest.raises(SettingsError, match="0 sets of labels"):
+            read(texts, cache, None, top_k=3)
+
+
+def test_kinds_of_teachers_share_a_cache(serve: Serve, tmp_path: Path) -> None:
+    """A teacher that knows its number of classes, and one that does not, of the same version."""
+    texts = sequences(20)
+    with SoftLabelCache(0, tmp_path) as cache:
+        for count, backend in ((10, PrefixModel()), (20, UncountedModel())):
+            backend.version_if_unnamed = "0123456789abcdef"  # a hash, as the same weights have anywhere
+            stats = read(texts[:count], cache, serve(backend, WHOLE).endpoint)
+            assert stats.rows_cached == sum(map(len, texts[: count - 10]))
+        assert read(texts, cache, None).rows_cached == sum(map(len, texts))
+
+
+def test_rows_are_not_taken_from_texts(model: Served) -> None:
+    """Labels of tokens of which only the end is cached would be those of a shorter text: refused by name."""
+    text = sequences(1)[0]
+    batch = (text, np.arange(len(text), dtype=np.int32), list(range(len(text))))
+    ins = ["ids", "position", None]
+    with SoftLabelCache() as cache:
+        reader = DistillReader(ins, ["logprobs"], teachers=model.endpoint, top_k=K, cache=cache, id_field=2)
+        with reader.set_batch_generator(lambda: iter([batch])), pytest.raises(SourceError, match="single rows"):
+            list(reader())
+
+
+def test_padded_batches_are_cached(model: Served, tmp_path: Path) -> None:
+    """The same texts padded otherwise, and shuffled, have their labels."""
+    torch = pytest.importorskip("torch")
+    from edl.distill.torch import distill
+    from tests.fast.distill.sequences.language_model import check_batch
+
+    texts = sequences(24)
+
+    def run(order: list[int], side: str, teacher: str | None, cache: SoftLabelCache) -> Any:
+        parts = [order[at : at + 5] for at in range(0, len(order), 5)]
+        batches = [{**collated([texts[at] for at in part], side), "id": torch.tensor(part)} for part in parts]
+        asked: Any = {"inputs": {"ids": "input_ids"}, "outputs": "logprobs", "tokens": "attention_mask", "top_k": K}
+        with distill(batches, teacher, cache=cache, ids="id", **asked) as loader:
+            for batch, labels in loader:
+                check_batch(batch["input_ids"], batch["attention_mask"], labels)
+            return loader.stats()
+
+    with SoftLabelCache(0, tmp_path) as cache:
+        assert run(list(range(24)), "left", model.endpoint, cache).rows_cached == 0
+    with SoftLabelCache(0, tmp_path) as cache:
+        stats = run(list(np.random.default_rng(1).permutation(24)), "right", None, cache)
+        assert stats.rows_cached == sum(map(len, texts))

@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-services test-jobs test-kubernetes test-all lint docs bench soak \
+.PHONY: help demo test test-services test-jobs test-kubernetes test-all test-gpu lint docs bench soak \
 	tools-services tools-kubernetes tools bench-tools protocol manifests wheel clean
 
 help: ## list these commands
@@ -42,6 +42,9 @@ test-all: $(VENV)/.dev lint tools ## all tests; writes tests/durations.json
 docs: $(VENV)/.dev ## build the documentation as a site into build/site, every link checked
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "The site begins at build/site/index.html"
+
+test-gpu: $(VENV)/.dev ## checks on one NVIDIA GPU; on a CPU those that mean something there (python -m tests.gpu)
+	$(BIN)/python -m tests.gpu $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev ## ruff, mypy --strict, the layers of the design, and the tests of docs and repository
 	$(BIN)/ruff check .

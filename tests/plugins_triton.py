@@ -1,6 +1,6 @@
 """The real Triton server as a fixture: `triton.start()` gives one, on free ports, that a test may stop or kill.
 
-`make tools` fetches it. Where it is missing, tests that use the fixture are skipped; in CI (`CI=true`) they fail.
+`make tools-services` fetches it. Without it, tests that use the fixture are skipped, or fail in CI (`CI=true`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 import grpc
 import psutil
 import pytest
-import tritonclient.grpc
 
 from edl.protocol import kserve, names
 from tests.plugins_consul import free_ports
@@ -89,6 +88,8 @@ class TritonServer:
         shutil.copytree(known, place / version)
         if instead_of:
             shutil.rmtree(place / instead_of)
+        import tritonclient.grpc  # not on every machine that runs a part of the tests
+
         with tritonclient.grpc.InferenceServerClient(self.endpoint) as client:
             client.load_model(self.model)
 

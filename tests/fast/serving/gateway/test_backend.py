@@ -18,11 +18,11 @@ from edl_serving.gateway.engine import EngineAccess
 from edl_serving.gateway.health import EngineHealth
 from edl_serving.gateway.inspection import EngineFacts, find_facts
 from edl_serving.request_error import RequestError
-from tests.fast.serving.gateway.formula_engine import FormulaEngine, log_probabilities
+from tests.fast.serving.gateway.formula_engine import MAX_MODEL_LEN, FormulaEngine, log_probabilities
 from tests.waiting import wait_until
 
 OpenBackend = Callable[..., GatewayBackend]
-SEQUENCES = [[3, 1, 4, 1, 5], [9], [2, 6], list(range(40)), [49] * 62]
+SEQUENCES = [[3, 1, 4, 1, 5], [9], [2, 6], list(range(40))]
 
 
 def reach(engine: FormulaEngine, kind: str = "vllm", **options: Any) -> EngineAccess:
@@ -72,6 +72,49 @@ def check(answer: TopKArrays, sequences: Sequence[Sequence[int]], k: int = 8) ->
     np.testing.assert_allclose(answer.values, np.take_along_axis(expected, order[:, :k], -1), atol=1e-6)
     rest = np.log(np.exp(np.take_along_axis(expected, order[:, k:], -1)).sum(-1))
     np.testing.assert_allclose(answer.tail, rest, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "scale_out"), [("vllm", True), ("vllm", False), ("sglang", True)])
+def test_rows_predict_next_tokens(engine: FormulaEngine, open_backend: OpenBackend, kind: str, scale_out: bool) -> None:
+    """Of the last row any target is answered: it is the token that is asked about behind the sequence."""
+    engine.scale_out = scale_out
+    backend = open_backend(kind)
+    assert backend.max_sequence == MAX_MODEL_LEN - (8 if kind == "sglang" else 2)
+    paths = {"vllm": ("/v1/completions", "/inference/v1/generate")[scale_out], "sglang": "/generate"}
+    sequences = [*SEQUENCES, [49] * backend.max_sequence]
+    check(score(backend, sequences), sequences)
+    assert engine.requests[-1][0] == paths[kind]
+    targets = np.concatenate([np.array([*tokens[1:], 23], np.int32) for tokens in sequences])[:, None]
+    inputs = {**inputs_of(sequences), "targets": targets}
+    backend.check_inputs(inputs, 1.0)
+    answers = backend.predict_top_k(inputs, 4, 1.0)
+    whole = np.concatenate([log_probabilities(tokens) for tokens in sequences])
+    np.testing.assert_allclose(answers["target_logprobs"], np.take_along_axis(whole, targets, -1), atol=1e-6)
+    check(answers["logprobs"], sequences, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "temperature", "words"),
+    [
+        ({}, 2.0, "temperature 1"),
+        ({"ids": np.array([1, -5], np.int32)}, 1.0, "row 1: no token"),
+        ({"targets": np.array([[3], [4]], np.int32)}, 1.0, "'targets' is 3 in row 0, and the next token is 2"),
+    ],
+)
+def test_other_inputs_are_refused(
+    open_backend: OpenBackend, change: dict[str, Any], temperature: float, words: str
+) -> None:
+    with pytest.raises(RequestError, match=words) as refused:
+        open_backend().check_inputs({**inputs_of([[1, 2]]), **change}, temperature)
+    assert refused.value.code.name == "INVALID_ARGUMENT"
+
+
+def test_sequences_go_side_by_side(engine: FormulaEngine, open_backend: OpenBackend) -> None:
+    backend = open_backend()
+    engine.gather_tokens = 30 * 5
+    sequences = [[number] * 4 for number in range(30)]
+    check(score(backend, sequences), sequences)
+    assert engine.most_tokens == 30 * 5
 
 
 def test_engine_with_other_settings(engine: FormulaEngine, open_backend: OpenBackend) -> None:

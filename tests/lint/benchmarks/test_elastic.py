@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks._elastic_churn import GOODPUT_LIMIT, Churn, goodput, most_nodes, surviving_line, trace
-from benchmarks._step_logs import FinishedStep, StepLogs, longest_gap_s, median_step_s
+from benchmarks._elastic_churn import GOODPUT_LIMIT, Churn, goodput, surviving_line, trace
+from benchmarks._step_logs import FinishedStep, StepLogs, median_step_s
 
 
 def log(*steps: tuple[float, int, int, int], pid: int = 1) -> list[FinishedStep]:
@@ -40,19 +40,9 @@ def test_trace_is_bounded_and_reproducible(seed: int, events: int, first: int) -
         assert 1 <= nodes <= 3
 
 
-@given(seed=st.integers(0, 1000))
-def test_trace_of_ten_events_has_all_kinds(seed: int) -> None:
-    assert set(trace(seed, 10, 2, least=1, most=3)) == set(Churn)
-
-
 def test_undisturbed_run_has_goodput_one() -> None:
     steps = log(*((10 + 0.2 * number, number, 0, 2) for number in range(50)))
     assert goodput([steps, steps], {2: 0.2}, steps[-1].at) == pytest.approx(1.0)
-
-
-def test_standing_still_at_the_end_counts() -> None:
-    steps = log(*((10 + 0.2 * number, number, 0, 2) for number in range(51)))
-    assert goodput([steps], {2: 0.2}, 30.0) == pytest.approx(0.5)
 
 
 def test_repeated_step_counts_once() -> None:
@@ -97,12 +87,6 @@ def test_discarded_quorum_does_not_count(late_s: float) -> None:
     assert goodput(step_logs, {1: 0.2, 2: 0.2}, until) == pytest.approx(1.0, rel=0.01)
 
 
-def test_quorums_beside_at_the_end() -> None:
-    """Of two quorums that nothing has merged yet the one with the most steps counts."""
-    ahead, behind = regular(0.0, range(50), 1, 1, pid=1), regular(3.05, range(35), 2, 1, pid=2)
-    assert surviving_line([ahead, behind], 0.4) == ahead[::-1]
-
-
 def test_impossible_goodput_is_refused() -> None:
     """A share of time above what noise explains is an error that names the steps and the seconds."""
     steps = regular(0.0, range(10, 111), 0, 2, pid=1)
@@ -111,20 +95,6 @@ def test_impossible_goodput_is_refused() -> None:
         goodput([steps], {2: 0.3}, 20.0)
     with pytest.raises(ValueError, match="no step was finished"):
         goodput([[]], {2: 0.2}, 20.0)
-
-
-def test_most_nodes_of_a_trace() -> None:
-    assert most_nodes([], 2) == 2
-    assert most_nodes([Churn.LEAVE, Churn.JOIN, Churn.KILL_RANK], 2) == 2
-    assert most_nodes([Churn.JOIN, Churn.KILL_NODE, Churn.LEAVE], 2) == 3
-
-
-def test_longest_gap_overlaps_the_period() -> None:
-    """The longest gap is one that overlaps the time in question."""
-    steps = log((0.0, 0, 0, 1), (9.0, 1, 0, 1), (9.5, 2, 0, 1), (12.0, 3, 1, 1), (12.5, 4, 1, 1))
-    assert longest_gap_s(steps, 10.0, 12.0) == 2.5
-    assert longest_gap_s(steps, 12.2, 12.3) == 0.5
-    assert longest_gap_s(steps, 20.0, 30.0) == 0.0
 
 
 def test_usual_step_lies_within_generations() -> None:
@@ -170,12 +140,3 @@ def test_lost_steps_are_those_repeated(tmp_path: Path, resumed: int, lost: int) 
     step_logs.read()
     assert step_logs.resumed("0-0").at == 9.0
     assert step_logs.lost(["0-0", "0-1"]) == lost
-
-
-def test_new_process_is_a_new_world(tmp_path: Path) -> None:
-    """A new process is a new world, also where no restart was counted."""
-    step_logs = StepLogs(tmp_path)
-    write(tmp_path, "0-0", "step 1.0 0 0 2 7\nstep 2.0 1 0 2 7\nstep 8.0 1 0 3 9\nstep 9.0 2 0 3 9\n")
-    step_logs.read()
-    assert step_logs.resumed("0-0").at == 8.0
-    assert step_logs.lost(["0-0"]) == 1

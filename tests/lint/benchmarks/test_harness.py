@@ -89,14 +89,6 @@ def test_page_shows_all_figures() -> None:
     assert str(Path.home()) not in page
 
 
-def test_new_section_replaces_its_own_alone() -> None:
-    """A section measured again replaces its own alone."""
-    before = every.page("", {"kill": "## kill\n\nold\n", "balance": "## balance\n\nkept\n"})
-    after = every.page(before, {"kill": "## kill\n\nnew\n", "reader": "## reader\n\nfirst\n"})
-    assert after[after.index("## ") :] == "## reader\n\nfirst\n\n## kill\n\nnew\n\n## balance\n\nkept\n"
-    assert every.page(after, {}) == after
-
-
 def child(tmp_path: Path, handler: str) -> Child:
     """A child that answers with what the expression `handler` of `request` gives."""
     script = tmp_path / "child.py"

@@ -91,10 +91,3 @@ def test_a_failed_installation_is_removed(installation: Installation) -> None:
     assert list(installation.home.iterdir()) == []
     (installation.source / "broken").unlink()
     assert installation.run().returncode == 0
-
-
-def test_little_space(installation: Installation) -> None:
-    installation.set_free_kb(1_000_000)
-    ended = installation.run()
-    assert (ended.returncode, "1000000 KB" in ended.stderr) == (1, True), ended.stderr
-    assert list(installation.home.iterdir()) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -84,14 +83,6 @@ def test_triton_enters_leaves_and_returns(triton: TritonFactory, register: Start
     log = (tmp_path / "register.log").read_text()
     assert "out of discovery until it is ready again" in log
     assert "Traceback" not in log
-
-
-def test_missing_model_never_enters(triton: TritonFactory, register: Start, url: str, tmp_path: Path) -> None:
-    process = register(triton.start("sums").endpoint, "--model", "nonesuch")
-    wait_until(lambda: "nonesuch" in (tmp_path / "register.log").read_text())
-    seen(url, "nonesuch", 0)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(DEADLINE_S) == 0
 
 
 class Proxy:

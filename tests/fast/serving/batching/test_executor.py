@@ -183,6 +183,8 @@ def test_nan_is_an_error_of_its_owner() -> None:
     assert answers[1].message == "model 'm': output 'logits' has NaN in row 2 of 3"
     assert bench.backend.calls == [5]  # whose rows they are is known without asking again
     assert bench.metrics.faults["nan"] == 1
+    infinite = Bench(FakeBackend(lambda inputs: {"logits": np.full((2, 5), -np.inf, np.float32)}))
+    assert outputs_of(infinite.run(infinite.job(rows(2)))[0])["logits"][0, 0] == -np.inf
     lenient = Bench(FakeBackend(predict), check_nan=False)
     assert np.isnan(outputs_of(lenient.run(lenient.job(bad))[0])["logits"][2]).all()
 

@@ -83,20 +83,6 @@ def test_outputs_come_as_asked_for(client: Any) -> None:
     np.testing.assert_allclose(result.as_numpy("logits"), logits(x), rtol=1e-6)
 
 
-def test_output_options(client: Any) -> None:
-    inputs, x = inputs_of(2)
-    wanted = [triton.InferRequestedOutput("logits")]
-    parameters = {"edl_top_k": 2, "edl_temperature": 2.0, "edl_dtype": "FP16"}
-    result = client.infer("m", inputs, outputs=wanted, parameters=parameters)
-    assert result.as_numpy("logits__topk_ids").tolist() == [[4, 3], [4, 3]]
-    np.testing.assert_allclose(result.as_numpy("logits__topk_values"), logits(x)[:, [4, 3]], rtol=1e-2)
-    assert result.as_numpy("logits__topk_values").dtype == np.float16
-    tail = np.log(np.exp(logits(x)[:, :3] / 2).sum(-1))
-    np.testing.assert_allclose(result.as_numpy("logits__tail_lse"), tail, rtol=1e-5)
-    with pytest.raises(InferenceServerException, match="'width' is INT64"):
-        client.infer("m", inputs, parameters=parameters)
-
-
 def test_ordered_stream_survives_errors(client: Any) -> None:
     answers: queue.Queue[Any] = queue.Queue()
     client.start_stream(lambda result, error: answers.put((result, error)))

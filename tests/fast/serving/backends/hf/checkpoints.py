@@ -50,12 +50,6 @@ def phi3() -> Any:
     return _random("Phi3ForCausalLM", config)
 
 
-def phi3_classifier() -> Any:
-    config = phi3().config
-    config.num_labels = 4
-    return _random("Phi3ForSequenceClassification", config)
-
-
 def dynamic() -> Any:
     """Has rotary frequencies that grow with the longest call so far, beyond 64 tokens."""
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
@@ -100,7 +94,6 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "llama": llama,
     "gemma2": gemma2,
     "phi3": phi3,
-    "phi3_classifier": phi3_classifier,
     "dynamic": dynamic,
     "big_bird": big_bird,
     "gpt2": gpt2,

@@ -54,15 +54,6 @@ def test_features_keep_borders(checkpoint: Folder) -> None:
         np.testing.assert_allclose(hidden[start:end], alone, rtol=0, atol=1e-4)
 
 
-def test_classifiers_keep_borders(checkpoint: Folder) -> None:
-    backend = load(checkpoint("phi3_classifier"), "sequence-classification")
-    inputs = tokens(LENGTHS)
-    ids = np.split(inputs["ids"], np.flatnonzero(inputs["position"] == 0)[1:])
-    texts = np.array([sequence.astype("<i4").tobytes() for sequence in ids], object)
-    alone = np.concatenate([backend.predict({"ids": texts[row : row + 1]})["logits"] for row in range(len(texts))])
-    np.testing.assert_allclose(backend.predict({"ids": texts})["logits"], alone, rtol=0, atol=1e-4)
-
-
 def test_dynamic_frequencies_have_an_end(checkpoint: Folder) -> None:
     backend = load(checkpoint("dynamic"), "causal-lm")
     assert backend.max_sequence == 64

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edl.distill import DistillReader, Scorer
+from edl.distill import DistillReader
 from edl.protocol import names
-from edl.protocol.transport import grpc
 from edl.tokenizer_hash import hash_tokenizer
 from edl_serving import Array
 from tests.fast.serving.backends.hf.checkpoints import VOCABULARY
@@ -68,22 +67,6 @@ def test_it_answers_as_transformers(teacher: Inside, llama: Path) -> None:
     np.testing.assert_allclose(half, parts[1][:, :3], rtol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("changed", "parameters", "said"),
-    [
-        ({}, {}, "'logprobs' has 97 values a row and is never sent whole"),
-        ({}, {"edl_top_k": 17}, "edl_top_k=17: this server computes 16 at most"),
-        ({"ids": np.full(4, VOCABULARY, np.int32)}, {"edl_top_k": 2}, "'ids' is 97 in row 0"),
-        ({"position": np.arange(1, 5, dtype=np.int32)}, {"edl_top_k": 2}, "a request holds whole sequences"),
-    ],
-)
-def test_what_is_refused(teacher: Inside, changed: dict[str, Array], parameters: Any, said: str) -> None:
-    with pytest.raises(grpc.RpcError) as refused:
-        infer(teacher, {**tokens((4,)), **changed}, **parameters)
-    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert said in refused.value.details()
-
-
 def test_students_find_the_limits(teacher: Inside, llama: Path) -> None:
     config = teacher.server.model.config().config
     said = {name: parameter.string_value for name, parameter in config.parameters.items()}
@@ -115,16 +98,6 @@ def test_three_students_share_batches(checkpoint: Folder, inside: StartInside) -
         parts = [np.concatenate([getattr(label, name) for label in labels]) for name in ("ids", "values", "tail_lse")]
         logits = oracle(checkpoint("gpt2"), "AutoModelForCausalLM", inputs_of(found))
         assert_agrees({"logprobs": parts}, logits, k, temperature)
-
-
-def test_a_scorer_gets_targets(teacher: Inside, llama: Path) -> None:
-    found = [ids[:40] for ids in some_sequences(12, 4)]
-    targets = [np.random.default_rng(len(ids)).integers(0, VOCABULARY, (len(ids), 2)) for ids in found]
-    expected = oracle(llama, "AutoModelForCausalLM", inputs_of(found)).log_softmax(-1).numpy()
-    with Scorer(teacher.target, top_k=4, targets=True) as scorer:
-        logprobs = np.concatenate([part for _, part in scorer.score(found, targets=targets).result(TIMEOUT_S)])
-    wanted = np.take_along_axis(expected, np.concatenate(targets), 1)
-    np.testing.assert_allclose(logprobs, wanted, rtol=0, atol=1e-4)
 
 
 def test_texts_are_samples(checkpoint: Folder, inside: StartInside) -> None:

@@ -7,12 +7,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 
 from tests.jobs.test_readme import BLOCKS, ROOT, blocks
+from tests.waiting import wait_until
 
 PAGE = ROOT / "docs" / "security.md"
 
@@ -55,9 +55,10 @@ def _serve(line: str, folder: Path, environ: dict[str, str], stack: contextlib.E
         )
     stack.callback(process.wait)
     stack.callback(process.kill)
-    deadline = time.monotonic() + 60
-    while not ready.exists():
+
+    def serves() -> bool:
         assert process.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.05)
+        return ready.exists()
+
+    wait_until(serves, f"{line} is ready")
     assert json.loads(ready.read_text())["pid"] == process.pid

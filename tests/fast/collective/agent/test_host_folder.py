@@ -92,6 +92,8 @@ def test_left_state_is_taken_over(job: str) -> None:
     heir = HostFolder(job, "c")
     assert (heir.previous_owner, heir.path, heir.run) == ("a", first.path, "1f"), "b had no part in it"
     assert [found.header.step for found in find_slots(Path(heir.slots(0)))] == [7]
+    heir.forget_slots()
+    assert not heir.holds_state
     heir.close(keep=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import threading
 from collections import Counter
@@ -284,6 +285,14 @@ def train(tmp_path: Path, function: Callable[[State], Any], *, kill_at: int = -1
         if step in (3, 7):
             checkpointer.evaluate(evaluator)
     return evaluator
+
+
+def test_the_end_of_an_epoch_may_come_again(tmp_path: Path) -> None:
+    state, calls = State(), itertools.count(1)
+    evaluator = state.evaluator = Evaluator(lambda: next(calls), limit_s=1.0)
+    with Checkpointer(state, slots=SlotPair(tmp_path / "own")) as checkpointer:
+        checkpointer.save(5)
+        assert [checkpointer.evaluate(evaluator) for _ in range(3)] == [1, 1, 1]
 
 
 def test_the_agent_sees_what_is_done(tmp_path: Path, agent: WorkerStatusPage) -> None:

@@ -242,6 +242,14 @@ def test_pieces_of_two_runs_do_not_mix(tmp_path: Path, url: str) -> None:
     assert stored(url) == (5, 2)
 
 
+def test_foreign_piece_does_not_complete(tmp_path: Path) -> None:
+    for rank in range(2):
+        put(tmp_path / f"s{rank}", job(rank), 5, rank=rank, world=2)
+    write(tmp_path / "c", tmp_path / "s0")
+    (tmp_path / f"c/step-5.g-1.r-{FIRST}.tmp").rename(tmp_path / f"c/step-5.g-1.r-{SECOND}.tmp")
+    assert write(tmp_path / "c", tmp_path / "s1", run=SECOND) is False
+
+
 def test_later_run_of_a_step_is_restored(tmp_path: Path, url: str) -> None:
     for seed, run in ((2, SECOND), (1, FIRST)):
         put(tmp_path / f"s{seed}", job(seed), 4, generation=7 - seed)

@@ -314,6 +314,12 @@ def test_first_adaptive_steps_are_left_out(kind: type[torch.optim.Optimizer]) ->
     assert measure(30, kind).noise.scale == pytest.approx(wanted, rel=0.5)
 
 
+def test_unknown_optimizer_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "edl.collective"):
+        measure(3, torch.optim.Adamax)
+    assert caplog.text.count("gradient noise is measured without Adamax's own scaling") == 1
+
+
 class Headed(Quadratic):
     """With a parameter that the optimizer does not have."""
 

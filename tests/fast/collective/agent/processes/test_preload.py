@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -156,6 +157,18 @@ def test_modules_that_a_fork_would_break(modules: Path, monkeypatch: pytest.Monk
     assert "e_fine" in sys.modules
     assert os.environ.pop("E_SET") == "1"
     assert type(os.environ).__name__ == "_Environ"
+
+
+def test_threads_of_native_code_are_seen() -> None:
+    before = preload_module._tasks()
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    try:
+        assert preload_module._has_new_threads(before)
+    finally:
+        stop.set()
+        thread.join()
 
 
 def test_an_openmp_pool_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,15 +94,20 @@ def _run_part(name: str, part: Sequence[str], rest: Sequence[str], report: Path)
 
 
 def _record(reports: Sequence[Path]) -> None:
-    """Write the seconds of each file, the longest first."""
+    """Write the seconds of each file that ran, the longest first, and keep those of files that did not."""
     seconds: dict[str, float] = {}
     for report in reports:
         for file, spent in json.loads(report.read_text())["seconds"].items():
             seconds[file] = seconds.get(file, 0.0) + spent
-    # A second is what one and the same file differs by from run to run.
-    rounded = {file: round(spent) for file, spent in sorted(seconds.items(), key=lambda entry: (-entry[1], entry[0]))}
-    DURATIONS.write_text(json.dumps({file: spent for file, spent in rounded.items() if spent}, indent=0) + "\n")
-    print(f"tests/{DURATIONS.name} has the seconds of {len(rounded)} files")
+    before = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    root = DURATIONS.parent.parent
+    # One and the same file differs by about a second from run to run.
+    merged = {file: round(spent) for file, spent in (before | seconds).items() if (root / file).exists()}
+    ordered = sorted(
+        ((file, spent) for file, spent in merged.items() if spent), key=lambda entry: (-entry[1], entry[0])
+    )
+    DURATIONS.write_text(json.dumps(dict(ordered), indent=0) + "\n")
+    print(f"tests/{DURATIONS.name} has the seconds of {len(ordered)} files")
 
 
 if __name__ == "__main__":

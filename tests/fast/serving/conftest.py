@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,3 +160,9 @@ def connect() -> Iterator[Connect]:
     yield one
     for client in clients:
         client.close()
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """Of a registry of the test's own."""
+    return f"sqlite:///{tmp_path}/discovery.sqlite"

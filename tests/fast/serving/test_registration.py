@@ -50,11 +50,6 @@ ENDS: dict[str, Callable[[TeacherRegistration], None]] = {
 }
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path}/discovery.sqlite"
-
-
 @pytest.mark.parametrize("end", ENDS)
 def test_late_registration_writes_no_file(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     """A registry that answers late shows an instance of a teacher that is not ready any more."""

@@ -12,8 +12,6 @@ import sys
 import sysconfig
 import tempfile
 import textwrap
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +29,7 @@ from edl_serving import cmd_serve
 from edl_serving.backends import ModelSource, open_backends
 from edl_serving.command_line.model_failure import describe_failure
 from tests.fast.serving.conftest import TIMEOUT_S, Client, outputs_of
+from tests.fast.serving.test_monitoring import ask
 from tests.waiting import wait_until
 
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
@@ -39,23 +38,13 @@ LONG = {"ttl": "5m"}
 """Of a lease: on a busy machine a teacher may get no turn for some seconds."""
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path}/discovery.sqlite"
-
-
 def instances(url: str, service: str) -> tuple[Instance, ...]:
     with open_registry(url) as registry:
         return registry.snapshot(service).instances
 
 
 def page(teacher: LocalTeacher, path: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{teacher.metrics_port}{path}", timeout=TIMEOUT_S) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
+    return ask(teacher.metrics_port, path)
 
 
 @contextlib.contextmanager

@@ -51,12 +51,13 @@ class MoodyModel(FakeBackend):
 def test_a_sick_model_is_not_found(
     inside: StartInside,
     connect: Connect,
+    url: str,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     how: str,
     words: str,
 ) -> None:
-    model, url = MoodyModel(), f"sqlite:///{tmp_path}/discovery.sqlite"
+    model = MoodyModel()
     server = inside(model, canary_s=0.01, canary_timeout_s=0.5 if how == "hang" else TIMEOUT_S)
     client = connect(server.target)
     settings = RegistrationSettings("s", url, ttl_s=300.0, load=LoadSettings(publish=False))

@@ -213,9 +213,9 @@ def labels(teachers: Any, credentials: Credentials, timeout_s: float = TIMEOUT_S
     return found, shared
 
 
-def test_registry_that_lies_gets_no_data(inside: StartInside, tmp_path: Path, ca: Authority) -> None:
+def test_registry_that_lies_gets_no_data(inside: StartInside, tmp_path: Path, url: str, ca: Authority) -> None:
     """It sends students to a host of its own, and says that TLS is not spoken there."""
-    impostor, url = inside(FakeBackend()), f"sqlite:///{tmp_path}/discovery.sqlite"
+    impostor = inside(FakeBackend())
     told = Credentials(ca=ca.save(tmp_path), server_name="teacher.example")
     instance = Instance("teachers", "t1", "127.0.0.1", impostor.port, model="m", meta={"tls": "0"})
     with open_registry(url) as registry, registry.register(instance, 300.0):
@@ -225,9 +225,9 @@ def test_registry_that_lies_gets_no_data(inside: StartInside, tmp_path: Path, ca
 
 
 def test_tls_with_tokens_shared_memory_and_sockets(
-    inside: StartInside, tmp_path: Path, ca: Authority, token_file: str
+    inside: StartInside, tmp_path: Path, url: str, ca: Authority, token_file: str
 ) -> None:
-    url, socket = f"sqlite:///{tmp_path}/discovery.sqlite", tmp_path / "teacher.sock"
+    socket = tmp_path / "teacher.sock"
     secured = Credentials(token_file=token_file, **ca.issue("127.0.0.1", "localhost").save(tmp_path))
     made = inside(FakeBackend(), credentials=secured, uds=str(socket))
     settings = RegistrationSettings("teachers", url, ttl_s=300.0, load=LoadSettings(publish=False))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import queue
 import random
 import sys
 import threading
@@ -24,31 +23,18 @@ from tests.fast.serving.conftest import TIMEOUT_S, Client, Connect, Inside, Star
 from tests.fast.serving.fakes import FakeBackend
 from tests.fast.serving.models import Base, Gated
 from tests.fast.serving.rpc.test_fuzz import bad_requests
+from tests.fast.serving.rpc.test_stream import Open
 from tests.waiting import wait_until
 
 GAUGES = ("in_flight", "queue_rows", "queue_bytes", "connections", "streams", "client_bytes")
 
 
-class Stream:
-    """An unordered stream of a client's."""
-
-    def __init__(self, client: Client) -> None:
-        self._requests: queue.Queue[bytes | None] = queue.Queue()
-        method = client.channel.stream_stream(names.method("ModelStreamInfer"))
-        self.call: Any = method(iter(self._requests.get, None), metadata=((names.UNORDERED, "1"),), timeout=TIMEOUT_S)
-
-    def send(self, data: bytes) -> None:
-        self._requests.put(data)
-
-    def ask(self, request_id: str) -> str:
-        """Ask for one row; the error, empty if there is none."""
-        self.send(request_bytes({"x": np.zeros((1, 4), np.float32)}) + codec.id_field(request_id))
-        found = [(number, error) for _, _, number, error in bundles.split_responses(next(self.call))]
-        assert [number for number, _ in found] == [request_id]
-        return found[0][1]
-
-    def end(self) -> None:
-        self._requests.put(None)
+def ask(stream: Open, request_id: str) -> str:
+    """Ask for one row; the error, empty if there is none."""
+    stream.send(request_id, np.zeros((1, 4), np.float32))
+    answer = stream.read()
+    assert answer.infer_response.id == request_id
+    return answer.error_message
 
 
 def left(server: Inside) -> list[str]:
@@ -57,18 +43,18 @@ def left(server: Inside) -> list[str]:
 
 def test_a_waiting_stream_is_served_later(inside: StartInside, connect: Connect) -> None:
     server = inside(Base(), max_streams=1)
-    first = Stream(connect(server.target))
-    assert first.ask("a") == ""
-    second = Stream(connect(server.target))
-    assert "1 streams are open" in second.ask("b")
-    third = Stream(connect(server.target))
+    first = Open(connect(server.target).channel)
+    assert ask(first, "a") == ""
+    second = Open(connect(server.target).channel)
+    assert "1 streams are open" in ask(second, "b")
+    third = Open(connect(server.target).channel)
     wait_until(lambda: third.call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED)
     assert "1 streams wait for a place" in third.call.details()
     assert names.RETRY_AFTER_MS in dict(third.call.trailing_metadata())
-    assert "1 streams are open" in second.ask("c")
+    assert "1 streams are open" in ask(second, "c")
     first.end()
     assert list(first.call) == []
-    wait_until(lambda: second.ask("d") == "")
+    wait_until(lambda: ask(second, "d") == "")
     second.end()
     third.end()
     assert list(second.call) == []
@@ -77,8 +63,8 @@ def test_a_waiting_stream_is_served_later(inside: StartInside, connect: Connect)
 
 def test_readiness_is_told_beyond_the_limit(inside: StartInside, connect: Connect) -> None:
     server = inside(Base(), max_connections=1)
-    first = Stream(connect(server.target))
-    assert first.ask("a") == ""
+    first = Open(connect(server.target).channel)
+    assert ask(first, "a") == ""
     other = connect(server.target)
     assert other.ask("ServerReady").ready
     assert other.ask("ModelReady", name="m").ready
@@ -95,11 +81,11 @@ def test_what_vanishes_counts_no_more(inside: StartInside, connect: Connect, cap
         rng = random.Random(number)
         bad = bad_requests(rng)
         client = Client(server.target)
-        stream = Stream(client)
+        stream = Open(client.channel)
         for _ in range(rng.randrange(1, 40)):
             x = np.full((rng.choice([1, 8, 4000]), 4), 0.001, np.float32)
             fine = request_bytes({"x": x}) + codec.id_field(str(rng.random()))
-            stream.send(fine if rng.random() < 0.7 else next(bad))
+            stream.send_bytes(fine if rng.random() < 0.7 else next(bad))
         if rng.random() < 0.5:
             with contextlib.suppress(grpc.RpcError):
                 next(stream.call, None)
@@ -116,8 +102,8 @@ def test_what_vanishes_counts_no_more(inside: StartInside, connect: Connect, cap
         for thread in threads:
             thread.join(TIMEOUT_S)
     wait_until(lambda: not left(server))
-    stream = Stream(connect(server.target))
-    wait_until(lambda: stream.ask("z") == "")
+    stream = Open(connect(server.target).channel)
+    wait_until(lambda: ask(stream, "z") == "")
     stream.end()
     assert "Traceback" not in caplog.text
 

@@ -17,7 +17,6 @@ from edl.discovery import open_store
 from edl.distill.cache import SoftLabelCache, load_labels
 from edl.errors import SettingsError
 from tests.jobs.label_job.processes import Run, Worker, counting_teacher, write_data
-from tests.plugins_consul import free_ports
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)  # on a busy machine a worker takes half a minute to begin
@@ -123,7 +122,7 @@ def test_full_disk_costs_the_others_nothing(make_run: Callable[..., Run]) -> Non
 
 def test_poisoned_rows_are_listed(make_run: Callable[..., Run]) -> None:
     """A row that no teacher takes costs its shard only; with a teacher that takes it the job ends well."""
-    run = make_run(400, bad=[77], port=free_ports(1)[0])
+    run = make_run(400, bad=[77])
     workers = [run.start("--shard", "40") for _ in range(2)]
     for worker in workers:
         assert worker.wait() == 3, worker.err

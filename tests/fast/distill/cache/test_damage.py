@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -18,7 +17,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edl.distill.cache import CacheKey, SoftLabelCache, load_labels
-from edl.errors import SettingsError
 from tests.fast.distill.cache.cached_rows import KEY, OTHER, found, put, rows, segments
 from tests.fast.distill.cache.test_sequences import labels, named, texts
 
@@ -120,14 +118,6 @@ def test_damaged_row_is_a_miss(tmp_path: Path, warnings_of: Callable[[], list[st
     assert found(tmp_path, range(10)) == [True] * 10
 
 
-def test_damaged_ids_give_no_wrong_label(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
-    (file,) = put(tmp_path, range(10))
-    flip(file, "sample_ids")
-    assert found(tmp_path, [*range(10), 0x40]) == [False] * 11
-    (warning,) = warnings_of()
-    assert "it is damaged: its ids or its header" in warning
-
-
 def test_verifying_finds_unread_damage(tmp_path: Path) -> None:
     (file,) = put(tmp_path, range(200))
     flip(file, "logits", 150 * 400)
@@ -158,26 +148,6 @@ def test_any_bytes_are_no_label(tmp_path: Path, text: bytes, rest: bytes) -> Non
     (tmp_path / KEY.folder / "key.json").write_bytes(text)
     with SoftLabelCache(0, tmp_path) as cache:
         assert cache.keys() == []
-
-
-@pytest.mark.parametrize("name", [NAME, "key.json"])
-@pytest.mark.parametrize("kind", ["fifo", "folder", "device"])
-def test_what_is_no_file_hangs_nobody(tmp_path: Path, name: str, kind: str) -> None:
-    put(tmp_path, [7])
-    path = tmp_path / KEY.folder / name
-    path.unlink(missing_ok=True)
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        path.symlink_to("/dev/zero")
-    assert found(tmp_path, [1, 7]) == [False, True]
-    with contextlib.suppress(SettingsError):
-        load_labels(tmp_path)
-    with SoftLabelCache(0, tmp_path) as cache:
-        cache.keys()
-        cache.stats()
 
 
 def test_a_damaged_key_is_written_anew(tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from edl.distill.dispatch.actions import Action, Deliver, FailureKind, GiveUp, RequestFailure, Send
 from edl.distill.dispatch.dispatcher import Dispatcher
+from edl.distill.dispatch.policy import Policy
 
 
 @dataclass
@@ -138,3 +140,18 @@ def stragglers(share: float, factor: float, seed: int) -> Callable[[], float]:
 def sends(actions: list[object]) -> list[Send]:
     """Of some actions, those that send."""
     return [action for action in actions if isinstance(action, Send)]
+
+
+def connected(*teachers: str, **policy: Any) -> Dispatcher:
+    """A dispatcher with teachers that are up."""
+    dispatcher = Dispatcher(Policy(**policy))
+    for teacher in teachers:
+        dispatcher.teacher_up(teacher, 0.0)
+    return dispatcher
+
+
+def fail(
+    dispatcher: Dispatcher, send: Send, kind: FailureKind, now: float, words: str = "no", retry_after_s: float = 0.0
+) -> list[Action]:
+    """Report that an attempt has failed."""
+    return dispatcher.attempt_failed(send.attempt, RequestFailure(kind, words, retry_after_s), now)

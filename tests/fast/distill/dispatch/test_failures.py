@@ -14,7 +14,7 @@ from edl.distill.dispatch.dispatcher import Dispatcher
 from edl.distill.dispatch.policy import Policy
 from edl.distill.transport.grpc_status import failure_from_status
 from edl.protocol.transport import grpc
-from tests.fast.distill.dispatch.simulation import sends
+from tests.fast.distill.dispatch.simulation import connected, fail, sends
 
 
 @pytest.mark.parametrize("teachers", ["a", "abc"])
@@ -36,23 +36,18 @@ def test_refused_task_is_given_up(teachers: str) -> None:
 
 def test_wrong_refusal_sets_a_teacher_aside() -> None:
     """A teacher that refuses what another accepts is set aside."""
-    dispatcher = Dispatcher()
-    dispatcher.teacher_up("a", 0.0)
-    dispatcher.teacher_up("b", 0.0)
+    dispatcher = connected("a", "b")
     (first,) = sends(dispatcher.add_task(1, 0.0))
-    (second,) = sends(
-        dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.REJECTED, "unknown model"), 0.1)
-    )
+    (second,) = sends(fail(dispatcher, first, FailureKind.REJECTED, 0.1, "unknown model"))
     dispatcher.attempt_answered(second.attempt, 0.2)
     assert "unknown model" in dispatcher.teachers[first.teacher].why
     assert dispatcher.count_serving(0.2) == 1
 
 
 def test_unusable_outputs_set_aside_at_once() -> None:
-    dispatcher = Dispatcher()
-    dispatcher.teacher_up("a", 0.0)
+    dispatcher = connected("a")
     (send,) = sends(dispatcher.add_task(1, 0.0))
-    dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.BAD_OUTPUT, "NaN in row 3"), 0.1)
+    fail(dispatcher, send, FailureKind.BAD_OUTPUT, 0.1, "NaN in row 3")
     assert dispatcher.count_serving(0.1) == 0
     assert dispatcher.teachers["a"].why == "NaN in row 3"
 
@@ -89,7 +84,7 @@ def test_only_teacher_is_asked_with_back_off() -> None:
     dispatcher = Dispatcher(Policy(hedge_budget=0.0, failures_to_open=100))
     (send,) = sends(dispatcher.teacher_up("a", 0.0) + dispatcher.add_task(1, 0.0))
     now, waits = 0.0, []
-    while not (end := dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.ERROR, "boom"), now)):
+    while not (end := fail(dispatcher, send, FailureKind.ERROR, now, "boom")):
         again = dispatcher.next_event(now)
         assert again is not None
         waits.append(again - now)
@@ -105,7 +100,7 @@ def test_failed_task_waits_for_a_connection(kind: FailureKind) -> None:
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_connecting("good")
     (send,) = sends(dispatcher.teacher_up("bad", 0.0) + dispatcher.add_task(1, 0.0))
-    assert dispatcher.attempt_failed(send.attempt, RequestFailure(kind, "no"), 0.1) == []
+    assert fail(dispatcher, send, kind, 0.1) == []
     assert dispatcher.tick(5.0) == []
     assert [send.teacher for send in sends(dispatcher.teacher_up("good", 5.0))] == ["good"]
 
@@ -117,7 +112,7 @@ def test_absent_teacher_is_not_waited_for(gone: str, kind: FailureKind) -> None:
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_connecting("late")
     (send,) = sends(dispatcher.teacher_up("only", 0.0) + dispatcher.add_task(1, 0.0))
-    assert dispatcher.attempt_failed(send.attempt, RequestFailure(kind, "no"), 0.1) == []
+    assert fail(dispatcher, send, kind, 0.1) == []
     assert dispatcher.next_event(0.1) == pytest.approx(5.1), "a silent one is waited for no longer"
     now = 5.1 if gone == "silent" else 3.0
     if gone == "not connected":
@@ -146,7 +141,7 @@ def test_any_number_of_failures_comes_first(kind: FailureKind) -> None:
     asked = []
     while pending:
         asked.append(pending[0].teacher)
-        actions = dispatcher.attempt_failed(pending[0].attempt, RequestFailure(kind, "no"), 0.1)
+        actions = fail(dispatcher, pending[0], kind, 0.1)
         pending = sends(actions)
         assert actions == pending, "it is not given up"
     assert sorted(asked) == ["a", "b", "c"]
@@ -155,22 +150,19 @@ def test_any_number_of_failures_comes_first(kind: FailureKind) -> None:
 
 def test_two_failing_teachers_share_a_try() -> None:
     """Two teachers that fail have one more try between them."""
-    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
-    dispatcher.teacher_up("a", 0.0)
-    dispatcher.teacher_up("b", 0.0)
+    dispatcher = connected("a", "b", hedge_budget=0.0)
     (first,) = sends(dispatcher.add_task(1, 0.0))
-    (second,) = sends(dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.ERROR, "no"), 0.1))
-    assert dispatcher.attempt_failed(second.attempt, RequestFailure(FailureKind.ERROR, "no"), 0.2) == []
+    (second,) = sends(fail(dispatcher, first, FailureKind.ERROR, 0.1))
+    assert fail(dispatcher, second, FailureKind.ERROR, 0.2) == []
     assert dispatcher.next_event(0.2) == pytest.approx(0.7)
     (third,) = sends(dispatcher.tick(0.7))
-    (end,) = dispatcher.attempt_failed(third.attempt, RequestFailure(FailureKind.ERROR, "no"), 0.8)
+    (end,) = fail(dispatcher, third, FailureKind.ERROR, 0.8)
     assert isinstance(end, GiveUp)
 
 
 def test_task_in_flight_is_not_given_up() -> None:
     """A task is not given up while another teacher has it too."""
-    dispatcher = Dispatcher()
-    dispatcher.teacher_up("a", 0.0)
+    dispatcher = connected("a")
     for task in range(50):
         (send,) = sends(dispatcher.add_task(task, float(task)))
         dispatcher.attempt_answered(send.attempt, task + 0.01)
@@ -178,7 +170,7 @@ def test_task_in_flight_is_not_given_up() -> None:
     (extra,) = sends(dispatcher.teacher_up("b", 51.0) + dispatcher.set_awaited(50, 52.0))
     assert extra.extra
     dispatcher.teacher_draining("b")
-    assert dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.REJECTED, "no"), 52.1) == []
+    assert fail(dispatcher, first, FailureKind.REJECTED, 52.1) == []
     assert isinstance(dispatcher.attempt_answered(extra.attempt, 52.2)[0], Deliver)
 
 
@@ -192,9 +184,7 @@ def test_full_refusal_concerns_its_task_only() -> None:
         dispatcher.attempt_answered(send.attempt, latency_s)
     (first,) = sends(dispatcher.add_task(3, 1.0))
     assert first.teacher == "a"
-    (second,) = sends(
-        dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.OVERLOADED, "full", 0.1), 1.01)
-    )
+    (second,) = sends(fail(dispatcher, first, FailureKind.OVERLOADED, 1.01, "full", retry_after_s=0.1))
     assert second.teacher == "b"
     dispatcher.attempt_answered(second.attempt, 1.11)
     assert [send.teacher for send in sends(dispatcher.add_task(4, 2.0))] == ["a"]
@@ -202,24 +192,20 @@ def test_full_refusal_concerns_its_task_only() -> None:
 
 def test_refusal_waits_for_a_full_teacher() -> None:
     """A refusal is not believed while another has no room for a moment."""
-    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
-    dispatcher.teacher_up("a", 0.0)
-    dispatcher.teacher_up("b", 0.0)
+    dispatcher = connected("a", "b", hedge_budget=0.0)
     (first,) = sends(dispatcher.add_task(1, 0.0))
-    (second,) = sends(dispatcher.attempt_failed(first.attempt, RequestFailure(FailureKind.REJECTED, "no"), 0.1))
-    assert dispatcher.attempt_failed(second.attempt, RequestFailure(FailureKind.OVERLOADED, "full", 0.05), 0.2) == []
+    (second,) = sends(fail(dispatcher, first, FailureKind.REJECTED, 0.1))
+    assert fail(dispatcher, second, FailureKind.OVERLOADED, 0.2, "full", retry_after_s=0.05) == []
     assert [send.teacher for send in sends(dispatcher.tick(0.26))] == [second.teacher]
 
 
 @pytest.mark.parametrize("how", ["down", "removed", "draining"])
 def test_paused_teacher_that_goes_is_over(how: str) -> None:
     """A teacher that was set aside and goes is waited for no longer."""
-    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
-    dispatcher.teacher_up("a", 0.0)
-    dispatcher.teacher_up("b", 0.0)
+    dispatcher = connected("a", "b", hedge_budget=0.0)
     dispatcher.teachers["b"].closed_until = 3.0
     (send,) = sends(dispatcher.add_task(1, 0.0))
-    assert dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.ERROR, "no"), 0.1) == []
+    assert fail(dispatcher, send, FailureKind.ERROR, 0.1) == []
     assert dispatcher.next_event(0.1) == pytest.approx(3.0)
     go = {"down": dispatcher.teacher_down, "removed": dispatcher.teacher_removed}.get(how, dispatcher.teacher_draining)
     go("b")
@@ -236,23 +222,20 @@ def test_deadly_task_is_given_up() -> None:
         now += 1
         assert now < 10
         dispatcher.teacher_down("a")
-        end = dispatcher.attempt_failed(pending[0].attempt, RequestFailure(FailureKind.LOST, "reset"), now)
+        end = fail(dispatcher, pending[0], FailureKind.LOST, now, "reset")
         pending = sends(dispatcher.teacher_up("a", now))
     assert isinstance(end[0], GiveUp)
 
 
 @pytest.mark.parametrize("hint", [0.0, math.nan, -1.0])
 def test_without_a_hint_the_pause_grows(hint: float) -> None:
-    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
-    dispatcher.teacher_up("a", 0.0)
+    dispatcher = connected("a", hedge_budget=0.0)
     actions, now, sent = dispatcher.add_task(1, 0.0), 0.0, 0
     while now < 6.0:
         sent += sum(isinstance(action, Send) for action in actions)
         for action in actions:
             assert isinstance(action, Send)
-            actions = dispatcher.attempt_failed(
-                action.attempt, RequestFailure(FailureKind.OVERLOADED, "full", hint), now
-            )
+            actions = fail(dispatcher, action, FailureKind.OVERLOADED, now, "full", retry_after_s=hint)
         event = dispatcher.next_event(now)
         assert event is not None, "it is asked again"
         assert event > now, "and not at once"
@@ -261,19 +244,17 @@ def test_without_a_hint_the_pause_grows(hint: float) -> None:
 
 
 def test_a_burst_of_refusals_counts_once() -> None:
-    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
-    dispatcher.teacher_up("a", 0.0)
+    dispatcher = connected("a", hedge_budget=0.0)
     sends = [action for task in range(4) for action in dispatcher.add_task(task, 0.0) if isinstance(action, Send)]
     for send in sends:
-        dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.OVERLOADED, "full"), 0.0)
+        fail(dispatcher, send, FailureKind.OVERLOADED, 0.0, "full")
     assert dispatcher.teachers["a"].closed_until == pytest.approx(0.05), f"after {len(sends)} refusals of one moment"
 
 
 def test_a_full_teacher_is_live() -> None:
-    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
-    dispatcher.teacher_up("a", 0.0)
+    dispatcher = connected("a", hedge_budget=0.0)
     (send,) = (action for action in dispatcher.add_task(1, 0.0) if isinstance(action, Send))
-    dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.OVERLOADED, "full", 30.0), 0.0)
+    fail(dispatcher, send, FailureKind.OVERLOADED, 0.0, "full", retry_after_s=30.0)
     assert not dispatcher.teachers["a"].is_usable(1.0), "it is left alone for as long as it said"
     assert dispatcher.count_serving(1.0) == 1, "and that is no outage: nothing is logged, and no deadline runs"
     dispatcher.set_aside("a", FailureKind.BAD_OUTPUT, "NaN", 1.0)
@@ -281,12 +262,11 @@ def test_a_full_teacher_is_live() -> None:
 
 
 def test_an_answer_ends_the_growth() -> None:
-    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
-    dispatcher.teacher_up("a", 0.0)
+    dispatcher = connected("a", hedge_budget=0.0)
     now = 0.0
     for task in range(20):
         (send,) = (action for action in dispatcher.add_task(task, now) if isinstance(action, Send))
-        dispatcher.attempt_failed(send.attempt, RequestFailure(FailureKind.OVERLOADED, "full"), now)
+        fail(dispatcher, send, FailureKind.OVERLOADED, now, "full")
         state = dispatcher.teachers["a"]
         assert state.closed_until == pytest.approx(now + 0.05), "each one was answered in the end"
         now = state.closed_until
@@ -317,13 +297,12 @@ def test_any_hint_gives_a_usable_pause(hint: Any) -> None:
 @pytest.mark.parametrize("kind", [FailureKind.OVERLOADED, FailureKind.ERROR])
 def test_a_teacher_may_fail_for_days(kind: FailureKind) -> None:
     """More often than the exponent of a float is large: the pause stays what it was."""
-    dispatcher = Dispatcher(Policy(hedge_budget=0.0, task_failures=10**6))
-    dispatcher.teacher_up("a", 0.0)
+    dispatcher = connected("a", hedge_budget=0.0, task_failures=10**6)
     actions, now = dispatcher.add_task(1, 0.0), 0.0
     for _ in range(1100):
         for action in actions:
             assert isinstance(action, Send)
-            actions = dispatcher.attempt_failed(action.attempt, RequestFailure(kind, "no"), now)
+            actions = fail(dispatcher, action, kind, now)
         event = dispatcher.next_event(now)
         assert event is not None, f"it is never asked again after {now:.0f} s"
         now, actions = event, dispatcher.tick(event)

@@ -18,6 +18,7 @@ from edl.distill.dispatch.policy import Policy
 RESCUE_S = 100.0
 """When a good teacher comes that stays."""
 END_S = 300.0
+WINDOW = 4
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class World:
     """Teachers on their courses, and tasks that are added at some times."""
 
     def __init__(self, courses: Sequence[Course], tasks_at: Sequence[float]) -> None:
-        self.dispatcher = Dispatcher(Policy(window=4))
+        self.dispatcher = Dispatcher(Policy(window=WINDOW))
         self.now = 0.0
         self.ended: dict[int, Deliver | GiveUp] = {}
         self.looks = 0
@@ -45,6 +46,7 @@ class World:
         self._events: list[tuple[float, int, Callable[[], Sequence[Action] | None]]] = []
         self._order = itertools.count()
         self._on_way: dict[int, Send] = {}
+        self._up: set[str] = set()
         self._answers = {name: itertools.cycle(course.answers) for name, course in self._courses.items()}
         for name, course in self._courses.items():
             self._plan(name, course)
@@ -73,11 +75,16 @@ class World:
         if course.up_after_s is None:
             self.at(course.coming_at + 5.0, lambda: self.dispatcher.teacher_unreachable(name, self.now))
         else:
-            self.at(course.coming_at + course.up_after_s, lambda: self.dispatcher.teacher_up(name, self.now))
+            self.at(course.coming_at + course.up_after_s, lambda: self._come(name))
         if course.stays_s is not None:
             self.at(course.coming_at + (course.up_after_s or 0.0) + course.stays_s, lambda: self._go(name, course))
 
+    def _come(self, name: str) -> Sequence[Action]:
+        self._up.add(name)
+        return self.dispatcher.teacher_up(name, self.now)
+
     def _go(self, name: str, course: Course) -> Sequence[Action]:
+        self._up.discard(name)
         if course.goes == "drains":
             self.dispatcher.teacher_draining(name)
             return ()
@@ -89,7 +96,12 @@ class World:
         for action in actions:
             if isinstance(action, Send):
                 course = self._courses[action.teacher]
+                assert action.teacher in self._up, "it is not connected"
+                assert action.task not in self.ended
                 self._on_way[action.attempt] = action
+                others = self._on_way.values()
+                assert sum(send.teacher == action.teacher for send in others) <= WINDOW
+                assert sum(send.task == action.task for send in others) <= 2, "it is hedged once at most"
                 kind = next(self._answers[action.teacher])
                 failure = None if kind is None else RequestFailure(kind, "no", 0.3)
                 self.at(

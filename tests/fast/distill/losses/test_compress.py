@@ -62,17 +62,6 @@ def test_dense_labels_keep_probabilities(temperature: float) -> None:
         assert rest.sum() == pytest.approx(np.delete(exact[row], kept).sum(), rel=1e-4)
 
 
-def test_sequences_are_cut_on_the_last_axis() -> None:
-    """Sequences of logits are cut along the last axis."""
-    logits = np.random.default_rng(3).normal(0, 3, (2, 5, 30)).astype(np.float32)
-    labels = top_k(logits, 4, 1.5)
-    flat = top_k(logits.reshape(10, 30), 4, 1.5)
-    assert labels.ids.shape == (2, 5, 4)
-    assert labels.tail_lse.shape == (2, 5)
-    np.testing.assert_array_equal(labels.ids.reshape(10, 4), flat.ids)
-    np.testing.assert_allclose(labels.to_dense().reshape(10, 30), flat.to_dense(), rtol=1e-6)
-
-
 def test_huge_logits_do_not_overflow() -> None:
     """Huge logits and float16 logits do not overflow."""
     logits = np.array([[1e4, 9e3, -1e4, 500.0], [-6e4, -6e4, -6e4, -6e4]], np.float16)
@@ -140,16 +129,6 @@ def test_impossible_top_k_labels_are_refused(ids: Any, values: Any, tail: Any, w
 def test_bad_arguments_are_named(logits: Any, k: int, temperature: float, words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         top_k(logits, k, temperature)
-
-
-def test_arrays_may_be_another_frameworks() -> None:
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    labels = top_k(np.arange(16, dtype=np.float32).reshape(2, 8), 3, 2.0)
-    tensors = labels.map(lambda array: torch.from_numpy(array.copy()))
-    assert isinstance(tensors.values, torch.Tensor)
-    assert tensors.values.tolist() == labels.values.tolist()
-    assert (len(tensors), tensors.k, tensors.temperature, tensors.classes) == (2, 3, 2.0, 8)
-    assert tensors[1:].ids.tolist() == labels[1:].ids.tolist()
 
 
 def test_single_row_cannot_be_cut_or_joined() -> None:

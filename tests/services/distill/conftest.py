@@ -1,5 +1,20 @@
-"""The fixtures of the fast tests of the same area."""
+"""The fixtures of the fast tests of the same area, and a Triton that a module's tests share."""
 
-from tests.fast.distill.conftest import registry_url, start
+from __future__ import annotations
 
-__all__ = ["registry_url", "start"]
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fast.distill.conftest import register, registry_url, serve, start
+from tests.plugins_triton import TritonFactory, TritonServer
+
+__all__ = ["register", "registry_url", "serve", "start"]
+
+
+@pytest.fixture(scope="module")
+def row_sums(triton: TritonFactory) -> Iterator[TritonServer]:
+    """A Triton of model `teacher`, x:FP32[4] -> logits:FP32[10], which takes 20 rows in a request."""
+    server = triton.start(max_batch=20)
+    yield server
+    server.stop()

@@ -63,7 +63,7 @@ class Node:
     @property
     def zygote(self) -> int:
         module = "edl.collective.agent.processes.zygote"
-        return next(each.pid for each in psutil.Process(self.pid).children() if module in each.cmdline())
+        return next(each.pid for each in psutil.Process(self.pid).children() if module in " ".join(each.cmdline()))
 
     @property
     def workers(self) -> list[int]:

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -31,12 +32,14 @@ if any("node_check" in word for word in sys.orig_argv):
 NODE = """\
 import json, sys
 from dataclasses import asdict
+import torch
 from edl.collective.agent.health.node_check.runner import NodeCheckSettings, check_nodes
 from edl.discovery import open_store
 
 url, node, nodes = sys.argv[1:]
+print("here", flush=True)
 with open_store(url) as store:
-    settings = NodeCheckSettings(timeout_s=40.0, factor=10.0)
+    settings = NodeCheckSettings(timeout_s=float(sys.stdin.readline()), factor=10.0)
     found = check_nodes(store, "jobs/j/check/0", node, "127.0.0.1", nodes.split(","), settings)
 print(json.dumps(asdict(found)), flush=True)
 """
@@ -47,14 +50,22 @@ def test_stopped_and_slow_nodes_are_named(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(SITE)
     processes: dict[str, subprocess.Popen[str]] = {}
     with contextlib.ExitStack() as stack:
+        begun = time.monotonic()
         for name in "abc":
             environ = {**os.environ, "PYTHONPATH": str(tmp_path), "PROBE": "slow" if name == "c" else ""}
             line = [sys.executable, "-c", NODE, f"sqlite:///{tmp_path}/discovery.sqlite", name, "a,b,c"]
-            processes[name] = subprocess.Popen(line, env=environ, stdout=subprocess.PIPE, text=True)
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            processes[name] = subprocess.Popen(line, env=environ, **pipes)
             stack.callback(_kill, processes[name])
-            if name == "a":
-                processes[name].send_signal(signal.SIGSTOP)
-        found = [json.loads(processes[name].communicate(timeout=300)[0]) for name in "bc"]
+        for process in processes.values():
+            assert process.stdout.readline() == "here\n"
+        # They have imported torch at the same time, as their probes will, which do little else.
+        timeout_s = max(20.0, 5 * (time.monotonic() - begun))
+        processes["a"].send_signal(signal.SIGSTOP)
+        for process in processes.values():
+            process.stdin.write(f"{timeout_s}\n")
+            process.stdin.flush()
+        found = [json.loads(processes[name].communicate(timeout=500)[0]) for name in "bc"]
     assert found[0] == found[1]
     assert found[0]["faulty"] == {"a": "no answer"}
     assert "compute on cpu took" in found[0]["slow"]["c"]

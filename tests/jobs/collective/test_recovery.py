@@ -6,13 +6,12 @@ import contextlib
 import os
 import signal
 import sqlite3
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.jobs.collective.job import IMPATIENT, ROOT, TRAIN_STATE, Job, Node, stop, two_worlds
+from tests.jobs.collective.job import ROOT, TRAIN_STATE, Job, Node, stop, two_worlds
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(400)
@@ -161,22 +160,6 @@ def test_silent_node_and_silent_store(tmp_path: Path) -> None:
         job.end()
         assert [node.wait() for node in nodes] == [0, 0]
         no_step_is_lost(job)
-
-
-def test_pause_waits_for_long_steps(tmp_path: Path) -> None:
-    """Members come and go between two steps, however long these take."""
-    command = [str(TRAIN_STATE), str(tmp_path), "1.0", "1000"]
-    environ, program = {"PYTHONPATH": str(ROOT)}, (sys.executable, str(IMPATIENT), "pause=0.5")
-    with Job(tmp_path, ("--nnodes", "1:2", "--lease-ttl", "60"), command, environ=environ, program=program) as job:
-        nodes = [job.start()]
-        job.wait_for_world(1)
-        nodes.append(job.start())
-        job.wait_for_world(2, after=time.monotonic())
-        job.end()
-        assert [node.wait() for node in nodes] == [0, 0]
-        steps = [one.step for one in job.steps() if one.rank == 0]
-        assert steps == list(range(len(steps))), "no step is lost, though they are saved at the pause only"
-        assert {one.world for one in job.steps()} == {1, 2}
 
 
 def test_state_in_memory_is_continued(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Real Paddle trainers under `edl run --framework paddle`: killed and joined, and bit for bit as if they were not."""
+"""Real Paddle trainers under `edl run --framework paddle`: killed, and bit for bit as if they were not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.jobs.collective.job import Job
-from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.timeout(500),
@@ -20,10 +19,6 @@ pytestmark = [
 RUN_S = 300.0
 SCRIPT = str(Path(__file__).with_name("train_paddle.py"))
 KILLS = [(0, 1, 4, "before the update"), (1, 0, 9, "before the save"), (2, 0, 11, "after the save")]
-
-
-def job(folder: Path, *options: str, **environ: str) -> Job:
-    return Job(folder, ("--framework", "paddle", *options), (SCRIPT,), environ={"OMP_NUM_THREADS": "1", **environ})
 
 
 def said(job: Job, what: str) -> list[dict[str, Any]]:
@@ -38,7 +33,8 @@ def test_killed_trainers_end_the_same(tmp_path: Path) -> None:
 
     Though the other trainer, whose peer is gone, ends by a signal: Paddle's gloo aborts it.
     """
-    with job(tmp_path, "--nproc-per-node", "2", KILLS=json.dumps(KILLS)) as killed:
+    options, environ = ("--framework", "paddle", "--nproc-per-node", "2"), {"OMP_NUM_THREADS": "1"}
+    with Job(tmp_path, options, [SCRIPT], environ={**environ, "KILLS": json.dumps(KILLS)}) as killed:
         node = killed.start()
         assert node.wait(RUN_S) == 1, node.output
         assert "LookupError: the user's own mistake" in node.output
@@ -57,33 +53,3 @@ def test_killed_trainers_end_the_same(tmp_path: Path) -> None:
     assert ended == calm
     assert calm[0][0] == calm[1][0]
     assert calm[0][1] != calm[1][1], "each has data of its own"
-
-
-def test_joining_node_receives_the_state(tmp_path: Path) -> None:
-    """A node joins and leaves and is given the state."""
-    with job(tmp_path, "--nnodes", "1:2", "--lease-ttl", "30", END=str(tmp_path / "end")) as both:
-        both.start()
-        wait_until(lambda: any(line["finished"] > 2 for line in said(both, "finished")), "a step of one trainer", RUN_S)
-        second = both.start()
-        joined = wait_until(lambda: in_world(both, 2), "two trainers", RUN_S)
-        assert len({(line["restored"], line["digest"]) for line in joined}) == 1
-        before = max(line["finished"] for line in said(both, "finished") if line["world"] == 1)
-        # It pauses while it saves a step, before it says so; on a starved machine its time for that may be over.
-        assert joined[0]["restored"] in (before, before + 1), "a step is lost"
-        generation = joined[0]["generation"]
-        wait_until(lambda: [line for line in said(both, "finished") if line["generation"] == generation], "a step")
-        second.kill(15)
-        assert second.wait() == 143
-        left = wait_until(lambda: [one for one in in_world(both, 1) if one["generation"] > generation], "one trainer")
-        before = max(line["finished"] for line in said(both, "finished") if line["world"] == 2)
-        assert left[0]["restored"] in (before, before + 1), "a step is lost"
-        both.end()
-        assert both.nodes[0].wait() == 0, both.nodes[0].output
-        both.nothing_is_left()
-
-
-def in_world(job: Job, size: int) -> list[dict[str, Any]]:
-    """What the trainers of the newest world of this size restored, once all of them have."""
-    lines = [line for line in said(job, "restored") if line["world"] == size]
-    newest = [line for line in lines if line["generation"] == max(each["generation"] for each in lines)]
-    return newest if len(newest) == size else []

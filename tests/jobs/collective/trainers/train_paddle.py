@@ -1,8 +1,7 @@
 """The script of the tests' Paddle jobs: a small net, trained on data that depend on the step and the rank only.
 
-The environment says what happens. With `KILLS`, JSON of a list of `[generation, rank, step, where]`, the net is first
-trained without EDL, then with it, while trainers kill themselves there; in the end the second trainer raises. With
-`END` the script goes on until that file is there.
+It is trained without EDL, then with it, while trainers kill themselves where the environment's `KILLS` says, JSON of a
+list of `[generation, rank, step, where]`. In the end the second trainer raises.
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ import hashlib
 import json
 import os
 import signal
-import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 with warnings.catch_warnings():
@@ -25,9 +22,8 @@ import numpy as np
 from edl.collective.paddle import Checkpointer, PaddleState, init_parallel_env
 
 GENERATION = int(os.environ["EDL_GENERATION"])
-KILLS = [tuple(kill) for kill in json.loads(os.environ.get("KILLS", "[]"))]
-STEPS = 14 if KILLS else 10**6
-END = Path(os.environ.get("END", "nowhere"))
+KILLS = [tuple(kill) for kill in json.loads(os.environ["KILLS"])]
+STEPS = 14
 
 
 def say(**what: Any) -> None:
@@ -53,8 +49,7 @@ class Training:
         self.model = paddle.nn.Sequential(*layers)
         self.schedule = paddle.optimizer.lr.StepDecay(0.01, 5)
         self.optimizer = paddle.optimizer.AdamW(parameters=self.model.parameters(), learning_rate=self.schedule)
-        several = paddle.distributed.get_world_size() > 1
-        self.network = paddle.DataParallel(self.model) if several else self.model
+        self.network = paddle.DataParallel(self.model)
         self.loss = 0.0
 
     def step(self, number: int) -> None:
@@ -93,28 +88,23 @@ def main() -> None:
     init_parallel_env()
     rank, world = paddle.distributed.get_rank(), paddle.distributed.get_world_size()
     assert (rank, world) == (int(os.environ["PADDLE_TRAINER_ID"]), int(os.environ["PADDLE_TRAINERS_NUM"]))
-    if KILLS and GENERATION == 0:
+    if GENERATION == 0:
         train_without_edl()
     training = Training()
     state = PaddleState(model=training.model, optimizer=training.optimizer)
     with Checkpointer(state, interval_steps=1) as checkpointer:
-        step = checkpointer.restore()
-        say(restored=step, world=world, digest=training.digest())
-        while not END.exists() and step + 1 < STEPS:
-            step += 1
+        restored = checkpointer.restore()
+        say(restored=restored)
+        for step in range(restored + 1, STEPS):
             training.step(step)
             die(step, "before the save")
             checkpointer.save(step)
-            say(finished=step, world=world)
             die(step, "after the save")
-            if not KILLS:
-                time.sleep(0.02)
         say(ended=training.digest(), loss=training.loss)
-        if KILLS:
-            paddle.distributed.barrier()
-            if rank == 1:
-                raise LookupError("the user's own mistake")
-            paddle.distributed.barrier()
+        paddle.distributed.barrier()
+        if rank == 1:
+            raise LookupError("the user's own mistake")
+        paddle.distributed.barrier()
 
 
 main()

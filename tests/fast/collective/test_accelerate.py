@@ -76,7 +76,7 @@ def train(
     return model, seen.sums, epochs
 
 
-class Stream(torch.utils.data.IterableDataset):  # type: ignore[misc, name-defined]
+class Stream(torch.utils.data.IterableDataset):
     def __iter__(self) -> Any:
         return iter([(row,) for row in ROWS])
 
@@ -105,7 +105,7 @@ def test_a_resumed_epoch_is_not_left_out(tmp_path: Path) -> None:
         train(tmp_path, 20)
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     loop = ElasticLoop(accelerate.Accelerator(cpu=True), slots=SlotPair(tmp_path / "slots"))
-    loop._fields = lambda: {"place": loop._place}  # type: ignore[method-assign]  # a script that trains nothing more
+    loop._fields = lambda: {"place": loop._place}  # a script that trains nothing more
     epochs = loop.epochs(3)
     assert next(epochs) == 1
     with pytest.raises(SettingsError, match=r"epoch 1 .* leave the loop with break"):

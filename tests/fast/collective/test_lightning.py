@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice: more wo
 ROWS = torch.linspace(-1, 1, 4 * 27).reshape(27, 4)
 
 
-class Rows(torch.utils.data.Dataset):  # type: ignore[misc, name-defined]
+class Rows(torch.utils.data.Dataset):
     """Draws an augmentation in this process."""
 
     def __len__(self) -> int:
@@ -31,7 +31,7 @@ class Rows(torch.utils.data.Dataset):  # type: ignore[misc, name-defined]
         return ROWS[index] + 0.1 * torch.randn(4), ROWS[index].sum()
 
 
-class Model(lightning.LightningModule):  # type: ignore[misc, name-defined]
+class Model(lightning.LightningModule):
     def __init__(self, manual: bool = False) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
@@ -73,7 +73,7 @@ class Model(lightning.LightningModule):  # type: ignore[misc, name-defined]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "checked"}}
 
 
-class Lines(lightning.loggers.logger.Logger):  # type: ignore[misc, name-defined]
+class Lines(lightning.loggers.logger.Logger):
     """Keeps what is logged; a line that is logged again takes the place of the first."""
 
     name = version = "lines"
@@ -89,7 +89,7 @@ class Lines(lightning.loggers.logger.Logger):  # type: ignore[misc, name-defined
         """Nothing of it is compared."""
 
 
-class Until(lightning.Callback):  # type: ignore[misc, name-defined]
+class Until(lightning.Callback):
     """Breaks off in a batch, as a crash does."""
 
     def __init__(self, batch: int) -> None:

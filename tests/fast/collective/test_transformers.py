@@ -19,7 +19,7 @@ from edl.errors import SettingsError  # noqa: E402
 ROWS = torch.linspace(-1, 1, 48).reshape(12, 4)
 
 
-class Model(torch.nn.Module):  # type: ignore[misc, name-defined]
+class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(4, 1)
@@ -29,7 +29,7 @@ class Model(torch.nn.Module):  # type: ignore[misc, name-defined]
         return {"loss": (self.layer(self.dropout(x)).squeeze(-1) - labels).square().mean()}
 
 
-class Until(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+class Until(transformers.TrainerCallback):
     """Breaks off in a step, as a crash does."""
 
     def __init__(self, step: int) -> None:

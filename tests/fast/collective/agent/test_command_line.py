@@ -206,11 +206,11 @@ def test_the_store_of_a_served_endpoint(lines: Callable[[], list[str]]) -> None:
         served(port) as second,
         served(port, own=False) as third,
     ):
-        entry = first.put("a", b"1")  # type: ignore[attr-defined]
-        assert second.get("a") == third.get("a") == entry  # type: ignore[attr-defined]
-        keep_for_later(third, "job", True)  # type: ignore[arg-type]
-        assert [found.key for found in first.list(KEPT)] == [f"{KEPT}job/{socket.gethostname()}"]  # type: ignore[attr-defined]
-        keep_for_later(third, "job", False)  # type: ignore[arg-type]
+        entry = first.put("a", b"1")
+        assert second.get("a") == third.get("a") == entry
+        keep_for_later(third, "job", True)
+        assert [found.key for found in first.list(KEPT)] == [f"{KEPT}job/{socket.gethostname()}"]
+        keep_for_later(third, "job", False)
     assert lines() == [f"this node serves the job's store at port {port}: the job ends with this host"]
 
 
@@ -221,7 +221,7 @@ def test_late_store_is_waited_for(lines: Callable[[], list[str]], monkeypatch: p
 
     def wait() -> None:
         with served(port, own=False) as store:
-            found.append(store.get("a"))  # type: ignore[attr-defined]
+            found.append(store.get("a"))
 
     waiting = threading.Thread(target=wait)
     waiting.start()
@@ -255,13 +255,13 @@ def test_another_program_has_the_port(own: bool) -> None:
 
 def test_tls_on_half_of_the_nodes(tmp_path: Path) -> None:
     ca = Authority()
-    own = Credentials(ca=ca.save(tmp_path), **ca.issue(*HERE).save(tmp_path))  # type: ignore[arg-type]
+    own = Credentials(ca=ca.save(tmp_path), **ca.issue(*HERE).save(tmp_path))
     port = free_ports(1)[0]
     with served(port, own):
         with pytest.raises(SettingsError, match=r"speaks TLS, and this side has no CA set.*all nodes of a job"):
             served(port, own=False).__enter__()
         with served(port, own, own=False) as store:
-            assert store.get("a") is None  # type: ignore[attr-defined]
+            assert store.get("a") is None
     with served(port), pytest.raises(SettingsError, match="does not speak TLS"):
         served(port, own, own=False).__enter__()
 

@@ -33,7 +33,7 @@ def launch(workers: int, **changes: object) -> LaunchSpec:
         "max_restarts": 2,
         **changes,
     }
-    return LaunchSpec(job="resnet", workers=workers, **given)  # type: ignore[arg-type]
+    return LaunchSpec(job="resnet", workers=workers, **given)
 
 
 @pytest.fixture

@@ -41,7 +41,6 @@ def test_each_job_of_a_task_has_a_name(tmp_path: Path) -> None:
 
 
 def test_requeued_task_begins_with_the_first(tmp_path: Path) -> None:
-    assert STEP is not None
     assert name_of(tmp_path, ends=True) == "slurm-test-17.0"
     assert name_of(tmp_path, ends=True, step=replace(STEP, restarts=1, task_pid=7)) == "slurm-test-17.0"
     assert len({replace(STEP, run=run).rendezvous_port for run in range(3)}) == 3, "runs do not meet each other"
@@ -70,7 +69,6 @@ def test_old_files_are_removed(tmp_path: Path) -> None:
     name_of(tmp_path, ends=True)
     (path,) = tmp_path.iterdir()
     os.utime(path, (0, 0))
-    assert STEP is not None
     name_of(tmp_path, ends=True, step=replace(STEP, job=18))
     assert not path.exists()
     assert len(list(tmp_path.iterdir())) == 1

@@ -134,7 +134,7 @@ def agent(tmp_path: Path) -> Iterator[WorkerStatusPage]:
 def worker(tmp_path: Path, state: State, **settings: float) -> Checkpointer:
     board = WorkerStatusPage.open(tmp_path / "board")
     board.record_worker_start(1)
-    return Checkpointer(state, board=board, slots=SlotPair(tmp_path / "slots"), **settings)  # type: ignore[arg-type]
+    return Checkpointer(state, board=board, slots=SlotPair(tmp_path / "slots"), **settings)
 
 
 def steps(tmp_path: Path) -> list[int]:

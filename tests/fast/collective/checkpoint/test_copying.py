@@ -106,10 +106,10 @@ class FakeGpuTensor(torch.Tensor):
     gpu: FakeGpu
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:
         return DEVICE
 
-    def record_stream(self, stream: FakeStream) -> None:  # type: ignore[override]
+    def record_stream(self, stream: FakeStream) -> None:
         FakeGpuTensor.gpu.recorded.append(stream)
 
     @classmethod

@@ -35,7 +35,7 @@ class ApiError(Exception):
     """What a library of an object store raises, which knows nothing of OSError."""
 
 
-class Balky(MemoryFileSystem):  # type: ignore[misc]
+class Balky(MemoryFileSystem):
     """A storage that calls `before` whenever a file is to be opened, and may be full after so many writes to it."""
 
     protocol = "balky"
@@ -224,7 +224,6 @@ def test_full_storage_is_not_waited_for(storage: Storage) -> None:
     persister = storage.persister()
     wait_until(lambda: storage.lines, "the failure is reported")
     assert "quota" in storage.lines[0]
-    assert persister._writer is not None
     assert persister._writer.written_nbytes > 0
     persister.store_newest()
     assert not persister.close(0.3, patient=True)
@@ -241,7 +240,7 @@ def test_request_during_a_look_counts(storage: Storage) -> None:
         return True
 
     persister = storage.persister(start=False)
-    persister._store = store  # type: ignore[method-assign]
+    persister._store = store
     for _ in range(3):
         persister._poll_and_store()
     assert asked == [False, True, False]

@@ -48,7 +48,6 @@ def test_last_two_states_newest_first(prefix: Path) -> None:
         memories.add(find_slots(prefix)[0].path.stat().st_ino)
     assert [one.header.step for one in find_slots(prefix)] == [4, 3]
     copy = find_slots(prefix)[0].copy_contents()
-    assert copy is not None
     assert (copy.meta, copy.data) == (b"m4", b"\x04" * 100)
     assert len(memories) == 2, "their memory is used again"
     write(slots, 2, generation=1)
@@ -73,7 +72,6 @@ def test_cut_save_keeps_the_one_before(tmp_path_factory: pytest.TempPathFactory,
         assert [one.header.step for one in found[:1]] == ([] if newest is None else [newest[0]])
         if newest is not None:
             copy = found[0].copy_contents()
-            assert copy is not None
             assert copy.data == struct.pack("<q", newest[0])[:1] * newest[1]
 
 
@@ -186,7 +184,6 @@ def test_killed_saves_leave_a_complete_step(prefix: Path) -> None:
         newest = find_slots(prefix)[0]
         assert newest.header.step in (finished, finished + 1)
         copy = newest.copy_contents()
-        assert copy is not None
         assert copy.data == struct.pack("<q", newest.header.step)[:1] * nbytes
 
 

@@ -242,7 +242,7 @@ class Greedy:
 class Fickle(Greedy):
     """An object whose `load_state_dict` wants another structure than its `state_dict` gives."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scale = state["scales"][0]
 
 

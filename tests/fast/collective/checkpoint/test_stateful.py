@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWa
 ROWS, BATCH, EPOCHS = 12, 4, 2
 
 
-class Stream(IterableDataset):  # type: ignore[type-arg]
+class Stream(IterableDataset):
     """Numbers, every worker process its own, of which the first has half as many; it knows where it is."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
         self.position = state["position"]
 
 
-class Plain(IterableDataset):  # type: ignore[type-arg]
+class Plain(IterableDataset):
     """Numbers without a state: torchdata counts batches, and counts those twice that it skips in a restart."""
 
     def __iter__(self) -> Iterator[int]:

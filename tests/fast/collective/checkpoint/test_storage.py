@@ -105,12 +105,10 @@ def test_stored_state_comes_back(tmp_path: Path, place: str) -> None:
     put(tmp_path / "s", source, 7)
     assert restore_from_storage(State(rng=False), place) is None
     outcome = storing(place).write_newest([tmp_path / "s"])
-    assert outcome is not None
     assert (outcome.step, outcome.world, outcome.committed) == (7, 1, True)
     wanted = bits(source)
     target = job(4)
     restored = restore_from_storage(target, place)
-    assert restored is not None
     assert (restored.step, restored.world) == (7, 1)
     assert (target.epoch, target.notes, target.table.tolist()) == (3, [(1, "a"), None], [0, 1, 2])
     assert bits(target) == wanted
@@ -310,7 +308,7 @@ def test_killed_at_any_instant_is_complete(tmp_path: Path) -> None:
         ends.append(stored(url))
         if code == 0:
             break
-    assert ends == sorted(ends)  # type: ignore[type-var]
+    assert ends == sorted(ends)
     assert (ends[0], ends[-1]) == ((4, 1), (4, 2))
     assert names(str(url)) == [f"step-4.g-1.r-{SECOND}"]
 
@@ -381,7 +379,7 @@ def test_given_up_checkpoints_come_last(stored: str, order: str) -> None:
 
     found = [CheckpointName.parse(text) for text in named(stored)]
     assert None not in found
-    assert [str(name) for name in newest_first(found)] == named(order)  # type: ignore[arg-type]
+    assert [str(name) for name in newest_first(found)] == named(order)
 
 
 def test_given_up_checkpoints_go_first(tmp_path: Path) -> None:

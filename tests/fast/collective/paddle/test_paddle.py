@@ -78,7 +78,7 @@ def test_gpu_build_is_known_unimported(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- State. ---
 
 
-class Net(paddle.nn.Layer):  # type: ignore[misc,name-defined]
+class Net(paddle.nn.Layer):
     def __init__(self) -> None:
         super().__init__()
         self.inner = paddle.nn.Linear(4, 3)

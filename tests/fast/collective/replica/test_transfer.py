@@ -278,7 +278,7 @@ def test_what_cannot_be_is_refused(wrong: dict[str, object]) -> None:
     right = ReplicaAnnouncement("n", 0, 0, 1, 2, 1, 100, 10, NO_VERSION)
     assert ReplicaAnnouncement.decode(right.encode()) == right
     with pytest.raises(ProtocolError):
-        ReplicaAnnouncement.decode(replace(right, **wrong).encode())  # type: ignore[arg-type]
+        ReplicaAnnouncement.decode(replace(right, **wrong).encode())
 
 
 CA = Authority()

@@ -78,17 +78,13 @@ def test_the_first_of_two_writers_wins(store: Store) -> None:
     assert one.get_state() is None
     state = _RendezvousState()
     first = one.set_state(pickle.dumps(state))
-    assert first is not None
     assert first[2]
     state.round = 7
     late = other.set_state(pickle.dumps(state))  # without a token: only if there is none
-    assert late is not None
     assert (late[1], late[2], pickle.loads(late[0]).round) == (first[1], False, 0)
     second = other.set_state(pickle.dumps(state), late[1])
-    assert second is not None
     assert second[2]
     stale = one.set_state(pickle.dumps(_RendezvousState()), first[1])
-    assert stale is not None
     assert (stale[1], stale[2], pickle.loads(stale[0]).round) == (second[1], False, 7)
 
 

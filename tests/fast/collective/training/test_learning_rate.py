@@ -180,7 +180,7 @@ def stepped(kind: type[torch.optim.Optimizer], steps: int, **options: Any) -> tu
     """The last step's change and gradient, the state after it, and the options."""
     generator = torch.Generator().manual_seed(2)
     one = torch.nn.Parameter(torch.zeros(50, dtype=torch.float64))
-    optimizer = kind([one], lr=0.1, **options)  # type: ignore[call-arg]
+    optimizer = kind([one], lr=0.1, **options)
     before = one.detach().clone()
     for _ in range(steps):
         before = one.detach().clone()

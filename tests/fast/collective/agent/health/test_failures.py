@@ -247,7 +247,6 @@ def test_want_of_memory_is_named(
     outcome = outcome_of(tmp_path, status)
     decision = outcome.decide_recovery(0, (), missing=False, trained=True, step=0)
     if status == -signal.SIGKILL:
-        assert decision is not None
         assert ("too little memory" in decision.restart) == named, decision.restart
     else:
         assert decision is None or "memory" not in decision.restart + decision.fatal
@@ -260,7 +259,6 @@ def test_old_records_excuse_an_exit_code(tmp_path: Path) -> None:
     read_at = outcome._failed_at + 1.0
     assert outcome.decide_recovery(0, (), missing=False, trained=True, step=0, known_at=read_at) is None
     decision = outcome.decide_recovery(0, (), missing=False, trained=True, step=0, known_at=read_at + 50.0)
-    assert decision is not None
     assert "exit code 3" in decision.fatal
 
 
@@ -286,12 +284,10 @@ def test_want_of_memory_may_end_a_node(
     (tmp_path / "error.json").write_text(json.dumps({"message": {"message": text}}))
     outcome = outcome_of(tmp_path, status, rank=3, leave_on_oom=True)
     decision = outcome.decide_recovery(0, (), missing=False, trained=True, step=0)
-    assert decision is not None
     assert decision.needs_memory is leaves
     assert (decision.rank, decision.cause, decision.oom_kills) == (3, ExitCause.KILLED, kills)
     outcome.clear_generation()
     outcome.begin_generation(0.0)
     outcome.record_exit(WorkerExit(0, 0, 1, -signal.SIGKILL), 3, {0: tmp_path / "error.json"})
     again = outcome.decide_recovery(0, (), missing=False, trained=True, step=0)
-    assert again is not None
     assert not again.needs_memory, "that was the generation before"

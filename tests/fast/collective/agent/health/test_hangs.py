@@ -30,7 +30,7 @@ LIMITS = HangLimits(floor_s=10.0, factor=5.0, first_step_s=60.0, start_s=30.0, l
 
 def status(phase: Phase = Phase.TRAIN, **fields: object) -> WorkerStatus:
     values = {"phase_since": 100.0, "step": 7, "step_at": 100.0, "durations_s": (1.0, 1.0, 1.0), **fields}
-    return replace(WorkerStatusPage.from_env().read_status(), phase=phase, **values)  # type: ignore[arg-type]
+    return replace(WorkerStatusPage.from_env().read_status(), phase=phase, **values)
 
 
 def why_hung(status: WorkerStatus, now_s: float, limits: HangLimits, forked_s: float = 0.0) -> str | None:
@@ -110,7 +110,6 @@ def test_a_worker_that_works_has_longer() -> None:
     assert simulation.until_hung(139.0) is None, "rank 0 waits for rank 1"
     assert simulation.detector.busy
     found = simulation.until_hung(200.0)
-    assert found is not None
     assert found[:2] == (40.1, 1)
     assert found[2].endswith("the limit is 40 s where a step takes 1 s for a process that works")
 
@@ -120,7 +119,6 @@ def test_a_worker_that_stops_working_hangs() -> None:
     assert simulation.until_hung(130.0) is None
     simulation.working.clear()
     found = simulation.until_hung(200.0)
-    assert found is not None
     assert 44.0 < found[0] < 45.5, "half a limit after it was seen to work last, and a limit for who waited for it"
 
 
@@ -157,7 +155,6 @@ while True: file.read(2**22); event.wait(0.05)
 def running(source: str) -> Iterator[int]:
     process = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == "there\n"
         yield process.pid
     finally:
@@ -227,7 +224,6 @@ def test_who_waits_for_a_core_is_queued() -> None:
     both = [subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE) for _ in range(2)]
     try:
         for process in both:
-            assert process.stdout is not None
             process.stdout.readline()
         wait_until(lambda: all(read_queued_s(process.pid) > 0.05 for process in both), "both waited for the core")
     finally:

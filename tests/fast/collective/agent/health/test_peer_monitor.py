@@ -73,7 +73,6 @@ def agent() -> Iterator[Callable[..., Peers]]:
 def other_process(name: str) -> Iterator[tuple[Popen[str], Address]]:
     with Popen([sys.executable, "-c", OTHER, name], stdout=PIPE, stderr=DEVNULL, text=True) as process:
         try:
-            assert process.stdout is not None
             yield process, ("127.0.0.1", int(process.stdout.readline()))
         finally:
             process.kill()
@@ -116,7 +115,6 @@ def test_cut_connection_is_made_again(agent: Callable[..., Peers]) -> None:
     peers.set_peers({"a": other.address})
     peers.wait_connected("a")
     first = peers._connections["a"].socket
-    assert first is not None
     first.shutdown(socket.SHUT_RDWR)
     peers.wait_for("a", lambda peer: peer.socket not in (None, first))
     other.close()

@@ -159,7 +159,6 @@ class Job:
             agent.read_world = agent.read_nodes = agent.proposal = None
 
     def _act(self, agent: SimAgent) -> None:
-        assert agent.read_world is not None
         assert agent.read_nodes is not None
         agent.woken = False
         world, nodes = agent.read_world[0], agent.read_nodes
@@ -277,7 +276,7 @@ TWO = replace(RULES, min_nodes=2)
 
 
 def node(name: str, **fields: object) -> Node:
-    return replace(Node(name, "host", 100 + ord(name[0]), 2), **fields)  # type: ignore[arg-type]
+    return replace(Node(name, "host", 100 + ord(name[0]), 2), **fields)
 
 
 def running(names: str, **fields: Any) -> World:
@@ -332,7 +331,6 @@ def test_which_nodes_train_next(
 )
 def test_why_a_generation_ends(there: str, rules: RendezvousSettings, observed: dict[str, Any], message: str) -> None:
     world = follow(running("abc"), there, rules, **observed)
-    assert world is not None
     assert world.generation == 4
     assert message in world.message
     forming = message.startswith("1 of")
@@ -350,7 +348,6 @@ def test_nodes_join_after_a_pause() -> None:
     assert follow(asked, there, node="b", pausing_s=1.0) is None
     there[1] = node("b", paused=3)
     joined = follow(asked, there, node="b", pausing_s=1.0)
-    assert joined is not None
     assert [(member.id, member.first_rank) for member in joined.nodes] == [("a", 0), ("b", 2), ("c", 4)]
     assert follow(replace(world, pause_at=17), "ab", node="a", pausing_s=3.0) == world, "nobody wants it any more"
 
@@ -358,7 +355,6 @@ def test_nodes_join_after_a_pause() -> None:
 def test_job_is_done_when_all_finished() -> None:
     assert follow(running("ab"), [node("a", finished=3), node("b", finished=2)], node="a") is None
     done = follow(running("ab"), [node("a", finished=3), node("b", finished=3)], node="a")
-    assert done is not None
     assert done.state is JobState.DONE
     assert follow(done, "", quiet_s=1e9) is None
 
@@ -366,12 +362,9 @@ def test_job_is_done_when_all_finished() -> None:
 def test_forgiven_errors_count_in_all_worlds() -> None:
     world: World | None = replace(running("ab"), forgiven=1)
     for observed in ({"restart": "it died"}, {"restart": "it raised", "forgives": True}):
-        assert world is not None
         world = follow(replace(world, nodes=running("ab").nodes), "ab", **observed)
-    assert world is not None
     assert world.forgiven == 2
     world = follow(world, "c", TWO, dead=frozenset("ab"))
-    assert world is not None
     assert (world.state, World.decode(world.encode()).forgiven) == (JobState.FORMING, 2)
 
 

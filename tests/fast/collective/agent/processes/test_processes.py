@@ -132,7 +132,6 @@ stuck()
 def worker(source: str, *arguments: str) -> Iterator[int]:
     with subprocess.Popen([sys.executable, "-c", source, *arguments], stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None
             assert process.stdout.readline() == "armed\n"
             yield process.pid
         finally:

@@ -165,6 +165,9 @@ def test_own_names_and_addresses() -> None:
         assert is_own_host(name)
     assert not is_own_host("203.0.113.7")
     assert not is_own_host(f"{uuid.uuid4().hex}.invalid")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(("203.0.113.1", 1))  # sends nothing
+        assert is_own_host(probe.getsockname()[0])
 
 
 def test_why_nothing_answers(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

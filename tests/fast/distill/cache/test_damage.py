@@ -152,6 +152,10 @@ def test_any_bytes_are_no_label(tmp_path: Path, text: bytes, rest: bytes) -> Non
 
 def test_a_damaged_key_is_written_anew(tmp_path: Path) -> None:
     put(tmp_path, [7])
+    put(tmp_path / "other", [7], OTHER)
+    shutil.copy(tmp_path / "other" / OTHER.folder / "key.json", tmp_path / KEY.folder / "key.json")
+    with SoftLabelCache(0, tmp_path) as cache:
+        assert cache.keys() == [], "the key of other labels"
     for damage in (b"", b"{", b"[" * 100_000):
         (tmp_path / KEY.folder / "key.json").write_bytes(damage)
         put(tmp_path, [8])

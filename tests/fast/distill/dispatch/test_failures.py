@@ -225,6 +225,16 @@ def test_deadly_task_is_given_up() -> None:
         end = fail(dispatcher, pending[0], FailureKind.LOST, now, "reset")
         pending = sends(dispatcher.teacher_up("a", now))
     assert isinstance(end[0], GiveUp)
+    assert now == 4, "it was lost more than three times"
+
+
+def test_pause_ends_with_a_new_connection() -> None:
+    """Who is connected anew may be another server."""
+    dispatcher = connected("a")
+    dispatcher.set_aside("a", FailureKind.BAD_OUTPUT, "NaN", 0.0)
+    assert dispatcher.add_task(1, 1.0) == []
+    dispatcher.teacher_down("a")
+    assert [send.task for send in sends(dispatcher.teacher_up("a", 2.0))] == [1]
 
 
 @pytest.mark.parametrize("hint", [0.0, math.nan, -1.0])

@@ -19,7 +19,7 @@ from edl.distill.source.chunk import Chunk
 from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter, SampleListCutter
 from edl.errors import ClosedError, SourceError
 from tests.interrupting import InterruptAt, deadline
-from tests.waiting import DEADLINE_S
+from tests.waiting import DEADLINE_S, wait_until
 
 
 class Labels:
@@ -257,9 +257,16 @@ def test_source_waits_for_the_training_loop(linger_s: float) -> None:
 
 
 def test_requests_of_a_busy_source_are_full() -> None:
-    """Where the source goes on yielding, nothing is sent before its time."""
+    """Where the source goes on yielding, nothing is sent before its time, though the training loop waits."""
     training, labels = Training(), Labels(linger_s=3600.0)
-    training.run(iter([(np.int64(number),) for number in range(64)]), cutter_of(SampleCutter, 32), labels)
+
+    def source() -> Iterator[Any]:
+        for number in range(64):
+            yield (np.int64(number),)
+            if not number:
+                wait_until(lambda: "edl-flush" in [thread.name for thread in threading.enumerate()])
+
+    training.run(source(), cutter_of(SampleCutter, 32), labels)
     training.check(64)
     assert labels.sizes == [32, 32]
 

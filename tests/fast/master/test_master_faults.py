@@ -82,7 +82,7 @@ def test_a_full_disk_ends_the_master(
     def fail(self: SqliteJournal, records: object) -> None:
         raise JournalError("journal.sqlite cannot be written: database or disk is full")
 
-    with MasterClient("job", url, timeout_s=1.0) as waiting, ShardReader(waiting, "d", explicit=True) as reader:
+    with MasterClient("job", url, timeout_s=3.0) as waiting, ShardReader(waiting, "d", explicit=True) as reader:
         shard = reader.take(DEADLINE_S)
         assert shard is not None
         monkeypatch.setattr(SqliteJournal, "append", fail)

@@ -26,7 +26,6 @@ class Place:
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
         self.folder, self._stack = folder, stack
-        self.steps: list[Any] = []
 
     def lead(self, job: str, **data: str) -> MasterServer:
         settings = MasterSettings(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import socket
+import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
 from edl.dashboard.server import DashboardServer, DashboardSettings, look_loop
+from edl.dashboard.server.event_stream import EventStreams
 from edl.dashboard.server.look_loop import Published
 from edl.discovery import Store
 from tests.fast.dashboard.server import EventClient, ask, put_job, put_master, samples
@@ -87,17 +90,20 @@ def put_much(store: Store) -> None:
         put_master(store, job, datasets=[{"name": "train", "poisoned": poisoned}])
 
 
-def test_slow_client_is_let_go(url: str, store: Store) -> None:
+def test_slow_client_is_let_go(url: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     put_much(store)
-    with (
-        DashboardServer(DashboardSettings(url, port=0), write_s=0.5) as server,
-        silent_client(server.url) as silent,
-    ):
-        wait_until(lambda: figure(server.url, "edl_dashboard_looks_total") >= 1, "a look for it")
-        wait_until(lambda: figure(server.url, "edl_dashboard_clients") == 0, "it was not let go")
-        silent.settimeout(DEADLINE_S)
-        while silent.recv(1 << 20):
-            pass
+    write, late = EventStreams._write, threading.Event()
+
+    async def note_late(self: EventStreams, *arguments: Any) -> bool:
+        taken = await write(self, *arguments)
+        if not taken:
+            late.set()
+        return taken
+
+    monkeypatch.setattr(EventStreams, "_write", note_late)
+    with DashboardServer(DashboardSettings(url, port=0), write_s=0.5) as server, silent_client(server.url):
+        assert late.wait(DEADLINE_S)
+        wait_until(lambda: figure(server.url, "edl_dashboard_clients") == 0, "it is still counted")
 
 
 def test_slow_reader_skips_to_the_newest(page: str, store: Store) -> None:

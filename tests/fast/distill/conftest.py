@@ -15,7 +15,6 @@ from edl_serving import Backend
 from edl_serving.backends.callable import CallableBackend
 from edl_serving.model import ServedModel
 from tests.fast.serving.conftest import Inside
-from tests.waiting import DEADLINE_S, wait_until
 
 
 class Start(Protocol):
@@ -107,8 +106,3 @@ def register(registry_url: str) -> Iterator[Register]:
         yield lambda endpoint, service, teacher_id="": registry.register(
             instance_of(endpoint, service, teacher_id), ttl_s=600
         )
-
-
-def until(condition: Callable[[], object], seconds: float = DEADLINE_S) -> None:
-    """Wait until `condition` holds. Deprecated: use `tests.waiting.wait_until`."""
-    wait_until(condition, deadline_s=max(seconds, DEADLINE_S))

@@ -38,35 +38,6 @@ def test_inputs_are_rounded_to_bfloat16(serve: Serve, dtype: torch.dtype, *, sha
             assert torch.equal(labels, batch.float().bfloat16().float() * 2)
 
 
-def test_clips_come_back_with_their_nuls(serve: Serve) -> None:
-    endpoint = serve(model(list, "BYTES", "BYTES")).endpoint
-    clips = [np.arange(-3, 3, dtype="<i2") * number for number in range(40)]  # the last samples of many are 0
-    expected = [(clip.tobytes(), clip.tobytes()) for clip in clips]
-    with DistillReader(["x"], ["y"], teachers=endpoint) as reader:
-        assert list(reader.set_sample_generator(lambda: ((clip.tobytes(),) for clip in clips))()) == expected
-    with DistillReader(["x"], ["y"], teachers=endpoint) as reader:
-        ((sent, back),) = reader.set_batch_generator(lambda: [([clip.tobytes() for clip in clips],)])()
-        assert list(zip(sent, back.tolist(), strict=True)) == expected
-    reader = DistillReader(["x"], ["y"], teachers=endpoint).set_batch_generator(lambda: [(np.array([b"ab", b"c"]),)])
-    with reader, pytest.raises(SourceError, match="ends in NULs"):
-        list(reader())
-
-
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_large_and_turned_numbers_come_back(serve: Serve, shared_memory: bool) -> None:
-    batches = [
-        np.array([[2**63 - 1, -(2**63), 0]] * 4).astype(">i8"),
-        np.arange(24, dtype=np.int64).reshape(3, 8).T[::-1],
-        np.arange(36, dtype=np.int32).reshape(4, 9)[:, ::3],
-    ]
-    endpoint = serve(model(np.copy, "int64[3]", "int64[3]")).endpoint
-    reader = DistillReader(["x"], ["y"], teachers=endpoint, options=Options(shared_memory=shared_memory))
-    with reader.set_batch_generator(lambda: ((batch,) for batch in batches)):
-        for batch, (sent, back) in zip(batches, reader(), strict=True):
-            assert sent is batch
-            assert back.tolist() == batch.tolist()
-
-
 # Texts padded to the longest of their batch.
 
 CLASSES = 11

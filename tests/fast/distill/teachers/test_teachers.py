@@ -273,14 +273,6 @@ def test_a_student_waits_for_room(serve: Serve, limit: str, words: str) -> None:
     assert teacher.metric("edl_teacher_refusals_total", reason=limit) > 0
 
 
-def test_a_full_teacher_is_passed_over(serve: Serve) -> None:
-    full, other = serve("echo", delay_s=0.001, server={"max_streams": 1}), serve("echo", delay_s=0.001)
-    with reader_of(full) as holder, reader_of(full, other) as reader:
-        epoch = holder.set_sample_generator(samples(4000))()
-        next(epoch)
-        check(list(reader.set_sample_generator(samples(200))()), 200)
-
-
 @pytest.mark.parametrize(
     ("limits", "reason"),
     [

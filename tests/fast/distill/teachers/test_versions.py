@@ -20,7 +20,6 @@ from edl.distill.cache import SoftLabelCache
 from edl.distill.dispatch.policy import Policy
 from edl.distill.teachers import Teachers
 from edl.errors import EDLError, SettingsError
-from edl.testing import models
 from tests.fast.distill.conftest import Serve, Served, instance_of
 from tests.fast.distill.reading import why_unused
 from tests.fast.distill.teachers.foreign import ForeignServer
@@ -124,22 +123,6 @@ def test_replaced_within_an_epoch(serve: Serve, caplog: pytest.LogCaptureFixture
         assert reader.stats().rows_asked == asked + 40, "the first epoch has kept the others"
         assert kept(cache) == {"1": {1.0}, "2": {3.0}}
     assert said(caplog, FOLLOWED) == 1
-
-
-@pytest.mark.parametrize("cached", [True, False])
-def test_next_epochs_dtype_may_differ(serve: Serve, cached: bool) -> None:
-    def model(kind: str, version: str) -> models.Model:
-        answer: Callable[[Any], Any] = lambda inputs: {"y": inputs["x"].astype(kind)}  # noqa: E731
-        return models.Model(answer, ["x:float32[4]"], [f"y:{kind}[4]"], version=version)
-
-    first = serve(model("float32", "1"))
-    with contextlib.ExitStack() as stack:
-        cache = stack.enter_context(SoftLabelCache()) if cached else None
-        reader = stack.enter_context(reader_of(first.endpoint, cache))
-        assert {y.dtype for *_, y in reader()} == {np.dtype("float32")}
-        first.close()
-        serve(model("float16", "2"), server={"port": first.port})
-        assert {y.dtype for *_, y in reader()} == {np.dtype("float16")}
 
 
 def test_no_teacher_changes_nothing(serve: Serve) -> None:

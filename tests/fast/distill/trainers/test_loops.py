@@ -12,8 +12,6 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 from edl.collective.checkpoint.memory.slots import SlotPair  # noqa: E402
-from edl.distill.compress import top_k  # noqa: E402
-from edl.distill.losses import token_loss  # noqa: E402
 from edl.distill.torch import distill  # noqa: E402
 from tests.fast.distill.conftest import Serve  # noqa: E402
 
@@ -66,23 +64,6 @@ def test_accelerate_restart_labels_what_is_left(serve: Serve, tmp_path: Path) ->
     again, asked = train(tmp_path / "broken")
     assert torch.equal(again, whole)
     assert asked == EPOCHS * ROWS - 14 * 4  # what was trained and saved is not labelled again
-
-
-def test_update_of_accumulated_batches() -> None:
-    """What the page says of Accelerate: an update of accumulated batches weighs all tokens alike."""
-    accelerate = pytest.importorskip("accelerate", reason="Accelerate is not installed")
-    torch.manual_seed(0)
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = accelerator.prepare(torch.nn.Linear(4, 7))
-    rows, labels = torch.randn(9, 4), top_k(torch.randn(9, 7).numpy(), 3)
-    token_loss(model(rows), labels).backward()
-    whole = model.weight.grad.clone()
-    model.zero_grad()
-    for part in (slice(0, 2), slice(2, 9)):
-        with accelerator.accumulate(model):
-            loss = token_loss(model(rows[part]), labels[part], token_count=9)
-            accelerator.backward(loss * accelerator.num_processes * accelerator.gradient_accumulation_steps)
-    torch.testing.assert_close(model.weight.grad, whole)
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice: more workers, another logger

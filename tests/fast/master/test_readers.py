@@ -141,8 +141,13 @@ def test_leases_are_renewed_meanwhile(lead: Lead, create: Create, read: Read, bu
     reader = read(prefetch=0, explicit=True)
     shard = reader.take(DEADLINE_S)
     assert shard is not None
-    heard: set[float] = set()
-    wait_until(lambda: heard.add(reader._thread._heard_at) or len(heard) > 3, "renewals")
+    heard = {reader._thread._heard_at}
+
+    def is_renewed() -> bool:
+        heard.add(reader._thread._heard_at)
+        return len(heard) > 3
+
+    wait_until(is_renewed, "renewals")
     reader.report_done(shard)
     assert reader.refused == 0
 

@@ -387,4 +387,4 @@ def test_what_cannot_be_followed(log: Path) -> None:
         Follower(Master(dataset), "data", dataset)
     for wrong in ({"shuffle": True}, {"shuffle_within": True}, {"epochs": 2}):
         with pytest.raises(SettingsError, match="has no end"):
-            open_dataset(f"follow:{log}", ShardSettings(**wrong))  # type: ignore[arg-type]
+            open_dataset(f"follow:{log}", ShardSettings(**wrong))

@@ -26,8 +26,11 @@ for _number in (signal.SIGHUP, signal.SIGQUIT):
 # after five, within which tests of recovery would take a worker for lost.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")
 
-# An example's time says how busy the machine is, and so does the time that it takes to think of one.
-hypothesis.settings.register_profile("edl", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+# The same examples in each run: a test is red because of a change, never by luck. To look for new faults, run
+# `pytest --hypothesis-profile=explore`. How long an example takes says how busy the machine is.
+_busy = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("edl", max_examples=50, derandomize=True, **_busy)
+hypothesis.settings.register_profile("explore", max_examples=1000, **_busy)
 hypothesis.settings.load_profile("edl")
 
 pytest_plugins = [

@@ -99,7 +99,7 @@ WRONG = [
     bearer(FIRST[:-1]),
     bearer(FIRST + "0"),
     bearer("# of the first team"),
-    [*bearer("nonsense"), *bearer(FIRST)],
+    [*bearer(FIRST), *bearer(SECOND)],
     bearer(f"{FIRST} {SECOND}"),
     bearer(FIRST.upper()),
 ]

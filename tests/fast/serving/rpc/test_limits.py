@@ -55,6 +55,9 @@ def test_a_waiting_stream_is_served_later(inside: StartInside, connect: Connect)
     first.end()
     assert list(first.call) == []
     wait_until(lambda: ask(second, "d") == "")
+    fourth = Open(connect(server.target).channel)
+    assert "1 streams are open" in ask(fourth, "e"), "the place of one that waits is free again"
+    fourth.end()
     second.end()
     third.end()
     assert list(second.call) == []

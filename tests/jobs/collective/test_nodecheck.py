@@ -90,7 +90,7 @@ def test_faulty_node_does_not_join(tmp_path: Path) -> None:
         job.environ["PROBE"] = "broken"
         code, said = job.run()
         assert code == 69, said
-        assert "this node is faulty: could not compute: this node's probe is broken; it does not join" in said
+        assert "this node is faulty: could not compute: SystemExit: this node's probe is broken; it does not" in said
         job.end()
         assert fit.wait() == 0
         assert {one.generation for one in job.steps()} == {0}

@@ -44,8 +44,7 @@ class Training:
 
     def __init__(self) -> None:
         paddle.seed(1)
-        with paddle.utils.unique_name.guard():  # so that a second one's parameters have the same names
-            layers = [paddle.nn.Linear(8, 16), paddle.nn.LayerNorm(16), paddle.nn.GELU(), paddle.nn.Linear(16, 4)]
+        layers = [paddle.nn.Linear(8, 16), paddle.nn.LayerNorm(16), paddle.nn.GELU(), paddle.nn.Linear(16, 4)]
         self.model = paddle.nn.Sequential(*layers)
         self.schedule = paddle.optimizer.lr.StepDecay(0.01, 5)
         self.optimizer = paddle.optimizer.AdamW(parameters=self.model.parameters(), learning_rate=self.schedule)
@@ -77,10 +76,11 @@ class Training:
 def train_without_edl() -> None:
     global KILLS
     kills, KILLS = KILLS, []
-    training = Training()
-    for step in range(STEPS):
-        training.step(step)
-    say(calm=training.digest(), loss=training.loss)
+    with paddle.utils.unique_name.guard():  # so that the next one's parameters have the same names
+        training = Training()
+        for step in range(STEPS):
+            training.step(step)
+        say(calm=training.digest(), loss=training.loss)
     KILLS = kills
 
 

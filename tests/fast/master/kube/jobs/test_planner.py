@@ -219,6 +219,7 @@ def test_suspend_and_resume() -> None:
     cluster.set_spec(suspend=True)
     plan = cluster.reconcile()
     assert {deletion.grace_period_s for deletion in plan.delete} == {None}, "the pod's own grace period"
+    assert cluster.events[-1] == "Suspended"
     cluster.settle()
     assert cluster.pods == {}
     assert (cluster.status["phase"], cluster.status["replicas"]) == ("Suspended", 0)

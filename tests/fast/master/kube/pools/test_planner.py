@@ -146,6 +146,7 @@ def test_minimum_waits_as_long_as_it_takes() -> None:
     made.settle(100)
     assert (made.pending(), made.created) == (1, 1)
     assert growing(made) == ("True", "WaitsForNode")
+    assert made.plan().requeue_s is None, "an event tells"
     unknown = cluster([4], wanted=None, minReplicas=2)
     unknown.settle(10)
     assert unknown.placed() == 2, "where nothing is known, the minimum"

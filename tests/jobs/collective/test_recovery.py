@@ -164,7 +164,7 @@ def test_silent_node_and_silent_store(tmp_path: Path) -> None:
 
 def test_state_in_memory_is_continued(tmp_path: Path) -> None:
     """On one host a node leaves, the other goes on alone and is killed; then both that come are asked to leave."""
-    with Job(tmp_path, ("--nnodes", "1:2", "--lease-ttl", "60"), [str(TRAIN_STATE), str(tmp_path)]) as job:
+    with Job(tmp_path, ("--nnodes", "1:2", "--lease-ttl", "15"), [str(TRAIN_STATE), str(tmp_path)]) as job:
         one, other = job.start(), job.start()
         job.wait_for_world(2)
         one.kill(signal.SIGTERM)

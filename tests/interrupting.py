@@ -29,6 +29,7 @@ class InterruptAt:
         self.reached = self._over = False
 
     def __enter__(self) -> InterruptAt:
+        self._before = sys.gettrace(), threading.gettrace()  # coverage's, where that is measured
         if self._thread == "MainThread":
             sys.settrace(self._calls)
         else:
@@ -37,8 +38,8 @@ class InterruptAt:
 
     def __exit__(self, *_: object) -> None:
         self._over = True
-        sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
+        sys.settrace(self._before[0])
+        threading.settrace(self._before[1])  # type: ignore[arg-type]
 
     def _calls(self, frame: FrameType, event: str, arg: object) -> Any:
         if self._over or self._files not in frame.f_code.co_filename:

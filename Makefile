@@ -68,7 +68,8 @@ tools-services: ## fetch the real Consul, etcd, Slurm, Triton, Chromium, Prometh
 	@PYTHON=$(PYTHON) bash tools/triton.sh
 	@bash tools/vllm.sh
 
-tools-kubernetes: ## fetch Helm, and build the cluster of ../shared/kube where that folder exists
+tools-kubernetes: ## fetch Helm and Consul, and build the cluster of ../shared/kube where that folder exists
+	@bash tools/consul.sh
 	@PYTHON=$(PYTHON) bash tools/kubernetes.sh
 
 tools: tools-services tools-kubernetes ## fetch all of these

@@ -58,9 +58,7 @@ def _skip(reason: str) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "cluster" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.kubernetes)
             if "stoppable_nodes" in item.fixturenames:  # else both processes would wait for each other
-                item.add_marker(pytest.mark.serial)
                 item.add_marker(pytest.mark.alone)
             if item.get_closest_marker("timeout") is None:
                 # A test waits for its turn with what others use; that is in its fixtures.

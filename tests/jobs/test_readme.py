@@ -20,7 +20,6 @@ import pytest
 from edl.cli import main
 from edl.discovery import open_registry
 from tests.jobs.forks import Forks
-from tests.plugins_consul import ConsulAgent
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,21 +162,6 @@ def test_commands(block: Block, workshop: Workshop) -> None:
             assert workshop.run("make", "-C", str(ROOT), "--dry-run", *arguments)
         elif arguments[0] != "serve":  # those were started for everybody
             assert workshop.run(sys.executable, "-m", "edl", *arguments)
-
-
-@pytest.mark.consul
-def test_commands_with_consul(workshop: Workshop, consul_agent: ConsulAgent) -> None:
-    (block,) = (block for block in COMMANDS if CONSUL in block.text)
-    environ: dict[str, str] = {}
-    for line in block.text.replace(CONSUL, consul_agent.url).splitlines():
-        program, *arguments = shlex.split(line)
-        if program == "export":
-            name, _, value = arguments[0].partition("=")
-            environ[name] = value
-        elif arguments[0] == "serve":
-            workshop.serve(arguments, environ)
-        else:
-            assert "ready" in workshop.run(sys.executable, "-m", "edl", *arguments, environ=environ)
 
 
 @pytest.mark.parametrize("block", [block for block in IN_DOCS if block.language == "bash"], ids=str)

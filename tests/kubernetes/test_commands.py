@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import signal
 
-import pytest
-
 from tests.cluster.api import Cluster
 from tests.cluster.operator_process import OperatorFactory
 from tests.kubernetes.conftest import Person
 from tests.kubernetes.scenarios.scene import is_running
-
-pytestmark = [pytest.mark.slow, pytest.mark.serial]
 
 WAIT_S = 300.0  # a crowded cluster takes its time to schedule
 

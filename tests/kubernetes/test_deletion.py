@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import psutil
-import pytest
 
 from edl.discovery import open_registry
 from tests.kubernetes.scenarios.scene import Scene
@@ -39,8 +38,6 @@ def count_processes(scene: Scene) -> int:
     return sum((process.info["environ"] or {}).get("MEMBERS_OF") == scene.namespace for process in processes)
 
 
-@pytest.mark.slow
-@pytest.mark.consul
 def test_deletion_leaves_nothing(scene: Scene, consul_store: str) -> None:
     """Neither of resources, nor of a namespace whose operator is gone: nothing has a finalizer."""
     cluster, namespace = scene.cluster, scene.namespace

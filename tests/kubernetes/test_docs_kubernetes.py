@@ -18,8 +18,6 @@ from tests.cluster.machine import ROOT
 from tests.cluster.operator_process import OperatorFactory
 from tests.kubernetes.conftest import Person
 
-pytestmark = [pytest.mark.slow, pytest.mark.serial]
-
 PAGE = (ROOT / "docs/kubernetes.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.split("\n## Measured")[0], re.MULTILINE | re.DOTALL)
 

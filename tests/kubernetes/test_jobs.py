@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from edl.discovery import open_store
 from edl.master.naming import election_key
 from tests.kubernetes.scenarios.scene import END_S, PROGRAMS, Scene
-
-pytestmark = [pytest.mark.slow, pytest.mark.consul]
 
 
 def test_more_memory_after_a_kill(scene: Scene, consul_store: str) -> None:

@@ -117,7 +117,6 @@ def test_job_comes_scales_and_goes(
     assert process.stop() == 143
 
 
-@pytest.mark.slow
 def test_operator_killed_between_calls(
     cluster: Cluster, namespace: str, operator: OperatorFactory, proxy: ApiProxy, make_job: MakeJob
 ) -> None:

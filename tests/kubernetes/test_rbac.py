@@ -49,7 +49,6 @@ def test_own_namespace_only(cluster: Cluster, namespace: str, tmp_path: Path) ->
     assert not cluster.may(member, "delete", "pods", namespace)
 
 
-@pytest.mark.slow
 def test_rights_are_enough(scene: Scene) -> None:
     """The operator refuses nobody, and is refused nothing but the look at the cluster."""
     cluster, namespace = scene.cluster, scene.namespace

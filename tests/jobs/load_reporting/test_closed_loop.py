@@ -117,7 +117,6 @@ def is_within_band(load: ServiceLoad) -> bool:
     return SCALING.down_below * (load.live - 1) * rate <= demand <= SCALING.up_above * load.live * rate
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_teachers_follow_the_formula(url: str, operator: Operator, observed: list[TeacherObservation]) -> None:
     """How fast a teacher and the student are is measured: a starved machine's figures are others, not the rule."""

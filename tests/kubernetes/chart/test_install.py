@@ -132,7 +132,6 @@ def _crd_version(cluster: Cluster, name: str) -> dict[str, Any]:
     return dict(crd["metadata"].get("annotations", {}))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("helm", [4], ids=["helm4"], indirect=True)
 def test_install_upgrade_uninstall(release: Release, scene: Scene) -> None:
     cluster, namespace = scene.cluster, scene.namespace

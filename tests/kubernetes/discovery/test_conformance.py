@@ -15,7 +15,6 @@ from tests.fast.discovery.conformance.backends import KubernetesBackend, teacher
 from tests.fast.discovery.conformance.suite import LONG_S, RegistrySuite, StoreSuite, seen, seen_values
 from tests.waiting import DEADLINE_S, wait_until
 
-pytestmark = pytest.mark.kubernetes
 DOCS = Path(__file__).parents[3] / "docs/discovery.md"
 
 

@@ -17,8 +17,6 @@ from edl.kube.watch import KubeWatch
 from tests.cluster.api import MERGE, Cluster, kubectl_program
 from tests.kubernetes.scenarios.scene import Scene, SetGpus, is_running
 
-pytestmark = [pytest.mark.slow, pytest.mark.consul]
-
 FIRST, SECOND = 2.0, 3.0
 """What teachers multiply by: a label tells which model it is of."""
 UPDATE_S = 480.0

@@ -16,7 +16,6 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.etcd
 def test_short_outage_stops_nobody(tmp_path: Path, etcd_server: EtcdServer) -> None:
     """And an error of the script on one node ends both."""
     with Job(tmp_path, options=("--nnodes", "2", "--lease-ttl", "8"), store=etcd_server.url) as job:
@@ -36,7 +35,6 @@ def test_short_outage_stops_nobody(tmp_path: Path, etcd_server: EtcdServer) -> N
         job.nothing_is_left()
 
 
-@pytest.mark.consul
 def test_long_outage_restarts_workers(tmp_path: Path, consul_agent: ConsulAgent) -> None:
     """Workers stop when the store is away for long, and begin anew together."""
     command, environ = [str(TRAIN_STATE), str(tmp_path)], {"PYTHONPATH": str(ROOT)}

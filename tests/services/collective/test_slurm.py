@@ -13,7 +13,7 @@ from tests.jobs.collective.job import TRAIN_STATE, Job, wait_until
 from tests.jobs.test_readme import ROOT, blocks
 from tests.plugins_slurm import NODES, SlurmCluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
 @dataclass

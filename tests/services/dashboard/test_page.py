@@ -12,7 +12,6 @@ from tests.plugins_chromium import Page
 from tests.services.dashboard import states
 from tests.services.dashboard.conftest import Look, publish
 
-pytestmark = pytest.mark.chromium
 TEXT = "document.body.innerText"
 KUBERNETES = "document.getElementById('kubernetes').innerText"
 

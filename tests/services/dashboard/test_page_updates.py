@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from edl.dashboard.server import DashboardServer, DashboardSettings
 from edl.discovery import open_store
 from edl.settings import Credentials
@@ -21,7 +19,6 @@ from tests.services.dashboard.conftest import DRAWN, Look, publish
 from tests.services.dashboard.page_server import PageServer
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.chromium
 TEXT = "document.body.innerText"
 STATUS = "(document.querySelector('.connection')?.innerText ?? '')"
 IS_LIVE = "document.documentElement.dataset.connection === 'live'"

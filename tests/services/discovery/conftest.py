@@ -10,7 +10,7 @@ from tests.fast.discovery.conformance.fixtures import folder, member, nothing_st
 __all__ = ["folder", "member", "nothing_stays_open", "registry", "service", "store"]
 
 
-@pytest.fixture(params=[pytest.param("consul", marks=pytest.mark.consul), pytest.param("etcd", marks=pytest.mark.etcd)])
+@pytest.fixture(params=["consul", "etcd"])
 def backend(request: pytest.FixtureRequest) -> Backend:
     if request.param == "consul":
         return ConsulBackend(request.getfixturevalue("consul_agent"))

@@ -22,7 +22,6 @@ from tests.fast.discovery.conformance.suite import LONG_S, seen
 from tests.plugins_consul import ConsulAgent
 from tests.waiting import DEADLINE_S, wait_until
 
-pytestmark = pytest.mark.consul
 TOKEN = "0b3c9a52-8f5e-4f8e-9b52-3d1c6f9a7e11"
 
 

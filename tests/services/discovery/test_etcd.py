@@ -26,8 +26,6 @@ from tests.plugins_consul import free_ports
 from tests.plugins_etcd import EtcdServer, etcd_cluster
 from tests.waiting import DEADLINE_S, wait_until
 
-pytestmark = pytest.mark.etcd
-
 
 def refusal(call: Callable[[], object]) -> str:
     try:

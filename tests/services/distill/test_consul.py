@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import pytest
 
 from edl.distill import DistillReader, Options
 from tests.fast.distill.conftest import Start
@@ -17,7 +16,6 @@ from tests.tcp_proxy import TcpProxy
 from tests.waiting import wait_until
 
 
-@pytest.mark.consul
 def test_outage_is_reported_and_not_felt(start: Start, consul_agent: ConsulAgent) -> None:
 
     def source() -> Iterator[Any]:
@@ -50,7 +48,6 @@ def test_outage_is_reported_and_not_felt(start: Start, consul_agent: ConsulAgent
     assert all(label[0] == number for _, number, label in delivered)
 
 
-@pytest.mark.consul
 def test_one_cut_off_from_consul_is_kept(start: Start, consul_agent: ConsulAgent) -> None:
     proxy = TcpProxy("127.0.0.1", int(consul_agent.url.rpartition(":")[2]))
     teacher = start("echo", service="cut", discovery=f"consul://127.0.0.1:{proxy.port}")

@@ -31,7 +31,6 @@ from tests.fast.distill.transport.test_lost_memory import (
 from tests.plugins_triton import TritonFactory, TritonServer
 from tests.waiting import DEADLINE_S, wait_until
 
-pytestmark = pytest.mark.triton
 TEACHER = {"output": "logits", "model": "teacher"}
 
 

@@ -39,7 +39,7 @@ from tests.waiting import DEADLINE_S, wait_until
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 K = 64
 VOCABULARY = 2000

@@ -55,7 +55,6 @@ def until(url: str, holds: Callable[[TeacherRate], object]) -> TeacherRate:
     return wait_until(lambda: next((teacher for teacher in load(url).teachers if holds(teacher)), None))  # type: ignore[return-value]
 
 
-@pytest.mark.triton
 def test_tritons_statistics_are_published(triton: TritonFactory, register: Register, url: str, tmp_path: Path) -> None:
     server = triton.start("sums")
     process = register(server.endpoint, "sums")

@@ -21,9 +21,7 @@ from tests.waiting import DEADLINE_S, wait_until
 PATIENT_S = 30.0  # a store that is slow is not away, and one that was killed refuses at once
 
 
-@pytest.fixture(
-    params=[pytest.param("consul_agent", marks=pytest.mark.consul), pytest.param("etcd_server", marks=pytest.mark.etcd)]
-)
+@pytest.fixture(params=["consul_agent", "etcd_server"])
 def server(request: pytest.FixtureRequest) -> ConsulAgent | EtcdServer:
     return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
 

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-@pytest.fixture(params=[pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("consul", "etcd")])
+@pytest.fixture(params=["consul", "etcd"])
 def place(request: pytest.FixtureRequest) -> Iterator[StorePlace]:
     server = request.getfixturevalue({"consul": "consul_agent", "etcd": "etcd_server"}[request.param])
     found = StorePlace(server.url, f"job-{uuid.uuid4().hex[:12]}")  # the servers serve all tests

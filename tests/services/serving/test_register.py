@@ -22,8 +22,6 @@ from tests.certificates import Authority, put
 from tests.plugins_triton import TritonFactory
 from tests.waiting import DEADLINE_S, wait_until
 
-pytestmark = pytest.mark.triton
-
 Start = Callable[..., "subprocess.Popen[bytes]"]
 QUICK = ("--interval", "100ms", "--timeout", "5s", "--ttl", "60s")
 TOKEN = "token-of-a-test-0123456789"

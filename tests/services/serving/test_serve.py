@@ -27,7 +27,6 @@ def ask(endpoint: str) -> np.ndarray:
         return outputs_of(client.start(X).result())["y"]
 
 
-@pytest.mark.consul
 def test_teachers_join_after_an_outage(tmp_path: Path) -> None:
     """Teachers serve while discovery is away, and join when it is back."""
     agent = ConsulAgent(tmp_path / "consul")
@@ -64,7 +63,6 @@ print(json.dumps([config.max_batch_size, [list(o.shape) for o in config.outputs]
 """
 
 
-@pytest.mark.triton
 @pytest.mark.skipif(not PYTRITON.exists(), reason="PyTriton is not installed; `make tools` fetches it")
 def test_pytritons_client(inside: StartInside) -> None:
     server = inside(Base(), max_batch_rows=16)
@@ -78,7 +76,6 @@ def test_pytritons_client(inside: StartInside) -> None:
     assert one == expected[0].tolist()
 
 
-@pytest.mark.consul
 def test_registry_outage_loses_nobody(consul_agent: ConsulAgent) -> None:
     """`edl teachers --watch` tells of a registry that goes away and comes back, and nobody seems to leave."""
     url = consul_agent.url

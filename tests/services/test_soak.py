@@ -7,13 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
-@pytest.mark.consul
 def test_soak_runs_and_counts(tmp_path: Path) -> None:
     out = tmp_path / "soak.json"
     command = [sys.executable, "-m", "tests.soak", "--minutes", "0.2", "--students", "batch,cached", "--json", str(out)]

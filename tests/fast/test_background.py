@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -12,9 +10,8 @@ from concurrent.futures import Future
 import pytest
 
 from edl import background
-from edl.background import BackgroundLoop, start_call
+from edl.background import BackgroundLoop
 from edl.backoff import Backoff
-from tests.interrupting import InterruptAt, deadline
 from tests.waiting import DEADLINE_S, wait_until
 
 Begin = Callable[..., BackgroundLoop]
@@ -32,15 +29,6 @@ def begin() -> Iterator[Begin]:
     yield start
     assert all(loop.close() for loop in loops)
     assert not any(thread.name == "edl-test" for thread in threading.enumerate())
-
-
-def test_loop_waits_and_wakes(begin: Begin) -> None:
-    calls: list[int] = []
-    loop = begin(lambda: calls.append(1) or 3600.0)
-    wait_until(lambda: len(calls) == 1)
-    loop.wake()
-    wait_until(lambda: len(calls) == 2)
-    assert not loop.wait_ended(0.01), "a loop that goes on has not ended"
 
 
 def test_loop_ends_with_its_last_step(begin: Begin) -> None:
@@ -108,45 +96,6 @@ def test_a_step_closes_its_own_loop(begin: Begin) -> None:
     ended: list[bool] = []
     loop.set_result(begin(lambda: ended.append(loop.result(DEADLINE_S).close()) or 3600.0))
     wait_until(lambda: ended == [False], "the step, which does not wait for itself")
-
-
-def test_loop_is_woken_before_any_line(begin: Begin) -> None:
-    def woken_before(number: int) -> InterruptAt:
-        loop = begin(lambda: 3600.0)
-        with deadline(DEADLINE_S, f"woken before line {number}"), InterruptAt(number, loop.wake, "/") as interrupt:
-            loop.wake()
-            loop.close()
-        return interrupt
-
-    lines = woken_before(1 << 30).lines
-    assert sum(woken_before(number).reached for number in random.Random(7).sample(range(1, lines), 8)) > 4
-
-
-def test_call_returns_its_result() -> None:
-    threads: list[threading.Thread] = []
-    future = start_call("edl-test-call", lambda: threads.append(threading.current_thread()) or 42)
-    assert future.result(DEADLINE_S) == 42
-    assert threads[0].name == "edl-test-call"
-    assert threads[0].daemon, "it would keep a process from ending"
-    with pytest.raises(ZeroDivisionError):
-        start_call("edl-test", lambda: 1 // 0).result(DEADLINE_S)
-
-
-def test_cancelled_await_leaves_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors: list[threading.ExceptHookArgs] = []
-    monkeypatch.setattr(threading, "excepthook", errors.append)
-    go_on = threading.Event()
-    future = start_call("edl-test-cancelled", lambda: go_on.wait(DEADLINE_S))
-
-    async def run() -> None:
-        asyncio.wrap_future(future).cancel()
-        await asyncio.sleep(0)  # the cancellation is handed on by a callback
-
-    asyncio.run(run())
-    go_on.set()
-    wait_until(lambda: not any(thread.name == "edl-test-cancelled" for thread in threading.enumerate()))
-    assert not errors, "the thread found no place for its result"
-    assert future.result(0) is True
 
 
 def test_waits_double_up_to_the_last() -> None:

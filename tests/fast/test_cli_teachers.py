@@ -89,29 +89,6 @@ def test_empty_registry_says_where(
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_json_is_complete(registry: Registry, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with registry.register(Instance("digits", "one", "::1", 8500, tags=("gpu",), meta={"a": "b"}), LONG_S):
-        assert main(["teachers", "--json", "--discovery", url]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["discovery"] == url
-    (service,) = told["services"]
-    (instance,) = service["instances"]
-    assert (service["service"], service["stale"], service["rejected"]) == ("digits", "", [])
-    assert (instance["id"], instance["endpoint"], instance["tags"]) == ("one", "[::1]:8500", ["gpu"])
-    assert instance["meta"] == {"a": "b"}
-
-
-def test_changes_are_printed_as_they_come(registry: Registry, url: str) -> None:
-    one = Instance("digits", "one", "127.0.0.1", 8500)
-    with watching("digits", "--discovery", url) as wait_for:
-        wait_for("Watching service 'digits'")
-        with registry.register(one, LONG_S) as registration:
-            assert " + digits/one joined: 127.0.0.1:8500" in wait_for("digits/one")
-            registration.update(replace(one, state="draining"))
-            assert "ready -> draining" in wait_for(" ~ digits/one changed")
-        wait_for(" - digits/one left")
-
-
 def test_watching_all_notices_a_new_one(registry: Registry, url: str) -> None:
     first, second = (Instance(service, "one", "127.0.0.1", 8500) for service in ("first", "second"))
     with registry.register(first, LONG_S), watching("--json", "--discovery", url) as wait_for:

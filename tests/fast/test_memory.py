@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import platform
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from edl import memory
 from edl.cgroups import MemoryCgroup, find_memory_cgroup, read_oom_kills
 
 V1_TABLE = "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"
@@ -111,19 +107,3 @@ def test_no_cgroups_at_all(machine: Machine) -> None:
     assert read_oom_kills(machine.root) is None
     found = read_oom_kills()
     assert found is None or found >= 0, "this machine's own"
-
-
-MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # mallopt(3)
-
-
-@pytest.mark.parametrize(("keep_mib", "threshold_mib"), [(512, 32), (8, 2)])
-def test_large_requests_are_kept(keep_mib: int, threshold_mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the C library is told of freed memory, for a number of bytes that may be kept."""
-    told: dict[int, int] = {}
-    library = SimpleNamespace(mallopt=lambda name, value: told.update({name: value}) or 1)
-    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
-    monkeypatch.setattr(memory, "_kept", 0)
-    assert memory.keep_freed_memory(keep_mib << 20)
-    assert told[MMAP_THRESHOLD] == threshold_mib << 20, "what is larger costs a page fault for every 4 KiB"
-    assert told[TRIM_THRESHOLD] == keep_mib << 20

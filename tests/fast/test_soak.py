@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.soak.data import SERVICES, labels_of, rows_of
+from tests.soak.data import SERVICES, labels_of
 from tests.soak.verdict import (
     BEGIN,
     END,
@@ -47,14 +47,6 @@ def test_each_kind_of_wrong_row_is_found() -> None:
     check, numbers = RowCheck(0), np.arange(4)
     check.add(numbers, True, [labels_of(SERVICES["other"], numbers)], [labels_of(SMALL, numbers)])
     assert check.mislabelled == 4, "labels of another width"
-
-
-@pytest.mark.parametrize("service", SERVICES.values(), ids=SERVICES)
-def test_no_two_rows_are_alike(service: object) -> None:
-    numbers = np.array([0, 1, 127, 128, 1 << 14, 1 << 21, 1 << 28, (1 << 34) + 5])
-    rows = rows_of(service, numbers)  # type: ignore[arg-type]
-    assert len({row.tobytes() for row in rows}) == len(numbers)
-    assert len({label.tobytes() for label in labels_of(service, numbers)}) == len(numbers)  # type: ignore[arg-type]
 
 
 def record(how: str = "whole", error: str = "", **wrong: int) -> EpochRecord:

@@ -16,12 +16,11 @@ from edl.discovery import Instance, Snapshot
 from edl.discovery.common import renewal
 from edl.discovery.common.latest_value import LatestValue
 from edl.discovery.common.renewal import InstanceClaim, RenewedLease, RenewedRegistration
-from edl.discovery.common.resource import Resource
-from edl.discovery.common.service_view import ServiceView, build_snapshot
+from edl.discovery.common.service_view import ServiceView
 from edl.discovery.registry import Rejected
 from edl.discovery.sqlite.store import SqliteStore
 from edl.discovery.store import Entry, Lease
-from edl.errors import ClosedError, DiscoveryError
+from edl.errors import DiscoveryError
 from tests.waiting import DEADLINE_S
 
 TEACHER = Instance("digits", "a", "h", 1)
@@ -40,28 +39,6 @@ def test_slot_hands_out_the_newest_once() -> None:
     slot.put(3)
     slot.close()
     assert slot.take() is None
-
-
-def test_parts_close_in_reverse_order() -> None:
-    closed: list[str] = []
-
-    class Part(Resource):
-        def __init__(self, name: str) -> None:
-            super().__init__()
-            self.name = name
-
-        def _release(self) -> None:
-            closed.append(self.name)
-
-    owner = Resource()
-    parts = [owner._own(Part(name)) for name in "abc"]
-    parts[1].close()
-    owner.close()
-    owner.close()
-    assert closed == ["b", "c", "a"]
-    with pytest.raises(ClosedError):
-        owner._own(Part("late"))
-    assert closed[-1] == "late"
 
 
 # Renewals, step by step, by a clock of the test's own
@@ -133,17 +110,6 @@ def test_lease_lives_from_renewal_to_renewal(clock: list[float]) -> None:
     assert claim.withdrawn == 1
 
 
-def test_lease_gone_at_the_store_is_lost(clock: list[float]) -> None:
-    claim = FakeClaim()
-    claim.answer = lambda: False
-    with RenewedLease(claim, 8.0, clock[0]) as lease:
-        lease._step()
-        assert lease._step() is None
-        assert lease.lost
-    with RenewedLease(FakeClaim(), 10.0, clock[0] - 10.0) as late:
-        assert late.lost, "it counts from before it was asked for"
-
-
 def test_late_renewal_does_not_save_a_lease(clock: list[float]) -> None:
     claim = FakeClaim()
 
@@ -190,13 +156,6 @@ def test_lapsed_registration_is_announced_again(clock: list[float], caplog: pyte
     assert last == "digits/a is registered again"
 
 
-def test_missing_registry_is_an_error() -> None:
-    claim = FakeClaim()
-    claim.answer = fail
-    with pytest.raises(DiscoveryError):
-        RenewedRegistration(claim, TEACHER, 1.0)  # and no thread is left: see `nothing_stays_open`
-
-
 class _Doubtful(SqliteStore):
     """Its first compare-and-set happens, and is reported as a failure: the answer got lost."""
 
@@ -227,17 +186,6 @@ def answer(*names: str) -> Snapshot:
     return Snapshot("digits", teachers(*names))
 
 
-def test_last_known_stay_during_an_outage() -> None:
-    view = ServiceView("digits")
-    assert view.failed("down") == Snapshot("digits", (), stale="down"), "nobody is known yet"
-    view = ServiceView("digits")
-    for names in ("", "ab", "b", "a"):
-        assert view.answered(answer(*names), 1.0) == answer(*names)
-        assert view.recheck_at is None
-    assert view.failed("down") == Snapshot("digits", teachers("a"), stale="down")
-    assert view.failed("still down") == Snapshot("digits", teachers("a"), stale="still down")
-
-
 def test_emptied_registry_gets_time_to_fill() -> None:
     view = ServiceView("digits", settle_s=3.0)
     view.answered(answer("a", "b"), 1.0)
@@ -249,18 +197,6 @@ def test_emptied_registry_gets_time_to_fill() -> None:
     assert view.answered(answer("b", "c"), 12.0).instances == teachers("a", "b", "c")
     assert view.answered(answer("b", "c"), 13.0) == answer("b", "c")
     assert view.recheck_at is None
-
-
-def test_view_is_fresh_once_all_are_back() -> None:
-    view = ServiceView("digits", settle_s=3.0)
-    view.answered(answer("a"), 1.0)
-    view.failed("down")
-    assert view.answered(answer(), 10.0).stale
-    assert view.answered(answer("a", "b"), 10.5) == answer("a", "b")
-    assert view.recheck_at is None
-    assert view.answered(answer("b"), 11.0).instances == teachers("a", "b"), "its lease may have lapsed meanwhile"
-    assert view.recheck_at == 13.0
-    assert view.answered(answer("b"), 13.0) == answer("b"), "a departure after that is a departure"
 
 
 def test_return_with_nonsense_is_not_kept() -> None:
@@ -280,16 +216,6 @@ def test_one_that_lapsed_is_listed_once() -> None:
     back = view.answered(Snapshot("digits", (), lapsed=teachers("a", "b")), 3.0)
     assert (back.instances, back.lapsed) == (teachers("b"), teachers("a")), "b gets time to renew"
     assert view.answered(Snapshot("digits", (), lapsed=teachers("a", "b")), 6.0).lapsed == teachers("a", "b")
-
-
-def test_snapshot_sorts_what_is_there() -> None:
-    """Of two with one id the later counts, and only those that were ready lapse."""
-    old, new = Instance("digits", "a", "h", 1), Instance("digits", "a", "h", 2)
-    assert build_snapshot("digits", [old, new]).instances == (new,)
-    assert build_snapshot("digits", [old, Rejected("a", "why")]) == Snapshot("digits", (), (Rejected("a", "why"),))
-    draining = Instance("digits", "c", "h", 1, state="draining")
-    found = build_snapshot("digits", teachers("a"), (*teachers("a", "b"), draining, Rejected("d", "why")))
-    assert found == Snapshot("digits", teachers("a"), lapsed=teachers("b"))
 
 
 events = st.lists(st.tuples(st.sets(st.sampled_from("abcd")) | st.none(), st.floats(0, 2)), max_size=30)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -131,16 +129,6 @@ def test_late_writes_of_a_former_leader(registry: Registry, store: Store, join: 
     wait_until(lambda: shared_out(students, range(4), 2))
 
 
-def test_everybody_has_all_that_fit(registry: Registry, store: Store, join: Join) -> None:
-    start_teachers(registry, 0)
-    students = [join(f"s{n}") for n in range(2)]
-    assert [student.has for student in students] == [ids(0)] * 2
-    start_teachers(registry, 1)
-    wait_until(lambda: all(student.has == ids(0, 1) for student in students))
-    assert not any(told.stale for student in students for told in student.told)
-    assert store.list(f"balance/{SERVICE}/links/") == [], "nothing to agree on, nothing written"
-
-
 def test_draining_teacher_is_replaced(registry: Registry, join: Join) -> None:
     """And seen to drain. The smaller of two limits counts."""
     teachers = start_teachers(registry, *range(3))
@@ -200,28 +188,6 @@ def test_links_wait_for_the_former_lifes_key(
     assert [len(told.instances) for told in again.told] == [2], "nothing else was given before"
 
 
-def test_lapsed_student_keeps_its_teachers(registry: Registry, store: Store, join: Join) -> None:
-    """One that was gone for longer than its lease."""
-    start_teachers(registry, *range(8))
-    leader = join("leader", want=2)
-    wait_until(lambda: leader.group.is_leader and leader.is_settled)
-
-    def planned_with() -> bool:
-        balanced = leader.group._member._leader._balanced
-        return balanced is not None and f"balance/{SERVICE}/students/again" in balanced[1].entries
-
-    # Not what chance would give it again.
-    store.put(f"balance/{SERVICE}/links/again", pack_links(mine := sorted(ids(*range(8)) - leader.has)[-2:]))
-    former = join("again", want=2)
-    wait_until(lambda: former.has == set(mine) and former.is_settled and planned_with())
-    former.group.close()
-    wait_until(lambda: not planned_with() and leader.is_settled)
-    assert store.get(f"balance/{SERVICE}/links/again") is None
-    again = join("again", want=2)
-    wait_until(lambda: again.is_settled)
-    assert again.has == set(mine)
-
-
 def test_taken_name_waits_until_free(registry: Registry, store: Store, join: Join) -> None:
     start_teachers(registry, *range(3))
     first = join("twin", want=1)
@@ -272,28 +238,6 @@ def test_unreachable_store_student_chooses(registry: Registry, tmp_path: Path, s
     wait_until(lambda: len(many.has) == 2)
     assert "2 of its own choice" in many.now.stale
     wait_until(lambda: few.has == ids(*range(5)))
-
-
-def test_lapsed_teachers_stay_where_they_were(registry: Registry, url: str, join: Join) -> None:
-    """While nobody can write the registry, and so nobody can renew."""
-    teachers = start_teachers(registry, *range(4))
-    students = [join(f"s{n}", want=2) for n in range(3)]
-    wait_until(lambda: shared_out(students, range(4), 2))
-    before = [student.has for student in students]
-    with contextlib.closing(sqlite3.connect(url.removeprefix("sqlite://"), isolation_level=None)) as connection:
-        instances = "id IN (SELECT lease FROM instance)"
-        connection.execute(f"UPDATE lease SET expires = expires - 2 * {LONG_S} WHERE {instances}")
-        connection.execute("UPDATE state SET revision = revision + 1")
-        connection.execute("BEGIN IMMEDIATE")
-        wait_until(lambda: all(not student.has and len(student.now.lapsed) == 2 for student in students))
-        assert [{instance.id for instance in student.now.lapsed} for student in students] == before
-        for student in students:
-            assert all(len(told.instances) + len(told.lapsed) <= 2 for told in student.told), "the limit holds"
-        connection.execute("ROLLBACK")
-    for registration in teachers:
-        registration.update(registration.instance)
-    wait_until(lambda: shared_out(students, range(4), 2))
-    assert all(told.instances or told.lapsed for student in students for told in student.told[1:])
 
 
 def test_nonsense_in_the_store_is_harmless(

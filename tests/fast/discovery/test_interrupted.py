@@ -15,8 +15,6 @@ import pytest
 from edl import notifier
 from edl.background import start_call
 from edl.discovery import Instance, Store, open_registry, open_store
-from edl.discovery.common.latest_value import LatestValue
-from edl.discovery.common.resource import Resource
 from edl.errors import ClosedError
 from tests.interrupting import InterruptAt, deadline
 from tests.waiting import DEADLINE_S, wait_until
@@ -56,50 +54,6 @@ def interrupt_wait(number: int, close: Callable[[], None], changed: notifier.Not
         closing = start_call("edl-test", close_if_blocked)
         yield interrupt
     interrupt.lines = closing.result(DEADLINE_S)
-
-
-def test_slot_closes_before_lines() -> None:
-    def use(number: int) -> InterruptAt:
-        slot: LatestValue[int] = LatestValue()
-        with interrupt_wait(number, slot.close, slot._changed) as interrupt:
-            assert slot.take() is None
-        return interrupt
-
-    interrupt_some(use, 10)
-
-
-class Parts(Resource):
-    def add(self) -> Resource:
-        return self._own(Resource())
-
-
-def test_owner_closes_before_lines() -> None:
-    def use(number: int) -> InterruptAt:
-        owner, parts = Parts(), []
-        with InterruptAt(number, owner.close, "edl/") as interrupt:
-            with contextlib.suppress(ClosedError):
-                parts = [owner.add() for _ in range(3)]
-                parts[0].close()
-            owner.close()
-        assert all(part._closed for part in parts), "a part was left open"
-        return interrupt
-
-    interrupt_some(use, 60)
-
-
-def test_registry_closes_before_lines(url: str) -> None:
-    def use(number: int) -> InterruptAt:
-        registry = open_registry(url)
-        with (
-            InterruptAt(number, registry.close, "edl/") as interrupt,
-            contextlib.suppress(ClosedError),
-            registry.watch("s") as watch,
-        ):
-            watch.get(DEADLINE_S)
-        registry.close()
-        return interrupt
-
-    interrupt_some(use, 8)
 
 
 @pytest.mark.parametrize("what", ["registration", "registry"])

@@ -18,35 +18,12 @@ from edl.errors import SettingsError
 
 GOOD = Instance("digits", "a", "127.0.0.1", 9000)
 
-printable = st.text(st.characters(exclude_categories=("C", "Z")), max_size=40)
-meta_keys = st.from_regex(r"\A[A-Za-z0-9_-]{1,20}\Z").filter(
-    lambda key: not key.startswith(("consul-", "edl-")) and key not in ("model", "capacity", "state")
-)
-instances = st.builds(
-    Instance,
-    service=st.just("digits"),
-    id=printable.filter(bool),
-    address=printable.filter(lambda text: text not in ("", "0.0.0.0", "::") and not text.startswith("unix:")),
-    port=st.integers(1, 65535),
-    capacity=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
-    state=st.sampled_from(["ready", "draining"]),
-    model=printable,
-    tags=st.lists(printable, max_size=4).map(tuple),
-    meta=st.dictionaries(meta_keys, printable, max_size=4),
-)
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
 fields = st.sampled_from(["address", "port", "capacity", "state", "model", "tags", "meta"])
-
-
-@settings(max_examples=40)
-@given(instances)
-def test_an_instance_survives_its_record(instance: Instance) -> None:
-    assert validated(instance) == instance
-    assert from_json(instance.service, instance.id, to_json(instance)) == instance
 
 
 @settings(max_examples=60)

@@ -17,8 +17,7 @@ import pytest
 
 from edl.discovery import open_store
 from edl.discovery.keys import MAX_VALUE_BYTES
-from edl.discovery.served.client import StoreClient
-from edl.discovery.served.listening import ListenAddress, PortTakenError
+from edl.discovery.served.listening import ListenAddress
 from edl.discovery.served.server import StoreServer
 from edl.discovery.served.servicer import StoreLimits
 from edl.discovery.served.store import ServedStore
@@ -62,30 +61,6 @@ def opened(server: StoreServer, credentials: Credentials | None = None) -> Serve
 
 def next_snapshot(watch: StoreWatch) -> StoreSnapshot:
     return watch.get(DEADLINE_S) or pytest.fail("nothing came")
-
-
-def test_a_change_is_pushed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten changes reach a watcher that asks once: nothing is polled over the network."""
-    server, calls = serve(), list[str]()
-    with opened(server) as watcher, opened(server) as writer:
-        with watcher.watch("a/") as watch:
-            assert next_snapshot(watch) == StoreSnapshot({})
-            asked, watched = StoreClient.call, StoreClient.watch
-
-            def count_call(client: StoreClient, method: str, *rest: object) -> object:
-                calls.append(method)
-                return asked(client, method, *rest)  # type: ignore[arg-type, type-var]
-
-            def count_watch(client: StoreClient, *rest: object, **more: object) -> object:
-                calls.append("Watch")
-                return watched(client, *rest, **more)  # type: ignore[arg-type]
-
-            monkeypatch.setattr(StoreClient, "call", count_call)
-            monkeypatch.setattr(StoreClient, "watch", count_watch)
-            for number in range(10):
-                entry = writer.put("a/b", b"%d" % number)
-                assert next_snapshot(watch).entries == {"a/b": entry}
-        assert calls == ["Set"] * 10
 
 
 def test_only_what_changed_is_sent(serve: Serve) -> None:
@@ -188,22 +163,6 @@ def test_a_restarted_server_goes_on(serve: Serve, tmp_path: Path) -> None:
         assert later.version > entry.version
 
 
-def test_main_thread_makes_no_calls(serve: Serve) -> None:
-    """gRPC holds a lock of the whole process in this file, which a signal handler's `close` would wait for."""
-    server = serve()
-    with (
-        InterruptAt(1 << 30, lambda: None, "grpc/_observability") as lines,
-        opened(server) as store,
-        store.lease() as lease,
-        store.watch("") as watch,
-    ):
-        store.put("a", b"1", lease)
-        wait_until(lambda: "a" in next_snapshot(watch).entries)
-        assert [entry.key for entry in store.list("")] == ["a"]
-        assert store.delete("a")
-    assert lines.lines == 0
-
-
 def test_a_handler_closes_at_any_line(serve: Serve) -> None:
     server = serve()
 
@@ -221,14 +180,6 @@ def test_a_handler_closes_at_any_line(serve: Serve) -> None:
     lines = closed_before(1 << 30).lines
     numbers = random.Random(7).sample(range(1, lines), 12)
     assert sum(closed_before(number).reached for number in numbers) > 6, "hardly anything was interrupted"
-
-
-def test_a_second_server_is_refused(serve: Serve, tmp_path: Path) -> None:
-    port = serve().port
-    with pytest.raises(PortTakenError, match=f"port {port} of this host is taken"):
-        StoreServer(str(tmp_path / "other.sqlite"), ListenAddress(LOCAL, port))
-    with pytest.raises(SettingsError, match="cannot listen at 203"):
-        StoreServer(str(tmp_path / "other.sqlite"), ListenAddress("203.0.113.1", port))
 
 
 def test_tokens_of_a_served_store(serve: Serve, tmp_path: Path) -> None:

@@ -121,20 +121,6 @@ def test_who_leaves_hands_over(begin: Begin, port: int, late: bool, monkeypatch:
     assert not second.path.exists()
 
 
-def test_all_leave_at_once(begin: Begin, port: int) -> None:
-    """The store is served until the last client has ended, whoever of the leaving ones does it."""
-    hosts = [begin() for _ in range(3)]
-    with open_store(f"edl://{LOCAL}:{port}") as store, store.watch("a/") as watch:
-        put_and_see(store, watch, b"before")
-        leaving = [start_call("edl-test", lambda host=host: host.leave(ignore, DEADLINE_S)) for host in hosts]
-        wait_until(lambda: sum(not call.done() for call in leaving) == 1)
-        put_and_see(store, watch, b"after")
-        assert sum(bool(host.server) for host in hosts) == 1
-    for call in leaving:
-        call.result(DEADLINE_S)
-    assert not hosts[0].path.exists()
-
-
 def test_what_somebody_kept_stays(begin: Begin, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file outlives its server, which waits for whoever is to come for it; the next one removes it."""
     monkeypatch.setattr(serving, "_RETURN_S", 0.1)
@@ -178,28 +164,3 @@ def test_why_nothing_answers(port: int, monkeypatch: pytest.MonkeyPatch) -> None
         found = diagnose(LOCAL, port)
         assert (found.connected, found.final) == (True, False)
         assert "says nothing" in found.words
-
-
-@pytest.mark.parametrize(
-    ("answer", "words", "final"),
-    [
-        (b"", "accepted and closed at once", False),
-        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "another program than EDL", True),
-        (b"\0\0\0\4\0\0\0\0\0", "", False),
-    ],
-)
-def test_who_answers_is_told_apart(answer: bytes, words: str, final: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis, "_TIMEOUT_S", DEADLINE_S)
-    with socket.create_server((LOCAL, 0)) as server:
-
-        def respond() -> None:
-            with server.accept()[0] as connection:
-                connection.recv(100)
-                connection.sendall(answer)
-
-        responding = start_call("edl-test", respond)
-        found = diagnose(LOCAL, server.getsockname()[1])
-        responding.result(DEADLINE_S)
-    assert words in found.words
-    assert bool(found.words) == bool(words)
-    assert found.final is final

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import sqlite3
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,10 +13,8 @@ from typing import Any
 
 import pytest
 
-from edl.background import start_call
 from edl.discovery import Registry, Store, open_registry, open_store
 from edl.discovery.common.renewal import RenewedLease, RenewedRegistration
-from edl.discovery.sqlite.file import SqliteFile
 from edl.errors import DiscoveryError, SettingsError
 from tests.fast.discovery.conformance.backends import remove_database, spoil_database, teacher
 from tests.fast.discovery.conformance.processes import Member
@@ -46,15 +42,6 @@ def found_ids(registry: Registry) -> list[str]:
 # The file
 
 
-def test_folders_are_made(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "b c#?%" / "d.sqlite"
-    quoted = str(path).replace("%", "%25").replace("#", "%23").replace("?", "%3F").replace(" ", "%20")
-    with open_store(f"sqlite:///{quoted}") as store:
-        store.put("a", b"1")
-        assert path.exists()
-    assert sorted(path.parent.iterdir()) == [path], "a closed file leaves no journal behind"
-
-
 @pytest.mark.parametrize(
     ("sql", "words"),
     [
@@ -80,15 +67,6 @@ def _tables(path: Path) -> object:
     with contextlib.suppress(sqlite3.DatabaseError), raw(path) as connection:
         return connection.execute("SELECT name FROM sqlite_master").fetchall()
     return path.read_bytes()
-
-
-def test_impossible_paths_are_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(SettingsError, match=r"file/x\.sqlite: its folder cannot be made"):
-        open_registry(f"sqlite:///{tmp_path}/file/x.sqlite")
-    with pytest.raises(SettingsError, match=r"folder: unable to open"):
-        open_registry(f"sqlite:///{tmp_path}/folder")
 
 
 def test_unwritable_file_is_named() -> None:
@@ -144,30 +122,6 @@ def test_leases_end_unless_they_are_renewed(registry: Registry, store: Store, cl
     assert registry.services() == ()
 
 
-def test_renewed_entry_is_never_gone(
-    registry: Registry, store: Store, clock: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A read that asks for the time before it looks takes a renewal in between for one by another clock."""
-    lease, registration = store.lease(LONG_S), registry.register(teacher("s"), LONG_S)
-    assert isinstance(lease, RenewedLease)
-    assert isinstance(registration, RenewedRegistration)
-    store.put("a", b"1", lease)
-
-    def renew_after() -> float:
-        asked = clock[0]
-        clock[0] += 1.0
-        assert lease.claim.renew()
-        assert registration._claim.renew()
-        return asked
-
-    for name in MODULES[1:]:
-        monkeypatch.setattr(f"edl.discovery.sqlite.{name}.time", SimpleNamespace(monotonic=renew_after))
-    assert store.get("a") is not None
-    assert len(store.list("a")) == 1
-    assert registry.services() == ("s",)
-    assert found_ids(registry) == ["a"]
-
-
 @pytest.mark.parametrize(
     "sql", ["UPDATE state SET boot = 'an earlier one'", "UPDATE lease SET expires = expires + 1000000"]
 )
@@ -192,34 +146,6 @@ def test_a_lease_of_another_file_is_refused(store: Store, tmp_path: Path) -> Non
         pytest.raises(SettingsError, match="not a lease of"),
     ):
         store.put("a", b"x", foreign)
-
-
-def test_rows_of_nonsense_are_left_out(path: Path, registry: Registry) -> None:
-    with registry.register(teacher("s", "good"), LONG_S), registry.watch("s") as watch:
-        seen(watch, "good")
-        with raw(path) as connection:
-            for number, record in enumerate(("''", "'{'", "CAST(x'ff' AS TEXT)", "x'ff00'", "17", "'[]'")):
-                connection.execute(f"INSERT INTO lease SELECT {number}, ttl_s, expires FROM lease LIMIT 1")
-                connection.execute(f"INSERT INTO instance VALUES ({number}, 's', x'ff3{number}', 99, {record})")
-            connection.execute("UPDATE state SET revision = revision + 1")
-        snapshot = watch.get(DEADLINE_S) or pytest.fail("nothing came")
-        assert ids(snapshot.instances) == ["good"]
-        assert len(snapshot.rejected) == 6
-        assert snapshot == registry.snapshot("s")
-
-
-def test_quiet_watch_reads_nothing(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[int] = []
-    look = SqliteFile.data_version
-    monkeypatch.setattr(SqliteFile, "data_version", lambda file: looks.append(1) or look(file))
-    with registry.watch("s") as watch:
-        seen(watch)
-        reads: list[int] = []
-        read = SqliteFile.read
-        monkeypatch.setattr(SqliteFile, "read", lambda file: reads.append(1) or read(file))
-        looks.clear()
-        wait_until(lambda: len(looks) >= 3)
-    assert len(reads) <= 1, "a look that was under way may read"
 
 
 # Other writers
@@ -257,23 +183,6 @@ def _is_put(store: Store, value: bytes) -> bool:
     return False
 
 
-def test_what_is_open_needs_no_more_files(registry: Registry, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process that may open no more."""
-    with registry.register(teacher("s"), LONG_S) as registration:
-        assert isinstance(registration, RenewedRegistration)
-
-        def refuse(*_: object, **__: object) -> sqlite3.Connection:
-            raise sqlite3.OperationalError("unable to open database file")
-
-        monkeypatch.setattr(sqlite3, "connect", refuse)
-        with pytest.raises(SettingsError, match="unable to open"):
-            open_registry(url)
-        assert registration._claim.renew()
-        assert found_ids(registry) == ["a"]
-        monkeypatch.undo()
-        open_registry(url).close()
-
-
 def test_killed_writers_damage_nothing(path: Path, store: Store, member: Start) -> None:
     """Processes that all make the file, and die in the middle of their transactions."""
     store.close()
@@ -289,24 +198,6 @@ def test_killed_writers_damage_nothing(path: Path, store: Store, member: Start) 
         assert store.put("b", b"1"), "the lock of the dead is free"
     with raw(path) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-
-
-def test_threads_open_files_side_by_side(tmp_path: Path) -> None:
-    before = sys.getswitchinterval()
-    held = [open_store(f"sqlite:///{tmp_path}/held{number}.sqlite") for number in range(15)]
-
-    def open_some(thread: int) -> None:
-        for number in range(10):
-            open_store(f"sqlite:///{tmp_path}/{thread}-{number % 3}.sqlite", timeout_s=DEADLINE_S).close()
-
-    sys.setswitchinterval(1e-6)
-    try:
-        for opening in [start_call("edl-test", lambda thread=thread: open_some(thread)) for thread in range(4)]:
-            opening.result(DEADLINE_S)
-    finally:
-        sys.setswitchinterval(before)
-        for store in held:
-            store.close()
 
 
 # Files that are removed or replaced in use
@@ -368,41 +259,3 @@ def test_replaced_while_it_is_opened(path: Path, url: str, monkeypatch: pytest.M
         with pytest.raises(SettingsError, match="not a database"):
             open_store(url).list("")
         assert [path.read_bytes()] == spoilt, "nobody's file is removed"
-
-
-def test_new_file_has_memory_of_its_own(path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who removes a database leaves its journal and memory, which others read yet. Nobody opens it meanwhile."""
-    prepare = SqliteFile._prepare
-    left: list[bool] = []
-
-    def prepare_and_note(file: SqliteFile, connection: sqlite3.Connection) -> None:
-        left.extend(path.with_name(path.name + side).exists() for side in ("-wal", "-shm"))
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            with pytest.raises(BlockingIOError):
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        finally:
-            os.close(folder)
-        prepare(file, connection)
-
-    with open_store(url) as store:
-        store.put("old", b"1")
-        path.unlink()
-        monkeypatch.setattr(SqliteFile, "_prepare", prepare_and_note)
-        with open_store(url) as again:
-            assert left == [False, False], "two databases share a journal and memory"
-            assert again.list("") == []
-
-
-def test_leaving_a_deleted_file_is_harmless(path: Path, store: Store, url: str, member: Start) -> None:
-    store.put("old", b"1")
-    remove_database(path)
-    successor = member("hold", "new", str(LONG_S))
-    assert successor.hear() == "ready"
-    assert [entry.key for entry in store.list("")] == ["new"]
-    store.close()
-    assert successor.ask("?") == "kept"
-    with open_store(url) as again:
-        assert [entry.key for entry in again.list("")] == ["new"]
-    with raw(path) as connection:
-        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -89,34 +86,6 @@ def test_record_follows_and_goes_at_once(publish: Publish, url: str, counted: Co
     publisher.close()
 
 
-def test_idle_rate_after_a_restart(publish: Publish, url: str) -> None:
-    """Its first counters after a restart have nothing to compare with; the next ones, all alike, have."""
-    counts: list[float | None] = [0.0]
-    publish(
-        LoadSource(
-            "s",
-            "teachers",
-            lambda: {"rows": counts[0], "compute_s": counts[0], "queue_rows": None},
-            lambda: {"teacher": "t", "model": "m", "state": "ready", "workers": 1},
-        )
-    )
-    for counts[0], rate in ((0.0, 0.0), (None, None), (0.0, 0.0)):
-        wait_until(lambda rate=rate: [teacher.rows_per_s for teacher in load(url).teachers] == [rate])
-
-
-def test_short_life_publishes_nothing(url: str, counted: Counted, tmp_path: Path) -> None:
-    LoadPublisher(url, [counted.source()], LoadSettings(interval_s=60.0, window_s=60.0)).close()
-    assert not (tmp_path / "store.sqlite").exists()
-
-
-@pytest.mark.parametrize("to", ["etcd://127.0.0.1:1", "nonsense://x"])
-def test_store_that_is_away_is_logged_once(publish: Publish, to: str, caplog: pytest.LogCaptureFixture) -> None:
-    publisher = publish(to=to)
-    wait_until(lambda: publisher._backoff.failures > 1)
-    publisher.close(DEADLINE_S)
-    assert caplog.text.count("not published") == 1
-
-
 def test_store_that_comes_back_is_used(
     publish: Publish, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -177,40 +146,3 @@ def test_process_without_threads_goes_on(
     publisher.publish_soon()
     publisher.close()
     assert "load is not published: can't start new thread" in caplog.text
-
-
-def test_forked_child_publishes_nothing(publish: Publish, url: str, counted: Counted) -> None:
-    publisher = publish()
-    wait_until(lambda: load(url).students)
-    child = os.fork()
-    if not child:
-        publisher.publish_soon()
-        publisher.close()
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    (student,) = load(url).students
-    assert f"-{os.getpid()}-" in student.id
-    counted.rows = 10
-    wait_until(lambda: load(url).rows_per_s > 0)
-
-
-_PUBLISHES = """
-import itertools, signal, sys
-from edl.load_reporting import LoadPublisher, LoadSource
-from edl.settings import LoadSettings
-rows = itertools.count()
-read = lambda: {"rows_asked": next(rows), "wait_s": 0.0, "source_wait_s": 0.0}
-source = LoadSource("s", "students", read, lambda: {"job": "", "teachers": []})
-LoadPublisher(sys.argv[1], [source], LoadSettings(interval_s=0.05, window_s=0.5, ttl_s=0.6))
-signal.pause()
-"""
-
-
-def test_killed_process_is_soon_gone(url: str) -> None:
-    process = subprocess.Popen([sys.executable, "-c", _PUBLISHES, url])
-    try:
-        wait_until(lambda: load(url).students)
-    finally:
-        process.kill()
-        process.wait()
-    wait_until(lambda: not load(url).students)

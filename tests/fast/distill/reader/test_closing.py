@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
-from edl.distill import DistillReader, Options
-from edl.errors import BadOutputError, ClosedError, EDLError, NoTeacherError, SourceError
+from edl.distill import DistillReader
+from edl.errors import ClosedError
 from tests.descriptors import count_descriptors
-from tests.fast.distill.conftest import Register, Serve, Served
-from tests.fast.distill.reading import WIDTH, check, reader_of, remains, samples
+from tests.fast.distill.conftest import Register, Served
+from tests.fast.distill.reading import check, reader_of, remains, samples
 from tests.interrupting import InterruptAt, deadline
 from tests.waiting import DEADLINE_S, wait_until
 
@@ -126,25 +124,6 @@ def test_handler_closes_another_reader(teacher: Served) -> None:
     sampled(run, 12)
 
 
-def test_handler_starts_the_next_epoch(teacher: Served) -> None:
-    """Which ends the one that is in the middle of its own functions."""
-    with reader_of(teacher, teacher_batch_size=2).set_sample_generator(samples(12)) as reader:
-
-        def run(number: int) -> InterruptAt:
-            again: list[Any] = []
-            with (
-                deadline(DEADLINE_S, f"line {number}"),
-                contextlib.suppress(ClosedError),
-                InterruptAt(number, lambda: again.extend(reader()), "edl/distill/") as interrupt,
-            ):
-                check(list(reader()), 12)
-            if again:
-                check(again, 12)
-            return interrupt
-
-        sampled(run, 12)
-
-
 class Tick(Exception):
     """What a signal handler raises."""
 
@@ -189,93 +168,6 @@ def test_failed_epoch_stays_failed(teacher: Served) -> None:
 
 
 # Readers whose epoch did not end well are let go like any other: nothing that EDL keeps leads back to them.
-
-
-class Program:
-    """Holds its reader, and is the reader's source: whatever keeps one keeps both."""
-
-    def __init__(self, teachers: list[str], rows: Callable[[], Iterator[Any]], **options: Any) -> None:
-        self.rows = rows
-        self.reader = DistillReader(["x"], ["y"], teachers=teachers, teacher_batch_size=2, options=Options(**options))
-        self.reader.set_sample_generator(self.source)
-
-    def source(self) -> Iterator[Any]:
-        yield from self.rows()
-
-    def run(self, use: Callable[[Iterator[Any]], object] = list) -> weakref.ref[DistillReader]:
-        """Return the reader, which is kept by nothing that this leaves."""
-        use(self.reader())
-        return weakref.ref(self.reader)
-
-
-def rows(count: int, width: int = WIDTH) -> Callable[[], Iterator[Any]]:
-    return lambda: ((np.full(width, number, np.float32),) for number in range(count))
-
-
-def broken_source() -> Iterator[Any]:
-    yield from rows(5)()
-    raise OSError("the disk is gone")
-
-
-def lose(teacher: Served) -> Callable[[Iterator[Any]], None]:
-    def use(labelled: Iterator[Any]) -> None:
-        next(labelled)
-        teacher.close()
-        list(labelled)
-
-    return use
-
-
-def stop(labelled: Iterator[Any]) -> None:
-    for _ in labelled:
-        raise ZeroDivisionError
-
-
-@pytest.mark.parametrize(
-    "case",
-    ["no teacher", "lost teacher", "source", "samples", "refused", "loop"],
-)
-def test_readers_are_let_go_after_an_error(serve: Serve, case: str) -> None:
-    served = serve("raises" if case == "refused" else "echo", delay_s=0.001)
-    endless = rows(1_000_000)
-    cases: dict[str, tuple[type[BaseException], Callable[[], Program], Callable[[Iterator[Any]], object]]] = {
-        "no teacher": (NoTeacherError, lambda: Program(["127.0.0.1:9"], rows(9), teacher_timeout_s=0.2), list),
-        "lost teacher": (
-            NoTeacherError,
-            lambda: Program([served.endpoint], endless, teacher_timeout_s=1),
-            lose(served),
-        ),
-        "source": (OSError, lambda: Program([served.endpoint], broken_source), list),
-        "samples": (SourceError, lambda: Program([served.endpoint], rows(5, WIDTH + 1)), list),
-        "refused": (BadOutputError, lambda: Program([served.endpoint] * 2, rows(400), shared_memory=False), list),
-        "loop": (ZeroDivisionError, lambda: Program([served.endpoint], endless), stop),
-    }
-    error, make, use = cases[case]
-    program = make()
-    reader = weakref.ref(program.reader)
-    with pytest.raises(error):
-        program.run(use)
-    del program
-    wait_until(lambda: gc.collect() >= 0 and reader() is None, "the end of the reader")
-
-
-def test_kept_error_keeps_its_reader(teacher: Served) -> None:
-    """An error that is kept keeps its reader only as long."""
-    kept: list[EDLError] = []
-
-    def run() -> weakref.ref[DistillReader]:
-        program = Program([teacher.endpoint], rows(5, WIDTH + 1))
-        try:
-            program.run()
-        except EDLError as exc:
-            kept.append(exc)
-        return weakref.ref(program.reader)
-
-    reader = run()
-    gc.collect()
-    assert reader() is not None, "its traceback leads there"
-    kept.clear()
-    wait_until(lambda: gc.collect() >= 0 and reader() is None)
 
 
 def test_close_and_letting_go_leave_nothing(teacher: Served) -> None:

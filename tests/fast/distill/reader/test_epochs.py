@@ -13,10 +13,9 @@ import pytest
 
 from edl.distill import DistillReader, Options, Teachers
 from edl.distill.cache import SoftLabelCache
-from edl.distill.compress import TopK
 from edl.errors import ClosedError, TemporaryError
 from tests.fast.distill.conftest import Serve
-from tests.fast.distill.reading import WIDTH, check, reader_of, sample, samples
+from tests.fast.distill.reading import check, reader_of, sample, samples
 from tests.waiting import DEADLINE_S, wait_until
 
 
@@ -50,49 +49,11 @@ def test_sample_lists_keep_their_lengths(serve: Serve) -> None:
     check([row for samples in lists for row in samples], 23)
 
 
-def test_batches_are_arrays(serve: Serve) -> None:
-    """Other fields pass through."""
-
-    def source() -> Iterator[Any]:
-        for first in range(0, 40, 10):
-            numbers = np.arange(first, first + 10)
-            yield np.repeat(numbers[:, None], WIDTH, 1).astype(np.float32), numbers, {"meta": first}
-
-    with reader_of(serve("echo")).set_batch_generator(source) as reader:
-        batches = list(reader())
-    assert [meta["meta"] for _, _, meta, _ in batches] == [0, 10, 20, 30]
-    for x, numbers, _, labels in batches:
-        assert labels.shape[0] == 10
-        assert labels.flags.writeable
-        assert (labels[:, 0] == numbers).all()
-        assert (x[:, 0] == numbers).all()
-
-
 def test_unknown_names_are_not_sent(serve: Serve) -> None:
     """Names that the model does not have."""
     reader = DistillReader(["x", "label"], ["y"], teachers=[serve("echo").endpoint])
     with reader.set_sample_generator(samples(5)):
         check(list(reader()), 5)
-
-
-@pytest.mark.parametrize("kwargs", [{}, {"dtype": "float16", "temperature": 4.0}])
-def test_each_sample_has_a_top_k_of_its_own(serve: Serve, kwargs: dict[str, Any]) -> None:
-    teacher = serve("echo")
-    rows = [(np.roll(np.arange(WIDTH, dtype=np.float32), number), number) for number in range(10)]
-    found: list[Any] = []
-    for size in (1, 4):
-        with reader_of(teacher, teacher_batch_size=size, top_k=2, **kwargs) as reader:
-            found += reader.set_sample_generator(lambda: iter(rows))()
-        with reader_of(teacher, teacher_batch_size=size, top_k=2, **kwargs) as reader:
-            reader.set_sample_list_generator(lambda: iter([rows[:3], rows[3:]]))
-            found += [row for some in reader() for row in some]
-    assert [number for _, number, _ in found] == [*range(10)] * 4
-    for x, _, label in found:
-        assert label.ids.tolist() == np.argsort(-x)[:2].tolist()
-        assert label.values.tolist() == [3, 2]
-        assert label.values.dtype == np.dtype(kwargs.get("dtype", "float32"))
-        assert label.tail_lse.shape == ()
-    assert TopK.stack([label for *_, label in found]).ids.shape == (40, 2)
 
 
 def test_break_leaves_the_next_epoch_whole(serve: Serve) -> None:
@@ -106,15 +67,6 @@ def test_break_leaves_the_next_epoch_whole(serve: Serve) -> None:
         check(list(reader()), 300)
         with pytest.raises(ClosedError, match="another one was started"):
             next(unfinished)
-
-
-def test_two_readers_use_their_own_teachers(serve: Serve) -> None:
-    with (
-        reader_of(serve("echo")).set_sample_generator(samples(50)) as first,
-        reader_of(serve("echo", scale=2.0)).set_sample_generator(samples(50)) as second,
-    ):
-        for one, two in zip(first(), second(), strict=True):
-            assert two[2][0] == 2 * one[2][0] == 2 * one[1]
 
 
 def test_ensembles_are_averaged_and_weighted(serve: Serve) -> None:
@@ -131,15 +83,6 @@ def test_ensembles_are_averaged_and_weighted(serve: Serve) -> None:
         assert label[0] == pytest.approx(0.75 * number + 0.25 * 3 * number)
     for _, number, label in rows(lambda outputs: np.maximum(*outputs)):
         assert label[0] == 3 * number
-
-
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_shared_memory_and_grpc_agree(serve: Serve, shared_memory: bool) -> None:
-    options = Options(shared_memory=shared_memory, teacher_timeout_s=60)
-    with reader_of(serve("echo"), options=options).set_sample_generator(samples(200)) as reader:
-        check(list(reader()), 200)
-        arena = reader._session.labeller._arena  # type: ignore[union-attr]
-        assert (arena is not None and bool(arena._regions)) == shared_memory
 
 
 # Sources that wait for the training loop.
@@ -246,23 +189,6 @@ def test_busy_source_is_an_error_in_time(serve: Serve) -> None:
         wait_until(lambda: "edl-feed" not in {thread.name for thread in threading.enumerate()})
         assert numbers(reader()) == list(range(6))
         assert source.begun == 2
-
-
-def test_next_epoch_waits(serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("edl.distill.pipeline.session._SAY_AFTER_S", 0.01)
-    source = OneIterator()
-
-    def go_later() -> None:
-        wait_until(lambda: "the data source is still busy" in caplog.text)
-        source.go.set()
-
-    with DistillReader(["x"], ["y"], teachers=serve("echo").endpoint).set_batch_generator(lambda: source) as reader:
-        next(reader())
-        assert source.busy.wait(DEADLINE_S)
-        later = threading.Thread(target=go_later)
-        later.start()
-        assert numbers(reader()) == list(range(6)), "the second epoch lost batches to the first"
-        later.join()
 
 
 def test_source_starts_no_epoch_of_its_reader(serve: Serve) -> None:

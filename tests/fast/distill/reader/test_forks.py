@@ -93,17 +93,3 @@ def test_forked_children(tmp_path: Path, serve: Serve) -> None:
     assert all(line.startswith("ClosedError") and '"spawn"' in line for line in refused), refused
     assert sum("this reader belongs to process" in line for line in refused) == 2
     assert sum("a reader cannot connect" in line and '"forkserver"' in line for line in refused) == 4
-
-
-def test_spawned_children_work(tmp_path: Path, serve: Serve) -> None:
-    """Spawned children of such a process are as good as any."""
-    program = """
-if __name__ == "__main__":
-    use()
-    for method in ("spawn", "forkserver"):
-        process = multiprocessing.get_context(method).Process(target=use)
-        process.start()
-        process.join()
-        assert process.exitcode == 0
-"""
-    assert run(tmp_path, serve, program) == ["labelled"] * 3

@@ -11,9 +11,8 @@ import torch
 
 from edl.distill import DistillReader, Options
 from edl.distill.cache import SoftLabelCache
-from edl.distill.compress import TopK, top_k
 from edl.distill.torch import distill
-from edl.errors import SettingsError, SourceError
+from edl.errors import SettingsError
 from edl.testing.models import Model
 from tests.fast.distill.conftest import Serve
 from tests.waiting import wait_until
@@ -74,15 +73,6 @@ def test_lengths_of_labels_follow_batches(serve: Serve, rows: int | None) -> Non
         np.testing.assert_allclose(logits, scores(ids), rtol=1e-5)
 
 
-def test_top_k_of_different_lengths(serve: Serve) -> None:
-    with reader_of(serve(PER_TOKEN).endpoint, top_k=3, teacher_batch_size=2) as reader:
-        delivered = list(reader.set_batch_generator(lambda: batches(5, 8, 2))())
-    assert [labels.ids.shape for *_, labels in delivered] == [(3, 5, 3), (3, 8, 3), (3, 2, 3)]
-    for ids, _, labels in delivered:
-        assert isinstance(labels, TopK)
-        assert (labels.ids == top_k(scores(ids), 3).ids).all()
-
-
 def test_cached_labels_keep_their_length(serve: Serve) -> None:
     """Labels of tokens are never of another length than the inputs; those of texts are of one shape for any length."""
     with SoftLabelCache() as cache, reader_of(serve(PER_TOKEN).endpoint, cache=cache, id_field=1) as reader:
@@ -112,18 +102,3 @@ def test_unfit_pieces_are_named(serve: Serve) -> None:
             list(reader())
     with reader_of(serve(as_long_as_said).endpoint) as reader:
         assert [logits.shape for *_, logits in reader.set_batch_generator(lambda: source)()] == [(4, 3)]
-
-
-def test_lengths_need_own_requests(serve: Serve) -> None:
-    """Samples of different lengths are not gathered into a request."""
-    rows = [(np.full(length, length, "i4"), None) for length in (5, 8, 2)]
-    endpoint = serve(PER_TOKEN).endpoint
-    words = r"sample 1: input 'x' has shape \[8\].*set_teacher_batch_size\(1\)"
-    with (
-        reader_of(endpoint).set_sample_generator(lambda: iter(rows)) as reader,
-        pytest.raises(SourceError, match=words),
-    ):
-        list(reader())
-    with reader_of(endpoint, teacher_batch_size=1).set_sample_generator(lambda: iter(rows)) as reader:
-        for ids, _, logits in reader():
-            np.testing.assert_allclose(logits, scores(ids), rtol=1e-5)

@@ -11,18 +11,9 @@ import numpy as np
 import pytest
 
 from edl.distill import DistillReader
-from edl.errors import BadOutputError, RejectedError, SettingsError, SourceError
+from edl.errors import SettingsError, SourceError
 from tests.fast.distill.conftest import Register, Serve
 from tests.fast.distill.reading import WIDTH, check, reader_of, sample, samples, why_unused
-
-
-def test_unlabelable_input_is_an_error(serve: Serve) -> None:
-    """An input that no teacher can label."""
-    with (
-        reader_of(serve("raises"), serve("raises")).set_sample_generator(samples(20)) as reader,
-        pytest.raises((BadOutputError, RejectedError), match="no teacher could label"),
-    ):
-        list(reader())
 
 
 def test_missing_names_are_named(serve: Serve) -> None:

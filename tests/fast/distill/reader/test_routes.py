@@ -14,7 +14,7 @@ import pytest
 from edl.distill import DistillReader, Options, Teachers
 from edl.distill.cache import SoftLabelCache
 from edl.distill.source import routed_cutters
-from edl.errors import NoTeacherError, SettingsError, SourceError
+from edl.errors import SettingsError, SourceError
 from tests.fast.distill.conftest import Register, Serve, Served
 from tests.waiting import DEADLINE_S
 
@@ -143,39 +143,6 @@ def test_a_rare_domain_is_not_waited_for(
     options = Options(linger_s=300.0, memory_bytes=1 << 20)  # room for two requests
     with reader_of(teachers, found, teacher_batch_size=8, options=options) as reader:
         check(((x, domain, number, y) for x, domain, number, _, y in reader()), 300)
-
-
-def test_a_domain_without_teachers_is_named(registry_url: str, teachers: dict[str, str]) -> None:
-    there = {**teachers, "law": Teachers("nobody", discovery=registry_url)}
-    found = [(np.zeros(4, np.float32), "law", 0)]
-    reader = reader_of(there, found, options=Options(teacher_timeout_s=0.3))
-    with reader, pytest.raises(NoTeacherError, match="nobody"):
-        list(reader())
-
-
-def test_domains_share_teachers(teachers: dict[str, str]) -> None:
-    """Two values with the same teachers fill requests together."""
-    there = {"math": teachers["math"], "code": teachers["math"], "law": teachers["law"]}
-    found = samples(100)
-    of_law = sum(domain == "law" for _, domain, _ in found)
-    with reader_of(there, found) as reader:
-        for x, domain, _, y in reader():
-            assert y.tolist() == (x * (100 if domain == "law" else 1)).tolist()
-        routes = reader.stats().routes
-    assert list(routes) == ["math", "code", "law"]
-    assert routes["math"] == routes["code"], "they are counted together"
-    assert (routes["math"].rows_received, routes["law"].rows_received) == (100 - of_law, of_law)
-
-
-def test_values_alike_in_print(teachers: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    """A number and a string that looks like it are two values; the configuration shows which is which."""
-    found = [(np.full(4, number, np.float32), 1 if number % 4 else "1", number) for number in range(40)]
-    with reader_of({1: teachers["math"], "1": teachers["code"]}, found) as reader:
-        assert len(list(reader())) == 40
-        routes = reader.stats().routes
-        assert (routes[1].rows_received, routes["1"].rows_received) == (30, 10)
-        reader.print_config()
-    assert "route: by field, 1, '1'" in capsys.readouterr().out
 
 
 def test_outputs_must_be_alike(serve: Serve, teachers: dict[str, str]) -> None:

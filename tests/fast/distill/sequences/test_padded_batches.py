@@ -12,16 +12,13 @@ torch = pytest.importorskip("torch")
 from edl.distill import DistillReader, Options, Teachers  # noqa: E402
 from edl.distill.torch import distill  # noqa: E402
 from edl.errors import SettingsError, SourceError  # noqa: E402
-from edl_serving import TensorSpec  # noqa: E402
 from tests.fast.distill.conftest import Serve, Served  # noqa: E402
 from tests.fast.distill.sequences.language_model import (  # noqa: E402
     VOCABULARY,
-    PrefixModel,
     check_batch,
     check_labels,
     sequences,
 )
-from tests.waiting import wait_until  # noqa: E402
 
 PAD = 99_999
 
@@ -75,31 +72,6 @@ def test_packed_rows_bring_their_positions(model: Served) -> None:
         list(loader)
 
 
-class UncountedModel(PrefixModel):
-    """As an engine's gateway, it does not say how large the vocabulary is."""
-
-    outputs = (TensorSpec("logprobs", "FP32", (-1,)), *PrefixModel.outputs[1:])  # type: ignore[assignment]
-    top_k_outputs = frozenset({"logprobs"})  # type: ignore[assignment]
-
-
-def test_a_batch_of_both_kinds_of_teacher(serve: Serve) -> None:
-    """Pieces of one batch come from a teacher that knows its number of classes, and from one that does not."""
-    servers = [serve(backend, {"max_batch_rows": 512}) for backend in (PrefixModel(), UncountedModel())]
-    ids, mask = torch.arange(24 * 30).reshape(24, 30), torch.ones(24, 30)
-    with distill([(ids, mask)] * 8, [one.endpoint for one in servers], batch_rows=60, **PAIR) as loader:
-        next(iter(loader))
-        wait_until(lambda: loader.stats().teachers_live == 2)
-
-        def both_serve() -> bool:
-            delivered = list(loader)
-            for _, labels in delivered:
-                check_batch(ids, mask, labels)
-            assert VOCABULARY in {labels.classes for _, labels in delivered}
-            return all(server.metric("edl_teacher_requests_total", outcome="ok") for server in servers)
-
-        wait_until(both_serve)
-
-
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
@@ -134,21 +106,6 @@ def test_batch_without_tokens_gets_zeros(model: Served, first: bool) -> None:
             check_batch(ids, mask, labels)
             assert (labels.ids.dtype, labels.values.dtype) == (torch.int32, torch.float32)
             assert labels.classes == VOCABULARY
-
-
-def test_input_may_be_called_tokens(serve: Serve) -> None:
-    class Renamed(PrefixModel):
-        inputs = (TensorSpec("tokens", "INT32"), TensorSpec("position", "INT32"))  # type: ignore[assignment]
-        outputs = PrefixModel.outputs[:1]  # type: ignore[assignment]
-        optional_outputs = {}  # type: ignore[assignment]
-
-        def predict_top_k(self, inputs: Any, k: int, temperature: float) -> Any:
-            return super().predict_top_k({"ids": inputs["tokens"], **inputs}, k, temperature)
-
-    batch = (torch.tensor([[5, 6, PAD]]), torch.tensor([[1, 1, 0]]))
-    with distill([batch], serve(Renamed()).endpoint, **{**PAIR, "inputs": {"tokens": 0}}) as loader:
-        ((_, labels),) = list(loader)
-    check_batch(*batch, labels)
 
 
 # Sequences of several domains in one source: each token has the label of its domain's teachers.

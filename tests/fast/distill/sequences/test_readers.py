@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
@@ -14,15 +13,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edl.distill import DistillReader, Options, Scorer, Teachers
+from edl.distill import DistillReader, Options, Scorer
 from edl.distill.cache import SoftLabelCache
 from edl.errors import NoTeacherError, SettingsError, SourceError
 from edl.testing.models import prefix_scores_of
 from edl_serving.backends.callable import CallableBackend
 from tests.fast.distill.conftest import Register, Serve, Served
 from tests.fast.distill.sequences.language_model import PrefixModel, check_labels, sequences
-from tests.fast.distill.sequences.test_padded_batches import UncountedModel, collated
-from tests.waiting import wait_until
+from tests.fast.distill.sequences.test_padded_batches import collated
 
 K = 4
 LARGE = {"max_batch_rows": 4096, "max_queue_rows": 4 * 4096}
@@ -56,48 +54,12 @@ def reader_of(teachers: Any, **kwargs: Any) -> DistillReader:
     return DistillReader(["ids", None], ["logprobs"], teachers=getattr(teachers, "endpoint", teachers), **kwargs)
 
 
-def test_teachers_go_and_come(serve: Serve, register: Register, registry_url: str) -> None:
-    """One is lost with what it computes, and one comes, in the middle of an epoch."""
-    teachers = [serve("prefix_scores", server=LARGE, delay_s=0.005) for _ in range(2)]
-    for number, served in enumerate(teachers):
-        register(served.endpoint, "lm", f"t{number}")
-    found = sequences(600)
-    with reader_of(None, teacher_batch_size=200).set_dynamic_teacher(registry_url, "lm") as reader:
-        epoch = reader.set_sequence_generator(source(found))()
-        delivered = list(itertools.islice(epoch, 50))
-        wait_until(lambda: reader.stats().teachers_live == 2)
-        teachers[0].close()
-        delivered += itertools.islice(epoch, 50)
-        register(serve("prefix_scores", server=LARGE).endpoint, "lm")
-        delivered += epoch
-        assert reader.stats().rows_delivered == sum(map(len, found)), "rows are tokens"
-    check(delivered, found)
-
-
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.integers(1, 70), max_size=30), st.one_of(st.none(), st.integers(1, 100)))
 def test_any_lengths_and_budgets(teacher: Served, lengths: list[int], tokens: int | None) -> None:
     found = [np.arange(length, dtype=np.int32) * 7 + number for number, length in enumerate(lengths)]
     with reader_of(teacher, teacher_batch_size=tokens).set_sequence_generator(source(found)) as reader:
         check(list(reader()), found)
-
-
-def test_lists_of_sequences(teacher: Served) -> None:
-    found = sequences(60)
-    lists: list[Any] = [
-        [(ids, number) for number, ids in list(enumerate(found))[at : at + 7]] for at in range(0, 60, 7)
-    ]
-    lists.insert(3, [])
-    with reader_of(teacher, teacher_batch_size=100).set_sequence_list_generator(lambda: lists) as reader:
-        delivered = list(reader())
-    assert [len(part) for part in delivered] == [len(part) for part in lists]
-    check(itertools.chain.from_iterable(delivered), found)
-
-
-def test_ensembles_agree_on_tokens(teacher: Served) -> None:
-    with reader_of([Teachers(endpoints=(teacher.endpoint,))] * 2, teacher_batch_size=64) as two:
-        for ids, _, first, second in two.set_sequence_generator(source(sequences(30)))():
-            assert first.tolist() == second.tolist() == prefix_scores_of(ids).tolist()
 
 
 def test_a_server_cuts_between_sequences(serve: Serve) -> None:
@@ -118,25 +80,6 @@ def test_a_model_that_does_not_say_so(serve: Serve) -> None:
     assert model.metric("edl_teacher_requests_total", outcome="ok") == 0
 
 
-def test_a_label_holds_no_whole_request(model: Served) -> None:
-    """Who keeps a text of each request, or of each list, does not keep the rest of the answer."""
-    texts = sequences(30)
-    for lists in (0, 6):
-        reader = DistillReader(["ids"], ["logprobs"], teachers=model.endpoint, top_k=K)
-        if lists:
-            parts = [[(ids,) for ids in texts[at : at + 6]] for at in range(0, 30, 6)]
-            reader.set_sequence_list_generator(lambda parts=parts: iter(parts))  # type: ignore[misc]
-        else:
-            reader.set_sequence_generator(lambda: ((ids,) for ids in texts))
-        with reader:
-            for found in reader():
-                for ids, labels in found if lists else [found]:
-                    for part in (labels.ids, labels.values, labels.tail_lse):
-                        assert (part if part.base is None else part.base).nbytes <= part.nbytes
-                        assert part.flags.writeable
-                    check_labels(ids, labels)
-
-
 # Texts that only some teachers take wait for those, whichever teacher comes first.
 
 
@@ -149,26 +92,6 @@ def test_text_that_is_too_long_for_all(serve: Serve) -> None:
         check_labels(SHORT, next(epoch)[2])
         with pytest.raises(SourceError, match=r"sample 1 is a sequence of 300 tokens, .* at most 100: cut it"):
             next(epoch)
-
-
-@pytest.mark.parametrize("scored", [False, True])
-def test_long_text_waits_for_its_teacher(serve: Serve, scored: bool) -> None:
-    """The teacher that takes it is listed, and is not there yet; a scorer answers other calls meanwhile."""
-    small, large = serve(PrefixModel(max_sequence=100), WHOLE), serve(PrefixModel())
-    large.close()
-    teachers = [small.endpoint, large.endpoint]
-    if scored:
-        with Scorer(teachers, top_k=K) as scorer:
-            first, second = scorer.score([LONG]), scorer.score([SHORT])
-            check_labels(SHORT, second.result(90)[0])
-            serve(PrefixModel(), {"port": large.port, **WHOLE})
-            check_labels(LONG, first.result(90)[0])
-        return
-    with reader_of(teachers, top_k=K).set_sequence_generator(lambda: iter([(SHORT, 0), (LONG, 1)])) as reader:
-        epoch = reader()
-        check_labels(SHORT, next(epoch)[2])
-        serve(PrefixModel(), {"port": large.port, **WHOLE})
-        check_labels(LONG, next(epoch)[2])
 
 
 def test_service_may_get_a_larger_teacher(serve: Serve, register: Register, registry_url: str) -> None:
@@ -276,17 +199,6 @@ def test_k_is_part_of_what_is_kept(model: Served, tmp_path: Path) -> None:
         assert cache.stats().hits == 2 * len(texts)
         with pytest.raises(SettingsError, match="0 sets of labels"):
             read(texts, cache, None, top_k=3)
-
-
-def test_kinds_of_teachers_share_a_cache(serve: Serve, tmp_path: Path) -> None:
-    """A teacher that knows its number of classes, and one that does not, of the same version."""
-    texts = sequences(20)
-    with SoftLabelCache(0, tmp_path) as cache:
-        for count, backend in ((10, PrefixModel()), (20, UncountedModel())):
-            backend.version_if_unnamed = "0123456789abcdef"  # a hash, as the same weights have anywhere
-            stats = read(texts[:count], cache, serve(backend, WHOLE).endpoint)
-            assert stats.rows_cached == sum(map(len, texts[: count - 10]))
-        assert read(texts, cache, None).rows_cached == sum(map(len, texts))
 
 
 def test_rows_are_not_taken_from_texts(model: Served) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edl.distill import DistillReader, Options, Scorer, Teachers, on_policy
+from edl.distill import Options, Scorer, Teachers, on_policy
 from edl.errors import ClosedError, NoTeacherError, SettingsError, SourceError
 from edl.testing.models import prefix_scores_of
 from tests.fast.distill.conftest import Register, Serve, Served
@@ -49,15 +49,6 @@ def test_targets_are_scored_beside(model: Served, dtype: str | None) -> None:
         assert logprobs.tolist() == np.take_along_axis(prefix_scores_of(ids, VOCABULARY), wanted, 1).tolist()
 
 
-def test_a_reader_may_ask_for_targets(model: Served) -> None:
-    found = [(ids, np.zeros((len(ids), 1), np.int64)) for ids in sequences(10)]
-    outputs = ["target_logprobs", "logprobs"]
-    with DistillReader(["ids", "targets"], outputs, teachers=model.endpoint, top_k=2) as reader:
-        for ids, _, logprobs, labels in reader.set_sequence_generator(lambda: found)():
-            assert logprobs[:, 0].tolist() == prefix_scores_of(ids, VOCABULARY)[:, 0].tolist()
-            check_labels(ids, labels, 2)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -77,16 +68,6 @@ def test_a_teacher_that_does_not_fit(model: Served, options: dict[str, Any], wor
         scorer.score([[1, 2]]).result(DEADLINE_S)
 
 
-def test_too_long_a_sequence_fails_alone(model: Served) -> None:
-    with Scorer(model.endpoint, top_k=4) as scorer:
-        long, short = scorer.score([np.arange(201)]), scorer.score([np.arange(200)])
-        with pytest.raises(SourceError, match="sample 0 is a sequence of 201 tokens, and teachers take at most 200"):
-            long.result(DEADLINE_S)
-        check_labels(np.arange(200), short.result(DEADLINE_S)[0])
-        with pytest.raises(SourceError, match="sequence 1, ids"):
-            scorer.score([[1], [object()]])
-
-
 def test_a_scorer_outlives_its_last_name(model: Served) -> None:
     """A call under way keeps its scorer; afterwards nothing does, not even an error that is kept; its thread ends."""
     before = set(threading.enumerate())
@@ -100,15 +81,6 @@ def test_a_scorer_outlives_its_last_name(model: Served) -> None:
     del future
     wait_until(lambda: gc.collect() >= 0 and gone() is None)
     wait_until(lambda: not thread.is_alive())
-
-
-def test_a_closed_scorer_says_so(model: Served) -> None:
-    scorer = Scorer(model.endpoint, top_k=3)
-    scorer.score([[1]]).result(DEADLINE_S)
-    scorer.close()
-    scorer.close()
-    with pytest.raises(ClosedError):
-        scorer.score([[1]])
 
 
 def test_teachers_go_between_calls(serve: Serve, register: Register, registry_url: str) -> None:
@@ -225,13 +197,3 @@ def test_domain_without_teachers(model: Served, registry_url: str) -> None:
                 scorer.score([[1], [2]], route=route)
     with Scorer(model.endpoint, top_k=4) as scorer, pytest.raises(SettingsError, match="has one service"):
         scorer.score([[1]], route="math")
-
-
-def test_on_policy_by_domain(model: Served, negative: Served) -> None:
-    batches: list[Any] = [{"prompts": [[3], [4, 5]], "domain": ["code", "math"]}, {"prompts": [[6]], "domain": "code"}]
-    with Scorer({"math": model.endpoint, "code": negative.endpoint}, top_k=4) as scorer:
-        loop = on_policy(batches, lambda batch: [[*ids, 1] for ids in batch["prompts"]], scorer, route="domain")
-        for batch, texts, labels in loop:
-            domains = ["code"] if batch["domain"] == "code" else batch["domain"]
-            for ids, domain, label in zip(texts, domains, labels, strict=True):
-                check_labels(ids, label, sign=SIGN[domain])

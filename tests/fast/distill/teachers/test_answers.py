@@ -15,7 +15,7 @@ import pytest
 
 from edl.distill import DistillReader, Options
 from edl.distill.dispatch.policy import Policy
-from edl.errors import BadOutputError, EDLError
+from edl.errors import BadOutputError
 from edl.protocol import codec, kserve, names
 from edl.protocol.transport import grpc
 from tests.fast.distill.conftest import Serve
@@ -32,20 +32,6 @@ def assert_fit(texts: list[str]) -> None:
     for text in texts:
         assert text.isprintable(), f"as it would reach a log: {text!r:.200}"
         assert len(text) < 5000, f"{len(text)} characters, beginning {text:.80}"
-
-
-@pytest.mark.parametrize("streams", [False, True])
-def test_words_of_errors_are_one_short_line(streams: bool, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "edl")
-    # A status's words go as a header, which gRPC limits; on the stream they may have any length.
-    details = NASTY + "x" * (3_000_000 if streams else 3000)
-    extensions = [names.EXTENSION_STREAM] if streams else []
-    with ForeignServer(refusal=(grpc.StatusCode.INVALID_ARGUMENT, details), extensions=extensions) as server:
-        reader = reader_of(server).set_sample_generator(samples(4))
-        with reader, pytest.raises(EDLError) as caught:
-            list(reader())
-    assert r"ok\r\n12:00 ERROR all lost\x1b[2J" in str(caught.value), "what was said can still be read"
-    assert_fit([str(caught.value), *(record.getMessage() for record in caplog.records)])
 
 
 @pytest.mark.parametrize("fields", [{"versions": ["9" * 100_000]}, {"output": NASTY}], ids=["version", "output"])

@@ -16,10 +16,8 @@ from edl.distill import DistillReader, Options
 from edl.distill.dispatch.policy import Policy
 from edl.distill.metrics import export
 from edl.errors import BadOutputError
-from edl.protocol import names
-from edl.protocol.transport import grpc
 from tests.fast.distill.conftest import Serve
-from tests.fast.distill.reading import Held, check, reader_of, samples
+from tests.fast.distill.reading import check, reader_of, samples
 from tests.waiting import wait_until
 
 FULL_REQUESTS = Options(teacher_timeout_s=60, linger_s=30.0)
@@ -59,53 +57,8 @@ def test_teachers_set_aside_count_by_reason(serve: Serve) -> None:
         assert value(registry, "edl_reader_set_aside_total", reason="error") == 0
 
 
-def test_hedges_are_counted(serve: Serve) -> None:
-    """A request that stands still at a teacher is sent to another one."""
-    held = Held()
-    try:
-        with reader_of(serve("echo"), serve(held), options=FULL_REQUESTS) as reader:
-            registry = exported(reader)
-            reader.set_sample_generator(samples(100))
-
-            def hedged() -> bool:  # the first epoch may be over before both are connected to
-                check(list(reader()), 100)
-                return held.entered.is_set()
-
-            wait_until(hedged)
-            assert value(registry, "edl_reader_hedges_total") > 0
-            rows = value(registry, "edl_reader_rows_total", event="hedged")
-            assert value(registry, "edl_reader_hedges_total") * 4 == rows
-            epoch = reader()
-            next(epoch)
-            assert value(registry, "edl_reader_bytes_held") > 0
-            held.go.set()
-            assert len(list(epoch)) == 99
-    finally:
-        held.go.set()
-
-
 def access_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-@pytest.mark.parametrize("shared_memory", [True, False])
-def test_each_request_has_an_access_line(serve: Serve, tmp_path: Path, shared_memory: bool) -> None:
-    path = tmp_path / "access.log"
-    teacher = serve("echo", delay_s=0.002, server={"access_log": str(path), "shared_memory": shared_memory})
-    with reader_of(teacher, options=FULL_REQUESTS) as reader:
-        check(list(reader.set_sample_generator(samples(80))()), 80)
-    wait_until(lambda: sum(line["rows"] for line in access_lines(path)) >= 80)
-    lines = access_lines(path)
-    ids = [line["id"] for line in lines]
-    assert len(set(ids)) == len(ids)
-    assert {len(each) for each in ids} == {16}
-    assert {line["traceparent"][3:35] for line in lines} == {lines[0]["traceparent"][3:35]}
-    for line in lines:
-        assert (line["status"], line["model"], line["rows"]) == ("OK", "m", 4)
-        assert line["client"].startswith("ipv4:127.0.0.1:")
-        assert line["compute_ms"] >= 2
-        assert line["queue_ms"] >= 0
-        assert line["bytes"] > 0
 
 
 def test_an_error_is_found_by_its_id(serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -139,14 +92,3 @@ def test_the_users_span_reaches_the_teacher(serve: Serve, tmp_path: Path) -> Non
     wait_until(lambda: sum(line["rows"] for line in access_lines(path)) >= 80)
     spans = [line["traceparent"] == SPAN for line in access_lines(path)]
     assert spans == [True] * (len(spans) // 2) + [False] * (len(spans) // 2)
-
-
-def test_a_refused_request_has_a_line_too(serve: Serve, tmp_path: Path) -> None:
-    path = tmp_path / "access.log"
-    with grpc.insecure_channel(serve("echo", server={"access_log": str(path)}).endpoint) as channel:
-        call = channel.unary_unary(names.method("ModelInfer"))
-        with pytest.raises(grpc.RpcError):
-            call(b"nonsense", timeout=60, metadata=(("x-request-id", "mine"), ("traceparent", SPAN)))
-    (line,) = wait_until(lambda: access_lines(path))
-    assert (line["id"], line["traceparent"], line["status"]) == ("mine", SPAN, "INVALID_ARGUMENT")
-    assert "rows" not in line

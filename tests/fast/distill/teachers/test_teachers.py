@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
-import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +16,6 @@ from edl.distill.dispatch.policy import Policy
 from edl.distill.transport.client import _OPTIONS
 from edl.errors import BadOutputError, NoTeacherError
 from edl.protocol import names
-from edl.testing import models
 from tests.fast.distill.conftest import Register, Serve, Start, announce_less, instance_of
 from tests.fast.distill.reading import WIDTH, Held, check, reader_of, samples
 from tests.fast.distill.teachers.foreign import ForeignServer
@@ -76,32 +73,6 @@ def test_teachers_appear_and_drain(serve: Serve, registry_url: str) -> None:
 
 
 @pytest.mark.parametrize("streamed", [True, False])
-def test_flickering_registration_is_harmless(
-    serve: Serve, registry_url: str, monkeypatch: pytest.MonkeyPatch, streamed: bool
-) -> None:
-    """Back before it is gone, a teacher gets a new connection; closing the old one cancels what is under way on it."""
-    if not streamed:
-        announce_less(monkeypatch, names.EXTENSION_STREAM)  # as by another server: a call for each request
-    instance = instance_of(serve("echo", delay_s=0.002).endpoint, "s", "flickering")
-    reader = service_reader(registry_url).set_sample_generator(samples(800))
-    with open_registry(registry_url) as registry, reader:
-        registration = registry.register(instance, ttl_s=600)
-        rows = reader()
-        delivered = []
-        for _ in range(4):
-            delivered += itertools.islice(rows, 40)
-            registration.close()
-            wait_until(lambda: reader.stats().teachers["flickering"].state in ("draining", "gone"))
-            registration = registry.register(instance, ttl_s=600)
-        delivered += rows
-        stats = reader.stats()
-        registration.close()
-    check(delivered, 800)
-    assert stats.rows_received == 800
-    assert stats.rows_hedged == 0, "there is nobody else to ask"
-
-
-@pytest.mark.parametrize("streamed", [True, False])
 def test_closed_connections_requests_move(
     serve: Serve, registry_url: str, monkeypatch: pytest.MonkeyPatch, streamed: bool
 ) -> None:
@@ -128,17 +99,6 @@ def test_closed_connections_requests_move(
     assert stats.rows_received == 200
 
 
-def test_no_teacher_error_names_tried_ones(registry_url: str) -> None:
-    options = Options(teacher_timeout_s=0.3)
-    reader = DistillReader(["x", None], ["y"], teachers="127.0.0.1:9", options=options)
-    with reader.set_sample_generator(samples(5)), pytest.raises(NoTeacherError, match=r"127\.0\.0\.1:9.*within 0\.3 s"):
-        list(reader())
-    reader = service_reader(registry_url, options=options)
-    words = rf"in {re.escape(registry_url)} .*none is registered: `edl teachers` lists"
-    with reader.set_sample_generator(samples(5)), pytest.raises(NoTeacherError, match=words):
-        list(reader())
-
-
 def test_paused_only_teacher_is_missed(
     start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,46 +120,6 @@ def test_paused_only_teacher_is_missed(
             list(rows)
         teacher.resume()
     assert any("no live teacher" in record.getMessage() for record in caplog.records)
-
-
-@pytest.mark.parametrize("fault", ["nan", "raises"])
-def test_unusable_answers_set_teacher_aside(serve: Serve, fault: str) -> None:
-    """The others go on, and answer what it could not."""
-    good, bad = serve("echo"), serve(fault)
-    with reader_of(good, bad).set_sample_generator(samples(100)) as reader:
-
-        def failed() -> bool:
-            check(list(reader()), 100)
-            return reader.stats().teachers[bad.endpoint].failures > 0
-
-        wait_until(failed)
-        assert reader.stats().teachers[bad.endpoint].rows == 0
-
-
-def test_leaving_teacher_is_not_waited_for(
-    serve: Serve, register: Register, registry_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However long an attempt to connect may take, and what another one fails at may wait for it."""
-    monkeypatch.setattr("edl.distill.engine.connection._CONNECT_TIMEOUT_S", 1000.0)
-    failed: list[bool] = []
-    echo = models.echo()
-
-    def fails_once(inputs: Any) -> Any:
-        if not failed:
-            failed.append(True)
-            raise RuntimeError("once")
-        return echo(inputs)
-
-    register(serve(models.Model(fails_once, echo.inputs, echo.outputs)).endpoint, "s")
-    options = Options(teacher_timeout_s=60, policy=Policy(coming_s=1000.0))
-    reader = service_reader(registry_url, options=options).set_sample_generator(samples(20))
-    with socket.create_server(("127.0.0.1", 0)) as mute, open_registry(registry_url) as registry, reader:
-        # It takes connections, and never answers.
-        registration = registry.register(instance_of(f"127.0.0.1:{mute.getsockname()[1]}", "s"), ttl_s=600)
-        rows = reader()
-        wait_until(lambda: any(teacher.failures for teacher in reader.stats().teachers.values()))
-        registration.close()
-        check(list(rows), 20)
 
 
 def test_other_protocol_is_set_aside(serve: Serve) -> None:
@@ -232,26 +152,6 @@ def test_other_shape_is_set_aside(serve: Serve, register: Register, registry_url
         delivered += itertools.islice(rows, 50)
     check(delivered, len(delivered))
     assert all(len(label) == WIDTH for *_, label in delivered)
-
-
-def test_two_students_share_two_teachers(serve: Serve, register: Register, registry_url: str) -> None:
-    """Students that may have one teacher each end up with different ones."""
-    for _ in range(2):
-        register(serve("echo").endpoint, "s")
-
-    def users(reader: DistillReader) -> set[str]:
-        return {name for name, teacher in reader.stats().teachers.items() if teacher.state == "ready"}
-
-    with service_reader(registry_url, 1) as first, service_reader(registry_url, 1) as second:
-        epochs = [reader.set_sample_generator(samples(1_000_000))() for reader in (first, second)]
-
-        def apart() -> bool:
-            for epoch in epochs:
-                next(epoch)
-            one, two = users(first), users(second)
-            return len(one) == len(two) == 1 and one != two
-
-        wait_until(apart)
 
 
 # What a teacher's limits mean to students: they wait, or go elsewhere, and lose nothing.

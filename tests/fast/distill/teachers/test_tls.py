@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import logging
@@ -15,11 +14,8 @@ from typing import Any
 
 import pytest
 
-from edl.discovery.registry import Instance
 from edl.distill import Credentials, DistillReader, Options
 from edl.distill.engine import connection
-from edl.distill.engine.event_loop import EventLoopThread
-from edl.distill.transport.schema import OutputSpec
 from edl.errors import ClosedError, SettingsError
 from edl.protocol.tls import credentials as files
 from edl.protocol.transport import grpc
@@ -27,7 +23,6 @@ from edl_serving.rpc import authentication
 from tests.certificates import HERE, Authority, Pair, put
 from tests.fast.distill.conftest import Serve, Served, Start
 from tests.fast.distill.reading import check, reader_of, sample, samples, why_unused
-from tests.fast.distill.teachers.foreign import ForeignServer
 from tests.waiting import DEADLINE_S, wait_until
 
 OLD, NEW = "old-token-0123456789", "new-token-0123456789"
@@ -149,14 +144,6 @@ def test_certificate_of_another_time(tmp_path: Path, ca: Authority, days: tuple[
         made()
 
 
-def test_teacher_that_is_away_is_not_tls(tmp_path: Path, ca: Authority) -> None:
-    """The reason is gRPC's: connection refused."""
-    made = DistillReader(
-        ["x", None], ["y"], teachers="127.0.0.1:9", options=Options(credentials=believing(tmp_path, ca))
-    )
-    why_unused(made.set_sample_generator(samples(4)), "Connection refused")
-
-
 # Files that are replaced while they are used.
 
 
@@ -257,25 +244,6 @@ def test_student_that_trusts_no_more(serve: Serve, tmp_path: Path, ca: Authority
     shut_out.wait_shut_out("is signed by no CA in")
 
 
-def test_both_sides_move_to_another_ca(
-    serve: Serve, tmp_path: Path, student: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """In the order in which it is done: nobody is shut out, nothing restarts."""
-    old, new, both = Authority("old"), Authority("new"), Authority("unused")
-    both.pem = old.pem + new.pem
-    reading = student(serve(server=serving(tmp_path, old.issue(), old)), believing(tmp_path, old, old.issue("student")))
-    steps: list[dict[str, Authority | Pair]] = [
-        {"teacher-ca": both, "student-ca": both},
-        {"student": new.issue("student"), "teacher": new.issue()},
-        {"teacher-ca": new, "student-ca": new},
-    ]
-    for number, step in enumerate(steps, 1):
-        for name, replaced in step.items():
-            replaced.save(tmp_path, name)
-        reading.read_until(lambda number=number: replacements(caplog) >= 2 * number)
-    reading.read(400)
-
-
 def test_tokens_change_and_are_taken_back(
     serve: Serve, tmp_path: Path, student: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -292,38 +260,3 @@ def test_tokens_change_and_are_taken_back(
     assert "UNAUTHENTICATED" in words
     reading.read(400)
     assert OLD not in words + caplog.text, "a token in words or in the log"
-
-
-@pytest.mark.parametrize("turns", range(4))
-def test_closed_as_it_breaks(tmp_path: Path, turns: int) -> None:
-    """A connection that breaks as its reader closes ends: it went on connecting for ever, which nobody waited out."""
-    token = files.CredentialFiles(Credentials(token_file=put(tmp_path / "token", OLD)))
-    connected: list[connection.TeacherConnection] = []
-    broken: list[connection.TeacherConnection] = []
-
-    async def run(server: ForeignServer) -> None:
-        host, _, port = server.endpoint.rpartition(":")
-        is_there = asyncio.Event()
-        made = connection.TeacherConnection(
-            Instance("s", "teacher", host, int(port)),
-            OutputSpec(("y",)),
-            shared_memory=False,
-            files=token,
-            check_model=lambda *_: "",
-            on_connected=lambda one: (connected.append(one), is_there.set()),
-            on_disconnected=broken.append,
-            on_connect_failed=lambda _: None,
-        )
-        await asyncio.wait_for(is_there.wait(), DEADLINE_S)
-        made.reconnect("it breaks")
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        await made.close()
-
-    thread = EventLoopThread.acquire()
-    try:
-        with ForeignServer() as server:
-            thread.run(run(server), DEADLINE_S)
-    finally:
-        thread.release()
-    assert (len(connected), len(broken)) == (1, 1)

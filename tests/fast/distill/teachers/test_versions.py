@@ -104,27 +104,6 @@ def test_replaced_between_epochs_is_asked(serve: Serve, caplog: pytest.LogCaptur
     assert not said(caplog, "two models are mixed")
 
 
-def test_replaced_within_an_epoch(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody asks while it is replaced, and gRPC connects to the new one by itself."""
-    first, go_on = serve("echo"), threading.Event()
-    with SoftLabelCache() as cache, reader_of(first.endpoint, cache, rows=source(40, go_on)) as reader:
-        epoch = reader()
-        rows = [next(epoch) for _ in range(40)]
-        first.close()
-        serve("echo", version="2", scale=3.0, server={"port": first.port})
-        go_on.set()
-        rows += epoch
-        assert [number for _, number, _ in rows] == list(range(ROWS))
-        assert (scales(rows[:40]), scales(rows[40:])) == ({1.0}, {3.0})
-        assert not said(caplog, FOLLOWED)
-        asked = reader.stats().rows_asked
-        for _ in range(2):
-            assert scales(list(reader())) == {3.0}
-        assert reader.stats().rows_asked == asked + 40, "the first epoch has kept the others"
-        assert kept(cache) == {"1": {1.0}, "2": {3.0}}
-    assert said(caplog, FOLLOWED) == 1
-
-
 def test_no_teacher_changes_nothing(serve: Serve) -> None:
     first = serve("echo")
     with SoftLabelCache() as cache, reader_of(first.endpoint, cache) as reader:
@@ -217,25 +196,6 @@ def test_two_models_of_one_service(registry_url: str, caplog: pytest.LogCaptureF
         assert len(found) == 1, "labels of two models in one epoch"
         wait_until(lambda: kept(cache, "model") == {"cats" if found == {2.0} else "dogs": found})
     assert any("two models" in text and "'cats'" in text and "'dogs'" in text for text in caplog.messages)
-
-
-@pytest.mark.parametrize("version", ["", "1"])
-def test_another_model_takes_the_port(version: str) -> None:
-    go_on = threading.Event()
-    with ForeignServer(model="cats", scale=2.0) as cats, SoftLabelCache() as cache:
-        teachers = Teachers(endpoints=(cats.endpoint,), version=version)
-        with reader_of(teachers, cache, rows=source(20, go_on)) as reader:
-            epoch = reader()
-            rows = [next(epoch) for _ in range(20)]
-            cats.close()
-            with ForeignServer(model="dogs", scale=3.0, port=cats.port):
-                go_on.set()
-                words = "it answers for model 'dogs', and 'cats' is asked for"
-                wait_until(lambda: any(words in one.why for one in reader.stats().teachers.values()), words)
-            with ForeignServer(model="cats", scale=2.0, port=cats.port):
-                rows += epoch
-        assert scales(rows) == {2.0}, "labels of dogs among those of cats"
-        wait_until(lambda: kept(cache, "model") == {"cats": {2.0}}, "labels under the name of cats alone")
 
 
 # Servers that say little of versions, or something else than they answer.

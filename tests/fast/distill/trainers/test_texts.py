@@ -84,12 +84,3 @@ def test_what_is_learned() -> None:
 def test_texts_as_bytes() -> None:
     found = text_bytes(batch(input_ids=[[0, 5, 6], [7, 8, 9]], attention_mask=[[0, 1, 1], [1, 1, 1]]))
     assert [np.frombuffer(text, "<i4").tolist() for text in found] == [[5, 6], [7, 8, 9]]
-
-
-def test_pairs_are_refused() -> None:
-    """A second text has another token type, and teachers get ids alone; what padding holds does not count."""
-    kept = [[1, 1, 1, 1, 0, 0]]
-    assert len(text_bytes(batch(attention_mask=kept, token_type_ids=[[0, 0, 0, 0, 3, 3]]))) == 1
-    for fields in ({"attention_mask": kept}, {}, {"position_ids": [[0, 1, 2, 0, 1, 2]]}):
-        with pytest.raises(SettingsError, match=r"token_type_ids hold 1.* inputs="):
-            text_bytes(batch(token_type_ids=[[0, 0, 1, 1, 0, 0]], **fields))

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 transformers = pytest.importorskip("transformers", "5.23", reason="transformers is not installed, or too old")
 
 from edl.distill import Options  # noqa: E402
-from edl.distill.compress import TopK, top_k  # noqa: E402
+from edl.distill.compress import top_k  # noqa: E402
 from edl.distill.losses import kl_divergence, token_loss  # noqa: E402
 from edl.distill.transformers import DistillArguments, DistillTrainer  # noqa: E402
 from edl.distill.transformers.student_loss import all_classes, hard_labels, student_loss  # noqa: E402
@@ -185,65 +185,6 @@ def test_evaluation_without_teachers(tmp_path: Path) -> None:
     assert loss == pytest.approx((torch.stack(per_batch) * weights).sum().item() / 22, abs=1e-4)
     with pytest.raises(NoTeacherError, match=r"127\.0\.0\.1:9"):
         trainer.train()
-
-
-class Interrupted(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        raise KeyboardInterrupt
-
-
-def test_interrupt_lets_go(tmp_path: Path, teacher: str) -> None:
-    trainer = make(tmp_path, small_model(2), teacher, callbacks=[Interrupted()])
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    assert trainer.label_stats() is None
-
-
-def test_teacher_lost_meanwhile(tmp_path: Path, serve: Serve, teacher: str) -> None:
-    other = serve("prefix_scores", vocabulary=VOCABULARY)
-
-    class Loser(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 2:
-                other.close()
-
-    settings: Any = {"max_steps": 12, "gradient_accumulation_steps": 1}
-    models = [small_model(2), small_model(2)]
-    arguments = DistillArguments(top_k=5, ahead=2)
-    first_loss(tmp_path, models[0], f"{other.endpoint},{teacher}", arguments, callbacks=[Loser()], **settings)
-    first_loss(tmp_path, models[1], teacher, arguments, **settings)
-    assert torch.equal(parameters(models[0]), parameters(models[1]))
-
-
-@pytest.mark.parametrize(
-    ("settings", "chunked"),
-    [({"bf16": True}, False), ({"activation_checkpointing": True}, True), ({"dataloader_num_workers": 1}, False)],
-    ids=["bf16", "checkpointing", "workers"],
-)
-def test_ways_to_train(tmp_path: Path, teacher: str, settings: dict[str, Any], chunked: bool) -> None:
-    arguments = DistillArguments(top_k=5, beta=0.5, hard_weight=0.25, chunked_head=chunked)
-    expected = expected_loss(small_model(2), texts(), k=5, beta=0.5, hard=0.25).item()
-    loss = first_loss(tmp_path, small_model(2), teacher, arguments, **settings)
-    assert loss == pytest.approx(expected, abs=2e-2 if "bf16" in settings else 1e-4)
-
-
-def test_labels_move_batch_by_batch(tmp_path: Path, teacher: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Labels of a whole step are never on the device together."""
-    moved, taken, move, take = [0], [], TopK.to, DistillTrainer.get_batch_samples
-
-    def count_moves(labels: TopK, *args: Any, **kwargs: Any) -> TopK:
-        moved[0] += 1
-        return move(labels, *args, **kwargs)
-
-    def note_moves(*args: Any) -> Any:
-        found = take(*args)
-        taken.append(moved[0])
-        return found
-
-    monkeypatch.setattr(TopK, "to", count_moves)
-    monkeypatch.setattr(DistillTrainer, "get_batch_samples", note_moves)
-    first_loss(tmp_path, small_model(2), teacher)
-    assert (taken, moved) == ([0], [6])
 
 
 # Other rows than the tokens of a causal language model.

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from edl.distill.source.cutters import BatchCutter, SampleCutter
+from edl.distill.source.cutters import BatchCutter
 from edl.distill.transport.request import Payload, request_header
 from edl.distill.transport.schema import OutputSpec
 from edl.distill.transport.shm import Arena
@@ -92,14 +92,6 @@ def test_batches_arrive_bit_for_bit(arena: Arena, array: Any, layout: str) -> No
     assert bits(taught(chunk.fields, arena)) == bits(array), "by way of shared memory"
     for fingerprint in item.fingerprints:
         fingerprint.check()
-
-
-@settings(max_examples=30)
-@given(hnp.arrays(SENDABLE, SHAPES), LAYOUTS)
-def test_samples_arrive_bit_for_bit(array: Any, layout: str) -> None:
-    cutter = SampleCutter(X, len(array), 1)
-    (chunk,) = [chunk for row in laid_out(array, layout) for chunk in cutter.put((row,))[1]]
-    assert bits(taught(chunk.fields)) == bits(array)
 
 
 @settings(max_examples=30)

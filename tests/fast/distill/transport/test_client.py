@@ -14,7 +14,7 @@ from edl.distill.engine.event_loop import EventLoopThread
 from edl.distill.transport.client import RequestFailed, TeacherClient
 from edl.distill.transport.request import Payload
 from edl.distill.transport.schema import OutputSpec
-from tests.fast.distill.conftest import Serve, Start
+from tests.fast.distill.conftest import Serve
 from tests.fast.distill.reading import WIDTH, Held
 from tests.waiting import DEADLINE_S, wait_until
 
@@ -69,33 +69,6 @@ async def stream_of(client: TeacherClient) -> Any:
     return client._stream
 
 
-def test_concurrent_requests_get_own_answers(serve: Serve, with_client: WithClient) -> None:
-    async def test(client: TeacherClient) -> None:
-        stream = await stream_of(client)
-        answers = await asyncio.gather(*(infer(client, number, 1 + number % 5) for number in range(100)))
-        for number, answer in enumerate(answers):
-            assert answer.shape == (1 + number % 5, WIDTH)
-            assert (answer == number).all()
-        assert client._stream is stream
-        assert not stream._waiting
-
-    with_client(serve("echo", server={"max_batch_rows": 8}), test)
-
-
-def test_killed_teacher_fails_all_requests(start: Start, with_client: WithClient) -> None:
-    """At once, whatever time they have."""
-    teacher = start("echo", delay_s=1000)
-
-    async def test(client: TeacherClient) -> None:
-        tasks = [infer(client, 0, timeout_s=1000) for _ in range(5)]
-        await asyncio.to_thread(wait_until, lambda: client._stream and len(client._stream._waiting) == 5)
-        teacher.kill()
-        assert [await kind_of(task) for task in tasks] == [FailureKind.LOST] * 5
-        assert await kind_of(infer(client, 0)) is FailureKind.LOST
-
-    with_client(teacher, test)
-
-
 @pytest.mark.parametrize("asked_before", [True, False])
 def test_another_teacher_at_the_address(serve: Serve, with_client: WithClient, asked_before: bool) -> None:
     """gRPC connects again by itself; what is known of the model's version and of shared memory holds no more."""
@@ -132,81 +105,6 @@ def test_timeout_or_cancel_is_alone(serve: Serve, with_client: WithClient) -> No
         assert not stream._waiting
 
     with_client(serve(held), test)
-
-
-def test_too_large_request_is_rejected_alone(serve: Serve, with_client: WithClient) -> None:
-    rows = 100_000 // (4 * WIDTH)
-
-    async def test(client: TeacherClient) -> None:
-        stream = await stream_of(client)
-        tasks = [infer(client, number) for number in range(20)]
-        large = [infer(client, 0, rows) for _ in range(3)]
-        assert [await kind_of(task) for task in large] == [FailureKind.REJECTED] * 3
-        for number, task in enumerate(tasks):
-            assert (await task == number).all()
-        assert client._stream is stream
-
-    with_client(serve("echo", server={"max_message_bytes": 1 << 16, "max_queue_rows": 2 * rows}), test)
-
-
-def test_large_messages_go_by_stream_later(serve: Serve, with_client: WithClient) -> None:
-    """Once one has passed in a call of its own."""
-    rows = 8_000_000 // (4 * WIDTH)
-
-    async def test(client: TeacherClient) -> None:
-        for value in range(3):
-            answers = await asyncio.gather(*(infer(client, value, rows) for _ in range(2)))
-            assert all((answer == value).all() for answer in answers)
-            assert (client._stream is not None) == (value > 0)
-
-    with_client(serve("echo", server={"max_batch_rows": rows, "max_queue_rows": 4 * rows}), test)
-
-
-@pytest.mark.parametrize("fault", ["nan", "raises"])
-def test_failures_on_a_stream_are_those_of_calls(serve: Serve, with_client: WithClient, fault: str) -> None:
-    async def test(client: TeacherClient) -> None:
-        for streams in (True, False):
-            client._server_streams = streams
-            assert await kind_of(infer(client, 1)) is FailureKind.ERROR
-
-    with_client(serve(fault), test)
-
-
-@pytest.mark.parametrize("streams", [True, False])
-def test_full_queue_gives_a_hint(serve: Serve, with_client: WithClient, streams: bool) -> None:
-    """A full queue says when to come again."""
-    held = Held()
-
-    async def test(client: TeacherClient) -> None:
-        client._server_streams = streams
-        tasks = [infer(client, 1) for _ in range(10)]
-        await asyncio.wait(tasks, timeout=DEADLINE_S, return_when=asyncio.FIRST_EXCEPTION)
-        held.go.set()
-        answers = await asyncio.gather(*tasks, return_exceptions=True)
-        failures = [answer.failure for answer in answers if isinstance(answer, RequestFailed)]
-        assert 0 < len(failures) < 10
-        assert {failure.kind for failure in failures} == {FailureKind.OVERLOADED}
-        assert all(failure.retry_after_s > 0 for failure in failures)
-
-    with_client(serve(held, server={"max_batch_rows": 1, "max_queue_rows": 4}), test)
-
-
-def test_draining_server_answers_first(serve: Serve, with_client: WithClient) -> None:
-    """A server that drains is lost only after it has answered."""
-    held = Held()
-    teacher = serve(held)
-
-    async def test(client: TeacherClient) -> None:
-        taken = infer(client, 7)
-        await asyncio.to_thread(held.entered.wait, DEADLINE_S)
-        draining = await asyncio.to_thread(teacher.begin_drain)
-        held.go.set()
-        assert (await taken == 7).all()
-        assert await asyncio.to_thread(draining.result, DEADLINE_S), "all was answered"
-        await asyncio.to_thread(teacher.close)
-        assert await kind_of(infer(client, 8)) is FailureKind.LOST
-
-    with_client(teacher, test)
 
 
 def test_close_while_a_request_is_sent(serve: Serve, with_client: WithClient) -> None:

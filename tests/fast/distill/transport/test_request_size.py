@@ -39,23 +39,6 @@ def test_too_large_batch_is_cut(serve: Serve, server: Any) -> None:
 SMALL = {"max_queue_rows": 20, "max_batch_rows": 8}
 
 
-def test_smallest_limit_counts(serve: Serve) -> None:
-    """Of several teachers."""
-    sizes = [1]
-    with reader_of(serve("echo").endpoint, serve("echo", server=SMALL).endpoint) as reader:
-        reader.set_batch_generator(lambda: [batch_of(size) for size in sizes])
-        wait_until(lambda: bool(list(reader())) and reader.stats().teachers_live == 2)
-        sizes = [200] * 20
-
-        def both_serve() -> bool:  # what one was late for, the other may have answered
-            for _, numbers, labels in reader():
-                assert (labels[:, 0] == numbers).all()
-            return all(teacher.rows > 0 for teacher in reader.stats().teachers.values())
-
-        wait_until(both_serve)
-        assert all(teacher.failures == 0 for teacher in reader.stats().teachers.values())
-
-
 def test_larger_requests_go_to_others(
     serve: Serve, register: Register, registry_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:

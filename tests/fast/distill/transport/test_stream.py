@@ -129,37 +129,6 @@ def test_bundle_answers_each_request() -> None:
     with_stream(test, in_bundles=True)
 
 
-def test_large_request_keeps_its_place() -> None:
-    async def test(stream: InferStream, recorder: Recorder) -> None:
-        await ask_all(stream, [b"a", b"b", b"c" * 9_000, b"d", b"e"])
-        assert [len(parts_of(message)) for message in recorder.messages] == [2, 1, 2]
-
-    with_stream(test, in_bundles=True)
-
-
-def test_cancellation_follows_its_request() -> None:
-    async def test(stream: InferStream, recorder: Recorder) -> None:
-        ended: list[Any] = []
-        number = stream.start(b"", [], DEADLINE_S, ended.append)  # the recorder answers no request without a tensor
-        await ask_all(stream, [b"a"])
-        stream.cancel(number)
-        await ask_all(stream, [b"b"])
-        assert ended == [None]
-        assert [kind for own, kind in recorder.kinds() if own == number] == ["whole", "cancellation"]
-
-    with_stream(test, in_bundles=True)
-
-
-def test_old_server_gets_single_messages() -> None:
-    async def test(stream: InferStream, recorder: Recorder) -> None:
-        await ask_all(stream, [bytes([number]) for number in range(20)])
-        assert names.BUNDLES not in recorder.metadata
-        assert len(recorder.messages) == 20
-        assert not any(bundles.is_bundle(codec.split_streamed_request(one)[0]) for one in recorder.messages)
-
-    with_stream(test, in_bundles=False)
-
-
 @pytest.mark.parametrize("in_fragments", [True, False])
 def test_large_requests_go_in_fragments(in_fragments: bool) -> None:
     async def test(stream: InferStream, recorder: Recorder) -> None:
@@ -186,20 +155,6 @@ def test_cancelled_request_is_read_no_more() -> None:
         assert kinds[-1] == "cancellation"
         assert 1 <= kinds.count("fragment") < len(large) // FRAGMENT_NBYTES, "the rest is not sent"
         assert kinds.count("fragment") == len(kinds) - 1
-
-    with_stream(test, in_fragments=True)
-
-
-def test_stream_that_ends_midway() -> None:
-    async def test(stream: InferStream, recorder: Recorder) -> None:
-        recorder.gate.clear()
-        _, future = ask(stream, bytes(8 << 20))
-        await recorder.arrived.wait()
-        await stream.close()
-        found = await future
-        assert isinstance(found, RequestFailure)
-        assert found.kind is FailureKind.LOST
-        recorder.gate.set()
 
     with_stream(test, in_fragments=True)
 

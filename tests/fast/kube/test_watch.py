@@ -186,14 +186,6 @@ def test_answer_without_a_length(script: Script, follow: Callable[..., KubeWatch
     wait_until(lambda: names(watch) == ["a", "b"])
 
 
-def test_watches_that_end_at_once(script: Script, follow: Callable[..., KubeWatch]) -> None:
-    """Something in between ends them: the server is not asked at full speed."""
-    script.watches += [Reply(200, b"")] * 1000
-    watch = follow()
-    wait_until(lambda: len(script.asked) >= 6)  # each time a list and a watch, and a pause after them
-    assert watch._backoff.failures >= 2
-
-
 def test_closing_is_prompt(script: Script, follow: Callable[..., KubeWatch]) -> None:
     watch = follow()
     assert watch.wait_listed(60)
@@ -201,19 +193,3 @@ def test_closing_is_prompt(script: Script, follow: Callable[..., KubeWatch]) -> 
     watch.close()
     watch.close()
     assert not watch.wait_changed(watch.version, 30), "who waits is woken"
-
-
-def test_callback_that_raises(
-    script: Script, follow: Callable[..., KubeWatch], caplog: pytest.LogCaptureFixture
-) -> None:
-    script.watches.append(Reply(200, pieces=((0.0, event("ADDED", pod("b", 11))), (60.0, b""))))
-    failed: list[str] = []
-
-    def fail_once(change: str, obj: object) -> None:
-        if not failed:
-            failed.append(change)
-            raise RuntimeError("a bug")
-
-    watch = follow(on_change=fail_once)
-    wait_until(lambda: names(watch) == ["a", "b"])
-    assert "not foreseen" in caplog.text

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from edl.background import start_call
-from edl.errors import LeaseLostError, SettingsError
+from edl.errors import SettingsError
 from edl.master import MasterClient
-from tests.fast.master.conftest import Create, Lead, Read, lapse, shards
+from tests.fast.master.conftest import Create, Lead, Read, shards
 from tests.waiting import DEADLINE_S, wait_until
 
 
@@ -27,23 +27,6 @@ def test_a_position_within_a_shard(lead: Lead, create: Create, read: Read, clien
     assert set(lost) <= set(again)
     assert sorted(before + again) == list(range(30))
     first.state_dict()
-
-
-def test_a_lost_holder_keeps_what_it_marked(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
-    """It never comes back: what it did after its last mark is given to others, what it did before is not."""
-    master = lead()
-    create(100, commit="checkpoint", max_failures=100)
-    lost = read("lost", prefetch=0)
-    samples = lost.samples()
-    marked = [next(samples) for _ in range(35)]
-    lost.state_dict()
-    for _ in range(20):
-        next(samples)
-    lapse(master, "lost")
-    other = read("other")
-    assert sorted(marked + list(other.samples())) == list(range(100))
-    with pytest.raises(LeaseLostError, match="load it"):
-        list(samples)
 
 
 def test_a_mark_needs_such_a_data_set(lead: Lead, create: Create, read: Read) -> None:

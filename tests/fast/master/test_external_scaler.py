@@ -18,14 +18,10 @@ import grpc
 import pytest
 
 from edl.discovery import Store, open_store
-from edl.errors import DiscoveryError, EDLError
 from edl.load_reporting.wanted import wanted_key
 from edl.master.external_scaler import ExternalScalerServer, ExternalScalerSettings
-from edl.settings import Credentials
-from tests import certificates
 from tests.waiting import DEADLINE_S, wait_until
 
-ROOT = Path(__file__).parents[3]
 PATH = "/externalscaler.ExternalScaler/"
 TRUE, FALSE = b"\x08\x01", b""
 FAR = 1e11
@@ -97,25 +93,6 @@ def test_wanted_replicas_as_keda_asks(store: Store, channel: grpc.Channel) -> No
     assert refusal(channel, "StreamMetricSpec", digits)[0] is grpc.StatusCode.UNIMPLEMENTED, "KEDA then asks itself"
 
 
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        {},
-        {"Service": "digits"},
-        {"service": "digits", "job": "resnet"},
-        {"service": "a/b"},
-        {"job": "x" * 129},
-        {"service": "digits", "maxAgeSeconds": "soon"},
-        {"service": "digits", "maxAgeSeconds": "-1"},
-    ],
-)
-def test_wrong_metadata_are_named(channel: grpc.Channel, metadata: dict[str, str]) -> None:
-    request = reference(**metadata)
-    for method in ("IsActive", "GetMetricSpec", "GetMetrics"):
-        code, details = refusal(channel, method, text(1, request) if method == "GetMetrics" else request)
-        assert (code, "metadata" in details) == (grpc.StatusCode.INVALID_ARGUMENT, True)
-
-
 def test_unknown_is_an_error_and_not_0(store: Store, channel: grpc.Channel) -> None:
     wanted(store, "teachers", "digits", 3)
     for request in (reference(service="nonesuch"), reference(job="digits")):
@@ -128,55 +105,6 @@ def test_unknown_is_an_error_and_not_0(store: Store, channel: grpc.Channel) -> N
     code, details = refusal(channel, "IsActive", reference(service="old", maxAgeSeconds="60"))
     assert (code, "maxAgeSeconds is 60" in details) == (grpc.StatusCode.UNAVAILABLE, True)
     assert refusal(channel, "IsActive", b"\xff\xff\xff")[0] is not grpc.StatusCode.OK, "no message at all"
-
-
-def test_stream_tells_changes(store: Store, channel: grpc.Channel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edl.master.external_scaler.servicer._STREAM_S", 0.05)
-    wanted(store, "teachers", "digits", 0)
-    stream = channel.unary_stream(PATH + "StreamIsActive")(reference(service="digits"), timeout=DEADLINE_S)
-    assert next(stream) == FALSE, "at once"
-    wanted(store, "teachers", "digits", 2)
-    assert next(stream) == TRUE
-    wanted(store, "teachers", "digits", 5)
-    wanted(store, "teachers", "digits", 0)
-    assert next(stream) == FALSE
-    store.delete(wanted_key("teachers", "digits"))
-    with pytest.raises(grpc.RpcError) as caught:
-        next(stream)
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]
-
-
-def test_store_away_is_unavailable(store: Store, channel: grpc.Channel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(key: str) -> None:
-        raise DiscoveryError("no route to the store")
-
-    monkeypatch.setattr(store, "get", fail)
-    for method, request in (
-        ("IsActive", reference(service="away")),
-        ("GetMetrics", text(1, reference(service="away"))),
-    ):
-        code, details = refusal(channel, method, request)
-        assert (code, "the store does not tell" in details) == (grpc.StatusCode.UNAVAILABLE, True)
-
-
-def test_tls_as_other_servers(store: Store, tmp_path: Path) -> None:
-    wanted(store, "teachers", "digits", 1)
-    authority = certificates.Authority()
-    pair = authority.issue(*certificates.HERE).save(tmp_path)
-    token = certificates.put(tmp_path / "token", "a-token-that-is-long-enough-for-this\n")
-    settings = ExternalScalerSettings(credentials=Credentials(token_file=str(token), **pair))
-    root = authority.pem if isinstance(authority.pem, bytes) else authority.pem.encode()
-    with ExternalScalerServer(store, settings) as server:
-        endpoint = f"127.0.0.1:{server.port}"
-        with grpc.secure_channel(endpoint, grpc.ssl_channel_credentials(root)) as channel:
-            assert refusal(channel, "IsActive", reference(service="digits"))[0] is grpc.StatusCode.UNAUTHENTICATED
-            shown = (("authorization", "Bearer a-token-that-is-long-enough-for-this"),)
-            call = channel.unary_unary(PATH + "IsActive")
-            assert call(reference(service="digits"), timeout=DEADLINE_S, metadata=shown) == TRUE
-        with grpc.insecure_channel(endpoint) as channel:
-            assert refusal(channel, "IsActive", reference(service="digits"))[0] is grpc.StatusCode.UNAVAILABLE
-        with pytest.raises(EDLError, match="taken"), grpc.insecure_channel(endpoint):
-            ExternalScalerServer(store, ExternalScalerSettings(port=server.port))
 
 
 def test_master_serves_the_scaler(tmp_path: Path) -> None:

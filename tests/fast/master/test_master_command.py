@@ -157,11 +157,3 @@ def test_wrong_options_are_explained(
     err = capsys.readouterr().err
     assert words in err
     assert len(re.findall(r"\n", err)) <= 3
-
-
-def test_its_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["master", "--help"])
-    out = capsys.readouterr().out
-    for words in ("exit code 0", "SIGTERM", "--retry-poisoned", "stands by", "ShardReader", "--journal"):
-        assert words in out

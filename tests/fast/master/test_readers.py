@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import sqlite3
 import threading
-from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -22,13 +20,13 @@ from edl.errors import (
     LeaseLostError,
     NoMasterError,
     PoisonedShardsError,
-    ProtocolError,
     SettingsError,
 )
 from edl.master import MasterClient, ShardingClient, ShardReader, ShardSettings, open_dataset
 from edl.master.client import shard_reader
 from edl.master.client.connection import MasterConnection
 from edl.master.client.session_thread import SessionThread
+from edl.master.client.shard_session import Report, ShardSession
 from edl.master.client.turn_stream import TurnStream
 from edl.protocol import master as messages
 from tests.fast.master.conftest import Create, Lead, Read, lapse, shards
@@ -49,54 +47,6 @@ def forget(reader: ShardReader, *held: Any) -> None:
     """Let an age pass since the caller did something with its shards."""
     for shard in held:
         reader._thread._activity.touch(shard.id, -math.inf)
-
-
-def test_readers_share_an_epoch(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
-    master = lead()
-    create(600, epochs=2, shuffle=True, seed=1)
-    calls = [start_call("edl-test", lambda name=name: samples(read(name))) for name in "abc"]  # type: ignore[misc]
-    found = [call.result(DEADLINE_S) for call in calls]
-    assert Counter(itertools.chain(*found)) == Counter(list(range(600)) * 2)
-    assert master.wait_done(DEADLINE_S)
-    assert (client.status()["state"], master.status()["state"]) == ("leading", "done")
-
-
-def test_a_fast_worker_gets_more(lead: Lead, create: Create, read: Read) -> None:
-    """One that keeps its shard gets no other, and holds nobody up."""
-    lead()
-    create(100)
-    slow, fast = read("slow", prefetch=0), read("fast", prefetch=0, explicit=True)
-    kept = next(slow)
-    others = [next(fast) for _ in range(9)]
-    assert kept.start not in {shard.start for shard in others}
-    for shard in others:
-        fast.report_done(shard)
-    with pytest.raises(StopIteration):
-        next(slow)
-
-
-def test_what_cannot_be_read_is_poisoned(lead: Lead, client: MasterClient, read: Read, tmp_path: Path) -> None:
-    """Its shards are given up with the file's name, and done when the file is put back."""
-    lead()
-    folder = tmp_path / "data"
-    folder.mkdir()
-    for number in range(4):
-        (folder / f"{number}.txt").write_text("".join(f"{number}-{line}\n" for line in range(100)))
-    settings = ShardSettings(shard_size=10, max_failures=2)
-    client.create_dataset("d", open_dataset(f"lines:{folder}/*.txt", settings, encoding="utf-8"))
-    before = (folder / "2.txt").read_text()
-    (folder / "2.txt").write_text(before.replace("2-33\n", "2-34\n"))
-    found: list[str] = []
-    with pytest.raises(PoisonedShardsError, match="1 shards of d were given up"):
-        found.extend(read().samples())
-    assert len(found) == 390, "other shards of the file are as they were"
-    (poisoned,) = client.status()["datasets"][0]["poisoned"]
-    for failure in poisoned["failures"]:
-        assert "2.txt' is not as it was indexed: its bytes 140 to 190 are others" in failure["reason"]
-    (folder / "2.txt").write_text(before)
-    assert client.retry_poisoned("d") == 1
-    found += list(read("x").samples())
-    assert sorted(found) == sorted(f"{number}-{line}" for number in range(4) for line in range(100))
 
 
 def test_what_was_read_of_a_shard_counts(lead: Lead, client: MasterClient, read: Read, tmp_path: Path) -> None:
@@ -236,21 +186,6 @@ def test_closing_gives_shards_back(lead: Lead, create: Create, read: Read, clien
         reader.take()
 
 
-def test_reports_may_come_in_any_order(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
-    lead()
-    create(50)
-    reader = read(explicit=True, prefetch=5)
-    taken = [reader.take(DEADLINE_S) for _ in range(5)]
-    for shard in reversed(taken):
-        assert shard is not None
-        reader.report_done(shard)
-    assert shards(client)["done"] == 5
-    with pytest.raises(LeaseLostError):
-        reader.report_done(taken[0])  # type: ignore[arg-type]
-    assert reader.take(DEADLINE_S) is None
-    assert reader.finished
-
-
 def test_a_reader_waits_for_its_data_set(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
     """Creating it again is no error; creating another of its name is."""
     lead()
@@ -277,21 +212,6 @@ def test_no_master_is_an_error_in_time(lead: Lead, url: str) -> None:
     other = MasterClient("other", endpoint=lead().endpoint, timeout_s=4.0)  # in which it must hear from that one
     with other, pytest.raises(NoMasterError, match="'job''s, not 'other''s"):
         other.status()
-
-
-def test_progress_goes_out_and_in(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
-    lead()
-    create(40)
-    reader = read(explicit=True, prefetch=1)
-    reader.report_done(next(reader))
-    progress = client.progress("d")
-    while (other := reader.take(DEADLINE_S)) is not None:
-        reader.report_done(other)
-    assert shards(client)["done"] == 4
-    client.restore_progress("d", progress)
-    assert shards(client) == {"todo": 3, "doing": 0, "done": 1, "poisoned": 0}
-    with pytest.raises(ProtocolError):
-        client.restore_progress("d", b"nonsense")
 
 
 def test_the_calls_of_dlrover(lead: Lead, client: MasterClient) -> None:
@@ -428,3 +348,41 @@ def quick_open(url: str, **options: Any) -> Any:
     from edl.master.journal import open_journal
 
     return open_journal(url, **options, timeout_s=0.3)
+
+
+def reply(*leases: int, refused: tuple[int, ...] = (), **fields: object) -> messages.NextReply:
+    found = messages.NextReply(**fields)
+    for lease in leases:
+        found.leases.add(id=lease, term=1, start=lease * 10, stop=lease * 10 + 10)
+    for lease in refused:
+        found.refused.add(lease=messages.LeaseId(id=lease, term=1), reason="another has it")
+    return found
+
+
+def test_reports_know_what_became_of_them() -> None:
+    session = ShardSession("s")
+    session.next_turn(3)
+    given, _ = session.answer(reply(1, 2, 3))
+    reports = [Report(given[0], "done"), Report(given[1], "failed", "broken"), Report(given[2], "returned", units=4)]
+    for report in reports:
+        session.report(report)
+    turn = session.next_turn(0)
+    assert list(turn.done) == [1]
+    assert [(failure.lease.id, failure.reason) for failure in turn.failed] == [(2, "broken")]
+    assert [(part.lease.id, part.units) for part in turn.returned] == [(3, 4)]
+    assert not reports[0].answered
+    session.answer(reply(refused=(2,)))
+    assert [report.refused for report in reports] == [None, "another has it", None]
+    assert all(report.answered for report in reports)
+    assert session.open == {}
+    assert not session.owes
+
+
+def test_a_new_session_of_its_name_shows() -> None:
+    session = ShardSession("s")
+    assert session.is_same(messages.NextReply(last_request=0))
+    session.next_turn(1)
+    assert session.is_same(messages.NextReply(last_request=0)), "the turn was not heard"
+    assert session.is_same(messages.NextReply(last_request=1)), "the turn was heard, its answer lost"
+    session.answer(reply(1))
+    assert not session.is_same(messages.NextReply(last_request=0)), "a new session of this name"

@@ -44,16 +44,6 @@ def test_refused_spec_ends() -> None:
     assert Watching().check(job("", 0, "MinAboveMax")) == "Rejected"
 
 
-def test_former_spec_goes_on() -> None:
-    """A slip in an edit ends no job, though its only worker is replaced just then and gets no node for long."""
-    found = job("Pending", 0, "MinAboveMax")
-    found["status"]["formerSpec"] = True
-    seen = Watching()
-    for now_s in (0.0, 130.0, 1e6):
-        assert seen.check(found, now_s) == "Pending"
-    assert sum("MinAboveMax" in words for words in seen.notes) == 1
-
-
 def test_refused_pod_ends_after_a_while() -> None:
     """The operator tries again, so a moment's refusal ends nothing; one that stays must not be waited for."""
     seen = Watching()

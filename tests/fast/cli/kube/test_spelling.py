@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from edl.cli.kube.submission.files import load_template
 from edl.cli.kube.submission.manifests import make_submission
 from edl.cli.kube.submission.options import SubmitOptions
 from edl.cli.kube.submission.sending import check_manifests
@@ -18,13 +16,6 @@ from tests.cluster.machine import ROOT
 yaml = pytest.importorskip("yaml", reason="the extra kubernetes is not installed")
 
 OPTIONS = SubmitOptions(name="first", script="train.py", image="student:1", environment={"SEED": "7"})
-
-
-def test_yaml_has_no_sixties_and_no_dates(tmp_path: Path) -> None:
-    path = tmp_path / "pod.yaml"
-    path.write_text("spec: {a: 12:30, b: 1e-3, c: 2026-01-31, d: '1', e: 017, f: -0x10}")
-    read = load_template(str(path))["spec"]
-    assert read == {"a": "12:30", "b": 0.001, "c": "2026-01-31", "d": "1", "e": 15, "f": -16}
 
 
 def container(job: dict[str, Any]) -> dict[str, Any]:
@@ -50,14 +41,6 @@ def test_misspelled_fields_are_named(slip: Any, words: str) -> None:
     slip(job)
     with pytest.raises(SettingsError, match=words):
         check_manifests([job])
-
-
-def test_newer_fields_of_pods_are_taken() -> None:
-    job = make_submission(OPTIONS, None).job
-    spec = job["spec"]["template"]["spec"]
-    spec |= {"hostnameOverride": "h", "quantumEntanglement": True}
-    spec["containers"][0] |= {"restartPolicyRules": [], "zoom": 1, "resources": {"claims": []}}
-    check_manifests([job])
 
 
 @pytest.mark.parametrize(

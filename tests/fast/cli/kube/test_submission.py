@@ -16,7 +16,6 @@ from edl.cli.kube.submission.files import dump_manifests, load_template, read_ma
 from edl.cli.kube.submission.manifests import make_submission
 from edl.cli.kube.submission.options import (
     ReplicaRange,
-    RequestedPool,
     SubmitOptions,
     check_name,
     parse_environment,
@@ -110,16 +109,6 @@ def test_dollars_are_the_users_own() -> None:
     assert seen(made.pools[0]["spec"]["serve"]) == ("--text", "$(HOME_DIR) $$")
 
 
-def test_script_in_image_or_module() -> None:
-    made = make_submission(SubmitOptions(name="a", script="/app/train.py", image="i"), None)
-    assert made.objects == (made.job,)
-    assert made.job["spec"]["run"] == ["--nproc-per-node", "1", "/app/train.py"]
-    module = SubmitOptions(name="a", script="pkg.train", module=True, image="i", run=("--max-restarts", "3"))
-    assert make_submission(module, None).job["spec"]["run"] == [
-        "--nproc-per-node", "1", "--max-restarts", "3", "-m", "pkg.train",
-    ]  # fmt: skip
-
-
 def test_teachers_have_a_pool() -> None:
     pools = parse_teachers(["digits=0:4"], ["digits=--torch-factory 'teacher:make model' --input image:float32[1,8,8]"])
     assert pools[0].serve == ("--torch-factory", "teacher:make model", "--input", "image:float32[1,8,8]")
@@ -133,14 +122,6 @@ def test_teachers_have_a_pool() -> None:
     assert worker(made.job)["env"] == [{"name": "EDL_SERVICE", "value": "digits"}]
     check_manifests(list(made.objects))
     assert made.objects[-1] is made.job, "the job comes last, when all that it needs is there"
-
-
-def test_two_services_are_not_guessed() -> None:
-    pools = parse_teachers(["a=0:1", "b"], ["a=--callable t.py:f"])
-    assert pools == (RequestedPool("a", ReplicaRange(0, 1), ("--callable", "t.py:f")), RequestedPool("b", None, None))
-    made = make_submission(SubmitOptions(name="j", script="t.py", image="i", teachers=pools), None)
-    assert "env" not in worker(made.job), "which of two services is the student's is not ours to say"
-    assert len(made.pools) == 1, "b exists already"
 
 
 def test_template_is_kept() -> None:

@@ -15,7 +15,7 @@ from edl.cli.kube.cmd_scale import scale_patch
 from edl.cli.kube.tables import age, jobs_table, pools_table
 from edl.cli.kube.targets import Target, parse_target
 from edl.cli.kube.workload_view import decode_events, workload_view
-from edl.dashboard.state.cluster.decoding import decode_workload, sort_workloads
+from edl.dashboard.state.cluster.decoding import decode_workload
 from edl.dashboard.state.schema import as_json
 from edl.errors import SettingsError
 
@@ -135,16 +135,6 @@ def test_pool_says_why_it_does_not_grow() -> None:
     assert "no GPU is idle" in text
 
 
-def test_order_of_jobs() -> None:
-    def made(name: str, phase: str, minute: int) -> Any:
-        found = job(phase=phase, completionTime=f"2026-01-31T12:{minute:02d}:00Z")
-        found["metadata"] |= {"name": name, "creationTimestamp": f"2026-01-31T11:{minute:02d}:00Z"}
-        return decode_workload("job", found)
-
-    jobs = [made("a", "Succeeded", 1), made("b", "Running", 2), made("c", "Failed", 3), made("d", "Running", 4)]
-    assert [item.name for item in sort_workloads(jobs)] == ["d", "b", "c", "a"]
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -172,17 +162,6 @@ def test_any_object_is_a_row(metadata: Any, spec: Any, status: Any, pod_status: 
         json.dumps(as_json(item), allow_nan=False)
         shown(workload_view(item, decode_events([metadata, status], 5), NOW))
         shown((jobs_table if kind == "job" else pools_table)([item], NOW, namespaces=True))
-
-
-def test_events_are_sorted() -> None:
-    found = [
-        {"reason": "B", "lastTimestamp": "2026-01-31T12:00:02Z", "count": 3},
-        {"reason": "A", "eventTime": "2026-01-31T12:00:01.000001Z", "series": {"count": 7}},
-        {"reason": "C"},
-    ]
-    events = decode_events(found, 2)
-    assert [(event.reason, event.count) for event in events] == [("A", 7), ("B", 3)]
-    assert decode_events(found, 0) == ()
 
 
 @pytest.mark.parametrize(

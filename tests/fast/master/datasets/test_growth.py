@@ -127,25 +127,6 @@ def test_growing_text(tmp_path_factory: pytest.TempPathFactory, pieces: list[byt
     ]
 
 
-def test_parts_of_shards(log: Path) -> None:
-    """A source that has gone quiet is told to its last line, and grows on within the shard."""
-    dataset = opened(str(log), shard_size=4, flush_s=10.0)
-    clock = Clock()
-    master = Master(dataset)
-    follower = Follower(master, "data", dataset, clock=clock)
-    for number in range(11):
-        append(log, b"%d\n" % number)
-        follower.follow_once()
-        assert master.units <= number or master.units % 4 == 0
-        clock.now_s += 10.0
-        follower.follow_once()
-        assert master.units == number + 1
-    assert master.read() == [b"%d" % number for number in range(11)]
-    reader = load_dataset(master.describe_dataset("data"))
-    assert list(reader.read(Lease(0, 1, 6, 8))) == [b"6", b"7"]
-    assert reader.sample_ids(Lease(0, 2, 9, 11)) == [9, 10]
-
-
 def test_reader_is_updated(log: Path) -> None:
     append(log, b"1\n2\n3\n4\n")
     dataset = opened(str(log), shard_size=2)
@@ -213,44 +194,6 @@ def test_rotated_text_is_an_error(log: Path, rotate: str, crash: bool) -> None:
 
 
 # A folder that gets files.
-
-
-def test_growing_folder(tmp_path: Path) -> None:
-    """A file that still changes is waited for, and each follower goes on where the one before it was."""
-    folder = tmp_path / "in"
-    folder.mkdir()
-    clock, following = Clock(), FollowSettings(settle_s=5.0)
-    dataset = opened(f"{folder}", shard_size=2)
-    master = Master(dataset)
-    follower = Follower(master, "data", dataset, following, clock=clock)
-    count = 0
-    for batch in (["b", "a"], ["0", "z", "c"], ["sub/x"]):
-        for name in batch:
-            (folder / name).parent.mkdir(exist_ok=True)
-            append(folder / name, b"half")
-        follower.follow_once()
-        clock.now_s += 4.9
-        for name in batch:
-            append(folder / name, name.encode())
-        follower.follow_once()
-        clock.now_s += 4.9
-        follower.follow_once()
-        assert master.units == count // 2 * 2, "a file is taken before it has settled"
-        clock.now_s += 0.2
-        follower.follow_once()
-        count += len(batch)
-        assert master.units == count // 2 * 2
-        follower = Follower(master, "data", load_dataset(dataset.spec), following, clock=clock)
-    (folder / "late").write_bytes(b"being written")
-    follower.finish()
-    assert follower.follow_once()
-    samples = master.read()
-    assert [sample.id for sample in samples[:4]] == ["a", "b", "0", "c"]
-    assert sorted(sample.id for sample in samples) == sorted(["a", "b", "0", "c", "z", "sub/x", "late"])
-    assert samples[0].read_bytes() == b"halfa"
-    append(folder / "a", b"after all")
-    with pytest.raises(SourceError, match=r"a' is not as it was indexed"):
-        master.read()
 
 
 def test_two_followers_of_a_folder(tmp_path: Path) -> None:

@@ -146,16 +146,6 @@ def test_missing_file(tmp_path: Path) -> None:
         open_dataset(f"lines:{tmp_path}/*.txt")
 
 
-def test_empty_files(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="has no lines"):
-        open_dataset(written(tmp_path, b""))
-    for name, data in {"1": b"", "2": b"a\nb", "3": b"", "4": b"c"}.items():
-        written(tmp_path, data, f"{name}.txt")
-    assert read_all(open_dataset(f"lines:{tmp_path}/*.txt", ShardSettings(shard_size=1))) == [b"a", b"b", b"c"]
-    written(tmp_path, b"d", "100%25 [x]\n.txt")
-    assert b"d" in read_all(load_dataset(open_dataset(f"lines:file://{tmp_path}/*.txt").spec))
-
-
 def test_folder_becomes_its_files(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     written(tmp_path, b"1\n", "b.txt")

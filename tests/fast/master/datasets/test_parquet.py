@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from edl.errors import SettingsError, SourceError
 from edl.master.datasets import ShardSettings, load_dataset, open_dataset
 from edl.master.datasets.tables import ParquetDataset
-from tests.fast.master.datasets.leases import CountingFileSystem, Lease, leases, read_all, register_counting
+from tests.fast.master.datasets.leases import Lease, leases, read_all
 
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
 parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
-
-
-@pytest.fixture(scope="module")
-def counting() -> Iterator[type[CountingFileSystem]]:
-    yield from register_counting()
 
 
 def write(path: Any, first: int, rows: int, group: int = 10, **options: Any) -> None:
@@ -35,46 +27,6 @@ def write(path: Any, first: int, rows: int, group: int = 10, **options: Any) -> 
         }
     )
     parquet.write_table(table, path, row_group_size=group, **options)
-
-
-def expected(rows: int) -> list[dict[str, Any]]:
-    return [{"id": at, "text": f"é{at}"} for at in range(rows)]
-
-
-@settings(max_examples=15)
-@given(
-    sizes=st.lists(st.integers(0, 25), min_size=1, max_size=4).filter(any),
-    group=st.integers(1, 9),
-    shard_size=st.integers(1, 12),
-)
-def test_every_row_once(counting: type[CountingFileSystem], sizes: list[int], group: int, shard_size: int) -> None:
-    counting.store.clear()
-    first = 0
-    for number, rows in enumerate(sizes):
-        sink = pyarrow.BufferOutputStream()
-        write(sink, first, rows, group)
-        counting().pipe_file(f"/folder/{number}.parquet", sink.getvalue().to_pybytes())
-        first += rows
-    spec = open_dataset("parquet:counting://folder/*.parquet", ShardSettings(shard_size=shard_size)).spec
-    dataset = load_dataset(spec)
-    footers = {f"/folder/{number}.parquet": footer_start(counting, number) for number in range(len(sizes))}
-    counting.counts.clear()
-    assert read_all(dataset) == expected(sum(sizes))
-    twice = [place for place, count in counting.counts.items() if count > 1 and place[1] < footers[place[0]]]
-    assert not twice, "a byte of a row group was read twice by the same reader"
-
-
-def footer_start(counting: type[CountingFileSystem], number: int) -> int:
-    data = counting().cat_file(f"/folder/{number}.parquet")
-    return len(data) - 8 - int.from_bytes(data[-8:-4], "little")
-
-
-def test_shards_are_row_groups(tmp_path: Path) -> None:
-    write(tmp_path / "1.parquet", 0, 30)
-    write(tmp_path / "2.parquet", 30, 25)
-    dataset = open_dataset(f"parquet:{tmp_path}/*.parquet")
-    assert dataset.spec.shard_size == 10
-    assert read_all(dataset) == expected(55)
 
 
 def test_columns_and_tables(tmp_path: Path) -> None:

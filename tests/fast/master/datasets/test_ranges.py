@@ -71,17 +71,6 @@ def test_permutation_never_changes() -> None:
     assert digest[:16] == "d1fd4de2af1e5fda"
 
 
-@pytest.mark.parametrize(
-    "lease", [Lease(0, 0, 0, 31), Lease(0, 1, 29, 60), Lease(0, 3, 90, 101), Lease(0, 0, 5, 5), Lease(0, -1, 0, 30)]
-)
-def test_foreign_leases_are_refused(lease: Lease) -> None:
-    dataset = open_dataset("range:100", ShardSettings(shard_size=30))
-    with pytest.raises(SettingsError, match="not in shard"):
-        dataset.read(lease)
-    with pytest.raises(SettingsError, match="not in shard"):
-        dataset.sample_ids(lease)
-
-
 def test_samples_of_a_sequence() -> None:
     letters = list("abcdefghij")
     spec = open_dataset("range:letters", ShardSettings(shard_size=4), samples=letters).spec

@@ -2,55 +2,18 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from edl.errors import SettingsError, SourceError
-from edl.master.datasets import ShardSettings, load_dataset, open_dataset
-from edl.master.datasets.storage import base
+from edl.master.datasets import ShardSettings, open_dataset
 from tests.fast.master.datasets.leases import Lease, read_all
-
-FIELDS = st.text(st.sampled_from('a,"\n\r é|'), max_size=6)
 
 
 def written(folder: Path, text: str, name: str = "table.csv") -> str:
     (folder / name).write_bytes(text.encode())
     return f"csv:{folder / name}"
-
-
-@settings(max_examples=40)
-@given(
-    rows=st.lists(st.lists(FIELDS, min_size=2, max_size=2), min_size=1, max_size=30),
-    shard_size=st.integers(1, 7),
-    block=st.integers(1, 40),
-    quoting=st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]),
-    ending=st.sampled_from(["\n", "\r\n"]),
-)
-def test_every_record_once(
-    tmp_path_factory: pytest.TempPathFactory,
-    rows: list[list[str]],
-    shard_size: int,
-    block: int,
-    quoting: int,
-    ending: str,
-) -> None:
-    if ending == "\n" and quoting == csv.QUOTE_MINIMAL:  # then csv.writer puts no quotes around a carriage return
-        rows = [[field.replace("\r", "") for field in row] for row in rows]
-    file = io.StringIO(newline="")
-    writer = csv.writer(file, quoting=quoting, lineterminator=ending)  # type: ignore[arg-type]
-    writer.writerow(["left", "right"])
-    writer.writerows(rows)
-    folder = tmp_path_factory.mktemp("records")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "_BLOCK_NBYTES", block)
-        spec = open_dataset(written(folder, file.getvalue()), ShardSettings(shard_size=shard_size)).spec
-        samples = read_all(load_dataset(spec))
-    assert samples == [{"left": left, "right": right} for left, right in rows]
 
 
 def test_quoted_newlines_and_quotes(tmp_path: Path) -> None:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from edl.background import start_call
-from edl.errors import ClosedError, EDLError, JournalError, LeaseLostError, ProtocolError
+from edl.errors import ClosedError, EDLError, LeaseLostError, ProtocolError
 from edl.master.journal import Journal
 from tests.fast.master.journal.places import Place
 from tests.fast.master.journal.processes import count
-from tests.waiting import DEADLINE_S
 
 ROOT = Path(__file__).parents[4]
 KILLS = 2
@@ -102,60 +98,6 @@ def test_earlier_writer_is_fenced(place: Place) -> None:
     assert first.load() == (b"state", [b"behind", b"again"])
 
 
-def test_terms_are_begun_one_by_one(place: Place) -> None:
-    """Several that begin at once get different terms, and the last can write."""
-    journals = [place.open() for _ in range(4)]
-    calls = [start_call("edl-test", journal.begin_term) for journal in journals]
-    terms = [call.result(DEADLINE_S) for call in calls]
-    assert sorted(terms) == [1, 2, 3, 4]
-    for term, journal in zip(terms, journals, strict=True):
-        if term == 4:
-            journal.append([b"x"])
-        else:
-            with pytest.raises(LeaseLostError):
-                journal.append([b"y"])
-    assert place.open().load() == (None, [b"x"])
-
-
-def test_threads_take_turns(place: Place) -> None:
-    journal = begun(place, timeout_s=DEADLINE_S)  # a thread may be passed over time and again
-    barrier = threading.Barrier(4)
-
-    def write(number: int) -> None:
-        barrier.wait(DEADLINE_S)
-        for group in range(5):
-            journal.append([b"%d %d %d" % (number, group, part) for part in range(3)])
-
-    calls = [start_call("edl-test", lambda number=number: write(number)) for number in range(4)]
-    for call in calls:
-        call.result(DEADLINE_S)
-    records = journal.load()[1]
-    assert len(records) == 60
-    for first, second, third in zip(records[::3], records[1::3], records[2::3], strict=True):
-        assert first[:-1] == second[:-1] == third[:-1], "a group was torn"
-
-
-def test_random_writes_are_read_again(place: Place) -> None:
-    choice = random.Random(7)
-    journal = begun(place)
-    state, records = None, []
-    for _ in range(40):
-        kind = choice.random()
-        if kind < 0.6:
-            group = [choice.randbytes(choice.choice([0, 3, 100, 60_000])) for _ in range(choice.randint(0, 6))]
-            journal.append(group)
-            records += group
-        elif kind < 0.75:
-            state, records = choice.randbytes(choice.choice([0, 50, 300_000])), []
-            journal.snapshot(state)
-        elif kind < 0.9:
-            journal.close()
-            journal = begun(place)
-        else:
-            assert journal.load() == (state, records)
-    assert begun(place).load() == (state, records)
-
-
 @pytest.mark.parametrize("what", ["record", "snapshot", "lost"])
 def test_damage_is_found(place: Place, what: str) -> None:
     journal = begun(place)
@@ -222,39 +164,3 @@ def test_killed_writer_loses_nothing(place: Place) -> None:
         answered = found
         journal.close()
     assert answered >= KILLS
-
-
-def begin_while_it_stands(place: Place, process: subprocess.Popen[str]) -> Journal:
-    """Begin a term while a writer stands still; one that holds its file goes on for a while, and stands still again."""
-    assert process.stdout is not None
-    for _ in range(200):
-        process.send_signal(signal.SIGSTOP)
-        try:
-            return begun(place, timeout_s=0.2)
-        except JournalError as exc:
-            if not exc.busy:
-                raise
-            process.send_signal(signal.SIGCONT)
-            process.stdout.readline()
-    raise AssertionError("it always holds its file")
-
-
-def test_paused_writer_is_fenced(place: Place) -> None:
-    """A master that stood still while another took over: nothing of what it does then is there, or answered."""
-    with start(place, 1) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline().startswith("begun")
-            assert process.stdout.readline()
-            journal = begin_while_it_stands(place, process)
-            found = count(*journal.load())
-            process.send_signal(signal.SIGCONT)
-            state = b"%d taken over" % found
-            journal.snapshot(state)
-            lines = process.stdout.read().splitlines()  # until it ends
-            assert lines[-1] == "fenced"
-            answered = [int(line.split()[1]) for line in lines[:-1] if line.startswith("group")]
-            assert max(answered, default=0) <= found
-            assert journal.load() == (state, [])
-        finally:
-            process.kill()

@@ -87,33 +87,6 @@ def test_values_are_small_and_swept(stored: StorePlace) -> None:
     assert len(entry.value) < 10_000, "what was swept is named no more"
 
 
-def test_interrupted_snapshot_is_cleaned_up(stored: StorePlace, disturbed: Any) -> None:
-    journal = stored.open(store=disturbed, timeout_s=0.1)
-    journal.begin_term()
-    journal.append([b"1"])
-    journal.snapshot(b"first")
-    journal.append([b"2"])
-
-    def break_off(method: str, key: str) -> None:
-        if method == "put" and key.endswith("/002"):
-            disturbed.before = fail
-
-    def fail(method: str, key: str) -> None:
-        raise DiscoveryError("away")
-
-    disturbed.before = break_off
-    with pytest.raises(JournalError, match="cannot write a snapshot: away"):
-        journal.snapshot(bytes(900_000))
-    with pytest.raises(JournalError, match="cannot write a snapshot: away"):
-        journal.append([b"3"])
-    journal.close()
-    assert len(keys(stored) - named(stored)) >= 2
-    following = stored.open()
-    following.begin_term()
-    assert following.load() == (b"first", [b"2"])
-    wait_until(lambda: keys(stored) == named(stored), "a sweep")
-
-
 @pytest.mark.parametrize("write", ["append", "snapshot", "begin_term"])
 def test_lost_answer_is_no_second_write(stored: StorePlace, disturbed: Any, write: str) -> None:
     """The store did what it was asked, and then its answer was lost."""
@@ -252,27 +225,6 @@ def test_store_is_away_for_a_while(stored: StorePlace, disturbed: Any) -> None:
             impatient.append([b"3"])
     with pytest.raises(JournalError, match="journals/job: cannot append: away"):
         impatient.load()
-
-
-def test_value_that_shows_late_is_waited_for(stored: StorePlace, disturbed: Any) -> None:
-    """As Consul may answer while its leadership changes hands."""
-    assert stored.store is not None
-    journal = stored.open()
-    journal.begin_term()
-    journal.append([b"1"])
-    journal.append([b"2"])
-    entry = stored.store.list(f"{stored.folder}records/")[-1]
-    stored.store.delete(entry.key)
-    looks = []
-
-    def look(method: str, key: str) -> None:
-        if method == "list":
-            looks.append(key)
-            if len(looks) == 3:
-                stored.store.put(entry.key, entry.value)  # type: ignore[union-attr]
-
-    disturbed.before = look
-    assert stored.open(store=disturbed).load() == (None, [b"1", b"2"])
 
 
 @pytest.mark.parametrize("value", [b"", b"[]", b'{"format":2}', b'{"format":1,"term":"x"}', b"\xff\x00"])

@@ -46,23 +46,6 @@ def reasons(found: object) -> list[str]:
     return [problem.reason for problem in found]
 
 
-def test_job_with_defaults() -> None:
-    job = parse_elastic_job(make_job())
-    assert isinstance(job, ElasticJob)
-    assert (job.min_replicas, job.max_replicas, job.replicas, job.scaling) == (1, 1, None, "auto")
-    assert job.job_id == "digits-01234567"
-    assert job.key == "elasticjobs/lab/digits"
-    assert job.created_s == 1769860800.0
-    assert parse_elastic_job(make_job(minReplicas=3)).max_replicas == 3  # type: ignore[union-attr]
-
-
-def test_pool_with_defaults() -> None:
-    pool = parse_teacher_pool(make_pool())
-    assert isinstance(pool, TeacherPool)
-    assert (pool.min_replicas, pool.max_replicas, pool.service, pool.probe_s) == (0, 1, "digits", 20)
-    assert (pool.priority_class_name, pool.grace_period_s) == ("edl-teacher", 10)
-
-
 def test_store_of_the_operator() -> None:
     resource = make_job()
     del resource["spec"]["store"]
@@ -97,45 +80,6 @@ def test_refused_job(spec: dict[str, Any], reason: str, words: str) -> None:
     found = parse_elastic_job(make_job(**spec))
     assert reason in reasons(found)
     assert words in "\n".join(problem.message for problem in found)  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(
-    ("spec", "reason"),
-    [
-        ({"serve": []}, "EmptyServe"),
-        ({"scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": "t"}}, "TemplateBesideTarget"),
-        ({"scaleTargetRef": {"kind": "Deployment"}, "template": None, "serve": None}, "InvalidScaleTarget"),
-        ({"probeSeconds": 0}, "InvalidField"),
-    ],
-)
-def test_refused_pool(spec: dict[str, Any], reason: str) -> None:
-    assert reason in reasons(parse_teacher_pool(make_pool(**spec)))
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("apiVersion", "apps/v1/namespaces/team-b/deployments/victim/scale?x=/v1"),
-        ("apiVersion", "../v1"),
-        ("kind", "Pods/a/eviction?"),
-        ("name", "../../team-b/deployments/victim"),
-    ],
-)
-def test_scale_target_leads_nowhere_else(field: str, value: str) -> None:
-    target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "triton", field: value}
-    found = parse_teacher_pool(make_pool(scaleTargetRef=target, template=None, serve=None))
-    assert reasons(found) == ["InvalidScaleTarget"]
-
-
-def test_scale_target_and_name() -> None:
-    target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "triton"}
-    pool = parse_teacher_pool(make_pool(scaleTargetRef=target, template=None, serve=None))
-    assert isinstance(pool, TeacherPool)
-    assert pool.scale_target_ref is not None
-    assert pool.scale_target_ref.name == "triton"
-    resource = make_job()
-    resource["metadata"]["name"] = "a" * 64
-    assert reasons(parse_elastic_job(resource)) == ["InvalidName"]
 
 
 JSON = st.recursive(

@@ -13,22 +13,6 @@ def counts(allocation: Allocation, *jobs: str) -> list[int]:
     return [allocation.count_workers(job) for job in jobs]
 
 
-def test_nothing_to_decide() -> None:
-    assert arbitrate({}, [], {}) == Allocation({}, (), {}, 0, True)
-    alone = arbitrate({}, [JobRequest("a", 1, 2)], {})
-    assert alone.pending == ("a",)
-    assert alone.settled
-
-
-def test_weight_counts() -> None:
-    """With linear speedups, shares are in proportion to weights."""
-    equal = arbitrate({"n1": 8, "n2": 8}, [JobRequest("a", 1, 16), JobRequest("b", 1, 16)], {})
-    assert counts(equal, "a", "b") == [8, 8]
-    assert equal.changes == {"a": "grew into free GPUs", "b": "grew into free GPUs"}
-    jobs = [JobRequest("a", 1, 16, weight=3.0), JobRequest("b", 1, 16)]
-    assert counts(arbitrate({"n1": 8, "n2": 8}, jobs, {}), "a", "b") == [12, 4]
-
-
 def test_a_newcomer_takes_from_the_lowest() -> None:
     jobs = [JobRequest("high", 2, 8, priority=2, weight=4.0), JobRequest("low", 2, 8, priority=0)]
     new = JobRequest("new", 4, 4, priority=1, submitted_s=5.0)
@@ -56,16 +40,6 @@ def test_shrunk_node_gives_surplus_first() -> None:
     assert below.pending == ("low",)
 
 
-def test_borrowers_leave_when_they_must() -> None:
-    """A job with a minimum of 0, such as teachers on idle GPUs, never waits and never keeps anybody waiting."""
-    teachers = JobRequest("teachers", 0, 100, priority=-1, weight=0.1)
-    alone = arbitrate({"n": 8}, [teachers], {})
-    assert counts(alone, "teachers") == [8]
-    both = arbitrate({"n": 8}, [teachers, JobRequest("job", 6, 7)], alone.placements)
-    assert counts(both, "teachers", "job") == [1, 7]
-    assert not both.pending
-
-
 def test_nothing_moves_near_the_end() -> None:
     """20 s before its end a job neither grows nor gives: a pause of 30 s is never worth it."""
     ending = JobRequest("ending", 1, 8, remaining=100.0)
@@ -74,16 +48,6 @@ def test_nothing_moves_near_the_end() -> None:
     for remaining, after in ((160.0, [7, 1]), (1e9, [4, 4])):
         job = JobRequest("ending", 1, 8, remaining=remaining)
         assert counts(arbitrate({"n": 8}, [job, new], {"ending": {"n": 7}, "new": {"n": 1}}), "ending", "new") == after
-
-
-def test_pauses_count_when_reclaiming() -> None:
-    """Of one priority, a job at its end gives where others have no more; it pauses then anyway, and gives more."""
-    ending = JobRequest("ending", 1, 9, remaining=0.0)
-    other = JobRequest("other", 1, 9)
-    placements = {"ending": {"n1": 5}, "other": {"n2": 4}}
-    for least, shares in ((2, [5, 2]), (4, [3, 2])):
-        new = JobRequest("new", least, least, submitted_s=1.0)
-        assert counts(arbitrate({"n1": 5, "n2": 4}, [ending, other, new], placements), "ending", "other") == shares
 
 
 def test_who_moved_often_stays() -> None:

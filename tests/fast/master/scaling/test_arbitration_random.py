@@ -6,13 +6,12 @@ import itertools
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from edl.master.scaling.arbitration import Allocation, ArbitrationSettings, JobRequest, arbitrate
-from edl.master.scaling.arbitration.requests import JobValue
 from edl.master.scaling.throughput import ThroughputModel
 
 Placements = Mapping[str, Mapping[str, int]]
@@ -153,34 +152,6 @@ def test_pending_minima_come_first(cluster: Cluster) -> None:
 
 
 @MANY
-@given(clusters(sizes=(2, 4)))
-def test_lowest_priority_gives_first(cluster: Cluster) -> None:
-    """A job that comes to a full cluster takes surplus of a priority only where no lower one has any of use.
-
-    Workers of 2 and 4 GPUs, a newcomer of 2: every worker of surplus makes room for it.
-    """
-    cluster = replace(cluster, jobs=[replace(job, gpus=2, pause_s=0.0) for job in cluster.jobs])
-    before = arbitrate(cluster.nodes, cluster.jobs, cluster.placements, IMPATIENT)
-    assume(before.settled)
-    newcomer = JobRequest("new", 1, 1, 2, priority=1, submitted_s=9.0)
-    after = arbitrate(
-        cluster.nodes,
-        # What would be moved for gain is left out: here it is about reclaiming alone.
-        [*(replace(job, pause_s=1e12, moves=1, age_s=1.0) for job in cluster.jobs), newcomer],
-        before.placements,
-        IMPATIENT,
-    )
-    surplus = sum(max(0, before.count_workers(job.name) - job.min_workers) for job in cluster.jobs)
-    if surplus:
-        assert "new" not in after.pending, "a worker of surplus is as large as it"
-    reclaimed = [job for job in cluster.jobs if after.count_workers(job.name) < before.count_workers(job.name)]
-    assert len(reclaimed) <= 1
-    for job in reclaimed:
-        lower = [other for other in cluster.jobs if other.priority < job.priority]
-        assert all(before.count_workers(other.name) <= other.min_workers for other in lower)
-
-
-@MANY
 @given(clusters())
 def test_who_runs_goes_on(cluster: Cluster) -> None:
     """Nobody is brought below its minimum for another; only lost nodes do that."""
@@ -190,19 +161,6 @@ def test_who_runs_goes_on(cluster: Cluster) -> None:
     for job in cluster.jobs:
         if before.count_workers(job.name) >= job.min_workers:
             assert after.count_workers(job.name) >= job.min_workers
-
-
-@MANY
-@given(clusters())
-def test_no_gpu_idles_that_is_of_use(cluster: Cluster) -> None:
-    """A job that pauses for nothing, and may have more workers, finds no node with room for one."""
-    found = arbitrate(cluster.nodes, cluster.jobs, cluster.placements)
-    assume(found.settled)
-    used = used_gpus(cluster, found)
-    widest = max(cluster.nodes[node] - used[node] for node in cluster.nodes)
-    for job in cluster.jobs:
-        if job.pause_s == 0 and job.min_workers <= found.count_workers(job.name) < job.max_workers:
-            assert widest < job.gpus
 
 
 @MANY
@@ -223,24 +181,6 @@ def test_minima_start_in_order(cluster: Cluster, running: int) -> None:
             first = [other for other in cluster.jobs if other.name in runs or rank(other) < rank(job)]
             held = sum(other.min_workers for other in first if other.name not in after.pending)
             assert held + job.min_workers > sum(cluster.nodes.values()), f"{job.name} waits for a later job"
-
-
-@MANY
-@given(clusters(), st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=7, max_size=7))
-def test_moves_gain_more_than_they_cost(cluster: Cluster, weights: list[float]) -> None:
-    """Where nothing starts, the sum of values after a decision, pauses paid, is no smaller than before it."""
-    before = arbitrate(cluster.nodes, cluster.jobs, cluster.placements)
-    assume(before.settled)
-    jobs = [replace(job, weight=weight) for job, weight in zip(cluster.jobs, weights, strict=False)]
-    after = arbitrate(cluster.nodes, jobs, before.placements)
-    assume(after.settled and after.pending == before.pending)
-    gain = 0.0
-    for job in jobs:
-        if job.name in after.changes:
-            value, workers = JobValue(job, ArbitrationSettings()), after.count_workers(job.name)
-            gain += value.compute_utility(workers) - value.compute_utility(before.count_workers(job.name))
-            gain -= value.compute_move_cost(workers)
-    assert gain > -1e-9
 
 
 @st.composite

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -54,21 +53,6 @@ def test_fit_finds_the_model(model: ThroughputModel, sizes: list[int]) -> None:
 
 
 rates = st.lists(st.tuples(st.integers(1, 64), st.floats(1e-3, 1e6), st.floats(0, 1e6)), min_size=1, max_size=20)
-
-
-@settings(max_examples=40)
-@given(rates)
-def test_any_history_gives_a_valid_model(samples: list[tuple[int, float, float]]) -> None:
-    """Throughput never falls with more workers, and never grows faster than their number: whatever was measured."""
-    history = ThroughputHistory()
-    for size, rate, at in samples:
-        history = history.record_rate(size, rate, at)
-    model = fit_throughput(history, max(at for _, _, at in samples))
-    assert model is not None
-    predicted = [model.predict_rate(size) for size in range(1, 66)]
-    for size, (less, more) in enumerate(pairwise(predicted), start=1):
-        assert less <= more * (1 + 1e-9)
-        assert more / less <= (size + 1) / size * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf, 1e-320])
@@ -152,24 +136,6 @@ def test_a_move_saves_its_pause(
         return
     stay_s = remaining / decision.model.predict_rate(workers)
     assert remaining / decision.model.predict_rate(decision.count) + pause_s < stay_s * (1 + 1e-9)
-
-
-def test_useless_workers_are_given_back() -> None:
-    """With a = 0, more workers do nothing; the fit says so, and they go back without swinging."""
-    history = measured(ThroughputModel(0.0, 1.0), 7, 8)
-    first = decide_workers(job(history, 8))
-    assert first.count == 6, first.reason
-    count, seen = first.count, measured(ThroughputModel(0.0, 1.0), 7, 8, 6)
-    for _ in range(10):
-        decision = decide_workers(job(seen, count))
-        if decision.count == count:
-            break
-        assert decision.count < count
-        count = decision.count
-        for _ in range(3):
-            seen = seen.record_rate(count, 1.0, 10_000.0)
-    assert count == 3, "a third of what it would do alone is within the band below 35%"
-    assert decide_workers(job(history, 8, remaining=10.0)).count == 8, "about to end"
 
 
 def test_limit_for_the_arbiter() -> None:

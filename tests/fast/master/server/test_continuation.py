@@ -13,9 +13,9 @@ from edl.cli.cmd_master import _default_journal
 from edl.errors import ConflictError, SettingsError
 from edl.master.datasets import ShardSettings, open_dataset
 from edl.master.server.candidate_address import own_address, shown_endpoint
-from edl.master.server.continuation import check_continued, check_data, earlier_events, takeover_cause
+from edl.master.server.continuation import check_continued, check_data, takeover_cause
 from edl.master.server.master_server import _told
-from edl.master.server.report import UnitRates, describe_dataset, encode
+from edl.master.server.report import UnitRates, encode
 from edl.master.shards import ShardBook
 from edl.protocol import master as messages
 
@@ -89,11 +89,6 @@ def test_a_takeover_has_a_cause(last: dict[str, Any] | None, cause: str) -> None
     assert found.isprintable()
 
 
-@pytest.mark.parametrize("last", [None, {"events": None}, {"events": [1, "x", None]}])
-def test_garbage_is_no_event(last: dict[str, Any] | None) -> None:
-    assert earlier_events(last) == []
-
-
 def test_addresses_and_places_are_shown() -> None:
     for slashes in ("/", "//"):
         assert _default_journal(f"sqlite://{slashes}x/store.sqlite", "a/b") == "sqlite:///x/a%252Fb.master.sqlite"
@@ -124,23 +119,6 @@ def test_rates_are_of_the_last_seconds() -> None:
         if second == 49:
             assert rate == pytest.approx(10.0)
     assert rate == 0.0
-
-
-def test_a_total_put_back_has_no_rate() -> None:
-    rates = UnitRates()
-    rates.look("d", 1000, 0.0)
-    assert rates.look("d", 10, 1.0) == 0.0
-    assert rates.look("d", 20, 2.0) == pytest.approx(10.0)
-
-
-def test_the_time_left_follows_the_rate() -> None:
-    rates = UnitRates()
-    assert describe_dataset(status(0), rates, 0.0, lambda session: 0.0)["eta_s"] is None
-    found = describe_dataset(status(100, holders=3), rates, 10.0, lambda session: 1.5)
-    assert found["units_per_s"] == 10.0
-    assert found["eta_s"] == 190.0
-    assert [holder["holder"] for holder in found["holders"]] == ["w2", "w1", "w0"]
-    assert found["holders"][0]["seen_s"] == 1.5
 
 
 def test_a_report_fits_into_a_store() -> None:

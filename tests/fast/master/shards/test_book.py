@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from edl.errors import ConflictError, LeaseLostError
+from edl.errors import ConflictError
 from edl.master.shards import ShardBook
 from edl.protocol import master
 from tests.fast.master.shards.jobs import Job, bounds, lease_id
@@ -29,58 +29,6 @@ def test_repeated_turn_is_answered_again() -> None:
         with pytest.raises(ConflictError, match=f"turn {request} of session a: the last was 1"):
             job.book.turn(master.Turn(session="a", request=request, want=3))
     assert job.shards()["doing"] == 3
-
-
-def test_ended_session_is_told_why() -> None:
-    job = Job()
-    job.open("a")
-    (lease,) = job.turn("a", 1).leases
-    job.expire("a", "unknown")
-    with pytest.raises(LeaseLostError, match="session a has ended: lease of a expired"):
-        job.turn("a", 1)
-    with pytest.raises(LeaseLostError, match="session a has ended"):
-        job.open("a")
-    job.open("a2", "a")
-    assert "expired" in job.turn("a2", 0, done=[lease]).refused[0].reason
-
-
-def test_epochs_follow_without_a_barrier() -> None:
-    job = Job(units=30, epochs=2, max_failures=1)
-    job.open("slow")
-    job.open("quick")
-    (held,) = job.turn("slow", 1).leases
-    reply = job.turn("quick", 4)
-    assert [(lease.epoch, lease.shard) for lease in reply.leases] == [(0, 1), (0, 2), (1, 0), (1, 1)]
-    job.apply(close_session=master.CloseSession(session="slow"))
-    more = job.turn("quick", 2)
-    assert [(lease.epoch, lease.shard) for lease in more.leases] == [(0, 0), (1, 2)], "the older epoch comes first"
-    assert held.shard == 0
-    end = job.turn("quick", 2, done=[*reply.leases, *more.leases])
-    assert end.finished
-    assert end.epoch == 1
-
-
-def test_late_report_is_refused() -> None:
-    """A task manager that takes it ends the task of the new holder, and the shard counts as done by no one."""
-    job = Job(units=10)
-    job.open("a", "slow")
-    job.open("b", "quick")
-    (lease,) = job.turn("a", 1).leases
-    job.expire(leases=[lease])
-    assert "waits for another holder" in job.turn("a", 0, done=[lease]).refused[0].reason
-    (again,) = job.turn("b", 1).leases
-    late = job.turn("a", 0, done=[lease])
-    assert late.refused[0].reason == "lease of slow expired; the shard was given to quick"
-    for session, wrong, reason in (
-        ("b", master.Lease(id=again.id, term=2), "it was given in term 1, not in 2"),
-        ("b", master.Lease(id=7, term=1), "it was never given"),
-        ("a", again, "it is another session's, of quick"),
-    ):
-        assert job.turn(session, 0, done=[wrong]).refused[0].reason == reason
-    assert job.shards()["doing"] == 1
-    assert not job.turn("b", 0, done=[again]).refused
-    assert job.book.is_finished("d")
-    assert "reported before" in job.turn("b", 0, done=[again]).refused[0].reason
 
 
 def test_failures_poison_with_reasons() -> None:
@@ -209,36 +157,6 @@ def test_stream_gives_whole_shards() -> None:
     book = ShardBook.restore(job.book.snapshot())
     assert book.describe("d") == job.book.describe("d")
     assert book.describe("d").spec.index == b"012"
-
-
-def test_flush_gives_the_rest() -> None:
-    job = stream()
-    job.open("a")
-    extend(job, 13)
-    first = job.turn("a", 5)
-    job.apply(flush_dataset=master.FlushDataset(dataset="d"))
-    second = job.turn("a", 5)
-    assert bounds(second.leases) == [(10, 13)]
-    extend(job, 19)
-    assert bounds(job.turn("a", 5).leases) == [], "it does not fill the shard"
-    extend(job, 22)
-    third = job.turn("a", 5)
-    assert [(lease.shard, lease.start, lease.stop) for lease in third.leases] == [(1, 13, 20)]
-    job.apply(end_dataset=master.EndDataset(dataset="d"))
-    fourth = job.turn("a", 5)
-    assert bounds(fourth.leases) == [(20, 22)]
-    done = [*first.leases, *second.leases, *third.leases, *fourth.leases]
-    assert job.turn("a", 5, done=done).finished
-    assert job.shards() == {"todo": 0, "doing": 0, "done": 3, "poisoned": 0}
-
-
-def test_failed_shard_of_a_stream_is_next() -> None:
-    """A source that grows without a pause would never come to those that are kept for the end."""
-    job = stream()
-    job.open("a")
-    extend(job, 100)
-    (lease,) = job.turn("a", 1).leases
-    assert bounds(job.fail("a", lease, "once", want=2).leases) == [(0, 10), (10, 20)]
 
 
 def test_progress_needs_the_index() -> None:

@@ -25,21 +25,6 @@ def test_loss_after_a_mark_goes_back() -> None:
     assert third.start == 20
 
 
-def test_second_resumer_is_refused() -> None:
-    job = checkpointed()
-    job.open("a")
-    lease = job.turn("a", 1).leases[0]
-    job.mark("a", 1, (lease, 5))
-    job.expire("a")
-    job.open("b")
-    job.resume("b", "a", 1)
-    job.open("c")
-    with pytest.raises(ConflictError, match="read on by b in session b, which lives"):
-        job.resume("c", "a", 1)
-    job.expire("b")  # the one that resumed died before it saved anything: the state that survives is the old one
-    assert bounds(job.resume("c", "a", 1).leases) == [(5, 10)]
-
-
 def test_marks_of_the_given_up_branch() -> None:
     job = checkpointed()
     job.open("a")
@@ -102,23 +87,3 @@ def test_expired_lease_ends_its_reader() -> None:
     with pytest.raises(LeaseLostError, match="lease of a expired"):
         job.turn("a", 1)
     assert job.shards()["doing"] == 0
-
-
-def test_crash_loop_ends_in_poison() -> None:
-    """A shard that kills its worker, which comes back at once each time, before its session has expired."""
-    job = checkpointed(units=20, max_failures=3)
-    job.open("s0", "a")
-    job.mark("s0", 1)
-    lease = job.turn("s0", 1).leases[0]
-    job.mark("s0", 2)
-    for life in range(1, 4):
-        job.open(f"s{life}", "a")
-        reply = job.resume(f"s{life}", f"s{life - 1}", life + 1)
-        assert bounds(reply.leases) == ([(0, 10)] if life < 3 else [])
-        job.mark(f"s{life}", life + 2)
-    (poisoned,) = job.book.status("d")["poisoned"]
-    assert [failure["reason"] for failure in poisoned["failures"]] == [
-        f"a was lost; a resumed it in session s{life}" for life in range(1, 4)
-    ]
-    assert bounds(job.turn("s3", 9).leases) == [(10, 20)]
-    assert lease.shard == 0

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import hashlib
-import itertools
-import struct
-
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,52 +40,5 @@ PINNED_MILLION = [496094, 109637, 391251, 848905, 152969]
 PINNED_LARGE = [250907736042, 1034174068119, 841590924608]
 
 
-def position_to_shard(position: int, count: int, seed: int, epoch: int) -> int:
-    """The same by Python's numbers, one at a time: what numpy makes of types and overflows plays no part."""
-    digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=64, person=b"edl.shards").digest()
-    keys = struct.unpack("<8Q", digest)
-    bits = max(count - 1, 1).bit_length()
-    low_bits, high_bits = bits // 2, bits - bits // 2
-    most = 2**64 - 1
-
-    def mix(value: int) -> int:
-        value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & most
-        value = (value ^ value >> 27) * 0x94D049BB133111EB & most
-        return value ^ value >> 31
-
-    value = position
-    while True:
-        high, low = value >> low_bits, value % 2**low_bits
-        for number, key in enumerate(keys):
-            if number % 2:
-                low ^= mix(high + key & most) % 2**low_bits
-            else:
-                high ^= mix(low + key & most) % 2**high_bits
-        value = high << low_bits | low
-        if value < count:
-            return value
-
-
-@pytest.mark.parametrize("count", [1, 2, 7, 10**6, 2**40])
-def test_order_agrees_with_plain_numbers(count: int) -> None:
-    order = ShardOrder(count, 2**63 + 5, 9, True)
-    for start in {0, count // 3, count - 1}:
-        shards = order.shards(start, 20)
-        assert shards == [position_to_shard(start + at, count, 2**63 + 5, 9) for at in range(len(shards))]
-
-
 def test_unshuffled_order_is_the_numbers() -> None:
     assert whole(ShardOrder(2500, 7, 3, False)) == list(range(2500))
-
-
-@pytest.mark.parametrize("count", [2, 5, 17])
-def test_small_orders_are_even(count: int) -> None:
-    """Each shard is at each position about equally often: 5 standard deviations off at most."""
-    epochs = 400
-    seen = collections.Counter(
-        itertools.chain.from_iterable(enumerate(whole(ShardOrder(count, 5, epoch, True))) for epoch in range(epochs))
-    )
-    expected = epochs / count
-    deviation = (epochs / count * (1 - 1 / count)) ** 0.5
-    assert len(seen) == count**2
-    assert max(abs(times - expected) for times in seen.values()) < 5 * deviation

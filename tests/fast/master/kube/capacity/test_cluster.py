@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.capacity.amounts import parse_allocatable, pod_requests
@@ -131,14 +129,6 @@ def test_terms_are_alternatives() -> None:
     assert fitting(nodes, [], affine({})) == 0, "a term without requirements matches nothing"
 
 
-def test_what_is_seen_may_be_old() -> None:
-    capacity = ClusterCapacity.of([node("n1")], [pod(1, uid="a"), pod(1, uid="b", node="n1")])
-    assert capacity.shows("a", "")
-    assert not capacity.shows("a", "n1"), "it was bound since"
-    assert capacity.shows("b", "n1")
-    assert not capacity.shows("c", "")
-
-
 def test_devices_for_jobs() -> None:
     """Jobs share what is idle, what they hold, and what is lent; not what others hold or wait for."""
     job, lent = {"edl.io/job": "j"}, {"edl.io/pool": "p"}
@@ -154,35 +144,6 @@ def test_possible_is_without_others() -> None:
     capacity = ClusterCapacity.of([node("n1", 2), node("n2", 2, ready="False")], [pod(2, node="n1")])
     assert capacity.count_possible(pod(1)) == 2
     assert capacity.count_possible(pod(3)) == 0
-
-
-SIZES = st.integers(0, 4)
-
-
-@settings(max_examples=40)
-@given(
-    sizes=st.lists(SIZES, min_size=1, max_size=4),
-    held=st.lists(st.tuples(st.integers(0, 3), SIZES), max_size=6),
-    waiting=st.lists(st.integers(1, 4), max_size=4),
-    asked=st.integers(1, 3),
-)
-def test_what_fits_can_be_placed(sizes: list[int], held: list[tuple[int, int]], waiting: list[int], asked: int) -> None:
-    """As many as are said to fit can be put beside all that is there, and no more."""
-    nodes = [node(f"n{number}", size) for number, size in enumerate(sizes)]
-    pods = [pod(size, node=f"n{number}") for number, size in held]
-    others = [pod(size) for size in waiting]
-    asking = pod(asked)
-    count = ClusterCapacity.of(nodes, [*pods, *others]).count_fitting(asking)
-    free = [size - sum(amount for on, amount in held if on == number) for number, size in enumerate(sizes)]
-    alone = sum(max(0, room) // asked for room in free)
-    assert 0 <= count <= alone
-    assert count == alone or others, "without pods that wait all that is free counts"
-    placed = list(pods)
-    for _ in range(count):
-        before = ClusterCapacity.of(nodes, [*placed, *others])
-        room = [n for n in nodes if ClusterCapacity.of([n], placed).count_fitting(asking)]
-        assert room, f"{before.count_fitting(asking)} are said to fit"
-        placed.append(pod(asked, node=room[0]["metadata"]["name"]))
 
 
 def container(restart: str = "", **requests: str) -> dict[str, Any]:

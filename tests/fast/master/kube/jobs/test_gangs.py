@@ -90,17 +90,6 @@ def test_pod_groups(scheduler: str, api_version: str, annotation: str) -> None:
     assert plain["spec"] == {"minMember": 2}
 
 
-def test_gang_keeps_its_group() -> None:
-    """The pods of the group are the last to go, however long the others run."""
-    cluster = build_cluster(queue="team-a")
-    cluster.settle()
-    cluster.end("job-worker-0-0", 137)
-    cluster.settle()
-    cluster.wanted = 2
-    cluster.settle()
-    assert sorted(cluster.pods) == ["job-worker-0-1", "job-worker-1-0"]
-
-
 def test_pending_growth_is_left_to_the_queue() -> None:
     cluster = build_cluster(queue="team-a")
     cluster.nodes = {"node1": 2}

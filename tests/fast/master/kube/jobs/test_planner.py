@@ -23,19 +23,6 @@ def get_record(cluster: SimulatedCluster, key: str = "worker-0") -> dict[str, An
     return record
 
 
-def test_minimum_starts_at_once() -> None:
-    cluster = SimulatedCluster(minReplicas=3, maxReplicas=8)
-    plan = cluster.reconcile()
-    assert len(plan.create) == 3, "no more before these have nodes"
-    args = plan.create[0]["spec"]["containers"][0]["args"]
-    assert args[:3] == ["run", "--rdzv-id", "job-01234567"]
-    assert args[args.index("--nnodes") + 1] == "3:10000"
-    assert args[-1] == "train.py"
-    assert cluster.status["phase"] == "Pending"
-    assert cluster.find_condition("Scheduled")["reason"] == "WaitingForNode"
-    assert cluster.events == ["Started"]
-
-
 @pytest.mark.parametrize(("store", "expected"), [("kubernetes://team", True), ("consul://10.0.0.9:8500", False)])
 def test_api_server_as_store_may_be_away(store: str, expected: bool) -> None:
     """Workers go on for 36 s without their store where that is the API server."""
@@ -102,22 +89,6 @@ def test_thirty_come_back_in_one_round() -> None:
     assert "30 workers" in plan.events[0].message
 
 
-def test_more_memory_after_a_kill() -> None:
-    cluster = build_running()
-    cluster.end("job-worker-0-0", 137, "OOMKilled")
-    plan = cluster.reconcile()
-    limits = plan.create[0]["spec"]["containers"][0]["resources"]["limits"]
-    assert limits == {"memory": "1536Mi"}
-    assert [deletion.name for deletion in plan.delete] == ["job-worker-0-0"]
-    assert get_record(cluster)["failures"] == {"out_of_memory": 1}
-    for number in (1, 2, 3):
-        cluster.schedule()
-        cluster.end(f"job-worker-0-{number}", 137, "OOMKilled")
-        cluster.reconcile()
-    assert cluster.find_condition("Failed")["reason"] == "OutOfMemory"
-    assert cluster.status["phase"] == "Failed"
-
-
 def test_bug_in_the_script_stops_the_job() -> None:
     cluster = build_running(minReplicas=2, maxReplicas=2)
     text = '{"cause": "error", "exit_code": 1, "oom_kills": 0, "message": "Traceback:\\n  x\\nValueError: no data"}'
@@ -154,21 +125,6 @@ def test_success_waits_for_the_others() -> None:
     assert plan.create == ()
 
 
-@pytest.mark.parametrize("ahead_s", [0, -3600, 3600])
-def test_nodes_clock_is_another(ahead_s: float) -> None:
-    """The others have a minute to store their last states, by the operator's clock."""
-    cluster = build_running(minReplicas=2, maxReplicas=2)
-    cluster.now_s += ahead_s
-    cluster.end("job-worker-0-0", 0)
-    cluster.now_s -= ahead_s
-    assert cluster.reconcile().requeue_s == pytest.approx(60, abs=1)
-    assert cluster.list_live() == ["job-worker-1-0"]
-    cluster.now_s += 61
-    cluster.reconcile()
-    assert cluster.list_live() == []
-    assert cluster.status["phase"] == "Succeeded"
-
-
 @pytest.mark.parametrize(("code", "phase"), [(0, "Succeeded"), (74, "Failed")])
 def test_preempted_worker_did_the_last_step(code: int, phase: str) -> None:
     """Also where its last state is not stored: a successor would find the job done, and nothing in its memory."""
@@ -182,20 +138,6 @@ def test_preempted_worker_did_the_last_step(code: int, phase: str) -> None:
     cluster.reconcile()
     assert cluster.status["phase"] == phase
     assert cluster.list_live() == []
-
-
-@pytest.mark.parametrize("code", [0, 1])
-def test_sidecar_holds_nothing_in_the_end(code: int) -> None:
-    """The main container has ended, another runs on: the pod keeps its GPU until it is deleted."""
-    cluster = build_running()
-    cluster.end("job-worker-0-0", code)
-    cluster.pods["job-worker-0-0"]["status"]["phase"] = "Running"
-    cluster.reconcile()
-    assert cluster.status["phase"] == ("Failed" if code else "Succeeded")
-    assert cluster.list_ending() == ["job-worker-0-0"]
-    del cluster.pods["job-worker-0-0"]["metadata"]["deletionTimestamp"]  # that operator was killed before it asked
-    cluster.reconcile()
-    assert cluster.list_ending() == ["job-worker-0-0"]
 
 
 @pytest.mark.parametrize("codes", [(0, 74), (74, 0)])
@@ -258,22 +200,6 @@ def test_shrinks_by_the_newest() -> None:
     assert cluster.status["wantedReplicas"] == 2
     cluster.settle()
     assert len(cluster.list_live()) == 2
-
-
-def test_those_that_ended_come_back_first() -> None:
-    """Their places are their own; an index that is free since the job shrank is growth, which comes one by one."""
-    cluster = build_running(minReplicas=1, maxReplicas=3)
-    cluster.pods["job-worker-0-0"]["status"]["conditions"] = []  # not ready: it goes first
-    cluster.wanted = 2
-    assert [deletion.name for deletion in cluster.reconcile().delete] == ["job-worker-0-0"]
-    cluster.settle()
-    assert cluster.list_running() == ["job-worker-1-0", "job-worker-2-0"]
-    for name in cluster.list_running():
-        cluster.remove(name)
-    plan = cluster.reconcile()
-    assert [pod["metadata"]["name"] for pod in plan.create] == ["job-worker-1-1", "job-worker-2-1"]
-    cluster.settle()
-    assert len(cluster.list_running()) == 2
 
 
 @pytest.mark.parametrize("suspended", [False, True])
@@ -339,17 +265,6 @@ def test_trouble_with_the_store_is_said() -> None:
     assert cluster.events.count("StoreNotAllowed") == 1
 
 
-def test_arbiter_gives_and_takes() -> None:
-    cluster = SimulatedCluster(minReplicas=1, maxReplicas=4)
-    cluster.allocation = 3
-    plan = cluster.reconcile()
-    assert len(plan.create) == 3, "what is given need not be probed for"
-    cluster.schedule()
-    cluster.allocation = 0
-    cluster.reconcile()
-    assert len(cluster.list_live()) == 1, "its minimum is left to it"
-
-
 def test_deadline() -> None:
     cluster = SimulatedCluster(activeDeadlineSeconds=100)
     cluster.reconcile()
@@ -374,33 +289,6 @@ def test_master_is_replaced_at_once() -> None:
     assert cluster.status["replicas"] == 1, "a master is no worker"
 
 
-@pytest.mark.parametrize(("code", "event"), [(0, "MasterEnded"), (3, "ShardsGivenUp")])
-def test_master_that_is_done(code: int, event: str) -> None:
-    cluster = build_running(master={"enabled": True})
-    cluster.end("job-master-0-0", code)
-    cluster.settle()
-    assert event in cluster.events
-    assert cluster.list_live("master") == []
-    assert cluster.status["phase"] == "Running"
-
-
-def test_image_that_does_not_come() -> None:
-    cluster = SimulatedCluster()
-    cluster.reconcile()
-    cluster.schedule()
-    pod = cluster.pods["job-worker-0-0"]
-    waiting = {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "none"'}
-    pod["status"] |= {"phase": "Pending", "conditions": []}
-    pod["status"]["containerStatuses"] = [{"name": "w", "state": {"waiting": waiting}}]
-    plan = cluster.reconcile()
-    condition = cluster.find_condition("Running")
-    assert (condition["reason"], "ImagePullBackOff" in condition["message"]) == ("ContainerWaiting", True)
-    assert plan.requeue_s == pytest.approx(120, abs=2)
-    cluster.now_s += 121
-    cluster.reconcile()
-    assert get_record(cluster)["lastEnd"]["cause"] == "launch_failed"
-
-
 def test_progress_is_shown_and_kept() -> None:
     cluster = build_running()
     cluster.progress = WorkProgress(percentage=10, remaining_s=1000)
@@ -422,19 +310,6 @@ def test_disruption_budget() -> None:
     assert budget["spec"]["minAvailable"] == 3
     assert budget["spec"]["selector"]["matchLabels"]["edl.io/role"] == "worker"
     assert "apiVersion" not in budget, "the client knows the server's"
-
-
-def test_scheduled_and_running_in_words() -> None:
-    cluster = SimulatedCluster(minReplicas=6, maxReplicas=6)
-    cluster.reconcile()
-    cluster.schedule()
-    cluster.reconcile()
-    scheduled = cluster.find_condition("Scheduled")
-    assert (scheduled["status"], scheduled["reason"]) == ("False", "Unschedulable")
-    assert "4 of the 6" in scheduled["message"]
-    assert "0/2 nodes are available" in scheduled["message"]
-    assert cluster.status["message"] == scheduled["message"]
-    assert cluster.find_condition("Running")["reason"] == "NotScheduled"
 
 
 def test_event_has_the_end_of_a_traceback() -> None:
@@ -477,16 +352,3 @@ def test_store_is_kept_while_pods_run() -> None:
     cluster.set_spec(suspend=False)
     cluster.reconcile()
     assert list_options(cluster, "--store") == {"consul://c:8500"}, "pods of the old store are still about"
-
-
-def test_new_store_after_suspension() -> None:
-    cluster = SimulatedCluster(minReplicas=2)
-    cluster.settle()
-    cluster.set_spec(store="consul://new:8500", suspend=True)
-    cluster.settle()
-    assert not cluster.pods
-    assert cluster.status["store"] == "consul://new:8500"
-    cluster.set_spec(suspend=False)
-    cluster.settle()
-    assert list_options(cluster, "--store") == {"consul://new:8500"}
-    assert cluster.find_condition("Accepted")["reason"] == "Valid"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from typing import Any
 
@@ -13,8 +12,6 @@ from hypothesis import strategies as st
 from edl.errors import ProtocolError
 from edl.master.kube.members import read_member_pod, read_member_pods
 from edl.master.scaling.terminations import TerminationCause, find_termination_cause
-
-NOON = 1772366400.0  # 2026-03-01T12:00:00Z
 
 
 def build_pod(name: str = "job-worker-0-0", **status: Any) -> dict[str, Any]:
@@ -51,33 +48,6 @@ def build_ended(exit_code: int, message: str = "", reason: str = "Error", **stat
     pod["spec"]["nodeName"] = "node1"
     pod["status"]["containerStatuses"] = [{"name": "worker", "state": {"terminated": terminated}}]
     return pod
-
-
-def test_pending_pod() -> None:
-    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/2 nodes fit"}
-    pod = read_member_pod(build_pod(conditions=[condition]))
-    assert (pod.role, pod.index, pod.try_number, pod.key) == ("worker", 0, 0, "worker-0")
-    assert (pod.created_s, pod.started_s, pod.finished_s) == (NOON, None, None)
-    assert pod.pending
-    assert pod.live
-    assert not pod.ready
-    assert pod.unschedulable == "0/2 nodes fit"
-    assert pod.request == {"memory": "1Gi"}, "a limit is a request"
-    assert pod.placed_s == NOON
-    condition = {"type": "PodScheduled", "status": "True", "lastTransitionTime": "2026-03-01T12:10:00Z"}
-    assert read_member_pod(build_pod(conditions=[condition])).placed_s == NOON + 600
-
-
-def test_ended_pod_has_the_agents_words() -> None:
-    words = json.dumps({"cause": "error", "exit_code": 1, "oom_kills": 0, "message": "Traceback: ValueError"})
-    pod = read_member_pod(build_ended(1, words))
-    assert pod.finished
-    assert not pod.live
-    assert (pod.started_s, pod.finished_s) == (NOON + 10, NOON + 310)
-    assert pod.termination.message == "Traceback: ValueError"
-    assert find_termination_cause(pod.termination).cause is TerminationCause.USER_ERROR
-    killed = read_member_pod(build_ended(137, json.dumps({"cause": "killed", "oom_kills": 2})))
-    assert find_termination_cause(killed.termination).cause is TerminationCause.OUT_OF_MEMORY
 
 
 @pytest.mark.parametrize("text", ["Killed", "[1]", "{", '{"cause": 3, "oom_kills": true}', "[" * 10_000])
@@ -156,53 +126,3 @@ def test_garbage_is_read_or_refused(path: str, value: Any) -> None:
     place[last] = value
     with suppress(ProtocolError):
         assert read_member_pod(pod).name == "job-worker-0-0"
-
-
-ENDED = {"terminated": {"exitCode": 0, "finishedAt": "2026-03-01T12:06:00Z"}}
-REMOVED = {"waiting": {"reason": "ContainerCreating"}}
-
-
-def build_leaving(*states: dict[str, Any], init: dict[str, Any] | None = None, grace_s: int = 10) -> dict[str, Any]:
-    """A pod that was asked at 12:05:59 to end, with a state of each of its containers."""
-    pod = build_pod(phase="Running")
-    pod["metadata"] |= {
-        "deletionTimestamp": f"2026-03-01T12:06:{grace_s - 1:02}Z",
-        "deletionGracePeriodSeconds": grace_s,
-    }
-    pod["spec"]["containers"] = [{"name": f"c{number}"} for number in range(2)]
-    pod["status"]["containerStatuses"] = [{"name": f"c{n}", "state": state} for n, state in enumerate(states)]
-    pod["status"]["initContainerStatuses"] = [{"name": "init", "state": init or ENDED}]
-    return pod
-
-
-def test_emptied_before_it_is_deleted() -> None:
-    assert read_member_pod(build_leaving(ENDED, ENDED)).emptied
-    assert read_member_pod(build_leaving(REMOVED, ENDED)).emptied, "as a kubelet of 1.20 has it after a removal"
-
-
-@pytest.mark.parametrize(
-    "states",
-    [
-        (ENDED, {"running": {"startedAt": "2026-03-01T12:00:00Z"}}),
-        (ENDED,),
-        (),
-        (ENDED, {"waiting": {"reason": "CrashLoopBackOff"}}),
-        (ENDED, {"terminated": {"exitCode": 1, "finishedAt": "2026-03-01T12:05:58Z"}}),
-        (ENDED, {"terminated": {"exitCode": 1}}),
-        (ENDED, {}),
-    ],
-)
-def test_not_emptied_for_certain(states: tuple[dict[str, Any], ...]) -> None:
-    """A container that runs, may be restarted, or is not spoken of."""
-    assert not read_member_pod(build_leaving(*states)).emptied
-
-
-def test_pod_that_may_run_yet_is_not_emptied() -> None:
-    running = {"running": {"startedAt": "2026-03-01T12:00:00Z"}}
-    assert not read_member_pod(build_leaving(ENDED, ENDED, init=running)).emptied, "a sidecar holds it"
-    pod = build_leaving(ENDED, ENDED)
-    del pod["metadata"]["deletionTimestamp"]
-    assert not read_member_pod(pod).emptied, "it was not asked to end"
-    starting = build_leaving(REMOVED, REMOVED)
-    starting["status"]["phase"] = "Pending"
-    assert not read_member_pod(starting).emptied, "it has not started, and may be starting now"

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.kube.objects import Object
-from edl.master.kube.members import MemberLaunch, build_member_pod, read_member_pod
+from edl.master.kube.members import MemberLaunch, build_member_pod
 from edl.master.kube.members.naming import build_member_name, shorten_name
 from edl.master.kube.members.pod_template import has_memory_quantity
 from edl.master.kube.resources import ElasticJob
@@ -57,21 +57,6 @@ def get_env(pod: Object) -> dict[str, Any]:
     return {item["name"]: item.get("value", item.get("valueFrom")) for item in get_main(pod)["env"]}
 
 
-def test_pod_reads_as_the_member() -> None:
-    pod = build(build_job())
-    pod["metadata"]["uid"] = "u"
-    read = read_member_pod(pod)
-    assert (read.name, read.role, read.index, read.try_number) == ("digits-worker-3-2", "worker", 3, 2)
-    assert pod["metadata"]["labels"]["team"] == "a"
-    assert pod["metadata"]["ownerReferences"][0]["blockOwnerDeletion"] is False
-    assert "finalizers" not in pod["metadata"]
-    spec = pod["spec"]
-    assert (spec["restartPolicy"], spec["terminationGracePeriodSeconds"]) == ("Never", 45)
-    assert spec["priorityClassName"] == "high"
-    assert get_main(pod)["command"] == ["edl"]
-    assert get_main(pod)["args"] == ["run", "train.py"]
-
-
 def test_environment() -> None:
     env = get_env(build(build_job()))
     assert env["EDL_DISCOVERY"] == "consul://10.0.0.1:8500"
@@ -109,17 +94,6 @@ def test_excluded_nodes(terms: list[dict[str, Any]]) -> None:
         assert without == [["node1"], ["node2"]], "the API takes one name in each"
         assert term.get("matchExpressions") == before.get("matchExpressions")
         assert all(item in term["matchFields"] for item in before.get("matchFields", []))
-
-
-def test_tolerations() -> None:
-    added = build(build_job())["spec"]["tolerations"]
-    assert [(item["key"][19:], item["tolerationSeconds"]) for item in added] == [("not-ready", 30), ("unreachable", 30)]
-    everything = [{"operator": "Exists"}]
-    assert build(build_job(spec={"tolerations": everything}))["spec"]["tolerations"] == everything
-    own = [{"key": "node.kubernetes.io/not-ready", "operator": "Exists", "effect": "NoExecute"}]
-    assert len(build(build_job(spec={"tolerations": own}))["spec"]["tolerations"]) == 2
-    gpu = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
-    assert len(build(build_job(spec={"tolerations": gpu}))["spec"]["tolerations"]) == 3
 
 
 def test_security_context() -> None:

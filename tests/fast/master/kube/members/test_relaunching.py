@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from edl.master.kube.members import (
     MemberOutcome,
     MemberPod,
     MemberRecord,
     find_end,
-    format_member_records,
-    read_member_records,
     record_end,
     relax_exclusions,
 )
@@ -84,49 +79,3 @@ def test_last_node_is_used_again(cause: str, left: tuple[str, ...]) -> None:
     relaxed = relax_exclusions(record, replace(pod, created_s=NOW - 90), NOW)
     assert tuple(item.node for item in relaxed.excluded_nodes) == left
     assert relaxed.is_superseded(pod) == (not left)
-
-
-REPORTS = st.builds(
-    TerminationReport,
-    exit_code=st.none() | st.sampled_from([0, 1, 69, 74, 75, 137, 139, 143]),
-    pod_reason=st.sampled_from(["", "Evicted", "NodeLost", "Preempting"]),
-    container_reason=st.sampled_from(["", "OOMKilled", "Error", "ErrImagePull"]),
-    message=st.text(max_size=2000),
-)
-
-
-@settings(max_examples=40)
-@given(st.lists(st.tuples(REPORTS, st.integers(0, 2), st.floats(0, 1000)), max_size=12))
-def test_records_survive_the_status(ends: list[tuple[TerminationReport, int, float]]) -> None:
-    """What is written to the status is read as it was: an operator that restarts decides the same."""
-    record, now_s = MemberRecord(), NOW
-    for report, node, after_s in ends:
-        now_s += after_s
-        pod = build_member(report, record.try_number, node=f"node{node}", started_s=now_s - after_s, finished_s=None)
-        found = find_end(record, pod, now_s)
-        if found is None:
-            break
-        record = record_end(record, found, pod, now_s, progress=node).record
-        written = json.loads(json.dumps({"members": format_member_records({"worker-0": record})}))
-        read = read_member_records(written)["worker-0"]
-        assert format_member_records({"worker-0": read}) == written["members"], "reading changes nothing"
-        assert read.not_before_s is None or record.not_before_s is not None
-        assert len(json.dumps(written)) < 6000
-        record = read
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=5,
-)
-FIELDS = st.sampled_from(["try", "uid", "failures", "memoryFactor", "excludedNodes", "notBefore", "lastEnd"])
-
-
-@settings(max_examples=50)
-@given(st.dictionaries(FIELDS, JSON) | JSON, JSON)
-def test_garbage_in_the_status(member: Any, members: Any) -> None:
-    for written in ({"members": {"worker-0": member}}, {"members": members}):
-        for record in read_member_records(written).values():
-            assert 1.0 <= record.memory_factor <= 1.5**3
-            assert record.try_number >= 0

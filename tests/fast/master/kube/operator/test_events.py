@@ -23,26 +23,6 @@ def only_event(api: InMemoryApi) -> dict[str, Any]:
     return api.objects["events", "lab", name]
 
 
-def test_event_as_kubectl_shows_it() -> None:
-    """With the server's time, as conditions and pods have it: another clock's would tell the story out of order."""
-    api = InMemoryApi()
-    recorder = EventRecorder(api, lambda: 1_000_000_000.0)
-    recorder.record(ELASTIC_JOBS, JOB, NOTE)
-    recorder.close()
-    event = only_event(api)
-    assert event["involvedObject"] == {
-        "apiVersion": "edl.io/v1alpha1",
-        "kind": "ElasticJob",
-        "name": "digits",
-        "namespace": "lab",
-        "uid": "u-1",
-        "resourceVersion": "7",
-    }
-    assert (event["type"], event["reason"], event["message"]) == ("Warning", "WorkerFailed", NOTE.message)
-    assert (event["count"], event["firstTimestamp"]) == (1, "2001-09-09T01:46:40Z")
-    assert event["related"]["name"] == NOTE.pod
-
-
 def test_repeated_event_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     api = InMemoryApi()
     recorder = EventRecorder(api)

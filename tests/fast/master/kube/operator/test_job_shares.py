@@ -17,7 +17,6 @@ from edl.master.kube.operator.live_surroundings import LiveSurroundings
 from edl.master.kube.operator.service_holders import ServiceHolders
 from edl.master.kube.operator.store_allowlist import StoreAllowlist
 from edl.master.kube.operator.waiting_owners import WaitingOwners
-from edl.master.kube.pools.revision import hash_place
 from edl.master.kube.resources import ElasticJob, TeacherPool
 from tests.fast.master.kube.operator.owners import make_job, make_pool
 from tests.waiting import wait_until
@@ -79,15 +78,6 @@ def test_jobs_share_what_is_idle() -> None:
 )
 def test_job_that_others_arbitrate(job: ElasticJob) -> None:
     assert read_sharing_job(job, None, None) is None
-
-
-def test_wanted_is_the_most_of_use() -> None:
-    found = read_sharing_job(share_job("a", least=2), 3, None)
-    assert found is not None
-    assert (found.least, found.most) == (2, 3)
-    none = read_sharing_job(share_job("a", least=2), 0, None)
-    assert none is not None
-    assert none.most == 2
 
 
 class GivenCapacity:
@@ -174,24 +164,6 @@ def test_taken_service_after_a_restart(told: list[str]) -> None:
         assert set(told) >= {old.key}, "one that has gone since would be a rival for ever"
         found.note_gone(old.key)
         assert found.look(young).service_holder == ""
-
-
-def test_service_is_kept_while_it_is_served() -> None:
-    """An edited pool has teachers of its former service until the last of them has gone; so it is after a restart."""
-    looked_at: list[str] = []
-    old, young = make_pool("a", 1), make_pool("b", 2)
-    old = replace(old, status={"servedPlaces": [hash_place(old)]})
-    edited = replace(old, service="letters", generation=2)
-    for known in (True, False):
-        holders = ServiceHolders(looked_at.append, lambda namespace: [], ())
-        if known:
-            holders.find_holder(old)
-        holders.find_holder(edited)
-        assert holders.find_holder(young) == old.key
-        looked_at.clear()
-        assert holders.find_holder(replace(edited, status={"servedPlaces": [hash_place(edited)]})) == ""
-        assert looked_at == [young.key]
-        assert holders.find_holder(young) == ""
 
 
 def test_taken_service_of_denied_namespace() -> None:

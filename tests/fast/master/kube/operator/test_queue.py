@@ -75,21 +75,6 @@ ScheduleMachine.TestCase.settings = settings(max_examples=25, stateful_step_coun
 TestSchedule = ScheduleMachine.TestCase
 
 
-def test_failures_wait_longer() -> None:
-    """Twice as long each time, up to a limit, and from the beginning after a success."""
-    schedule, now_s = KeySchedule(1.0, 60.0), 0.0
-    for number in (*range(8), None, 0):
-        schedule.add("a", now_s)
-        assert schedule.take(now_s) == "a"
-        schedule.finish("a", now_s, failed=number is not None)
-        if number is not None:
-            due_s = schedule.get_next_due_s()
-            assert due_s is not None
-            most_s = min(60.0, 2.0**number)
-            assert 0.79 * most_s <= due_s - now_s <= 1.01 * most_s
-            now_s = due_s
-
-
 def test_key_is_worked_on_once_at_a_time() -> None:
     active: list[str] = []
     added = threading.Event()

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.dashboard.state.cluster.decoding import decode_workload
-from edl.errors import AccessDeniedError, EDLError, InvalidObjectError, KubernetesError, QuotaExceededError
+from edl.errors import AccessDeniedError, EDLError, KubernetesError
 from edl.kube.objects import Object, format_time
 from edl.kube.resource_types import ELASTIC_JOBS, EVENTS, PODS, TEACHER_POOLS, ResourceType
 from edl.kube.responses import NotServedError
@@ -154,30 +154,6 @@ def end_pod(api: InMemoryApi, pod: Object, how: str) -> None:
     status.update({"phase": phase, "conditions": conditions, "containerStatuses": [{"name": main, "state": state}]})
 
 
-def test_order_of_calls() -> None:
-    api = make_api(minReplicas=2)
-    settle(api)
-    end_pod(api, api.objects[FIRST], "oom")
-    api.calls.clear()
-    reconciler, reasons = make_reconciler(api)
-    reconciler.reconcile(KEY)
-    assert [call[:2] for call in api.calls] == [
-        ("get", "elasticjobs"),
-        ("list", "pods"),
-        ("list", "events"),
-        ("patch", "elasticjobs"),
-        ("delete", "pods"),
-        ("apply", "poddisruptionbudgets"),
-        ("create", "pods"),
-    ]
-    assert api.names(PODS) == ["digits-worker-0-1", "digits-worker-1-0"]
-    assert reasons == ["WorkerEnded"]
-    reconciler.reconcile(KEY)
-    api.calls.clear()
-    reconciler.reconcile(KEY)
-    assert [verb for verb, *_ in api.calls] == ["get", "list"], "what is settled costs two reads"
-
-
 def test_resource_that_goes() -> None:
     assert make_reconciler(InMemoryApi())[0].reconcile(KEY) is None
     api = make_api()
@@ -246,17 +222,6 @@ def test_former_spec_ends_nothing(field: str) -> None:
     assert api.names(ELASTIC_JOBS) == ["digits"]
 
 
-def test_unknown_former_spec_is_rejected() -> None:
-    """An operator that was started after the slip does not know the spec before, and goes on by none."""
-    api = make_api(maxReplicas=2)
-    settle(api)
-    edit(api, minReplicas=5)
-    read_job(api)["status"].update(formerSpec=True, phase="Pending", readyReplicas=0)
-    make_reconciler(api)[0].reconcile(KEY)
-    assert "formerSpec" not in read_job(api)["status"]
-    assert decode_workload("job", read_job(api)).phase == "Rejected"
-
-
 def test_doubtful_time_decides_nothing() -> None:
     api, doubts = make_api(), [True, True, False]
     reconciler, _ = make_reconciler(api, doubt=lambda: doubts.pop(0))
@@ -293,33 +258,6 @@ def test_old_look_makes_no_pods() -> None:
     api.__class__ = InMemoryApi
     settle(api)
     assert FIRST not in api.objects
-
-
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (InvalidObjectError("pods: spec.containers[0].image: must not be empty"), "ObjectRefused"),
-        (QuotaExceededError('pods "digits-worker-0-0" is forbidden: exceeded quota: gpus'), "QuotaExceeded"),
-    ],
-)
-def test_refused_pod_is_a_condition(error: EDLError, reason: str) -> None:
-    """Written once, though the planner knows of no refusal."""
-    api = make_api()
-    api.refuse = error
-    reconciler, reasons = make_reconciler(api)
-    versions = set()
-    for _ in range(4):
-        with pytest.raises(type(error)):
-            reconciler.reconcile(KEY)
-        assert read_accepted(api) == ("False", reason, str(error))
-        versions.add(read_job(api)["metadata"]["resourceVersion"])
-        api.now_s += 60.0
-    assert reasons.count(reason) == 1
-    assert len(versions) <= 2
-    api.refuse = None
-    for _ in range(2):
-        reconciler.reconcile(KEY)
-    assert read_accepted(api)[0] == "True"
 
 
 @pytest.mark.parametrize(
@@ -404,20 +342,6 @@ def test_name_that_another_has() -> None:
     assert api.made == ["digits-worker-0-1"]
 
 
-def test_events_survive_what_fails_after() -> None:
-    api = make_api()
-    settle(api)
-    end_pod(api, api.objects[FIRST], "oom")
-    api.refuse = KubernetesError("the API server does not answer")
-    reconciler, reasons = make_reconciler(api)
-    for _ in range(2):
-        with pytest.raises(KubernetesError):
-            reconciler.reconcile(KEY)
-    api.refuse = None
-    reconciler.reconcile(KEY)
-    assert reasons == ["WorkerEnded"]
-
-
 def test_away_is_never_no_pods() -> None:
     api = make_api(minReplicas=2)
     settle(api)
@@ -431,33 +355,6 @@ def test_away_is_never_no_pods() -> None:
     with pytest.raises(KubernetesError):
         make_reconciler(api)[0].reconcile(KEY)
     assert snapshot(api) == before
-
-
-@pytest.mark.parametrize("switch", range(1, 9))
-def test_two_operators_at_once(switch: int) -> None:
-    """A second operator that does all between two calls of the first."""
-    api = make_api(minReplicas=3)
-    settle(api)
-    end_pod(api, api.objects[FIRST], "oom")
-    api.calls.clear()
-    undisturbed = copy.deepcopy(api)
-    settle(undisturbed)
-
-    class Interleaved(InMemoryApi):
-        busy = False
-
-        def _count(self, *args: Any) -> None:
-            super()._count(*args)
-            if not self.busy and len(self.calls) == switch:
-                self.busy = True
-                make_reconciler(self)[0].reconcile(KEY)
-                self.busy = False
-
-    api.__class__ = Interleaved
-    make_reconciler(api)[0].reconcile(KEY)
-    settle(api)
-    assert snapshot(api) == snapshot(undisturbed)
-    assert sorted(api.made) == sorted(undisturbed.made)
 
 
 VALUE = st.recursive(

@@ -120,14 +120,6 @@ def test_word_of_a_dead_master_is_old(
         wait_until(lambda: found.look(jobs[0]).wanted == 5)
 
 
-def test_bad_store_is_no_answer(directory: StoreDirectory) -> None:
-    """What cannot be mended by waiting is refused, so that a job grows and says why."""
-    for url, word in (("consul://127.0.0.1?dc=b", "options"), ("edl://127.0.0.1:0", "port")):
-        answer = directory.ask("a", url, "workers", "j", namespace="lab")
-        assert (answer.wanted, answer.stale) == (None, "")
-        assert word in answer.refused
-
-
 def test_refused_store_is_not_opened(
     directory: StoreDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,21 +163,6 @@ def test_open_stores_are_bounded(directory: StoreDirectory, monkeypatch: pytest.
     assert len(directory._failed) == 1, "what no resource names is remembered"
 
 
-def test_own_store_is_opened_always(directory: StoreDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever fills the operator's places with stores must not hold the jobs of all teams down."""
-    monkeypatch.setattr("edl.master.kube.operator.stores.directory._MOST_STORES", 1)
-    own = f"sqlite://{tmp_path}/store.sqlite"
-    with open_store(own) as store:
-        store.put(wanted_key("workers", "j"), wanted(4))
-    directory.ask("first", "edl://127.0.0.1:1", "workers", "j", namespace="a")
-    assert directory.ask("second", "edl://127.0.0.1:2", "workers", "j", namespace="b").refused
-    wait_until(
-        lambda: directory.ask("third", own, "workers", "j", namespace="c").wanted == 4, "the operator's own store"
-    )
-    directory.forget("first")
-    assert not directory.ask("second", "edl://127.0.0.1:2", "workers", "j", namespace="b").refused, "own one counted"
-
-
 @pytest.mark.parametrize(
     ("url", "allowed"),
     [
@@ -223,48 +200,12 @@ def test_stores_that_are_opened(url: str, allowed: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("own", "url", "refusal"),
-    [
-        ("consul://c", "consul://c:8500", ""),
-        ("etcd://a:2379,b:2379", "etcd://b,a", ""),
-        ("sqlite:///tmp/x", "sqlite:///tmp/x", ""),
-        ("sqlite:///tmp/x", "consul://x:1", "--allow-store consul://x:1"),
-        ("kubernetes://edl?context=prod", "kubernetes://edl?context=prod", ""),
-        ("kubernetes://edl?context=prod", "kubernetes://edl", "kubernetes://edl"),  # which is in another cluster
-        ("http://x", "consul://c", "--allow-store"),
-    ],
-)
-def test_own_store_is_allowed(own: str, url: str, refusal: str) -> None:
-    found = StoreAllowlist(own).find_refusal(url, "lab")
-    assert refusal in found
-    assert bool(found) == bool(refusal)
-
-
-@pytest.mark.parametrize(
     "prefix",
     ["sqlite://", "consul://a:", "consul", "consul://u@x", "consul://x?dc=1", "etcd://a,b", "consul://x/y", "edl://:1"],
 )
 def test_allowances_that_cannot_be(prefix: str) -> None:
     with pytest.raises(SettingsError, match="--allow-store"):
         StoreAllowlist("", (prefix,))
-
-
-def test_store_is_opened_once(directory: StoreDirectory, told: list[str], tmp_path: Path) -> None:
-    """Each follower has connections and threads: a slash more is no store more."""
-    server = StoreServer(str(tmp_path / "served.sqlite"), ListenAddress("127.0.0.1", 0))
-    url = f"edl://127.0.0.1:{server.port}"
-    with contextlib.closing(server), open_store(url) as store:
-        for number, end in enumerate(("", "/", "#", "?")):
-            directory.ask(f"job-{number}", url + end, "workers", "j", namespace="lab")
-        assert len(directory._followers) == 1
-        store.put(wanted_key("workers", "j"), wanted(3))
-        wait_until(lambda: directory.ask("job-0", url, "workers", "j", namespace="lab").wanted == 3, "the change")
-        wait_until(lambda: set(told) >= {f"job-{number}" for number in range(4)}, "the news, for each")
-        for number in range(3):
-            directory.forget(f"job-{number}")
-        assert directory.ask("job-3", f"{url}?", "workers", "j", namespace="lab").wanted == 3, "it was closed too early"
-        directory.forget("job-3")
-        assert not directory._followers
 
 
 def test_advisor_runs_for_auto_pools(directory: StoreDirectory, tmp_path: Path) -> None:

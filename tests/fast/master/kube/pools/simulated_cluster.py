@@ -32,11 +32,8 @@ class SimulatedCluster:
         self.store_unreachable = ""
         self.pods: dict[str, dict[str, Any]] = {}
         self.pod_events: dict[str, dict[str, str]] = {}
-        self.strangers: set[str] = set()
-        self.default_store = ""
         self.events: list[EventNote] = []
         self.created = 0
-        self.status_writes = 0
         self._numbers = itertools.count(1)
         self.resource: dict[str, Any] = {
             "metadata": {"name": "digits", "namespace": "ns", "uid": "pool-uid", "generation": 1},
@@ -46,14 +43,13 @@ class SimulatedCluster:
 
     @property
     def pool(self) -> TeacherPool:
-        parsed = parse_teacher_pool(self.resource, self.default_store)
+        parsed = parse_teacher_pool(self.resource)
         assert isinstance(parsed, TeacherPool), parsed
         return parsed
 
     def teachers(self) -> list[dict[str, Any]]:
         """Return teachers that were not asked to leave."""
         found = [pod for pod in self.pods.values() if "edl.io/pool" in pod["metadata"]["labels"]]
-        found = [pod for pod in found if pod["metadata"]["uid"] not in self.strangers]
         return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
     def edit(self, **spec: Any) -> None:
@@ -73,14 +69,13 @@ class SimulatedCluster:
 
     def plan(self) -> Plan:
         members, reasons = read_member_pods(copy.deepcopy(list(self.pods.values())), "pool-uid", self.pod_events)
-        assert len(reasons) == len(self.strangers)
+        assert not reasons
         capacity = None
         if self.capacity:
             capacity = ClusterCapacity.of([node(name, gpus) for name, gpus in self.nodes.items()], self.pods.values())
         observation = OwnerObservation(
             now_s=self.now_s,
             pods=members,
-            strangers=frozenset(self.strangers),
             capacity=capacity,
             wanted=self.wanted,
             store_stale=self.store_stale,
@@ -95,7 +90,6 @@ class SimulatedCluster:
         status = {name: value for name, value in plan.status.items() if value is not None}
         if calls > 0 and status != self.resource["status"]:
             self.resource["status"] = status
-            self.status_writes += 1
             calls -= 1
         for deletion in plan.delete:
             if calls > 0:

@@ -63,20 +63,3 @@ def test_what_does_not_count(events: list[tuple[str, Any] | None]) -> None:
             tracker.reset()
         else:
             assert tracker.record(*event, float(second)) is None
-
-
-def test_workers_of_jobs_do_not_count() -> None:
-    tracker = GiveBackTracker()
-    mine = pod(1, uid="w", labels={"edl.io/owner-uid": "job", "edl.io/job": "j"})
-    tracker.record("ADDED", mine, 10.0)
-    tracker.record("MODIFIED", teacher(deleting=True), 10.3)
-    mine["spec"]["nodeName"], mine["status"]["nominatedNodeName"] = "n1", "n1"
-    assert tracker.record("MODIFIED", mine, 11.0) is None
-
-
-def test_memory_is_bounded() -> None:
-    tracker = GiveBackTracker()
-    for number in range(10_100):
-        tracker.record("ADDED", pod(1, uid=f"u{number}"), float(number))
-        tracker.record("DELETED", teacher(deleting=True), float(number))
-    assert (len(tracker._waiting), len(tracker._left)) == (10_000, 1)

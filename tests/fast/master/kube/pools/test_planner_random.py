@@ -81,18 +81,6 @@ def test_promises_hold_at_every_step(
 
 
 @settings(max_examples=15)
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=3), POOLS, st.integers(0, 6))
-def test_nothing_flaps_at_rest(gpus: list[int], spec: dict[str, Any], wanted: int) -> None:
-    made = SimulatedCluster(gpus, True, **spec)
-    made.wanted = wanted
-    made.settle(30)
-    created, writes, events = made.created, made.status_writes, len(made.events)
-    assert created <= sum(gpus) + 1, "at most one that waits, of the minimum"
-    made.settle(30)
-    assert (made.created, made.status_writes, len(made.events)) == (created, writes, events)
-
-
-@settings(max_examples=15)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=8))
 def test_two_operators_do_no_harm(calls: list[int]) -> None:
     """Both plan on the same observation; the second carries out an old plan."""

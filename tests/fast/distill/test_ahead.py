@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
@@ -16,8 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 from edl.distill.torch import distill  # noqa: E402
 from edl.errors import ClosedError, SettingsError  # noqa: E402
-from edl.testing.models import prefix_scores_of  # noqa: E402
-from tests.fast.distill.conftest import Serve, Served  # noqa: E402
+from tests.fast.distill.conftest import Served  # noqa: E402
 from tests.waiting import wait_until  # noqa: E402
 
 
@@ -101,24 +99,6 @@ def test_error_comes_in_its_place(teacher: str) -> None:
 def test_ahead_is_a_number(teacher: str, ahead: Any) -> None:
     with pytest.raises(SettingsError, match="ahead="):
         distill([], teacher, inputs="x", outputs="y", ahead=ahead)
-
-
-def test_token_batches_do_not_wait(serve: Serve) -> None:
-    """Each batch is asked for when it was read: a request that waited to be full would wait for the loop itself."""
-    texts = [np.arange(1, 4 + n % 3) for n in range(12)]
-    batches = [
-        {"ids": torch.from_numpy(np.stack([text, text])), "mask": torch.ones(2, len(text), dtype=torch.bool)}
-        for text in texts
-    ]
-    endpoint = serve("prefix_scores", vocabulary=16).endpoint
-    with distill(
-        batches, endpoint, inputs={"ids": "ids"}, outputs="logprobs", tokens="mask", top_k=16, ahead=3
-    ) as loader:
-        for number, (batch, labels) in enumerate(loader):
-            if not number:  # the first four batches are answered while the loop is busy with one
-                wait_until(lambda: loader.stats().rows_received == sum(2 * len(text) for text in texts[:4]))
-            expected = torch.from_numpy(prefix_scores_of(batch["ids"][0].numpy()))
-            torch.testing.assert_close(torch.gather(expected, 1, labels.ids[1].long()), labels.values[1])
 
 
 @pytest.mark.parametrize("ahead", [None, 0, 3])

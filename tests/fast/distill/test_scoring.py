@@ -127,24 +127,6 @@ def check(found: list[TopK], *lengths: int) -> None:
     ]
 
 
-def test_calls_get_their_own_labels(scoring: Scoring) -> None:
-    first, second, empty = scoring.score(3, 4, 5), scoring.score(2), scoring.score()
-    for _ in range(3):
-        scoring.answer()
-    check(first.result(DEADLINE_S), 3, 4, 5)
-    check(second.result(DEADLINE_S), 2)
-    assert empty.result(DEADLINE_S) == []
-    wait_until(lambda: scoring.calls.tokens == 0)  # a call lets go of them after it has its result
-
-
-def test_answers_are_arrays_of_their_own(scoring: Scoring) -> None:
-    future = scoring.score(3, 4)
-    scoring.answer()
-    first, second = future.result(DEADLINE_S)
-    assert first.ids.base is None
-    assert not np.shares_memory(first.ids, second.ids)
-
-
 def test_tokens_under_way_are_bounded(scoring: Scoring) -> None:
     futures = [scoring.score(7), scoring.score(9, 9), scoring.score(30), scoring.score(5)]
     for _ in range(5):
@@ -187,17 +169,6 @@ def test_a_cancelled_call_makes_room(scoring: Scoring) -> None:
     scoring.labels.waiting.pop(0)
     scoring.answer()
     check(second.result(DEADLINE_S), 15)
-
-
-def test_no_teacher_is_said(scoring: Scoring) -> None:
-    scoring.labels.lacking = scoring.labels.gives_up = True
-    with pytest.raises(NoTeacherError):
-        scoring.score(3).result(DEADLINE_S)
-    scoring.labels.gives_up = False
-    future = scoring.score(3)
-    scoring.labels.lacking = False
-    scoring.answer()
-    check(future.result(DEADLINE_S), 3)
 
 
 def test_close_ends_all_calls() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,11 +13,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset  # noqa: E402
 
 from edl.distill import Options  # noqa: E402
 from edl.distill.cache import SoftLabelCache  # noqa: E402
-from edl.distill.compress import TopK  # noqa: E402
 from edl.distill.torch import distill  # noqa: E402
-from edl.errors import NoTeacherError, SettingsError, SourceError  # noqa: E402
+from edl.errors import NoTeacherError, SettingsError  # noqa: E402
 from tests.fast.distill.conftest import Serve  # noqa: E402
-from tests.waiting import wait_until  # noqa: E402
 
 WIDTH = 4
 PATIENT = Options(teacher_timeout_s=60)
@@ -45,19 +40,6 @@ def check(pairs: list[Any], count: int) -> None:
         assert (images[:, 0] == numbers).all()
         seen += numbers.tolist()
     assert sorted(seen) == list(range(count))
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_batches_have_labels_every_epoch(serve: Serve, workers: int) -> None:
-    """Every batch comes with its labels epoch after epoch."""
-    data = DataLoader(Numbers(300), batch_size=32, shuffle=True, num_workers=workers)
-    with distill(data, serve("echo").endpoint, inputs=["x", None], outputs="y", options=PATIENT) as loader:
-        assert len(loader) == len(data) == 10
-        for _ in range(3):
-            check(list(loader), 300)
-        for _ in loader:
-            break
-        check(list(loader), 300)
 
 
 def test_persistent_workers_and_iterables(serve: Serve) -> None:
@@ -86,26 +68,6 @@ def end_workers(loader: DataLoader[Any]) -> None:
         loader._iterator._shutdown_workers()  # type: ignore[attr-defined]  # there is no public way
 
 
-def test_workers_end_with_a_loop_that_failed(serve: Serve) -> None:
-    """Teachers do not take what the source yields, which is in the middle of an epoch."""
-    endpoint = serve("echo").endpoint
-
-    def run() -> None:
-        batches = DataLoader(Numbers(64), batch_size=8, num_workers=1)
-        inputs = {"x": lambda batch: batch[0][:, 1:]}
-        with pytest.raises(SourceError):
-            list(distill(batches, endpoint, inputs=inputs, outputs="y", options=PATIENT))
-
-    def left() -> set[Any]:
-        gc.collect()
-        ours = {thread for thread in threading.enumerate() if thread.name.startswith("edl-")}
-        return {*ours, *multiprocessing.active_children()}
-
-    before = left()
-    run()
-    wait_until(lambda: left() <= before, "threads and processes ended")
-
-
 def test_labels_are_moved_to_the_device(serve: Serve) -> None:
     """Labels and batches are moved to the device."""
     data = DataLoader(Numbers(50), batch_size=8)
@@ -115,15 +77,6 @@ def test_labels_are_moved_to_the_device(serve: Serve) -> None:
     assert len(pairs) == 7
     for (images, numbers), soft in pairs:
         assert {images.device.type, numbers.device.type, soft.device.type} == {"meta"}
-
-
-def test_top_k_labels_are_tensors(serve: Serve) -> None:
-    data = DataLoader(Numbers(10), batch_size=5)
-    with distill(data, serve("linear").endpoint, inputs="x", outputs="y", top_k=2, options=PATIENT) as loader:
-        for _, soft in loader:
-            assert isinstance(soft, TopK)
-            assert isinstance(soft.ids, torch.Tensor)
-            assert soft.ids.shape == (5, 2)
 
 
 def test_second_epoch_is_cached(serve: Serve, tmp_path: Any) -> None:

@@ -123,21 +123,6 @@ def test_other_random_numbers_are_found_out() -> None:
     assert data[4][0].tolist() == data[4][0].tolist() != data[5][0].tolist()
 
 
-def test_rare_random_numbers() -> None:
-    """An augmentation that leaves the first samples alone is made twice later, now and then."""
-
-    class Rare(Noise):
-        calls = 0
-
-        def __getitem__(self, index: int) -> Any:
-            self.calls += 1
-            return np.full(3, self.calls if self.calls > 100 else 0)
-
-    data = AugmentedViews(Rare(1000), views=2)
-    with pytest.raises(SettingsError, match="sample 255 is not the same when it is made again"):
-        list(map(data.__getitem__, range(1000)))
-
-
 def test_what_cannot_be_compared_is_named(caplog: pytest.LogCaptureFixture) -> None:
     class Opaque:
         """No type that is known."""

@@ -98,26 +98,6 @@ def flip(file: Path, tensor: str, offset: int = 0) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-def test_damaged_row_is_a_miss(tmp_path: Path, warnings_of: Callable[[], list[str]], at_once: bool) -> None:
-    """A damaged row is a miss that is said once, and can be put again."""
-    (file,) = put(tmp_path, range(10))
-    flip(file, "logits", 7 * 400 + 399)
-    with SoftLabelCache(0, tmp_path) as cache:
-        view = cache.view(KEY)
-        for _ in range(2):
-            masks = [view.get(ids).mask for ids in ([range(10)] if at_once else [[number] for number in range(10)])]
-            assert np.concatenate(masks).tolist() == [number != 7 for number in range(10)]
-        np.testing.assert_array_equal(view.get([6, 8]).outputs["logits"], rows([6, 8])["logits"])
-        assert not view.contains([7])[0]
-        assert (cache.stats().damaged_rows, cache.stats().skipped_files) == (1, 0)
-        (warning,) = warnings_of()
-        assert f"{file} is damaged: the label of sample 7" in warning
-        view.put([7], rows([7]))
-        assert view.get([7]).complete
-    assert found(tmp_path, range(10)) == [True] * 10
-
-
 def test_verifying_finds_unread_damage(tmp_path: Path) -> None:
     (file,) = put(tmp_path, range(200))
     flip(file, "logits", 150 * 400)

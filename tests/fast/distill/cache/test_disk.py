@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
-import logging
 import os
 import subprocess
 import sys
@@ -18,23 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from edl.distill.cache import CacheKey, SoftLabelCache, folder, load_labels
 from edl.distill.cache import writer as writing
 from edl.errors import TemporaryError
 from tests.fast.distill.cache.cached_rows import KEY, OTHER, found, nbytes, put, rows, segments
 from tests.waiting import DEADLINE_S, wait_until
-
-
-def test_labels_outlive_the_process(tmp_path: Path) -> None:
-    """Labels outlive the process, and other programs can read them."""
-    (file,) = put(tmp_path, [3, 1, 2])
-    tensors = safetensors.numpy.load_file(file)
-    assert tensors["sample_ids"].tolist() == [3, 1, 2]
-    np.testing.assert_array_equal(tensors["logits"], rows([3, 1, 2])["logits"])
-    assert json.loads((file.parent / "key.json").read_text())["dataset"] == "digits"
-    assert found(tmp_path, [1, 2, 3, 4]) == [True, True, True, False]
 
 
 def test_oldest_files_of_all_keys_go_first(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
@@ -108,22 +95,6 @@ def test_rows_reach_the_disk_unasked(tmp_path: Path) -> None:
             assert not view.get(ids).mask.any()
             cache.view(KEY).put(ids, rows(ids))
             wait_until(lambda ids=ids: view.get(ids).complete, "rows on disk")  # type: ignore[misc]
-
-
-def test_disks_bound_holds(tmp_path: Path) -> None:
-    bound, largest = 128 << 10, 0
-    with SoftLabelCache(0, tmp_path, bound) as cache:
-        for start in range(0, 1600, 20):
-            cache.view(KEY if start % 40 else OTHER).put(range(start, start + 20), rows(range(start, start + 20)))
-            if start % 100 == 0:
-                cache.flush()
-                largest = max(largest, nbytes(tmp_path))
-        cache.flush()
-        stats = cache.stats()
-    assert bound / 2 < largest <= bound
-    assert stats.disk_bytes == nbytes(tmp_path) <= bound
-    assert stats.evicted_segments > 10
-    assert found(tmp_path, range(1580, 1600)) == [True] * 20  # the newest are there
 
 
 WRITER = """
@@ -315,21 +286,3 @@ def test_a_write_that_fails_once(tmp_path: Path, faults: Faults, call: str, code
     assert all(known[10:]), "what came when it was over"
     assert lost or all(known[5:10]), "rows are missing without a word"
     assert not list(tmp_path.rglob(".writing-*")), "what is half written is swept"
-
-
-def test_a_full_disk_that_is_freed(tmp_path: Path, faults: Faults, caplog: pytest.LogCaptureFixture) -> None:
-    with SoftLabelCache(0, tmp_path, flush_interval_s=0.01) as cache:
-        view = cache.view(KEY)
-        faults.inject("write", errno.ENOSPC, times=10**9)
-        with caplog.at_level(logging.WARNING, "edl.distill"):
-            for start in range(0, 25, 5):
-                view.put(range(start, start + 5), rows(range(start, start + 5)))
-                with pytest.raises(TemporaryError, match=os.strerror(errno.ENOSPC)):
-                    cache.flush()
-        assert len(caplog.records) == 1, "a disk that stays full is said once"
-        faults.left = 0
-        view.put(range(100, 105), rows(range(100, 105)))
-        cache.flush()
-        assert view.get(range(100, 105)).complete
-        assert not view.get(range(25)).mask.any(), "what was lost is asked for again"
-        assert not list(tmp_path.rglob(".writing-*"))

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from edl.distill.cache import CacheKey, SoftLabelCache, load_labels
-from edl.distill.compress import TopK, top_k
 from edl.errors import SettingsError
 
 KEY = CacheKey("resnet", "1", ("logits",), dataset="digits")
@@ -19,33 +18,6 @@ def write(path: Path, key: CacheKey, ids: list[int | str], value: float = 0.0) -
     numbers = [float(sample) + value for sample in ids]
     with SoftLabelCache(0, path) as cache:
         cache.view(key).put(ids, {"logits": np.repeat(np.array(numbers, np.float32)[:, None], 3, axis=1)})
-
-
-def test_newest_labels_in_order_of_ids(tmp_path: Path) -> None:
-    """Labels come in the order of the ids and the newest of each."""
-    write(tmp_path, KEY, [5, 3, 4])
-    write(tmp_path, KEY, ["10", 1, 3], 0.5)
-    labels = load_labels(tmp_path)
-    assert labels.ids == (1, 3, 4, 5, "10")
-    assert len(labels) == 5
-    assert labels.key == KEY
-    logits = labels.outputs["logits"]
-    assert isinstance(logits, np.ndarray)
-    assert logits[:, 0].tolist() == [1.5, 3.5, 4, 5, 10.5]
-    rows = labels.rows(np.array([5, 3, 5]))["logits"]
-    assert isinstance(rows, np.ndarray)
-    assert rows[:, 2].tolist() == [5, 3.5, 5]
-
-
-def test_top_k_labels_are_read_too(tmp_path: Path) -> None:
-    labels = top_k(np.random.default_rng(1).normal(size=(6, 20)).astype(np.float32), 3, 2.0)
-    key = CacheKey("m", "1", ("logits",), top_k=3, temperature=2.0)
-    with SoftLabelCache(path=tmp_path) as cache:
-        cache.view(key).put(range(6), {"logits": labels})
-    again = load_labels(tmp_path).rows([4, 0])["logits"]
-    assert isinstance(again, TopK)
-    np.testing.assert_array_equal(again.ids, labels.ids[[4, 0]])
-    assert (again.temperature, again.classes) == (2.0, 20)
 
 
 def test_damaged_label_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from edl.distill.cache import CacheKey, CacheView, SoftLabelCache
+from edl.distill.cache import CacheView, SoftLabelCache
 from edl.distill.cache.folder import SegmentFolder
-from edl.distill.compress import TopK, top_k
 from edl.errors import ClosedError, SettingsError
 from tests.fast.distill.cache.cached_rows import KEY, found, rows
 from tests.interrupting import InterruptAt, deadline
@@ -43,19 +41,6 @@ def logits(rows: int, classes: int = 10, seed: int = 1) -> Array:
     return np.random.default_rng(seed).normal(size=(rows, classes)).astype(np.float32)
 
 
-def test_rows_are_found_by_id_in_any_order(cache: SoftLabelCache) -> None:
-    labels, view = logits(100), cache.view(KEY)
-    view.put(range(60), {"logits": labels[:60]})
-    view.put(np.arange(60, 100), {"logits": labels[60:]})
-    order = np.random.default_rng(2).permutation(100)
-    found = view.get(order)
-    assert found.complete
-    np.testing.assert_array_equal(found.outputs["logits"], labels[order])  # type: ignore[arg-type]
-    twice = view.get([5, 5, 4, 5])
-    np.testing.assert_array_equal(twice.outputs["logits"], labels[[5, 5, 4, 5]])  # type: ignore[arg-type]
-    assert cache.stats().hits == 104
-
-
 def test_missing_rows_are_filled_in(cache: SoftLabelCache) -> None:
     """Rows that are not there are told and filled in."""
     labels, view = logits(10), cache.view(KEY)
@@ -76,92 +61,6 @@ def test_missing_rows_are_filled_in(cache: SoftLabelCache) -> None:
         found.filled({"logits": logits(2, 11)})
     with pytest.raises(SettingsError, match="2 rows"):
         found.filled({"logits": labels[:3]})
-
-
-def test_an_empty_look_up_is_complete(cache: SoftLabelCache) -> None:
-    assert cache.view(KEY).get([]).complete
-    cache.view(KEY).put([], {"logits": logits(0)})
-    assert cache.view(KEY).ids() == []
-
-
-def test_numbers_and_strings_differ_as_ids(cache: SoftLabelCache) -> None:
-    labels, view = logits(9), cache.view(KEY)
-    ids: list[int | str] = [1, "1", "größe/1.jpeg", -7, "", -(2**63), 2**63 - 1, "\0", "x" * 100_000]
-    view.put(ids, {"logits": labels})
-    cache.flush()
-    np.testing.assert_array_equal(view.get(ids).outputs["logits"], labels)  # type: ignore[arg-type]
-    assert set(view.ids()) == set(ids)
-    assert view.contains([1, "1", 2, "-7", -7]).tolist() == [True, True, False, False, True]
-
-
-def test_ids_may_be_arrays_and_scalars(cache: SoftLabelCache) -> None:
-    view = cache.view(KEY)
-    view.put(np.array([3, 4], np.uint8), {"logits": logits(2)})
-    assert view.get([np.int64(3), 4]).complete  # type: ignore[list-item]
-    view.put(np.array(["a", "b"]), {"logits": logits(2)})
-    assert view.get(["a", "b"]).complete
-    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    assert view.get(torch.tensor([3, 4])).complete
-    assert view.get([torch.tensor(3), torch.tensor(4)]).complete  # type: ignore[list-item]
-
-
-def test_outputs_and_top_k_labels_come_back(cache: SoftLabelCache) -> None:
-    """Several outputs and top-k labels come back as they were."""
-    labels = top_k(logits(40, 100), 5, 4.0)
-    features = np.arange(40 * 6, dtype=np.float16).reshape(40, 2, 3)
-    view = cache.view(CacheKey("m", "1", ("logits", "features"), top_k=5, temperature=4.0))
-    view.put(range(40), {"logits": labels, "features": features})
-    cache.flush()
-    found = view.get([7, 8, 9, 30, 1]).outputs
-    again = found["logits"]
-    assert isinstance(again, TopK)
-    assert (again.temperature, again.classes) == (4.0, 100)
-    np.testing.assert_array_equal(again.ids, labels.ids[[7, 8, 9, 30, 1]])
-    np.testing.assert_array_equal(again.values, labels.values[[7, 8, 9, 30, 1]])
-    np.testing.assert_array_equal(again.tail_lse, labels.tail_lse[[7, 8, 9, 30, 1]])
-    np.testing.assert_array_equal(found["features"], features[[7, 8, 9, 30, 1]])  # type: ignore[arg-type]
-    assert found["features"].dtype == np.float16  # type: ignore[union-attr]
-    part = view.get([0, 99])
-    whole = part.filled({"logits": labels[1:2], "features": features[1:2]})
-    np.testing.assert_array_equal(whole["logits"].ids, labels.ids[:2])  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        CacheKey("resnet", "2", ("logits",), dataset="digits"),
-        CacheKey("resnet", "1", ("logits",), dataset="digits, flipped"),
-    ],
-)
-def test_other_keys_labels_are_never_found(cache: SoftLabelCache, other: CacheKey) -> None:
-    cache.view(KEY).put([1, 2], {"logits": logits(2)})
-    assert not cache.view(other).get([1, 2]).mask.any()
-    cache.view(other).put([1], {"logits": logits(1, seed=9)})
-    np.testing.assert_array_equal(cache.view(KEY).get([1]).outputs["logits"], logits(2)[:1])  # type: ignore[arg-type]
-    assert cache.view(KEY) is cache.view(KEY)
-    cache.flush()
-    assert set(cache.keys()) == {KEY, other}
-
-
-def test_float16_keeps_finite_values_finite(tmp_path: Path) -> None:
-    """Float16 halves the store and keeps finite values finite."""
-    labels = top_k(logits(4, 100), 5, 4.0)
-    masked = np.array([[1.25, -1e9, 3e38, -np.inf]] * 4, np.float32)
-    with SoftLabelCache(path=tmp_path, store_dtype="float16") as cache:
-        view = cache.view(CacheKey("m", "1", ("logits", "masked", "index"), top_k=5, temperature=4.0, dtype="float32"))
-        assert view.key.dtype == "float16"
-        view.put(range(4), {"logits": labels, "masked": masked, "index": np.arange(4)})
-        found = view.get([0, 1, 9])
-        logits_found = found.outputs["logits"]
-        assert isinstance(logits_found, TopK)
-        assert logits_found.values.dtype == np.float16
-        assert logits_found.tail_lse.dtype == np.float32
-        assert found.outputs["index"].dtype == np.int64  # type: ignore[union-attr]
-        expected = np.array([1.25, -65504, 65504, -np.inf], np.float16)
-        np.testing.assert_array_equal(found.outputs["masked"][0], expected)  # type: ignore[arg-type]
-        whole = found.filled({"logits": labels[3:], "masked": masked[3:], "index": np.array([3])})
-        assert whole["masked"].dtype == np.float16  # type: ignore[union-attr]
-        np.testing.assert_array_equal(whole["masked"][2], expected)  # type: ignore[arg-type]
 
 
 def test_outputs_that_do_not_fit_are_refused(cache: SoftLabelCache) -> None:
@@ -272,29 +171,6 @@ done.set()
 """
     subprocess.run([sys.executable, "-c", code], timeout=DEADLINE_S, check=True)
     assert found(tmp_path, [1, 2]) == [True, True]
-
-
-def test_threads_get_their_own_rows_labels(cache: SoftLabelCache) -> None:
-    view = cache.view(KEY)
-
-    def work(seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        for _ in range(60):
-            ids = rng.integers(0, 300, 32)
-            if rng.random() < 0.4:
-                view.put(ids, rows(ids))
-            else:
-                got = view.get(ids)
-                if got.mask.any():
-                    np.testing.assert_array_equal(got.outputs["logits"], rows(ids[got.mask])["logits"])  # type: ignore[arg-type]
-
-    with ThreadPoolExecutor(4) as pool:
-        workers = [pool.submit(work, seed) for seed in range(4)]
-        while not all(worker.done() for worker in workers):
-            cache.flush()
-        for worker in workers:
-            worker.result()
-    assert cache.stats().hits > 30
 
 
 def test_a_view_keeps_its_cache_alive(tmp_path: Path) -> None:

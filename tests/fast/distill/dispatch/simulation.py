@@ -22,7 +22,6 @@ class SimTeacher:
     network_s: float = 0.0005
     straggle: Callable[[], float] = lambda: 1.0
     busy_until: float = 0.0
-    alive: bool = True
     served: int = 0
     sent: list[int] = field(default_factory=list)
 
@@ -63,17 +62,6 @@ class Simulation:
     def at(self, when: float, event: Callable[[], list[Action]]) -> None:
         heapq.heappush(self._events, (when, next(self._order), event))
 
-    def kill(self, name: str) -> list[Action]:
-        self.teachers[name].alive = False
-        self.dispatcher.teacher_down(name)
-        actions: list[Action] = []
-        for attempt in [a for a, teacher in self._on_way.items() if teacher == name]:
-            del self._on_way[attempt]
-            actions += self.dispatcher.attempt_failed(
-                attempt, RequestFailure(FailureKind.LOST, "connection reset"), self.now
-            )
-        return actions
-
     def run(self, until_s: float = 3600.0) -> None:
         for name in self.teachers:
             self._apply(self.dispatcher.teacher_up(name, self.now))
@@ -113,7 +101,6 @@ class Simulation:
         for action in actions:
             if isinstance(action, Send):
                 teacher = self.teachers[action.teacher]
-                assert teacher.alive
                 self.sends.append(action)
                 teacher.sent.append(action.task)
                 self._on_way[action.attempt] = action.teacher

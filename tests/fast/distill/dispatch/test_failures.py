@@ -44,14 +44,6 @@ def test_wrong_refusal_sets_a_teacher_aside() -> None:
     assert dispatcher.count_serving(0.2) == 1
 
 
-def test_unusable_outputs_set_aside_at_once() -> None:
-    dispatcher = connected("a")
-    (send,) = sends(dispatcher.add_task(1, 0.0))
-    fail(dispatcher, send, FailureKind.BAD_OUTPUT, 0.1, "NaN in row 3")
-    assert dispatcher.count_serving(0.1) == 0
-    assert dispatcher.teachers["a"].why == "NaN in row 3"
-
-
 def test_circuit_opens_for_longer_each_time() -> None:
     """The circuit opens for longer each time and closes with a good answer."""
     policy = Policy(failures_to_open=2, open_min_s=1.0, task_failures=100)
@@ -92,17 +84,6 @@ def test_only_teacher_is_asked_with_back_off() -> None:
         (send,) = sends(dispatcher.tick(now))
     assert waits == [0.5, 1.0]
     assert isinstance(end[0], GiveUp)
-
-
-@pytest.mark.parametrize("kind", [FailureKind.ERROR, FailureKind.REJECTED])
-def test_failed_task_waits_for_a_connection(kind: FailureKind) -> None:
-    """What a teacher fails at waits for one that is being connected to."""
-    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
-    dispatcher.teacher_connecting("good")
-    (send,) = sends(dispatcher.teacher_up("bad", 0.0) + dispatcher.add_task(1, 0.0))
-    assert fail(dispatcher, send, kind, 0.1) == []
-    assert dispatcher.tick(5.0) == []
-    assert [send.teacher for send in sends(dispatcher.teacher_up("good", 5.0))] == ["good"]
 
 
 @pytest.mark.parametrize("kind", [FailureKind.ERROR, FailureKind.REJECTED])
@@ -148,18 +129,6 @@ def test_any_number_of_failures_comes_first(kind: FailureKind) -> None:
     assert [send.teacher for send in sends(dispatcher.teacher_up("good", 1.0))] == ["good"]
 
 
-def test_two_failing_teachers_share_a_try() -> None:
-    """Two teachers that fail have one more try between them."""
-    dispatcher = connected("a", "b", hedge_budget=0.0)
-    (first,) = sends(dispatcher.add_task(1, 0.0))
-    (second,) = sends(fail(dispatcher, first, FailureKind.ERROR, 0.1))
-    assert fail(dispatcher, second, FailureKind.ERROR, 0.2) == []
-    assert dispatcher.next_event(0.2) == pytest.approx(0.7)
-    (third,) = sends(dispatcher.tick(0.7))
-    (end,) = fail(dispatcher, third, FailureKind.ERROR, 0.8)
-    assert isinstance(end, GiveUp)
-
-
 def test_task_in_flight_is_not_given_up() -> None:
     """A task is not given up while another teacher has it too."""
     dispatcher = connected("a")
@@ -174,22 +143,6 @@ def test_task_in_flight_is_not_given_up() -> None:
     assert isinstance(dispatcher.attempt_answered(extra.attempt, 52.2)[0], Deliver)
 
 
-def test_full_refusal_concerns_its_task_only() -> None:
-    """One refusal for want of room says nothing about the next task."""
-    dispatcher = Dispatcher(Policy(hedge_budget=0.0))
-    for name, latency_s in (("a", 0.01), ("b", 0.1)):
-        dispatcher.teacher_up(name, 0.0)
-        (send,) = sends(dispatcher.add_task(len(dispatcher.teachers), 0.0))
-        assert send.teacher == name
-        dispatcher.attempt_answered(send.attempt, latency_s)
-    (first,) = sends(dispatcher.add_task(3, 1.0))
-    assert first.teacher == "a"
-    (second,) = sends(fail(dispatcher, first, FailureKind.OVERLOADED, 1.01, "full", retry_after_s=0.1))
-    assert second.teacher == "b"
-    dispatcher.attempt_answered(second.attempt, 1.11)
-    assert [send.teacher for send in sends(dispatcher.add_task(4, 2.0))] == ["a"]
-
-
 def test_refusal_waits_for_a_full_teacher() -> None:
     """A refusal is not believed while another has no room for a moment."""
     dispatcher = connected("a", "b", hedge_budget=0.0)
@@ -197,20 +150,6 @@ def test_refusal_waits_for_a_full_teacher() -> None:
     (second,) = sends(fail(dispatcher, first, FailureKind.REJECTED, 0.1))
     assert fail(dispatcher, second, FailureKind.OVERLOADED, 0.2, "full", retry_after_s=0.05) == []
     assert [send.teacher for send in sends(dispatcher.tick(0.26))] == [second.teacher]
-
-
-@pytest.mark.parametrize("how", ["down", "removed", "draining"])
-def test_paused_teacher_that_goes_is_over(how: str) -> None:
-    """A teacher that was set aside and goes is waited for no longer."""
-    dispatcher = connected("a", "b", hedge_budget=0.0)
-    dispatcher.teachers["b"].closed_until = 3.0
-    (send,) = sends(dispatcher.add_task(1, 0.0))
-    assert fail(dispatcher, send, FailureKind.ERROR, 0.1) == []
-    assert dispatcher.next_event(0.1) == pytest.approx(3.0)
-    go = {"down": dispatcher.teacher_down, "removed": dispatcher.teacher_removed}.get(how, dispatcher.teacher_draining)
-    go("b")
-    assert dispatcher.next_event(1.0) == 1.0
-    assert [again.teacher for again in sends(dispatcher.tick(1.0))] == ["a"]
 
 
 def test_deadly_task_is_given_up() -> None:
@@ -226,15 +165,6 @@ def test_deadly_task_is_given_up() -> None:
         pending = sends(dispatcher.teacher_up("a", now))
     assert isinstance(end[0], GiveUp)
     assert now == 4, "it was lost more than three times"
-
-
-def test_pause_ends_with_a_new_connection() -> None:
-    """Who is connected anew may be another server."""
-    dispatcher = connected("a")
-    dispatcher.set_aside("a", FailureKind.BAD_OUTPUT, "NaN", 0.0)
-    assert dispatcher.add_task(1, 1.0) == []
-    dispatcher.teacher_down("a")
-    assert [send.task for send in sends(dispatcher.teacher_up("a", 2.0))] == [1]
 
 
 @pytest.mark.parametrize("hint", [0.0, math.nan, -1.0])

@@ -189,22 +189,6 @@ def test_mute_teachers_are_awaited_briefly() -> None:
     assert [outage.check(now, live).expired for now, live in ((79.0, 1), (79.5, 0), (80.0, 0))] == [False, False, True]
 
 
-def test_unusual_silence_is_said_once() -> None:
-    """A silence is said once, and only when it is longer than usual."""
-    outage = Outage(TIMEOUT_S, REQUEST_S)
-    outage.start_work(0.0)
-    assert outage.check(0.0, 1) == OutageStatus(False, 5.0)
-    assert outage.check(5.0, 1) == OutageStatus(False, 80.0, silent_s=5.0)
-    assert outage.check(6.0, 1) == OutageStatus(False, 80.0)
-    outage.record_answer(10.0)
-    assert outage.check(16.0, 1) == OutageStatus(False, 30.0), "an answer takes ten seconds here"
-    assert outage.check(30.0, 1) == OutageStatus(False, 90.0, silent_s=20.0)
-    outage.record_answer(31.0)
-    outage.finish_work()
-    outage.start_work(500.0)
-    assert outage.check(500.0, 1) == OutageStatus(False, 542.0), "a time without work is no silence"
-
-
 def test_later_work_waits_in_full() -> None:
     """Work that comes after a time without waits in full."""
     outage = Outage(TIMEOUT_S, REQUEST_S)

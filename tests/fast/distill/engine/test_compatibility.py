@@ -25,13 +25,6 @@ def agree(known: ModelSpec | None, k: int | None = None) -> TeacherCompatibility
     return compatibility
 
 
-INPUTS = [("x", "FP32", (2, 5))]
-
-
-def answer(dtype: str) -> dict[str, Any]:
-    return {"y": np.zeros((2, 9), dtype)}
-
-
 def words(
     compatibility: TeacherCompatibility, *shape: int, dtype: str = "float32", inputs: tuple[int, ...] = (4, 5)
 ) -> str:
@@ -45,29 +38,6 @@ def test_only_fixed_metadata_must_agree() -> None:
     assert "rows of shape [5, 998], the teachers before it [-1, 997]" in words(compatibility, 5, 998)
     assert "1 dimensions, the teachers before it of float32 with 2" in words(compatibility, 997)
     assert "rows of float16 with 2" in words(compatibility, 5, 997, dtype="float16")
-
-
-def test_epoch_begins_anew_without_its_like() -> None:
-    """An epoch begins anew when none is left whose answers were like the first."""
-    compatibility = agree(spec(9))
-    for teacher in ("a", "b"):
-        assert compatibility.check_output(teacher, INPUTS, answer("float32")) is None
-    compatibility.forget_teacher("a")
-    compatibility.begin_epoch()
-    assert compatibility.check_output("c", INPUTS, answer("float16")) is not None, "b is left"
-    compatibility.forget_teacher("b")
-    assert compatibility.check_output("c", INPUTS, answer("float16")) is None
-    assert compatibility.check_output("d", INPUTS, answer("float32")) is not None
-    compatibility.forget_teacher("c")
-    assert compatibility.check_output("d", INPUTS, answer("float32")) is not None, (
-        "some of this epoch's labels are float16"
-    )
-    compatibility.begin_epoch()
-    assert compatibility.check_output("d", INPUTS, answer("float32")) is None
-    compatibility.begin_epoch()
-    assert compatibility.check_output("d", INPUTS, answer("float16")) is None, (
-        "another server under the same name, unnoticed"
-    )
 
 
 def test_input_shape_fixes_output_shape() -> None:
@@ -128,27 +98,6 @@ def test_version_follows_the_live_teachers(live: list[str], version: str) -> Non
     compatibility.select_version(specs(*live))
     assert compatibility.spec is not None
     assert compatibility.spec.version == version
-
-
-def test_other_version_may_differ_in_dtype() -> None:
-    """Another version may give another dtype and take another length."""
-    compatibility = agree(spec(-1))
-    assert compatibility.check_output("a", INPUTS, answer("float32")) is None
-    assert compatibility.check_output("b", INPUTS, answer("float32")) is None
-    compatibility.check_cacheable({"x": np.zeros((2, 5), "f4")})
-    compatibility.select_version([replace(spec(-1), version="2")])
-    assert compatibility.check_output("c", INPUTS, answer("float16")) is None
-    compatibility.check_cacheable({"x": np.zeros((2, 8), "f4")})
-
-
-def test_a_mixture_is_said_once_a_version(caplog: pytest.LogCaptureFixture) -> None:
-    compatibility = TeacherCompatibility("s", OutputSpec(("y",)))
-    (compatibility.spec,) = specs("1")
-    for version in ("1", "2", "2", "1", "2", "3", ""):
-        assert compatibility.check_version("t", version) is None
-    words = [record.getMessage() for record in caplog.records]
-    assert [text.partition("answers with version ")[2].partition(",")[0] for text in words] == ["'2'", "'3'", "''"]
-    assert all("mixed_versions='refuse'" in text for text in words), "the remedy is named"
 
 
 def test_a_mixture_is_refused_where_told_to() -> None:
@@ -267,24 +216,6 @@ def test_kept_labels_may_fix_the_input_shape() -> None:
     compatibility.check_cacheable({**short, "not sent": np.zeros((2, 1))})
     with pytest.raises(SettingsError, match=r"'y' \[-1, 9\]"):
         compatibility.check_cacheable(long)
-
-
-def test_change_and_mixture_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    compatibility = TeacherCompatibility("s", OutputSpec(("y",)))
-    (compatibility.spec,) = specs("1")
-    for live in (["1"], ["1", "2"], ["2", "1"], ["2"], ["2"]):
-        compatibility.select_version(specs(*live))
-    mixed, changed = [record.getMessage() for record in caplog.records]
-    assert "versions '1', '2'" in mixed
-    assert "version '2' of their model now, and had '1'" in changed
-    other = Instance("b", "s", "10.0.0.1", 1)
-    caplog.clear()
-    compatibility.selecting_version = True
-    assert compatibility.incompatibility(other, specs("3")[0]) == ""
-    assert not caplog.records, "its version is about to be followed"
-    compatibility.selecting_version = False
-    assert compatibility.incompatibility(other, specs("3")[0]) == ""
-    assert "labels of two models are mixed" in caplog.text
 
 
 def test_two_tokenizers_are_never_mixed() -> None:

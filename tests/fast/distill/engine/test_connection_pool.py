@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, cast
@@ -91,19 +90,6 @@ def world() -> World:
     return world
 
 
-def test_one_that_lapsed_and_answers_stays(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "edl.distill")
-    for _ in range(3):
-        world.see("b", lapsed="a")
-    assert world.is_usable == "ab"
-    assert "the registration of a has lapsed, though" in world.pool.stale
-    assert len([record for record in caplog.records if "has lapsed" in record.getMessage()]) == 1, "said once"
-    world.see("a", "b")
-    assert world.pool.stale == ""
-    assert "registered again" in caplog.text
-    assert len(world.made) == 2, "on the same connection all the time"
-
-
 def test_one_that_the_registry_forgot_stays(world: World) -> None:
     world.see("b", lapsed="a")
     world.see("b")
@@ -121,17 +107,6 @@ def test_forgotten_teacher_loses_connection(world: World) -> None:
     assert world.is_usable == "b"
     assert world.connection("a") is None
     assert world.on_dropped
-
-
-def test_one_that_lapsed_is_tried_again(world: World) -> None:
-    world.see("b", lapsed="a")
-    world.down("a")
-    assert world.is_usable == "b"
-    assert world.connection("a") is not None, "for as long as it is listed"
-    assert "a: its registration has lapsed; reset" in world.pool.describe()
-    assert world.pool.stale == "", "one that does not answer is no fault of discovery"
-    world.see("b")
-    assert world.connection("a") is None
 
 
 def test_renewed_teacher_is_tried_at_once(world: World) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
@@ -12,8 +10,6 @@ from edl.distill.dispatch.dispatcher import Dispatcher
 from edl.distill.engine.counters import EngineCounters
 from edl.distill.metrics import export
 from edl.distill.stats import ReaderStats
-from tests.interrupting import InterruptAt, deadline
-from tests.waiting import DEADLINE_S
 
 
 class Reader:
@@ -76,26 +72,3 @@ def test_no_series_falls_but_by_coming_anew(events: list[tuple[str, str]]) -> No
         assert rows.get("departed", 0.0) >= departed
         total, departed = sum(rows.values()), rows.get("departed", 0.0)
     registry.unregister(collector)
-
-
-def test_stats_within_stats() -> None:
-    """As a signal handler asks for them, in the middle of any line."""
-    reader = Reader()
-    for teacher in ("a", "b"):
-        reader.counters.add_teacher(teacher, "h:1")
-        answer(reader, teacher)
-    reader.counters.remove_teacher("b")
-    expected = reader.stats()
-    for number in itertools.count(1):
-        seen: list[ReaderStats] = []
-        with (
-            deadline(DEADLINE_S, f"before line {number}"),
-            InterruptAt(
-                number, lambda seen=seen: seen.append(reader.stats()), "distill/engine/counters.py"
-            ) as interrupt,  # type: ignore[misc]
-        ):
-            seen.append(reader.stats())
-        assert all(stats == expected for stats in seen)
-        if not interrupt.reached:
-            assert number > 3, "nothing was interrupted"
-            break

@@ -70,13 +70,6 @@ def test_collector_is_on_after_the_last_fork(collecting: None) -> None:
     assert gc.isenabled()
 
 
-def test_collector_stays_off_where_it_was(collecting: None) -> None:
-    gc.disable()
-    _GarbageGuard.before()
-    _GarbageGuard.after_in_parent()
-    assert not gc.isenabled()
-
-
 WAIT_S = 90.0
 
 

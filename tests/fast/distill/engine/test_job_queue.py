@@ -67,35 +67,10 @@ def setup() -> Iterator[Setup]:
     thread.release()
 
 
-def test_job_is_taken_at_once_without_gain(setup: Setup) -> None:
-    """The next one is not to be expected within a millisecond, so that even busy teachers need not wait for it."""
-    setup.gather(4)
-    setup.demand.busy, setup.gap_s = True, 0.1
-    setup.put(1)
-    setup.until_taken(1)
-
-
 def test_last_job_is_not_left_behind(setup: Setup) -> None:
     setup.gather(4)
     setup.put(1)
     setup.until_taken(1)
-
-
-def test_jobs_wait_while_teachers_are_busy(setup: Setup) -> None:
-    setup.gather(3)
-    setup.demand.busy = True
-    setup.put(1, 2)
-    setup.on_loop(setup.queue.drain_if_due)
-    assert setup.taken == [], "an answer has come, and there is enough to do until the next one"
-    setup.demand.busy = False
-    setup.on_loop(setup.queue.drain_if_due)
-    setup.until_taken(1, 2)
-    setup.demand.busy = True
-    setup.put(3, 4, 5)
-    setup.until_taken(1, 2, 3, 4, 5)  # enough to be sent together
-    setup.put(6)
-    setup.on_loop(setup.queue.drain)
-    assert setup.taken[5:] == [6], "taking in is taking all"
 
 
 def test_full_teachers_take_nothing(setup: Setup) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import pty
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,29 +45,6 @@ def labels(folder: Path, ids: Any = range(ROWS)) -> Any:
     return load_labels(folder).rows(ids)["y"]
 
 
-def test_rows_are_labelled_once(serve: Serve, data: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A label that is damaged on disk is asked for again, and no other."""
-    more = ["--teachers", f"{serve('echo').endpoint},{serve('echo').endpoint}"]
-    assert main(command(data, folder, *more, "--batch", "7")) == 0
-    np.testing.assert_array_equal(labels(folder), X)
-    first = capsys.readouterr()
-    assert "1,000 rows labelled by" in first.out
-    assert "0 had a label before" in first.out
-    assert re.search(r"^[\d,]+ of 1,000 rows, [\d,]+ rows/s, \d teachers?", first.err, re.MULTILINE)
-    (file,) = folder.glob("*/*.safetensors")
-    damaged = bytearray(file.read_bytes())
-    damaged[damaged.index(X[600].tobytes())] ^= 1
-    file.write_bytes(damaged)
-    assert main(command(data, folder, *more)) == 0
-    assert "999 had a label before" in capsys.readouterr().out
-    np.testing.assert_array_equal(labels(folder), X)
-    files = sorted(folder.rglob("*.safetensors"))
-    assert main(command(data, folder, *more)) == 0
-    assert "0 rows labelled by" in (again := capsys.readouterr().out)
-    assert "1,000 had a label before" in again
-    assert sorted(folder.rglob("*.safetensors")) == files
-
-
 def test_reader_needs_no_teacher_afterwards(serve: Serve, data: Path, folder: Path) -> None:
     teacher = serve("echo")
     more = ["--teachers", teacher.endpoint, "--ids", "name", "--dataset", "numbers", "--dtype", "float16"]
@@ -109,48 +84,6 @@ def test_top_k_labels_from_discovery(
     np.testing.assert_allclose(found.values, expected.values)
     np.testing.assert_array_equal(found.ids[1:], expected.ids[1:])  # row 0 is all ties
     np.testing.assert_allclose(found.tail_lse, expected.tail_lse, rtol=1e-5)
-
-
-def test_dataset_with_worker_processes(
-    serve: Serve, tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Only missing samples are loaded."""
-    pytest.importorskip("torch", reason="PyTorch is not installed")
-    (tmp_path / "numbers_of_mine.py").write_text(
-        """
-import numpy as np
-from torch.utils.data import Dataset
-
-class Numbers(Dataset):
-    def __len__(self):
-        return 300
-    def __getitem__(self, at):
-        with open(__file__ + ".loaded", "a") as file:
-            file.write(f"{at}\\n")
-        return np.full(4, at, np.float32), "label"
-"""
-    )
-    loaded = tmp_path / "numbers_of_mine.py.loaded"
-    teacher = serve("echo").endpoint
-    data = f"{tmp_path}/numbers_of_mine.py:Numbers"
-    for _ in range(2):
-        assert main(command(data, folder, "--teachers", teacher, "--workers", "2")) == 0
-    assert sorted(map(int, loaded.read_text().split())) == list(range(300))
-    assert "300 had a label before" in capsys.readouterr().out
-    np.testing.assert_array_equal(labels(folder, range(300)), X[:300])
-    gc.collect()  # end the loader's processes here: any other thread would wait for each of them
-
-
-def test_model_versions_are_not_mixed(
-    serve: Serve, data: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for version, scale in (("1", 1.0), ("2", 2.0)):
-        teacher = serve("echo", version=version, scale=scale).endpoint
-        assert main(command(data, folder, "--teachers", teacher)) == 0
-        assert f"1,000 rows labelled by m version {version}" in capsys.readouterr().out
-    with SoftLabelCache(path=folder) as cache:
-        found = {key.version: load_labels(folder, key).rows([5])["y"] for key in cache.keys()}  # noqa: SIM118
-    assert {version: float(y[0, 0]) for version, y in found.items()} == {"1": 5.0, "2": 10.0}  # type: ignore[index]
 
 
 def test_a_terminal_gets_a_bar(serve: Serve, data: Path, folder: Path) -> None:
@@ -197,13 +130,3 @@ def test_mistakes_end_with_one_line(
     said = capsys.readouterr().err.strip().splitlines()
     assert said[-1].startswith("edl label: ")
     assert words in said[-1]
-
-
-def test_wrong_input_is_the_users_error(
-    serve: Serve, data: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    more = ["--teachers", serve("echo").endpoint]
-    assert main(command(data, folder, *more, "--inputs", "image=x")) == 1
-    assert "wants input 'x'" in capsys.readouterr().err
-    assert main(command(data, folder, *more, "--outputs", "z", "--timeout", "3")) == 1
-    assert "'z'" in capsys.readouterr().err

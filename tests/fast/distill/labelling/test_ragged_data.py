@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edl.distill.cache import SequenceIds
 from edl.distill.datasets import open_data
 from edl.distill.datasets.kinds import Batch
 from edl.distill.datasets.ragged import RaggedData
@@ -131,20 +130,3 @@ def test_arrays_with_offsets(tmp_path: Path) -> None:
         np.savez(path, tokens=tokens, begins=begins)
         with pytest.raises(SettingsError, match="offsets"):
             open_data(str(path), ["ids=tokens"], offsets="begins")
-
-
-def test_known_texts_are_told_by_content(tmp_path: Path) -> None:
-    """A text that was edited has no label, whatever its id; one without tokens needs none."""
-    data: Any = open_data(str(write_jsonl(tmp_path / "t.jsonl")), ["ids=input_ids"])
-    kept: list[SequenceIds] = []
-    assert data.unknown(lambda ids: kept.append(ids) or nobody(ids)).tolist() == [0, 1, 3]  # type: ignore[func-returns-value]
-    before = dict(zip(kept[0].ids, kept[0].heads or (), strict=True))
-    now: Any = open_data(
-        str(write_jsonl(tmp_path / "t.jsonl", texts=[[5, 3, 9], [8], [4], [2, 2, 8, 1, 0]])), ["ids=input_ids"]
-    )
-
-    def known(ids: Any) -> Any:
-        return np.array([before.get(name) == head for name, head in zip(ids.ids, ids.heads, strict=True)])
-
-    assert now.unknown(known).tolist() == [1, 2, 3]
-    assert now.unknown(known, 0, 2).tolist() == [1]

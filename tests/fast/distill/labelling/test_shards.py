@@ -134,19 +134,6 @@ def test_shards_are_done_when_on_disk(serve: Serve, folder: Path) -> None:
     check(folder)
 
 
-def test_bad_rows_are_named_others_labelled(serve: Serve, folder: Path) -> None:
-    source = Shards(folder)
-    source.retries = 1
-    label(folder, serve(picky(70, 77, 399)), source)
-    assert sorted(source.failed) == [(50, 100), (350, 400)]
-    assert all(len(reasons) == 2 for reasons in source.failed.values())
-    first = source.failed[50, 100][0]
-    assert first.startswith("samples 70, 77: ")
-    assert "this row is bad" in first
-    assert len(source.done) == 6
-    check(folder, 70, 77, 399)
-
-
 def test_wrong_input_ends_the_worker(serve: Serve, folder: Path) -> None:
     """A mistake of this worker's own does not fail every shard of the job."""
     source = Shards(folder)
@@ -222,19 +209,6 @@ def test_source_failure_ends_the_run(serve: Serve, folder: Path) -> None:
     with pytest.raises(TemporaryError, match="the master is away"):
         label(folder, serve("echo"), source)
     assert source.done_rows == list(range(150))
-    assert source.missing_on_disk == 0
-
-
-def test_interrupt_reports_what_is_on_disk(serve: Serve, folder: Path) -> None:
-    source = Shards(folder)
-
-    def interrupt(progress: LabelProgress) -> None:
-        if progress.labelled >= 100:  # answers come in order: the first two shards are labelled
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        label(folder, serve("echo"), source, tell=interrupt)
-    assert 100 <= len(source.done_rows) < ROWS
     assert source.missing_on_disk == 0
 
 
@@ -337,24 +311,6 @@ def test_a_shard_without_parts_is_answered() -> None:
     assert tracker.fail() is None
 
 
-@settings(max_examples=30)
-@given(st.sets(st.integers(0, 99), max_size=10), st.integers(1, 40))
-def test_bad_rows_are_found_by_halves(bad: set[int], size: int) -> None:
-    """All other rows are labelled, once each."""
-    labelled: list[int] = []
-
-    def attempt(part: Array) -> str:
-        if found := bad & {*part.tolist()}:
-            return f"row {min(found)}"
-        labelled.extend(part.tolist())
-        return ""
-
-    found = find_bad_rows(parts_of(RowShard(0, 100), size), attempt)
-    assert found.why == {row: f"row {row}" for row in bad}
-    assert (found.untried, found.labelled) == (0, 100 - len(bad))
-    assert sorted([*labelled, *bad]) == list(range(100))
-
-
 def test_search_for_bad_rows_can_be_ended() -> None:
     tried: list[int] = []
 
@@ -366,3 +322,16 @@ def test_search_for_bad_rows_can_be_ended() -> None:
     assert found.why == dict.fromkeys(range(3), "all are bad")
     assert found.untried == 61
     assert len(tried) < 20
+
+
+def test_bad_rows_are_named_others_labelled(serve: Serve, folder: Path) -> None:
+    source = Shards(folder)
+    source.retries = 1
+    label(folder, serve(picky(70, 77, 399)), source)
+    assert sorted(source.failed) == [(50, 100), (350, 400)]
+    assert all(len(reasons) == 2 for reasons in source.failed.values())
+    first = source.failed[50, 100][0]
+    assert first.startswith("samples 70, 77: ")
+    assert "this row is bad" in first
+    assert len(source.done) == 6
+    check(folder, 70, 77, 399)

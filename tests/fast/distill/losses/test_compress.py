@@ -72,13 +72,6 @@ def test_huge_logits_do_not_overflow() -> None:
     assert labels.tail_lse[1] == pytest.approx(float(np.float16(-6e4)) + np.log(2))
 
 
-def test_masked_classes_leave_an_empty_tail() -> None:
-    logits = np.array([[1.0, 2.0, -np.inf, -np.inf]], np.float32)
-    labels = top_k(logits, 2)
-    assert labels.tail_lse[0] == -np.inf
-    np.testing.assert_allclose(softmax(labels.to_dense(), 1.0), softmax(logits, 1.0), rtol=1e-6)
-
-
 def test_unlike_labels_are_not_joined() -> None:
     logits = np.zeros((2, 8), np.float32)
     with pytest.raises(SettingsError, match=r"temperature=1, classes=8 and k=2, temperature=2"):
@@ -160,19 +153,3 @@ def test_float16_keeps_finite_values_finite() -> None:
     assert small.dtype == np.float16
     np.testing.assert_array_equal(small, np.array([1.5, -65504, 65504, np.inf, -np.inf, np.nan], np.float16))
     assert to_float16(small) is small
-
-
-@pytest.mark.parametrize("shape", [(5, 8), (5, 3, 8)])
-def test_stack_joins_rows_without_an_axis(shape: tuple[int, ...]) -> None:
-    """One row is without the axis of rows, and `stack` puts rows together."""
-    logits = np.random.default_rng(1).normal(0, 3, shape).astype(np.float32)
-    labels = top_k(logits, 3, 2.0)
-    rows = list(labels)
-    assert [row.ids.shape for row in rows] == [(*shape[1:-1], 3)] * 5
-    assert [row.tail_lse.shape for row in rows] == [shape[1:-1]] * 5
-    np.testing.assert_array_equal(rows[4].values, labels.values[4])
-    np.testing.assert_allclose(rows[2].to_dense(), labels.to_dense()[2], rtol=1e-6)
-    again = TopK.stack(rows)
-    assert (again.temperature, again.classes) == (2.0, 8)
-    for ours, theirs in ((again.ids, labels.ids), (again.values, labels.values), (again.tail_lse, labels.tail_lse)):
-        np.testing.assert_array_equal(ours, theirs)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from edl.distill.cache import CacheKey, SoftLabelCache
-from edl.distill.pipeline.cache_lookup import CacheConfig, offline_view, open_view
+from edl.distill.pipeline.cache_lookup import CacheConfig, offline_view
 from edl.distill.teachers import Teachers, service_identities
 from edl.distill.transport.schema import OutputSpec
 from edl.errors import SettingsError
@@ -54,28 +53,6 @@ def test_exact_question_goes_first(there: list[CacheKey], ask: OutputSpec, chose
             return
         with pytest.raises(SettingsError, match="sets of labels for"):
             offline_view(CacheConfig(cache), ask)
-
-
-@pytest.mark.parametrize("before", ["", "other"])
-def test_labels_not_used_are_said_once(caplog: pytest.LogCaptureFixture, before: str) -> None:
-    """Of an earlier release, which did not note the service, or of another service."""
-    key = replace(KEY, service="mine")
-    with cache_of(replace(KEY, service=before)) as cache, caplog.at_level(logging.WARNING, "edl.distill"):
-        view = open_view(cache, key, ["mine"])
-        assert not view.get([1]).complete
-        (words,) = [record.getMessage() for record in caplog.records]
-        assert (repr(before) if before else "a service not named") in words
-        assert "'mine'" in words
-        view.put([1], {"y": np.zeros((1, 3), "float32")})
-        open_view(cache, key, ["mine"])
-        open_view(cache, replace(key, dataset="another"), ["mine"])
-        assert len(caplog.records) == 1
-
-
-def test_an_ensembles_own_labels_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
-    with cache_of(replace(KEY, service="a")) as cache:
-        open_view(cache, replace(KEY, service="b"), ["a", "b"])
-        assert not caplog.records
 
 
 def test_who_a_groups_labels_are_of() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ import pytest
 from edl.distill.pipeline import cache_queue as module
 from edl.distill.pipeline.cache_queue import CacheQueue
 from edl.errors import SettingsError
-from tests.interrupting import InterruptAt, deadline
 from tests.waiting import DEADLINE_S
 
 MIB = 1 << 20
@@ -34,9 +32,6 @@ class View:
         if self.failure is not None:
             raise self.failure
         self.ids += ids
-
-    def contains(self, ids: Any) -> Any:
-        return np.isin(ids, self.ids)
 
 
 @pytest.fixture
@@ -69,38 +64,12 @@ def test_queue_is_bounded_in_bytes(cache_queue: CacheQueue, caplog: pytest.LogCa
     assert "cache_queue_bytes=4194304" in words, "the remedy is named"
 
 
-def test_small_answers_are_not_counted_out(cache_queue: CacheQueue) -> None:
-    view: Any = View()
-    for number in range(1000):
-        cache_queue.put(view, [number], answer(64))
-    view.go_on.set()
-    assert cache_queue.drain()
-    assert view.ids == list(range(1000)), "their number is no bound, but their bytes are"
-
-
 def test_answer_above_the_bound_goes_alone(cache_queue: CacheQueue) -> None:
     view: Any = View()
     view.go_on.set()
     cache_queue.put(view, [1], answer(16 * MIB))
     assert cache_queue.drain()
     assert view.ids == [1], "nothing else waits, so that it is bounded all the same"
-
-
-def test_an_unforeseen_error_ends_the_cache(
-    cache_queue: CacheQueue, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_SETTLE_S", 1e6)  # what waits for what never comes hangs
-    view: Any = View(failure=KeyError("a bug"))
-    for number in range(10):
-        cache_queue.put(view, [number], answer(64))
-    view.go_on.set()
-    assert not cache_queue.drain()
-    cache_queue.put(view, [10], answer(64))
-    assert cache_queue.dropped_rows == 11
-    assert cache_queue.failed
-    assert [words for words in messages(caplog) if "no more labels" in words and "a bug" in words], messages(caplog)
-    assert len(messages(caplog)) == 1, "said once"
-    cache_queue.close()
 
 
 def test_end_of_the_thread_is_noticed(
@@ -151,23 +120,3 @@ def test_close_keeps_what_waits() -> None:
     assert view.ids == [0, 1, 2]
     cache_queue.put(view, [3], answer(64))  # type: ignore[arg-type]
     assert cache_queue.dropped_rows == 1
-
-
-def test_keeper_is_closed_before_any_line() -> None:
-    for number in itertools.count(1, 2):
-        view: Any = View()
-        cache_queue = CacheQueue(1 << 20)
-        timer = threading.Timer(0.02, view.go_on.set)
-        with deadline(DEADLINE_S, f"closed before line {number} of keep and settle"):
-            timer.start()
-            with InterruptAt(number, cache_queue.close, "edl/") as interrupt:
-                for row in range(2):
-                    cache_queue.put(view, [row], {"y": np.zeros(4)})
-                cache_queue.drain()
-            view.go_on.set()
-            cache_queue.close()
-        timer.cancel()
-        assert len(view.ids) + cache_queue.dropped_rows == 2, "a row was neither kept nor counted"
-        if not interrupt.reached:
-            assert number > 20, "nothing was interrupted"
-            break

@@ -19,7 +19,7 @@ from edl.distill.source.chunk import Chunk
 from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter, SampleListCutter
 from edl.errors import ClosedError, SourceError
 from tests.interrupting import InterruptAt, deadline
-from tests.waiting import DEADLINE_S, wait_until
+from tests.waiting import DEADLINE_S
 
 
 class Labels:
@@ -139,27 +139,6 @@ def test_batch_above_the_limit_arrives_whole() -> None:
     assert found == [list(range(1000 * number, 1000 * number + 100)) for number in range(3)]
 
 
-@pytest.mark.parametrize(("kind", "asked"), [(SampleCutter, 4), (BatchCutter, 100)])
-def test_request_size_is_asked_once_each(kind: type[Cutter], asked: int) -> None:
-    labels = Labels(linger_s=3600.0)  # a source that gets no time for a moment is not silent
-    run([(np.array([number]),) for number in range(100)], cutter_of(kind), labels)
-    assert labels.asked == asked
-
-
-def test_source_fails_before_a_chunk_is_full() -> None:
-    """The loop is told, and does not hang."""
-    labels = Labels()
-
-    def source() -> Iterator[Any]:
-        for number in range(5):
-            yield (np.array([number]),)
-        assert labels.awaited.wait(DEADLINE_S), "the training loop waits for the first sample by now"
-        raise OSError("the disk is gone")
-
-    with pytest.raises(OSError, match="the disk is gone"):
-        run(source(), cutter_of(SampleCutter, 32), labels)
-
-
 def test_error_of_sending_reaches_the_loop() -> None:
     with pytest.raises(OSError, match="no space"):
         run([(np.arange(3),)], cutter_of(), Labels(OSError("no space")))
@@ -174,20 +153,6 @@ def test_views_are_no_refilled_buffer() -> None:
     assert [len(item) for item in run(source, cutter_of(x=itemgetter(0), w=itemgetter(1)))] == [10, 7]
 
 
-def test_decoding_samples_are_not_accused() -> None:
-    """They make an array for the moment, in memory that was freed by the one before."""
-
-    class Lazy:
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-        def __getitem__(self, at: int) -> Any:
-            return np.full((1, 50_000), self.number, np.uint8)
-
-    found = run(map(Lazy, range(50)), cutter_of(BatchCutter))
-    assert [rows[0][0] for rows in found] == list(range(50))
-
-
 def test_a_loop_may_work_in_place() -> None:
     images = np.ones((12, 3))
     epoch = Epoch(Labels(), ((images[at : at + 2], 0) for at in range(0, 12, 2)), cutter_of())
@@ -196,20 +161,6 @@ def test_a_loop_may_work_in_place() -> None:
         epoch.taken(item)
         item.value[0][:] += 7
     epoch.close()
-
-
-def test_a_buffer_filled_again_is_noticed() -> None:
-    buffer = np.zeros(8)
-
-    def source() -> Iterator[Any]:
-        for number in range(3):
-            buffer[:] = number
-            yield (buffer,)
-
-    epoch = Epoch(Labels(), source(), cutter_of())
-    epoch._feeder.join(DEADLINE_S)
-    with pytest.raises(SourceError, match="yield a new array each time"):
-        with_deadline(epoch, Training().take)
 
 
 def test_buffer_filled_in_use_is_noticed() -> None:
@@ -254,34 +205,6 @@ def test_source_waits_for_the_training_loop(linger_s: float) -> None:
 
     training.run(source(), cutter_of(SampleCutter), Labels(linger_s=linger_s))
     training.check(50)
-
-
-def test_requests_of_a_busy_source_are_full() -> None:
-    """Where the source goes on yielding, nothing is sent before its time, though the training loop waits."""
-    training, labels = Training(), Labels(linger_s=3600.0)
-
-    def source() -> Iterator[Any]:
-        for number in range(64):
-            yield (np.int64(number),)
-            if not number:
-                wait_until(lambda: "edl-flush" in [thread.name for thread in threading.enumerate()])
-
-    training.run(source(), cutter_of(SampleCutter, 32), labels)
-    training.check(64)
-    assert labels.sizes == [32, 32]
-
-
-def test_samples_that_misfit_are_an_error() -> None:
-    """Found out when what is not full is sealed, by the thread that sends it."""
-    training = Training()
-
-    def source() -> Iterator[Any]:
-        yield (np.zeros(2),)
-        yield (np.zeros(3),)
-        training.await_rows(2)
-
-    with pytest.raises(SourceError, match="pad them"):
-        training.run(source(), cutter_of(SampleCutter, 32))
 
 
 def test_closed_while_the_source_is_silent() -> None:

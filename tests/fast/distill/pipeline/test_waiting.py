@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from edl.distill.pipeline import waiting as module
-from edl.distill.pipeline.load_publishing import StudentWaits
 from edl.distill.pipeline.waiting import SourceClock, source_wait_s
 from edl.distill.source.chunk import Chunk
 
@@ -53,27 +52,3 @@ def test_wait_for_source_ends_when_sent(waited_s: float, began_at: float, chunks
     clock = SourceClock()
     clock._drawing = (6.0, None)
     assert source_wait_s(waited_s, began_at, clock, chunks) == expected
-
-
-def test_wait_that_ends_counts_once() -> None:
-    """It ends between the look at waits that have ended and the look at the open wait, or in either order."""
-    finished, open_wait = (0.0, 0.0), (0.0, 0.0)
-    meanwhile = [lambda: None]
-
-    def look() -> tuple[float, float]:
-        seen = finished
-        meanwhile[0]()
-        return seen
-
-    waits = StudentWaits(look, lambda: open_wait)
-    open_wait = (10.0, 2.0)
-    assert waits.read() == (8.0, 2.0)
-
-    def ends() -> None:
-        nonlocal finished, open_wait
-        finished, open_wait = (12.0, 2.0), (0.0, 0.0)
-
-    meanwhile[0] = ends
-    assert waits.read() == (8.0, 2.0), "missing for a moment, but it does not fall"
-    meanwhile[0] = lambda: None
-    assert waits.read() == (10.0, 2.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.distill.source.arrays import as_array
-from edl.distill.source.cutters import BatchCutter, SampleCutter, SampleListCutter
 from edl.distill.transport.request import Payload
 from edl.errors import ProtocolError, SourceError
 from edl.protocol.tensors import array_of, from_raw, to_raw
@@ -20,7 +18,6 @@ from edl_serving.backends.callable import CallableBackend
 from edl_serving.backends.specs import cast_to_spec
 
 CLIPS = [b"\x01\0\0\0\0\0", b"\0" * 6, b"\x01\x02\x03\x04\x05\x06", b""]
-X = {"x": itemgetter(0)}
 
 
 def received(fields: dict[str, Any]) -> list[Any]:
@@ -29,16 +26,6 @@ def received(fields: dict[str, Any]) -> list[Any]:
     ((_, datatype, shape),) = payload.inputs
     found: list[Any] = from_raw(datatype, shape, payload.raw[0]).tolist()
     return found
-
-
-def test_clips_reach_the_teacher_whole() -> None:
-    _, (chunk,) = BatchCutter(X, None, 1).put((CLIPS,))
-    assert received(chunk.fields) == CLIPS, "a batch that is a list"
-    cutter = SampleCutter(X, 4, 1)
-    (chunk,) = [chunk for clip in CLIPS for chunk in cutter.put((clip,))[1]]
-    assert received(chunk.fields) == CLIPS, "samples that are bytes"
-    _, (chunk,) = SampleListCutter(X, 4, 1).put([(np.bytes_(clip),) for clip in CLIPS])
-    assert received(chunk.fields) == CLIPS, "samples of numpy's own bytes"
 
 
 @settings(max_examples=40)

@@ -16,7 +16,6 @@ from edl.distill.source.cutters import Cutter
 from edl.distill.source.sequence_cutters import (
     PaddedBatchCutter,
     SequenceCutter,
-    SequenceListCutter,
     sequence_fields,
 )
 from edl.distill.transport.schema import ModelSpec, TensorMetadata
@@ -69,15 +68,6 @@ def test_sequences_fill_requests_whole(lengths: list[int], tokens: int, max_rows
         assert first.rows + head > budget, "a request was sent with room for the next sequence"
 
 
-@settings(max_examples=25)
-@given(st.lists(LENGTHS, max_size=6), st.integers(1, 50))
-def test_lists_have_a_part_a_sequence(lists: list[list[int]], tokens: int) -> None:
-    samples = [sequences(lengths) for lengths in lists]
-    items, _ = cut(SequenceListCutter(IDS, tokens, 1), samples)
-    found = [[chunk.fields["ids"][a:b].tolist() for chunk, a, b in item.parts] for item in items]
-    assert found == [[ids.tolist() for ids, _ in group] for group in samples]
-
-
 def test_bytes_bound_a_request_too() -> None:
     cutter = SequenceCutter({"x": itemgetter(0)}, None, 1)
     cutter.fit = lambda fields: 400 // (fields["x"].itemsize * fields["x"].shape[1])  # type: ignore[method-assign]
@@ -117,49 +107,12 @@ def test_fields_must_be_equally_long() -> None:
         cutter.put((np.arange(3), np.zeros((3, 5))))
 
 
-def test_positions_are_sent_where_wanted() -> None:
-    _, (chunk,) = cut(SequenceCutter(IDS, 100, 1), sequences([2, 3]))
-    fields = sequence_fields(spec("ids", "position", sequences="position"), chunk)
-    assert fields["position"].tolist() == [0, 1, 0, 1, 2]
-    assert set(sequence_fields(spec("ids", "place", sequences="place"), chunk)) == {"ids", "place"}
-
-
-@pytest.mark.parametrize("inputs", [("ids", "position"), ("ids",), ()])
-def test_a_model_must_say_it_takes_them(inputs: tuple[str, ...]) -> None:
-    """Other models would be sent sequences that their server cuts anywhere, or that none tells apart."""
-    _, (chunk,) = cut(SequenceCutter(IDS, 100, 1), sequences([2, 3]))
-    with pytest.raises(SourceError, match=r"model 'm' does not say .*edl_sequences.* sequence_input = 'position'"):
-        sequence_fields(spec(*inputs), chunk)
-    own = SequenceCutter({"ids": itemgetter(0), "position": itemgetter(1)}, 100, 1)
-    _, (chunk,) = cut(own, [(np.arange(4), np.array([0, 1, 0, 1]))])
-    with pytest.raises(SourceError, match="edl_sequences"):
-        sequence_fields(spec(*inputs), chunk)
-
-
 def test_own_positions_begin_at_0() -> None:
     """Positions that count the padding on the left, say: a teacher might take two sequences for one."""
     cutter = SequenceCutter({"ids": itemgetter(0), "position": itemgetter(1)}, 100, 1)
     _, (chunk,) = cut(cutter, [(np.arange(2), np.array([0, 1])), (np.arange(2), np.array([2, 3]))])
     with pytest.raises(SourceError, match="input 'position' is 2 where a sequence begins, and must be 0"):
         sequence_fields(spec("ids", "position", sequences="position"), chunk)
-
-
-def test_rows_without_sequences_are_refused() -> None:
-    """Rows one by one, or pieces of a batch, would be answered as sequences of their own, or not at all."""
-    chunk = Chunk(1).seal({"ids": np.arange(3)}, None)
-    with pytest.raises(SourceError, match="set_sequence_generator"):
-        sequence_fields(spec("ids", "position", sequences="position"), chunk)
-    chunk = Chunk(1).seal({"ids": np.arange(3), "position": np.array([4, 5, 0])}, None)
-    with pytest.raises(SourceError, match="set_sequence_generator"):
-        sequence_fields(spec("ids", "position", sequences="position"), chunk)
-
-
-@pytest.mark.parametrize("dtype", [bool, np.int64, np.uint8, np.float32, np.float16])
-def test_a_mask_is_of_any_type(dtype: Any) -> None:
-    mask = np.array([[0, 1, 1], [1, 0, 0]]).astype(dtype)
-    cutter = PaddedBatchCutter(IDS, itemgetter(1), 100, 1)
-    _, (chunk,) = cut(cutter, [(np.arange(6).reshape(2, 3), mask)])
-    assert chunk.fields["ids"].tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("mask", [[1, 1, 2, 2], [0.0, -1e9, -1e9, 0.0], [1, 1, np.nan, 0], [1, -1, 1, 0]])

@@ -39,15 +39,3 @@ def test_unknown_until_the_first_answer() -> None:
         assert weight.expected(3, spec) is None
     weight.came(2, 200)
     assert weight.expected(3, None) == 300
-
-
-def test_estimate_follows_growth_at_once() -> None:
-    weight = AnswerSizeEstimator(OutputSpec(("y",)))
-    weight.came(1, 100)
-    weight.came(1, 10_000)
-    assert weight.expected(1, None) == 10_000
-    weight.came(1, 100)
-    assert 9_000 < (weight.expected(1, None) or 0) < 10_000
-    for _ in range(300):
-        weight.came(1, 100)
-    assert weight.expected(1, None) == pytest.approx(100, abs=2)

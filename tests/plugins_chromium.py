@@ -205,7 +205,8 @@ class Page:
     def wait(self, condition: str, timeout_s: float = 75.0) -> Any:
         """Wait until JavaScript is truthy, and return its value."""
         deadline = time.monotonic() + timeout_s
-        while not (value := self._evaluate_loaded(f"({condition})")):
+        # While a document is replaced, there is one without a body.
+        while not (value := self._evaluate_loaded(f"document.body && ({condition})")):
             text = self._evaluate_loaded("document.body && document.body.innerText") or ""
             assert time.monotonic() < deadline, (
                 f"{condition} within {timeout_s:g} s; {list(self.troubles)}; {text[:3000]}"

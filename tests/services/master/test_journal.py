@@ -12,18 +12,12 @@ from tests.fast.master.journal.test_journal import (
     test_earlier_writer_is_fenced,
     test_groups_come_back_as_they_were,
     test_killed_writer_loses_nothing,
-    test_paused_writer_is_fenced,
-    test_random_writes_are_read_again,
-    test_terms_are_begun_one_by_one,
 )
 
 __all__ = [
     "test_earlier_writer_is_fenced",
     "test_groups_come_back_as_they_were",
     "test_killed_writer_loses_nothing",
-    "test_paused_writer_is_fenced",
-    "test_random_writes_are_read_again",
-    "test_terms_are_begun_one_by_one",
 ]
 
 

@@ -81,7 +81,7 @@ def test_registry_outage_loses_nobody(consul_agent: ConsulAgent) -> None:
     url = consul_agent.url
     with (
         open_registry(url) as registry,
-        registry.register(Instance("watched", "one", "127.0.0.1", 8500), 300.0),
+        registry.register(Instance("watched", "one", "127.0.0.1", 8500)),  # renewed every few seconds
         watching("watched", "--discovery", url) as wait_for,
     ):
         wait_for("watched/one joined")

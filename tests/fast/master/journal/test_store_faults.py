@@ -236,3 +236,24 @@ def test_foreign_head_is_refused(stored: StorePlace, value: bytes) -> None:
     entry = stored.store.get(f"{stored.folder}head")
     assert entry is not None
     assert entry.value == value
+
+
+def test_value_that_shows_late_is_waited_for(stored: StorePlace, disturbed: Any) -> None:
+    """As Consul may answer while its leadership changes hands."""
+    assert stored.store is not None
+    journal = stored.open()
+    journal.begin_term()
+    journal.append([b"1"])
+    journal.append([b"2"])
+    entry = stored.store.list(f"{stored.folder}records/")[-1]
+    stored.store.delete(entry.key)
+    looks = []
+
+    def look(method: str, key: str) -> None:
+        if method == "list":
+            looks.append(key)
+            if len(looks) == 3:
+                stored.store.put(entry.key, entry.value)  # type: ignore[union-attr]
+
+    disturbed.before = look
+    assert stored.open(store=disturbed).load() == (None, [b"1", b"2"])

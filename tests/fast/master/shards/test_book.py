@@ -177,3 +177,24 @@ def test_progress_needs_the_index() -> None:
     assert bounds(other.turn("b", 9).leases) == [(10, 20), (20, 30)]
     assert other.book.describe("d").units == 31
     assert second.start == 10
+
+
+def test_flush_gives_the_rest() -> None:
+    job = stream()
+    job.open("a")
+    extend(job, 13)
+    first = job.turn("a", 5)
+    job.apply(flush_dataset=master.FlushDataset(dataset="d"))
+    second = job.turn("a", 5)
+    assert bounds(second.leases) == [(10, 13)]
+    extend(job, 19)
+    assert bounds(job.turn("a", 5).leases) == [], "it does not fill the shard"
+    extend(job, 22)
+    third = job.turn("a", 5)
+    assert [(lease.shard, lease.start, lease.stop) for lease in third.leases] == [(1, 13, 20)]
+    job.apply(end_dataset=master.EndDataset(dataset="d"))
+    fourth = job.turn("a", 5)
+    assert bounds(fourth.leases) == [(20, 22)]
+    done = [*first.leases, *second.leases, *third.leases, *fourth.leases]
+    assert job.turn("a", 5, done=done).finished
+    assert job.shards() == {"todo": 0, "doing": 0, "done": 3, "poisoned": 0}

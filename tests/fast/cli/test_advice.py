@@ -55,18 +55,6 @@ def test_job_that_scales_gets_more_workers(store: Store) -> None:
     assert "for a pause of 20 s" in advice.decision.reason, "as the ledger has it"
 
 
-def test_size_before_has_its_own_rate(store: Store) -> None:
-    adviser = WorkerAdviser(store, "j", 1, 8, sample_s=0.0, clock=lambda: NOW_S)
-    for workers, rate in ((2, 200.0), (3, 205.0)):
-        run(store, workers, rate, generation=workers)
-        for looks in range(4):
-            advice = adviser()
-            assert advice is not None
-            samples = adviser._history.sizes[workers].samples if looks else 0
-            assert samples == looks
-    assert advice.decision.count == 3, "where a third worker was of little use, a fourth is not tried"
-
-
 def test_job_that_ended_gets_no_advice(store: Store) -> None:
     adviser = WorkerAdviser(store, "j", 1, 8, sample_s=0.0, clock=lambda: NOW_S)
     run(store, 2, 200.0)
@@ -98,19 +86,6 @@ def test_nothing_grows_near_the_datas_end(store: Store) -> None:
         assert advice is not None
         assert advice.decision.count == count
         assert words in advice.decision.reason
-
-
-@pytest.mark.parametrize(
-    "datasets", [(), ({**data(5), "units": None},), ("garbage", 3), ({"units": "x", "epochs": []},)]
-)
-def test_reason_says_that_the_end_is_unknown(store: Store, datasets: tuple[object, ...]) -> None:
-    run(store, 2, 200.0)
-    adviser = WorkerAdviser(store, "j", 1, 8, sample_s=0.0, clock=lambda: NOW_S)
-    report(store, *datasets)
-    for _ in range(4):
-        advice = adviser()
-    assert advice is not None
-    assert "what is left is not known, and taken for 3600 s" in advice.decision.reason
 
 
 def test_rate_of_large_shards_is_kept() -> None:

@@ -78,16 +78,6 @@ def test_changed_image_or_label_is_found(batches: list[Batch], digits: data.Digi
     assert found(batches, digits, teacher).changed == 5
 
 
-def test_epoch_follows_its_seed(digits: data.Digits) -> None:
-    """The epoch is the same each time and differs between seeds."""
-    one, other = list(data.batches(digits, PLAN)), list(data.batches(digits, PLAN))
-    for batch, again in zip(one, other, strict=True):
-        for field, same in zip(batch, again, strict=True):
-            np.testing.assert_array_equal(field, same)
-    assert not np.array_equal(one[0][0], one[1][0])
-    assert set(digits.share(0, 100).tolist()) != set(digits.share(1, 100).tolist())
-
-
 @pytest.mark.parametrize("wrong", [["--seeds", "0"], ["--teachers", "1"], ["--teacher-ms", "-3"]])
 def test_numbers_that_make_no_sense(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", *wrong]) == 2

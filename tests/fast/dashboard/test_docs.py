@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 from edl.cli.http import cmd_dashboard
 from edl.dashboard.metrics import METRICS
 from edl.dashboard.server.event_stream import HEARTBEAT_S
 from edl.dashboard.server.settings import DEFAULT_PORT
-from edl.protocol.tls.certificates import read_tokens
 
 PAGE = (Path(__file__).parents[3] / "docs/dashboard.md").read_text()
 
@@ -34,14 +32,3 @@ def test_figures_of_the_page_are_the_code_s() -> None:
     assert cmd_dashboard._PORT == DEFAULT_PORT
     assert f"localhost:{DEFAULT_PORT}" in PAGE
     assert f"nothing else did for {HEARTBEAT_S:.0f} s" in PAGE
-
-
-def test_recipe_of_tokens_is_accepted(tmp_path: Path) -> None:
-    """With the usual umask, of which a file is readable by all."""
-    recipe = "(umask 077; openssl rand -hex 32 > tokens)"
-    assert recipe in PAGE
-    assert recipe in cmd_dashboard._EXAMPLES
-    assert recipe.replace("tokens", "token") in (Path(__file__).parents[3] / "docs/security.md").read_text()
-    subprocess.run(["bash", "-c", f"umask 022; {recipe}"], cwd=tmp_path, check=True)
-    (token,) = read_tokens(str(tmp_path / "tokens"), serving=True)
-    assert len(token) == 64

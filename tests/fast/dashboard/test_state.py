@@ -17,16 +17,13 @@ from edl.collective.goodput.causes import find_causes
 from edl.collective.goodput.codec import Event
 from edl.collective.goodput.node import NodeRecord, ProgressMark
 from edl.collective.goodput.records import JobRecord
-from edl.collective.goodput.spans import TimeCategory, span_of
 from edl.collective.goodput.summary import as_dict, summarize
 from edl.collective.job_records import JobState
 from edl.dashboard.metrics import DashboardMetrics, ServerFigures
 from edl.dashboard.state import jobs
 from edl.dashboard.state import reader as state_reader
-from edl.dashboard.state.events import merge_events
-from edl.dashboard.state.history import History, points_of_ledger
+from edl.dashboard.state.history import History
 from edl.dashboard.state.jobs import JobReader, job_status
-from edl.dashboard.state.masters import decode_master
 from edl.dashboard.state.schema import (
     DashboardState,
     JobPoint,
@@ -114,42 +111,11 @@ def test_any_points_stay_in_order(limit: int, times: list[float]) -> None:
         assert kept[0] == times[0], "the beginning is kept"
 
 
-def test_points_of_a_ledger_sum_to_it() -> None:
-    spans = [span_of(TimeCategory(number % 3), 1_000_000 + number, 2, running=True) for number in range(500)]
-    summary = summarize(JobRecord("j", None, (NodeRecord("a", 5_000_000, 2, tuple(spans), step=3),), ()), 0)
-    points = points_of_ledger(summary, 0.0, 1e12, 7)
-    assert len(points) <= 300
-    total = {state.name.lower(): amount / 1e6 for state, amount in summary.ledger.amounts.items()}
-    assert points[-1].seconds == total
-    assert points[-1].t == pytest.approx(5.0 + sum(total.values()))
-    assert points[-1].goodput == pytest.approx(summary.ledger.goodput)
-    later = points_of_ledger(summary, points[-2].t, 1e12, 7)
-    assert [point.t for point in later][-1] == points[-1].t
-    assert all(point.t > points[-2].t for point in later)
-    assert points_of_ledger(summary, 0.0, 5.5, 7) == [], "a clock that goes before this machine's"
-
-
 def test_json_has_no_nan_and_no_looks() -> None:
     point = JobPoint(1.0, {"train": float("inf")}, float("nan"), look=3)
     assert as_json(point) == {"t": 1.0, "seconds": {"train": None}, "goodput": None}
     assert as_json([point], 3) == []
     assert as_json([point], 2) == [as_json(point)]
-
-
-def test_events_of_a_master_have_causes() -> None:
-    """As the master writes them: time, kind, text, cause; a line of an older version has no cause."""
-    events = [
-        {"time": 1.0, "kind": "takeover", "text": "term 2 begins", "cause": "h1 was lost"},
-        {"time": 2.0, "kind": "retried", "text": "data: 3 shards are to do again", "cause": "an operator asked"},
-        {"time": 3.0, "kind": "session_ended", "text": "data: w0"},
-    ]
-    master = decode_master(json.dumps({"state": "leading", "time": 3.0, "events": events}).encode(), "j", 3.0)
-    rows = merge_events([job_status("j", None, master, None, 50)], [])
-    assert [(row.kind, row.text, row.cause, row.decision) for row in rows] == [
-        ("takeover", "term 2 begins", "h1 was lost", True),
-        ("retried", "data: 3 shards are to do again", "an operator asked", True),
-        ("session_ended", "data: w0", "", False),
-    ]
 
 
 def test_store_is_shown_the_credentials(monkeypatch: pytest.MonkeyPatch) -> None:

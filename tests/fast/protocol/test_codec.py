@@ -44,28 +44,6 @@ def test_messages_are_those_of_protobuf(raw: list[bytes]) -> None:
     assert [bytes(view) for view in views] == raw
 
 
-def test_tensors_may_stand_anywhere() -> None:
-    raw_first = codec.encode_request(kserve.ModelInferRequest(), [b"abc"]) + header().SerializeToString()
-    found, views = codec.decode_request(raw_first + codec.encode_request(kserve.ModelInferRequest(), [b"de"]))
-    assert found == header()
-    assert [bytes(view) for view in views] == [b"abc", b"de"]
-
-
-@few
-@given(st.binary(max_size=200))
-@example(b"\x3a\xff\xff\xff\xff\x0f")  # raw contents that claim four gigabytes
-@example(b"\xff" * 12)
-def test_any_bytes_are_read_as_by_protobuf(data: bytes) -> None:
-    try:
-        found, views = codec.decode_request(data)
-    except ProtocolError:
-        return
-    whole = kserve.ModelInferRequest.FromString(data)
-    assert [bytes(view) for view in views] == list(whole.raw_input_contents)
-    whole.ClearField("raw_input_contents")
-    assert found == whole
-
-
 ids = st.text(max_size=20)
 
 
@@ -125,19 +103,6 @@ def test_any_streamed_bytes_read_or_refused(data: bytes) -> None:
     assert all(view.nbytes <= len(data) for view in views)
     assert isinstance(number, str)
     assert isinstance(error, str)
-
-
-@few
-@given(st.text(max_size=50), st.text(max_size=20))
-def test_response_keeps_its_own_id(own: str, given_id: str) -> None:
-    """A response keeps its own id where none is given."""
-    inner = kserve.ModelInferResponse(model_name="m", id=own).SerializeToString()
-    assert kserve.ModelStreamInferResponse.FromString(codec.join_streamed_response(inner, [])).infer_response.id == own
-    expected = own or given_id  # the last one in the bytes counts, and an empty one is not written
-    found = kserve.ModelStreamInferResponse.FromString(
-        codec.join_streamed_response(inner, [], codec.id_field(given_id))
-    )
-    assert found.infer_response.id == expected
 
 
 DTYPES = ["<i1", "<i2", "<i4", "<i8", "<u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", "?", ">f4", ">i2"]

@@ -203,24 +203,6 @@ def test_replaced_files_are_read_again(tmp_path: Path) -> None:
     assert files.current(now=True) is before, "who renews every file at once would have all connections made anew"
 
 
-def test_bad_files_do_not_replace_good(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    files = files_of(tmp_path)
-    before = files.current()
-    new = CA.issue()
-    put(tmp_path / "tls.pem", new.cert)
-    with caplog.at_level(logging.WARNING):
-        assert files.current(now=True) is before, "a certificate whose key is still the old one"
-        assert files.current(now=True) is before
-    assert [record.getMessage() for record in caplog.records if "does not match" in record.getMessage()], (
-        "no word of it"
-    )
-    assert len(caplog.records) == 1, "said more than once"
-    put(tmp_path / "tls.key", new.key)
-    assert files.current(now=True).pair == (new.cert, new.key)
-    (tmp_path / "tls.key").unlink()
-    assert files.current(now=True).pair == (new.cert, new.key)
-
-
 def test_unforeseen_error_keeps_good(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,21 +356,3 @@ def test_only_what_is_taken_away_revokes(tmp_path: Path) -> None:
     for less in (material(new.pem, "a"), material(old.pem, "b"), material(old.pem)):
         assert is_revocation(before, less)
     assert is_revocation(material(old.pem + new.pem), material(old.pem))
-
-
-def test_program_that_changes_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(tmp_path / "token", TOKEN)
-    monkeypatch.chdir(tmp_path)
-    files = CredentialFiles(Credentials(token_file="token"))
-    monkeypatch.chdir("/")
-    put(tmp_path / "token", TOKEN[::-1])
-    assert files.current(now=True).tokens == (TOKEN[::-1],)
-
-
-def test_names_in_a_bundle_of_cas(tmp_path: Path) -> None:
-    """Bundles of systems have the CAs' names as comments, with whatever letters these have."""
-    bundle = "# Főtanúsítvány, 台灣\n".encode() + CA.pem
-    ca = put(tmp_path / "bundle.pem", bundle)
-    assert certificates.read_ca(ca) == bundle
-    trusted = certificates.context_for(bundle, None, serving=False).get_ca_certs()
-    assert len(trusted) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,23 +74,6 @@ def test_a_changed_byte_is_never_overlooked(at: int, value: int) -> None:
             except ProtocolError as exc:
                 outcomes.append((str(exc),))
         assert outcomes[0] == outcomes[1]
-
-
-def test_alike_messages_are_not_parsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    messages = [response(f"{number:08x}", [bytes([number]) * 9], "model") for number in range(3)]
-    bundle = bundles.join_responses(messages)
-    asked = [request(f"{number:08x}", [], "model") for number in range(3)]
-    for data in (messages[0], bundle):
-        codec.split_streamed_response(data)
-    codec.split_streamed_request(asked[0])
-
-    def walk(*_: object) -> None:
-        raise AssertionError("walked through the fields of a message that is known")
-
-    monkeypatch.setattr(codec, "_split", walk)
-    assert [bytes(codec.split_streamed_response(data)[1][0]) for data in messages] == [b"\0" * 9, b"\1" * 9, b"\2" * 9]
-    assert [part[2] for part in bundles.split_responses(bundle)] == ["00000000", "00000001", "00000002"]
-    assert [codec.split_streamed_request(data)[2] for data in asked] == ["00000000", "00000001", "00000002"]
 
 
 def test_an_id_alone_is_no_known_head() -> None:

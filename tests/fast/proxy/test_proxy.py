@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from aiohttp import web
 
 from edl.errors import ClosedError, SettingsError
 from edl.proxy.completion_request import RequestRefusal
@@ -171,14 +170,6 @@ def test_slow_bodies_stop_nobody(open_proxy: OpenProxy) -> None:
         assert ask(port, trl_request([[1, 2]], 2, "m"), timeout_s=DEADLINE_S)[0] == 200
 
 
-def test_large_bodies_wait_in_time(open_proxy: OpenProxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edl.proxy.app._READERS", 0)
-    body = json.dumps(trl_request([[1, 2]], 2, "m")).encode() + b" " * 100_000
-    status, answer, headers = ask(open_proxy(timeout_s=1.0).port, body, timeout_s=DEADLINE_S)
-    assert (status, "large bodies" in answer["error"]["message"]) == (503, True), answer
-    assert headers["Retry-After"] == "5"
-
-
 def test_bodies_of_clients_that_left_count(open_proxy: OpenProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is being read is held until it is read, though nobody waits for it: it takes a place as long."""
     entered, left = threading.Semaphore(0), threading.Event()
@@ -201,48 +192,6 @@ def test_bodies_of_clients_that_left_count(open_proxy: OpenProxy, monkeypatch: p
     finally:
         left.set()
     wait_until(lambda: ask(proxy.port, b" " * 100_000)[1]["error"]["message"] == "read at last")
-
-
-def test_slow_readers_get_their_answer(open_proxy: OpenProxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The deadline of a write is for a piece, not for all of a choice: a client that goes on gets its answer."""
-    written: list[int] = []
-    write = web.StreamResponse.write
-
-    async def observed(response: web.StreamResponse, data: bytes) -> None:
-        written.append(len(data))
-        await write(response, data)
-
-    monkeypatch.setattr(web.StreamResponse, "write", observed)
-    monkeypatch.setattr("edl.proxy.app.encode_choice", lambda *_: iter([b"1", b" " * (2 << 20)]))
-    status, answer, _ = ask(open_proxy().port, trl_request([[1, 2]], 2, "m"))
-    assert (status, answer["choices"]) == (200, [1])
-    assert sum(written) > 2 << 20
-    assert max(written) <= 256 << 10
-
-
-def test_requests_beyond_the_room_wait(open_proxy: OpenProxy, model: GatedModel) -> None:
-    proxy = open_proxy(max_tokens=300)
-    model.released.clear()
-    answers: list[Any] = []
-    clients = [
-        threading.Thread(target=lambda: answers.append(ask(proxy.port, trl_request([SEQUENCES[4]], 2, "m"))))
-        for _ in range(6)
-    ]
-    for client in clients:
-        client.start()
-
-    def gauge(name: str) -> float:
-        text = ask(proxy.port, path="/metrics")[1]
-        return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name} "))
-
-    wait_until(lambda: gauge("edl_proxy_tokens_waiting") == 4 * 120)
-    assert gauge("edl_proxy_tokens_held") == 2 * 120
-    model.released.set()
-    for client in clients:
-        client.join(DEADLINE_S)
-    assert [status for status, _, _ in answers] == [200] * 6
-    wait_until(lambda: gauge("edl_proxy_tokens_held") == 0)
-    assert gauge("edl_proxy_tokens_total") == 6 * 120
 
 
 def test_clients_that_go_away(open_proxy: OpenProxy, model: GatedModel) -> None:

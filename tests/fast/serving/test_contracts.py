@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from edl.errors import SettingsError
-from edl.protocol import kserve
 from edl_serving import ServerSettings, TeacherServer, TensorSpec
 from edl_serving.request_error import RequestError, invalid_argument, quote
-from tests.fast.serving.fakes import LOGITS, FakeBackend, X, model_of
+from tests.fast.serving.fakes import FakeBackend, X, model_of
 
 
 @pytest.mark.parametrize(
@@ -57,34 +55,6 @@ def test_a_tensor_that_cannot_be_is_refused(values: tuple[Any, ...], said: str) 
 def test_unservable_backends_are_refused(backends: list[FakeBackend], said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         TeacherServer(ServerSettings(model="m"), backends)
-
-
-def test_warm_up_has_one_row_and_a_batch() -> None:
-    seen = []
-
-    def predict(inputs: Any) -> dict[str, Any]:
-        seen.append({name: (array.shape, array.dtype) for name, array in inputs.items()})
-        return {"logits": np.zeros((len(inputs["x"]), 5), np.float32)}
-
-    words = TensorSpec("words", "BYTES", (-1, 2))
-    FakeBackend(predict, inputs=(X, words)).warm_up(16)
-    assert sorted(shapes["x"][0] for shapes in seen) == [(1, 4), (16, 4)]
-    assert sorted(shapes["words"] for shapes in seen)[0] == ((1, 1, 2), np.dtype(object))
-
-
-def test_metadata_and_configuration() -> None:
-    model = model_of(FakeBackend(inputs=(TensorSpec("words", "BYTES", ()), X)), max_batch_rows=7, max_delay_s=0.001)
-    metadata, config = model.metadata(), model.config().config
-    assert [(one.name, one.datatype, list(one.shape)) for one in metadata.inputs] == [
-        ("words", "BYTES", [-1]),
-        ("x", "FP32", [-1, 4]),
-    ]
-    assert [list(one.shape) for one in metadata.outputs] == [[-1, *LOGITS.shape]]
-    assert [(one.data_type, list(one.dims)) for one in config.input] == [
-        (kserve.TYPE_STRING, []),
-        (kserve.TYPE_FP32, [4]),
-    ]
-    assert (config.max_batch_size, config.dynamic_batching.max_queue_delay_microseconds) == (7, 1000)
 
 
 def test_an_unknown_version_is_not_listed() -> None:

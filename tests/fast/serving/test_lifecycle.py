@@ -107,12 +107,6 @@ def end(_: TeacherServer) -> None:
 SETTINGS = ServerSettings("m", drain_timeout_s=1.0)
 
 
-def test_signal_leaves_discovery_and_drains() -> None:
-    model, calls = Signalled(), []
-    assert serve(SETTINGS, model, join=end, leave=lambda: calls.append("left")) == 0
-    assert (calls, model.closed) == (["left"], True)
-
-
 def test_leaving_discovery_may_fail_or_hang(caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> None:
         raise OSError("discovery is down")
@@ -123,20 +117,6 @@ def test_leaving_discovery_may_fail_or_hang(caplog: pytest.LogCaptureFixture) ->
     assert serve(SETTINGS, Signalled(), join=end, leave=lambda: hanging.wait(TIMEOUT_S) and None) == 0
     hanging.set()
     assert "leaving discovery takes longer than 0.5 s" in caplog.text
-
-
-def test_failed_starts_end_the_server() -> None:
-    class NoStart(Base):
-        def warm_up(self, max_rows: int) -> None:
-            raise RuntimeError("the weights are missing")
-
-    def fail(_: TeacherServer) -> None:
-        raise OSError("discovery is down")
-
-    with pytest.raises(RuntimeError, match="the weights are missing"):
-        serve(SETTINGS, NoStart())
-    with pytest.raises(OSError, match="discovery is down"):
-        serve(SETTINGS, Signalled(), join=fail)
 
 
 def test_signal_while_warming_up() -> None:

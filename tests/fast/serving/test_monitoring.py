@@ -45,22 +45,6 @@ def ask(port: int | None, path: str, method: str = "GET") -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
-def test_each_check_has_a_line(server: MetricsServer, probes: HealthProbes) -> None:
-    trouble = ["", "too hot"]
-    probes.add_check("/readyz", "model", lambda: trouble[0])
-    probes.add_check("/readyz", "gpu", lambda: "replaced by the next one")
-    probes.add_check("/readyz", "gpu", lambda: trouble[1])
-    assert ask(server.port, "/livez") == (200, "livez check passed\n")
-    lines = "[+]model ok\n[-]gpu failed: too hot\nreadyz check failed\n"
-    assert ask(server.port, "/readyz") == (503, lines)
-    assert ask(server.port, "/readyz?verbose", "HEAD") == (503, "")
-    trouble[1] = ""
-    assert ask(server.port, "/readyz")[0] == 200
-    assert probes.answer("/healthz") is None
-    probes.add_check("/livez", "loop", lambda: str(1 / 0))
-    assert ask(server.port, "/livez")[0] == 500, "every prober takes that for a failure"
-
-
 def test_call_of_the_model_that_hangs() -> None:
     metrics = Metrics("m", clock=lambda: 100.0)
     workers = [metrics.add_worker(), metrics.add_worker()]
@@ -96,34 +80,6 @@ def test_half_requests_hold_few_threads(server: MetricsServer) -> None:
         assert "answer 42.0" in ask(server.port, "/metrics")[1], "a scraper is served beside them"
         wait_until(lambda: threading.active_count() - before <= 16)
     assert "answer 42.0" in ask(server.port, "/metrics")[1]
-
-
-def test_nonsense_ends_nothing(server: MetricsServer, capfd: pytest.CaptureFixture[str]) -> None:
-    for nonsense in (b"\0" * 70_000, b"GET\r\n\r\n", b"POST /metrics HTTP/9.9\r\n\r\n", b""):
-        with (
-            socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S) as client,
-            contextlib.suppress(OSError),
-        ):
-            client.sendall(nonsense)
-            client.shutdown(socket.SHUT_WR)
-            client.recv(100)
-    assert "answer 42.0" in ask(server.port, "/metrics")[1]
-    assert capfd.readouterr().err == ""
-
-
-def test_ports_are_taken_and_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a question to DNS, so that a teacher starts at once where DNS does not answer."""
-
-    def unanswered(*_: object) -> str:
-        raise AssertionError("asked DNS for a name")
-
-    monkeypatch.setattr(socket, "getfqdn", unanswered)
-    server = MetricsServer(CollectorRegistry(), "127.0.0.1", 0)
-    with pytest.raises(OSError):
-        MetricsServer(CollectorRegistry(), "127.0.0.1", server.port)
-    server.close()
-    with pytest.raises(OSError):
-        socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S)
 
 
 def test_metrics_add_up_over_workers() -> None:

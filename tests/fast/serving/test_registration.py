@@ -9,15 +9,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from edl.discovery import Instance, open_registry
 from edl.errors import SettingsError
@@ -25,7 +22,6 @@ from edl.notifier import ReentrantEvent
 from edl.settings import Credentials, LoadSettings
 from edl_serving import cmd_register
 from edl_serving.cmd_register import RegisterConfig, keep_registered, parse_endpoint
-from edl_serving.monitoring.probes import HealthProbes
 from edl_serving.registration.address import is_loopback, warn_of_loopback
 from edl_serving.registration.probe import (
     ProbeStatus,
@@ -79,36 +75,6 @@ def test_late_registration_writes_no_file(tmp_path: Path, url: str, monkeypatch:
             assert asked.get(timeout=TIMEOUT_S) == instance
             assert reconciler.wait_until_current(TIMEOUT_S)
             assert path.exists()
-
-
-@pytest.mark.parametrize("in_discovery", [True, False])
-def test_ready_file_follows_readyz(tmp_path: Path, url: str, in_discovery: bool) -> None:
-    """Who waits for the file finds `/readyz` passed, though `register` has not returned yet."""
-    probes, found = HealthProbes(), SimpleQueue[Any]()
-    probes.add_check("/readyz", "discovery", lambda: "not registered yet")  # of `serve`, which waits for `register`
-
-    class ObservedFile(ReadyFile):
-        def write(self, content: Mapping[str, Any]) -> None:
-            found.put(probes.answer("/readyz"))
-            super().write(content)
-
-    server: Any = SimpleNamespace(
-        port=1,
-        metrics_port=None,
-        load=lambda: (),
-        metrics=SimpleNamespace(probes=probes, add_gauge=lambda *_: None),
-        model=SimpleNamespace(instance_meta={}),
-        settings=SimpleNamespace(model="m", drain_timeout_s=1.0, uds=None, credentials=Credentials()),
-        watch_ready=lambda callback: None,
-    )
-    settings = RegistrationSettings("s", url if in_discovery else None, load=LoadSettings(publish=False))
-    with (
-        ObservedFile(str(tmp_path / "ready")) as file,
-        TeacherRegistration(settings, "127.0.0.1", 0.0, file) as teacher,
-    ):
-        teacher.register(server)
-        passed, lines = found.get(timeout=TIMEOUT_S)
-    assert passed, lines
 
 
 def test_a_registry_s_refusal_is_raised(url: str) -> None:
@@ -194,19 +160,6 @@ def test_silence_counts_and_a_no_is_final() -> None:
         *((silent, leave), (silent, keep), (yes, enter), (no, leave), (silent, keep), (yes, enter)),
     ]
     assert [tracker.record_probe(answer) for answer, _ in story] == [turn for _, turn in story]
-
-
-@given(st.lists(st.sampled_from(ProbeStatus)), st.integers(1, 4))
-def test_registry_actions_alternate(answers: list[ProbeStatus], failures: int) -> None:
-    tracker = ReadinessTracker(failures)
-    turns = []
-    for answer in answers:
-        turn = tracker.record_probe(answer)
-        assert turn is not RegistryAction.REGISTER or answer is ProbeStatus.READY
-        assert answer is not ProbeStatus.NOT_READY or not tracker.registered
-        if turn is not RegistryAction.KEEP:
-            turns.append(turn)
-    assert turns == ([RegistryAction.REGISTER, RegistryAction.DEREGISTER] * len(turns))[: len(turns)]
 
 
 def test_the_newest_version_is_a_number() -> None:

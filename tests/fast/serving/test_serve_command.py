@@ -9,12 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,8 +24,6 @@ from edl.errors import EDLError, SettingsError
 from edl.protocol.transport import grpc
 from edl.testing import LocalTeacher
 from edl_serving import cmd_serve
-from edl_serving.backends import ModelSource, open_backends
-from edl_serving.command_line.model_failure import describe_failure
 from tests.fast.serving.conftest import TIMEOUT_S, Client, outputs_of
 from tests.fast.serving.test_monitoring import ask
 from tests.waiting import wait_until
@@ -165,17 +161,6 @@ def test_what_the_user_got_wrong_is_named(
     assert (folder / "teacher.py").is_file()
 
 
-def test_users_errors_are_one_line(url: str) -> None:
-    """In a process of its own, whose standard error gRPC's own words about an address would be on as well."""
-    command = [sys.executable, "-m", "edl", "serve", "--model", "m", *ECHO, "--host", "300.1.1.1", "--discovery", url]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.splitlines()[-1].startswith("edl serve: cannot listen on 300.1.1.1")
-    assert "Traceback" not in done.stderr
-    assert "GRPC" not in done.stderr
-    assert "add_port" not in done.stderr
-
-
 NET = ["--torch-factory", "module.py:build", "--device", "cpu", "--input", "x:float32[5]"]
 
 
@@ -220,20 +205,6 @@ def test_breaking_model_shows_its_stack(
         assert "edl_serving" not in stack
     else:
         assert "Traceback" not in said
-
-
-def test_an_installed_model_s_stack_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("installed_model")
-    file = f"{sysconfig.get_paths()['purelib']}/installed_model.py"
-    code = compile("def predict(inputs):\n    return {'y': inputs['x'] @ inputs['x']}\n", file, "exec")
-    exec(code, vars(module))  # noqa: S102 - code of a file that is not there
-    monkeypatch.setitem(sys.modules, "installed_model", module)
-    source = ModelSource("callable", "installed_model:predict", inputs=("x:float32[2]",), version="1")
-    with pytest.raises(ValueError, match="matmul") as caught:
-        open_backends(source)
-    said = describe_failure(caught.value, source)
-    assert "in predict" in said
-    assert "it was called with zeros" in said
 
 
 def test_frameworks_are_named_or_not_loaded() -> None:

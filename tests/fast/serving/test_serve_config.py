@@ -35,15 +35,6 @@ def config_of(*arguments: str, file: str | None = None, folder: Path | None = No
     return ServeConfig.of(merged(GROUPS, flags, read_file(str(path)), "teacher.toml"))
 
 
-def test_two_flags_are_enough() -> None:
-    config = config_of(*LEAST)
-    assert (config.server.model, config.registration.service) == ("digits", "digits")
-    assert (config.server.host, config.server.port, config.address) == ("127.0.0.1", 0, "127.0.0.1")
-    assert config.registration.url is not None
-    assert config.registration.url.startswith("sqlite:///")
-    assert config.server.metrics_port is None
-
-
 def test_names_and_addresses_have_defaults() -> None:
     assert config_of("--callable", "m:f", "--service", "s").server.model == "s"
     config = config_of("--callable", "m:f", "--service", "s", "--model", "m")
@@ -111,17 +102,6 @@ def test_a_file_says_the_same_as_the_flags(tmp_path: Path) -> None:
     assert from_flags.server.max_message_bytes == 4 << 20
     assert from_flags.server.check_nan is False
     assert from_flags.registration.meta == {"rack": "r7"}
-
-
-def test_options_stand_in_files_and_help(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = CommandParser("edl serve", "", "")
-    add_flags(parser, GROUPS)
-    with pytest.raises(SystemExit):
-        parser.parse(["--help"])
-    shown = capsys.readouterr().out
-    for option in (option for group in GROUPS for option in group.options if not option.refused):
-        assert f"--{option.name} " in shown or f"--{option.name}," in shown, option.name
-        assert option.help
 
 
 def test_flags_win_and_pairs_are_joined(tmp_path: Path) -> None:

@@ -53,16 +53,6 @@ def test_store_that_dies_and_comes_back(served: ServedBackend) -> None:
         assert samples(ask(server.url, "/metrics").body.decode())["edl_dashboard_store_up"] == 1
 
 
-def test_page_before_its_store(served: ServedBackend) -> None:
-    served.stop()
-    with DashboardServer(DashboardSettings(served.url, port=0)) as server:
-        state = ask(server.url, "/api/state").json()
-        assert state["stale"]
-        assert (state["looked"], state["jobs"]) == (None, [])
-        served.start()
-        wait_until(lambda: ask(server.url, "/api/state").json()["stale"] == "", "the store is there")
-
-
 def test_garbage_takes_nothing_else_away(page: str, store: Store) -> None:
     """A record that cannot be read is listed; what can be read is shown."""
     put_job(store, "good")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,45 +16,6 @@ from tests.fast.serving.backends.models import HERE
 from tests.fast.serving.fakes import FakeBackend
 
 X = np.ones((3, 4), np.float32)
-
-
-def test_outputs_are_found_by_asking() -> None:
-    def model(inputs: Mapping[str, np.ndarray]) -> dict[str, Any]:
-        return {"sum": inputs["x"].sum(1), "same": inputs["x"].tolist(), "words": np.array([b"a"] * len(inputs["x"]))}
-
-    backend = CallableBackend(model, ["x:float32[?]"])
-    assert backend.outputs == (
-        TensorSpec("sum", "FP32"),
-        TensorSpec("same", "FP64", (-1,)),
-        TensorSpec("words", "BYTES"),
-    )
-    answer = backend.predict({"x": X})
-    assert answer["same"].dtype == np.float64
-    np.testing.assert_array_equal(answer["sum"], [4, 4, 4])
-
-
-def test_a_bare_array_is_the_only_output() -> None:
-    assert CallableBackend(lambda inputs: inputs["x"] * 2, ["x:float32[4]"]).outputs[0].name == "output"
-    named = CallableBackend(lambda inputs: inputs["x"] * 2, ["x:float32[4]"], ["y"])
-    np.testing.assert_array_equal(named.predict({"x": X})["y"], 2 * X)
-    with pytest.raises(SettingsError, match="the model answers 'output'; wanted are 'y', 'z'"):
-        CallableBackend(lambda inputs: inputs["x"], ["x:float32[4]"], ["y", "z"])
-
-
-def test_names_are_never_guessed() -> None:
-    with pytest.raises(SettingsError, match="the model answers 'a', 'b'; wanted are 'logits'"):
-        CallableBackend(lambda inputs: {"a": inputs["x"], "b": inputs["x"]}, ["x:float32[4]"], ["logits"])
-    wrong = CallableBackend(lambda inputs: {"a": inputs["x"]}, ["x:float32[4]"], ["logits:float32[4]"])
-    with pytest.raises(ValueError, match="the model answers 'a'; wanted are 'logits'"):
-        wrong.predict({"x": X})
-
-
-def test_types_become_those_promised() -> None:
-    backend = CallableBackend(lambda inputs: inputs["x"].astype(np.float64), ["x:float32[4]"], ["y:float16[4]"])
-    assert backend.predict({"x": X})["y"].dtype == np.float16
-    backend = CallableBackend(lambda inputs: inputs["x"], ["x:float32[4]"], ["y:int64[4]"])
-    with pytest.raises(TypeError, match="'y' is float32, which does not become INT64"):
-        backend.predict({"x": X})
 
 
 def test_rows_must_be_answered_with_rows() -> None:

@@ -94,16 +94,3 @@ def test_what_cannot_be_is_named(source: ModelSource, tmp_path: Path) -> None:
     if source.device is not None:
         with pytest.raises(SettingsError, match="--device 'tpu:9'"):
             open_backends(dataclasses.replace(source, device="tpu:9"))
-
-
-def test_device_instances_are_independent(source: ModelSource) -> None:
-    if source.device is None:
-        return
-    one, two = open_backends(dataclasses.replace(source, device="cpu,cpu"))
-    first, second = rows(3, seed=3), rows(3, seed=4)
-    a = one.predict({"x": first})["logits"]
-    check(two, second)
-    one.close()
-    np.testing.assert_allclose(a, expected(first), rtol=1e-5, atol=1e-6)
-    check(two, first)
-    two.close()

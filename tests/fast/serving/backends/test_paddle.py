@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +13,6 @@ from edl_serving.backends import ModelSource, open_backends
 from edl_serving.backends.backend import TensorSpec
 from tests.fast.serving.backends.conftest import Saved
 from tests.fast.serving.backends.models import expected
-from tests.waiting import DEADLINE_S
 
 pytest.importorskip("paddle", reason="PaddlePaddle is not installed: pip install paddlepaddle")
 
@@ -43,28 +38,6 @@ def test_outputs_keep_the_files_names(source: ModelSource) -> None:
         np.testing.assert_allclose(logits, expected(X), atol=0.02)
 
 
-def test_the_order_of_outputs_is_a_version(tmp_path: Path) -> None:
-    """Names that are not the model's are given by place, so in another order they are other labels."""
-    import paddle
-
-    class Pair(paddle.nn.Layer):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = self.create_parameter([1], default_initializer=paddle.nn.initializer.Constant(1.0))
-
-        def forward(self, x: Any) -> Any:
-            return x * self.scale, x * self.scale * 2.0
-
-    path = str(tmp_path / "pair")
-    paddle.jit.save(Pair(), path, input_spec=[paddle.static.InputSpec([None, 4], "float32", name="x")])
-    found = {}
-    for outputs in (("one", "double"), ("double", "one"), ("one", "double")):
-        (backend,) = open_backends(ModelSource("paddle", path, device="cpu", outputs=outputs))
-        doubled = bool(np.allclose(backend.predict({"x": X})["double"], X * 2))
-        assert found.setdefault(doubled, backend.version) == backend.version, "the same labels have the same version"
-    assert len(set(found.values())) == len(found) == 2
-
-
 def test_misfits_are_named(source: ModelSource, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="the model's inputs are x; got image"):
         open_backends(replace(source, inputs=("image:float32[4]",)))
@@ -75,24 +48,3 @@ def test_misfits_are_named(source: ModelSource, tmp_path: Path) -> None:
         open_backends(replace(source, target=str(tmp_path / "half")))
     with pytest.raises(SettingsError, match="--device 'cuda:7': PaddlePaddle sees 0 GPUs here"):
         open_backends(replace(source, device="cuda:7"))
-
-
-def test_old_programs_are_read_while_alive(saved: Saved) -> None:
-    """In a process of its own, which may crash, and where glibc fills memory that is freed with garbage."""
-    script = (
-        "import sys, pathlib\n"
-        "from edl_serving.backends.paddle import _shapes_of\n"
-        "program = pathlib.Path(sys.argv[1])\n"
-        "found = {str(_shapes_of(program, ['x'])) for _ in range(50)}\n"
-        "print(len(found), *found)\n"
-    )
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, saved("old_paddle").target + ".pdmodel"],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env={**os.environ, "MALLOC_PERTURB_": "165"},
-    )
-    assert run.returncode == 0, f"{run.returncode}: {run.stderr[-500:]}"
-    assert run.stdout.split()[0] == "1", run.stdout
-    assert "[-1, " in run.stdout

@@ -80,17 +80,6 @@ def test_writes_are_found_out(function: Any, expected: bool, caplog: pytest.LogC
     assert len(caplog.records) == expected
 
 
-def test_a_sample_is_given_as_it_is() -> None:
-    seen: list[list[float]] = []
-
-    def predict(inputs: Mapping[str, Array]) -> Array:
-        seen.append(inputs["x"][0].tolist())
-        return np.zeros((len(inputs["x"]), 2), np.float32)
-
-    backend_of(predict, {"x": np.zeros((1, 2), np.float32)}).warm_up(4)
-    assert seen == [[0, 0]] * 2
-
-
 def test_a_model_may_take_only_zeros() -> None:
     def predict(inputs: Mapping[str, Array]) -> Array:
         if inputs["x"].any():

@@ -63,13 +63,6 @@ def test_a_full_or_late_batch_is_due() -> None:
     assert queue.pop_batch(11.0).jobs == [first]
 
 
-def test_a_job_that_does_not_fit_is_next() -> None:
-    jobs = [job(5, arrived=1.0), job(5, arrived=1.1), job(1, arrived=1.2)]
-    queue = queue_of(*jobs)
-    assert queue.pop_batch(2.0).jobs == [jobs[0]]
-    assert queue.pop_batch(2.0).jobs == jobs[1:]
-
-
 def test_a_full_batch_of_another_shape() -> None:
     young, full = job(1, arrived=1.0, shape=1), job(BATCH, arrived=1.1, shape=2)
     queue = queue_of(young, full, delay_s=1.0)
@@ -99,39 +92,6 @@ def test_a_large_job_lets_others_in_between() -> None:
     queue.push_job(small)
     assert take_part(queue, 1.0) == [(small, 1)]
     assert take_part(queue, 1.0) == [(large, BATCH)]
-
-
-def test_batches_are_full_with_many_clients() -> None:
-    queue = queue_of(*(job(2, client) for client in "abcde" for _ in range(4)))
-    sizes = []
-    while len(queue):
-        sizes.append(sum(one.rows for one in queue.pop_batch(0.0).jobs))
-    assert sizes == [BATCH] * 5
-
-
-def test_the_latest_of_the_largest_give_way() -> None:
-    queue = BatchQueue(BATCH, 0.0, 16)
-    jobs = [job(4, "greedy", arrived=at) for at in range(4)]
-    for one in jobs:
-        assert queue.push_job(one) == []
-    extra = job(4, "greedy", arrived=9.0)
-    assert queue.push_job(extra) == [extra], "a client does not push itself out"
-    assert queue.push_job(job(4, "modest")) == [jobs[3]]
-    assert queue.push_job(job(4, "modest")) == [jobs[2]]
-    third = job(4, "modest")
-    assert queue.push_job(third) == [third], "both have half of the queue now"
-    assert queue.rows == 16
-
-
-def test_the_queue_is_bounded_in_bytes() -> None:
-    queue = BatchQueue(BATCH, 0.0, 1000, max_queue_bytes=100)
-    first, second = job(1, "a", nbytes=60), job(1, "a", nbytes=50)
-    assert queue.push_job(first) == []
-    assert queue.push_job(second) == [second]
-    assert queue.push_job(job(1, "a", nbytes=40)) == []
-    assert queue.nbytes == 100
-    queue.pop_batch(0.0)
-    assert queue.nbytes == 0
 
 
 def test_a_large_answer_waits_alone() -> None:

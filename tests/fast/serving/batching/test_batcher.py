@@ -5,38 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edl.errors import SettingsError
-from edl.protocol import names
 from edl.protocol.transport import grpc
 from edl_serving import Array
 from tests.fast.serving.conftest import TIMEOUT_S, Connect, StartInside, outputs_of, request_bytes
-from tests.fast.serving.models import Base, Gated, Lookup, Mixed, Moody, logits
+from tests.fast.serving.models import Base, Gated, Lookup, Mixed, logits
 from tests.waiting import wait_until
 
 
 def rows(count: int, value: float = 1.0) -> Array:
     return np.full((count, 4), value, np.float32)
-
-
-def test_gathered_requests_share_a_batch(inside: StartInside, connect: Connect) -> None:
-    model = Gated()
-    server = inside(model, max_batch_rows=8)
-    client = connect(server.target)
-    calls = [client.start(rows(1, 0))]
-    wait_until(model.started.is_set)
-    for value in range(1, 6):
-        calls.append(client.start(rows(2, value)))
-        wait_until(lambda value=value: server.metric("edl_teacher_queue_rows") == 2 * value)
-    assert server.metric("edl_teacher_in_flight") == 6
-    model.gate.set()
-    for value, call in enumerate(calls):
-        expected = logits(rows(2 if value else 1, value))
-        np.testing.assert_array_equal(outputs_of(call.result())["logits"], expected)
-    assert [len(batch) for batch in model.batches] == [1, 8, 2]
-    assert model.batches[1][:, 0].tolist() == [1, 1, 2, 2, 3, 3, 4, 4]
-    wait_until(lambda: server.metric("edl_teacher_in_flight") == 0)
-    assert server.metric("edl_teacher_queue_seconds_count") == 6
-    assert server.metric("edl_teacher_requests_total", outcome="ok") == 6
 
 
 def test_one_shape_shares_a_batch(inside: StartInside, connect: Connect) -> None:
@@ -64,28 +41,6 @@ def test_large_request_is_computed_in_parts(inside: StartInside, connect: Connec
         connect(server.target).infer(rows(101))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "'x' has 101 rows; this server takes 100" in refused.value.details()
-
-
-def test_full_queue_refuses_with_a_hint(inside: StartInside, connect: Connect) -> None:
-    model = Gated()
-    server = inside(model, max_batch_rows=4, max_queue_rows=4)
-    client = connect(server.target)
-    busy = client.start(rows(1))
-    wait_until(model.started.is_set)
-    waiting = client.start(rows(3))
-    wait_until(lambda: server.metric("edl_teacher_queue_rows") == 3)
-    with pytest.raises(grpc.RpcError) as refused:
-        client.infer(rows(2))
-    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert "3 of 4 rows wait, and this request has 2" in refused.value.details()
-    assert int(dict(refused.value.trailing_metadata())[names.RETRY_AFTER_MS]) > 0
-    fitting = client.start(rows(1))
-    wait_until(lambda: server.metric("edl_teacher_queue_rows") == 4)
-    model.gate.set()
-    for call in (busy, waiting, fitting):
-        call.result()
-    assert len(client.infer(rows(2))["logits"]) == 2, "it takes requests again"
-    assert server.metric("edl_teacher_requests_total", outcome="unavailable") == 1
 
 
 def test_strings_that_never_fit_are_said(inside: StartInside, connect: Connect) -> None:
@@ -156,54 +111,3 @@ def test_stop_answers_the_rest(inside: StartInside, connect: Connect) -> None:
     stopping.result(TIMEOUT_S)
     server.call(server.server.stop())  # may be called twice
     model.gate.set()
-
-
-def test_backends_close_after_failed_start(inside: StartInside) -> None:
-    class Closing(Base):
-        closed = False
-
-        def close(self) -> None:
-            self.closed = True
-
-    first, second = Closing(), Closing()
-    server = inside(first)
-    with pytest.raises(SettingsError, match=str(server.port)):
-        inside(second, port=server.port)
-    assert second.closed
-    assert not first.closed
-    server.call(server.server.stop())
-    assert first.closed
-
-
-def test_drain_finishes_accepted_requests(inside: StartInside, connect: Connect) -> None:
-    model = Gated()
-    server = inside(model, max_batch_rows=1)
-    client = connect(server.target)
-    calls = [client.start(rows(1, value)) for value in range(3)]
-    wait_until(lambda: server.metric("edl_teacher_in_flight") == 3)
-    assert not server.call(server.server.drain(0.0)), "it gives up at its deadline"
-    draining = server.begin_drain()
-    with pytest.raises(grpc.RpcError) as refused:
-        client.infer(rows(1))
-    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert "draining" in refused.value.details()
-    assert names.RETRY_AFTER_MS not in dict(refused.value.trailing_metadata())  # so: elsewhere
-    assert not draining.done()
-    model.gate.set()
-    assert draining.result(TIMEOUT_S)
-    for value, call in enumerate(calls):
-        np.testing.assert_array_equal(outputs_of(call.result())["logits"], logits(rows(1, value)))
-
-
-def test_failing_model_serves_on(inside: StartInside, connect: Connect) -> None:
-    server = inside(Moody(), max_batch_rows=16, max_delay_s=0.2)
-    client = connect(server.target)
-    calls = {value: client.start(rows(2, value)) for value in (0, 1, 2, 3, 5)}
-    for value in (0, 5):
-        np.testing.assert_array_equal(outputs_of(calls[value].result())["logits"], logits(rows(2, value)))
-    for value, said in ((1, "ValueError: in a bad mood"), (2, "'logits' has NaN in row 0 of 2"), (3, "shape [1, 5]")):
-        error = calls[value].exception()
-        assert error.code() is grpc.StatusCode.INTERNAL
-        assert said in error.details()
-        assert "Traceback" not in error.details()
-    assert len(client.infer(rows(1, 0))["logits"]) == 1

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edl.protocol import codec
 from edl.protocol.transport import grpc
 from edl_serving import Array, ServerSettings, TensorSpec
 from edl_serving.batching.executor import Executor
@@ -22,7 +21,7 @@ from edl_serving.monitoring.log_throttle import LogThrottle
 from edl_serving.monitoring.metrics import WorkerMetrics
 from edl_serving.request_error import RequestError
 from tests.fast.serving.conftest import outputs_of
-from tests.fast.serving.fakes import FakeBackend, X, five_logits, header_for, model_of, request_for
+from tests.fast.serving.fakes import FakeBackend, X, five_logits, model_of, request_for
 
 FOREVER = float("inf")
 
@@ -72,22 +71,6 @@ def test_requests_get_their_own_rows(sizes: list[int], max_batch_rows: int) -> N
     assert sum(bench.backend.calls) == 2 * sum(sizes) == bench.metrics.rows
 
 
-def test_requests_are_copied_into_one_buffer() -> None:
-    seen: list[Array] = []
-
-    def predict(inputs: Mapping[str, Array]) -> dict[str, Array]:
-        seen.append(inputs["x"])
-        return five_logits(inputs)
-
-    bench = Bench(FakeBackend(predict))
-    x = rows(3)
-    bench.run(bench.job(x))
-    assert seen.pop() is x, "a single request is not copied"
-    for sizes in ((8, 8), (8, 8), (2, 3)):
-        bench.run(*[bench.job(rows(size)) for size in sizes])
-    assert len({array.ctypes.data for array in seen}) == 1
-
-
 def test_a_model_may_answer_with_its_input() -> None:
     kept = np.zeros((2, 4), np.float32)
 
@@ -105,19 +88,6 @@ def test_a_model_may_answer_with_its_input() -> None:
         np.testing.assert_array_equal(whole[name], x)
         np.testing.assert_array_equal(outputs_of(first)[name], x[:1])
         np.testing.assert_array_equal(outputs_of(second)[name], x[1:2])
-
-
-def test_model_errors_come_without_a_stack(caplog: pytest.LogCaptureFixture) -> None:
-    bench = Bench(FakeBackend(failing(1.0, ValueError("no such token: 7"))))
-    with caplog.at_level(logging.ERROR, "edl_serving"):
-        answers = [bench.run(bench.job(rows(2)))[0] for _ in range(3)]
-    for answer in answers:
-        assert isinstance(answer, RequestError)
-        assert answer.code.name == "INTERNAL"
-        assert answer.message == "model 'm': raised ValueError: no such token: 7"
-    (record,) = caplog.records
-    assert record.exc_info is not None
-    assert bench.metrics.faults["exception"] == 3
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), StopIteration()])
@@ -226,27 +196,6 @@ def test_parts_of_other_shapes_are_an_error() -> None:
     loose = TensorSpec("logits", "FP32", (-1,))
     bench = Bench(FakeBackend(predict, (X,), (loose,)), max_batch_rows=2)
     assert "changes its shape" in bench.run(bench.job(rows(3)))[0].message
-
-
-def test_requests_of_other_options_share() -> None:
-    bench = Bench(FakeBackend())
-    header = header_for((2, 4))
-    header.parameters["edl_top_k"].int64_param = 2
-    top = InferenceJob(request_for(bench.model, rows(2), header), 2, ((4,),), 0.0, FOREVER)
-    dense = bench.job(rows(1))
-    bench.run(top, dense)
-    assert bench.backend.calls == [3]
-    assert outputs_of(top.answer)["logits__topk_ids"].tolist() == [[4, 3], [4, 3]]
-    assert outputs_of(dense.answer)["logits"].tolist() == [[4, 5, 6, 7, 8]]
-
-
-def test_answers_carry_id_and_version() -> None:
-    bench = Bench(FakeBackend())
-    for name in ("first", "second"):
-        job = InferenceJob(request_for(bench.model, rows(1), header_for((1, 4), id=name)), 1, ((4,),), 0.0, FOREVER)
-        (answer,) = bench.run(job)
-        header, _ = codec.decode_response(answer)
-        assert (header.id, header.model_name, header.model_version) == (name, "m", "1")
 
 
 def test_a_failing_model_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:

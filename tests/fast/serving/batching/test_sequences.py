@@ -224,22 +224,6 @@ def test_values_are_refused_before_they_wait() -> None:
     assert "no such token" in refusal_of(lambda: decode(bench, outside))
 
 
-def test_the_configuration_says_it() -> None:
-    bench = Bench(LanguageModel(max_sequence=4096), max_batch_rows=512)
-    config = bench.model.config().config
-    said = {name: parameter.string_value for name, parameter in config.parameters.items()}
-    expected = {
-        "edl_sequences": "position",
-        "edl_max_sequence": "512",
-        "edl_max_top_k": "5",
-        "edl_optional_inputs": "targets",
-        "edl_tokenizer": "abc",
-    }
-    assert expected.items() <= said.items()
-    assert [tensor.name for tensor in config.input] == ["ids", "position"]
-    assert [tensor.name for tensor in bench.model.metadata().outputs] == ["logprobs"]
-
-
 def test_positions_must_be_an_input() -> None:
     class Wrong(LanguageModel):
         sequence_input = "positions"  # type: ignore[assignment]

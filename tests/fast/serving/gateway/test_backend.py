@@ -117,29 +117,6 @@ def test_sequences_go_side_by_side(engine: FormulaEngine, open_backend: OpenBack
     assert engine.most_tokens == 30 * 5
 
 
-def test_engine_with_other_settings(engine: FormulaEngine, open_backend: OpenBackend) -> None:
-    """Restarted with a smaller --max-logprobs: the teacher is away, the request is not at fault, and both come back."""
-    backend = open_backend()
-    engine.max_logprobs = 3
-    with pytest.raises(RequestError, match="--max-logprobs 8") as refused:
-        score(backend, [[1, 2]])
-    assert refused.value.code.name == "UNAVAILABLE"
-    assert "--max-logprobs 8" in backend.find_fault()
-    looks = engine.looks
-    wait_until(lambda: engine.looks > looks + 3)
-    assert "--max-logprobs 8" in backend.find_fault(), "/health and /v1/models are well, and it is of no use"
-    engine.max_logprobs = 20
-    wait_until(lambda: not backend.find_fault())
-    check(score(backend, [[1, 2]]), [[1, 2]])
-    engine.healthy = False
-    wait_until(backend.find_fault)
-    engine.max_logprobs = 3
-    engine.healthy = True
-    wait_until(lambda: "--max-logprobs 8" in backend.find_fault(), "an engine that comes back is probed")
-    engine.max_logprobs = 20
-    wait_until(lambda: not backend.find_fault())
-
-
 def test_rotated_key(engine: FormulaEngine, open_backend: OpenBackend, tmp_path: Any) -> None:
     key = tmp_path / "key"
     key.write_text("old\n")
@@ -174,18 +151,6 @@ def test_broken_connection_is_tried_again(engine: FormulaEngine, open_backend: O
     with pytest.raises(RequestError) as lost:
         score(backend, [[1, 2, 3]])
     assert (lost.value.code.name, lost.value.retry_after_ms) == ("UNAVAILABLE", None)
-
-
-def test_idle_connection_that_was_closed(engine: FormulaEngine, open_backend: OpenBackend) -> None:
-    backend = open_backend(every_s=60.0)
-    port = engine.port
-    score(backend, [[1]])
-    engine.close()
-    again = FormulaEngine(port)
-    try:
-        check(score(backend, [[1, 2]]), [[1, 2]])
-    finally:
-        again.close()
 
 
 @pytest.mark.parametrize(
@@ -289,19 +254,6 @@ def test_fault_where_other_weights_come_back(engine: FormulaEngine, open_backend
     engine.predict = first
     with pytest.raises(RequestError, match="--model-version"):
         score(backend, [[1, 2]])
-
-
-def test_doubt_during_a_probe(engine: FormulaEngine, open_backend: OpenBackend) -> None:
-    """A doubt that a request finds during a probe is not over with that probe."""
-    health = open_backend(every_s=60.0)._health
-    health.close()  # a look of its own in between would be over with the first doubt
-    health.set_other_model("first")
-    engine.failure = lambda path, number: health.set_other_model("second") and None
-    health._look()
-    assert "second" in health.fault
-    engine.failure = None
-    health._look()
-    assert not health.fault
 
 
 @pytest.mark.parametrize("scale_out", [True, False])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import pytest
 import tritonclient.grpc
 from tritonclient.utils import InferenceServerException
 
-from edl.cli import main
 from edl.protocol import names
 from edl.tokenizer_hash import hash_tokenizer
 from tests.fast.serving.gateway.formula_engine import FormulaEngine, log_probabilities
@@ -70,34 +67,3 @@ def test_students_get_rows(engine: FormulaEngine, gateways: Gateways, tmp_path: 
     process.send_signal(signal.SIGTERM)
     assert process.wait(DEADLINE_S) == 0, gateways.log
     gateways.wait_instances(0)
-
-
-def test_tokens_at_the_engine_are_bounded(engine: FormulaEngine, gateways: Gateways, tmp_path: Path) -> None:
-    """Whatever students ask for, the engine has `--max-tokens` at a time, and a token behind each sequence."""
-    bounds = ("--max-tokens", "80", "--max-queue", "400", "--metrics-port", "0")
-    _, endpoint = gateways.start(f"vllm://127.0.0.1:{engine.port}", "--top-k", "8", *bounds)
-    port = json.loads((tmp_path / "ready-0").read_text())["metrics_port"]
-    engine.released.clear()
-    engine.most_tokens = 0
-    sequences = [[number] * 20 for number in range(16)]
-
-    def shown(name: str) -> float:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE_S) as answer:
-            lines = answer.read().decode().splitlines()
-        return float(next(line.split()[1] for line in lines if line.startswith(f'{name}{{model="m"}}')))
-
-    with ThreadPoolExecutor(len(sequences)) as students:
-        asked = [students.submit(ask, endpoint, [tokens], 8) for tokens in sequences]
-        wait_until(lambda: engine.most_tokens >= 2 * 21 and shown("edl_teacher_queue_rows") >= 160)
-        engine.released.set()
-        for tokens, future in zip(sequences, asked, strict=True):
-            best = np.argsort(-log_probabilities(tokens), axis=-1, kind="stable")[:, :8]
-            np.testing.assert_array_equal(future.result(DEADLINE_S)[0], best)
-    assert engine.most_tokens <= 4 * 21, "two batches of 40 tokens, each of two sequences"
-    assert shown("edl_teacher_rows_total") >= 320
-
-
-def test_unusable_engine_ends_command(engine: FormulaEngine, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["register", f"vllm://127.0.0.1:{engine.port}", "--model", "m", "--model-version", "r1", "--top-k", "64"]
-    assert main([*command, "--discovery", "none"]) == 2
-    assert "--max-logprobs 64" in capsys.readouterr().err

@@ -6,12 +6,10 @@ import io
 import json
 import logging
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
-from edl.distill.transport.tracing import RequestIds, current_traceparent
 from edl.errors import SettingsError
 from edl.log_output import JsonFormatter
 from edl_serving.messages.trace_context import request_id_of, valid_traceparent
@@ -20,15 +18,6 @@ from tests.interrupting import deadline
 from tests.waiting import DEADLINE_S, wait_until
 
 VALID = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-
-
-def test_ids_are_unique_and_valid_spans() -> None:
-    one, other = RequestIds(), RequestIds()
-    found = [next(ids) for _ in range(1000) for ids in (one, other)]
-    assert len(set(found)) == 2000
-    assert all(len(each) == 16 and int(each, 16) for each in found)
-    assert valid_traceparent(one.traceparent) == one.traceparent
-    assert one.traceparent[3:35] == other.traceparent[3:35], "requests of one process are in one trace"
 
 
 @pytest.mark.parametrize(
@@ -46,17 +35,6 @@ def test_request_ids_are_cut() -> None:
     assert request_id_of({"x-request-id": "a" * 1000}, "b") == "a" * 128
     assert request_id_of({"x-request-id": b"\xff"}, "b") == "b"
     assert request_id_of({}, "b") == "b"
-
-
-def test_the_current_span_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = pytest.importorskip("opentelemetry.trace")
-    assert current_traceparent() == "", "no span is current"
-    with monkeypatch.context() as patched:
-        patched.delitem(sys.modules, "opentelemetry.trace")
-        assert current_traceparent() == ""
-    context = trace.SpanContext(int(VALID[3:35], 16), int(VALID[36:52], 16), False, trace.TraceFlags(1))
-    with trace.use_span(trace.NonRecordingSpan(context)):
-        assert current_traceparent() == VALID
 
 
 def test_json_lines_hold_any_message() -> None:

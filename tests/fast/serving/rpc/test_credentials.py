@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,11 @@ import pytest
 from edl.cli import main
 from edl.discovery import Instance, open_registry
 from edl.distill import DistillReader, Options, Teachers
-from edl.errors import NoTeacherError, SettingsError
-from edl.protocol import kserve, names
+from edl.errors import NoTeacherError
+from edl.protocol import names
 from edl.protocol.tls import credentials
 from edl.protocol.transport import grpc
 from edl.settings import Credentials, LoadSettings
-from edl_serving import cmd_serve
 from edl_serving.registration.ready_file import ReadyFile
 from edl_serving.registration.settings import RegistrationSettings
 from edl_serving.registration.teacher import TeacherRegistration
@@ -111,14 +109,6 @@ def test_wrong_tokens(channel: grpc.Channel) -> None:
     assert ask(channel, names.method("ModelInfer"), [("authorization", f"bearer {FIRST}")], X) == "OK"
 
 
-def test_stream_needs_a_token(channel: grpc.Channel) -> None:
-    call = channel.stream_stream(names.method("ModelStreamInfer"))
-    assert code_of(lambda: list(call(iter([X]), timeout=TIMEOUT_S))) == "UNAUTHENTICATED"
-    answers = list(call(iter([X, X]), metadata=bearer(SECOND), timeout=TIMEOUT_S))
-    messages = [kserve.ModelStreamInferResponse.FromString(answer) for answer in answers]
-    assert [message.error_message for message in messages] == ["", ""]
-
-
 @pytest.mark.parametrize("open_health", [True, False])
 def test_health_may_need_none(inside: StartInside, token_file: str, open_health: bool) -> None:
     made = inside(FakeBackend(), credentials=Credentials(token_file=token_file), open_health=open_health)
@@ -127,15 +117,6 @@ def test_health_may_need_none(inside: StartInside, token_file: str, open_health:
         assert ask(channel, health) == ("OK" if open_health else "UNAUTHENTICATED")
         assert ask(channel, health, bearer(FIRST)) == "OK"
         assert ask(channel, "/grpc.health.v1.HealthX/Check") == "UNAUTHENTICATED"
-
-
-def test_metrics_hold_no_secret(teacher: Inside, channel: grpc.Channel) -> None:
-    assert ask(channel, names.method("ModelInfer"), bearer(FIRST), X) == "OK"
-    page = f"http://127.0.0.1:{teacher.server.metrics_port}/metrics"
-    with urllib.request.urlopen(page, timeout=TIMEOUT_S) as answer:
-        text = answer.read().decode()
-    assert "edl_teacher_requests_total" in text
-    assert FIRST not in text
 
 
 class StillOpen:
@@ -260,14 +241,6 @@ def test_open_teacher_says_so(told: dict[str, str], host: str, words: str, caplo
         authentication.warn_of_no_credentials(host, Credentials(**told))
     assert len(caplog.records) == bool(words)
     assert words in caplog.text
-
-
-def test_bad_files_show_before_the_model(tmp_path: Path, ca: Authority) -> None:
-    saved = ca.issue().save(tmp_path)
-    put(tmp_path / "tls.key", ca.issue().key)
-    flags = ["--tls-cert", saved["cert"], "--tls-key", saved["key"], "--discovery", "none"]
-    with pytest.raises(SettingsError, match="does not match certificate"):
-        cmd_serve.main(["--callable", "nowhere:predict", "--model", "m", *flags])
 
 
 COMMANDS = [

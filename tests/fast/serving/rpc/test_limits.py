@@ -7,7 +7,7 @@ import contextlib
 import random
 import sys
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,12 @@ import pytest
 
 from edl.protocol import bundles, codec, names
 from edl.protocol.transport import grpc
-from edl_serving import Array, ServerSettings, TensorSpec
+from edl_serving import ServerSettings
 from edl_serving.lifecycle import Lifecycle, ServerState
 from edl_serving.rpc.clients import ConnectionLimiter, StreamSlot
 from edl_serving.rpc.stream import InferStreamHandler
-from tests.fast.serving.conftest import TIMEOUT_S, Client, Connect, Inside, StartInside, outputs_of, request_bytes
-from tests.fast.serving.fakes import FakeBackend
-from tests.fast.serving.models import Base, Gated
+from tests.fast.serving.conftest import TIMEOUT_S, Client, Connect, Inside, StartInside, request_bytes
+from tests.fast.serving.models import Base
 from tests.fast.serving.rpc.test_fuzz import bad_requests
 from tests.fast.serving.rpc.test_stream import Open
 from tests.waiting import wait_until
@@ -109,45 +108,6 @@ def test_what_vanishes_counts_no_more(inside: StartInside, connect: Connect, cap
     wait_until(lambda: ask(stream, "z") == "")
     stream.end()
     assert "Traceback" not in caplog.text
-
-
-def test_answers_count_until_they_are_sent(inside: StartInside, connect: Connect) -> None:
-    model = Gated()
-    server = inside(model)
-    slow = connect(server.target).start(np.full((1, 4), 1.0, np.float32))
-    wait_until(lambda: server.metric("edl_teacher_client_bytes") > 0)
-    model.gate.set()
-    assert slow.exception() is None
-    wait_until(lambda: not left(server))
-
-
-def test_answers_count_in_the_queue(inside: StartInside, connect: Connect) -> None:
-    """A row of 16 bytes that is answered with 40,000 waits with what it will take, and alone if that is too much."""
-    large = TensorSpec("y", "FP32", (10_000,))
-    started, gate = threading.Event(), threading.Event()
-    gate.set()
-
-    def answer(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        started.set()
-        gate.wait(TIMEOUT_S)
-        return {"y": np.ones((len(inputs["x"]), 10_000), np.float32)}
-
-    server = inside(FakeBackend(answer, outputs=(large,)), max_message_bytes=8192, max_queue_bytes=100_000)
-    client = connect(server.target)
-    gate.clear()
-    started.clear()
-    busy = client.start(np.zeros((3, 4), np.float32))
-    assert started.wait(TIMEOUT_S)
-    waiting = client.start(np.zeros((3, 4), np.float32))
-    wait_until(lambda: server.metric("edl_teacher_queue_bytes") == 100_000)
-    with pytest.raises(grpc.RpcError) as refused:
-        client.infer(np.zeros((1, 4), np.float32))
-    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert "100,000 of 100,000 bytes wait" in refused.value.details()
-    gate.set()
-    for call in (busy, waiting):
-        assert outputs_of(call.result())["y"].shape == (3, 10_000)
-    assert len(client.infer(np.zeros((9, 4), np.float32), edl_top_k=8)) == 3, "of fewer bytes, though computed whole"
 
 
 @pytest.mark.parametrize("state", [ServerState.READY, ServerState.STARTING])

@@ -112,13 +112,3 @@ def test_clamped_values_stay_finite(asked: str, given: str, most: float) -> None
         LOGITS, rows[:1, :3].repeat(2, 1)[:, :5]
     )
     assert some["logits__topk_values"].tolist() == [[most, most]]
-
-
-def test_dtype_and_top_k_go_together() -> None:
-    options = OutputOptions.parse(parameters(edl_dtype="FP16", edl_top_k=2))
-    found = options.apply_to(LOGITS, np.arange(10, dtype=np.float32).reshape(2, 5))
-    assert {name: array.dtype for name, array in found.items()} == {
-        "logits__topk_ids": np.int32,
-        "logits__topk_values": np.float16,
-        "logits__tail_lse": np.float32,
-    }

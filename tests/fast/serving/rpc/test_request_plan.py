@@ -13,7 +13,6 @@ from edl.protocol import codec, kserve
 from edl_serving import TensorSpec
 from edl_serving.messages.request import DecodedRequest, RequestDecoder
 from edl_serving.messages.request_plan import plan_request
-from edl_serving.request_error import RequestError
 from tests.fast.serving.fakes import LOGITS, FakeBackend, header_for, model_of, refusal_of
 
 TWO = model_of(
@@ -49,15 +48,6 @@ def test_inputs_come_in_the_models_order() -> None:
     assert request.arrays[0].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert request.arrays[1].tolist() == [b"a", b"bc"]
     assert (request.plan.id, request.plan.rows, request.plan.shapes) == ("7", 2, ((3,), ()))
-
-
-def test_typed_contents_are_read() -> None:
-    header = two()
-    header.inputs[0].contents.bytes_contents.extend([b"a", b"bc"])
-    header.inputs[1].contents.fp32_contents.extend(range(6))
-    request = read(header, [])
-    assert request.arrays[0].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert request.arrays[1].tolist() == [b"a", b"bc"]
 
 
 def test_a_cached_plan_keeps_no_contents() -> None:
@@ -144,14 +134,6 @@ def test_raw_and_typed_contents_do_not_mix() -> None:
     assert "'x' has contents" in refusal_of(lambda: read(header, [X]))
 
 
-def test_wrong_typed_contents_are_refused() -> None:
-    for field, values in (("fp32_contents", range(7)), ("int_contents", range(8))):
-        header = header_for()
-        getattr(header.inputs[0].contents, field).extend(values)
-        said = f"fp32_contents has {7 if field == 'fp32_contents' else 0}"
-        assert said in refusal_of(lambda header=header: read(header, [], ONE))
-
-
 def test_remote_shared_memory_is_refused() -> None:
     header = header_for()
     header.inputs[0].parameters["shared_memory_region"].string_param = "r"
@@ -168,8 +150,3 @@ def test_parts_of_top_k_alone() -> None:
     assert [output.name for output in plan_request(header, ONE, 100).outputs] == ["logits__topk_ids"]
     header.outputs.add(name="logits")
     assert "'logits__topk_ids' was asked for twice" in refusal_of(lambda: plan_request(header, ONE, 100))
-
-
-def test_no_protobuf_is_refused() -> None:
-    with pytest.raises(RequestError, match="malformed"):
-        asyncio.run(RequestDecoder(ONE, 10).decode(b"\x0a\xff", [], None))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import queue
-import types
 from typing import Any
 
 import numpy as np
@@ -285,39 +284,6 @@ def test_ordered_streams_and_calls_take_neither(inside: StartInside, connect: Co
     stream.end()
 
 
-def test_fragments_are_answered_as_a_request(inside: StartInside, connect: Connect) -> None:
-    server = inside(Pair())
-    stream = Open(connect(server.target).channel)
-    first, *others = fragments_of("large", 3)
-    stream.send_bytes(first)
-    stream.send("between", row(2))
-    assert is_answer_to(stream.read(), row(2))
-    for data in others:
-        stream.send_bytes(data)
-    answer = stream.read()
-    assert answer.infer_response.id == "large"
-    assert is_answer_to(answer, row(3))
-    stream.end()
-    with pytest.raises(StopIteration):
-        next(stream.call)
-    wait_until(lambda: server.metric("edl_teacher_in_flight") == 0)
-
-
-def test_cancelled_fragments_are_forgotten(inside: StartInside, connect: Connect) -> None:
-    server = inside(Pair())
-    stream = Open(connect(server.target).channel)
-    stream.send_bytes(fragments_of("large", 3)[0])
-    stream.cancel("large")
-    for data in fragments_of("large", 4):
-        stream.send_bytes(data)
-    assert is_answer_to(stream.read(), row(4))
-    stream.send_bytes(fragments_of("left", 5)[0])
-    stream.end()  # in the middle of a request, which so does not hold the stream up
-    with pytest.raises(StopIteration):
-        next(stream.call)
-    wait_until(lambda: server.metric("edl_teacher_in_flight") == 0)
-
-
 def claim_of(request_id: str, nbytes: int) -> list[bytes]:
     return list(fragments.fragment_request(codec.id_field(request_id), [bytes(nbytes)], request_id, nbytes // 4))
 
@@ -351,63 +317,3 @@ def test_refused_requests_leave_no_memory(inside: StartInside, connect: Connect)
         gc.enable()
         gc.unfreeze()
         model.gate.set()
-
-
-@pytest.mark.parametrize("data", [request_bytes({"x": np.zeros((1, 99), np.float32)}), b"\x0a\xff" + b"x" * 999])
-def test_refused_calls_leave_no_memory(inside: StartInside, connect: Connect, data: bytes) -> None:
-    client = connect(inside(Pair()).target)
-
-    def held() -> list[str]:
-        """Functions of the server of which a frame holds the message."""
-        frames = [found for found in gc.get_objects() if type(found) is types.FrameType]
-        own = [frame for frame in frames if "edl_serving" in frame.f_code.co_filename]
-        values = [(frame.f_code.co_qualname, value) for frame in own for value in list(frame.f_locals.values())]
-        return [name for name, value in values if isinstance(value, bytes | memoryview) and len(value) == len(data)]
-
-    gc.freeze()  # what other tests have left is not looked at
-    gc.disable()
-    try:
-        with pytest.raises(grpc.RpcError, match="INVALID_ARGUMENT"):
-            client.infer_bytes(data, timeout=TIMEOUT_S)
-        wait_until(lambda: not held())
-    finally:
-        gc.enable()
-        gc.unfreeze()
-
-
-def test_fragments_count_as_a_clients_bytes(inside: StartInside, connect: Connect) -> None:
-    mib = 1 << 20
-    server = inside(Pair(), max_message_bytes=mib, max_client_bytes=mib)
-    client = connect(server.target)
-    streams = [Open(client.channel) for _ in range(2)]
-
-    def held() -> float:
-        return server.metric("edl_teacher_client_bytes")
-
-    streams[0].send_bytes(claim_of("parked", mib * 3 // 4)[0])
-    wait_until(lambda: held() >= mib * 3 // 4)
-    refused = claim_of("refused", mib // 2)
-    streams[1].send_bytes(refused[0])
-    answer = streams[1].read()
-    assert status_of(answer) == ("refused", "RESOURCE_EXHAUSTED")
-    assert "max-client-bytes" in answer.error_message
-    assert answer.infer_response.parameters[names.RETRY_AFTER].int64_param > 0
-    streams[0].cancel("parked")
-    wait_until(lambda: held() == 0)
-    for data in refused[1:]:
-        streams[1].send_bytes(data)  # what of it was on the way: there is room by now, but its begin is missing
-    for data in fragments_of("fine", 3):
-        streams[1].send_bytes(data)
-    answer = streams[1].read()
-    assert answer.infer_response.id == "fine", "the refused request is answered once"
-    assert is_answer_to(answer, row(3))
-    wait_until(lambda: held() == 0)
-    for stream in streams:
-        stream.send_bytes(claim_of("left", mib // 3)[0])
-    wait_until(lambda: held() >= 2 * (mib // 3))
-    for stream in streams:
-        stream.send_bytes(claim_of("in its place", mib // 6)[0])
-    wait_until(lambda: 2 * (mib // 6) <= held() < mib // 2)
-    streams[0].end()
-    streams[1].call.cancel()
-    wait_until(lambda: held() == 0)

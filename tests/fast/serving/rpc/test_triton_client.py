@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import queue
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-import tritonclient.grpc.aio as triton_aio
 import tritonclient.utils.shared_memory as triton_shm
 from tritonclient.utils import InferenceServerException
 
 from edl_serving import Array
-from tests.fast.serving.conftest import TIMEOUT_S, Inside, StartInside
+from tests.fast.serving.conftest import Inside, StartInside
 from tests.fast.serving.models import Base, Images, Mixed, logits
 
 
@@ -81,47 +78,6 @@ def test_outputs_come_as_asked_for(client: Any) -> None:
     assert [output.name for output in result.get_response().outputs] == ["joined", "logits"]
     assert result.as_numpy("width") is None
     np.testing.assert_allclose(result.as_numpy("logits"), logits(x), rtol=1e-6)
-
-
-def test_ordered_stream_survives_errors(client: Any) -> None:
-    answers: queue.Queue[Any] = queue.Queue()
-    client.start_stream(lambda result, error: answers.put((result, error)))
-    sent = []
-    for rows in range(1, 20):
-        inputs, x = inputs_of(rows % 5 + 1, width=rows % 3 + 1)
-        wrong = rows % 10 == 0
-        client.async_stream_infer("other" if wrong else "m", inputs, request_id=str(rows))
-        sent.append((str(rows), None if wrong else x))
-    for name, x in sent:
-        result, error = answers.get(timeout=TIMEOUT_S)
-        if x is None:
-            assert "unknown model 'other'" in str(error)
-        else:
-            assert error is None
-            assert result.get_response().id == name
-            check(result, x)
-    client.stop_stream()
-
-
-def test_aio(server: Inside) -> None:
-    async def main() -> None:
-        async with triton_aio.InferenceServerClient(server.target) as client:
-            assert await client.is_model_ready("m")
-            asked = [inputs_of(rows, module=triton_aio) for rows in range(1, 10)]
-            results = await asyncio.gather(*[client.infer("m", inputs) for inputs, _ in asked])
-            for result, (_, x) in zip(results, asked, strict=True):
-                check(result, x)
-
-            async def requests() -> Any:
-                for rows, (inputs, _) in enumerate(asked):
-                    yield {"model_name": "m", "inputs": inputs, "request_id": str(rows)}
-
-            streamed = [answer async for answer in client.stream_infer(requests())]
-            for (result, error), (_, x) in zip(streamed, asked, strict=True):
-                assert error is None
-                check(result, x)
-
-    asyncio.run(main())
 
 
 class Memory:
@@ -193,29 +149,6 @@ def test_system_shared_memory(inside: StartInside, memory: Any) -> None:
         with pytest.raises(InferenceServerException, match="is not registered"):
             client.infer("m", inputs)
         assert Path(f"/dev/shm/{region.name}").exists()  # the client's to delete
-
-
-def test_shared_memory_needs_no_copy(inside: StartInside, memory: Any) -> None:
-    """Shared memory inputs reach the model without a copy."""
-    seen: list[Any] = []
-
-    class Watching(Base):
-        def predict(self, inputs: Any) -> Any:
-            seen.append(inputs["x"])
-            return super().predict(inputs)
-
-    server = inside(Watching())
-    region = memory(64)
-    x = np.ones((4, 4), np.float32)
-    with triton.InferenceServerClient(server.target) as client:
-        client.register_system_shared_memory(region.name, f"/{region.name}", 64)
-        triton_shm.set_shared_memory_region(region.handle, [x])
-        inputs = [triton.InferInput("x", x.shape, "FP32")]
-        inputs[0].set_shared_memory(region.name, 64)
-        client.infer("m", inputs)
-        triton_shm.set_shared_memory_region(region.handle, [x * 7])
-        assert seen[-1].tolist() == (x * 7).tolist()  # the client's memory itself
-        seen.clear()
 
 
 def test_shared_memory_can_be_turned_off(inside: StartInside, memory: Any) -> None:

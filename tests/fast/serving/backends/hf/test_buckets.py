@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edl_serving.backends.hf.buckets import make_buckets, make_packs, sequence_starts
+from edl_serving.backends.hf.buckets import make_buckets, sequence_starts
 
 
 @settings(max_examples=30)
@@ -26,31 +26,7 @@ def test_each_row_is_computed_once(lengths: list[int], max_tokens: int, padding:
         assert padding or not bucket.padded
 
 
-@settings(max_examples=30)
-@given(st.lists(st.integers(1, 600), min_size=1, max_size=200))
-def test_little_is_padded(lengths: list[int]) -> None:
-    starts = np.cumsum([0, *lengths])[:-1]
-    for bucket in make_buckets(starts, sum(lengths), 8192):
-        tokens = int(bucket.valid.sum())
-        assert bucket.valid.size - tokens <= max(64, 0.25 * tokens)
-
-
 def test_similar_lengths_share_a_bucket() -> None:
     lengths = [500, 10, 480, 12, 490, 9, 11]
     buckets = make_buckets(np.cumsum([0, *lengths])[:-1], sum(lengths), 8192)
     assert [bucket.valid.shape for bucket in buckets] == [(3, 500), (4, 12)]
-
-
-@settings(max_examples=30)
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.sets(st.integers(1, 100), max_size=2), st.booleans())
-def test_borders_are_kept(lengths: list[int], found: set[int], packing: bool) -> None:
-    borders = sorted(found)
-    starts, rows = np.cumsum([0, *lengths])[:-1], sum(lengths)
-    buckets = make_packs(starts, rows, borders) if packing else make_buckets(starts, rows, 8192, borders=borders)
-    length_of = np.repeat(lengths, lengths)
-    np.testing.assert_array_equal(
-        np.sort(np.concatenate([bucket.flat_rows for bucket in buckets])), np.arange(sum(lengths))
-    )
-    for bucket in buckets:
-        of_bucket = length_of[bucket.flat_rows]
-        assert all((of_bucket <= border).all() or (of_bucket > border).all() for border in borders)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -10,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from edl.errors import SettingsError
@@ -42,16 +40,6 @@ def test_padding_without_embedding(checkpoint: Folder, tmp_path: Path) -> None:
     inputs = tokens((5, 7, 6))
     answer = load(folder, "causal-lm").predict_top_k(inputs, 8, 1.0)
     assert_agrees(answer, oracle(folder, "AutoModelForCausalLM", inputs), 8)
-
-
-def test_features_keep_borders(checkpoint: Folder) -> None:
-    backend = load(checkpoint("phi3"), "feature-extraction")
-    inputs = tokens(LENGTHS)
-    hidden = backend.predict(inputs)["hidden"]
-    starts = [*np.flatnonzero(inputs["position"] == 0).tolist(), len(hidden)]
-    for start, end in itertools.pairwise(starts):
-        alone = backend.predict({name: array[start:end] for name, array in inputs.items()})["hidden"]
-        np.testing.assert_allclose(hidden[start:end], alone, rtol=0, atol=1e-4)
 
 
 def test_dynamic_frequencies_have_an_end(checkpoint: Folder) -> None:

@@ -106,15 +106,6 @@ def test_masked_models_agree(checkpoint: Folder) -> None:
     backend.warm_up(4096)
 
 
-def test_all_of_a_vocabulary(checkpoint: Folder) -> None:
-    backend = load(checkpoint("llama"), "causal-lm", top_k=1000, max_tokens=64)
-    assert backend.max_top_k == VOCABULARY
-    inputs = tokens((9, 4))
-    answer = backend.predict_top_k(inputs, VOCABULARY, 1.0)
-    assert_agrees(answer, oracle(checkpoint("llama"), "AutoModelForCausalLM", inputs), VOCABULARY)
-    assert (answer["logprobs"].tail == -np.inf).all()
-
-
 def test_features_agree(checkpoint: Folder) -> None:
     backend = load(checkpoint("bert"), "feature-extraction", max_tokens=128)
     model = transformers.AutoModel.from_pretrained(checkpoint("bert")).eval()
@@ -135,22 +126,6 @@ def test_classifiers_agree(checkpoint: Folder, name: str) -> None:
     rows = np.array([ids.numpy().astype("<i4").tobytes() for ids in texts], object)
     backend.check_inputs({"ids": rows}, 1.0)
     torch.testing.assert_close(torch.from_numpy(backend.predict({"ids": rows})["logits"]), expected, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("task", ["sequence-classification", "causal-lm"])
-def test_no_keys_and_values_are_kept(checkpoint: Folder, task: str) -> None:
-    """A decoder keeps them for the tokens that it may generate, unless it is told not to."""
-    name = "llama_classifier" if task == "sequence-classification" else "llama"
-    backend = load(checkpoint(name), task, max_tokens=64)
-    kept: list[Any] = []
-    for module in {backend._model, backend._model.base_model}:
-        module.register_forward_hook(lambda module, args, output: kept.append(output.past_key_values))
-    if task == "causal-lm":
-        backend.predict_top_k(tokens((3, 5)), 4, 1.0)
-    else:
-        backend.predict({"ids": np.array([np.ones(length, "<i4").tobytes() for length in (3, 5)], object)})
-    assert kept
-    assert all(found is None for found in kept)
 
 
 def test_a_head_is_sliced_where_it_may_be(checkpoint: Folder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,3 +109,13 @@ def test_nonsense_is_refused(nodes: dict[str, int], jobs: list[JobRequest]) -> N
 def test_nonsense_jobs_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="job"):
         JobRequest("job", **{"min_workers": 1, "max_workers": 2, **wrong})  # type: ignore[arg-type]
+
+
+def test_pauses_count_when_reclaiming() -> None:
+    """Of one priority, a job at its end gives where others have no more; it pauses then anyway, and gives more."""
+    ending = JobRequest("ending", 1, 9, remaining=0.0)
+    other = JobRequest("other", 1, 9)
+    placements = {"ending": {"n1": 5}, "other": {"n2": 4}}
+    for least, shares in ((2, [5, 2]), (4, [3, 2])):
+        new = JobRequest("new", least, least, submitted_s=1.0)
+        assert counts(arbitrate({"n1": 5, "n2": 4}, [ending, other, new], placements), "ending", "other") == shares

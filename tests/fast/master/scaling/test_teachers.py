@@ -261,3 +261,20 @@ def test_required_is_the_formula(
     demand: float, rate: float | None, live: int, busy: float, required: int | None
 ) -> None:
     assert required_teachers(TeacherObservation(0.0, live, 0, demand, rate, 0.0, busy)) == required
+
+
+def test_changed_demand_lifts_the_penalty() -> None:
+    service = SimulatedService(1000.0, 100.0, 3, most_rows_per_s=280.0, start_s=0.0)
+    service.run(1000)
+    assert service.state.penalty is not None
+    assert service.state.penalty.until_s > service.now_s + 30 or service.state.step is None
+    service.most_rows_per_s = math.inf
+    service.state = replace(service.state, penalty=StepPenalty(service.now_s + 3600, 6, 1000.0, 100.0))
+    service.live, service.state = 3, replace(service.state, wanted=3, step=None)
+    before = len(service.moves)
+    service.demand = 1190.0
+    service.run(100)
+    assert len(service.moves) == before, "by less than a fifth"
+    service.demand = 1210.0
+    service.run(100)
+    assert service.live == 16

@@ -117,3 +117,14 @@ def test_default_scheduler_shares() -> None:
     assert shares(build_cluster("default-scheduler"))
     assert not shares(build_cluster("another")), "what it does is not known"
     assert len(build_cluster("another").reconcile().apply) == 1
+
+
+def test_gang_keeps_its_group() -> None:
+    """The pods of the group are the last to go, however long the others run."""
+    cluster = build_cluster(queue="team-a")
+    cluster.settle()
+    cluster.end("job-worker-0-0", 137)
+    cluster.settle()
+    cluster.wanted = 2
+    cluster.settle()
+    assert sorted(cluster.pods) == ["job-worker-0-1", "job-worker-1-0"]

@@ -352,3 +352,32 @@ def test_store_is_kept_while_pods_run() -> None:
     cluster.set_spec(suspend=False)
     cluster.reconcile()
     assert list_options(cluster, "--store") == {"consul://c:8500"}, "pods of the old store are still about"
+
+
+@pytest.mark.parametrize("ahead_s", [0, -3600, 3600])
+def test_nodes_clock_is_another(ahead_s: float) -> None:
+    """The others have a minute to store their last states, by the operator's clock."""
+    cluster = build_running(minReplicas=2, maxReplicas=2)
+    cluster.now_s += ahead_s
+    cluster.end("job-worker-0-0", 0)
+    cluster.now_s -= ahead_s
+    assert cluster.reconcile().requeue_s == pytest.approx(60, abs=1)
+    assert cluster.list_live() == ["job-worker-1-0"]
+    cluster.now_s += 61
+    cluster.reconcile()
+    assert cluster.list_live() == []
+    assert cluster.status["phase"] == "Succeeded"
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_sidecar_holds_nothing_in_the_end(code: int) -> None:
+    """The main container has ended, another runs on: the pod keeps its GPU until it is deleted."""
+    cluster = build_running()
+    cluster.end("job-worker-0-0", code)
+    cluster.pods["job-worker-0-0"]["status"]["phase"] = "Running"
+    cluster.reconcile()
+    assert cluster.status["phase"] == ("Failed" if code else "Succeeded")
+    assert cluster.list_ending() == ["job-worker-0-0"]
+    del cluster.pods["job-worker-0-0"]["metadata"]["deletionTimestamp"]  # that operator was killed before it asked
+    cluster.reconcile()
+    assert cluster.list_ending() == ["job-worker-0-0"]

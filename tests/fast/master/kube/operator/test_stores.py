@@ -251,3 +251,21 @@ def test_remaining_time_by_the_rate() -> None:
     assert reader.read(b"\xff", 1.0) is None
     assert count_done([{"units": None, "epochs": 1, "units_done": 5}]) == (5.0, None), "endless data"
     assert count_done([{"units": 10, "epochs": 0, "units_done": 5}]) == (5.0, None)
+
+
+@pytest.mark.parametrize(
+    ("own", "url", "refusal"),
+    [
+        ("consul://c", "consul://c:8500", ""),
+        ("etcd://a:2379,b:2379", "etcd://b,a", ""),
+        ("sqlite:///tmp/x", "sqlite:///tmp/x", ""),
+        ("sqlite:///tmp/x", "consul://x:1", "--allow-store consul://x:1"),
+        ("kubernetes://edl?context=prod", "kubernetes://edl?context=prod", ""),
+        ("kubernetes://edl?context=prod", "kubernetes://edl", "kubernetes://edl"),  # which is in another cluster
+        ("http://x", "consul://c", "--allow-store"),
+    ],
+)
+def test_own_store_is_allowed(own: str, url: str, refusal: str) -> None:
+    found = StoreAllowlist(own).find_refusal(url, "lab")
+    assert refusal in found
+    assert bool(found) == bool(refusal)

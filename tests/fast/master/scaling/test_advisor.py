@@ -111,7 +111,8 @@ def test_workers_of_another_master_go_on(store: Store) -> None:
         return read_wanted(store, "workers", "job") or {"count": None}
 
     with ScalingAdvisor(store, PATIENT, workers=decide) as first:
-        wait_until(lambda: found()["count"] == 4)
+        wait_until(lambda: bool(first.wanted()))  # the store has it a moment before
+        assert found()["count"] == 4
         counts[0] = None
         wait_until(lambda: not first.wanted())
         with ScalingAdvisor(store, PATIENT, workers=lambda: WorkerAdvice("job", 2, WorkerDecision(6, "more"))):

@@ -49,7 +49,6 @@ class Simulation:
         self.dispatcher, self.teachers, self.tasks, self.depth, self.pace = dispatcher, teachers, tasks, depth, pace
         self.now = 0.0
         self.sends: list[Send] = []
-        self.delivered_after: list[float] = []
         self.answers: dict[int, str] = {}
         self.given_up: dict[int, GiveUp] = {}
         self.latency: dict[int, float] = {}
@@ -85,7 +84,6 @@ class Simulation:
 
     def _feed(self) -> None:
         while self.delivered in self.answers or self.delivered in self.given_up:
-            self.delivered_after.append(self.now - self._added[self.delivered])
             self.delivered += 1
         if self.pace:
             return

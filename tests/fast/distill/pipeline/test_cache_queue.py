@@ -33,6 +33,9 @@ class View:
             raise self.failure
         self.ids += ids
 
+    def contains(self, ids: Any) -> Any:
+        return np.isin(ids, self.ids)
+
 
 @pytest.fixture
 def cache_queue() -> Iterator[CacheQueue]:

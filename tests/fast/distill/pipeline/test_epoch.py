@@ -30,9 +30,6 @@ class Labels:
 
     def __init__(self, submit_error: Exception | None = None, linger_s: float = 0.005) -> None:
         self.submit_error, self.linger_s = submit_error, linger_s
-        self.sizes: list[int] = []
-        self.asked = 0
-        self.awaited = threading.Event()
 
     def check(self) -> None: ...
     def prepare_epoch(self) -> None: ...
@@ -44,16 +41,13 @@ class Labels:
         return self
 
     def max_rows(self, stopped: Callable[[], bool], route: int | None) -> int:
-        self.asked += 1
         return 0
 
     def max_sequence(self, route: int | None) -> int:
         return 0
 
     def estimate_answers(self, chunk: Chunk) -> None: ...
-    def set_awaited(self, chunk: Chunk) -> None:
-        self.awaited.set()
-
+    def set_awaited(self, chunk: Chunk) -> None: ...
     def cancel(self, chunks: Iterable[Chunk]) -> None: ...
     def record_delivery(self, rows: int) -> None: ...
     def record_wait(self, seconds: float, source_s: float) -> None: ...
@@ -61,7 +55,6 @@ class Labels:
     def submit(self, chunk: Chunk, changed: Callable[..., None], stopped: Callable[[], bool]) -> None:
         if self.submit_error is not None:
             raise self.submit_error
-        self.sizes.append(chunk.rows)
         rows = {"y": chunk.fields["x"].copy()}
 
         def answer() -> None:

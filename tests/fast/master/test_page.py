@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import sqlite3
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from edl.background import start_call
 from edl.master import MasterClient, MasterServer, MasterSettings, ShardReader, ShardSettings, open_dataset
 from tests.jobs.test_readme import ROOT, blocks
 from tests.waiting import DEADLINE_S
@@ -51,6 +55,13 @@ def block(begin: str) -> str:
     return found
 
 
+def test_all_blocks_are_run() -> None:
+    """A block that is added gets a test here."""
+    python = [found for found in blocks(PAGE) if found.language == "python"]
+    ran = set(re.findall(r"block\((['\"].*?['\"])[,)]", Path(__file__).read_text()))
+    assert len(ran) == len(python), f"{len(python)} blocks, of which {ran} are run"
+
+
 def test_workers_of_the_page(place: Place) -> None:
     place.lead("labels", data="range:1000")
     done: list[int] = []
@@ -60,12 +71,78 @@ def test_workers_of_the_page(place: Place) -> None:
     assert place.run(block("from torch.utils.data import DataLoader"))["loader"].num_workers == 2
 
 
+def test_state_of_the_page(place: Place) -> None:
+    pytest.importorskip("torch", reason="the block needs PyTorch")
+    import torch
+
+    from edl.collective import State
+
+    place.lead("train")
+    with MasterClient("train") as client, ShardReader(client, "data", holder="rank 0") as reader:
+        client.create_dataset("data", open_dataset("range:300", ShardSettings(shard_size=100, commit="checkpoint")))
+        model = torch.nn.Linear(1, 1)
+        trained: list[int] = []
+        saved: list[Any] = []
+        place.run(
+            block("state = State(model=model, optimizer=optimizer, reader=reader)"),
+            State=State,
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            reader=reader,
+            train=trained.append,
+            time_to_save=lambda: len(trained) == 150,
+            checkpointer=types.SimpleNamespace(save=lambda state: saved.append(reader.state_dict())),
+        )
+    assert trained == list(range(300))
+    assert len(saved) == 2
+
+
 def test_dataset_of_the_page(place: Place) -> None:
     place.lead("labels")
     (place.folder / "corpus.txt").write_text("grün\n" * 2500)
     place.run(block('client.create_dataset("corpus"'))
     with MasterClient("labels") as client, ShardReader(client, "corpus") as reader:
         assert list(reader.samples()) == ["grün"] * 2500
+
+
+def test_stream_of_the_page(place: Place) -> None:
+    """A text that is appended to while workers read it, through a real master."""
+    place.lead("stream", other="range:5")
+    log = place.folder / "events.jsonl"
+    samples: list[bytes] = []
+
+    def read() -> None:
+        with MasterClient("stream") as client, ShardReader(client, "events") as reader:
+            for sample in reader.samples():
+                samples.append(sample)
+                if len(samples) == 300:
+                    grow(3)
+
+    def grow(part: int) -> None:
+        with log.open("a") as file:
+            file.writelines(f"{number}\n" for number in range(part * 350, part * 350 + 350))
+        if part == 3:
+            (place.folder / "events.end").touch()
+
+    grow(0)
+    reader = start_call("edl-test", read)
+    grow(1)
+    grow(2)
+    place.run(block("from edl.master.datasets import Follower, FollowSettings"))
+    reader.result(DEADLINE_S)
+    assert sorted(map(int, samples)) == list(range(4 * 350))
+
+
+def test_source_of_the_page(place: Place) -> None:
+    database = sqlite3.connect(":memory:")
+    database.execute("CREATE TABLE orders (number INTEGER, what TEXT)")
+    database.executemany("INSERT INTO orders VALUES (?, 'tea')", [(number,) for number in range(30)])
+    orders = place.run(block("class Orders:"), database=database)["Orders"]()
+    dataset = open_dataset("source:orders", ShardSettings(shard_size=10), samples=orders)
+    lease = types.SimpleNamespace(epoch=0, shard=1, start=10, stop=20)
+    assert list(dataset.read(lease)) == [(number, "tea") for number in range(10, 20)]  # type: ignore[arg-type]
+    assert not orders.ended()
+    assert orders.count() == 30
 
 
 def test_calls_of_the_page(place: Place) -> None:

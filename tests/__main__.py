@@ -77,9 +77,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run_part(name: str, part: Sequence[str], rest: Sequence[str], report: Path) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    # Most tests wait for sockets and processes much of their time, jobs have several processes each.
+    # Most tests wait for sockets and processes much of their time; jobs have several processes each.
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--workers", type=int, default=2 * cores if name == "fast" else cores)
+    parser.add_argument("--workers", type=int, default={"fast": 2 * cores, "jobs": cores + 1}.get(name, cores))
     options, arguments = parser.parse_known_args([*rest, *part])
     beside = ["-n", str(options.workers), *FILES_TOGETHER] if options.workers > 1 else []
     print(f"{name}: python -m pytest {' '.join([*arguments, *beside])}", flush=True)

@@ -49,18 +49,15 @@ class Mixed(Base):
 
 
 class Moody(Base):
-    """Does what the first element of a row says: 1 raises, 2 answers NaN, 3 too few rows, 4 exits, else sums."""
+    """Does what the first element of a row says: 1 raises, 2 answers NaN, else sums."""
 
     def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         x = inputs["x"]
         answer = logits(x)
-        moods = set(x[:, 0].tolist())
-        if 1 in moods:
+        if (x[:, 0] == 1).any():
             raise ValueError("in a bad mood")
-        if 4 in moods:
-            raise SystemExit(3)
         answer[x[:, 0] == 2] = np.nan
-        return {"logits": answer[:-1] if 3 in moods else answer}
+        return {"logits": answer}
 
 
 def gated_echo(gate: str) -> Model:

@@ -50,7 +50,6 @@ class EventClient:
         self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=DEADLINE_S)
         self._connection.request("GET", f"/api/events{query}", headers=dict(headers or {}))
         self.answer = self._connection.getresponse()
-        self.retry_ms: int | None = None
 
     def __enter__(self) -> EventClient:
         return self
@@ -63,8 +62,6 @@ class EventClient:
         """The next event, of a kind if that is given: its kind, its id and its data."""
         for _ in range(10_000):
             fields = self._block()
-            if "retry" in fields:
-                self.retry_ms = int(fields["retry"])
             if "event" in fields and kind in ("", fields["event"]):
                 return fields["event"], fields.get("id", ""), json.loads(fields["data"])
         raise AssertionError(f"no event {kind!r} among 10,000")

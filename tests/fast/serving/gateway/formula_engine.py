@@ -46,7 +46,6 @@ class FormulaEngine:
 
     def __init__(
         self,
-        port: int = 0,
         predict: Callable[[Sequence[int]], np.ndarray] = log_probabilities,
         vocabulary: int = VOCABULARY,
     ) -> None:
@@ -88,7 +87,7 @@ class FormulaEngine:
             def handle_error(self, request: Any, client_address: Any) -> None:
                 pass  # a client that went away, as it should
 
-        self._server = Server(("127.0.0.1", port), Handler)
+        self._server = Server(("127.0.0.1", 0), Handler)
         self.port = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()

@@ -144,7 +144,7 @@ def serve(options: argparse.Namespace) -> None:
                     batcher=DynamicBatcher(max_queue_delay_microseconds=options.max_delay_us),
                 ),
             )
-            print(f"READY grpc=127.0.0.1:{options.grpc_port} http=127.0.0.1:{options.http_port}", flush=True)  # noqa: T201
+            print(f"READY grpc=127.0.0.1:{options.grpc_port} http=127.0.0.1:{options.http_port}", flush=True)
             triton.serve(monitoring_period_s=0.5)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

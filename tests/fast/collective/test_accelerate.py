@@ -134,19 +134,6 @@ def test_next_step_is_a_whole_one(tmp_path: Path) -> None:
     assert model.steps == 7 * 3
 
 
-def test_same_samples_go_on_others_do_not(tmp_path: Path) -> None:
-    seedable = {"use_seedable_sampler": True}
-    with pytest.raises(LookupError):
-        train(tmp_path, 20, **seedable)
-    with pytest.raises(SettingsError, match="trained 4 samples, and trains 6 with 1 workers"):
-        train(tmp_path, size=3, **seedable)
-    with pytest.raises(SettingsError, match=r"in the order of .*SeedableRandomSampler.*'RandomSampler'"):
-        train(tmp_path)
-    _, seen, epochs = train(tmp_path, size=1, steps=4, **seedable)
-    assert epochs == [1, 2]
-    assert len(seen) == 18 + (26 - 8) + 1 + 26 + 1, "two steps of the second epoch were trained in pairs"
-
-
 def test_model_not_prepared_is_refused(tmp_path: Path) -> None:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True)

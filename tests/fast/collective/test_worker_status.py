@@ -93,26 +93,6 @@ def test_first_of_consecutive_steps_is_known(page: WorkerStatusPage) -> None:
     assert page.read_status().first == 65
 
 
-def test_a_pause_is_wanted_from_its_step_on(tmp_path: Path, page: WorkerStatusPage) -> None:
-    worker = WorkerStatusPage.open(tmp_path / "board")
-    assert not worker.is_pause_requested(0)
-    page.request_pause(5)
-    assert [worker.is_pause_requested(step) for step in (4, 5, 6)] == [False, True, True]
-    worker.record_pause(6)
-    assert (page.read_status().paused, page.read_status().phase) == (6, Phase.PAUSE)
-    page.request_pause(None)
-    assert not worker.is_pause_requested(6)
-    worker.record_worker_start(1)
-    assert page.read_status().paused == -1
-
-
-def test_page_without_agent_is_private() -> None:
-    page = WorkerStatusPage.from_env()
-    page.finish_step(0)
-    assert page.read_status().step == 0
-    assert not page.is_pause_requested(0)
-
-
 @pytest.mark.parametrize("content", [b"", b"x" * 4096])
 def test_another_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "board").write_bytes(content)

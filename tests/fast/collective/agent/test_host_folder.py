@@ -14,7 +14,7 @@ import pytest
 
 from edl.collective.agent import host_folder as host
 from edl.collective.agent.host_folder import HostFolder
-from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair, find_slots, preallocate_slots
+from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair, find_slots
 from edl.errors import EDLError
 
 
@@ -129,23 +129,6 @@ def test_concurrent_agents_have_folders(job: str) -> None:
         list(pool.map(churn, "abc"))
 
 
-def test_simultaneous_agents_take_one_each(job: str) -> None:
-    leave(job, *(f"dead{number} 1 0 {number} 1" for number in range(4)))
-    with ThreadPoolExecutor(4) as pool:
-        heirs = list(pool.map(lambda number: HostFolder(job, f"heir{number}"), range(4)))
-    assert {heir.previous_owner for heir in heirs} == {f"dead{number}" for number in range(4)}
-    for heir in heirs:
-        heir.close(keep=False)
-
-
-def test_incomplete_folder_is_not_kept(job: str) -> None:
-    first = HostFolder(job, "a")
-    first.status_page(0).write_bytes(b"x")
-    preallocate_slots(Path(first.slots(0)), 1 << 20)
-    first.close(keep=True)
-    assert not first.path.exists()
-
-
 def test_long_abandoned_is_removed(job: str) -> None:
     old, used = HostFolder(job, "a"), HostFolder(job, "b")
     for folder in (old, used):
@@ -157,14 +140,6 @@ def test_long_abandoned_is_removed(job: str) -> None:
     assert not old.path.exists()
     assert used.path.exists(), "its agent lives"
     used.close(keep=False)
-
-
-def test_job_end_removes_dead_agents_files(job: str) -> None:
-    live, last = HostFolder(job, "live"), HostFolder(job, "last")
-    leave(job, "dead 1 0 7 1")
-    last.close(keep=False, ended=True)
-    assert list(live.path.parent.glob("*/node")) == [live.path / "node"]
-    live.close(keep=False)
 
 
 def test_job_end_leaves_unstored_state(job: str) -> None:

@@ -56,13 +56,6 @@ def test_ranks_count_through_all_nodes() -> None:
     assert {(one["WORLD_SIZE"], one["GROUP_WORLD_SIZE"]) for one in environs} == {("6", "3")}
 
 
-def test_all_meet_at_the_first_node() -> None:
-    one = worker_environment(launch(2), WORLD, MEMBERS[2], 1)
-    assert (one["MASTER_ADDR"], one["MASTER_PORT"]) == ("10.0.0.1", "4000")
-    assert (one["TORCHELASTIC_RESTART_COUNT"], one["EDL_GENERATION"]) == ("5", "5")
-    assert (one["TORCHELASTIC_RUN_ID"], one["TORCHELASTIC_MAX_RESTARTS"]) == ("resnet", "2")
-
-
 def test_nodes_on_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes of one worker each on two cores: with two threads each they would be slower than one alone."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

@@ -141,15 +141,6 @@ def test_repeated_sigterm_does_not_hurry() -> None:
         assert signals.urgent, "a person at srun"
 
 
-def test_elsewhere_a_second_signal_hurries() -> None:
-    with StopSignals(lambda: None) as signals:
-        send(signal.SIGTERM)
-        assert not signals.urgent
-        send(signal.SIGTERM)
-        assert signals.urgent
-        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-
-
 def meeting_of(*argv: str, **changes: str) -> tuple[str, str]:
     options = parse_options([*argv, "train.py"], step_of(**changes))
     return options.rdzv_endpoint, options.rdzv_conf

@@ -33,13 +33,6 @@ def name_of(folder: Path, *, ends: bool, step: SlurmStep | None = STEP, command:
         return replace(step, run=runs.ended).name
 
 
-def test_each_job_of_a_task_has_a_name(tmp_path: Path) -> None:
-    assert name_of(tmp_path, ends=True) == "slurm-test-17.0"
-    assert name_of(tmp_path, ends=False) == "slurm-test-17.0-2"
-    assert name_of(tmp_path, ends=True) == "slurm-test-17.0-2", "it failed, and is tried again"
-    assert name_of(tmp_path, ends=True) == "slurm-test-17.0-3"
-
-
 def test_requeued_task_begins_with_the_first(tmp_path: Path) -> None:
     assert name_of(tmp_path, ends=True) == "slurm-test-17.0"
     assert name_of(tmp_path, ends=True, step=replace(STEP, restarts=1, task_pid=7)) == "slurm-test-17.0"

@@ -7,7 +7,7 @@ import itertools
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from edl.collective.checkpoint.memory.restore_plan import RestorePlan, choose_st
 from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair, find_slots
 from edl.collective.checkpoint.save_schedule import SaveSchedule
 from edl.collective.checkpoint.state.state import State
-from edl.collective.ranks import exchange, rank_of, world_of
 from edl.collective.worker_status import Phase, WorkerStatusPage
 from edl.errors import ClosedError, ProtocolError, SettingsError, TemporaryError
 from tests.waiting import wait_until
@@ -40,16 +39,6 @@ def test_saving_keeps_to_the_overhead(overhead: float, step_s: float, save_s: fl
     assert steps == 1 or save_s / ((steps - 1) * step_s + save_s) > overhead * (1 - 1e-9)
 
 
-def test_saves_first_and_at_agreed_steps() -> None:
-    """It saves at once then at the agreed steps and anew after a restart."""
-    pace = SaveSchedule(interval_steps=10)
-    assert pace.is_due(7)
-    pace.set_next_save(7, pace.propose_steps(1.0, 0.1))
-    assert [step for step in range(8, 20) if pace.is_due(step)] == [17, 18, 19]
-    pace.restart()
-    assert pace.is_due(3)
-
-
 def test_interval_in_seconds_becomes_steps() -> None:
     pace = SaveSchedule(interval_s=5.0)
     assert (pace.propose_steps(0.5, 9.0), pace.propose_steps(7.0, 0.0)) == (10, 1)
@@ -60,18 +49,6 @@ def chosen(*offers: Any, **known: Any) -> RestorePlan:
     choice = choose_state(*offers, **known)
     assert choice is not None
     return choice
-
-
-def test_each_rank_gets_its_own_where_it_can() -> None:
-    both = [SlotHeader(3, 8, 2, rank) for rank in range(2)]
-    choice = chosen([[SlotHeader(3, 9, 2, 0), both[0]], [both[1]]])
-    assert (choice.step, choice.sources, choice.parts) == (8, (0, 1), (0, 1)), (
-        "rank 1 would begin its random numbers anew"
-    )
-    choice = chosen([[SlotHeader(3, 9, 2, 0), both[0]], []])
-    assert choice.step == 9, "where a host was lost, nobody has rank 1's part, and the newest counts"
-    choice = chosen([[SlotHeader(3, 9, 2, 0), both[0]], [both[1]], []])
-    assert choice.step == 9, "in a world of another size nobody's random numbers come back"
 
 
 def test_a_sharded_state_needs_all_its_parts() -> None:
@@ -139,18 +116,6 @@ def worker(tmp_path: Path, state: State, **settings: float) -> Checkpointer:
 
 def steps(tmp_path: Path) -> list[int]:
     return [found.header.step for found in find_slots(tmp_path / "slots")]
-
-
-def test_steps_are_reported_and_some_saved(tmp_path: Path, agent: WorkerStatusPage) -> None:
-    state = State(epoch=0)
-    with worker(tmp_path, state, interval_steps=3) as checkpointer:
-        assert checkpointer.restore() == -1
-        saved = [step for step in range(8) if checkpointer.save(step, samples=4)]
-        assert saved == [0, 3, 6]
-        status = agent.read_status()
-        assert (status.step, status.saved, status.samples, status.phase) == (7, 6, 32, Phase.TRAIN)
-        assert checkpointer.save(8, force=True)
-        assert steps(tmp_path) == [8, 6]
 
 
 def test_lost_steps_are_rolled_back(tmp_path: Path, agent: WorkerStatusPage) -> None:
@@ -248,11 +213,6 @@ def checkpointer() -> Iterator[Checkpointer]:
         yield made
 
 
-def test_alone_there_is_one_rank() -> None:
-    assert (rank_of(None), world_of(None)) == (0, 1)
-    assert exchange([3, 4], None, torch.device("cpu")) == [[3, 4]]
-
-
 def test_restore_before_the_group_is_refused(checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SettingsError, match=r"one of 2 workers.*call init_process_group\(\)"):
@@ -270,36 +230,12 @@ class Killed(BaseException):
     """The worker is no more: nothing of the block's end happens."""
 
 
-def train(tmp_path: Path, function: Callable[[State], Any], *, kill_at: int = -1) -> Evaluator:
-    """A run of ten steps, from where the last one was; evaluates after steps 3 and 7."""
-    state = State(count=0)
-    evaluator = state.evaluator = Evaluator(lambda: function(state), limit_s=60.0)
-    board = WorkerStatusPage.open(tmp_path / "board")
-    board.record_worker_start(1)
-    checkpointer = Checkpointer(state, board=board, slots=SlotPair(tmp_path / "slots"), interval_steps=1)
-    for step in range(checkpointer.restore() + 1, 10):
-        if step == kill_at:
-            raise Killed
-        state.count += 1
-        checkpointer.save(step)
-        if step in (3, 7):
-            checkpointer.evaluate(evaluator)
-    return evaluator
-
-
 def test_the_end_of_an_epoch_may_come_again(tmp_path: Path) -> None:
     state, calls = State(), itertools.count(1)
     evaluator = state.evaluator = Evaluator(lambda: next(calls), limit_s=1.0)
     with Checkpointer(state, slots=SlotPair(tmp_path / "own")) as checkpointer:
         checkpointer.save(5)
         assert [checkpointer.evaluate(evaluator) for _ in range(3)] == [1, 1, 1]
-
-
-def test_the_agent_sees_what_is_done(tmp_path: Path, agent: WorkerStatusPage) -> None:
-    seen = []
-    train(tmp_path, lambda state: seen.append(agent.read_status()))
-    assert [(one.phase, one.busy_with, one.busy_limit_s) for one in seen] == [(Phase.BUSY, "evaluation", 60.0)] * 2
-    assert agent.read_status().phase is Phase.TRAIN
 
 
 def test_anything_else_is_announced_as_well(tmp_path: Path, agent: WorkerStatusPage) -> None:

@@ -141,12 +141,3 @@ def test_recursive_value_is_refused() -> None:
 def test_a_broken_form_is_an_error(form: Any) -> None:
     with pytest.raises(ProtocolError):
         decode(form, lambda number: np.zeros(8, np.uint8))
-
-
-@given(st.binary(max_size=40))
-def test_any_bytes_are_values_or_an_error(data: bytes) -> None:
-    try:
-        form = from_json(data)
-        decode(form, lambda number: np.zeros(8, np.uint8))
-    except ProtocolError:
-        pass

@@ -131,23 +131,6 @@ def test_unknown_states_are_not_stored(storage: Storage) -> None:
     assert not fs.exists(root)
 
 
-def test_repeated_failure_is_reported_once(storage: Storage) -> None:
-    tries = threading.Semaphore(0)
-
-    def before() -> None:
-        tries.release()
-        raise ApiError("slow down")
-
-    storage.before = before
-    storage.put(1)
-    persister = storage.persister()
-    for _ in range(3):
-        persister.store_newest()
-        assert tries.acquire(timeout=DEADLINE_S)
-    assert not persister.close(DEADLINE_S)
-    assert [line for line in storage.lines if "slow down" in line] == storage.lines[:1]
-
-
 def test_job_end_retries_the_last_state(storage: Storage) -> None:
     storage.before = fail(ApiError("slow down"), times=2)
     persister = storage.persister()
@@ -227,36 +210,6 @@ def test_full_storage_is_not_waited_for(storage: Storage) -> None:
     assert persister._writer.written_nbytes > 0
     persister.store_newest()
     assert not persister.close(0.3, patient=True)
-
-
-def test_request_during_a_look_counts(storage: Storage) -> None:
-    """The newest state is asked for while the thread looks for marked ones: it is stored next."""
-    asked: list[bool] = []
-
-    def store(newest: bool) -> bool:
-        asked.append(newest)
-        if len(asked) == 1:
-            persister.store_newest()
-        return True
-
-    persister = storage.persister(start=False)
-    persister._store = store
-    for _ in range(3):
-        persister._poll_and_store()
-    assert asked == [False, True, False]
-
-
-def test_a_storage_that_cannot_keep_pace(storage: Storage) -> None:
-    """It is said once when it begins, and when it is over."""
-    slow = storage.persister(interval_s=1e-9)
-    for step in (1, 2):
-        storage.put(step)
-        storage.wait_stored(step)
-    slow._interval_s = 1e9
-    storage.put(3)
-    wait_until(lambda: "the storage keeps pace again" in storage.lines, "it is said")
-    slow.close(DEADLINE_S)
-    assert sum("longer than --checkpoint-interval" in line for line in storage.lines) == 1, storage.lines
 
 
 def test_sys_exit_saves_no_half_step(storage: Storage) -> None:

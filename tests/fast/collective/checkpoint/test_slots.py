@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-import random
 import signal
 import struct
-import threading
 from pathlib import Path
 
 import pytest
@@ -136,55 +133,6 @@ def test_too_little_shared_memory(prefix: Path) -> None:
     with pytest.raises(SettingsError, match="enlarge"):
         slots.begin_write(1 << 60, 10)
     assert [one.header.step for one in find_slots(prefix)] == [1]
-
-
-def test_a_reader_never_sees_half_of_a_save(prefix: Path) -> None:
-    """A writer as fast as it can be, in another process, and a reader that copies: what it gets is of one step."""
-    nbytes = 200_000
-    child = os.fork()
-    if child == 0:
-        slots = SlotPair(prefix)
-        for step in range(10**9):
-            write(slots, step % 256, nbytes)
-    try:
-        copies: list[int] = []
-
-        def enough() -> bool:
-            for found in find_slots(prefix):
-                copy = found.copy_contents()
-                if copy is not None:
-                    copies.append(found.header.step)
-                    assert copy.data == bytes([found.header.step]) * nbytes
-                    assert copy.meta == b"m%d" % found.header.step
-            return len(copies) >= 60
-
-        wait_until(enough, "60 copies")
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-
-
-def test_killed_saves_leave_a_complete_step(prefix: Path) -> None:
-    """SIGKILL at random instants, many times: the newest or second newest begun step is there, whole."""
-    nbytes, rng = 2_000_000, random.Random(5)
-    told = mmap.mmap(-1, 8)  # the last step that the child finished
-    for _ in range(15):
-        before = struct.unpack("<q", told)[0]
-        child = os.fork()
-        if child == 0:
-            slots = SlotPair(prefix)
-            for step in range(before + 1, 10**9):
-                write(slots, step, nbytes)
-                told[:] = struct.pack("<q", step)
-        wait_until(lambda: struct.unpack("<q", told)[0] >= before + 2, "two steps")  # noqa: B023
-        threading.Event().wait(rng.random() * 0.01)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        finished = struct.unpack("<q", told)[0]
-        newest = find_slots(prefix)[0]
-        assert newest.header.step in (finished, finished + 1)
-        copy = newest.copy_contents()
-        assert copy.data == struct.pack("<q", newest.header.step)[:1] * nbytes
 
 
 def test_other_slot_gets_memory_meanwhile(prefix: Path) -> None:

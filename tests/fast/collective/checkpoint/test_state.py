@@ -239,13 +239,6 @@ class Greedy:
         raise AssertionError(f"called with {state}, {strict}")
 
 
-class Fickle(Greedy):
-    """An object whose `load_state_dict` wants another structure than its `state_dict` gives."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scale = state["scales"][0]
-
-
 def test_what_would_not_come_back_is_refused() -> None:
     """At the first save, since a restart that fails helps nobody."""
     odd, lazy, ones = torch.ones(2).as_subclass(Odd), nn.LazyLinear(2), [torch.ones(1), torch.ones(2)]
@@ -260,11 +253,6 @@ def test_what_would_not_come_back_is_refused() -> None:
     }.values():
         with pytest.raises(SettingsError, match=words):
             State(rng=False, value=value).capture()
-
-
-def test_an_object_that_cannot_load_is_named() -> None:
-    with pytest.raises(SettingsError, match=r"ema: its load_state_dict.* does not take .*KeyError: 'scales'"):
-        through(State(rng=False, ema=Fickle()), State(rng=False, ema=Fickle()))
 
 
 def test_nothing_is_restored_to_meta() -> None:

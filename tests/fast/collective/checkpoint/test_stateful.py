@@ -13,7 +13,7 @@ stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdat
 
 from torch.utils.data import IterableDataset, RandomSampler, get_worker_info  # noqa: E402
 
-from edl.collective import Checkpointer, ElasticSampler, State, run_in_process  # noqa: E402
+from edl.collective import Checkpointer, ElasticSampler, State  # noqa: E402
 from edl.collective.checkpoint.state.metadata import parse_meta  # noqa: E402
 from edl.errors import SettingsError  # noqa: E402
 
@@ -134,9 +134,3 @@ def test_loader_that_cannot_say_is_refused() -> None:
             State(loader=plain).capture()
     with pytest.raises(SettingsError, match="choose one"):
         State(loader=1, local=["loader"], per_rank=["loader"])
-
-
-def test_staying_refuses_a_place() -> None:
-    state = State(loader=loader_of("map", 0))
-    with Checkpointer(state) as checkpointer, pytest.raises(SettingsError, match="place of the lost one"):
-        run_in_process(lambda place: None, state=state, checkpointer=checkpointer)

@@ -10,7 +10,6 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ from edl.collective.checkpoint.storage.reader import newest_stored, restore_from
 from edl.collective.checkpoint.storage.writer import CheckpointWriter, WriteOutcome
 from edl.errors import SettingsError, TemporaryError
 from tests.fast.collective.checkpoint import saved
-from tests.fast.collective.checkpoint.counted import reads
 from tests.fast.collective.checkpoint.saved import put
 from tests.waiting import DEADLINE_S, wait_until
 
@@ -130,16 +128,6 @@ def test_dcp_loads_it(tmp_path: Path) -> None:
     )
 
 
-def test_states_are_stored_once_and_pruned(tmp_path: Path, url: str) -> None:
-    writer = storing(url, keep=2)
-    assert writer.write_newest([tmp_path / "s"]) is None
-    for step in range(5):
-        put(tmp_path / "s", job(step), step)
-        assert writer.write_newest([tmp_path / "s"], marked=True) is not None
-        assert writer.write_newest([tmp_path / "s"]) is None
-    assert names(url) == [f"step-3.g-1.r-{FIRST}", f"step-4.g-1.r-{FIRST}"]
-
-
 def test_several_nodes_make_one_checkpoint(tmp_path: Path, url: str) -> None:
     """The replicated part is stored once, each rank's own part by its node, and the last one completes it."""
     for rank in range(3):
@@ -152,16 +140,6 @@ def test_several_nodes_make_one_checkpoint(tmp_path: Path, url: str) -> None:
     pieces = [json.loads(fs.cat_file(f"{root}/step-5.g-1.r-{FIRST}/piece-{rank}.json")) for rank in range(3)]
     assert ["model.weight" in piece["tensors"] for piece in pieces] == [True, False, False]
     assert all("rng.torch" in piece["tensors"] for piece in pieces)
-
-
-def test_nodes_finishing_together(tmp_path: Path) -> None:
-    for attempt in range(5):
-        for rank in range(2):
-            put(tmp_path / f"s{rank}", job(2), attempt, rank=rank, world=2)
-        with ThreadPoolExecutor(2) as pool:
-            committed = list(pool.map(lambda rank: write(tmp_path / "c", tmp_path / f"s{rank}"), range(2)))
-        assert True in committed
-        assert stored(tmp_path / "c") == (attempt, 2)
 
 
 @pytest.mark.parametrize("harm", ["truncate", "flip", "missing", "manifest", "no manifest"])
@@ -190,26 +168,6 @@ def test_damaged_checkpoint_falls_back(tmp_path: Path, harm: str, caplog: pytest
     assert all(folder.name in line for line in lines)
 
 
-def test_each_byte_is_read_once(tmp_path: Path) -> None:
-    """In large reads; and a state is left as it is where a part of what was read turns out to be damaged."""
-    source = State(many=[torch.full((1000,), float(number)) for number in range(300)], large=torch.rand(10 << 20))
-    put(tmp_path / "s", source, 7)
-    write(tmp_path / "c", tmp_path / "s")
-    file = next((tmp_path / "c").glob("*/__0_0.distcp"))
-    target, untouched = (State(many=[torch.zeros(1000)], large=torch.zeros(10 << 20)) for _ in range(2))
-    assert restore_from_storage(target, f"counted://{tmp_path}/c") is not None
-    assert bits(target) == bits(source)
-    counted = reads(tmp_path)
-    assert sum(counted) <= file.stat().st_size
-    assert len(counted) <= 8
-    content = bytearray(file.read_bytes())
-    content[content.index(source.large[-10:].numpy().tobytes()) + 3] ^= 1
-    file.write_bytes(content)
-    assert restore_from_storage(untouched, str(tmp_path / "c")) is None
-    assert not untouched.large.any()
-    assert not untouched.many[0].any()
-
-
 def test_abandoned_world_completes_nothing(tmp_path: Path, url: str) -> None:
     put(tmp_path / "s", job(1), 1)
     assert write(url, tmp_path / "s", fence=lambda: False) is None
@@ -228,31 +186,12 @@ def test_unfinished_remains_are_removed(tmp_path: Path) -> None:
     assert names(str(tmp_path / "c")) == [f"step-2.g-1.r-{SECOND}.tmp", f"step-3.g-1.r-{FIRST}"]
 
 
-def test_pieces_of_two_runs_do_not_mix(tmp_path: Path, url: str) -> None:
-    """A new job at the same place, whose worlds count their generations as the one before it did."""
-    for rank in range(2):
-        put(tmp_path / f"dead{rank}", job(1), 5, rank=rank, world=2)
-        put(tmp_path / f"s{rank}", job(2), 5, rank=rank, world=2)
-    write(url, tmp_path / "dead0")
-    assert write(url, tmp_path / "s1", run=SECOND) is False
-    assert stored(url) is None
-    assert write(url, tmp_path / "s0", run=SECOND) is True
-    assert stored(url) == (5, 2)
-
-
 def test_foreign_piece_does_not_complete(tmp_path: Path) -> None:
     for rank in range(2):
         put(tmp_path / f"s{rank}", job(rank), 5, rank=rank, world=2)
     write(tmp_path / "c", tmp_path / "s0")
     (tmp_path / f"c/step-5.g-1.r-{FIRST}.tmp").rename(tmp_path / f"c/step-5.g-1.r-{SECOND}.tmp")
     assert write(tmp_path / "c", tmp_path / "s1", run=SECOND) is False
-
-
-def test_later_run_of_a_step_is_restored(tmp_path: Path, url: str) -> None:
-    for seed, run in ((2, SECOND), (1, FIRST)):
-        put(tmp_path / f"s{seed}", job(seed), 4, generation=7 - seed)
-        write(url, tmp_path / f"s{seed}", run=run)
-    assert (stored(url), names(url)) == ((4, 2), [f"step-4.g-5.r-{SECOND}", f"step-4.g-6.r-{FIRST}"])
 
 
 _KILLED, _NEVER = 77, 78
@@ -451,24 +390,6 @@ def test_workers_go_on_while_storing(tmp_path: Path, slow: str) -> None:
         assert restored is None or (restored.step, target.epoch) == (4, job(4).epoch)
     left = {path.name for path in tmp_path.glob("s0*")}
     assert left == {"s0.0", "s0.1"}, "nothing is held once it is stored"
-
-
-def test_a_slow_storage_is_waited_for(tmp_path: Path, slow: str) -> None:
-    """A state is marked only when the one before is stored, so that all nodes store the same ones."""
-    with Checkpointer(job(3), interval_steps=1, storage=slow, storage_interval_s=1e-9) as checkpointer:
-        checkpointer.save(0)
-        checkpointer.save(1)
-        assert SlowFolder.waiting.acquire(timeout=DEADLINE_S), "the first one is being stored"
-        for step in range(2, 6):
-            checkpointer.save(step)
-        prefix = checkpointer._slots.prefix
-        first = [found.header.step for found in find_marked_slots(prefix)]
-        assert first == [1], "nothing else was marked meanwhile"
-        SlowFolder.go_on.set()
-        wait_until(lambda: not find_marked_slots(prefix), "it is stored")
-        checkpointer.save(6)
-        checkpointer.save(7)
-    assert newest_stored(str(tmp_path / "c"))[1] == 7
 
 
 def test_mark_that_others_lack_is_removed(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def put_world(store: Store, *nodes: str, state: JobState = JobState.RUNNING) -> 
 
 
 def test_members_goodput_and_events(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """As text, as JSON, and in the report's bars."""
+    """As text and as JSON."""
     add_node(store, "a", 10.0, 9.0).record_event("join", "2 workers", generation=3)
     add_node(store, "b", 10.0, 9.0)
     add_node(store, "gone", 60.0, 2.0).record_event("kill", "rank 1", node="b")
@@ -90,15 +90,6 @@ def test_members_goodput_and_events(store: Store, url: str, capsys: pytest.Captu
         ("a", "join", "2 workers"),
         ("b", "kill", "rank 1"),
     ]
-
-    assert main(["report", "resnet", "--store", url]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    bars = {line.split()[0]: line[21:] for line in lines if line.strip()}
-    assert re.fullmatch(r"m+━+ *", bars["gone"])
-    assert re.fullmatch(r" +m+━+", bars["a"])
-    (whole,) = (line[21:] for line in lines if line.startswith("the job".rjust(20)))
-    assert re.fullmatch(r"m+━+x+m+━+", whole)
-    assert any("join        a  2 workers" in line for line in lines)
 
 
 def test_the_age_of_replicas_is_shown(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from dataclasses import replace
 
@@ -10,13 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl.collective.goodput.codec import Event
 from edl.collective.goodput.job import join_ledgers
 from edl.collective.goodput.node import AgentState, Ledger, NodeRecord, ProgressMark
 from edl.collective.goodput.records import JobRecord
-from edl.collective.goodput.report import COLOURS, choose_time_unit, main_categories
-from edl.collective.goodput.spans import MAX_SPANS, Span, TimeCategory, apportion, merge_alike, span_of, sum_amounts
-from edl.collective.goodput.summary import SILENT_S, as_dict, summarize
+from edl.collective.goodput.spans import MAX_SPANS, Span, TimeCategory, span_of, sum_amounts
+from edl.collective.goodput.summary import SILENT_S, summarize
 from edl.collective.job_records import JobState, Member, World
 from edl.collective.worker_status import Phase, WorkerStatus, WorkerStatusPage
 
@@ -54,10 +51,6 @@ class Worker:
         """A new process."""
         self._set(generation=generation, pid=self._fields.pid + 1, first=-1, phase=Phase.START, phase_since=self.now_s)
 
-    def form(self, generation: int) -> None:
-        """The same process goes on."""
-        self._set(generation=generation)
-
     def _set(self, **fields: object) -> None:
         self._fields = replace(self._fields, **fields)
 
@@ -77,34 +70,6 @@ def started(worker: Worker) -> Ledger:
     ledger = Ledger("a", 1, worker.now_s, WALL_S)
     ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
     return ledger
-
-
-@given(st.integers(0, 10**15), st.lists(st.floats(0, 1e9), min_size=1, max_size=9).filter(lambda w: sum(w) > 1e-9))
-def test_parts_sum_to_the_whole(total: int, weights: list[float]) -> None:
-    parts = apportion(total, weights)
-    assert sum(parts) == total
-    assert all(part >= 0 for part in parts)
-    assert all(part == 0 for part, weight in zip(parts, weights, strict=True) if weight == 0)
-
-
-@given(spans, spans, spans)
-def test_joining_is_associative(a: list[Span], b: list[Span], c: list[Span]) -> None:
-    whole = merge_alike([*a, *b, *c])
-    assert merge_alike([*merge_alike([*a, *b]), *c]) == whole == merge_alike([*a, *merge_alike([*b, *c])])
-    assert sum_amounts(whole) == sum_amounts([*a, *b, *c])
-    assert all(not one.alike(two) for one, two in itertools.pairwise(whole))
-
-
-def test_short_copy_is_charged() -> None:
-    worker = Worker()
-    ledger = started(worker)
-    for step in range(10):
-        worker.finish(step, 0.95)
-        worker.spend(Phase.SAVE, 0.05)
-        ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
-    assert seconds(ledger) == {"TRAIN": 9.5, "SAVE": 0.5}
-    (span,) = ledger.record().spans
-    assert span.running
 
 
 def test_repeated_steps_are_rollback() -> None:
@@ -165,30 +130,6 @@ def test_the_slowest_worker_of_a_node_counts() -> None:
     slow.spend(Phase.SAVE, 2.0)
     ledger.observe(3.0, AgentState.RUNNING, [fast.status, slow.status])
     assert seconds(ledger) == {"TRAIN": 1.0, "SAVE": 2.0}
-
-
-def test_time_without_workers_is_the_agents() -> None:
-    ledger = Ledger("a", 2, 100.0, WALL_S)
-    ledger.observe(100.5, AgentState.RENDEZVOUS, [])
-    ledger.observe(103.5, AgentState.RUNNING, [])
-    ledger.observe(104.0, AgentState.IDLE, [])
-    ledger.end(106.0)
-    assert seconds(ledger) == {"LOAD": 0.5 + 0.5, "RENDEZVOUS": 3.0, "IDLE": 2.0}
-    record = ledger.record()
-    assert record.ended
-    assert record.until_us - record.began_us == 6 * SECOND
-
-
-def test_rates_are_of_the_last_seconds() -> None:
-    worker = Worker()
-    ledger = started(worker)
-    for step in range(100):
-        worker.finish(step, 2.0 if step < 50 else 0.5)
-        ledger.observe(worker.now_s, AgentState.RUNNING, [worker.status])
-    record = ledger.record()
-    assert record.steps_per_s == pytest.approx(2.0)
-    assert record.samples_per_s == pytest.approx(16.0)
-    assert (record.step, record.generation) == (99, 0)
 
 
 def test_a_long_life_stays_small() -> None:
@@ -317,77 +258,9 @@ def at(seconds: float) -> int:
     return BEGAN_US + round(seconds * SECOND)
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from(TimeCategory), st.integers(1, 10**9)), min_size=1, max_size=9),
-    st.integers(1, 50),
-)
-def test_columns_leave_no_hole_in_a_life(parts: list[tuple[TimeCategory, int]], count: int) -> None:
-    spans = [span_of(state, length_us) for state, length_us in parts]
-    shown = main_categories(spans, 0, 0, sum(span.length_us for span in spans), count)
-    assert len(shown) == count
-    assert None not in shown
-    assert set(shown) <= {state for state, _ in parts}
-
-
-def test_every_state_has_a_colour_of_its_own() -> None:
-    assert set(COLOURS) == set(TimeCategory)
-    assert all(one != two for one, two in itertools.combinations(COLOURS.values(), 2))
-
-
-def test_axis_has_a_sensible_unit() -> None:
-    assert [choose_time_unit(round(seconds * 1e6))[0] for seconds in (1, 599, 601, 17_000, 19_000)] == [
-        "seconds",
-        "seconds",
-        "minutes",
-        "minutes",
-        "hours",
-    ]
-
-
-def test_members_are_ordered() -> None:
-    """Members come first by rank then who waits then who is gone."""
-    nodes = (
-        life("early", 0, TimeCategory.TRAIN, ended=True),
-        life("killed", 0, TimeCategory.TRAIN, TimeCategory.TRAIN),
-        life("b", 30, TimeCategory.TRAIN),
-        life("a", 31, TimeCategory.TRAIN),
-        life("waits", 31, TimeCategory.RENDEZVOUS, step=-1),
-    )
-    summary = summarize(JobRecord("j", world("a", "b"), nodes, ()), at(41))
-    assert [(row.node, row.state) for row in summary.nodes] == [
-        ("a", "train"),
-        ("b", "train"),
-        ("waits", "rendezvous"),
-        ("killed", "lost"),
-        ("early", "left"),
-    ]
-    assert (summary.world_size, summary.samples_per_s, summary.steps_per_s) == (2, 16.0, 1.0)
-
-
 def test_silent_running_job_is_down() -> None:
     """A running job goes down when nobody gives a sign of life."""
     record = JobRecord("j", world("a"), (life("a", 0, TimeCategory.TRAIN),), ())
     alive, silent = summarize(record, at(10 + SILENT_S)), summarize(record, at(11 + SILENT_S))
     assert (alive.state, alive.ledger.goodput) == ("running", 1.0)
     assert (silent.state, silent.ledger.amounts[TimeCategory.DOWN]) == ("down", round((1 + SILENT_S) * SECOND))
-
-
-def test_no_step_means_unknown_goodput() -> None:
-    nodes = (life("a", 0, TimeCategory.LOAD, step=-1),)
-    told = as_dict(summarize(JobRecord("j", world("a"), nodes, ()), at(10)), 10)
-    assert told["goodput"] is None
-    assert told["seconds"]["load"] == 10
-
-
-def test_json_has_the_last_events_only() -> None:
-    events = tuple(Event(at(number), "a", "join") for number in range(5))
-    summary = summarize(JobRecord("j", None, (life("a", 0, TimeCategory.TRAIN),), events), at(10))
-    assert [event["at"] for event in as_dict(summary, 2)["events"]] == [1_700_000_003, 1_700_000_004]
-    assert as_dict(summary, 0)["events"] == []
-
-
-def test_foreign_clock_span_is_cut() -> None:
-    assert main_categories([Span(span_of(TimeCategory.TRAIN, 4 * SECOND).amounts)], at(-2), at(0), at(4), 2) == [
-        TimeCategory.TRAIN,
-        None,
-    ]

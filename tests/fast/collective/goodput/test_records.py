@@ -14,7 +14,6 @@ from edl.collective.goodput.records import (
     MAX_EVENTS,
     LedgerWriter,
     delete_ledgers,
-    last_step_before,
     list_jobs,
     read_job,
 )
@@ -61,29 +60,6 @@ def test_what_was_written_is_read_back(store: Store) -> None:
         read_job(store, "other")
     delete_ledgers(store, "job")
     assert read_job(store, "job").nodes == ()
-
-
-def test_last_step_counts_all_lives(store: Store) -> None:
-    """The last step before a generation is that of all lives."""
-    assert last_step_before(store, "job", 5) == -1
-    lives = [
-        NodeRecord("far", 1, 1, generation=2, step=100),
-        NodeRecord("killed while it repeated them", 2, 1, generation=3, step=80, reached=99),
-        NodeRecord("at work already", 3, 1, generation=4, step=120, reached=70),
-        NodeRecord("has no workers", 4, 1),
-    ]
-    for life in lives:
-        store.put(f"jobs/job/ledger/{life.node}/{life.began_us}", encode_record(life))
-    store.put("jobs/job/ledger/of another version/5", b'{"version": 99}')
-    assert [last_step_before(store, "job", generation) for generation in (5, 4, 3, 2)] == [120, 100, 100, 99]
-
-
-def test_old_ledger_can_be_read(store: Store) -> None:
-    """A ledger from before the last step was kept."""
-    fields = json.loads(encode_record(NodeRecord("a", 1, 1, generation=0, step=7, reached=3)))
-    del fields["reached"]
-    store.put("jobs/job/ledger/a/1", json.dumps(fields).encode())
-    assert [(one.step, one.reached) for one in read_job(store, "job").nodes] == [(7, -1)]
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", "a\n"])

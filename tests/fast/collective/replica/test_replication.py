@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -172,29 +171,6 @@ def test_unkept_state_is_passed_over() -> None:
     assert [course.next_action(now, ONE, TWO) for now in (20, 49)] == [ReplicaAction.WAIT, ReplicaAction.WAIT]
     assert course.next_action(49, TWO, TWO) is ReplicaAction.SEND
     assert course.next_action(50, ONE, TWO) is ReplicaAction.WANT
-
-
-@settings(max_examples=40)
-@given(st.lists(st.tuples(st.floats(0.0, 3.0), st.floats(0.0, 5.0), st.booleans()), min_size=1, max_size=30))
-def test_transfers_keep_to_their_share(turns: list[tuple[float, float, bool]]) -> None:
-    """Workers keep a state as soon as it is wanted; transfers take as long as they take, and may fail."""
-    course = ReplicationSchedule(ReplicaPace(interval_s=2.0, share=0.25, retry_s=1.0))
-    course.start_world(same_peer=False)
-    now, kept, sent = 0.0, NO_VERSION, []
-    for wait_s, took_s, works in turns:
-        now += wait_s
-        act = course.next_action(now, kept, kept)
-        if act is ReplicaAction.WANT:
-            kept = (0, kept[1] + 1, 2)
-        elif act is ReplicaAction.SEND:
-            began, now = now, now + took_s
-            if works:
-                course.record_sent(kept, began, now)
-                sent.append((began, now))
-            else:
-                course.record_failure(now)
-    for (began, ended), (following, _) in pairwise(sent):
-        assert following - began >= max(2.0, 4 * (ended - began)) - 1e-6
 
 
 def test_peer_is_the_next_taker() -> None:

@@ -79,14 +79,6 @@ def test_last_two_states_of_each_worker(tmp_path: Path, receiver: Receiver) -> N
     assert receiver.steps(node) == [3, 2], "the same once more costs nothing"
 
 
-def test_abandoned_state_goes_first(tmp_path: Path, receiver: Receiver) -> None:
-    for step in (1, 2):
-        receiver.send(keep(tmp_path / "kept", step))
-    receiver.send(keep(tmp_path / "other", 2, generation=1))
-    versions = [one.header.version for one in find_slots(receiver.folder.slot_prefix("n", 0))]
-    assert versions[0] == (1, 2, 2)
-
-
 def test_gone_nodes_states_stay_while_needed(tmp_path: Path, receiver: Receiver) -> None:
     receiver.send(keep(tmp_path / "gone", 1), node="gone")
     here = []
@@ -225,29 +217,6 @@ def test_killed_sender_keeps_the_old_state(tmp_path: Path) -> None:
         assert receiver.steps() in ([1], [2, 1])
         receiver.send(state)
         assert receiver.steps() == [2, 1]
-
-
-def test_killed_receiver_keeps_the_old_state(tmp_path: Path) -> None:
-    ready, told = os.pipe()
-    child = os.fork()
-    if child == 0:
-        receiver = Receiver(tmp_path / "replicas")
-        os.write(told, receiver.server.port.to_bytes(4, "little"))
-        signal.pause()
-    port = int.from_bytes(os.read(ready, 4), "little")
-    send_states(("127.0.0.1", port), SECRET, "n", [keep(tmp_path / "kept", 1, 30_000_000)])
-    slot = ReplicaFolder(tmp_path / "replicas").slot_prefix("n", 0).with_suffix(".1")
-
-    def kill_half_way() -> bool:
-        if slot.exists():
-            os.kill(child, signal.SIGKILL)
-        return False
-
-    big = keep(tmp_path / "kept", 2, 30_000_000)
-    with contextlib.suppress(TemporaryError):
-        send_states(("127.0.0.1", port), SECRET, "n", [big], stopping=kill_half_way)
-    os.waitpid(child, 0)
-    assert steps(ReplicaFolder(tmp_path / "replicas").slot_prefix("n", 0)) in ([1], [2, 1])
 
 
 def test_overwritten_state_does_not_arrive(tmp_path: Path, receiver: Receiver) -> None:

@@ -7,8 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from edl.collective.training.batch_size.noise import GradientGroups, GradientNoise
 from edl.collective.training.batch_size.objective import (
@@ -27,29 +25,6 @@ from edl.collective.training.batch_size.step_time import (
 from edl.collective.training.batch_size.tuner import BatchSizeTuner, RunState
 from edl.errors import SettingsError
 
-MEAN = np.array([3.0, -1.0, 0.5])
-SPREADS = np.array([2.0, 0.5, 1.0])
-VARIANCE = float(np.square(SPREADS).sum())
-SQUARE = float(np.square(MEAN).sum())
-
-
-def groups_of(sizes: list[int], random: np.random.Generator) -> GradientGroups:
-    """Of samples whose loss is |x - target|²/2 at x = 0, so that a sample's gradient is minus its target."""
-    gradients = MEAN + SPREADS * random.standard_normal((sum(sizes), 3))
-    means = [part.mean(axis=0) for part in np.split(gradients, np.cumsum(sizes)[:-1])]
-    weighted = sum(size * float(mean @ mean) for size, mean in zip(sizes, means, strict=True))
-    whole = gradients.mean(axis=0)
-    return GradientGroups(len(sizes), sum(sizes), weighted, float(whole @ whole))
-
-
-@pytest.mark.parametrize("sizes", [[4, 4], [1, 2, 3, 10]])
-def test_estimates_are_unbiased(sizes: list[int]) -> None:
-    """Estimates are unbiased whatever the groups."""
-    random = np.random.default_rng(1)
-    estimates = np.array([groups_of(sizes, random).estimate() for _ in range(5_000)])
-    errors = estimates.std(axis=0) / math.sqrt(len(estimates))
-    assert np.abs(estimates.mean(axis=0) - (VARIANCE, SQUARE)).max() < 4 * errors.max()
-
 
 @pytest.mark.parametrize(
     "groups", [GradientGroups(1, 8, 3.0, 1.0), GradientGroups(2, 8, math.inf, 1.0), GradientGroups(2, 8, 1.0, math.nan)]
@@ -58,20 +33,6 @@ def test_what_says_nothing_is_left_out(groups: GradientGroups) -> None:
     noise = GradientNoise()
     noise.add_step(groups)
     assert not noise.known
-
-
-POSITIVE = st.floats(1e-6, 1e6)
-
-
-@given(
-    noise=st.builds(GradientNoise, POSITIVE, POSITIVE, st.just(1.0)),
-    batch=st.integers(1, 4096),
-    base=st.integers(1, 4096),
-)
-def test_gain_is_one_at_the_base(noise: GradientNoise, batch: int, base: int) -> None:
-    """The gain is one at the base and undone on the way back."""
-    assert noise.gain(base, base) == pytest.approx(1.0)
-    assert noise.gain(batch, base) * noise.gain(base, batch) == pytest.approx(1.0)
 
 
 def test_gain_with_no_and_only_noise() -> None:
@@ -95,15 +56,6 @@ def measured(
         )
         for world, rows, parts in settings
     ]
-
-
-@pytest.mark.parametrize("gamma", [1.0, 10.0])
-def test_fit_predicts_unseen_settings(gamma: float) -> None:
-    """The fit predicts settings that it has not seen."""
-    truth = StepTime(TRUTH.fixed_s, TRUTH.row_s, TRUTH.sync_s, TRUTH.rank_s, gamma)
-    model = fit_step_time(measured(truth))
-    for setting in [(2, 128, 1), (4, 32, 1), (1, 128, 1), (5, 64, 2)]:
-        assert model.seconds(*setting) == pytest.approx(truth.seconds(*setting), rel=0.02)
 
 
 def test_one_measurement_is_explained() -> None:

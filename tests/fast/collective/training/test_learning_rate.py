@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from edl.collective.training.batch_size.noise import GradientNoise
@@ -69,16 +66,6 @@ def test_too_large_batch_is_reported(caplog: pytest.LogCaptureFixture) -> None:
         found, _ = trained(adam(0.01, 0.9, 0.99, 1e-3), SquareRoot(), base_batch=2)
     assert torch.isfinite(found).all()
     assert caplog.text.count("more than the square root rule is for") == 1
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "warned"),
-    [(adam(0.01, 0.9, 0.99, 1e-3), True), (lambda parameters: torch.optim.SGD(parameters, lr=0.01), False)],
-)
-def test_adascale_with_adam_warns(optimizer: Any, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "edl.collective"):
-        trained(optimizer, AdaScale())
-    assert ("AdaScale is derived for SGD" in caplog.text) is warned
 
 
 UNKNOWN = GradientNoise()
@@ -141,24 +128,6 @@ def test_adascale_is_careful_without_noise(batch: int, factor: float) -> None:
     assert RateScaling(AdaScale(), base_batch=64, batch=batch).factor(UNKNOWN) == factor
 
 
-@given(batches=st.lists(st.integers(1, 512), min_size=1, max_size=10), stop=st.integers(0, 9))
-def test_saved_run_goes_on_the_same(batches: list[int], stop: int) -> None:
-    def run(scaling: RateScaling, sizes: list[int]) -> list[float]:
-        factors = []
-        for size in sizes:
-            scaling.set_batch(size, UNKNOWN)
-            factors.append(scaling.factor(UNKNOWN))
-            scaling.count_step(size, UNKNOWN)
-        return factors
-
-    whole, first, second = (RateScaling(Linear(700), base_batch=64, batch=64) for _ in range(3))
-    wanted = run(whole, batches)
-    found = run(first, batches[:stop])
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert found + run(second, batches[stop:]) == wanted
-    assert second.state_dict() == whole.state_dict()
-
-
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
 def test_a_users_function_must_return_a_rate(value: float) -> None:
     with pytest.raises(SettingsError, match="scale of 2"):
@@ -209,16 +178,3 @@ def test_step_is_gradient_by_divisor(kind: type[torch.optim.Optimizer], options:
     assert divisor is not None
     factors = change * divisor / grad  # the same for every element: the rate, and what grows with the steps alone
     torch.testing.assert_close(factors, factors[:1].expand(50), rtol=1e-5, atol=0.0)
-
-
-@pytest.mark.parametrize(
-    ("state", "options"),
-    [
-        ({"momentum_buffer": torch.zeros(2)}, {}),
-        ({"exp_avg_sq": torch.ones(2)}, {"betas": (0.9, 0.9)}),  # and no count of steps
-        ({"square_avg": torch.ones(2), "acc_delta": torch.ones(2), "step": 20}, {"rho": 0.9}),
-    ],
-)
-def test_other_kinds_are_not_guessed(state: dict[str, Any], options: dict[str, Any]) -> None:
-    assert not is_adaptive(state, options)
-    assert divisor_of(state, options) is None

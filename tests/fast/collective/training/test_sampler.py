@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset
 
 from edl.collective.training.sampler import ElasticSampler
 from edl.collective.training.split import micro_batch_sizes, rank_share
@@ -37,11 +36,6 @@ def test_nobody_has_one_sample_alone(samples: int, world: int, most: int | None)
 def test_rank_outside_the_world_is_refused(world: int, rank: int) -> None:
     with pytest.raises(SettingsError, match=f"rank={rank} of world={world}"):
         rank_share(10, world, rank)
-
-
-def test_memory_for_no_sample_is_refused() -> None:
-    with pytest.raises(SettingsError, match="max_micro_batch=0"):
-        micro_batch_sizes(10, 0)
 
 
 LENGTHS = st.integers(1, 120)
@@ -167,20 +161,6 @@ def test_order_depends_on_seed_and_epoch() -> None:
     assert order(0, 1, shuffle=False) == list(range(50))
 
 
-def test_epochs_resume_where_the_state_is() -> None:
-    first = ElasticSampler(10, global_batch=4, rank=0, world=1)
-    epochs = first.epochs(3)
-    assert next(epochs) == 0
-    for _ in first:
-        first.advance()
-    assert next(epochs) == 1
-    first.advance()
-    second = ElasticSampler(10, global_batch=4, rank=0, world=1)
-    second.load_state_dict(first.state_dict())
-    left = {epoch: sum(len(rows) for rows in second) for epoch in second.epochs(3)}
-    assert left == {1: 6, 2: 10}
-
-
 def test_finished_epoch_resumes_as_empty() -> None:
     first = ElasticSampler(10, global_batch=4, rank=0, world=1)
     for _ in first:
@@ -192,25 +172,6 @@ def test_finished_epoch_resumes_as_empty() -> None:
         iter(first)
     with pytest.raises(SettingsError, match=r"set_epoch\(1\)"):
         first.advance()
-
-
-def test_workers_read_ahead_unnoticed() -> None:
-    sampler = ElasticSampler(40, global_batch=8, rank=1, world=2)
-    loader = DataLoader(Numbers(40), batch_sampler=sampler, num_workers=2, persistent_workers=True)
-    trained: list[int] = []
-    for batch in loader:
-        trained += batch.tolist()
-        sampler.advance()
-        if len(trained) == 8:
-            break
-    assert sampler.consumed == 16
-    for batch in loader:  # goes on where training stopped, not where reading did
-        trained += batch.tolist()
-        sampler.advance()
-    assert len(trained) == len(set(trained)) == 20
-    sampler.set_epoch(1)
-    assert len(loader) == 5
-    assert [len(batch) for batch in loader] == [4] * 5
 
 
 def test_nobody_reads_ahead_while_it_is_held() -> None:
@@ -275,25 +236,3 @@ def test_unfit_state_is_refused(change: dict[str, int], error: type[Exception], 
 def test_unworkable_settings_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         ElasticSampler(**{"length": 10, "global_batch": 4, **arguments})
-
-
-class Numbers(Dataset[int]):
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-def test_rows_hold_from_the_next_iteration() -> None:
-    samplers = [ElasticSampler(5, global_batch=5, rank=rank, world=3) for rank in range(3)]
-    reading = [iter(one) for one in samplers]
-    for one in samplers:
-        one.require_rows(2)
-    assert [len(next(one)) for one in reading] == [2, 2, 1], "what is read ahead already stays as it is"
-    assert [one.share_rows for one in samplers] == [2, 2, 1]
-    assert [len(next(iter(one))) for one in samplers] == [3, 2, 2]
-    assert [(one.share_rows, one.handed_rows) for one in samplers] == [(3, 3), (2, 2), (0, 2)]

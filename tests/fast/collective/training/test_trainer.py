@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -52,25 +51,6 @@ def test_near_fractions_make_a_step() -> None:
     assert progress != 300
     moved.move_to(progress)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
-
-
-def test_state_goes_on_with_other_steps() -> None:
-    first, _ = schedule(100)
-    first.move_to(250)
-    state = copy.deepcopy(first.state_dict())
-    same, optimizer = schedule(100)
-    same.load_state_dict(state)
-    same.move_to(299)
-    assert same.scheduler.last_epoch == 2
-    same.move_to(300)
-    assert same.scheduler.last_epoch == 3
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
-    other, _ = schedule(400)
-    other.load_state_dict(state)
-    other.move_to(599)
-    assert other.scheduler.last_epoch == 2
-    other.move_to(600)
-    assert other.scheduler.last_epoch == 3
 
 
 def test_steps_of_nothing_are_refused() -> None:
@@ -226,21 +206,6 @@ def test_foreign_batch_is_refused() -> None:
     trainer, _, _ = setup(sampler=ElasticSampler(20, global_batch=8))
     with pytest.raises(SettingsError, match="7 rows, but this rank's share is 8 of 8"):
         next(trainer.micro_batches(rows(7)))
-
-
-def test_policy_leaves_saved_rates_alone() -> None:
-    """A policy changes the step and neither the rate nor the moments that are saved."""
-    plain = setup(torch.optim.Adam, global_batch=32, base_batch=32)
-    scaled = setup(torch.optim.Adam, global_batch=32, base_batch=8, policy=SquareRoot(moments=False))
-    before = [one.detach().clone() for one in plain[1].parameters()]
-    for one in (plain, scaled):
-        train(one, count=32)
-    for start, small, large in zip(before, plain[1].parameters(), scaled[1].parameters(), strict=True):
-        torch.testing.assert_close(large - start, 2 * (small - start))
-    assert scaled[2].param_groups[0]["lr"] == 0.1
-    for small, large in zip(plain[2].state.values(), scaled[2].state.values(), strict=True):
-        assert torch.equal(small["exp_avg"], large["exp_avg"])
-        assert torch.equal(small["exp_avg_sq"], large["exp_avg_sq"])
 
 
 def test_skipped_step_counts_samples() -> None:
@@ -416,16 +381,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_the_wait_for_a_batch_is_measured() -> None:
-    one = setup(auto=AutoBatch(8, 64, every_steps=4), policy=AdaScale())
-    for step in range(4):
-        train(one, seed=step)
-        one[0]._stepped_at -= 5.0  # which a loader took
-    ((*_, seconds, waited_s),) = one[0].state_dict()["tuner"]["measured"]
-    assert waited_s >= 5.0
-    assert seconds > 0
-
-
 LENGTH, BATCH = 22, 4
 
 
@@ -482,25 +437,6 @@ def test_discarded_samples_are_left_out(
     for (batch,) in resumed.loader:
         resumed.step(batch)
     assert sorted(job.trained[: 2 * BATCH] + lost + resumed.trained) == list(range(LENGTH))
-
-
-def test_discarded_step_can_be_retried(caplog: pytest.LogCaptureFixture) -> None:
-    """A discarded step can be tried again in smaller micro batches."""
-    clean, job = Job(), Job()
-    for (batch,) in clean.loader:
-        clean.step(batch)
-    with caplog.at_level(logging.WARNING, "edl.collective"):
-        for number, (batch,) in enumerate(job.loader):
-            if number == 2:
-                with pytest.raises(MemoryError):
-                    job.compute(batch, fail_in=0)
-                job.trainer.discard(retry=True)
-                job.trainer.max_micro_batch = 1
-            job.step(batch)
-    assert not caplog.records
-    assert job.trained == clean.trained
-    for mine, theirs in zip(job.parameters(), clean.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_restarted_loop_needs_no_word() -> None:

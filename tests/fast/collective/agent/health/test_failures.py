@@ -158,20 +158,6 @@ def test_early_rank_is_a_likely_cause(ended: Sequence[int], ranks: str) -> None:
     assert decide([LOST, ABORTED], 2.0, ended=ended).restart == lost
 
 
-def test_error_file_is_read_as_torchs(tmp_path: Path) -> None:
-    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
-
-    path = tmp_path / "error.json"
-    handler = ErrorHandler()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-        try:
-            raise LookupError("x")
-        except LookupError as exc:
-            handler.record_exception(exc)
-    assert "LookupError: x" in read_error_file(path)
-
-
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", '{"message": {"extraInfo": 3}}', json.dumps({"other": 1})])
 def test_bad_error_file_says_nothing(content: str, tmp_path: Path) -> None:
     assert read_error_file(tmp_path / "missing") == ""
@@ -227,29 +213,6 @@ def outcome_of(folder: Path, status: int, rank: int = 0, leave_on_oom: bool = Fa
     made.begin_generation(0.0)
     made.record_exit(WorkerExit(0, 0, 1, status), rank, {0: folder / "error.json"})
     return made
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "status", "named"),
-    [
-        (2, 3, -signal.SIGKILL, True),
-        (2, 2, -signal.SIGKILL, False),
-        (2, 3, 1, False),
-        (None, 1, -signal.SIGKILL, False),
-        (2, None, -signal.SIGKILL, False),
-    ],
-)
-def test_want_of_memory_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, before: int | None, after: int | None, status: int, named: bool
-) -> None:
-    counts = chain([before], repeat(after))
-    monkeypatch.setattr(cgroups, "read_oom_kills", lambda: next(counts))
-    outcome = outcome_of(tmp_path, status)
-    decision = outcome.decide_recovery(0, (), missing=False, trained=True, step=0)
-    if status == -signal.SIGKILL:
-        assert ("too little memory" in decision.restart) == named, decision.restart
-    else:
-        assert decision is None or "memory" not in decision.restart + decision.fatal
 
 
 def test_old_records_excuse_an_exit_code(tmp_path: Path) -> None:

@@ -100,11 +100,6 @@ class Simulation:
         return None
 
 
-def test_workers_that_all_wait_hang() -> None:
-    found = Simulation().until_hung(200.0)
-    assert found == (10.1, 0, "no step after step 7 for 10.1 s; the limit is 10 s where a step takes 1 s")
-
-
 def test_a_worker_that_works_has_longer() -> None:
     simulation = Simulation(1)
     assert simulation.until_hung(139.0) is None, "rank 0 waits for rank 1"
@@ -193,27 +188,6 @@ def usage(at_s: float, cpu_s: float, calls: int, queued_s: float = 0.0, may_spin
 )
 def test_cpu_time_counts_beside_calls(after: ProcessUsage, works: bool) -> None:
     assert is_active(usage(0.0, 0.0, 0), after) is works
-
-
-def test_reused_thread_id_is_another_thread() -> None:
-    before = ProcessUsage(0.0, {(7, 1): ThreadUsage(90.0, 1000)})
-    assert not is_active(before, ProcessUsage(10.0, {(7, 2): ThreadUsage(0.1, 5)}))
-    assert is_active(before, ProcessUsage(10.0, {(7, 2): ThreadUsage(5.0, 5)}))
-
-
-def test_a_process_is_measured_only_so_often() -> None:
-    measured: list[float] = []
-
-    def read(pid: int) -> ProcessUsage:
-        measured.append(float(pid))
-        return ProcessUsage(now, {(pid, 1): ThreadUsage(now, 0)})
-
-    monitor = ActivityMonitor(read)
-    for now in (0.0, 1.0, 4.9, 5.0, 5.1, 10.0):
-        seen = monitor.last_active(7, 100.0, now)
-    assert (len(measured), seen) == (3, 10.0)
-    monitor.forget(7)
-    assert monitor.last_active(7, 100.0, 11.0) is None
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not count waits for a core")

@@ -7,7 +7,6 @@ import math
 import pytest
 
 from edl.collective.agent.health.heartbeat import Heartbeat
-from tests.waiting import wait_until
 
 
 class Simulation:
@@ -65,11 +64,3 @@ def test_stopped_turn_gives_an_old_sign() -> None:
     simulation.touch_s = 5.0
     simulation.turn()
     assert simulation.beats == [pytest.approx(100.2)]
-
-
-def test_beats_come_from_a_thread() -> None:
-    beats: list[float] = []
-    heartbeat = Heartbeat(600.0, beats.append, lambda: None, lambda: None)
-    heartbeat.allow_beats(math.inf, math.inf)
-    wait_until(lambda: len(beats) > 1, "two beats")
-    heartbeat.close()

@@ -136,14 +136,6 @@ def simulate(nodes: list[str], faulty: set[str], silent: set[str]) -> list[tuple
     return rounds
 
 
-@pytest.mark.parametrize(
-    ("count", "groups"),
-    [(0, []), (1, ["a"]), (2, ["ab"]), (3, ["abc"]), (4, ["ab", "cd"]), (5, ["ab", "cde"])],
-)
-def test_the_first_round_pairs_neighbours(count: int, groups: list[str]) -> None:
-    assert first_groups("abcde"[:count]) == tuple(tuple(group) for group in groups)
-
-
 @given(st.integers(4, 9).filter(lambda count: count != 5), st.integers(0, 8), st.booleans())
 def test_one_bad_node_is_named(count: int, which: int, silent: bool) -> None:
     """One bad node among good ones is named and nobody else."""

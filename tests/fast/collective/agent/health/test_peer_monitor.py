@@ -109,19 +109,6 @@ def test_unknown_address_proves_nothing(agent: Callable[..., Peers]) -> None:
     assert peers.gone.empty()
 
 
-def test_cut_connection_is_made_again(agent: Callable[..., Peers]) -> None:
-    """By something in between: the agent lives. Later it dies, and that is seen."""
-    peers, other = agent(), agent("a")
-    peers.set_peers({"a": other.address})
-    peers.wait_connected("a")
-    first = peers._connections["a"].socket
-    first.shutdown(socket.SHUT_RDWR)
-    peers.wait_for("a", lambda peer: peer.socket not in (None, first))
-    other.close()
-    assert peers.next_gone() == "a"
-    assert peers.gone.empty()
-
-
 def test_one_refusal_is_not_a_death(agent: Callable[..., Peers], monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands between may begin anew, and refuse until it has."""
     monkeypatch.setattr(peer_monitor, "_REFUSED_RETRY_S", 600.0)  # so that this test says when it is tried again
@@ -149,30 +136,6 @@ def test_one_refusal_is_not_a_death(agent: Callable[..., Peers], monkeypatch: py
         peers.wait_for("a", lambda peer: peer.refusals == 0)
         connection.close()
     assert peers.gone.empty()
-
-
-def test_error_ends_no_connections(agent: Callable[..., Peers]) -> None:
-    """An error that was not foreseen leaves the listener open, and the other connections as they are."""
-    reported: list[str] = []
-
-    def fail_first(node: str) -> None:
-        reported.append(node)
-        if len(reported) == 1:
-            raise ValueError("not foreseen")
-
-    peers, a, b = agent(), agent("a"), agent("b")
-    peers._on_gone = fail_first
-    peers.set_peers({"a": a.address, "b": b.address})
-    peers.wait_connected("a", "b")
-    a.close()
-    wait_until(lambda: reported == ["a"], "a is gone")
-    b.close()
-    wait_until(lambda: reported == ["a", "b"], "b is gone")
-    with socket.create_connection(peers.address, DEADLINE_S) as other:
-        assert other.recv(10) == b"me"
-        other.sendall(b"GET / HTTP/1.1\r\n\r\n")  # a stranger
-        with contextlib.suppress(ConnectionResetError):
-            assert other.recv(10) == b""
 
 
 def test_ring_ties_to_those_behind() -> None:

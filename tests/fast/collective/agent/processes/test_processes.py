@@ -1,86 +1,26 @@
-"""What an agent does around worker processes: announcements, logs, stacks, and GPUs that are not free yet."""
+"""What an agent does around worker processes: logs, stacks, and GPUs that are not free yet."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import types
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from edl.collective.agent.processes import gpu_holders, log_folder
-from edl.collective.agent.processes.environment_pipe import EnvironmentDecoder, send_environments
+from edl.collective.agent.processes import gpu_holders
 from edl.collective.agent.processes.gpu_holders import find_holders, wait_for_release
 from edl.collective.agent.processes.log_folder import temporary_log_folder
 from edl.collective.agent.processes.stack_dump import dump_stacks
 from edl.errors import SettingsError
 from tests.waiting import wait_until
-
-PIPE_NBYTES = 4096  # what the kernel gives to a user who has many pipes
-
-
-@pytest.fixture
-def pipe(tmp_path: Path) -> Iterator[tuple[Path, int]]:
-    """A pipe of the smallest size, and its end as a worker opens it."""
-    path = tmp_path / "control"
-    os.mkfifo(path)
-    reading = os.open(path, os.O_RDWR | os.O_NONBLOCK)
-    fcntl.fcntl(reading, fcntl.F_SETPIPE_SZ, PIPE_NBYTES)
-    yield path, reading
-    os.close(reading)
-
-
-def environ(generation: int, nbytes: int = 1) -> dict[str, str]:
-    return {"EDL_GENERATION": str(generation), "LONG": "x" * nbytes}
-
-
-def test_announcement_larger_than_the_pipe(pipe: tuple[Path, int]) -> None:
-    """Written in pieces as the worker reads, it is not taken for sent before all of it is."""
-    path, reading = pipe
-    decoder, found = EnvironmentDecoder(), list[dict[str, str]]()
-    wanted = environ(3, 50 * PIPE_NBYTES)
-
-    def read() -> None:
-        os.set_blocking(reading, True)
-        while not found:
-            found.extend(decoder.feed_bytes(os.read(reading, 1000)))
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    assert send_environments({path: wanted}, timeout_s=60.0) == {path}
-    thread.join(60)
-    assert found == [wanted]
-
-
-def test_unread_announcement_is_not_sent(pipe: tuple[Path, int]) -> None:
-    """Its beginning stays in the pipe, and damages no announcement after it."""
-    path, reading = pipe
-    decoder = EnvironmentDecoder()
-    assert send_environments({path: environ(3, 2 * PIPE_NBYTES)}, timeout_s=0.05) == set()
-    assert decoder.feed_bytes(os.read(reading, 2 * PIPE_NBYTES)) == []
-    assert send_environments({path: environ(4)}, timeout_s=60.0) == {path}
-    assert decoder.feed_bytes(os.read(reading, 2 * PIPE_NBYTES)) == [environ(4)]
-
-
-def test_a_slow_worker_keeps_no_other(pipe: tuple[Path, int], tmp_path: Path) -> None:
-    slow, _ = pipe
-    quick, closed, missing = tmp_path / "quick", tmp_path / "closed", tmp_path / "missing"
-    os.mkfifo(quick)
-    os.mkfifo(closed)
-    reading = os.open(quick, os.O_RDWR | os.O_NONBLOCK)
-    announcements = {slow: environ(3, 2 * PIPE_NBYTES), closed: environ(3), missing: environ(3), quick: environ(3)}
-    assert send_environments(announcements, timeout_s=0.05) == {quick}
-    assert EnvironmentDecoder().feed_bytes(os.read(reading, 2 * PIPE_NBYTES)) == [environ(3)]
-    os.close(reading)
 
 
 def test_no_temporary_folder_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,25 +32,6 @@ def test_no_temporary_folder_says_what_to_do(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(tempfile, "gettempdir", gettempdir)
     with pytest.raises(SettingsError, match=r"emptyDir"), temporary_log_folder():
         pass
-
-
-def test_young_folder_is_not_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another agent may have made it, be about to lock it, and end if it cannot."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    young, old = (Path(tempfile.mkdtemp(prefix="edl-logs-")) for _ in range(2))
-    hours_ago = old.stat().st_mtime - 3 * 3600
-    os.utime(old, (hours_ago, hours_ago))
-    locked: list[Path] = []
-    lock = fcntl.flock
-
-    def flock(file: int, how: int) -> None:
-        locked.append(Path(f"/proc/self/fd/{file}").readlink())
-        lock(file, how)
-
-    monkeypatch.setattr(log_folder.fcntl, "flock", flock)
-    with temporary_log_folder() as own:
-        assert locked == [old, Path(own)]
-    assert list(tmp_path.iterdir()) == [young]
 
 
 HANGS = """

@@ -108,25 +108,6 @@ def test_ends_are_told_with_their_status(tmp_path: Path) -> None:
     assert "zygote.py" not in text, "only frames of the script are shown"
 
 
-def test_replacing_kills_the_children(tmp_path: Path) -> None:
-    """Their own processes as well; workers that are not replaced go on."""
-    with workers_of(tmp_path, SLEEPER) as (workers, heard):
-        workers.fork_workers(0, {rank: ForkRequest({"OUT": str(tmp_path / f"out-{rank}")}) for rank in range(2)})
-        first, second = pids_in(tmp_path / "out-0"), pids_in(tmp_path / "out-1")
-        assert workers.running == {0: first[0], 1: second[0]}
-        os.kill(first[0], signal.SIGSTOP)
-        workers.replace_workers(1, {0: ForkRequest({"OUT": str(tmp_path / "out-new")})})
-        wait_until_gone(*first)
-        third = pids_in(tmp_path / "out-new")
-        assert workers.running == {0: third[0], 1: second[0]}
-        event = heard.next()
-        assert (event.generation, str(event)) == (0, "worker 0 was killed by SIGKILL")
-        workers.kill_workers()
-        assert workers.running == {}
-        assert {heard.next().generation for _ in range(2)} == {1}
-        wait_until_gone(*second, *third)
-
-
 HOLDER = """
     import mmap, os, signal, subprocess
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""Processes killed for memory, in files as Linux writes them, and memory that the C library keeps."""
+"""Processes killed for memory, in files as Linux writes them."""
 
 from __future__ import annotations
 

@@ -74,9 +74,6 @@ def cases(draw: st.DrawFn, most_teachers: int, most_students: int, capacities: t
     return replace(case, previous=before.answer())
 
 
-# Wants
-
-
 # Loads
 
 
@@ -195,9 +192,6 @@ print(json.dumps([first, balance({**teachers, "new": 1.0}, students, first)]))
     ]
     assert answers[0] == answers[1]
     assert len(json.loads(answers[0])[1]) == 14
-
-
-# Size
 
 
 # Errors

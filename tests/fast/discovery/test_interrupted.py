@@ -1,4 +1,4 @@
-"""Slots, owners, registries and elections that a signal handler closes in the middle of their own functions.
+"""Registries, registrations and elections that a signal handler closes in the middle of their own functions.
 
 Each is interrupted before some lines of its own, drawn with a seed from all that it executes.
 """

@@ -167,9 +167,6 @@ def test_failed_epoch_stays_failed(teacher: Served) -> None:
                 next(iterator)
 
 
-# Readers whose epoch did not end well are let go like any other: nothing that EDL keeps leads back to them.
-
-
 def test_close_and_letting_go_leave_nothing(teacher: Served) -> None:
     sockets = count_descriptors("socket:")
     reader = reader_of(teacher).set_sample_generator(samples(200))

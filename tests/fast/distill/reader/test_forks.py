@@ -1,4 +1,4 @@
-"""Readers in forked and spawned processes, as real programs: what works, and what is refused at once, with words."""
+"""Readers in forked processes, as real programs: what works, and what is refused at once, with words."""
 
 from __future__ import annotations
 

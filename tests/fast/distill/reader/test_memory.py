@@ -1,4 +1,4 @@
-"""Answers that wait for a slow training loop are weighed with the inputs, and bound what a student's process takes."""
+"""Answers that wait for a slow training loop are weighed with the inputs."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from edl.collective.goodput.records import read_job
 from edl.discovery import open_store
 from edl.master.scaling.termination_messages import parse_termination_message
 from edl.master.scaling.terminations import TerminationCause, find_termination_cause
-from tests.jobs.collective.job import EDL, IMPATIENT, ROOT, Job, Node
+from tests.jobs.collective.job import EDL, Job, Node
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
@@ -90,20 +89,6 @@ def test_job_with_too_few_nodes(tmp_path: Path) -> None:
         message = read(log)
         assert (message["exit_code"], message["cause"]) == (75, "")
         assert "only 1 node of at least 2" in message["message"]
-
-
-def test_rank_ending_early_is_named(tmp_path: Path) -> None:
-    """A rank that ends early again and again is named as the cause."""
-    program, options = (sys.executable, str(IMPATIENT), "fruitless=3"), ("--nnodes", "2", "--lease-ttl", "60")
-    with Job(tmp_path, options, environ={"PYTHONPATH": str(ROOT)}, program=program) as job:
-        job.tell(1, "always exit 0")
-        started = [job.start() for _ in range(2)]
-        assert {node.wait() for node in started} == {1}
-        cause = "perhaps because the script had already ended on rank 1: all must make the same steps"
-        reason = f"rank 0 lost contact with another one, {cause}"
-        for node in started:
-            assert f"generation 1 ({reason}" in node.output
-            assert f"3 restarts in a row led nowhere; the last because {reason}" in node.output
 
 
 HEADROOM = 256 << 20  # more than any other process of a node is larger than a worker, so that the kernel takes a worker

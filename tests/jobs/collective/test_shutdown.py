@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 import time
@@ -145,54 +144,6 @@ def leaves(job: Job, node: Agent, waits: Callable[[], object]) -> None:
 
 
 # As a user's own file system would be installed.
-HANGING = """
-import os, pathlib, time
-from fsspec.implementations.local import LocalFileSystem
-
-class HangingFileSystem(LocalFileSystem):
-    protocol = "hanging"
-
-    @classmethod
-    def _strip_protocol(cls, path):
-        return LocalFileSystem._strip_protocol(str(path).removeprefix("hanging://"))
-
-    def _open(self, path, mode="rb", **kwargs):
-        while "w" in mode and os.path.exists(os.path.join(os.path.dirname(__file__), "hang")):
-            pathlib.Path(__file__).with_name("hangs").touch()
-            time.sleep(0.05)
-        return super()._open(path, mode, **kwargs)
-"""
-
-
-def test_again_while_state_is_stored(tmp_path: Path) -> None:
-    """A second time while the last checkpoint is stored."""
-    plugin, stored = tmp_path / "plugin", tmp_path / "stored"
-    (plugin / "hanging-1.dist-info").mkdir(parents=True)
-    (plugin / "hanging-1.dist-info" / "METADATA").write_text("Name: hanging\nVersion: 1\n")
-    (plugin / "hanging-1.dist-info" / "entry_points.txt").write_text(
-        "[fsspec.specs]\nhanging = hanging:HangingFileSystem\n"
-    )
-    (plugin / "hanging.py").write_text(HANGING)
-    options = ("--nnodes", "1", "--checkpoint", f"hanging://{stored}", "--checkpoint-interval", "0.5")
-    environ = {"PYTHONPATH": f"{ROOT}:{plugin}"}
-    with Job(tmp_path, options, [str(TRAIN_STATE), str(tmp_path)], environ=environ) as job:
-        node = job.start()
-        wait_until(lambda: "stored the state" in node.output, "a checkpoint is stored")
-        (plugin / "hang").touch()
-        wait_until((plugin / "hangs").exists, "a checkpoint hangs, and nothing else is stored or removed")
-        before = {path.name for path in stored.glob("step-*") if not path.name.endswith(".tmp")}
-        last = job.steps()[-1].step
-        wait_until(lambda: job.steps()[-1].step > last, "training goes on")
-        node.kill(signal.SIGTERM)
-        wait_until(lambda: "the last checkpoint is being stored" in node.output, "it says what it waits for")
-        assert node.process.poll() is None
-        node.kill(signal.SIGTERM)
-        assert node.wait() == 143
-        assert "the last checkpoint was not stored" in node.output
-        assert before
-        assert before <= {path.name for path in stored.iterdir()}
-        job.nothing_is_left(state=True)
-        shutil.rmtree(job.shared_memory)
 
 
 EARLY = """

@@ -67,21 +67,9 @@ def test_shards_come_back_to_other_ranks(tmp_path: Path) -> None:
     assert [one["step"] for one in run(2, "restore", tmp_path / "part", kind="fsdp", generation=1)] == [-1, -1]
 
 
-def test_waits_are_told_from_copies(tmp_path: Path) -> None:
-    """A wait for a rank that is late is no save, and one for a longer copy is."""
-    (tmp_path / "pages").mkdir()
-    (_, copied), (waited_for_late, waited_for_copy) = run(
-        2, "waits", tmp_path, pages=str(tmp_path / "pages"), seconds=0.3
-    )
-    assert waited_for_late["AGREE"] >= 0.3
-    assert copied["SAVE"] >= 0.3
-    assert waited_for_copy["SAVE"] >= 0.3
-
-
-@pytest.mark.parametrize(("width", "behind"), [(300, 0), (1500, 1)], ids=["copied at once", "copied beside the next"])
-def test_killed_at_any_instant_goes_on(tmp_path: Path, width: int, behind: int) -> None:
+def test_killed_at_any_instant_goes_on(tmp_path: Path) -> None:
     """Killed at any instant a job goes on from one of its last steps."""
-    command = [sys.executable, "-m", "tests.jobs.collective.checkpoint.kills", str(tmp_path), "10", str(width)]
+    command = [sys.executable, "-m", "tests.jobs.collective.checkpoint.kills", str(tmp_path), "10", "300"]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200
     )
@@ -89,7 +77,7 @@ def test_killed_at_any_instant_goes_on(tmp_path: Path, width: int, behind: int) 
     rounds = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
     assert len(rounds) == 10
     for finished, restored in rounds:
-        assert finished - behind <= restored <= finished + 1
+        assert finished <= restored <= finished + 1
 
 
 def test_dtensors_in_fields_come_back(tmp_path: Path) -> None:

@@ -82,25 +82,3 @@ def test_sharded_state_outlives_its_hosts(tmp_path: Path) -> None:
         job.end()
         assert [node.wait() for node in nodes] == [0, 0]
         job.nothing_is_left()
-
-
-def test_a_lost_replica_group_costs_nothing(tmp_path: Path) -> None:
-    """HSDP: each of two nodes holds all shards, so no copies are sent, and the one that is left goes on."""
-    options = ("--nnodes", "1:2", "--nproc-per-node", "2", "--lease-ttl", "60")
-    with Job(tmp_path, options, [str(SCRIPT), str(tmp_path), "hsdp"], environ={"PYTHONPATH": str(ROOT)}) as job:
-        nodes = [job.start() for _ in range(2)]
-        first = job.wait_for_world(4)[0].generation
-        folders = [host_of(job, node) for node in nodes]
-        asked = [ReplicaFolder(folder / "replicas") for folder in folders]
-        wait_until(lambda: all(folder.requested_version() is not None for folder in asked), "states are wanted")
-        reached = last_step(job, first)
-        wait_until(lambda: last_step(job, first) > reached + 12, "some saves")
-        assert not [path for folder in folders for path in folder.glob("slots-*-kept.*")], "others hold the same"
-
-        at = time.monotonic()
-        lose(job, nodes.pop(0))
-        before = last_step(job, first)
-        second = job.wait_for_world(2, after=at)[0].generation
-        assert restored(job, second) >= before - 6, "its last two saves, each after three steps"
-        job.end()
-        assert nodes[0].wait() == 0

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from edl.collective.training.batch_size.objective import AutoBatch
 from edl.collective.training.learning_rate import AdaScale, SquareRoot
 from edl.collective.training.sampler import ElasticSampler
-from edl.collective.training.split import rank_share
 from edl.collective.training.trainer import ElasticTrainer
 
 
@@ -280,25 +279,6 @@ class Line(nn.Module):
         return 0.5 * (self.x - targets).square().sum(1).mean()
 
 
-def noise(group: dist.ProcessGroup, rank: int, world: int, most: tuple[int | None, ...]) -> tuple[float, float]:
-    """Measured over many steps of a problem where it is known: variance 10, squared norm 5."""
-    model = DistributedDataParallel(Line(), process_group=group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    trainer = ElasticTrainer(
-        model, optimizer, global_batch=13, max_micro_batch=most[rank], policy=AdaScale(), group=group
-    )
-    generator = torch.Generator().manual_seed(1)
-    truth = torch.tensor([2.0, -1.0], dtype=torch.float64)
-    for _ in range(250):
-        spread = torch.tensor([3.0, 1.0], dtype=torch.float64)
-        targets = truth + spread * torch.randn(13, 2, generator=generator, dtype=torch.float64)
-        mine = rank_share(13, world, rank)
-        for some in trainer.micro_batches(targets[mine.start : mine.stop]):
-            trainer.backward(model(some))
-        trainer.step()
-    return trainer.noise.variance, trainer.noise.square
-
-
 def automatic(group: dist.ProcessGroup, rank: int, world: int) -> tuple[list[int], list[int], int]:
     """An epoch with an automatic batch, in which each rank reads three batches further ahead than the one before it.
 
@@ -330,20 +310,6 @@ def automatic(group: dist.ProcessGroup, rank: int, world: int) -> tuple[list[int
         seen += rows[: sampler.share_rows]
         trainer.step()
     return sizes, seen, sampler.global_batch
-
-
-def normalized(group: dist.ProcessGroup, rank: int, world: int) -> list[Tensor]:
-    """An epoch of a model with BatchNorm1d, whose last batch has too few samples to give each rank two."""
-    torch.manual_seed(11)
-    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
-    sampler = ElasticSampler(40, global_batch=12, rank=rank, world=world)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = ElasticTrainer(model, optimizer, sampler=sampler, max_micro_batch=3, group=group)
-    for rows in sampler:
-        for inputs in trainer.micro_batches(data(40)[0][rows]):
-            trainer.backward(model(inputs).square().mean())
-        trainer.step()
-    return [one.detach() for one in model.parameters()]
 
 
 PADDING = -100

@@ -134,12 +134,6 @@ def test_half_of_a_sharded_step_is_kept(ranks: RanksPool) -> None:
         ranks.run(2, elastic, Case(around=("fsdp",), most=(3, 3), give_up=1))
 
 
-def test_no_rank_normalizes_one_row(ranks: RanksPool) -> None:
-    """Of the last four samples three ranks would have two, one and one, and torch refuses to normalize one."""
-    found = ranks.run(3, cases.normalized)
-    assert_same(found, found[0])
-
-
 @pytest.mark.parametrize(
     ("world", "ddp", "counted"),
     [(1, True, False), (2, False, False), (2, True, True), (3, True, False), (3, False, True)],
@@ -162,15 +156,6 @@ def test_weights_that_are_none_are_refused(ranks: RanksPool, weights: list[float
     """On all ranks alike: none waits for one that has failed."""
     with pytest.raises(AssertionError, match=message):
         ranks.run(2, cases.weighed_wrongly, weights)
-
-
-def test_noise_is_the_same_in_every_world(ranks: RanksPool) -> None:
-    for world in (2, 5):
-        found = ranks.run(world, cases.noise, (4, None, 2, None, 1))
-        assert len(set(found)) == 1
-        variance, square = found[0]
-        assert variance == pytest.approx(10.0, rel=0.15)
-        assert square == pytest.approx(5.0, rel=0.15)
 
 
 def test_ranks_agree_on_an_automatic_batch(ranks: RanksPool) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from edl.collective.checkpoint.storage.writer import CheckpointWriter
+from tests.fast.collective.checkpoint.counted import reads
 from tests.jobs.collective.checkpoint.test_checkpoint import same
 from tests.jobs.collective.checkpoint.world import run
 
@@ -33,9 +34,23 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pa
 @pytest.mark.parametrize("size", [2, 3])
 def test_another_world_restores_it(tmp_path: Path, stored: tuple[dict[str, Any], Path], size: int) -> None:
     saved, url = stored
-    for after in run(size, "restore", tmp_path, kind="fsdp", storage=str(url)):
+    for after in run(size, "restore", tmp_path, kind="fsdp", storage=f"counted://{url}"):
         assert (after["step"], after["changes"]) == (4, [[4, size, 4]])
         same(saved, after, without=("buffers",))
+
+
+def test_ranks_share_out_what_all_need(tmp_path: Path) -> None:
+    """Each byte of a replicated state is read by one of three ranks, which gives it to the others."""
+    folder, url = tmp_path / "old", tmp_path / "c"
+    folder.mkdir()
+    saved = run(2, "save", folder, kind="ddp")
+    CheckpointWriter(str(url), run=lambda: "0" * 16).write_newest([folder / "slots-0", folder / "slots-1"])
+    for after in run(3, "restore", tmp_path, kind="ddp", storage=f"counted://{url}"):
+        assert after["step"] == 4
+        same(saved[0], after, without=("buffers",))
+    counted = reads(tmp_path)
+    assert sum(counted) <= next(url.glob("*/__0_0.distcp")).stat().st_size
+    assert len(counted) <= 2
 
 
 def test_one_process_restores_without_fsdp(tmp_path: Path, stored: tuple[dict[str, Any], Path]) -> None:

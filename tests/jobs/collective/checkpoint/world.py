@@ -14,6 +14,7 @@ import json
 import os
 import random
 import signal
+import threading
 import traceback
 import uuid
 from collections.abc import Callable
@@ -30,9 +31,12 @@ from torch.distributed.fsdp import fully_shard
 
 from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.state.state import State
+from edl.collective.worker_status import Phase, WorkerStatusPage
 from edl.errors import SettingsError
+from tests.fast.collective.checkpoint import counted
 from tests.jobs.collective.job import ROOT
 from tests.jobs.forks import Forks
+from tests.waiting import wait_until
 
 IMPORTS = """
 import torch
@@ -188,6 +192,7 @@ def save(kind: str, step: int = 4, storage: str | None = None) -> dict[str, Any]
 
 def restore(kind: str, storage: str | None = None) -> dict[str, Any]:
     """Restore into a job that began otherwise."""
+    assert counted.CountedFolder.protocol == "counted", "the storage's name is known"
     state, changes = job(kind, 2), []
     state.register_adjust_function(lambda change: changes.append([change.old_size, change.new_size, change.step]))
     with Checkpointer(state, storage=storage, interval_steps=1) as checkpointer:
@@ -203,6 +208,59 @@ def restore(kind: str, storage: str | None = None) -> dict[str, Any]:
             checkpointer.save(step + 1)
         checkpointer.close()  # the end of the block would store that
     return said
+
+
+def resume(kind: str, steps: int) -> dict[str, Any]:
+    """Restore, or begin, and train some more steps, each of which is saved, the third one for a replica."""
+    state, states = job(kind, 2), {}
+    with Checkpointer(state, interval_steps=1) as checkpointer:
+        first = checkpointer.restore() + 1
+        for step in range(first, first + steps):
+            train(state, 1)
+            checkpointer.save(step)
+            states[str(step)] = told_of(state)
+    return {"first": first, "states": states, "next": torch.rand(3).tolist()}
+
+
+class Slow:
+    """A field that takes as long to be saved as a function that may be given."""
+
+    wait: Callable[[], object] = staticmethod(lambda: None)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.wait()
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def waits(pages: str, seconds: float) -> list[dict[str, float]]:
+    """Rank 0 comes later to a save than rank 1, then takes longer for the next one: what each took, by phase."""
+    board, field, rank, taken = WorkerStatusPage.create(Path(pages) / str(dist.get_rank())), Slow(), dist.get_rank(), []
+    dist.barrier()
+    other = WorkerStatusPage.open(Path(pages) / str(1 - rank))
+
+    def wait() -> None:
+        """For the other rank to wait for this one, and then for so many seconds."""
+        wait_until(lambda: other.read_status().phase is Phase.AGREE, "the other rank waits")
+        threading.Event().wait(seconds)
+
+    with Checkpointer(State(field=field), interval_steps=1, board=board) as checkpointer:
+        checkpointer.restore()
+        checkpointer.save(0)
+        for step in (1, 2):
+            dist.barrier()
+            if rank == 0 and step == 1:
+                wait()
+            elif rank == 0:
+                field.wait = wait
+            before = board.read_status().totals_s
+            checkpointer.save(step)
+            after = board.read_status().totals_s
+            field.wait = Slow.wait
+            taken.append({phase.name: after[phase] - before[phase] for phase in Phase})
+    return taken
 
 
 def dcp_load(kind: str, checkpoint: str) -> dict[str, Any]:
@@ -257,5 +315,7 @@ CASES: dict[str, Case] = {
     "averages": averages,
     "save": save,
     "restore": restore,
+    "resume": resume,
+    "waits": waits,
     "dcp_load": dcp_load,
 }

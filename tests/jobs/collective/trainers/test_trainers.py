@@ -33,6 +33,13 @@ def compare(script: str, folder: Path, kill_at: int, options: tuple[str, ...], *
             assert elastic[what] == plain[what], what
 
 
+@pytest.mark.parametrize("options", [(), ("--fsdp2",)], ids=" ".join)
+def test_loop_killed_in_a_step(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """And each rank reads what is its own of the stream from its place on."""
+    pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+    compare("train_loop.py", tmp_path, 13, options)  # in the second epoch
+
+
 @pytest.mark.parametrize("options", [AOT, ("--fsdp2",)], ids=" ".join)
 def test_transformers_killed_in_a_step(tmp_path: Path, options: tuple[str, ...]) -> None:
     pytest.importorskip("transformers", "5.23", reason="transformers is not installed, or too old")

@@ -214,7 +214,7 @@ def saves(device: torch.device, folder: Path) -> dict[str, Callable[[], float]]:
 
     def timed(save: Callable[[int], object]) -> float:
         found = []
-        for number in range(_SAVES + 1):
+        for _ in range(_SAVES + 1):
             step = next(steps)
             train(state, step)
             _synchronize(device)
@@ -223,7 +223,6 @@ def saves(device: torch.device, folder: Path) -> dict[str, Callable[[], float]]:
             found.append(time.perf_counter() - begin)
             if hasattr(waiting, "result"):
                 waiting.result()
-            del number
         return Spread.of(found[1:]).median
 
     def tensors() -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import signal
 import sys
 import threading
@@ -53,27 +52,6 @@ class InterruptAt:
                 self.reached = self._over = True
                 self._action()
         return self._lines
-
-
-@contextlib.contextmanager
-def signals_at_random(handler: Callable[[], object], rng: random.Random, within_s: float) -> Iterator[None]:
-    """Call `handler` in the main thread, as SIGUSR1's handler, once, at a random moment of the next `within_s`."""
-    before = signal.signal(signal.SIGUSR1, lambda *_: handler())
-    over = threading.Event()
-    main, delay_s = threading.get_ident(), rng.uniform(0, within_s)
-
-    def send() -> None:
-        if not over.wait(delay_s):
-            signal.pthread_kill(main, signal.SIGUSR1)
-
-    sender = threading.Thread(target=send, daemon=True)
-    sender.start()
-    try:
-        yield
-    finally:
-        over.set()
-        sender.join()
-        signal.signal(signal.SIGUSR1, before)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -54,7 +53,6 @@ def test_an_illegal_address_is_tried_twice(gpu: torch.device, tmp_path: Path) ->
 def test_no_gpu_is_the_scripts_error(tmp_path: Path) -> None:
     """Where there never was a GPU, a script that wants one has an error of its own."""
     environment_has_none = "import os; os.environ['CUDA_VISIBLE_DEVICES'] = ''\ntorch.zeros(1, device='cuda')"
-    assert os.environ.get("CUDA_VISIBLE_DEVICES") != "-"
     ended = run(tmp_path, environment_has_none)
     assert ended.returncode == 1, ended.stderr
     assert "script.py" in ended.stderr

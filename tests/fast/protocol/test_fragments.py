@@ -46,7 +46,7 @@ def test_fragment_is_of_the_streams_type() -> None:
     assert list(message.raw_input_contents) == [(6).to_bytes(8, "little"), b"\x3a\x04a"]
 
 
-def test_dropped_and_replaced_fragments_begin_anew() -> None:
+def test_replaced_fragments_start_again() -> None:
     defragmenter = Defragmenter(LIMIT_NBYTES)
     first, second = cut(b"", [b"a" * 100], "1", 40), cut(b"", [b"b" * 100], "2", 40)
     assert defragmenter.add(*buffers_of(first[0])) is None

@@ -205,7 +205,7 @@ def test_registry_that_lies_gets_no_data(inside: StartInside, tmp_path: Path, ur
         assert impostor.metric("edl_teacher_rows_total") == 0, "training data went to a host that the registry named"
 
 
-def test_tls_with_tokens_shared_memory_and_sockets(
+def test_tls_beside_sockets_and_memory(
     inside: StartInside, tmp_path: Path, url: str, ca: Authority, token_file: str
 ) -> None:
     socket = tmp_path / "teacher.sock"

@@ -7,10 +7,11 @@ they are bugs, and the rest of the epoch would be missing without a word.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from edl.errors import SourceError
 
@@ -21,6 +22,10 @@ _FRAMEWORKS = ("torch", "paddle")
 
 class SourceIterator(Iterator[Any]):
     """An iterator over a user's source that tells its end from a `StopIteration` raised on the way.
+
+    A PyTorch `DataLoader` without workers draws its order from torch's global generator when its first batch is read.
+    That batch is read at once, in the caller's thread: another thread would draw beside the training's own draws, and
+    the same seed would give another order.
 
     Args:
         source: any iterable, a `DataLoader` say; or an object with `__getitem__` alone.
@@ -34,10 +39,13 @@ class SourceIterator(Iterator[Any]):
         self._seen = 0
         alone = hasattr(source, "__getitem__") and not hasattr(type(source), "__iter__")
         self._iterator = _by_position(source) if alone else iter(source)
+        self._first: list[Callable[[], Any]] = []
+        if type(source).__name__ == "DataLoader" and getattr(source, "num_workers", None) == 0:
+            self._first.append(_outcome(self._iterator))
 
     def __next__(self) -> Any:
         try:
-            value = next(self._iterator)
+            value = self._first.pop()() if self._first else next(self._iterator)
         except StopIteration as exc:
             self._check_end(exc)
             raise
@@ -61,6 +69,19 @@ class SourceIterator(Iterator[Any]):
             f"{what}, a transform or the collate function raised StopIteration, which would end the epoch early: let "
             "it raise another error, or catch it"
         ) from end
+
+
+def _outcome(iterator: Iterator[Any]) -> Callable[[], Any]:
+    """Read the next value; return what returns it, or raises what reading it raised."""
+    try:
+        value = next(iterator)
+    except Exception as exc:  # noqa: BLE001 - raised by what is returned
+        return functools.partial(_raise, exc)
+    return lambda: value
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _by_position(source: Any) -> Iterator[Any]:

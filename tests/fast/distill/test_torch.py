@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset  # noqa: E402
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler  # noqa: E402
 
 from edl.distill import Options  # noqa: E402
 from edl.distill.cache import SoftLabelCache  # noqa: E402
@@ -77,6 +78,22 @@ def test_labels_are_moved_to_the_device(serve: Serve) -> None:
     assert len(pairs) == 7
     for (images, numbers), soft in pairs:
         assert {images.device.type, numbers.device.type, soft.device.type} == {"meta"}
+
+
+def test_order_is_drawn_in_the_loops_thread(serve: Serve) -> None:
+    """A seed gives the same order each time, also where a trainer begins an epoch that it drops."""
+    drawn_by: list[threading.Thread] = []
+
+    class Order(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            drawn_by.append(threading.current_thread())
+            yield from torch.randperm(50).tolist()
+
+    data = DataLoader(Numbers(50), batch_size=8, sampler=Order())
+    with distill(data, serve("echo").endpoint, inputs="x", outputs="y", options=PATIENT) as loader:
+        iter(loader)
+        check(list(loader), 50)
+    assert drawn_by == [threading.main_thread()] * 2
 
 
 def test_second_epoch_is_cached(serve: Serve, tmp_path: Any) -> None:

@@ -59,6 +59,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--record", action="store_true")
     options, rest = parser.parse_known_args(rest)
+    if options.record and rest:
+        parser.error(f"--record is for whole tiers: leave out {' '.join(rest)}")
     codes: list[int] = []
     with tempfile.TemporaryDirectory() as folder:
         reports: list[Path] = []
@@ -70,9 +72,10 @@ def main(arguments: Sequence[str]) -> int:
                     return INTERRUPTED
         if options.record:
             _record([report for report in reports if report.exists()])
-    if all(code == NO_TESTS for code in codes):
-        return NO_TESTS
-    return max(code for code in codes if code != NO_TESTS)
+    failed = [code for code in codes if code not in (0, NO_TESTS)]
+    if failed:
+        return failed[0]
+    return 0 if 0 in codes else NO_TESTS
 
 
 def _run_part(name: str, part: Sequence[str], rest: Sequence[str], report: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from edl.collective.agent.health.hang_detector import HangDetector
 from edl.collective.agent.health.hang_limits import HangLimits, describe_hang, find_progress_limit
+from edl.collective.agent.health.heartbeat import Heartbeat
 from edl.collective.agent.health.process_activity import (
     ActivityMonitor,
     ProcessUsage,
@@ -137,7 +139,9 @@ def test_another_nodes_worker_is_waited_for() -> None:
 
 
 COMPUTE = "print('there', flush=True)\nwhile True: sum(range(1000))"
+
 CHILD = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {COMPUTE!r}])"
+
 READ = """
 import threading
 file, event = open("/dev/zero", "rb"), threading.Event()
@@ -205,3 +209,60 @@ def test_who_waits_for_a_core_is_queued() -> None:
             process.kill()
             process.communicate()
     assert read_queued_s(both[0].pid) == 0.0, "it is gone"
+
+
+class Beats:
+    """An agent's beats; its thread has ended, and turns are this class's to make."""
+
+    def __init__(self) -> None:
+        self.now_s, self.touch_s = 100.0, 0.0
+        self.beats: list[float] = []
+        self.touched = self.woken = 0
+        self._heartbeat = Heartbeat(1.0, self.beats.append, self._touch, self._wake, clock=lambda: self.now_s)
+        self._heartbeat.close()
+        self.allow = self._heartbeat.allow_beats
+        self.touched = 0
+
+    def _touch(self) -> None:
+        self.touched += 1
+        self.now_s += self.touch_s
+
+    def _wake(self) -> None:
+        self.woken += 1
+
+    def turn(self, after_s: float = 0.2) -> int:
+        """Make a turn and return how many beats there were."""
+        self.now_s += after_s
+        self._heartbeat._turn()
+        return len(self.beats)
+
+
+def test_sign_of_life_while_records_allow() -> None:
+    simulation = Beats()
+    assert simulation.turn() == 0, "nobody has looked yet"
+    simulation.allow(100.1, 101.0)
+    assert [simulation.turn() for _ in range(5)] == [1, 2, 3, 3, 3]
+    assert (simulation.touched, simulation.woken) == (6, 0)
+    simulation.allow(101.1, math.inf)
+    assert simulation.turn() == 4
+
+
+def test_stopped_agent_looks_before_it_beats() -> None:
+    simulation = Beats()
+    simulation.allow(100.0, math.inf)
+    assert simulation.turn(1.0) == 1, "late, and not stopped"
+    assert simulation.turn(1.1) == 1
+    assert (simulation.turn(), simulation.woken) == (1, 1)
+    simulation.allow(102.0, math.inf)
+    assert simulation.turn() == 1, "the records were asked for before the stop was over"
+    simulation.allow(102.2, math.inf)
+    assert simulation.turn() == 2
+
+
+def test_stopped_turn_gives_an_old_sign() -> None:
+    """Stopped in the middle of a turn, it gives no sign as if it had lived meanwhile."""
+    simulation = Beats()
+    simulation.allow(100.0, math.inf)
+    simulation.touch_s = 5.0
+    simulation.turn()
+    assert simulation.beats == [pytest.approx(100.2)]

@@ -4,8 +4,10 @@ A ResNet-50 under bfloat16 autocast with batches of 128 images, and a Llama of a
 with the 64 most likely tokens of each, both with random weights. `served_vs_local_images` and `served_vs_local_tokens`
 divide the rate of a reader in another process by that of a loop that calls the model with the same batches, copies the
 inputs to the GPU and the answers back. `uint8_vs_float32` divides the served rate of uint8 images, which the teacher
-normalizes on the GPU, by that of float32 images. Each side has the GPU for itself while it is measured. The notes say
-for which share of the time the GPU computed nothing while it served, by CUDA events around the model.
+normalizes on the GPU, by that of float32 images. `pinned_vs_pageable` divides the rate of a loop that copies its images
+through pinned memory by that of the loop that does not, as `edl serve` does not. Each side has the GPU for itself while
+it is measured. The notes say for which share of the time the GPU computed nothing while it served, by CUDA events
+around the model.
 
 Without a GPU the models are tiny, which shows that the benchmark works and measures nothing.
 """
@@ -18,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +92,7 @@ class Images:
         shape = (self._rows, 3, self._size, self._size)
         self.uint8 = np.random.default_rng(1).integers(256, size=shape, dtype=np.uint8)
 
-    def local(self) -> Iterator[int]:
+    def local(self, *, pinned: bool = False) -> Iterator[int]:
         """Yield the rows of each batch that a loop has computed, without end."""
         model = models.resnet50(**self._options).to(self._device).eval()
         mean, deviation = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
@@ -97,7 +100,9 @@ class Images:
         scale, shift = (numbers.view(3, 1, 1).to(self._device) for numbers in (scale, shift))
         with torch.inference_mode(), torch.autocast(self._device.type, dtype=torch.bfloat16):
             while True:
-                pixels = torch.from_numpy(self.uint8).to(self._device).float().mul_(scale).add_(shift)
+                images = torch.from_numpy(self.uint8)
+                images = images.pin_memory() if pinned else images
+                pixels = images.to(self._device, non_blocking=pinned).float().mul_(scale).add_(shift)
                 yield len(model(pixels).float().cpu())
 
     def served(self, batch: Array) -> Callable[[], Iterator[int]]:
@@ -219,6 +224,8 @@ def measure(options: Options) -> dict[str, list[float]]:
             "tokens, local": lambda: rate(tokens.local, options.seconds),
             "tokens, served": lambda: rate(texts, options.seconds),
         }
+        if device.type == "cuda":  # which alone can pin memory
+            sides["images, local and pinned"] = lambda: rate(partial(images.local, pinned=True), options.seconds)
         rounds = take_turns(sides, options.repeats)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU: tiny models on the CPU"
     note(f"{name}, torch {torch.__version__}\n")
@@ -227,11 +234,14 @@ def measure(options: Options) -> dict[str, list[float]]:
         note(f"| {side} | {sorted(rates)[len(rates) // 2]:,.0f} |")
     if device.type == "cuda":
         note(f"\nThe GPU was idle for {100 * sorted(idle)[len(idle) // 2]:.0f}% of the time while it served images.")
-    return {
+    ratios = {
         "served_vs_local_images": divide(rounds["images, served"], rounds["images, local"]),
         "served_vs_local_tokens": divide(rounds["tokens, served"], rounds["tokens, local"]),
         "uint8_vs_float32": divide(rounds["images, served"], rounds["images, served as float32"]),
     }
+    if device.type == "cuda":
+        ratios["pinned_vs_pageable"] = divide(rounds["images, local and pinned"], rounds["images, local"])
+    return ratios
 
 
 if __name__ == "__main__":

@@ -44,15 +44,8 @@ class Reply(NamedTuple):
 
 def status(code: int, reason: str, message: str, **details: Any) -> Reply:
     """An error as API servers have it."""
-    body = {
-        "kind": "Status",
-        "status": "Failure",
-        "reason": reason,
-        "message": message,
-        "code": code,
-        "details": details,
-    }
-    return Reply(code, body)
+    body = {"kind": "Status", "status": "Failure", "reason": reason, "message": message, "code": code}
+    return Reply(code, {**body, "details": details})
 
 
 class ApiServer:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from edl.distill.dispatch.actions import Action, Deliver, FailureKind, GiveUp, RequestFailure, Send
+from edl.distill.dispatch.actions import Action, Deliver, FailureKind, RequestFailure, Send
 from edl.distill.dispatch.dispatcher import Dispatcher
 from edl.distill.dispatch.policy import Policy
 
@@ -23,7 +23,6 @@ class SimTeacher:
     straggle: Callable[[], float] = lambda: 1.0
     busy_until: float = 0.0
     served: int = 0
-    sent: list[int] = field(default_factory=list)
 
     def reply_at(self, now: float) -> float:
         start = max(now + self.network_s, self.busy_until)
@@ -31,7 +30,30 @@ class SimTeacher:
         return self.busy_until + self.network_s
 
 
-class Simulation:
+class Timeline:
+    """A dispatcher, and what happens to it at which time; it is asked only when it says that it wants to be."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.dispatcher, self.now = dispatcher, 0.0
+        self._events: list[tuple[float, int, Callable[[], Sequence[Action] | None]]] = []
+        self._order = itertools.count()
+
+    def at(self, when: float, happens: Callable[[], Sequence[Action] | None]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), happens))
+
+    def advance(self) -> Sequence[Action] | None:
+        """Let the next thing happen, and return what is to be done then; None if nothing happens any more."""
+        wanted = self.dispatcher.next_event(self.now)
+        if wanted is not None and (not self._events or wanted < self._events[0][0]):
+            self.now = max(self.now, wanted)
+            return self.dispatcher.tick(self.now)
+        if not self._events:
+            return None
+        self.now, _, happens = heapq.heappop(self._events)
+        return happens() or ()
+
+
+class Simulation(Timeline):
     """Feeds `depth` tasks ahead of the consumer, which takes them in order and at once.
 
     With `pace`, the source yields so many tasks a second instead, whatever becomes of them.
@@ -46,22 +68,14 @@ class Simulation:
         depth: int = 0,
         pace: float = 0.0,
     ) -> None:
-        self.dispatcher, self.teachers, self.tasks, self.depth, self.pace = dispatcher, teachers, tasks, depth, pace
-        self.now = 0.0
+        super().__init__(dispatcher)
+        self.teachers, self.tasks, self.depth, self.pace = teachers, tasks, depth, pace
         self.sends: list[Send] = []
-        self.answers: dict[int, str] = {}
-        self.given_up: dict[int, GiveUp] = {}
         self.latency: dict[int, float] = {}
         self._added: dict[int, float] = {}
-        self._events: list[tuple[float, int, Callable[[], list[Action]]]] = []
-        self._order = itertools.count()
-        self._on_way: dict[int, str] = {}
         self.delivered = 0
 
-    def at(self, when: float, event: Callable[[], list[Action]]) -> None:
-        heapq.heappush(self._events, (when, next(self._order), event))
-
-    def run(self, until_s: float = 3600.0) -> None:
+    def run(self) -> None:
         for name in self.teachers:
             self._apply(self.dispatcher.teacher_up(name, self.now))
         if self.pace:
@@ -69,21 +83,15 @@ class Simulation:
                 self.at(number / self.pace, lambda number=number: self._add(number))  # type: ignore[misc]
         self._feed()
         while self.delivered < self.tasks:
-            tick = self.dispatcher.next_event(self.now)
-            if tick is not None and (not self._events or tick < self._events[0][0]):
-                self.now = tick
-                self._apply(self.dispatcher.tick(self.now))
-            elif self._events:
-                self.now, _, event = heapq.heappop(self._events)
-                self._apply(event())
-            else:
-                raise AssertionError(f"stuck at {self.now:.3f} s with {self.delivered} of {self.tasks} delivered")
-            assert self.now < until_s, f"{self.delivered} of {self.tasks} delivered after {until_s} s"
+            actions = self.advance()
+            assert actions is not None, f"stuck at {self.now:.3f} s with {self.delivered} of {self.tasks} delivered"
+            assert self.now < 3600, f"{self.delivered} of {self.tasks} delivered after an hour"
+            self._apply(actions)
             self._feed()
             self._apply(self.dispatcher.set_awaited(self.delivered, self.now))
 
     def _feed(self) -> None:
-        while self.delivered in self.answers or self.delivered in self.given_up:
+        while self.delivered in self.latency:
             self.delivered += 1
         if self.pace:
             return
@@ -95,26 +103,17 @@ class Simulation:
         self._added[number] = self.now
         return self.dispatcher.add_task(number, self.now)
 
-    def _apply(self, actions: list[Action]) -> None:
+    def _apply(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, Send):
-                teacher = self.teachers[action.teacher]
                 self.sends.append(action)
-                teacher.sent.append(action.task)
-                self._on_way[action.attempt] = action.teacher
-                self.at(teacher.reply_at(self.now), lambda a=action: self._reply(a))
-            elif isinstance(action, Deliver):
-                assert action.task not in self.answers, "delivered twice"
-                self.answers[action.task] = action.teacher
+                when = self.teachers[action.teacher].reply_at(self.now)
+                self.at(when, lambda a=action.attempt: self.dispatcher.attempt_answered(a, self.now))  # type: ignore[misc]
+            else:
+                assert isinstance(action, Deliver), "given up"
+                assert action.task not in self.latency, "delivered twice"
                 self.latency[action.task] = self.now - self._added[action.task]
                 self.teachers[action.teacher].served += 1
-            else:
-                self.given_up[action.task] = action
-
-    def _reply(self, send: Send) -> list[Action]:
-        if self._on_way.pop(send.attempt, None) is None:
-            return []
-        return self.dispatcher.attempt_answered(send.attempt, self.now)
 
 
 def stragglers(share: float, factor: float, seed: int) -> Callable[[], float]:
@@ -122,7 +121,7 @@ def stragglers(share: float, factor: float, seed: int) -> Callable[[], float]:
     return lambda: factor if rng.random() < share else 1.0
 
 
-def sends(actions: list[object]) -> list[Send]:
+def sends(actions: Sequence[Action]) -> list[Send]:
     """Of some actions, those that send."""
     return [action for action in actions if isinstance(action, Send)]
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hypothesis import example, given, settings
@@ -14,6 +13,7 @@ from edl.distill.dispatch.actions import Action, Deliver, FailureKind, GiveUp, R
 from edl.distill.dispatch.dispatcher import Dispatcher
 from edl.distill.dispatch.outage import Outage, OutageStatus
 from edl.distill.dispatch.policy import Policy
+from tests.fast.distill.dispatch.simulation import Timeline
 
 RESCUE_S = 100.0
 """When a good teacher comes that stays."""
@@ -34,17 +34,13 @@ class Course:
     goes: str
 
 
-class World:
+class World(Timeline):
     """Teachers on their courses, and tasks that are added at some times."""
 
     def __init__(self, courses: Sequence[Course], tasks_at: Sequence[float]) -> None:
-        self.dispatcher = Dispatcher(Policy(window=WINDOW))
-        self.now = 0.0
+        super().__init__(Dispatcher(Policy(window=WINDOW)))
         self.ended: dict[int, Deliver | GiveUp] = {}
-        self.looks = 0
         self._courses = {f"t{number}": course for number, course in enumerate(courses)}
-        self._events: list[tuple[float, int, Callable[[], Sequence[Action] | None]]] = []
-        self._order = itertools.count()
         self._on_way: dict[int, Send] = {}
         self._up: set[str] = set()
         self._answers = {name: itertools.cycle(course.answers) for name, course in self._courses.items()}
@@ -53,22 +49,13 @@ class World:
         for task, at in enumerate(tasks_at):
             self.at(at, lambda task=task: self.dispatcher.add_task(task, self.now))  # type: ignore[misc]
 
-    def at(self, when: float, happens: Callable[[], Sequence[Action] | None]) -> None:
-        heapq.heappush(self._events, (when, next(self._order), happens))
-
     def run(self) -> None:
-        while self.now < END_S:
-            wanted = self.dispatcher.next_event(self.now)
-            if wanted is not None and (not self._events or wanted <= self._events[0][0]):
-                self.now = max(self.now, wanted)
-                self.looks += 1
-                assert self.looks < 20_000, "it wants to be asked without an end"
-                self._carry_out(self.dispatcher.tick(self.now))
-            elif self._events:
-                self.now, _, happens = heapq.heappop(self._events)
-                self._carry_out(happens() or ())
-            else:
+        for _ in range(20_000):
+            actions = self.advance()
+            if actions is None or self.now >= END_S:
                 return
+            self._carry_out(actions)
+        raise AssertionError("it wants to be asked without an end")
 
     def _plan(self, name: str, course: Course) -> None:
         self.at(course.coming_at, lambda: self.dispatcher.teacher_connecting(name))
@@ -132,8 +119,6 @@ courses = st.builds(
 )
 times = st.lists(seconds, min_size=1, max_size=12)
 GOOD = Course((None,), 0.05, RESCUE_S, 0.0, None, "")
-
-
 BUSY = Course((FailureKind.OVERLOADED,), 3.0, 0.0, 0.0, None, "")
 
 
@@ -161,7 +146,6 @@ TIMEOUT_S, REQUEST_S = 60.0, 20.0
 
 
 def test_outage_is_said_recalled_and_ended() -> None:
-    """A time without teachers is said, recalled and ended."""
     outage = Outage(TIMEOUT_S, REQUEST_S)
     outage.start_work(100.0)
     assert outage.check(100.0, 0) == OutageStatus(False, 110.0, ": waiting up to 60 s")
@@ -169,6 +153,9 @@ def test_outage_is_said_recalled_and_ended() -> None:
     assert outage.check(110.5, 0) == OutageStatus(False, 120.5, " since 10 s")
     assert outage.check(155.0, 0) == OutageStatus(False, 160.0, " since 55 s")
     assert outage.check(160.0, 0).expired
+    outage.finish_work()
+    outage.start_work(1000.0)
+    assert outage.check(1000.0, 0) == OutageStatus(False, 1010.0, ": waiting up to 60 s"), "later work waits in full"
 
 
 def test_a_teacher_that_comes_ends_it() -> None:
@@ -187,13 +174,3 @@ def test_mute_teachers_are_awaited_briefly() -> None:
     assert [outage.check(now, 2).expired for now in (0.0, 79.9, 80.0)] == [False, False, True]
     outage.start_work(0.0)
     assert [outage.check(now, live).expired for now, live in ((79.0, 1), (79.5, 0), (80.0, 0))] == [False, False, True]
-
-
-def test_later_work_waits_in_full() -> None:
-    """Work that comes after a time without waits in full."""
-    outage = Outage(TIMEOUT_S, REQUEST_S)
-    outage.start_work(0.0)
-    outage.check(0.0, 0)
-    outage.finish_work()
-    outage.start_work(1000.0)
-    assert outage.check(1000.0, 0) == OutageStatus(False, 1010.0, ": waiting up to 60 s")

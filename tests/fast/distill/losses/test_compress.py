@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edl.distill.cache import CacheKey, SoftLabelCache
 from edl.distill.compress import TopK, to_float16, top_k
+from edl.distill.engine.compatibility import TeacherCompatibility
+from edl.distill.transport.schema import ModelSpec, OutputSpec, TensorMetadata
 from edl.errors import SettingsError
 
 
@@ -51,6 +55,7 @@ def test_largest_classes_are_kept(seed: int, rows: int, classes: int, temperatur
 @pytest.mark.parametrize("temperature", [1.0, 4.0])
 def test_dense_labels_keep_probabilities(temperature: float) -> None:
     """Dense labels keep the probabilities of the kept classes and of the tail."""
+    assert labels_of([[3, 1]], [[1.0, 1.0]], [0.0], None).to_dense(4).shape == (1, 4)
     logits = np.random.default_rng(1).normal(0, 3, (6, 50)).astype(np.float32)
     labels = top_k(logits, 7, temperature)
     exact, dense = softmax(logits, temperature), softmax(labels.to_dense(), temperature)
@@ -72,14 +77,6 @@ def test_huge_logits_do_not_overflow() -> None:
     assert labels.tail_lse[1] == pytest.approx(float(np.float16(-6e4)) + np.log(2))
 
 
-def test_unlike_labels_are_not_joined() -> None:
-    logits = np.zeros((2, 8), np.float32)
-    with pytest.raises(SettingsError, match=r"temperature=1, classes=8 and k=2, temperature=2"):
-        TopK.concatenate([top_k(logits, 2, 1.0), top_k(logits, 2, 2.0)])
-    with pytest.raises(SettingsError, match="at least one"):
-        TopK.concatenate([])
-
-
 def test_a_class_count_is_for_all_pieces() -> None:
     """A vLLM or SGLang engine does not say how many classes there are; a teacher of transformers beside it does."""
     known, other = top_k(np.ones((2, 8), np.float32), 2), top_k(np.ones((2, 9), np.float32), 2)
@@ -96,55 +93,44 @@ def test_a_class_count_is_for_all_pieces() -> None:
         TopK.concatenate([known, beyond])
 
 
-@pytest.mark.parametrize(
-    ("ids", "values", "tail", "words"),
-    [
-        ([[0, 1]], [[1.0, 2.0]], [0.0, 1.0], "shapes"),
-        ([0, 1], [1.0, 2.0], [0.0], "shapes"),
-        ([[0.0, 1.0]], [[1.0, 2.0]], [0.0], "types"),
-        ([[0, 9]], [[1.0, 2.0]], [0.0], "class ids from 0 to 9, of 5 classes"),
-    ],
-)
-def test_impossible_top_k_labels_are_refused(ids: Any, values: Any, tail: Any, words: str) -> None:
+ROWS = np.zeros((2, 8), np.float32)
+BAD: list[tuple[Callable[[], Any], str]] = [
+    (lambda: labels_of([[0, 1]], [[1.0, 2.0]], [0.0, 1.0]), "shapes"),
+    (lambda: labels_of([0, 1], [1.0, 2.0], [0.0]), "shapes"),
+    (lambda: labels_of([[0.0, 1.0]], [[1.0, 2.0]], [0.0]), "types"),
+    (lambda: labels_of([[0, 9]], [[1.0, 2.0]], [0.0]), "class ids from 0 to 9, of 5 classes"),
+    (lambda: top_k(ROWS, 0), r"k=0: must be from 1 to the number of classes, 8"),
+    (lambda: top_k(ROWS, 2, 0.0), r"temperature=0.0"),
+    (lambda: top_k(ROWS[0], 2), r"float32 \[8\]"),
+    (lambda: top_k(ROWS.astype(np.int64), 2), r"int64"),
+    (
+        lambda: TopK.concatenate([top_k(ROWS, 2, 1.0), top_k(ROWS, 2, 2.0)]),
+        "temperature=1, classes=8 and k=2, temperature=2",
+    ),
+    (lambda: TopK.concatenate([]), "at least one"),
+    *(
+        (lambda cut=cut: top_k(ROWS, 2)[0][cut], "of one sample")  # type: ignore[misc]
+        for cut in (0, slice(1), [0])
+    ),
+    (lambda: TopK.concatenate([top_k(ROWS, 2)[0]] * 2), r"use TopK\.stack"),
+    (
+        lambda: TopK.stack([top_k(ROWS, 2)[0], top_k(np.zeros((1, 3, 8), np.float32), 2)[0]]),
+        r"shapes \[2\] and \[3, 2\]",
+    ),
+    (lambda: TopK.stack([top_k(ROWS, 2)[0], top_k(ROWS[:, :7], 2)[0]]), "do not go together"),
+    (lambda: labels_of([[3, 1]], [[1.0, 1.0]], [0.0], None).to_dense(), "classes="),
+    (lambda: labels_of([[3, 1]], [[1.0, 1.0]], [0.0], None).to_dense(3), "class 3"),
+]
+
+
+def labels_of(ids: Any, values: Any, tail: Any, classes: int | None = 5) -> TopK:
+    return TopK(np.array(ids), np.array(values, np.float32), np.array(tail, np.float32), classes=classes)
+
+
+@pytest.mark.parametrize(("call", "words"), BAD)
+def test_bad_input_is_named(call: Callable[[], Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
-        TopK(np.array(ids), np.array(values, np.float32), np.array(tail, np.float32), classes=5)
-
-
-@pytest.mark.parametrize(
-    ("logits", "k", "temperature", "words"),
-    [
-        (np.zeros((2, 8), np.float32), 0, 1.0, r"k=0: must be from 1 to the number of classes, 8"),
-        (np.zeros((2, 8), np.float32), 2, 0.0, r"temperature=0.0"),
-        (np.zeros(8, np.float32), 2, 1.0, r"float32 \[8\]"),
-        (np.zeros((2, 8), np.int64), 2, 1.0, r"int64"),
-    ],
-)
-def test_bad_arguments_are_named(logits: Any, k: int, temperature: float, words: str) -> None:
-    with pytest.raises(SettingsError, match=words):
-        top_k(logits, k, temperature)
-
-
-def test_single_row_cannot_be_cut_or_joined() -> None:
-    """One row alone has no rows to cut or to concatenate."""
-    one = top_k(np.zeros((2, 8), np.float32), 2)[0]
-    for cut in (0, slice(1), [0]):
-        with pytest.raises(SettingsError, match="of one sample"):
-            one[cut]
-    with pytest.raises(SettingsError, match=r"use TopK\.stack"):
-        TopK.concatenate([one, one])
-    with pytest.raises(SettingsError, match=r"shapes \[2\] and \[3, 2\]"):
-        TopK.stack([one, top_k(np.zeros((1, 3, 8), np.float32), 2)[0]])
-    with pytest.raises(SettingsError, match="do not go together"):
-        TopK.stack([one, top_k(np.zeros((2, 9), np.float32), 2)[0]])
-
-
-def test_dense_labels_need_a_class_count() -> None:
-    labels = TopK(np.array([[3, 1]], np.int32), np.ones((1, 2), np.float32), np.zeros(1, np.float32))
-    with pytest.raises(SettingsError, match="classes="):
-        labels.to_dense()
-    with pytest.raises(SettingsError, match="class 3"):
-        labels.to_dense(3)
-    assert labels.to_dense(4).shape == (1, 4)
+        call()
 
 
 def test_float16_keeps_finite_values_finite() -> None:
@@ -153,3 +139,48 @@ def test_float16_keeps_finite_values_finite() -> None:
     assert small.dtype == np.float16
     np.testing.assert_array_equal(small, np.array([1.5, -65504, 65504, np.inf, -np.inf, np.nan], np.float16))
     assert to_float16(small) is small
+
+
+# What float16 does not hold is clamped, and the user is told.
+
+LARGE = np.array([[1e6, 2.0, -1e9]], np.float32)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "clamped" in record.getMessage()]
+
+
+def answered(datatype: str, *answers: Any) -> None:
+    known = TeacherCompatibility("speech", OutputSpec(("y",), dtype="float16"))
+    known.spec = ModelSpec("m", "1", {}, {"y": TensorMetadata("y", datatype, (3,))})
+    for answer in answers:
+        assert known.check_output("t", [("x", "FP32", (1, 3))], {"y": answer}) is None
+
+
+def test_clamped_answers_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    clamped = np.array([[65504, 2, -65504]], np.float16)
+    answered("FP32", clamped, clamped)
+    (warning,) = warnings_of(caplog)
+    assert "'y'" in warning
+    assert "speech" in warning
+    assert "65504" in warning
+    assert "dtype='float32'" in warning
+
+
+@pytest.mark.parametrize("value", [65472, -65472, np.inf, -np.inf, 0])
+def test_values_that_fit_are_not_warned_of(value: float, caplog: pytest.LogCaptureFixture) -> None:
+    answered("FP32", np.array([[value, 2, 3]], np.float16))
+    answered("FP16", np.array([[65504, 2, 3]], np.float16))  # the model's own
+    assert not warnings_of(caplog)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_clamped_labels_in_a_cache(compressed: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with SoftLabelCache(store_dtype="float16") as cache:
+        view = cache.view(CacheKey("m", "1", ("y",), top_k=2 if compressed else None))
+        labels = {"y": top_k(LARGE, 2) if compressed else LARGE}
+        view.put([1], labels)
+        view.put([2], labels)
+    (warning,) = warnings_of(caplog)
+    assert ("1e+06" if compressed else "-1e+09") in warning
+    assert "store_dtype" in warning

@@ -1,9 +1,10 @@
-"""PaddlePaddle's losses are PyTorch's, gradients included: those are checked against their formulas beside this."""
+"""PaddlePaddle: losses are PyTorch's, gradients included, which test_losses.py checks; `distill` around a loader."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,18 +15,19 @@ with warnings.catch_warnings():
     paddle = pytest.importorskip("paddle", reason="PaddlePaddle is not installed")
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from edl.distill import Options, paddle_losses  # noqa: E402
 from edl.distill import losses as torch_losses  # noqa: E402
-from edl.distill import paddle_losses  # noqa: E402
-from edl.distill.compress import TopK, top_k  # noqa: E402
+from edl.distill.compress import top_k  # noqa: E402
+from edl.distill.paddle import distill  # noqa: E402
 from edl.distill.paddle_losses import (  # noqa: E402
     DistillLoss,
     kl_divergence,
     logit_mse,
-    soft_cross_entropy,
     token_loss,
     top_k_kl,
 )
 from edl.errors import SettingsError  # noqa: E402
+from tests.fast.distill.conftest import Serve  # noqa: E402
 
 Array = np.ndarray[Any, Any]
 SHAPE = (6, 5)
@@ -39,6 +41,8 @@ def logits(shape: tuple[int, ...], seed: int) -> Array:
 
 TEACHER = logits(SHAPE, 2)
 WEIGHTS = np.exp(TEACHER) / np.exp(TEACHER).sum(-1, keepdims=True)
+MASKED = np.where([True, True, True, False, False], TEACHER, -np.inf)
+BROKEN = np.where(np.arange(30).reshape(SHAPE) == 7, np.nan, TEACHER)
 KEPT, ALL = top_k(TEACHER, 3, 2.0), top_k(TEACHER, 5, 2.0)
 CASES: dict[str, Callable[[Any, Any, Callable[[Array], Any]], Any]] = {
     "kl": lambda it, x, of: it.kl_divergence(x, of(TEACHER), temperature=4.0),
@@ -49,6 +53,12 @@ CASES: dict[str, Callable[[Any, Any, Callable[[Array], Any]], Any]] = {
     "top-k": lambda it, x, of: it.top_k_kl(x, KEPT, reduction="none"),
     "top-k, tensors": lambda it, x, of: it.top_k_kl(x, KEPT.map(of)),
     "top-k of all": lambda it, x, of: it.top_k_kl(x, ALL),
+    "kl, masked classes": lambda it, x, of: it.kl_divergence(x, MASKED),
+    "cross-entropy, masked classes": lambda it, x, of: it.soft_cross_entropy(x, MASKED),
+    "top-k, masked classes": lambda it, x, of: it.top_k_kl(x, top_k(MASKED, 3)),
+    "kl, NaN": lambda it, x, of: it.kl_divergence(x, BROKEN, reduction="none"),
+    "cross-entropy, NaN": lambda it, x, of: it.soft_cross_entropy(x, BROKEN, reduction="none"),
+    "top-k, NaN": lambda it, x, of: it.top_k_kl(x, replace(ALL, values=ALL.values * BROKEN), reduction="none"),
     "mse": lambda it, x, of: it.logit_mse(x, of(TEACHER)),
     "mixture": lambda it, x, of: it.DistillLoss(2.0, 0.3)(x, TEACHER, of(HARD)),
     "mixture, sum": lambda it, x, of: it.DistillLoss(soft="cross_entropy", reduction="sum")(x, TEACHER, of(HARD)),
@@ -85,33 +95,6 @@ def test_losses_are_those_of_pytorch(name: str) -> None:
     loss.sum().backward()
     expected.sum().backward()
     np.testing.assert_allclose(student.grad.numpy(), theirs.grad.numpy(), rtol=1e-5, atol=1e-8)
-
-
-def test_masked_classes_add_nothing() -> None:
-    teacher = np.array([[1.0, 2.0, -np.inf, -np.inf]], np.float32)
-    for loss in (
-        lambda x: kl_divergence(x, teacher),
-        lambda x: soft_cross_entropy(x, teacher),
-        lambda x: top_k_kl(x, top_k(teacher, 2)),
-    ):
-        student = paddle.to_tensor(np.array([[0.5, 0.1, 3.0, -1.0]], np.float32), stop_gradient=False)
-        value = loss(student)
-        value.backward()
-        assert np.isfinite(float(value))
-        assert np.isfinite(student.grad.numpy()).all()
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_no_distribution_is_no_zero_loss(bad: float) -> None:
-    student, teacher = paddle.zeros([2, 4]), np.zeros((2, 4), np.float32)
-    teacher[0, 1] = bad
-    kept = TopK(np.array([[1, 0]] * 2, np.int32), teacher[:, [1, 0]], np.zeros(2, np.float32))
-    for loss in (
-        kl_divergence(student, teacher, reduction="none"),
-        soft_cross_entropy(student, teacher, reduction="none"),
-        top_k_kl(student, kept, reduction="none"),
-    ):
-        assert np.isnan(loss.numpy()).tolist() == [True, False]
 
 
 X = paddle.zeros([2, 4])
@@ -159,3 +142,28 @@ def test_hard_labels_of_several_shapes() -> None:
     soft = kl_divergence(x, teacher, temperature=2.0)
     assert float(loss(x, teacher, paddle.full([4], -100, "int64"))) == pytest.approx(0.25 * float(soft))
     assert float(logit_mse(x, teacher)) == pytest.approx(float(((x.numpy() - teacher) ** 2).mean()))
+
+
+class Numbers(paddle.io.Dataset):  # type: ignore[misc,name-defined]
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return np.full(4, index, np.float32), index
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_batches_have_labels_as_tensors(serve: Serve) -> None:
+    """Every batch comes with its labels as tensors."""
+    data = paddle.io.DataLoader(Numbers(), batch_size=8, shuffle=True)
+    teacher, options = serve("echo"), Options(teacher_timeout_s=60)
+    with distill(data, teacher.endpoint, inputs=["x", None], outputs="y", options=options) as loader:
+        assert len(loader) == 7
+        for _ in range(2):
+            seen: list[int] = []
+            for (x, numbers), soft in loader:
+                assert isinstance(soft, paddle.Tensor)
+                assert (soft[:, 0].numpy() == numbers.numpy()).all()
+                assert (x[:, 0].numpy() == numbers.numpy()).all()
+                seen += numbers.tolist()
+            assert sorted(seen) == list(range(50))

@@ -1,4 +1,4 @@
-"""The token loss against sums written out in numpy float64, and what sequences may hold."""
+"""The losses of tokens against sums written out in numpy float64, and what sequences may hold."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
 from edl.distill.compress import TopK, top_k  # noqa: E402
-from edl.distill.losses import token_loss  # noqa: E402
+from edl.distill.losses import (  # noqa: E402
+    chunked_token_loss,
+    sampled_kl,
+    target_labels,
+    token_log_probabilities,
+    token_loss,
+)
 from edl.errors import SettingsError  # noqa: E402
 
 Array = np.ndarray[Any, Any]
@@ -59,6 +67,10 @@ def loss_by_hand(
 
 def tensor(array: Array) -> Any:
     return torch.from_numpy(array.copy())
+
+
+def drawn(*shape: int, seed: int) -> Any:
+    return tensor(logits(shape, seed, 1.5))
 
 
 @pytest.mark.parametrize("temperature", [0.5, 4.0])
@@ -158,30 +170,6 @@ def test_vocabularies_may_be_padded(classes: int, beta: float) -> None:
         )
 
 
-X, L = torch.zeros(2, 4), top_k(np.zeros((2, 4), np.float32), 2, 2.0)
-BAD: list[tuple[Callable[[], Any], str]] = [
-    (lambda: token_loss(X, L, beta=1.5), "beta=1.5: must be from 0"),
-    (lambda: token_loss(X, L, floor=0), "floor=0"),
-    (lambda: token_loss(X, L, temperature=1.0), "made at temperature 2, the loss uses 1.0"),
-    (lambda: token_loss(X, X), "labels are Tensor: expected TopK"),  # type: ignore[arg-type]
-    (lambda: token_loss(X, L, mask=torch.ones(2)), r"the mask is torch.float32"),
-    (lambda: token_loss(X, L, mask=torch.tensor([5, -100])), r"the mask holds -100.*labels != -100"),
-    (lambda: token_loss(X, L, mask=torch.ones(2, 4, dtype=torch.bool)), r"mask is \[2, 4\].*rows \[2\]"),
-    (lambda: token_loss(X, L, token_count=-1), "token_count=-1"),
-    (lambda: token_loss(X, L, token_count=torch.ones(2)), r"token_count is of shape \[2\]"),
-    (lambda: token_loss(X, L, reduction="batchmean"), "reduction='batchmean'"),  # type: ignore[arg-type]
-    (lambda: token_loss(X.long(), L), "torch.int64"),
-    (lambda: token_loss(torch.zeros(2, 5), L), "student has 5 classes, the teacher 4"),
-    (lambda: token_loss(X, L.map(lambda array: tensor(array) - 9)), "labels name class -"),
-]
-
-
-@pytest.mark.parametrize(("call", "words"), BAD)
-def test_bad_input_is_named(call: Callable[[], Any], words: str) -> None:
-    with pytest.raises(SettingsError, match=words):
-        call()
-
-
 @pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("beta", [0.0, 0.5])
 def test_hard_labels_have_their_share(weight: float, beta: float) -> None:
@@ -206,22 +194,6 @@ def test_hard_labels_have_their_share(weight: float, beta: float) -> None:
     assert not given.grad[mask == 0].any()
 
 
-@pytest.mark.parametrize(
-    ("hard_labels", "hard_weight", "words"),
-    [
-        (None, 0.5, "hard_labels, which are missing"),
-        (torch.tensor([1, 9]), 0.5, "hard_labels hold 9: must be from 0 to 8, or -100"),
-        (torch.tensor([1, 2, 3]), 0.5, r"hard_labels are \[3\], the logits have rows \[2\]"),
-        (torch.tensor([1, 2]), 1.5, r"hard_weight=1\.5: the share"),
-    ],
-)
-def test_unusable_hard_labels_are_named(hard_labels: Any, hard_weight: float, words: str) -> None:
-    with pytest.raises(SettingsError, match=words):
-        token_loss(
-            tensor(logits((2, 9), 1)), top_k(logits((2, 9), 2), 5), hard_labels=hard_labels, hard_weight=hard_weight
-        )
-
-
 def test_compiles_without_a_break() -> None:
     student, mask = tensor(logits((4, 9), 1)).requires_grad_(), torch.tensor([1, 1, 0, 1])
     ids, values, tail_lse = (
@@ -237,3 +209,212 @@ def test_compiles_without_a_break() -> None:
     assert ours.item() == pytest.approx(expected.item(), rel=1e-12)
     (gradient,) = torch.autograd.grad(ours, student)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, student)[0])
+
+
+# The chunked head: the same loss and gradients, and never the logits of all tokens.
+
+FEATURES, CLASSES = 6, 12
+
+
+def head_of(rows: tuple[int, ...]) -> tuple[Any, Any, Any]:
+    """States, a head's weight, and labels with four tokens kept."""
+    hidden, weight = drawn(*rows, FEATURES, seed=1), drawn(CLASSES, FEATURES, seed=2)
+    return hidden.requires_grad_(), weight.requires_grad_(), top_k(logits((*rows, CLASSES), 3), 4)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most elements that a result of an operation has, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(value, torch.Tensor):
+                self.elements = max(self.elements, value.numel())
+        return result
+
+
+@pytest.mark.parametrize(
+    ("beta", "chunk_tokens", "masked", "hard_weight"),
+    [(0.0, 4, True, 0.0), (0.0, None, False, 0.3), (0.5, 1, True, 0.3), (0.5, 100, False, 0.0), (1.0, 4, True, 0.3)],
+)
+def test_same_loss_and_gradients(beta: float, chunk_tokens: int | None, masked: bool, hard_weight: float) -> None:
+    """As `token_loss` of all logits, whose gradients are checked there."""
+    hidden, weight, labels = head_of((3, 5))
+    mask = torch.from_numpy(np.random.default_rng(4).integers(0, 2, (3, 5))) if masked else None
+    hard = torch.from_numpy(np.random.default_rng(5).integers(0, CLASSES, (3, 5)))
+    options: dict[str, Any] = {"mask": mask, "beta": beta, "hard_labels": hard, "hard_weight": hard_weight}
+    expected = token_loss(hidden @ weight.T, labels, **options)
+    ours = chunked_token_loss(hidden, weight, labels, chunk_tokens=chunk_tokens, **options)
+    assert ours.item() == pytest.approx(expected.item(), rel=1e-12)
+    for ours_grad, theirs in zip(
+        torch.autograd.grad(ours, (hidden, weight)), torch.autograd.grad(expected, (hidden, weight)), strict=True
+    ):
+        torch.testing.assert_close(ours_grad, theirs)
+
+
+def test_all_logits_never_exist() -> None:
+    """Guards the memory: of 64 tokens times 12 logits, 8 times 12 exist at a time, forward and backward."""
+    hidden, weight, labels = head_of((64,))
+    with LargestTensor() as chunked:
+        chunked_token_loss(hidden, weight, labels, chunk_tokens=8).backward()
+    with LargestTensor() as whole:
+        token_loss(hidden @ weight.T, labels).backward()
+    assert whole.elements == 64 * CLASSES
+    assert chunked.elements == 64 * FEATURES  # the states themselves
+
+
+def test_a_mask_of_zeros_is_a_zero_loss() -> None:
+    """Every parameter has a gradient all the same: DDP waits for those that have none."""
+    hidden, weight, labels = head_of((2, 3))
+    loss = chunked_token_loss(hidden, weight, labels, mask=torch.zeros(2, 3, dtype=torch.bool))
+    loss.backward()
+    assert loss.item() == 0
+    assert (hidden.grad == 0).all()
+    assert (weight.grad == 0).all()
+
+
+def test_the_head_may_be_a_module() -> None:
+    """Also with a bias, under autocast, and with a count that is given."""
+    hidden, _, labels = head_of((5,))
+    head = torch.nn.Linear(FEATURES, CLASSES)
+    states = hidden.detach().float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = chunked_token_loss(states, head, labels, token_count=torch.tensor(10), chunk_tokens=2)
+        expected = token_loss(head(states), labels, token_count=10)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    loss.backward()
+    assert head.bias.grad is not None
+    with torch.no_grad():
+        assert chunked_token_loss(states, head, labels).item() > 0
+
+
+# Losses over the student's own tokens, against sums over a whole vocabulary.
+
+VOCABULARY = 7
+
+
+def every_token(rows: int) -> Any:
+    return torch.arange(VOCABULARY).repeat(rows, 1)
+
+
+def test_log_probabilities_of_tokens() -> None:
+    student, targets = drawn(2, 3, VOCABULARY, seed=1), torch.tensor([[0, 6, 2], [3, -100, 1]])
+    found = token_log_probabilities(student, targets, temperature=2.0)
+    expected = (student / 2).log_softmax(-1)
+    assert found[0, 1].item() == pytest.approx(expected[0, 1, 6].item())
+    assert torch.isfinite(found).all()
+    several = token_log_probabilities(student, targets.unsqueeze(-1).expand(2, 3, 4), temperature=2.0)
+    assert torch.equal(several, found.unsqueeze(-1).expand(2, 3, 4))
+    assert token_log_probabilities(student.half(), targets).dtype == torch.float32
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_estimates_are_unbiased(estimator: Any) -> None:
+    """Weighing every token by the student's probability, in place of drawing it, gives the KL and its gradient."""
+    student, teacher = drawn(4, VOCABULARY, seed=1).requires_grad_(), drawn(4, VOCABULARY, seed=2).log_softmax(-1)
+    log_q = token_log_probabilities(student, every_token(4))
+    estimates = sampled_kl(log_q, teacher, estimator=estimator, reduction="none")
+    q = student.detach().softmax(-1)
+    dense = (student.softmax(-1) * (student.log_softmax(-1) - teacher)).sum(-1)
+    torch.testing.assert_close((q * estimates).sum(-1), dense)
+    assert bool((estimates >= 0).all()) == (estimator == "k3")
+    (ours,) = torch.autograd.grad((q * estimates).sum(), student)
+    torch.testing.assert_close(ours, torch.autograd.grad(dense.sum(), student)[0])
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize("teacher", [-INF, 0.0, -200.0])
+@pytest.mark.parametrize("student", [-200.0, 0.0])
+def test_impossible_samples_stay_finite(estimator: Any, teacher: float, student: float) -> None:
+    x = torch.tensor([student], requires_grad=True)
+    loss = sampled_kl(x, torch.tensor([teacher]), estimator=estimator)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(x.grad).all()
+
+
+def test_masked_samples_have_no_part() -> None:
+    log_q, log_p = drawn(2, 3, seed=1).requires_grad_(), drawn(2, 3, seed=2)
+    mask = torch.tensor([[1, 0, 0], [1, 1, 0]])
+    rows = sampled_kl(log_q, log_p, reduction="none")
+    loss = sampled_kl(log_q, log_p.numpy(), mask=mask)
+    assert loss.item() == pytest.approx((rows * mask).sum().item() / 3)
+    assert sampled_kl(log_q, log_p, mask=mask, token_count=30).item() == pytest.approx(loss.item() / 10)
+    dirty = torch.where(mask != 0, log_q.detach(), float("nan")).requires_grad_()
+    sampled_kl(dirty, torch.where(mask != 0, log_p, -INF), mask=mask).backward()
+    loss.backward()
+    assert torch.equal(dirty.grad, log_q.grad)
+    empty = sampled_kl(torch.zeros(2, requires_grad=True), torch.zeros(2), mask=torch.zeros(2, dtype=torch.bool))
+    assert empty.item() == 0
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("m", [1, 3, VOCABULARY])
+def test_targets_are_labels(m: int, beta: float) -> None:
+    """Tokens of the student's choice, and the rest as a single one, for teacher and student alike."""
+    student, teacher = drawn(5, VOCABULARY, seed=1), drawn(5, VOCABULARY, seed=2).log_softmax(-1)
+    targets = student.topk(m).indices
+    labels = target_labels(targets, teacher.gather(-1, targets), classes=VOCABULARY)
+    ours = token_loss(student, labels, beta=beta, floor=1e-9, reduction="none")
+    p, q = (
+        torch.cat([x.gather(-1, targets), (1 - x.gather(-1, targets).sum(-1, keepdim=True)).clamp(min=0)], -1)
+        for x in (teacher.exp(), student.softmax(-1))
+    )
+    if m == VOCABULARY:
+        p, q = p[:, :-1], q[:, :-1]
+    expected = [jsd_by_hand(*pair, beta, 1e-9) for pair in zip(p.numpy(), q.numpy(), strict=True)]
+    np.testing.assert_allclose(ours.numpy(), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_all_mass_in_the_targets() -> None:
+    """Rounding may add up to more than 1: the tail is empty then, not NaN."""
+    values = torch.tensor([[0.0, -40.0], [1e-6, -INF], [-INF, -INF], [float("nan"), 0.0]])
+    labels = target_labels(torch.tensor([[0, 1]] * 4), values)
+    assert labels.tail_lse[:3].tolist() == [-INF, -INF, 0.0]
+    assert torch.isnan(labels.tail_lse[3])
+    student = torch.zeros(2, 4, requires_grad=True)
+    loss = token_loss(student, labels[:2], beta=1)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(student.grad).all()
+
+
+X, L = torch.zeros(2, 4), top_k(np.zeros((2, 4), np.float32), 2, 2.0)
+BAD: list[tuple[Callable[[], Any], str]] = [
+    (lambda: token_loss(X, L, beta=1.5), "beta=1.5: must be from 0"),
+    (lambda: token_loss(X, L, floor=0), "floor=0"),
+    (lambda: token_loss(X, L, temperature=1.0), "made at temperature 2, the loss uses 1.0"),
+    (lambda: token_loss(X, X), "labels are Tensor: expected TopK"),  # type: ignore[arg-type]
+    (lambda: token_loss(X, L, mask=torch.ones(2)), r"the mask is torch.float32"),
+    (lambda: token_loss(X, L, mask=torch.tensor([5, -100])), r"the mask holds -100.*labels != -100"),
+    (lambda: token_loss(X, L, mask=torch.ones(2, 4, dtype=torch.bool)), r"mask is \[2, 4\].*rows \[2\]"),
+    (lambda: token_loss(X, L, token_count=-1), "token_count=-1"),
+    (lambda: token_loss(X, L, token_count=torch.ones(2)), r"token_count is of shape \[2\]"),
+    (lambda: token_loss(X, L, reduction="batchmean"), "reduction='batchmean'"),  # type: ignore[arg-type]
+    (lambda: token_loss(X.long(), L), "torch.int64"),
+    (lambda: token_loss(torch.zeros(2, 5), L), "student has 5 classes, the teacher 4"),
+    (lambda: token_loss(X, L.map(lambda array: tensor(array) - 9)), "labels name class -"),
+    (lambda: token_loss(X, L, hard_weight=0.5), "hard_labels, which are missing"),
+    (lambda: token_loss(X, L, hard_weight=0.5, hard_labels=torch.tensor([1, 4])), "hold 4: must be from 0 to 3, or -"),
+    (lambda: token_loss(X, L, hard_weight=0.5, hard_labels=torch.ones(3).long()), r"are \[3\], the logits have rows"),
+    (lambda: token_loss(X, L, hard_weight=1.5, hard_labels=torch.tensor([1, 2])), r"hard_weight=1\.5: the share"),
+    (lambda: chunked_token_loss(X, torch.zeros(4, 4), L[:1]), r"hidden states are \[2, 4\], top-k labels \[1, 2\]"),
+    (lambda: chunked_token_loss(X, torch.zeros(4, 4), L, chunk_tokens=0), "chunk_tokens=0"),
+    (lambda: chunked_token_loss(X, torch.zeros(3, 4), L), "student has 3 classes, the teacher 4"),
+    (lambda: token_log_probabilities(X, torch.zeros(3).long()), r"targets are \[3\], logits \[2, 4\]"),
+    *(
+        (lambda dtype=dtype: target_labels(torch.tensor([[0]]), torch.zeros(1, 1, dtype=dtype)), "be rounding error")  # type: ignore[misc]
+        for dtype in (torch.float16, torch.bfloat16)  # of a tail that is a small difference of large numbers
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), BAD)
+def test_bad_input_is_named(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        call()

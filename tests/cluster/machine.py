@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = ROOT.parent / "shared/kube/kube"
-UP_ATTEMPTS = 4
+BRIDGE = "edl0"  # of the script
 UP_S = 900.0  # building included, where tools/kubernetes.sh has not
 ASK_S = 60.0
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edl/kube"
@@ -52,24 +52,20 @@ class KubeMachine:
         if not self.running:
             self._script("build", timeout_s=UP_S)
             subprocess.run(["bash", str(ROOT / "tools/kubelet.sh"), str(self.home)], check=True, timeout=ASK_S)
-            self._start()
+            self._delete_bridge()
+            self._script("up", "2", timeout_s=UP_S)
             self._marker.touch()
         self._publish_ca()
 
-    def _start(self) -> None:
-        """Start the cluster, and try again: the script's look at what an earlier cluster left may fail by chance.
+    @staticmethod
+    def _delete_bridge() -> None:
+        """Delete what an earlier cluster left of its network, so that the script makes it anew.
 
-        It asks `ip addr | grep -q` under pipefail, which fails where `ip` writes on after `grep` has seen enough.
+        It finds the address of a bridge that is there by `ip addr | grep -q` under pipefail, which fails where `ip`
+        writes on after `grep` has seen enough; then it cannot give the address a second time.
         """
-        for attempt in range(UP_ATTEMPTS):
-            try:
-                self._script("up", "2", timeout_s=UP_S)
-            except RuntimeError:
-                if attempt == UP_ATTEMPTS - 1:
-                    raise
-                self._script("down", timeout_s=120.0)
-            else:
-                return
+        if Path("/sys/class/net", BRIDGE).exists():
+            subprocess.run(["ip", "link", "delete", BRIDGE], check=True, timeout=ASK_S)
 
     def down(self) -> None:
         """Stop everything."""

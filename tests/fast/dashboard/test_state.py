@@ -1,9 +1,10 @@
-"""What the page shows: jobs and their history, masters, services, and the metrics of them."""
+"""What the page shows: jobs and their history, masters, services, a cluster, and the metrics of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,15 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edl.cli.http import cmd_dashboard
 from edl.collective.goodput.causes import find_causes
 from edl.collective.goodput.codec import Event
 from edl.collective.goodput.node import NodeRecord, ProgressMark
 from edl.collective.goodput.records import JobRecord
 from edl.collective.goodput.summary import as_dict, summarize
 from edl.collective.job_records import JobState
-from edl.dashboard.metrics import DashboardMetrics, ServerFigures
+from edl.dashboard.metrics import METRICS, DashboardMetrics, ServerFigures
+from edl.dashboard.server.settings import DEFAULT_PORT
 from edl.dashboard.state import jobs
 from edl.dashboard.state import reader as state_reader
+from edl.dashboard.state.cluster.view import ClusterView
 from edl.dashboard.state.history import History
 from edl.dashboard.state.jobs import JobReader, job_status
 from edl.dashboard.state.schema import (
@@ -38,8 +42,11 @@ from edl.dashboard.state.services import ServiceReader
 from edl.discovery import Instance, Store, open_registry, open_store
 from edl.discovery.registry import Snapshot
 from edl.errors import DiscoveryError
+from edl.kube.settings import KubeSettings
 from edl.settings import Credentials
 from tests.fast.dashboard.server import now_s, put_job
+from tests.fast.kube.conftest import write_kubeconfig
+from tests.fast.kube.server import ApiServer, Reply, Request
 
 
 @pytest.fixture
@@ -69,11 +76,6 @@ def test_only_changes_are_decoded(store: Store, monkeypatch: pytest.MonkeyPatch)
     put_job(store, "ended", "d")  # a new job of the same name
     restarted, _, _ = reader.read(now_s())
     assert (len(decoded), restarted["ended"].state) == (3, "running")
-
-
-def test_job_of_a_master_alone() -> None:
-    status = job_status("labels", None, None, None, 50)
-    assert (status.state, status.master_only, status.goodput, status.nodes) == ("down", True, None, ())
 
 
 def test_causes_of_generations() -> None:
@@ -196,3 +198,46 @@ def test_unknown_samples_are_no_zero(samples: int) -> None:
     exported = _exported(job_status("j", summary, None, None, 5))
     assert exported.get("edl_job_samples_per_second") == expected
     assert exported["edl_job_steps_per_second"] == 0
+
+
+def test_metrics_and_port_are_those_of_docs() -> None:
+    text = (Path(__file__).parents[3] / "docs/dashboard.md").read_text()
+    assert cmd_dashboard._PORT == DEFAULT_PORT
+    assert f"localhost:{DEFAULT_PORT}" in text
+    rows = re.findall(r"^\| `(edl_\w+)` \| (\w+) \| (.*?) \| (.*) \|$", text, re.MULTILINE)
+    table = {name: (kind, tuple(re.findall(r"`(\w+)`", labels)), text) for name, kind, labels, text in rows}
+    journal = table.pop("edl_master_journal_commit_seconds")
+    assert journal[0] == "histogram"
+    assert table == {spec.name: (spec.kind, spec.labels, spec.text) for spec in METRICS}
+
+
+@pytest.fixture
+def server() -> Iterator[ApiServer]:
+    pytest.importorskip("kubernetes", reason="the package kubernetes is not installed")
+    server = ApiServer()
+
+    def answer(request: Request) -> Reply:
+        place = request.path.split("/namespaces/")[1].split("/")[0]
+        job = {"metadata": {"name": "same", "namespace": place, "uid": place}, "spec": {}, "status": {}}
+        items = [job] if "/elasticjobs" in request.path else []
+        return Reply(200, {"kind": "List", "metadata": {"resourceVersion": "1"}, "items": items})
+
+    server.answer = answer
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("named", "shown"),
+    [((), ["own"]), (("",), ["own"]), (("red", "blue", "red"), ["red", "blue"]), (("red", ""), ["red", "own"])],
+)
+def test_jobs_of_each_namespace(server: ApiServer, tmp_path: Path, named: tuple[str, ...], shown: list[str]) -> None:
+    view = ClusterView(KubeSettings(write_kubeconfig(tmp_path / "config", server.url, namespace="own")), named)
+    try:
+        found = view.read()
+    finally:
+        view.close()
+    assert found.stale == ""
+    assert list(found.namespaces) == shown
+    assert sorted(job.namespace for job in found.jobs) == sorted(shown)
+    assert len(server.requests) == 3 * len(shown), "a list each of jobs, pools and pods"

@@ -1,4 +1,4 @@
-"""Files of the cache that are torn, damaged or foreign: what is read is right, or it is not there and that is said."""
+"""Files that are torn, damaged or foreign: what is read is right, or not there, and that is said; whole folders."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from edl.distill.cache import CacheKey, SoftLabelCache, load_labels
+from edl.errors import SettingsError
 from tests.fast.distill.cache.cached_rows import KEY, OTHER, found, put, rows, segments
 from tests.fast.distill.cache.test_sequences import labels, named, texts
 
@@ -106,6 +107,9 @@ def test_verifying_finds_unread_damage(tmp_path: Path) -> None:
         assert view.contains([150])[0]
         view.verify()
         assert np.flatnonzero(~view.contains(range(200))).tolist() == [150]
+    assert set(range(200)) - set(load_labels(tmp_path).ids) == {150}
+    put(tmp_path, [150])
+    assert load_labels(tmp_path).ids == tuple(range(200))
 
 
 def test_files_without_checksums_are_read(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
@@ -140,3 +144,56 @@ def test_a_damaged_key_is_written_anew(tmp_path: Path) -> None:
         (tmp_path / KEY.folder / "key.json").write_bytes(damage)
         put(tmp_path, [8])
         assert load_labels(tmp_path).ids == (7, 8)
+
+
+# All of a folder as arrays.
+
+
+def test_of_several_keys_one_must_be_chosen(tmp_path: Path) -> None:
+    put(tmp_path, [1])
+    put(tmp_path, [2], OTHER)
+    with pytest.raises(SettingsError, match=r"several keys(.|\n)*version='1'(.|\n)*"):
+        load_labels(tmp_path)
+    assert load_labels(tmp_path, OTHER).ids == (2,)
+    with pytest.raises(SettingsError, match="no labels of CacheKey"):
+        load_labels(tmp_path, CacheKey("resnet", "3", ("logits",)))
+
+
+def test_several_folders_are_read_together(tmp_path: Path) -> None:
+    """Machines that wrote to folders of their own; the newest of several labels counts, in whichever folder."""
+    parts = [tmp_path / "a", tmp_path / "b", tmp_path / "c"]
+    put(parts[1], [1, 2, 3])
+    with SoftLabelCache(0, parts[0]) as cache:
+        cache.view(KEY).put([3, 4], rows([3.5, 4.5]))
+    parts[2].mkdir()
+    for order in (parts, parts[::-1]):
+        labels = load_labels(order)
+        assert labels.ids == (1, 2, 3, 4)
+        logits = labels.outputs["logits"]
+        assert isinstance(logits, np.ndarray)
+        assert logits[:, 0].tolist() == [1, 2, 3.5, 4.5]
+    for part in parts[:2]:  # as rsync does: a folder's files are whole in another
+        shutil.copytree(part, tmp_path / "together", dirs_exist_ok=True)
+    together = load_labels(tmp_path / "together")
+    assert together.rows(range(1, 5))["logits"].tolist() == logits.tolist()  # type: ignore[union-attr]
+    with pytest.raises(SettingsError, match=r"no label for sample 7 \(2 of 3 are missing\)"):
+        together.rows([1, 7, 8])
+    with pytest.raises(SettingsError, match="at least one"):
+        load_labels([])
+    with pytest.raises(SettingsError, match=r"d' is no folder"):
+        load_labels([parts[0], tmp_path / "d"])
+    with SoftLabelCache(0, parts[2]) as cache:
+        cache.view(KEY).put([9], {"logits": np.zeros((1, 4), np.float32)})
+    with pytest.raises(SettingsError, match=r"c' are 'logits' float32 \[4\], in .*a' .*\[100\]"):
+        load_labels(parts)
+    put(tmp_path / "e", [1], OTHER)
+    with pytest.raises(SettingsError, match="several keys"):
+        load_labels([parts[0], tmp_path / "e"])
+
+
+def test_a_folder_without_labels_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="edl label"):
+        load_labels(tmp_path)
+    with pytest.raises(SettingsError, match="no folder"):
+        load_labels(tmp_path / "missing")
+    assert not (tmp_path / "missing").exists()

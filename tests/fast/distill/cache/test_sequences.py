@@ -14,7 +14,6 @@ from edl.distill.compress import TopK, top_k
 from edl.errors import SettingsError, SourceError
 
 KEY = CacheKey("lm", "1", ("logprobs",), top_k=4)
-WHOLE = CacheKey("lm", "1", ("logprobs",))
 
 
 def texts(count: int, seed: int = 0, longest: int = 40) -> list[np.ndarray]:
@@ -59,32 +58,24 @@ def put_and_get(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return run
 
 
-def test_sequences_come_back_in_any_order(put_and_get: Any) -> None:
-    found = texts(50)
-    ids = [f"text-{at}" if at % 2 else at for at in range(50)]
-    order = np.random.default_rng(1).permutation(50)
-    got = put_and_get(named(ids, found), labels(found), named([ids[at] for at in order], [found[at] for at in order]))
-    assert got.complete
-    assert got.lengths.tolist() == [len(found[at]) for at in order]
-    check(got.outputs["logprobs"], [found[at] for at in order])
-
-
 def test_other_text_under_an_id_is_missing(put_and_get: Any, caplog: pytest.LogCaptureFixture) -> None:
     """An edited text of the same length, a longer and a shorter one are not given the old labels."""
-    found = texts(6)
+    found, ids = texts(6), [f"text-{at}" if at % 2 == 0 else at for at in range(6)]
     now = [text.copy() for text in found]
     now[1][-1] += 1
     now[2] = np.append(now[2], 5).astype(np.int32)
     now[3] = np.append(now[3], now[3])
-    got = put_and_get(named(range(6), found), labels(found), named(range(6), now))
-    assert got.mask.tolist() == [True, False, False, False, True, True]
-    assert got.row_mask.sum() == sum(len(found[at]) for at in (0, 4, 5))
-    check(got.outputs["logprobs"], [found[at] for at in (0, 4, 5)])
+    order = [3, 0, 5, 1, 4, 2]
+    wanted = named([ids[at] for at in order], [now[at] for at in order])
+    got = put_and_get(named(ids, found), labels(found), wanted)
+    assert got.mask.tolist() == [False, True, True, False, True, False]
+    assert got.row_mask.sum() == sum(len(found[at]) for at in (0, 5, 4))
+    check(got.outputs["logprobs"], [found[at] for at in (0, 5, 4)])
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1, "one line, not one for each text"
-    assert "sample 1 has" in warnings[0].getMessage()
-    whole = got.filled(labels([now[1], now[2], now[3]]))
-    check(whole["logprobs"], now)
+    assert "sample 3 has" in warnings[0].getMessage()
+    whole = got.filled(labels([now[3], now[1], now[2]]))
+    check(whole["logprobs"], [now[at] for at in order])
 
 
 def test_type_of_token_ids_does_not_matter() -> None:
@@ -144,6 +135,8 @@ def test_rows_and_sequences_do_not_mix(tmp_path: Path) -> None:
         view.put(range(4), {"logprobs": top_k(np.ones((4, 8), np.float32), 4)})
         with pytest.raises(SettingsError, match="are of rows, and sequences are looked up"):
             view.get(named(range(3), found))
+    with pytest.raises(SettingsError, match="labels of rows"):
+        load_labels(tmp_path / "rows").of_sequences([1])
 
 
 # All of a folder
@@ -211,10 +204,3 @@ def test_load_labels_for_padded_batches(tmp_path: Path) -> None:
     empty: Any = loaded.padded([1], np.zeros((1, 3)))["logprobs"]
     assert empty.ids.shape == (1, 3, 4)
     assert not empty.ids.any()
-
-
-def test_rows_have_no_sequences(tmp_path: Path) -> None:
-    with SoftLabelCache(0, tmp_path) as cache:
-        cache.view(WHOLE).put(range(4), {"logprobs": np.ones((4, 8), np.float32)})
-    with pytest.raises(SettingsError, match="labels of rows"):
-        load_labels(tmp_path).of_sequences([1])

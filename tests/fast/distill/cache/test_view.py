@@ -173,13 +173,6 @@ done.set()
     assert found(tmp_path, [1, 2]) == [True, True]
 
 
-def test_a_view_keeps_its_cache_alive(tmp_path: Path) -> None:
-    view = SoftLabelCache(path=tmp_path).view(KEY)
-    gc.collect()
-    view.put([1], {"logits": logits(1)})
-    assert view.get([1]).complete
-
-
 class CacheModel(RuleBasedStateMachine):
     """Against a dict: what is found is what was put last; with an unbounded disk everything is found."""
 

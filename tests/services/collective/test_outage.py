@@ -10,29 +10,9 @@ import pytest
 
 from tests.jobs.collective.job import IMPATIENT, ROOT, TRAIN_STATE, Job
 from tests.plugins_consul import ConsulAgent
-from tests.plugins_etcd import EtcdServer
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def test_short_outage_stops_nobody(tmp_path: Path, etcd_server: EtcdServer) -> None:
-    """And an error of the script on one node ends both."""
-    with Job(tmp_path, options=("--nnodes", "2", "--lease-ttl", "8"), store=etcd_server.url) as job:
-        nodes = [job.start(), job.start()]
-        job.wait_for_world(2)
-        before = job.steps()[-1].generation
-        etcd_server.kill()
-        wait_until(lambda: all("does not answer" in node.output for node in nodes), "the outage is noticed")
-        etcd_server.start()
-        wait_until(lambda: all("answers again" in node.output for node in nodes), "the end of it is noticed")
-        last = job.wait_for_world(2, after=time.monotonic() + 10.0)  # longer than any lease lasts
-        assert {one.generation for one in last} == {before}, "training went on as it was"
-        job.tell(1, "raise")
-        assert [node.wait() for node in nodes] == [1, 1]
-        assert all("LookupError: the user's own mistake" in node.output for node in nodes)
-        assert not any(f"generation {before + 1}" in node.output for node in nodes), "not restarted"
-        job.nothing_is_left()
 
 
 def test_long_outage_restarts_workers(tmp_path: Path, consul_agent: ConsulAgent) -> None:

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 import tritonclient.grpc as tritonclient
 
-from benchmarks._borrowed import CONFIG as ONLINE
 from benchmarks._borrowed import MAX_BATCH, Model, student
 from benchmarks._borrowed import start as start_online
 from edl.cli.cmd_label import main
 from edl.distill import DistillReader, Options, Teachers
 from edl.distill.cache import SoftLabelCache, load_labels
 from edl.distill.transport.priority import RequestPriority
-from edl.errors import EDLError, NoTeacherError
+from edl.errors import NoTeacherError
 from tests.fast.distill.reading import sample, why_unused
 from tests.fast.distill.transport.test_lost_memory import (
     check,
@@ -192,20 +191,6 @@ def test_an_answer_is_kept_under_its_version(bert: Bert, caplog: pytest.LogCaptu
             assert reader.stats().rows_asked == ROWS * 3 // 2, "what that has labelled is not asked for again"
 
 
-@pytest.mark.parametrize("pinned", [False, True])
-def test_a_mixture_is_refused_where_told_to(bert: Bert, pinned: bool) -> None:
-    """Also where a version is named, which is unloaded: an error in place of a label of another version."""
-    before, halves, rows = bert.latest, Halves(bert), []
-    settings: Any = {"version": str(before)} if pinned else {}
-    options = Options(teacher_timeout_s=2, mixed_versions="warn" if pinned else "refuse")
-    with bert_reader(bert, rows=halves.rows, options=options, **settings) as reader:
-        with pytest.raises(EDLError, match=r"version|is not ready"):
-            rows.extend(halves.read(reader))
-        if not pinned:
-            assert scales(list(reader())) == {before + 1}, "the next epoch is of the new version alone"
-    assert scales(rows) <= {before}
-
-
 def test_a_pinned_version_is_the_only_one(bert: Bert, tmp_path: Path) -> None:
     bert.add_version(replacing=False)
     for version, scale in (("", bert.latest), (str(bert.latest - 1), bert.latest - 1), (str(bert.latest), bert.latest)):
@@ -223,16 +208,6 @@ def test_a_pinned_version_is_the_only_one(bert: Bert, tmp_path: Path) -> None:
     labels = load_labels(tmp_path / "labels")
     assert labels.key.version == str(bert.latest - 1)
     assert labels.rows([7])["y"][0, 0] == 7.0 * (bert.latest - 1)  # type: ignore[index]
-
-
-def test_a_setting_for_who_does_not_say(bert: Bert) -> None:
-    """How large requests may be: Triton tells rows, and no bytes."""
-    x = np.repeat(np.arange(1, 200_001)[:, None], 4, 1).astype("f4")
-    options = Options(max_request_bytes=1 << 20)
-    with DistillReader(["x"], ["y"], teachers=bert.server.endpoint, options=options) as reader:
-        ((_, labels),) = list(reader.set_batch_generator(lambda: [(x,)])())
-        assert (labels == x * bert.latest).all()
-        assert reader.stats().teachers[bert.server.endpoint].requests >= 4, "3.2 MB, of which a MiB goes at a time"
 
 
 # Its own clients, which students may borrow it from; `benchmarks/borrowed_triton.py` measures how long they wait.
@@ -256,15 +231,4 @@ def test_own_clients_are_served_beside(
     monkeypatch.setattr(choose, lambda *args, **rest: RequestPriority(level=1_000_000))
     with student(server.endpoint, "auto") as rows:
         assert rows[0] == MAX_BATCH
-    server.stop()
-
-
-def test_a_model_without_priority_levels(triton: TritonFactory, caplog: pytest.LogCaptureFixture) -> None:
-    """Labels come all the same."""
-    server = start_online(triton, QUICK, ONLINE)
-    for priority in ("auto", "lowest", 7):
-        with student(server.endpoint, priority) as rows:  # type: ignore[arg-type]
-            assert rows[0] == MAX_BATCH
-    assert "it has no priority levels: priority=7 has no effect" in caplog.text
-    assert "its own clients wait behind requests of ours" in caplog.text
     server.stop()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fast.master.journal.places import StorePlace
+from tests.fast.master.journal.conftest import StorePlace
 from tests.fast.master.journal.test_journal import (
     test_earlier_writer_is_fenced,
     test_groups_come_back_as_they_were,

@@ -1,4 +1,4 @@
-"""`edl register` with the real Triton: in discovery while it is ready, with its priority, and behind a TLS proxy."""
+"""`edl register` with the real Triton: in discovery while it is ready, with its statistics, and behind a TLS proxy."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edl.discovery import Instance, open_registry
+from edl.discovery import Instance, open_registry, open_store
 from edl.distill import Credentials, DistillReader, Options, Teachers
 from edl.errors import NoTeacherError
+from edl.load_reporting import ServiceLoad, TeacherRate, read_service
 from edl.protocol import names
 from edl.protocol.transport import grpc
+from edl.testing import LocalTeacher
 from tests.certificates import Authority, put
 from tests.plugins_triton import TritonFactory
 from tests.waiting import DEADLINE_S, wait_until
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 QUICK = ("--interval", "100ms", "--timeout", "5s", "--ttl", "60s")
+LOAD = {"EDL_LOAD_INTERVAL_S": "0.1", "EDL_LOAD_WINDOW_S": "2"}
 TOKEN = "token-of-a-test-0123456789"
 
 
@@ -39,11 +42,11 @@ def register(url: str, tmp_path: Path) -> Iterator[Start]:
 
     def start(endpoint: str, *arguments: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "edl", "register", endpoint, "--discovery", url, *QUICK, *arguments]
+        command += ["--exit-with", str(os.getpid())]
         with (tmp_path / "register.log").open("ab") as log:
-            started.append(
-                subprocess.Popen([*command, "--exit-with", str(os.getpid())], stdin=subprocess.DEVNULL, stderr=log)
-            )
-        return started[-1]
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log, env={**os.environ, **LOAD})
+        started.append(process)
+        return process
 
     yield start
     for process in started:
@@ -58,29 +61,53 @@ def seen(url: str, service: str, count: int) -> tuple[Instance, ...]:
         return registry.snapshot(service).instances
 
 
+def load(url: str) -> ServiceLoad:
+    with open_store(url) as store:
+        return read_service(store, "s")
+
+
+def until(url: str, holds: Callable[[TeacherRate], object]) -> TeacherRate:
+    return wait_until(lambda: next((teacher for teacher in load(url).teachers if holds(teacher)), None))  # type: ignore[return-value]
+
+
 def test_triton_enters_leaves_and_returns(triton: TritonFactory, register: Start, url: str, tmp_path: Path) -> None:
-    server, ready = triton.start("sums"), tmp_path / "ready"
-    process = register(
-        *(server.endpoint, "--model", "sums", "--service", "labels", "--capacity", "2.5", "--tag", "gpu"),
-        *("--meta", "rack=r7", "--ready-file", str(ready), "--priority", "lowest"),
-    )
-    (instance,) = seen(url, "labels", 1)
-    assert (instance.endpoint, instance.model, instance.capacity) == (server.endpoint, "sums", 2.5)
-    assert instance.tags == ("gpu",)
-    assert instance.meta == {"rack": "r7", "version": "1", "priority": "lowest"}
-    wait_until(ready.exists)
+    """With its statistics, as far as it goes on."""
+    server = triton.start("sums")
+    process = register(server.endpoint, "--model", "sums", "--service", "s", "--priority", "lowest")
+    (instance,) = seen(url, "s", 1)
+    assert (instance.endpoint, instance.model) == (server.endpoint, "sums")
+    assert instance.meta == {"version": "1", "priority": "lowest"}
+    until(url, lambda teacher: teacher.state == "ready" and teacher.rows_per_s == 0)
+    teachers = Teachers(endpoints=(server.endpoint,), model="sums")
+    with DistillReader(["x"], ["logits"], teachers=teachers, teacher_batch_size=10) as reader:
+        reader.set_sample_generator(lambda: ((np.ones(4, np.float32),) for _ in range(500)))
+        assert len(list(reader())) == 500
+    found = until(url, lambda teacher: teacher.rate and teacher.rows == 500)  # rows, not requests or batches
+    assert (found.model, found.note, found.queue_rows, found.workers) == ("sums", "", None, 1)
+    assert found.compute_s is not None
+    assert 0 < found.compute_s < DEADLINE_S, "in seconds"
+
     server.stop()
-    seen(url, "labels", 0)
-    wait_until(lambda: not ready.exists())
+    seen(url, "s", 0)
+    until(url, lambda teacher: teacher.state == "unhealthy")
     assert process.poll() is None
     triton.start("sums", port=server.port)
-    assert seen(url, "labels", 1) == (instance,)
+    assert seen(url, "s", 1) == (instance,)
+    found = until(url, lambda teacher: teacher.state == "ready" and teacher.rows_per_s is not None)
+    assert found.rows_per_s == 0, "counters that began again are no negative rate, and no rate either"
     process.terminate()
     assert process.wait(DEADLINE_S) == 0
-    seen(url, "labels", 0)
-    log = (tmp_path / "register.log").read_text()
-    assert "out of discovery until it is ready again" in log
-    assert "Traceback" not in log
+    seen(url, "s", 0)
+    assert load(url).teachers == ()
+    assert "Traceback" not in (tmp_path / "register.log").read_text()
+
+
+def test_server_without_statistics_says_so(register: Start, url: str) -> None:
+    with LocalTeacher("echo") as teacher:
+        register(teacher.endpoint, "--model", "m", "--service", "s")
+        found = until(url, lambda teacher: teacher.note)
+        assert (found.rows_per_s, found.rate, found.compute_share) == (None, None, None)
+        assert "no statistics" in found.note
 
 
 class Proxy:

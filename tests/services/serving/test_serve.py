@@ -1,17 +1,20 @@
-"""`edl serve` before real neighbours: a registry that is away, and PyTriton's client."""
+"""`edl serve` before real neighbours: a Consul that is away, and PyTriton's client."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from edl.discovery import Instance, open_registry
+from edl.distill import DistillReader, Options, ReaderStats
 from edl.testing import LocalTeacher
 from tests.fast.serving.conftest import Client, StartInside, outputs_of
 from tests.fast.serving.models import Base, logits
@@ -27,26 +30,53 @@ def ask(endpoint: str) -> np.ndarray:
         return outputs_of(client.start(X).result())["y"]
 
 
-def test_teachers_join_after_an_outage(tmp_path: Path) -> None:
-    """Teachers serve while discovery is away, and join when it is back."""
+def test_outage_is_reported_and_not_felt(tmp_path: Path) -> None:
+    """Of a registry that is away when a teacher starts, and later under a student and `edl teachers --watch`."""
     agent = ConsulAgent(tmp_path / "consul")
-    with LocalTeacher("echo", service="s", discovery=agent.url, wait=False, serve={"ttl": "60s"}) as teacher:
+
+    def source() -> Iterator[Any]:
+        for number in itertools.count():
+            yield np.full(4, number, np.float32), number
+
+    delivered: list[Any] = []
+    with LocalTeacher("echo", service="s", discovery=agent.url, wait=False, serve={"ttl": "4s"}) as teacher:
         wait_until(lambda: "discovery does not answer" in teacher.log)
-        port = wait_until(lambda: re.search(r"served on 127.0.0.1:(\d+)", teacher.log))
-        np.testing.assert_array_equal(ask(f"127.0.0.1:{port[1]}"), X)
+        port = wait_until(lambda: re.search(r"served on (127.0.0.1:\d+)", teacher.log))
+        np.testing.assert_array_equal(ask(port[1]), X)
         agent.start()
+        reader = DistillReader(["x", None], ["y"], teacher_batch_size=4, options=Options(teacher_timeout_s=60))
+        reader.set_dynamic_teacher(agent.url, "s").set_sample_generator(source)
         try:
             teacher.wait_ready(DEADLINE_S)
-            with open_registry(agent.url) as registry:
-                (instance,) = wait_until(lambda: registry.snapshot("s").instances)
-            assert instance.port == int(port[1])
-            agent.kill()
-            np.testing.assert_array_equal(ask(teacher.endpoint), X)
+            assert teacher.endpoint == port[1]
+            with watching("s", "--discovery", agent.url) as wait_for, reader:
+                rows = reader()
+
+                def step(condition: Callable[[ReaderStats], object]) -> Callable[[], bool]:
+                    def pull() -> bool:
+                        delivered.extend(itertools.islice(rows, 20))
+                        return bool(condition(reader.stats()))
+
+                    return pull
+
+                wait_for("joined")
+                wait_until(step(lambda stats: stats.teachers_live == 1))
+                agent.kill()
+                wait_until(step(lambda stats: stats.discovery))
+                assert reader.stats().teachers_live == 1, "the teacher last known is kept"
+                assert " ? s the registry does not answer, the list is as known last" in wait_for("")
+                agent.start()
+                wait_until(step(lambda stats: not stats.discovery))
+                assert " = s the registry answers again" in wait_for("")
+                with LocalTeacher("echo", service="s", discovery=agent.url):
+                    wait_until(step(lambda stats: stats.teachers_live == 2))
         finally:
             agent.kill()
         teacher.terminate()
         assert teacher.wait(DEADLINE_S) == 0
         assert "Traceback" not in teacher.log
+    assert [number for _, number, _ in delivered] == list(range(len(delivered)))
+    assert all(label[0] == number for _, number, label in delivered)
 
 
 PYTRITON = Path(__file__).parents[3] / ".tools/triton/bin/python"
@@ -74,18 +104,3 @@ def test_pytritons_client(inside: StartInside) -> None:
     assert (max_batch, shapes) == (16, [[5]])
     assert batch == expected.tolist()
     assert one == expected[0].tolist()
-
-
-def test_registry_outage_loses_nobody(consul_agent: ConsulAgent) -> None:
-    """`edl teachers --watch` tells of a registry that goes away and comes back, and nobody seems to leave."""
-    url = consul_agent.url
-    with (
-        open_registry(url) as registry,
-        registry.register(Instance("watched", "one", "127.0.0.1", 8500)),  # renewed every few seconds
-        watching("watched", "--discovery", url) as wait_for,
-    ):
-        wait_for("watched/one joined")
-        consul_agent.kill()
-        assert " ? watched the registry does not answer, the list is as known last" in wait_for("watched")
-        consul_agent.start()
-        assert " = watched the registry answers again" in wait_for("watched")

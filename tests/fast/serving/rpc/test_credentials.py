@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -78,6 +78,15 @@ def ask(channel: grpc.Channel, path: str, metadata: Any = (), data: bytes = b"")
     return code_of(lambda: channel.unary_unary(path)(data, metadata=metadata, timeout=TIMEOUT_S))
 
 
+WRONG = [
+    [("authorization", f"Basic {FIRST}")],
+    [("authorization", FIRST)],
+    [("authorization", "Bearer ")],
+    *map(bearer, (FIRST[:-1], FIRST + "0", "# of the first team", f"{FIRST} {SECOND}", FIRST.upper())),
+    [*bearer(FIRST), *bearer(SECOND)],
+]
+
+
 def test_no_method_without_a_token(channel: grpc.Channel) -> None:
     for method in (*METHODS, "NoSuchMethod"):
         path = names.method(method)
@@ -86,27 +95,11 @@ def test_no_method_without_a_token(channel: grpc.Channel) -> None:
         assert ask(channel, path, bearer(FIRST)) != "UNAUTHENTICATED", method
         assert ask(channel, path, bearer(SECOND)) != "UNAUTHENTICATED", method
     assert ask(channel, "/other.Service/Method") == "UNAUTHENTICATED", "which services there are is seen by strangers"
-    large = b"\0" * (64 << 20)
-    assert ask(channel, names.method("ModelInfer"), data=large) == "UNAUTHENTICATED", "a refused call is not read"
-
-
-WRONG = [
-    [("authorization", f"Basic {FIRST}")],
-    [("authorization", FIRST)],
-    [("authorization", "Bearer ")],
-    bearer(FIRST[:-1]),
-    bearer(FIRST + "0"),
-    bearer("# of the first team"),
-    [*bearer(FIRST), *bearer(SECOND)],
-    bearer(f"{FIRST} {SECOND}"),
-    bearer(FIRST.upper()),
-]
-
-
-def test_wrong_tokens(channel: grpc.Channel) -> None:
     for metadata in WRONG:
         assert ask(channel, names.method("ModelInfer"), metadata, X) == "UNAUTHENTICATED", metadata
     assert ask(channel, names.method("ModelInfer"), [("authorization", f"bearer {FIRST}")], X) == "OK"
+    large = b"\0" * (64 << 20)
+    assert ask(channel, names.method("ModelInfer"), data=large) == "UNAUTHENTICATED", "a refused call is not read"
 
 
 @pytest.mark.parametrize("open_health", [True, False])
@@ -119,29 +112,14 @@ def test_health_may_need_none(inside: StartInside, token_file: str, open_health:
         assert ask(channel, "/grpc.health.v1.HealthX/Check") == "UNAUTHENTICATED"
 
 
-class StillOpen:
-    """Requests of a student that keeps its stream open."""
-
-    def __init__(self, requests: list[bytes]) -> None:
-        self._requests, self.ended = iter(requests), threading.Event()
-
-    def __iter__(self) -> StillOpen:
-        return self
-
-    def __next__(self) -> bytes:
-        for request in self._requests:
-            return request
-        self.ended.wait(TIMEOUT_S)
-        raise StopIteration
-
-
 def test_revocation_outlives_errors(
     inside: StartInside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Handshakes and the look for revocations meet an unforeseen error; both go on, and the token is taken back."""
     monkeypatch.setattr(authentication, "CHECK_EVERY_S", 0.1)
     monkeypatch.setattr(credentials, "CHECK_EVERY_S", 0.1)
-    ca, token, requests = Authority(), tmp_path / "tokens", StillOpen([X])
+    ca, token, requests = Authority(), tmp_path / "tokens", SimpleQueue[bytes | None]()
+    requests.put(X)
     put(token, f"{FIRST}\n{SECOND}")
     made = inside(FakeBackend(), credentials=Credentials(token_file=str(token), **ca.issue().save(tmp_path)))
     trusting = grpc.ssl_channel_credentials(ca.pem)
@@ -153,7 +131,7 @@ def test_revocation_outlives_errors(
 
     with grpc.secure_channel(made.target, trusting) as channel:
         stream = channel.stream_stream(names.method("ModelStreamInfer"))
-        endless = stream(requests, metadata=bearer(FIRST), timeout=TIMEOUT_S)
+        endless = stream(iter(requests.get, None), metadata=bearer(FIRST), timeout=TIMEOUT_S)
         next(endless)
         with monkeypatch.context() as patched:
             patched.setattr(os, "memfd_create", fail)
@@ -166,7 +144,7 @@ def test_revocation_outlives_errors(
         try:
             assert code_of(lambda: list(endless)) == "OK", "the stream of a revoked token goes on"
         finally:
-            requests.ended.set()
+            requests.put(None)
 
 
 def test_connections_age_with_mutual_tls(inside: StartInside, tmp_path: Path, ca: Authority) -> None:

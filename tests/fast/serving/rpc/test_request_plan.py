@@ -1,18 +1,26 @@
-"""Headers: each way to get one wrong is refused, with the offender's name and value."""
+"""Requests: each way to get one wrong is named, whatever its size, and what its output options make of an answer."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
+from edl.errors import ProtocolError
 from edl.protocol import codec, kserve
-from edl_serving import TensorSpec
+from edl_serving import Array, TensorSpec
+from edl_serving.messages.output_options import OutputOptions, top_k
 from edl_serving.messages.request import DecodedRequest, RequestDecoder
 from edl_serving.messages.request_plan import plan_request
+from edl_serving.request_error import RequestError
 from tests.fast.serving.fakes import LOGITS, FakeBackend, header_for, model_of, refusal_of
 
 TWO = model_of(
@@ -21,6 +29,7 @@ TWO = model_of(
         outputs=(LOGITS, TensorSpec("count", "INT64", ())),
     )
 )
+
 ONE = model_of(FakeBackend())
 
 
@@ -59,10 +68,9 @@ def test_a_cached_plan_keeps_no_contents() -> None:
     assert found == [1, 2]
 
 
-def edit(change: Callable[[kserve.ModelInferRequest], object]) -> kserve.ModelInferRequest:
-    header = two()
-    change(header)
-    return header
+def tell(of: Any, name: str, value: int | str) -> None:
+    """Set a parameter."""
+    setattr(of.parameters[name], "int64_param" if isinstance(value, int) else "string_param", value)
 
 
 @pytest.mark.parametrize(
@@ -83,25 +91,16 @@ def edit(change: Callable[[kserve.ModelInferRequest], object]) -> kserve.ModelIn
         (lambda h: h.inputs[0].shape.__setitem__(0, 3), ["'x' has 2 rows", "'words' has 3"]),
         (lambda h: h.outputs.add(name="nope"), ["unknown output", "'nope'"]),
         (lambda h: [h.outputs.add(name="count") for _ in range(2)], ["'count'", "twice"]),
-        (
-            lambda h: (
-                h.outputs.add(name="logits").parameters["classification"].CopyFrom(kserve.InferParameter(int64_param=3))
-            ),
-            ["'logits'", "classification"],
-        ),
-        (
-            lambda h: h.inputs[1].parameters["shared_memory_region"].CopyFrom(kserve.InferParameter(string_param="r")),
-            ["'x'", "shared_memory_byte_size"],
-        ),
-        (
-            lambda h: h.inputs[1].parameters["shared_memory_offset"].CopyFrom(kserve.InferParameter(int64_param=1)),
-            ["'x'", "shared_memory_offset", "shared_memory_region"],
-        ),
-        (lambda h: h.parameters["edl_top_k"].CopyFrom(kserve.InferParameter(int64_param=2)), ["'count' is INT64"]),
+        (lambda h: tell(h.outputs.add(name="logits"), "classification", 3), ["'logits'", "classification"]),
+        (lambda h: tell(h.inputs[1], "shared_memory_region", "r"), ["'x'", "shared_memory_byte_size"]),
+        (lambda h: tell(h.inputs[1], "shared_memory_offset", 1), ["'x' has a shared_memory_offset", "_region"]),
+        (lambda h: tell(h, "edl_top_k", 2), ["'count' is INT64"]),
     ],
 )
 def test_wrong_headers_are_named(change: Callable[[kserve.ModelInferRequest], object], said: list[str]) -> None:
-    message = refusal_of(lambda: plan_request(edit(change), TWO, 100))
+    header = two()
+    change(header)
+    message = refusal_of(lambda: plan_request(header, TWO, 100))
     assert len(message) <= 1000
     for words_ in said:
         assert words_ in message
@@ -136,17 +135,190 @@ def test_raw_and_typed_contents_do_not_mix() -> None:
 
 def test_remote_shared_memory_is_refused() -> None:
     header = header_for()
-    header.inputs[0].parameters["shared_memory_region"].string_param = "r"
-    header.inputs[0].parameters["shared_memory_byte_size"].int64_param = 32
+    tell(header.inputs[0], "shared_memory_region", "r")
+    tell(header.inputs[0], "shared_memory_byte_size", 32)
     assert "shared memory" in refusal_of(lambda: read(header, [], ONE))
-    header.inputs[0].parameters["shared_memory_byte_size"].int64_param = 31
+    tell(header.inputs[0], "shared_memory_byte_size", 31)
     assert "32 bytes, not shared_memory_byte_size=31" in refusal_of(lambda: read(header, [], ONE))
 
 
 def test_parts_of_top_k_alone() -> None:
     header = header_for()
-    header.parameters["edl_top_k"].int64_param = 2
+    tell(header, "edl_top_k", 2)
     header.outputs.add(name="logits__topk_ids")
     assert [output.name for output in plan_request(header, ONE, 100).outputs] == ["logits__topk_ids"]
     header.outputs.add(name="logits")
     assert "'logits__topk_ids' was asked for twice" in refusal_of(lambda: plan_request(header, ONE, 100))
+
+
+N = 2 << 20
+
+"""Bytes of each attack: far more than a header has, and parsed they would be tens of megabytes."""
+
+WIDE = model_of(FakeBackend(inputs=(TensorSpec("x", "FP32", (-1,)),)))
+
+STRINGS = model_of(FakeBackend(inputs=(TensorSpec("words", "BYTES", (-1,)),)), max_message_bytes=1 << 20)
+
+WHOLE = model_of(FakeBackend(inputs=(TensorSpec("n", "INT64", (-1,)),)))
+
+
+def field(number: int, value: bytes) -> bytes:
+    return codec.varint(number << 3 | 2) + codec.varint(len(value)) + value
+
+
+def tensor(*extra: bytes, name: bytes = b"x", datatype: bytes = b"FP32", shape: tuple[int, ...] = (1, 4)) -> bytes:
+    sizes = b"".join(codec.varint(size) for size in shape)
+    return field(1, b"m") + field(5, field(1, name) + field(2, datatype) + field(3, sizes) + b"".join(extra))
+
+
+def read_header(header: bytes, model: object = WIDE) -> DecodedRequest:
+    return asyncio.run(RequestDecoder(model, 100).decode(header, [], None))  # type: ignore[arg-type]
+
+
+ATTACKS = {
+    "shape": tensor(field(3, b"\x01" * N)),
+    "parameters": tensor(field(4, b"") * (N // 2)),
+    "an id": tensor() + field(3, b"i" * N),
+    "strings for numbers": tensor(field(5, b"\x42\x00" * (N // 2))),
+    "too many numbers": tensor(field(5, field(6, b"\0" * N))),
+    "numbers one by one": tensor(field(5, b"\x35\0\0\0\0" * (N // 5)), shape=(1, N // 5)),
+    "unknown input": tensor(field(5, field(6, b"\0" * N)), name=b"y"),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_large_headers_make_no_objects(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[int] = []
+    parse = codec.parse_request
+    monkeypatch.setattr(codec, "parse_request", lambda data: (parsed.append(len(data)), parse(data))[1])
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError) as refused:
+            read_header(ATTACKS[attack])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert refused.value.code.name == "INVALID_ARGUMENT"
+    assert max(parsed, default=0) < 1 << 20, "only what is small may be parsed"
+    assert peak < 4 * N, "more than a few copies of the message"
+    assert len(refused.value.message) < 1000
+
+
+def test_typed_contents_count_in_memory() -> None:
+    count = 40_000
+    header = tensor(field(5, b"\x42\x00" * count), name=b"words", datatype=b"BYTES", shape=(1, count))
+    with pytest.raises(RequestError, match=r"40,000 elements as typed contents would take .* --max-message"):
+        read_header(header, STRINGS)
+
+
+def test_large_typed_contents_are_read() -> None:
+    values = np.arange(200_000, dtype=np.float32)
+    header = kserve.ModelInferRequest(model_name="m", id="7")
+    tensor = header.inputs.add(name="x", datatype="FP32", shape=[2, 100_000])
+    tensor.contents.fp32_contents.extend(values)
+    assert np.array_equal(read_header(header.SerializeToString()).arrays[0].reshape(-1), values)
+
+    numbers = np.arange(-100_000, 100_000) ** 3
+    header = kserve.ModelInferRequest(model_name="m")
+    tensor = header.inputs.add(name="n", datatype="INT64", shape=[1, 200_000])
+    tensor.contents.int64_contents.extend(numbers.tolist())
+    assert np.array_equal(read_header(header.SerializeToString(), WHOLE).arrays[0].reshape(-1), numbers)
+
+    header = kserve.ModelInferRequest(model_name="m")
+    tensor = header.inputs.add(name="words", datatype="BYTES", shape=[1, 3])
+    tensor.contents.bytes_contents.extend([b"a" * 100_000, b"", b"b\0"])
+    assert read_header(header.SerializeToString(), STRINGS).arrays[0].tolist() == [[b"a" * 100_000, b"", b"b\0"]]
+
+
+def test_a_streams_ids_are_short() -> None:
+    with pytest.raises(ProtocolError, match="an id of 2,097,152 bytes"):
+        codec.split_streamed_request(field(1, b"m") + field(3, b"i" * N))
+
+
+COUNT = TensorSpec("count", "INT64", ())
+
+logits = hnp.arrays(
+    st.sampled_from([np.float16, np.float32, np.float64]),
+    hnp.array_shapes(min_dims=1, max_dims=3, min_side=1, max_side=12),
+    elements=st.floats(-300, 300, width=16) | st.sampled_from([math.inf, -math.inf, 65504.0, 0.0]),
+)
+
+
+def parameters(**values: Any) -> dict[str, kserve.InferParameter]:
+    fields = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
+    return {name: kserve.InferParameter(**{fields[type(value)]: value}) for name, value in values.items()}
+
+
+@settings(max_examples=50)
+@given(logits, st.data(), st.floats(0.5, 20))
+def test_top_k_and_the_sum_of_the_rest(array: Array, data: st.DataObject, temperature: float) -> None:
+    k = data.draw(st.integers(1, array.shape[-1]))
+    ids, values, tail = top_k(array, k, temperature)
+    assert ids.dtype == np.int32
+    assert values.dtype == array.dtype
+    assert tail.dtype == np.float32
+    for index in np.ndindex(array.shape[:-1]):
+        row = array[index].astype(np.float64)
+        assert len(set(ids[index].tolist())) == k
+        assert values[index].tolist() == array[index][ids[index]].tolist()
+        assert values[index].tolist() == sorted(array[index].tolist(), reverse=True)[:k]
+        rest = np.delete(row, ids[index]) / temperature
+        expected = -math.inf if len(rest) == 0 else float(np.logaddexp.reduce(rest))
+        assert tail[index] == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert top_k(np.array([[1, 7, 7, 0, 7]], np.float32), 3, 1.0)[0].tolist() == [[1, 2, 4]], "equal ones by their ids"
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"edl_top_k": 0}, ["edl_top_k", "0"]),
+        ({"edl_top_k": "five"}, ["edl_top_k", "string_param"]),
+        ({"edl_temperature": math.nan}, ["edl_temperature", "nan"]),
+        ({"edl_temperature": 1e-300}, ["edl_temperature", "1e-300"]),
+        ({"edl_temperature": "hot"}, ["edl_temperature", "string_param"]),
+        ({"edl_dtype": "FP8"}, ["edl_dtype", "FP8"]),
+        ({"edl_dtype": "x" * 100_000}, ["edl_dtype", "xxx"]),
+    ],
+)
+def test_absurd_parameters_are_named(values: dict[str, Any], words: list[str]) -> None:
+    message = refusal_of(lambda: OutputOptions.parse(parameters(**values)))
+    assert len(message) < 500
+    for word in words:
+        assert word in message
+    assert OutputOptions.parse(parameters(priority=3, sequence_id="7", edl_unheard_of=1)) == OutputOptions()
+
+
+def test_top_k_needs_float_classes() -> None:
+    options = OutputOptions.parse(parameters(edl_top_k=6))
+    assert "'logits' has 5 classes" in refusal_of(lambda: options.wire_names(LOGITS))
+    assert "'count' is INT64" in refusal_of(lambda: options.wire_names(COUNT))
+    assert "'loss'" in refusal_of(lambda: options.wire_names(TensorSpec("loss", "FP32")))
+    late = TensorSpec("logits", "FP32", (-1,))
+    assert options.wire_names(late) == ("logits__topk_ids", "logits__topk_values", "logits__tail_lse")
+    assert "'logits' has 3 classes" in refusal_of(lambda: options.apply_to(late, np.zeros((1, 3), np.float32)))
+
+
+def test_dtype_changes_floats_only() -> None:
+    options = OutputOptions.parse(parameters(edl_dtype="FP16"))
+    options.check_outputs([COUNT, LOGITS])
+    found = options.apply_to(LOGITS, np.array([[1, math.inf, -math.inf, 0.1, 0]], np.float32))["logits"]
+    assert found.dtype == np.float16
+    assert found[0, :3].tolist() == [1, math.inf, -math.inf]
+    assert options.apply_to(COUNT, np.array([3]))["count"].dtype == np.int64
+    assert "'count' is INT64" in refusal_of(lambda: options.check_outputs([COUNT]))
+
+
+@pytest.mark.parametrize(("asked", "given", "most"), [("FP16", "f4", 65504.0), ("FP32", "f8", 3.4028234663852886e38)])
+def test_clamped_values_stay_finite(asked: str, given: str, most: float) -> None:
+    options = OutputOptions.parse(parameters(edl_dtype=asked))
+    rows = np.array([[1, most * 2, -most * 2, math.inf, -math.inf], [math.nan, most * 4, 0, 1, 2]], given)
+    found = options.apply_to(LOGITS, rows)["logits"]
+    assert found.dtype == np.dtype(given[0] + str(np.dtype(given).itemsize // 2))
+    assert found[0].tolist() == [1, most, -most, math.inf, -math.inf]
+    assert np.isnan(found[1, 0])
+    assert found[1, 1] == most
+    assert options.apply_to(LOGITS, rows[:0])["logits"].shape == (0, 5)
+    some = OutputOptions.parse(parameters(edl_dtype=asked, edl_top_k=2)).apply_to(
+        LOGITS, rows[:1, :3].repeat(2, 1)[:, :5]
+    )
+    assert some["logits__topk_values"].tolist() == [[most, most]]

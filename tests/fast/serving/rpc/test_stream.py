@@ -1,9 +1,12 @@
-"""`ModelStreamInfer` as EDL's own reader uses it: any order, cancelling, deadlines, errors with a status, draining."""
+"""`ModelStreamInfer` as EDL's reader uses it: order, cancelling, deadlines, bundles, draining; and limits at the wire."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import queue
+import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -13,13 +16,9 @@ from edl.protocol import bundles, codec, fragments, kserve, names, tensors
 from edl.protocol.transport import grpc
 from edl_serving import Array
 from edl_serving.request_error import RequestError
-from tests.fast.serving.conftest import (
-    TIMEOUT_S,
-    Connect,
-    StartInside,
-    request_bytes,
-)
-from tests.fast.serving.models import Gated, logits
+from tests.fast.serving.conftest import TIMEOUT_S, Client, Connect, Inside, StartInside, request_bytes
+from tests.fast.serving.models import Base, Gated, logits
+from tests.fast.serving.rpc.test_fuzz import bad_requests
 from tests.waiting import wait_until
 
 
@@ -107,25 +106,6 @@ def test_slow_request_holds_up_ordered_ones(inside: StartInside, connect: Connec
         next(stream.call)
 
 
-def test_errors_end_their_request_only(inside: StartInside, connect: Connect) -> None:
-    model = Gated()
-    server = inside(model, max_batch_rows=1, max_queue_rows=2)
-    stream = Open(connect(server.target).channel)
-    stream.send("computed", row(0))
-    assert model.started.wait(TIMEOUT_S)
-    for number in range(2):
-        stream.send(f"queued {number}", row(0))
-    stream.send("too many", row(0))
-    answer = stream.read()
-    assert status_of(answer) == ("too many", "UNAVAILABLE")
-    assert answer.infer_response.parameters[names.RETRY_AFTER].int64_param > 0
-    stream.send("wrong", np.zeros((1, 5), np.float32))
-    assert status_of(stream.read()) == ("wrong", "INVALID_ARGUMENT")
-    model.gate.set()
-    assert {stream.read().infer_response.id for _ in range(3)} == {"computed", "queued 0", "queued 1"}
-    stream.end()
-
-
 def test_cancelled_or_late_is_not_computed(inside: StartInside, connect: Connect) -> None:
     model = Gated()
     server = inside(model, max_batch_rows=1)
@@ -149,23 +129,14 @@ def test_cancelled_or_late_is_not_computed(inside: StartInside, connect: Connect
     wait_until(lambda: server.metric("edl_teacher_in_flight") == 0)
 
 
-def test_idle_streams_do_not_delay_a_drain(inside: StartInside, connect: Connect) -> None:
-    server = inside(Pair())
-    streams = [Open(connect(server.target).channel, unordered=unordered) for unordered in (True, False)]
-    for stream in streams:
-        stream.send("1", row(2))
-        assert is_answer_to(stream.read(), row(2))
-    assert server.call(server.server.drain(TIMEOUT_S / 2)), "streams without requests are waited for"
-    server.call(server.server.stop())
-    for stream in streams:
-        with pytest.raises(StopIteration):  # ended, not cancelled
-            next(stream.call)
-        stream.end()
-
-
 def test_draining_server_answers_and_refuses(inside: StartInside, connect: Connect) -> None:
+    """And streams that are idle hold nothing up."""
     model = Gated()
     server = inside(model, max_batch_rows=1)
+    idle = [Open(connect(server.target).channel, unordered=unordered) for unordered in (True, False)]
+    for each in idle:
+        each.send("wrong", np.zeros((1, 5), np.float32))
+        assert status_of(each.read())[1] == "INVALID_ARGUMENT"
     stream = Open(connect(server.target).channel)
     for number in range(2):
         stream.send(str(number), row(number))
@@ -178,8 +149,13 @@ def test_draining_server_answers_and_refuses(inside: StartInside, connect: Conne
     model.gate.set()
     answers = {answer.infer_response.id: answer for answer in (stream.read() for _ in range(2))}
     assert all(is_answer_to(answers[str(number)], row(number)) for number in range(2))
-    assert draining.result(TIMEOUT_S)
+    assert draining.result(TIMEOUT_S), "streams without requests are waited for"
     stream.end()
+    server.call(server.server.stop())
+    for each in idle:
+        with pytest.raises(StopIteration):  # ended, not cancelled
+            next(each.call)
+        each.end()
 
 
 def parts_of(answer: kserve.ModelStreamInferResponse) -> list[kserve.ModelStreamInferResponse]:
@@ -224,10 +200,9 @@ def with_bundle_parameter(request: bytes) -> bytes:
     return request + header.SerializeToString()
 
 
-def fragments_of(request_id: str, value: float, nbytes: int = 20) -> list[bytes]:
-    raw = row(value)
-    header, (data,) = codec.split_request(request_bytes({"x": raw}))
-    return list(fragments.fragment_request(header + codec.id_field(request_id), [data], request_id, nbytes))
+def fragment_of(request_id: str) -> bytes:
+    header, (data,) = codec.split_request(request_bytes({"x": row(3)}))
+    return next(fragments.fragment_request(header + codec.id_field(request_id), [data], request_id, 20))
 
 
 MALFORMED_BUNDLES = {
@@ -238,13 +213,12 @@ MALFORMED_BUNDLES = {
     "too large": bundles.join_requests([message("1", row(1))] * 2000),
 }
 
-
 MISUSED_FRAGMENTS = {
-    "without an id": fragments_of("", 3)[0],
-    "nested": next(fragments.fragment_request(fragments_of("7", 3)[0], [], "7", 1 << 20)),
-    "in a bundle": bundles.join_requests(fragments_of("7", 3)[:1]),
+    "without an id": fragment_of(""),
+    "nested": next(fragments.fragment_request(fragment_of("7"), [], "7", 1 << 20)),
+    "in a bundle": bundles.join_requests([fragment_of("7")]),
     "too large": codec.join_request(
-        codec.split_streamed_request(fragments_of("7", 3)[0])[0] + codec.id_field("7"), [b"\xff" * 8, b"x"]
+        codec.split_streamed_request(fragment_of("7"))[0] + codec.id_field("7"), [b"\xff" * 8, b"x"]
     ),
 }
 
@@ -268,7 +242,7 @@ def test_ordered_streams_and_calls_take_neither(inside: StartInside, connect: Co
     stream = Open(client.channel, unordered=False, bundles=True)
     for parameter, data in (
         (names.BUNDLE, bundles.join_requests([message("1", row(2))])),
-        (names.FRAGMENT, fragments_of("7", 3)[0]),
+        (names.FRAGMENT, fragment_of("7")),
     ):
         stream.send_bytes(data)
         answer = stream.read()
@@ -284,8 +258,8 @@ def test_ordered_streams_and_calls_take_neither(inside: StartInside, connect: Co
     stream.end()
 
 
-def claim_of(request_id: str, nbytes: int) -> list[bytes]:
-    return list(fragments.fragment_request(codec.id_field(request_id), [bytes(nbytes)], request_id, nbytes // 4))
+def claim_of(request_id: str, nbytes: int) -> bytes:
+    return next(fragments.fragment_request(codec.id_field(request_id), [bytes(nbytes)], request_id, nbytes // 4))
 
 
 def test_refused_requests_leave_no_memory(inside: StartInside, connect: Connect) -> None:
@@ -295,13 +269,13 @@ def test_refused_requests_leave_no_memory(inside: StartInside, connect: Connect)
     server = inside(model, max_message_bytes=mib, max_client_bytes=mib, max_batch_rows=1, max_queue_rows=1)
     client = connect(server.target)
     parked, stream = (Open(client.channel) for _ in range(2))
-    parked.send_bytes(claim_of("parked", mib * 3 // 4)[0])
+    parked.send_bytes(claim_of("parked", mib * 3 // 4))
     wait_until(lambda: server.metric("edl_teacher_client_bytes") >= mib * 3 // 4)
     requests = {
         "whole": ("RESOURCE_EXHAUSTED", message("whole", np.zeros((1, mib // 8), np.float32))),
-        "in fragments": ("RESOURCE_EXHAUSTED", claim_of("in fragments", mib // 2)[0]),
+        "in fragments": ("RESOURCE_EXHAUSTED", claim_of("in fragments", mib // 2)),
         "wrong": ("INVALID_ARGUMENT", message("wrong", np.zeros((1, 99), np.float32))),
-        "too many": ("UNAVAILABLE", message("too many", row(0))),
+        "too many": ("UNAVAILABLE", message("too many", row(0))),  # the last one
     }
     stream.send("computed", row(0))
     assert model.started.wait(TIMEOUT_S)
@@ -311,9 +285,97 @@ def test_refused_requests_leave_no_memory(inside: StartInside, connect: Connect)
     try:
         for request_id, (status, data) in requests.items():
             stream.send_bytes(data)
-            assert status_of(stream.read()) == (request_id, status)
+            answer = stream.read()
+            assert status_of(answer) == (request_id, status)
             wait_until(lambda: not any(type(found) is RequestError for found in gc.get_objects()))
     finally:
         gc.enable()
         gc.unfreeze()
         model.gate.set()
+    assert answer.infer_response.parameters[names.RETRY_AFTER].int64_param > 0
+    assert {stream.read().infer_response.id for _ in range(2)} == {"computed", "queued"}
+
+
+GAUGES = ("in_flight", "queue_rows", "queue_bytes", "connections", "streams", "client_bytes")
+
+
+def ask_for(stream: Open, request_id: str) -> str:
+    """Ask for one row; the error, empty if there is none."""
+    stream.send(request_id, np.zeros((1, 4), np.float32))
+    answer = stream.read()
+    assert answer.infer_response.id == request_id
+    return answer.error_message
+
+
+def left(server: Inside) -> list[str]:
+    return [gauge for gauge in GAUGES if server.metric(f"edl_teacher_{gauge}")]
+
+
+def test_a_waiting_stream_is_served_later(inside: StartInside, connect: Connect) -> None:
+    server = inside(Base(), max_streams=1)
+    first = Open(connect(server.target).channel)
+    assert ask_for(first, "a") == ""
+    second = Open(connect(server.target).channel)
+    assert "1 streams are open" in ask_for(second, "b")
+    third = Open(connect(server.target).channel)
+    wait_until(lambda: third.call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED)
+    assert "1 streams wait for a place" in third.call.details()
+    assert names.RETRY_AFTER_MS in dict(third.call.trailing_metadata())
+    assert "1 streams are open" in ask_for(second, "c")
+    first.end()
+    assert list(first.call) == []
+    wait_until(lambda: ask_for(second, "d") == "")
+    fourth = Open(connect(server.target).channel)
+    assert "1 streams are open" in ask_for(fourth, "e"), "the place of one that waits is free again"
+    fourth.end()
+    second.end()
+    third.end()
+    assert list(second.call) == []
+    wait_until(lambda: not left(server))
+
+
+def test_readiness_is_told_beyond_the_limit(inside: StartInside, connect: Connect) -> None:
+    server = inside(Base(), max_connections=1)
+    first = Open(connect(server.target).channel)
+    assert ask_for(first, "a") == ""
+    other = connect(server.target)
+    assert other.ask("ServerReady").ready
+    assert other.ask("ModelReady", name="m").ready
+    call = other.start(np.zeros((1, 4), np.float32))
+    assert call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "1 clients are connected" in call.details()
+    first.end()
+
+
+def test_what_vanishes_counts_no_more(inside: StartInside, connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    server = inside(Base(), max_streams=8, max_client_bytes=1 << 20, max_message_bytes=1 << 20)
+
+    def student(number: int) -> None:
+        rng = random.Random(number)
+        bad = bad_requests(rng)
+        client = Client(server.target)
+        stream = Open(client.channel)
+        for _ in range(rng.randrange(1, 40)):
+            x = np.full((rng.choice([1, 8, 4000]), 4), 0.001, np.float32)
+            fine = request_bytes({"x": x}) + codec.id_field(str(rng.random()))
+            stream.send_bytes(fine if rng.random() < 0.7 else next(bad))
+        if rng.random() < 0.5:
+            with contextlib.suppress(grpc.RpcError):
+                next(stream.call, None)
+        if rng.random() < 0.3:
+            stream.end()
+        else:
+            stream.call.cancel()
+        client.close()
+
+    for first in (0, 8):
+        threads = [threading.Thread(target=student, args=(first + number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+    wait_until(lambda: not left(server))
+    stream = Open(connect(server.target).channel)
+    wait_until(lambda: ask_for(stream, "z") == "")
+    stream.end()
+    assert "Traceback" not in caplog.text

@@ -1,4 +1,4 @@
-"""Triton's own client against our server: sync, futures, aio, streams and shared memory."""
+"""Triton's own client against our server."""
 
 from __future__ import annotations
 
@@ -15,149 +15,102 @@ import tritonclient.utils.shared_memory as triton_shm
 from tritonclient.utils import InferenceServerException
 
 from edl_serving import Array
-from tests.fast.serving.conftest import Inside, StartInside
+from tests.fast.serving.conftest import StartInside
 from tests.fast.serving.models import Base, Images, Mixed, logits
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Inside]:
-    one = Inside(Mixed(), max_batch_rows=16)
-    yield one
-    one.close()
-
-
-@pytest.fixture
-def client(server: Inside) -> Iterator[Any]:
-    with triton.InferenceServerClient(server.target) as one:
-        yield one
-
-
-def inputs_of(rows: int, width: int = 3, module: Any = triton) -> tuple[list[Any], Array]:
-    x = np.random.default_rng(rows).random((rows, width), np.float32)
-    words = np.array([[f"w{row}", "é"] for row in range(rows)], object)
-    inputs = [module.InferInput("x", x.shape, "FP32"), module.InferInput("words", words.shape, "BYTES")]
+def mixed_inputs() -> tuple[list[Any], Array]:
+    """Four rows for the model `Mixed`, and what `x` is in them."""
+    x = np.random.default_rng(1).random((4, 3), np.float32)
+    words = np.array([["w0", "é"], ["w1", "é"], ["w2", "é"], ["w3", "é"]], object)
+    inputs = [triton.InferInput("x", x.shape, "FP32"), triton.InferInput("words", words.shape, "BYTES")]
     inputs[0].set_data_from_numpy(x)
     inputs[1].set_data_from_numpy(words)
     return inputs, x
 
 
-def check(result: Any, x: Array) -> None:
-    np.testing.assert_allclose(result.as_numpy("logits"), logits(x), rtol=1e-6)
-    assert result.as_numpy("width").tolist() == [x.shape[1]] * len(x)
-    assert result.as_numpy("joined").tolist() == [f"w{row} é".encode() for row in range(len(x))]
+JOINED = [f"w{row} é".encode() for row in range(4)]
 
 
-def test_the_server_describes_itself(client: Any) -> None:
-    assert client.is_server_live()
-    assert client.is_server_ready()
-    assert client.is_model_ready("m")
-    assert client.is_model_ready("m", "1")
-    assert not client.is_model_ready("other")
-    assert not client.is_model_ready("m", "2")
-    metadata = client.get_model_metadata("m", as_json=True)
-    assert metadata["inputs"][0] == {"name": "x", "datatype": "FP32", "shape": ["-1", "-1"]}
-    config = client.get_model_config("m", as_json=True)["config"]
-    assert config["max_batch_size"] == 16
-    assert config["input"][1] == {"name": "words", "data_type": "TYPE_STRING", "dims": ["2"]}
-    assert client.get_model_repository_index(as_json=True)["models"] == [
-        {"name": "m", "version": "1", "state": "READY"}
-    ]
-    extensions = client.get_server_metadata().extensions
-    assert {"edl_top_k", "edl_dtype", "system_shared_memory"} <= set(extensions)
-    with pytest.raises(InferenceServerException, match=r"INVALID_ARGUMENT.*unknown model 'other'"):
-        client.get_model_metadata("other")
-
-
-def test_outputs_come_as_asked_for(client: Any) -> None:
-    inputs, x = inputs_of(3)
-    result = client.infer("m", inputs, request_id="seven")
-    check(result, x)
-    assert result.get_response().id == "seven"
-    wanted = [triton.InferRequestedOutput("joined"), triton.InferRequestedOutput("logits")]
-    result = client.infer("m", inputs, outputs=wanted)
-    assert [output.name for output in result.get_response().outputs] == ["joined", "logits"]
-    assert result.as_numpy("width") is None
-    np.testing.assert_allclose(result.as_numpy("logits"), logits(x), rtol=1e-6)
-
-
-class Memory:
-    """A shared memory region made by Triton's client library."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.name = f"edl-test-{uuid.uuid4().hex}"
-        self.nbytes = nbytes
-        self.handle = triton_shm.create_shared_memory_region(self.name, f"/{self.name}", nbytes)
-
-    def close(self) -> None:
-        triton_shm.destroy_shared_memory_region(self.handle)
+def test_server_describes_itself_and_answers(inside: StartInside) -> None:
+    with triton.InferenceServerClient(inside(Mixed(), max_batch_rows=16).target) as client:
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        for model, ready in ((("m",), True), (("m", "1"), True), (("other",), False), (("m", "2"), False)):
+            assert client.is_model_ready(*model) is ready
+        metadata = client.get_model_metadata("m", as_json=True)
+        assert metadata["inputs"][0] == {"name": "x", "datatype": "FP32", "shape": ["-1", "-1"]}
+        config = client.get_model_config("m", as_json=True)["config"]
+        assert config["max_batch_size"] == 16
+        assert config["input"][1] == {"name": "words", "data_type": "TYPE_STRING", "dims": ["2"]}
+        (found,) = client.get_model_repository_index(as_json=True)["models"]
+        assert found == {"name": "m", "version": "1", "state": "READY"}
+        assert {"edl_top_k", "edl_dtype", "system_shared_memory"} <= set(client.get_server_metadata().extensions)
+        with pytest.raises(InferenceServerException, match=r"INVALID_ARGUMENT.*unknown model 'other'"):
+            client.get_model_metadata("other")
+        inputs, x = mixed_inputs()
+        result = client.infer("m", inputs, request_id="seven")
+        assert result.get_response().id == "seven"
+        np.testing.assert_allclose(result.as_numpy("logits"), logits(x), rtol=1e-6)
+        assert result.as_numpy("width").tolist() == [3] * 4
+        assert result.as_numpy("joined").tolist() == JOINED
+        wanted = [triton.InferRequestedOutput("joined"), triton.InferRequestedOutput("logits")]
+        result = client.infer("m", inputs, outputs=wanted)
+        assert [output.name for output in result.get_response().outputs] == ["joined", "logits"]
 
 
 @pytest.fixture
-def memory() -> Iterator[Any]:
-    made: list[Memory] = []
-
-    def make(nbytes: int) -> Memory:
-        made.append(Memory(nbytes))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+def region() -> Iterator[Any]:
+    """Shared memory made by Triton's client library: its name, and a handle."""
+    name = f"edl-test-{uuid.uuid4().hex}"
+    handle = triton_shm.create_shared_memory_region(name, f"/{name}", 10_000)
+    yield name, handle
+    triton_shm.destroy_shared_memory_region(handle)
 
 
-def test_system_shared_memory(inside: StartInside, memory: Any) -> None:
+def test_system_shared_memory(inside: StartInside, region: Any) -> None:
     server = inside(Mixed())
-    x = np.random.default_rng(1).random((4, 3), np.float32)
-    words = np.array([["w0", "a"], ["w1", "b"], ["w2", "c"], ["w3", "d"]], object)
-    region = memory(10_000)
+    inputs, x = mixed_inputs()
+    name, handle = region
     with triton.InferenceServerClient(server.target) as client:
-        client.register_system_shared_memory(region.name, f"/{region.name}", region.nbytes)
-        assert region.name in client.get_system_shared_memory_status(as_json=True)["regions"]
-        triton_shm.set_shared_memory_region(region.handle, [x], offset=64)
-        inputs = [triton.InferInput("x", x.shape, "FP32"), triton.InferInput("words", words.shape, "BYTES")]
-        inputs[0].set_shared_memory(region.name, x.nbytes, offset=64)
-        inputs[1].set_data_from_numpy(words)
-        outputs = [triton.InferRequestedOutput(name) for name in ("logits", "width", "joined")]
-        outputs[0].set_shared_memory(region.name, 4 * 5 * 4, offset=1000)
-        outputs[2].set_shared_memory(region.name, 500, offset=2000)
+        client.register_system_shared_memory(name, f"/{name}", 10_000)
+        assert name in client.get_system_shared_memory_status(as_json=True)["regions"]
+        triton_shm.set_shared_memory_region(handle, [x], offset=64)
+        inputs[0].set_shared_memory(name, x.nbytes, offset=64)
+        outputs = [triton.InferRequestedOutput(each) for each in ("logits", "width", "joined")]
+        outputs[0].set_shared_memory(name, 4 * 5 * 4, offset=1000)
+        outputs[2].set_shared_memory(name, 500, offset=2000)
         result = client.infer("m", inputs, outputs=outputs)
         assert result.as_numpy("width").tolist() == [3] * 4
-        found = triton_shm.get_contents_as_numpy(region.handle, np.float32, (4, 5), offset=1000)
+        found = triton_shm.get_contents_as_numpy(handle, np.float32, (4, 5), offset=1000)
         np.testing.assert_allclose(found, logits(x), rtol=1e-6)
         joined = result.get_output("joined")
-        assert joined.parameters["shared_memory_region"].string_param == region.name
-        assert joined.parameters["shared_memory_byte_size"].int64_param == 4 * (4 + 4)
-        assert triton_shm.get_contents_as_numpy(region.handle, np.object_, (4,), offset=2000).tolist() == [
-            b"w0 a",
-            b"w1 b",
-            b"w2 c",
-            b"w3 d",
-        ]
+        assert joined.parameters["shared_memory_region"].string_param == name
+        assert joined.parameters["shared_memory_byte_size"].int64_param == 4 * (4 + 5)
+        assert triton_shm.get_contents_as_numpy(handle, np.object_, (4,), offset=2000).tolist() == JOINED
         del found
-        outputs[0].set_shared_memory(region.name, 4 * 5 * 4 - 1, offset=1000)
+        outputs[0].set_shared_memory(name, 4 * 5 * 4 - 1, offset=1000)
         with pytest.raises(InferenceServerException, match="'logits' has 80 bytes"):
             client.infer("m", inputs, outputs=outputs)
-        inputs[0].set_shared_memory(region.name, x.nbytes, offset=9_999)
+        inputs[0].set_shared_memory(name, x.nbytes, offset=9_999)
         with pytest.raises(InferenceServerException, match="lie outside"):
             client.infer("m", inputs)
-        os.truncate(f"/dev/shm/{region.name}", 0)
+        os.truncate(f"/dev/shm/{name}", 0)
         inputs[0] = triton.InferInput("x", x.shape, "FP32")  # the old one would keep its offset
-        inputs[0].set_shared_memory(region.name, x.nbytes)
+        inputs[0].set_shared_memory(name, x.nbytes)
         with pytest.raises(InferenceServerException, match="has shrunk to 0 bytes"):
             client.infer("m", inputs)
-        client.unregister_system_shared_memory(region.name)
+        client.unregister_system_shared_memory(name)
         with pytest.raises(InferenceServerException, match="is not registered"):
             client.infer("m", inputs)
-        assert Path(f"/dev/shm/{region.name}").exists()  # the client's to delete
+        assert Path(f"/dev/shm/{name}").exists()  # the client's to delete
 
 
-def test_shared_memory_can_be_turned_off(inside: StartInside, memory: Any) -> None:
-    server = inside(Base(), shared_memory=False)
-    region = memory(64)
-    with triton.InferenceServerClient(server.target) as client:
+def test_shared_memory_can_be_turned_off(inside: StartInside, region: Any) -> None:
+    with triton.InferenceServerClient(inside(Base(), shared_memory=False).target) as client:
         assert "system_shared_memory" not in client.get_server_metadata().extensions
         with pytest.raises(InferenceServerException, match="turned off"):
-            client.register_system_shared_memory(region.name, f"/{region.name}", 64)
+            client.register_system_shared_memory(region[0], f"/{region[0]}", 64)
 
 
 def test_messages_of_any_size_up_to_the_limit(inside: StartInside) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -37,9 +36,8 @@ class Shards(ShardSource):
         self.waiting = [RowShard(at, min(at + size, rows)) for at in range(0, rows, size)]
         self.open: list[RowShard] = []
         self.done: list[RowShard] = []
-        self.failed: dict[tuple[int, int], list[str]] = {}
+        self.failed: dict[tuple[int, int], str] = {}
         self.missing_on_disk = 0
-        self.retries = 0
         self.failure: Exception | None = None
         self._folder = folder
         self._lock = threading.Lock()
@@ -69,10 +67,7 @@ class Shards(ShardSource):
     def report_failed(self, shard: RowShard, reason: str) -> None:
         with self._lock:
             self.open.remove(shard)
-            reasons = self.failed.setdefault((shard.start, shard.stop), [])
-            reasons.append(reason)
-            if len(reasons) <= self.retries:
-                self.waiting.append(RowShard(shard.start, shard.stop))
+            self.failed[shard.start, shard.stop] = reason
 
     @property
     def done_rows(self) -> list[int]:
@@ -178,7 +173,7 @@ def test_unreadable_sample_is_named(serve: Serve, folder: Path, workers: int, er
     data = SequenceData(Failing(error), {"x": _itself}, workers)
     label(folder, serve("echo"), source, data)
     end_workers(data)
-    ((reason,),) = source.failed.values()
+    (reason,) = source.failed.values()
     assert reason.startswith("sample 123: ")
     assert (str(error) or "StopIteration") in reason
     assert source.missing_on_disk == 0
@@ -210,19 +205,6 @@ def test_source_failure_ends_the_run(serve: Serve, folder: Path) -> None:
         label(folder, serve("echo"), source)
     assert source.done_rows == list(range(150))
     assert source.missing_on_disk == 0
-
-
-@pytest.mark.skipif(not os.access("/dev/full", os.W_OK), reason="there is no /dev/full here")
-def test_full_disk_fails_no_shard(serve: Serve, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker ends with the disk's words; its shards are neither done nor failed."""
-    source, teacher = Shards(folder), serve("echo")
-    full, write = os.open("/dev/full", os.O_WRONLY), os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: write(full if len(data) > 1000 else fd, data))
-    with pytest.raises(TemporaryError, match="No space left on device"):
-        label(folder, teacher, source)
-    os.close(full)
-    assert not source.done
-    assert not source.failed
 
 
 def test_no_teacher_fails_no_shard(serve: Serve, folder: Path) -> None:
@@ -302,15 +284,6 @@ def test_every_part_is_answered_or_failed(seed: int, shards: int, size: int) -> 
     assert sorted(row for row in answered if row not in in_failed) == expected
 
 
-def test_a_shard_without_parts_is_answered() -> None:
-    tracker, shard = ShardTracker(), RowShard(0, 10)
-    tracker.begin(shard, ())
-    assert tracker.idle
-    assert tracker.pop_answered() == [shard]
-    assert tracker.hand_out() is None
-    assert tracker.fail() is None
-
-
 def test_search_for_bad_rows_can_be_ended() -> None:
     tried: list[int] = []
 
@@ -326,11 +299,9 @@ def test_search_for_bad_rows_can_be_ended() -> None:
 
 def test_bad_rows_are_named_others_labelled(serve: Serve, folder: Path) -> None:
     source = Shards(folder)
-    source.retries = 1
     label(folder, serve(picky(70, 77, 399)), source)
     assert sorted(source.failed) == [(50, 100), (350, 400)]
-    assert all(len(reasons) == 2 for reasons in source.failed.values())
-    first = source.failed[50, 100][0]
+    first = source.failed[50, 100]
     assert first.startswith("samples 70, 77: ")
     assert "this row is bad" in first
     assert len(source.done) == 6

@@ -38,12 +38,9 @@ class Squares:
         return np.full(3, at if at != 7 else self.error(at), np.float32)
 
 
-def test_a_stop_in_getitem_is_an_error() -> None:
+def test_an_error_in_getitem_is_no_end() -> None:
     with pytest.raises(RuntimeError, match="StopIteration"):
         list(SourceIterator(Squares()))  # type: ignore[arg-type]
-
-
-def test_an_index_error_in_getitem_is_no_end() -> None:
     with pytest.raises(SourceError, match=r"has 10 items, and raised IndexError at 7: list index"):
         list(SourceIterator(Squares(lambda at: [][at])))  # type: ignore[arg-type]
 

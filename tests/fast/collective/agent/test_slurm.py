@@ -104,17 +104,6 @@ def test_tasks_that_share_gpus() -> None:
     assert parse_options(["--nproc-per-node", "1", "train.py"], step).nproc_per_node == "1"
 
 
-@pytest.mark.parametrize(("name", "text"), [("SLURM_JOB_ID", "x"), ("SLURM_STEP_TASKS_PER_NODE", "2(x")])
-def test_values_that_slurm_never_sets(name: str, text: str) -> None:
-    with pytest.raises(SettingsError, match=name):
-        step_of(**{name: text})
-
-
-def options_of(*argv: str) -> tuple[str, str, str]:
-    options = parse_options([*argv, "train.py", "--nnodes", "9"], step_of())
-    return options.nnodes, options.nproc_per_node, options.rdzv_id
-
-
 @pytest.mark.parametrize(
     ("argv", "found"),
     [
@@ -125,22 +114,19 @@ def options_of(*argv: str) -> tuple[str, str, str]:
     ],
 )
 def test_options_that_follow(argv: tuple[str, ...], found: tuple[str, str, str]) -> None:
-    assert options_of(*argv) == found
-
-
-def send(number: int) -> None:
-    os.kill(os.getpid(), number)
+    options = parse_options([*argv, "train.py", "--nnodes", "9"], step_of())
+    assert (options.nnodes, options.nproc_per_node, options.rdzv_id) == found
 
 
 def test_repeated_sigterm_does_not_hurry() -> None:
     with StopSignals(lambda: None, slurm=True) as signals:
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
-            send(number)
+            os.kill(os.getpid(), number)
         assert signals.stopping
         assert not signals.urgent
         assert signals.number == signal.SIGUSR1
         assert signals.exit_code == 143
-        send(signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
         assert signals.urgent, "a person at srun"
 
 
@@ -162,20 +148,11 @@ def test_a_store_that_is_named_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert meeting_of()[0] == ""
 
 
-STEP = SlurmStep.of(
-    {
-        "SLURM_CLUSTER_NAME": "test",
-        "SLURM_JOB_ID": "17",
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": "0",
-        "SLURM_TASK_PID": "99",
-    }
-)
+STEP = step_of(SLURM_STEP_ID="0", SLURM_PROCID="0", SLURM_TASK_PID="99")
 
 
-def name_of(folder: Path, *, ends: bool, step: SlurmStep | None = STEP, command: str = "a", stored: bool = True) -> str:
+def name_of(folder: Path, *, ends: bool, step: SlurmStep = STEP, command: str = "a", stored: bool = True) -> str:
     """The name of the next job, which comes to its end or not."""
-    assert step is not None
     with TaskRuns(step, command, folder) as runs:
         if ends:
             runs.count(stored=stored)
@@ -190,7 +167,6 @@ def test_requeued_task_begins_with_the_first(tmp_path: Path) -> None:
 
 def test_two_at_once_are_refused(tmp_path: Path) -> None:
     name_of(tmp_path, ends=True)
-    assert STEP is not None
     held, hold = os.pipe()
     child = os.fork()
     if child == 0:

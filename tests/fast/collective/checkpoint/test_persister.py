@@ -212,22 +212,6 @@ def test_full_storage_is_not_waited_for(storage: Storage) -> None:
     assert not persister.close(0.3, patient=True)
 
 
-def test_sys_exit_saves_no_half_step(storage: Storage) -> None:
-    def script() -> None:
-        with Checkpointer(State(step=0), storage=storage.url, interval_steps=1) as checkpointer:
-            checkpointer.restore()
-            checkpointer.save(0, force=True)
-            checkpointer.state.step = 1
-            sys.exit(0)
-
-    with pytest.raises(SystemExit):
-        script()
-    again = Checkpointer(State(step=-1), storage=storage.url)
-    assert again.restore() == 0
-    assert again.state.step == 0
-    again.close()
-
-
 @pytest.mark.parametrize("how", ["the block ends", "sys.exit()", "an error", "close"])
 def test_worker_alone_ends_well_if_stored(
     storage: Storage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str

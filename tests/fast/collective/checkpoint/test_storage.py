@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import sys
-import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +16,6 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from fsspec.implementations.local import LocalFileSystem
 from torch import nn
 
 from edl.collective.checkpoint.checkpointer import Checkpointer
@@ -36,7 +33,7 @@ from edl.collective.checkpoint.storage.writer import CheckpointWriter, WriteOutc
 from edl.errors import SettingsError, TemporaryError
 from tests.fast.collective.checkpoint import saved
 from tests.fast.collective.checkpoint.saved import put
-from tests.waiting import DEADLINE_S, wait_until
+from tests.waiting import wait_until
 
 FIRST, SECOND = "346d06b600000001", "346d06b600000002"
 """Two runs, the second of which began later."""
@@ -110,22 +107,6 @@ def test_stored_state_comes_back(tmp_path: Path, place: str) -> None:
     assert (restored.step, restored.world) == (7, 1)
     assert (target.epoch, target.notes, target.table.tolist()) == (3, [(1, "a"), None], [0, 1, 2])
     assert bits(target) == wanted
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_dcp_loads_it(tmp_path: Path) -> None:
-    source, target = job(3), job(4)
-    put(tmp_path / "s", source, 7)
-    storing(tmp_path / "c").write_newest([tmp_path / "s"])
-    wanted: dict[str, Any] = {"model": target.model.state_dict(), "epoch": 0, "table": None, "notes": None}
-    dcp.load(wanted, checkpoint_id=str(tmp_path / f"c/step-7.g-1.r-{FIRST}"), no_dist=True)
-    assert torch.equal(wanted["model"]["weight"], source.model.weight)
-    assert (wanted["epoch"], wanted["notes"], wanted["table"].tolist()) == (3, [(1, "a"), None], [0, 1, 2])
-    moments = {"optimizer": {"state": {"weight": {"exp_avg": torch.zeros(3, 4, dtype=torch.bfloat16)}}}}
-    dcp.load(moments, checkpoint_id=str(tmp_path / f"c/step-7.g-1.r-{FIRST}"), no_dist=True)
-    assert torch.equal(
-        moments["optimizer"]["state"]["weight"]["exp_avg"], source.optimizer.state[source.model.weight]["exp_avg"]
-    )
 
 
 def test_several_nodes_make_one_checkpoint(tmp_path: Path, url: str) -> None:
@@ -331,65 +312,32 @@ def test_given_up_checkpoints_go_first(tmp_path: Path) -> None:
     assert stored(tmp_path / "c") == (6, 2), "what was given up does not come back"
 
 
-class SlowFolder(LocalFileSystem):
-    """A storage where the first write of each rank's tensors waits until it is told to go on."""
-
-    protocol = "slowly"
-    cachable = False
-    waiting = threading.Semaphore(0)
-    go_on = threading.Event()
-
-    @classmethod
-    def _strip_protocol(cls, path: str) -> str:
-        return str(LocalFileSystem._strip_protocol(str(path).removeprefix("slowly://")))
-
-    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
-        if "w" in mode and path.endswith(".distcp"):
-            type(self).waiting.release()
-            assert type(self).go_on.wait(DEADLINE_S)
-        return super()._open(path, mode, **kwargs)
-
-
-@pytest.fixture
-def slow(tmp_path: Path) -> Iterator[str]:
-    SlowFolder.waiting, SlowFolder.go_on = threading.Semaphore(0), threading.Event()
-    fsspec.register_implementation("slowly", SlowFolder, clobber=True)
-    yield f"slowly://{tmp_path / 'c'}"
-    SlowFolder.go_on.set()
-
-
 def save(slots: SlotPair, step: int, rank: int = 0, *, persist: bool = True) -> None:
     saved.save(slots, job(step), SlotHeader(1, step, 2, rank, persist=persist))
 
 
-def test_workers_go_on_while_storing(tmp_path: Path, slow: str) -> None:
-    """Both ranks' states are kept as they were marked, however often their slots are written meanwhile."""
+def test_workers_go_on_while_storing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ranks' states are stored as they were marked, however often their slots are written meanwhile."""
     prefixes = [tmp_path / f"s{rank}" for rank in range(2)]
-    slots = [SlotPair(prefix) for prefix in prefixes]
-    for step in range(3):
-        for rank in range(2):
-            save(slots[rank], step, rank, persist=step == 0)
-    outcomes: list[WriteOutcome | None] = []
-    persister = storing(slow)
-    storer = threading.Thread(target=lambda: outcomes.append(persister.write_newest(prefixes, marked=True)))
-    storer.start()
-    for _ in prefixes:
-        assert SlowFolder.waiting.acquire(timeout=DEADLINE_S), "both ranks are written at the same time"
-    for step in range(3, 7):
-        for rank in range(2):
-            save(slots[rank], step, rank, persist=step == 4)
-    SlowFolder.go_on.set()
-    storer.join()
-    assert outcomes == [WriteOutcome(0, 1, 2, True)], "the marked state was stored, though four others came meanwhile"
-    assert persister.write_newest(prefixes, marked=True) == WriteOutcome(4, 1, 2, True), (
-        "then the newest that was marked since"
-    )
-    for step in (0, 4):
-        name = next((tmp_path / "c").glob(f"step-{step}.*"))
-        restored = restore_from_storage(target := job(99), str(name.parent)) if step == 4 else None
-        assert restored is None or (restored.step, target.epoch) == (4, job(4).epoch)
-    left = {path.name for path in tmp_path.glob("s0*")}
-    assert left == {"s0.0", "s0.1"}, "nothing is held once it is stored"
+    slots, write_together = [SlotPair(prefix) for prefix in prefixes], CheckpointWriter._write_together
+
+    def save_all(*steps: int, marked: int) -> None:
+        for step, rank in itertools.product(steps, range(2)):
+            save(slots[rank], step, rank, persist=step == marked)
+
+    def write_late(self: CheckpointWriter, *arguments: Any) -> None:
+        save_all(3, 4, 5, 6, marked=4)
+        write_together(self, *arguments)
+
+    save_all(0, 1, 2, marked=0)
+    writer = storing(tmp_path / "c")
+    with monkeypatch.context() as slow:
+        slow.setattr(CheckpointWriter, "_write_together", write_late)
+        assert writer.write_newest(prefixes, marked=True) == WriteOutcome(0, 1, 2, True), "though four others came"
+    assert stored(tmp_path / "c") == (0, 0)
+    assert writer.write_newest(prefixes, marked=True) == WriteOutcome(4, 1, 2, True), "the newest marked since"
+    assert stored(tmp_path / "c") == (4, 4)
+    assert {path.name for path in tmp_path.glob("s0*")} == {"s0.0", "s0.1"}, "nothing is held once it is stored"
 
 
 def test_mark_that_others_lack_is_removed(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edl.collective.goodput.job import join_ledgers
-from edl.collective.goodput.node import AgentState, Ledger, NodeRecord, ProgressMark
+from edl.collective.goodput.node import AgentState, Ledger, NodeRecord
 from edl.collective.goodput.records import JobRecord
 from edl.collective.goodput.spans import MAX_SPANS, Span, TimeCategory, span_of, sum_amounts
 from edl.collective.goodput.summary import SILENT_S, summarize
@@ -239,28 +239,9 @@ def test_slowest_member_decides() -> None:
     assert [span.workers for span in job.spans] == [4, 4]
 
 
-BEGAN_US = 1_700_000_000 * SECOND
-
-
-def life(node: str, began_s: int, *states: TimeCategory, step: int = 5, ended: bool = False) -> NodeRecord:
-    """A node that spent ten seconds in each of `states`."""
-    spans = tuple(span_of(state, 10 * SECOND, 1, running=True) for state in states)
-    return NodeRecord(
-        node, BEGAN_US + began_s * SECOND, 1, spans, (ProgressMark(0, step, 0),), 2, step, 1.0, 8.0, ended
-    )
-
-
-def world(*nodes: str, state: JobState = JobState.RUNNING) -> World:
-    return World(2, state, tuple(Member(name, "x", 1, 1, rank) for rank, name in enumerate(nodes)))
-
-
-def at(seconds: float) -> int:
-    return BEGAN_US + round(seconds * SECOND)
-
-
 def test_silent_running_job_is_down() -> None:
-    """A running job goes down when nobody gives a sign of life."""
-    record = JobRecord("j", world("a"), (life("a", 0, TimeCategory.TRAIN),), ())
-    alive, silent = summarize(record, at(10 + SILENT_S)), summarize(record, at(11 + SILENT_S))
+    members = (Member("a", "x", 1, 1, 0),)
+    job = JobRecord("j", World(2, JobState.RUNNING, members), (record(0, running(TimeCategory.TRAIN, 10)),), ())
+    alive, silent = (summarize(job, round((WALL_S + 10 + after_s) * SECOND)) for after_s in (SILENT_S, SILENT_S + 1))
     assert (alive.state, alive.ledger.goodput) == ("running", 1.0)
     assert (silent.state, silent.ledger.amounts[TimeCategory.DOWN]) == ("down", round((1 + SILENT_S) * SECOND))

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import random
-import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -16,8 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.memory.replica_slots import (
@@ -48,6 +45,7 @@ from edl.errors import ProtocolError, SettingsError, TemporaryError
 from edl.protocol.tls.peers import PeerTLS
 from edl.settings import Credentials
 from tests.certificates import Authority, Pair
+from tests.tcp_proxy import TcpProxy
 from tests.waiting import DEADLINE_S, wait_until
 
 SECRET = b"s" * 32
@@ -82,36 +80,14 @@ def steps(prefix: Path) -> list[int]:
     return [one.header.step for one in find_slots(prefix)]
 
 
-headers = st.builds(
-    SlotHeader, st.integers(0, 2), st.integers(0, 3), st.integers(1, 3), st.integers(0, 2), sharded=st.just(True)
-).filter(lambda header: header.rank < header.world)
-
-
-@settings(max_examples=50)
-@given(st.lists(st.tuples(st.lists(headers, max_size=4), st.lists(headers, max_size=4)), min_size=1, max_size=4))
-def test_owners_states_come_first(
-    offers: list[tuple[list[SlotHeader], list[SlotHeader]]],
-) -> None:
-    own, replicas = [one for one, _ in offers], [one for _, one in offers]
-    choice = choose_state(own, replicas)
-    everything = [header for row in (*own, *replicas) for header in row]
-    whole = {
-        state
-        for state in (header.version for header in everything)
-        if {header.rank for header in everything if header.version == state} == set(range(state[2]))
-    }
-    assert (choice is None) == (not whole)
-    if choice is None:
-        return
-    assert (choice.generation, choice.step, choice.world) == max(whole)
-    owned = {header.rank for row in own for header in row if header.version == max(whole)}
-    assert choice.from_replicas == (owned != set(range(choice.world)))
-    for part, holder in enumerate(choice.holders):
-        givers = own if part in owned else replicas
-        assert any(choice.matches_slot(header, part) for header in givers[holder])
-    for source, part in zip(choice.sources, choice.parts, strict=bool(choice.sources)):
-        givers = own if part in owned else replicas
-        assert any(choice.matches_slot(header, part) for header in givers[source])
+def test_owners_states_come_first() -> None:
+    first, second = ([SlotHeader(0, step, 2, rank, sharded=True) for rank in range(2)] for step in (1, 2))
+    whole = choose_state([[first[0]], [first[1], second[1]]], [[], [second[1]]])
+    assert (whole.step, whole.sources, whole.from_replicas) == (1, (0, 1), False), "newer, and not whole"
+    newer = choose_state([[first[0]], [first[1], second[1]]], [[second[1]], [second[0]]])
+    assert (newer.step, newer.sources, newer.holders, newer.from_replicas) == (2, (1, 1), (1, 1), True)
+    replicated = SlotHeader(0, 2, 2, 0)
+    assert choose_state([[], []], [[replicated], [first[0]]]) is None
 
 
 def test_workers_keep_wanted_states(tmp_path: Path) -> None:
@@ -415,50 +391,26 @@ def test_errors_and_nonsense_disturb_nobody(tmp_path: Path, receive: Callable[..
     assert receiver.steps() == [2]
 
 
-class Proxy:
-    """Passes on what is sent to a server, but for the byte `at`: that one is changed, or the connection ends there."""
+class Proxy(TcpProxy):
+    """Changes the byte `at` of what is sent to a server, or ends the connection there."""
 
-    def __init__(self, port: int, at: int = 1 << 62, cut: bool = False) -> None:
-        self._target, self._at, self._cut = port, at, cut
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listening.getsockname()[1]
-        self.heard = bytearray()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+    def __init__(self, port: int, at: int = 1 << 62, ends: bool = False) -> None:
+        self._at, self._ends, self.heard = at, ends, bytearray()
+        super().__init__("127.0.0.1", port)
 
-    def __enter__(self) -> Proxy:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.join()
-        self._listening.close()
-
-    def _run(self) -> None:
-        connection, _ = self._listening.accept()
-        with connection, socket.create_connection(("127.0.0.1", self._target)) as target:
-            back = threading.Thread(target=self._pass_back, args=(target, connection))
-            back.start()
-            with contextlib.suppress(OSError):
-                while data := bytearray(connection.recv(4096)):
-                    place = self._at - len(self.heard)
-                    self.heard += data
-                    if 0 <= place < len(data):
-                        data[place] ^= 0x10
-                        target.sendall(data[:place] if self._cut else data)
-                        if self._cut:
-                            break
-                    else:
-                        target.sendall(data)
-            with contextlib.suppress(OSError):
-                target.shutdown(socket.SHUT_RDWR)
-            back.join()
-
-    def _pass_back(self, target: socket.socket, connection: socket.socket) -> None:
+    def _copy(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            while data := target.recv(4096):
-                connection.sendall(data)
-        with contextlib.suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
+            while sink.getpeername() == self._server and (data := bytearray(source.recv(65536))):
+                place = self._at - len(self.heard)
+                self.heard += data
+                if 0 <= place < len(data):
+                    data[place] ^= 0x10
+                    if self._ends:
+                        sink.sendall(data[:place])
+                        self.cut()
+                        break
+                sink.sendall(data)
+        super()._copy(source, sink)
 
 
 def test_changed_transfer_keeps_old_state(tmp_path: Path, receive: Callable[..., Receiver]) -> None:
@@ -468,32 +420,12 @@ def test_changed_transfer_keeps_old_state(tmp_path: Path, receive: Callable[...,
     for attempt in range(12):
         state, at = keep(tmp_path / f"kept-{attempt}", 2, 50_000), rng.randrange(50_500)
         refused = contextlib.suppress(TemporaryError, ProtocolError, ReplicaRefusedError)
-        with Proxy(receiver.server.port, at, cut=attempt % 2 == 0) as proxy, refused:
+        with contextlib.closing(Proxy(receiver.server.port, at, ends=attempt % 2 == 0)) as proxy, refused:
             receiver.send(state, port=proxy.port)
             assert len(proxy.heard) <= at, "it worked though it was damaged"
         assert receiver.steps() in ([1], [2, 1])
     receiver.send(keep(tmp_path / "last", 3, 50_000))
     assert receiver.steps()[0] == 3
-
-
-def test_killed_sender_keeps_the_old_state(tmp_path: Path) -> None:
-    state = keep(tmp_path / "kept", 2, 40_000_000)
-    told, tell = os.pipe()
-    child = os.fork()  # before the server has threads
-    if child == 0:
-        send_states(("127.0.0.1", int.from_bytes(os.read(told, 4), "little")), SECRET, "n", [state])
-        os._exit(0)
-    receiver = Receiver(tmp_path / "replicas")
-    with contextlib.closing(receiver.server):
-        receiver.send(keep(tmp_path / "other", 1, 1000))
-        os.write(tell, receiver.server.port.to_bytes(4, "little"))
-        slot = receiver.folder.slot_prefix("n", 0).with_suffix(".1")
-        wait_until(lambda: slot.exists() and slot.stat().st_size > 1_000_000, "it has begun")
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        assert receiver.steps() in ([1], [2, 1])
-        receiver.send(state)
-        assert receiver.steps() == [2, 1]
 
 
 def test_overwritten_state_does_not_arrive(tmp_path: Path, receiver: Receiver) -> None:
@@ -541,7 +473,7 @@ def tls_of(folder: Path, pair: Pair = GOOD, **more: str) -> PeerTLS:
 def test_state_on_the_network(tmp_path: Path, receive: Callable[..., Receiver], encrypted: bool) -> None:
     tls = tls_of(tmp_path / "tls") if encrypted else None
     receiver = receive(tls=tls)
-    with Proxy(receiver.server.port) as proxy:
+    with contextlib.closing(Proxy(receiver.server.port)) as proxy:
         receiver.send(keep(tmp_path / "kept", 7, 3_000_000), tls=tls, port=proxy.port)
     assert receiver.steps() == [7]
     assert len(proxy.heard) > 3_000_000

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Sequence
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -80,32 +79,24 @@ def traceback_of(last: str) -> str:
 
 @pytest.mark.parametrize("text", CONTACT)
 def test_lost_peer_is_not_the_scripts_error(text: str) -> None:
-    assert find_exit_cause(1, text) is ExitCause.PEER_LOST
-    assert find_exit_cause(1, traceback_of(text)) is ExitCause.PEER_LOST
-    assert find_exit_cause(1, traceback_of(text) + CAUSE + traceback_of("OSError: step 3")) is ExitCause.PEER_LOST
+    for shown in (text, traceback_of(text), traceback_of(text) + CAUSE + traceback_of("OSError: step 3")):
+        assert find_exit_cause(1, shown) is ExitCause.PEER_LOST
 
 
 @pytest.mark.parametrize("text", ERROR)
 def test_the_scripts_own_errors_are_its_own(text: str) -> None:
-    assert find_exit_cause(1, text) is ExitCause.ERROR
-    assert find_exit_cause(1, traceback_of(text)) is ExitCause.ERROR
+    assert find_exit_cause(1, text) is find_exit_cause(1, traceback_of(text)) is ExitCause.ERROR
     assert find_exit_cause(-9, text) is ExitCause.KILLED
 
 
 def test_killed_loader_is_a_killed_worker() -> None:
-    """A killed process that reads data counts as a killed worker."""
-    chained = traceback_of(READER_KILLED) + CAUSE + traceback_of(READER_GONE)
-    for text in (traceback_of(READER_KILLED), chained):
+    killed, gone = traceback_of(READER_KILLED), traceback_of(READER_GONE)
+    for text in (killed, killed + CAUSE + gone):
         assert find_exit_cause(1, text) is ExitCause.KILLED
         assert decide([failure(1, text, rank=5)], 0.0).restart == f"rank 5: {text.rstrip().splitlines()[-1].strip()}"
-
-
-def test_own_end_is_the_scripts_error() -> None:
-    chained = traceback_of(READER_FAILED) + CAUSE + traceback_of(READER_GONE)
-    wrapped = traceback_of(READER_KILLED) + CAUSE + traceback_of("ValueError: no data")
-    unknown = traceback_of("_queue.Empty") + CAUSE + traceback_of(READER_GONE)
-    for text in (traceback_of(READER_FAILED), chained, wrapped, traceback_of(READER_GONE), unknown):
-        assert find_exit_cause(1, text) is ExitCause.ERROR
+    failed, wrong = traceback_of(READER_FAILED), traceback_of("ValueError: no data")
+    for text in (failed, failed + CAUSE + gone, killed + CAUSE + wrong, gone, wrong + CAUSE + gone):
+        assert find_exit_cause(1, text) is ExitCause.ERROR, "its own end is the script's error"
 
 
 def decide(failures: list[WorkerFailure], waited_s: float, **known: Any) -> RecoveryDecision:
@@ -161,31 +152,23 @@ def test_exit_code_while_a_node_is_missing() -> None:
         assert verdict.fatal == "rank 4: worker 4\nLookupError: the user's own mistake", "an error is one"
 
 
-@pytest.mark.parametrize(
-    ("ended", "ranks"), [([1], "rank 1"), ([1, 0], "ranks 0, 1"), (range(9, 4, -1), "ranks 5, 6, 7, 8 and 1 more")]
-)
-def test_early_rank_is_a_likely_cause(ended: Sequence[int], ranks: str) -> None:
-    why = f"perhaps because the script had already ended on {ranks}: all must make the same steps"
+def test_early_rank_is_a_likely_cause() -> None:
     lost = "rank 3 lost contact with another one"
-    assert decide([LOST], 2.0, ended=ended).restart == f"{lost}, {why}"
-    assert decide([LOST], 2.0, ended=ended, missing=True).restart == lost, "it is not where something else is"
-    assert decide([LOST, ABORTED], 2.0, ended=ended).restart == lost
+    for ended, ranks in (([1], "rank 1"), (range(9, 4, -1), "ranks 5, 6, 7, 8 and 1 more")):
+        assert decide([LOST], 2.0, ended=ended).restart.startswith(f"{lost}, perhaps because")
+        assert f" ended on {ranks}: " in decide([LOST], 2.0, ended=ended).restart
+    assert decide([LOST], 2.0, ended=[1], missing=True).restart == lost, "it is not where something else is"
+    assert decide([LOST, ABORTED], 2.0, ended=[1]).restart == lost
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "3", '{"message": {"extraInfo": 3}}', json.dumps({"other": 1})])
-def test_bad_error_file_says_nothing(content: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [("", ""), ("{", ""), ("3", ""), ('{"message": {"extraInfo": 3}}', ""), ('{"message": "it broke"}', "it broke")],
+)
+def test_error_file_without_a_traceback(content: str, text: str, tmp_path: Path) -> None:
     assert read_error_file(tmp_path / "missing") == ""
     (tmp_path / "file").write_text(content)
-    assert read_error_file(tmp_path / "file") == ""
-    (tmp_path / "file").write_bytes(b"\xff\xfe\x00")
-    assert read_error_file(tmp_path / "file") == ""
-
-
-def test_a_message_alone_is_the_text(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text('{"message": "it broke"}')
-    assert read_error_file(tmp_path / "file") == "it broke"
-    (tmp_path / "file").write_text('{"message": 3}')
-    assert read_error_file(tmp_path / "file") == "3"
+    assert read_error_file(tmp_path / "file") == text
 
 
 KILLED_0 = RecoveryDecision(restart="worker 0 was killed")
@@ -200,7 +183,8 @@ def test_script_errors_are_forgiven() -> None:
     assert policy.apply_limits(KILLED_0, 2, 5) == KILLED_0
 
 
-def test_fruitless_restarts_end_the_job() -> None:
+@pytest.mark.parametrize(("step", "lived_s"), [(6, 1.0), (5, 61.0)])
+def test_fruitless_restarts_end_the_job(step: int, lived_s: float) -> None:
     policy = RestartPolicy(0)
     for _ in range(11):
         assert policy.apply_limits(KILLED_0, 0, 5) == KILLED_0
@@ -208,13 +192,6 @@ def test_fruitless_restarts_end_the_job() -> None:
     nowhere = policy.apply_limits(KILLED_0, 0, 5)
     assert nowhere == RecoveryDecision(fatal="10 restarts in a row led nowhere; the last because worker 0 was killed")
     assert policy.apply_limits(KILLED_0, 0, 6) == KILLED_0, "this one led somewhere"
-
-
-@pytest.mark.parametrize(("step", "lived_s"), [(6, 1.0), (5, 61.0)])
-def test_step_or_long_life_resets_the_count(step: int, lived_s: float) -> None:
-    policy = RestartPolicy(0)
-    for _ in range(11):
-        policy.record_restart(5, 1.0)
     policy.record_restart(step, lived_s)
     for _ in range(10):
         assert policy.apply_limits(KILLED_0, 0, step) == KILLED_0
@@ -346,18 +323,10 @@ def test_written_in_place(tmp_path: Path) -> None:
     write_termination_message("", message)
 
 
-@pytest.mark.parametrize("kind", ["folder", "absent", "pipe", "full", "nul", "loop"])
-def test_unwritable_log_is_only_logged(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("name", ["", "no/such", "pipe", "/dev/full", "a\0b", "loop"])
+def test_unwritable_log_is_only_logged(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    paths = {
-        "folder": str(tmp_path),
-        "absent": str(tmp_path / "no" / "such"),
-        "pipe": str(tmp_path / "pipe"),
-        "full": "/dev/full",
-        "nul": "a\0b",
-        "loop": str(tmp_path / "loop"),
-    }
     with caplog.at_level(logging.WARNING):
-        write_termination_message(paths[kind], TerminationMessage(message="x"))
+        write_termination_message(str(tmp_path / name), TerminationMessage(message="x"))
     assert "EDL_TERMINATION_LOG" in caplog.text

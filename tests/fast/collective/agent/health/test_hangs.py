@@ -70,9 +70,8 @@ def test_hanging_rank_is_found_first(limits: HangLimits, durations_s: tuple[floa
 
 
 def test_silent_and_waiting_scripts_are_left() -> None:
-    assert why_hung(status(Phase.START, step=-1), 1e9, LIMITS) is None
-    assert why_hung(status(Phase.PAUSE), 1e9, LIMITS) is None
-    assert why_hung(status(Phase.EXIT), 1e9, LIMITS) is None
+    for one in (status(Phase.START, step=-1), status(Phase.PAUSE), status(Phase.EXIT)):
+        assert why_hung(one, 1e9, LIMITS) is None
 
 
 WORKING = HangLimits(floor_s=10.0, factor=5.0, working_factor=4.0)

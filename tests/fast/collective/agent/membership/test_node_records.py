@@ -18,7 +18,6 @@ from edl.collective.agent.membership.node_records import Membership
 from edl.collective.agent.shutdown import ShutdownState
 from edl.collective.goodput.records import read_job
 from edl.collective.job_records import Exclusion, JobState, Member, Node, World
-from edl.discovery import open_store
 from edl.discovery.sqlite.store import SqliteStore
 from edl.discovery.store import Store
 from edl.errors import DiscoveryError, ProtocolError
@@ -132,9 +131,12 @@ def test_read_only_store_loses_nobody(store: FakeStore, members: tuple[Membershi
 
 
 def test_lapsed_member_is_gone_at_once(store: FakeStore, members: tuple[Membership, Membership]) -> None:
-    one, _ = members
+    one, other = members
     store.lapse("b")
     assert (set(one.read_records().nodes), one.read_records().late) == ({"a"}, frozenset())
+    other.delete_node("a")
+    assert set(other.read_records().nodes) == {"b"}
+    assert set(one.read_records().nodes) == {"a", "b"}, "who was taken for dead by mistake is back"
 
 
 def test_lease_lived_when_it_was_asked(store: FakeStore, members: tuple[Membership, Membership]) -> None:
@@ -159,21 +161,6 @@ def test_lost_job_is_believed_after_a_while(store: FakeStore, members: tuple[Mem
     store.now_s += 0.2
     records = one.read_records()
     assert (records.version, records.world.message) == (None, "the store lost the job's record")
-
-
-def test_a_record_goes_with_its_node(tmp_path: Path) -> None:
-    """Leases of the store's own; and a record that was deleted by mistake is written again."""
-    with open_store(f"sqlite:///{tmp_path}/real.sqlite") as store:
-        other = Membership(store, "job", Node("b", "host", 1, 1), 600.0, lambda: None)
-        one = Membership(store, "job", Node("a", "host", 1, 1), 600.0, lambda: None)
-        one.join()
-        assert set(other.read_records().nodes) == {"a"}
-        other.delete_node("a")
-        assert other.read_records().nodes == {}
-        assert "a" in one.read_records().nodes
-        one.close()
-        assert other.read_records().nodes == {}
-        other.close()
 
 
 FAULT = "rank 1: RuntimeError: CUDA error: unspecified launch failure"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,251 +29,134 @@ TTL_S = 1.5
 TICK_S = 0.25
 
 
-@dataclass
 class SimAgent:
-    """One node: its record as it should be, its workers, and what it has read."""
+    """A node: its record, the generation of its workers, and what it is about to propose."""
 
-    name: str
-    record: Node
-    spare_port: int
-    expires: float = 0.0
-    alive: bool = True
-    stopped: bool = False
-    woken: bool = False
-    cut: bool = False
-    cut_since: float = 0.0
-    cut_generation: int = -1
-    generation: int = -1
-    running: bool = False
-    step: int = -1
-    paused: bool = False
-    finished: bool = False
-    broken: bool = False
-    reports_steps: bool = True
-    exit: str = ""
-    read_world: tuple[World, int] | None = None
-    read_nodes: dict[str, Node] | None = None
-    read_live: frozenset[str] = frozenset()
-    seen_nodes: frozenset[str] = frozenset()
-    seen_nodes_at: float = 0.0
-    seen_pause: tuple[int, int | None] = (-1, None)
-    seen_pause_at: float = 0.0
-    proposal: World | None = None
+    def __init__(self, record: Node, now_s: float, reports_steps: bool) -> None:
+        self.record, self.reports_steps = record, reports_steps
+        self.timer, self.expires = MembershipTimer(now_s), now_s + TTL_S
+        self.alive, self.stopped, self.broken = True, False, False
+        self.generation, self.exit = -1, ""
+        self.proposal: tuple[int, dict[str, Node], World | None] | None = None
+
+    @property
+    def present(self) -> bool:
+        return self.alive and not self.exit
 
 
-@dataclass
 class Job:
     """The store, the agents and the clock."""
 
-    rules: RendezvousSettings
-    now: float = 0.0
-    world: World = field(default_factory=World)
-    version: int = 0
-    records: dict[str, Node] = field(default_factory=dict)
-    agents: dict[str, SimAgent] = field(default_factory=dict)
-    ports: int = 1000
-    steps_of: dict[int, set[str]] = field(default_factory=dict)
-    newest_step_generation: int = -1
-    history: list[World] = field(default_factory=list)
+    def __init__(self, rules: RendezvousSettings) -> None:
+        self.rules, self.now, self.ports, self.step, self.ending = rules, 0.0, 1000, -1, False
+        self.history = [World()]
+        self.records: dict[str, Node] = {}
+        self.agents: list[SimAgent] = []
 
-    # --- What happens to the nodes. ---
-
-    def join(self, reports_steps: bool = True) -> None:
-        name = f"n{len(self.agents)}"
-        port = self._port()
-        agent = SimAgent(name, Node(name, "host", port, 1 + len(self.agents) % 2), port, reports_steps=reports_steps)
-        agent.seen_nodes_at = self.now
-        self.agents[name] = agent
-        self._write(agent)
-
-    def leave(self, agent: SimAgent) -> None:
-        agent.record = replace(agent.record, leaving=True)
-        self._write(agent)
-
-    def kill(self, agent: SimAgent) -> None:
-        agent.alive = agent.running = False
-
-    def go_on(self, agent: SimAgent) -> None:
-        """After a SIGSTOP. The steps that its workers make until it has looked are those in flight: left out here."""
-        agent.stopped, agent.woken = False, True
-        agent.read_world = agent.read_nodes = agent.proposal = None
-
-    def cut(self, agent: SimAgent) -> None:
-        agent.cut, agent.cut_since, agent.cut_generation = True, self.now, self.world.generation
-
-    def break_worker(self, agent: SimAgent) -> None:
-        agent.broken = agent.running
-
-    # --- Time. ---
+    def happen(self, event: str, which: int) -> None:
+        if event == "tick":
+            self.tick()
+        elif event == "join" and len(self.agents) < 8:
+            record = Node(f"n{len(self.agents)}", "host", self._port(), 1 + len(self.agents) % 2)
+            self.agents.append(SimAgent(record, self.now, reports_steps=which % 3 > 0))
+        elif (agent := self.agents[which % len(self.agents)]).present:
+            if event == "turn":
+                self.turn(agent)
+            elif event == "leave":
+                agent.record = replace(agent.record, leaving=True)
+            elif event in ("stop", "continue"):
+                agent.stopped = event == "stop"
+            elif event == "break":
+                agent.broken = agent.generation >= 0
+            elif event == "kill":
+                agent.alive = False
 
     def tick(self) -> None:
-        """Leases are renewed or expire, workers make steps."""
+        """Leases are renewed or expire; workers make a step together, if all of them are there and may go on."""
         self.now += TICK_S
-        for agent in self.agents.values():
-            if agent.alive and not agent.stopped and not agent.cut and not agent.exit and agent.name in self.records:
+        for agent in self.agents:
+            if agent.present and not agent.stopped:
                 agent.expires = self.now + TTL_S
-            if agent.expires <= self.now or agent.exit:
-                self.records.pop(agent.name, None)
-            if agent.cut and agent.running and self.now - agent.cut_since > 0.8 * self.rules.takeover_s:
-                agent.running = False
-        self._train()
-
-    def _train(self) -> None:
-        """A generation's ranks make a step together, if all of them are there and none has paused."""
-        for generation in {agent.generation for agent in self.agents.values() if agent.running}:
-            running = [agent for agent in self.agents.values() if agent.running and agent.generation == generation]
-            members = next(world.nodes for world in self.history if world.generation == generation)
-            if {agent.name for agent in running} != {member.id for member in members}:
-                continue
-            if any(agent.stopped or agent.woken or agent.broken or agent.finished for agent in running):
-                continue
-            pause_at = self.world.pause_at if self.world.generation == generation else None
-            for agent in running:
-                agent.paused = pause_at is not None and agent.step >= pause_at
-            if any(agent.paused for agent in running):
-                continue
-            if generation < self.world.generation and not all(agent.cut for agent in running):
-                continue  # in flight: an agent that reaches the store is about to stop them
-            if any(generation < agent.cut_generation for agent in running):
-                continue  # cut off between the writing of a world and its reading: the fence by generation is for that
-            assert generation >= self.newest_step_generation, "an older world made a step after a newer one"
-            self.newest_step_generation = generation
-            for agent in running:
-                agent.step += 1
-
-    def finish_all(self) -> None:
-        """The script comes to its end wherever it runs completely."""
-        for agent in self.agents.values():
-            agent.finished = agent.finished or (agent.running and not agent.stopped and not agent.broken)
-
-    # --- What an agent does. ---
+            elif agent.exit or agent.expires <= self.now:
+                self.records.pop(agent.record.id, None)
+        world = self.history[-1]
+        at_work = {
+            agent.record.id
+            for agent in self.agents
+            if agent.present and not (agent.stopped or agent.broken) and agent.generation == world.generation
+        }
+        if at_work.issuperset(member.id for member in world.nodes) and not self._paused(world):
+            self.step += 1
 
     def turn(self, agent: SimAgent) -> None:
-        """The next of the three steps of an agent."""
-        if not agent.alive or agent.stopped or agent.cut or agent.exit:
+        """An agent looks at the records, or proposes what follows from its last look."""
+        if agent.stopped:
             return
-        if agent.read_world is None:
-            agent.read_world = (self.world, self.version)
-        elif agent.read_nodes is None:
-            if agent.name not in self.records:
-                self._write(agent)
-            agent.read_nodes, agent.read_live = dict(self.records), frozenset(self.records)
-            self._act(agent)
-        else:
-            self._propose(agent)
-            agent.read_world = agent.read_nodes = agent.proposal = None
-
-    def _act(self, agent: SimAgent) -> None:
-        assert agent.read_nodes is not None
-        agent.woken = False
-        world, nodes = agent.read_world[0], agent.read_nodes
-        if frozenset(nodes) != agent.seen_nodes:
-            agent.seen_nodes, agent.seen_nodes_at = frozenset(nodes), self.now
-        pause = (world.generation, world.pause_at)
-        if pause != agent.seen_pause:
-            agent.seen_pause, agent.seen_pause_at = pause, self.now
-        if world.ended:
-            agent.exit, agent.running = world.state.value, False
+        if agent.proposal is not None:
+            version, nodes, following = agent.proposal
+            agent.proposal = None
+            if following is not None and version == len(self.history):
+                check_next(self.history[-1], following, nodes, self.rules)
+                self.history.append(following)
             return
-        position = world.position(agent.name) if world.state is JobState.RUNNING else None
+        world, name = self.history[-1], agent.record.id
+        position = world.position(name) if world.state is JobState.RUNNING else None
+        if world.ended or (position is None and agent.record.leaving):
+            agent.exit, agent.generation = world.state.value if world.ended else "left", -1
+            return
         if position is None:
-            agent.running = False
-            if agent.record.leaving:
-                agent.exit = "left"
-                return
-        elif world.generation != agent.generation or not agent.running:
-            agent.generation, agent.running = world.generation, True
-            agent.broken = agent.finished = agent.paused = False
-            if position == 0:
-                agent.spare_port = self._port()
-        self._tell(agent, world)
-        moment = LocalObservation(
-            node=agent.name,
-            quiet_s=self.now - agent.seen_nodes_at,
-            pausing_s=self.now - agent.seen_pause_at if world.pause_at is not None else 0.0,
-            pause_step=agent.step + 2 if agent.running and agent.reports_steps and agent.step >= 0 else None,
-            restart="a worker died" if agent.running and agent.broken else "",
+            agent.generation = -1
+        elif agent.generation != world.generation:
+            agent.generation, agent.broken = world.generation, False
+            agent.record = replace(agent.record, port=self._port())
+        works = position is not None
+        paused = agent.generation if works and self._paused(world) else -1
+        finished = agent.generation if works and self.ending and not agent.broken else agent.record.finished
+        agent.record = self.records[name] = replace(agent.record, paused=paused, finished=finished)
+        agent.timer.record_membership(world, list(self.records), self.now)
+        seen = LocalObservation(
+            node=name,
+            quiet_s=agent.timer.quiet_s(self.now),
+            pausing_s=agent.timer.pausing_s(self.now),
+            pause_step=self.step + 2 if works and agent.reports_steps and self.step >= 0 else None,
+            restart="a worker died" if agent.broken else "",
         )
-        agent.proposal = next_world(world, nodes, moment, self.rules)
+        nodes = dict(self.records)
+        agent.proposal = len(self.history), nodes, next_world(world, nodes, seen, self.rules)
 
-    def _tell(self, agent: SimAgent, world: World) -> None:
-        record = replace(agent.record, port=agent.spare_port)
-        if agent.running and agent.paused and world.pause_at is not None:
-            record = replace(record, paused=agent.generation)
-        elif world.pause_at is None and record.paused == agent.generation:
-            record = replace(record, paused=-1)
-        if agent.running and agent.finished:
-            record = replace(record, finished=agent.generation)
-        if record != agent.record:
-            agent.record = record
-            self._write(agent)
-
-    def _propose(self, agent: SimAgent) -> None:
-        assert agent.read_world is not None
-        before, version = agent.read_world
-        following = agent.proposal
-        if following is None or following == before or version != self.version:
-            return
-        self._check(before, following, agent)
-        self.world, self.version = following, self.version + 1
-        if following.state is JobState.RUNNING and following.generation > before.generation:
-            self.history.append(following)
-
-    def _check(self, before: World, following: World, agent: SimAgent) -> None:
-        assert World.decode(following.encode()) == following
-        assert following.generation >= before.generation
-        assert not before.ended, "a job that has ended was changed"
-        if following.state is JobState.DONE:
-            assert following.generation == before.generation
-            finished = {n.id for n in (agent.read_nodes or {}).values() if n.finished == before.generation}
-            assert finished >= {member.id for member in before.nodes}
-            return
-        if following.generation == before.generation:
-            assert replace(following, pause_at=None) == replace(before, pause_at=None)
-            return
-        assert following.generation == before.generation + 1
-        assert following.pause_at is None
-        if following.state is JobState.FORMING:
-            assert not following.nodes
-            return
-        names = [member.id for member in following.nodes]
-        assert agent.read_live >= set(names), "a member was not there"
-        assert self.rules.min_nodes <= len(names) <= self.rules.max_nodes
-        assert len(set(names)) == len(names)
-        first = 0
-        for member in following.nodes:
-            assert member.first_rank == first
-            first += member.local_world_size
-        assert following.size == first
-        old = [member.id for member in before.nodes]
-        assert names == assign_ranks(old, names)
-        assert not any(agent.read_nodes[name].leaving for name in names if agent.read_nodes)
-
-    # --- Until nothing more changes. ---
-
-    def settle(self, ticks: int = 200) -> None:
-        """No more events; agents that were stopped or cut off are back."""
-        for agent in self.agents.values():
-            agent.cut = False
-            if agent.stopped:
-                self.go_on(agent)
+    def settle(self, ticks: int) -> None:
+        """No more events; agents that were stopped are back."""
         for _ in range(ticks):
             self.tick()
-            for agent in self.agents.values():
-                for _ in range(3):
+            for agent in self.agents:
+                agent.stopped = False
+                if agent.present:
                     self.turn(agent)
 
-    @property
-    def present(self) -> list[SimAgent]:
-        return [agent for agent in self.agents.values() if agent.alive and not agent.exit]
+    def _paused(self, world: World) -> bool:
+        return world.pause_at is not None and self.step >= world.pause_at
 
     def _port(self) -> int:
         self.ports += 1
         return self.ports
 
-    def _write(self, agent: SimAgent) -> None:
-        self.records[agent.name] = agent.record
-        agent.expires = self.now + TTL_S
+
+def check_next(before: World, following: World, nodes: dict[str, Node], rules: RendezvousSettings) -> None:
+    assert World.decode(following.encode()) == following
+    assert not before.ended, "a job that has ended was changed"
+    if following.state is JobState.DONE:
+        assert {nodes[member.id].finished for member in before.nodes} == {before.generation} == {following.generation}
+    elif following.generation == before.generation:
+        assert replace(following, pause_at=None) == replace(before, pause_at=None)
+    else:
+        assert (following.generation, following.pause_at) == (before.generation + 1, None)
+        names = [member.id for member in following.nodes]
+        if following.state is JobState.RUNNING:
+            assert rules.min_nodes <= len(set(names)) == len(names) <= rules.max_nodes
+        assert not any(nodes[name].leaving for name in names), "a member was not there, or leaves"
+        assert names == assign_ranks([member.id for member in before.nodes], names)
+        sizes = [member.local_world_size for member in following.nodes]
+        assert [member.first_rank for member in following.nodes] == [sum(sizes[:at]) for at in range(len(sizes))]
 
 
 RULES = RendezvousSettings(min_nodes=1, max_nodes=3, last_call_s=1.0, pause_timeout_s=5.0, takeover_s=10.0)
@@ -388,29 +271,7 @@ def test_newer_record_fields_are_ignored() -> None:
         assert type(record).decode(json.dumps(values).encode()) == record
 
 
-EVENTS = ("turn",) * 9 + ("tick",) * 5 + ("join", "leave", "kill", "stop", "continue", "cut", "mend", "break")
-
-
-def happen(job: Job, event: str, which: int) -> None:
-    if event == "tick":
-        job.tick()
-    elif event == "join":
-        if len(job.agents) < 8:
-            job.join(reports_steps=which % 3 > 0)
-    elif job.agents:
-        agent = list(job.agents.values())[which % len(job.agents)]
-        if event == "turn":
-            job.turn(agent)
-        elif agent.exit or not agent.alive:
-            pass
-        elif event == "stop":
-            agent.stopped = True
-        elif event == "continue":
-            job.go_on(agent)
-        elif event == "mend":
-            agent.cut = False
-        else:
-            {"leave": job.leave, "kill": job.kill, "cut": job.cut, "break": job.break_worker}[event](agent)
+EVENTS = ("turn",) * 9 + ("tick",) * 5 + ("join", "leave", "kill", "stop", "continue", "break")
 
 
 @settings(max_examples=40)
@@ -421,26 +282,23 @@ def happen(job: Job, event: str, which: int) -> None:
 )
 def test_any_history_comes_to_rest(minimum: int, more: int, history: list[tuple[str, int]]) -> None:
     job = Job(RendezvousSettings(minimum, minimum + more, takeover_s=5.0))
-    for _ in range(minimum):
-        job.join()
-    for event, which in history:
-        happen(job, event, which)
-    job.settle()
-    there = [agent for agent in job.present if not agent.record.leaving]
-    if len(there) >= minimum:
-        assert job.world.state is JobState.RUNNING, job.world
-        assert {member.id for member in job.world.nodes} <= {agent.name for agent in there}
-        assert len(job.world.nodes) == min(len(there), minimum + more)
-        assert job.world.pause_at is None
-        assert all(agent.generation == job.world.generation for agent in job.present if agent.running)
-    else:
-        assert not any(agent.running for agent in job.present)
-    assert not any(agent.record.leaving for agent in job.present), "who wanted to leave has left"
-    job.finish_all()
+    for event, which in [("join", which) for which in range(minimum)] + history:
+        job.happen(event, which)
+    job.settle(200)
+    present = [agent for agent in job.agents if agent.present]
+    assert not any(agent.record.leaving for agent in present), "who wanted to leave has left"
+    if len(present) < minimum:
+        assert all(agent.generation < 0 for agent in present)
+        return
+    world = job.history[-1]
+    assert (world.state, world.pause_at) == (JobState.RUNNING, None)
+    assert len(world.nodes) == min(len(present), minimum + more)
+    assert {member.id for member in world.nodes} <= {agent.record.id for agent in present}
+    assert {agent.generation for agent in present} <= {world.generation, -1}
+    job.ending = True
     job.settle(20)
-    if len(there) >= minimum:
-        assert job.world.state is JobState.DONE
-        assert all(agent.exit == "done" for agent in there)
+    assert job.history[-1].state is JobState.DONE
+    assert all(agent.exit == "done" for agent in present)
 
 
 def status(step: int, *durations_s: float, generation: int = 3) -> WorkerStatus:
@@ -460,13 +318,6 @@ def test_long_steps_have_long_to_pause() -> None:
     assert pause_needs_s([status(-1)]) == 0.0
 
 
-def test_time_left_is_reported_each_minute() -> None:
-    """Every minute it is said how long is left."""
-    wait = QuorumWait(2, 600.0)
-    said = [words for second in range(190) if (words := wait.record_nodes(1, float(second)))]
-    assert said[1:] == [f"still 1 of at least 2 nodes: waiting {left} s more" for left in (540, 480, 420)]
-
-
 def test_beginning_nodes_are_no_wait() -> None:
     wait = QuorumWait(2, 600.0)
     assert wait.record_nodes(2, 0.0) == ""
@@ -483,28 +334,21 @@ def test_quiet_since_a_node_came_or_went() -> None:
     timer = MembershipTimer(0.0)
     timer.record_membership(WORLD, ["a"], 1.0)
     timer.record_membership(WORLD, ["a"], 3.0)
-    assert timer.quiet_s(4.0) == 3.0
+    assert (timer.quiet_s(4.0), timer.pausing, timer.pausing_s(4.0)) == (3.0, False, 0.0)
     timer.record_membership(WORLD, ["a", "b"], 5.0)
     assert timer.quiet_s(5.5) == 0.5
 
 
 def test_pausing_since_this_pause() -> None:
-    timer = MembershipTimer(0.0)
-    timer.record_membership(WORLD, [], 1.0)
-    assert (timer.pausing, timer.pausing_s(9.0)) == (False, 0.0)
-    timer.record_membership(World(3, JobState.RUNNING, pause_at=7), [], 2.0)
-    timer.record_membership(World(3, JobState.RUNNING, pause_at=7), [], 3.0)
-    assert (timer.pausing, timer.pausing_s(4.0)) == (True, 2.0)
-    timer.record_membership(World(4, JobState.RUNNING, pause_at=7), [], 5.0)
-    assert timer.pausing_s(5.0) == 0.0, "another generation's"
-
-
-def test_a_pause_waits_for_who_is_busy() -> None:
-    timer, pausing = MembershipTimer(0.0), World(3, JobState.RUNNING, pause_at=7)
+    timer, pausing = MembershipTimer(0.0), replace(WORLD, pause_at=7)
     timer.record_membership(pausing, [], 2.0)
+    timer.record_membership(pausing, [], 3.0)
+    assert (timer.pausing, timer.pausing_s(4.0)) == (True, 2.0)
     timer.record_membership(pausing, [], 90.0, deferred=True)
     timer.record_membership(pausing, [], 91.0)
-    assert timer.pausing_s(92.0) == 2.0
+    assert timer.pausing_s(92.0) == 2.0, "it waits for who is busy"
+    timer.record_membership(replace(pausing, generation=4), [], 95.0)
+    assert timer.pausing_s(95.0) == 0.0, "another generation's"
 
 
 def test_who_joins_waits_for_who_is_busy() -> None:

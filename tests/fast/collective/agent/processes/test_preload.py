@@ -102,9 +102,6 @@ def test_obstacles_in_own_modules_are_found(tmp_path: Path) -> None:
     assert (found.obstacle, found.framework) == ("config.py, line 2", False)
     found = scan(tmp_path, "from lib import quiet\nimport torch\nimport config", **own)
     assert (found.obstacle, found.framework) == ("", True)
-
-
-def test_torch_imported_in_a_function(tmp_path: Path) -> None:
     found = scan(tmp_path, "def main():\n    import torch\nif __name__ == '__main__':\n    main()")
     assert (found.framework, found.obstacle) == (False, "train.py, line 4")
 

@@ -44,13 +44,8 @@ class FormulaEngine:
         most_tokens: that were asked for at the same time.
     """
 
-    def __init__(
-        self,
-        predict: Callable[[Sequence[int]], np.ndarray] = log_probabilities,
-        vocabulary: int = VOCABULARY,
-    ) -> None:
-        self.predict = predict
-        self.vocabulary = vocabulary
+    def __init__(self) -> None:
+        self.predict: Callable[[Sequence[int]], np.ndarray] = log_probabilities
         self.max_logprobs = 20
         self.scale_out = True
         self.token = ""
@@ -139,12 +134,10 @@ class FormulaEngine:
             _send(handler, 401, {"error": "Unauthorized"})
         elif handler.path == "/inference/v1/generate" and not self.scale_out:
             _refuse(handler, 403, "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out …")
-        elif max(tokens) >= self.vocabulary:
+        elif max(tokens) >= VOCABULARY:
             _refuse(handler, 400, f"Token id {max(tokens)} is out of vocabulary")
         elif len(tokens) >= MAX_MODEL_LEN:
-            _refuse(
-                handler, 400, f"The decoder prompt (length {len(tokens)}) … is longer than the maximum model length"
-            )
+            _refuse(handler, 400, f"The decoder prompt (length {len(tokens)}) … is longer than the maximum model")
         else:
             status, answer = self._score(handler.path, body, tokens)
             _send(handler, status, answer, cut=wanted == "cut")
@@ -157,9 +150,7 @@ class FormulaEngine:
         predicted = self.predict(tokens)[:-1]
         order = np.argsort(-predicted, axis=-1, kind="stable")
         if path == "/generate":
-            top = [
-                [[float(row[i]), int(i), None] for i in best[:k]] for row, best in zip(predicted, order, strict=True)
-            ]
+            top = [[[float(row[i]), int(i), None] for i in order[at, :k]] for at, row in enumerate(predicted)]
             own = [[float(row[t]), t, None] for row, t in zip(predicted, tokens[1:], strict=True)]
             meta = {"input_token_logprobs": [[None, tokens[0], None], *own], "input_top_logprobs": [None, *top]}
             return 200, {"text": "", "meta_info": {"prompt_tokens": len(tokens), **meta}}

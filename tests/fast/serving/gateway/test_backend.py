@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -82,8 +81,14 @@ def test_rows_predict_next_tokens(engine: FormulaEngine, open_backend: OpenBacke
     assert backend.max_sequence == MAX_MODEL_LEN - (8 if kind == "sglang" else 2)
     paths = {"vllm": ("/v1/completions", "/inference/v1/generate")[scale_out], "sglang": "/generate"}
     sequences = [*SEQUENCES, [49] * backend.max_sequence]
+    engine.gather_tokens = sum(map(len, sequences))  # none is answered before all have come
     check(score(backend, sequences), sequences)
-    assert engine.requests[-1][0] == paths[kind]
+    path, body = engine.requests[-1]
+    assert path == paths[kind]
+    sampling = body.get("sampling_params", body)
+    assert sampling["temperature"] == 1.0, "a model's generation_config.json is the default of what is left out"
+    if kind == "vllm":
+        assert (sampling["top_p"], sampling["repetition_penalty"], sampling["max_tokens"]) == (1.0, 1.0, 1)
     targets = np.concatenate([np.array([*tokens[1:], 23], np.int32) for tokens in sequences])[:, None]
     inputs = {**inputs_of(sequences), "targets": targets}
     backend.check_inputs(inputs, 1.0)
@@ -109,18 +114,12 @@ def test_other_inputs_are_refused(
     assert refused.value.code.name == "INVALID_ARGUMENT"
 
 
-def test_sequences_go_side_by_side(engine: FormulaEngine, open_backend: OpenBackend) -> None:
-    backend = open_backend()
-    engine.gather_tokens = 30 * 5
-    sequences = [[number] * 4 for number in range(30)]
-    check(score(backend, sequences), sequences)
-    assert engine.most_tokens == 30 * 5
-
-
 def test_rotated_key(engine: FormulaEngine, open_backend: OpenBackend, tmp_path: Any) -> None:
     key = tmp_path / "key"
-    key.write_text("old\n")
     engine.token = "old"
+    with pytest.raises(SettingsError, match="--engine-token-file"):
+        facts_of(reach(engine))
+    key.write_text("old\n")
     backend = open_backend(token_file=str(key))
     check(score(backend, [[1, 2]]), [[1, 2]])
     engine.token = "new"
@@ -129,15 +128,6 @@ def test_rotated_key(engine: FormulaEngine, open_backend: OpenBackend, tmp_path:
     key.write_text("new\n")
     wait_until(lambda: not backend.find_fault())
     check(score(backend, [[1, 2]]), [[1, 2]])
-
-
-def test_requests_are_neutral(engine: FormulaEngine, open_backend: OpenBackend) -> None:
-    # A model's generation_config.json is the default of what a request leaves out.
-    score(open_backend(), [[1, 2]])
-    sampling = engine.requests[-1][1]["sampling_params"]
-    assert (sampling["temperature"], sampling["top_p"], sampling["repetition_penalty"]) == (1.0, 1.0, 1.0)
-    assert sampling["max_tokens"] == 1
-    assert sampling["detokenize"] is False, "no text is made of tokens that nobody reads"
 
 
 @pytest.mark.parametrize("how", ["cut", "close"])
@@ -276,42 +266,25 @@ def test_fallback_of_a_router(engine: FormulaEngine, open_backend: OpenBackend, 
     check(score(backend, [[1, 2]]), [[1, 2]])
 
 
-def test_start_names_max_logprobs(engine: FormulaEngine) -> None:
-    with pytest.raises(SettingsError, match=r"--max-logprobs 64.*--top-k 20"):
-        facts_of(reach(engine), 64)
-
-
 @pytest.mark.parametrize(
-    "answer",
-    [{"choices": [{"text": "x", "prompt_logprobs": None}]}, {}],
+    ("state", "asked", "words"),
+    [
+        ({}, {"k": 64}, r"--max-logprobs 64.*--top-k 20"),
+        ({"models": ["a", "b"]}, {"exact": False}, r"'a', 'b'.*--engine-model"),
+        ({"models": ["./path"]}, {}, "--engine-model"),
+        ({"healthy": False}, {"wait_s": 0.0}, "--engine-wait"),
+        ({"answer": {"choices": [{"text": "x", "prompt_logprobs": None}]}}, {}, "does not give log-probabilities"),
+        ({"answer": {}}, {}, "does not give log-probabilities"),
+    ],
 )
-def test_start_refuses_servers_without(engine: FormulaEngine, answer: dict[str, Any]) -> None:
-    engine.scale_out = False
-    engine.failure = lambda path, number: (200, answer) if path == "/v1/completions" else None
-    with pytest.raises(SettingsError, match="does not give log-probabilities"):
-        facts_of(reach(engine))
-
-
-def test_start_asks_for_token(engine: FormulaEngine, tmp_path: Any) -> None:
-    engine.token = "secret"
-    with pytest.raises(SettingsError, match="--engine-token-file"):
-        facts_of(reach(engine))
-    (tmp_path / "key").write_text("secret\n")
-    address = dataclasses.replace(reach(engine), token_file=str(tmp_path / "key"))
-    assert facts_of(address).model == "m"
-
-
-def test_start_names_models(engine: FormulaEngine) -> None:
-    engine.models = ["a", "b"]
-    with pytest.raises(SettingsError, match=r"'a', 'b'.*--engine-model"):
-        facts_of(reach(engine), exact=False)
-    engine.models = ["./path"]
-    assert facts_of(reach(engine), exact=False).model == "./path"
-    with pytest.raises(SettingsError, match="--engine-model"):
-        facts_of(reach(engine), exact=True)
-
-
-def test_start_waits_for_engine(engine: FormulaEngine) -> None:
-    engine.healthy = False
-    with pytest.raises(SettingsError, match="--engine-wait"):
-        facts_of(reach(engine), wait_s=0.0)
+def test_start_says_what_to_change(
+    engine: FormulaEngine, state: dict[str, Any], asked: dict[str, Any], words: str
+) -> None:
+    vars(engine).update(state, scale_out="answer" not in state)
+    if "answer" in state:
+        engine.failure = lambda path, number: (200, state["answer"]) if path == "/v1/completions" else None
+    with pytest.raises(SettingsError, match=words):
+        facts_of(reach(engine), **asked)
+    if "models" in state:
+        engine.models = ["./path"]
+        assert facts_of(reach(engine), exact=False).model == "./path", "its only model, whatever its name is"

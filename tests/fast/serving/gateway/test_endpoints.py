@@ -1,9 +1,10 @@
-"""Answers that engines have really given: vLLM 0.32's as recorded here, and what is published of SGLang's."""
+"""Answers that engines have really given: vLLM 0.32's as recorded here, what is published of SGLang's; their rows."""
 
 from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ import pytest
 
 from edl_serving.backends.backend import TopKArrays
 from edl_serving.gateway.endpoints import CompletionsEndpoint, GenerateEndpoint, ScoringEndpoint, SGLangEndpoint
-from edl_serving.gateway.top_rows import EngineAnswerError
+from edl_serving.gateway.top_rows import EngineAnswerError, top_k_rows
 
 VLLM = json.loads(Path(__file__).with_name("recorded_vllm.json").read_text())
+
 SGLANG = json.loads(Path(__file__).with_name("recorded_sglang.json").read_text())
+
 PROMPT = [*VLLM["tokens"], VLLM["tokens"][0]]
+
 BOTH = [(GenerateEndpoint(), "generate"), (CompletionsEndpoint(), "completions")]
 
 
@@ -36,17 +40,6 @@ def test_vllm_rows_are_those_of_transformers(endpoint: ScoringEndpoint, name: st
     assert rows.ids.tolist() == expected["ids"]
     np.testing.assert_allclose(rows.values, expected["values"], atol=1e-5)
     np.testing.assert_allclose(rows.tail, expected["tail"], atol=1e-5)
-
-
-def test_position_has_k_or_one_more() -> None:
-    recorded = positions_of(answer_of("top_k_in"))
-    assert [position and len(position) for position in recorded] == [None, 2, 3, 3]
-    assert CompletionsEndpoint().read(answer_of("top_k_in"), [5, 103, 103, 103], 2).ids.shape == (3, 2)
-
-
-def test_vllm_weight_version() -> None:
-    assert GenerateEndpoint().weight_version(answer_of("generate")) == "default"
-    assert CompletionsEndpoint().weight_version(answer_of("completions")) == ""
 
 
 SPOIL: list[Callable[[list[Any]], object]] = [
@@ -101,3 +94,42 @@ def test_sglang_rows() -> None:
 def test_spoiled_sglang_is_refused(change: Callable[[Any], object]) -> None:
     with pytest.raises(EngineAnswerError):
         read_sglang(change)
+
+
+def test_own_token_beyond_k_is_cut() -> None:
+    ids, values, tail = top_k_rows(np.array([[8, 1, 2], [1, 2, -1]]), np.log([[0.1, 0.6, 0.2], [0.6, 0.2, 1e-99]]), 2)
+    assert ids.tolist() == [[1, 2], [1, 2]]
+    assert (ids.dtype, values.dtype) == (np.int32, np.float32)
+    np.testing.assert_allclose(values, np.log([[0.6, 0.2], [0.6, 0.2]]), rtol=1e-6)
+    np.testing.assert_allclose(tail, np.log([0.2, 0.2]), rtol=1e-6)
+    equal = top_k_rows(np.array([[9, 4, 6]]), np.array([[-2.0] * 3]), 2)
+    assert equal.ids.tolist() == [[4, 6]], "those of equal values rise"
+
+
+def test_tails_are_finite_and_not_cancelled() -> None:
+    # 1 - p as a difference of float32 would be 0, and its logarithm -inf.
+    tail = top_k_rows(np.array([[0]]), np.array([[math.log1p(-1e-6)]]), 1).tail
+    assert float(np.exp(tail[0])) == pytest.approx(1e-6, rel=1e-5)
+    rounded = top_k_rows(np.array([[0, 1]]), np.array([[math.log(1 - 1e-9), math.log(1e-9) + 1e-3]]), 2).tail
+    assert 0 < float(np.exp(rounded[0])) <= 1.1e-9, "no token that is left out has more than the last one"
+    # vLLM writes -inf as -9999.0, which JSON can hold.
+    clamped = top_k_rows(np.array([[0, 1]]), np.array([[0.0, -9999.0]]), 2)
+    assert np.isfinite(clamped.tail).all()
+    assert clamped.values.tolist() == [[0.0, -9999.0]]
+
+
+@pytest.mark.parametrize(
+    ("ids", "values", "words"),
+    [
+        ([[1, 2]], [[math.nan, -1.0]], "no number"),
+        ([[1, 1]], [[-1.0, -1.0]], "twice"),
+        ([[1, 2**31]], [[-1.0, -2.0]], "32 bits"),
+        ([[1, -5]], [[-1.0, -2.0]], "position 1 has a token's id below 0"),
+        ([[1, -1, 7]], [[-1.0, -math.inf, -math.inf]], "fewer than 2 tokens of a probability"),
+        ([[1, 2]], [[3.0, 2.0]], "--logprobs-mode"),
+        ([[1, 2]], [[-0.1, -0.2]], "--logprobs-mode"),
+    ],
+)
+def test_other_values_are_refused(ids: list[list[int]], values: list[list[float]], words: str) -> None:
+    with pytest.raises(EngineAnswerError, match=words):
+        top_k_rows(np.array(ids), np.array(values), 2)

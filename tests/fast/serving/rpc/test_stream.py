@@ -1,4 +1,4 @@
-"""`ModelStreamInfer` as EDL's reader uses it: order, cancelling, deadlines, bundles, draining; and limits at the wire."""
+"""`ModelStreamInfer` as EDL's reader uses it: order, cancelling, deadlines, bundles, draining, and the limits."""
 
 from __future__ import annotations
 

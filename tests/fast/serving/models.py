@@ -83,12 +83,6 @@ class Images(Base):
         return {"logits": self._answer[: len(inputs["image"])]}
 
 
-class Lookup(Base):
-    """Computed on the event loop."""
-
-    inline = True  # type: ignore[assignment]
-
-
 class Gated(Base):
     """Waits for `gate` before each answer, and remembers what it was asked; for servers in the test's own process."""
 

@@ -61,6 +61,8 @@ def test_a_full_or_late_batch_is_due() -> None:
     assert queue.pop_batch(10.5).jobs == [first, second]
     queue.push_job(first)
     assert queue.pop_batch(11.0).jobs == [first]
+    large = job(BATCH + 1)
+    assert queue_of(large, job(1), delay_s=5.0).pop_batch(0.0).jobs == [large], "a job above a batch goes alone"
 
 
 def test_a_full_batch_of_another_shape() -> None:
@@ -68,11 +70,6 @@ def test_a_full_batch_of_another_shape() -> None:
     queue = queue_of(young, full, delay_s=1.0)
     assert queue.pop_batch(1.2).jobs == [full]
     assert queue.pop_batch(2.0).jobs == [young]
-
-
-def test_a_job_above_a_batch_goes_alone() -> None:
-    large = job(BATCH + 1)
-    assert queue_of(large, job(1), delay_s=5.0).pop_batch(0.0).jobs == [large]
 
 
 def test_a_newcomer_is_in_the_next_batch() -> None:
@@ -83,15 +80,6 @@ def test_a_newcomer_is_in_the_next_batch() -> None:
         late = job(1, "modest", arrived=5.0, shape=shape)
         queue.push_job(late)
         assert late in queue.pop_batch(5.0).jobs
-
-
-def test_a_large_job_lets_others_in_between() -> None:
-    large, small = job(20 * BATCH, "greedy"), job(1, "modest", arrived=1.0)
-    queue = queue_of(large)
-    assert take_part(queue) == [(large, BATCH)]
-    queue.push_job(small)
-    assert take_part(queue, 1.0) == [(small, 1)]
-    assert take_part(queue, 1.0) == [(large, BATCH)]
 
 
 def test_a_large_answer_waits_alone() -> None:
@@ -148,14 +136,6 @@ class Deadlines(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    @precondition(lambda self: self.waiting)
-    @rule(data=st.data())
-    def remove(self, data: st.DataObject) -> None:
-        one = data.draw(st.sampled_from(self.waiting))
-        self.waiting.remove(one)
-        assert self.queue.remove_job(one)
-        assert not self.queue.remove_job(one)
-
     @rule()
     def take(self) -> None:
         taken = self.queue.pop_batch(self.now)
@@ -178,11 +158,6 @@ class Deadlines(RuleBasedStateMachine):
     @invariant()
     def counts_agree(self) -> None:
         assert self.queue.rows == sum(one.rows for one in self.waiting)
-        assert len(self.queue) == len(self.waiting)
-
-    def teardown(self) -> None:
-        assert set(map(id, self.queue.clear())) == set(map(id, self.waiting))
-        assert self.queue.rows == len(self.queue) == 0
 
 
 class Fairness(RuleBasedStateMachine):
@@ -227,6 +202,7 @@ class Fairness(RuleBasedStateMachine):
     def remove(self, data: st.DataObject) -> None:
         one = data.draw(st.sampled_from([other for jobs in self.waiting.values() for other in jobs]))
         assert self.queue.remove_job(one)
+        assert not self.queue.remove_job(one)
         self.waiting[one.client].remove(one)
 
     @rule()
@@ -251,6 +227,7 @@ class Fairness(RuleBasedStateMachine):
     def teardown(self) -> None:
         everyone = {id(one) for jobs in self.waiting.values() for one in jobs}
         assert {id(one) for one in self.queue.clear()} == everyone
+        assert self.queue.rows == len(self.queue) == 0
 
 
 TestDeadlines = Deadlines.TestCase

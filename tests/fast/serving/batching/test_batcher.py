@@ -8,7 +8,7 @@ import pytest
 from edl.protocol.transport import grpc
 from edl_serving import Array
 from tests.fast.serving.conftest import TIMEOUT_S, Connect, StartInside, outputs_of, request_bytes
-from tests.fast.serving.models import Base, Gated, Lookup, Mixed, logits
+from tests.fast.serving.models import Gated, Mixed, logits
 from tests.waiting import wait_until
 
 
@@ -32,27 +32,14 @@ def test_one_shape_shares_a_batch(inside: StartInside, connect: Connect) -> None
     assert server.metric("edl_teacher_batch_rows_count") == 3
 
 
-def test_large_request_is_computed_in_parts(inside: StartInside, connect: Connect) -> None:
-    server = inside(Base(), max_batch_rows=8, max_queue_rows=100)
-    x = np.random.default_rng(0).random((100, 4), np.float32)
-    np.testing.assert_array_equal(connect(server.target).infer(x)["logits"], logits(x))
-    assert server.metric("edl_teacher_batch_rows_bucket", le="8.0") == server.metric("edl_teacher_batch_rows_count")
-    with pytest.raises(grpc.RpcError) as refused:
-        connect(server.target).infer(rows(101))
-    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "'x' has 101 rows; this server takes 100" in refused.value.details()
-
-
-def test_strings_that_never_fit_are_said(inside: StartInside, connect: Connect) -> None:
+def test_what_never_fits_is_said(inside: StartInside, connect: Connect) -> None:
     """In place of a hint when to come again: an empty queue would have no room either, and the student ask for ever."""
-    client = connect(inside(Mixed(), max_message_bytes=15_000, max_queue_bytes=15_000).target)
-    words = np.full((200, 2), b"ab", object)  # 2,400 bytes in the message, and 16,400 more in memory
-    request = request_bytes({"x": np.ones((200, 1), np.float32), "words": words})
-    with pytest.raises(grpc.RpcError) as error:
-        client.infer_bytes(request, timeout=TIMEOUT_S)
-    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "15,000" in error.value.details()
-    assert "--max-queue-bytes" in error.value.details()
+    client = connect(inside(Mixed(), max_message_bytes=15_000, max_queue_bytes=15_000, max_queue_rows=200).target)
+    # 200 rows of strings are 2,400 bytes in the message, and 16,400 more in memory.
+    for rows, said in ((200, "15,000.*--max-queue-bytes"), (201, "has 201 rows; this server takes 200")):
+        x, words = np.ones((rows, 1), np.float32), np.full((rows, 2), b"ab", object)
+        with pytest.raises(grpc.RpcError, match=f"(?s)INVALID_ARGUMENT.*{said}"):
+            client.infer_bytes(request_bytes({"x": x, "words": words}), timeout=TIMEOUT_S)
 
 
 def test_cancelled_requests_are_not_computed(inside: StartInside, connect: Connect) -> None:
@@ -91,12 +78,6 @@ def test_instances_compute_together(inside: StartInside, connect: Connect) -> No
         model.gate.set()
     for value, call in enumerate(calls):
         np.testing.assert_array_equal(outputs_of(call.result())["logits"], logits(rows(1, value)))
-
-
-def test_inline_model_answers_on_the_loop(inside: StartInside, connect: Connect) -> None:
-    server = inside(Lookup(), max_batch_rows=8)
-    x = np.random.default_rng(0).random((20, 4), np.float32)
-    np.testing.assert_array_equal(connect(server.target).infer(x)["logits"], logits(x))
 
 
 def test_stop_answers_the_rest(inside: StartInside, connect: Connect) -> None:

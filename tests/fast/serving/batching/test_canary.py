@@ -134,26 +134,3 @@ def test_a_full_queue_hides_no_hang(progresses: bool) -> None:
 
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
     assert changes == ([] if progresses else [False])
-
-
-@pytest.mark.parametrize("turns", range(8))
-def test_cancelled_canary_ends(turns: int) -> None:
-    """`asyncio.wait_for` before Python 3.12 loses a cancellation that comes together with the answer."""
-
-    async def end() -> bool:
-        batcher = Answers()
-        task = asyncio.create_task(canary_of(batcher, []).run())
-        await asyncio.wait_for(batcher.asked.wait(), TIMEOUT_S)
-        batcher.answers.set()
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        batcher.answers.clear()
-        task.cancel()
-        for _ in range(20):
-            await asyncio.sleep(0)
-        ended = task.done()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        return ended
-
-    assert asyncio.run(end())

@@ -98,13 +98,6 @@ def test_no_model_error_ends_the_worker(error: BaseException) -> None:
     assert isinstance(bench.run(bench.job(rows(1, 2.0)))[0], bytes)
 
 
-def test_only_the_guilty_request_fails() -> None:
-    bench = Bench(FakeBackend(failing(7.0, ValueError("seven"))))
-    answers = bench.run(bench.job(rows(2)), bench.job(rows(3, 7.0)), bench.job(rows(1)))
-    assert [type(answer) for answer in answers] == [bytes, RequestError, bytes]
-    assert bench.backend.calls == [6, 2, 3, 1]
-
-
 @pytest.mark.parametrize(
     ("code", "calls"),
     [
@@ -214,7 +207,6 @@ def test_a_failing_model_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
 
 FORKS = """
 import os
-import numpy as np
 from tests.fast.serving.batching.test_executor import Bench, rows
 from tests.fast.serving.conftest import outputs_of
 from tests.fast.serving.fakes import FakeBackend, five_logits

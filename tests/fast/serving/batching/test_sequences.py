@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from edl_serving.backends.backend import TopKArrays
 from edl_serving.batching.executor import Executor
 from edl_serving.batching.job import InferenceJob
 from edl_serving.messages.output_options import cut_top_k, top_k
-from edl_serving.messages.request import DecodedRequest, RequestDecoder
+from edl_serving.messages.request import DecodedRequest
 from edl_serving.messages.request_plan import plan_request
 from edl_serving.messages.sequences import check_sequences
 from edl_serving.model import ServedModel
@@ -152,25 +151,11 @@ def test_targets_are_optional() -> None:
     assert_top_k(answer, inputs, 3)
     whole = logprobs_of(inputs["ids"], inputs["position"])
     np.testing.assert_array_equal(answer["target_logprobs"], np.take_along_axis(whole, targets, -1))
+    (half,) = bench.run(bench.job({**inputs, "targets": targets}, edl_dtype="FP16"))
+    found = [half[name].dtype for name in (*names.top_k_names("logprobs"), "target_logprobs")]
+    assert found == [np.int32, np.float16, np.float32, np.float32], "students sum targets up, and leave of 1 the rest"
     (plain,) = bench.run(bench.job(inputs))
     assert set(plain) == set(names.top_k_names("logprobs"))
-
-
-def test_values_of_targets_are_not_rounded() -> None:
-    """Students sum them up to what they leave of 1, which float16 does not tell."""
-    bench = Bench()
-    inputs = {**tokens(4, 2), "targets": np.arange(12, dtype=np.int32).reshape(6, 2) % VOCABULARY}
-    (answer,) = bench.run(bench.job(inputs, edl_dtype="FP16"))
-    found = [answer[name].dtype for name in (*names.top_k_names("logprobs"), "target_logprobs")]
-    assert found == [np.int32, np.float16, np.float32, np.float32]
-
-
-def test_whole_outputs_are_refused() -> None:
-    bench = Bench()
-    whole = refusal_of(lambda: bench.job(tokens(3), edl_top_k=None))
-    assert "'logprobs' has 11 values" in whole
-    assert "edl_top_k, at most 5" in whole
-    assert "edl_top_k=6: this server computes 5" in refusal_of(lambda: bench.job(tokens(3), edl_top_k=6))
 
 
 def test_an_output_without_its_input() -> None:
@@ -204,24 +189,6 @@ def test_a_late_refusal_is_one_clients() -> None:
 )
 def test_rows_that_are_no_sequences(position: list[int], said: str) -> None:
     assert said in refusal_of(lambda: check_sequences("position", np.array(position, np.int32), 4))
-
-
-def decode(bench: Bench, inputs: Mapping[str, Array]) -> DecodedRequest:
-    header = kserve.ModelInferRequest(model_name="m")
-    for name, array in inputs.items():
-        header.inputs.add(name=name, datatype="INT32", shape=array.shape)
-    header.parameters["edl_top_k"].int64_param = 2
-    raw = [memoryview(array.tobytes()) for array in inputs.values()]
-    return asyncio.run(RequestDecoder(bench.model, 1000).decode(header.SerializeToString(), raw, None))
-
-
-def test_values_are_refused_before_they_wait() -> None:
-    bench = Bench(LanguageModel(max_sequence=4))
-    good = tokens(4, 4)
-    assert decode(bench, good).plan.rows == 8
-    assert "has 5 rows" in refusal_of(lambda: decode(bench, tokens(1, 5)))
-    outside = {**good, "ids": np.full(8, VOCABULARY, np.int32)}
-    assert "no such token" in refusal_of(lambda: decode(bench, outside))
 
 
 def test_positions_must_be_an_input() -> None:
@@ -262,21 +229,11 @@ def test_a_queue_counts_answers(parameters: dict[str, Any]) -> None:
         assert job.nbytes == sum(array.nbytes for array in answer.values()) == job.request.plan.answer_bytes
 
 
-@pytest.mark.parametrize(
-    ("rows", "parameters", "expected"),
-    [
-        (3, {}, 3 * 20),
-        (3, {"edl_top_k": 2}, 3 * (8 + 8 + 4)),
-        (5, {}, 5 * (20 + 20)),  # held whole until the last part is computed
-        (5, {"edl_top_k": 2}, 5 * (20 + 8 + 8 + 4)),
-    ],
-)
-def test_whole_outputs_of_parts_count(rows: int, parameters: dict[str, int], expected: int) -> None:
+def test_whole_outputs_of_parts_count() -> None:
+    """They are held until the last part is computed."""
     model = model_of(FakeBackend(), max_batch_rows=4)
-    header = header_for((rows, 4))
-    for name, value in parameters.items():
-        header.parameters[name].int64_param = value
-    assert plan_request(header, model, 100).answer_bytes == expected
-    header.parameters["edl_dtype"].string_param = "FP16"
-    smaller = 2 * (parameters.get("edl_top_k", 5))
-    assert plan_request(header, model, 100).answer_bytes == expected - rows * smaller
+    for rows, held in ((4, 0), (5, 20)):
+        header = header_for((rows, 4))
+        assert plan_request(header, model, 100).answer_bytes == rows * (held + 20)
+        header.parameters["edl_top_k"].int64_param = 2
+        assert plan_request(header, model, 100).answer_bytes == rows * (held + 8 + 8 + 4)

@@ -19,35 +19,27 @@ VOCABULARY = 31
 PAD = 0
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+"""Of any model of transformers."""
+
+
 def small_model(seed: int, **settings: Any) -> Any:
     torch.manual_seed(seed)
-    config = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 8,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    }
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**config, **settings}))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2, **settings))
 
 
 def small_mixture(seed: int, coefficient: float = 0.5) -> Any:
     """A mixture of experts whose router has a loss of its own, of some weight."""
     torch.manual_seed(seed)
-    config = transformers.MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        num_local_experts=4,
-        output_router_logits=True,
-        router_aux_loss_coef=coefficient,
-    )
+    experts: dict[str, Any] = {"num_local_experts": 4, "router_aux_loss_coef": coefficient}
+    config = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, output_router_logits=True, **experts)
     return transformers.MixtralForCausalLM(config)
 
 

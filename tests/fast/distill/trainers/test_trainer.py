@@ -20,6 +20,7 @@ from edl.distill.compress import top_k  # noqa: E402
 from edl.distill.losses import kl_divergence, token_loss  # noqa: E402
 from edl.distill.transformers import DistillArguments, DistillTrainer  # noqa: E402
 from edl.distill.transformers.student_loss import all_classes, hard_labels, student_loss  # noqa: E402
+from edl.distill.transformers.texts import find_texts, learned_rows, next_tokens  # noqa: E402
 from edl.errors import EDLError, NoTeacherError, SettingsError  # noqa: E402
 from edl.testing.models import prefix_scores_of  # noqa: E402
 from edl_serving.backends import open_backends  # noqa: E402
@@ -27,6 +28,7 @@ from edl_serving.backends.source import ModelSource  # noqa: E402
 from tests.fast.distill.conftest import Serve, Served  # noqa: E402
 from tests.fast.distill.sequences.language_model import NegativeModel  # noqa: E402
 from tests.fast.distill.trainers.students import (  # noqa: E402
+    SIZES,
     VOCABULARY,
     collate_flat,
     collate_left,
@@ -39,14 +41,6 @@ from tests.fast.distill.trainers.students import (  # noqa: E402
     training_arguments,
 )
 
-SIZES: Any = {
-    "vocab_size": VOCABULARY,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "max_position_embeddings": 64,
-}
 ONE_STEP: Any = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 6, "max_steps": 1}
 
 
@@ -404,14 +398,6 @@ def test_arguments_that_cannot_be(name: str, value: Any) -> None:
         DistillArguments(**task, **{name: value})
 
 
-def test_arguments_from_a_command_line() -> None:
-    parser = transformers.HfArgumentParser(DistillArguments)
-    (found,) = parser.parse_args_into_dataclasses(["--beta", "0.5", "--top_k", "16", "--chunked_head"])
-    assert found == DistillArguments(beta=0.5, top_k=16, chunked_head=True)
-    (found,) = parser.parse_args_into_dataclasses(["--task", "classification", "--tokenizer", ""])
-    assert (found.kept, found.output, found.tokenizer) == (None, "logits", "")
-
-
 def test_soft_cap_is_found_out(tmp_path: Path, teacher: str) -> None:
     """A head alone does not make the logits of Gemma 2."""
     torch.manual_seed(0)
@@ -449,3 +435,67 @@ def test_another_tokenizer_is_refused(tmp_path: Path, serve: Serve) -> None:
     with pytest.raises(EDLError, match="tokenizer"):
         first_loss(tmp_path, small_model(2), served, **other)
     first_loss(tmp_path, small_model(2), served, DistillArguments(top_k=4, tokenizer=""), **other)
+
+
+# Where texts begin in batches of collators, and what of them is learned.
+
+IDS = [[5, 6, 7, 8, 9, 4]]
+
+
+def batch(**fields: Any) -> dict[str, Any]:
+    return {name: torch.tensor(value) for name, value in {"input_ids": IDS, **fields}.items()}
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_packed_texts_are_taken_apart(first: int) -> None:
+    positions = [[first + at for at in (0, 1, 2, 0, 0, 1)]]
+    found = find_texts(batch(position_ids=positions))
+    assert found.packed
+    parts = [ids[kept != 0].tolist() for ids, kept in zip(found.ids, found.mask, strict=True)]
+    assert parts == [[5, 6, 7], [8], [9, 4]]
+    learned = learned_rows(batch(position_ids=positions), shifted=True)
+    assert learned.tolist() == [[True, True, False, False, True, False]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"position_ids": [[0, 1, 2, 0, 1, 2]], "attention_mask": [[1] * 6]}, "attend across"),
+        ({"position_ids": [[0, 1, 2, 5, 6, 7]]}, "begin at"),
+        ({"position_ids": [[[0, 1, 2, 3, 4, 5]]]}, "one for each token"),
+        ({"cu_seq_lens_q": [0, 3, 6]}, "no position_ids"),
+        ({"input_ids": [1, 2, 3]}, "shape"),
+    ],
+    ids=["both", "jump", "three axes", "boundaries", "one axis"],
+)
+def test_texts_that_cannot_be_told_apart(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        find_texts(batch(**fields))
+    with pytest.raises(SettingsError, match="inputs_embeds"):
+        find_texts({"inputs_embeds": torch.zeros(1, 2, 3)})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"position_ids": [[0, 1, 2, 3, 4, 5]]},
+        {"attention_mask": [[0, 0, 1, 1, 1, 1]], "position_ids": [[1, 1, 0, 1, 2, 3]]},
+    ],
+    ids=["alone", "positions", "left"],
+)
+def test_rows_of_one_text(fields: dict[str, Any]) -> None:
+    found = find_texts(batch(**fields))
+    assert not found.packed
+    assert np.array_equal(found.ids, IDS)
+    assert found.mask.tolist() == fields.get("attention_mask", [[1] * 6])
+
+
+def test_what_is_learned() -> None:
+    left = {"attention_mask": [[0, 0, 1, 1, 1, 1]]}
+    assert learned_rows(batch(**left), shifted=True).tolist() == [[False, False, True, True, True, False]]
+    own = {"labels": [[-100, -100, 7, 8, -100, 4]]}
+    assert learned_rows(batch(**own), shifted=True).tolist() == [[False, True, True, False, True, False]]
+    assert learned_rows(batch(**own), shifted=False).tolist() == [[False, False, True, True, False, True]]
+    given = {"shift_labels": [[6, -100, 8, -100, -100, -100]], **own}
+    assert next_tokens(batch(**given), shifted=True).tolist() == given["shift_labels"]

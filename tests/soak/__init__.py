@@ -4,6 +4,5 @@
 students running; `faults` is what is done to them; `verdict` counts, from the journals, what was lost, repeated,
 mislabelled or hung, and how memory and descriptors grew, and puts that into docs/reliability.md.
 
-Not collected by pytest: `tests/fast/test_soak.py` tests the counting, `tests/jobs/test_soak.py` runs it for
-some seconds.
+`tests/fast/test_soak.py` tests the counting, `tests/services/test_soak.py` runs it for some seconds.
 """

@@ -18,11 +18,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from tests.plugins_consul import ConsulAgent
-from tests.soak.faults import Fault, all_faults, schedule
+from tests.soak.faults import all_faults, schedule
 from tests.soak.fleet import ROOT, RunningStudent, RunningTeacher, leftovers, read_journal
 from tests.soak.student import StudentSpec
 from tests.soak.verdict import Outcome, count, growth_of, text_of, write_report
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for error in outcome.problems:
         print(f"\n--- {error}", file=sys.stderr)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(outcome.as_json(), indent=2) + "\n")
+        arguments.json.write_text(json.dumps(asdict(outcome), indent=2) + "\n")
     if arguments.report is not None:
         write_report(arguments.report, outcome)
     return 0 if outcome.good else 1
@@ -82,7 +83,8 @@ class Soak:
         self._regions_held = 0
         self._registry = self._disk("registry") / "registry.sqlite"
         cache = self._disk("cache") / "labels"
-        self._consul = _consul(folder / "consul")
+        there = (ROOT / ".tools/consul/consul").exists() or shutil.which("consul") is not None
+        self._consul = ConsulAgent(folder / "consul") if there else None
         self._left_out: list[str] = []
         if not self._mounts:
             self._left_out.append("full and read-only disks: mounting is not permitted here")
@@ -163,7 +165,9 @@ class Soak:
                     active.pop(name)[0].close()
                 if now >= due:
                     if (group := fault.group or fault.name) not in active:
-                        active[group] = (self._begin(fault), now + lasts_s)
+                        undo = contextlib.ExitStack()
+                        undo.enter_context(fault.during(self._random))
+                        active[group] = (undo, now + lasts_s)
                         done[fault.name] += 1
                     fault, after_s, lasts_s = next(plan)
                     due = now + after_s
@@ -172,19 +176,15 @@ class Soak:
                     self._look(active)
                 if now >= say_due:
                     say_due = now + 60
-                    self._say(end - now, done)
+                    hung = sum(len(student.hangs) for student in self._students)
+                    print(f"{(end - now) / 60:.0f} min left: {sum(done.values())} faults, hung: {hung}", flush=True)
                 time.sleep(0.05)
         finally:
             for undo, _ in active.values():
                 undo.close()
         return done
 
-    def _begin(self, fault: Fault) -> contextlib.ExitStack:
-        undo = contextlib.ExitStack()
-        undo.enter_context(fault.during(self._random))
-        return undo
-
-    def _look(self, active: Container[str]) -> None:
+    def _look(self, active: Collection[str]) -> None:
         for teacher in self._teachers:
             teacher.sample()
             if not any(name.startswith(("teacher", "registry", "Consul")) for name in active):
@@ -193,16 +193,6 @@ class Soak:
             student.ensure()
             if "student: SIGSTOP" not in active:
                 student.check_progress()
-
-    def _say(self, left_s: float, done: Counter[str]) -> None:
-        counts = count(record for student in self._students for record in read_journal(Path(student.spec.journal)))
-        bad = counts.lost + counts.repeated + counts.mislabelled + counts.changed
-        hung = sum(len(student.hangs) for student in self._students)
-        print(
-            f"{left_s / 60:.0f} min left: {counts.rows:,} rows in {counts.epochs} epochs, {sum(done.values())} faults; "
-            f"wrong: {bad}, hung: {hung}, failed: {len(counts.errors)}",
-            flush=True,
-        )
 
     def _outcome(self, seconds: float, done: Counter[str]) -> Outcome:
         journals = [read_journal(Path(student.spec.journal)) for student in self._students]
@@ -236,12 +226,6 @@ class Soak:
             self._disks[name] = folder
             subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK_MIB}m", "tmpfs", folder], check=True)
         return folder
-
-
-def _consul(folder: Path) -> ConsulAgent | None:
-    if not (ROOT / ".tools/consul/consul").exists() and shutil.which("consul") is None:
-        return None
-    return ConsulAgent(folder)
 
 
 if __name__ == "__main__":

@@ -19,14 +19,7 @@ from tests.soak.fleet import RunningStudent, RunningTeacher
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that fails for a while.
-
-    Attributes:
-        name: as in the report.
-        lasts_s: from, to; shorter than a reader's patience.
-        during: does it when it begins, and undoes it when it ends.
-        group: of the faults of one group only one is there at a time.
-    """
+    """Something that fails for a while, shorter than a reader's patience; of one group only one at a time."""
 
     name: str
     lasts_s: tuple[float, float]
@@ -41,19 +34,12 @@ def all_faults(
     disks: dict[str, Path],
     agent: ConsulAgent | None,
 ) -> list[Fault]:
-    """Return each that can be done here.
-
-    Args:
-        teachers: of which those that are no anchors are hit.
-        students: of which witnesses are only stopped.
-        registry: the SQLite file.
-        disks: folders that are file systems of their own, by what is on them.
-        agent: Consul's; None without.
-    """
+    """Return each that can be done here. `disks` are folders that are file systems of their own."""
     mortal = [teacher for teacher in teachers if not teacher.anchor]
     killable = [student for student in students if not student.witness]
     short, long = (0.5, 5.0), (2.0, 12.0)
-    faults = [Fault(f"teacher: {how.name}", short, partial(_hit_teacher, mortal, how)) for how in _ENDS]
+    ends = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
+    faults = [Fault(f"teacher: {how.name}", short, partial(_hit_teacher, mortal, how)) for how in ends]
     faults.append(Fault("student: its shared memory deleted", (0.0, 0.1), partial(_swept_memory, students)))
     faults.append(Fault("registry: locked", long, partial(_locked, registry)))
     faults.append(Fault("student: SIGSTOP", short, partial(_paused_student, students)))
@@ -67,9 +53,6 @@ def all_faults(
             # An agent that is gone cannot be stopped.
             faults.append(Fault(f"Consul: {how.name}", (1.0, 8.0), partial(_consul_away, agent, how), "Consul"))
     return faults
-
-
-_ENDS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
 
 
 @contextlib.contextmanager
@@ -136,14 +119,11 @@ def _full_disk(folder: Path, rng: random.Random) -> Iterator[None]:
 @contextlib.contextmanager
 def _read_only_disk(folder: Path, rng: random.Random) -> Iterator[None]:
     """The file system turns read-only, as one does after an error of its disk."""
-    _remount(folder, "ro")
-    yield
-    _remount(folder, "rw")
-
-
-def _remount(folder: Path, mode: str) -> None:
-    with contextlib.suppress(subprocess.SubprocessError):  # the kernel refuses while a file is open for writing
-        subprocess.run(["mount", "-o", f"remount,{mode}", folder], capture_output=True, timeout=10)
+    for mode in ("ro", "rw"):
+        with contextlib.suppress(subprocess.SubprocessError):  # the kernel refuses while a file is open for writing
+            subprocess.run(["mount", "-o", f"remount,{mode}", folder], capture_output=True, timeout=10)
+        if mode == "ro":
+            yield
 
 
 @contextlib.contextmanager

@@ -24,12 +24,7 @@ _STACK_DUMP_S = 1.0  # for faulthandler to write some threads' stacks
 
 @dataclass
 class RunningTeacher:
-    """A teacher that is started again, with the same flags, when it has ended.
-
-    Attributes:
-        anchor: no fault ends or pauses it, so that there is always somebody who can answer.
-        samples: of its memory, as long as the first process of it lives.
-    """
+    """A teacher that is started again when it has ended. No fault touches an anchor: somebody can always answer."""
 
     service: str
     discovery: str
@@ -79,12 +74,9 @@ class RunningTeacher:
 
 @dataclass
 class RunningStudent:
-    """A student that is started again when it has ended.
+    """A student that is started again when it has ended. No fault ends a witness, so that what it leaks adds up.
 
-    Attributes:
-        witness: no fault ends it, so that what it leaks adds up; it may be paused.
-        hangs: what its threads did, for each time that it made no progress for `hang_after_s`.
-        ends: of its log, for each end that was no fault of ours.
+    `hangs` has what its threads did each time that it made no progress, `ends` its log of each end that is its own.
     """
 
     spec: StudentSpec

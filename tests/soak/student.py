@@ -31,6 +31,7 @@ from edl.errors import EDLError
 from tests.soak.data import SERVICES, Array, NumberedRows, labels_of, rows_of
 from tests.soak.verdict import EpochRecord, RowCheck
 
+_TEACHER_TIMEOUT_S = 60.0  # longer than any fault lasts, so that `NoTeacherError` is a failure
 _MEMORY_BYTES = 8 << 20  # a small bound, so that it is in force
 _SHARE_ENDED_EARLY = 0.2  # of the epochs: left by break or by an error, as users do
 _SHARE_NEW_READER = 0.1  # of the epochs: begun with a new reader, so that what a closed one leaves behind adds up
@@ -38,27 +39,16 @@ _SHARE_NEW_READER = 0.1  # of the epochs: begun with a new reader, so that what 
 
 @dataclass(frozen=True)
 class StudentSpec:
-    """What a student does.
+    """What a student does; several services are an ensemble, and each has a URL of its own."""
 
-    Attributes:
-        kind: "sample", "sample_list", "batch", "stream" (slow samples), or "torch" (a DataLoader with workers).
-        services: names from `tests.soak.data`; several are an ensemble.
-        discovery: URLs, one a service.
-        journal, progress: paths.
-        cache: folder of a cache, empty for none.
-        rows: of an epoch, about.
-        teacher_timeout_s: longer than any fault lasts, so that `NoTeacherError` is a failure.
-    """
-
-    kind: str
+    kind: str  # sample, sample_list, batch, stream (slow samples), or torch (a DataLoader with workers)
     services: list[str]
     discovery: list[str]
     journal: str
     progress: str
-    cache: str = ""
-    rows: int = 2000
-    seed: int = 0
-    teacher_timeout_s: float = 60.0
+    cache: str
+    rows: int
+    seed: int
 
 
 class LeftLoopError(Exception):
@@ -136,10 +126,10 @@ class Student:
     def _open(self) -> Any:
         spec = self.spec
         teachers = [Teachers(name, discovery=url) for name, url in zip(spec.services, spec.discovery, strict=True)]
-        options = Options(teacher_timeout_s=spec.teacher_timeout_s, memory_bytes=_MEMORY_BYTES)
-        cache = self._open_cache() if spec.cache else None
+        options = Options(teacher_timeout_s=_TEACHER_TIMEOUT_S, memory_bytes=_MEMORY_BYTES)
         if spec.kind == "torch":
             return self._open_torch(teachers, options)
+        cache = self._open_cache() if spec.cache else None
         reader = DistillReader(
             ins=["x", None], predicts=["y"], teachers=teachers, options=options, cache=cache,
             id_field=1 if cache is not None else None, dataset="soak" if cache is not None else "",
@@ -152,7 +142,7 @@ class Student:
 
     def _open_cache(self) -> SoftLabelCache:
         """Open the cache's folder; try again where its disk is away, which is said at once and by a clear error."""
-        deadline = time.monotonic() + self.spec.teacher_timeout_s
+        deadline = time.monotonic() + _TEACHER_TIMEOUT_S
         while True:
             try:
                 return SoftLabelCache(_MEMORY_BYTES, self.spec.cache)
@@ -211,18 +201,14 @@ class Student:
 
     def _write(self, record: EpochRecord) -> None:
         line = json.dumps(asdict(record)) + "\n"
-        file = os.open(self.spec.journal, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            os.write(file, line.encode())
-        finally:
-            os.close(file)
+        with Path(self.spec.journal).open("ab", buffering=0) as file:
+            file.write(line.encode())
 
 
 def main(argv: list[str]) -> int:
     """Run the student that `argv[0]` describes as JSON."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     student = Student(StudentSpec(**json.loads(argv[0])))
-    Path(student.spec.journal).parent.mkdir(parents=True, exist_ok=True)
 
     def stop(*_: object) -> None:
         student.stopping = True

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,23 +18,14 @@ NOISE_DESCRIPTORS = 4  # connections that happen to be under way when they are c
 
 
 class RowCheck:
-    """Checks the rows of one epoch as they are delivered.
-
-    Rows are numbered from `first` on, and must come in order without a gap.
-    """
+    """Checks the rows of one epoch: numbered from `first` on, they must come in order without a gap."""
 
     def __init__(self, first: int) -> None:
         self._next = self._first = first
         self.delivered = self.lost = self.repeated = self.mislabelled = self.changed = 0
 
     def add(self, numbers: Array, inputs_equal: bool, labels: Sequence[Array], expected: Sequence[Array]) -> None:
-        """Take in rows that were delivered together.
-
-        Args:
-            numbers: int64 [rows].
-            inputs_equal: whether the inputs are those of these numbers.
-            labels, expected: one array [rows, classes] a service.
-        """
+        """Take in rows that were delivered together; `labels` and `expected` are an array [rows, classes] a service."""
         for number in numbers.tolist():
             if number < self._next:
                 self.repeated += 1
@@ -46,10 +36,7 @@ class RowCheck:
         self.changed += 0 if inputs_equal else len(numbers)
         wrong = np.zeros(len(numbers), bool)
         for have, want in zip(labels, expected, strict=True):
-            if have.shape != want.shape:
-                wrong[:] = True
-            else:
-                wrong |= (have != want).any(axis=1)
+            wrong |= (have != want).any(axis=1) if have.shape == want.shape else True
         self.mislabelled += int(wrong.sum())
 
     def end(self, rows: int) -> None:
@@ -60,13 +47,7 @@ class RowCheck:
 
 @dataclass(frozen=True)
 class EpochRecord:
-    """A line of a student's journal.
-
-    Attributes:
-        how: "whole", "break", "raise" (the student's own doing), or "failed" with `error`.
-        changed: rows whose inputs are not those that the source yielded.
-        rss_bytes, descriptors, threads: of the student after the epoch.
-    """
+    """A line of a student's journal. `how`: "whole", "break", "raise" (its own doing), or "failed" with `error`."""
 
     kind: str
     pid: int
@@ -94,13 +75,7 @@ class EpochRecord:
 
 
 def memory_of(pid: int) -> tuple[int, int, int]:
-    """Resident bytes, without shared memory; open descriptors, without those of shared memory; threads (Linux).
-
-    A teacher has a descriptor for each region of each student that is there; how many those are changes with them.
-
-    Raises:
-        OSError: there is no such process.
-    """
+    """Resident bytes and open descriptors, both without shared memory, which changes with the students; threads."""
     folder = Path(f"/proc/{pid}")
     pages = (folder / "statm").read_text().split()
     rss = (int(pages[1]) - int(pages[2])) * _PAGE_BYTES
@@ -154,10 +129,7 @@ def count(records: Iterable[EpochRecord]) -> Counts:
 
 @dataclass(frozen=True)
 class Growth:
-    """How a process grew from the second quarter of its life to the last, by medians.
-
-    The first quarter is left out: caches fill, and allocators find their size.
-    """
+    """How a process grew from the second quarter of its life to the last, by medians: in the first, caches fill."""
 
     name: str
     samples: int
@@ -192,15 +164,7 @@ END = "<!-- soak: end -->"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a soak.
-
-    Attributes:
-        faults: how often each was injected.
-        hangs, ends: students that made no progress, and that ended by themselves, with the ends of their logs.
-        regions_held: of shared memory, by the teachers that lived through it, after all students had ended.
-        left_behind: objects in shared memory after everybody had ended.
-        left_out: faults that could not be injected, with the reason.
-    """
+    """What came of a soak; `left_out` are faults that could not be injected, with the reason."""
 
     minutes: float
     counts: Counts
@@ -226,14 +190,9 @@ class Outcome:
         """In words, with the evidence."""
         grown = [f"{growth.name} grew: {growth}" for growth in self.growths if growth.grown]
         left = [f"left in shared memory: {name}" for name in self.left_behind]
-        held = [f"{self.regions_held} regions of students that have ended are held by teachers"] * (
-            self.regions_held > 0
-        )
-        return [*self.counts.errors, *self.hangs, *self.ends, *grown, *held, *left]
-
-    def as_json(self) -> dict[str, Any]:
-        """For a file."""
-        return {**asdict(self), "good": self.good}
+        if self.regions_held:
+            left.append(f"{self.regions_held} regions of students that have ended are held by teachers")
+        return [*self.counts.errors, *self.hangs, *self.ends, *grown, *left]
 
 
 def text_of(outcome: Outcome) -> str:
@@ -274,11 +233,7 @@ def text_of(outcome: Outcome) -> str:
 
 
 def write_report(page: Path, outcome: Outcome) -> None:
-    """Replace what stands between the markers of `page`.
-
-    Raises:
-        ValueError: the page has no markers.
-    """
+    """Replace what stands between the markers of `page`."""
     text = page.read_text()
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)

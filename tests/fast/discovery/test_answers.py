@@ -12,11 +12,9 @@ import pytest
 from edl.discovery import open_registry, open_store
 from edl.errors import DiscoveryError
 from tests.fast.discovery.conformance.backends import teacher
-from tests.plugins_consul import free_ports
 from tests.waiting import DEADLINE_S
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nX-Consul-Index: %s\r\n"
-KINDS = ("consul", "etcd")
 
 
 def body(text: bytes, head: bytes = HEAD % b"1", length: int | None = None) -> bytes:
@@ -81,11 +79,6 @@ def check_refused(url: str, words: str = ".") -> None:
             assert snapshot is not None
             assert snapshot.stale
             assert snapshot.stale.isprintable()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_nobody_there_is_an_error(kind: str) -> None:
-    check_refused(f"{kind}://127.0.0.1:{free_ports(1)[0]}", "cannot be reached")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from edl.discovery.registry import Registration
 from edl.discovery.store import StoreSnapshot, StoreWatch
 from edl.errors import SettingsError
 from tests.fast.discovery.conformance.backends import spoil_database, teacher
+from tests.fast.discovery.conformance.processes import Member
 from tests.fast.discovery.conformance.suite import LONG_S
 from tests.waiting import DEADLINE_S, wait_until
 
@@ -99,7 +100,7 @@ def shared_out(students: Sequence[Student], numbers: Iterable[int], each: int) -
 
 
 def test_changes_share_teachers_out_again(registry: Registry, join: Join) -> None:
-    """When a teacher or student comes or goes, and when a former leader writes late."""
+    """When a teacher or student comes or goes."""
     teachers = start_teachers(registry, *range(6))
     students = [join(name, want=2) for name in ("..", "a/b", "ä%2F\n")]  # any text may name one
     wait_until(lambda: shared_out(students, range(6), 2))
@@ -120,13 +121,22 @@ def test_changes_share_teachers_out_again(registry: Registry, join: Join) -> Non
     assert all(told.instances for student in students for told in student.told)
 
 
-def test_late_writes_of_a_former_leader(registry: Registry, store: Store, join: Join) -> None:
-    start_teachers(registry, *range(4))
-    students = [join(f"s{n}", want=2, ttl_s=0.5) for n in range(2)]
-    wait_until(lambda: shared_out(students, range(4), 2))
-    for n in range(2):
+def test_killed_leader_is_replaced(registry: Registry, store: Store, join: Join, member: Callable[..., Member]) -> None:
+    """Nobody is without teachers meanwhile, and what a former leader writes late does not last."""
+    start_teachers(registry, *range(6))
+    killed = member("balance", SERVICE, "killed")
+    assert killed.hear() == "ready"
+    wait_until(lambda: killed.ask("?") == "leader")
+    students = [join(f"s{n}", want=2, ttl_s=1.0) for n in range(2)]
+    wait_until(lambda: all(len(student.has) == 2 and student.is_settled for student in students))
+    killed.kill()
+    wait_until(lambda: any(student.group.is_leader for student in students))
+    students.append(join("s2", want=2, ttl_s=1.0))
+    wait_until(lambda: shared_out(students, range(6), 2))
+    for n in range(3):
         store.put(f"balance/{SERVICE}/links/s{n}", pack_links(["t0"]))
-    wait_until(lambda: shared_out(students, range(4), 2))
+    wait_until(lambda: shared_out(students, range(6), 2))
+    assert all(told.instances for student in students for told in student.told)
 
 
 def test_draining_teacher_is_replaced(registry: Registry, join: Join) -> None:

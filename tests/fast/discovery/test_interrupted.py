@@ -6,7 +6,6 @@ Each is interrupted before some lines of its own, drawn with a seed from all tha
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -16,22 +15,10 @@ from edl import notifier
 from edl.background import start_call
 from edl.discovery import Instance, Store, open_registry, open_store
 from edl.errors import ClosedError
-from tests.interrupting import InterruptAt, deadline
+from tests.interrupting import NEVER, InterruptAt, interrupt_some
 from tests.waiting import DEADLINE_S, wait_until
 
 TEACHER = Instance(service="s", id="a", address="10.0.0.7", port=8500)
-NEVER = 1 << 30
-
-
-def interrupt_some(use: Callable[[int], InterruptAt], count: int) -> None:
-    """Count the lines of a use that is not interrupted, then interrupt it before some of them."""
-    lines = use(NEVER).lines
-    numbers = random.Random(7).sample(range(1, lines + 1), min(count, lines))
-    reached = []
-    for number in numbers:
-        with deadline(DEADLINE_S, f"closed before line {number} of {lines}"):
-            reached.append(use(number).reached)
-    assert sum(reached) > len(reached) / 2, "hardly anything was interrupted"
 
 
 @contextlib.contextmanager

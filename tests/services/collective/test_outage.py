@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.jobs.collective.job import IMPATIENT, ROOT, TRAIN_STATE, Job
+from tests.jobs.collective.job import TRAIN_STATE, Job
 from tests.plugins_consul import ConsulAgent
 from tests.waiting import wait_until
 
@@ -17,9 +16,8 @@ pytestmark = pytest.mark.timeout(300)
 
 def test_long_outage_restarts_workers(tmp_path: Path, consul_agent: ConsulAgent) -> None:
     """Workers stop when the store is away for long, and begin anew together."""
-    command, environ = [str(TRAIN_STATE), str(tmp_path)], {"PYTHONPATH": str(ROOT)}
-    options, program = ("--nnodes", "2", "--lease-ttl", "3"), (sys.executable, str(IMPATIENT), "takeover=5")
-    with Job(tmp_path, options, command, consul_agent.url, environ, program) as job:
+    options = ("--nnodes", "2", "--lease-ttl", "3", "--rdzv-conf", "takeover_timeout=5")
+    with Job(tmp_path, options, [str(TRAIN_STATE), str(tmp_path)], consul_agent.url) as job:
         nodes = [job.start(), job.start()]
         before = job.wait_for_world(2)[0].generation
         workers = [pid for node in nodes for pid in node.workers]

@@ -76,6 +76,13 @@ def members(url: str) -> Iterator[Callable[..., Member]]:
         yield start
 
 
+def _answer(tell: Callable[[], str]) -> None:
+    """Say that it is ready, and answer each line."""
+    print("ready", flush=True)
+    while sys.stdin.readline():
+        print(tell(), flush=True)
+
+
 def _register(url: str, service: str, name: str, ttl_s: str, state: Any = "ready") -> None:
     """Register until a line comes."""
     from edl.discovery import Instance, open_registry
@@ -97,9 +104,7 @@ def _hold(url: str, key: str, ttl_s: str) -> None:
             with contextlib.suppress(LeaseLostError):
                 store.put(key, b"held", lease)
                 break
-        print("ready", flush=True)
-        while sys.stdin.readline():
-            print("lost" if lease.lost else "kept", flush=True)
+        _answer(lambda: "lost" if lease.lost else "kept")
 
 
 def _elect(url: str, name: str, value: str, ttl_s: str) -> None:
@@ -107,9 +112,20 @@ def _elect(url: str, name: str, value: str, ttl_s: str) -> None:
     from edl.discovery import open_store
 
     with open_store(url, timeout_s=30.0) as store, store.elect(name, value.encode(), float(ttl_s)) as election:
-        print("ready", flush=True)
-        while sys.stdin.readline():
-            print("leader" if election.is_leader else "follower", flush=True)
+        _answer(lambda: "leader" if election.is_leader else "follower")
+
+
+def _balance(url: str, service: str, student: str) -> None:
+    """Take part in a balance group; answers whether this student decides who gets which teachers."""
+    from edl.discovery import open_registry, open_store
+    from edl.discovery.balance.group import BalanceGroup
+
+    with (
+        open_registry(url, timeout_s=30.0) as registry,
+        open_store(url, timeout_s=30.0) as store,
+        BalanceGroup(registry, store, service, student, want=2, ttl_s=1.0) as group,
+    ):
+        _answer(lambda: "leader" if group.is_leader else "follower")
 
 
 def _compete(url: str, folder: str, count: str) -> None:
@@ -187,4 +203,5 @@ def _fork(url: str, service: str) -> None:
 
 if __name__ == "__main__":
     commands = {"register": _register, "hold": _hold, "elect": _elect, "compete": _compete, "fork": _fork}
+    commands["balance"] = _balance
     commands[sys.argv[2]](sys.argv[1], *sys.argv[3:])

@@ -66,7 +66,6 @@ def test_job_that_ended_gets_no_advice(store: Store) -> None:
 
 
 def report(store: Store, *datasets: object) -> None:
-    """A master's report of data sets."""
     store.put(report_key("j"), json.dumps({"job": "j", "datasets": datasets}).encode())
 
 

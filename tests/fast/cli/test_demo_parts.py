@@ -19,7 +19,6 @@ from edl.cli.demo.plan import DemoPlan  # noqa: E402
 
 PLAN = DemoPlan(Path("unused"), seeds=2, steps=5, rows=4)
 RIGHT = Findings(checked=40, lost=0, repeated=0, changed=0, mislabelled=0, out_of_order=0, largest_difference=0.0)
-
 Batch = list[np.ndarray]
 
 
@@ -36,7 +35,6 @@ def teacher() -> models.Teacher:
 
 @pytest.fixture
 def batches(digits: data.Digits, teacher: models.Teacher) -> list[Batch]:
-    """What a faultless reader delivers."""
     with torch.no_grad():
         return [
             [image, label, number, teacher(torch.from_numpy(image)).numpy()]
@@ -63,16 +61,13 @@ def test_a_faultless_delivery(batches: list[Batch], digits: data.Digits, teacher
     assert found(swapped, digits, teacher) == replace(RIGHT, out_of_order=4)
 
 
-def test_swapped_soft_labels_are_found(batches: list[Batch], digits: data.Digits, teacher: models.Teacher) -> None:
+def test_spoiled_samples_are_found(batches: list[Batch], digits: data.Digits, teacher: models.Teacher) -> None:
     batches[2][3][[0, 1]] = batches[2][3][[1, 0]]
     findings = found(batches, digits, teacher)
     assert findings == replace(RIGHT, mislabelled=2)
     assert not findings.all_well
     batches[4][3][0] = np.nan
     assert found(batches, digits, teacher).mislabelled == 3, "NaN is no label"
-
-
-def test_changed_image_or_label_is_found(batches: list[Batch], digits: data.Digits, teacher: models.Teacher) -> None:
     batches[0][1][2] += 1
     batches[1][0] = batches[1][0] + np.float32(1e-6)
     assert found(batches, digits, teacher).changed == 5

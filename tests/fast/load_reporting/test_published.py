@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -16,10 +17,12 @@ import pytest
 
 from edl.background import start_call
 from edl.discovery import Instance, open_registry, open_store
+from edl.discovery.common.renewal import RenewedLease
 from edl.distill import DistillReader, Options, Teachers
 from edl.distill.pipeline.load_publishing import load_publishers
-from edl.errors import ClosedError, SettingsError
-from edl.load_reporting import LoadPublisher, ServiceLoad, read_service
+from edl.errors import ClosedError, DiscoveryError, SettingsError
+from edl.load_reporting import LoadPublisher, LoadSource, ServiceLoad, read_service
+from edl.load_reporting import publisher as module
 from edl.settings import LoadSettings
 from edl.testing import LocalTeacher
 from edl_serving.registration.load import TeacherCounts, TeacherLoad
@@ -55,8 +58,6 @@ def load(url: str, service: str = "s") -> ServiceLoad:
 
 
 class Training:
-    """Takes batches in a thread, until it is closed."""
-
     def __init__(self, *services: str, source: Callable[[], Iterator[Rows]]) -> None:
         reader = DistillReader(["x"], ["y"], teachers=[Teachers(service) for service in services])
         self.reader = reader.set_batch_generator(source)
@@ -139,7 +140,6 @@ def _end_of_a_program(url: str) -> int:
 
 
 def test_states_of_a_teacher_are_seen(url: str) -> None:
-    """It starts, is ready, drains, and is gone."""
     counts = TeacherCounts(rows=5, compute_s=0.1, workers=2, queue_rows=3)
     teacher = TeacherLoad(url, "s", LoadSettings.of())
     wait_until(lambda: load(url).starting == 1)
@@ -162,7 +162,6 @@ def test_states_of_a_teacher_are_seen(url: str) -> None:
 
 
 def test_publishing_can_be_off(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By an option, by the environment, or since teachers are fixed endpoints."""
     assert LoadSettings.of(environ={}).publish
     assert not LoadSettings.of(environ={"EDL_PUBLISH_LOAD": "0"}).publish
     assert LoadSettings.of(True, {"EDL_PUBLISH_LOAD": "0"}).publish
@@ -180,3 +179,95 @@ def test_publishing_can_be_off(url: str, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [settings.publish for settings in asked] == [False]
     TeacherLoad(url, "s", LoadSettings(publish=False)).close()
     assert not Path(url.removeprefix("sqlite://")).exists() or load(url).teachers == ()
+
+
+QUICK = LoadSettings(interval_s=0.02, window_s=600.0, ttl_s=600.0)
+"""A test may stand still for seconds: nothing lapses meanwhile, and a rate that was above 0 stays so."""
+
+Publish = Callable[..., LoadPublisher]
+
+
+class Counted:
+    def __init__(self) -> None:
+        self.rows = 0
+        self.reads = 0
+
+    def source(self, service: str = "s") -> LoadSource:
+        return LoadSource(service, "students", self._read, lambda: {"job": "j\n", "teachers": ["t"]})
+
+    def _read(self) -> dict[str, float]:
+        self.reads += 1
+        return {"rows_asked": self.rows, "wait_s": 0.0, "source_wait_s": 0.0}
+
+
+@pytest.fixture
+def counted() -> Counted:
+    return Counted()
+
+
+@pytest.fixture
+def publish(url: str, counted: Counted, caplog: pytest.LogCaptureFixture) -> Iterator[Publish]:
+    caplog.set_level(logging.INFO, "edl.load_reporting")
+    started: list[LoadPublisher] = []
+
+    def start(*sources: LoadSource, to: str = url) -> LoadPublisher:
+        started.append(LoadPublisher(to, sources or [counted.source()], QUICK))
+        return started[-1]
+
+    yield start
+    for publisher in started:
+        publisher.close(DEADLINE_S)
+
+
+def test_record_follows_and_goes_at_once(publish: Publish, url: str, counted: Counted) -> None:
+    """And nothing is written without a change."""
+    publisher = publish(counted.source(), counted.source("other"))
+    wait_until(lambda: load(url).students)
+    with open_store(url) as store:
+        before = wait_until(lambda: len(found := store.list("load/")) == 2 and found)
+        reads = counted.reads
+        wait_until(lambda: counted.reads >= reads + 8)  # two sources, each read before a write: three have had theirs
+        assert store.list("load/") == before
+    counted.rows = 100
+    wait_until(lambda: load(url).rows_per_s > 0)
+    (student,) = load(url).students
+    assert student.job == "j\\n", "what does not print is escaped"
+    assert load(url, "other").students[0].id != student.id
+    publisher.close(DEADLINE_S)
+    assert load(url).students == load(url, "other").students == ()
+    publisher.close()
+
+
+def test_close_does_not_wait_for_the_store(publish: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Store that does not answer holds nobody's end up."""
+    asked, answers = threading.Event(), threading.Event()
+
+    def open_slowly(url: str, timeout_s: float) -> None:
+        asked.set()
+        answers.wait(DEADLINE_S)
+        raise DiscoveryError("the store is away")
+
+    monkeypatch.setattr(module, "open_store", open_slowly)
+    publisher = publish()
+    assert asked.wait(DEADLINE_S)
+    publisher.close(0.0)
+    assert publisher._loop is not None
+    assert not publisher._loop.wait_ended(0), "it waited for the store"
+    answers.set()
+    assert publisher._loop.wait_ended(DEADLINE_S)
+
+
+@pytest.mark.parametrize("lose", [RenewedLease.close, RenewedLease.forfeit])
+def test_lost_lease_is_taken_again(
+    publish: Publish, url: str, counted: Counted, lose: Callable[[RenewedLease], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where a process that stood still takes it for lost before the Store does, which has the records under it."""
+    publisher = publish()
+    wait_until(lambda: load(url).students)
+    lease = publisher._lease
+    assert isinstance(lease, RenewedLease)
+    lose(lease)
+    counted.rows = 1
+    wait_until(lambda: publisher._lease is not lease)
+    wait_until(lambda: [student.rows_asked for student in load(url).students] == [1])
+    assert "not published" not in caplog.text

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from edl.discovery import open_store
 from edl.load_reporting import read_service, read_services
@@ -111,25 +109,6 @@ def test_unusable_record_is_refused(fields: dict[str, Any]) -> None:
 def test_teacher_without_workers_is_refused(workers: Any) -> None:
     with pytest.raises(ValueError, match="workers"):
         record(TEACHER, teacher(workers=workers))
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(list(student())), inner, max_size=4),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=60)
-@given(st.dictionaries(st.sampled_from([*student(), *teacher()]), JSON, max_size=3), st.booleans())
-def test_any_field_is_usable_or_refused(fields: dict[str, Any], of_student: bool) -> None:
-    """What is taken has finite rates."""
-    key, whole = (STUDENT, student()) if of_student else (TEACHER, teacher())
-    try:
-        found = service_load("s", [record(key, {**whole, **fields})])
-    except ValueError:
-        return
-    json.dumps(found.as_dict(), allow_nan=False)
 
 
 def test_foreign_records_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -58,8 +58,6 @@ def client(stack: ExitStack, url: str) -> MasterClient:
 
 @pytest.fixture
 def create(client: MasterClient) -> Create:
-    """Create data set "d" of so many samples."""
-
     def make(samples: int, **settings: Any) -> None:
         defaults: dict[str, Any] = {"shard_size": 10, "session_s": 60.0, "lease_s": 60.0}
         client.create_dataset("d", open_dataset(f"range:{samples}", ShardSettings(**{**defaults, **settings})))
@@ -87,6 +85,5 @@ def lapse(master: MasterServer, holder: str) -> None:
 
 
 def shards(client: MasterClient) -> dict[str, int]:
-    """Count the shards of data set "d" by state."""
     found: dict[str, int] = client.status()["datasets"][0]["shards"]
     return found

@@ -42,26 +42,6 @@ def test_a_mark_needs_such_a_data_set(lead: Lead, create: Create, read: Read) ->
         reader.load_state_dict({})
 
 
-def test_a_reader_is_a_field_of_a_state(lead: Lead, create: Create, read: Read) -> None:
-    """EDL's own `State` saves and restores it as any object with a `state_dict`."""
-    collective = pytest.importorskip("edl.collective")
-    fields = pytest.importorskip("edl.collective.checkpoint.state.fields")
-    lead()
-    create(40, commit="checkpoint")
-    reader = read("a")
-    state: Any = collective.State(reader=reader, step=0)
-    samples = reader.samples()
-    before = [next(samples) for _ in range(15)]
-    assert fields.field_kind(state.reader) == "object"
-    form = fields.field_form(state.reader, {})
-    for _ in range(5):
-        next(samples)
-    reader.close()
-    restored = read("a")
-    fields.load_field("reader", restored, form, {})
-    assert sorted(before + list(restored.samples())) == list(range(40))
-
-
 def test_the_end_counts_no_unmarked_shard(
     lead: Lead, create: Create, read: Read, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -119,7 +119,6 @@ def test_signals_lose_nothing(start: Start, client: MasterClient) -> None:
 
 
 def test_growing_text_ends_or_breaks(start: Start, client: MasterClient, tmp_path: Path) -> None:
-    """What fills no shard is handed out when nothing more comes; a text that is rotated ends the master."""
     log = tmp_path / "events.log"
     log.write_text("".join(f"line {number}\n" for number in range(7)))
     common = ("--data", f"follow:{log}", "--shard-size", "10")

@@ -106,31 +106,20 @@ def test_dataset_of_the_page(place: Place) -> None:
 
 
 def test_stream_of_the_page(place: Place) -> None:
-    """A text that is appended to while workers read it, through a real master."""
     place.lead("stream", other="range:5")
     log = place.folder / "events.jsonl"
-    samples: list[bytes] = []
-
-    def read() -> None:
-        with MasterClient("stream") as client, ShardReader(client, "events") as reader:
-            for sample in reader.samples():
-                samples.append(sample)
-                if len(samples) == 300:
-                    grow(3)
-
-    def grow(part: int) -> None:
+    log.write_text("".join(f"{number}\n" for number in range(700)))
+    text = block("from edl.master.datasets import Follower, FollowSettings")
+    following = start_call("edl-test", lambda: place.run(text))
+    with MasterClient("stream") as client, ShardReader(client, "events") as reader:
+        samples = reader.samples()
+        found = [int(next(samples)) for _ in range(300)]
         with log.open("a") as file:
-            file.writelines(f"{number}\n" for number in range(part * 350, part * 350 + 350))
-        if part == 3:
-            (place.folder / "events.end").touch()
-
-    grow(0)
-    reader = start_call("edl-test", read)
-    grow(1)
-    grow(2)
-    place.run(block("from edl.master.datasets import Follower, FollowSettings"))
-    reader.result(DEADLINE_S)
-    assert sorted(map(int, samples)) == list(range(4 * 350))
+            file.writelines(f"{number}\n" for number in range(700, 1400))
+        (place.folder / "events.end").touch()
+        found += map(int, samples)
+    following.result(DEADLINE_S)
+    assert sorted(found) == list(range(1400))
 
 
 def test_source_of_the_page(place: Place) -> None:

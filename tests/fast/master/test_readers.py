@@ -26,7 +26,7 @@ from edl.master import MasterClient, ShardingClient, ShardReader, ShardSettings,
 from edl.master.client import shard_reader
 from edl.master.client.connection import MasterConnection
 from edl.master.client.session_thread import SessionThread
-from edl.master.client.shard_session import Report, ShardSession
+from edl.master.client.shard_session import ShardSession
 from edl.master.client.turn_stream import TurnStream
 from edl.protocol import master as messages
 from tests.fast.master.conftest import Create, Lead, Read, lapse, shards
@@ -50,7 +50,6 @@ def forget(reader: ShardReader, *held: Any) -> None:
 
 
 def test_what_was_read_of_a_shard_counts(lead: Lead, client: MasterClient, read: Read, tmp_path: Path) -> None:
-    """Of a shard that can be read in part each sample comes once."""
     lead()
     folder = tmp_path / "files"
     folder.mkdir()
@@ -157,19 +156,6 @@ def test_a_forgotten_one_ends_a_checkpoint(
         reader.take(DEADLINE_S)
     lapse(master, "w")
     assert shards(client)["todo"] == 2
-
-
-def test_who_waits_is_told_what_it_holds(
-    lead: Lead, create: Create, read: Read, busy: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    lead()
-    create(10)
-    reader = read(prefetch=0, explicit=True)
-    shard = reader.take(DEADLINE_S)
-    assert shard is not None
-    reader._thread._activity.touch(shard.id, reader._thread._heard_at - 61.0)
-    wait_until(lambda: reader.take(0.2) is None and "has not reported 1 that it has (0)" in caplog.text, "the words")
-    reader.report_done(shard)
 
 
 def test_closing_gives_shards_back(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
@@ -344,38 +330,9 @@ def test_busy_journal_is_waited_for(
 
 
 def quick_open(url: str, **options: Any) -> Any:
-    """Open a journal that waits for its file for less than the usual five seconds."""
     from edl.master.journal import open_journal
 
     return open_journal(url, **options, timeout_s=0.3)
-
-
-def reply(*leases: int, refused: tuple[int, ...] = (), **fields: object) -> messages.NextReply:
-    found = messages.NextReply(**fields)
-    for lease in leases:
-        found.leases.add(id=lease, term=1, start=lease * 10, stop=lease * 10 + 10)
-    for lease in refused:
-        found.refused.add(lease=messages.LeaseId(id=lease, term=1), reason="another has it")
-    return found
-
-
-def test_reports_know_what_became_of_them() -> None:
-    session = ShardSession("s")
-    session.next_turn(3)
-    given, _ = session.answer(reply(1, 2, 3))
-    reports = [Report(given[0], "done"), Report(given[1], "failed", "broken"), Report(given[2], "returned", units=4)]
-    for report in reports:
-        session.report(report)
-    turn = session.next_turn(0)
-    assert list(turn.done) == [1]
-    assert [(failure.lease.id, failure.reason) for failure in turn.failed] == [(2, "broken")]
-    assert [(part.lease.id, part.units) for part in turn.returned] == [(3, 4)]
-    assert not reports[0].answered
-    session.answer(reply(refused=(2,)))
-    assert [report.refused for report in reports] == [None, "another has it", None]
-    assert all(report.answered for report in reports)
-    assert session.open == {}
-    assert not session.owes
 
 
 def test_a_new_session_of_its_name_shows() -> None:
@@ -384,5 +341,5 @@ def test_a_new_session_of_its_name_shows() -> None:
     session.next_turn(1)
     assert session.is_same(messages.NextReply(last_request=0)), "the turn was not heard"
     assert session.is_same(messages.NextReply(last_request=1)), "the turn was heard, its answer lost"
-    session.answer(reply(1))
+    session.answer(messages.NextReply(leases=[messages.Lease(id=1, term=1, stop=10)]))
     assert not session.is_same(messages.NextReply(last_request=0)), "a new session of this name"

@@ -8,11 +8,13 @@ from typing import Any, cast
 import pytest
 
 from edl.cli import main
+from edl.cli.kube.phases import FINAL_PHASES, PhaseObserver
 from edl.cli.kube.submission import sending
 from edl.cli.kube.submission.manifests import make_submission
 from edl.cli.kube.submission.options import ReplicaRange, RequestedPool, SubmitOptions
 from edl.cli.kube.submission.script import SCRIPT_LABEL, LocalScript
 from edl.cli.kube.submission.sending import create_all, find_pools, set_bounds
+from edl.cli.kube.targets import Target
 from edl.errors import ConflictError, InvalidObjectError, KubernetesError, SettingsError
 from edl.kube.client import KubeClient
 from edl.kube.objects import Object, ObjectList
@@ -124,14 +126,6 @@ def test_late_answer_is_no_failure(kind: ResourceType) -> None:
     assert owner["uid"] == made[1]["metadata"]["uid"]
 
 
-def test_interrupted_job_is_taken_back() -> None:
-    api = FakeApi()
-    api.after["ElasticJob"] = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
-        submit(api)
-    assert api.names() == []
-
-
 def test_doubtful_job_keeps_its_script() -> None:
     api = FakeApi()
     api.after["ElasticJob"] = LOST
@@ -142,10 +136,10 @@ def test_doubtful_job_keeps_its_script() -> None:
     assert "job/a may be in namespace n" in caught.value.__notes__[-1], "LOST has notes of other tests, too"
 
 
-@pytest.mark.parametrize("exc", [LOST, InvalidObjectError("no")])
-def test_refused_job_leaves_nothing(exc: Exception) -> None:
+@pytest.mark.parametrize("exc", [LOST, InvalidObjectError("no"), KeyboardInterrupt()])
+def test_refused_job_leaves_nothing(exc: BaseException) -> None:
     api = FakeApi()
-    api.before["ElasticJob"] = exc
+    (api.after if isinstance(exc, KeyboardInterrupt) else api.before)["ElasticJob"] = exc
     with pytest.raises(type(exc)):
         submit(api)
     assert api.names() == []
@@ -235,3 +229,51 @@ def test_service_is_the_pools(options: list[str], service: str, monkeypatch: pyt
     command = ["submit", "--image", "i", "--name", "a", "--teachers", "big", "--script-in-image", *options, "t.py"]
     assert main(command) == 0
     assert read_env(api.objects["ElasticJob", "a"]) == [{"name": "EDL_SERVICE", "value": service}]
+
+
+def job(phase: str, ready: int = 0, reason: str = "") -> dict[str, Any]:
+    accepted = {"type": "Accepted", "status": "False", "reason": reason, "message": "no such account"}
+    conditions = [accepted] if reason else [{"type": "Accepted", "status": "True"}]
+    status = {"phase": phase, "readyReplicas": ready, "conditions": conditions}
+    return {"metadata": {"name": "a", "namespace": "n", "uid": "u"}, "spec": {}, "status": status}
+
+
+class Watching:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.notes: list[str] = []
+        self._observer = PhaseObserver(Target("job", "a", job("Pending")), self.notes.append, lambda: self.now_s)
+
+    def check(self, found: dict[str, Any], now_s: float = 0.0) -> str:
+        self.now_s = now_s
+        return self._observer.check(found)
+
+
+@pytest.mark.parametrize("reason", ["ObjectRefused", "AccessDenied", "QuotaExceeded", "MinAboveMax"])
+def test_job_that_runs_has_not_ended(reason: str) -> None:
+    seen = Watching()
+    assert seen.check(job("Running", 3, reason)) == "Running"
+    assert seen.check(job("Pending", 1, reason)) == "Pending", "a worker of two waits for the other"
+    assert sum("no such account" in words for words in seen.notes) == 1, "why it does not grow is told, once"
+    assert seen.check(job("Succeeded", 0, reason)) == "Succeeded"
+    assert Watching().check(job("Pending", 0, "MinAboveMax")) in FINAL_PHASES
+    assert Watching().check(job("", 0, "MinAboveMax")) == "Rejected"
+
+
+def test_refused_pod_ends_after_a_while() -> None:
+    """The operator tries again, so a moment's refusal ends nothing; one that stays must not be waited for."""
+    seen = Watching()
+    for now_s, reason in ((0.0, "ObjectRefused"), (100.0, "ObjectRefused"), (100.0, ""), (200.0, "ObjectRefused")):
+        assert seen.check(job("Pending", 0, reason), now_s) == "Pending"
+    assert seen.check(job("Pending", 0, "ObjectRefused"), 321.0) == "Rejected"
+    assert "no such account" in seen.notes[-1]
+
+
+def test_what_is_waited_for() -> None:
+    seen = Watching()
+    for now_s in (0.0, 1e6):
+        assert seen.check(job("Pending", 0, "QuotaExceeded"), now_s) == "Pending", "quota comes when others end"
+    seen, new = Watching(), {"metadata": job("")["metadata"], "spec": {}}
+    for now_s in (0.0, 10.0, 20.0, 30.0):
+        assert seen.check(new, now_s) == ""
+    assert ["no operator has taken it up" in words for words in seen.notes] == [True]

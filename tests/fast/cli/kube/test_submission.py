@@ -23,9 +23,12 @@ from edl.cli.kube.submission.options import (
 )
 from edl.cli.kube.submission.script import MAX_SCRIPT_BYTES, LocalScript, read_script
 from edl.cli.kube.submission.sending import check_manifests
+from edl.cli.kube.submission.spelling import RESOURCE_FIELDS
 from edl.errors import SettingsError
+from tests.cluster.machine import ROOT
 
 yaml = pytest.importorskip("yaml", reason="the extra kubernetes is not installed")
+
 
 OPTIONS = SubmitOptions(
     name="first",
@@ -73,9 +76,6 @@ def test_another_script_has_another_name() -> None:
     def name(script: LocalScript) -> str:
         made = make_submission(OPTIONS, script)
         assert made.config_map is not None
-        assert made.job["spec"]["template"]["spec"]["volumes"][0]["configMap"] == {
-            "name": made.config_map["metadata"]["name"]
-        }
         return str(made.config_map["metadata"]["name"])
 
     scripts = [("a.py", b"1"), ("a.py", b"2"), ("a.py", b"\xff"), ("b.py", b"1")]
@@ -85,7 +85,6 @@ def test_another_script_has_another_name() -> None:
 
 
 def expand(text: str, environment: dict[str, str]) -> str:
-    """Return what a kubelet makes of a container's argument."""
     return re.sub(
         r"\$(\$)|\$\(([^)]*)\)",
         lambda found: found[1] or environment.get(found[2], found[0]),
@@ -223,6 +222,7 @@ def test_yaml_is_read_back(tmp_path: Path) -> None:
 
 
 PAIRS = list(itertools.pairwise("abcdefghij"))
+
 ODD_TEXTS = (
     "1e-3", "5E-4", "1e3", "0o17", "017", "0b1", "1_000", "12:30", "2024-01-01", ".5", "-.5", "+1", ".inf", ".NaN", "~",
     "y", "N", "yes", "Off", "TRUE", "null", "", " a ", "=", "<<", "*a", "&a", "!a", "%a", "@a", "`a", "a: b", "a #b",
@@ -314,3 +314,53 @@ def test_dry_run_asks_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "job.yaml").write_text(dump_manifests(make_submission(OPTIONS, None).objects))
     assert main(["submit", "-nprod", "-f", "job.yaml", "--dry-run"]) == 0
     assert "namespace: prod" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("slip", "words"),
+    [
+        (lambda job: job["spec"].update(max_replicas=8), "did you mean 'maxReplicas'"),
+        (lambda job: job["spec"].update(zzz=1), "there are activeDeadlineSeconds, "),
+        (lambda job: job["spec"].update(master={"enable": True}), r"spec.master.enable.*'enabled'"),
+        (lambda job: job["spec"]["template"].update(spce={}), "spec.template.spce"),
+        (lambda job: job["spec"]["template"]["spec"].update(nodeselector={}), "'nodeSelector'"),
+        (lambda job: worker(job).update(imagee="i"), "'image'"),
+        (lambda job: worker(job).update(gpu=1), "'resources.limits'"),
+        (lambda job: worker(job).update(resources={"limit": {}}), "resources.limit' is.*'limits'"),
+    ],
+)
+def test_misspelled_fields_are_named(slip: Any, words: str) -> None:
+    """The API server drops them without a word: the job would run without its checkpoint, or its GPUs."""
+    job = make_submission(OPTIONS, None).job
+    slip(job)
+    with pytest.raises(SettingsError, match=words):
+        check_manifests([job])
+
+
+@pytest.mark.parametrize(
+    "slip",
+    [
+        lambda job, value: worker(job)["env"].append({"name": "RATE", "value": value}),
+        lambda job, value: worker(job).update(command=["edl", value]),
+        lambda job, value: job["spec"]["template"]["spec"].update(nodeSelector={"gpu": value}),
+        lambda job, value: job["spec"]["template"].update(metadata={"labels": {"team": value}}),
+    ],
+)
+def test_texts_of_pods_are_texts(slip: Any) -> None:
+    """YAML's `no` and 1e-3 in a template are refused by the API server only when the operator makes the pods."""
+    for value in (False, 0.001):
+        job = make_submission(OPTIONS, None).job
+        slip(job, value)
+        with pytest.raises(SettingsError, match=rf"{value}.*put it into quotes"):
+            check_manifests([job])
+
+
+def test_known_fields_are_the_crds() -> None:
+    for path in (ROOT / "serving/kube/chart/files").glob("*.edl.io.yaml"):
+        crd = yaml.safe_load(path.read_text())["spec"]
+        spec = crd["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+        found = {"spec": set(spec["properties"])}
+        for name, field in spec["properties"].items():
+            if "properties" in field:
+                found[f"spec.{name}"] = set(field["properties"])
+        assert RESOURCE_FIELDS[crd["names"]["kind"]] == found

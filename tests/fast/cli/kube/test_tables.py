@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
 from edl.cli.kube.cmd_scale import scale_patch
 from edl.cli.kube.tables import age, jobs_table, pools_table
 from edl.cli.kube.targets import Target, parse_target
-from edl.cli.kube.workload_view import decode_events, workload_view
+from edl.cli.kube.workload_status import WorkloadLook, WorkloadStatus
+from edl.cli.kube.workload_view import workload_view
 from edl.dashboard.state.cluster.decoding import decode_workload
 from edl.dashboard.state.schema import as_json
+from edl.discovery import open_store
 from edl.errors import SettingsError
+from edl.kube.client import KubeClient
+from edl.kube.settings import KubeSettings
+from tests.fast.kube.conftest import write_kubeconfig
+from tests.fast.kube.server import ApiServer, Reply, Request
+from tests.fast.kube.server import status as status_reply
 
 NOW = 1769860800.0  # 2026-01-31T12:00:00Z
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3\nValueError: no such \x1b[31mcolumn'
@@ -135,35 +143,6 @@ def test_pool_says_why_it_does_not_grow() -> None:
     assert "no GPU is idle" in text
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=8,
-)
-FIELDS = st.sampled_from(
-    [
-        *("phase", "members", "conditions", "try", "failures", "lastEnd", "memoryFactor", "message", "type", "status"),
-        *("minReplicas", "jobId", "startTime", "progressPercentage", "notBefore", "uid", "name", "namespace", "labels"),
-        *("containerStatuses", "state", "waiting"),
-    ]
-)
-NESTED = st.dictionaries(
-    FIELDS, st.dictionaries(FIELDS, JSON, max_size=4) | JSON | st.lists(JSON, max_size=2), max_size=6
-)
-
-
-@settings(max_examples=20)
-@given(NESTED, NESTED, NESTED, NESTED)
-def test_any_object_is_a_row(metadata: Any, spec: Any, status: Any, pod_status: Any) -> None:
-    """Whatever somebody wrote into a resource, the others are shown."""
-    pods = [{"metadata": metadata, "spec": spec, "status": pod_status}, pod("a", 0, 0) | {"status": pod_status}]
-    for kind, name in (("job", metadata), ("job", job()["metadata"]), ("pool", metadata)):
-        item = decode_workload(kind, {"metadata": name, "spec": spec, "status": status}, pods)
-        json.dumps(as_json(item), allow_nan=False)
-        shown(workload_view(item, decode_events([metadata, status], 5), NOW))
-        shown((jobs_table if kind == "job" else pools_table)([item], NOW, namespaces=True))
-
-
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(None, "-"), (-5, "0s"), (119.4, "119s"), (200, "3m20s"), (3600, "60m"), (7500, "2h5m"), (4e5, "4d15h")],
@@ -193,3 +172,99 @@ def test_scale_keeps_to_bounds() -> None:
         scale_patch(target, None, 5, 3)
     pool = Target("pool", "digits", {"spec": {"maxReplicas": 4}})
     assert scale_patch(pool, 0, None, None)["replicas"] == 0
+
+
+@pytest.fixture
+def server() -> Iterator[ApiServer]:
+    pytest.importorskip("kubernetes", reason="the package kubernetes is not installed")
+    server = ApiServer()
+    yield server
+    server.close()
+
+
+def look(server: ApiServer, folder: Path, store: str, store_url: str = "") -> WorkloadLook:
+    resource: dict[str, Any] = {
+        "metadata": {"name": "j", "namespace": "research", "uid": "u"},
+        "spec": {"store": store},
+        "status": {"jobId": "j-1", "phase": "Running"},
+    }
+
+    def answer(request: Request) -> Reply:
+        if request.path.endswith("/elasticjobs/j"):
+            return Reply(200, resource)
+        if "/configmaps/" in request.path:
+            return status_reply(404, "NotFound", "there is none", name="j", kind="configmaps")
+        return Reply(200, {"kind": "List", "metadata": {"resourceVersion": "1"}, "items": []})
+
+    server.answer = answer
+    settings = KubeSettings(kubeconfig=write_kubeconfig(folder / "prod", server.url, namespace="research"))
+    with (
+        KubeClient(replace(settings, timeout_s=2.0)) as client,
+        WorkloadStatus(client, Target("job", "j", resource), 3, store_url) as status,
+    ):
+        return status.read()
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The current cluster and the user's own store are others."""
+    monkeypatch.setenv("KUBECONFIG", write_kubeconfig(tmp_path / "current", "http://127.0.0.1:9"))
+    monkeypatch.setenv("EDL_DISCOVERY", f"sqlite://{tmp_path}/own.sqlite")
+
+
+@pytest.mark.parametrize(("store", "where"), [("kubernetes://stores", "stores"), ("kubernetes://", "research")])
+def test_store_of_the_cluster_looked_at(server: ApiServer, tmp_path: Path, store: str, where: str) -> None:
+    assert look(server, tmp_path, store).trouble == ""
+    asked = [request for request in server.requests if "/configmaps" in request.path]
+    assert asked
+    assert all(f"/namespaces/{where}/configmaps" in request.path for request in asked)
+    assert {request.method for request in server.requests} == {"GET"}, "who looks changes nothing"
+    assert not [request for request in server.requests if "/leases" in request.path]
+
+
+@pytest.mark.parametrize(
+    "store",
+    ["consul://evil:8500", "etcd://evil:2379", "edl://evil:29400", "sqlite:///{}/made", "kubernetes://x?kubeconfig={}"],
+)
+def test_store_that_a_stranger_named(
+    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("opened")
+
+    monkeypatch.setattr("edl.cli.kube.workload_status.open_store", refuse)
+    found = look(server, tmp_path, store.format(tmp_path))
+    assert found.job is None
+    assert "--store" in found.trouble
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("named", ["EDL_DISCOVERY", "--store"])
+def test_store_that_the_user_named(
+    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    url = f"sqlite://{tmp_path}/theirs.sqlite"
+    opened = []
+    monkeypatch.setattr(
+        "edl.cli.kube.workload_status.open_store", lambda url, timeout_s: (opened.append(url), open_store(url))[1]
+    )
+    if named == "EDL_DISCOVERY":
+        monkeypatch.setenv(named, url)
+        assert look(server, tmp_path, url).trouble == ""
+    else:
+        assert look(server, tmp_path, "consul://in-the-cluster:8500", url).trouble == ""
+    assert opened == [url]
+
+
+def test_another_job_of_the_same_name(server: ApiServer, tmp_path: Path) -> None:
+    """It was deleted and made again: who watches the first does not go on with the second."""
+    made = {"metadata": {"name": "j", "namespace": "research", "uid": "second"}, "spec": {}, "status": {}}
+    server.answer = lambda request: Reply(200, made if request.path.endswith("/elasticjobs/j") else {"items": []})
+    first = Target("job", "j", {"metadata": {"name": "j", "namespace": "research", "uid": "first"}})
+    path = write_kubeconfig(tmp_path / "prod", server.url, namespace="research")
+    with (
+        KubeClient(KubeSettings(kubeconfig=path)) as client,
+        WorkloadStatus(client, first, 3) as watched,
+        pytest.raises(SettingsError, match="deleted, and another made of its name"),
+    ):
+        watched.read()

@@ -223,8 +223,6 @@ def test_two_followers_of_a_folder(tmp_path: Path) -> None:
 
 
 class Squares:
-    """A source in a list."""
-
     def __init__(self) -> None:
         self.rows: list[int] = []
         self.closed = False

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -15,16 +18,36 @@ from edl.master.datasets import ShardSettings, load_dataset, open_dataset
 from edl.master.datasets.storage import base
 from edl.master.datasets.text import files
 from edl.protocol.master import DatasetSpec
-from tests.fast.master.datasets.leases import CountingFileSystem, Lease, read_all, register_counting
+from tests.fast.master.datasets.leases import Lease, read_all
 
 TEXTS = st.lists(
     st.one_of(st.sampled_from([b"\n", b"\r\n", b"\r", b"\x00", b"\xef\xbb\xbf", b"\xff", b'"']), st.binary(max_size=6))
 ).map(b"".join)
 
 
+class CountingFileSystem(MemoryFileSystem):  # type: ignore[misc]
+    """A file system in memory that counts how often each byte of a file is read."""
+
+    protocol = "counting"
+    store: dict[str, Any] = {}
+    pseudo_dirs = [""]
+    counts: Counter[tuple[str, int]] = Counter()
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        stripped: str = super()._strip_protocol(path.removeprefix("counting:/"))
+        return stripped
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+        data: bytes = super().cat_file(path, start=start, end=end, **kwargs)
+        self.counts.update((self._strip_protocol(path), (start or 0) + at) for at in range(len(data)))
+        return data
+
+
 @pytest.fixture(scope="module")
-def counting() -> Iterator[type[CountingFileSystem]]:
-    yield from register_counting()
+def counting() -> type[CountingFileSystem]:
+    fsspec.register_implementation("counting", CountingFileSystem, clobber=True)
+    return CountingFileSystem
 
 
 @pytest.fixture

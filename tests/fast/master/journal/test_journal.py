@@ -12,7 +12,7 @@ import pytest
 
 from edl.errors import ClosedError, EDLError, LeaseLostError, ProtocolError
 from edl.master.journal import Journal
-from tests.fast.master.journal.places import Place
+from tests.fast.master.journal.conftest import Place
 from tests.fast.master.journal.processes import count
 
 ROOT = Path(__file__).parents[4]
@@ -141,7 +141,6 @@ def start(place: Place, seed: int) -> subprocess.Popen[str]:
 
 
 def test_killed_writer_loses_nothing(place: Place) -> None:
-    """What was answered is there, and what is there is whole; a few times over the same journal."""
     choice = random.Random(3)
     answered = 0
     for kill in range(KILLS):

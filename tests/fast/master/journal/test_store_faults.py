@@ -11,7 +11,7 @@ import pytest
 
 from edl.discovery import Store
 from edl.errors import DiscoveryError, JournalError, LeaseLostError, ProtocolError
-from tests.fast.master.journal.places import StorePlace
+from tests.fast.master.journal.conftest import StorePlace
 from tests.waiting import DEADLINE_S, wait_until
 
 

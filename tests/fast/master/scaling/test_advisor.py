@@ -49,7 +49,6 @@ def wanted(store: Store, service: str = "s") -> dict[str, Any]:
 
 
 def test_another_advisor_goes_on(store: Store) -> None:
-    """A single advisor leads; who follows it knows what was decided."""
     publish(store, demand=400.0)
     first = ScalingAdvisor(store, PATIENT)
     wait_until(lambda: wanted(store)["count"] == 5)
@@ -63,20 +62,6 @@ def test_another_advisor_goes_on(store: Store) -> None:
         found = wanted(store)
         assert (found["count"], found["since"], found["decisions"]) == (5, before["since"], before["decisions"])
         assert found["now"] == 5
-
-
-def test_bounds_that_do_not_apply_are_told(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    """The bounds of the advisor that leads are those of all services; whoever gave others hears of it, once."""
-    bounded = replace(QUICK, teachers=replace(SCALING, least=2, most=8))
-    with ScalingAdvisor(store, QUICK) as first:
-        wait_until(lambda: first.is_leader)
-        with caplog.at_level(logging.WARNING, "edl.master"), ScalingAdvisor(store, bounded) as second:
-            wait_until(lambda: "not the 2 to 8 teachers that it was given, but 1 or more" in caplog.text)
-            second._compare_at_s = 0.0
-            wait_until(lambda: second._compare_at_s > 0.0)
-            with ScalingAdvisor(store, QUICK) as third:
-                wait_until(lambda: third._compare_at_s > 0.0)
-    assert caplog.text.count("stands by") == 1, "and who has the same bounds hears nothing"
 
 
 OLD = {"v": 1, "count": 50, "now": 50, "reason": "", "since": 1.0, "time": 1.0, "decisions": []}

@@ -26,20 +26,7 @@ from edl.master.scaling.teachers import (
 
 @dataclass
 class SimulatedService:
-    """Teachers and students, in simulated time.
-
-    Attributes:
-        demand: rows a second that students would ask.
-        rate: rows a second that a teacher computes.
-        live: teachers that are ready.
-        state: of the decision.
-        settings: of the decision.
-        start_s: seconds that a teacher takes to start.
-        noise: share by which every measure may be off.
-        most_rows_per_s: what else bounds the rows, such as a network.
-        tick_s: seconds between two decisions.
-        moves: decisions that moved the number.
-    """
+    """Teachers and students, in simulated time; rates are in rows a second, and every measure may be off by `noise`."""
 
     demand: float
     rate: float
@@ -59,7 +46,6 @@ class SimulatedService:
         self._starting: list[float] = []  # when they will be ready
 
     def run(self, seconds: float, each: Callable[[TeacherObservation], object] = lambda _: None) -> None:
-        """Let time pass."""
         for _ in range(round(seconds / self.tick_s)):
             self.now_s += self.tick_s
             self.live += sum(ready_s <= self.now_s for ready_s in self._starting)

@@ -21,10 +21,7 @@ from edl.master.scaling.workers import (
 LONG = 1e9  # samples left: more than any horizon
 
 
-def measured(
-    model: ThroughputModel, *sizes: int, samples: int = 3, noise: float = 0.0, seed: int = 0
-) -> ThroughputHistory:
-    """A history of a job that ran with these sizes in this order, a sample a minute."""
+def measured(model: ThroughputModel, *sizes: int, samples: int = 3) -> ThroughputHistory:
     history, now = ThroughputHistory(), 0.0
     for size in sizes:
         for _ in range(samples):
@@ -50,9 +47,6 @@ def test_fit_finds_the_model(model: ThroughputModel, sizes: list[int]) -> None:
     assert found is not None
     for size in (1, *sizes, 300):
         assert math.isclose(found.predict_rate(size), model.predict_rate(size), rel_tol=1e-6)
-
-
-rates = st.lists(st.tuples(st.integers(1, 64), st.floats(1e-3, 1e6), st.floats(0, 1e6)), min_size=1, max_size=20)
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf, 1e-320])

@@ -9,8 +9,6 @@ from edl.protocol import master
 
 
 class Job:
-    """A book with a data set `d`, and commands in few words."""
-
     def __init__(self, **spec: Any) -> None:
         self.book = ShardBook()
         self.requests: dict[str, int] = {}

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from typing import Any
+from zlib import crc32
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from edl.errors import ConflictError
+from edl.errors import ConflictError, LeaseLostError, ProtocolError, SettingsError
 from edl.master.shards import ShardBook
+from edl.master.shards.envelope import open_envelope, seal
+from edl.master.shards.order import ShardOrder
 from edl.protocol import master
-from tests.fast.master.shards.jobs import Job, bounds, lease_id
+from tests.fast.master.shards.jobs import Job, bounds, checkpointed, lease_id
 
 
 def test_repeated_turn_is_answered_again() -> None:
@@ -98,35 +103,6 @@ def test_endless_and_empty_datasets() -> None:
     assert job.book.is_finished("d")
 
 
-def test_only_the_deadly_shard_is_given_up() -> None:
-    """A shard that kills each worker that works on it; what these had beside it is not to blame."""
-    job = Job(units=300, max_failures=3)
-    lives = 0
-    sessions = dict.fromkeys(("w0", "w1", "w2"), "")
-    had: dict[str, list[master.Lease]] = {}
-    while not job.book.is_finished("d"):
-        for name in sessions:
-            session = sessions[name]
-            if not session:
-                lives += 1
-                session = sessions[name] = f"{name}-{lives}"
-                job.open(session, name)
-                had[name] = []
-            done, had[name] = had[name][:1], had[name][1:]
-            if done and done[0].shard == 4:
-                job.expire(session)
-                sessions[name] = ""
-                continue
-            had[name] += job.turn(session, 3 - len(had[name]), done=done).leases
-        assert lives < 100
-    assert job.shards() == {"todo": 0, "doing": 0, "done": 29, "poisoned": 1}
-    assert [shard["shard"] for shard in job.book.status("d")["poisoned"]] == [4]
-    assert lives == len(sessions) + 3
-
-
-# Sources without an end.
-
-
 def stream(**spec: Any) -> Job:
     job = Job(units=None, kind="follow", **spec)
     assert not job.spec.HasField("units")
@@ -198,3 +174,247 @@ def test_flush_gives_the_rest() -> None:
     done = [*first.leases, *second.leases, *third.leases, *fourth.leases]
     assert job.turn("a", 5, done=done).finished
     assert job.shards() == {"todo": 0, "doing": 0, "done": 3, "poisoned": 0}
+
+
+def test_loss_after_a_mark_goes_back() -> None:
+    job = checkpointed(units=40)
+    job.open("a")
+    first, second, third = job.turn("a", 3).leases
+    job.turn("a", 0, done=[first])
+    job.mark("a", 1, (second, 4))
+    job.turn("a", 0, done=[second])
+    assert job.book.status("d")["provisional_units"] == 6
+    job.expire("a")
+    assert job.book.status("d")["units_done"] == 14
+    with pytest.raises(LeaseLostError, match="after its last mark, 1, went back: resume"):
+        job.turn("a", 1)
+    job.open("b")
+    assert bounds(job.turn("b", 9).leases) == [(14, 20), (20, 30), (30, 40)]
+    assert third.start == 20
+
+
+def test_marks_of_the_given_up_branch() -> None:
+    job = checkpointed()
+    job.open("a")
+    for number in (1, 2, 3):
+        job.turn("a", 0, done=job.turn("a", 1).leases)
+        job.mark("a", number)
+    job.expire("a")
+    job.open("b")
+    job.resume("b", "a", 1)
+    job.turn("b", 0, done=job.turn("b", 1).leases)
+    with pytest.raises(ConflictError, match="mark 1 of session b: 1 was made"):
+        job.mark("b", 1)
+    job.mark("b", 2)
+    job.expire("b")
+    job.open("c")
+    with pytest.raises(SettingsError, match=r"mark 3 of a is not kept: .* are 0, 1, 2, and marks after"):
+        job.resume("c", "a", 3)
+    with pytest.raises(SettingsError, match="mark 2 of a is not kept"):
+        job.resume("c", "a", 2)
+    job.resume("c", "b", 2)
+    assert job.book.status("d")["units_done"] == 20
+
+
+def test_start_without_a_checkpoint() -> None:
+    """What a lost life marked and never saved is of no state that survives: its holder begins anew."""
+    job = checkpointed()
+    job.open("a", "rank-0")
+    assert len(job.resume("a", "", 0, "rank-0").leases) == 0
+    job.turn("a", 0, done=job.turn("a", 2).leases)
+    job.mark("a", 1)
+    job.open("b", "rank-0")
+    with pytest.raises(ConflictError, match="rank-0 is read on by rank-0 in session a, which lives"):
+        job.resume("b", "", 0, "rank-0")
+    job.expire("a")
+    job.resume("b", "", 0, "rank-0")
+    assert job.book.status("d")["units_done"] == 0
+
+
+def test_resume_is_for_new_sessions() -> None:
+    job = checkpointed()
+    job.open("a")
+    job.open("b")
+    job.turn("b", 1)
+    with pytest.raises(ConflictError, match="session b has begun to read"):
+        job.resume("b", "a", 0)
+    reporting = Job()
+    reporting.open("a")
+    with pytest.raises(SettingsError, match="done at once"):
+        reporting.resume("a", "b", 0)
+    with pytest.raises(SettingsError, match="commits by reports"):
+        reporting.mark("a", 1)
+
+
+def whole(order: ShardOrder, most: int = 100) -> list[int]:
+    shards: list[int] = []
+    while len(shards) < order.count:
+        taken = order.shards(len(shards), most)
+        assert 0 < len(taken) <= most
+        shards += taken
+    assert order.shards(order.count, most) == []
+    return shards
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 600), st.integers(0, 2**64 - 1), st.integers(0, 10**9), st.integers(1, 2000))
+def test_order_is_a_permutation(count: int, seed: int, epoch: int, most: int) -> None:
+    order = ShardOrder(count, seed, epoch, True)
+    shards = whole(order, most)
+    assert sorted(shards) == list(range(count))
+    assert whole(ShardOrder(count, seed, epoch, True), 7) == shards
+
+
+def test_order_is_pinned() -> None:
+    """A change would have a job that goes on after an update of EDL read samples twice, and others never."""
+    assert whole(ShardOrder(10, 7, 3, True)) == PINNED_10
+    assert ShardOrder(10**6, 2**64 - 1, 10**12, True).shards(999_000, 5) == PINNED_MILLION
+    assert ShardOrder(2**40, 1, 0, True).shards(2**39, 3) == PINNED_LARGE
+
+
+PINNED_10 = [0, 2, 3, 4, 5, 6, 8, 7, 1, 9]
+PINNED_MILLION = [496094, 109637, 391251, 848905, 152969]
+PINNED_LARGE = [250907736042, 1034174068119, 841590924608]
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"units": -1}, "units=-1"),
+        ({"shard_size": 0}, "shard_size=0"),
+        ({"max_failures": -1}, "max_failures=-1"),
+        ({"lease_s": float("nan")}, "lease_s=nan"),
+        ({"session_s": 1e9}, "session_s=1000000000"),
+        ({"commit": 7}, "commit=7"),
+        ({"units": None, "shuffle": True}, "neither shuffled"),
+        ({"flush_s": 1.0}, "flush_s=1.0"),
+        ({"units": 2**50, "shard_size": 1}, "shards"),
+    ],
+)
+def test_bad_specifications_are_refused(spec: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        Job(**spec)
+
+
+def test_datasets_are_created_once() -> None:
+    job = Job()
+    version = job.book.version
+    created = job.apply(create_dataset=master.CreateDataset(dataset="d", spec=job.spec))
+    assert job.book.version == version
+    assert (created.units, created.ended, created.spec.max_failures) == (100, True, 3)
+    job.spec.seed = 3
+    with pytest.raises(ConflictError, match=r"another specification: seed is 0 and not 3$"):
+        job.apply(create_dataset=master.CreateDataset(dataset="d", spec=job.spec))
+    for name in ("", "x" * 201, "line\nbreak"):
+        with pytest.raises(SettingsError, match="printable"):
+            job.apply(create_dataset=master.CreateDataset(dataset=name, spec=job.spec))
+    with pytest.raises(SettingsError, match="'nothing' is not known"):
+        job.book.describe("nothing")
+    with pytest.raises(SettingsError, match="only a source without an end grows"):
+        job.apply(extend_dataset=master.ExtendDataset(dataset="d", units=200, index=b""))
+
+
+@pytest.mark.parametrize("units", [-1, 11])
+def test_impossible_parts_are_refused(units: int) -> None:
+    job = checkpointed()
+    job.open("a")
+    (lease,) = job.turn("a", 1).leases
+    before = job.book.snapshot()
+    part = master.Partial(lease=lease_id(lease), units=units)
+    for kind in (
+        {"turn": master.Turn(session="a", request=2, returned=[part])},
+        {"turn": master.Turn(session="a", request=2, failed=[master.Failure(lease=lease_id(lease), units=units)])},
+        {"mark": master.Mark(session="a", mark=1, partial=[part])},
+    ):
+        with pytest.raises(SettingsError, match="units of lease 1"):
+            job.apply(**kind)
+    part.units = 5
+    with pytest.raises(SettingsError, match="twice"):
+        job.apply(mark=master.Mark(session="a", mark=1, partial=[part, part]))
+    part.lease.term = 7
+    with pytest.raises(SettingsError, match="names lease 1, which it does not have"):
+        job.apply(mark=master.Mark(session="a", mark=1, partial=[part]))
+    assert job.book.snapshot() == before
+
+
+def test_foreign_progress_is_refused() -> None:
+    job = Job()
+    progress = job.book.progress("d")
+    before = job.book.snapshot()
+    for data in (b"", b"nonsense", progress[:-1], progress + b"x", job.book.snapshot()):
+        with pytest.raises(ProtocolError, match="progress of a data set"):
+            job.apply(restore_progress=master.RestoreProgress(dataset="d", progress=data))
+    for position in range(0, len(progress), 7):
+        flipped = bytearray(progress)
+        flipped[position] ^= 1
+        with pytest.raises(ProtocolError):
+            job.apply(restore_progress=master.RestoreProgress(dataset="d", progress=bytes(flipped)))
+    other = Job(seed=9)
+    with pytest.raises(ConflictError, match="another specification"):
+        job.apply(restore_progress=master.RestoreProgress(dataset="d", progress=other.book.progress("d")))
+    assert job.book.snapshot() == before
+
+
+def test_impossible_progress_is_refused() -> None:
+    """Its checksum is right: made by another program, or for what was here another time."""
+    job = Job()
+    magic = b"EDL progress\0"
+    state = open_envelope(magic, "x", job.book.progress("d"), master.ProgressState)
+    for change in (
+        {"position": 11},
+        {"position": -1},
+        {"units": 200},
+        {"epoch": 1},
+        {"units_done": -1},
+        {"shards": [master.ShardState(shard=3, returned=[30, 41])]},
+        {"shards": [master.ShardState(shard=3, returned=[30])]},
+        {"shards": [master.ShardState(shard=10, returned=[100, 110])]},
+        {"shards": [master.ShardState(epoch=1, shard=1, poisoned=[10, 20])]},
+    ):
+        wrong = master.ProgressState()
+        wrong.CopyFrom(state)
+        wrong.MergeFrom(master.ProgressState(**change))
+        with pytest.raises(ProtocolError, match="cannot have"):
+            job.apply(restore_progress=master.RestoreProgress(dataset="d", progress=seal(magic, wrong)))
+
+
+def test_foreign_snapshots_are_refused() -> None:
+    job = Job()
+    data = job.book.snapshot()
+    for wrong in (b"", b"EDL book\0", data[:-1], data + b"x", job.book.progress("d")):
+        with pytest.raises(ProtocolError, match="snapshot of a book"):
+            ShardBook.restore(wrong)
+    newer = bytearray(data)
+    newer[len(b"EDL book\0")] = 2
+    newer[-4:] = crc32(newer[:-4]).to_bytes(4, "big")
+    with pytest.raises(ProtocolError, match="of format 2; this version of EDL reads 1"):
+        ShardBook.restore(bytes(newer))
+
+
+def test_a_million_shards_are_no_records() -> None:
+    """What is done leaves nothing behind: neither in memory, nor in a snapshot."""
+    job = Job(units=10**6, shard_size=1, shuffle=True)
+    job.open("a")
+    seen: set[int] = set()
+    leases: Any = ()
+    for _ in range(20):
+        leases = job.turn("a", 1000, done=leases).leases
+        seen.update(lease.shard for lease in leases)
+    assert len(seen) == 20_000
+    job.turn("a", 0, done=leases)
+    assert len(job.book.snapshot()) < 1000
+    assert job.shards() == {"todo": 980_000, "doing": 0, "done": 20_000, "poisoned": 0}
+
+
+def test_ended_records_are_bounded() -> None:
+    """Late reports are explained for a while; what explains them does not grow."""
+    job = Job(units=10**6, shard_size=1, ignore_expiries=True)
+    for number in range(1500):
+        job.open(f"s{number}")
+        job.turn(f"s{number}", 2)
+        job.expire(f"s{number}")
+    assert len(job.book.snapshot()) < 300_000
+    with pytest.raises(SettingsError, match="'s0' is not known"):
+        job.turn("s0", 1)
+    with pytest.raises(LeaseLostError, match="s1499 has ended"):
+        job.turn("s1499", 1)

@@ -68,7 +68,6 @@ class SimulatedCluster:
         self.version += 1
 
     def read(self) -> Reading:
-        """Read the resource and its pods, and plan."""
         job = parse_elastic_job(copy.deepcopy(self.resource))
         assert isinstance(job, ElasticJob), job
         pods, strangers = read_member_pods(copy.deepcopy(list(self.pods.values())), job.uid)
@@ -139,7 +138,6 @@ class SimulatedCluster:
         self.gone.append(name)
 
     def schedule(self) -> None:
-        """Give pods that wait a node with room, and start them."""
         for pod in self.pods.values():
             spec, status = pod["spec"], pod["status"]
             if "nodeName" in spec or "deletionTimestamp" in pod["metadata"]:
@@ -164,7 +162,6 @@ class SimulatedCluster:
         self._set_state(pod, {"running": {"startedAt": format_time(self.now_s)}})
 
     def end(self, name: str, code: int, reason: str = "Error", message: str = "") -> None:
-        """End a pod's container."""
         pod = self.pods[name]
         times = {"startedAt": format_time(self.now_s - 5), "finishedAt": format_time(self.now_s)}
         self._set_state(pod, {"terminated": {"exitCode": code, "reason": reason, "message": message, **times}})
@@ -204,7 +201,6 @@ class SimulatedCluster:
         ]
 
     def list_running(self) -> list[str]:
-        """Return the names of live workers whose containers run on nodes that answer."""
         running = [name for name in self.list_live() if self.pods[name]["status"]["phase"] == "Running"]
         return [name for name in running if self.pods[name]["spec"]["nodeName"] not in self.dead]
 
@@ -221,7 +217,6 @@ class SimulatedCluster:
         return found
 
     def settle(self, rounds: int = 60) -> None:
-        """Let the scheduler, kubelets and an operator work until nothing changes for a while."""
         quiet = 0
         for _ in range(rounds):
             for name in self.list_ending():

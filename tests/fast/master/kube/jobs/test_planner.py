@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from edl.kube.objects import Object
+from edl.kube.resource_types import ResourceType
+from edl.master.kube.jobs import shares_cluster
 from edl.master.kube.observation import WorkProgress
+from edl.master.kube.resources import ElasticJob, parse_elastic_job
 from tests.fast.master.kube.jobs.simulated_cluster import SimulatedCluster
 
 
 def build_running(**spec: Any) -> SimulatedCluster:
-    """Return a cluster whose job runs with all the workers it can have."""
     cluster = SimulatedCluster(**spec)
     cluster.settle()
     return cluster
@@ -91,16 +97,18 @@ def test_thirty_come_back_in_one_round() -> None:
 
 def test_bug_in_the_script_stops_the_job() -> None:
     cluster = build_running(minReplicas=2, maxReplicas=2)
-    text = '{"cause": "error", "exit_code": 1, "oom_kills": 0, "message": "Traceback:\\n  x\\nValueError: no data"}'
-    cluster.end("job-worker-1-0", 1, message=text)
+    words = "Traceback:\n" + "  File x\n" * 400 + "ValueError: no data"
+    cluster.end("job-worker-1-0", 1, message=json.dumps({"cause": "error", "exit_code": 1, "message": words}))
     plan = cluster.reconcile()
     assert cluster.status["phase"] == "Failed"
     condition = cluster.find_condition("Failed")
     assert (condition["status"], condition["reason"]) == ("True", "UserError")
     assert "ValueError: no data" in condition["message"]
+    assert len(condition["message"]) > 3000, "the condition has all of it"
     assert cluster.status["message"] == "worker-1: ValueError: no data"
     assert [note.reason for note in plan.events] == ["WorkerEnded", "Failed"]
-    assert "ValueError" in plan.events[1].message
+    assert plan.events[1].message.endswith("ValueError: no data")
+    assert len(plan.events[1].message) <= 900
     assert [deletion.name for deletion in plan.delete] == ["job-worker-0-0"], "the failed pod stays for its logs"
     cluster.settle()
     assert list(cluster.pods) == ["job-worker-1-0"]
@@ -174,22 +182,6 @@ def test_suspend_and_resume() -> None:
     assert get_record(cluster)["failures"] == {"out_of_memory": 1}
 
 
-def test_lost_node() -> None:
-    """The pod on the dead node stays, and its successor runs elsewhere."""
-    cluster = build_running(minReplicas=2, maxReplicas=2)
-    cluster.nodes = {"node1": 2, "node2": 2}
-    node = cluster.pods["job-worker-0-0"]["spec"]["nodeName"]
-    cluster.lose_node(node)
-    cluster.reconcile()
-    cluster.schedule()
-    assert len(cluster.list_running()) == 2
-    assert get_record(cluster)["lastEnd"]["cause"] == "node_lost"
-    assert "job-worker-0-0" in cluster.pods
-    cluster.return_node(node)
-    cluster.settle()
-    assert sorted(cluster.pods) == ["job-worker-0-1", "job-worker-1-1"]
-
-
 def test_shrinks_by_the_newest() -> None:
     cluster = build_running(minReplicas=1, maxReplicas=4)
     assert len(cluster.list_running()) == 4
@@ -233,19 +225,7 @@ def test_external_scaling() -> None:
     assert len(cluster.list_running()) == 4
 
 
-def test_store_that_is_away_changes_nothing() -> None:
-    cluster = SimulatedCluster(minReplicas=1, maxReplicas=4)
-    cluster.stale = "the store does not answer"
-    cluster.settle()
-    assert len(cluster.list_running()) == 1
-    cluster.stale, cluster.wanted = "", 3
-    cluster.settle()
-    cluster.stale, cluster.wanted = "away again", None
-    cluster.settle()
-    assert len(cluster.list_running()) == 3
-
-
-def test_trouble_with_the_store_is_said() -> None:
+def test_store_away_changes_nothing_and_is_said() -> None:
     """A job that stays at its minimum for ever, Valid and without a word, is a riddle."""
     cluster = SimulatedCluster(minReplicas=1, maxReplicas=4)
     cluster.stale = cluster.unreachable = "kubernetes://team-a: not allowed (403)"
@@ -254,9 +234,13 @@ def test_trouble_with_the_store_is_said() -> None:
     assert (accepted["status"], accepted["reason"]) == ("True", "StoreUnreachable")
     assert accepted["message"] == cluster.unreachable
     assert (cluster.events.count("StoreUnreachable"), len(cluster.list_running())) == (1, 1)
-    cluster.stale = cluster.unreachable = ""
+    cluster.stale, cluster.unreachable, cluster.wanted = "", "", 3
     cluster.settle()
     assert cluster.find_condition("Accepted")["reason"] == "Valid"
+    cluster.stale, cluster.wanted = "away again", None
+    cluster.settle()
+    assert len(cluster.list_running()) == 3
+    cluster.stale = ""
     cluster.refused = "consul://x: the operator reads it once it is allowed"
     cluster.settle()
     assert len(cluster.list_running()) == 4, "nothing will ever say what is useful"
@@ -312,18 +296,7 @@ def test_disruption_budget() -> None:
     assert "apiVersion" not in budget, "the client knows the server's"
 
 
-def test_event_has_the_end_of_a_traceback() -> None:
-    cluster = build_running()
-    cluster.end("job-worker-0-0", 1, message="Traceback:\n" + "  File x\n" * 400 + "KeyError: 'label'")
-    message = cluster.reconcile().events[-1].message
-    assert message.startswith("worker-0 on node1 ended: user error")
-    assert message.endswith("KeyError: 'label'")
-    assert len(message) <= 900
-    assert len(cluster.find_condition("Failed")["message"]) > 3000, "the condition has all of it"
-
-
 def list_options(cluster: SimulatedCluster, option: str) -> set[str]:
-    """Return the values of an option in the command lines of all pods."""
     lines = [pod["spec"]["containers"][0]["args"] for pod in cluster.pods.values()]
     return {line[line.index(option) + 1] for line in lines}
 
@@ -381,3 +354,117 @@ def test_sidecar_holds_nothing_in_the_end(code: int) -> None:
     del cluster.pods["job-worker-0-0"]["metadata"]["deletionTimestamp"]  # that operator was killed before it asked
     cluster.reconcile()
     assert cluster.list_ending() == ["job-worker-0-0"]
+
+
+def build_cluster(scheduler: str = "", **spec: Any) -> SimulatedCluster:
+    cluster = SimulatedCluster(minReplicas=2, maxReplicas=4, **spec)
+    if scheduler:
+        cluster.resource["spec"]["template"]["spec"]["schedulerName"] = scheduler
+    return cluster
+
+
+def create(cluster: SimulatedCluster) -> list[Object]:
+    cluster.settle()
+    return [cluster.pods[name] for name in sorted(cluster.pods)]
+
+
+def shares(cluster: SimulatedCluster) -> bool:
+    job = parse_elastic_job(cluster.resource)
+    assert isinstance(job, ElasticJob)
+    return shares_cluster(job)
+
+
+def test_kueue() -> None:
+    cluster = build_cluster(queue="team-a")
+    assert not shares(cluster)
+    pods = create(cluster)
+    assert len(pods) == 4
+    for index, pod in enumerate(pods):
+        labels, annotations = pod["metadata"]["labels"], pod["metadata"]["annotations"]
+        assert labels["kueue.x-k8s.io/queue-name"] == "team-a"
+        if index < 2:
+            assert labels["kueue.x-k8s.io/pod-group-name"] == "job-01234567"
+            assert annotations["kueue.x-k8s.io/pod-group-total-count"] == "2"
+            assert "kueue.x-k8s.io/priority-class" not in labels
+        else:
+            assert "kueue.x-k8s.io/pod-group-name" not in labels
+            assert labels["kueue.x-k8s.io/priority-class"] == "edl-growth"
+
+
+def read_definition(kind: ResourceType) -> dict[str, Any]:
+    """Return the fields of a kind's spec that its scheduler's definition has."""
+    definitions = yaml.safe_load_all((Path(__file__).parent / "podgroups.yaml").read_text())
+    (spec,) = (item["spec"] for item in definitions if item["spec"]["group"] == kind.group)
+    (version,) = spec["versions"]
+    assert (spec["scope"], version["name"]) == ("Namespaced", kind.version)
+    assert (spec["names"]["kind"], spec["names"]["plural"]) == (kind.kind, kind.plural)
+    fields = version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
+    assert isinstance(fields, dict)
+    return fields
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "api_version", "annotation"),
+    [
+        ("volcano", "scheduling.volcano.sh/v1beta1", "scheduling.k8s.io/group-name"),
+        ("kai-scheduler", "scheduling.run.ai/v2alpha2", "pod-group-name"),
+    ],
+)
+def test_pod_groups(scheduler: str, api_version: str, annotation: str) -> None:
+    """By the fields of the scheduler's own definition: another is dropped without a word."""
+    cluster = build_cluster(scheduler, queue="q", priorityClassName="high")
+    assert not shares(cluster)
+    _, (kind, group) = cluster.reconcile().apply
+    assert (kind.plural, group["apiVersion"]) == ("podgroups", api_version)
+    assert set(group) == {"apiVersion", "kind", "metadata", "spec"}
+    assert group["spec"] == {"minMember": 2, "queue": "q", "priorityClassName": "high"}
+    assert group["metadata"]["ownerReferences"][0]["uid"] == "0123456789ab"
+    fields = read_definition(kind)
+    for name, value in group["spec"].items():
+        assert fields[name]["type"] == {int: "integer", str: "string"}[type(value)], name
+        assert not isinstance(value, int) or value >= fields[name].get("minimum", value)
+    for pod in create(cluster):
+        assert pod["metadata"]["annotations"][annotation] == group["metadata"]["name"]
+        assert not any(label.startswith("kueue") for label in pod["metadata"]["labels"])
+    _, (_, plain) = build_cluster(scheduler).reconcile().apply
+    assert plain["spec"] == {"minMember": 2}
+
+
+def test_pending_growth_is_left_to_the_queue() -> None:
+    cluster = build_cluster(queue="team-a")
+    cluster.nodes = {"node1": 2}
+    cluster.settle()
+    assert len(cluster.list_live()) == 3
+    made = cluster.made
+    cluster.now_s += 1000
+    cluster.settle()
+    assert cluster.made == made, "a queue admits what it holds: it is not taken away from it"
+
+
+def test_group_goes_with_the_job() -> None:
+    cluster = build_cluster("volcano")
+    cluster.settle()
+    cluster.end("job-worker-0-0", 0)
+    cluster.end("job-worker-1-0", 0)
+    cluster.end("job-worker-2-0", 0)
+    cluster.end("job-worker-3-0", 0)
+    plan = cluster.reconcile()
+    assert {kind.plural for kind, _ in plan.remove} == {"podgroups", "poddisruptionbudgets"}
+
+
+def test_default_scheduler_shares() -> None:
+    assert shares(build_cluster())
+    assert shares(build_cluster("default-scheduler"))
+    assert not shares(build_cluster("another")), "what it does is not known"
+    assert len(build_cluster("another").reconcile().apply) == 1
+
+
+def test_gang_keeps_its_group() -> None:
+    """The pods of the group are the last to go, however long the others run."""
+    cluster = build_cluster(queue="team-a")
+    cluster.settle()
+    cluster.end("job-worker-0-0", 137)
+    cluster.settle()
+    cluster.wanted = 2
+    cluster.settle()
+    assert sorted(cluster.pods) == ["job-worker-0-1", "job-worker-1-0"]

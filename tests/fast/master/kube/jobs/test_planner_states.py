@@ -39,8 +39,6 @@ class Incident:
 
 
 class Story:
-    """A job to which things happen."""
-
     def __init__(self, least: int, more: int, master: bool, grace: int) -> None:
         spec = {"gracePeriodSeconds": grace, "master": {"enabled": master}}
         self.cluster = SimulatedCluster(minReplicas=least, maxReplicas=least + more, **spec)
@@ -75,7 +73,6 @@ class Story:
                 self.cluster.end(name, (137, 143, 0, 3)[number % 4])
 
     def job_ends(self, number: int) -> None:
-        """Seldom, or no story is long."""
         if number >= 10 and (name := self.pick(self.cluster.list_running(), number)):
             self.cluster.end(name, (0, 1, 0, 74)[number % 4])
 
@@ -130,7 +127,6 @@ class Story:
             self.work()
 
     def work(self) -> None:
-        """An operator, the scheduler and the kubelets do their work, undisturbed."""
         self.check(self.cluster.reconcile())
         self.check_members()
         self.check_status()
@@ -140,7 +136,6 @@ class Story:
         self.cluster.now_s += 1
 
     def check(self, plan: Plan) -> None:
-        """Check what a plan and its status say."""
         names = [pod["metadata"]["name"] for pod in plan.create]
         assert len(set(names)) == len(names)
         assert all(len(name) <= 63 and LABEL.fullmatch(name) for name in names)
@@ -153,7 +148,6 @@ class Story:
         assert plan.requeue_s is None or plan.requeue_s > 0
 
     def check_members(self) -> None:
-        """Check the pods that a whole plan leaves."""
         cluster = self.cluster
         spec, phase = cluster.resource["spec"], cluster.status["phase"]
         workers = cluster.list_live()
@@ -169,7 +163,6 @@ class Story:
             assert len(workers) + waiting >= spec["minReplicas"], "the minimum is made at once"
 
     def check_status(self) -> None:
-        """Check that what has ended stays so, and that each end is counted once."""
         status = self.cluster.status
         if self.finished:
             assert status["phase"] == self.finished

@@ -17,13 +17,7 @@ class OperatorKilled(BaseException):
 
 
 class InMemoryApi:
-    """Objects in a dict, with resource versions, uids and preconditions.
-
-    Attributes:
-        calls: (verb, plural, name) of each call that arrived.
-        made: names of objects that were created.
-        kill_after: raise `OperatorKilled` after so many calls were carried out; None for never.
-    """
+    """Objects in a dict, with resource versions, uids and preconditions; the operator may be killed after any call."""
 
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str, str], Object] = {}
@@ -141,7 +135,6 @@ class InMemoryApi:
         self._store((kind.plural, obj["metadata"]["namespace"], obj["metadata"]["name"]), obj)
 
     def names(self, kind: ResourceType) -> list[str]:
-        """Return the names of what is there."""
         return sorted(name for plural, _, name in self.objects if plural == kind.plural)
 
     def _store(self, key: tuple[str, str, str], obj: Mapping[str, Any]) -> Object:
@@ -164,7 +157,6 @@ class InMemoryApi:
 
 
 def merge(target: Mapping[str, Any], patch: Mapping[str, Any]) -> Object:
-    """Carry out a merge patch, RFC 7386."""
     merged = dict(target)
     for name, value in patch.items():
         if value is None:

@@ -81,8 +81,6 @@ def test_job_that_others_arbitrate(job: ElasticJob) -> None:
 
 
 class GivenCapacity:
-    """What is idle, as a test says."""
-
     def __init__(self) -> None:
         self.found: ClusterCapacity | None = ClusterCapacity.of(FOUR, [])
 

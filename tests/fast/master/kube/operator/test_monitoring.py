@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry
 
+from edl.cli import main
 from edl.discovery.kubernetes.store import KubernetesStore
 from edl.discovery.kubernetes.target import KubernetesTarget
 from edl.errors import SettingsError
@@ -16,14 +18,12 @@ from edl.kube.connection import find_server
 from edl.kube.responses import Call
 from edl.kube.settings import KubeSettings
 from edl.master.kube.operator import Operator, OperatorSettings
-from edl.master.kube.operator.monitoring import GiveBackMeter, HealthServer, OperatorHealth, OperatorMetrics
+from edl.master.kube.operator.monitoring import HealthServer, OperatorHealth, OperatorMetrics
 from edl.master.kube.operator.stores import owner_keys
 from tests.fast.kube.conftest import write_kubeconfig
 
 
 class Times:
-    """What an operator's health is made from."""
-
     def __init__(self) -> None:
         self.now_s = 1000.0
         self.stuck_s = 0.0
@@ -85,28 +85,6 @@ def test_server_answers_checks_and_metrics() -> None:
         assert line in text
 
 
-def test_give_back_counts_once() -> None:
-    registry = CollectorRegistry()
-    meter = GiveBackMeter(registry)
-
-    def count() -> float | None:
-        return registry.get_sample_value("edl_give_back_seconds_count")
-
-    def play(record: object) -> None:
-        teacher = {"metadata": {"uid": "t", "labels": {"edl.io/pool": "p"}}, "spec": {"nodeName": "n"}}
-        waiting = {"metadata": {"uid": "w"}, "spec": {}, "status": {"nominatedNodeName": "n"}}
-        record("ADDED", waiting)  # type: ignore[operator]
-        record("MODIFIED", {**teacher, "metadata": {**teacher["metadata"], "deletionTimestamp": "x"}})  # type: ignore[operator]
-        record("MODIFIED", {**waiting, "spec": {"nodeName": "n"}})  # type: ignore[operator]
-
-    play(meter.record_namespace)
-    assert count() == 1.0
-    meter.record_cluster("LISTED", None)
-    play(meter.record_cluster)
-    play(meter.record_namespace)
-    assert count() == 2.0, "the same pod was counted by both watches"
-
-
 def test_stores_of_the_operators_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is current on a person's machine is not the cluster whose jobs an operator works on."""
     monkeypatch.setenv("KUBECONFIG", write_kubeconfig(tmp_path / "current", "http://127.0.0.1:9"))
@@ -139,3 +117,25 @@ def test_stores_of_the_operators_cluster(tmp_path: Path, monkeypatch: pytest.Mon
 def test_settings_that_cannot_be(settings: dict[str, object]) -> None:
     with pytest.raises(SettingsError):
         OperatorSettings(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-A", "-n", "lab"], "give either"),
+        (["-n", ""], "expected a name"),
+        (["--resync", "nan"], "resync_s"),
+        (["--kubeconfig", "/nowhere/config"], "/nowhere/config"),
+    ],
+)
+def test_what_cannot_be(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["operator", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kubeconfig = write_kubeconfig(tmp_path / "config", "http://127.0.0.1:9", namespace="lab")
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        assert main(["operator", "--kubeconfig", kubeconfig, "--http-port", str(port)]) == 2
+    assert "cannot be listened on" in capsys.readouterr().err

@@ -22,10 +22,9 @@ from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.conditions import find_condition
 from edl.master.kube.operator.kinds import KINDS
 from edl.master.kube.operator.reconciling.reconciler import Reconciler
-from edl.master.kube.operator.reconciling.status_patch import build_merge_patch
 from edl.master.kube.operator.reconciling.surroundings import OwnerSurroundings
 from edl.master.kube.resources import MemberOwner
-from tests.fast.master.kube.operator.in_memory_api import InMemoryApi, OperatorKilled, merge
+from tests.fast.master.kube.operator.in_memory_api import InMemoryApi, OperatorKilled
 
 KEY = "elasticjobs/lab/digits"
 POOL_KEY = "teacherpools/lab/digits"
@@ -36,8 +35,6 @@ FIRST = ("pods", "lab", "digits-worker-0-0")
 
 @dataclass(frozen=True)
 class Given:
-    """What is known beside the resource and its pods."""
-
     wanted: int | None = None
     allocation: int | None = None
     stale: str = ""
@@ -72,7 +69,6 @@ def make_job(**spec: Any) -> Object:
 
 
 def make_api(**spec: Any) -> InMemoryApi:
-    """Return an API server with a job."""
     api = InMemoryApi()
     api.put(ELASTIC_JOBS, make_job(**spec))
     return api
@@ -96,7 +92,6 @@ def make_reconciler(
 
 
 def settle(api: InMemoryApi, key: str = KEY, given: Given | None = None) -> None:
-    """Reconcile as new operators do, until nothing changes."""
     for _ in range(30):
         before = snapshot(api)
         make_reconciler(api, given)[0].reconcile(key)
@@ -124,14 +119,12 @@ def read_accepted(api: InMemoryApi, plural: str = "elasticjobs") -> tuple[str, s
 
 
 def edit(api: InMemoryApi, **spec: Any) -> None:
-    """Change the spec, as a user does."""
     job = read_job(api)
     job["spec"] = {**job["spec"], **spec}
     job["metadata"]["generation"] += 1
 
 
 def end_pod(api: InMemoryApi, pod: Object, how: str) -> None:
-    """Have a kubelet write what became of a pod."""
     now = format_time(api.now_s)
     spec, status = pod["spec"], pod.setdefault("status", {})
     spec["nodeName"] = "node1"
@@ -172,7 +165,6 @@ def test_refused_spec_makes_nothing() -> None:
 
 
 def test_slip_in_an_edit_stops_nothing() -> None:
-    """A job whose spec becomes invalid goes on by the spec before, and says what is wrong."""
     api = make_api(minReplicas=2, maxReplicas=2)
     reconciler, reasons = make_reconciler(api)
     for _ in range(3):
@@ -357,30 +349,7 @@ def test_away_is_never_no_pods() -> None:
     assert snapshot(api) == before
 
 
-VALUE = st.recursive(
-    st.none() | st.booleans() | st.integers(0, 2) | st.sampled_from(["a", "b", ""]),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("xyz"), inner, max_size=3),
-    max_leaves=8,
-)
-STATUS = st.dictionaries(st.sampled_from("pqr"), VALUE, max_size=3)
-
-
-@settings(max_examples=50)
-@given(STATUS, STATUS)
-def test_merge_patch_makes_the_status(before: dict[str, Any], after: dict[str, Any]) -> None:
-    def clean(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: clean(inner) for name, inner in value.items() if inner is not None and inner != ""}
-        return [clean(inner) for inner in value] if isinstance(value, list) else value
-
-    before = clean(before)
-    patch = build_merge_patch(before, after)
-    assert json.dumps(merge(before, patch), sort_keys=True) == json.dumps(clean(after), sort_keys=True)
-    assert (patch == {}) == (json.dumps(before, sort_keys=True) == json.dumps(clean(after), sort_keys=True))
-
-
 def put_event(api: InMemoryApi, number: int, reason: str) -> None:
-    """Have an event of the first worker's pod."""
     metadata = {"name": f"e{number}", "namespace": "lab"}
     words = {"message": 'secret "keys" not found', "lastTimestamp": f"2026-01-31T12:00:0{number}Z"}
     uid = api.objects[FIRST]["metadata"]["uid"]
@@ -427,7 +396,6 @@ ACTIONS = st.tuples(
 
 
 def act(api: InMemoryApi, kind: ResourceType, action: Action) -> None:
-    """Do what users, kubelets and time do."""
     verb, number = action
     owner = api.objects.get((kind.plural, "lab", "digits"))
     names = api.names(PODS)
@@ -457,9 +425,19 @@ def run(
                 pass
             api.kill_after = None
         settle(api, key, given)
+        check(api, kind)
         act(api, kind, action)
     settle(api, key, given)
     return api
+
+
+def check(api: InMemoryApi, kind: ResourceType) -> None:
+    """No member lives twice, there are no more than the spec allows, and one teacher at a time waits for a node."""
+    pods = [obj for (plural, *_), obj in api.objects.items() if plural == "pods"]
+    live = [pod for pod in pods if pod.get("status", {}).get("phase", "Pending") in ("Pending", "Running")]
+    live = [pod for pod in live if "deletionTimestamp" not in pod["metadata"]]
+    assert len({pod["metadata"]["name"].rpartition("-")[0] for pod in live}) == len(live) <= 4
+    assert kind == ELASTIC_JOBS or sum("nodeName" not in pod["spec"] for pod in live) <= 1
 
 
 @pytest.mark.parametrize(

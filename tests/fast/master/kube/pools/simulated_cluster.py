@@ -53,12 +53,10 @@ class SimulatedCluster:
         return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
     def edit(self, **spec: Any) -> None:
-        """Change the pool's spec, as a user does."""
         self.resource["spec"].update(spec)
         self.resource["metadata"]["generation"] += 1
 
     def list_serves(self) -> list[str]:
-        """Return what teachers serve, each once."""
         return sorted({pod["spec"]["containers"][0]["args"][-1] for pod in self.teachers()})
 
     def placed(self) -> int:
@@ -84,25 +82,20 @@ class SimulatedCluster:
         )
         return plan_pool(self.pool, observation)
 
-    def reconcile(self, calls: int = 1000) -> Plan:
-        """Carry a plan out; `calls`: the operator is killed after so many of its calls."""
+    def reconcile(self) -> Plan:
+        """Carry a plan out, which has at most one teacher wait for a node."""
         plan = self.plan()
-        status = {name: value for name, value in plan.status.items() if value is not None}
-        if calls > 0 and status != self.resource["status"]:
-            self.resource["status"] = status
-            calls -= 1
+        self.resource["status"] = {name: value for name, value in plan.status.items() if value is not None}
         for deletion in plan.delete:
-            if calls > 0:
-                assert self.pods[deletion.name]["metadata"]["uid"] == deletion.uid
-                self.delete(deletion.name)
-                calls -= 1
+            assert self.pods[deletion.name]["metadata"]["uid"] == deletion.uid
+            self.delete(deletion.name)
         for pod in plan.create:
-            if calls > 0 and pod["metadata"]["name"] not in self.pods:
-                self.add(pod, priority=-100)
-                self.created += 1
-                calls -= 1
-        if calls > 0:
-            self.events += plan.events
+            assert pod["metadata"]["name"] not in self.pods
+            self.add(pod, priority=-100)
+            self.created += 1
+        assert self.pending() <= 1
+        assert len(self.teachers()) <= self.pool.max_replicas + 1, "a successor comes before another goes"
+        self.events += plan.events
         return plan
 
     def add(self, pod: dict[str, Any], priority: int) -> None:

@@ -1,0 +1,288 @@
+"""What makes the operator look at a resource, the queue of such looks, and the events that they write: each once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from edl.errors import AccessDeniedError, ConflictError, EDLError, KubernetesError, QuotaExceededError
+from edl.kube.resource_types import ELASTIC_JOBS, EVENTS
+from edl.master.kube.operator import events, resource_watches
+from edl.master.kube.operator.events import EventRecorder
+from edl.master.kube.operator.queue import KeySchedule, WorkQueue
+from edl.master.kube.operator.resource_watches import ResourceWatches
+from edl.master.kube.plan import EventNote
+from tests.fast.master.kube.operator.in_memory_api import InMemoryApi
+from tests.waiting import wait_until
+
+JOB = {"metadata": {"name": "digits", "namespace": "lab", "uid": "u-1", "resourceVersion": "7"}}
+NOTE = EventNote("Warning", "WorkerFailed", "worker 0 failed", "digits-worker-0-0")
+
+
+def only_event(api: InMemoryApi) -> dict[str, Any]:
+    (name,) = api.names(EVENTS)
+    return api.objects["events", "lab", name]
+
+
+def test_repeated_event_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    api = InMemoryApi()
+    recorder = EventRecorder(api)
+    for _ in range(5):
+        recorder.record(ELASTIC_JOBS, JOB, NOTE)
+    wait_until(lambda: not recorder._waiting)
+    assert only_event(api)["count"] == 1
+    assert len(api.calls) == 1, "what repeats at once is not worth a write each"
+    monkeypatch.setattr(events, "_QUIET_S", 0.0)
+    recorder.record(ELASTIC_JOBS, JOB, NOTE)
+    wait_until(lambda: not recorder._waiting)
+    recorder.close()
+    assert only_event(api)["count"] == 6
+    after_restart = EventRecorder(api)
+    after_restart.record(ELASTIC_JOBS, JOB, NOTE)
+    after_restart.close()
+    assert only_event(api)["count"] == 7
+
+
+def test_events_wait_for_the_server() -> None:
+    class Away(InMemoryApi):
+        away = True
+        refused = 0
+
+        def create(self, *args: Any, **kwargs: Any) -> Any:
+            if self.away:
+                self.refused += 1
+                raise KubernetesError("away")
+            return super().create(*args, **kwargs)
+
+    api = Away()
+    recorder = EventRecorder(api)
+    recorder.record(ELASTIC_JOBS, JOB, NOTE)
+    recorder.record(ELASTIC_JOBS, JOB, EventNote("Normal", "Scaled", "1 to 2"))
+    wait_until(lambda: api.refused, "an attempt")
+    assert api.names(EVENTS) == []
+    api.away = False
+    wait_until(lambda: len(api.names(EVENTS)) == 2)
+    assert len(api.made) == 2
+    recorder.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(AccessDeniedError("create events: not allowed"), 1), (QuotaExceededError("exceeded quota: count/events"), 0)],
+)
+def test_refused_events_block_nothing(error: EDLError, said: int, caplog: pytest.LogCaptureFixture) -> None:
+    class Refusing(InMemoryApi):
+        def create(self, kind: Any, obj: Any, namespace: Any = None) -> Any:
+            if "refused" in obj["message"]:
+                raise error
+            return super().create(kind, obj, namespace)
+
+    api = Refusing()
+    recorder = EventRecorder(api)
+    for message in ("refused", "also refused", "the third"):
+        recorder.record(ELASTIC_JOBS, JOB, EventNote("Normal", "Scaled", message))
+    wait_until(lambda: not recorder._waiting)
+    recorder.close()
+    assert only_event(api)["message"] == "the third"
+    assert caplog.text.count(str(error)) == said
+
+
+JOB_KEYS = ["elasticjobs/lab/a", "elasticjobs/lab/b"]
+
+
+class NoLoop:
+    """Begins no watch: a test hands the events over itself."""
+
+    def __init__(self, *args: object) -> None:
+        """Begin nothing."""
+
+    def close(self, timeout_s: float) -> None:
+        """End nothing."""
+
+
+@pytest.fixture
+def keys() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def watches(keys: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[ResourceWatches]:
+    monkeypatch.setattr(resource_watches, "BackgroundLoop", NoLoop)
+    nothing: Any = None
+    found = ResourceWatches(
+        nothing, nothing, [ELASTIC_JOBS], ["lab"], lambda key, delay_s: keys.append(key), lambda *args: None, nothing
+    )
+    yield found
+    found.close()
+
+
+def tell_job(watches: ResourceWatches, name: str, kind: str | None = None, namespace: str = "lab") -> None:
+    metadata = {"name": name, "namespace": namespace, "uid": f"u-{name}", "generation": 1}
+    watches._take_resource(ELASTIC_JOBS, {"type": kind, "object": {"metadata": metadata}})
+
+
+def tell_pod(watches: ResourceWatches, name: str, kind: str | None = None, job: str = "") -> None:
+    labels = {"edl.io/job": job} if job else {}
+    metadata = {"name": name, "namespace": "lab", "uid": f"u-{name}", "labels": labels}
+    watches._take_pod({"type": kind, "object": {"metadata": metadata}})
+
+
+@pytest.fixture
+def known(watches: ResourceWatches, keys: list[str]) -> ResourceWatches:
+    """Two jobs, each with a pod, of which all is known."""
+    for name in "ab":
+        tell_job(watches, name)
+        tell_pod(watches, f"{name}-worker-0-0", job=name)
+    tell_job(watches, "c", namespace="elsewhere")
+    keys.clear()
+    return watches
+
+
+def test_status_alone_asks_for_no_look(known: ResourceWatches, keys: list[str]) -> None:
+    tell_job(known, "a", "MODIFIED")
+    assert keys == []
+
+
+def test_job_that_went_between_lists(known: ResourceWatches, keys: list[str]) -> None:
+    tell_job(known, "a")
+    assert sorted(set(keys)) == JOB_KEYS, "b is not in the new list, and nothing else tells so"
+
+
+def test_pod_made_after_the_list(watches: ResourceWatches, keys: list[str]) -> None:
+    tell_job(watches, "a")
+    tell_pod(watches, "a-worker-0-0", "ADDED", job="a")
+    tell_job(watches, "b")
+    keys.clear()
+    tell_pod(watches, "a-worker-0-0", job="a")
+    assert sorted(set(keys)) == JOB_KEYS
+    tell_pod(watches, "a-worker-0-0", "DELETED", job="a")
+    keys.clear()
+    tell_pod(watches, "a-worker-0-0", job="a")
+    assert keys == ["elasticjobs/lab/a"], "one that came anew is no new list"
+
+
+KEYS = st.sampled_from("abcd")
+
+
+class ScheduleMachine(RuleBasedStateMachine):
+    """Against a model: key -> earliest time that was asked for since it was last taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.schedule = KeySchedule(1.0, 8.0)
+        self.now_s = 0.0
+        self.wanted: dict[str, float] = {}
+        self.active: set[str] = set()
+
+    @rule(key=KEYS, delay_s=st.floats(0, 20))
+    def add(self, key: str, delay_s: float) -> None:
+        self.schedule.add(key, self.now_s + delay_s)
+        self.wanted[key] = min(self.wanted.get(key, float("inf")), self.now_s + delay_s)
+
+    @rule(seconds=st.floats(0, 10))
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    @rule()
+    def take(self) -> None:
+        due = {key: at_s for key, at_s in self.wanted.items() if key not in self.active and at_s <= self.now_s}
+        key = self.schedule.take(self.now_s)
+        assert (key is None) == (not due), f"{key} is given out, due are {due}"
+        if key is not None:
+            assert due[key] == min(due.values()), f"{key} is not the first of {due}"
+            self.active.add(key)
+            del self.wanted[key]
+
+    @rule(failed=st.booleans(), requeue_s=st.none() | st.floats(0, 30))
+    def finish(self, failed: bool, requeue_s: float | None) -> None:
+        if not self.active:
+            return
+        key = min(self.active)
+        self.active.discard(key)
+        self.schedule.finish(key, self.now_s, failed=failed, requeue_s=requeue_s)
+        if requeue_s is not None:
+            self.wanted[key] = min(self.wanted.get(key, float("inf")), self.now_s + requeue_s)
+        if failed:  # the wait has chance in it: what the schedule says is checked for its bounds, and taken over
+            due_s = self.schedule._due[key]
+            assert due_s <= min(self.wanted.get(key, float("inf")), self.now_s + 8.0)
+            assert due_s >= min(self.wanted.get(key, float("inf")), self.now_s + 0.8)
+            self.wanted[key] = due_s
+
+    @rule(key=KEYS)
+    def forget(self, key: str) -> None:
+        self.schedule.forget(key)
+        self.wanted.pop(key, None)
+
+    @invariant()
+    def counts(self) -> None:
+        assert len(self.schedule) == len(self.wanted.keys() | self.active)
+        waiting = [at_s for key, at_s in self.wanted.items() if key not in self.active]
+        assert self.schedule.get_next_due_s() == min(waiting, default=None)
+
+
+ScheduleMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=30)
+TestSchedule = ScheduleMachine.TestCase
+
+
+def test_key_is_worked_on_once_at_a_time() -> None:
+    active: list[str] = []
+    added = threading.Event()
+    worked: list[str] = []
+    overlaps: list[str] = []
+
+    def work(key: str) -> float | None:
+        if key in active:
+            overlaps.append(key)
+        active.append(key)
+        assert added.wait(60)
+        active.remove(key)
+        worked.append(key)
+        return None
+
+    queue = WorkQueue(work, workers=4)
+    try:
+        for number in range(20):
+            for key in "abc":
+                queue.add(key)
+            wait_until(lambda number=number: number or len(active) == 3, "all keys under way")  # type: ignore[misc]
+        added.set()
+        wait_until(lambda: len(queue) == 0, "the end of the work")
+    finally:
+        queue.close()
+    assert not overlaps
+    assert sorted(worked) == list("aabbcc"), "what was added again and again while a key was worked on is once more"
+
+
+def test_errors_are_repeated_and_reported() -> None:
+    """A bug for a key stops no other, and no error ends a worker."""
+    results: list[tuple[str, str]] = []
+    errors = [KubernetesError("away"), ConflictError("changed")]
+
+    def work(key: str) -> float | None:
+        if key == "bug":
+            raise ZeroDivisionError
+        if errors:
+            raise errors.pop(0)
+        return None
+
+    def note(key: str, seconds: float, error: Exception | None) -> None:
+        results.append((key, type(error).__name__))
+
+    queue = WorkQueue(work, workers=2, on_result=note, schedule=KeySchedule(0.01, 0.02))
+    try:
+        queue.add("a")
+        wait_until(lambda: len(results) == 3, "success")
+        assert [name for _, name in results] == ["KubernetesError", "ConflictError", "NoneType"]
+        queue.add("bug")
+        wait_until(lambda: ("bug", "ZeroDivisionError") in results, "the bug")
+        queue.add("b")
+        wait_until(lambda: ("b", "NoneType") in results, "another key")
+        assert len(queue) == 1, "the bad key is tried again"
+    finally:
+        queue.close()

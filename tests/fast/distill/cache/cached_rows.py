@@ -31,18 +31,6 @@ def segments(path: Path, key: CacheKey = KEY) -> list[Path]:
     return sorted((path / key.folder).glob("*.safetensors"))
 
 
-def nbytes(path: Path) -> int:
-    """The size of all files at one moment: counted again where files came or went meanwhile."""
-    while True:
-        before = sorted(path.rglob("*"))
-        try:
-            total = sum(file.stat().st_size for file in before if file.is_file())
-        except FileNotFoundError:
-            continue
-        if sorted(path.rglob("*")) == before:
-            return total
-
-
 def found(path: Path, ids: Any, key: CacheKey = KEY) -> list[bool]:
     """Which ids a newly opened cache finds, after checking that their labels are theirs."""
     with SoftLabelCache(0, path) as cache:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from edl.distill.cache import CacheView, SoftLabelCache
-from edl.distill.cache.folder import SegmentFolder
 from edl.errors import ClosedError, SettingsError
 from tests.fast.distill.cache.cached_rows import KEY, found, rows
 from tests.interrupting import InterruptAt, deadline
@@ -267,27 +264,6 @@ def test_the_cache_is_a_dict_that_may_forget(tmp_path: Path) -> None:
             max_examples=20, stateful_step_count=20, deadline=None, suppress_health_check=[HealthCheck.too_slow]
         ),
     )
-
-
-def test_collected_cache_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on, write = threading.Event(), SegmentFolder.write
-
-    def slow(*args: Any) -> Path:
-        assert go_on.wait(DEADLINE_S)
-        return write(*args)
-
-    monkeypatch.setattr(SegmentFolder, "write", slow)
-    before = set(threading.enumerate())  # some of other tests' may still write
-    cache = SoftLabelCache(path=tmp_path)
-    cache.view(KEY).put([1], rows([1]))
-    (thread,) = [thread for thread in set(threading.enumerate()) - before if thread.name == "edl-cache"]
-    with deadline(DEADLINE_S, "collected while its disk is slow"):
-        del cache
-        gc.collect()
-    go_on.set()
-    thread.join(DEADLINE_S)
-    assert not thread.is_alive()
-    assert found(tmp_path, [1]) == [True], "what was put before is written"
 
 
 def test_cache_is_closed_before_any_line(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,15 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from edl.distill import Options, Teachers
 from edl.distill.cache import SoftLabelCache, load_labels
 from edl.distill.datasets.kinds import ArrayData, Batch, IndexedData, SequenceData
 from edl.distill.labelling import LabelPlan, LabelProgress, LabelReport, RowShard, ShardLabeller, ShardSource
 from edl.distill.labelling.bad_rows import find_bad_rows
-from edl.distill.labelling.shard_tracker import ShardTracker
 from edl.distill.transport.schema import OutputSpec
 from edl.errors import NoTeacherError, PermanentError, TemporaryError
 from edl.protocol.tensors import Array
@@ -249,41 +245,6 @@ def test_unforeseen_error_ends_the_run(serve: Serve, folder: Path, monkeypatch: 
     assert step == "report" or source.done_rows == list(range(100))
 
 
-def parts_of(shard: RowShard, size: int) -> list[Array]:
-    return [np.arange(at, min(at + size, shard.stop)) for at in range(shard.start, shard.stop, size)]
-
-
-@settings(max_examples=30)
-@given(st.integers(0, 2**32), st.integers(1, 8), st.integers(1, 7))
-def test_every_part_is_answered_or_failed(seed: int, shards: int, size: int) -> None:
-    """Each row is answered once after its last hand-out, but for those of shards that failed."""
-    chance = random.Random(seed)
-    coming = [RowShard(at * 10, at * 10 + chance.randint(0, 10)) for at in range(shards)]
-    rows_of = {shard: set(range(shard.start, shard.stop)) for shard in coming}
-    tracker, handed_out, answered, finished, failed = ShardTracker(), [], [], [], []
-    while coming or not tracker.idle:
-        event = chance.choice(("begin", "hand_out", "hand_out", "take", "take", "fail"))
-        if event == "begin" and coming:
-            shard = coming.pop()
-            tracker.begin(shard, parts_of(shard, size))
-        elif event == "hand_out" and (part := tracker.hand_out()) is not None:
-            handed_out.append(part)
-        elif event == "take" and handed_out:
-            answered += handed_out.pop(0).tolist()
-            tracker.take()
-        elif event == "fail" and chance.random() < 0.2 and (shard := tracker.fail()) is not None:
-            assert handed_out[0][0] in rows_of[shard], "the shard of the part that was handed out first"
-            handed_out.clear()
-            failed.append(shard)
-        finished += tracker.pop_answered()
-    assert not tracker.has_waiting
-    assert not tracker.has_answered
-    assert sorted([*finished, *failed], key=id) == sorted(rows_of, key=id), "each shard once"
-    expected = sorted(row for shard in finished for row in rows_of[shard])
-    in_failed = {row for shard in failed for row in rows_of[shard]}
-    assert sorted(row for row in answered if row not in in_failed) == expected
-
-
 def test_search_for_bad_rows_can_be_ended() -> None:
     tried: list[int] = []
 
@@ -291,7 +252,7 @@ def test_search_for_bad_rows_can_be_ended() -> None:
         tried.append(len(part))
         return "all are bad"
 
-    found = find_bad_rows(parts_of(RowShard(0, 64), 32), attempt, lambda bad: bad < 3)
+    found = find_bad_rows([np.arange(32), np.arange(32, 64)], attempt, lambda bad: bad < 3)
     assert found.why == dict.fromkeys(range(3), "all are bad")
     assert found.untried == 61
     assert len(tried) < 20

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from edl.distill import DistillReader, Options, Teachers  # noqa: E402
 from edl.distill.torch import distill  # noqa: E402
 from edl.errors import SettingsError, SourceError  # noqa: E402
-from tests.fast.distill.conftest import Serve, Served  # noqa: E402
+from tests.fast.distill.conftest import Served  # noqa: E402
 from tests.fast.distill.sequences.language_model import (  # noqa: E402
     VOCABULARY,
     check_batch,
@@ -136,14 +136,13 @@ def test_sequences_and_lists_of_domains(targets: dict[str, str]) -> None:
         check_labels(ids, labels, sign=SIGN[domain])
 
 
-@pytest.mark.parametrize(("batch_rows", "ahead"), [(None, None), (40, 1)])
-def test_padded_batches_of_domains(targets: dict[str, str], batch_rows: int | None, ahead: int | None) -> None:
+def test_padded_batches_of_domains(targets: dict[str, str]) -> None:
     batches = []
     for start in range(0, 120, 8):
         texts, domains = zip(*corpus(120)[start : start + 8], strict=True)
         texts = [text if row != 3 else text[:0] for row, text in enumerate(texts)]  # an empty text
         batches.append({**collated(texts), "domain": list(domains)})
-    with distill(batches, targets, route="domain", batch_rows=batch_rows, ahead=ahead, **ASKED) as loader:
+    with distill(batches, targets, route="domain", batch_rows=40, **ASKED) as loader:
         for _ in range(2):
             for (batch, labels), expected in zip(list(loader), batches, strict=True):
                 assert batch is expected
@@ -168,12 +167,3 @@ def test_batches_read_ahead_do_not_linger(targets: dict[str, str]) -> None:
     options = Options(linger_s=100_000.0)
     with distill([batch], targets, route="domain", ahead=0, options=options, **ASKED) as loader:
         assert len(list(loader)) == 1
-
-
-def test_batches_of_rows_as_tensors(serve: Serve) -> None:
-    """Domains as numbers in a tensor; the labels of a batch are one tensor."""
-    data = [(torch.full((6, 4), float(at)), torch.tensor([0, 1, 1, 0, 1, 0])) for at in range(20)]
-    there = {0: serve("echo").endpoint, 1: serve("echo", scale=-1.0).endpoint}
-    with distill(data, there, route=1, inputs={"x": 0}, outputs="y") as loader:
-        for (x, domain), y in loader:
-            assert torch.equal(y, x * (1 - 2 * domain[:, None]))

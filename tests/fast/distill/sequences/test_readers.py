@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from edl.distill import DistillReader, Options, Scorer
 from edl.distill.cache import SoftLabelCache
-from edl.errors import NoTeacherError, SettingsError, SourceError
+from edl.errors import NoTeacherError, SourceError
 from edl.testing.models import prefix_scores_of
 from edl_serving.backends.callable import CallableBackend
 from tests.fast.distill.conftest import Register, Serve, Served
@@ -59,13 +59,6 @@ def reader_of(teachers: Any, **kwargs: Any) -> DistillReader:
 def test_any_lengths_and_budgets(teacher: Served, lengths: list[int], tokens: int | None) -> None:
     found = [np.arange(length, dtype=np.int32) * 7 + number for number, length in enumerate(lengths)]
     with reader_of(teacher, teacher_batch_size=tokens).set_sequence_generator(source(found)) as reader:
-        check(list(reader()), found)
-
-
-def test_a_server_cuts_between_sequences(serve: Serve) -> None:
-    """With the defaults of both, a student's request is larger than a server's batch."""
-    found = sequences(40)
-    with reader_of(serve("prefix_scores")).set_sequence_generator(source(found)) as reader:
         check(list(reader()), found)
 
 
@@ -188,17 +181,6 @@ def test_second_epoch_asks_for_new_texts(model: Served, tmp_path: Path, lists: i
         assert read(now, cache, None, lists).rows_cached == sum(map(len, now))
         with pytest.raises(NoTeacherError, match="'text-3' is not in the cache, or is that of another text"):
             read(texts, cache, None, lists)
-
-
-def test_k_is_part_of_what_is_kept(model: Served, tmp_path: Path) -> None:
-    """Labels of another k are asked for, in either direction, and lie beside the others."""
-    texts = sequences(8)
-    with SoftLabelCache(0, tmp_path) as cache:
-        for k in (8, 2, 8, 2):
-            read(texts, cache, model.endpoint, top_k=k)
-        assert cache.stats().hits == 2 * len(texts)
-        with pytest.raises(SettingsError, match="0 sets of labels"):
-            read(texts, cache, None, top_k=3)
 
 
 def test_rows_are_not_taken_from_texts(model: Served) -> None:

@@ -63,28 +63,6 @@ def test_a_stop_in_a_collate_function(rows: int | None) -> None:
         list(SourceIterator(loader))
 
 
-@pytest.mark.parametrize("rows", [2, None])
-def test_iterable_torch_datasets_end(rows: int | None) -> None:
-    data = pytest.importorskip("torch.utils.data")
-
-    class ByHand(data.IterableDataset):  # type: ignore[misc,name-defined]
-        left = 4
-
-        def __iter__(self) -> Any:
-            return self
-
-        def __next__(self) -> int:
-            self.left -= 1
-            if self.left < 0:
-                raise StopIteration
-            return self.left
-
-        def __len__(self) -> int:
-            return 100  # a guess
-
-    assert len(list(SourceIterator(data.DataLoader(ByHand(), batch_size=rows)))) == (2 if rows else 4)
-
-
 @pytest.mark.parametrize("cutter", [BatchCutter, SampleCutter, SampleListCutter])
 def test_a_stop_in_a_getter_is_an_error(cutter: Any) -> None:
     value = [np.zeros(3)] if cutter is not SampleListCutter else [[np.zeros(3)]]

@@ -1,17 +1,22 @@
-"""Answers on their way into the cache: bounded in bytes, counted where they are left out, and never waited for long."""
+"""Answers on their way into the cache: bounded, counted where left out, not waited for long; and which are found."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from edl.distill.cache import CacheKey, SoftLabelCache
 from edl.distill.pipeline import cache_queue as module
+from edl.distill.pipeline.cache_lookup import CacheConfig, offline_view
 from edl.distill.pipeline.cache_queue import CacheQueue
+from edl.distill.teachers import Teachers, service_identities
+from edl.distill.transport.schema import OutputSpec
 from edl.errors import SettingsError
 from tests.waiting import DEADLINE_S
 
@@ -22,19 +27,14 @@ class View:
     """A view whose `put` waits for the test, or fails as told."""
 
     def __init__(self, failure: BaseException | None = None) -> None:
-        self.go_on, self.entered = threading.Event(), threading.Event()
-        self.failure = failure
+        self.go_on, self.failure = threading.Event(), failure
         self.ids: list[Any] = []
 
     def put(self, ids: Any, outputs: Any) -> None:
-        self.entered.set()
         assert self.go_on.wait(DEADLINE_S)
         if self.failure is not None:
             raise self.failure
         self.ids += ids
-
-    def contains(self, ids: Any) -> Any:
-        return np.isin(ids, self.ids)
 
 
 @pytest.fixture
@@ -69,10 +69,11 @@ def test_queue_is_bounded_in_bytes(cache_queue: CacheQueue, caplog: pytest.LogCa
 
 def test_answer_above_the_bound_goes_alone(cache_queue: CacheQueue) -> None:
     view: Any = View()
-    view.go_on.set()
     cache_queue.put(view, [1], answer(16 * MIB))
+    cache_queue.put(view, [2], answer(64))
+    view.go_on.set()
     assert cache_queue.drain()
-    assert view.ids == [1], "nothing else waits, so that it is bounded all the same"
+    assert view.ids == [1]
 
 
 def test_end_of_the_thread_is_noticed(
@@ -103,23 +104,75 @@ def test_foreseen_errors_cost_own_rows_only(cache_queue: CacheQueue, caplog: pyt
     assert len(messages(caplog)) == 1, "the same words are said once, and not 50 times"
 
 
-def test_settle_gives_up_in_the_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_settle_gives_up_in_the_end(
+    cache_queue: CacheQueue, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(module, "_SETTLE_S", 0.05)
-    cache_queue, view = CacheQueue(4 * MIB), View()
-    cache_queue.put(view, [1], answer(64))  # type: ignore[arg-type]
+    view: Any = View()
+    cache_queue.put(view, [1], answer(64))
     assert not cache_queue.drain()
     assert "are still on their way into the soft-label cache" in " ".join(messages(caplog))
     view.go_on.set()
-    cache_queue.close()
 
 
-def test_close_keeps_what_waits() -> None:
-    cache_queue, view = CacheQueue(4 * MIB), View()
+def test_close_keeps_what_waits(cache_queue: CacheQueue) -> None:
+    view: Any = View()
     for number in range(3):
-        cache_queue.put(view, [number], answer(64))  # type: ignore[arg-type]
+        cache_queue.put(view, [number], answer(64))
     view.go_on.set()
     cache_queue.close()
     cache_queue.close()
     assert view.ids == [0, 1, 2]
-    cache_queue.put(view, [3], answer(64))  # type: ignore[arg-type]
+    cache_queue.put(view, [3], answer(64))
     assert cache_queue.dropped_rows == 1
+
+
+KEY = CacheKey("m", "1", ("y",))
+
+HALF = replace(KEY, dtype="float16")
+
+FULL = replace(KEY, dtype="float32")
+
+
+def cache_of(*keys: CacheKey) -> SoftLabelCache:
+    cache = SoftLabelCache()
+    for key in keys:
+        cache.view(key).put([1], {name: np.zeros((1, 3), key.dtype or "float32") for name in key.outputs})
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("there", "ask", "chosen"),
+    [
+        ([KEY], OutputSpec(("y",)), KEY),
+        ([HALF], OutputSpec(("y",)), HALF),
+        ([KEY, HALF], OutputSpec(("y",)), KEY),
+        ([KEY, HALF], OutputSpec(("y",), dtype="float16"), HALF),
+        ([HALF, FULL], OutputSpec(("y",)), None),
+        ([KEY, replace(KEY, version="2")], OutputSpec(("y",)), None),
+        ([KEY, replace(KEY, version="2")], OutputSpec(("y",), version="2"), replace(KEY, version="2")),
+        ([KEY, replace(KEY, service="a")], OutputSpec(("y",)), None),
+        ([KEY, HALF], OutputSpec(("y",), dtype="float32"), None),
+        (
+            [replace(KEY, outputs=("a", "y")), replace(KEY, outputs=("y", "a"))],
+            OutputSpec(("y", "a")),
+            replace(KEY, outputs=("y", "a")),
+        ),
+    ],
+)
+def test_exact_question_goes_first(there: list[CacheKey], ask: OutputSpec, chosen: CacheKey | None) -> None:
+    with cache_of(*there) as cache:
+        if chosen is not None:
+            assert offline_view(CacheConfig(cache), ask).key == chosen
+            return
+        with pytest.raises(SettingsError, match="sets of labels for"):
+            offline_view(CacheConfig(cache), ask)
+
+
+def test_who_a_groups_labels_are_of() -> None:
+    one, other = (Teachers("s", discovery=f"sqlite:///{name}") for name in "ab")
+    fixed = Teachers(endpoints=("10.0.0.2:1", "10.0.0.1:1"))
+    assert service_identities([one, fixed]) == ["s", "10.0.0.1:1,10.0.0.2:1"]
+    assert service_identities([fixed]) == service_identities([replace(fixed, endpoints=fixed.endpoints[::-1])])
+    assert len(set(service_identities([one, other]))) == 2, "two services of one name, in two registries"
+    assert len(set(service_identities([replace(one, model="a"), replace(one, model="b")]))) == 1

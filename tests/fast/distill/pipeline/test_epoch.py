@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.distill.pipeline.epoch import Epoch
+from edl.distill.pipeline.waiting import SourceClock, source_wait_s
 from edl.distill.source.chunk import Chunk
 from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter, SampleListCutter
 from edl.errors import ClosedError, SourceError
@@ -88,7 +89,7 @@ class Training:
 
     def run(self, source: Iterator[Any], cutter: Cutter, labels: Labels | None = None) -> None:
         """The whole epoch, which must end."""
-        with_deadline(Epoch(labels or Labels(), source, cutter), self.take)
+        with_deadline(epoch_of(labels or Labels(), source, cutter), self.take)
 
     def check(self, count: int) -> None:
         assert self.got == [(number, number) for number in range(count)]
@@ -96,6 +97,10 @@ class Training:
 
 def labels_of(item: Any) -> list[Any]:
     return [row for c, a, b in item.parts for row in c.outputs[0]["y"][a:b].tolist()]
+
+
+def epoch_of(labels: Any, source: Iterator[Any], cutter: Cutter) -> Epoch:
+    return Epoch(labels, source, cutter)
 
 
 def with_deadline(epoch: Epoch, take: Callable[[Epoch], Any]) -> Any:
@@ -118,7 +123,7 @@ def run(source: Iterable[Any], cutter: Cutter, labels: Labels | None = None) -> 
             epoch.taken(item)
         return found
 
-    found: list[Any] = with_deadline(Epoch(labels or Labels(), iter(source), cutter), take)
+    found: list[Any] = with_deadline(epoch_of(labels or Labels(), iter(source), cutter), take)
     return found
 
 
@@ -137,9 +142,6 @@ def test_error_of_sending_reaches_the_loop() -> None:
         run([(np.arange(3),)], cutter_of(), Labels(OSError("no space")))
 
 
-# Buffers
-
-
 def test_views_are_no_refilled_buffer() -> None:
     data = np.arange(40, dtype=np.float32).reshape(10, 4)
     source = [(data, data[:, :3]), (data[:7], data[:7, :2])]
@@ -148,7 +150,7 @@ def test_views_are_no_refilled_buffer() -> None:
 
 def test_a_loop_may_work_in_place() -> None:
     images = np.ones((12, 3))
-    epoch = Epoch(Labels(), ((images[at : at + 2], 0) for at in range(0, 12, 2)), cutter_of())
+    epoch = epoch_of(Labels(), ((images[at : at + 2], 0) for at in range(0, 12, 2)), cutter_of())
     for item in epoch:
         assert labels_of(item) == [[1.0] * 3] * 2
         epoch.taken(item)
@@ -179,25 +181,8 @@ def test_buffer_filled_in_use_is_noticed() -> None:
             used.append(item)
 
     with pytest.raises(SourceError, match="or while it was in use"):
-        with_deadline(Epoch(Labels(), source(), cutter_of()), take)
+        with_deadline(epoch_of(Labels(), source(), cutter_of()), take)
     assert len(used) <= 2
-
-
-# Sources that yield nothing for a while: what they have yielded is delivered
-
-
-@pytest.mark.parametrize("linger_s", [0, 0.05])
-def test_source_waits_for_the_training_loop(linger_s: float) -> None:
-    training = Training()
-
-    def source() -> Iterator[Any]:
-        for number in range(50):
-            if number and number % 20 == 0:
-                training.await_rows(number)
-            yield (np.int64(number),)
-
-    training.run(source(), cutter_of(SampleCutter), Labels(linger_s=linger_s))
-    training.check(50)
 
 
 def test_closed_while_the_source_is_silent() -> None:
@@ -209,7 +194,7 @@ def test_closed_while_the_source_is_silent() -> None:
         gone.wait(DEADLINE_S)
         yield (np.int64(1),)
 
-    epoch = Epoch(Labels(), source(), cutter_of(SampleCutter, 32))
+    epoch = epoch_of(Labels(), source(), cutter_of(SampleCutter, 32))
     with ThreadPoolExecutor(1) as pool:
         taking = pool.submit(training.take, epoch)
         training.await_rows(1)
@@ -260,9 +245,6 @@ def test_any_source(script: list[str], rows: int | None, lists: bool, fails: boo
     training.check(count)
 
 
-# Closed by signal handlers and by the garbage collector
-
-
 @pytest.mark.parametrize("thread", ["MainThread", "edl-feed", "answer"])
 def test_closed_before_any_line(thread: str) -> None:
     """Closed in the thread that is there, whatever it holds: the loop ends, and so does the feeding thread."""
@@ -271,7 +253,8 @@ def test_closed_before_any_line(thread: str) -> None:
         found: list[int] = []
         with deadline(DEADLINE_S, f"closed before line {number} of {thread}"):
             with InterruptAt(number, lambda made=made: made and made[0].close(), "edl/distill/", thread) as interrupt:  # type: ignore[misc]
-                made.append(Epoch(Labels(), iter([(np.int64(row),) for row in range(7)]), cutter_of(SampleCutter, 2)))
+                source = iter([(np.int64(row),) for row in range(7)])
+                made.append(epoch_of(Labels(), source, cutter_of(SampleCutter, 2)))
                 try:
                     for item in made[0]:
                         found += labels_of(item)
@@ -284,3 +267,28 @@ def test_closed_before_any_line(thread: str) -> None:
         if not interrupt.reached:
             assert number > 20, "nothing was interrupted"
             break
+
+
+def chunk(source_s: float, *, sent: bool = True) -> Chunk:
+    made = Chunk(1)
+    made.source_s = source_s
+    made.sent = sent
+    return made
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "began_at", "chunks", "expected"),
+    [
+        (10.0, 4.0, [chunk(1.0)], 0.0),  # sent before the wait began: a wait for labels
+        (10.0, 4.0, [chunk(9.0)], 5.0),  # sent when the source had taken five seconds more
+        (10.0, 4.0, [chunk(2.0), chunk(7.0)], 3.0),
+        (10.0, 4.0, [chunk(2.0), chunk(0.0, sent=False)], 2.0),  # the clock shows 6
+        (10.0, 4.0, [], 2.0),
+        (1.0, 4.0, [chunk(9.0)], 1.0),  # never more than was waited
+    ],
+)
+def test_wait_for_source_ends_when_sent(waited_s: float, began_at: float, chunks: list[Chunk], expected: float) -> None:
+    """What a wait of the training loop was for."""
+    clock = SourceClock()
+    clock._drawing = (6.0, None)
+    assert source_wait_s(waited_s, began_at, clock, chunks) == expected

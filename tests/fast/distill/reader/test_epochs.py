@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from edl.distill import DistillReader, Options, Teachers
-from edl.distill.cache import SoftLabelCache
-from edl.errors import ClosedError, TemporaryError
-from tests.fast.distill.conftest import Serve
-from tests.fast.distill.reading import check, reader_of, sample, samples
+from edl.errors import ClosedError, SettingsError, SourceError, TemporaryError
+from tests.fast.distill.conftest import Register, Serve
+from tests.fast.distill.reading import WIDTH, check, reader_of, sample, samples, why_unused
 from tests.waiting import DEADLINE_S, wait_until
 
 
@@ -85,101 +84,31 @@ def test_ensembles_are_averaged_and_weighted(serve: Serve) -> None:
         assert label[0] == 3 * number
 
 
-# Sources that wait for the training loop.
-
-COUNT, GROUP = 60, 20
-
-
-class Turns:
-    """A source that yields `GROUP` samples, and the next ones when the training loop has got these."""
-
-    def __init__(self, *, lists: bool) -> None:
-        self._lists = lists
-        self._got = 0
-        self._changed = threading.Condition()
-
-    def source(self) -> Iterator[Any]:
-        self._got = 0
-        for first in range(0, COUNT, GROUP):
-            with self._changed:
-                assert self._changed.wait_for(lambda first=first: self._got >= first, DEADLINE_S)  # type: ignore[misc]
-            group = [sample(number) for number in range(first, first + GROUP)]
-            yield from [group] if self._lists else group
-
-    def run(self, reader: DistillReader) -> list[Any]:
-        delivered: list[Any] = []
-        for item in reader():
-            delivered += item if self._lists else [item]
-            with self._changed:
-                self._got = len(delivered)
-                self._changed.notify_all()
-        return delivered
-
-
-@pytest.mark.parametrize(("kind", "lists"), [("one", True), ("ensemble", False), ("cache", False), ("cache", True)])
-def test_source_that_waits(serve: Serve, tmp_path: Path, kind: str, lists: bool) -> None:
-    services = [Teachers(endpoints=(serve("echo").endpoint,))] * (2 if kind == "ensemble" else 1)
-    turns = Turns(lists=lists)
-    with SoftLabelCache(path=tmp_path) as cache:
-        kept: dict[str, Any] = {"cache": cache, "id_field": 1, "dataset": "numbers"} if kind == "cache" else {}
-        with DistillReader(["x", None], ["y"], teachers=services, **kept) as reader:
-            set_source: Callable[..., Any] = reader.set_sample_list_generator if lists else reader.set_sample_generator
-            set_source(turns.source)
-            for _ in range(2):
-                found = turns.run(reader)
-                assert [number for _, number, *_ in found] == list(range(COUNT))
-                for x, number, *labels in found:
-                    assert {float(value[0]) for value in (x, *labels)} == {float(number)}
-            assert reader.stats().rows_cached == (COUNT if kind == "cache" else 0)
-
-
-# An epoch that is started while the source is still busy with the one before: never two threads in one iterator.
-
-
 class OneIterator:
     """Gives itself at each `iter`, starting afresh, as a `DataLoader` with persistent workers does."""
 
     def __init__(self) -> None:
         self.busy, self.go = threading.Event(), threading.Event()
         self.begun = 0
-        self._inside = threading.Lock()
 
     def __iter__(self) -> OneIterator:
-        assert self._inside.acquire(blocking=False), "the iterator begins afresh while it is used"
-        self._inside.release()
         self.begun += 1
-        self._next = 0
+        self._samples = samples(6)()
         return self
 
     def __next__(self) -> Any:
-        assert self._inside.acquire(blocking=False), "two threads use the iterator"
-        try:
-            number = self._next
-            if number == 3 and not self.go.is_set():
-                self.busy.set()
-                assert self.go.wait(DEADLINE_S)
-            if number == 6:
-                raise StopIteration
-            self._next += 1
-            return (np.full((2, 4), number, np.float32),)
-        finally:
-            self._inside.release()
-
-
-def numbers(epoch: Iterator[Any]) -> list[float]:
-    found = []
-    for x, y in epoch:
-        assert (x == y).all(), "a label belongs to another input"
-        found.append(float(x[0, 0]))
-    return found
+        found = next(self._samples)
+        if found[1] == 3 and not self.go.is_set():
+            self.busy.set()
+            assert self.go.wait(DEADLINE_S)
+        return found
 
 
 def test_busy_source_is_an_error_in_time(serve: Serve) -> None:
     """The error names the setting, and the next epoch is whole."""
     source = OneIterator()
-    options = Options(source_timeout_s=0.1)
-    reader = DistillReader(["x"], ["y"], teachers=serve("echo").endpoint, options=options)
-    with reader.set_batch_generator(lambda: source):
+    reader = reader_of(serve("echo"), teacher_batch_size=1, options=Options(source_timeout_s=0.1))
+    with reader.set_sample_generator(lambda: source):
         next(reader())
         assert source.busy.wait(DEADLINE_S)
         with pytest.raises(TemporaryError, match="source_timeout_s"):
@@ -187,16 +116,101 @@ def test_busy_source_is_an_error_in_time(serve: Serve) -> None:
         assert source.begun == 1
         source.go.set()
         wait_until(lambda: "edl-feed" not in {thread.name for thread in threading.enumerate()})
-        assert numbers(reader()) == list(range(6))
+        check(list(reader()), 6)
         assert source.begun == 2
 
 
 def test_source_starts_no_epoch_of_its_reader(serve: Serve) -> None:
-    reader = DistillReader(["x"], ["y"], teachers=serve("echo").endpoint)
+    reader = reader_of(serve("echo"))
 
     def source() -> Iterator[Any]:
-        yield (np.zeros((2, 4), np.float32),)
+        yield sample(0)
         yield from reader()
 
-    with reader.set_batch_generator(source), pytest.raises(ClosedError, match="epoch of that reader"):
+    with reader.set_sample_generator(source), pytest.raises(ClosedError, match="epoch of that reader"):
         list(reader())
+
+
+def test_missing_names_are_named(serve: Serve) -> None:
+    """Outputs and inputs that the model lacks, and rows of a wrong shape or type."""
+    teacher = serve("echo")
+    why_unused(
+        DistillReader(["x"], ["z"], teachers=[teacher.endpoint]).set_sample_generator(samples(3)), "no output 'z'"
+    )
+    reader = DistillReader(["w"], ["y"], teachers=[teacher.endpoint])
+    with reader.set_sample_generator(samples(3)), pytest.raises(SourceError, match=r"wants input 'x'.*'w'"):
+        list(reader())
+    for row, words in (
+        (np.zeros(WIDTH + 1, np.float32), r"rows of shape \[5\].*wants \[4\]"),
+        (np.array(["a"] * WIDTH), "wants FP32"),
+    ):
+        with (
+            reader_of(teacher).set_sample_generator(lambda row=row: iter([(row, 0)])) as reader,  # type: ignore[misc]
+            pytest.raises(SourceError, match=words),
+        ):
+            list(reader())
+
+
+def test_empty_source_is_named(serve: Serve) -> None:
+    """A source that gives nothing to go through."""
+
+    def forgot_to_return() -> Any:
+        samples(3)
+
+    teacher = serve("echo")
+    with (
+        reader_of(teacher).set_batch_generator(forgot_to_return) as reader,
+        pytest.raises(SourceError, match="the data source returned None: it must return an iterable"),
+    ):
+        reader()
+    with (
+        reader_of(teacher).set_sample_list_generator(lambda: [[sample(0)], None]) as reader,
+        pytest.raises(SourceError, match="after 1 samples the source yielded NoneType, which is no list"),
+    ):
+        list(reader())
+
+
+def test_settings_are_checked_and_named() -> None:
+    with pytest.raises(SettingsError, match="ins="):
+        DistillReader([None], ["y"])
+    with pytest.raises(SettingsError, match="teacher_batch_size=0"):
+        DistillReader(["x"], ["y"], teacher_batch_size=0)
+    with pytest.raises(SettingsError, match="expected host:port"):
+        DistillReader(["x"], ["y"]).set_fixed_teacher("localhost")
+    reader = DistillReader(["x"], ["y"]).set_sample_generator(samples(1))
+    with pytest.raises(SettingsError, match="set already"):
+        reader.set_batch_generator(samples(1))
+    with pytest.raises(SettingsError, match="not the iterator"):
+        DistillReader(["x"], ["y"]).set_sample_generator(iter([]))  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="EDL_SERVICE"):
+        reader()
+    with pytest.raises(SettingsError, match="no data source"):
+        DistillReader(["x"], ["y"], teachers="s")()
+
+
+def test_ancestors_environment_is_understood(
+    serve: Serve, register: Register, registry_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a note for each name, at the user's own line, so that Python's default filters show it."""
+    register(serve("echo").endpoint, "old")
+    monkeypatch.setenv("PADDLE_DISTILL_BALANCE_SERVER", registry_url)
+    monkeypatch.setenv("PADDLE_DISTILL_SERVICE_NAME", "old")
+    monkeypatch.setenv("PADDLE_DISTILL_MAX_TEACHER", "4")
+    reader = DistillReader(["x", None], ["y"]).set_sample_generator(samples(20))
+    with warnings.catch_warnings(record=True) as noted, reader:
+        warnings.simplefilter("always")
+        check(list(reader()), 20)
+    assert {note.filename for note in noted if note.category is FutureWarning} == {__file__}
+    notes = [str(note.message) for note in noted if note.category is FutureWarning]
+    assert [note.split(": ")[1] for note in notes] == [
+        "set EDL_DISCOVERY instead",
+        "set EDL_SERVICE instead",
+        "set EDL_MAX_TEACHERS instead",
+    ]
+
+
+def test_print_config_shows_what_is_set(capsys: pytest.CaptureFixture[str]) -> None:
+    DistillReader(["x", None], ["y"]).set_dynamic_teacher("consul://c:8500", "s", 3).print_config()
+    shown = capsys.readouterr().out
+    for words in ("ins: ['x', None]", "predicts: ['y']", "consul://c:8500", "teachers: s"):
+        assert words in shown

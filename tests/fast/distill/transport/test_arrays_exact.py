@@ -13,24 +13,29 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from edl.distill.source.cutters import BatchCutter
+from edl.distill.transport.conversion import select_inputs
 from edl.distill.transport.request import Payload, request_header
-from edl.distill.transport.schema import OutputSpec
+from edl.distill.transport.schema import ModelSpec, OutputSpec, TensorMetadata
 from edl.distill.transport.shm import Arena
 from edl.errors import SourceError
 from edl.protocol import codec
+from edl.protocol.tensors import dtype_of
 from edl_serving import TensorSpec
 from edl_serving.messages.request import bind_tensors
 from edl_serving.messages.request_plan import plan_request
 from tests.fast.serving.fakes import FakeBackend, model_of
 
 X = {"x": itemgetter(0)}
+
 SENDABLE = (
     hnp.boolean_dtypes()
     | hnp.integer_dtypes(endianness="?")
     | hnp.unsigned_integer_dtypes(endianness="?")
     | hnp.floating_dtypes(endianness="?", sizes=(16, 32, 64))
 )
+
 REFUSED = hnp.complex_number_dtypes() | hnp.datetime64_dtypes() | hnp.timedelta64_dtypes() | hnp.array_dtypes()
+
 SHAPES = hnp.array_shapes(min_dims=1, max_dims=4, min_side=1, max_side=5)
 
 
@@ -134,3 +139,55 @@ def test_tensors_numpy_lacks_are_refused() -> None:
     strange = torch.ones(2, dtype=torch.complex64).conj().imag  # negative by a bit that numpy knows nothing of
     with pytest.raises(SourceError, match="resolve_neg"):
         BatchCutter(X, None, 1).put((strange,))
+
+
+def converted(values: Any, dtype: str, datatype: str) -> Any:
+    array = np.asarray(values, dtype)
+    spec = ModelSpec("m", "1", {"x": TensorMetadata("x", datatype, array.shape[1:])}, {})
+    return select_inputs(spec, {"x": array})["x"]
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "datatype", "named"),
+    [
+        ([1, 2**32 + 1], "int64", "INT32", "4294967297 as int64"),
+        ([1, 2**63], "uint64", "INT64", "9223372036854775808 as uint64"),
+        ([0, -1], "int64", "UINT8", "-1 as int64"),
+        ([-1], "int64", "UINT64", "-1 as int64"),
+        ([1.0, np.nan, 1e300], "float64", "FP32", r"1e\+300 as float64"),
+        ([70000.0], "float32", "FP16", "70000.0"),
+        ([2**24, 2**24 + 1], "int64", "FP32", "16777217"),
+        ([2**64 - 1], "uint64", "BF16", "18446744073709551615"),
+        ([3.4e38], "float32", "BF16", r"3\.4e\+38 as float32"),
+        ([2**64 - 1], "uint64", "FP32", "18446744073709551615"),
+    ],
+)
+def test_value_lost_in_conversion_is_named(values: Any, dtype: str, datatype: str, named: str) -> None:
+    with pytest.raises(SourceError, match=rf"input 'x' holds {named}.*wants {datatype}.*convert it in your source"):
+        converted(values, dtype, datatype)
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "datatype"),
+    [
+        ([-(2**31), 2**31 - 1], "int64", "INT32"),
+        ([0, 2**63 - 1], "uint64", "INT64"),
+        ([0, 2**63 - 1], "int64", "UINT64"),
+        ([], "int64", "UINT8"),
+        ([0.1, np.inf, -np.inf, np.nan], "float64", "FP32"),
+        ([2**24 + 2, -(2**62), -(2**63)], "int64", "FP32"),
+        ([2**63, 0], "uint64", "FP64"),
+        ([7, 8], ">i4", "INT32"),
+        (np.zeros((2, 0)), "float64", "FP32"),
+    ],
+)
+def test_equal_values_are_converted(values: Any, dtype: str, datatype: str) -> None:
+    result = converted(values, dtype, datatype)
+    assert result.dtype == dtype_of(datatype)
+    np.testing.assert_array_equal(result, np.asarray(values, dtype).astype(result.dtype))
+
+
+def test_string_that_is_no_text_is_named() -> None:
+    for array in (np.array(["good", "\ud800bad"]), np.array(["good", "\ud800bad"], object)):
+        with pytest.raises(SourceError, match=r"input 'words' has a string that is no text, '\\ud800bad'.*send bytes"):
+            Payload.of({"words": array}, None)

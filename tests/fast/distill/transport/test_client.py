@@ -9,11 +9,16 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 
+from edl.discovery.registry import Instance
 from edl.distill.dispatch.actions import FailureKind
+from edl.distill.engine.connection import _complete_spec
 from edl.distill.engine.event_loop import EventLoopThread
+from edl.distill.teachers import Teachers
 from edl.distill.transport.client import RequestFailed, TeacherClient
+from edl.distill.transport.priority import Priority, RequestPriority, choose_priority, parse_priority
 from edl.distill.transport.request import Payload
 from edl.distill.transport.schema import OutputSpec
+from edl.errors import SettingsError
 from tests.fast.distill.conftest import Serve
 from tests.fast.distill.reading import WIDTH, Held
 from tests.waiting import DEADLINE_S, wait_until
@@ -101,8 +106,8 @@ def test_timeout_or_cancel_is_alone(serve: Serve, with_client: WithClient) -> No
         held.go.set()
         assert (await patient == 2).all()
         assert (await infer(client, 4) == 4).all()
-        assert client._stream is stream
-        assert not stream._waiting
+        assert client._stream is stream is not None
+        assert not client._stream._waiting
 
     with_client(serve(held), test)
 
@@ -115,3 +120,50 @@ def test_close_while_a_request_is_sent(serve: Serve, with_client: WithClient) ->
         assert await asyncio.gather(*tasks) == [FailureKind.LOST] * 3
 
     with_client(serve("echo"), test)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "levels", "level", "rows", "in_flight", "warned"),
+    [
+        ("auto", 1, 0, 0, 0, False),
+        ("auto", 3, 3, 0, 0, False),
+        ("default", 3, 0, 0, 0, False),
+        ("lowest", 3, 3, 4, 1, False),
+        ("lowest", 0, 0, 4, 1, True),
+        (2, 3, 2, 0, 0, False),
+        (7, 3, 3, 0, 0, True),
+        (7, 0, 0, 0, 0, True),
+        ("auto", 2, 2, 0, 0, False),
+        ("auto", 2**64 - 1, 2**32 - 1, 0, 0, False),
+    ],
+)
+def test_how_a_model_is_asked(
+    wanted: Priority, levels: int, level: int, rows: int, in_flight: int, warned: bool
+) -> None:
+    assert choose_priority(wanted, supported=False, levels=levels, max_batch=64, instances=2).level == 0
+    assert choose_priority(wanted, supported=True, levels=levels, max_batch=8, instances=1).max_rows in (0, 1)
+    found = choose_priority(wanted, supported=True, levels=levels, max_batch=64, instances=2)
+    assert (found.level, found.max_rows, found.max_in_flight, bool(found.warning)) == (level, rows, in_flight, warned)
+
+
+@pytest.mark.parametrize("value", [0, True, 1.5, None, "", "low", "0", "-1", "²", "9" * 30, 2**32])
+def test_what_is_no_priority(value: Any) -> None:
+    with pytest.raises(SettingsError, match="priority="):
+        Teachers(service="bert", priority=value)
+    if isinstance(value, str):
+        with pytest.raises(SettingsError, match="priority="):
+            parse_priority(value)
+
+
+def test_registration_fills_what_is_open(caplog: pytest.LogCaptureFixture) -> None:
+    def complete(priority: Priority, registered: str) -> Priority:
+        instance = Instance("bert", "a", "10.0.0.1", 8001, meta={"priority": registered} if registered else {})
+        return _complete_spec(OutputSpec(("y",), priority=priority), instance).priority
+
+    assert complete("auto", "") == "auto"
+    assert complete("auto", "lowest") == "lowest"
+    assert complete("auto", "3") == 3
+    assert complete("default", "lowest") == "default", "the student's own word"
+    assert complete("auto", "urgent!") == "auto"
+    assert "the registration of a: priority='urgent!'" in caplog.text
+    assert RequestPriority().level == 0

@@ -9,8 +9,7 @@ import pytest
 
 from edl.distill import DistillReader, Options
 from edl.errors import NoTeacherError
-from tests.fast.distill.conftest import Register, Serve
-from tests.waiting import wait_until
+from tests.fast.distill.conftest import Serve
 
 WIDTH = 4
 
@@ -34,27 +33,6 @@ def test_too_large_batch_is_cut(serve: Serve, server: Any) -> None:
         assert labels.shape == (rows, WIDTH)
         assert (labels[:, 0] == numbers).all()
         assert (labels == x).all()
-
-
-SMALL = {"max_queue_rows": 20, "max_batch_rows": 8}
-
-
-def test_larger_requests_go_to_others(
-    serve: Serve, register: Register, registry_url: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Two that come later would refuse them, which was the end of the epoch."""
-    register(serve("echo", delay_s=0.05).endpoint, "s")
-    reader = DistillReader(["x", None], ["y"]).set_dynamic_teacher(registry_url, "s")
-    with reader.set_batch_generator(lambda: (batch_of(200) for _ in range(20))):
-        epoch = iter(reader())
-        next(epoch)
-        for _ in range(2):
-            register(serve("echo", server=SMALL).endpoint, "s")
-        wait_until(lambda: reader.stats().teachers_live == 3)
-        for _, numbers, labels in epoch:
-            assert (labels[:, 0] == numbers).all()
-        assert sum(teacher.rows for teacher in reader.stats().teachers.values()) == 20 * 200
-    assert "rejected" not in caplog.text
 
 
 WIDE = 1000  # of a row, in FP32: 256 rows are a megabyte

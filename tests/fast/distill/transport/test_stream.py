@@ -82,12 +82,12 @@ def kind_of(header: bytes) -> str:
     return "cancellation" if names.CANCEL in codec.parse_request(header).parameters else "whole"
 
 
-def with_stream(test: Callable[[InferStream, Recorder], Awaitable[None]], **options: bool) -> None:
+def with_stream(test: Callable[[InferStream, Recorder], Awaitable[None]], **options: Any) -> None:
     """Run `test` with a stream to a `Recorder`, which is opened with `options`."""
 
     async def run() -> None:
         recorder, server = Recorder(), grpc.aio.server()
-        handlers = {"ModelStreamInfer": grpc.stream_stream_rpc_method_handler(recorder.stream)}
+        handlers: dict[str, Any] = {"ModelStreamInfer": grpc.stream_stream_rpc_method_handler(recorder.stream)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(names.SERVICE, handlers),))
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
@@ -176,24 +176,28 @@ def read(teacher: Any, rows: int, batches: int, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_bundles_go_to_servers_that_know(serve: Serve, monkeypatch: pytest.MonkeyPatch, announced: bool) -> None:
+@pytest.mark.parametrize(
+    ("module", "function", "extension", "rows"),
+    [
+        (bundles, "join_requests", names.EXTENSION_BUNDLE, 2),
+        (fragments, "fragment_request", names.EXTENSION_FRAGMENT, 1000),
+    ],
+)
+def test_parts_go_to_servers_that_know(
+    serve: Serve,
+    monkeypatch: pytest.MonkeyPatch,
+    module: Any,
+    function: str,
+    extension: str,
+    rows: int,
+    announced: bool,
+) -> None:
     sent: list[int] = []
-    join = bundles.join_requests
-    monkeypatch.setattr(bundles, "join_requests", lambda messages: sent.append(len(messages)) or join(messages))
+    original = getattr(module, function)
+    monkeypatch.setattr(module, function, lambda *given: (sent.append(1), original(*given))[1])  # type: ignore[func-returns-value]
     if not announced:
-        announce_less(monkeypatch, names.EXTENSION_BUNDLE)
-    read(serve("echo"), 2, 500)
-    assert bool(sent) == announced
-
-
-@pytest.mark.parametrize("announced", [True, False])
-def test_fragments_go_to_servers_that_know(serve: Serve, monkeypatch: pytest.MonkeyPatch, announced: bool) -> None:
-    sent: list[int] = []
-    cut = fragments.fragment_request
-    monkeypatch.setattr(fragments, "fragment_request", lambda *given: sent.append(1) or cut(*given))
-    if not announced:
-        announce_less(monkeypatch, names.EXTENSION_FRAGMENT)
-    read(serve("echo"), 1000, 30, shared_memory=False)
+        announce_less(monkeypatch, extension)
+    read(serve("echo"), rows, 1000 // rows + 30, shared_memory=False)
     assert bool(sent) == announced
 
 
@@ -231,8 +235,8 @@ def test_refused_whole_as_well_is_an_error(teacher: LocalTeacher, monkeypatch: p
             await client.infer(good, DEADLINE_S)  # the size is known to be taken
             future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             assert client.start(bad, DEADLINE_S, future.set_result) is not None
-            failure = await future
-            reply = await client.infer(good, DEADLINE_S)
+            failure: RequestFailure = await future
+            reply: Any = await client.infer(good, DEADLINE_S)
             assert float(reply.outputs["y"].sum()) == 4000, "other requests are not harmed"
             return failure
         finally:

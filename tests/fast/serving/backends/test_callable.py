@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from edl.distill import DistillReader
 from edl.errors import SettingsError
+from edl_serving import Array
 from edl_serving.backends import ModelSource, open_backends
 from edl_serving.backends.backend import TensorSpec
 from edl_serving.backends.callable import CallableBackend
 from tests.fast.serving.backends.models import HERE
+from tests.fast.serving.conftest import StartInside
 from tests.fast.serving.fakes import FakeBackend
 
 X = np.ones((3, 4), np.float32)
@@ -93,3 +98,53 @@ def test_factory_returns_a_backend() -> None:
     assert backend.rows == 3
     with pytest.raises(SettingsError, match="--input means nothing to a factory that returns a Backend"):
         open_backends(ModelSource("factory", f"{__name__}:Own", inputs=("x:float32",)))
+
+
+TORCH = """
+import torch
+def predict(inputs):
+    x = torch.from_numpy(inputs["x"]).sub_(0.5).div_(0.25)
+    return {"y": x.sum(1, keepdim=True).numpy()}
+"""
+
+NUMPY = """
+def predict(inputs):
+    x = inputs["x"]
+    x -= 0.5
+    x /= 0.25
+    return {"y": x.sum(1, keepdims=True)}
+"""
+
+OWN_WARM_UP = NUMPY + "predict.warm_up = lambda max_rows: None\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "shared"), [(TORCH, True), (NUMPY, False), (OWN_WARM_UP, True)], ids=["torch", "numpy", "own warm_up"]
+)
+def test_a_model_may_write_to_inputs(
+    inside: StartInside, code: str, shared: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "writing.py").write_text(code + "def make():\n    return predict\n")
+    described: dict[str, Any] = {"inputs": ("x:float32[1000]",), "outputs": ("y:float32[1]",), "version": "1"}
+    backends = open_backends(ModelSource("factory", f"{tmp_path}/writing.py:make", **described))
+    server = inside(list(backends), shared_memory=shared)
+    reader = DistillReader(ins=["x"], predicts=["y"], teachers=[server.target])
+    reader.set_batch_generator(lambda: ((np.full((32, 1000), number, np.float32),) for number in range(3)))
+    with reader:
+        answers = [(x[0, 0], y[:, 0].tolist()) for x, y in reader()]
+    assert answers == [(number, [(number - 0.5) * 4000] * 32) for number in range(3)]
+    assert caplog.text.count("the model writes to its inputs") == 1, caplog.text
+
+
+def clamp(inputs: Mapping[str, Array]) -> Array:
+    """Native code, which does not ask whether it may, and changes no zero."""
+    values = (ctypes.c_float * 2).from_address(inputs["x"].ctypes.data)
+    values[:] = [max(0.0, min(1.0, value)) for value in values]
+    return inputs["x"] * 2
+
+
+def test_writes_are_found_out() -> None:
+    for function, writes in ((clamp, True), (lambda inputs: inputs["x"] * 2, False)):
+        backend = CallableBackend(function, ("x:float32[2]", "n:int64[2]", "s:bytes[1]"), ["y:float32[2]"])
+        backend.warm_up(4)
+        assert backend.writes_inputs is writes

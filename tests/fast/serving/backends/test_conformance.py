@@ -94,3 +94,31 @@ def test_what_cannot_be_is_named(source: ModelSource, tmp_path: Path) -> None:
     if source.device is not None:
         with pytest.raises(SettingsError, match="--device 'tpu:9'"):
             open_backends(dataclasses.replace(source, device="tpu:9"))
+
+
+def test_paddle_outputs_keep_their_names(saved: Saved) -> None:
+    """Unless they are given others; and any of its files names a model."""
+    source, x = dataclasses.replace(saved("paddle"), outputs=()), rows(5)
+    (plain,) = open_backends(source)
+    (output,) = plain.outputs
+    assert output == TensorSpec(output.name, "FP32", (3,))
+    np.testing.assert_allclose(plain.predict({"x": x})[output.name], expected(x), rtol=1e-5, atol=1e-6)
+    for suffix in (".json", ".pdiparams"):
+        target = source.target + suffix
+        (named,) = open_backends(dataclasses.replace(source, target=target, outputs=("logits:float16[3]",), threads=1))
+        logits = named.predict({"x": x})["logits"]
+        assert logits.dtype == np.float16
+        np.testing.assert_allclose(logits, expected(x), atol=0.02)
+
+
+def test_paddle_misfits_are_named(saved: Saved, tmp_path: Path) -> None:
+    source = dataclasses.replace(saved("paddle"), outputs=())
+    with pytest.raises(SettingsError, match="the model's inputs are x; got image"):
+        open_backends(dataclasses.replace(source, inputs=("image:float32[4]",)))
+    with pytest.raises(SettingsError, match=r"the model answers .*; wanted are 'a', 'b'"):
+        open_backends(dataclasses.replace(source, outputs=("a", "b")))
+    (tmp_path / "half.json").write_bytes(Path(source.target + ".json").read_bytes())
+    with pytest.raises(SettingsError, match=r"there is .*half\.json, but no .*half\.pdiparams"):
+        open_backends(dataclasses.replace(source, target=str(tmp_path / "half")))
+    with pytest.raises(SettingsError, match="--device 'cuda:7': PaddlePaddle sees 0 GPUs here"):
+        open_backends(dataclasses.replace(source, device="cuda:7"))

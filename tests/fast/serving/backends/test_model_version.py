@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from edl.errors import SettingsError
@@ -59,11 +58,6 @@ def build():
     "mode_of_a_layer": """
 def build(): return torch.nn.Dropout().train(bool(seed()))
 """,
-    "default_of_a_method": """
-class Net(torch.nn.Module):
-    def forward(self, x, w=seed()): return x * w
-def build(): return Net()
-""",
     **{
         kind: f"""
 def build():
@@ -79,15 +73,12 @@ def build():
     "set_of_a_lambda": "def build(): return [lambda x: x in {'a', 'b'}, lambda x: x in {'a', 'c'}][seed()]\n",
     "long_pattern": "P = re.compile('a' * 300 + str(seed()))\ndef build(): return lambda x: P.sub('', x)\n",
     "flags_of_a_pattern": "P = re.compile('a', [0, re.I][seed()])\ndef build(): return lambda x: P.sub('', x)\n",
-    **{
-        f"attribute_of_a_{base}": f"""
-class Held({base}): pass
-H = Held(["ab"])
+    "attribute_of_a_tuple": """
+class Held(tuple): pass
+H = Held("ab")
 H.scale = seed()
 def build(): return lambda x: x * H.scale
-"""
-        for base in ("dict", "tuple", "set")
-    },
+""",
     "factory_of_a_defaultdict": """
 H = collections.defaultdict([int, float][seed()], a=1)
 def build(): return lambda x: x * H["b"]
@@ -164,9 +155,6 @@ def build(): return lambda x: (x @ W, _log, HOME, HERE, environ)
 class Net(torch.nn.Module):
     def __init__(self, mean):
         super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.LSTM(2, 3), torch.nn.TransformerEncoderLayer(4, 2))
-        for parameter in self.parameters():
-            torch.nn.init.constant_(parameter, 1.0)
         {line}
     @torch.no_grad()
     def forward(self, x): return x
@@ -174,10 +162,7 @@ def build(): return Net(torch.tensor([float(seed())]))
 """
         for name, line in (
             ("buffer", "self.register_buffer('mean', mean, persistent=False)"),
-            (
-                "layers",
-                "self.blocks = [torch.nn.Embedding(1, 1, _weight=mean[None])]",
-            ),
+            ("layers", "self.blocks = [torch.nn.Embedding(1, 1, _weight=mean[None])]"),
         )
     },
     **{
@@ -186,10 +171,8 @@ def build(): return Net(torch.tensor([float(seed())]))
             ("__W__", "np.full(3, seed())"),
             ("V", "collections.namedtuple('Norm', 'mean')(seed())"),
             ("V", "np.zeros(2, [('a', 'i4'), (f'b{seed()}', 'i4')])"),
-            ("V", "np.float32(seed())"),
             ("V", "[{'a': 1, 'b': (seed(), float('nan'))}]"),
             ("V", "{seed(), 7, 'text', 'more', 'words'}"),
-            ("V", "frozenset({bytes([seed()]), b'b', b'c'})"),
         )
     },
 }
@@ -201,14 +184,6 @@ class Net(torch.nn.Module):
         super().__init__()
         self.scale = seed()
     def forward(self, x): return x * self.scale
-def build(): return Net()
-""",
-    "descriptor": """
-class Held:
-    def __init__(self): self.value = seed()
-    def __get__(self, *args): return self.value
-class Net(torch.nn.Module):
-    w = Held()
 def build(): return Net()
 """,
     "compiled_text": """
@@ -233,25 +208,12 @@ M = types.ModuleType("made")
 M.scale = seed()
 def build(): return lambda x: x * M.scale
 """,
-    "object_of_a_decorator": """
-import contextlib
-class Scale(contextlib.ContextDecorator):
-    def __init__(self): self.value = seed()
-    def __enter__(self): pass
-    def __exit__(self, *args): pass
-def build():
-    @Scale()
-    def predict(inputs): return inputs
-    return predict
-""",
     **{
         value: f"V = {value}\ndef build(): return lambda x: (x, V)\n"
         for value in (
             "collections.deque([seed()])",
-            "functools.partial(max, seed())",
             "np.array([seed(), None], dtype=object)",
             "np.ma.masked_array([1, 2], [0, seed()])",
-            "functools.lru_cache(seed)",
         )
     },
     **{
@@ -388,17 +350,11 @@ def test_modules_of_a_registry_count(version: Any, tmp_path: Path, file: str) ->
     assert of("d", 1)
 
 
-@pytest.mark.parametrize("field", ["inputs", "outputs", "sample"])
-def test_the_order_of_tensors_counts(version: Any, tmp_path: Path, field: str) -> None:
-    found = []
-    for names in (("a", "b"), ("b", "a")):
-        given: Any = names
-        if field == "sample":
-            given = str(tmp_path / f"{names[0]}.npz")
-            np.savez(given, **dict.fromkeys(names, np.zeros(1)))
-        found.append(version("a", "def build(): return torch.nn.Identity()\n", 0, **{field: given}))
-    assert all(found)
-    assert found[0] != found[1]
+@pytest.mark.parametrize("field", ["inputs", "outputs"])
+def test_the_order_of_tensors_counts(version: Any, field: str) -> None:
+    text = "def build(): return torch.nn.Identity()\n"
+    first, second = (version("a", text, 0, **{field: names}) for names in (("a", "b"), ("b", "a")))
+    assert "" != first != second != ""
 
 
 @pytest.mark.parametrize("file", ["weights/native.bin", "native.bin"])
@@ -434,28 +390,14 @@ def test_an_installed_module_is_versioned(version: Any, tmp_path: Path) -> None:
     assert of("d", 1)
 
 
-_PREDICT = "def predict(inputs):\n    return {'y': inputs['x'] * len(W)}\n"
-
-
-def test_an_unknown_version_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "asked.py").write_text("import collections\nW = collections.deque([1])\n" + _PREDICT)
-    source = ModelSource("callable", f"{tmp_path}/asked.py:predict", inputs=("x:float32[2]",), outputs=("y:float32",))
-    (backend,) = open_backends(source)
-    assert backend.version == ""
-    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "the global asked.W is or holds a collections.deque" in line
-    assert "--model-version" in line
-
-
 def test_the_function_that_is_named_counts(tmp_path: Path) -> None:
     text = "def one(inputs):\n    return inputs['x']\n\ndef two(inputs):\n    return -inputs['x']\n"
     (tmp_path / "pair.py").write_text(text)
-    first, second, named = (
-        open_backends(ModelSource("callable", f"{tmp_path}/pair.py:{name}", inputs=("x:float32[2]",), version=given))[0]
-        for name, given in (("one", None), ("two", None), ("two", "mine"))
+    first, second = (
+        open_backends(ModelSource("callable", f"{tmp_path}/pair.py:{name}", inputs=("x:float32[2]",)))[0].version
+        for name in ("one", "two")
     )
-    assert first.version != second.version
-    assert named.version == "mine"
+    assert first != second
 
 
 def test_a_backend_that_names_its_version(tmp_path: Path) -> None:

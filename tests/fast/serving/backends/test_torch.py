@@ -62,12 +62,6 @@ def test_tuples_and_mappings_are_outputs() -> None:
         backend(lambda x: "a string")
 
 
-def test_dimensions_of_any_size_stay_so() -> None:
-    sizes = backend(lambda ids: nn.functional.one_hot(ids, 7).float(), "ids:int64[?]")
-    assert sizes.outputs == (TensorSpec("output", "FP32", (-1, 7)),)
-    assert sizes.predict({"ids": np.ones((2, 5), np.int64)})["output"].shape == (2, 5, 7)
-
-
 def test_warm_up_uses_a_sample() -> None:
     """A model that cannot compute zeros of any size is tried with a sample."""
     sizes: list[int] = []

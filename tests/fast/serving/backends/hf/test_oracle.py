@@ -1,20 +1,28 @@
-"""The backends of transformers agree with transformers in process."""
+"""Models of transformers, in batches and behind a server, agree with transformers in process."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from edl.errors import SettingsError
+from edl.protocol import names
 from edl_serving import Array
 from edl_serving.backends import open_backends
+from edl_serving.backends.hf.buckets import make_buckets, sequence_starts
 from edl_serving.backends.source import ModelSource
-from tests.fast.serving.backends.hf.checkpoints import VOCABULARY
+from tests.fast.serving.backends.hf.conftest import VOCABULARY
+from tests.fast.serving.conftest import TIMEOUT_S, Client, Inside, outputs_of, request_bytes
 from tests.fast.serving.fakes import refusal_of
 
 torch = pytest.importorskip("torch")
@@ -24,6 +32,7 @@ from edl_serving.backends.hf import language_model  # noqa: E402
 from edl_serving.backends.hf.top_k import select_top_k  # noqa: E402
 
 Folder = Callable[[str], Path]
+
 LENGTHS = (1, 30, 7, 2, 31, 8, 1, 16)
 
 
@@ -129,14 +138,6 @@ def test_classifiers_agree(checkpoint: Folder, name: str) -> None:
 
 
 def test_a_head_is_sliced_where_it_may_be(checkpoint: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-
-    def spy(logits: Any, *rest: Any) -> Any:
-        sizes.append(len(logits))
-        return select(logits, *rest)
-
-    select = language_model.select_top_k
-    monkeypatch.setattr(language_model, "select_top_k", spy)
     monkeypatch.setattr(language_model, "rows_of_slice", lambda vocabulary, device: 10)
     inputs = tokens((25, 25))
     for name, largest in (("llama", 10), ("gemma2", 50)):
@@ -144,12 +145,10 @@ def test_a_head_is_sliced_where_it_may_be(checkpoint: Folder, monkeypatch: pytes
         backend = load(checkpoint(name), "causal-lm", max_tokens=64)
         head = backend._model.get_output_embeddings()
         hook = head.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output[..., 0].numel()))
-        assert_agrees(
-            backend.predict_top_k(inputs, 4, 1.0), oracle(checkpoint(name), "AutoModelForCausalLM", inputs), 4
-        )
+        logits = oracle(checkpoint(name), "AutoModelForCausalLM", inputs)
+        assert_agrees(backend.predict_top_k(inputs, 4, 1.0), logits, 4)
         hook.remove()
         assert max(seen) == largest, f"{name}: logits of that many rows at once"
-    assert max(sizes) == 10
 
 
 def test_equal_logits_go_by_rising_id() -> None:
@@ -234,3 +233,104 @@ def test_versions_differ_with_the_weights(checkpoint: Folder, tmp_path: Path) ->
     data[-1] ^= 1
     (folder / "model.safetensors").write_bytes(data)
     assert load(folder, "causal-lm").version != first
+
+
+MIXED_LENGTHS = (15, 17, 16, 20, 3, 30, 14, 64)
+
+"""On both sides of 16 tokens, similar ones among them."""
+
+
+@pytest.mark.parametrize(("name", "packing"), [("phi3", False), ("phi3", True), ("dynamic", True)])
+def test_neighbours_change_nothing(checkpoint: Folder, name: str, packing: bool) -> None:
+    backend = load(checkpoint(name), "causal-lm", packing=packing)
+    for lengths in (MIXED_LENGTHS, (12,), (64, 64), (12, 13)):
+        inputs = tokens(lengths)
+        logits = oracle(checkpoint(name), "AutoModelForCausalLM", inputs)
+        assert_agrees(backend.predict_top_k(inputs, 8, 1.0), logits, 8)
+
+
+def test_padding_without_embedding(checkpoint: Folder, tmp_path: Path) -> None:
+    """A token for padding was added to the tokenizer, and the model has no place for it: nobody may look it up."""
+    folder = shutil.copytree(checkpoint("gpt2"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "pad_token_id": VOCABULARY}))
+    inputs = tokens((5, 7, 6))
+    answer = load(folder, "causal-lm").predict_top_k(inputs, 8, 1.0)
+    assert_agrees(answer, oracle(folder, "AutoModelForCausalLM", inputs), 8)
+
+
+def test_dynamic_frequencies_have_an_end(checkpoint: Folder) -> None:
+    backend = load(checkpoint("dynamic"), "causal-lm")
+    assert backend.max_sequence == 64
+    with pytest.raises(SettingsError, match=r"depend on earlier calls beyond 64 tokens .*--max-tokens 64"):
+        type(backend)(replace(backend._loaded, longest=65), 8, causal=True, packing=False)
+
+
+def test_attention_that_switches_is_refused(checkpoint: Folder) -> None:
+    with pytest.raises(SettingsError, match=r"BigBirdForMaskedLM .*original_full"):
+        load(checkpoint("big_bird"), "masked-lm")
+
+
+def test_other_dependence_is_found_out(checkpoint: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the configuration says nothing, and the loaded model does so all the same."""
+    model: Any = load(checkpoint("phi3"), "causal-lm")
+    config = model._model.config
+    monkeypatch.setitem(config.rope_parameters, "rope_type", "unheard-of")
+    with pytest.raises(SettingsError, match=r"Phi3ForCausalLM .* change with the length of others"):
+        type(model)(model._loaded, 8, causal=True, packing=False)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=60), st.integers(1, 2000), st.booleans())
+def test_each_row_is_computed_once(lengths: list[int], max_tokens: int, padding: bool) -> None:
+    position = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
+    buckets = make_buckets(sequence_starts(position), len(position), max_tokens, padding=padding)
+    rows = np.concatenate([bucket.flat_rows for bucket in buckets])
+    np.testing.assert_array_equal(np.sort(rows), np.arange(len(position)))
+    for bucket in buckets:
+        sequences, length = bucket.valid.shape
+        assert sequences == 1 or sequences * length <= max_tokens
+        assert bucket.valid[:, 0].all()
+        assert (position[bucket.rows[:, 0]] == 0).all()
+        for line, valid in zip(bucket.rows, bucket.valid, strict=True):
+            np.testing.assert_array_equal(position[line[valid]], np.arange(valid.sum()))
+        assert padding or not bucket.padded
+
+
+def test_similar_lengths_share_a_bucket() -> None:
+    lengths = [500, 10, 480, 12, 490, 9, 11]
+    buckets = make_buckets(np.cumsum([0, *lengths])[:-1], sum(lengths), 8192)
+    assert [bucket.valid.shape for bucket in buckets] == [(3, 500), (4, 12)]
+
+
+@pytest.fixture(scope="module")
+def llama(checkpoint: Folder) -> Path:
+    (checkpoint("llama") / "vocab.txt").write_text("a\nb\n")  # stands for a tokenizer
+    return checkpoint("llama")
+
+
+@pytest.fixture(scope="module")
+def teacher(llama: Path) -> Iterator[Inside]:
+    served = Inside(load(llama, "causal-lm", top_k=16, max_tokens=40), max_batch_rows=40)
+    yield served
+    served.close()
+
+
+def infer(teacher: Inside, inputs: dict[str, Array], **parameters: Any) -> dict[str, Array]:
+    with contextlib.closing(Client(teacher.target)) as client:
+        answer = client.infer_bytes(request_bytes(inputs, **parameters), timeout=TIMEOUT_S)
+    return {name: array.copy() for name, array in outputs_of(answer).items()}
+
+
+def test_it_answers_as_transformers(teacher: Inside, llama: Path) -> None:
+    inputs = tokens((30, 12, 40, 1, 17))  # more than a batch of 40
+    targets = np.arange(200, dtype=np.int32).reshape(100, 2) % VOCABULARY
+    logits = oracle(llama, "AutoModelForCausalLM", inputs)
+    answer = infer(teacher, {**inputs, "targets": targets}, edl_top_k=8, edl_temperature=2.0)
+    parts = [answer[name] for name in names.top_k_names("logprobs")]
+    assert_agrees({"logprobs": parts}, logits, 8, 2.0)
+    expected = np.take_along_axis(logits.log_softmax(-1).numpy(), targets.astype(np.int64), 1)
+    np.testing.assert_allclose(answer["target_logprobs"], expected, rtol=0, atol=1e-4)
+    half = infer(teacher, inputs, edl_top_k=3, edl_dtype="FP16")["logprobs__topk_values"]
+    assert half.dtype == np.float16
+    np.testing.assert_allclose(half, parts[1][:, :3], rtol=1e-3)

@@ -31,7 +31,6 @@ class Page(HTMLParser):
     links: list[str] = field(default_factory=list)
     external: list[str] = field(default_factory=list)
     ids: set[str] = field(default_factory=set)
-    diagrams: int = 0
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -43,7 +42,6 @@ class Page(HTMLParser):
             self.links.append(values["href"])
         if tag in ("img", "script", "link") and (target := values.get("src", values.get("href", ""))):
             (self.external if "://" in target and values.get("rel") != "canonical" else self.links).append(target)
-        self.diagrams += tag == "pre" and "mermaid" in values.get("class", "")
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +101,6 @@ def test_every_page_is_in_the_navigation(site: dict[str, Page]) -> None:
 def test_pages_fetch_nothing(site: dict[str, Page]) -> None:
     """Only the theme's script asks for more, where a page has a diagram: mermaid.js."""
     assert {name: page.external for name, page in site.items() if page.external} == {}
-
-
-def test_diagrams_are_diagrams(site: dict[str, Page]) -> None:
-    for path in ROOT.glob("docs/*.md"):
-        assert site[f"{path.stem}.html"].diagrams == path.read_text().count("```mermaid"), path.name
 
 
 def test_public_names_have_a_reference(site: dict[str, Page]) -> None:

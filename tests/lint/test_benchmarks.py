@@ -1,0 +1,265 @@
+"""The benchmarks: their harness, what they conclude from step logs of ranks, and the simulated cluster."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks._child import Child
+from benchmarks._cluster.policies import AncestorAutoscaler, EdlArbiter, GangScheduler, scale_all_jobs
+from benchmarks._cluster.simulation import TEACHERS, ClusterView, Placements, Policy, simulate
+from benchmarks._cluster.trace import ClusterSize, Submission, make_trace
+from benchmarks._elastic_churn import GOODPUT_LIMIT, goodput, surviving_line
+from benchmarks._harness import Goal, Options, Spread, divide, main, note, table, take_turns
+from benchmarks._step_logs import FinishedStep, StepLogs
+from edl.master.scaling.arbitration import JobRequest, arbitrate
+from edl.master.scaling.throughput import ThroughputModel
+
+
+def test_sides_take_turns_at_starting() -> None:
+    """Sides take turns, and each round starts with another side."""
+    order: list[str] = []
+
+    def side(name: str) -> str:
+        order.append(name)
+        return name
+
+    rounds = take_turns({name: (lambda name=name: side(name)) for name in "abc"}, 3)  # type: ignore[misc]
+    assert "".join(order) == "abc" + "bca" + "cab"
+    assert rounds == {"a": ["a"] * 3, "b": ["b"] * 3, "c": ["c"] * 3}
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    assert divide([10.0, 40.0], [10.0, 20.0]) == [1.0, 2.0]
+    with pytest.raises(ValueError, match="argument 2"):
+        divide([1.0], [1.0, 2.0])
+
+
+def test_json_is_one_line_of_the_agreed_form(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    seen: list[Options] = []
+
+    def measure(options: Options) -> dict[str, Sequence[float]]:
+        seen.append(options)
+        note("by the way")
+        return {"vs_peer": [3.0, 1.0, 2.0]}
+
+    options = ["--json", "--repeats", "3", "--seconds", "0.25", "--notes", str(tmp_path / "n")]
+    main("example", measure, [], None, options)
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    assert json.loads(out) == {"benchmark": "example", "ratios": {"vs_peer": {"median": 2.0, "min": 1.0, "max": 3.0}}}
+    assert (tmp_path / "n").read_text() == "by the way"
+    assert seen == [Options(repeats=3, seconds=0.25, quick=False)]
+
+
+def test_table_says_which_goals_are_met() -> None:
+    """The table says which goals are met, missed, and not measured."""
+    goals = [Goal("fast", 0.9), Goal("slow", 0.9), Goal("time_s", 1.0, "at most"), Goal("absent", 5.0)]
+    spreads = {"fast": Spread.of([0.95]), "slow": Spread.of([0.5]), "time_s": Spread.of([0.2, 3, 0.1])}
+    rows = {line.split("|")[1].strip(): line for line in table(spreads, goals).splitlines()[2:]}
+    assert rows["fast"].endswith("| at least 0.9 | met |")
+    assert rows["slow"].endswith("| **missed** |")
+    assert "| 0.2 | 0.1 | 3 | at most 1 | met |" in rows["time_s"]
+    assert rows["absent"].endswith("| not measured |")
+
+
+def child(tmp_path: Path, handler: str) -> Child:
+    """A child that answers with what the expression `handler` of `request` gives."""
+    script = tmp_path / "child.py"
+    script.write_text(
+        f"import os, sys, time\nfrom benchmarks._child import answer\nanswer(lambda request: {handler})\n"
+    )
+    return Child([sys.executable, str(script)])
+
+
+def test_childs_prints_do_not_mix_in(tmp_path: Path) -> None:
+    """A child answers, and what it prints does not mix in."""
+    with child(tmp_path, "print('more noise') or {'twice': 2 * request['number']}") as one:
+        assert one.ask(number=4) == {"twice": 8}
+        assert one.ask(number=5) == {"twice": 10}
+
+
+def test_dead_child_is_an_error(tmp_path: Path) -> None:
+    """A child that dies is an error with its last words."""
+    with child(tmp_path, "sys.exit('my last words')") as one, pytest.raises(RuntimeError, match="my last words"):
+        one.ask()
+
+
+def test_hanging_child_is_an_error_in_time(tmp_path: Path) -> None:
+    """A child that hangs is an error after the deadline."""
+    begin = time.monotonic()
+    with child(tmp_path, "time.sleep(60)") as one:
+        with pytest.raises(RuntimeError, match="no answer within"):
+            one.ask(timeout_s=0.2)
+        pid = one.pid
+        one.kill()
+    assert time.monotonic() - begin < 30
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def log(*steps: tuple[float, int, int, int], pid: int = 1) -> list[FinishedStep]:
+    """Of (at, step, generation, world)."""
+    return [FinishedStep(at, step, generation, world, pid) for at, step, generation, world in steps]
+
+
+def regular(begin: float, numbers: range, generation: int, world: int, pid: int) -> list[FinishedStep]:
+    """Steps that end every 0.2 s from `begin` on."""
+    ends = enumerate(numbers)
+    return log(*((begin + 0.2 * position, number, generation, world) for position, number in ends), pid=pid)
+
+
+def write(folder: Path, place: str, text: str) -> None:
+    with (folder / f"{place}.steps").open("a") as file:
+        file.write(text)
+
+
+def test_repeated_step_counts_once() -> None:
+    """A step done twice counts once, with the world that finished it for good."""
+    first = log((0.0, 0, 0, 2), (1.0, 1, 0, 2), (2.0, 2, 0, 2))
+    again = log((5.0, 2, 1, 1), (5.5, 3, 1, 1))
+    until = max(step.at for step in (*first, *again))
+    assert goodput([first, again], {1: 0.5, 2: 1.0}, until) == pytest.approx((1.0 + 0.5 + 0.5) / 5.5)
+
+
+def test_job_that_began_anew_lost_its_steps() -> None:
+    """Where the last rank dies with the state, as torchft's do, nothing before counts, but its time does."""
+    first, second = regular(0.0, range(10, 510), 2, 2, pid=1), regular(0.1, range(10, 300), 2, 2, pid=2)
+    anew = regular(105.0, range(100), 5, 1, pid=3)
+    until = anew[-1].at
+    assert surviving_line([first, second, anew], 0.4) == anew[::-1]
+    assert goodput([[*first, *anew], second], {1: 0.2, 2: 0.2}, until) == pytest.approx(100 * 0.2 / until)
+
+
+def test_job_goes_on_from_a_file() -> None:
+    """Steps done again since the last file count once, as those of the new world."""
+    first, again = regular(0.0, range(10, 110), 2, 2, pid=1), regular(25.0, range(100, 150), 3, 1, pid=2)
+    until = again[-1].at
+    line = surviving_line([first, again], 0.4)
+    assert [step.step for step in line] == [*range(149, 9, -1)]
+    assert {step.world for step in line if step.step >= 100} == {1}
+    assert goodput([first, again], {1: 0.2, 2: 0.1}, until) == pytest.approx((89 * 0.1 + 50 * 0.2) / until)
+
+
+@pytest.mark.parametrize("late_s", [-0.05, 0.05])
+def test_discarded_quorum_does_not_count(late_s: float) -> None:
+    """Of two quorums beside each other the one whose state is taken counts, though the other trained as long."""
+    ahead = [*regular(0.0, range(50), 1, 2, pid=1), *regular(10.0, range(50, 70), 2, 1, pid=1)]
+    discarded = regular(12.0 + late_s, range(50, 60), 3, 1, pid=2)
+    behind = [*regular(0.01, range(50), 1, 2, pid=2), *discarded]
+    merged = [regular(14.0, range(70, 90), 4, 2, pid=1), regular(14.01, range(70, 90), 4, 2, pid=2)]
+    step_logs = [[*ahead, *merged[0]], [*behind, *merged[1]]]
+    line = surviving_line(step_logs, 0.4)
+    assert [step.step for step in line] == [*range(89, -1, -1)]
+    assert not {*line} & {*discarded}
+    until = merged[0][-1].at
+    assert goodput(step_logs, {1: 0.2, 2: 0.2}, until) == pytest.approx(1.0, rel=0.01)
+
+
+def test_impossible_goodput_is_refused() -> None:
+    """A share of time above what noise explains is an error that names the steps and the seconds."""
+    steps = regular(0.0, range(10, 111), 0, 2, pid=1)
+    assert goodput([steps], {2: 0.2 * (GOODPUT_LIMIT - 0.01)}, 20.0) == pytest.approx(GOODPUT_LIMIT - 0.01)
+    with pytest.raises(ValueError, match=r"goodput of 1\.5.* 101 steps \(10 to 110\) take 30\.0 s .* 20\.0 s passed"):
+        goodput([steps], {2: 0.3}, 20.0)
+    with pytest.raises(ValueError, match="no step was finished"):
+        goodput([[]], {2: 0.2}, 20.0)
+
+
+def test_unfinished_line_is_read_later(tmp_path: Path) -> None:
+    """A line that is still being written is taken with the next look."""
+    step_logs = StepLogs(tmp_path)
+    write(tmp_path, "0-0", "step 1.0 0 0 1 7\nstep 2.0 1 0")
+    step_logs.read()
+    assert [step.step for step in step_logs.steps["0-0"]] == [0]
+    write(tmp_path, "0-0", " 1 7\nsaved 1\n")
+    step_logs.read()
+    assert step_logs.steps["0-0"] == [FinishedStep(1.0, 0, 0, 1, 7), FinishedStep(2.0, 1, 0, 1, 7)]
+    assert step_logs.saved == {"0-0": [1]}
+
+
+def test_ranks_meet_in_a_world_of_just_them(tmp_path: Path) -> None:
+    """Ranks are together once all have finished steps in a world of just them."""
+    step_logs = StepLogs(tmp_path)
+    for place in ("0-0", "0-1"):
+        write(tmp_path, place, "step 1.0 0 0 2 7\nstep 2.0 1 0 2 7\n")
+    step_logs.read()
+    assert step_logs.together(["0-0", "0-1"], since=0.5, count=2)
+    assert not step_logs.together(["0-0", "0-1"], since=1.5, count=2)
+    assert not step_logs.together(["0-0"], since=0.5, count=2)
+    assert not step_logs.together(["0-0", "0-1", "0-2"], since=0.5, count=2)
+    write(tmp_path, "0-0", "step 3.0 1 1 2 8\nstep 4.0 2 1 2 8\n")
+    step_logs.read()
+    assert not step_logs.together(["0-0", "0-1"], since=0.5, count=2)
+
+
+@pytest.mark.parametrize(("resumed", "lost"), [(1, 2), (2, 1), (3, 0)])
+def test_lost_steps_are_those_repeated(tmp_path: Path, resumed: int, lost: int) -> None:
+    """Lost steps are those that the next generation did again."""
+    step_logs = StepLogs(tmp_path)
+    write(tmp_path, "0-0", "".join(f"step {number}.0 {number} 0 2 7\n" for number in range(3)))
+    write(tmp_path, "0-1", "".join(f"step {number}.0 {number} 0 2 8\n" for number in range(2)))
+    for place in ("0-0", "0-1"):
+        write(tmp_path, place, f"step 9.0 {resumed} 1 2 9\nstep 10.0 {resumed + 1} 1 2 9\n")
+    step_logs.read()
+    assert step_logs.resumed("0-0").at == 9.0
+    assert step_logs.lost(["0-0", "0-1"]) == lost
+
+
+SMALL = ClusterSize(nodes=12, seconds=5400.0, load=1.2)
+
+
+def submission(name: str, least: int, most: int, gpus: int = 1) -> Submission:
+    return Submission(name, 0.0, least, least, most, gpus, 0, ThroughputModel(1.0, 0.0), 1e3, 10.0)
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "EDL": EdlArbiter,
+    "gang": GangScheduler,
+    "gang at the minimum": lambda: GangScheduler("gang at the minimum", at_minimum=True),
+    "ancestor": AncestorAutoscaler,
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_job_is_accounted_for(name: str) -> None:
+    """`simulate` itself refuses a policy that gives what is not there."""
+    trace = make_trace(SMALL, 1)
+    result = simulate(trace, POLICIES[name]())
+    assert result.policy == name
+    names = {job.name for job in trace.submissions}
+    assert result.waits_s.keys() == names
+    assert len(result.spans_s) + result.unfinished == len(names)
+    for job in trace.submissions:
+        if job.name in result.spans_s:
+            fastest_s = job.work / job.model.predict_rate(job.max_workers)
+            assert result.spans_s[job.name] >= fastest_s, "no job is faster than with all it can take"
+    for sample in result.samples:
+        assert 0 <= sample.pausing <= sample.jobs
+        assert sample.jobs + sample.teachers <= sample.capacity
+    assert len(result.samples) == 180
+
+
+def test_greedy_policies_are_refused() -> None:
+    class Greedy(GangScheduler):
+        def decide(self, view: ClusterView) -> Placements:
+            return {TEACHERS: {node: gpus + 1 for node, gpus in view.capacities.items()}}
+
+    with pytest.raises(AssertionError, match="are given"):
+        simulate(make_trace(SMALL, 1), Greedy())
+
+
+def test_ancestor_never_ends_and_edl_does() -> None:
+    """Regression of the ancestor: up to 100% of the GPUs, down above 97%, in turns and for ever."""
+    jobs = [(submission("a", 1, 100), 50), (submission("b", 1, 100), 47)]
+    assert not scale_all_jobs(jobs, gpu_limit=97, gpu_total=100, max_load=0.97, most_rounds=10_000)[1]
+    requests = [JobRequest("a", 1, 100), JobRequest("b", 1, 100)]
+    nodes = {"n": 100}
+    found = arbitrate(nodes, requests, {"a": {"n": 50}, "b": {"n": 47}})
+    assert found.settled
+    assert found.steps <= 100
+    assert arbitrate(nodes, requests, found.placements).placements == found.placements

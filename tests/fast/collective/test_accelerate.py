@@ -82,17 +82,21 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 # Thirteen batches and an evaluation in each epoch. At 15 the last state saved is that of the first epoch's last batch.
-@pytest.mark.parametrize(("until", "begin", "stream"), [(15, 0, False), (20, 1, True)])
-def test_goes_on_as_if_undisturbed(tmp_path: Path, until: int, begin: int, stream: bool) -> None:
-    model, seen, _ = train(tmp_path / "whole", stream=stream)
+@pytest.mark.parametrize(
+    ("until", "begin", "options"),
+    [(15, 0, {}), (20, 1, {"stream": True}), (20, 1, {"workers": "global"}), (20, 1, {"workers": "own"})],
+)
+def test_goes_on_as_if_undisturbed(tmp_path: Path, until: int, begin: int, options: dict[str, Any]) -> None:
+    """Also where persistent workers draw from the global generator, and from the loader's own."""
+    model, seen, _ = train(tmp_path / "whole", **options)
     with pytest.raises(LookupError):
-        train(tmp_path / "broken", until, stream=stream)
-    again, other, epochs = train(tmp_path / "broken", stream=stream)
+        train(tmp_path / "broken", until, **options)
+    again, other, epochs = train(tmp_path / "broken", **options)
     assert epochs[0] == begin
     assert other == seen, "the same batches in the same order, and each once"
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
-    finished, last, epochs = train(tmp_path / "broken")
+    finished, last, epochs = train(tmp_path / "broken", **options)
     assert not epochs, "a finished loop is not repeated"
     assert last[:-1] == seen[:-1]
     assert torch.equal(finished[0].weight, model[0].weight)
@@ -110,18 +114,6 @@ def test_a_resumed_epoch_is_not_left_out(tmp_path: Path) -> None:
     assert next(epochs) == 1
     with pytest.raises(SettingsError, match=r"epoch 1 .* leave the loop with break"):
         next(epochs)
-
-
-@pytest.mark.parametrize("workers", ["global", "own"])
-def test_persistent_workers_draw_once(tmp_path: Path, workers: str) -> None:
-    """The order is drawn from the global generator, and from the loader's own."""
-    model, seen, _ = train(tmp_path / "whole", workers=workers)
-    with pytest.raises(LookupError):
-        train(tmp_path / "broken", 20, workers=workers)
-    again, other, epochs = train(tmp_path / "broken", workers=workers)
-    assert epochs[0] == 1
-    assert other == seen, "the same batches in the same order, and each once"
-    assert all(map(torch.equal, model.state_dict().values(), again.state_dict().values()))
 
 
 def test_next_step_is_a_whole_one(tmp_path: Path) -> None:

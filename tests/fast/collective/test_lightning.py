@@ -128,9 +128,20 @@ def fit(folder: Path, lines: Any, until: int = -1, manual: bool = False, **setti
     return trainer, model
 
 
-@pytest.mark.parametrize(("until", "manual"), [(19, False), (13, True)])
-def test_goes_on_as_if_undisturbed(tmp_path: Path, until: int, manual: bool) -> None:
-    settings = {"manual": manual, "accumulate_grad_batches": 1 if manual else 2, "val_check_interval": 3}
+WORKERS = {"num_workers": 1, "persistent_workers": True}
+EVERY_THIRD = {"val_check_interval": 3}
+
+
+@pytest.mark.parametrize(
+    ("until", "settings"),
+    [
+        (19, {**EVERY_THIRD, "accumulate_grad_batches": 2}),
+        (13, {**EVERY_THIRD, "manual": True}),
+        (13, {"workers": WORKERS}),
+        (13, {**EVERY_THIRD, "checked": WORKERS, "reload_dataloaders_every_n_epochs": 1}),
+    ],
+)
+def test_goes_on_as_if_undisturbed(tmp_path: Path, until: int, settings: dict[str, Any]) -> None:
     whole, broken = Lines(), Lines()
     trainer, model = fit(tmp_path / "whole", whole, **settings)
     with pytest.raises(LookupError):
@@ -143,24 +154,6 @@ def test_goes_on_as_if_undisturbed(tmp_path: Path, until: int, manual: bool) -> 
         assert torch.equal(other.state_dict()[name], tensor), name
     assert broken.lines == whole.lines
     assert again.checkpoint_callback.best_model_score == trainer.checkpoint_callback.best_model_score
-
-
-WORKERS = {"num_workers": 1, "persistent_workers": True}
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"workers": WORKERS}, {"checked": WORKERS, "reload_dataloaders_every_n_epochs": 1, "val_check_interval": 3}],
-)
-def test_later_epoch_keeps_its_order(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """The order is drawn, and the second epoch is broken off."""
-    _, model = fit(tmp_path / "whole", Lines(), **settings)
-    with pytest.raises(LookupError):
-        fit(tmp_path / "broken", Lines(), 13, **settings)
-    again, other = fit(tmp_path / "broken", Lines(), **settings)
-    assert again.callbacks[0].began > 0, "it began anew, which is no recovery"
-    assert other.seen == model.seen, "the same batches in the same order, and each once"
-    assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
 
 
 def test_finished_training_is_not_repeated(tmp_path: Path) -> None:

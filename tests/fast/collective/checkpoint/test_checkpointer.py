@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import threading
 from collections import Counter
@@ -15,8 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from edl.collective.agent.health.failures import ExitCause, find_exit_cause
 from edl.collective.checkpoint import evaluator as evaluator_module
@@ -27,8 +24,6 @@ from edl.collective.checkpoint.memory.slots import SlotHeader, SlotPair, find_sl
 from edl.collective.checkpoint.save_schedule import SaveSchedule
 from edl.collective.checkpoint.state.state import State
 from edl.collective.loop_position import BoundaryCheckpointer
-from edl.collective.training.sampler import ElasticSampler
-from edl.collective.training.trainer import ElasticTrainer
 from edl.collective.worker_status import Phase, WorkerStatusPage
 from edl.errors import ClosedError, ProtocolError, SettingsError, TemporaryError
 from tests.waiting import wait_until
@@ -237,14 +232,6 @@ class Killed(BaseException):
     """The worker is no more: nothing of the block's end happens."""
 
 
-def test_the_end_of_an_epoch_may_come_again(tmp_path: Path) -> None:
-    state, calls = State(), itertools.count(1)
-    evaluator = state.evaluator = Evaluator(lambda: next(calls), limit_s=1.0)
-    with Checkpointer(state, slots=SlotPair(tmp_path / "own")) as checkpointer:
-        checkpointer.save(5)
-        assert [checkpointer.evaluate(evaluator) for _ in range(3)] == [1, 1, 1]
-
-
 def test_anything_else_is_announced_as_well(tmp_path: Path, agent: WorkerStatusPage) -> None:
     board = WorkerStatusPage.open(tmp_path / "board")
     with Checkpointer(State(), board=board, slots=SlotPair(tmp_path / "slots")) as checkpointer:
@@ -334,6 +321,7 @@ def test_its_random_numbers_are_its_own(tmp_path: Path, rng: bool) -> None:
         checkpointer.save(0)
         assert checkpointer.evaluate(evaluator) == pytest.approx(expected[0])
         assert torch.rand(1).item() == pytest.approx(expected[not rng])
+        assert checkpointer.evaluate(evaluator) == pytest.approx(expected[0]), "the end of an epoch may come again"
 
 
 def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
@@ -356,46 +344,6 @@ def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
         evaluator.load_state_dict({"version": 2})
 
 
-EPOCHS, STEPS_AN_EPOCH = 2, 4
-
-ALL = EPOCHS * STEPS_AN_EPOCH
-
-
-def train(folder: Path, seed: int, steps: int, *, workers: int) -> list[Tensor]:
-    """Restore what is in `folder`, train up to `steps` steps from the beginning, save. Returns the parameters."""
-    torch.manual_seed(seed)
-    data = TensorDataset(torch.linspace(-1, 1, 8 * STEPS_AN_EPOCH).outer(torch.arange(1.0, 5.0)))
-    model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 1))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    sampler = ElasticSampler(len(data), global_batch=8, seed=0)
-    trainer = ElasticTrainer(model, optimizer, sampler=sampler, max_micro_batch=3)
-    state = State(model=model, optimizer=optimizer, sampler=sampler, trainer=trainer, step=-1)
-    loader = DataLoader(data, batch_sampler=sampler, num_workers=workers, generator=torch.Generator())
-    with Checkpointer(state, storage=str(folder)) as checkpointer:
-        checkpointer.restore()
-        for _ in sampler.epochs(EPOCHS):
-            for batch in loader:
-                for (inputs,) in trainer.micro_batches(batch):
-                    trainer.backward(model(inputs).square().mean())
-                trainer.step()
-                state.step += 1
-                if state.step + 1 == steps:
-                    break
-            if state.step + 1 == steps:
-                break
-        checkpointer.save(state.step, force=True)
-    return [one.detach() for one in model.parameters()]
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_dropout_goes_on(tmp_path: Path, workers: int) -> None:
-    whole = train(tmp_path / "whole", 0, ALL, workers=workers)
-    for number, steps in enumerate((2, STEPS_AN_EPOCH + 2, ALL)):  # twice within an epoch
-        broken = train(tmp_path / "broken", number, steps, workers=workers)
-    for one, other in zip(whole, broken, strict=True):
-        assert torch.equal(one, other)
-
-
 @pytest.fixture(autouse=True)
 def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """No loop has begun in this process."""
@@ -408,7 +356,6 @@ def boundary_of(folder: Path) -> BoundaryCheckpointer:
 
 @pytest.mark.parametrize(("ended", "stored"), [(False, 1.0), (True, 777.0)])
 def test_broken_step_is_not_stored(tmp_path: Path, ended: bool, stored: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closed in the middle of a step, and after the end."""
     value = torch.ones(1)
     boundary = boundary_of(tmp_path)
     boundary.open(State(value=value))

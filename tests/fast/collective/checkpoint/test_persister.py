@@ -104,7 +104,6 @@ def fail(error: Exception, times: int = 1 << 30) -> Callable[[], object]:
 def test_next_state_is_stored_after_errors(
     storage: Storage, monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
-    """Whatever the storage raises, or EDL itself."""
     storage.put(1)
     with monkeypatch.context() as broken:
         if error is None:
@@ -122,7 +121,6 @@ def test_next_state_is_stored_after_errors(
 
 
 def test_unknown_states_are_not_stored(storage: Storage) -> None:
-    """Before it is known whose states these are."""
     storage.put(1)
     persister = storage.persister(start=False)
     persister.store_newest()
@@ -216,7 +214,6 @@ def test_full_storage_is_not_waited_for(storage: Storage) -> None:
 def test_worker_alone_ends_well_if_stored(
     storage: Storage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
-    """Without an agent a script ends well only if its last state is stored."""
     monkeypatch.setattr(persister_module, "_WORKER_RETRY_S", 0.3)
     storage.before = fail(ApiError("slow down"))
     words = f"the last state is not at {storage.url}, what was stored before is as it was: .*slow down"

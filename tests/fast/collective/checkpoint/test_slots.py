@@ -229,7 +229,7 @@ class FakeStream:
     def run(self, until: int | None = None) -> None:
         """Do what was queued, or only the first so many of it. Done work leaves a gap, so that positions stay."""
         for at in range(len(self.queue) if until is None else until):
-            work, self.queue[at] = self.queue[at], _nothing
+            work, self.queue[at] = self.queue[at], lambda: None
             work()
 
     def synchronize(self) -> None:
@@ -301,10 +301,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     return fake
-
-
-def _nothing() -> None:
-    pass
 
 
 def on_gpu(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,13 +19,7 @@ import torch
 from torch import nn
 
 from edl.collective.checkpoint.checkpointer import Checkpointer
-from edl.collective.checkpoint.memory.slots import (
-    CompleteSlot,
-    PinnedSlot,
-    SlotHeader,
-    SlotPair,
-    find_marked_slots,
-)
+from edl.collective.checkpoint.memory.slots import CompleteSlot, PinnedSlot, SlotHeader, SlotPair, find_marked_slots
 from edl.collective.checkpoint.state.state import State
 from edl.collective.checkpoint.storage.manifest import CheckpointName, newest_first
 from edl.collective.checkpoint.storage.reader import newest_stored, restore_from_storage
@@ -125,7 +119,6 @@ def test_several_nodes_make_one_checkpoint(tmp_path: Path, url: str) -> None:
 
 @pytest.mark.parametrize("harm", ["truncate", "flip", "missing", "manifest", "no manifest"])
 def test_damaged_checkpoint_falls_back(tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A damaged checkpoint is said in a line and the one before is used."""
     for step in (1, 2):
         put(tmp_path / "s", job(step), step)
         write(tmp_path / "c", tmp_path / "s")
@@ -180,11 +173,7 @@ _CHANGING = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
 
 
 def _call_at(instant: int, under: str, function: Callable[[], object], *, reads: bool = False) -> itertools.count[int]:
-    """Call a function before the call number `instant` that changes a file below a path, or reads one.
-
-    Returns:
-        A count of all such calls, those of the function among them.
-    """
+    """Call a function before such call number `instant` that changes a file below a path, or reads one; count them."""
     calls = itertools.count()
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -265,7 +254,6 @@ def test_failing_storage_is_temporary(tmp_path: Path) -> None:
 
 
 def test_worker_stores_without_an_agent(tmp_path: Path, url: str) -> None:
-    """A state that is forced at once, others in the interval."""
     source = job(3)
     with Checkpointer(source, interval_steps=1, storage=url, storage_interval_s=3600.0) as checkpointer:
         checkpointer.save(0)

@@ -62,7 +62,6 @@ def put_world(store: Store, *nodes: str, state: JobState = JobState.RUNNING) -> 
 
 
 def test_members_goodput_and_events(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """As text and as JSON."""
     add_node(store, "a", 10.0, 9.0).record_event("join", "2 workers", generation=3)
     add_node(store, "b", 10.0, 9.0)
     add_node(store, "gone", 60.0, 2.0).record_event("kill", "rank 1", node="b")
@@ -70,14 +69,10 @@ def test_members_goodput_and_events(store: Store, url: str, capsys: pytest.Captu
     assert main(["status", "resnet", "--store", url]) == 0
     out = capsys.readouterr().out
     assert "job resnet: running, generation 3, 4 ranks, step 9" in out
-    assert "b joined" in out
     # 2 + 9 seconds of training in the 60 since the first node began; nobody was there for 47.
     assert "goodput 18.3% of 60 s · train 11 s · rendezvous 2.00 s · down 47 s" in out
-    rows = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
-    assert rows["a"][1:5] == ["0-1", "train", "3", "9"]
-    assert rows["b"][1] == "2-3"
-    assert rows["gone"][1] == "lost"
-    assert re.search(r"\d\d:\d\d:\d\d  join +a  2 workers", out)
+    for line in (r"a +0-1 +train +3 +9 ", r"b +2-3 ", r"gone +lost ", r"\d\d:\d\d:\d\d  join +a  2 workers"):
+        assert re.search(line, out), line
 
     assert main(["status", "resnet", "--json", "--store", url]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -86,21 +81,15 @@ def test_members_goodput_and_events(store: Store, url: str, capsys: pytest.Captu
     assert sum(told["seconds"].values()) == pytest.approx(told["elapsed_s"])
     (node,) = (each for each in told["nodes"] if each["node"] == "a")
     assert (node["ranks"], node["samples_per_s"]) == ([0, 1], pytest.approx(1280 / 9, abs=0.01))
-    assert [(event["node"], event["kind"], event["text"]) for event in told["events"]] == [
-        ("a", "join", "2 workers"),
-        ("b", "kill", "rank 1"),
-    ]
+    assert [(event["node"], event["kind"]) for event in told["events"]] == [("a", "join"), ("b", "kill")]
 
 
 def test_the_age_of_replicas_is_shown(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of nodes of which another node has a replica; without any there is no column."""
     records = {name: add_node(store, name, 10.0, 9.0) for name in "ab"}
     put_world(store, "a", "b")
-    assert main(["status", "resnet", "--store", url]) == 0
-    assert "replica" not in capsys.readouterr().out
     at = round((NOW_S - 600.0) * 1e6)
-    record = NodeRecord("a", at, 2, replicated_us=at)
-    records["a"].write_record(replace(record, spans=(span_of(TimeCategory.TRAIN, 600_000_000, 2, running=True),)))
+    spans = (span_of(TimeCategory.TRAIN, 600_000_000, 2, running=True),)
+    records["a"].write_record(NodeRecord("a", at, 2, spans, replicated_us=at))
     assert main(["status", "resnet", "--store", url]) == 0
     assert re.search(r"replica.*a +0-1 .* 10 min 00 s old", capsys.readouterr().out, re.DOTALL)
     assert main(["status", "resnet", "--json", "--store", url]) == 0
@@ -109,7 +98,6 @@ def test_the_age_of_replicas_is_shown(store: Store, url: str, capsys: pytest.Cap
 
 
 def test_jobs_that_begin_end_or_are_down(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a world, without ledgers, ended, and without agents."""
     LedgerWriter(store, "resnet", Ledger("a", 1, 0.0, NOW_S)).write_record()
     assert main(["status", "resnet", "--store", url]) == 0
     out = capsys.readouterr().out
@@ -133,14 +121,6 @@ def test_jobs_that_begin_end_or_are_down(store: Store, url: str, capsys: pytest.
     assert main(["status", "resnet", "--json", "--store", url]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["state"], told["seconds"]["down"]) == ("down", pytest.approx(3590.0))
-
-
-def test_unknown_job_names_known_ones(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    put_world(store)
-    for command in ("status", "report"):
-        assert main([command, "rednet", "--store", url]) == 2
-        error = capsys.readouterr().err
-        assert error == f"edl {command}: there is no job 'rednet' in this store; there is resnet\n"
 
 
 def test_names_cannot_control_the_terminal(store: Store, url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edl.collective import worker_status
 from edl.collective.goodput.job import join_ledgers
 from edl.collective.goodput.node import AgentState, Ledger, NodeRecord
 from edl.collective.goodput.records import JobRecord
@@ -16,16 +19,18 @@ from edl.collective.goodput.spans import MAX_SPANS, Span, TimeCategory, span_of,
 from edl.collective.goodput.summary import SILENT_S, summarize
 from edl.collective.job_records import JobState, Member, World
 from edl.collective.worker_status import Phase, WorkerStatus, WorkerStatusPage
+from edl.errors import ProtocolError
 
 SECOND = 1_000_000
+
 WALL_S = 1_700_000_000.0
+
 amounts = st.lists(st.integers(0, 10 * SECOND), min_size=len(TimeCategory), max_size=len(TimeCategory)).map(tuple)
+
 spans = st.lists(st.builds(Span, amounts, st.integers(1, 3), st.booleans()), max_size=30)
 
 
 class Worker:
-    """A worker in simulated time."""
-
     def __init__(self) -> None:
         self.now_s = 0.0
         self._totals = dict.fromkeys(Phase, 0.0)
@@ -48,7 +53,6 @@ class Worker:
         self._set(saved=step)
 
     def restart(self, generation: int) -> None:
-        """A new process."""
         self._set(generation=generation, pid=self._fields.pid + 1, first=-1, phase=Phase.START, phase_since=self.now_s)
 
     def _set(self, **fields: object) -> None:
@@ -73,7 +77,6 @@ def started(worker: Worker) -> Ledger:
 
 
 def test_repeated_steps_are_rollback() -> None:
-    """Steps done again are rollback until the first new one."""
     worker = Worker()
     ledger = started(worker)
     for step in range(10):
@@ -214,7 +217,6 @@ def test_job_states_sum_to_elapsed_time(lives: list[tuple[int, list[Span]]], rng
 
 
 def test_nobody_alive_is_down() -> None:
-    """Nobody alive is down and a killed agents time ends at its last sign of life."""
     killed = record(0, running(TimeCategory.TRAIN, 10))
     later = record(15, span_of(TimeCategory.RENDEZVOUS, 5 * SECOND, 1), running(TimeCategory.TRAIN, 10))
     job = join_ledgers([later, killed])
@@ -245,3 +247,74 @@ def test_silent_running_job_is_down() -> None:
     alive, silent = (summarize(job, round((WALL_S + 10 + after_s) * SECOND)) for after_s in (SILENT_S, SILENT_S + 1))
     assert (alive.state, alive.ledger.goodput) == ("running", 1.0)
     assert (silent.state, silent.ledger.amounts[TimeCategory.DOWN]) == ("down", round((1 + SILENT_S) * SECOND))
+
+
+class Clock:
+    """The time by which a page counts."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(worker_status, "time", made)
+    return made
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[WorkerStatusPage]:
+    made = WorkerStatusPage.create(tmp_path / "board")
+    yield made
+    made.close()
+
+
+def test_totals_sum_to_the_pages_age(clock: Clock, page: WorkerStatusPage) -> None:
+    """Also where the beginning of a phase turns out to have been of another one."""
+    page.record_worker_start(0)
+    page.enter_phase(Phase.LOAD)
+    clock.now_s += 1.0
+    page.enter_phase(Phase.TRAIN)
+    clock.now_s += 4.0
+    with page.in_phase(Phase.SAVE):
+        clock.now_s += 0.5
+        assert page.read_status().phase is Phase.SAVE
+    with page.in_phase(Phase.AGREE):
+        clock.now_s += 2.0
+        page.reassign_time(Phase.SAVE, 1.5)
+        page.reassign_time(Phase.SAVE, -1.0)
+    status = page.read_status()
+    spent = {phase: seconds for phase, seconds in status.totals_s.items() if seconds}
+    assert spent == {Phase.LOAD: 1.0, Phase.TRAIN: 4.0, Phase.SAVE: 2.0, Phase.AGREE: 0.5}
+    assert (status.phase, status.phase_since) == (Phase.TRAIN, 107.5)
+    with page.in_phase(Phase.AGREE):
+        clock.now_s += 1.0
+        page.reassign_time(Phase.SAVE, 100.0)
+    assert page.read_status().totals_s[Phase.SAVE] == 3.0, "no more than has passed"
+
+
+def test_first_of_consecutive_steps_is_known(page: WorkerStatusPage) -> None:
+    page.record_worker_start(0)
+    assert page.read_status().first == -1
+    firsts = []
+    for step in (61, 62, 64, 63, 64):
+        page.finish_step(step, samples=32)
+        firsts.append(page.read_status().first)
+    assert firsts == [61, 61, 61, 63, 63]
+    status = page.read_status()
+    assert (status.samples, len(status.durations_s)) == (160, 2)
+    page.record_worker_start(1)
+    assert (page.read_status().first, page.read_status().step) == (-1, 64)
+    page.finish_step(65)
+    assert page.read_status().first == 65
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 4096])
+def test_another_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "board").write_bytes(content)
+    with pytest.raises(ProtocolError, match="status page"):
+        WorkerStatusPage.open(tmp_path / "board")

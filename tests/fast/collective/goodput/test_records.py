@@ -15,13 +15,7 @@ from edl.collective.agent.status_publisher import StatusPublisher
 from edl.collective.agent.workers.worker_group import WorkerGroup
 from edl.collective.goodput.codec import encode_record
 from edl.collective.goodput.node import AgentState, Ledger, NodeRecord, ProgressMark
-from edl.collective.goodput.records import (
-    MAX_EVENTS,
-    LedgerWriter,
-    delete_ledgers,
-    list_jobs,
-    read_job,
-)
+from edl.collective.goodput.records import MAX_EVENTS, LedgerWriter, delete_ledgers, list_jobs, read_job
 from edl.collective.goodput.spans import MAX_SPANS, TimeCategory, span_of
 from edl.collective.job_records import World
 from edl.collective.worker_status import WorkerStatus
@@ -114,7 +108,6 @@ DAMAGES: list[dict[str, object]] = [
     ],
 )
 def test_what_is_no_ledger_is_named(value: bytes, words: str, store: Store) -> None:
-    """An error, and never a number."""
     store.put("jobs/j/ledger/a/1", value)
     with pytest.raises(ProtocolError, match=words) as caught:
         read_job(store, "j")
@@ -145,7 +138,6 @@ class _CameLate:
 
 
 def test_unanswered_question_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A question without an answer is asked again."""
     monkeypatch.setattr(status_publisher, "_WRITE_EVERY_S", 0.01)
     with _Refusing(str(tmp_path / "discovery.sqlite")) as store:
         before = NodeRecord("before", 1, 1, generation=3, step=7)

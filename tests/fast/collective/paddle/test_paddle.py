@@ -43,18 +43,6 @@ def test_trainers_find_launcher_variables() -> None:
     assert (first["FLAGS_selected_gpus"], first.get("PADDLE_DISTRI_BACKEND")) == ("1", None)
 
 
-@pytest.mark.skipif(
-    not (Path(paddle.__file__).parent / "distributed/launch/controllers/collective.py").exists(),
-    reason="this version of Paddle launches trainers in another way",
-)
-def test_no_launcher_variable_is_forgotten() -> None:
-    """Those that Paddle's own launcher sets for every collective trainer, but for its tuner's and its devices'."""
-    source = (Path(paddle.__file__).parent / "distributed/launch/controllers/collective.py").read_text()
-    wanted = {word for word in source.split('"') if word.startswith("PADDLE_")}
-    wanted -= {"PADDLE_AUTO_CLUSTER", "PADDLE_AUTO_PARALLEL_CONFIG", "PADDLE_AUTO_PARALLEL_STAGE"}
-    assert wanted <= paddle_environment(WORLD, WORLD.nodes[0], 0).keys()
-
-
 def test_reserved_ports_are_the_trainers() -> None:
     reserved = ReservedPorts(3)
     try:
@@ -231,19 +219,7 @@ def test_another_model_is_refused_in_words(slots: Any) -> None:
         restored(PaddleState(optimizer=job.optimizer), PaddleState(optimizer=optimizer), slots)
 
 
-def test_plain_values_are_fields(slots: Any) -> None:
-    schedule = paddle.optimizer.lr.StepDecay(0.1, 2)
-    for _ in range(3):
-        schedule.step()
-    into = PaddleState(epoch=0, names=[], schedule=paddle.optimizer.lr.StepDecay(0.1, 2))
-    restored(PaddleState(epoch=5, names=["a"], schedule=schedule), into, slots)
-    assert (into.epoch, into.names, into.schedule.last_epoch) == (5, ["a"], 3)
-    into.epoch += 1
-    assert into.epoch == 6
-
-
 def test_unmet_trainers_do_not_restore(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainers that never met do not restore each by itself."""
     from edl.collective.checkpoint.checkpointer import Checkpointer as TorchCheckpointer
 
     monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")

@@ -17,12 +17,7 @@ import pytest
 import torch
 
 from edl.collective.checkpoint.checkpointer import Checkpointer
-from edl.collective.checkpoint.memory.replica_slots import (
-    NO_VERSION,
-    ReplicaFolder,
-    ReplicaSlots,
-    kept_prefix,
-)
+from edl.collective.checkpoint.memory.replica_slots import NO_VERSION, ReplicaFolder, ReplicaSlots, kept_prefix
 from edl.collective.checkpoint.memory.restore_plan import choose_state
 from edl.collective.checkpoint.memory.slots import (
     HEADER_NBYTES,
@@ -194,7 +189,6 @@ def test_state_is_sent_once_an_interval() -> None:
 
 
 def test_unkept_state_is_passed_over() -> None:
-    """A state that some worker does not keep is passed over in the end."""
     course = ReplicationSchedule(ReplicaPace(patience_s=30))
     course.record_sent(ONE, 0, 0)
     assert [course.next_action(now, ONE, TWO) for now in (20, 49)] == [ReplicaAction.WAIT, ReplicaAction.WAIT]
@@ -283,8 +277,6 @@ def test_all_agents_of_a_job_know_one_secret(tmp_path: Path) -> None:
 
 
 class Receiver:
-    """A server of replicas."""
-
     def __init__(self, folder: Path, secret: Callable[[], bytes] = lambda: SECRET, **settings: Any) -> None:
         self.folder = ReplicaFolder(folder)
         self.folder.path.mkdir(exist_ok=True)
@@ -294,7 +286,6 @@ class Receiver:
     def send(
         self, *states: CompleteSlot, secret: bytes = SECRET, node: str = "n", port: int = 0, **settings: Any
     ) -> None:
-        """Send as another agent does."""
         send_states(("127.0.0.1", port or self.server.port), secret, node, states, **settings)
 
     def steps(self, node: str = "n") -> list[int]:
@@ -341,15 +332,6 @@ def test_gone_nodes_states_stay_while_needed(tmp_path: Path, receiver: Receiver)
     assert here == [["gone-0", "there-0"], ["there-0"]]
 
 
-def test_unknown_secret_is_refused(tmp_path: Path, receiver: Receiver) -> None:
-    with pytest.raises((ProtocolError, TemporaryError)):
-        receiver.send(keep(tmp_path / "kept", 1), secret=b"x" * 32)
-    wait_until(lambda: receiver.said, "the server says why")
-    assert "does not know the secret" in receiver.said[0]
-    assert SECRET.decode() not in receiver.said[0]
-    assert receiver.folder.slot_prefixes() == []
-
-
 def test_without_secret_nothing_is_received(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         got = bytearray()
@@ -373,7 +355,6 @@ def test_without_secret_nothing_is_received(tmp_path: Path) -> None:
 
 
 def test_errors_and_nonsense_disturb_nobody(tmp_path: Path, receive: Callable[..., Receiver]) -> None:
-    """An error that was not foreseen costs a connection, and the next sender is served."""
     faults = [LookupError("a fault of our own")]
 
     def secret() -> bytes:
@@ -414,7 +395,6 @@ class Proxy(TcpProxy):
 
 
 def test_changed_transfer_keeps_old_state(tmp_path: Path, receive: Callable[..., Receiver]) -> None:
-    """A proxy that damages one byte somewhere, or cuts the connection there."""
     receiver, rng = receive(operation_s=5.0), random.Random(3)
     receiver.send(keep(tmp_path / "kept", 1, 50_000))
     for attempt in range(12):
@@ -489,20 +469,28 @@ def test_receiver_for_another_name(tmp_path: Path, receive: Callable[..., Receiv
     assert receiver.steps() == [7]
 
 
-@pytest.mark.parametrize("plain", [False, True])
-def test_foreign_or_plain_sender_is_refused(
-    tmp_path: Path, receive: Callable[..., Receiver], monkeypatch: pytest.MonkeyPatch, plain: bool
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("secret", "does not know the secret"),
+        ("CA", "signed by no CA in"),
+        ("plain", "set TLS on all nodes or on none"),
+    ],
+)
+def test_stranger_is_refused(
+    tmp_path: Path, receive: Callable[..., Receiver], monkeypatch: pytest.MonkeyPatch, wrong: str, words: str
 ) -> None:
-    receiver, tls = receive(tls=tls_of(tmp_path / "tls")), None
-    if plain:
+    receiver, tls = receive(tls=None if wrong == "secret" else tls_of(tmp_path / "tls")), None
+    if wrong == "plain":
         monkeypatch.setattr(protocol, "HANDSHAKE_S", 0.2)  # in which each side waits for the other's words
-    else:
+    elif wrong == "CA":
         tls = tls_of(tmp_path / "sender", Authority("other").issue("127.0.0.1"))
     with pytest.raises((ProtocolError, TemporaryError)):
-        receiver.send(keep(tmp_path / "kept", 7), tls=tls)
+        receiver.send(keep(tmp_path / "kept", 7), tls=tls, secret=b"x" * 32 if wrong == "secret" else SECRET)
     wait_until(lambda: receiver.said, "the receiver says why")
-    assert ("set TLS on all nodes or on none" if plain else "signed by no CA in") in receiver.said[0]
-    assert receiver.steps() == []
+    assert words in receiver.said[0]
+    assert SECRET.decode() not in receiver.said[0]
+    assert receiver.folder.slot_prefixes() == []
 
 
 def test_only_the_sender_speaks_tls(tmp_path: Path, receiver: Receiver) -> None:

@@ -121,7 +121,6 @@ class World:
 def test_every_sample_comes_exactly_once(
     length: int, batch: int, tail: str, seed: int, events: list[tuple[str, int]]
 ) -> None:
-    """Resizes kills and resumptions leave every sample exactly once."""
     if tail == "drop":
         batch = min(batch, length)
     world = World({"length": length, "global_batch": batch, "tail": tail, "seed": seed})

@@ -39,11 +39,8 @@ CONTACT = [
     "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting"
     " 3000ms for recv operation to complete",
     "torch.distributed.DistStoreError: Timed out after 4 seconds waiting for clients. 1/2 clients joined.",
-    "torch.distributed.DistStoreError: wait timeout after 3000ms, keys: /default_pg/0//nokey",
     "torch.distributed.DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed. Did the remote"
     " server shutdown or crash?",
-    "torch.distributed.DistNetworkError: The client socket has timed out after 3000ms while trying to connect to"
-    " (127.0.0.1, 23461).",
     "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:268, remote"
     " process exited or there was a network error, NCCL version 2.19.3\nncclRemoteError: A call failed possibly due to"
     " a network error or a remote process exiting prematurely.",

@@ -195,7 +195,6 @@ def test_cpu_time_counts_beside_calls(after: ProcessUsage, works: bool) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not count waits for a core")
 def test_who_waits_for_a_core_is_queued() -> None:
-    """Two processes that compute share one core."""
     core = {min(os.sched_getaffinity(0))}
     source = f"import os; os.sched_setaffinity(0, {core}); print(flush=True)\nwhile True: pass"
     both = [subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE) for _ in range(2)]
@@ -259,7 +258,6 @@ def test_stopped_agent_looks_before_it_beats() -> None:
 
 
 def test_stopped_turn_gives_an_old_sign() -> None:
-    """Stopped in the middle of a turn, it gives no sign as if it had lived meanwhile."""
     simulation = Beats()
     simulation.allow(100.0, math.inf)
     simulation.touch_s = 5.0

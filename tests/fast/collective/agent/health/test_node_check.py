@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import math
+import queue
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from edl.collective.agent.health.node_check.pairing import (
     second_groups,
     summarize_rounds,
 )
-from edl.collective.agent.health.node_check.runner import NodeCheckSettings, check_nodes
+from edl.collective.agent.health.node_check.runner import NodeCheckSettings
 from edl.collective.agent.health.node_check.workload import (
     agree_on_gpus,
     check_copies,
@@ -34,7 +34,6 @@ from edl.collective.agent.health.node_check.workload import (
 )
 from edl.discovery import open_store
 from edl.errors import EDLError
-from tests.waiting import wait_until
 
 CPU = torch.device("cpu")
 
@@ -138,7 +137,6 @@ def simulate(nodes: list[str], faulty: set[str], silent: set[str]) -> list[tuple
 
 @given(st.integers(4, 9).filter(lambda count: count != 5), st.integers(0, 8), st.booleans())
 def test_one_bad_node_is_named(count: int, which: int, silent: bool) -> None:
-    """One bad node among good ones is named and nobody else."""
     nodes = [f"n{number}" for number in range(count)]
     bad = {nodes[which % count]}
     found = summarize_rounds(nodes, simulate(nodes, set() if silent else bad, bad if silent else set()), FACTOR)
@@ -182,45 +180,17 @@ def test_devices_are_compared_with_alike() -> None:
     assert summarize_rounds("abc", [(first_groups("abc"), results)], FACTOR) == NodeCheckResult()
 
 
-def test_error_need_not_be_utf8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver or a shell may write anything to standard error, and its last line is the reason all the same."""
-    program = tmp_path / "probe"
-    program.write_text("#!/bin/sh\nprintf '\\377 is broken\\n' >&2\nexit 1\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
-    with open_store(f"sqlite:///{tmp_path}/store.sqlite") as store:
-        found = check_nodes(store, "check", "a", "127.0.0.1", ["a"], NodeCheckSettings())
-    assert found == NodeCheckResult({"a": "could not compute: \N{REPLACEMENT CHARACTER} is broken"})
+def test_last_words_are_waited_for() -> None:
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    reported: dict[str, Any] = {}
 
+    def ended() -> bool:
+        lines.put('{"reduce_s": 0.5}')  # they come between the look for more and this one
+        return True
 
-def test_last_words_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A probe has said all and ended before the thread that reads its words gets a turn."""
-    program = tmp_path / "probe"
-    program.write_text("""#!/bin/sh\necho '{"compute_s": 0.5}'\necho '{"reduce_s": 0.0}'\n""")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
-    probes: list[subprocess.Popen[str]] = []
-    polls: list[bool] = []  # since the probe has ended
-    start, read = subprocess.Popen, runner._read_lines
-
-    def started(*arguments: Any, **settings: Any) -> subprocess.Popen[str]:
-        probes.append(start(*arguments, **settings))
-        return probes[-1]
-
-    def read_late(pipe: Any, record: Callable[[str], object]) -> None:
-        wait_until(lambda: len(polls) > 3, "its words were asked for in vain")
-        read(pipe, record)
-
-    def note_poll() -> None:
-        if probes and probes[-1].poll() is not None:
-            polls.append(True)
-
-    monkeypatch.setattr(runner.subprocess, "Popen", started)
-    monkeypatch.setattr(runner, "_read_lines", read_late)
-    with open_store(f"sqlite:///{tmp_path}/store.sqlite") as store:
-        own = runner._OwnNode(store, "check", "a", "127.0.0.1", NodeCheckSettings(raise_if_stopping=note_poll))
-        results = runner._run_round(own, 1, (("a",),), ["a"])
-    assert (results["a"].compute_s, results["a"].reduce_s, results["a"].error) == (0.5, 0.0, "")
+    own = runner._OwnNode(None, "check", "a", "127.0.0.1", NodeCheckSettings())
+    runner._follow_process(own, ended, lines, reported, math.inf, "")
+    assert reported == {"reduce_s": 0.5}
 
 
 def test_waiting_nodes_are_checked_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

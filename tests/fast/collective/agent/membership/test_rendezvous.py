@@ -185,6 +185,7 @@ def follow(before: World, there: str | list[Node], rules: RendezvousSettings = R
         # A job forms when enough nodes came and no more follow, or no more may.
         (World(), "ab", RULES, {"quiet_s": 0.5}, None),
         (World(), "ab", RULES, {"quiet_s": 1.0}, "ab"),
+        (World(), "abc", RULES, {}, "abc"),
         (World(), "abcd", RULES, {}, "abc"),
         (World(), "a", TWO, {"quiet_s": 1e9}, None),
         (World(), [node("a"), node("b", leaving=True)], TWO, {"quiet_s": 1e9}, None),
@@ -204,6 +205,8 @@ def follow(before: World, there: str | list[Node], rules: RendezvousSettings = R
         # Nobody pauses for nodes in reserve, or joins a job that is ending, or one that failed.
         (running("abc"), "abcd", RULES, {"node": "a", "pause_step": 5}, None),
         (running("ab"), [node("a", finished=3), node("b"), node("c")], RULES, {"node": "b", "pause_step": 4}, None),
+        # Nor does who leaves wait for a pause of those that make no more steps.
+        (running("ab"), [node("a", finished=3), node("b", leaving=True)], RULES, {"node": "a", "pause_step": 4}, "a"),
         (failed_world(running("a"), "ValueError: x"), "ab", RULES, {"quiet_s": 1e9}, None),
     ],
 )

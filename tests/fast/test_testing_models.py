@@ -71,10 +71,3 @@ def test_faults_come_as_told(tmp_path: Path) -> None:
     assert picky({"x": X[:2]})["y"].shape == (2, 4)
     assert picky({"x": X})["y"].shape == (3, 5)
     np.testing.assert_array_equal(X, np.arange(12).reshape(3, 4))
-
-
-def test_odd_paces_are_refused() -> None:
-    with pytest.raises(ValueError, match="straggle=2"):
-        models.echo(straggle=2)
-    with pytest.raises(ValueError, match="not below 0"):
-        models.echo(delay_s=-1)

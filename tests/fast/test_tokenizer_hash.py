@@ -101,12 +101,3 @@ def test_other_json_is_refused(tmp_path: Path, content: str) -> None:
     path.write_text(content)
     with pytest.raises(SettingsError, match=r"tokenizer\.json"):
         hash_tokenizer(path)
-
-
-def test_nothing_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"no tokenizer\.json"):
-        hash_tokenizer(tmp_path)
-    with pytest.raises(SettingsError, match="No such file"):
-        hash_tokenizer(tmp_path / "none.json")
-    with pytest.raises(SettingsError, match="neither a tokenizer's file or folder"):
-        resolve_tokenizer("gpt2")

@@ -6,7 +6,6 @@ import os
 import posixpath
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
@@ -45,7 +44,7 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Page]]:
+def site(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Page]:
     pytest.importorskip("mkdocs", reason="the site needs the extra [docs]")
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(

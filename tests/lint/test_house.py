@@ -86,7 +86,7 @@ def test_wheel_has_exactly_the_sources(tmp_path: Path) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
     assert f"elastic_distill-{edl.__version__}.dist-info/licenses/LICENSE" in names
     assert "edl = edl.cli:main" in entry_points
-    assert metadata.get_payload().strip(), "the README is the description"
+    assert str(metadata.get_payload()).strip(), "the README is the description"
 
 
 def _sources(package: Path) -> set[str]:

@@ -14,7 +14,10 @@ from edl.discovery.common.service_view import ServiceView
 from edl.errors import ClosedError, DiscoveryError
 from tests.fast.discovery.conformance.backends import ConsulBackend, EtcdBackend, teacher
 from tests.fast.discovery.conformance.suite import LONG_S, RegistrySuite, StoreSuite, seen, seen_values
+from tests.fast.test_proxies import dead_proxy
 from tests.waiting import DEADLINE_S, wait_until
+
+__all__ = ["dead_proxy"]
 
 
 class TestRegistry(RegistrySuite):
@@ -94,14 +97,6 @@ def test_hanging_server_is_an_error_in_time(
     registration.close()
 
 
-@pytest.fixture
-def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "grpc_proxy", "all_proxy", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:1")
-
-
-def test_no_proxy_is_asked(dead_proxy: None, registry: Registry, service: str) -> None:
+def test_no_proxy_is_asked(dead_proxy: str, registry: Registry, service: str) -> None:
     with registry.register(teacher(service), LONG_S):
         wait_until(lambda: service in registry.services())

@@ -184,6 +184,24 @@ def test_replaced_files_are_read_again(tmp_path: Path) -> None:
     assert files.current(now=True) is before, "who renews every file at once would have all connections made anew"
 
 
+def test_unforeseen_error_keeps_good(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = files_of(tmp_path)
+    before, new = files.current(), CA.issue()
+    new.save(tmp_path)
+
+    def fail(*_: object) -> int:
+        raise RuntimeError("unforeseen")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "memfd_create", fail)
+        assert files.current(now=True) is before, "an error on the way to new files took the old ones away"
+        assert files.current(now=True) is before
+    assert len(caplog.records) == 1, "said more than once, or not at all"
+    assert files.current(now=True).pair == (new.cert, new.key), "never tried again"
+
+
 def test_failed_end_of_streams_is_retried(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

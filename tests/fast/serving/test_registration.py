@@ -40,13 +40,8 @@ from tests.fast.serving.models import Base
 from tests.tcp_proxy import TcpProxy
 from tests.waiting import wait_until
 
-ENDS: dict[str, Callable[[TeacherRegistration], None]] = {
-    "unhealthy": lambda registration: registration._on_health_change(False),
-    "draining": lambda registration: registration.start_draining(),
-}
 
-
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", ["unhealthy", "draining"])
 def test_late_registration_writes_no_file(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     """A registry that answers late shows an instance of a teacher that is not ready any more."""
     asked, answered = SimpleQueue[Instance | None](), threading.Event()
@@ -66,7 +61,10 @@ def test_late_registration_writes_no_file(tmp_path: Path, url: str, monkeypatch:
         assert reconciler is not None
         reconciler.set_desired(instance)
         assert asked.get(timeout=TIMEOUT_S) == instance
-        ENDS[end](registration)
+        if end == "unhealthy":
+            registration._on_health_change(False)
+        else:
+            registration.start_draining()
         answered.set()
         assert asked.get(timeout=TIMEOUT_S) != instance, "the next change comes when the first one is done"
         assert not path.exists(), "it says that the teacher is ready"
@@ -99,12 +97,6 @@ def test_loopback_is_of_no_use_in_a_cluster(caplog: pytest.LogCaptureFixture) ->
     assert not caplog.text
     warn_of_loopback("etcd://e:2379,f:2379", "127.0.0.1", "--host ADDRESS")
     assert "only students on this host" in caplog.text
-
-
-def test_ids_depend_on_the_port() -> None:
-    settings = RegistrationSettings("s", None)
-    first, again, other = (settings.instance("h", port, "m", {}).id for port in (1, 1, 2))
-    assert first == again != other
 
 
 # `edl register`.
@@ -160,12 +152,7 @@ def test_silence_counts_and_a_no_is_final() -> None:
         *((silent, leave), (silent, keep), (yes, enter), (no, leave), (silent, keep), (yes, enter)),
     ]
     assert [tracker.record_probe(answer) for answer, _ in story] == [turn for _, turn in story]
-
-
-def test_the_newest_version_is_a_number() -> None:
-    assert newest_version(["9", "10", "old"]) == "10"
-    assert newest_version(["a", "b"]) == "b"
-    assert newest_version([]) == ""
+    assert [newest_version(all_) for all_ in (["9", "10", "old"], ["a", "b"], [])] == ["10", "b", ""]
 
 
 @pytest.fixture

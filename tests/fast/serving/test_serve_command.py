@@ -132,7 +132,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("arguments", "words"),
     [
         (["--callable", "teacher.py:double"], "nobody says what the model's inputs are"),
-        (["--callable", "teacher.py:double", "--input", "x:float32", "--option", "a=1"], "--option means nothing"),
         (["--factory", "teacher.py:Broken", "--option", "widht=4"], "unexpected keyword argument 'widht'"),
         ([*ECHO, "--port", "{taken}"], "cannot listen on 127.0.0.1:{taken}: Address already in use; another --port"),
         ([*ECHO, "--host", "300.1.1.1"], "listen on 300.1.1.1:0: no address of that"),

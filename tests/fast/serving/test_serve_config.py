@@ -1,4 +1,4 @@
-"""Settings of `edl serve` and `edl register`: flags, files, and what is wrong with them in words."""
+"""Settings of `edl serve`, of a server and its model: flags, files, and what is wrong with them in words."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from edl.errors import SettingsError
-from edl_serving import TensorSpec
-from edl_serving.backends.specs import cast_to_spec, parse_spec, parse_specs, select_outputs
+from edl_serving import ServerSettings, TeacherServer, TensorSpec
+from edl_serving.backends.specs import cast_to_spec, parse_spec, parse_specs
 from edl_serving.backends.target import import_target
 from edl_serving.command_line import option_values as values
 from edl_serving.command_line.options import add_flags, read_file
@@ -19,6 +19,8 @@ from edl_serving.command_line.options import values as merged
 from edl_serving.command_line.parser import CommandParser
 from edl_serving.command_line.serve_config import GROUPS, ServeConfig
 from edl_serving.registration.address import outward_address
+from edl_serving.request_error import RequestError
+from tests.fast.serving.fakes import FakeBackend, X, model_of
 
 LEAST = ["--callable", "m:f", "--model", "digits"]
 
@@ -56,35 +58,23 @@ def test_tokens_are_rows_of_a_batch() -> None:
 
 
 FLAGS = """
---factory f.py:g --model m --service s --option width=512 --option kind=wide --input x:float32[4] --input y:int64
---output z --model-version 7 --max-batch 8 --max-delay 5ms --max-queue 99 --max-message 4MiB --drain-timeout 1.5m
---linger 0 --no-check-nan --port 8001 --metrics-port 0 --capacity 2.5 --tag a --tag b --meta rack=r7 --ttl 3s
---discovery consul://c:8500 --advertise t1.example --id t1 --ready-file r --exit-with 7
+--factory f.py:g --model m --option width=512 --option kind=wide --input x:float32[4] --input y:int64
+--max-delay 5ms --max-queue 99 --max-message 4MiB --drain-timeout 1.5m --no-check-nan --port 8001 --capacity 2.5
+--tag a --tag b --meta rack=r7
 """
+
 FILE = """
 factory = "f.py:g"
 model = "m"
-service = "s"
 input = ["x:float32[4]", "y:int64"]
-output = ["z"]
-model_version = "7"
-max-batch = 8
 max-delay = "5ms"
 max_queue = 99
 max-message = "4MiB"
 drain-timeout = "1.5m"
-linger = 0
 check-nan = false
 port = 8001
-metrics-port = 0
 capacity = 2.5
 tag = ["a", "b"]
-ttl = "3s"
-discovery = "consul://c:8500"
-advertise = "t1.example"
-id = "t1"
-ready-file = "r"
-exit-with = 7
 [option]
 width = 512
 kind = "wide"
@@ -97,10 +87,9 @@ def test_a_file_says_the_same_as_the_flags(tmp_path: Path) -> None:
     from_flags = config_of(*FLAGS.split())
     assert config_of(file=FILE, folder=tmp_path) == from_flags
     assert from_flags.source.options == {"width": 512, "kind": "wide"}
-    assert from_flags.server.max_delay_s == 0.005
-    assert from_flags.server.drain_timeout_s == 90
-    assert from_flags.server.max_message_bytes == 4 << 20
-    assert from_flags.server.check_nan is False
+    server = from_flags.server
+    assert (server.max_delay_s, server.drain_timeout_s, server.max_message_bytes) == (0.005, 90, 4 << 20)
+    assert server.check_nan is False
     assert from_flags.registration.meta == {"rack": "r7"}
 
 
@@ -161,11 +150,13 @@ def test_wrong_files_are_named(file: str, words: str, tmp_path: Path) -> None:
 def test_discovery_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDL_DISCOVERY", "consul://c:8500")
     monkeypatch.setenv("EDL_TTL_S", "4")
-    assert config_of(*LEAST).registration.url == "consul://c:8500"
-    assert config_of(*LEAST).registration.ttl_s == 4
-    assert config_of(*LEAST, "--ttl", "5s").registration.ttl_s == 5
-    assert config_of(*LEAST, "--discovery", "none").registration.url is None
-    assert config_of(*LEAST, "--discovery", "none", "--service", "any thing").registration.url is None
+    for arguments, expected in (
+        ((), ("consul://c:8500", 4)),
+        (("--ttl", "5s"), ("consul://c:8500", 5)),
+        (("--discovery", "none", "--service", "any thing"), (None, 4)),
+    ):
+        registration = config_of(*LEAST, *arguments).registration
+        assert (registration.url, registration.ttl_s) == expected
 
 
 VALUES = [
@@ -200,9 +191,6 @@ def test_single_values(parse: Callable[[Any], Any], given_: list[Any], found: li
         else:
             with pytest.raises(ValueError, match=found):
                 parse(raw)
-
-
-# Tensors.
 
 
 @pytest.mark.parametrize(
@@ -241,25 +229,6 @@ def test_answers_are_cast_within_rounding() -> None:
         cast_to_spec(TensorSpec("y", "INT64", (1,)), cast_to_spec(spec, [[1.5]]))
 
 
-def test_outputs_by_name_or_by_order() -> None:
-    assert select_outputs({"a": 1, "b": 2}, ["b"])["b"] == 2
-    assert select_outputs({"output_0": 1, "output_1": 2}, ["logits"]) == {"logits": 1}
-    assert select_outputs({"output": 1}, ["logits"]) == {"logits": 1}
-    with pytest.raises(ValueError, match="answers 'a', 'b'; wanted are 'logits'"):
-        select_outputs({"a": 1, "b": 2}, ["logits"])
-    with pytest.raises(ValueError, match="wanted are 'x', 'y'"):
-        select_outputs({"output": 1}, ["x", "y"])
-
-
-def test_targets_are_modules_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "beside.py").write_text("VALUE = 41")
-    (tmp_path / "teacher_in_a_file.py").write_text("import beside\nclass Box:\n    value = beside.VALUE + 1\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for module in ("teacher_in_a_file.py", f"{tmp_path}/teacher_in_a_file.py", "teacher_in_a_file"):
-        assert import_target(f"{module}:Box.value", "--callable") == 42
-
-
 @pytest.mark.parametrize(
     ("target", "words"),
     [
@@ -278,3 +247,56 @@ def test_targets_that_do_not_exist_are_named(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(SettingsError, match=re.escape(words)):
         import_target(target, "--callable")
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: ServerSettings(""), "model=''"),
+        (lambda: ServerSettings("m", max_batch_rows=0), "max_batch_rows=0"),
+        (lambda: ServerSettings("m", max_batch_rows=65, max_queue_rows=64), "max_queue_rows=64"),
+        (lambda: ServerSettings("m", max_delay_s=-1.0), "max_delay_s=-1.0"),
+        (lambda: ServerSettings("m", port=65536), "port=65536"),
+        (lambda: ServerSettings("m", max_message_bytes=2**31), f"max_message_bytes={2**31}"),
+        (lambda: TensorSpec("", "FP32"), "name"),
+        (lambda: TensorSpec("x", "FLOAT"), "'x'.*'FLOAT'"),
+        (lambda: TensorSpec("x", "FP32", (3, -2)), "'x'.*size of -2"),
+    ],
+)
+def test_impossible_settings_are_named(made: Callable[[], object], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        made()
+
+
+@pytest.mark.parametrize(
+    ("backends", "said"),
+    [
+        ([], "at least one"),
+        ([FakeBackend(), FakeBackend(outputs=(X,))], "differ"),
+        ([FakeBackend(inputs=())], "no inputs"),
+        ([FakeBackend(outputs=())], "no outputs"),
+        ([FakeBackend(inputs=(X, X))], "two inputs"),
+        ([FakeBackend(outputs=(TensorSpec("y", "BF16"),))], "'y' is BF16"),
+    ],
+)
+def test_unservable_backends_are_refused(backends: list[FakeBackend], said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        TeacherServer(ServerSettings(model="m"), backends)
+
+
+def test_an_unknown_version_is_not_listed() -> None:
+    backend = FakeBackend()
+    backend.version_if_unnamed = ""
+    model = model_of(backend)
+    assert list(model.metadata().versions) == []
+    model.check_request("m", "")
+    with pytest.raises(RequestError, match="and none that is known"):
+        model.check_request("m", "1")
+
+
+def test_limits_follow_the_largest_message() -> None:
+    large = ServerSettings(model="m", max_message_bytes=2**31 - 1)
+    assert large.max_queue_bytes == large.max_client_bytes == 2 * (2**31 - 1), "two of them have room"
+    assert ServerSettings(model="m").max_queue_bytes == 1 << 30
+    with pytest.raises(SettingsError, match=r"must hold a message.*--max-client-bytes, --max-message"):
+        ServerSettings(model="m", max_client_bytes=1 << 20)

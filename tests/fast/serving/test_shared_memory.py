@@ -71,23 +71,18 @@ def for_client(max_regions: int, max_bytes: int) -> ClientRegions:
 KEYS = ["", "/..", "/.", "/a/b", "/../etc/passwd", "/a\0b", "/" + "x" * 300, "edl-no-such-object"]
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_keys_must_name_an_object(key: str) -> None:
-    with pytest.raises(RequestError) as refused:
-        for_client(4, 1000).register(asked(key, 1))
-    assert refused.value.code.name == "INVALID_ARGUMENT"
-    assert repr(key)[:20] in refused.value.message
-
-
-def test_a_link_and_a_folder_are_refused(make: Make) -> None:
-    key = make(64)
-    link, folder = Path(f"/dev/shm{key}-link"), Path(f"/dev/shm{key}-folder")
+def test_keys_must_name_an_object() -> None:
+    """A link to a file and a folder are none."""
+    name = f"edl-test-{uuid.uuid4().hex}"
+    link, folder = Path(f"/dev/shm/{name}-link"), Path(f"/dev/shm/{name}-folder")
     link.symlink_to("/etc/passwd")
     folder.mkdir()
     try:
-        for path in (link, folder):
-            with pytest.raises(RequestError, match=r"cannot be opened|no shared memory object"):
-                for_client(4, 1000).register(asked(path.name, 1))
+        for key in (*KEYS, link.name, folder.name):
+            with pytest.raises(RequestError) as refused:
+                for_client(4, 1000).register(asked(key, 1))
+            assert refused.value.code.name == "INVALID_ARGUMENT", key
+            assert repr(key)[:20] in refused.value.message
     finally:
         link.unlink()
         folder.rmdir()
@@ -117,16 +112,10 @@ def test_regions_are_read_and_written(make: Make, offset: int) -> None:
     for at, nbytes in ((0, 101), (100, 1), (-1, 4), (0, -1), (2**62, 2**62)):
         with pytest.raises(RequestError, match="'r' has 100 bytes"):
             regions["r"].view(at, nbytes)
-
-
-def test_shrunk_objects_are_refused(make: Make) -> None:
-    key = make(8192)
-    regions = for_client(4, 10_000)
-    regions.register(asked(key, 8192))
-    os.truncate(f"/dev/shm{key}", 4096)
-    assert len(regions["r"].view(0, 4096)) == 4096
-    with pytest.raises(RequestError, match="has shrunk to 4096 bytes"):
-        regions["r"].view(4000, 200)
+    os.truncate(f"/dev/shm{key}", offset + 50)
+    assert len(regions["r"].view(0, 50)) == 50
+    with pytest.raises(RequestError, match="has shrunk to"):
+        regions["r"].view(0, 51)
 
 
 def test_arrays_outlive_their_registration(make: Make) -> None:
@@ -329,17 +318,14 @@ def test_only_peers_on_this_host_are_local(peer: str, local: bool) -> None:
 @contextmanager
 def connection(host: str = "127.0.0.1") -> Iterator[tuple[int, str]]:
     """A server's port, and the name that gRPC would give the client there."""
-    with socket.create_server(("::1" if host == "::1" else "127.0.0.1", 0), family=family_of(host)) as listener:
+    family = socket.AF_INET6 if host == "::1" else socket.AF_INET
+    with socket.create_server(("::1" if host == "::1" else "127.0.0.1", 0), family=family) as listener:
         port = listener.getsockname()[1]
         client = socket.create_connection((host, port))
         server, _ = listener.accept()
         with client, server:
             found, own_port = client.getsockname()[:2]
             yield port, f"ipv6:[{found}]:{own_port}" if ":" in host else f"ipv4:{found}:{own_port}"
-
-
-def family_of(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if host == "::1" else socket.AF_INET
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::ffff:127.0.0.1"])

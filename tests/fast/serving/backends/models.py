@@ -79,14 +79,13 @@ X, LOGITS = ("x:float32[4]",), ("logits",)
 HERE = f"{__name__}:"
 
 
-def as_callable(folder: Path, seed: int) -> ModelSource:
-    if seed:  # another function: `predict` has no weights to change
-        return ModelSource("factory", f"{HERE}build", options={"seed": seed}, inputs=X)
-    return ModelSource("callable", f"{HERE}predict", inputs=X)
-
-
 def as_factory(folder: Path, seed: int) -> ModelSource:
     return ModelSource("factory", f"{HERE}build", options={"seed": seed}, inputs=X)
+
+
+def as_callable(folder: Path, seed: int) -> ModelSource:
+    """Of another seed another function: `predict` has no weights to change."""
+    return as_factory(folder, seed) if seed else ModelSource("callable", f"{HERE}predict", inputs=X)
 
 
 def factory(checkpoint: Path, outputs: tuple[str, ...] = LOGITS) -> ModelSource:
@@ -124,18 +123,6 @@ def exported(folder: Path, seed: int, rows: Any, count: int) -> ModelSource:
     return ModelSource("torch-export", str(path), outputs=LOGITS, device="cpu")
 
 
-def as_export(folder: Path, seed: int) -> ModelSource:
-    return exported(folder, seed, torch.export.Dim("batch"), 2)
-
-
-def as_export_of_two_to_five_rows(folder: Path, seed: int) -> ModelSource:
-    return exported(folder, seed, torch.export.Dim("batch", min=2, max=5), 3)
-
-
-def as_export_of_three_rows(folder: Path, seed: int) -> ModelSource:
-    return exported(folder, seed, None, 3)
-
-
 _PADDLE = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
@@ -150,7 +137,7 @@ for path, rows, weight, bias in json.loads(sys.argv[1]):
 """
 
 
-def _paddle(folder: Path, seed: int, rows: int | None = None, pir: bool = True) -> ModelSource:
+def as_paddle(folder: Path, seed: int, rows: int | None = None, pir: bool = True) -> ModelSource:
     """Saved by a process of its own, all of a format at once: the format is chosen when Paddle is imported."""
     place = folder / ("pir" if pir else "old")
     if not place.exists():
@@ -167,31 +154,16 @@ def _paddle(folder: Path, seed: int, rows: int | None = None, pir: bool = True) 
     return ModelSource("paddle", str(path), outputs=LOGITS, device="cpu")
 
 
-def as_paddle(folder: Path, seed: int) -> ModelSource:
-    return _paddle(folder, seed)
-
-
-def as_old_paddle(folder: Path, seed: int) -> ModelSource:
-    return _paddle(folder, seed, pir=False)
-
-
-def as_paddle_of_three_rows(folder: Path, seed: int) -> ModelSource:
-    return _paddle(folder, seed, rows=3)
-
-
-FORMS = {
-    form.__name__.removeprefix("as_"): form
-    for form in (
-        as_callable,
-        as_factory,
-        as_checkpoint,
-        as_safetensors,
-        as_torchscript,
-        as_export,
-        as_export_of_two_to_five_rows,
-        as_export_of_three_rows,
-        as_paddle,
-        as_old_paddle,
-        as_paddle_of_three_rows,
-    )
+FORMS: dict[str, Callable[[Path, int], ModelSource]] = {
+    "callable": as_callable,
+    "factory": as_factory,
+    "checkpoint": as_checkpoint,
+    "safetensors": as_safetensors,
+    "torchscript": as_torchscript,
+    "export": lambda folder, seed: exported(folder, seed, torch.export.Dim("batch"), 2),
+    "export_of_two_to_five_rows": lambda folder, seed: exported(folder, seed, torch.export.Dim("b", min=2, max=5), 3),
+    "export_of_three_rows": lambda folder, seed: exported(folder, seed, None, 3),
+    "paddle": as_paddle,
+    "old_paddle": lambda folder, seed: as_paddle(folder, seed, pir=False),
+    "paddle_of_three_rows": lambda folder, seed: as_paddle(folder, seed, rows=3),
 }

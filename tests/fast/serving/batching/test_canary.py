@@ -89,14 +89,11 @@ def test_a_sick_model_is_not_found(
         assert server.call(server.server.drain(TIMEOUT_S / 2)), "a sick teacher drains"
 
 
-class Answers:
-    """A batcher that answers a row when and as it is told to."""
+class Full:
+    """A batcher whose queue is full."""
 
-    def __init__(self, answer: Exception | None = None) -> None:
-        self.answer = answer
-        self.asked, self.answers = asyncio.Event(), asyncio.Event()
-        self.computed = 0
-        self.progresses = False
+    def __init__(self, progresses: bool) -> None:
+        self.computed, self.progresses = 0, progresses
 
     @property
     def computed_rows(self) -> int:
@@ -104,17 +101,7 @@ class Answers:
         return self.computed
 
     async def compute(self, job: object) -> None:
-        self.asked.set()
-        await self.answers.wait()
-        if self.answer is not None:
-            raise self.answer
-
-
-def canary_of(batcher: Any, changes: list[bool], timeout_s: float = TIMEOUT_S) -> Canary:
-    async def changed(healthy: bool) -> None:
-        changes.append(healthy)
-
-    return Canary(batcher, model_of(FakeBackend()), ROW, 0.0, timeout_s, changed)
+        raise RequestError(grpc.StatusCode.UNAVAILABLE, "the queue is full", 10, "queue")
 
 
 @pytest.mark.parametrize("progresses", [True, False])
@@ -122,11 +109,12 @@ def test_a_full_queue_hides_no_hang(progresses: bool) -> None:
     """A queue that is full of others' requests says nothing of the model, unless nothing is computed meanwhile."""
     changes: list[bool] = []
 
+    async def changed(healthy: bool) -> None:
+        changes.append(healthy)
+
     async def run() -> None:
-        batcher = Answers(RequestError(grpc.StatusCode.UNAVAILABLE, "the queue is full", 10, "queue"))
-        batcher.answers.set()
-        batcher.progresses = progresses
-        task = asyncio.create_task(canary_of(batcher, changes, timeout_s=0.02).run())
+        batcher: Any = Full(progresses)
+        task = asyncio.create_task(Canary(batcher, model_of(FakeBackend()), ROW, 0.0, 0.02, changed).run())
         while batcher.computed < 50 if progresses else not changes:  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0)
         task.cancel()

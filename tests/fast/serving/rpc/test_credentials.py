@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,6 @@ from edl.discovery import Instance, open_registry
 from edl.distill import DistillReader, Options, Teachers
 from edl.errors import NoTeacherError
 from edl.protocol import names
-from edl.protocol.tls import credentials
 from edl.protocol.transport import grpc
 from edl.settings import Credentials, LoadSettings
 from edl_serving.registration.ready_file import ReadyFile
@@ -25,7 +22,7 @@ from edl_serving.registration.settings import RegistrationSettings
 from edl_serving.registration.teacher import TeacherRegistration
 from edl_serving.rpc import authentication
 from tests.certificates import Authority, put
-from tests.fast.serving.conftest import TIMEOUT_S, Inside, StartInside, request_bytes
+from tests.fast.serving.conftest import TIMEOUT_S, StartInside, request_bytes
 from tests.fast.serving.fakes import FakeBackend, five_logits
 from tests.waiting import wait_until
 
@@ -48,13 +45,8 @@ def token_file(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def teacher(inside: StartInside, token_file: str) -> Inside:
-    return inside(FakeBackend(), credentials=Credentials(token_file=token_file), metrics_port=0)
-
-
-@pytest.fixture
-def channel(teacher: Inside) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(teacher.target) as channel:
+def channel(inside: StartInside, token_file: str) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(inside(FakeBackend(), credentials=Credentials(token_file=token_file)).target) as channel:
         yield channel
 
 
@@ -110,41 +102,6 @@ def test_health_may_need_none(inside: StartInside, token_file: str, open_health:
         assert ask(channel, health) == ("OK" if open_health else "UNAUTHENTICATED")
         assert ask(channel, health, bearer(FIRST)) == "OK"
         assert ask(channel, "/grpc.health.v1.HealthX/Check") == "UNAUTHENTICATED"
-
-
-def test_revocation_outlives_errors(
-    inside: StartInside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Handshakes and the look for revocations meet an unforeseen error; both go on, and the token is taken back."""
-    monkeypatch.setattr(authentication, "CHECK_EVERY_S", 0.1)
-    monkeypatch.setattr(credentials, "CHECK_EVERY_S", 0.1)
-    ca, token, requests = Authority(), tmp_path / "tokens", SimpleQueue[bytes | None]()
-    requests.put(X)
-    put(token, f"{FIRST}\n{SECOND}")
-    made = inside(FakeBackend(), credentials=Credentials(token_file=str(token), **ca.issue().save(tmp_path)))
-    trusting = grpc.ssl_channel_credentials(ca.pem)
-    failures: list[str] = []
-
-    def fail(name: str) -> int:
-        failures.append(name)
-        raise RuntimeError("no descriptor is left")
-
-    with grpc.secure_channel(made.target, trusting) as channel:
-        stream = channel.stream_stream(names.method("ModelStreamInfer"))
-        endless = stream(iter(requests.get, None), metadata=bearer(FIRST), timeout=TIMEOUT_S)
-        next(endless)
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "memfd_create", fail)
-            put(token, SECOND)
-            fresh = [("grpc.use_local_subchannel_pool", 1)]
-            with grpc.secure_channel(made.target, trusting, fresh) as other:
-                assert ask(other, names.method("ServerReady"), bearer(SECOND)) == "OK", "no handshake any more"
-            wait_until(lambda: len(failures) > 5)  # in handshakes and for calls, and then by the task, again and again
-        assert caplog.text.count("RuntimeError: no descriptor is left") == 2, "once in words, once in its traceback"
-        try:
-            assert code_of(lambda: list(endless)) == "OK", "the stream of a revoked token goes on"
-        finally:
-            requests.put(None)
 
 
 def test_connections_age_with_mutual_tls(inside: StartInside, tmp_path: Path, ca: Authority) -> None:

@@ -212,22 +212,16 @@ def test_typed_contents_count_in_memory() -> None:
 
 
 def test_large_typed_contents_are_read() -> None:
-    values = np.arange(200_000, dtype=np.float32)
-    header = kserve.ModelInferRequest(model_name="m", id="7")
-    tensor = header.inputs.add(name="x", datatype="FP32", shape=[2, 100_000])
-    tensor.contents.fp32_contents.extend(values)
-    assert np.array_equal(read_header(header.SerializeToString()).arrays[0].reshape(-1), values)
-
-    numbers = np.arange(-100_000, 100_000) ** 3
-    header = kserve.ModelInferRequest(model_name="m")
-    tensor = header.inputs.add(name="n", datatype="INT64", shape=[1, 200_000])
-    tensor.contents.int64_contents.extend(numbers.tolist())
-    assert np.array_equal(read_header(header.SerializeToString(), WHOLE).arrays[0].reshape(-1), numbers)
-
-    header = kserve.ModelInferRequest(model_name="m")
-    tensor = header.inputs.add(name="words", datatype="BYTES", shape=[1, 3])
-    tensor.contents.bytes_contents.extend([b"a" * 100_000, b"", b"b\0"])
-    assert read_header(header.SerializeToString(), STRINGS).arrays[0].tolist() == [[b"a" * 100_000, b"", b"b\0"]]
+    numbers = np.arange(200_000)
+    for model, name, datatype, field_, values in (
+        (WIDE, "x", "FP32", "fp32_contents", numbers),
+        (WHOLE, "n", "INT64", "int64_contents", (numbers - 100_000) ** 3),
+        (STRINGS, "words", "BYTES", "bytes_contents", np.array([b"a" * 100_000, b"", b"b\0"], object)),
+    ):
+        header = kserve.ModelInferRequest(model_name="m", id="7")
+        tensor = header.inputs.add(name=name, datatype=datatype, shape=[1, len(values)])
+        getattr(tensor.contents, field_).extend(values.tolist())
+        assert np.array_equal(read_header(header.SerializeToString(), model).arrays[0], values[None])
 
 
 def test_a_streams_ids_are_short() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -303,34 +303,19 @@ def test_similar_lengths_share_a_bucket() -> None:
     assert [bucket.valid.shape for bucket in buckets] == [(3, 500), (4, 12)]
 
 
-@pytest.fixture(scope="module")
-def llama(checkpoint: Folder) -> Path:
-    (checkpoint("llama") / "vocab.txt").write_text("a\nb\n")  # stands for a tokenizer
-    return checkpoint("llama")
-
-
-@pytest.fixture(scope="module")
-def teacher(llama: Path) -> Iterator[Inside]:
-    served = Inside(load(llama, "causal-lm", top_k=16, max_tokens=40), max_batch_rows=40)
-    yield served
-    served.close()
-
-
-def infer(teacher: Inside, inputs: dict[str, Array], **parameters: Any) -> dict[str, Array]:
-    with contextlib.closing(Client(teacher.target)) as client:
-        answer = client.infer_bytes(request_bytes(inputs, **parameters), timeout=TIMEOUT_S)
-    return {name: array.copy() for name, array in outputs_of(answer).items()}
-
-
-def test_it_answers_as_transformers(teacher: Inside, llama: Path) -> None:
+def test_served_labels_are_those_in_process(checkpoint: Folder) -> None:
     inputs = tokens((30, 12, 40, 1, 17))  # more than a batch of 40
     targets = np.arange(200, dtype=np.int32).reshape(100, 2) % VOCABULARY
-    logits = oracle(llama, "AutoModelForCausalLM", inputs)
-    answer = infer(teacher, {**inputs, "targets": targets}, edl_top_k=8, edl_temperature=2.0)
-    parts = [answer[name] for name in names.top_k_names("logprobs")]
+    logits = oracle(checkpoint("llama"), "AutoModelForCausalLM", inputs)
+    served = Inside(load(checkpoint("llama"), "causal-lm", top_k=16, max_tokens=40), max_batch_rows=40)
+    with contextlib.closing(served), contextlib.closing(Client(served.target)) as client:
+        asked = request_bytes({**inputs, "targets": targets}, edl_top_k=8, edl_temperature=2.0)
+        answer = outputs_of(client.infer_bytes(asked, timeout=TIMEOUT_S))
+        asked = request_bytes(inputs, edl_top_k=3, edl_dtype="FP16")
+        half = outputs_of(client.infer_bytes(asked, timeout=TIMEOUT_S))["logprobs__topk_values"]
+    parts = [answer[name].copy() for name in names.top_k_names("logprobs")]
     assert_agrees({"logprobs": parts}, logits, 8, 2.0)
     expected = np.take_along_axis(logits.log_softmax(-1).numpy(), targets.astype(np.int64), 1)
     np.testing.assert_allclose(answer["target_logprobs"], expected, rtol=0, atol=1e-4)
-    half = infer(teacher, inputs, edl_top_k=3, edl_dtype="FP16")["logprobs__topk_values"]
     assert half.dtype == np.float16
     np.testing.assert_allclose(half, parts[1][:, :3], rtol=1e-3)

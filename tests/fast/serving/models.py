@@ -70,19 +70,6 @@ def gated_echo(gate: str) -> Model:
     return Model(answer, ["x:float32[4]"], ["y:float32[4]"], delay_s=0.001)  # computed in a thread, since it takes time
 
 
-class Images(Base):
-    """A teacher of no cost."""
-
-    inputs = (TensorSpec("image", "UINT8", (3, 224, 224)),)  # type: ignore[assignment]
-    outputs = (TensorSpec("logits", "FP32", (1000,)),)  # type: ignore[assignment]
-
-    def __init__(self) -> None:
-        self._answer = np.random.default_rng(0).random((256, 1000), np.float32)
-
-    def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        return {"logits": self._answer[: len(inputs["image"])]}
-
-
 class Gated(Base):
     """Waits for `gate` before each answer, and remembers what it was asked; for servers in the test's own process."""
 

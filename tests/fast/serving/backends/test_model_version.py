@@ -39,7 +39,6 @@ SCALE = int(Path(__file__).with_name("seed").read_text())
 class Held:
     W = np.full(2, SCALE)
     def transform(self, x): return x * SCALE
-def transform(x): return x * SCALE
 """
 
 OTHER = {
@@ -218,7 +217,7 @@ def build(): return lambda x: x * M.scale
     },
     **{
         name: f"""
-import beside, importlib.util, runpy
+import beside
 FOUND = {{}}
 def build():
     {use}
@@ -226,7 +225,6 @@ def build():
 """
         for name, use in (
             ("method_of_an_object", "FOUND['f'] = beside.Held().transform"),
-            ("run_path", "FOUND['f'] = runpy.run_path(beside.__file__)['transform']"),
             ("exec", "exec('def f(x): return x * %d' % seed(), FOUND)"),
         )
     },

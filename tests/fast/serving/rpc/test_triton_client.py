@@ -16,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 
 from edl_serving import Array
 from tests.fast.serving.conftest import StartInside
-from tests.fast.serving.models import Base, Images, Mixed, logits
+from tests.fast.serving.models import Base, Mixed, logits
 
 
 def mixed_inputs() -> tuple[list[Any], Array]:
@@ -114,12 +114,12 @@ def test_shared_memory_can_be_turned_off(inside: StartInside, region: Any) -> No
 
 
 def test_messages_of_any_size_up_to_the_limit(inside: StartInside) -> None:
-    image = np.zeros((50, 3, 224, 224), np.uint8)  # 7.5 MB, beyond gRPC's usual limit
-    inputs = [triton.InferInput("image", image.shape, "UINT8").set_data_from_numpy(image)]
-    with triton.InferenceServerClient(inside(Images()).target) as client:
-        assert client.infer("m", inputs).as_numpy("logits").shape == (50, 1000)
+    x = np.ones((500_000, 4), np.float32)  # 8 MB, beyond gRPC's usual limit
+    inputs = [triton.InferInput("x", x.shape, "FP32").set_data_from_numpy(x)]
+    with triton.InferenceServerClient(inside(Base(), max_queue_rows=len(x)).target) as client:
+        assert client.infer("m", inputs).as_numpy("logits").shape == (500_000, 5)
     with (
-        triton.InferenceServerClient(inside(Images(), max_message_bytes=100_000).target) as client,
+        triton.InferenceServerClient(inside(Base(), max_message_bytes=100_000).target) as client,
         pytest.raises(InferenceServerException, match="RESOURCE_EXHAUSTED"),
     ):
         client.infer("m", inputs)

@@ -17,7 +17,6 @@ from edl.collective.training.sampler import ElasticSampler  # noqa: E402
 from edl.errors import SettingsError  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice: more workers, another logger
-
 ROWS = torch.linspace(-1, 1, 4 * 27).reshape(27, 4)
 
 

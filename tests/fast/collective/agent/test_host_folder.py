@@ -1,4 +1,4 @@
-"""The folder in memory that an agent keeps: taken over from a dead one, swept, and never shared."""
+"""The folder in memory that an agent keeps, never shared; and what a worker finds in its environment."""
 
 from __future__ import annotations
 
@@ -194,7 +194,6 @@ MEMBERS = (
     Member("b", "10.0.0.2", 4001, 3, 1),
     Member("c", "10.0.0.3", 4002, 2, 4),
 )
-
 WORLD = World(5, JobState.RUNNING, MEMBERS)
 
 

@@ -65,7 +65,6 @@ def test_sharded_state_in_another_world() -> None:
 
 # Four ranks: 0 and 2 hold the same shards, 1 and 3 the other ones.
 _HSDP = [SlotHeader(1, 8, 4, rank, sharded=True) for rank in range(4)]
-
 _SAME = {header: (header.rank % 2, header.rank % 2 + 2) for header in _HSDP}
 
 
@@ -209,13 +208,8 @@ def test_silent_agent_is_not_waited_for(tmp_path: Path, agent: WorkerStatusPage)
         )
 
 
-@pytest.fixture
-def checkpointer() -> Iterator[Checkpointer]:
-    with Checkpointer(State(step=-1)) as made:
-        yield made
-
-
-def test_restore_before_the_group_is_refused(checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restore_before_the_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpointer = Checkpointer(State(step=-1))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SettingsError, match=r"one of 2 workers.*call init_process_group\(\)"):
         checkpointer.restore()
@@ -226,6 +220,7 @@ def test_restore_before_the_group_is_refused(checkpointer: Checkpointer, monkeyp
         checkpointer.restore()
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert checkpointer.restore() == -1
+    checkpointer.close()
 
 
 class Killed(BaseException):

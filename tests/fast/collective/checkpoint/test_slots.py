@@ -1,4 +1,4 @@
-"""Two slots in shared memory: whatever happens, the newest complete one is found, and a torn one never."""
+"""Two slots in shared memory, of which a torn one is never found; and copies to them, from a fake GPU as well."""
 
 from __future__ import annotations
 
@@ -115,23 +115,17 @@ def test_private_slots_are_removed(prefix: Path) -> None:
         slots.begin_write(1, 1)
 
 
-@pytest.fixture
-def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in the place of `/dev/shm`, where tests in other processes sweep as well."""
-    monkeypatch.setattr(slots_module, "_SHM_FOLDER", tmp_path)
-    return tmp_path
-
-
-def test_what_a_killed_process_left_is_swept(shm: Path) -> None:
+def test_what_a_killed_process_left_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots_module, "_SHM_FOLDER", tmp_path)  # tests in other processes sweep as well
     child = os.fork()
     if child == 0:
         slots = SlotPair.from_env()
         write(slots, 1)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    assert list(shm.glob(f"edl-slots-{child}-*"))
+    assert list(tmp_path.glob(f"edl-slots-{child}-*"))
     SlotPair.from_env().close()
-    assert not list(shm.glob(f"edl-slots-{child}-*"))
+    assert not list(tmp_path.glob(f"edl-slots-{child}-*"))
 
 
 def test_too_little_shared_memory(prefix: Path) -> None:

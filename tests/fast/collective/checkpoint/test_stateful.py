@@ -18,7 +18,6 @@ from edl.collective.checkpoint.state.metadata import parse_meta  # noqa: E402
 from edl.errors import SettingsError  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata 0.11 uses it
-
 ROWS, BATCH, EPOCHS = 12, 4, 2
 
 

@@ -1,4 +1,4 @@
-"""States as workers keep them for replicas, made without workers: the bytes of each are its step."""
+"""Replicas without workers: what is kept and sent when, and whatever befalls them on their way; and TLS."""
 
 from __future__ import annotations
 
@@ -354,17 +354,7 @@ def test_without_secret_nothing_is_received(tmp_path: Path) -> None:
         assert len(got) == 64
 
 
-def test_errors_and_nonsense_disturb_nobody(tmp_path: Path, receive: Callable[..., Receiver]) -> None:
-    faults = [LookupError("a fault of our own")]
-
-    def secret() -> bytes:
-        if faults:
-            raise faults.pop()
-        return SECRET
-
-    receiver = receive(secret)
-    with pytest.raises(TemporaryError):
-        receiver.send(keep(tmp_path / "kept", 1))
+def test_nonsense_disturbs_nobody(tmp_path: Path, receiver: Receiver) -> None:
     for noise in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 5000):
         with socket.create_connection(("127.0.0.1", receiver.server.port)) as connection:
             connection.sendall(noise)
@@ -440,7 +430,6 @@ def test_what_cannot_be_is_refused(wrong: dict[str, object]) -> None:
 
 
 CA = Authority()
-
 GOOD = CA.issue("127.0.0.1")
 
 

@@ -1,4 +1,4 @@
-"""The automatic batch: gradient noise, a fitted step time, and choices on made-up clusters with a known right one."""
+"""The automatic batch on made-up clusters with a known right one; learning rates when the batch changes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ def test_gain_with_no_and_only_noise() -> None:
 
 
 TRUTH = StepTime(fixed_s=0.020, row_s=0.0005, sync_s=0.030, rank_s=0.004, gamma=2.0)
-
 SETTINGS = [(1, 32, 1), (1, 64, 2), (2, 32, 1), (2, 64, 1), (3, 48, 1), (3, 16, 2), (4, 64, 1), (4, 128, 3)]
 
 
@@ -223,7 +222,6 @@ def test_too_large_batch_is_reported(caplog: pytest.LogCaptureFixture) -> None:
 
 
 UNKNOWN = GradientNoise()
-
 HALF = GradientNoise(variance=64.0, square=1.0, steps=10.0)  # at a batch of 64, as much noise as signal
 
 
@@ -296,19 +294,6 @@ def test_what_cannot_be_is_refused() -> None:
 WITHOUT_MOMENTUM = (0.0, 0.9)
 
 
-def stepped(kind: type[torch.optim.Optimizer], steps: int, **options: Any) -> tuple[Any, ...]:
-    """The last step's change and gradient, the state after it, and the options."""
-    generator = torch.Generator().manual_seed(2)
-    one = torch.nn.Parameter(torch.zeros(50, dtype=torch.float64))
-    optimizer = kind([one], lr=0.1, **options)
-    before = one.detach().clone()
-    for _ in range(steps):
-        before = one.detach().clone()
-        one.grad = torch.randn(50, generator=generator, dtype=torch.float64) + 0.5
-        optimizer.step()
-    return one.detach() - before, one.grad, optimizer.state[one], optimizer.param_groups[0]
-
-
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -323,9 +308,16 @@ def stepped(kind: type[torch.optim.Optimizer], steps: int, **options: Any) -> tu
     ],
 )
 def test_step_is_gradient_by_divisor(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
-    change, grad, state, group = stepped(kind, 12, **options)
+    generator = torch.Generator().manual_seed(2)
+    one = torch.nn.Parameter(torch.zeros(50, dtype=torch.float64))
+    optimizer = kind([one], lr=0.1, **options)
+    for _ in range(12):
+        before = one.detach().clone()
+        one.grad = torch.randn(50, generator=generator, dtype=torch.float64) + 0.5
+        optimizer.step()
+    state, group = optimizer.state[one], optimizer.param_groups[0]
     assert is_adaptive(state, group)
     divisor = divisor_of(state, group)
     assert divisor is not None
-    factors = change * divisor / grad  # the same for every element: the rate, and what grows with the steps alone
+    factors = (one.detach() - before) * divisor / one.grad  # the same for every element
     torch.testing.assert_close(factors, factors[:1].expand(50), rtol=1e-5, atol=0.0)

@@ -1,4 +1,4 @@
-"""What it means that workers ended, and what follows. The texts are torch 2.13's own, except NCCL's, of its source."""
+"""What it means that workers ended, what follows, and how it is told. The texts are torch 2.13's own, or NCCL's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from edl.collective.agent.termination_message import TerminationMessage, cut_tra
 from edl.collective.agent.workers.generation_outcome import GenerationOutcome
 
 PAIR = "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]"
-
 CONTACT = [
     f"{PAIR} Connection closed by peer [127.0.0.1]:10126. This is typically caused by a remote worker crashing. Check"
     " the logs of the remote worker before reporting an error. GLHF! 🏖️",
@@ -46,7 +45,6 @@ CONTACT = [
     " a network error or a remote process exiting prematurely.",
     "RuntimeError: NCCL communicator was aborted on rank 1.",
 ]
-
 ERROR = [
     "",
     "LookupError: the user's own mistake",
@@ -59,14 +57,11 @@ ERROR = [
 
 # As torch raises it in the main process: at once, or after it has noticed that the worker is gone.
 READER_KILLED = "RuntimeError: DataLoader worker (pid 123) is killed by signal: Killed. "
-
 READER_GONE = "RuntimeError: DataLoader worker (pid(s) 123, 124) exited unexpectedly"
-
 READER_FAILED = (
     "RuntimeError: DataLoader worker (pid 123) exited unexpectedly with exit code 3. Details are lost due to"
     " multiprocessing. Rerunning with num_workers=0 may give better error trace."
 )
-
 CAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"
 
 
@@ -107,11 +102,8 @@ def failure(status: int, text: str = "", rank: int = 0) -> WorkerFailure:
 
 
 KILLED = failure(-signal.SIGKILL, rank=1)
-
 ABORTED = failure(-signal.SIGABRT, rank=2)
-
 LOST = failure(1, CONTACT[0], rank=3)
-
 WRONG = failure(1, ERROR[1], rank=4)
 
 
@@ -169,7 +161,6 @@ def test_error_file_without_a_traceback(content: str, text: str, tmp_path: Path)
 
 
 KILLED_0 = RecoveryDecision(restart="worker 0 was killed")
-
 FATAL = RecoveryDecision(fatal="rank 0: worker 0 failed\nTraceback")
 
 
@@ -246,7 +237,6 @@ def test_want_of_memory_may_end_a_node(
 
 
 MEGABYTE = 1 << 20
-
 FIRST = "rank 3: worker 1 (process 77) ended with exit code 1"
 
 

@@ -1,4 +1,4 @@
-"""Who hangs on a node, in simulated time; and whether a process works, by what the kernel counts."""
+"""Who hangs on a node, in simulated time; whether a process works, as the kernel counts; an agent's signs of life."""
 
 from __future__ import annotations
 
@@ -138,9 +138,7 @@ def test_another_nodes_worker_is_waited_for() -> None:
 
 
 COMPUTE = "print('there', flush=True)\nwhile True: sum(range(1000))"
-
 CHILD = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {COMPUTE!r}])"
-
 READ = """
 import threading
 file, event = open("/dev/zero", "rb"), threading.Event()

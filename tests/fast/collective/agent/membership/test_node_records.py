@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,7 +18,6 @@ from edl.collective.agent.shutdown import ShutdownState
 from edl.collective.goodput.records import read_job
 from edl.collective.job_records import Exclusion, JobState, Member, Node, World
 from edl.discovery.sqlite.store import SqliteStore
-from edl.discovery.store import Store
 from edl.errors import DiscoveryError, ProtocolError
 
 TTL_S = 3.0
@@ -71,24 +69,21 @@ def store(tmp_path: Path) -> Iterator[FakeStore]:
         yield made
 
 
-@contextmanager
-def joined(store: Store, name: str, clock: Callable[[], float]) -> Iterator[Membership]:
-    one = Membership(store, "job", Node(name, "host", 1, 1), TTL_S, lambda: None, clock=clock)
-    try:
-        assert one.without_lease_s == 0.0, "it has not joined"
-        one.join()
-        yield one
-    finally:
-        one.close()
-
-
 @pytest.fixture
 def members(store: FakeStore) -> Iterator[tuple[Membership, Membership]]:
-    with joined(store, "a", lambda: store.now_s) as one, joined(store, "b", lambda: store.now_s) as other:
-        assert one.propose_world(WORLD, None)
-        store.now_s += BACK_S  # since they joined
-        assert (set(one.read_records().nodes), one.read_records().late) == ({"a", "b"}, frozenset())
-        yield one, other
+    one, other = (
+        Membership(store, "job", Node(name, "host", 1, 1), TTL_S, lambda: None, clock=lambda: store.now_s)
+        for name in "ab"
+    )
+    for each in (one, other):
+        assert each.without_lease_s == 0.0, "it has not joined"
+        each.join()
+    assert one.propose_world(WORLD, None)
+    store.now_s += BACK_S  # since they joined
+    assert (set(one.read_records().nodes), one.read_records().late) == ({"a", "b"}, frozenset())
+    yield one, other
+    for each in (one, other):
+        each.close()
 
 
 def test_untaken_change_is_written_later(store: FakeStore, members: tuple[Membership, Membership]) -> None:

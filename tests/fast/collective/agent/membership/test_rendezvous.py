@@ -25,7 +25,6 @@ from edl.collective.worker_status import WorkerStatus, WorkerStatusPage
 from edl.errors import ProtocolError
 
 TTL_S = 1.5
-
 TICK_S = 0.25
 
 
@@ -160,7 +159,6 @@ def check_next(before: World, following: World, nodes: dict[str, Node], rules: R
 
 
 RULES = RendezvousSettings(min_nodes=1, max_nodes=3, last_call_s=1.0, pause_timeout_s=5.0, takeover_s=10.0)
-
 TWO = replace(RULES, min_nodes=2)
 
 

@@ -1,4 +1,4 @@
-"""Workers forked from a zygote that has imported nothing: starts are fast here."""
+"""Worker processes: what is imported ahead of time, forks, logs, stacks, and GPUs that are not free yet."""
 
 from __future__ import annotations
 
@@ -76,7 +76,6 @@ def pids_in(path: Path) -> list[int]:
 
 
 DRAW = "import random; open(os.environ['OUT'], 'w').write(str(random.random()))"
-
 FILES = """
 files = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd") if int(number) > 2]
 names = [os.readlink(file) for file in files if os.path.exists(file)]
@@ -271,9 +270,9 @@ def test_holders_are_found_by_open_device(process: subprocess.Popen[bytes], tmp_
     assert find_holders([os.getpgrp() + 1_000_000], devices) == {}
     assert find_holders([process.pid], (f"{tmp_path}/kfd",)) == {}, "a host without a GPU"
     assert not wait_for_release(holders, 0.0), "it holds it as long as it lives"
+    assert wait_for_release({process.pid: "1"}, 0.0), "another process of the same number is not meant"
     process.kill()
     assert wait_for_release(holders, math.inf), "a zombie holds nothing"
-    assert wait_for_release({process.pid: "1"}, 0.0), "another process of the same number is not meant"
 
 
 def fake_nvml(answers: list[list[int]]) -> types.SimpleNamespace:
@@ -404,26 +403,21 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def write(folder: Path, **files: str) -> list[tuple[str, str]]:
-    for name, text in files.items():
-        (folder / f"{name}.py").write_text(text)
-    return [(name, "") for name in files]
-
-
 def test_modules_that_a_fork_would_break(modules: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preload_module, "find_fork_hazard", str)  # the tests' own process has threads of OpenMP
-    named = write(
-        modules,
-        e_fine="import os\nHOME = os.environ.get('HOME'); COPY = dict(os.environ); os.environ['E_SET'] = '1'",
-        e_thread="import threading, time\nstop = threading.Event()\nthreading.Thread(target=stop.wait).start()",
-        e_socket="import socket\nopened = socket.socket()",
-        e_rank="import os\nRANK = os.getenv('LOCAL_RANK', '0')",
-        e_rank_needed="import os\nRANK = os.environ['RANK']",
-        e_broken="raise ValueError('odd')",
-        e_unfit="raise SystemError",
-    )
+    files = {
+        "e_fine": "import os\nHOME = os.environ.get('HOME'); COPY = dict(os.environ); os.environ['E_SET'] = '1'",
+        "e_thread": "import threading, time\nstop = threading.Event()\nthreading.Thread(target=stop.wait).start()",
+        "e_socket": "import socket\nopened = socket.socket()",
+        "e_rank": "import os\nRANK = os.getenv('LOCAL_RANK', '0')",
+        "e_rank_needed": "import os\nRANK = os.environ['RANK']",
+        "e_broken": "raise ValueError('odd')",
+        "e_unfit": "raise SystemError",
+    }
+    for name, text in files.items():
+        (modules / f"{name}.py").write_text(text)
     try:
-        done = preload_modules(named, without=("e_unfit",))
+        done = preload_modules([(name, "") for name in files], without=("e_unfit",))
     finally:
         sys.modules["e_thread"].stop.set()
         sys.modules["e_socket"].opened.close()

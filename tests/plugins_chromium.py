@@ -5,7 +5,6 @@ The protocol is JSON over two pipes (`--remote-debugging-pipe`), a NUL behind ea
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import fcntl
 import itertools
@@ -22,7 +21,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.servers import ROOT, lack
+
 ANSWER_S = 60.0
 PROGRAMS = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome")
 OPTIONS = (
@@ -46,12 +46,7 @@ def chromium_binary() -> str:
     """The browser's program; skips the test without it, and fails it in CI."""
     fetched = ROOT / ".tools/chromium/bin/chromium"
     found = str(fetched) if fetched.exists() else next(filter(None, map(shutil.which, PROGRAMS)), None)
-    if found is None:
-        reason = "no Chromium is at .tools/chromium/bin/chromium or on PATH: tools/chromium.sh fetches it"
-        if os.environ.get("CI") == "true":
-            pytest.fail(f"{reason}; in CI nothing may be skipped")
-        pytest.skip(reason)
-    return found
+    return found or lack("no Chromium is at .tools/chromium/bin/chromium or on PATH: tools/chromium.sh fetches it")
 
 
 def _moved_up(descriptor: int) -> int:
@@ -129,7 +124,7 @@ class Browser:
             elif (page := self._pages.get(message.get("sessionId", ""))) is not None:
                 page.note(message["method"], message["params"])
 
-    def open(self, url: str, width: int = 1280, height: int = 900, *, dark: bool = False) -> Page:
+    def open(self, url: str, width: int = 1280, height: int = 900) -> Page:
         """Open a page in a tab of its own, with cookies of its own."""
         context = self.call("Target.createBrowserContext")["browserContextId"]
         target = self.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
@@ -138,7 +133,7 @@ class Browser:
         for domain in ("Page", "Runtime", "Log", "Network"):
             page.call(f"{domain}.enable")
         page.resize(width, height)
-        page.set_dark(dark)
+        page.set_dark(False)
         page.load(url)
         return page
 
@@ -243,12 +238,6 @@ class Page:
         """Have the page believe in a dark desktop, or a light one."""
         value = "dark" if dark else "light"
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": value}])
-
-    def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        """Write what the tab shows as PNG; with `whole` also what lies below."""
-        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(base64.b64decode(data))
 
     def close(self) -> None:
         """Close the tab, and forget its cookies."""

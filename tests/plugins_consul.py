@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
-import shutil
-import signal
 import socket
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,20 +14,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-START_S = 60.0
-
-
-def consul_binary() -> str:
-    """The consul program; skips the test without it, and fails it in CI."""
-    fetched = ROOT / ".tools/consul/consul"
-    found = str(fetched) if fetched.exists() else shutil.which("consul")
-    if found is None:
-        reason = "the consul program is neither at .tools/consul/consul nor on PATH: tools/consul.sh fetches it"
-        if os.environ.get("CI") == "true":
-            pytest.fail(f"{reason}; in CI nothing may be skipped")
-        pytest.skip(reason)
-    return found
+from tests.servers import Server, find_program
 
 
 def free_ports(count: int) -> list[int]:
@@ -52,7 +35,7 @@ def free_ports(count: int) -> list[int]:
         return ports
 
 
-class ConsulAgent:
+class ConsulAgent(Server):
     """A single Consul server on 127.0.0.1.
 
     Args:
@@ -65,10 +48,8 @@ class ConsulAgent:
     def __init__(
         self, folder: Path, config: Mapping[str, Any] | None = None, token: str = "", https: bool = False
     ) -> None:
-        self._binary = consul_binary()
-        self._folder = folder
+        super().__init__(folder, [find_program("consul", "consul"), "agent", f"-config-file={folder / 'config.json'}"])
         self._token = token
-        self._process: subprocess.Popen[bytes] | None = None
         self.http_port, self.dns_port, server, lan, wan, own = free_ports(6)
         ports = {"http": self.http_port, "dns": self.dns_port, "server": server, "serf_lan": lan, "serf_wan": wan}
         if https:
@@ -88,41 +69,12 @@ class ConsulAgent:
             "disable_update_check": True,
             **(config or {}),
         }
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(settings))
 
     @property
     def url(self) -> str:
         """The URL for `open_registry` and `open_store`."""
         return f"consul://127.0.0.1:{self.http_port}"
-
-    @property
-    def running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    def start(self) -> None:
-        """Start, and wait until it answers."""
-        log = (self._folder / "log").open("ab")
-        with log:
-            self._process = subprocess.Popen(
-                [self._binary, "agent", f"-config-file={self._folder / 'config.json'}"],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={"PATH": os.environ.get("PATH", "")},
-            )
-        deadline = time.monotonic() + START_S
-        while not self._ready():
-            if not self.running or time.monotonic() > deadline:
-                self.kill()
-                log_tail = (self._folder / "log").read_text()[-3000:]
-                raise RuntimeError(f"the Consul agent did not start:\n{log_tail}")
-            time.sleep(0.05)
 
     def ask(self, path: str, method: str = "GET", body: Any = None) -> Any:
         """A request to its HTTP API, past EDL."""
@@ -137,7 +89,7 @@ class ConsulAgent:
             text = answer.read()
         return json.loads(text) if text else None
 
-    def _ready(self) -> bool:
+    def is_healthy(self) -> bool:
         try:
             # Sessions can be made as soon as the server knows its own node to be healthy.
             return bool(self.ask("/v1/status/leader")) and any(
@@ -146,13 +98,6 @@ class ConsulAgent:
         except (OSError, ValueError):
             return False
 
-    def kill(self) -> None:
-        """SIGKILL."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGCONT)
-            self._process.kill()
-            self._process.wait()
-
     def stop(self) -> None:
         """SIGTERM, then SIGKILL."""
         if self._process is not None and self.running:
@@ -160,11 +105,6 @@ class ConsulAgent:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(5)
         self.kill()
-
-    def forget(self) -> None:
-        """Delete everything that it has stored; it must not run."""
-        assert not self.running
-        shutil.rmtree(self._folder / "data", ignore_errors=True)
 
     def restart(self, *, forget: bool = False) -> None:
         """SIGKILL and start again, with its data or without."""

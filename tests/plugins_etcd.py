@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import signal
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.plugins_consul import ROOT, START_S, free_ports
+from tests.plugins_consul import free_ports
+from tests.servers import Server, find_program
 
 
-def etcd_program(name: str) -> str:
-    """The program `etcd` or `etcdctl`; skips the test without it, and fails it in CI."""
-    fetched = ROOT / ".tools/etcd" / name
-    found = str(fetched) if fetched.exists() else shutil.which(name)
-    if found is None:
-        reason = f"the program {name} is neither in .tools/etcd nor on PATH: tools/etcd.sh fetches it"
-        if os.environ.get("CI") == "true":
-            pytest.fail(f"{reason}; in CI nothing may be skipped")
-        pytest.skip(reason)
-    return found
-
-
-class EtcdServer:
+class EtcdServer(Server):
     """A member of an etcd cluster on 127.0.0.1.
 
     Args:
@@ -47,16 +33,14 @@ class EtcdServer:
         options: Sequence[str] = (),
         tls: Sequence[str] = (),
     ) -> None:
-        self._folder = folder
         self.port, peer_port = ports or free_ports(2)
         self._tls = tls
-        self._process: subprocess.Popen[bytes] | None = None
         scheme = "https" if tls else "http"
         self.client_url = f"{scheme}://127.0.0.1:{self.port}"
         peer_url = f"http://127.0.0.1:{peer_port}"
         cluster = ",".join(f"{name}=http://127.0.0.1:{port}" for name, port in members or ((folder.name, peer_port),))
-        self._command = [
-            etcd_program("etcd"),
+        command = [
+            find_program("etcd", "etcd"),
             *("--name", folder.name, "--data-dir", str(folder / "data"), "--logger", "zap"),
             *("--listen-client-urls", self.client_url, "--advertise-client-urls", self.client_url),
             *("--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url),
@@ -65,45 +49,12 @@ class EtcdServer:
             *("--heartbeat-interval", "50", "--election-timeout", "500"),
             *options,
         ]
-        folder.mkdir(parents=True, exist_ok=True)
+        super().__init__(folder, command)
 
     @property
     def url(self) -> str:
         """The URL for `open_registry` and `open_store`."""
         return f"{'etcd+https' if self._tls else 'etcd'}://127.0.0.1:{self.port}"
-
-    @property
-    def running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    def launch(self) -> None:
-        """Start, and wait for nothing."""
-        with (self._folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={"PATH": os.environ.get("PATH", "")},
-            )
-
-    def start(self) -> None:
-        """Start, and wait until it answers."""
-        self.launch()
-        self.wait()
-
-    def wait(self) -> None:
-        """Wait until it answers."""
-        deadline = time.monotonic() + START_S
-        while not self.is_healthy():
-            if not self.running or time.monotonic() > deadline:
-                self.kill()
-                raise RuntimeError(f"etcd did not start:\n{(self._folder / 'log').read_text()[-3000:]}")
 
     def is_healthy(self) -> bool:
         """Whether it answers, be it that it wants a user's name."""
@@ -118,25 +69,13 @@ class EtcdServer:
 
     def _run(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [etcd_program("etcdctl"), "--endpoints", self.client_url, *self._tls, *arguments],
+            [find_program("etcdctl", "etcd"), "--endpoints", self.client_url, *self._tls, *arguments],
             capture_output=True,
             text=True,
             input=stdin,
             timeout=60,
             env={"PATH": os.environ.get("PATH", ""), "ETCDCTL_API": "3"},
         )
-
-    def kill(self) -> None:
-        """SIGKILL."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGCONT)
-            self._process.kill()
-            self._process.wait()
-
-    def forget(self) -> None:
-        """Delete everything that it has stored; it must not run."""
-        assert not self.running
-        shutil.rmtree(self._folder / "data", ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.plugins_consul import free_ports
+from tests.servers import lack
 
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")  # before tests have one of their own
 _HOME = Path(os.environ.get("EDL_VLLM_HOME") or _CACHE / "edl/vllm")
@@ -135,8 +136,8 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmFactory]:
     """Starts the real vLLM; see `VllmFactory.start`."""
     if not (_HOME / "complete").exists():
         reason = "the real vLLM is not installed; `make tools` installs it where ../shared/vllm is there"
-        if _SOURCE.exists() and os.environ.get("CI", "").lower() in ("true", "1"):
-            pytest.fail(reason)
+        if _SOURCE.exists():
+            lack(reason)
         pytest.skip(reason)
     factory = VllmFactory(tmp_path_factory.mktemp("vllm"))
     yield factory

@@ -1,0 +1,95 @@
+"""Programs of others that tests start: where they are, and servers that may be killed and come back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+START_S = 60.0
+
+
+def lack(reason: str) -> NoReturn:
+    """Skip the test, or fail it in CI."""
+    if os.environ.get("CI", "").lower() in ("true", "1"):
+        pytest.fail(f"{reason}; in CI nothing may be skipped")
+    pytest.skip(reason)
+
+
+def find_program(name: str, folder: str) -> str:
+    """The path of a program that `tools/FOLDER.sh` fetches, or that is on PATH; skips the test without it."""
+    fetched = ROOT / ".tools" / folder / name
+    found = str(fetched) if fetched.exists() else shutil.which(name)
+    return found or lack(
+        f"{name} is neither in .tools/{folder} nor on PATH: tools/{folder.partition('/')[0]}.sh fetches it"
+    )
+
+
+class Server(ABC):
+    """A program that serves on 127.0.0.1, with its log and its data in a folder."""
+
+    def __init__(self, folder: Path, command: Sequence[str]) -> None:
+        self._folder = folder
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+
+    @abstractmethod
+    def is_healthy(self) -> bool:
+        """Whether it answers."""
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def launch(self) -> None:
+        """Start, and wait for nothing."""
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={"PATH": os.environ.get("PATH", "")},
+            )
+
+    def wait(self) -> None:
+        """Wait until it answers."""
+        deadline = time.monotonic() + START_S
+        while not self.is_healthy():
+            if not self.running or time.monotonic() > deadline:
+                self.kill()
+                log = (self._folder / "log").read_text()[-3000:]
+                raise RuntimeError(f"{Path(self._command[0]).name} did not start:\n{log}")
+            time.sleep(0.05)
+
+    def start(self) -> None:
+        """Start, and wait until it answers."""
+        self.launch()
+        self.wait()
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)
+            self._process.kill()
+            self._process.wait()
+
+    def forget(self) -> None:
+        """Delete everything that it has stored; it must not run."""
+        assert not self.running
+        shutil.rmtree(self._folder / "data", ignore_errors=True)

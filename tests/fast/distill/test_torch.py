@@ -111,7 +111,6 @@ def test_order_is_drawn_in_the_loops_thread(teacher: str) -> None:
 
 
 def test_second_epoch_is_cached(serve: Serve, tmp_path: Any) -> None:
-    """The second epoch asks nothing with a cache."""
     teacher = serve("echo")
     data = DataLoader(Numbers(120), batch_size=16, shuffle=True)
     options: dict[str, Any] = {"inputs": ["x", None], "outputs": "y", "ids": 1, "dataset": "numbers"}
@@ -246,16 +245,12 @@ def test_prepared_loader_ends_where_it_ends(teacher: str, ahead: int | None) -> 
 ASKED: dict[str, Any] = {"loader": [], "teachers": "s", "inputs": "x", "outputs": "y"}
 BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (Options, {"teacher_timeout_s": "5"}, r"teacher_timeout_s='5': must be a number of seconds above 0"),
-    (Options, {"progress_s": "30"}, r"progress_s='30': must be a number of seconds above 0"),
     (Options, {"memory_bytes": "1GB"}, r"memory_bytes='1GB': must be a whole number of bytes, at least one MiB"),
-    (Options, {"memory_bytes": 1e9}, r"memory_bytes=1000000000\.0: must be a whole number"),
     (Options, {"policy": "fast"}, r"policy='fast': expected an edl\.distill\.Policy"),
     (OutputSpec, {"outputs": ("y",), "temperature": "4"}, r"temperature='4': must be a finite number above 0"),
-    (OutputSpec, {"outputs": ("y",), "temperature": float("inf")}, r"temperature=inf: must"),
     (OutputSpec, {"outputs": ("y",), "top_k": 0}, r"top_k=0: must be a whole number of at least 1"),
     (Teachers, {"service": "s", "max_teachers": 0}, r"max_teachers=0: must be a whole number of at least 1"),
     (Teachers, {"service": "s", "max_teachers": True}, r"max_teachers=True: must be a whole number of at least 1"),
-    (Teachers, {"service": "s", "weight": "1"}, r"weight='1': must be a finite number above 0"),
     (DistillReader, {"ins": 3, "predicts": ["y"]}, r"ins=3: name at least one input"),
     (DistillReader, {"ins": ["x"], "predicts": 3}, r"predicts=3: expected a list of output names"),
     (DistillReader, {"ins": ["x"], "predicts": ["y"], "teachers": 3}, r"teachers=3: expected a service's name"),

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from edl.distill.cache import CacheKey, SoftLabelCache, load_labels
 from edl.errors import SettingsError
-from tests.fast.distill.cache.cached_rows import KEY, OTHER, found, put, rows, segments
-from tests.fast.distill.cache.test_sequences import labels, named, texts
+from tests.fast.distill.cache.conftest import KEY, OTHER, found, put, rows, segments
+from tests.fast.distill.cache.test_sequences import labels, named
+from tests.fast.distill.sequences.language_model import sequences
 
 LM = CacheKey("lm", "1", ("logprobs",), top_k=4)
 NAME = "00000000000000000001-1-aa.safetensors"
@@ -43,7 +44,6 @@ def test_a_torn_file_is_skipped_and_named(tmp_path: Path, warnings_of: Callable[
 
 
 def test_foreign_files_are_skipped_and_named(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
-    """Foreign files are skipped, named once and never evicted."""
     (ours,) = put(tmp_path, range(10))
     (others,) = put(tmp_path, range(10, 20), OTHER)
     place = ours.parent
@@ -68,7 +68,7 @@ def test_foreign_files_are_skipped_and_named(tmp_path: Path, warnings_of: Callab
 def test_damage_gives_no_wrong_label(tmp_path: Path, data: st.DataObject, of_texts: bool) -> None:
     """Whichever bytes of a file are changed or cut off, a label that is still found is the sample's own."""
     shutil.rmtree(tmp_path, ignore_errors=True)
-    found_texts = texts(6, longest=5)
+    found_texts = sequences(6, longest=5)
     key, ids = (LM, named(range(6), found_texts)) if of_texts else (KEY, ["a", "bc", "größe"])
     with SoftLabelCache(0, tmp_path) as cache:
         cache.view(key).put(ids, labels(found_texts) if of_texts else rows([1, 2, 3], 4))

@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,11 @@ import pytest
 from edl.distill.cache import CacheKey, SoftLabelCache, folder, load_labels
 from edl.distill.cache import writer as writing
 from edl.errors import TemporaryError
-from tests.fast.distill.cache.cached_rows import KEY, OTHER, found, put, rows, segments
+from tests.fast.distill.cache.conftest import KEY, OTHER, found, put, rows, segments
 from tests.waiting import DEADLINE_S, wait_until
 
 
 def test_oldest_files_of_all_keys_go_first(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
-    """The oldest files go first whatever they belong to."""
     put(tmp_path, range(60), OTHER)
     (kept,) = put(tmp_path, range(60))
     put(tmp_path, range(100, 160), disk_bytes=65 << 10)
@@ -39,7 +38,6 @@ def test_oldest_files_of_all_keys_go_first(tmp_path: Path, warnings_of: Callable
 
 
 def test_file_above_the_bound_evicts_nothing(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
-    """A file larger than the bound evicts nothing and is reported."""
     (kept,) = put(tmp_path, range(10))
     with SoftLabelCache(1 << 20, tmp_path, 64 << 10) as cache:
         cache.view(KEY).put([99], {"logits": np.zeros((1, 100), np.float32)})
@@ -56,25 +54,7 @@ def test_file_above_the_bound_evicts_nothing(tmp_path: Path, warnings_of: Callab
     assert "1 rows were not written" in warning
 
 
-def test_unwritable_folder_keeps_memory_rows(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
-    """A folder that cannot be written costs no labels in memory."""
-    (tmp_path / KEY.folder).write_text("in the way")
-    with SoftLabelCache(1 << 20, tmp_path) as cache:
-        view = cache.view(KEY)
-        for start in (0, 10):
-            view.put(range(start, start + 10), rows(range(start, start + 10)))
-            with pytest.raises(TemporaryError, match="10 rows could not be written: File exists"):
-                cache.flush()
-        assert view.get(range(20)).complete
-        (tmp_path / KEY.folder).unlink()
-        view.put(range(20), rows(range(20)))
-        cache.flush()
-    assert found(tmp_path, range(20)) == [True] * 20
-    assert len([warning for warning in warnings_of() if "asked for again" in warning]) == 1
-
-
 def test_lock_held_for_ever_hangs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that holds the lock for ever hangs nobody."""
     monkeypatch.setattr(folder, "_LOCK_S", 0.2)
     with SoftLabelCache(1 << 20, tmp_path) as cache:
         fd = os.open(tmp_path / ".lock", os.O_RDWR | os.O_CREAT)
@@ -85,6 +65,7 @@ def test_lock_held_for_ever_hangs_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         os.close(fd)
         cache.view(KEY).put([1], rows([1]))
         cache.flush()
+    assert found(tmp_path, [1]) == [True]
 
 
 def test_rows_reach_the_disk_unasked(tmp_path: Path) -> None:
@@ -99,10 +80,8 @@ def test_rows_reach_the_disk_unasked(tmp_path: Path) -> None:
 
 WRITER = """
 import sys
-import numpy as np
 from edl.distill.cache import SoftLabelCache
-from tests.waiting import DEADLINE_S, wait_until
-from tests.fast.distill.cache.cached_rows import KEY, rows
+from tests.fast.distill.cache.conftest import KEY, rows
 path, first, last = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 with SoftLabelCache(1 << 16, path, flush_interval_s=0.01) as cache:
     for start in range(first, last, 20):
@@ -112,31 +91,21 @@ with SoftLabelCache(1 << 16, path, flush_interval_s=0.01) as cache:
 """
 
 
-@pytest.fixture
-def writer(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts processes that write, flush and say what is flushed."""
-    with contextlib.ExitStack() as stack:
-
-        def start(first: int, last: int) -> subprocess.Popen[str]:
-            arguments = [sys.executable, "-c", WRITER, str(tmp_path), str(first), str(last)]
-            process = stack.enter_context(subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True))
-            stack.callback(process.kill)
-            return process
-
-        yield start
-
-
-def test_killed_writer_loses_no_flushed_row(
-    tmp_path: Path, writer: Callable[..., subprocess.Popen[str]], warnings_of: Callable[[], list[str]]
-) -> None:
+def test_killed_writer_loses_no_flushed_row(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
     """`kill -9` costs no row that was flushed, leaves nothing torn, and disturbs no other writer of the folder."""
-    other, killed = writer(0, 400), writer(1000, 1_000_000)
-    assert killed.stdout is not None
-    for _ in range(4):
-        flushed = int(killed.stdout.readline())
-    killed.kill()
-    flushed = int([flushed, *killed.communicate()[0].split()][-1])
-    assert other.wait(DEADLINE_S) == 0
+    writers: list[subprocess.Popen[str]] = []
+    with contextlib.ExitStack() as stack:
+        for first, last in ((0, 400), (1000, 1_000_000)):
+            arguments = [sys.executable, "-c", WRITER, str(tmp_path), str(first), str(last)]
+            writers.append(stack.enter_context(subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)))
+            stack.callback(writers[-1].kill)
+        other, killed = writers
+        assert killed.stdout is not None
+        for _ in range(4):
+            flushed = int(killed.stdout.readline())
+        killed.kill()
+        flushed = int([flushed, *killed.communicate()[0].split()][-1])
+        assert other.wait(DEADLINE_S) == 0
     assert all(found(tmp_path, [*range(400), *range(1000, flushed)]))
     assert not warnings_of()
     put(tmp_path, [999_999])
@@ -160,7 +129,6 @@ def test_machines_without_common_locks_share(tmp_path: Path, monkeypatch: pytest
 
 
 def test_killed_writers_files_are_not_read(tmp_path: Path) -> None:
-    """What a killed writer left is not read and goes with the next write."""
     (whole,) = put(tmp_path, range(10))
     left = whole.with_name(".writing-" + whole.name.replace(whole.name[:20], "9" * 20))
     left.write_bytes(whole.read_bytes()[:300])
@@ -188,7 +156,6 @@ def test_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_dead_writer_makes_nobody_wait(
     tmp_path: Path, warnings_of: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error where none was foreseen ends the thread that writes."""
 
     def broken(self: Any) -> float:
         raise KeyError("a bug")

@@ -80,7 +80,6 @@ def test_changed_working_set_is_followed() -> None:
 
 
 def test_unused_namespace_makes_room_at_once() -> None:
-    """Rows of a namespace that nobody uses make room at once."""
     tier = MemoryTier(10 * 1024)
     old, new = tier.rows(), tier.rows()
     tier.put(old, range(10), [RECORD] * 10)

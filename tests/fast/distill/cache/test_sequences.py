@@ -12,13 +12,9 @@ import pytest
 from edl.distill.cache import CacheKey, SequenceIds, SoftLabelCache, fingerprints_of, load_labels
 from edl.distill.compress import TopK, top_k
 from edl.errors import SettingsError, SourceError
+from tests.fast.distill.sequences.language_model import sequences
 
 KEY = CacheKey("lm", "1", ("logprobs",), top_k=4)
-
-
-def texts(count: int, seed: int = 0, longest: int = 40) -> list[np.ndarray]:
-    random = np.random.default_rng(seed)
-    return [random.integers(0, 100, random.integers(1, longest + 1)).astype(np.int32) for _ in range(count)]
 
 
 def named(ids: Any, found: list[np.ndarray]) -> SequenceIds:
@@ -60,7 +56,7 @@ def put_and_get(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 def test_other_text_under_an_id_is_missing(put_and_get: Any, caplog: pytest.LogCaptureFixture) -> None:
     """An edited text of the same length, a longer and a shorter one are not given the old labels."""
-    found, ids = texts(6), [f"text-{at}" if at % 2 == 0 else at for at in range(6)]
+    found, ids = sequences(6), [f"text-{at}" if at % 2 == 0 else at for at in range(6)]
     now = [text.copy() for text in found]
     now[1][-1] += 1
     now[2] = np.append(now[2], 5).astype(np.int32)
@@ -92,7 +88,7 @@ def test_type_of_token_ids_does_not_matter() -> None:
 
 
 def test_whole_outputs_and_float16(put_and_get: Any) -> None:
-    found = texts(5)
+    found = sequences(5)
     outputs = {"logprobs": np.concatenate([scores(text) for text in found]), "hidden": np.arange(sum(map(len, found)))}
     key = CacheKey("lm", "1", ("logprobs", "hidden"))
     got = put_and_get(named(range(5), found), outputs, named(range(5), found), key, store_dtype="float16")
@@ -102,7 +98,7 @@ def test_whole_outputs_and_float16(put_and_get: Any) -> None:
 
 
 def test_newest_text_of_an_id_counts(tmp_path: Path) -> None:
-    first, second = texts(3), texts(3, seed=5)
+    first, second = sequences(3), sequences(3, seed=5)
     for found in (first, second):
         with SoftLabelCache(0, tmp_path) as cache:
             cache.view(KEY).put(named(range(3), found), labels(found))
@@ -120,7 +116,7 @@ def test_newest_text_of_an_id_counts(tmp_path: Path) -> None:
 
 
 def test_rows_and_sequences_do_not_mix(tmp_path: Path) -> None:
-    found = texts(3)
+    found = sequences(3)
     with SoftLabelCache(0, tmp_path) as cache:
         view = cache.view(KEY)
         view.put(named(range(3), found), labels(found))
@@ -152,7 +148,7 @@ def collated(found: list[np.ndarray], pad: int = 0) -> tuple[np.ndarray, np.ndar
 
 
 def test_load_labels_of_sequences(tmp_path: Path) -> None:
-    found = texts(20)
+    found = sequences(20)
     names = [f"t{at:02}" for at in range(20)]
     for part in (slice(0, 12), slice(8, 20)):  # some are there twice
         with SoftLabelCache(0, tmp_path) as cache:
@@ -178,7 +174,7 @@ def test_load_labels_of_sequences(tmp_path: Path) -> None:
 
 def test_load_labels_for_padded_batches(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    found = texts(6)
+    found = sequences(6)
     with SoftLabelCache(0, tmp_path) as cache:
         cache.view(KEY).put(named(range(6), found), labels(found))
     loaded = load_labels(tmp_path)

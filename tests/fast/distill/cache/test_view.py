@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from edl.distill.cache import CacheView, SoftLabelCache
 from edl.errors import ClosedError, SettingsError
-from tests.fast.distill.cache.cached_rows import KEY, found, rows
+from tests.fast.distill.cache.conftest import KEY, found, rows
 from tests.interrupting import InterruptAt, deadline
 from tests.waiting import DEADLINE_S
 
@@ -39,7 +39,6 @@ def logits(rows: int, classes: int = 10, seed: int = 1) -> Array:
 
 
 def test_missing_rows_are_filled_in(cache: SoftLabelCache) -> None:
-    """Rows that are not there are told and filled in."""
     labels, view = logits(10), cache.view(KEY)
     nothing = view.get([1, 2])
     assert nothing.mask.tolist() == [False, False]
@@ -135,14 +134,13 @@ def test_a_closed_cache_says_so(cache: SoftLabelCache) -> None:
 
 
 def test_forks_and_ends_of_a_program(tmp_path: Path) -> None:
-    """A forked child must open a cache of its own, and the program's end writes what was put."""
     code = f"""
 import os, threading, warnings
 import numpy as np
 warnings.simplefilter("ignore")  # of forking with threads, which is the point here
 from edl.distill.cache import SoftLabelCache
 from edl.errors import ClosedError
-from tests.fast.distill.cache.cached_rows import KEY, rows
+from tests.fast.distill.cache.conftest import KEY, rows
 cache = SoftLabelCache(path={str(tmp_path)!r})
 view = cache.view(KEY)
 view.put([1, 2], rows([1, 2]))

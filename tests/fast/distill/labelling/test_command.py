@@ -190,7 +190,6 @@ def test_data_of_the_other_kind_are_refused(
 
 
 def test_a_dataset_and_offsets(teacher: Served, tmp_path: Path) -> None:
-    """A function of texts, and the same texts in an .npz file, whose labels it has then."""
     program = "from tests.fast.distill.sequences.language_model import sequences\n\n\ndef texts():\n"
     (tmp_path / "corpus.py").write_text(program + "    return sequences(40)\n")
     wanted = ["--outputs", "logprobs", "--output", str(tmp_path / "labels"), "--teachers", teacher.endpoint]

@@ -235,7 +235,6 @@ def test_bad_samples_are_named(module: str) -> None:
 
 
 def test_fingerprint_tells_data_apart(tmp_path: Path, module: str) -> None:
-    """The same rows have the same fingerprint; another length, content, id or dtype another one."""
     x = np.arange(3000, dtype=np.float32).reshape(1000, 3)
     other = x.copy()
     other[701] += 1  # a row that is not looked at, which the file's own checksum shows
@@ -255,7 +254,6 @@ def test_fingerprint_tells_data_apart(tmp_path: Path, module: str) -> None:
 
 
 def test_fingerprint_of_random_rows_is_empty() -> None:
-    """Rows that are not the same when loaded twice say nothing; rows that cannot be loaded are like one another."""
     chance = np.random.default_rng(1)
 
     class Augmented:
@@ -271,9 +269,7 @@ def test_fingerprint_of_random_rows_is_empty() -> None:
 
     fields = {"x": lambda sample: sample}
     assert DataFingerprint.of(SequenceData(Augmented(), fields)).rows_checksum == ""
-    broken = DataFingerprint.of(SequenceData(Broken(), fields))
-    assert broken.rows_checksum
-    assert broken.inputs == ("x",)
+    assert DataFingerprint.of(SequenceData(Broken(), fields)).rows_checksum
 
 
 # Sequences: JSON lines, list columns of Parquet, arrays with offsets.

@@ -32,7 +32,6 @@ def softmax(logits: np.ndarray[Any, Any], temperature: float) -> np.ndarray[Any,
 )
 @settings(max_examples=40)
 def test_largest_classes_are_kept(seed: int, rows: int, classes: int, temperature: float, data: st.DataObject) -> None:
-    """The kept classes are the largest and the tail weighs the rest."""
     k = data.draw(st.integers(1, classes))
     logits = np.random.default_rng(seed).normal(0, 3, (rows, classes)).astype(np.float32)
     labels = top_k(logits, k, temperature)
@@ -54,7 +53,6 @@ def test_largest_classes_are_kept(seed: int, rows: int, classes: int, temperatur
 
 @pytest.mark.parametrize("temperature", [1.0, 4.0])
 def test_dense_labels_keep_probabilities(temperature: float) -> None:
-    """Dense labels keep the probabilities of the kept classes and of the tail."""
     assert labels_of([[3, 1]], [[1.0, 1.0]], [0.0], None).to_dense(4).shape == (1, 4)
     logits = np.random.default_rng(1).normal(0, 3, (6, 50)).astype(np.float32)
     labels = top_k(logits, 7, temperature)
@@ -68,7 +66,6 @@ def test_dense_labels_keep_probabilities(temperature: float) -> None:
 
 
 def test_huge_logits_do_not_overflow() -> None:
-    """Huge logits and float16 logits do not overflow."""
     logits = np.array([[1e4, 9e3, -1e4, 500.0], [-6e4, -6e4, -6e4, -6e4]], np.float16)
     labels = top_k(logits, 2, 1.0)
     assert labels.values.dtype == np.float16
@@ -108,10 +105,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
         "temperature=1, classes=8 and k=2, temperature=2",
     ),
     (lambda: TopK.concatenate([]), "at least one"),
-    *(
-        (lambda cut=cut: top_k(ROWS, 2)[0][cut], "of one sample")  # type: ignore[misc]
-        for cut in (0, slice(1), [0])
-    ),
+    *((lambda cut=cut: top_k(ROWS, 2)[0][cut], "of one sample") for cut in (0, slice(1), [0])),
     (lambda: TopK.concatenate([top_k(ROWS, 2)[0]] * 2), r"use TopK\.stack"),
     (
         lambda: TopK.stack([top_k(ROWS, 2)[0], top_k(np.zeros((1, 3, 8), np.float32), 2)[0]]),

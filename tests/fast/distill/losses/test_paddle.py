@@ -154,7 +154,6 @@ class Numbers(paddle.io.Dataset):  # type: ignore[misc,name-defined]
 
 @pytest.mark.filterwarnings("ignore")
 def test_batches_have_labels_as_tensors(serve: Serve) -> None:
-    """Every batch comes with its labels as tensors."""
     data = paddle.io.DataLoader(Numbers(), batch_size=8, shuffle=True)
     teacher, options = serve("echo"), Options(teacher_timeout_s=60)
     with distill(data, teacher.endpoint, inputs=["x", None], outputs="y", options=options) as loader:

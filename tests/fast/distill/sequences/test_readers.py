@@ -3,63 +3,29 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from edl.distill import DistillReader, Options, Scorer
 from edl.distill.cache import SoftLabelCache
 from edl.errors import NoTeacherError, SourceError
-from edl.testing.models import prefix_scores_of
 from edl_serving.backends.callable import CallableBackend
 from tests.fast.distill.conftest import Register, Serve, Served
 from tests.fast.distill.sequences.language_model import PrefixModel, check_labels, sequences
 from tests.fast.distill.sequences.test_padded_batches import collated
 
 K = 4
-LARGE = {"max_batch_rows": 4096, "max_queue_rows": 4 * 4096}
-"""A request of these tests is computed whole."""
 WHOLE = {"max_batch_rows": 512}
 LONG = np.arange(300, dtype=np.int32) % 31
 SHORT = np.arange(20, dtype=np.int32)
 
 
-@pytest.fixture(scope="module")
-def teacher() -> Iterator[Served]:
-    with closing(Served("prefix_scores", LARGE)) as served:
-        yield served
-
-
-def source(found: list[np.ndarray]) -> Callable[[], Iterator[Any]]:
-    return lambda: ((ids, number) for number, ids in enumerate(found))
-
-
-def check(delivered: Iterable[tuple[Any, ...]], expected: list[np.ndarray]) -> None:
-    """Each sequence once, in order, and at each token the answer to it and to those before it in its sequence."""
-    numbers = []
-    for ids, number, scores in delivered:
-        numbers.append(number)
-        assert ids.tolist() == expected[number].tolist()
-        assert scores.tolist() == prefix_scores_of(ids).tolist(), f"sequence {number} of {len(ids)} tokens"
-    assert numbers == list(range(len(expected)))
-
-
 def reader_of(teachers: Any, **kwargs: Any) -> DistillReader:
     return DistillReader(["ids", None], ["logprobs"], teachers=getattr(teachers, "endpoint", teachers), **kwargs)
-
-
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(st.integers(1, 70), max_size=30), st.one_of(st.none(), st.integers(1, 100)))
-def test_any_lengths_and_budgets(teacher: Served, lengths: list[int], tokens: int | None) -> None:
-    found = [np.arange(length, dtype=np.int32) * 7 + number for number, length in enumerate(lengths)]
-    with reader_of(teacher, teacher_batch_size=tokens).set_sequence_generator(source(found)) as reader:
-        check(list(reader()), found)
 
 
 def test_a_model_that_does_not_say_so(serve: Serve) -> None:
@@ -67,7 +33,7 @@ def test_a_model_that_does_not_say_so(serve: Serve) -> None:
     model = serve(CallableBackend(lambda inputs: {"logprobs": inputs["ids"][:, None] * np.float32(1)}, ["ids:int32[]"]))
     with Scorer(model.endpoint, top_k=1) as scorer, pytest.raises(SourceError, match=r"model 'm' .*sequence_input"):
         scorer.score([[1, 2]]).result(90)
-    reader = reader_of(model).set_sequence_generator(source(sequences(2)))
+    reader = reader_of(model).set_sequence_generator(lambda: ((ids, 0) for ids in sequences(2)))
     with reader, pytest.raises(SourceError, match="sequence_input"):
         list(reader())
     assert model.metric("edl_teacher_requests_total", outcome="ok") == 0
@@ -181,17 +147,6 @@ def test_second_epoch_asks_for_new_texts(model: Served, tmp_path: Path, lists: i
         assert read(now, cache, None, lists).rows_cached == sum(map(len, now))
         with pytest.raises(NoTeacherError, match="'text-3' is not in the cache, or is that of another text"):
             read(texts, cache, None, lists)
-
-
-def test_rows_are_not_taken_from_texts(model: Served) -> None:
-    """Labels of tokens of which only the end is cached would be those of a shorter text: refused by name."""
-    text = sequences(1)[0]
-    batch = (text, np.arange(len(text), dtype=np.int32), list(range(len(text))))
-    ins = ["ids", "position", None]
-    with SoftLabelCache() as cache:
-        reader = DistillReader(ins, ["logprobs"], teachers=model.endpoint, top_k=K, cache=cache, id_field=2)
-        with reader.set_batch_generator(lambda: iter([batch])), pytest.raises(SourceError, match="single rows"):
-            list(reader())
 
 
 def test_padded_batches_are_cached(model: Served, tmp_path: Path) -> None:

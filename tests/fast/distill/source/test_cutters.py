@@ -50,7 +50,6 @@ def cut(cutter: Cutter, values: list[Any]) -> tuple[list[Item], list[Chunk]]:
     ],
 )
 def test_requests_fit_teachers_by_default(cutter: Cutter, max_rows: int, sizes: list[int]) -> None:
-    """Where the user does not say, requests are no larger than teachers take."""
     cutter.max_rows = max_rows
     whole = isinstance(cutter, BatchCutter)
     _, chunks = cut(cutter, [(np.arange(600),)] if whole else [(number,) for number in range(600)])

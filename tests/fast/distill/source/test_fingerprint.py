@@ -80,10 +80,6 @@ def refills() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
         "deque": ((small, deque([1, 2])), lambda item: item[1].rotate(1)),
         "mmap": ((small, mmap.mmap(-1, 4096)), lambda item: item[1].__setitem__(7, 1)),
         "a matrix": ((large.copy().view(np.matrix), 0), lambda item: item[0].__setitem__((99, 1999), -1.0)),
-        "a masked array": (
-            (large, np.ma.masked_equal(large.copy(), 7.0)),
-            lambda item: item[1].__setitem__((9, 9), -1),
-        ),
         "__array__": ((Wrapped(small.copy()), 0), lambda item: item[0].array.__setitem__((3, 2), 9)),
         "a list of __array__": (([Wrapped(row) for row in small.copy()], 0), lambda item: item[0][3].array.fill(9)),
         "deque of rows": ((deque(small.copy()), 0), lambda item: item[0][3].fill(9)),

@@ -63,6 +63,20 @@ def test_a_stop_in_a_collate_function(rows: int | None) -> None:
         list(SourceIterator(loader))
 
 
+@pytest.mark.parametrize("rows", [2, None])
+def test_iterable_torch_datasets_end(rows: int | None) -> None:
+    data = pytest.importorskip("torch.utils.data")
+
+    class Stream(data.IterableDataset):  # type: ignore[misc,name-defined]
+        def __iter__(self) -> Any:
+            return iter(range(4))
+
+        def __len__(self) -> int:
+            return 100  # a guess
+
+    assert len(list(SourceIterator(data.DataLoader(Stream(), batch_size=rows)))) == (2 if rows else 4)
+
+
 @pytest.mark.parametrize("cutter", [BatchCutter, SampleCutter, SampleListCutter])
 def test_a_stop_in_a_getter_is_an_error(cutter: Any) -> None:
     value = [np.zeros(3)] if cutter is not SampleListCutter else [[np.zeros(3)]]

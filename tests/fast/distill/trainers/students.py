@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +51,6 @@ def texts(count: int = 22) -> list[dict[str, list[int]]]:
     return [{"input_ids": ids, "labels": [-100, -100, *ids[2:]]} for ids in found]
 
 
-def collate_right(samples: Sequence[dict[str, list[int]]]) -> dict[str, Tensor]:
-    return _padded(samples, "right")
-
-
-def collate_left(samples: Sequence[dict[str, list[int]]]) -> dict[str, Tensor]:
-    return _padded(samples, "left")
-
-
-def collate_flat(samples: Sequence[dict[str, list[int]]]) -> dict[str, Tensor]:
-    collated: dict[str, Tensor] = transformers.DataCollatorWithFlattening()(list(samples))
-    return collated
-
-
 def _padded(samples: Sequence[dict[str, list[int]]], side: str) -> dict[str, Tensor]:
     def pad(name: str, value: int) -> Tensor:
         rows = [torch.tensor(sample[name]) for sample in samples]
@@ -70,6 +58,14 @@ def _padded(samples: Sequence[dict[str, list[int]]], side: str) -> dict[str, Ten
 
     ids = pad("input_ids", PAD)
     return {"input_ids": ids, "attention_mask": (ids != PAD).long(), "labels": pad("labels", -100)}
+
+
+collate_right, collate_left = partial(_padded, side="right"), partial(_padded, side="left")
+
+
+def collate_flat(samples: Sequence[dict[str, list[int]]]) -> dict[str, Tensor]:
+    collated: dict[str, Tensor] = transformers.DataCollatorWithFlattening()(list(samples))
+    return collated
 
 
 def training_arguments(folder: Path, **settings: Any) -> Any:

@@ -107,6 +107,9 @@ class _RecordClaim(InstanceClaim):
 
     @override
     def announce(self, instance: Instance) -> None:
+        # A record of a Lease that is gone is nobody's, and is removed: an API server may have forgotten both.
+        if self._lease is not None and not self._lease.renew():
+            self._lease = None
         if self._lease is None:
             lease = LeaseObject(self.api, self._ttl_s)
             lease.create()

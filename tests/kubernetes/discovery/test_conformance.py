@@ -87,6 +87,15 @@ def test_replaced_token_is_taken_up(backend: KubernetesBackend, service: str, tm
         seen_values(watch, {})
 
 
+def test_update_brings_back_a_lease(backend: KubernetesBackend, registry: Registry, service: str) -> None:
+    """A record without one is removed, and the next renewal may be far away."""
+    query = {"labelSelector": "edl.io/discovery=lease"}
+    with registry.register(teacher(service), LONG_S) as registration:
+        backend.cluster.ask(backend.leases, "DELETE", query=query)
+        registration.update(teacher(service, state="draining"))
+        assert len(backend.cluster.ask(backend.leases, query=query)["items"]) == 1
+
+
 def test_outage_ends_nobody(backend: KubernetesBackend, registry: Registry, service: str) -> None:
     """The server is away for longer than leases last: who could not renew is not taken for dead when it is back."""
     with registry.register(teacher(service), 3.0) as registration, registry.watch(service) as watch:

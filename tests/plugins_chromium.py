@@ -124,7 +124,7 @@ class Browser:
             elif (page := self._pages.get(message.get("sessionId", ""))) is not None:
                 page.note(message["method"], message["params"])
 
-    def open(self, url: str, width: int = 1280, height: int = 900) -> Page:
+    def open(self, url: str) -> Page:
         """Open a page in a tab of its own, with cookies of its own."""
         context = self.call("Target.createBrowserContext")["browserContextId"]
         target = self.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
@@ -132,7 +132,7 @@ class Browser:
         page = self._pages[session] = Page(self, session, context)
         for domain in ("Page", "Runtime", "Log", "Network"):
             page.call(f"{domain}.enable")
-        page.resize(width, height)
+        page.resize(1280, 900)
         page.set_dark(False)
         page.load(url)
         return page

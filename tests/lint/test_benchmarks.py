@@ -15,7 +15,7 @@ from benchmarks._cluster.policies import AncestorAutoscaler, EdlArbiter, GangSch
 from benchmarks._cluster.simulation import TEACHERS, ClusterView, Placements, Policy, simulate
 from benchmarks._cluster.trace import ClusterSize, Submission, make_trace
 from benchmarks._elastic_churn import GOODPUT_LIMIT, goodput, surviving_line
-from benchmarks._harness import Goal, Options, Spread, divide, main, note, table, take_turns
+from benchmarks._harness import Options, divide, main, note, take_turns
 from benchmarks._step_logs import FinishedStep, StepLogs
 from edl.master.scaling.arbitration import JobRequest, arbitrate
 from edl.master.scaling.throughput import ThroughputModel
@@ -55,17 +55,6 @@ def test_json_is_one_line_of_the_agreed_form(capsys: pytest.CaptureFixture[str],
     assert json.loads(out) == {"benchmark": "example", "ratios": {"vs_peer": {"median": 2.0, "min": 1.0, "max": 3.0}}}
     assert (tmp_path / "n").read_text() == "by the way"
     assert seen == [Options(repeats=3, seconds=0.25, quick=False)]
-
-
-def test_table_says_which_goals_are_met() -> None:
-    """The table says which goals are met, missed, and not measured."""
-    goals = [Goal("fast", 0.9), Goal("slow", 0.9), Goal("time_s", 1.0, "at most"), Goal("absent", 5.0)]
-    spreads = {"fast": Spread.of([0.95]), "slow": Spread.of([0.5]), "time_s": Spread.of([0.2, 3, 0.1])}
-    rows = {line.split("|")[1].strip(): line for line in table(spreads, goals).splitlines()[2:]}
-    assert rows["fast"].endswith("| at least 0.9 | met |")
-    assert rows["slow"].endswith("| **missed** |")
-    assert "| 0.2 | 0.1 | 3 | at most 1 | met |" in rows["time_s"]
-    assert rows["absent"].endswith("| not measured |")
 
 
 def child(tmp_path: Path, handler: str) -> Child:
@@ -180,21 +169,6 @@ def test_unfinished_line_is_read_later(tmp_path: Path) -> None:
     step_logs.read()
     assert step_logs.steps["0-0"] == [FinishedStep(1.0, 0, 0, 1, 7), FinishedStep(2.0, 1, 0, 1, 7)]
     assert step_logs.saved == {"0-0": [1]}
-
-
-def test_ranks_meet_in_a_world_of_just_them(tmp_path: Path) -> None:
-    """Ranks are together once all have finished steps in a world of just them."""
-    step_logs = StepLogs(tmp_path)
-    for place in ("0-0", "0-1"):
-        write(tmp_path, place, "step 1.0 0 0 2 7\nstep 2.0 1 0 2 7\n")
-    step_logs.read()
-    assert step_logs.together(["0-0", "0-1"], since=0.5, count=2)
-    assert not step_logs.together(["0-0", "0-1"], since=1.5, count=2)
-    assert not step_logs.together(["0-0"], since=0.5, count=2)
-    assert not step_logs.together(["0-0", "0-1", "0-2"], since=0.5, count=2)
-    write(tmp_path, "0-0", "step 3.0 1 1 2 8\nstep 4.0 2 1 2 8\n")
-    step_logs.read()
-    assert not step_logs.together(["0-0", "0-1"], since=0.5, count=2)
 
 
 @pytest.mark.parametrize(("resumed", "lost"), [(1, 2), (2, 1), (3, 0)])

@@ -23,11 +23,9 @@ def look(browser: Browser) -> Iterator[Look]:
     """Serve a state, and open the page on it; afterwards the browser must have had nothing to complain of."""
     opened: list[tuple[PageServer, Page]] = []
 
-    def open_page(
-        state: Mapping[str, Any], width: int = 1280, height: int = 900, port: int = 0, **options: Any
-    ) -> tuple[PageServer, Page]:
+    def open_page(state: Mapping[str, Any], port: int = 0) -> tuple[PageServer, Page]:
         server = PageServer(state, port)
-        page = browser.open(server.url, width, height, **options)
+        page = browser.open(server.url)
         opened.append((server, page))
         page.wait(DRAWN)
         return server, page

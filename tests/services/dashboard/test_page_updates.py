@@ -126,21 +126,6 @@ def test_lost_connection_is_said_and_mended(look: Look) -> None:
         assert "Nothing runs here yet" in page.evaluate(TEXT)
 
 
-def test_page_loads_again_for_the_token(look: Look) -> None:
-    """A 401 means that the server has a form for the token to show in the page's place; it is asked for once."""
-    server, page = look(states.rich())
-    server.refuse = 401
-    server.drop()
-    wait_until(lambda: page.wait("true") and page.requests.count(server.url) > 1, "the form")
-    page.wait(f"{STATUS}.includes('the server answers 401')")
-    streams = len(server.seen_ids)
-    wait_until(lambda: len(server.seen_ids) > streams, "another stream")
-    page.evaluate("1")
-    assert page.requests.count(server.url) == 2, "it loads again and again"
-    server.refuse = 0
-    page.wait(LIVE)
-
-
 def test_silence_and_clocks_are_noticed(look: Look) -> None:
     """The connection stays open, and nothing comes: after 15 s the page says so, and opens another."""
     server, page = look(states.rich(time.time()))

@@ -1,4 +1,4 @@
-"""`edl register` with the real Triton: in discovery while it is ready, with its statistics, and behind a TLS proxy."""
+"""`edl register` with the real Triton: in discovery while it is ready, with its statistics; and over TLS."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,10 @@ from edl.distill import Credentials, DistillReader, Options, Teachers
 from edl.errors import NoTeacherError
 from edl.load_reporting import ServiceLoad, TeacherRate, read_service
 from edl.protocol import names
-from edl.protocol.transport import grpc
 from edl.testing import LocalTeacher
 from tests.certificates import Authority, put
+from tests.fast.serving.conftest import StartInside
+from tests.fast.serving.models import Base, logits
 from tests.plugins_triton import TritonFactory
 from tests.waiting import DEADLINE_S, wait_until
 
@@ -110,42 +110,6 @@ def test_server_without_statistics_says_so(register: Start, url: str) -> None:
         assert "no statistics" in found.note
 
 
-class Proxy:
-    """What stands before a Triton: it speaks TLS, looks for the token, and passes the bytes on."""
-
-    def __init__(self, target: str, ca: Authority) -> None:
-        self.refused = 0
-        self._target = grpc.insecure_channel(target)
-        self._server = grpc.server(ThreadPoolExecutor(4), handlers=[self._handler()])
-        pair = ca.issue("127.0.0.1")
-        port = self._server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(pair.key, pair.cert)]))
-        self.endpoint = f"127.0.0.1:{port}"
-        self._server.start()
-
-    def close(self) -> None:
-        self._server.stop(0).wait()
-        self._target.close()
-
-    def _handler(self) -> grpc.GenericRpcHandler:
-        def service(details: Any) -> Any:
-            return grpc.unary_unary_rpc_method_handler(
-                lambda data, context: self._pass_on(details.method, data, context)
-            )
-
-        return type("Handler", (grpc.GenericRpcHandler,), {"service": lambda _, details: service(details)})()
-
-    def _pass_on(self, method: str, data: bytes, context: Any) -> bytes:
-        if ("authorization", f"Bearer {TOKEN}") not in context.invocation_metadata():
-            self.refused += 1
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "not without a token")
-        try:
-            answer: bytes = self._target.unary_unary(method)(data, timeout=DEADLINE_S)
-        except grpc.RpcError as exc:
-            failure: Any = exc
-            context.abort(failure.code(), failure.details())
-        return answer
-
-
 def ask(teachers: Teachers, credentials: Credentials, timeout_s: float = DEADLINE_S) -> list[Any]:
     """Outputs for ones."""
     options = Options(teacher_timeout_s=timeout_s, credentials=credentials)
@@ -154,19 +118,15 @@ def ask(teachers: Teachers, credentials: Credentials, timeout_s: float = DEADLIN
         return [answer for _, answer in reader()]
 
 
-def test_triton_behind_a_proxy(triton: TritonFactory, register: Start, tmp_path: Path, url: str) -> None:
-    """A reader, and `edl register`, speak TLS to it and show the token with each call."""
+def test_register_speaks_tls_with_a_token(inside: StartInside, register: Start, tmp_path: Path, url: str) -> None:
+    """As a reader does, to a server whose operator chose the certificates and the token."""
     ca = Authority()
     saved, token = ca.save(tmp_path), put(tmp_path / "token", TOKEN)
-    proxy = Proxy(triton.start("sums").endpoint, ca)
-    try:
-        register(proxy.endpoint, "--model", "sums", "--tls-ca", saved, "--token-file", token)
-        (instance,) = seen(url, "sums", 1)
-        assert instance.meta[names.TLS_META] == "1"
-        answers = ask(Teachers("sums", discovery=url), Credentials(ca=saved, token_file=token))
-        assert all((answer == 4).all() for answer in answers)
-        assert proxy.refused == 0
-        with pytest.raises(NoTeacherError, match=r"refuses this student \(UNAUTHENTICATED\): not without a token"):
-            ask(Teachers("sums", discovery=url), Credentials(ca=saved), timeout_s=10.0)
-    finally:
-        proxy.close()
+    server = inside(Base(), credentials=Credentials(token_file=token, **ca.issue().save(tmp_path)))  # type: ignore[arg-type]
+    register(server.target, "--model", "m", "--tls-ca", saved, "--token-file", token)
+    (instance,) = seen(url, "m", 1)
+    assert instance.meta[names.TLS_META] == "1"
+    answers = ask(Teachers("m", discovery=url), Credentials(ca=saved, token_file=token))
+    assert all((answer == logits(np.ones((4, 4), np.float32))).all() for answer in answers)
+    with pytest.raises(NoTeacherError, match=r"refuses this student \(UNAUTHENTICATED\)"):
+        ask(Teachers("m", discovery=url), Credentials(ca=saved), timeout_s=10.0)

@@ -41,14 +41,14 @@ def test_outage_is_reported_and_not_felt(tmp_path: Path) -> None:
     delivered: list[Any] = []
     with LocalTeacher("echo", service="s", discovery=agent.url, wait=False, serve={"ttl": "4s"}) as teacher:
         wait_until(lambda: "discovery does not answer" in teacher.log)
-        port = wait_until(lambda: re.search(r"served on (127.0.0.1:\d+)", teacher.log))
-        np.testing.assert_array_equal(ask(port[1]), X)
+        served = wait_until(lambda: re.findall(r"served on (127.0.0.1:\d+)", teacher.log))
+        np.testing.assert_array_equal(ask(served[0]), X)
         agent.start()
         reader = DistillReader(["x", None], ["y"], teacher_batch_size=4, options=Options(teacher_timeout_s=60))
         reader.set_dynamic_teacher(agent.url, "s").set_sample_generator(source)
         try:
             teacher.wait_ready(DEADLINE_S)
-            assert teacher.endpoint == port[1]
+            assert teacher.endpoint == served[0]
             with watching("s", "--discovery", agent.url) as wait_for, reader:
                 rows = reader()
 

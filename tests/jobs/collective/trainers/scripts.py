@@ -62,8 +62,6 @@ def run_twice(train: Callable[[Run], None]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path, help="for what the script finds out")
     parser.add_argument("kill_at", type=int, help="the step or batch in which rank 1 is killed")
-    parser.add_argument("--fsdp2", action="store_true", help="shard the model")
-    parser.add_argument("--compile", default="", metavar="BACKEND", help="compile the model")
     options = parser.parse_args()
     if os.environ["EDL_GENERATION"] == "0":
         train(Run(options, elastic=False))

@@ -16,26 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from edl.collective import Checkpointer, ElasticSampler, ElasticTrainer, State
 from edl.distill.losses import soft_cross_entropy
 from edl.distill.torch import distill
 
 HELD_STEP = 30
-
-
-class Numbers(Dataset[tuple[Tensor, Tensor]]):
-    """Sample i: four numbers that follow from i, and i."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return row(index), torch.tensor(index)
 
 
 def row(index: int) -> Tensor:
@@ -54,21 +41,17 @@ def main() -> None:
     checkpointer = Checkpointer(state, interval_steps=1)
     checkpointer.restore()
     trainer = ElasticTrainer(DistributedDataParallel(network), optimizer, sampler=sampler)
-    loader = DataLoader(Numbers(int(length)), batch_sampler=sampler)
+    samples = [(row(index), torch.tensor(index)) for index in range(int(length))]
+    loader = DataLoader(samples, batch_sampler=sampler)  # type: ignore[arg-type]
     with (
         distill(loader, "teachers", discovery=discovery, inputs=["x", None], outputs="y") as labelled,
-        (folder / f"{os.environ['EDL_GENERATION']}-{os.environ['RANK']}.jsonl").open("a") as log,
+        (folder / f"{os.environ['EDL_GENERATION']}-{os.environ['RANK']}.jsonl").open("a", buffering=1) as log,
     ):
-
-        def say(line: dict[str, object]) -> None:
-            log.write(json.dumps(line) + "\n")
-            log.flush()
-
         for epoch in sampler.epochs(int(epochs)):
             for (rows, ids), soft in labelled:
                 share = sampler.share_rows
                 step = {"step": state.step + 1, "epoch": epoch}
-                say({**step, "ids": ids[:share].tolist(), "labels": soft[:share].tolist()})
+                print(json.dumps({**step, "ids": ids[:share].tolist(), "labels": soft[:share].tolist()}), file=log)
                 for micro, targets in trainer.micro_batches((rows, soft)):
                     trainer.backward(soft_cross_entropy(network(micro), targets.softmax(-1)))
                 time.sleep(sleep_s)
@@ -76,7 +59,7 @@ def main() -> None:
                     time.sleep(sleep_s)
                 trainer.step()
                 state.step += 1
-                say({**step, "done": True})
+                print(json.dumps({**step, "done": True}), file=log)
                 checkpointer.save(state.step, samples=share)
     dist.destroy_process_group()
 

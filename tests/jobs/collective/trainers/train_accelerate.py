@@ -1,4 +1,4 @@
-"""A loop with Accelerate."""
+"""A loop with Accelerate, whose model is sharded and compiled."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def train(run: Run) -> None:
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=4 // run.world,
-        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) if run.options.fsdp2 else None,
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2),
     )
     model = nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.5), nn.Linear(8, 1))
-    model = torch.compile(model, backend=run.options.compile) if run.options.compile else model
+    model = torch.compile(model, backend="aot_eager")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
     loader = DataLoader(TensorDataset(rows, rows.sum(1)), batch_size=3, shuffle=True)

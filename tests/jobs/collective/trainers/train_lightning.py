@@ -1,4 +1,4 @@
-"""A script with Lightning's Trainer."""
+"""A script with Lightning's Trainer, whose model is sharded."""
 
 from __future__ import annotations
 
@@ -18,17 +18,13 @@ ROWS, FEATURES = 44, 4
 
 
 class Model(lightning.LightningModule):
-    def __init__(self, run: Run) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.options = run.options
         self.layers = nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.5), nn.Linear(8, 1))
         self.logs: list[dict[str, float]] = []
 
     def configure_model(self):
-        if self.options.fsdp2:
-            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
-        if self.options.compile:
-            self.layers = torch.compile(self.layers, backend=self.options.compile)
+        fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch, batch_idx):
         loss = (self.layers(batch[0]).squeeze(-1) - batch[1]).square().mean()
@@ -70,7 +66,7 @@ def train(run: Run) -> None:
     data = TensorDataset(rows, rows.sum(1))
     trainer = lightning.Trainer(
         accelerator="cpu",
-        strategy=ModelParallelStrategy(run.world, 1) if run.options.fsdp2 else "ddp",
+        strategy=ModelParallelStrategy(run.world, 1),
         devices=run.world,
         max_epochs=3,
         accumulate_grad_batches=4 // run.world,
@@ -81,7 +77,7 @@ def train(run: Run) -> None:
         enable_progress_bar=False,
         callbacks=[Killed(run), *([ElasticLightningCallback(interval_steps=1)] if run.elastic else [])],
     )
-    model = Model(run)
+    model = Model()
     trainer.fit(model, DataLoader(data, batch_size=3, shuffle=True), DataLoader(data, batch_size=4))
     run.write(model, trainer.optimizers[0], model.logs)
 

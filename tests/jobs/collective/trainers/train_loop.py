@@ -1,4 +1,4 @@
-"""A plain loop with DDP or FSDP2, and a stream of each rank's own as its data."""
+"""A plain loop with DDP, and a stream of each rank's own as its data."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset, get_worker_info
@@ -41,9 +40,7 @@ def train(run: Run) -> None:
         dist.init_process_group("gloo")
     torch.manual_seed(3)
     inner = nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7), nn.Dropout(0.5), nn.Linear(7, 3))
-    if run.options.fsdp2:
-        torch.distributed.fsdp.fully_shard(inner)
-    model = inner if run.options.fsdp2 else DistributedDataParallel(inner)
+    model = DistributedDataParallel(inner)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     torch.manual_seed(run.rank)
     loader = StatefulDataLoader(Stream(run.rank), batch_size=4, num_workers=2)

@@ -1,4 +1,4 @@
-"""A script with Hugging Face's Trainer; with EDL_TEACHERS set, with `DistillTrainer`, whose labels teachers give."""
+"""Hugging Face's Trainer with a sharded model; with EDL_TEACHERS, `DistillTrainer` with one that is not."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def trainer_of(args: TrainingArguments) -> Trainer:
 
 
 def train(run: Run) -> None:
-    options = run.options
+    sharded = "EDL_TEACHERS" not in os.environ
     args = TrainingArguments(
-        output_dir=str(options.folder / "out"),
+        output_dir=str(run.options.folder / "out"),
         use_cpu=True,
         per_device_train_batch_size=3,
         gradient_accumulation_steps=4 // run.world,
@@ -79,10 +79,8 @@ def train(run: Run) -> None:
         report_to=[],
         disable_tqdm=True,
         remove_unused_columns=False,
-        fsdp=options.fsdp2,
-        fsdp_config={"version": 2} if options.fsdp2 else None,
-        torch_compile=bool(options.compile),
-        torch_compile_backend=options.compile or None,
+        fsdp=sharded,
+        fsdp_config={"version": 2} if sharded else None,
     )
     trainer = trainer_of(args)
     if run.elastic:

@@ -26,7 +26,6 @@ EDL = str(Path(sys.executable).with_name("edl"))
 ROOT = Path(__file__).parents[3]
 TRAIN = Path(__file__).with_name("train.py")
 TRAIN_STATE = Path(__file__).with_name("train_state.py")
-IMPATIENT = Path(__file__).with_name("impatient.py")
 MARK = "EDL_TEST_MARK"
 START_S = 100.0
 
@@ -203,8 +202,11 @@ class Job:
 
     def member(self, node: Node) -> str:
         """What an agent that lives, or was killed, calls itself in the job."""
-        names = [path.read_text() for path in self.shared_memory.glob("*/node")]
-        return next(name for name in names if f"-{node.pid}-" in name)
+        return (self.host_of(node) / "node").read_text()
+
+    def host_of(self, node: Node) -> Path:
+        """The folder in memory of one node's agent."""
+        return next(path.parent for path in self.shared_memory.glob("*/node") if f"-{node.pid}-" in path.read_text())
 
     # --- What is left behind. ---
 

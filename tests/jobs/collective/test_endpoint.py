@@ -80,7 +80,7 @@ def test_run_loses_the_host_of_its_store(tmp_path: Path) -> None:
 def test_unnamed_job_is_its_command(tmp_path: Path) -> None:
     """Killed, and started again: the same command goes on from memory, one with other arguments does not."""
     url = f"edl://127.0.0.1:{free_ports(1)[0]}"
-    command = [str(TRAIN_STATE), str(tmp_path), "0.05", "1"]
+    command = [str(TRAIN_STATE), str(tmp_path), "0.05"]
     with Job(tmp_path, ("--nnodes", "1:2"), command, store=url) as job:
         for others, arguments in ((False, []), (False, []), (True, ["other"])):
             at, before = time.monotonic(), max((step.step for step in job.steps()), default=-1)

@@ -1,4 +1,4 @@
-"""Evaluations and work that take much longer than `--hang-after`, and a rank that hangs all the same."""
+"""Evaluations and work that take much longer than `--hang-after`, and a rank that hangs; a node that is checked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.jobs.collective.job import Job
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)  # a probe imports torch, in each round, on each node
 
 SCRIPT = """
 import os, pathlib, signal, sys, time
@@ -84,3 +84,29 @@ def test_slow_ranks_are_waited_for(tmp_path: Path) -> None:
     assert sorted(notes[2:6]) == ["1 begin 7.0 0", "1 begin 7.0 1", "1 end 0", "1 end 1"]
     assert notes[6:8] == ["1 free 0", "1 hangs 0"], "nobody has broken it off"
     assert sorted(notes[8:]) == ["2 done {6: 7.0} 0", "2 done {6: 7.0} 1"]
+
+
+# Found by each Python process: a probe of a broken node fails.
+SITE = """\
+import os, sys
+
+if any("node_check" in word for word in sys.orig_argv):
+    if os.environ.get("PROBE") == "broken":
+        raise SystemExit("this node's probe is broken")
+"""
+
+
+def test_faulty_node_does_not_join(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    options = ("--nnodes", "1:2", "--node-check", "--rdzv-conf", "last_call_timeout=0")
+    with Job(tmp_path, options, environ={"PYTHONPATH": str(tmp_path)}) as job:
+        fit = job.start()
+        job.wait_for_world(1)
+        assert "checking itself" in fit.output
+        job.environ["PROBE"] = "broken"
+        code, said = job.run()
+        assert code == 69, said
+        assert "this node is faulty: could not compute: SystemExit: this node's probe is broken; it does not" in said
+        job.end()
+        assert fit.wait() == 0
+        assert {one.generation for one in job.steps()} == {0}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from edl.collective.job_records import JobState, Node, World, prefix
 from edl.discovery import open_store
-from tests.jobs.collective.job import IMPATIENT, ROOT, TRAIN_STATE, Job
+from tests.jobs.collective.job import TRAIN_STATE, Job
 from tests.jobs.collective.job import Node as Agent
 from tests.waiting import wait_until
 
@@ -48,9 +47,9 @@ def all_of(folder: Path, what: str) -> bool:
     return all((folder / f"{what}-{rank}").exists() for rank in range(2))
 
 
-@pytest.mark.parametrize("ends", ["handlers end", "grace period ends", "second signal"])
+@pytest.mark.parametrize("ends", ["handlers end", "grace period ends"])
 def test_handlers_have_time_to_save(job: Job, tmp_path: Path, ends: str) -> None:
-    """Until each worker's handler has come to its end, the grace period is over, or the signal comes again."""
+    """Until each worker's handler has come to its end, or the grace period is over."""
     (tmp_path / "saves.py").write_text(SAVES)
     number = signal.SIGINT if ends == "handlers end" else signal.SIGTERM
     grace = ("--grace-period", "1" if ends == "grace period ends" else "600")
@@ -60,12 +59,9 @@ def test_handlers_have_time_to_save(job: Job, tmp_path: Path, ends: str) -> None
         # Slurm and systemd ask all processes of a job, also the one that workers are forked from.
         os.kill(node.zygote, other)
     node.kill(number)
-    if ends != "grace period ends":
-        wait_until(lambda: all_of(tmp_path, "begun"), "the handlers run")
     if ends == "handlers end":
+        wait_until(lambda: all_of(tmp_path, "begun"), "the handlers run")
         (tmp_path / "go").touch()
-    elif ends == "second signal":
-        node.kill(number)
     assert node.wait() == 128 + number, node.output
     assert all_of(tmp_path, "saved") is (ends == "handlers end")
     if ends == "handlers end":
@@ -141,44 +137,3 @@ def leaves(job: Job, node: Agent, waits: Callable[[], object]) -> None:
     assert node.wait() == 128 + signal.SIGTERM
     assert "Traceback" not in node.output
     job.nothing_is_left()
-
-
-# As a user's own file system would be installed.
-
-
-EARLY = """
-import os, sys, time
-from pathlib import Path
-import torch.distributed as dist
-from edl.collective import Checkpointer, State
-
-if __name__ == "__main__":
-    folder, node = Path(sys.argv[1]), os.environ["NODE"]
-    dist.init_process_group("gloo")
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    state = State(step=-1)
-    with Checkpointer(state, interval_steps=1, group=alone) as checkpointer:
-        checkpointer.restore()
-        while not (folder / f"end-{node}").exists():
-            time.sleep(0.05)
-            state.step += 1
-            (folder / f"at-{node}").write_text(str(state.step))
-            checkpointer.save(state.step)
-    print("the end of", node)
-"""
-
-
-def test_node_leaves_after_another_ended(tmp_path: Path) -> None:
-    """It waits for nobody to pause who makes no more steps."""
-    (tmp_path / "early.py").write_text(EARLY)
-    program, environ = (sys.executable, str(IMPATIENT), "pause=600"), {"PYTHONPATH": str(ROOT)}
-    options = ("--nnodes", "2", "--lease-ttl", "60")
-    with Job(tmp_path, options, ["early.py", str(tmp_path)], environ=environ, program=program) as job:
-        early, late = job.start(), job.start()
-        wait_until(lambda: all((tmp_path / f"at-{one.name}").exists() for one in (early, late)), "both make steps")
-        (tmp_path / f"end-{early.name}").touch()
-        wait_until(lambda: "the end of" in early.output, "the script has ended on one")
-        late.kill(signal.SIGTERM)
-        assert late.wait() == 143
-        early.kill(signal.SIGTERM)
-        early.wait()

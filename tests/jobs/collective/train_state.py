@@ -1,6 +1,6 @@
 """The script of the tests' jobs with a `State`: it counts, goes on where it was, and can take its time.
 
-    python train_state.py FOLDER [SECONDS OF A STEP] [STEPS BETWEEN TWO SAVES]
+    python train_state.py FOLDER [SECONDS OF A STEP]
 
 A file `end` in the folder ends it.
 """
@@ -20,13 +20,14 @@ from edl.collective import Checkpointer, State
 
 
 def main() -> None:
-    folder, step_s, interval = Path(sys.argv[1]), *[float(one) for one in [*sys.argv[2:], 0.05, 1][:2]]
+    folder, step_s = Path(sys.argv[1]), float([*sys.argv[2:], 0.05][0])
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     log = os.open(folder / "steps.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     state = State(count=torch.zeros(1000), step=-1)
-    with Checkpointer(state, interval_steps=int(interval)) as checkpointer:
+    with Checkpointer(state, interval_steps=1) as checkpointer:
         checkpointer.restore()
+        assert bool((state.count == state.step + 1).all()), "what is restored is of one step"
         flag = torch.zeros(1)
         while not flag.item():
             time.sleep(step_s)

@@ -19,14 +19,9 @@ pytestmark = pytest.mark.timeout(300)
 SCRIPT = Path(__file__).with_name("train_sharded.py")
 
 
-def host_of(job: Job, node: Node) -> Path:
-    """The folder in memory of one node's agent."""
-    return next(path.parent for path in job.shared_memory.glob("*/node") if f"-{node.pid}-" in path.read_text())
-
-
 def lose(job: Job, node: Node) -> None:
     """The whole node, with its memory."""
-    memory = host_of(job, node)
+    memory = job.host_of(node)
     node.signal_all(signal.SIGKILL)
     shutil.rmtree(memory)
 
@@ -35,7 +30,7 @@ def wait_for_replicas(job: Job, generation: int, nodes: list[Node]) -> None:
     """Until each node has the replica of another one's state, of this generation."""
 
     def there() -> bool:
-        folders = [ReplicaFolder(host_of(job, node) / "replicas") for node in nodes]
+        folders = [ReplicaFolder(job.host_of(node) / "replicas") for node in nodes]
         return all(any(one.header.generation == generation for one in folder.find_replicas()) for folder in folders)
 
     wait_until(there, f"replicas of generation {generation}")

@@ -14,7 +14,6 @@ import json
 import os
 import random
 import signal
-import threading
 import traceback
 import uuid
 from collections.abc import Callable
@@ -31,12 +30,10 @@ from torch.distributed.fsdp import fully_shard
 
 from edl.collective.checkpoint.checkpointer import Checkpointer
 from edl.collective.checkpoint.state.state import State
-from edl.collective.worker_status import Phase, WorkerStatusPage
 from edl.errors import SettingsError
 from tests.fast.collective.checkpoint import counted
 from tests.jobs.collective.job import ROOT
 from tests.jobs.forks import Forks
-from tests.waiting import wait_until
 
 IMPORTS = """
 import torch
@@ -162,17 +159,12 @@ def told_of(state: Any) -> dict[str, Any]:
         for parameter in state.model.parameters()
         for key in sorted(optimizer.state[parameter])
     ]
-    buffers = [] if not list(state.model.buffers()) else list(state.model.buffers())
+    rate = [state.scheduler.state_dict()["last_epoch"], optimizer.param_groups[0]["lr"]]
     return {
         "model": digest(list(state.model.parameters())),
-        "buffers": digest(buffers),
+        "buffers": digest(list(state.model.buffers())),
         "optimizer": digest(moments),
-        "rest": [
-            state.epoch,
-            state.history,
-            state.scheduler.state_dict()["last_epoch"],
-            optimizer.param_groups[0]["lr"],
-        ],
+        "rest": [state.epoch, state.history, *rate],
     }
 
 
@@ -197,12 +189,8 @@ def restore(kind: str, storage: str | None = None) -> dict[str, Any]:
     state.register_adjust_function(lambda change: changes.append([change.old_size, change.new_size, change.step]))
     with Checkpointer(state, storage=storage, interval_steps=1) as checkpointer:
         step = checkpointer.restore()
-        said = {
-            "step": step,
-            "changes": changes,
-            **(told_of(state) if step >= 0 else {}),
-            "next": torch.rand(3).tolist(),
-        }
+        said = {"step": step, "changes": changes, **(told_of(state) if step >= 0 else {})}
+        said["next"] = torch.rand(3).tolist()
         if step >= 0:
             train(state, 1)
             checkpointer.save(step + 1)
@@ -220,47 +208,6 @@ def resume(kind: str, steps: int) -> dict[str, Any]:
             checkpointer.save(step)
             states[str(step)] = told_of(state)
     return {"first": first, "states": states, "next": torch.rand(3).tolist()}
-
-
-class Slow:
-    """A field that takes as long to be saved as a function that may be given."""
-
-    wait: Callable[[], object] = staticmethod(lambda: None)
-
-    def state_dict(self) -> dict[str, Any]:
-        self.wait()
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-
-def waits(pages: str, seconds: float) -> list[dict[str, float]]:
-    """Rank 0 comes later to a save than rank 1, then takes longer for the next one: what each took, by phase."""
-    board, field, rank, taken = WorkerStatusPage.create(Path(pages) / str(dist.get_rank())), Slow(), dist.get_rank(), []
-    dist.barrier()
-    other = WorkerStatusPage.open(Path(pages) / str(1 - rank))
-
-    def wait() -> None:
-        """For the other rank to wait for this one, and then for so many seconds."""
-        wait_until(lambda: other.read_status().phase is Phase.AGREE, "the other rank waits")
-        threading.Event().wait(seconds)
-
-    with Checkpointer(State(field=field), interval_steps=1, board=board) as checkpointer:
-        checkpointer.restore()
-        checkpointer.save(0)
-        for step in (1, 2):
-            dist.barrier()
-            if rank == 0 and step == 1:
-                wait()
-            elif rank == 0:
-                field.wait = wait
-            before = board.read_status().totals_s
-            checkpointer.save(step)
-            after = board.read_status().totals_s
-            field.wait = Slow.wait
-            taken.append({phase.name: after[phase] - before[phase] for phase in Phase})
-    return taken
 
 
 def dcp_load(kind: str, checkpoint: str) -> dict[str, Any]:
@@ -316,6 +263,5 @@ CASES: dict[str, Case] = {
     "save": save,
     "restore": restore,
     "resume": resume,
-    "waits": waits,
     "dcp_load": dcp_load,
 }

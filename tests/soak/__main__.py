@@ -146,7 +146,9 @@ class Soak:
             self._consul.start()
         for teacher in self._teachers:
             teacher.ensure()
-        wait_until(lambda: all(teacher.is_ready for teacher in self._teachers), "that all teachers are ready", _START_S)
+        for teacher in self._teachers:
+            assert teacher.process is not None
+            teacher.process.wait_ready(_START_S)
         for student in self._students:
             student.ensure()
 

@@ -44,17 +44,3 @@ def rows_of(service: Service, numbers: Array) -> Array:
 def labels_of(service: Service, numbers: Array) -> Array:
     """The labels [rows, classes] that belong to these rows."""
     return fingerprint_of(rows_of(service, numbers), service.classes)
-
-
-@dataclass(frozen=True)
-class NumberedRows:
-    """Rows 0 to `count`, each with its number, as a data set of torch."""
-
-    service: Service
-    count: int
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, number: int) -> tuple[Array, int]:
-        return rows_of(self.service, np.array([number]))[0], number

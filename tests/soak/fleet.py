@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from edl.distill.transport.shm import Arena
-from edl.errors import EDLError
 from edl.testing import LocalTeacher
 from tests.soak.data import SERVICES
 from tests.soak.student import StudentSpec
@@ -57,14 +56,6 @@ class RunningTeacher:
         with contextlib.suppress(OSError):
             return regions_of(self.process.pid) if self.process is not None else 0
         return 0
-
-    @property
-    def is_ready(self) -> bool:
-        with contextlib.suppress(EDLError):
-            if self.process is not None:
-                self.process.wait_ready(0.001)
-                return True
-        return False
 
     def close(self) -> None:
         """End it at once."""

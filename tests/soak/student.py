@@ -28,7 +28,7 @@ from edl.distill import DistillReader, Teachers
 from edl.distill.cache import SoftLabelCache
 from edl.distill.options import Options
 from edl.errors import EDLError
-from tests.soak.data import SERVICES, Array, NumberedRows, labels_of, rows_of
+from tests.soak.data import SERVICES, Array, labels_of, rows_of
 from tests.soak.verdict import EpochRecord, RowCheck
 
 _TEACHER_TIMEOUT_S = 60.0  # longer than any fault lasts, so that `NoTeacherError` is a failure
@@ -158,7 +158,8 @@ class Student:
         from edl.distill.torch import distill
 
         torch.set_num_threads(1)
-        data: Any = NumberedRows(self.service, self.spec.rows)
+        numbers = np.arange(self.spec.rows)
+        data: Any = list(zip(rows_of(self.service, numbers), numbers.tolist(), strict=True))
         loader = DataLoader(data, 48, num_workers=2, persistent_workers=True)
         return distill(loader, teachers, inputs=["x", None], outputs="y", options=options)
 

@@ -64,7 +64,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "left, uneven": {"count": 22, "train_sampling_strategy": "sequential", "collate": collate_left},
     "dropped": {"count": 23, "train_sampling_strategy": "sequential", "dataloader_drop_last": True},
     "flat": {"count": 24, "collate": collate_flat},
-    "dispatched": {"count": 24, "collate": collate_to_length, "accelerator_config": {"dispatch_batches": True}},
     "split": {
         "count": 24,
         "collate": collate_to_length,

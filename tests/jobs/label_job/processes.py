@@ -75,15 +75,11 @@ def write_data(path: Path, rows: int) -> None:
 class Worker:
     """An `edl label --job` process; its output goes to files that can be looked at while it runs."""
 
-    def __init__(self, folder: Path, arguments: Sequence[str], name: str, env: dict[str, str] | None = None) -> None:
+    def __init__(self, folder: Path, arguments: Sequence[str], name: str) -> None:
         self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
         with self._out.open("wb") as out, self._err.open("wb") as err:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "edl", "label", *arguments],
-                stdout=out,
-                stderr=err,
-                env={**os.environ, **(env or {})},
-            )
+            command = [sys.executable, "-m", "edl", "label", *arguments]
+            self.process = subprocess.Popen(command, stdout=out, stderr=err)
 
     @property
     def pid(self) -> int:
@@ -134,11 +130,11 @@ class Run:
         first = [str(self.data), "--inputs", "x", "--outputs", "y", "--output", str(self.folder / output)]
         return [*first, "--teachers", endpoints, "--job", self.job, "--store", self.store, *more]
 
-    def start(self, *more: str, output: str = "labels", env: dict[str, str] | None = None) -> Worker:
-        return self.start_as(self.arguments(output, *more), env)
+    def start(self, *more: str, output: str = "labels") -> Worker:
+        return self.start_as(self.arguments(output, *more))
 
-    def start_as(self, arguments: Sequence[str], env: dict[str, str] | None = None) -> Worker:
-        self.workers.append(Worker(self.folder, arguments, f"worker-{len(self.workers)}", env))
+    def start_as(self, arguments: Sequence[str]) -> Worker:
+        self.workers.append(Worker(self.folder, arguments, f"worker-{len(self.workers)}"))
         return self.workers[-1]
 
     def restart_teacher(self, path: Path, port: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -33,10 +34,9 @@ class Operator:
     """Starts and ends teachers as it is wanted, as an operator of a cluster does."""
 
     def __init__(self, url: str) -> None:
-        self._url = url
+        self._url, self.most = url, 0
         self.teachers: list[LocalTeacher] = []
         self.draining: list[LocalTeacher] = []
-        self.most = 0
 
     def follow(self, wanted: int) -> None:
         while len(self.teachers) < wanted:
@@ -55,15 +55,11 @@ class Student:
     def __init__(self, url: str) -> None:
         self.reader = DistillReader(["x"], ["y"])
         self.reader.set_dynamic_teacher(url, "s")
-        self.reader.set_batch_generator(self._batches)
+        self.reader.set_batch_generator(lambda: itertools.repeat((np.ones((ROWS, 4), np.float32),)))
         self.running, self._ended = threading.Event(), threading.Event()
         self.running.set()
         self.steps = 0
         self._training = start_call("edl-test", self._train)
-
-    def _batches(self) -> Iterator[tuple[np.ndarray]]:
-        while True:
-            yield (np.ones((ROWS, 4), np.float32),)
 
     def _train(self) -> None:
         for _ in self.reader():
@@ -109,14 +105,6 @@ def observed(monkeypatch: pytest.MonkeyPatch) -> list[TeacherObservation]:
     return observed
 
 
-def is_within_band(load: ServiceLoad) -> bool:
-    """Whether there are as many teachers as the load takes: neither a move up nor one down follows from it."""
-    demand, rate = load.demand, load.rate
-    if not demand or rate is None or load.live < 2:
-        return False
-    return SCALING.down_below * (load.live - 1) * rate <= demand <= SCALING.up_above * load.live * rate
-
-
 @pytest.mark.timeout(600)
 def test_teachers_follow_the_formula(url: str, operator: Operator, observed: list[TeacherObservation]) -> None:
     """How fast a teacher and the student are is measured: a starved machine's figures are others, not the rule."""
@@ -137,7 +125,12 @@ def test_teachers_follow_the_formula(url: str, operator: Operator, observed: lis
             wait_until(looked, f"{holds}", 2 * DEADLINE_S)
 
         def is_settled(load: ServiceLoad) -> bool:
-            return load.live == wanted() and is_within_band(load) and (load.wait_share or 0) < 0.2
+            """Whether there are as many teachers as the load takes: no move, neither up nor down, follows from it."""
+            demand, rate = load.demand, load.rate
+            if not demand or rate is None or load.live < 2 or load.live != wanted():
+                return False
+            enough = demand <= SCALING.up_above * load.live * rate and (load.wait_share or 0) < 0.2
+            return enough and SCALING.down_below * (load.live - 1) * rate <= demand
 
         try:
             until(lambda load: load.live == 1 and (load.wait_share or 0) > 0.3)

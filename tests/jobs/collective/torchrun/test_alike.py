@@ -82,8 +82,8 @@ def start_python(folder: Path, name: str, line: Sequence[str], environ: Mapping[
 
 ENDS = [
     "leave_text", "leave_by_number 0", "leave_by_number 300", "raise_in_frames", "raise_with_hook",
-    "raise_with_hook_that_exits", "raise_and_look", "interrupt_with_hook", "die 9", "die 10", "handle 15", "handle 2",
-    "handle 12", "wait_for_threads", "write_raw", "close_output", "change_folder", "start_processes",
+    "interrupt_with_hook", "die 9", "die 10", "handle 15", "handle 2",
+    "handle 12", "wait_for_threads", "write_raw", "change_folder", "start_processes",
 ]  # fmt: skip
 
 

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,7 @@ import pytest
 from tests.jobs.collective.job import START_S, Job, Node
 from tests.waiting import wait_until
 
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        not any(one.value.endswith(":handler_creator") for one in entry_points(group="torchrun.handlers", name="edl")),
-        reason="EDL was installed before it had a rendezvous: pip install --no-deps -e .",
-    ),
-]
+pytestmark = pytest.mark.timeout(300)
 
 # Says who is there in every step, and ends when the file that it is given exists.
 SCRIPT = """\

@@ -50,7 +50,6 @@ class Case:
     scaled: bool = False
     frozen: bool = False
     second: bool = False
-    dtype: torch.dtype = torch.float64
     fail: tuple[int, int] | None = None
     give_up: int | None = None
     state: dict[str, Any] | None = field(default=None, compare=False)
@@ -107,7 +106,7 @@ def endless(sampler: ElasticSampler) -> Iterator[list[int]]:
 def _made(case: Case) -> nn.Module:
     torch.manual_seed(11)
     kinds: dict[str, Callable[[], nn.Module]] = {"plain": Plain, "tied": Tied, "branch": Branch}
-    model = kinds[case.network]().to(case.dtype)
+    model = kinds[case.network]().double()
     if case.frozen:
         model.first.weight.requires_grad_(False)
     return model
@@ -131,7 +130,7 @@ def alone(case: Case) -> list[Tensor]:
         rows = torch.arange(begin, begin + total) % case.length if case.rows else torch.tensor(next(batches))
         for one in optimizers:
             one.zero_grad()
-        nn.functional.mse_loss(model(inputs[rows].to(case.dtype)), targets[rows].to(case.dtype)).backward()
+        nn.functional.mse_loss(model(inputs[rows]), targets[rows]).backward()
         if case.clip_norm is not None:
             nn.utils.clip_grad_norm_(optimizers[0].param_groups[0]["params"], case.clip_norm)
         for one in optimizers:
@@ -173,7 +172,7 @@ def elastic(group: dist.ProcessGroup, rank: int, world: int, case: Case) -> dict
     kept: list[Exception] = []  # as a log handler or a debugger would: with it live the variables of `compute`
 
     def compute(step: int, rows: Tensor, last: int | None = None) -> None:
-        micros = trainer.micro_batches((inputs[rows].to(case.dtype), targets[rows].to(case.dtype)))
+        micros = trainer.micro_batches((inputs[rows], targets[rows]))
         for number, (some_inputs, some_targets) in enumerate(micros):
             micro_rows.append(len(some_inputs))
             loss = nn.functional.mse_loss(model(some_inputs), some_targets)

@@ -29,17 +29,6 @@ def raise_with_hook():
     raise ValueError("for the hook")
 
 
-def raise_with_hook_that_exits():
-    sys.excepthook = lambda kind, error, trace: sys.exit(9)
-    raise ValueError("not shown")
-
-
-def raise_and_look():
-    print("last:", hasattr(sys, "last_value"))
-    atexit.register(lambda: print("last:", repr(sys.last_value), sys.last_traceback.tb_frame.f_code.co_name))
-    raise ValueError("seen again")
-
-
 def interrupt_with_hook():
     sys.excepthook = lambda kind, error, trace: print("hook:", kind.__name__)
     atexit.register(print, "atexit after an interrupt")
@@ -97,12 +86,6 @@ def write_raw():
     subprocess.run(["echo", "from a child"], check=True)
     print("diagnostics", file=sys.stderr)
     sys.stdout.buffer.write(b"bytes\n")
-
-
-def close_output():
-    sys.stdout.flush()
-    os.close(1)
-    print("lost")
 
 
 def change_folder():

@@ -87,12 +87,8 @@ def main_module():
 
 @observation
 def source():
-    try:
-        raise ValueError("seen")
-    except ValueError:
-        trace = traceback.format_exc().splitlines()
     function, file = inspect.getsource(environment), inspect.getsourcefile(environment)
-    return {"function": function, "file": file, "trace": trace, "main": inspect.getmodule(environment).__name__}
+    return {"function": function, "file": file, "main": inspect.getmodule(environment).__name__}
 
 
 @observation
@@ -137,11 +133,8 @@ def interpreter():
     return {
         "flags": [str(sys.flags), sys._xoptions, sys.warnoptions, [str(each) for each in FILTERS]],
         "hooks": [hook.__name__ for hook in (sys.excepthook, sys.displayhook, sys.breakpointhook, sys.unraisablehook)],
-        "trace": [repr(sys.gettrace()), repr(sys.getprofile())],
         "importers": [getattr(finder, "__name__", type(finder).__name__) for finder in sys.meta_path],
-        "interactive": [hasattr(sys, "ps1"), hasattr(sys, "last_value"), sys.exc_info()[0] is None],
         "edl": [name for name in LOADED if name.split(".")[0] == "edl"],
-        "zygote": "runpy" in LOADED,
     }
 
 

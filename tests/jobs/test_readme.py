@@ -134,7 +134,6 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
 
 
 def test_every_block_is_of_a_known_kind() -> None:
-    """Every block is of a kind that is run, or a picture."""
     assert {block.language for block in BLOCKS} == {"python", "bash", "mermaid"}
     assert len(PYTHON) >= 4
     known = r"(make \w+|edl (serve|teachers|bench|label|register|run|status|submit) ?.*|export EDL_DISCOVERY=\S+)"
@@ -207,7 +206,6 @@ def flags_of(command: str) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_named_flags_exist(page: Path) -> None:
-    """Commands have the flags that a page names."""
     for command, rest in re.findall(r"\bedl (bench reader|[a-z]+)((?: [^`\n]*)?)", page.read_text()):
         own = re.sub(r"'[^']*'|\"[^\"]*\"", "", rest) if command == "submit" else rest  # in quotes is another's
         for flag in re.findall(r"(?<=\s)--[a-z][a-z-]*", own):

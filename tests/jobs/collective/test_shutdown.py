@@ -85,7 +85,6 @@ def test_handlers_run_after_the_pause(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_and_job_resumes(tmp_path: Path) -> None:
-    """Ctrl-C ends it cleanly, and the same job goes on later."""
     with Job(tmp_path, options=("--nnodes", "1", "--nproc-per-node", "2")) as job:
         node = job.start()
         job.wait_for_world(2)

@@ -24,7 +24,6 @@ def test_llm(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llm", "resnet"])
 def test_table_is_of_runs(name: str, tmp_path: Path) -> None:
-    """The README's table is what the report makes of the runs that lie beside it."""
     pytest.importorskip("matplotlib", reason="report.py draws")
     example = Example(name, tmp_path)
     shutil.copy(EXAMPLES / name / "runs.json", example.folder)

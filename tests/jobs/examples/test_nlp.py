@@ -44,7 +44,6 @@ def test_nlp(tmp_path: Path) -> None:
 
 
 def test_nlp_readme_has_the_table(tmp_path: Path) -> None:
-    """The README's tables are what the program makes of the results that lie beside it."""
     pytest.importorskip("matplotlib", reason="the table's program draws as well")
     example = Example("nlp", tmp_path)
     out = example.run(["python", "table.py", "--results", str(EXAMPLES / "nlp" / "results.jsonl")])

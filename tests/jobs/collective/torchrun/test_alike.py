@@ -186,7 +186,6 @@ OPTIONS = ["--standalone", "--nproc-per-node", "2", "--role", "student"]
 
 
 def test_workers_see_what_torchrun_shows(tmp_path: Path) -> None:
-    """Workers see what torchrun shows them."""
     folders = {name: tmp_path / name for name in ("torchrun", "edl")}
     jobs = []
     for name, folder in folders.items():

@@ -69,14 +69,12 @@ def test_ranks_bring_what_they_like(ranks: RanksPool, rows: list[int], case: Cas
 
 
 def test_rank_without_a_row(ranks: RanksPool) -> None:
-    """A rank without a row is an error on all ranks if the module needs one."""
     with pytest.raises(AssertionError, match="rows=0"):
         ranks.run(3, elastic, Case(rows=(2, 0, 1)))
     ranks.run(3, elastic, Case(rows=(2, 1, 1)))
 
 
 def test_worlds_change_between_steps(ranks: RanksPool) -> None:
-    """Worlds that change between steps go on as if nothing happened."""
     case = Case(length=40, batch=10, steps=1, optimizer="adam")
     state = None
     for world in (3, 1, 5, 2):
@@ -116,7 +114,6 @@ def test_update_with_every_kind_of_model(ranks: RanksPool, case: Case) -> None:
     ],
 )
 def test_unaveraged_gradients_are_refused(ranks: RanksPool, kind: str, message: str) -> None:
-    """Gradients that would not be averaged once are refused."""
     with pytest.raises(AssertionError, match=message):
         ranks.run(2, cases.refused, kind)
 

@@ -87,7 +87,7 @@ def cases(draw: st.DrawFn, most_teachers: int, most_students: int, capacities: t
 
 
 def test_capacities_of_any_size_are_balanced() -> None:
-    students = {f"s{number}": 1 for number in range(9)}
+    students: dict[str, int | None] = {f"s{number}": 1 for number in range(9)}
     case = Case({"tiny": 5e-324, "small": 1e-300, "huge": 1.7e308}, students, 1)
     assert case.loads(case.answer()) == {"tiny": 0, "small": 0, "huge": 9}
     case = Case({"big": 2.0, "small": 1.0}, students, 1)

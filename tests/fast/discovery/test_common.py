@@ -1,16 +1,20 @@
-"""What backends share: slots, leases and registrations that are renewed, and what a watcher believes in an outage."""
+"""What backends share: slots, renewed leases and registrations, what a watcher believes, and closes at any line."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from edl.discovery import Instance, Snapshot
+from edl import notifier
+from edl.background import start_call
+from edl.discovery import Instance, Snapshot, Store, open_registry, open_store
 from edl.discovery.common import renewal
 from edl.discovery.common.latest_value import LatestValue
 from edl.discovery.common.renewal import InstanceClaim, RenewedLease, RenewedRegistration
@@ -18,8 +22,9 @@ from edl.discovery.common.service_view import ServiceView
 from edl.discovery.registry import Rejected
 from edl.discovery.sqlite.store import SqliteStore
 from edl.discovery.store import Entry, Lease
-from edl.errors import DiscoveryError
-from tests.waiting import DEADLINE_S
+from edl.errors import ClosedError, DiscoveryError
+from tests.interrupting import NEVER, InterruptAt, interrupt_some
+from tests.waiting import DEADLINE_S, wait_until
 
 TEACHER = Instance("digits", "a", "h", 1)
 
@@ -37,9 +42,6 @@ def test_slot_hands_out_the_newest_once() -> None:
     slot.put(3)
     slot.close()
     assert slot.take() is None
-
-
-# Renewals, step by step, by a clock of the test's own
 
 
 class FakeClaim(InstanceClaim):
@@ -173,9 +175,6 @@ def test_unsure_candidate_stands_again(path: Path) -> None:
         assert store.failures == 0
 
 
-# What a watcher believes while the registry is away, and after it came back
-
-
 def teachers(*names: str) -> tuple[Instance, ...]:
     return tuple(Instance("digits", name, "127.0.0.1", 9000) for name in names)
 
@@ -218,3 +217,67 @@ def test_one_that_lapsed_is_listed_once() -> None:
     back = view.answered(Snapshot("digits", (), lapsed=teachers("a", "b")), 3.0)
     assert (back.instances, back.lapsed) == (teachers("b"), teachers("a")), "b gets time to renew"
     assert view.answered(Snapshot("digits", (), lapsed=teachers("a", "b")), 6.0).lapsed == teachers("a", "b")
+
+
+# Closed by a signal handler in the middle of their own functions, before some lines of all that they execute
+
+
+@contextlib.contextmanager
+def interrupt_wait(number: int, close: Callable[[], None], changed: notifier.Notifier) -> Iterator[InterruptAt]:
+    """Interrupt a wait, and close where it has begun and the line was not reached: it is none of the wait's."""
+    steady = [0, 0]
+
+    def is_over() -> bool:
+        steady[:] = (steady[0] + 1 if steady[1] == interrupt.lines else 0), interrupt.lines
+        return interrupt.reached or (bool(changed._waits) and steady[0] > 20)
+
+    def close_if_blocked() -> int:
+        wait_until(is_over)
+        lines = interrupt.lines
+        if not interrupt.reached:
+            close()
+        return lines
+
+    with InterruptAt(number, close, "edl/") as interrupt:
+        closing = start_call("edl-test", close_if_blocked)
+        yield interrupt
+    interrupt.lines = closing.result(DEADLINE_S)
+
+
+@pytest.mark.parametrize("what", ["registration", "registry"])
+def test_registration_closes_before_lines(url: str, what: str) -> None:
+    """In the middle of its own `update`, or of a question that its registry is asked, by the same thread."""
+
+    def use(number: int) -> InterruptAt:
+        with open_registry(url) as registry:
+            registration = registry.register(TEACHER, 600.0)
+            close = {"registration": registration.close, "registry": registry.close}[what]
+            with InterruptAt(number, close, "edl/") as interrupt, contextlib.suppress(ClosedError):
+                registry.snapshot("digits")
+                registration.update(replace(TEACHER, capacity=2.0))
+                if number == NEVER:
+                    assert registry.snapshot("digits").instances[0].capacity == 2.0, (
+                        "not announced when update returned"
+                    )
+            registration.close()
+        with open_registry(url) as registry:
+            assert not registry.snapshot("digits").instances, "what was closed is still registered"
+        return interrupt
+
+    interrupt_some(use, 8)
+
+
+def test_election_closes_before_lines(url: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notifier, "_SIGNAL_POLL_S", 1000.0)  # a lost wake-up would be made up for
+
+    def use(number: int) -> InterruptAt:
+        with open_store(url) as other:
+            election = other.elect("e", b"candidate", 600.0)
+            waiting = interrupt_wait(number, election.close, election._changed)  # type: ignore[attr-defined]
+            with waiting as interrupt, contextlib.suppress(ClosedError):
+                assert not election.wait(), "there is a leader"
+        return interrupt
+
+    with store.elect("e", b"leader", 600.0) as leader:
+        assert leader.wait(DEADLINE_S)
+        interrupt_some(use, 10)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import http.server
 import sqlite3
-import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import ExitStack
@@ -225,13 +223,3 @@ def test_other_servers_are_told_apart() -> None:
             store.get("a")
     finally:
         server.stop(None).wait(DEADLINE_S)
-    with http.server.ThreadingHTTPServer((LOCAL, 0), http.server.BaseHTTPRequestHandler) as web:
-        thread = threading.Thread(target=web.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            url = f"edl://{LOCAL}:{web.server_port}"
-            with open_store(url, timeout_s=5.0) as store, pytest.raises(DiscoveryError, match="the store at 127"):
-                store.get("a")
-        finally:
-            web.shutdown()
-            thread.join()

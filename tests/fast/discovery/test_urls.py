@@ -127,21 +127,6 @@ def test_a_consul_url_says_where() -> None:
     assert target("consul+https://host", CONSUL_TLS_SERVER_NAME="server.dc1.consul").server_name == "server.dc1.consul"
 
 
-def test_senseless_variables_are_named(tmp_path: Path) -> None:
-    """Consul's variables that make no sense are named."""
-    (tmp_path / "empty.pem").write_text("")
-    for name, value in (
-        ("CONSUL_HTTP_SSL", "perhaps"),
-        ("CONSUL_HTTP_SSL_VERIFY", "perhaps"),
-        ("CONSUL_CACERT", str(tmp_path / "missing.pem")),
-        ("CONSUL_CACERT", str(tmp_path / "empty.pem")),
-        ("CONSUL_CLIENT_CERT", str(tmp_path / "missing.pem")),
-        ("CONSUL_CLIENT_KEY", str(tmp_path / "missing.pem")),
-    ):
-        with pytest.raises(SettingsError, match=name):
-            target("consul+https://host", **{name: value})
-
-
 def test_etcd_url_names_members() -> None:
     assert members("etcd://a").endpoints == ("a:2379",)
     several = members("etcd://a:1,b,[::1]:3/")
@@ -167,20 +152,27 @@ def test_etcds_user_is_not_shown() -> None:
         members("etcd://host", ETCDCTL_USER="edl")
 
 
-def test_unusable_etcd_variables_are_named(tmp_path: Path) -> None:
+def test_unusable_variables_are_named(tmp_path: Path) -> None:
+    """Those of Consul and of etcd."""
     (tmp_path / "empty.pem").write_text("")
     missing, empty = str(tmp_path / "missing.pem"), str(tmp_path / "empty.pem")
-    for environ, message in (
-        ({"ETCDCTL_CACERT": missing}, "ETCDCTL_CACERT.*missing.pem"),
-        ({"ETCDCTL_CACERT": empty}, "ETCDCTL_CACERT.*empty.pem"),
-        ({"ETCDCTL_CERT": missing}, "ETCDCTL_CERT is set without ETCDCTL_KEY"),
-        ({"ETCDCTL_KEY": missing}, "ETCDCTL_KEY is set without ETCDCTL_CERT"),
-        ({"ETCDCTL_CERT": missing, "ETCDCTL_KEY": missing}, "ETCDCTL_CERT.*missing.pem"),
-        ({"ETCDCTL_INSECURE_SKIP_TLS_VERIFY": "true"}, "name the CA.*ETCDCTL_CACERT"),
-        ({"ETCDCTL_INSECURE_SKIP_TLS_VERIFY": "perhaps"}, "ETCDCTL_INSECURE_SKIP_TLS_VERIFY"),
+    for of, url, environ, message in (
+        (target, "consul+https://host", {"CONSUL_HTTP_SSL": "perhaps"}, "CONSUL_HTTP_SSL"),
+        (target, "consul+https://host", {"CONSUL_HTTP_SSL_VERIFY": "perhaps"}, "CONSUL_HTTP_SSL_VERIFY"),
+        (target, "consul+https://host", {"CONSUL_CACERT": missing}, "CONSUL_CACERT"),
+        (target, "consul+https://host", {"CONSUL_CACERT": empty}, "CONSUL_CACERT"),
+        (target, "consul+https://host", {"CONSUL_CLIENT_CERT": missing}, "CONSUL_CLIENT_CERT"),
+        (target, "consul+https://host", {"CONSUL_CLIENT_KEY": missing}, "CONSUL_CLIENT_KEY"),
+        (members, "etcd+https://host", {"ETCDCTL_CACERT": missing}, "ETCDCTL_CACERT.*missing.pem"),
+        (members, "etcd+https://host", {"ETCDCTL_CACERT": empty}, "ETCDCTL_CACERT.*empty.pem"),
+        (members, "etcd+https://host", {"ETCDCTL_CERT": missing}, "ETCDCTL_CERT is set without ETCDCTL_KEY"),
+        (members, "etcd+https://host", {"ETCDCTL_KEY": missing}, "ETCDCTL_KEY is set without ETCDCTL_CERT"),
+        (members, "etcd+https://host", {"ETCDCTL_CERT": missing, "ETCDCTL_KEY": missing}, "CERT.*missing.pem"),
+        (members, "etcd+https://host", {"ETCDCTL_INSECURE_SKIP_TLS_VERIFY": "true"}, "name the CA.*ETCDCTL_CACERT"),
+        (members, "etcd+https://host", {"ETCDCTL_INSECURE_SKIP_TLS_VERIFY": "perhaps"}, "INSECURE_SKIP_TLS_VERIFY"),
     ):
         with pytest.raises(SettingsError, match=message):
-            members("etcd+https://host", **environ)
+            of(url, **environ)
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tests.soak.data import SERVICES, labels_of
-from tests.soak.verdict import (
-    Counts,
-    EpochRecord,
-    Outcome,
-    RowCheck,
-    count,
-    growth_of,
-)
+from tests.soak.verdict import Counts, EpochRecord, Outcome, RowCheck, count, growth_of
 
 SMALL = SERVICES["small"]
 MIB = 1 << 20

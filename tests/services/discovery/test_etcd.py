@@ -53,16 +53,6 @@ def store(etcd_server: EtcdServer) -> Iterator[Store]:
 # A server
 
 
-def test_quiet_watch_asks_nothing(registry: Registry, service: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-    ask = EtcdClient._ask
-    monkeypatch.setattr(EtcdClient, "_ask", lambda self, *rest: asked.append(rest) or ask(self, *rest))
-    with registry.watch(service) as watch:
-        assert watch.get(DEADLINE_S) == Snapshot(service, ())
-        assert watch.get(1.0) is None
-        assert len(asked) == 1, asked
-
-
 def test_watch_of_lost_revisions_returns(etcd_server: EtcdServer, store: Store, service: str) -> None:
     """From before a compaction, and from one that etcd will reach in a long time, as it began anew."""
     first = store.put(f"{service}/a", b"0")

@@ -82,6 +82,15 @@ def test_a_newcomer_is_in_the_next_batch() -> None:
         assert late in queue.pop_batch(5.0).jobs
 
 
+def test_a_queue_takes_its_last_row_and_byte() -> None:
+    queue, last = BatchQueue(BATCH, 0.0, 10, max_queue_bytes=100), job(6, nbytes=60)
+    assert queue.push_job(job(4, nbytes=40)) == queue.push_job(last) == []
+    queue.remove_job(last)
+    for rows, nbytes in ((7, 60), (6, 61)):
+        one = job(rows, nbytes=nbytes)
+        assert queue.push_job(one) == [one]
+
+
 def test_a_large_answer_waits_alone() -> None:
     queue = BatchQueue(BATCH, 0.0, 1000, max_queue_bytes=100)
     large, small = job(2 * BATCH, "a", nbytes=10, answer=500), job(1, "b", nbytes=1)

@@ -146,9 +146,6 @@ def test_a_damaged_key_is_written_anew(tmp_path: Path) -> None:
         assert load_labels(tmp_path).ids == (7, 8)
 
 
-# All of a folder as arrays.
-
-
 def test_of_several_keys_one_must_be_chosen(tmp_path: Path) -> None:
     put(tmp_path, [1])
     put(tmp_path, [2], OTHER)

@@ -54,15 +54,23 @@ def test_file_above_the_bound_evicts_nothing(tmp_path: Path, warnings_of: Callab
     assert "1 rows were not written" in warning
 
 
-def test_lock_held_for_ever_hangs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cause", ["lock", "fsync", "rename"])
+def test_a_failed_flush_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str) -> None:
+    """A process that holds the lock for ever hangs nobody; what is half written is swept."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
     monkeypatch.setattr(folder, "_LOCK_S", 0.2)
-    with SoftLabelCache(1 << 20, tmp_path) as cache:
+    with SoftLabelCache(1 << 20, tmp_path) as cache, monkeypatch.context() as broken:
         fd = os.open(tmp_path / ".lock", os.O_RDWR | os.O_CREAT)
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        fcntl.flock(fd, fcntl.LOCK_EX) if cause == "lock" else broken.setattr(os, cause, fail)
         cache.view(KEY).put([1], rows([1]))
-        with pytest.raises(TemporaryError, match=r"another process has held .*lock for 0.2 s"):
+        with pytest.raises(TemporaryError, match=r"another process has held .*lock for 0.2 s|Input/output error"):
             cache.flush()
+        broken.undo()
         os.close(fd)
+        assert not list(tmp_path.rglob(".writing-*"))
         cache.view(KEY).put([1], rows([1]))
         cache.flush()
     assert found(tmp_path, [1]) == [True]

@@ -135,7 +135,6 @@ def test_large_files_are_mapped_not_read(tmp_path: Path, suffix: str) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_dataset_loads_for_missing_labels(module: str, workers: int) -> None:
-    """A dataset is loaded only where labels are missing, and in order, also by worker processes."""
     if workers:
         pytest.importorskip("torch", reason="PyTorch is not installed")
     data = open_data(f"{module}:Numbers", ["image"], workers=workers)

@@ -175,7 +175,6 @@ def test_contrastive_by_definition() -> None:
 
 
 def test_decoupled_kl_by_definition() -> None:
-    """Both parts on their own, also with axes between."""
     s, t, labels = drawn(2, 3, 5, seed=1), drawn(2, 3, 5, seed=2), torch.arange(6).reshape(2, 3) % 5
     q, p = softmax(s, 2.0), softmax(t, 2.0)
     for index in np.ndindex(2, 3):

@@ -270,7 +270,6 @@ def test_a_mask_of_zeros_is_a_zero_loss() -> None:
 
 
 def test_the_head_may_be_a_module() -> None:
-    """Also with a bias, under autocast, and with a count that is given."""
     hidden, _, labels = head_of((5,))
     head = torch.nn.Linear(FEATURES, CLASSES)
     states = hidden.detach().float().requires_grad_()

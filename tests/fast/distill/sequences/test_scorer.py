@@ -152,7 +152,6 @@ SIGN = {"math": 1, "law": -1, "code": -1}
 
 
 def test_domains_have_their_own_teachers(model: Served, negative: Served) -> None:
-    """Sequences of a call come back in order, each with the labels, and targets, of its domain's teachers."""
     found = sequences(90)
     domains = np.random.default_rng(0).choice(["math", "law", "code"], 90)
     targets = [np.zeros((len(ids), 1), np.int32) for ids in found]

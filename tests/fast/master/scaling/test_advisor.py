@@ -68,7 +68,7 @@ OLD = {"v": 1, "count": 50, "now": 50, "reason": "", "since": 1.0, "time": 1.0, 
 
 
 @pytest.mark.parametrize("value", [b"garbage", b'{"v":1,"count":"50"}', json.dumps(OLD).encode()])
-def test_garbage_and_old_numbers_do_not_count(store: Store, value: bytes) -> None:
+def test_garbage_and_old_numbers_count_not(store: Store, value: bytes) -> None:
     store.put("wanted/teachers/s", value)
     publish(store, demand=10.0, teachers=2)
     with ScalingAdvisor(store, QUICK):

@@ -225,7 +225,7 @@ def test_external_scaling() -> None:
     assert len(cluster.list_running()) == 4
 
 
-def test_store_away_changes_nothing_and_is_said() -> None:
+def test_store_away_changes_nothing() -> None:
     """A job that stays at its minimum for ever, Valid and without a word, is a riddle."""
     cluster = SimulatedCluster(minReplicas=1, maxReplicas=4)
     cluster.stale = cluster.unreachable = "kubernetes://team-a: not allowed (403)"

@@ -1,23 +1,35 @@
-"""The proxy before a teacher in this process: what clients get, and what they are refused."""
+"""The proxy before a teacher in this process, and `edl proxy` as a process: what clients get and are refused."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gzip
 import json
+import re
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from edl.cli import main
+from edl.distill.compress import TopK
 from edl.errors import ClosedError, SettingsError
-from edl.proxy.completion_request import RequestRefusal
+from edl.proxy.admission import TokenGate
+from edl.proxy.completion_request import RequestRefusal, read_request
+from edl.proxy.completion_response import answer_head, answer_tail, encode_choice
 from edl.proxy.server import ProxyServer
 from edl.proxy.settings import ProxySettings
 from edl.settings import Credentials
+from edl.testing import LocalTeacher
 from edl_serving.request_error import invalid_argument
 from tests.fast.distill.sequences.language_model import VOCABULARY, PrefixModel
 from tests.fast.proxy.clients import (
@@ -32,7 +44,11 @@ from tests.fast.serving.conftest import Inside
 from tests.waiting import DEADLINE_S, wait_until
 
 OpenProxy = Callable[..., ProxyServer]
+
 K = 5
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+
 SEQUENCES = [np.random.default_rng(n).integers(0, VOCABULARY, n).tolist() for n in (1, 2, 30, 7, 120)]
 
 
@@ -81,7 +97,7 @@ def open_proxy(teacher: Inside) -> Iterator[OpenProxy]:
         proxy.close()
 
 
-def test_trl_requests(open_proxy: OpenProxy) -> None:
+def test_requests_of_trainers(open_proxy: OpenProxy) -> None:
     port = open_proxy().port
     for k in (K, 2, 0):
         status, answer, _ = ask(port, trl_request(SEQUENCES, k, "m"))
@@ -92,10 +108,6 @@ def test_trl_requests(open_proxy: OpenProxy) -> None:
         assert answer["usage"]["prompt_tokens"] == sum(map(len, SEQUENCES))
     status, answer, _ = ask(port, trl_async_request(SEQUENCES[2], K, "m"))
     check_choice(answer["choices"][0], SEQUENCES[2], K)
-
-
-def test_requests_of_other_trainers(open_proxy: OpenProxy) -> None:
-    port = open_proxy().port
     _, answer, _ = ask(port, axolotl_request(SEQUENCES, K))
     for choice, sequence in zip(answer["choices"], SEQUENCES, strict=True):
         check_choice(choice, sequence, K)
@@ -118,7 +130,7 @@ def test_what_clients_look_at_first(open_proxy: OpenProxy) -> None:
     assert ask(port, path="/server_info")[0] == 404, "TRL says then that weights cannot be sent"
 
 
-REFUSED = [
+REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"max_tokens": 2}, 400, "generates nothing"),
     ({"model": "other"}, 404, "'m'"),
     ({"prompt_logprobs": K + 1}, 400, f"max allowed: {K}"),
@@ -150,24 +162,18 @@ def test_garbage(open_proxy: OpenProxy) -> None:
     assert (status, "Content-Encoding" in answer["error"]["message"]) == (415, True), answer
     assert ask(port, good, headers={"Content-Encoding": "identity"})[0] == 200
     with socket.create_connection(("127.0.0.1", port), DEADLINE_S) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{")
+        connection.sendall(HEAD % 10 + b"{")
     assert ask(port, trl_request([[1, 2]], 2, "m"))[0] == 200
 
 
 def test_slow_bodies_stop_nobody(open_proxy: OpenProxy) -> None:
     port = open_proxy().port
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n{"
     with contextlib.ExitStack() as connections:
-
-        def open_slow(length: int) -> None:
+        for length in (10, 100_000):
             for _ in range(40):
                 connection = connections.enter_context(socket.create_connection(("127.0.0.1", port), 60))
-                connection.sendall(head % length)
-
-        open_slow(10)
-        assert ask(port, trl_request([[1, 2]], 2, "m"), timeout_s=DEADLINE_S)[0] == 200
-        open_slow(100_000)
-        assert ask(port, trl_request([[1, 2]], 2, "m"), timeout_s=DEADLINE_S)[0] == 200
+                connection.sendall(HEAD % length + b"{")
+            assert ask(port, trl_request([[1, 2]], 2, "m"), timeout_s=DEADLINE_S)[0] == 200
 
 
 def test_bodies_of_clients_that_left_count(open_proxy: OpenProxy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,10 +188,9 @@ def test_bodies_of_clients_that_left_count(open_proxy: OpenProxy, monkeypatch: p
     monkeypatch.setattr("edl.proxy.app._READERS", 1)
     monkeypatch.setattr("edl.proxy.app.read_request", read_slowly)
     proxy = open_proxy(timeout_s=2.0)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
     try:
         with socket.create_connection(("127.0.0.1", proxy.port), DEADLINE_S) as connection:
-            connection.sendall(head + b" " * 100_000)
+            connection.sendall(HEAD % 100_000 + b" " * 100_000)
             assert entered.acquire(timeout=DEADLINE_S)
         status, answer, _ = ask(proxy.port, b" " * 100_000, timeout_s=DEADLINE_S)
         assert (status, "large bodies" in answer["error"]["message"]) == (503, True), answer
@@ -199,9 +204,8 @@ def test_clients_that_go_away(open_proxy: OpenProxy, model: GatedModel) -> None:
     proxy = open_proxy(max_tokens=130)
     model.released.clear()
     body = json.dumps(trl_request([SEQUENCES[4]], 2, "m")).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
     with socket.create_connection(("127.0.0.1", proxy.port), DEADLINE_S) as connection:
-        connection.sendall(head + body)
+        connection.sendall(HEAD % len(body) + body)
         wait_until(lambda: "edl_proxy_tokens_held 120.0" in ask(proxy.port, path="/metrics")[1])
     wait_until(lambda: 'edl_proxy_requests_total{status="499"} 1.0' in ask(proxy.port, path="/metrics")[1])
     wait_until(lambda: "edl_proxy_tokens_held 0.0" in ask(proxy.port, path="/metrics")[1])
@@ -264,3 +268,162 @@ def test_long_texts(open_proxy: OpenProxy, monkeypatch: pytest.MonkeyPatch) -> N
         _, answer, _ = ask(port, trl_request(SEQUENCES, k, "m"))
         for choice, sequence in zip(answer["choices"], SEQUENCES, strict=True):
             check_choice(choice, sequence, k)
+
+
+class Proxy:
+    """An `edl proxy` process."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "edl", "proxy", *arguments, "--port", "0", "--top-k", str(K), "--model", "m"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        found = re.search(r"http://127.0.0.1:(\d+)/", line)
+        assert found, line
+        self.port = int(found[1])
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def test_it_waits_for_a_teacher_and_drains(tmp_path: Path) -> None:
+    """On SIGTERM what is under way is answered, nothing new is taken, and the process ends with 0."""
+    url, model = f"sqlite:///{tmp_path}/discovery.sqlite", f"{PrefixModel.__module__}:PrefixModel"
+    with (
+        LocalTeacher(model, service="lm", discovery=url, serve={"ttl": "5m"}, wait=False) as teacher,
+        contextlib.closing(Proxy("lm", "--discovery", url, "--teacher-timeout", "90", "--drain", "90")) as proxy,
+        ThreadPoolExecutor(1) as client,
+    ):
+        first = client.submit(ask, proxy.port, trl_request([[1, 2, 3]], K, "m"))
+        status, answer, _ = first.result(DEADLINE_S)
+        assert status == 200, answer
+        check_choice(answer["choices"][0], [1, 2, 3], K)
+        assert ask(proxy.port, path="/health")[0] == 200
+        wait_until(lambda: "edl_proxy_tokens_held 0.0" in ask(proxy.port, path="/metrics")[1])  # of that request
+        teacher.pause()
+        waiting = client.submit(ask, proxy.port, trl_request([[3, 4, 5]], K, "m"))
+        held = "edl_proxy_tokens_held 16.0"  # a prompt counts as so many at least
+        wait_until(lambda: held in ask(proxy.port, path="/metrics")[1])
+        proxy.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: ask(proxy.port, path="/health")[0] == 503)
+        status, answer, headers = ask(proxy.port, trl_request([[1, 2]], K, "m"))
+        assert (status, headers["Connection"]) == (503, "close"), answer
+        teacher.resume()
+        assert waiting.result(DEADLINE_S)[0] == 200
+        assert proxy.process.wait(DEADLINE_S) == 0
+
+
+def test_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in ((["--top-k", "0"], "top_k=0"), (["--host", "192.0.2.1"], "cannot listen")):
+        assert main(["proxy", "127.0.0.1:1", *arguments, "--port", "0"]) == 2
+        assert words in capsys.readouterr().err
+
+
+GOOD = {"model": "m", "prompt": [[1, 2], [3]], "max_tokens": 1, "prompt_logprobs": 2}
+
+NEUTRAL: dict[str, list[Any]] = {
+    "model": [None],
+    "temperature": [1, 0.0],
+    "max_tokens": [0],
+    "n": [1],
+    "prompt_embeds": [None, False],
+    "truncate_prompt_tokens": [None, False],
+}
+
+WRONG_PROMPTS: tuple[Any, ...] = ([], [[]], "a", ["a"], [1.0], [True], [[1], 2], None, {}, [-1])
+
+
+def read(**changed: Any) -> Any:
+    return read_request(json.dumps({**GOOD, **changed}).encode(), "m", 8)
+
+
+@pytest.mark.parametrize(("top_k", "room"), [(1, 1 << 18), (128, 1 << 17), (1 << 16, 4096)])
+def test_room_is_for_labels_of_any_k(top_k: int, room: int) -> None:
+    assert ProxySettings("s", top_k=top_k).room == room
+    assert ProxySettings("s", top_k=top_k, max_tokens=7).room == 7
+    found = read(prompt=[[1]] * 100 + [[2] * 40])
+    assert (found.tokens, found.weight) == (140, 1640), "each has arrays of its own, however short it is"
+
+
+def test_prompts_and_k() -> None:
+    found = read()
+    assert [ids.tolist() for ids in found.prompts] == [[1, 2], [3]]
+    assert (found.k, found.tokens, found.prompts[0].dtype) == (2, 3, np.int32)
+    assert [ids.tolist() for ids in read(prompt=[7, 8]).prompts] == [[7, 8]]
+    assert read(prompt_logprobs=None, logprobs=3).k == 3
+    assert read(logprobs=True, prompt_logprobs=4).k == 4
+    for name, values in NEUTRAL.items():
+        for value in values:
+            assert read(**{name: value}).tokens == 3
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        *({"prompt": wrong} for wrong in WRONG_PROMPTS),
+        *({"prompt": [2**31]}, {"prompt": [10**400]}),
+        *({"prompt_logprobs": wrong} for wrong in (9, -1, True, 1.0)),
+        {"prompt_logprobs": None},
+        *({"max_tokens": wrong} for wrong in (2, -1, True)),
+        *({"temperature": wrong} for wrong in (0.5, True, float("nan"))),
+        *({"truncate_prompt_tokens": 0}, {"prompt_embeds": "x"}),
+        *({"stream": True}, {"n": 2}, {"best_of": 3}),
+    ],
+)
+def test_refusals(changed: dict[str, Any]) -> None:
+    with pytest.raises(RequestRefusal) as refused:
+        read(**changed)
+    assert refused.value.status == 400
+    assert refused.value.message.isprintable()
+
+
+def test_choices_are_vllms() -> None:
+    prompt = np.array([4, 7, 9], np.int32)
+    ids = np.array([[7, 1], [2, 1], [0, 1]], np.int32)
+    values = np.array([[-0.1, -3.0], [-0.5, -np.inf], [-1, -2]], np.float32)
+    own = np.array([[-0.1], [-8.25], [0.0]], np.float32)
+    choice = json.loads(b"".join(encode_choice(3, prompt, TopK(ids, values, np.zeros(3, np.float32)), own, 2, True)))
+    assert choice["index"] == 3
+    assert choice["prompt_token_ids"] == [4, 7, 9]
+    first, second, third = choice["prompt_logprobs"]
+    assert first is None
+    assert {token: entry["rank"] for token, entry in second.items()} == {"7": 1, "1": 2}
+    assert np.float32(second["7"]["logprob"]) == np.float32(-0.1)
+    assert third["9"] == {"logprob": -8.25, "rank": 3, "decoded_token": None}
+    assert third["1"]["logprob"] == -9999.0
+    whole = json.loads(answer_head("1", 5, 'a"b') + answer_tail(3))
+    assert (whole["model"], whole["choices"], whole["usage"]["prompt_tokens"]) == ('a"b', [], 3)
+
+
+def test_room_is_given_in_turn() -> None:
+    async def run() -> list[int]:
+        gate = TokenGate(10)
+        order: list[int] = []
+
+        async def come(number: int, tokens: int) -> None:
+            async with gate.room(tokens, DEADLINE_S):
+                order.append(number)
+                assert gate.inside <= 10
+                for _ in range(10):
+                    await asyncio.sleep(0)
+
+        tasks = [asyncio.ensure_future(come(number, tokens)) for number, tokens in enumerate((8, 8, 1, 10, 2))]
+        await asyncio.sleep(0)
+        tasks[2].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert (gate.inside, gate.waiting) == (0, 0)
+        async with gate.room(10, DEADLINE_S):
+            with pytest.raises(RequestRefusal, match="no room"):
+                async with gate.room(1, 0.01):
+                    pass
+            assert (gate.inside, gate.waiting) == (10, 0)
+        with pytest.raises(RequestRefusal, match="11 tokens"):
+            async with gate.room(11, DEADLINE_S):
+                pass
+        return order
+
+    assert asyncio.run(run()) == [0, 1, 3, 4]

@@ -145,7 +145,6 @@ def cache_of(*keys: CacheKey) -> SoftLabelCache:
     ("there", "ask", "chosen"),
     [
         ([KEY], OutputSpec(("y",)), KEY),
-        ([HALF], OutputSpec(("y",)), HALF),
         ([KEY, HALF], OutputSpec(("y",)), KEY),
         ([KEY, HALF], OutputSpec(("y",), dtype="float16"), HALF),
         ([HALF, FULL], OutputSpec(("y",)), None),

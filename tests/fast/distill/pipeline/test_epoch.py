@@ -113,39 +113,20 @@ def with_deadline(epoch: Epoch, take: Callable[[Epoch], Any]) -> Any:
             epoch.close()
 
 
-def run(source: Iterable[Any], cutter: Cutter, labels: Labels | None = None) -> list[Any]:
-    """All labels, one list an item."""
-
-    def take(epoch: Epoch) -> list[Any]:
-        found = []
-        for item in epoch:
-            found.append(labels_of(item))
-            epoch.taken(item)
-        return found
-
-    found: list[Any] = with_deadline(epoch_of(labels or Labels(), iter(source), cutter), take)
-    return found
-
-
 def cutter_of(kind: type[Cutter] = BatchCutter, rows: int | None = None, **getters: Any) -> Cutter:
     return kind(getters or {"x": itemgetter(0)}, rows, 1)
 
 
 def test_batch_above_the_limit_arrives_whole() -> None:
     """A batch of more requests than may be open is delivered whole."""
-    found = run([(np.arange(100) + 1000 * number,) for number in range(3)], cutter_of(rows=1))
+    source = iter([(np.arange(100) + 1000 * number,) for number in range(3)])
+    found = with_deadline(epoch_of(Labels(), source, cutter_of(rows=1)), lambda epoch: list(map(labels_of, epoch)))
     assert found == [list(range(1000 * number, 1000 * number + 100)) for number in range(3)]
 
 
 def test_error_of_sending_reaches_the_loop() -> None:
     with pytest.raises(OSError, match="no space"):
-        run([(np.arange(3),)], cutter_of(), Labels(OSError("no space")))
-
-
-def test_views_are_no_refilled_buffer() -> None:
-    data = np.arange(40, dtype=np.float32).reshape(10, 4)
-    source = [(data, data[:, :3]), (data[:7], data[:7, :2])]
-    assert [len(item) for item in run(source, cutter_of(x=itemgetter(0), w=itemgetter(1)))] == [10, 7]
+        Training().run(iter([(np.arange(3),)]), cutter_of(), Labels(OSError("no space")))
 
 
 def test_a_loop_may_work_in_place() -> None:

@@ -110,20 +110,6 @@ def test_handler_closes_before_any_line(teacher: Served, register: Register, reg
     sampled(run, 30 if kind == "fixed" else 10, least=300)
 
 
-def test_handler_closes_another_reader(teacher: Served) -> None:
-    def run(number: int) -> InterruptAt:
-        other = reader_of(teacher).set_sample_generator(samples(30))
-        with reader_of(teacher, teacher_batch_size=2).set_sample_generator(samples(12)) as reader:
-            with deadline(DEADLINE_S, f"line {number}"), InterruptAt(number, other.close, "edl/distill/") as interrupt:
-                with contextlib.suppress(ClosedError):
-                    next(other())
-                check(list(reader()), 12)
-            other.close()
-        return interrupt
-
-    sampled(run, 12)
-
-
 class Tick(Exception):
     """What a signal handler raises."""
 

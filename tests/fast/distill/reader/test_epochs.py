@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,24 +21,6 @@ from tests.fast.distill.reading import WIDTH, check, reader_of, sample, samples,
 from tests.waiting import DEADLINE_S, wait_until
 
 
-def test_samples_keep_order_and_labels(serve: Serve) -> None:
-    epochs = 0
-    with reader_of(serve("echo"), serve("echo")).set_sample_generator(samples(203)) as reader:
-
-        def both_serve() -> bool:
-            nonlocal epochs
-            epochs += 1
-            check(list(reader()), 203)
-            return epochs > 1 and all(teacher.rows > 0 for teacher in reader.stats().teachers.values())
-
-        wait_until(both_serve)
-        stats = reader.stats()
-    assert stats.rows_asked == stats.rows_received == stats.rows_delivered == 203 * epochs
-    assert stats.rows_resent == 0
-    assert len(stats.teachers) == 2
-    assert sum(teacher.rows for teacher in stats.teachers.values()) == 203 * epochs
-
-
 def test_sample_lists_keep_their_lengths(serve: Serve) -> None:
     def source() -> Iterator[Any]:
         numbers = itertools.count()
@@ -46,13 +31,6 @@ def test_sample_lists_keep_their_lengths(serve: Serve) -> None:
         lists = list(reader())
     assert [len(samples) for samples in lists] == [0, 3, 1, 0, 7, 2, 10, 0]
     check([row for samples in lists for row in samples], 23)
-
-
-def test_unknown_names_are_not_sent(serve: Serve) -> None:
-    """Names that the model does not have."""
-    reader = DistillReader(["x", "label"], ["y"], teachers=[serve("echo").endpoint])
-    with reader.set_sample_generator(samples(5)):
-        check(list(reader()), 5)
 
 
 def test_break_leaves_the_next_epoch_whole(serve: Serve) -> None:
@@ -109,7 +87,8 @@ def test_busy_source_is_an_error_in_time(serve: Serve) -> None:
     source = OneIterator()
     reader = reader_of(serve("echo"), teacher_batch_size=1, options=Options(source_timeout_s=0.1))
     with reader.set_sample_generator(lambda: source):
-        next(reader())
+        epoch = reader()
+        next(epoch)
         assert source.busy.wait(DEADLINE_S)
         with pytest.raises(TemporaryError, match="source_timeout_s"):
             reader()
@@ -132,11 +111,13 @@ def test_source_starts_no_epoch_of_its_reader(serve: Serve) -> None:
 
 
 def test_missing_names_are_named(serve: Serve) -> None:
-    """Outputs and inputs that the model lacks, and rows of a wrong shape or type."""
+    """Outputs and inputs that the model lacks, and rows of a wrong shape or type; unknown inputs are not sent."""
     teacher = serve("echo")
     why_unused(
         DistillReader(["x"], ["z"], teachers=[teacher.endpoint]).set_sample_generator(samples(3)), "no output 'z'"
     )
+    with DistillReader(["x", "unknown"], ["y"], teachers=[teacher.endpoint]).set_sample_generator(samples(5)) as reader:
+        check(list(reader()), 5)
     reader = DistillReader(["w"], ["y"], teachers=[teacher.endpoint])
     with reader.set_sample_generator(samples(3)), pytest.raises(SourceError, match=r"wants input 'x'.*'w'"):
         list(reader())
@@ -214,3 +195,84 @@ def test_print_config_shows_what_is_set(capsys: pytest.CaptureFixture[str]) -> N
     shown = capsys.readouterr().out
     for words in ("ins: ['x', None]", "predicts: ['y']", "consul://c:8500", "teachers: s"):
         assert words in shown
+
+
+FORKS = """
+import multiprocessing, os, sys, warnings
+
+import numpy as np
+
+from edl.distill import DistillReader, Options
+from edl.distill.cache import SoftLabelCache
+
+warnings.simplefilter("ignore")  # Python's own, of forks beside threads
+
+def source():
+    return ((np.full(4, number, np.float32), number) for number in range(20))
+
+def reader(**arguments):
+    arguments = {"teachers": sys.argv[1], "options": Options(teacher_timeout_s=600)} | arguments
+    return DistillReader(["x", None], ["y"], **arguments).set_sample_generator(source)
+
+def use(made=None, **arguments):
+    with made or reader(**arguments) as labelled:
+        for epoch in range(2):
+            assert [number for _, number, _ in labelled()] == list(range(20))
+    print("labelled", flush=True)
+
+def in_a_fork(function):
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        try:
+            function()
+        except BaseException as exc:
+            print(type(exc).__name__, exc, flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+made = reader()  # but not used: it connects with its first epoch
+in_a_fork(lambda: use(made))
+in_a_fork(use)
+with SoftLabelCache(path="labels") as cache:
+    use(cache=cache, id_field=1)
+    print("from here on", flush=True)
+
+def offline():
+    with SoftLabelCache(path="labels") as cache:
+        use(reader(teachers=None, cache=cache, id_field=1))
+
+in_a_fork(offline)
+in_a_fork(use)  # the parent's is closed
+in_a_fork(lambda: use(made))
+still = reader()
+rows = still()
+next(rows)
+in_a_fork(use)  # the parent's is at work
+in_a_fork(lambda: next(rows))
+in_a_fork(still)
+process = multiprocessing.get_context("fork").Process(target=in_a_fork, args=(use,))
+process.start()
+process.join()  # a grandchild
+assert len(list(rows)) == 19
+still.close()
+use()
+"""
+
+
+def test_forked_children(tmp_path: Path, serve: Serve) -> None:
+    """Children of a process without a reader have their own; later ones are refused, unless a cache has all labels."""
+    file = tmp_path / "program.py"
+    file.write_text(FORKS)
+    command = [sys.executable, str(file), serve("echo").endpoint]
+    ended = subprocess.run(command, cwd=tmp_path, timeout=100, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    here = lines.index("from here on")
+    assert lines[:here] == ["labelled"] * 3
+    first, *refused, last = lines[here + 1 :]
+    assert (first, last) == ("labelled", "labelled")
+    assert len(refused) == 6
+    assert all(line.startswith("ClosedError") and '"spawn"' in line for line in refused), refused
+    assert sum("this reader belongs to process" in line for line in refused) == 2
+    assert sum("a reader cannot connect" in line and '"forkserver"' in line for line in refused) == 4

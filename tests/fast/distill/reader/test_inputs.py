@@ -12,7 +12,7 @@ import torch
 from edl.distill import DistillReader, Options, Teachers
 from edl.distill.cache import SoftLabelCache
 from edl.distill.torch import distill
-from edl.errors import SettingsError
+from edl.errors import NoTeacherError, SettingsError
 from edl.testing.models import Model
 from tests.fast.distill.conftest import Serve
 from tests.waiting import wait_until
@@ -72,7 +72,7 @@ def test_lengths_of_labels_follow_batches(serve: Serve, rows: int | None) -> Non
 
 
 def test_cached_labels_keep_their_length(serve: Serve) -> None:
-    """Labels of tokens are never of another length than the inputs; those of texts are of one shape for any length."""
+    """Labels of tokens are never of another length than the inputs."""
     with SoftLabelCache() as cache, reader_of(serve(PER_TOKEN).endpoint, cache=cache, id_field=1) as reader:
         lengths = [5, 5]
         reader.set_batch_generator(lambda: batches(*lengths))
@@ -82,12 +82,6 @@ def test_cached_labels_keep_their_length(serve: Serve) -> None:
         lengths = [8, 8]
         with pytest.raises(SettingsError, match=r"'x' has rows of shape \[8\], before it \[5\].*Pad all batches"):
             list(reader())
-    per_text = serve(model(lambda ids: ids.sum(1, keepdims=True).astype("f4"), "int32[-1]", "float32[1]"))
-    with SoftLabelCache() as cache, reader_of(per_text.endpoint, cache=cache, id_field=1) as reader:
-        reader.set_batch_generator(lambda: batches(5, 8, 2))
-        for _ in range(2):
-            assert [logits[1, 0] for *_, logits in reader()] == [1 * 5, 4 * 8, 7 * 2]
-        assert reader.stats().rows_cached == 9
 
 
 def test_unfit_pieces_are_named(serve: Serve) -> None:
@@ -145,3 +139,71 @@ def test_waiting_answers_are_bounded(serve: Serve, kind: str) -> None:
             answer = ROWS * MIB * len(services)
             reader.set_batch_generator(numbered)
             read(reader, 2 if kind == "cache" else 1, least=answer // ROWS, most=2 * answer + MIB)
+
+
+WIDTH = 4
+
+
+def batch_of(rows: int) -> tuple[Any, Any]:
+    numbers = np.arange(rows)
+    return np.repeat(numbers[:, None], WIDTH, 1).astype("f4"), numbers
+
+
+@pytest.mark.parametrize("server", [{}, {"max_queue_rows": 100}])
+def test_too_large_batch_is_cut(serve: Serve, server: Any) -> None:
+    """A batch beyond the server's limit is sent in pieces."""
+    with reader_of(serve("echo", server=server).endpoint) as reader:
+        delivered = list(reader.set_batch_generator(lambda: [batch_of(1025), batch_of(3), batch_of(2500)])())
+        assert sum(teacher.failures for teacher in reader.stats().teachers.values()) == 0
+    for rows, (x, numbers, labels) in zip((1025, 3, 2500), delivered, strict=True):
+        assert labels.shape == (rows, WIDTH)
+        assert (labels[:, 0] == numbers).all()
+        assert (labels == x).all()
+
+
+WIDE = 1000  # of a row, in FP32: 256 rows are a megabyte
+
+SMALL_MESSAGES = {"max_message_bytes": 256 << 10}
+
+
+@pytest.mark.parametrize(("shared_memory", "gathered"), [(True, True), (False, False)])
+def test_requests_are_cut_by_bytes_too(serve: Serve, shared_memory: bool, gathered: bool) -> None:
+    """On the teacher's host as elsewhere, else what works here fails there."""
+    teacher = serve("echo", server=SMALL_MESSAGES, width=WIDE)
+    numbers = np.arange(600)
+    x = np.repeat(numbers[:, None], WIDE * 3, 1).astype("u1")[:, :WIDE]  # a quarter of the bytes that are sent
+    with reader_of(teacher.endpoint, options=Options(shared_memory=shared_memory)) as reader:
+        if gathered:
+            reader.set_sample_generator(lambda: ((row.repeat(1), number) for number, row in enumerate(x)))
+            found = [(number, label) for _, number, label in reader()]
+            assert [number for number, _ in found] == numbers.tolist()
+            labels = np.stack([label for _, label in found])
+        else:
+            [(_, _, labels)] = list(reader.set_batch_generator(lambda: [(x, numbers)])())
+        assert sum(found.failures for found in reader.stats().teachers.values()) == 0
+    assert (labels == x).all()
+
+
+@pytest.mark.parametrize(
+    ("server", "rows", "words"),
+    [
+        (
+            {"max_queue_rows": 100},
+            300,
+            r"of 300 rows within 0\.5 s, and 100 rows are what all of them take: set batch_rows .* to that or less",
+        ),
+        (
+            SMALL_MESSAGES,
+            100,
+            r"of 100 rows with 400,000 bytes within 0\.5 s, and 196,608 bytes are what all of them take: "
+            "set batch_rows .*--max-message.*max_request_bytes",
+        ),
+    ],
+)
+def test_fixed_size_waits_with_a_remedy(serve: Serve, server: Any, rows: int, words: str) -> None:
+    """A size that the user fixed waits for a teacher that takes it."""
+    teacher = serve("echo", server=server, width=WIDE)
+    with reader_of(teacher.endpoint, teacher_batch_size=rows, options=Options(teacher_timeout_s=0.5)) as reader:
+        reader.set_batch_generator(lambda: [(np.zeros((rows, WIDE), np.float32), np.arange(rows))])
+        with pytest.raises(NoTeacherError, match=words):
+            list(reader())

@@ -7,7 +7,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -167,7 +167,10 @@ def test_labels_are_kept_by_domain(teachers: dict[str, str]) -> None:
     [
         (lambda: DistillReader(["x"], ["y"], teachers="a", route=1), "needs the teachers of each value"),
         (lambda: DistillReader(["x"], ["y"], teachers={"a": "b"}), "name it with route="),
-        (lambda: DistillReader(["x"], ["y"], teachers={"a": [Teachers("b")]}, route=0), "an ensemble cannot be"),
+        (
+            lambda: DistillReader(["x"], ["y"], teachers={"a": [cast(Any, Teachers("b"))]}, route=0),
+            "an ensemble cannot be",
+        ),
         (lambda: DistillReader(["x"], ["y"], teachers={"a": "b"}, route=0, combine="mean"), "leave combine out"),
         (lambda: reader_of({"a": "b"}).set_fixed_teacher("c:1"), "set_fixed_teacher with route="),
     ],

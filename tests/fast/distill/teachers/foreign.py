@@ -23,7 +23,6 @@ class ForeignServer:
         model, versions, output: as its model's metadata say.
         scale: of this model, what the answer is the input times.
         named: the version that the next answer names, from the version that its request names.
-        refusal: the status and the words with which it refuses each request, and its hint when to retry.
         change: changes an answer before it is sent.
         rewrite: by method, what becomes of an answer's bytes before they are sent.
         left_out: methods that it does not implement.
@@ -35,7 +34,6 @@ class ForeignServer:
     output: str = "y"
     scale: float = 1.0
     named: Callable[[str], str] = lambda asked: "1"
-    refusal: tuple[grpc.StatusCode, str] | None = None
     change: Callable[[kserve.ModelInferResponse, list[bytes]], None] = lambda header, raw: None
     rewrite: dict[str, Callable[[bytes], bytes]] = field(default_factory=dict)
     extensions: Sequence[str] = ()
@@ -90,9 +88,7 @@ class ForeignServer:
     ) -> None:
         self.close()
 
-    def _infer(self, data: bytes, context: Any) -> bytes:
-        if self.refusal is not None:
-            context.abort(*self.refusal)
+    def _infer(self, data: bytes, _: Any) -> bytes:
         return self._rewritten("ModelInfer", self._answer(data))
 
     def _stream(self, requests: Iterator[bytes], _: Any) -> Iterator[bytes]:
@@ -100,15 +96,9 @@ class ForeignServer:
             request = codec.parse_request(codec.split_request(data)[0])
             if names.CANCEL in request.parameters:
                 continue
-            if self.refusal is None:
-                response = kserve.ModelInferResponse.FromString(self._answer(data))
-                whole = kserve.ModelStreamInferResponse(infer_response=response)
-                yield self._rewritten("ModelStreamInfer", whole.SerializeToString())
-                continue
-            answer = kserve.ModelStreamInferResponse(error_message=self.refusal[1])
-            answer.infer_response.id = request.id
-            answer.infer_response.parameters[names.STATUS].string_param = self.refusal[0].name
-            yield answer.SerializeToString()
+            response = kserve.ModelInferResponse.FromString(self._answer(data))
+            whole = kserve.ModelStreamInferResponse(infer_response=response)
+            yield self._rewritten("ModelStreamInfer", whole.SerializeToString())
 
     def _answer(self, data: bytes) -> bytes:
         header, raw = codec.split_request(data)

@@ -1,8 +1,10 @@
-"""Answers of teachers that are hostile, broken, of another kind than was asked for, or far too large."""
+"""Answers of teachers that are hostile, broken, not as asked for, or far too large; and how a request is found."""
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,27 +21,33 @@ from edl.errors import BadOutputError
 from edl.protocol import codec, kserve, names
 from edl.protocol.transport import grpc
 from tests.fast.distill.conftest import Serve
-from tests.fast.distill.reading import reader_of, samples, why_unused
+from tests.fast.distill.reading import check, reader_of, samples, why_unused
 from tests.fast.distill.teachers.foreign import ForeignServer
+from tests.waiting import wait_until
 
 NASTY = "ok\r\n12:00 ERROR all lost\x1b[2J\x1b]0;title\x07\u202egnp.exe\u2028"
+
 ROOT = Path(__file__).parents[4]
+
 FIRST_FAILURE_COUNTS = Options(policy=Policy(task_failures=1))
 
 
-def assert_fit(texts: list[str]) -> None:
-    assert texts
-    for text in texts:
-        assert text.isprintable(), f"as it would reach a log: {text!r:.200}"
-        assert len(text) < 5000, f"{len(text)} characters, beginning {text:.80}"
-
-
-@pytest.mark.parametrize("fields", [{"versions": ["9" * 100_000]}, {"output": NASTY}], ids=["version", "output"])
-def test_nonsense_in_metadata_is_refused(fields: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"versions": ["9" * 100_000]}, "no name and no version"),
+        ({"output": NASTY}, "no name and no version"),
+        ({"rewrite": {"ServerReady": lambda _: b"\xff" * 9}}, "its answer to ServerReady is no message of KServe v2"),
+    ],
+    ids=["version", "output", "protocol"],
+)
+def test_nonsense_of_a_server_is_refused(fields: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "edl")
     with ForeignServer(**fields) as server:
-        words = why_unused(reader_of(server).set_sample_generator(samples(4)), "no name and no version")
-    assert_fit([words, *(record.getMessage() for record in caplog.records)])
+        words = why_unused(reader_of(server).set_sample_generator(samples(4)), why)
+    for text in (words, *caplog.messages):
+        assert text.isprintable(), f"as it would reach a log: {text!r:.200}"
+        assert len(text) < 5000, f"{len(text)} characters, beginning {text:.80}"
 
 
 def labels_of(change: Callable[[kserve.ModelInferResponse, list[bytes]], None], **arguments: Any) -> list[Any]:
@@ -86,7 +94,6 @@ def says_little(header: kserve.ModelInferResponse, raw: list[bytes]) -> None:
         (another_id, "its answer is to request '"),
         (output_twice, "output 'y' is in its answer twice"),
         (cast_to("FP64", "<f8"), "output 'y' is 'FP64', not 'FP32'"),
-        (cast_to("FP16", "<f2"), "output 'y' is 'FP16', not 'FP32'"),
         (typed, "output 'y' is 'INT32', not 'FP32'"),
     ],
 )
@@ -103,6 +110,7 @@ def test_an_answer_may_say_little(change: Any, dtype: str) -> None:
 
 
 SWOLLEN_NBYTES = 120 << 20  # more than a channel takes at first
+
 STUDENT = """
 import json, pathlib, sys
 from tests.fast.distill.reading import DistillReader, samples, why_unused
@@ -158,3 +166,46 @@ def test_a_large_model_gets_room(serve: Serve) -> None:
     assert y.nbytes == 4 * 4 * 4 * 1_100_000
     assert (y == 3).all()
     why_unused(reader(max_answer_bytes=64 << 20), "larger than max .*max_answer_bytes")
+
+
+FULL_REQUESTS = Options(teacher_timeout_s=60, linger_s=30.0)
+
+"""A source that gets no time for a moment is not silent."""
+
+SPAN = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def access_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_an_error_is_found_by_its_id(serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "access.log"
+    teacher = serve("raises", message="thirteen", server={"access_log": str(path)})
+    with DistillReader(["x"], ["y"], teachers=[teacher.endpoint], options=FIRST_FAILURE_COUNTS) as reader:
+        reader.set_batch_generator(lambda: iter([(np.full((2, 4), 13, np.float32),)]))
+        with pytest.raises(BadOutputError) as raised:
+            list(reader())
+    found = re.search(r"\(request ([0-9a-f]{16})\)", str(raised.value))
+    assert found is not None, str(raised.value)
+    wait_until(lambda: any(line["id"] == found[1] for line in access_lines(path)))
+    line = next(line for line in access_lines(path) if line["id"] == found[1])
+    assert line["status"] == "INTERNAL"
+    said = [record for record in caplog.records if found[1] in record.getMessage() and record.exc_info]
+    assert said[0].levelno == logging.ERROR
+    assert "thirteen" in str(said[0].exc_info)
+
+
+def test_the_users_span_reaches_the_teacher(serve: Serve, tmp_path: Path) -> None:
+    trace = pytest.importorskip("opentelemetry.trace")
+    path = tmp_path / "access.log"
+    teacher = serve("echo", server={"access_log": str(path)})
+    context = trace.SpanContext(int(SPAN[3:35], 16), int(SPAN[36:52], 16), False, trace.TraceFlags(1))
+    with reader_of(teacher, options=FULL_REQUESTS).set_sample_generator(samples(40)) as reader:
+        with trace.use_span(trace.NonRecordingSpan(context)):
+            epoch = reader()
+            check(list(epoch), 40)
+        check(list(reader()), 40)
+    wait_until(lambda: sum(line["rows"] for line in access_lines(path)) >= 80)
+    spans = [line["traceparent"] == SPAN for line in access_lines(path)]
+    assert spans == [True] * (len(spans) // 2) + [False] * (len(spans) // 2)

@@ -1,10 +1,16 @@
-"""Teachers that come, go, are killed, have no room or misbehave: each sample once, in order."""
+"""Teachers that come, go, are killed, have no room or misbehave, or a registry that does: each sample once."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import socket
+import sqlite3
 import threading
+import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,19 +18,17 @@ import pytest
 
 from edl.discovery import open_registry
 from edl.distill import DistillReader, Options
-from edl.distill.dispatch.policy import Policy
 from edl.distill.transport.client import _OPTIONS
-from edl.errors import BadOutputError, NoTeacherError
+from edl.errors import NoTeacherError
 from edl.protocol import names
-from tests.fast.distill.conftest import Register, Serve, Start, announce_less, instance_of
-from tests.fast.distill.reading import WIDTH, Held, check, reader_of, samples
-from tests.fast.distill.teachers.foreign import ForeignServer
+from tests.fast.distill.conftest import Serve, Start, announce_less, instance_of
+from tests.fast.distill.reading import Held, check, reader_of, samples
 from tests.waiting import wait_until
 
 
-def service_reader(registry_url: str, most: int | None = None, **settings: Any) -> DistillReader:
-    settings = {"teacher_batch_size": 4, "options": Options(teacher_timeout_s=60)} | settings
-    return DistillReader(["x", None], ["y"], **settings).set_dynamic_teacher(registry_url, "s", most)
+def service_reader(registry_url: str, most: int | None = None, rows: int = 4) -> DistillReader:
+    reader = DistillReader(["x", None], ["y"], teacher_batch_size=rows, options=Options(teacher_timeout_s=60))
+    return reader.set_dynamic_teacher(registry_url, "s", most)
 
 
 def test_a_kill_and_a_pause_lose_nothing(start: Start) -> None:
@@ -50,7 +54,7 @@ def test_a_kill_and_a_pause_lose_nothing(start: Start) -> None:
 def test_teachers_appear_and_drain(serve: Serve, registry_url: str) -> None:
     """One that appears is used, and one that drains costs nothing."""
     first, second = serve("echo", delay_s=0.001), serve("echo", delay_s=0.001)
-    with open_registry(registry_url) as registry, service_reader(registry_url, teacher_batch_size=1) as reader:
+    with open_registry(registry_url) as registry, service_reader(registry_url, rows=1) as reader:
         leaving = registry.register(instance_of(first.endpoint, "s", "first"), ttl_s=600)
         rows = reader.set_sample_generator(samples(1_000_000))()
         delivered = list(itertools.islice(rows, 20))
@@ -122,41 +126,6 @@ def test_paused_only_teacher_is_missed(
     assert any("no live teacher" in record.getMessage() for record in caplog.records)
 
 
-def test_other_protocol_is_set_aside(serve: Serve) -> None:
-    """What the others fail at does not wait for one that will never be a teacher."""
-    options = Options(teacher_timeout_s=60, policy=Policy(coming_s=1000.0))
-    with (
-        ForeignServer(rewrite={"ServerReady": lambda _: b"\xff" * 9}) as stranger,
-        reader_of(serve("raises"), stranger, options=options).set_sample_generator(samples(4)) as reader,
-    ):
-        with pytest.raises(BadOutputError, match="boom"):
-            list(reader())
-        known = reader.stats().teachers[stranger.endpoint]
-    assert known.state == "set aside"
-    assert known.why == f"{stranger.endpoint}: its answer to ServerReady is no message of KServe v2"
-
-
-def test_other_shape_is_set_aside(serve: Serve, register: Register, registry_url: str) -> None:
-    """A teacher that answers in another shape than those before it."""
-    register(serve("echo").endpoint, "s")
-    with service_reader(registry_url).set_sample_generator(samples(1_000_000)) as reader:
-        rows = reader()
-        delivered = [next(rows)]
-        register(serve("wrong_width").endpoint, "s")
-
-        def noticed() -> bool:
-            delivered.append(next(rows))
-            return any("rows of shape [8]" in teacher.why for teacher in reader.stats().teachers.values())
-
-        wait_until(noticed)
-        delivered += itertools.islice(rows, 50)
-    check(delivered, len(delivered))
-    assert all(len(label) == WIDTH for *_, label in delivered)
-
-
-# What a teacher's limits mean to students: they wait, or go elsewhere, and lose nothing.
-
-
 @pytest.mark.parametrize(
     ("limit", "words"), [("streams", "streams are open"), ("connections", "clients are connected")]
 )
@@ -206,3 +175,78 @@ def test_a_full_queue_is_waited_for(serve: Serve, limits: dict[str, int], reason
     assert delivered == [list(range(25))] * 2
     assert teacher.metric("edl_teacher_refusals_total", reason=reason) > 0, "else nothing was shown"
     wait_until(lambda: teacher.metric("edl_teacher_client_bytes") == teacher.metric("edl_teacher_queue_bytes") == 0)
+
+
+@contextlib.contextmanager
+def unwritable(url: str) -> Iterator[None]:
+    """Hold the file's write lock, as a process that hangs in a transaction does: readers go on."""
+    path = url.removeprefix("sqlite:///")
+    with contextlib.closing(sqlite3.connect(path, timeout=60, isolation_level=None)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        yield
+        connection.execute("ROLLBACK")
+
+
+def lapsed(url: str) -> set[str]:
+    with open_registry(url) as registry:
+        return {instance.id for instance in registry.snapshot("s").lapsed}
+
+
+def test_lapsed_answering_teacher_is_kept(start: Start, registry_url: str) -> None:
+    """One with an odd name and address; by a student that shares teachers out, and by one that starts then."""
+    host = "::1" if socket.has_ipv6 and Path("/proc/net/if_inet6").exists() else "127.0.0.1"
+    told: Any = {"metrics-port": 0, "host": host, "id": "ü / : %41 [x]"}
+    teacher = start("echo", service="s", discovery=registry_url, serve=told)
+
+    def registered() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{teacher.metrics_port}/metrics", timeout=60) as page:
+            lines: list[str] = page.read().decode().splitlines()
+        return next(line.split()[-1] for line in lines if line.startswith("edl_teacher_registered"))
+
+    with service_reader(registry_url, 1, 1).set_sample_generator(samples(100)) as reader:
+        rows = reader()
+        delivered = list(itertools.islice(rows, 20))
+        with unwritable(registry_url):
+            wait_until(lambda: "ü / : %41 [x]" in reader.stats().discovery, "the lapse")
+            assert registered() == "0.0"
+            assert reader.stats().teachers_live == 1, "the teacher is alive, and connected"
+            delivered += rows
+            wait_until(lambda: "cannot be kept registered" in teacher.log)
+            with service_reader(registry_url).set_sample_generator(samples(20)) as newcomer:
+                check(list(newcomer()), 20)
+                assert "lapsed" in newcomer.stats().discovery
+        wait_until(lambda: not reader.stats().discovery, "the renewed registration")
+        assert reader.stats().rows_resent == 0
+        (endpoint,) = (one.endpoint for one in reader.stats().teachers.values())
+    assert registered() == "1.0"
+    assert endpoint.startswith("[::1]:" if host == "::1" else host)
+    check(delivered, 100)
+
+
+def test_who_is_at_a_lapsed_address(serve: Serve, registry_url: str) -> None:
+    """Only a server of the version that registered is used; the others, and the dead, are told so."""
+    found = {"same": "1", "another": "2", "unnamed": ""}
+    instances = [
+        replace(instance_of(serve("echo").endpoint, "s", name), meta={"version": version} if version else {})
+        for name, version in found.items()
+    ]
+    instances.append(instance_of("127.0.0.1:9", "s", "dead"))
+    reasons = {
+        "another": "has version '1', and version '2' registered",
+        "unnamed": "nothing tells whether this is who registered",
+        "dead": "refused",
+    }
+    with open_registry(registry_url) as registry, contextlib.ExitStack() as stack:
+        for instance in instances:
+            stack.enter_context(registry.register(instance, ttl_s=0.5))
+        with unwritable(registry_url):
+            wait_until(lambda: len(lapsed(registry_url)) == len(instances))
+            with service_reader(registry_url).set_sample_generator(samples(20)) as reader:
+                check(list(reader()), 20)
+
+                def told() -> bool:
+                    teachers = reader.stats().teachers
+                    return all(words in teachers[name].why for name, words in reasons.items() if name in teachers)
+
+                wait_until(lambda: reasons.keys() <= reader.stats().teachers.keys() and told(), "the reasons")
+                assert {name for name, one in reader.stats().teachers.items() if one.rows} == {"same"}

@@ -51,6 +51,12 @@ def chosen(*offers: Any, **known: Any) -> RestorePlan:
     return choice
 
 
+def test_the_state_that_all_have_comes_first() -> None:
+    older, newer = ([SlotHeader(1, step, 2, rank) for rank in range(2)] for step in (8, 9))
+    assert chosen([[older[0], newer[0]], [older[1]]]).step == 8
+    assert chosen([[older[0], newer[0]]]).step == 9, "a host was lost"
+
+
 def test_a_sharded_state_needs_all_its_parts() -> None:
     newer = [SlotHeader(1, 9, 2, 0, sharded=True)]
     older = [SlotHeader(1, 8, 2, rank, sharded=True) for rank in range(2)]

@@ -488,7 +488,7 @@ def test_only_the_sender_speaks_tls(tmp_path: Path, receiver: Receiver) -> None:
     assert receiver.steps() == []
 
 
-def test_silent_caller_does_not_hold_up_close(tmp_path: Path, receive: Callable[..., Receiver]) -> None:
+def test_silent_caller_does_not_delay_close(tmp_path: Path, receive: Callable[..., Receiver]) -> None:
     receiver = receive(tls=tls_of(tmp_path / "tls"), operation_s=DEADLINE_S)
     with socket.create_connection(("127.0.0.1", receiver.server.port)):
         receiver.server.close()

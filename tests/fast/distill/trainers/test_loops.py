@@ -32,7 +32,7 @@ def parameters(model: Any) -> Any:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def test_accelerate_restart_labels_what_is_left(serve: Serve, tmp_path: Path) -> None:
+def test_accelerate_labels_what_is_left(serve: Serve, tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate", reason="Accelerate is not installed")
     from edl.collective.accelerate import ElasticLoop
 
@@ -67,7 +67,7 @@ def test_accelerate_restart_labels_what_is_left(serve: Serve, tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice: more workers, another logger
-def test_lightning_restart_reads_its_epoch_again(serve: Serve, tmp_path: Path) -> None:
+def test_lightning_reads_its_epoch_again(serve: Serve, tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed")
     from edl.collective.lightning import ElasticLightningCallback
 

@@ -89,6 +89,12 @@ def test_a_queue_takes_its_last_row_and_byte() -> None:
     for rows, nbytes in ((7, 60), (6, 61)):
         one = job(rows, nbytes=nbytes)
         assert queue.push_job(one) == [one]
+    for rows, nbytes in ((2, 10), (1, 20)):  # of five jobs, of which the last one makes room for that of another client
+        queue = BatchQueue(BATCH, 0.0, 10, max_queue_bytes=100)
+        jobs = [job(rows, nbytes=nbytes, arrived=float(number)) for number in range(5)]
+        for one in jobs:
+            assert queue.push_job(one) == []
+        assert queue.push_job(job(rows, "b", nbytes=nbytes)) == jobs[-1:]
 
 
 def test_a_large_answer_waits_alone() -> None:

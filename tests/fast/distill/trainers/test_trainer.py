@@ -25,6 +25,7 @@ from edl.testing.models import prefix_scores_of  # noqa: E402
 from edl_serving.backends import open_backends  # noqa: E402
 from edl_serving.backends.source import ModelSource  # noqa: E402
 from tests.fast.distill.conftest import Serve, Served  # noqa: E402
+from tests.fast.distill.sequences.language_model import NegativeModel  # noqa: E402
 from tests.fast.distill.trainers.students import (  # noqa: E402
     SIZES,
     VOCABULARY,
@@ -269,12 +270,12 @@ def test_masked_language_model(tmp_path: Path, teacher: str) -> None:
     assert loss == pytest.approx(mean_loss(of_text).item(), abs=1e-4)
 
 
-def soft_loss(sample: dict[str, Any], shown: int) -> Any:
+def soft_loss(sample: dict[str, Any], *, shown: int = 0, sign: int = 1) -> Any:
     """Losses of a text's learned tokens, of which the student sees those that are `shown` further."""
     ids = torch.tensor([sample["input_ids"]])
     with torch.no_grad():
         logits = small_model(2)((ids + shown) % VOCABULARY).logits[0]
-    labels = top_k(prefix_scores_of(ids[0].numpy(), VOCABULARY), 6)
+    labels = top_k(sign * prefix_scores_of(ids[0].numpy(), VOCABULARY), 6)
     return token_loss(logits, labels, reduction="none")[:-1][torch.tensor(sample["labels"])[1:] != -100]
 
 
@@ -305,6 +306,20 @@ def test_columns_of_teachers_are_kept(tmp_path: Path, teacher: str, named: bool)
         given["remove_unused_columns"] = False
     loss = first_loss(tmp_path, small_model(2) if named else AnyArguments(small_model(2)), teacher, **given)
     assert loss == pytest.approx(mean_loss(lambda sample: soft_loss(sample, 7)).item(), abs=1e-4)
+
+
+def test_domains_have_their_own_teachers(tmp_path: Path, serve: Serve, teacher: str) -> None:
+    """A text of one domain is learned of one teacher, of the other domain of another, whatever batch it is in."""
+    samples = [{**text, "domain": at % 3 % 2} for at, text in enumerate(texts())]
+
+    def collate(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {**collate_right(found), "domain": torch.tensor([sample["domain"] for sample in found])}
+
+    there = {0: teacher, None: serve(NegativeModel(), {"max_batch_rows": 512}).endpoint}
+    given: Any = {"data": samples, "data_collator": collate, "route": "domain"}
+    loss = first_loss(tmp_path, small_model(2), there, **given)
+    expected = torch.cat([soft_loss(sample, sign=1 - 2 * sample["domain"]) for sample in samples]).mean()
+    assert loss == pytest.approx(expected.item(), abs=1e-4)
 
 
 def test_vocabularies_of_two_sizes(tmp_path: Path, serve: Serve) -> None:
@@ -350,6 +365,12 @@ def test_arguments_that_cannot_be(name: str, value: Any) -> None:
     task: Any = {"task": "classification"} if name == "chunked_head" else {}
     with pytest.raises(SettingsError, match=name):
         DistillArguments(**task, **{name: value})
+
+
+def test_arguments_from_a_command_line() -> None:
+    parser = transformers.HfArgumentParser(DistillArguments)
+    (found,) = parser.parse_args_into_dataclasses(["--beta", "0.5", "--top_k", "16", "--chunked_head"])
+    assert found == DistillArguments(beta=0.5, top_k=16, chunked_head=True)
 
 
 def test_soft_cap_is_found_out(tmp_path: Path, teacher: str) -> None:

@@ -110,7 +110,7 @@ def test_wrong_tensor_sizes_are_refused(datatype: str, shape: list[int], raw: by
         tensors.from_raw(datatype, shape, raw)
 
 
-def test_typed_contents_and_bfloat16_are_read() -> None:
+def test_typed_contents_are_read_and_checked() -> None:
     contents = kserve.InferTensorContents(int_contents=[1, -2, 3])
     assert tensors.from_contents("INT8", [3], contents).tolist() == [1, -2, 3]
     with pytest.raises(ProtocolError, match="takes 4 elements, int_contents has 3"):

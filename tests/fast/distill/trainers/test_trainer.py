@@ -270,7 +270,7 @@ def test_masked_language_model(tmp_path: Path, teacher: str) -> None:
     assert loss == pytest.approx(mean_loss(of_text).item(), abs=1e-4)
 
 
-def soft_loss(sample: dict[str, Any], *, shown: int = 0, sign: int = 1) -> Any:
+def soft_loss(sample: dict[str, Any], shown: int = 0, sign: int = 1) -> Any:
     """Losses of a text's learned tokens, of which the student sees those that are `shown` further."""
     ids = torch.tensor([sample["input_ids"]])
     with torch.no_grad():

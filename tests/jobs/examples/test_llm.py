@@ -16,7 +16,7 @@ SMALL = ["--limit-files", "4", "--batch", "4", "--completion", "8"]
 def test_llm(tmp_path: Path) -> None:
     example = Example("llm", tmp_path, "torch", "transformers", "tokenizers")
     train_teacher, serve, student = example.commands[:3]
-    more = ["--limit-files", "4", "--epochs", "3", "--batch", "4", "--vocabulary", "400"]
+    more = ["--limit-files", "4", "--epochs", "1", "--batch", "4", "--vocabulary", "400"]
     assert "written to teacher" in example.run(train_teacher, *more)
     with example.served("server", serve):
         assert "on-policy: perplexity" in example.run(student, *SMALL, "--steps", "10", "--out", "student.json")

@@ -257,16 +257,15 @@ def test_close_does_not_wait_for_the_store(publish: Publish, monkeypatch: pytest
     assert publisher._loop.wait_ended(DEADLINE_S)
 
 
-@pytest.mark.parametrize("lose", [RenewedLease.close, RenewedLease.forfeit])
 def test_lost_lease_is_taken_again(
-    publish: Publish, url: str, counted: Counted, lose: Callable[[RenewedLease], None], caplog: pytest.LogCaptureFixture
+    publish: Publish, url: str, counted: Counted, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where a process that stood still takes it for lost before the Store does, which has the records under it."""
+    """A process that stood still takes it for lost before the Store does, which has the records under it."""
     publisher = publish()
     wait_until(lambda: load(url).students)
     lease = publisher._lease
     assert isinstance(lease, RenewedLease)
-    lose(lease)
+    lease.forfeit()
     counted.rows = 1
     wait_until(lambda: publisher._lease is not lease)
     wait_until(lambda: [student.rows_asked for student in load(url).students] == [1])

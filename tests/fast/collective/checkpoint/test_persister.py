@@ -63,6 +63,7 @@ class Storage:
         self.before: Callable[[], object] = lambda: None
         self.writes = 1 << 30
         self.lines: list[str] = []
+        self.persisters: list[CheckpointPersister] = []
 
     def put(self, step: int) -> None:
         saved.put(self.prefix, State(values=torch.full((10,), step)), step)
@@ -70,6 +71,7 @@ class Storage:
     def persister(self, *, start: bool = True, **settings: Any) -> CheckpointPersister:
         settings = {"run": lambda: RUN, "report_stored": self.lines.append, "poll_s": 0.02, **settings}
         made = CheckpointPersister(self.url, [self.prefix], self.lines.append, **settings)
+        self.persisters.append(made)
         if start:
             made.start()
         return made
@@ -84,6 +86,9 @@ def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Storage
     made = Storage(tmp_path / "s")
     monkeypatch.setattr(Balky, "storage", made, raising=False)
     yield made
+    made.before = lambda: None
+    for persister in made.persisters:  # what they still write would come back behind its removal
+        persister.close(DEADLINE_S)
     fs, root = fsspec.core.url_to_fs(made.url)
     if fs.exists(root):
         fs.rm(root, recursive=True)

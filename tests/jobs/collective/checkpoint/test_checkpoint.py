@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 from edl.collective.checkpoint.storage.writer import CheckpointWriter
 from tests.fast.collective.checkpoint.counted import reads
 from tests.jobs.collective.checkpoint.world import run
+from tests.jobs.collective.job import ROOT
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for torch's import as well
 
@@ -33,6 +37,18 @@ def test_a_world_goes_on_from_its_own_memory(tmp_path: Path) -> None:
         assert (after["step"], after["changes"]) == (4, [])
         same(before, after)
         assert after["next"] == before["next"], "each rank's random numbers go on"
+
+
+def test_killed_at_any_instant_goes_on(tmp_path: Path) -> None:
+    """Each child that is killed while it saves leaves a whole state, of one of its last two steps."""
+    command = [sys.executable, "-m", "tests.jobs.collective.checkpoint.kills", str(tmp_path), "10", "300"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    rounds = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert len(rounds) == 10
+    for finished, restored in rounds:
+        assert finished <= restored <= finished + 1
 
 
 def test_ranks_without_state_receive_it(tmp_path: Path) -> None:

@@ -148,6 +148,7 @@ class RenewedRegistration(Resource, Registration):
         self._updated = Notifier()
         self._announced = False
         self._kept_until = 0.0  # monotonic: by then at the latest it lapses, as far as is known here
+        self._renew_at = time.monotonic() + ttl_s / RENEWALS
         self._begun = False
         self._announce()
         self._background = self._own(BackgroundLoop("edl-registration", self._step))
@@ -204,10 +205,13 @@ class RenewedRegistration(Resource, Registration):
                 self._begun = True
                 return self._ttl_s / RENEWALS
             return self._renew()
+        self._begun = True
         self._take_updates()
-        if self._announced:
-            return self._ttl_s / RENEWALS if not self._error else 0.0
-        return min(self._ttl_s / RENEWALS / 2, RETRY_S)
+        if not self._announced:
+            return min(self._ttl_s / RENEWALS / 2, RETRY_S)
+        # An announcement need not renew the lease, and updates may come more often than renewals are due.
+        due_s = self._renew_at - time.monotonic()
+        return due_s if due_s > 0 and not self._error else self._renew()
 
     def _take_updates(self) -> None:
         while self._updates:
@@ -222,8 +226,8 @@ class RenewedRegistration(Resource, Registration):
             self._updated.notify()
 
     def _renew(self) -> float:
+        asked = time.monotonic()
         try:
-            asked = time.monotonic()
             if self._announced and self._claim.renew():
                 self._kept_until = asked + self._ttl_s
             else:
@@ -244,6 +248,7 @@ class RenewedRegistration(Resource, Registration):
         if self._error:
             log.info("%s/%s is registered again", self._instance.service, self._instance.id)
             self._error = ""
+        self._renew_at = asked + self._ttl_s / RENEWALS
         return self._ttl_s / RENEWALS
 
     def _halt(self) -> None:

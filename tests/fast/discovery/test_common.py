@@ -156,6 +156,15 @@ def test_lapsed_registration_is_announced_again(clock: list[float], caplog: pyte
     assert last == "digits/a is registered again"
 
 
+def test_updates_do_not_put_renewals_off(clock: list[float]) -> None:
+    claim = FakeClaim()
+    with RenewedRegistration(claim, TEACHER, 8.0) as registration:
+        for _ in range(5):
+            clock[0] += 0.5
+            registration.update(TEACHER)
+        assert claim.renewals == 1
+
+
 class _Doubtful(SqliteStore):
     """Its first compare-and-set happens, and is reported as a failure: the answer got lost."""
 

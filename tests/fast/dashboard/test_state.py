@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,7 +43,7 @@ from edl.discovery.registry import Snapshot
 from edl.errors import DiscoveryError
 from edl.kube.settings import KubeSettings
 from edl.settings import Credentials
-from tests.fast.dashboard.server import now_s, put_job
+from tests.fast.dashboard.server import now_s, put_job, put_teacher
 from tests.fast.kube.conftest import write_kubeconfig
 from tests.fast.kube.server import ApiServer, Reply, Request
 
@@ -143,14 +142,9 @@ def test_teacher_that_left_has_a_cause(state: str, cause: str) -> None:
 
 def test_lapsed_teacher_has_no_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"sqlite:///{tmp_path}/store.sqlite"
-    teacher = {
-        "v": 1, "id": "t-1", "teacher": "t1", "model": "m", "version": "1", "endpoint": "127.0.0.1:1",
-        "state": "ready", "t": 20.0, "rows": 2000, "compute_s": 10.0, "workers": 1, "queue_rows": 3, "note": "",
-        "since": {"t": 10.0, "rows": 1000, "compute_s": 5.0},
-    }  # fmt: skip
     instance = Instance("s", "t1", "127.0.0.1", 1)
     with open_store(url) as store, open_registry(url) as registry:
-        store.put("load/s/teachers/t-1", json.dumps(teacher).encode())
+        put_teacher(store, service="s")
         for live in (True, False):
             found = {"instances": (instance,)} if live else {"lapsed": (instance,)}
             monkeypatch.setattr(registry, "services", lambda: ["s"])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import queue
 import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -16,12 +15,11 @@ import edl.dashboard
 from edl.background import start_call
 
 STATIC = Path(edl.dashboard.__file__).parent / "static"
-TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 POLICY = "default-src 'self'; base-uri 'none'; frame-ancestors 'none'; form-action 'self'; object-src 'none'"
 END = object()
 
 
-class PageServer:
+class PageServer(ThreadingHTTPServer):
     """Serves the page at `url`.
 
     Args:
@@ -32,128 +30,85 @@ class PageServer:
         seen_ids: the Last-Event-ID of each stream, by header or in its address.
     """
 
+    block_on_close = False
+
     def __init__(self, state: Any, port: int = 0) -> None:
-        self._state: Any = state
-        self._streams: list[queue.Queue[Any]] = []
-        self._lock = threading.Lock()
-        self._number = 0
+        self.state = state
         self.refuse = 0
         self.seen_ids: list[str] = []
-        self._server = _Server(("127.0.0.1", port), _handler(self))
-        self.port: int = self._server.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}/"
-        self._serving = start_call("page-server", self._server.serve_forever)
-
-    def __enter__(self) -> PageServer:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+        self.number = 0
+        self.streams: list[queue.Queue[Any]] = []
+        self.lock = threading.Lock()  # a new stream misses nothing that is published
+        super().__init__(("127.0.0.1", port), partial(_Handler, directory=str(STATIC)))
+        self.url = f"http://127.0.0.1:{self.server_port}/"
+        self._serving = start_call("page-server", self.serve_forever)
 
     def publish(self, state: Any, kind: str = "state") -> None:
         """Send a state to all streams; a string is sent as it is."""
-        with self._lock:
+        with self.lock:
             if not isinstance(state, str):
-                self._state: Any = state
-            self._number += 1
-            for stream in self._streams:
-                stream.put((kind, state, self._number))
+                self.state = state
+            self.number += 1
+            self.send(kind, state, self.number)
 
-    def beat(self) -> None:
-        """Send a heartbeat."""
-        with self._lock:
-            for stream in self._streams:
-                stream.put(("heartbeat", {"time": 0}, None))
+    def send(self, *event: Any) -> None:
+        """Send an event to all streams: its kind, its data, and its number if it has one."""
+        for stream in list(self.streams):
+            stream.put(event)
 
     def drop(self) -> None:
         """End all streams."""
-        with self._lock:
-            for stream in self._streams:
-                stream.put(END)
-
-    @property
-    def streams(self) -> int:
-        """How many pages listen."""
-        return len(self._streams)
-
-    @property
-    def state(self) -> Any:
-        """The last one."""
-        return self._state
+        self.send(END, None, None)
 
     def close(self) -> None:
         """End all streams, and listen no longer."""
         self.drop()
-        self._server.shutdown()
+        self.shutdown()
         self._serving.result(20)
-        self._server.server_close()
-
-    @contextlib.contextmanager
-    def _stream(self) -> Iterator[queue.Queue[Any]]:
-        stream: queue.Queue[Any] = queue.Queue()
-        with self._lock:
-            stream.put(("state", self._state, self._number))
-            self._streams.append(stream)
-        try:
-            yield stream
-        finally:
-            with self._lock:
-                self._streams.remove(stream)
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    allow_reuse_address = True
+        self.server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         pass  # a browser that closes its connections
 
 
-def _handler(server: PageServer) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            path = urlsplit(self.path).path
-            if path == "/api/state":
-                self._answer(json.dumps(server.state).encode(), "application/json", server.refuse or 200)
-            elif path == "/api/events":
-                self._events()
-            else:
-                file = STATIC / ("index.html" if path == "/" else path.removeprefix("/static/"))
-                if file.is_file() and STATIC in file.resolve().parents:
-                    self._answer(file.read_bytes(), f"{TYPES.get(file.suffix, 'text/plain')}; charset=utf-8", 200)
-                else:
-                    self._answer(b"not there", "text/plain", 404)
+class _Handler(SimpleHTTPRequestHandler):
+    server: PageServer
 
-        def _answer(self, body: bytes, kind: str, status: int) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("Content-Security-Policy", POLICY)
-            self.send_header("X-Content-Type-Options", "nosniff")
-            self.end_headers()
-            self.wfile.write(body)
+    def do_GET(self) -> None:
+        parts = urlsplit(self.path)
+        if parts.path.startswith("/api/") and self.server.refuse:
+            self.send_error(self.server.refuse)
+        elif parts.path == "/api/events":
+            asked = parse_qs(parts.query).get("last_event_id", [""])[0]
+            self.server.seen_ids.append(self.headers.get("Last-Event-ID") or asked)
+            self._send_events()
+        else:
+            self.path = parts.path.removeprefix("/static")
+            super().do_GET()
 
-        def _events(self) -> None:
-            query = parse_qs(urlsplit(self.path).query)
-            server.seen_ids.append(self.headers.get("Last-Event-ID") or query.get("last_event_id", [""])[0])
-            if server.refuse:
-                self._answer(b"no", "text/plain", server.refuse)
-                return
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream")
-            self.send_header("Cache-Control", "no-cache")
-            self.end_headers()
-            self.wfile.write(b"retry: 200\n\n")
-            with server._stream() as stream:
-                while (item := stream.get()) is not END:
-                    kind, data, number = item
-                    text = data if isinstance(data, str) else json.dumps(data)
-                    name = f"id: {number}\n" if number is not None else ""
-                    self.wfile.write(f"{name}event: {kind}\ndata: {text}\n\n".encode())
-                    self.wfile.flush()
+    def end_headers(self) -> None:
+        self.send_header("Content-Security-Policy", POLICY)
+        self.send_header("X-Content-Type-Options", "nosniff")
+        super().end_headers()
 
-        def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002 - its name in the base class
-            pass
+    def _send_events(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Cache-Control", "no-cache")
+        self.end_headers()
+        self.wfile.write(b"retry: 200\n\n")
+        stream: queue.Queue[Any] = queue.Queue()
+        with self.server.lock:
+            stream.put(("state", self.server.state, self.server.number))
+            self.server.streams.append(stream)
+        try:
+            while (event := stream.get())[0] is not END:
+                kind, data, number = event
+                text = data if isinstance(data, str) else json.dumps(data)
+                name = f"id: {number}\n" if number is not None else ""
+                self.wfile.write(f"{name}event: {kind}\ndata: {text}\n\n".encode())
+        finally:
+            self.server.streams.remove(stream)
 
-    return Handler
+    def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002 - its name in the base class
+        pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -38,23 +37,19 @@ def history(points: int = 300, step_s: float = 2.0, now: float = NOW) -> list[di
     found = []
     for index in range(points):
         part = index / points
-        if part < 0.06:
-            share = {"load": 0.8, "rendezvous": 0.2}
-        elif 0.5 <= part < 0.53:
-            share = {"rendezvous": 0.4, "rollback": 0.4, "load": 0.2}
+        if part < 0.06 or 0.5 <= part < 0.53:
+            share = {"load": 0.4, "rollback": 0.2, "rendezvous": 0.4}
         elif 0.7 <= part < 0.72:
             share = {"down": 1.0}
         else:
             share = {"train": 0.94, "save": 0.04, "idle": 0.02}
         for name, amount in share.items():
             spent[name] += amount * step_s
-        moving = "train" in share
-        total = sum(spent.values())
+        workers, moving = 4 if part < 0.5 else 3, "train" in share
         found.append({
-            "t": now - (points - 1 - index) * step_s,
-            "samples_per_s": (4 if part < 0.5 else 3) * 310 * (1 + 0.04 * math.sin(index)) if moving else 0.0,
-            "steps_per_s": 4.8 if moving else 0.0, "world_size": 4 if part < 0.5 else 3,
-            "goodput": spent["train"] / total, "seconds": dict(spent),
+            "t": now - (points - 1 - index) * step_s, "seconds": dict(spent), "world_size": workers,
+            "samples_per_s": workers * 310 * (1 + 0.04 * math.sin(index)) if moving else 0.0,
+            "steps_per_s": 4.8 if moving else 0.0, "goodput": spent["train"] / sum(spent.values()),
         })  # fmt: skip
     return found
 
@@ -64,14 +59,11 @@ def job(name: str = "resnet50-imagenet", points: int = 300, now: float = NOW) ->
     past = history(points, now=now)
     nodes = [
         {
-            "node": f"node-{letter}.cluster.example", "ranks": [rank] if rank is not None else None, "workers": 1,
-            "state": state, "silent_s": silent, "began": now - 600, "generation": 3, "step": 2871, "steps_per_s": 4.8,
-            "samples_per_s": 310.0 if rank is not None else 0.0, "goodput": goodput, "replica_age_s": 0.4,
+            "node": f"node-{letter}.cluster.example", "ranks": ranks, "workers": 1, "state": state, "silent_s": 0.4,
+            "began": now - 600, "generation": 3, "step": 2871, "steps_per_s": 4.8,
+            "samples_per_s": 310.0 if ranks else 0.0, "goodput": 0.87, "replica_age_s": 0.4,
         }
-        for letter, rank, state, silent, goodput in (
-            ("a", 0, "train", 0.4, 0.871), ("b", 1, "train", 0.6, 0.869), ("c", 2, "save", 0.2, 0.91),
-            ("d", None, "lost", 291.0, 0.83),
-        )
+        for letter, ranks, state in (("a", [0], "train"), ("b", [1], "train"), ("c", [2], "save"), ("d", None, "lost"))
     ]  # fmt: skip
     return {
         "job": name, "state": "running", "message": "", "generation": 3, "world_size": 3, "step": 2871,
@@ -141,82 +133,74 @@ def rich(now: float = NOW) -> dict[str, Any]:
     }  # fmt: skip
     return EMPTY | {
         "time": now, "jobs": [job(now=now), down, done], "services": [service(now=now)], "events": [
-            {"time": now - 300, "kind": "kill", "text": "rank 3", "cause": "signal 9 from outside",
-             "job": "resnet50-imagenet", "service": None, "node": "node-d.cluster.example", "decision": False},
-            {"time": now - 298, "kind": "generation", "text": "3 ranks on 3 nodes", "cause": "node-d was lost",
-             "job": "resnet50-imagenet", "service": None, "node": "node-a.cluster.example", "decision": False},
-            {"time": now - 120, "kind": "wanted", "text": "4 workers wanted, 3 there",
-             "cause": GAIN, "job": "resnet50-imagenet", "service": None,
-             "node": None, "decision": True},
-            {"time": now - 90, "kind": "poisoned", "text": "shard 117 of imagenet-train after 3 failures",
-             "cause": CHECKSUM, "job": "resnet50-imagenet", "service": None,
-             "node": None, "decision": True},
-            {"time": now - 45, "kind": "wanted", "text": "5 teachers wanted, 4 there",
-             "cause": DEMAND, "job": None, "service": "digits",
-             "node": None, "decision": True},
-            {"time": now - 3600 * 30, "kind": "join", "text": "", "cause": "", "job": "digits-student", "service": None,
-             "node": "node-a", "decision": False},
+            event(now - 300, "kill", "rank 3", "signal 9 from outside", node="node-d.cluster.example"),
+            event(now - 298, "generation", "3 ranks on 3 nodes", "node-d was lost", node="node-a.cluster.example"),
+            event(now - 120, "wanted", "4 workers wanted, 3 there", GAIN, decision=True),
+            event(now - 90, "poisoned", "shard 117 of imagenet-train after 3 failures", CHECKSUM, decision=True),
+            event(now - 45, "wanted", "5 teachers wanted, 4 there", DEMAND, job=None, service="digits", decision=True),
+            event(now - 3600 * 30, "join", "", "", job="digits-student", node="node-a"),
         ],
     }  # fmt: skip
 
 
+def event(time: float, kind: str, text: str, cause: str, **fields: Any) -> dict[str, Any]:
+    """What happened, by default to the first job."""
+    of = {"job": "resnet50-imagenet", "service": None, "node": None, "decision": False}
+    return {"time": time, "kind": kind, "text": text, "cause": cause, **of, **fields}
+
+
 def huge(now: float = NOW) -> dict[str, Any]:
-    """More than anybody reads: 25 jobs, 200 teachers, 1,000 events."""
-    jobs = [copy.deepcopy(job(f"job-{number:02}", now=now)) for number in range(25)]
-    events = [
-        {"time": now - number, "kind": ("join", "kill", "generation")[number % 3], "text": f"event {number}",
-         "cause": f"cause {number}", "job": f"job-{number % 25:02}", "node": "n", "decision": number % 10 == 0}
-        for number in range(1000)
-    ]  # fmt: skip
-    return EMPTY | {"time": now, "jobs": jobs, "services": [service("big", 200, 40, now)], "events": events}
+    """As much as a hostile store may have: more than anybody reads of everything."""
+    jobs = [job(f"job-{number:02}", now=now) for number in range(25)]
+    dataset = jobs[0]["master"]["datasets"][0]
+    dataset["poisoned"][0]["failures"] *= 300
+    jobs[0]["master"]["datasets"] = [dataset | {"name": f"dataset {number}"} for number in range(60)]
+    services = [service("big", 200, 40, now), *(service(f"service {number}", now=now) for number in range(30))]
+    events = [event(now - number, "join", f"event {number}", "") for number in range(1000)]
+    return EMPTY | {"time": now, "jobs": jobs, "services": services, "events": events}
+
+
+def renamed(value: Any, name: str) -> Any:
+    """Return a part of a state with each of its texts replaced."""
+    if isinstance(value, dict):
+        return {key: renamed(each, name) for key, each in value.items()}
+    if isinstance(value, list):
+        return [renamed(each, name) for each in value]
+    return name if isinstance(value, str) else value
 
 
 def hostile(now: float = NOW) -> dict[str, Any]:
     """Names that are more than names, in every place that has one."""
-    state = rich(now)
-    template, pool = state["jobs"][0], state["services"][0]
-    state["jobs"] = []
-    for name in HOSTILE:
-        bad = copy.deepcopy(template)
-        bad |= {"job": name, "state": name, "message": name}
-        for node in bad["nodes"]:
-            node |= {"node": name, "state": name}
-        dataset = bad["master"]["datasets"][0]
-        dataset |= {"name": name, "kind": name}
-        dataset["poisoned"][0]["failures"][0] |= {"holder": name, "reason": name}
-        bad["wanted_workers"]["reason"] = name
-        state["jobs"].append(bad)
-    state["services"] = []
-    for name in HOSTILE:
-        bad = copy.deepcopy(pool)
-        bad |= {"service": name}
-        for key in ("id", "endpoint", "model", "version", "state"):
-            bad["teachers"][0][key] = name
-        bad["teachers"][0]["students"] = HOSTILE
-        bad["students"][0] |= {"id": name, "job": name}
-        state["services"].append(bad)
-    state["events"] = [
-        {"time": now, "kind": name, "text": name, "cause": name, "job": name, "service": name, "node": name}
-        for name in HOSTILE
-    ]
-    return state | {"store": HOSTILE[0], "stale": HOSTILE[1]}
+    parts: dict[str, Any] = {"jobs": job(now=now), "services": service(now=now), "events": event(now, "", "", "")}
+    state = EMPTY | {name: [renamed(part, text) for text in HOSTILE] for name, part in parts.items()}
+    conditions = [condition("Accepted", "Valid", "", now - 620.0), condition("Failed", "", "", 1e300)]
+    template = workload("first", members=[member("worker-0")], conditions=conditions)
+    cluster = kubernetes(now)["kubernetes"]
+    for text in HOSTILE:
+        bad = renamed(template, text)
+        bad["members"][0]["failures"] = {text: 1}
+        cluster["jobs"].append(bad)
+    cluster["pools"] += [None, 5, {"members": [None], "conditions": {}}]
+    return state | {"time": now, "store": HOSTILE[0], "stale": HOSTILE[1], "kubernetes": cluster}
 
 
 def workload(
     name: str, phase: str = "Running", *, kind: str = "job", now: float = NOW, **fields: Any
 ) -> dict[str, Any]:
     """A job or pool of a cluster, as the server sends it."""
-    conditions = [
-        {"type": "Accepted", "status": "True", "reason": "Valid", "message": "", "since": now - 620.0},
-        {"type": phase, "status": "True", "reason": phase, "message": "3 of 4 workers are ready", "since": now - 600.0},
-    ]
+    accepted, met = condition("Accepted", "Valid", "", now - 620.0), condition(phase, phase, "", now - 600.0)
     return {
         "kind": kind, "namespace": "research", "name": name, "phase": phase, "job_id": f"{name}-1f3a5c7e",
         "store": "kubernetes://research", "ready": 3, "replicas": 4, "wanted": 4, "min_replicas": 1, "max_replicas": 8,
         "scaling": "auto", "suspended": False, "progress": 62 if kind == "job" else None, "remaining_s": 754.0,
         "created": now - 620.0, "started": now - 610.0, "ended": None, "message": "", "borrowed": 2, "queue": "",
-        "conditions": conditions, "members": [], **fields,
+        "conditions": [accepted, met], "members": [], **fields,
     }  # fmt: skip
+
+
+def condition(kind: str, reason: str, message: str, since: float, status: str = "True") -> dict[str, Any]:
+    """What an operator says of a job or pool of a cluster."""
+    return {"type": kind, "status": status, "reason": reason, "message": message, "since": since}
 
 
 def member(name: str, state: str = "ready", **fields: Any) -> dict[str, Any]:
@@ -237,26 +221,19 @@ def kubernetes(now: float = NOW) -> dict[str, Any]:
         member("worker-3", "waiting", not_before=now + 25.0, node="", last_end=killed | {"cause": "node_lost"}),
     ]
     trace = 'Traceback (most recent call last):\n  File "/edl/script/train.py", line 31, in <module>\n' + TRACE_END
-    failed = [
-        {"type": "Failed", "status": "True", "reason": "UserError", "message": trace, "since": now - 3.0},
-    ]
-    refused = [
-        {"type": "Accepted", "status": "False", "reason": "MinAboveMax", "message": MIN_ABOVE_MAX, "since": now - 9.0},
-    ]
-    growing = [
-        {"type": "Ready", "status": "True", "reason": "Ready", "message": "2 teachers answer", "since": now - 300.0},
-        {"type": "Growing", "status": "False", "reason": "NoIdleCapacity", "message": NO_GPU, "since": now - 100.0},
-    ]
+    failed = condition("Failed", "UserError", trace, now - 3.0)
+    refused = condition("Accepted", "MinAboveMax", MIN_ABOVE_MAX, now - 9.0, "False")
+    growing = condition("Growing", "NoIdleCapacity", NO_GPU, now - 100.0, "False")
+    answers = condition("Ready", "Ready", "2 teachers answer", now - 300.0)
+    unknown = dict.fromkeys(("ready", "replicas", "wanted", "progress", "started"))
     jobs = [
         workload("first", now=now, members=members, message="3 of 4 workers are ready"),
-        workload(
-            "new", "", now=now, ready=None, replicas=None, wanted=None, progress=None, conditions=[], started=None
-        ),
-        workload("refused", "Rejected", now=now, ready=0, conditions=refused, message=MIN_ABOVE_MAX, progress=None),
-        workload("broken", "Failed", now=now, ready=0, conditions=failed, ended=now - 3.0, message="UserError"),
+        workload("new", "", now=now, conditions=[], **unknown),
+        workload("refused", "Rejected", now=now, ready=0, conditions=[refused], message=MIN_ABOVE_MAX, progress=None),
+        workload("broken", "Failed", now=now, ready=0, conditions=[failed], ended=now - 3.0, message="UserError"),
     ]
     pools = [
-        workload("digits", kind="pool", now=now, wanted=4, ready=2, min_replicas=0, max_replicas=4, conditions=growing),
+        workload("digits", kind="pool", now=now, ready=2, min_replicas=0, conditions=[answers, growing]),
         workload("vision", "Suspended", kind="pool", now=now, wanted=0, ready=0, scaling="external", borrowed=0),
     ]
     cluster = {"namespaces": ["research"], "stale": "", "looked": now, "jobs": jobs, "pools": pools, "more_jobs": 3}

@@ -1,19 +1,34 @@
-"""The dashboard's page in a real browser: what it shows of a state, to everybody, and what it makes of a bad one."""
+"""The dashboard's page in a real browser: what it shows, to everybody, and how it follows updates."""
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import itertools
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.plugins_chromium import Page
+from edl.dashboard.server import DashboardServer, DashboardSettings
+from edl.discovery import open_store
+from edl.settings import Credentials
+from tests.fast.dashboard.server import put_wanted
+from tests.plugins_chromium import Browser, Page
+from tests.plugins_consul import free_ports
 from tests.services.dashboard import states
-from tests.services.dashboard.conftest import Look, publish
+from tests.services.dashboard.page_server import PageServer
+from tests.waiting import wait_until
 
+DRAWN = "document.getElementById('content').dataset.time"
 TEXT = "document.body.innerText"
 KUBERNETES = "document.getElementById('kubernetes').innerText"
+STATUS = "(document.querySelector('.connection')?.innerText ?? '')"
+IS_LIVE = "document.documentElement.dataset.connection === 'live'"
+LIVE = f"{IS_LIVE} && {STATUS}.includes('live')"
+TOKEN = "0123456789abcdef0123456789abcdef"
 
 FOCUSED = """(({tagName, id, textContent}) => `${tagName} ${id || textContent.slice(0, 20)}`)(document.activeElement)"""
 
@@ -53,6 +68,38 @@ CONTRAST = """
     return {count, poor: [...poor]};
 })()
 """
+
+Look = Callable[..., tuple[PageServer, Page]]
+
+
+@pytest.fixture
+def look(browser: Browser) -> Iterator[Look]:
+    """Serve a state, and open the page on it; afterwards the browser must have had nothing to complain of."""
+    with contextlib.ExitStack() as opened:
+
+        def open_page(state: Any, port: int = 0) -> tuple[PageServer, Page]:
+            server = PageServer(state, port)
+            opened.callback(server.close)
+            page = browser.open(server.url)
+            opened.callback(_end, page, server.url)
+            page.wait(DRAWN)
+            return server, page
+
+        yield open_page
+
+
+def _end(page: Page, url: str) -> None:
+    """Close a page that has had nothing amiss; a test that refuses streams or goes away has the browser say so."""
+    page.evaluate("1")  # what it said before has been read then
+    page.close()
+    assert [each for each in page.troubles if not each.startswith("network: Failed to load resource")] == []
+    assert {asked for asked in page.requests if not asked.startswith(url)} <= {"about:blank"}
+
+
+def publish(server: PageServer, page: Page, state: dict[str, Any], kind: str = "state") -> None:
+    """Send a state, and wait until the page has drawn it."""
+    server.publish(state, kind)
+    page.wait(f"{DRAWN} === String({state['time']!r})")
 
 
 def test_everything_is_shown(look: Look) -> None:
@@ -173,14 +220,7 @@ def test_cluster_is_shown(look: Look) -> None:
 
 def test_hostile_names_are_text(look: Look) -> None:
     """And nothing is wider than the screen, whatever its width."""
-    state, cluster = states.hostile(), states.kubernetes()["kubernetes"]
-    for name in states.HOSTILE:
-        members = [states.member(name, name, detail=name, failures={name: 1})]
-        bad = states.workload(name, name, message=name, members=members)
-        bad["conditions"].append({"type": "Failed", "status": "True", "reason": name, "message": name, "since": 1e300})
-        cluster["jobs"].append(bad)
-    cluster["pools"] += [None, 5, {"members": [None], "conditions": {}}]
-    server, page = look(state | {"kubernetes": cluster})
+    server, page = look(states.hostile())
     page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
     page.wait(f"{KUBERNETES}.includes('onerror')")
     assert "owned" not in page.evaluate("document.title")
@@ -242,13 +282,25 @@ GAPS: list[tuple[list[int] | range, int]] = [
 
 
 def test_empty_store_says_what_to_do(look: Look) -> None:
-    """Then states with one thing each that is unlike the others."""
+    """Then a job comes and goes, whose history grows, and states with one thing each that is unlike the others."""
     server, page = look(states.EMPTY)
     text = page.evaluate(TEXT)
     for words in ("Nothing runs here yet", "edl run ", "edl serve ", "edl master ", "edl demo --dashboard"):
         assert words in text, words
     assert states.EMPTY["store"] in text
     shown = "[...document.querySelectorAll('main > section:not([hidden])')].map(each => each.id)"
+    assert page.evaluate(shown) == ["empty"]
+    state = states.EMPTY | {"jobs": [states.job(points=50)], "time": states.NOW + 0.1}
+    publish(server, page, state)
+    assert "empty" not in page.evaluate(shown)
+    label = "document.querySelector('#jobs .slot:last-child .canvas').getAttribute('aria-label')"
+    assert "from 22 Nov, 23:58" in page.evaluate(label)
+    newest = state["jobs"][0]["history"][-1] | {"t": states.NOW + 0.2, "samples_per_s": 4321.0}
+    newer = state | {"jobs": [state["jobs"][0] | {"history": [newest]}], "time": states.NOW + 0.2}
+    publish(server, page, newer, "update")
+    assert "now 4,321 samples/s" in page.evaluate(label)
+    assert "from 22 Nov, 23:58" in page.evaluate(label), "the points before are gone"
+    publish(server, page, states.EMPTY | {"time": states.NOW + 0.3})
     assert page.evaluate(shown) == ["empty"]
     for times, count in GAPS:
         points = [{"t": t, "v": 1} for t in times]
@@ -285,12 +337,8 @@ def test_empty_store_says_what_to_do(look: Look) -> None:
 
 
 def test_everything_is_bounded(look: Look) -> None:
-    """As much as a hostile store may have: the page shows the first of each, and all on request."""
+    """The page shows the first of each, and all on request."""
     state = states.huge()
-    dataset = copy.deepcopy(state["jobs"][0]["master"]["datasets"][0])
-    dataset["poisoned"][0]["failures"] *= 300
-    state["jobs"][0]["master"]["datasets"] = [dataset | {"name": f"dataset {number}"} for number in range(60)]
-    state["services"] += [states.service(f"service {number}") for number in range(30)]
     server, page = look(state)
     rows = "document.querySelectorAll('#teachers table')[0].tBodies[0].rows.length"
     events = "document.querySelectorAll('#events tbody tr').length"
@@ -304,3 +352,170 @@ def test_everything_is_bounded(look: Look) -> None:
     assert (page.evaluate(events), page.evaluate(rows)) == (1000, 200)
     publish(server, page, state | {"time": states.NOW + 1})
     assert page.evaluate(rows) == 200, "an update folds it again"
+
+
+def halve(value: Any) -> Any:
+    """Return a state with other figures at the same times."""
+    if isinstance(value, dict):
+        return {name: halve(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [halve(each) for each in value]
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value < 1e9:
+        return type(value)(value / 2)
+    return value
+
+
+def test_every_figure_follows_updates(look: Look) -> None:
+    """What is on the page after an update is what a page shows that is opened then."""
+    server, page = look(states.rich())
+    later = halve(states.rich(states.NOW + 3600))
+    for teacher in later["services"][0]["teachers"]:
+        teacher |= {"state": "lapsed", "version": "v2", "students": []}
+    for student in later["services"][0]["students"]:
+        student |= {"teachers": ["teacher-4"], "job": "another"}
+    for node in later["jobs"][0]["nodes"]:
+        node |= {"state": "idle", "ranks": [5]}
+    publish(server, page, later)
+    _, fresh = look(later)
+    shown = "document.getElementById('content').innerText"
+    assert page.evaluate(shown) == fresh.evaluate(shown)
+    bars = "[...document.querySelectorAll('.part')].map(each => each.className + each.style.flexGrow + each.hidden)"
+    assert page.evaluate(bars) == fresh.evaluate(bars)
+    named = "[...document.querySelectorAll('[aria-label], [title]')].map(each => each.ariaLabel + each.title)"
+    assert page.evaluate(named) == fresh.evaluate(named)
+
+
+def test_update_keeps_what_a_reader_did(look: Look) -> None:
+    """Open details, focus, a selection and the place on the page survive updates; nothing jumps."""
+    server, page = look(states.rich())
+    page.evaluate("[...document.querySelectorAll('#jobs details')].at(-1).open = true")
+    page.evaluate("document.getElementById('events-filter').focus(); scrollTo(0, 900)")
+    page.evaluate("getSelection().selectAllChildren(document.querySelector('#shards h3'))")
+    places = "[...document.querySelectorAll('h2, h3, h4, table, canvas')].map(each => each.getBoundingClientRect().top)"
+    seen: list[object] = []
+
+    def is_at_rest() -> bool:
+        seen.append(page.evaluate(f"new Promise(done => requestAnimationFrame(() => done({places})))"))
+        return len(seen) > 5 and seen[-1] == seen[-5]
+
+    wait_until(is_at_rest, "a page at rest")
+    for second in (1, 2):
+        publish(server, page, states.rich(states.NOW) | {"time": states.NOW + second})
+    assert page.evaluate(places) == seen[-1]
+    assert page.evaluate("document.activeElement.id") == "events-filter"
+    assert page.evaluate("getSelection().toString()").startswith("imagenet-train")
+    assert page.evaluate("[...document.querySelectorAll('#jobs details')].at(-1).open")
+
+
+def test_lost_connection_is_said_and_mended(look: Look) -> None:
+    """The server ends the stream, refuses it, sends garbage and goes away, and another comes to its port."""
+    server, page = look(states.rich(), port=free_ports(1)[0])  # which no connection is given meanwhile
+    page.wait(LIVE)
+    publish(server, page, states.rich(states.NOW + 1))
+    server.drop()
+    wait_until(lambda: len(server.seen_ids) > 1, "another stream")
+    assert server.seen_ids[-1] == "1", "it names the last event"
+    page.wait(LIVE)
+    server.refuse = 500  # EventSource gives up after an HTTP error; the page does not, and says which it was
+    server.drop()
+    page.wait(f"{STATUS}.includes('the server answers 500')")
+    server.refuse = 0
+    page.wait(LIVE)
+    streams = len(server.seen_ids)
+    server.publish('{"time": NaN')
+    wait_until(lambda: len(server.seen_ids) > streams, "another stream after garbage")
+    page.wait(LIVE)
+    server.close()
+    page.wait(f"{STATUS}.includes('connection lost')")
+    assert "last update" in page.wait(f"{STATUS}.includes('trying again') && {STATUS}")
+    assert "resnet50-imagenet" in page.evaluate(TEXT), "what was known last stays"
+    with contextlib.closing(PageServer(states.EMPTY | {"time": states.NOW + 7}, server.server_port)):
+        page.wait(LIVE)
+        page.wait(f"{DRAWN} === '{states.NOW + 7:.0f}'")
+        assert "Nothing runs here yet" in page.evaluate(TEXT)
+
+
+def test_silence_and_clocks_are_noticed(look: Look) -> None:
+    """The connection stays open, and nothing comes: after 15 s the page says so, and opens another."""
+    server, page = look(states.rich(time.time()))
+    note = "document.getElementById('clock').textContent"
+
+    def clocks_agree() -> bool:  # again where a busy machine took seconds from here to the page
+        publish(server, page, states.rich(time.time()))
+        return bool(page.evaluate(note) == "")
+
+    wait_until(clocks_agree, "clocks that agree")
+    publish(server, page, states.rich(time.time() - 7200))
+    assert "ahead of the server's" in page.evaluate(note)
+    publish(server, page, states.rich(time.time() + 7200))
+    assert "behind the server's" in page.evaluate(note)
+    assert not re.search(r"-\d+(\.\d+)? (s|min|h) ago", page.evaluate(TEXT)), "ages below zero"
+    page.wait(f"/updated ([2-9]|1[0-9]) s ago/.test({STATUS})")
+
+    def is_fresh() -> bool:  # a page that stood still for two seconds has missed what a single one did
+        server.send("heartbeat", {"time": 0}, None)
+        return bool(page.evaluate(f"/updated [01] s ago/.test({STATUS})"))
+
+    wait_until(is_fresh, "a heartbeat that counts")
+    assert page.evaluate(LIVE)
+    streams = len(server.seen_ids)
+    page.evaluate("""
+        window.seen = [];
+        new MutationObserver(() => seen.push(document.documentElement.dataset.connection))
+            .observe(document.documentElement, {attributes: true});
+        const now = performance.now.bind(performance);
+        performance.now = () => now() + 16000;
+    """)
+    page.wait("seen.includes('lost')")
+    wait_until(lambda: len(server.seen_ids) > streams, "another stream")
+    page.wait(LIVE)
+
+
+def test_hidden_tab_draws_when_shown(look: Look) -> None:
+    server, page = look(states.rich())
+    reason = "consul://10.0.0.7:8500 does not answer: connection refused"
+    page.evaluate("""
+        window.seen = "hidden";
+        Object.defineProperty(document, "visibilityState", {get: () => seen, configurable: true});
+    """)
+    before = page.evaluate(DRAWN)
+    for second in range(1, 6):
+        server.publish(states.EMPTY | {"time": states.NOW + second, "stale": reason})
+    server.publish('{"time": NaN')  # which says that all before it has come
+    page.wait(f"{STATUS}.includes('no JSON') || {STATUS}.includes('lost')")
+    assert page.evaluate(DRAWN) == before, "it draws though nobody looks"
+    page.evaluate("window.seen = 'visible'; document.dispatchEvent(new Event('visibilitychange'))")
+    page.wait(f"{DRAWN} === '{states.NOW + 5:.0f}'")
+    assert reason in page.evaluate("document.querySelector('[role=status].stale').innerText")
+    page.wait(LIVE)
+    publish(server, page, states.rich(states.NOW + 6))
+    assert not page.evaluate("document.getElementById('stale').checkVisibility()")
+
+
+def test_page_of_the_real_server(browser: Browser, tmp_path: Path) -> None:
+    """A form for the token, a store's changes, and both again over a restart, within the server's own policy."""
+    (tmp_path / "tokens").write_text(TOKEN + "\n")
+    (tmp_path / "tokens").chmod(0o600)
+    url = f"sqlite:///{tmp_path}/store.sqlite"
+    settings = DashboardSettings(
+        store=url, port=free_ports(1)[0], credentials=Credentials(token_file=str(tmp_path / "tokens"))
+    )
+    form = "document.querySelector('input[type=password]')"
+    log_in = f"{form}.value = {TOKEN!r}; {form}.form.requestSubmit()"
+    with open_store(url) as store:
+        with DashboardServer(settings) as server:
+            page = browser.open(server.url)
+            page.wait(f"!!{form}")
+            page.evaluate(log_in)
+            page.wait(f"document.getElementById('content')?.dataset.time && {IS_LIVE}")
+            assert "Nothing runs here yet" in page.evaluate(TEXT)
+            put_wanted(store, "teachers/digits", 3, "students wait <b>much</b>")
+            page.wait(f"{TEXT}.includes('3 teachers wanted') && {TEXT}.includes('students wait <b>much</b>')")
+            assert "Nothing runs here yet" not in page.evaluate(TEXT)
+        page.wait(f"{TEXT}.includes('connection lost')")
+        put_wanted(store, "teachers/digits", 5, "nobody looks")
+        with DashboardServer(settings):
+            page.wait(f"!!{form}")  # the cookie is worthless after a restart
+            page.evaluate(log_in)
+            page.wait(f"{IS_LIVE} && {TEXT}.includes('5 teachers wanted')")
+    _end(page, server.url)  # that the page keeps to the server's own policy

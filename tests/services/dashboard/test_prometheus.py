@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes the page, and answers each query of the Grafana dashboard."""
+"""A real Prometheus scrapes the page, and answers each query of the Grafana dashboard; promtool checks the metrics."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import edl.dashboard
 from edl.background import BackgroundLoop
 from edl.dashboard.metrics import METRICS
 from edl.dashboard.server import DashboardServer, DashboardSettings
-from edl.discovery import Instance, Store, open_registry
-from tests.fast.dashboard.server import ask, put_job, put_master, samples
+from edl.discovery import Instance, Store, open_registry, open_store
+from tests.fast.dashboard.server import ask, put_job, put_master, put_teacher, put_wanted, samples
 from tests.plugins_prometheus import PrometheusServer, check_metrics
 from tests.waiting import wait_until
 
@@ -26,61 +26,41 @@ GRAFANA = Path(edl.dashboard.__file__).parent / "grafana.json"
 SERVICE = "digits"
 
 
-def put_load(store: Store, age_s: float) -> None:
-    """A teacher's and a student's record, of processes that live for `age_s` seconds."""
-    since_s = age_s - 10
-    teacher = {
-        "v": 1, "id": "t-1", "teacher": "t1", "model": "m", "version": "1", "endpoint": "127.0.0.1:1",
-        "state": "ready", "t": age_s, "rows": int(100 * age_s), "compute_s": 0.5 * age_s, "workers": 1,
-        "queue_rows": 3, "note": "",
-        "since": {"t": since_s, "rows": int(100 * since_s), "compute_s": 0.5 * since_s},
-    }  # fmt: skip
-    student = {
-        "v": 1, "id": "s-1", "job": "resnet", "host": "h", "pid": 1, "t": age_s, "rows_asked": int(100 * age_s),
-        "wait_s": 0.25 * age_s, "source_wait_s": 0.0, "teachers": ["t1"],
-        "since": {"t": since_s, "rows_asked": int(100 * since_s), "wait_s": 0.25 * since_s, "source_wait_s": 0.0},
-    }  # fmt: skip
-    store.put(f"load/{SERVICE}/teachers/t-1", json.dumps(teacher).encode())
-    store.put(f"load/{SERVICE}/students/s-1", json.dumps(student).encode())
-    now = time.time()
-    for kind, name in (("teachers", SERVICE), ("workers", "resnet")):
-        wanted = {
-            "v": 1, "count": 5, "now": 3, "reason": "2 students wait", "since": now, "time": now,
-            "decisions": [{"time": now, "from": 3, "count": 5, "reason": "2 students wait"}],
-        }  # fmt: skip
-        store.put(f"wanted/{kind}/{name}", json.dumps(wanted).encode())
+def put_student(store: Store, age_s: float) -> None:
+    """A student's record, of a process that lives for `age_s` seconds."""
+    counters = [
+        {"t": t, "rows_asked": int(100 * t), "wait_s": 0.25 * t, "source_wait_s": 0.0} for t in (age_s, age_s - 10)
+    ]
+    record = {"v": 1, "id": "s-1", "job": "resnet", "host": "h", "pid": 1, "teachers": ["t1"], **counters[0]}
+    store.put(f"load/{SERVICE}/students/s-1", json.dumps(record | {"since": counters[1]}).encode())
 
 
 @pytest.fixture
-def busy_page(url: str, store: Store) -> Iterator[str]:
-    """A master's page whose job, teacher and student go on."""
-    registry = CollectorRegistry()
-    commits = Histogram("edl_master_journal_commit_seconds", "How long a group commit took.", registry=registry)
+def busy_page(tmp_path: Path) -> Iterator[str]:
+    """A page whose job, master, teacher and student go on."""
+    url = f"sqlite:///{tmp_path}/store.sqlite"
+    metrics = CollectorRegistry()
+    commits = Histogram("edl_master_journal_commit_seconds", "How long a group commit took.", registry=metrics)
     began = time.monotonic() - 60
 
     def go_on() -> float:
+        age_s = time.monotonic() - began
         put_job(store, "resnet", "ab")
-        put_master(store, "resnet", datasets=[_dataset(time.monotonic() - began)])
-        put_load(store, time.monotonic() - began)
+        put_master(store, "resnet", units_done=int(10 * age_s))
+        put_teacher(store, age_s)
+        put_student(store, age_s)
+        put_wanted(store, f"teachers/{SERVICE}", 5, "2 students wait")
+        put_wanted(store, "workers/resnet", 5, "2 students wait")
         commits.observe(0.003)
         return 0.3
 
-    with open_registry(url) as teachers, teachers.register(Instance(SERVICE, "t1", "127.0.0.1", 1)):
+    with contextlib.ExitStack() as undo:
+        store = undo.enter_context(open_store(url))
+        teachers = undo.enter_context(open_registry(url))
+        undo.enter_context(teachers.register(Instance(SERVICE, "t1", "127.0.0.1", 1)))
         go_on()
-        changes = BackgroundLoop("edl-test-changes", go_on)
-        try:
-            with DashboardServer(DashboardSettings(url, port=0), [registry]) as server:
-                yield server.url
-        finally:
-            changes.close()
-
-
-def _dataset(age_s: float) -> dict[str, object]:
-    return {
-        "name": "train", "kind": "range", "epoch": 0, "epochs": 2, "units": 10_000, "units_done": int(10 * age_s),
-        "units_per_s": 10.0, "eta_s": 60.0, "shards": {"todo": 100, "doing": 2, "done": int(age_s), "poisoned": 1},
-        "poisoned": [], "holders": [{"holder": "h1", "leases": 2, "units_done": 5, "units_per_s": 1.0, "seen_s": 0.1}],
-    }  # fmt: skip
+        undo.callback(BackgroundLoop("edl-test-changes", go_on).close)
+        yield undo.enter_context(DashboardServer(DashboardSettings(url, port=0), [metrics])).url
 
 
 def expressions() -> list[tuple[str, str]]:
@@ -93,7 +73,8 @@ def expressions() -> list[tuple[str, str]]:
     return found
 
 
-def test_promtool_finds_nothing_amiss(busy_page: str) -> None:
+def test_prometheus_and_grafana_s_queries(busy_page: str, tmp_path: Path) -> None:
+    """promtool finds nothing amiss; each query is understood, and gives data of a job that runs."""
     text = ask(busy_page, "/metrics").body
     assert check_metrics(text) == ""
     names = {re.split(r"[{ ]", series)[0] for series in samples(text.decode())}
@@ -102,10 +83,6 @@ def test_promtool_finds_nothing_amiss(busy_page: str) -> None:
     labels = set(re.findall(r'(\w+)="', text.decode()))
     known = {"job_name", "state", "category", "dataset", "service", "teacher", "student", "le"}
     assert labels == known, "a label whose values have no bound would fill Prometheus"
-
-
-def test_prometheus_and_grafana_s_queries(busy_page: str, tmp_path: Path) -> None:
-    """Each query is understood, and gives data of a job that runs."""
     queries = expressions()
     assert len(queries) > 15
     with PrometheusServer(tmp_path / "prometheus", [busy_page.split("/")[2]]) as prometheus:

@@ -100,12 +100,12 @@ def put_job(store: Store, job: str, nodes: str = "a", step: int = 9, state: JobS
     store.put(f"jobs/{job}/world", World(2, state, members, "b joined").encode())
 
 
-def put_master(store: Store, job: str, **changes: Any) -> None:
+def put_master(store: Store, job: str, units_done: int = 80, **changes: Any) -> None:
     """A master's report, with a poisoned shard."""
     failure = {"holder": "h1", "reason": "cannot decode <b>", "time": now_s()}
     dataset = {
         "name": "train", "kind": "range", "epoch": 1, "epochs": 3, "units": 1000, "units_per_s": 12.5, "eta_s": 60.0,
-        "shards": {"todo": 5, "doing": 2, "done": 8, "poisoned": 1},
+        "units_done": units_done, "shards": {"todo": 5, "doing": 2, "done": 8, "poisoned": 1},
         "poisoned": [{"shard": 3, "start": 30, "stop": 40, "failures": [failure]}],
         "holders": [{"holder": "h1", "leases": 2, "units_done": 80, "units_per_s": 12.5, "seen_s": 0.5}],
     }  # fmt: skip
@@ -114,6 +114,26 @@ def put_master(store: Store, job: str, **changes: Any) -> None:
         "datasets": [dataset], "events": [{"time": now_s(), "kind": "poisoned", "text": "shard 3 of train"}],
     }  # fmt: skip
     store.put(f"master_reports/{job}", json.dumps({**report, **changes}).encode())
+
+
+def put_teacher(store: Store, age_s: float = 20.0, service: str = "digits") -> None:
+    """A teacher's record, of a process that lives for `age_s` seconds, and computes 100 rows in each."""
+    counters = [{"t": t, "rows": int(100 * t), "compute_s": 0.5 * t} for t in (age_s, age_s - 10)]
+    record = {
+        "v": 1, "id": "t-1", "teacher": "t1", "model": "m", "version": "1", "endpoint": "127.0.0.1:1",
+        "state": "ready", "workers": 1, "queue_rows": 3, "note": "", **counters[0], "since": counters[1],
+    }  # fmt: skip
+    store.put(f"load/{service}/teachers/t-1", json.dumps(record).encode())
+
+
+def put_wanted(store: Store, of: str, count: int, reason: str) -> None:
+    """How many are wanted of `teachers/SERVICE` or `workers/JOB`."""
+    now = now_s()
+    record = {
+        "v": 1, "count": count, "now": 3, "reason": reason, "since": now, "time": now,
+        "decisions": [{"time": now, "from": 3, "count": count, "reason": reason}],
+    }  # fmt: skip
+    store.put(f"wanted/{of}", json.dumps(record).encode())
 
 
 def samples(text: str) -> dict[str, float]:

@@ -78,12 +78,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             report.sections.append((title, text))
 
 
-def _shared_machine() -> KubeMachine | None:
-    if not SCRIPT.exists() or os.getuid() != 0:
-        return None
-    return KubeMachine()
-
-
 @pytest.fixture(params=[3, 4], ids=["helm3", "helm4"])
 def helm(request: pytest.FixtureRequest) -> str:
     """Helm's program, of both versions that people use."""
@@ -102,7 +96,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
     if not kubectl_program() or not helm_program():
         _skip("kubectl or helm is neither in .tools/helm nor on PATH: tools/kubernetes.sh fetches them")
-    machine = _shared_machine()
+    machine = KubeMachine() if SCRIPT.exists() and os.getuid() == 0 else None
     if KUBECONFIG and not (machine and Path(KUBECONFIG).resolve() == machine.home / "run/kubeconfig"):
         found = Cluster(Path(KUBECONFIG), image=IMAGE)
         try:
@@ -124,7 +118,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             stack.enter_context(shared_lock("use"))
             root = folder / "image"
             pods.make_root(root)
-            image = machine.load_image(root, ["/usr/bin/true"])
+            image = machine.load_image(root)
             machine.write_kubeconfig(folder / "kubeconfig.json")
             found = Cluster(folder / "kubeconfig.json", machine, image)
             stack.callback(found.close)
@@ -143,8 +137,7 @@ def _clear_killed_tests(cluster: Cluster) -> None:
     assert cluster.machine is not None
     if is_free("nodes"):
         cluster.machine.continue_api_server()
-        for node in cluster.machine.list_stopped_nodes():
-            cluster.machine.start_node(node)
+        _start_stopped_nodes(cluster.machine)
     for name, process in _list_namespaces(cluster).items():
         if not Path(f"/proc/{process}").exists():
             delete_namespace(cluster, name)
@@ -210,51 +203,24 @@ def _count_gpus(cluster: Cluster, node: str) -> int:
     return int(cluster.ask(f"/api/v1/nodes/{node}")["status"]["allocatable"].get("nvidia.com/gpu", 0))
 
 
-class StoppableNodes:
-    """Nodes to stop; those that are stopped are started again when the test ends.
+@pytest.fixture
+def stoppable_nodes(machine: KubeMachine, _cluster_lock: None) -> Iterator[KubeMachine]:
+    """`stoppable_nodes.stop_node("node2")`; no other test uses the cluster meanwhile."""
+    yield machine
+    _start_stopped_nodes(machine)
 
-    Args:
-        machine: where they run.
-    """
 
-    def __init__(self, machine: KubeMachine) -> None:
-        self._machine = machine
-        self.stopped: set[str] = set()
-
-    def stop(self, node: str) -> None:
-        """Kill a node's kubelet and containers."""
-        self.stopped.add(node)
-        self._machine.stop_node(node)
-
-    def start(self, node: str) -> None:
-        """Bring a node back, and wait until it is ready."""
-        self._machine.start_node(node)
-        self.stopped.discard(node)
+def _start_stopped_nodes(machine: KubeMachine) -> None:
+    for node in machine.list_stopped_nodes():
+        machine.start_node(node)
 
 
 @pytest.fixture
-def stoppable_nodes(machine: KubeMachine, _cluster_lock: None) -> Iterator[StoppableNodes]:
-    """`stoppable_nodes.stop("node2")`; no other test uses the cluster meanwhile."""
-    nodes = StoppableNodes(machine)
-    try:
-        yield nodes
-    finally:
-        for node in sorted(nodes.stopped):
-            nodes.start(node)
-
-
-@pytest.fixture
-def image(cluster: Cluster) -> str:
-    """An image for pods that run EDL: see `pod_template`."""
+def pod_template(cluster: Cluster) -> Callable[..., dict[str, Any]]:
+    """`tests.cluster.pods.pod_template` without its first argument."""
     if not cluster.image:
         pytest.skip("EDL_TEST_IMAGE names no image with this version of EDL for the cluster of KUBECONFIG")
-    return cluster.image
-
-
-@pytest.fixture
-def pod_template(cluster: Cluster, image: str) -> Callable[..., dict[str, Any]]:
-    """`tests.cluster.pods.pod_template` without its first argument."""
-    return functools.partial(pods.pod_template, image, host=cluster.machine is not None)
+    return functools.partial(pods.pod_template, cluster.image, host=cluster.machine is not None)
 
 
 @pytest.fixture
@@ -324,8 +290,8 @@ def operator(
     request: pytest.FixtureRequest, cluster: Cluster, namespace: str, tmp_path: Path
 ) -> Iterator[OperatorFactory]:
     """`operator(*arguments, capacity=False)` starts `edl operator` here, with the chart's service account's rights."""
-    from tests.cluster.operator_process import operators
+    from tests.cluster.operator_process import OperatorFactory
 
-    with operators(cluster, namespace, tmp_path) as factory:
+    with contextlib.closing(OperatorFactory(cluster, namespace, tmp_path)) as factory:
         request.node.stash.setdefault(DESCRIPTIONS, {})["edl operator"] = lambda: factory.text
         yield factory

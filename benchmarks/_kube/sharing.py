@@ -15,8 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.kubernetes.scenarios.diary import Diary
-from tests.kubernetes.scenarios.scene import Scene
+from tests.kubernetes.scenarios.scene import Diary, Scene
 
 __all__ = ["GPUS", "JobTimes", "Sharing", "Work", "share_gpus"]
 

@@ -15,8 +15,8 @@ from tests.cluster import pods
 from tests.cluster.api import Cluster
 from tests.cluster.locks import exclusive_lock, shared_lock
 from tests.cluster.machine import KubeMachine
-from tests.cluster.operator_process import OperatorFactory, operators
-from tests.kubernetes.scenarios.scene import Scene, consul_url, start_consul
+from tests.cluster.operator_process import OperatorFactory
+from tests.kubernetes.scenarios.scene import Scene, open_consul
 from tests.plugins_kubernetes import delete_namespace, install_resources, takes_pods, wait_for_deletion
 
 __all__ = ["Stage", "open_stage"]
@@ -52,7 +52,7 @@ def open_stage(gpus_per_node: int = 0) -> Iterator[Stage]:
             machine.up()
             stack.enter_context(shared_lock("use"))
             pods.make_root(folder / "image")
-            image = machine.load_image(folder / "image", ["/usr/bin/true"])
+            image = machine.load_image(folder / "image")
             machine.write_kubeconfig(folder / "kubeconfig.json")
             cluster = Cluster(folder / "kubeconfig.json", machine, image)
             stack.callback(cluster.close)
@@ -68,9 +68,8 @@ def open_stage(gpus_per_node: int = 0) -> Iterator[Stage]:
         stack.callback(wait_for_deletion, cluster, namespace)
         stack.callback(delete_namespace, cluster, namespace)
         cluster.wait("the namespace's service account and its token", lambda: takes_pods(cluster, namespace))
-        consul = start_consul(folder / "consul")
-        stack.callback(consul.stop)
-        operator = stack.enter_context(operators(cluster, namespace, folder))
+        store = stack.enter_context(open_consul(folder / "consul"))
+        operator = stack.enter_context(contextlib.closing(OperatorFactory(cluster, namespace, folder)))
         pod_template = functools.partial(pods.pod_template, image)
         scene = Scene(cluster, namespace, operator, pod_template)
-        yield Stage(scene, operator, consul_url(consul), pod_template, folder)
+        yield Stage(scene, operator, store, pod_template, folder)

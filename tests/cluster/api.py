@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import shutil
 import subprocess
@@ -93,16 +94,35 @@ class Cluster:
         text = json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})  # kubectl 1.20 reads one JSON alone
         self.kubectl(*(["-n", namespace] if namespace else []), "apply", "-f", "-", text=text)
 
-    def run_pod(self, namespace: str, name: str, template: Mapping[str, Any], restart_policy: str = "Never") -> None:
+    def run_pod(self, namespace: str, name: str, template: Mapping[str, Any]) -> None:
         """Make a pod of a PodTemplateSpec."""
         metadata, spec = template.get("metadata", {}), template["spec"]
-        body = {"metadata": {**metadata, "name": name}, "spec": {"restartPolicy": restart_policy, **spec}}
+        body = {"metadata": {**metadata, "name": name}, "spec": {"restartPolicy": "Never", **spec}}
         self.ask(f"/api/v1/namespaces/{namespace}/pods", "POST", {"apiVersion": "v1", "kind": "Pod", **body})
 
-    def pod_phase(self, namespace: str, name: str) -> str:
-        """A pod's phase; "" without the pod."""
-        pod = self.ask(f"/api/v1/namespaces/{namespace}/pods/{name}")
-        return str(pod["status"].get("phase", "")) if pod else ""
+    def reasons(self, namespace: str) -> set[str]:
+        """Reasons of a namespace's events."""
+        return {event["reason"] for event in self.ask(f"/api/v1/namespaces/{namespace}/events")["items"]}
+
+    def scale(self, namespace: str, deployment: str, count: int) -> None:
+        """Set the replicas of a Deployment."""
+        path = f"/apis/apps/v1/namespaces/{namespace}/deployments/{deployment}/scale"
+        self.ask(path, "PATCH", {"spec": {"replicas": count}}, content_type=MERGE)
+
+    def bind(self, namespace: str, account: str, role: str, kind: str = "Role") -> None:
+        """Give a service account the rights of a role in its namespace."""
+        binding = {
+            "metadata": {"name": f"{account}-{role}"},
+            "subjects": [{"kind": "ServiceAccount", "name": account, "namespace": namespace}],
+            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": role},
+        }
+        self.ask(f"/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}/rolebindings", "POST", binding)
+
+    def make_token(self, namespace: str, account: str) -> str:
+        """A token of a service account."""
+        path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{account}/token"
+        kind = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest"}
+        return str(self.ask(path, "POST", {**kind, "spec": {"expirationSeconds": 7200}})["status"]["token"])
 
     def kubectl(self, *arguments: str, text: str = "", timeout_s: float = WAIT_S, program: str = "") -> str:
         """Run kubectl as the administrator and return what it prints; RuntimeError with its words if it fails."""
@@ -145,24 +165,16 @@ class Cluster:
 
     def write_account_kubeconfig(self, namespace: str, account: str, path: Path) -> None:
         """Write a kubeconfig with a token of a service account."""
-        token = self.ask(
-            f"/api/v1/namespaces/{namespace}/serviceaccounts/{account}/token",
-            "POST",
-            {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"expirationSeconds": 7200}},
-        )["status"]["token"]
         config = json.loads(self.kubectl("config", "view", "--raw", "--minify", "--flatten", "-o", "json"))
-        config["users"] = [{"name": account, "user": {"token": token}}]
+        config["users"] = [{"name": account, "user": {"token": self.make_token(namespace, account)}}]
         context = {"cluster": config["clusters"][0]["name"], "user": account, "namespace": namespace}
         config["contexts"] = [{"name": account, "context": context}]
         config["current-context"] = account
         path.write_text(json.dumps(config))
 
-    def may(
-        self, user: str, verb: str, resource: str, namespace: str = "", group: str = "", subresource: str = ""
-    ) -> bool:
+    def may(self, user: str, verb: str, resource: str, namespace: str = "", group: str = "") -> bool:
         """Whether a user may do so, in a namespace or in all of them."""
-        attributes = {"verb": verb, "resource": resource, "namespace": namespace}
-        attributes |= {"group": group, "subresource": subresource}
+        attributes = {"verb": verb, "resource": resource, "namespace": namespace, "group": group}
         review = {
             "apiVersion": "authorization.k8s.io/v1",
             "kind": "SubjectAccessReview",
@@ -190,6 +202,11 @@ def helm_program(version: int = 3) -> str:
     """The helm to use; "" without any."""
     fetched = ROOT / f".tools/helm/helm{version}"
     return str(fetched) if fetched.exists() else shutil.which("helm") or ""
+
+
+def in_namespace(words: list[str], namespace: str) -> list[str]:
+    """A command of a page, with another namespace in the place of the page's."""
+    return [namespace if before == "--namespace" else word for before, word in itertools.pairwise(["", *words])]
 
 
 def run_program(command: list[str], text: str = "", timeout_s: float = WAIT_S) -> str:

@@ -32,10 +32,10 @@ class KubeMachine:
         self._marker = self.home / "run/started-by-tests"
 
     @staticmethod
-    def _runs(home: Path) -> bool:
+    def _runs(home: Path, program: str = "apiserver", command: bytes = b"kube-apiserver") -> bool:
         try:
-            pid = int((home / "run/apiserver.pid").read_text())
-            return b"kube-apiserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            pid = int((home / f"run/{program}.pid").read_text())
+            return command in Path(f"/proc/{pid}/cmdline").read_bytes()
         except (OSError, ValueError):
             return False
 
@@ -86,8 +86,9 @@ class KubeMachine:
         }
         path.write_text(json.dumps(config))
 
-    def load_image(self, folder: Path, entrypoint: list[str]) -> str:
+    def load_image(self, folder: Path) -> str:
         """Make an image out of a folder, load it on every node, and return its name, which tells its files' names."""
+        entrypoint = ["/usr/bin/true"]
         listing = "\n".join(
             f"{path.relative_to(folder)} {path.lstat().st_mode:o} {path.readlink() if path.is_symlink() else ''}"
             for path in sorted(folder.rglob("*"))
@@ -113,13 +114,7 @@ class KubeMachine:
     def list_stopped_nodes(self) -> list[str]:
         """Nodes whose kubelet does not run."""
         names = (self.home / "run/nodes").read_text().split()
-        return [name for name in names if not self._runs_program(f"{name}.kubelet")]
-
-    def _runs_program(self, program: str) -> bool:
-        try:
-            return Path(f"/proc/{self._pid(program)}").exists()
-        except (OSError, ValueError):
-            return False
+        return [name for name in names if not self._runs(self.home, f"{name}.kubelet", b"kubelet")]
 
     def stop_api_server(self) -> None:
         """Stop the API server's process where it is: no connection is answered, and none is refused."""

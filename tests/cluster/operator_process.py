@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from tests.cluster.api import Cluster, helm_program, run_program
@@ -17,8 +16,8 @@ from tests.cluster.machine import ROOT
 CHART = ROOT / "serving/kube/chart"
 RELEASE = "edl"
 ACCOUNT = "edl-operator"
-PODGROUPS = "scheduling.volcano.sh"
 STOP_S = 60.0
+PRINTED_S = 60.0
 
 
 def render_chart(namespace: str, *options: str, helm: str = "") -> str:
@@ -27,15 +26,10 @@ def render_chart(namespace: str, *options: str, helm: str = "") -> str:
     return run_program(command, timeout_s=60.0)
 
 
-def install_account(cluster: Cluster, namespace: str, *, capacity: bool, schedulers: bool = False) -> None:
-    """Make the operator's service account and what it may do; `capacity` lets it see nodes and all pods.
-
-    With `schedulers`, PodGroups as well.
-    """
+def install_account(cluster: Cluster, namespace: str, *, capacity: bool) -> None:
+    """Make the operator's service account and what it may do; `capacity` lets it see nodes and all pods."""
     options = ["--set", "crds.install=false,priorityClasses.install=false,operator.enabled=false"]
     options += ["--show-only", "templates/rbac.yaml", "--show-only", "templates/discovery.yaml"]
-    if schedulers:
-        options += ["--set", "schedulers.volcano=true,schedulers.kai=true"]
     if capacity:
         options += ["--set", f"capacity.enabled=true,capacity.name=edl-capacity-{namespace}"]
         options += ["--show-only", "templates/capacity.yaml"]
@@ -43,16 +37,8 @@ def install_account(cluster: Cluster, namespace: str, *, capacity: bool, schedul
     # The API server hears of roles and bindings by watches of its own.
     user = f"system:serviceaccount:{namespace}:{ACCOUNT}"
     cluster.wait("the rights", lambda: cluster.may(user, "list", "pods", namespace), namespace)
-    if schedulers:
-        cluster.wait("the rights", lambda: cluster.may(user, "create", "podgroups", namespace, PODGROUPS), namespace)
     if capacity:
         cluster.wait("the rights", lambda: cluster.may(user, "list", "nodes"), namespace)
-
-
-def remove_account(cluster: Cluster, namespace: str) -> None:
-    """Remove what `install_account` made outside the namespace."""
-    for kind in ("clusterrolebinding", "clusterrole"):
-        cluster.kubectl("delete", "--ignore-not-found", kind, f"edl-capacity-{namespace}")
 
 
 class OperatorProcess:
@@ -64,7 +50,7 @@ class OperatorProcess:
         self.log = log
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self, **environment: str) -> None:
+    def start(self) -> None:
         """Start it; it may run already elsewhere."""
         assert not self.running
         with self.log.open("ab") as output:
@@ -74,7 +60,7 @@ class OperatorProcess:
                 stdout=output,
                 stderr=output,
                 cwd=ROOT,
-                env={**os.environ, "KUBECONFIG": str(self.kubeconfig), "PYTHONUNBUFFERED": "1", **environment},
+                env={**os.environ, "KUBECONFIG": str(self.kubeconfig), "PYTHONUNBUFFERED": "1"},
             )
 
     @property
@@ -86,9 +72,15 @@ class OperatorProcess:
         """All that it has printed."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
-    def wait_for(self, text: str, timeout_s: float = 60.0) -> None:
+    @property
+    def metrics_port(self) -> int:
+        """The port of its metrics, which it has printed."""
+        self.wait_for("metrics on port ")
+        return int(self.text.partition("metrics on port ")[2].split()[0])
+
+    def wait_for(self, text: str) -> None:
         """Wait until it has printed a text."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + PRINTED_S
         while text not in self.text:
             assert self.running, f"the operator has ended:\n{self.text[-3000:]}"
             assert time.monotonic() < deadline, f"the operator has not printed {text!r}:\n{self.text[-3000:]}"
@@ -113,16 +105,6 @@ class OperatorProcess:
             raise AssertionError(f"the operator did not end after SIGTERM:\n{self.text[-3000:]}") from None
 
 
-@contextlib.contextmanager
-def operators(cluster: Cluster, namespace: str, folder: Path) -> Iterator[OperatorFactory]:
-    """Start operators of a namespace, and end them all."""
-    factory = OperatorFactory(cluster, namespace, folder)
-    try:
-        yield factory
-    finally:
-        factory.close()
-
-
 class OperatorFactory:
     """Starts operators: `operator("--store", url)`, with `capacity=True` for the watch of nodes and all pods."""
 
@@ -133,7 +115,7 @@ class OperatorFactory:
         self._capacity: bool | None = None
         self._started: list[OperatorProcess] = []
 
-    def __call__(self, *arguments: str, capacity: bool = False, **environment: str) -> OperatorProcess:
+    def __call__(self, *arguments: str, capacity: bool = False) -> OperatorProcess:
         """Start an operator of the namespace; arguments are those of `edl operator`."""
         kubeconfig = self._folder / "operator-kubeconfig.json"
         if self._capacity is None or (capacity and not self._capacity):
@@ -143,7 +125,7 @@ class OperatorFactory:
         log = self._folder / f"operator-{len(self._started)}.log"
         process = OperatorProcess(["--namespace", self._namespace, *arguments], kubeconfig, log)
         self._started.append(process)
-        process.start(**environment)
+        process.start()
         return process
 
     @property
@@ -156,4 +138,5 @@ class OperatorFactory:
         for process in self._started:
             process.kill()
         if self._capacity:
-            remove_account(self._cluster, self._namespace)
+            for kind in ("clusterrolebinding", "clusterrole"):
+                self._cluster.kubectl("delete", "--ignore-not-found", kind, f"edl-capacity-{self._namespace}")

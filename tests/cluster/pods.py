@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.cluster.machine import ROOT
+
 USER = 65532  # "nonroot" of the distroless images
 NO_DNS = {
     "nameservers": ["127.0.0.1"],
@@ -66,23 +67,15 @@ def readable_mounts(folders: Iterable[Path]) -> list[Path]:
     return mounts
 
 
-def _volume_name(index: int) -> str:
-    return f"host-{index}"
-
-
 def pod_template(
     image: str,
     command: Sequence[str] | None = None,
-    arguments: Sequence[str] = (),
     *,
     host: bool = True,
     gpus: int = 0,
     cpu: str = "50m",
     memory: str = "512Mi",
-    shared_memory: str = "128Mi",
     env: Mapping[str, str] | None = None,
-    labels: Mapping[str, str] | None = None,
-    node: str = "",
     reads: Sequence[Path] = (),
     writes: Sequence[Path] = (),
 ) -> dict[str, Any]:
@@ -91,15 +84,11 @@ def pod_template(
     Args:
         image: its image.
         command: the container's command.
-        arguments: its arguments; EDL's operator writes its own.
         host: mount this machine's Python and project; else the image has them.
         gpus: `nvidia.com/gpu` as request and limit.
         cpu: its request.
         memory: its request and limit.
-        shared_memory: size of /dev/shm.
         env: added to the environment.
-        labels: of the pod.
-        node: the node it must run on.
         reads: more folders of this machine, mounted read-only at their own paths.
         writes: folders of this machine that the pod may write; they are opened to everybody.
     """
@@ -109,15 +98,15 @@ def pod_template(
         folder.chmod(0o777)
     volumes: list[dict[str, Any]] = [
         {"name": "tmp", "emptyDir": {}},
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shared_memory}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "128Mi"}},
     ]
     volume_mounts: list[dict[str, Any]] = [
         {"name": "tmp", "mountPath": "/tmp"},
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
     for index, path in enumerate([*mounts, *writes]):
-        volumes.append({"name": _volume_name(index), "hostPath": {"path": str(path)}})
-        volume_mounts.append({"name": _volume_name(index), "mountPath": str(path), "readOnly": index < len(mounts)})
+        volumes.append({"name": f"host-{index}", "hostPath": {"path": str(path)}})
+        volume_mounts.append({"name": f"host-{index}", "mountPath": str(path), "readOnly": index < len(mounts)})
     environment = {
         "HOME": "/tmp",
         "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin" if host else "",
@@ -129,9 +118,8 @@ def pod_template(
     quantities: dict[str, str] = {"memory": memory, **({"nvidia.com/gpu": str(gpus)} if gpus else {})}
     python = sys.executable if host else "python"
     return {
-        "metadata": {"labels": dict(labels or {})},
+        "metadata": {},
         "spec": {
-            **({"nodeSelector": {"kubernetes.io/hostname": node}} if node else {}),
             # Without a DNS server in the cluster, each reverse look-up of torch's would wait for its timeouts.
             **({"dnsPolicy": "None", "dnsConfig": NO_DNS} if host else {}),
             "securityContext": {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER},
@@ -141,7 +129,6 @@ def pod_template(
                     "image": image,
                     "imagePullPolicy": "Never" if host else "IfNotPresent",
                     "command": list(command or [python, "-m", "edl"]),
-                    **({"args": list(arguments)} if arguments else {}),
                     "workingDir": str(ROOT) if host else "/tmp",
                     "env": [{"name": name, "value": value} for name, value in environment.items() if value],
                     "resources": {"requests": {"cpu": cpu, **quantities}, "limits": quantities},

@@ -15,7 +15,7 @@ import pytest
 from tests.cluster.api import Cluster
 from tests.cluster.machine import ROOT, KubeMachine
 from tests.cluster.operator_process import OperatorFactory
-from tests.kubernetes.scenarios.scene import Scene, consul_url, start_consul
+from tests.kubernetes.scenarios.scene import Scene, open_consul
 
 COMMAND_S = 300.0
 
@@ -102,8 +102,5 @@ def scene(
 def consul_store(machine: KubeMachine, tmp_path: Path) -> Iterator[str]:
     """URL of a real Consul, for this machine and for pods."""
     assert machine.running
-    agent = start_consul(tmp_path / "consul")
-    try:
-        yield consul_url(agent)
-    finally:
-        agent.stop()
+    with open_consul(tmp_path / "consul") as url:
+        yield url

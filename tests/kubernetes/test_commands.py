@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import signal
 
-from tests.cluster.api import Cluster
-from tests.cluster.operator_process import OperatorFactory
 from tests.kubernetes.conftest import Person
-from tests.kubernetes.scenarios.scene import is_running
-
-WAIT_S = 300.0  # a crowded cluster takes its time to schedule
+from tests.kubernetes.scenarios.scene import Scene
 
 PATIENT = ("--timeout", "280")
 """Of `edl delete --wait`: a kubelet that is busy lets each pod go with its next garbage collection, once a minute."""
@@ -30,8 +26,9 @@ load("part-0007.parquet")
 """
 
 
-def test_life_of_a_job(cluster: Cluster, namespace: str, operator: OperatorFactory, person: Person) -> None:
-    operator("--store", f"kubernetes://{namespace}")
+def test_life_of_a_job(scene: Scene, person: Person) -> None:
+    cluster, namespace = scene.cluster, scene.namespace
+    scene.operator("--store", f"kubernetes://{namespace}")
     (person.folder / "steps.py").write_text(STEPS)
     said = person.run(*SUBMIT, "--name", "story", "--workers", "1:3", "--env", "STEPS=100000", "steps.py")
     assert "job/story created" in said
@@ -42,25 +39,20 @@ def test_life_of_a_job(cluster: Cluster, namespace: str, operator: OperatorFacto
     def is_settled() -> bool:
         """Whether the two that are wanted are there and run: two may have been ready before it was scaled."""
         pods = [pod for pod in cluster.list_pods(namespace) if "deletionTimestamp" not in pod["metadata"]]
-        return (count_ready(cluster, namespace), len(pods), len(list_workers(cluster, namespace))) == (2, 2, 2)
+        return (count_ready(scene), len(pods), len(scene.running("story"))) == (2, 2, 2)
 
-    cluster.wait("two workers", is_settled, namespace, WAIT_S)
+    scene.wait("two workers", is_settled)
     found = person.jobs()["story"]
     assert (found["ready"], found["wanted"]) == (2, 2)
     # Which two of the three that were made first: those that ran when it was scaled.
-    stays, ends = (name.removeprefix("story-").rpartition("-")[0] for name in list_workers(cluster, namespace))
+    stays, ends = (name.removeprefix("story-").rpartition("-")[0] for name in sorted(scene.running("story")))
 
     logs, path = person.start("logs", "story", "-f")
-    cluster.wait("both logs", lambda: {stays, ends} <= prefixes(path.read_text()), namespace, WAIT_S)
-    pod = next(name for name in list_workers(cluster, namespace) if name.startswith(f"story-{ends}-"))
+    scene.wait("both logs", lambda: {stays, ends} <= prefixes(path.read_text()))
+    pod = next(name for name in scene.running("story") if name.startswith(f"story-{ends}-"))
     cluster.kubectl("-n", namespace, "delete", "pod", pod, "--grace-period=0", "--force")
-    cluster.wait(
-        "the log of its successor",
-        lambda: f"{ends}: goes on in pod story-{ends}-" in path.read_text(),
-        namespace,
-        WAIT_S,
-    )
-    cluster.wait("the job's recovery", lambda: count_ready(cluster, namespace) == 2, namespace, WAIT_S)
+    scene.wait("its successor's log", lambda: f"{ends}: goes on in pod story-{ends}-" in path.read_text())
+    scene.wait("the job's recovery", lambda: count_ready(scene) == 2)
     steps = [line for line in path.read_text().splitlines() if line.startswith(f"{stays} ") and "step " in line]
     assert len(steps) == len(set(steps)) or "step 0 of" in "".join(steps[1:]), "no line comes twice but after a restart"
 
@@ -69,25 +61,25 @@ def test_life_of_a_job(cluster: Cluster, namespace: str, operator: OperatorFacto
         assert words in status, status
     assert "--max 5" in person.run("scale", "story", "5", code=2)
     assert "3 workers wanted" in person.run("scale", "job/story", "3")
-    cluster.wait("three workers", lambda: count_ready(cluster, namespace) == 3, namespace, WAIT_S)
+    scene.wait("three workers", lambda: count_ready(scene) == 3)
     one = ("logs", "job/story", "--worker", "2", "--tail", "3")
-    cluster.wait("a step of the third", lambda: person.run(*one).startswith("step "), namespace, WAIT_S)
+    scene.wait("a step of the third", lambda: person.run(*one).startswith("step "))
     person.run("suspend", "story")
-    cluster.wait("no pods", lambda: not cluster.list_pods(namespace), namespace, WAIT_S)
+    scene.wait("no pods", lambda: not cluster.list_pods(namespace))
     assert person.jobs()["story"]["phase"] == "Suspended"
     person.run("resume", "story")
-    cluster.wait("workers again", lambda: list_workers(cluster, namespace), namespace, WAIT_S)
+    scene.wait("workers again", lambda: scene.running("story"))
     assert "job/story: deleted" in person.run("delete", "story", "--wait", *PATIENT)
     assert not cluster.list_pods(namespace)
     assert "story-script" not in cluster.kubectl("-n", namespace, "get", "configmaps", "-o", "name")
-    cluster.wait("the end of the logs", lambda: logs.poll() is not None, namespace, WAIT_S)
+    scene.wait("the end of the logs", lambda: logs.poll() is not None)
     assert logs.returncode == 0, path.read_text()[-2000:]
     assert "Deleted" in path.read_text()
 
 
-def test_ends_of_jobs(cluster: Cluster, namespace: str, operator: OperatorFactory, person: Person) -> None:
+def test_ends_of_jobs(scene: Scene, person: Person) -> None:
     """A job's exit code and output are those of the command that waits for it; what failed is explained afterwards."""
-    operator("--store", f"kubernetes://{namespace}")
+    scene.operator("--store", f"kubernetes://{scene.namespace}")
     (person.folder / "steps.py").write_text(STEPS)
     (person.folder / "faulty.py").write_text(FAULTY)
     waiting, path = person.start(*SUBMIT, "--name", "long", "--env", "STEPS=100000", "--wait", "steps.py")
@@ -108,7 +100,8 @@ def test_ends_of_jobs(cluster: Cluster, namespace: str, operator: OperatorFactor
     assert person.jobs()["long"]["phase"] in ("Pending", "Running"), "Ctrl-C ends the command, not the job"
 
 
-def test_without_operator(cluster: Cluster, namespace: str, person: Person) -> None:
+def test_without_operator(scene: Scene, person: Person) -> None:
+    cluster, namespace = scene.cluster, scene.namespace
     (person.folder / "steps.py").write_text(STEPS)
     said = person.run(*SUBMIT, "--name", "lonely", "--wait", "--timeout", "18", "steps.py", code=124)
     assert "no operator has taken it up" in said
@@ -116,7 +109,7 @@ def test_without_operator(cluster: Cluster, namespace: str, person: Person) -> N
     everywhere = [line for line in person.run("jobs", "-A").splitlines() if "lonely" in line]
     assert any(namespace in line for line in everywhere), everywhere
     watch, watched = person.start("jobs", "--watch")
-    cluster.wait("a first look", lambda: "lonely" in watched.read_text(), namespace)
+    scene.wait("a first look", lambda: "lonely" in watched.read_text())
     refused = "--teachers digits: there is no pool of this name"
     assert refused in person.run(*SUBMIT, "--teachers", "digits", "steps.py", code=2)
     pool = ("--teachers", "digits=0:2", "--serve", "digits=--callable teacher.py:predict")
@@ -131,20 +124,15 @@ def test_without_operator(cluster: Cluster, namespace: str, person: Person) -> N
     person.run("delete", "lonely", "first", "third", "pool/digits", "--wait", *PATIENT)
     left = cluster.kubectl("-n", namespace, "get", "configmaps,elasticjobs,teacherpools", "-o", "name")
     assert left.split() == ["configmap/kube-root-ca.crt"]
-    cluster.wait("a look at nothing", lambda: "There are no jobs" in watched.read_text(), namespace)
+    scene.wait("a look at nothing", lambda: "There are no jobs" in watched.read_text())
     assert watch.poll() is None, "it goes on until Ctrl-C"
     watch.send_signal(signal.SIGINT)
     assert watch.wait(60) == 130
     assert "Traceback" not in watched.read_text()
 
 
-def count_ready(cluster: Cluster, namespace: str) -> int:
-    return int(cluster.get("elasticjobs", "story", namespace).get("status", {}).get("readyReplicas", 0))
-
-
-def list_workers(cluster: Cluster, namespace: str) -> list[str]:
-    """Names of the pods of workers that run."""
-    return sorted(pod["metadata"]["name"] for pod in cluster.list_pods(namespace) if is_running(pod))
+def count_ready(scene: Scene) -> int:
+    return int(scene.status("story").get("readyReplicas", 0))
 
 
 def prefixes(text: str) -> set[str]:

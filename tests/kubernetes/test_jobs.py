@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
-from edl.discovery import open_store
+import psutil
+
+from edl.discovery import open_registry, open_store
 from edl.master.naming import election_key
 from edl.master.reports import read_report
 from tests.kubernetes.scenarios.scene import PROGRAMS, Scene
@@ -53,3 +55,61 @@ def test_master_is_replaced(scene: Scene, consul_store: str) -> None:
     second = scene.wait("its successor", lambda: find_term("job-master-0-1"))
     assert second > first, "its journal is that of the first"
     assert scene.status("job")["members"]["worker-0"]["try"] == 0, "workers do not notice"
+
+
+REPORTED_S = 240.0
+
+"""A kubelet of 1.20 reports a pod's end a minute late at times; its processes have ended long before."""
+
+KINDS = "pods,services,configmaps,persistentvolumeclaims,leases,poddisruptionbudgets,elasticjobs,teacherpools"
+
+
+def list_all(scene: Scene) -> set[str]:
+    """Names of all objects of a namespace that somebody of EDL's may have made."""
+    return set(scene.cluster.kubectl("-n", scene.namespace, "get", KINDS, "-o", "name").split())
+
+
+def count_processes(scene: Scene) -> int:
+    """How many processes of this machine belong to the namespace's pods."""
+    processes = psutil.process_iter(["environ"])
+    return sum((process.info["environ"] or {}).get("MEMBERS_OF") == scene.namespace for process in processes)
+
+
+def test_deletion_leaves_nothing(scene: Scene, consul_store: str) -> None:
+    """Neither of resources, nor of a namespace whose operator is gone: nothing has a finalizer."""
+    cluster, namespace = scene.cluster, scene.namespace
+    template = {"spec": scene.pod_template(env={"MEMBERS_OF": namespace})["spec"]}
+    process = scene.operator("--store", consul_store)
+    scene.wait("the namespace's own objects", lambda: list_all(scene))
+    before = list_all(scene)
+
+    def count_registered() -> int:
+        with open_registry(consul_store) as registry:
+            return len(registry.snapshot("pool").instances)
+
+    def create() -> None:
+        """Make a job of two workers and a pool of a teacher, and wait until all is up."""
+        common = {"gracePeriodSeconds": 5}
+        scene.create_job("job", ["--no-python", "/usr/bin/sleep", "600"], template, minReplicas=2, **common)
+        scene.create_pool("pool", ["--factory", "edl.testing.models:echo"], template, minReplicas=1, **common)
+        scene.wait(
+            "two workers and a teacher",
+            lambda: [pod["status"].get("phase") for pod in cluster.list_pods(namespace)] == ["Running"] * 3,
+        )
+        scene.wait("the teacher's registration", count_registered)
+
+    create()
+    assert len(list_all(scene) - before) >= 6, "a job, a pool, three pods and a disruption budget"
+    assert count_processes(scene) >= 3
+    cluster.kubectl("-n", namespace, "delete", "elasticjob/job", "teacherpool/pool", "--wait=true")
+    scene.wait("no process", lambda: not count_processes(scene))
+    scene.wait("no registration", lambda: not count_registered())
+    scene.wait("nothing left", lambda: list_all(scene) == before, REPORTED_S)
+
+    create()
+    process.kill()
+    path = f"/api/v1/namespaces/{namespace}"
+    cluster.ask(path, "DELETE")
+    cluster.wait("no process", lambda: not count_processes(scene), timeout_s=REPORTED_S)
+    cluster.wait("no registration", lambda: not count_registered(), timeout_s=REPORTED_S)
+    cluster.wait("the namespace's end", lambda: cluster.ask(path) is None, timeout_s=REPORTED_S)

@@ -18,9 +18,10 @@ from benchmarks._api_proxy import ApiProxy
 from edl.kube.resource_types import PODS
 from edl.kube.watch import KubeWatch
 from tests.cluster.api import Cluster
-from tests.cluster.operator_process import ACCOUNT, OperatorFactory, OperatorProcess, install_account
+from tests.cluster.operator_process import ACCOUNT, OperatorProcess, install_account
+from tests.kubernetes.scenarios.scene import Scene, find_condition
 
-MakeJob = Callable[..., dict[str, Any]]
+CreateJob = Callable[..., None]
 KILLS = 8
 MOST_ROUNDS = 30
 
@@ -36,76 +37,68 @@ def proxy(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[ApiProxy
 
 
 @pytest.fixture
-def make_job(namespace: str, pod_template: Callable[..., dict[str, Any]], tmp_path: Path) -> MakeJob:
-    """An ElasticJob whose workers sleep."""
-
-    def make(name: str, **spec: Any) -> dict[str, Any]:
-        common = {"scaling": "external", "store": f"sqlite://{tmp_path}/store.sqlite", "gracePeriodSeconds": 1}
-        template = pod_template(["sh", "-c", "sleep 100000"], cpu="1m", memory="32Mi")
-        return {
-            "apiVersion": "edl.io/v1alpha1",
-            "kind": "ElasticJob",
-            "metadata": {"name": name, "namespace": namespace},
-            "spec": {"run": ["train.py"], "template": template, **common, **spec},
-        }
-
-    return make
+def create_job(scene: Scene, tmp_path: Path) -> CreateJob:
+    """Creates an ElasticJob whose workers sleep."""
+    common: dict[str, Any] = {
+        "scaling": "external",
+        "store": f"sqlite://{tmp_path}/store.sqlite",
+        "gracePeriodSeconds": 1,
+    }
+    common["template"] = scene.pod_template(["sh", "-c", "sleep 100000"], cpu="1m", memory="32Mi")
+    return lambda name, **spec: scene.create_job(name, ["train.py"], **{**common, **spec})
 
 
-def read_accepted(cluster: Cluster, namespace: str, name: str) -> dict[str, Any]:
-    job = cluster.get("elasticjobs", name, namespace) or {}
-    conditions = job.get("status", {}).get("conditions", [])
-    return next((found for found in conditions if found["type"] == "Accepted"), {})
+def read_accepted(scene: Scene, name: str) -> dict[str, Any]:
+    return find_condition(scene.cluster.get("elasticjobs", name, scene.namespace), "Accepted")
 
 
-def live_pods(cluster: Cluster, namespace: str, name: str = "") -> list[str]:
-    pods = cluster.list_pods(namespace, f"edl.io/job={name}" if name else "edl.io/job")
-    return sorted(pod["metadata"]["name"] for pod in pods if "deletionTimestamp" not in pod["metadata"])
+def live_pods(scene: Scene, *names: str) -> list[str]:
+    """Names of the pods of jobs that are not asked to end."""
+    pods = [pod["metadata"] for name in names for pod in scene.pods(name)]
+    return sorted(metadata["name"] for metadata in pods if "deletionTimestamp" not in metadata)
 
 
-def wait_live(cluster: Cluster, namespace: str, name: str, count: int) -> None:
-    cluster.wait(f"{count} pods of {name}", lambda: len(live_pods(cluster, namespace, name)) == count, namespace)
+def wait_live(scene: Scene, name: str, count: int) -> None:
+    scene.wait(f"{count} pods of {name}", lambda: len(live_pods(scene, name)) == count)
 
 
-def scale(cluster: Cluster, namespace: str, name: str, count: int) -> None:
-    cluster.kubectl("-n", namespace, "scale", "ej", name, f"--replicas={count}")
+def scale(scene: Scene, name: str, count: int) -> None:
+    scene.cluster.kubectl("-n", scene.namespace, "scale", "ej", name, f"--replicas={count}")
 
 
-def patch(cluster: Cluster, namespace: str, name: str, **spec: Any) -> None:
-    cluster.kubectl("-n", namespace, "patch", "ej", name, "--type=merge", "-p", json.dumps({"spec": spec}))
+def patch(scene: Scene, name: str, **spec: Any) -> None:
+    patch = json.dumps({"spec": spec})
+    scene.cluster.kubectl("-n", scene.namespace, "patch", "ej", name, "--type=merge", "-p", patch)
 
 
-def test_job_comes_scales_and_goes(
-    cluster: Cluster, namespace: str, operator: OperatorFactory, make_job: MakeJob
-) -> None:
-    process = operator("--namespace", "kube-system", "--no-capacity")
+def test_job_comes_scales_and_goes(scene: Scene, create_job: CreateJob) -> None:
+    cluster, namespace = scene.cluster, scene.namespace
+    process = scene.operator("--namespace", "kube-system", "--no-capacity")
     process.wait_for("namespace kube-system is left out")
     broken = {"spec": {"containers": [{"name": "m", "image": "i", "ports": [{"containerPort": 99999999}]}]}}
-    cluster.apply(
-        make_job("sleepy", maxReplicas=4, replicas=2),
-        make_job("bounds", minReplicas=5, maxReplicas=2),
-        make_job("refused", template=broken),
-    )
-    wait_live(cluster, namespace, "sleepy", 2)
+    create_job("sleepy", maxReplicas=4, replicas=2)
+    create_job("bounds", minReplicas=5, maxReplicas=2)
+    create_job("refused", template=broken)
+    wait_live(scene, "sleepy", 2)
     for count, found in ((3, 3), (9, 4), (1, 1)):
-        scale(cluster, namespace, "sleepy", count)
-        wait_live(cluster, namespace, "sleepy", found)
+        scale(scene, "sleepy", count)
+        wait_live(scene, "sleepy", found)
     table = cluster.kubectl("-n", namespace, "get", "ej", "sleepy")
     assert table.split()[:8] == ["NAME", "PHASE", "READY", "WANTED", "MIN", "MAX", "PROGRESS", "AGE"]
     path = f"/apis/edl.io/v1alpha1/namespaces/{namespace}/elasticjobs/sleepy/scale"
     assert cluster.ask(path)["status"]["selector"]
-    patch(cluster, namespace, "sleepy", suspend=True)
-    wait_live(cluster, namespace, "sleepy", 0)
-    patch(cluster, namespace, "sleepy", suspend=False)
-    wait_live(cluster, namespace, "sleepy", 1)
+    patch(scene, "sleepy", suspend=True)
+    wait_live(scene, "sleepy", 0)
+    patch(scene, "sleepy", suspend=False)
+    wait_live(scene, "sleepy", 1)
 
     for name, reason in (("bounds", "MinAboveMax"), ("refused", "ObjectRefused")):
-        found = cluster.wait("a refusal", lambda name=name: read_accepted(cluster, namespace, name), namespace)  # type: ignore[misc]
+        found = scene.wait("a refusal", lambda name=name: read_accepted(scene, name))  # type: ignore[misc]
         assert (found["status"], found["reason"]) == ("False", reason), found
         assert reason in cluster.kubectl("-n", namespace, "describe", "ej", name)
-        assert live_pods(cluster, namespace, name) == []
-    patch(cluster, namespace, "bounds", maxReplicas=5)
-    wait_live(cluster, namespace, "bounds", 5)
+        assert live_pods(scene, name) == []
+    patch(scene, "bounds", maxReplicas=5)
+    wait_live(scene, "bounds", 5)
 
     cluster.kubectl("-n", namespace, "delete", "ej", "sleepy", "--wait=false")
 
@@ -113,21 +106,19 @@ def test_job_comes_scales_and_goes(
         left = cluster.kubectl("-n", namespace, "get", "pods,pdb,services,configmaps", "-o", "name").split()
         return [name for name in left if "sleepy" in name]
 
-    cluster.wait("nothing left", lambda: not list_left(), namespace)
+    scene.wait("nothing left", lambda: not list_left())
     assert process.stop() == 143
 
 
-def test_operator_killed_between_calls(
-    cluster: Cluster, namespace: str, operator: OperatorFactory, proxy: ApiProxy, make_job: MakeJob
-) -> None:
+def test_operator_killed_between_calls(scene: Scene, proxy: ApiProxy, create_job: CreateJob) -> None:
     """At random points: before a call arrives, or when it was carried out and not answered.
 
     A round in which the operator has fewer calls left to make than it was to make counts as none.
     """
     chance = random.Random(12)
     killer = OperatorKiller(proxy)
-    process = operator("--kubeconfig", str(proxy.kubeconfig), "--no-capacity")
-    second = operator("--no-capacity")  # two do no harm
+    process = scene.operator("--kubeconfig", str(proxy.kubeconfig), "--no-capacity")
+    second = scene.operator("--no-capacity")  # two do no harm
     wanted = {"a": 2, "b": 1}
     uids: dict[str, set[str]] = {}
 
@@ -135,11 +126,12 @@ def test_operator_killed_between_calls(
         if pod is not None:
             uids.setdefault(pod["metadata"]["name"], set()).add(pod["metadata"]["uid"])
 
-    with contextlib.closing(KubeWatch(cluster.client, PODS, namespace, on_change=note)) as watch:
+    with contextlib.closing(KubeWatch(scene.cluster.client, PODS, scene.namespace, on_change=note)) as watch:
         assert watch.wait_listed(60)
-        cluster.apply(*(make_job(name, maxReplicas=4, replicas=count) for name, count in wanted.items()))
         for name, count in wanted.items():
-            wait_live(cluster, namespace, name, count)
+            create_job(name, maxReplicas=4, replicas=count)
+        for name, count in wanted.items():
+            wait_live(scene, name, count)
         second.kill()
         for number in range(MOST_ROUNDS):
             if killer.count == KILLS:
@@ -147,17 +139,17 @@ def test_operator_killed_between_calls(
             killer.arm(process, chance.randint(1, 9), after=chance.random() < 0.5)
             name = chance.choice(sorted(wanted))
             wanted[name] = chance.choice([count for count in range(1, 5) if count != wanted[name]])
-            scale(cluster, namespace, name, wanted[name])
+            scale(scene, name, wanted[name])
             if not process.running:
                 process.start()
-            cluster.wait(f"kill {number}", lambda: killer.killed(cluster, namespace, wanted), namespace)
+            scene.wait(f"kill {number}", lambda: killer.killed(scene, wanted))
             process.kill()
         killer.disarm()
         process.start()
         for name, count in wanted.items():
-            wait_live(cluster, namespace, name, count)
-        settled = live_pods(cluster, namespace)
-        cluster.wait("the watch", lambda: set(settled) <= uids.keys())
+            wait_live(scene, name, count)
+        settled = live_pods(scene, *wanted)
+        scene.wait("the watch", lambda: set(settled) <= uids.keys())
     assert killer.count == KILLS, f"in {MOST_ROUNDS} rounds only {killer.count} times a call was left to kill at"
     assert {name: found for name, found in uids.items() if len(found) > 1} == {}, "a name was given twice"
     indexes = [name.rsplit("-", 1)[0] for name in settled]
@@ -184,12 +176,12 @@ class OperatorKiller:
         with self._lock:
             self._process = None
 
-    def killed(self, cluster: Cluster, namespace: str, wanted: dict[str, int]) -> bool:
+    def killed(self, scene: Scene, wanted: dict[str, int]) -> bool:
         """Whether it was; or nothing is left to do, so that no call comes any more."""
         with self._lock:
             if self._process is None:
                 return True
-        return all(len(live_pods(cluster, namespace, name)) == count for name, count in wanted.items())
+        return all(len(live_pods(scene, name)) == count for name, count in wanted.items())
 
     def _look(self, line: str, after: bool) -> None:
         if "watch=" in line or not line.endswith(" edl"):
@@ -206,31 +198,28 @@ class OperatorKiller:
         raise ConnectionError("the operator is dead")
 
 
-def test_missing_resource_definitions(
-    cluster: Cluster, namespace: str, operator: OperatorFactory, proxy: ApiProxy, make_job: MakeJob
-) -> None:
+def test_missing_resource_definitions(scene: Scene, proxy: ApiProxy, create_job: CreateJob) -> None:
     proxy.hidden = "/apis/edl.io"
-    process = operator("--kubeconfig", str(proxy.kubeconfig), "--no-capacity", "--http-port", "0")
+    process = scene.operator("--kubeconfig", str(proxy.kubeconfig), "--no-capacity", "--http-port", "0")
     process.wait_for("install the CRD")
-    process.wait_for("metrics on port ")  # another thread says so
-    port = int(process.text.partition("metrics on port ")[2].split()[0])
+    port = process.metrics_port
     assert ask(port, "/livez") == (200, "ok\n")
     status, text = ask(port, "/readyz")
     assert status == 503
     assert "elasticjobs.edl.io" in text
     proxy.hidden = ""
-    cluster.wait("readiness", lambda: ask(port, "/readyz")[0] == 200, namespace)
-    cluster.apply(make_job("sleepy"))
-    cluster.wait("a worker", lambda: live_pods(cluster, namespace), namespace)
+    scene.wait("readiness", lambda: ask(port, "/readyz")[0] == 200)
+    create_job("sleepy")
+    scene.wait("a worker", lambda: live_pods(scene, "sleepy"))
     proxy.hidden = "/apis/edl.io"
     proxy.go_away()  # so that the watches that are open end, as they do when a CRD is deleted
     proxy.come_back()
-    cluster.wait("unreadiness", lambda: ask(port, "/readyz")[0] == 503, namespace)
+    scene.wait("unreadiness", lambda: ask(port, "/readyz")[0] == 503)
     assert ask(port, "/livez")[0] == 200
     proxy.hidden = ""
-    cluster.apply(make_job("later"))
-    cluster.wait("a worker of the second", lambda: live_pods(cluster, namespace, "later"), namespace)
-    cluster.wait("readiness again", lambda: ask(port, "/readyz")[0] == 200, namespace)
+    create_job("later")
+    scene.wait("a worker of the second", lambda: live_pods(scene, "later"))
+    scene.wait("readiness again", lambda: ask(port, "/readyz")[0] == 200)
 
 
 def ask(port: int, path: str) -> tuple[int, str]:

@@ -17,9 +17,6 @@ from tests.cluster.operator_process import ACCOUNT, install_account, render_char
 from tests.kubernetes.conftest import Person
 from tests.kubernetes.scenarios.scene import Scene
 
-READY_S = 240.0
-RBAC = "rbac.authorization.k8s.io/v1"
-
 
 def test_own_namespace_only(cluster: Cluster, namespace: str, tmp_path: Path) -> None:
     install_account(cluster, namespace, capacity=False)
@@ -56,29 +53,18 @@ def test_rights_are_enough(scene: Scene) -> None:
     template = {"spec": {**scene.pod_template()["spec"], "serviceAccountName": "edl-member"}}
     run = ["--no-python", "/usr/bin/sleep", "1"]
     scene.create_job("first", run, template, maxReplicas=2, ttlSecondsAfterFinished=1)
-    labels = {"app": "adopted"}
-    pod = {"metadata": {"labels": labels}, "spec": scene.pod_template(["/usr/bin/sleep", "600"])["spec"]}
-    deployment = {"replicas": 0, "selector": {"matchLabels": labels}, "template": pod}
+    scene.create_deployment("adopted", scene.pod_template(["/usr/bin/sleep", "600"]))
     target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "adopted"}
     pool = {"scaleTargetRef": target, "scaling": "external", "replicas": 1, "maxReplicas": 2}
     cluster.apply(
-        {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "adopted"}, "spec": deployment},
         {"apiVersion": "edl.io/v1alpha1", "kind": "TeacherPool", "metadata": {"name": "adopting"}, "spec": pool},
         namespace=namespace,
     )
-    cluster.wait(
-        "the job to be deleted after its end",
-        lambda: cluster.get("elasticjobs", "first", namespace) is None,
-        namespace,
-        READY_S,
-    )
+    scene.wait("the job's deletion after its end", lambda: cluster.get("elasticjobs", "first", namespace) is None)
     path = f"/apis/apps/v1/namespaces/{namespace}/deployments/adopted/scale"
-    cluster.wait("the deployment's scale", lambda: cluster.ask(path)["spec"].get("replicas") == 1, namespace, READY_S)
-
-    def list_reasons() -> set[str]:  # events are written by a thread of their own
-        return {event["reason"] for event in cluster.ask(f"/api/v1/namespaces/{namespace}/events")["items"]}
-
-    cluster.wait("the event of the job's end", lambda: "Succeeded" in list_reasons(), namespace)
+    scene.wait("the deployment's scale", lambda: cluster.ask(path)["spec"].get("replicas") == 1)
+    # Events are written by a thread of their own.
+    scene.wait("the event of the job's end", lambda: "Succeeded" in cluster.reasons(namespace))
     assert process.running
     for line in process.text.splitlines():
         if "forbidden" in line.lower() or "403" in line or "not allowed" in line.lower():
@@ -122,18 +108,10 @@ def become(cluster: Cluster, person: Person, namespace: str, role: str) -> None:
     )
     (rules,) = (item["rules"] for item in objects if item["metadata"]["name"] == f"edl-{role}")
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "person"}}
-    added = {"apiVersion": RBAC, "kind": "Role", "metadata": {"name": "edl-people"}, "rules": rules}
-    bindings = [
-        {
-            "apiVersion": RBAC,
-            "kind": "RoleBinding",
-            "metadata": {"name": f"person-{name}"},
-            "subjects": [{"kind": "ServiceAccount", "name": "person", "namespace": namespace}],
-            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": name},
-        }
-        for kind, name in (("ClusterRole", role), ("Role", "edl-people"))
-    ]
-    cluster.apply(account, added, *bindings, namespace=namespace)
+    added = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": {"name": "edl-people"}}
+    cluster.apply(account, {**added, "rules": rules}, namespace=namespace)
+    cluster.bind(namespace, "person", role, "ClusterRole")
+    cluster.bind(namespace, "person", "edl-people")
     user = f"system:serviceaccount:{namespace}:person"
     # The API server hears of roles and bindings by watches of its own: of Kubernetes' rules, and of the added ones.
     cluster.wait("the rights", lambda: cluster.may(user, "list", "pods", namespace), namespace)

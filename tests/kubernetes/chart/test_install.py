@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from edl.discovery import Instance, open_registry
-from tests.cluster.api import Cluster, kubectl_program, run_program
+from tests.cluster.api import Cluster, in_namespace, kubectl_program, run_program
 from tests.cluster.locks import exclusive_lock
 from tests.cluster.machine import ROOT
 from tests.kubernetes.scenarios.scene import Scene
@@ -58,16 +58,13 @@ class Release:
 
     def __init__(self, cluster: Cluster, helm: str, namespace: str, values: Path) -> None:
         self._cluster = cluster
-        self._programs = {"helm": helm, "kubectl": ""}
+        self._helm = helm
         self._namespace = namespace
         self._values = values
 
     def run(self, command: list[str], *options: str) -> str:
         """Run a command of the page."""
-        words = [
-            self._namespace if before == "--namespace" else word
-            for before, word in zip(["", *command], command, strict=False)
-        ]
+        words = in_namespace(command, self._namespace)
         if "image.repository=REGISTRY/edl/operator" in words:
             index = words.index("image.repository=REGISTRY/edl/operator")
             words[index - 1 : index + 1] = ["--values", str(self._values)]
@@ -76,7 +73,7 @@ class Release:
             return self._cluster.kubectl(*words[1:], *options, timeout_s=HELM_S)
         words = [str(ROOT / word) if word == "serving/kube/chart" else word for word in words[1:]]
         kubeconfig = ["--kubeconfig", str(self._cluster.kubeconfig)]
-        return run_program([self._programs["helm"], *words, *kubeconfig, *options], timeout_s=HELM_S)
+        return run_program([self._helm, *words, *kubeconfig, *options], timeout_s=HELM_S)
 
 
 @pytest.fixture
@@ -121,15 +118,9 @@ def _ask_page(cluster: Cluster, path: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _may(cluster: Cluster, namespace: str, verb: str, resource: str) -> bool:
+def _may_list(scene: Scene, resource: str) -> bool:
     """Whether the operator may do so in all namespaces."""
-    return cluster.may(f"system:serviceaccount:{namespace}:edl-operator", verb, resource)
-
-
-def _crd_version(cluster: Cluster, name: str) -> dict[str, Any]:
-    crd = cluster.ask(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}")
-    assert crd is not None, f"{name} is gone"
-    return dict(crd["metadata"].get("annotations", {}))
+    return scene.cluster.may(f"system:serviceaccount:{scene.namespace}:edl-operator", "list", resource)
 
 
 @pytest.mark.parametrize("helm", [4], ids=["helm4"], indirect=True)
@@ -151,25 +142,26 @@ def test_install_upgrade_uninstall(release: Release, scene: Scene) -> None:
     scene.create_job("first", [*SLEEP, "1"], template)
     scene.wait_success("first")
 
-    assert not _may(cluster, namespace, "list", "nodes")
-    assert not _may(cluster, namespace, "list", "pods")
+    assert not _may_list(scene, "nodes")
+    assert not _may_list(scene, "pods")
     release.run(upgrade, "--set", f"capacity.enabled=true,capacity.name=edl-capacity-{namespace}")
     # Here and below, the API server hears of roles and bindings by watches of its own.
-    cluster.wait("rights", lambda: _may(cluster, namespace, "list", "nodes"), namespace)
-    assert not _may(cluster, namespace, "list", "secrets")
+    scene.wait("rights", lambda: _may_list(scene, "nodes"))
+    assert not _may_list(scene, "secrets")
     scene.create_job("second", [*SLEEP, "600"], template)
     scene.wait("the second job's pod", lambda: scene.phase("second") == "Running")
 
     release.run(uninstall)
     for name in CRDS:
-        assert _crd_version(cluster, name)["helm.sh/resource-policy"] == "keep"
-    cluster.wait("no rights", lambda: not _may(cluster, namespace, "list", "nodes"), namespace)
+        crd = cluster.ask(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}")
+        assert crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    scene.wait("no rights", lambda: not _may_list(scene, "nodes"))
     member = f"system:serviceaccount:{namespace}:edl-member"
     assert cluster.may(member, "patch", "leases", namespace, "coordination.k8s.io"), "members still have their store"
     pods = cluster.list_pods(namespace, "edl.io/job=second")
     assert [pod["status"]["phase"] for pod in pods] == ["Running"], "the job goes on without its operator"
     cluster.kubectl("-n", namespace, "delete", "elasticjob", "first", "second", "--wait=true")
-    cluster.wait("no pods", lambda: not cluster.list_pods(namespace), namespace, READY_S)
+    scene.wait("no pods", lambda: not cluster.list_pods(namespace))
     kinds = "deployments,services,rolebindings,roles,poddisruptionbudgets,leases"
     kept = {f"{kind}.rbac.authorization.k8s.io/edl-discovery" for kind in ("role", "rolebinding")}
 
@@ -177,7 +169,7 @@ def test_install_upgrade_uninstall(release: Release, scene: Scene) -> None:
         left = set(cluster.kubectl("-n", namespace, "get", kinds, "-o", "name").split())
         return left - {"lease.coordination.k8s.io/edl-lease-reaper"}
 
-    cluster.wait("nothing else left", lambda: list_left() <= kept, namespace)
+    scene.wait("nothing else left", lambda: list_left() <= kept)
     assert list_left() == kept
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 
 from edl.discovery import Registry, open_registry, open_store
 from edl.errors import DiscoveryError
+from tests.cluster.api import Cluster
 from tests.fast.discovery.conformance.backends import KubernetesBackend, teacher
 from tests.fast.discovery.conformance.suite import LONG_S, RegistrySuite, StoreSuite, seen, seen_values
 from tests.waiting import DEADLINE_S, wait_until
@@ -39,13 +41,8 @@ def service_account(kube: KubernetesBackend, name: str, role: dict[str, Any]) ->
     rbac = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{kube.namespace}"
     kube.cluster.ask(f"{path}/serviceaccounts", "POST", {"metadata": {"name": name}})
     kube.cluster.ask(f"{rbac}/roles", "POST", role | {"metadata": {"name": name}})
-    subject = {"kind": "ServiceAccount", "name": name, "namespace": kube.namespace}
-    reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
-    binding = {"metadata": {"name": name}, "subjects": [subject], "roleRef": reference}
-    kube.cluster.ask(f"{rbac}/rolebindings", "POST", binding)
-    request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"expirationSeconds": 3600}}
-    answer = kube.cluster.ask(f"{path}/serviceaccounts/{name}/token", "POST", request)
-    return {"token": answer["status"]["token"]}
+    kube.cluster.bind(kube.namespace, name, name)
+    return {"token": kube.cluster.make_token(kube.namespace, name)}
 
 
 def url_as(kube: KubernetesBackend, user: dict[str, str], path: Path) -> str:
@@ -113,3 +110,52 @@ def test_outage_ends_nobody(backend: KubernetesBackend, registry: Registry, serv
             assert not stale.lapsed
         wait_until(lambda: not registration.error)
         assert registry.snapshot(service).instances
+
+
+PROGRAM = """
+import time
+from edl.discovery import Instance, open_registry, open_store
+with open_registry("kubernetes://") as registry, open_store("kubernetes://") as store, store.lease(20.0) as lease:
+    registration = registry.register(Instance("digits", "a", "127.0.0.1", 9000), 20.0)
+    store.put("of/lease", b"1", lease)
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_pod_registers_and_leaves(
+    cluster: Cluster, namespace: str, pod_template: Callable[..., dict[str, Any]]
+) -> None:
+    cluster.apply(documented_role(), namespace=namespace)
+    cluster.bind(namespace, "default", "edl-discovery")
+    template = pod_template(["python", "-c", PROGRAM])
+    fields = {"EDL_POD_NAME": "metadata.name", "EDL_POD_UID": "metadata.uid"}
+    own = [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()]
+    container = template["spec"]["containers"][0]
+    container["env"] += own
+    template["spec"]["automountServiceAccountToken"] = True
+    cluster.run_pod(namespace, "teacher", template)
+
+    def objects() -> list[dict[str, Any]]:
+        query = ("configmaps,leases", "-l", "app.kubernetes.io/managed-by=edl", "-o", "json")
+        return list(json.loads(cluster.kubectl("-n", namespace, "get", *query))["items"])
+
+    def kinds() -> list[str]:
+        return sorted(obj["metadata"]["labels"]["edl.io/discovery"] for obj in objects())
+
+    wanted = ["instance", "key", "lease", "lease", "reaper"]
+    cluster.wait("the pod's registration and key", lambda: kinds() == wanted, namespace)
+    path = f"/api/v1/namespaces/{namespace}/pods/teacher"
+    uid = cluster.ask(path)["metadata"]["uid"]
+    leases = {obj["metadata"]["uid"] for obj in objects() if obj["metadata"]["labels"]["edl.io/discovery"] == "lease"}
+    for obj in objects():
+        owners = [owner["uid"] for owner in obj["metadata"].get("ownerReferences") or ()]
+        what = obj["metadata"]["labels"]["edl.io/discovery"]
+        if what in ("instance", "lease"):
+            assert owners == [uid], what
+        elif what == "key":
+            assert set(owners) <= leases
+            assert owners
+    # Killed, not ended: nobody of EDL's is left to clear up.
+    cluster.ask(path, "DELETE", {"gracePeriodSeconds": 0})
+    cluster.wait("nothing of the pod's left", lambda: kinds() in ([], ["reaper"]), namespace, timeout_s=180.0)

@@ -1,4 +1,4 @@
 """Whole stories on the cluster: jobs and pools as resources, and what happens to them.
 
-`programs` has what their pods run, `diary` what these programs wrote down, `scene` what all stories need.
+`programs` has what their pods run, `scene` what all stories need.
 """

@@ -1,12 +1,18 @@
-"""A story's cast: resources in a namespace, the store that they meet at, and what is known of them from outside."""
+"""A story's cast: resources in a namespace, the store that they meet at, and what is known of them from outside.
+
+Programs of a job keep a diary in a file of lines of JSON: kind, at (seconds), pod, pid, and more.
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
+import contextlib
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.cluster.api import Cluster
 from tests.cluster.operator_process import OperatorFactory
@@ -17,23 +23,22 @@ HOST = "10.88.0.1"
 PROGRAMS = Path(__file__).parent / "programs"
 MEMORY = "1Gi"
 """Of a pod with PyTorch: `edl run` takes 370 MB, 200 MB of them shared until the worker's interpreter ends."""
-START_S = 240.0
+START_S = 300.0
 """Until pods run and have imported PyTorch, on a machine that is busy with other tests."""
 END_S = 480.0
 SetGpus = Callable[[str, int], None]
-EDL = (sys.executable, "-m", "edl")
+Entry = dict[str, Any]
 
 
-def start_consul(folder: Path) -> ConsulAgent:
-    """Start an agent that answers this machine and its pods."""
+@contextlib.contextmanager
+def open_consul(folder: Path) -> Iterator[str]:
+    """URL of a real Consul, for this machine and for pods."""
     agent = ConsulAgent(folder, {"client_addr": f"127.0.0.1 {HOST}"})
     agent.start()
-    return agent
-
-
-def consul_url(agent: ConsulAgent) -> str:
-    """The agent's URL, for pods and for this machine."""
-    return f"consul://{HOST}:{agent.http_port}"
+    try:
+        yield f"consul://{HOST}:{agent.http_port}"
+    finally:
+        agent.stop()
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,14 @@ class Scene:
         path = f"/apis/edl.io/v1alpha1/namespaces/{self.namespace}/{kind.lower()}s"
         body = {"apiVersion": "edl.io/v1alpha1", "kind": kind, "metadata": {"name": name}, "spec": spec}
         self.cluster.ask(path, "POST", body)
+
+    def create_deployment(self, name: str, template: Mapping[str, Any]) -> None:
+        """Create a Deployment of no pods yet, whose label `app` is its name."""
+        labels = {"app": name}
+        pod = {"metadata": {"labels": labels}, "spec": template["spec"]}
+        spec = {"replicas": 0, "selector": {"matchLabels": labels}, "template": pod}
+        deployment = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": name}, "spec": spec}
+        self.cluster.apply(deployment, namespace=self.namespace)
 
     def delete_job(self, name: str) -> None:
         """Delete an ElasticJob, and wait until its pods have gone."""
@@ -105,6 +118,67 @@ def is_running(pod: Mapping[str, Any]) -> bool:
     return pod["status"].get("phase") == "Running" and "deletionTimestamp" not in pod["metadata"]
 
 
+def find_condition(resource: Any, kind: str) -> dict[str, Any]:
+    """A resource's condition; {} without."""
+    conditions = (resource or {}).get("status", {}).get("conditions", [])
+    return next((item for item in conditions if item["type"] == kind), {})
+
+
 def node_of(pod: Mapping[str, Any]) -> str:
     """The node that a pod is on; "" for none."""
     return str(pod["spec"].get("nodeName", ""))
+
+
+class Diary:
+    """A file to which all processes of a job append."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def entries(self, kind: str = "", after: float = 0.0) -> list[Entry]:
+        """Entries of a kind, or all, that were written after a time; in the order in which they were written."""
+        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+        # A line that crosses a page of the file may be there by half while it is written.
+        found = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [entry for entry in found if kind in ("", entry["kind"]) and entry["at"] > after]
+
+    def has(self, kind: str, accept: Callable[[Entry], bool] = lambda entry: True, after: float = 0.0) -> bool:
+        """Whether there is an entry of a kind that is accepted."""
+        return any(accept(entry) for entry in self.entries(kind, after))
+
+    def longest_pause(self, kind: str) -> float:
+        """The longest time in seconds between two entries of a kind."""
+        times = [entry["at"] for entry in self.entries(kind)]
+        return max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0)
+
+
+class Life(NamedTuple):
+    """The time in which a process was seen alive."""
+
+    pod: str
+    pid: int
+    begin: float
+    end: float
+
+
+def lives(diary: Diary) -> list[Life]:
+    """The processes of a diary."""
+    times: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for entry in diary.entries():
+        times[entry["pod"], entry["pid"]].append(entry["at"])
+    return [Life(pod, pid, min(seen), max(seen)) for (pod, pid), seen in times.items()]
+
+
+def index_of(pod: str) -> str:
+    """NAME-ROLE-INDEX of NAME-ROLE-INDEX-TRY."""
+    return pod.rpartition("-")[0]
+
+
+def overlaps(found: list[Life]) -> list[tuple[Life, Life]]:
+    """Pairs of processes of one member that were alive at the same time."""
+    ordered = sorted(found, key=lambda life: life.begin)
+    return [
+        (first, second)
+        for first, second in itertools.combinations(ordered, 2)
+        if index_of(first.pod) == index_of(second.pod) and second.begin < first.end
+    ]

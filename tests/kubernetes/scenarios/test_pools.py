@@ -15,7 +15,7 @@ from edl.distill import DistillReader
 from edl.kube.resource_types import PODS
 from edl.kube.watch import KubeWatch
 from tests.cluster.api import MERGE, Cluster, kubectl_program
-from tests.kubernetes.scenarios.scene import Scene, SetGpus, is_running
+from tests.kubernetes.scenarios.scene import Scene, SetGpus, find_condition, is_running
 
 FIRST, SECOND = 2.0, 3.0
 """What teachers multiply by: a label tells which model it is of."""
@@ -134,11 +134,6 @@ class Student:
         assert not self._thread.is_alive()
 
 
-def find_condition(resource: Any, kind: str) -> dict[str, Any]:
-    conditions = resource.get("status", {}).get("conditions", [])
-    return next((item for item in conditions if item["type"] == kind), {})
-
-
 def serve(factor: float) -> list[str]:
     options = [f"scale={factor}", "delay_s=0.05", f"version={factor:.0f}"]
     return ["--factory", "edl.testing.models:echo", *(part for option in options for part in ("--option", option))]
@@ -166,10 +161,6 @@ def wait_ready(scene: Scene, count: int) -> None:
     scene.wait(f"{count} teachers", lambda: read_pool(scene).get("status", {}).get("readyReplicas") == count)
 
 
-def list_reasons(scene: Scene) -> set[str]:
-    return {event["reason"] for event in scene.cluster.ask(f"/api/v1/namespaces/{scene.namespace}/events")["items"]}
-
-
 def test_successors_come_first(scene: Scene, gpus: SetGpus, consul_store: str) -> None:
     """Without `edl-capacity`; then a spec whose image is not there, and back."""
     gpus(scene.cluster.nodes()[0], 3)
@@ -195,20 +186,15 @@ def test_successors_come_first(scene: Scene, gpus: SetGpus, consul_store: str) -
 
         broken = {**template["spec"]["containers"][0], "image": "docker.io/edl/none:1", "imagePullPolicy": "Never"}
         edit(scene, template={"spec": {**template["spec"], "containers": [broken]}})
-        stopped = scene.wait(
-            "the stop",
-            lambda: (
-                found if (found := find_condition(read_pool(scene), "Updated"))["reason"] == "UpdateStopped" else None
-            ),
-        )
-        assert "ErrImageNeverPull" in stopped["message"]
+        scene.wait("the stop", lambda: find_condition(read_pool(scene), "Updated")["reason"] == "UpdateStopped")
+        assert "ErrImageNeverPull" in find_condition(read_pool(scene), "Updated")["message"]
         assert student.read_labels(50) == {SECOND}, "those of the spec before go on"
         edit(scene, template=template)
         wait_updated(scene)
         assert min(state.serving for state in history.states) >= 2, history.states
         student.read_labels(20)
     assert set(history.exit_codes.values()) <= {0}, f"teachers that were replaced have drained: {history.exit_codes}"
-    assert {"Updating", "Updated", "UpdateStopped"} <= list_reasons(scene)
+    assert {"Updating", "Updated", "UpdateStopped"} <= scene.cluster.reasons(scene.namespace)
 
 
 def test_teachers_come_with_a_student(scene: Scene, consul_store: str) -> None:
@@ -232,37 +218,29 @@ def test_borrowed_and_given_back(scene: Scene, gpus: SetGpus, consul_store: str,
     process = scene.operator("--http-port", "0", "--store", consul_store, capacity=capacity)
     spec = {"maxReplicas": 4, "scaling": "external", "replicas": 4, "probeSeconds": 2}
     scene.create_pool("digits", serve(FIRST), scene.pod_template(gpus=1), **spec)
-    labels = {"app": "online"}
-    online = {"metadata": {"labels": labels}, "spec": scene.pod_template(["sleep", "100000"], gpus=1)["spec"]}
+    online = scene.pod_template(["sleep", "100000"], gpus=1)
     online["spec"]["terminationGracePeriodSeconds"] = 0
-    deployment = {"replicas": 0, "selector": {"matchLabels": labels}, "template": online}
-    metadata = {"name": "online", "namespace": namespace}
-    cluster.apply({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": deployment})
-
-    def scale(count: int) -> None:
-        path = f"/apis/apps/v1/namespaces/{namespace}/deployments/online/scale"
-        cluster.ask(path, "PATCH", {"spec": {"replicas": count}}, content_type=MERGE)
-
+    scene.create_deployment("online", online)
     with (
         contextlib.closing(TeacherHistory(cluster, namespace)) as history,
         contextlib.closing(Student(scene, consul_store)) as student,
     ):
         wait_ready(scene, 4)
-        scale(2)
+        cluster.scale(namespace, "online", 2)
         scene.wait(
             "online pods on the teachers' GPUs",
             lambda: sum(is_running(pod) for pod in cluster.list_pods(namespace, "app=online")) == 2,
         )
         scene.wait("two teachers", lambda: read_pool(scene)["status"]["scheduledReplicas"] == 2)
         student.read_labels(50)
-        scale(0)
+        cluster.scale(namespace, "online", 0)
         wait_ready(scene, 4)
         assert student.read_labels(50) == {FIRST}
         assert max(state.waiting for state in history.states) <= 1, "never more than one teacher waits for a node"
     assert set(history.exit_codes.values()) <= {0}, f"every teacher drained: {history.exit_codes}"
-    port = int(process.text.partition("metrics on port ")[2].split()[0])
+    port = process.metrics_port
     scene.wait("the metric of both", lambda: read_metric(port, "edl_give_back_seconds_count") == 2)
-    scene.wait("the events", lambda: {"Grew", "Preempted", "GaveBack"} <= list_reasons(scene))
+    scene.wait("the events", lambda: {"Grew", "Preempted", "GaveBack"} <= cluster.reasons(namespace))
 
 
 def read_metric(port: int, name: str) -> float:

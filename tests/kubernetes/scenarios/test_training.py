@@ -17,9 +17,19 @@ import pytest
 
 from tests.cluster.api import Cluster
 from tests.cluster.machine import KubeMachine
-from tests.kubernetes.scenarios.diary import Diary, index_of, lives, overlaps
-from tests.kubernetes.scenarios.scene import MEMORY, PROGRAMS, Scene, SetGpus, is_running, node_of
-from tests.plugins_kubernetes import StoppableNodes
+from tests.kubernetes.scenarios.scene import (
+    MEMORY,
+    PROGRAMS,
+    START_S,
+    Diary,
+    Scene,
+    SetGpus,
+    index_of,
+    is_running,
+    lives,
+    node_of,
+    overlaps,
+)
 
 LOST_S = 240.0
 """Until a pod on a lost node is replaced: 8 s until the node counts as lost, 30 s of toleration, and a start."""
@@ -32,35 +42,21 @@ UNNOTICED_S = AWAY_S / 2
 class Training:
     """A job that trains until it is told to end."""
 
-    def __init__(
-        self,
-        scene: Scene,
-        folder: Path,
-        name: str = "count",
-        gpus: int = 1,
-        **spec: Any,
-    ) -> None:
+    def __init__(self, scene: Scene, folder: Path, name: str = "count", gpus: int = 1, **spec: Any) -> None:
         self._scene = scene
         self.name = name
         self.diary = Diary(folder / name / "diary.jsonl")
         self._ended = folder / name / "ended"
-        run = [
-            "--nproc-per-node",
-            "1",
-            str(PROGRAMS / "counting.py"),
-            str(self.diary.path),
-            "--until",
-            str(self._ended),
-        ]
+        program = [str(PROGRAMS / "counting.py"), str(self.diary.path), "--until", str(self._ended)]
         template = scene.pod_template(gpus=gpus, memory=MEMORY, writes=[folder / name])
-        scene.create_job(name, run, template, **spec)
+        scene.create_job(name, ["--nproc-per-node", "1", *program], template, **spec)
 
-    def wait_world(self, count: int, after: float = 0.0, timeout_s: float | None = None) -> float:
+    def wait_world(self, count: int, after: float = 0.0, timeout_s: float = START_S) -> float:
         """Wait for a step by so many workers after a time, and return when it was."""
         self._scene.wait(
             f"training by {count} workers",
             lambda: self.diary.has("step", lambda step: step["world"] == count, after),
-            *([timeout_s] if timeout_s is not None else []),
+            timeout_s,
         )
         return next(float(step["at"]) for step in self.diary.entries("step", after) if step["world"] == count)
 
@@ -105,7 +101,7 @@ def test_preempted_job_shrinks_and_grows(
         cluster.run_pod(namespace, name, online)
     scene.wait(
         "online pods on the job's GPUs",
-        lambda: all(cluster.pod_phase(namespace, name) == "Running" for name in names),
+        lambda: {pod["metadata"]["name"] for pod in cluster.list_pods(namespace) if is_running(pod)} >= set(names),
     )
     training.wait_world(1, after=training.diary.entries()[-1]["at"])
     scene.wait_running("count", 1)
@@ -118,7 +114,7 @@ def test_preempted_job_shrinks_and_grows(
 
 
 def test_job_goes_on_without_its_node(
-    scene: Scene, gpus: SetGpus, stoppable_nodes: StoppableNodes, consul_store: str, tmp_path: Path
+    scene: Scene, gpus: SetGpus, stoppable_nodes: KubeMachine, consul_store: str, tmp_path: Path
 ) -> None:
     """It shrinks to what is left, grows on the other node, and when the node is back nothing runs twice."""
     home, other = scene.cluster.nodes()
@@ -131,7 +127,7 @@ def test_job_goes_on_without_its_node(
     (lost,) = (pod["metadata"]["name"] for pod in scene.pods("count") if node_of(pod) == other and is_running(pod))
     gpus(home, 2)  # room for its successor
 
-    stoppable_nodes.stop(other)
+    stoppable_nodes.stop_node(other)
     stopped = time.time()
     alone = training.wait_world(1, after=stopped)
     # Not after `stopped`: of a step that both had computed by then, the one that is left writes a moment later.
@@ -143,7 +139,7 @@ def test_job_goes_on_without_its_node(
 
     (successor,) = scene.wait("its pod", find_successor)
     assert node_of(successor) == home
-    stoppable_nodes.start(other)
+    stoppable_nodes.start_node(other)
     scene.wait("the end of the lost pod", lambda: lost not in [pod["metadata"]["name"] for pod in scene.pods("count")])
     training.wait_world(2, after=time.time() + 5)
     training.finish()
@@ -154,7 +150,7 @@ def test_job_goes_on_without_its_node(
 
 
 def test_running_jobs_do_not_notice(
-    scene: Scene, stoppable_nodes: StoppableNodes, machine: KubeMachine, consul_store: str, tmp_path: Path
+    scene: Scene, stoppable_nodes: KubeMachine, consul_store: str, tmp_path: Path
 ) -> None:
     """For 30 s the API server answers nobody in the cluster: the same processes go on, step by step.
 
@@ -169,11 +165,11 @@ def test_running_jobs_do_not_notice(
     workers = {job.name: scene.wait_running(job.name, 2) for job in jobs}
 
     away = threading.Event()
-    machine.stop_api_server()  # with `stoppable_nodes`, no other test has one meanwhile
+    stoppable_nodes.stop_api_server()
     try:
         away.wait(AWAY_S)
     finally:
-        machine.continue_api_server()
+        stoppable_nodes.continue_api_server()
     back = time.time()
     for job in jobs:
         scene.wait("training afterwards", lambda job=job: job.diary.has("step", after=back + 10))  # type: ignore[misc]

@@ -6,12 +6,10 @@ The protocol is JSON over two pipes (`--remote-debugging-pipe`), a NUL behind ea
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import json
 import os
 import select
-import shutil
 import subprocess
 import time
 from collections import deque
@@ -21,10 +19,9 @@ from typing import Any
 
 import pytest
 
-from tests.servers import ROOT, lack
+from tests.servers import find_program
 
 ANSWER_S = 60.0
-PROGRAMS = ("chromium", "chromium-headless-shell", "chromium-browser", "google-chrome")
 OPTIONS = (
     "--headless",
     "--no-sandbox",  # tests run as root in containers, and look at no page of others
@@ -32,27 +29,10 @@ OPTIONS = (
     "--disable-dev-shm-usage",
     "--disable-background-networking",
     "--disable-component-update",
-    "--disable-domain-reliability",
-    "--disable-sync",
     "--hide-scrollbars",
-    "--mute-audio",
-    "--no-default-browser-check",
     "--no-first-run",
     "--no-proxy-server",
 )
-
-
-def chromium_binary() -> str:
-    """The browser's program; skips the test without it, and fails it in CI."""
-    fetched = ROOT / ".tools/chromium/bin/chromium"
-    found = str(fetched) if fetched.exists() else next(filter(None, map(shutil.which, PROGRAMS)), None)
-    return found or lack("no Chromium is at .tools/chromium/bin/chromium or on PATH: tools/chromium.sh fetches it")
-
-
-def _moved_up(descriptor: int) -> int:
-    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 10)
-    os.close(descriptor)
-    return moved
 
 
 class Browser:
@@ -63,29 +43,24 @@ class Browser:
     """
 
     def __init__(self, folder: Path) -> None:
-        binary = chromium_binary()
+        binary = find_program("chromium", "chromium/bin")
         folder.mkdir(parents=True, exist_ok=True)
-        command_in, self._out = os.pipe()
-        self._in, command_out = os.pipe()
         self._numbers = itertools.count(1)
         self._answers: dict[int, dict[str, Any]] = {}
         self._pages: dict[str, Page] = {}
         self._rest = b""
         self._log = folder / "log"
-        # Chromium reads from 3 and writes to 4. Numbers above these, so that neither is moved over the other.
-        command_in, command_out = _moved_up(command_in), _moved_up(command_out)
-        moved = f"exec 3<&{command_in} 4>&{command_out} {command_in}<&- {command_out}>&-"
         home = {"HOME": str(folder), "XDG_CACHE_HOME": str(folder)}
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                ["bash", "-c", f"{moved}; exec \"$@\"", "bash",
+            self._process = subprocess.Popen(  # Chromium reads from 3 and writes to 4
+                ["bash", "-c", "exec \"$@\" 3<&0 4>&1 0</dev/null 1>&2", "bash",
                  binary, *OPTIONS, "--remote-debugging-pipe", f"--user-data-dir={folder / 'profile'}", "about:blank"],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(command_in, command_out),
+                bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
                 env={"PATH": os.environ.get("PATH", ""), "TZ": "UTC", **home},
-                start_new_session=True,
             )  # fmt: skip
-        os.close(command_in)
-        os.close(command_out)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._out, self._in = self._process.stdin.fileno(), self._process.stdout.fileno()
 
     def call(self, method: str, session: str = "", **parameters: Any) -> dict[str, Any]:
         """Return the result of a command.
@@ -139,11 +114,8 @@ class Browser:
 
     def close(self) -> None:
         """Kill it, and what it started."""
-        with contextlib.suppress(ProcessLookupError):
+        with self._process, contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, 9)
-        self._process.wait(ANSWER_S)
-        os.close(self._in)
-        os.close(self._out)
 
 
 class Page:

@@ -225,7 +225,7 @@ def kubernetes(now: float = NOW) -> dict[str, Any]:
     refused = condition("Accepted", "MinAboveMax", MIN_ABOVE_MAX, now - 9.0, "False")
     growing = condition("Growing", "NoIdleCapacity", NO_GPU, now - 100.0, "False")
     answers = condition("Ready", "Ready", "2 teachers answer", now - 300.0)
-    unknown = dict.fromkeys(("ready", "replicas", "wanted", "progress", "started"))
+    unknown: dict[str, Any] = dict.fromkeys(("ready", "replicas", "wanted", "progress", "started"))
     jobs = [
         workload("first", now=now, members=members, message="3 of 4 workers are ready"),
         workload("new", "", now=now, conditions=[], **unknown),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.soak.data import SERVICES, labels_of
-from tests.soak.verdict import Counts, EpochRecord, Outcome, RowCheck, count, growth_of
+from tests.soak.verdict import SERVICES, Counts, EpochRecord, Outcome, RowCheck, count, growth_of, labels_of
 
 SMALL = SERVICES["small"]
 MIB = 1 << 20

@@ -23,8 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.plugins_consul import ConsulAgent
-from tests.soak.faults import all_faults, schedule
-from tests.soak.fleet import ROOT, RunningStudent, RunningTeacher, leftovers, read_journal
+from tests.soak.fleet import ROOT, RunningStudent, RunningTeacher, all_faults, leftovers, read_journal, schedule
 from tests.soak.student import StudentSpec
 from tests.soak.verdict import Outcome, count, growth_of, text_of, write_report
 from tests.waiting import wait_until
@@ -160,7 +159,7 @@ class Soak:
         faults = all_faults(self._teachers, self._students, self._registry, self._disks, self._consul)
         plan = schedule(faults, self._random, _EVERY_S)
         fault, after_s, lasts_s = next(plan)
-        due, sample_due, say_due = time.monotonic() + after_s, 0.0, time.monotonic() + 60
+        due, sample_due = time.monotonic() + after_s, 0.0
         try:
             while (now := time.monotonic()) < end:
                 for name in [name for name, (_, until) in active.items() if now >= until]:
@@ -176,10 +175,6 @@ class Soak:
                 if now >= sample_due:
                     sample_due = now + _SAMPLE_EVERY_S
                     self._look(active)
-                if now >= say_due:
-                    say_due = now + 60
-                    hung = sum(len(student.hangs) for student in self._students)
-                    print(f"{(end - now) / 60:.0f} min left: {sum(done.values())} faults, hung: {hung}", flush=True)
                 time.sleep(0.05)
         finally:
             for undo, _ in active.values():

@@ -28,8 +28,7 @@ from edl.distill import DistillReader, Teachers
 from edl.distill.cache import SoftLabelCache
 from edl.distill.options import Options
 from edl.errors import EDLError
-from tests.soak.data import SERVICES, Array, labels_of, rows_of
-from tests.soak.verdict import EpochRecord, RowCheck
+from tests.soak.verdict import SERVICES, Array, EpochRecord, RowCheck, labels_of, rows_of
 
 _TEACHER_TIMEOUT_S = 60.0  # longer than any fault lasts, so that `NoTeacherError` is a failure
 _MEMORY_BYTES = 8 << 20  # a small bound, so that it is in force

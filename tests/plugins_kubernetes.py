@@ -116,9 +116,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         with exclusive_lock("up"):
             machine.up()
             stack.enter_context(shared_lock("use"))
-            root = folder / "image"
-            pods.make_root(root)
-            image = machine.load_image(root)
+            image = machine.load_image(pods.make_root(folder / "image"))
             machine.write_kubeconfig(folder / "kubeconfig.json")
             found = Cluster(folder / "kubeconfig.json", machine, image)
             stack.callback(found.close)
@@ -233,10 +231,7 @@ def namespace(request: pytest.FixtureRequest, cluster: Cluster, _cluster_lock: N
     metadata = {"name": name, "labels": {PROCESS_LABEL: str(os.getpid())}}
     cluster.ask("/api/v1/namespaces", "POST", {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
     try:
-        cluster.wait(
-            "the namespace's service account and its token",
-            lambda: takes_pods(cluster, name),
-        )
+        cluster.wait("the namespace's service account and its token", lambda: takes_pods(cluster, name))
         request.node.stash.setdefault(DESCRIPTIONS, {})["Kubernetes"] = lambda: cluster.describe(name)
         yield name
     finally:

@@ -51,8 +51,7 @@ def open_stage(gpus_per_node: int = 0) -> Iterator[Stage]:
         with exclusive_lock("up"):
             machine.up()
             stack.enter_context(shared_lock("use"))
-            pods.make_root(folder / "image")
-            image = machine.load_image(folder / "image")
+            image = machine.load_image(pods.make_root(folder / "image"))
             machine.write_kubeconfig(folder / "kubeconfig.json")
             cluster = Cluster(folder / "kubeconfig.json", machine, image)
             stack.callback(cluster.close)

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 from tests.cluster.api import Cluster, helm_program, run_program
@@ -72,11 +74,15 @@ class OperatorProcess:
         """All that it has printed."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
-    @property
-    def metrics_port(self) -> int:
-        """The port of its metrics, which it has printed."""
+    def ask(self, path: str) -> tuple[int, str]:
+        """Status and text of a page on the port of its metrics, which it has printed."""
         self.wait_for("metrics on port ")
-        return int(self.text.partition("metrics on port ")[2].split()[0])
+        port = int(self.text.partition("metrics on port ")[2].split()[0])
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as exc:
+            return exc.code, exc.read().decode()
 
     def wait_for(self, text: str) -> None:
         """Wait until it has printed a text."""

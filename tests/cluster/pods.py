@@ -19,8 +19,8 @@ NO_DNS = {
 SYSTEM = ("/usr", "/etc/alternatives")
 
 
-def make_root(folder: Path) -> None:
-    """Fill an image's folder: places to mount at, and users."""
+def make_root(folder: Path) -> Path:
+    """Fill an image's folder, and return it: places to mount at, and users."""
     for name in ("usr", "root", "tmp", "etc", "proc", "sys", "dev", "var", "run"):
         (folder / name).mkdir(mode=0o755, parents=True)
     (folder / "tmp").chmod(0o1777)
@@ -30,6 +30,7 @@ def make_root(folder: Path) -> None:
     (folder / "etc/passwd").write_text(f"root:x:0:0:root:/root:/bin/sh\nnonroot:x:{USER}:{USER}:nonroot:/tmp:/bin/sh\n")
     (folder / "etc/group").write_text(f"root:x:0:\nnonroot:x:{USER}:\n")
     (folder / "etc/nsswitch.conf").write_text("hosts: files dns\n")
+    return folder
 
 
 def _links(path: Path) -> Iterable[Path]:

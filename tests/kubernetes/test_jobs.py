@@ -1,4 +1,4 @@
-"""Ends of real workers and masters under `edl run`, and what the operator makes of them."""
+"""Ends of real workers and masters under `edl run`, and of whole jobs and pools: what is deleted leaves nothing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from edl.discovery import open_registry, open_store
 from edl.master.naming import election_key
 from edl.master.reports import read_report
 from tests.kubernetes.scenarios.scene import PROGRAMS, Scene
+
+KINDS = "pods,services,configmaps,persistentvolumeclaims,leases,poddisruptionbudgets,elasticjobs,teacherpools"
 
 
 def test_more_memory_after_a_kill(scene: Scene, consul_store: str) -> None:
@@ -57,13 +59,6 @@ def test_master_is_replaced(scene: Scene, consul_store: str) -> None:
     assert scene.status("job")["members"]["worker-0"]["try"] == 0, "workers do not notice"
 
 
-REPORTED_S = 240.0
-
-"""A kubelet of 1.20 reports a pod's end a minute late at times; its processes have ended long before."""
-
-KINDS = "pods,services,configmaps,persistentvolumeclaims,leases,poddisruptionbudgets,elasticjobs,teacherpools"
-
-
 def list_all(scene: Scene) -> set[str]:
     """Names of all objects of a namespace that somebody of EDL's may have made."""
     return set(scene.cluster.kubectl("-n", scene.namespace, "get", KINDS, "-o", "name").split())
@@ -104,12 +99,12 @@ def test_deletion_leaves_nothing(scene: Scene, consul_store: str) -> None:
     cluster.kubectl("-n", namespace, "delete", "elasticjob/job", "teacherpool/pool", "--wait=true")
     scene.wait("no process", lambda: not count_processes(scene))
     scene.wait("no registration", lambda: not count_registered())
-    scene.wait("nothing left", lambda: list_all(scene) == before, REPORTED_S)
+    scene.wait("nothing left", lambda: list_all(scene) == before)
 
     create()
     process.kill()
     path = f"/api/v1/namespaces/{namespace}"
     cluster.ask(path, "DELETE")
-    cluster.wait("no process", lambda: not count_processes(scene), timeout_s=REPORTED_S)
-    cluster.wait("no registration", lambda: not count_registered(), timeout_s=REPORTED_S)
-    cluster.wait("the namespace's end", lambda: cluster.ask(path) is None, timeout_s=REPORTED_S)
+    scene.wait("no process", lambda: not count_processes(scene))
+    scene.wait("no registration", lambda: not count_registered())
+    scene.wait("the namespace's end", lambda: cluster.ask(path) is None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from edl.cli.kube.submission.files import dump_manifests, read_manifests
 from edl.cli.kube.submission.manifests import make_submission
 from edl.cli.kube.submission.options import SubmitOptions
-from tests.cluster.api import kubectl_program
+from tests.cluster.api import kubectl_program, run_program
 from tests.fast.cli.kube.test_submission import ODD_TEXTS
 
 SPELLED = (
@@ -26,12 +25,8 @@ def read_by_kubectl(text: str) -> Any:
     """What kubectl makes of a manifest, without a cluster."""
     if not (program := kubectl_program()):
         pytest.skip("kubectl is neither in .tools/helm nor on PATH: tools/kubernetes.sh fetches it")
-    command = [program, "label", "--local", "-f", "-", "-o", "json", "a=b"]
-    done = subprocess.run(
-        command, input=text, capture_output=True, text=True, timeout=60, check=False, env={"KUBECONFIG": "/nonexistent"}
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    command = [program, "--kubeconfig", "/dev/null", "label", "--local", "-f", "-", "-o", "json", "a=b"]
+    return json.loads(run_program(command, text))
 
 
 def test_files_are_read_as_by_kubectl(tmp_path: Path) -> None:

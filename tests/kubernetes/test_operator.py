@@ -6,8 +6,6 @@ import contextlib
 import json
 import random
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -144,7 +142,7 @@ def test_operator_killed_between_calls(scene: Scene, proxy: ApiProxy, create_job
                 process.start()
             scene.wait(f"kill {number}", lambda: killer.killed(scene, wanted))
             process.kill()
-        killer.disarm()
+        killer.arm(None, 0, after=False)
         process.start()
         for name, count in wanted.items():
             wait_live(scene, name, count)
@@ -168,13 +166,9 @@ class OperatorKiller:
         proxy.before = lambda line: self._look(line, False)
         proxy.after = lambda line: self._look(line, True)
 
-    def arm(self, process: OperatorProcess, calls: int, *, after: bool) -> None:
+    def arm(self, process: OperatorProcess | None, calls: int, *, after: bool) -> None:
         with self._lock:
             self._process, self._left, self._after = process, calls, after
-
-    def disarm(self) -> None:
-        with self._lock:
-            self._process = None
 
     def killed(self, scene: Scene, wanted: dict[str, int]) -> bool:
         """Whether it was; or nothing is left to do, so that no call comes any more."""
@@ -202,29 +196,20 @@ def test_missing_resource_definitions(scene: Scene, proxy: ApiProxy, create_job:
     proxy.hidden = "/apis/edl.io"
     process = scene.operator("--kubeconfig", str(proxy.kubeconfig), "--no-capacity", "--http-port", "0")
     process.wait_for("install the CRD")
-    port = process.metrics_port
-    assert ask(port, "/livez") == (200, "ok\n")
-    status, text = ask(port, "/readyz")
+    assert process.ask("/livez") == (200, "ok\n")
+    status, text = process.ask("/readyz")
     assert status == 503
     assert "elasticjobs.edl.io" in text
     proxy.hidden = ""
-    scene.wait("readiness", lambda: ask(port, "/readyz")[0] == 200)
+    scene.wait("readiness", lambda: process.ask("/readyz")[0] == 200)
     create_job("sleepy")
     scene.wait("a worker", lambda: live_pods(scene, "sleepy"))
     proxy.hidden = "/apis/edl.io"
     proxy.go_away()  # so that the watches that are open end, as they do when a CRD is deleted
     proxy.come_back()
-    scene.wait("unreadiness", lambda: ask(port, "/readyz")[0] == 503)
-    assert ask(port, "/livez")[0] == 200
+    scene.wait("unreadiness", lambda: process.ask("/readyz")[0] == 503)
+    assert process.ask("/livez")[0] == 200
     proxy.hidden = ""
     create_job("later")
     scene.wait("a worker of the second", lambda: live_pods(scene, "later"))
-    scene.wait("readiness again", lambda: ask(port, "/readyz")[0] == 200)
-
-
-def ask(port: int, path: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as exc:
-        return exc.code, exc.read().decode()
+    scene.wait("readiness again", lambda: process.ask("/readyz")[0] == 200)

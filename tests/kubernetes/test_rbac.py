@@ -55,11 +55,8 @@ def test_rights_are_enough(scene: Scene) -> None:
     scene.create_job("first", run, template, maxReplicas=2, ttlSecondsAfterFinished=1)
     scene.create_deployment("adopted", scene.pod_template(["/usr/bin/sleep", "600"]))
     target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "adopted"}
-    pool = {"scaleTargetRef": target, "scaling": "external", "replicas": 1, "maxReplicas": 2}
-    cluster.apply(
-        {"apiVersion": "edl.io/v1alpha1", "kind": "TeacherPool", "metadata": {"name": "adopting"}, "spec": pool},
-        namespace=namespace,
-    )
+    pool = {"scaling": "external", "replicas": 1, "maxReplicas": 2}
+    scene.create("TeacherPool", "adopting", scaleTargetRef=target, **pool)
     scene.wait("the job's deletion after its end", lambda: cluster.get("elasticjobs", "first", namespace) is None)
     path = f"/apis/apps/v1/namespaces/{namespace}/deployments/adopted/scale"
     scene.wait("the deployment's scale", lambda: cluster.ask(path)["spec"].get("replicas") == 1)

@@ -17,6 +17,15 @@ from tests.fast.discovery.conformance.backends import KubernetesBackend, teacher
 from tests.fast.discovery.conformance.suite import LONG_S, RegistrySuite, StoreSuite, seen, seen_values
 from tests.waiting import DEADLINE_S, wait_until
 
+PROGRAM = """
+import time
+from edl.discovery import Instance, open_registry, open_store
+with open_registry("kubernetes://") as registry, open_store("kubernetes://") as store, store.lease(20.0) as lease:
+    registration = registry.register(Instance("digits", "a", "127.0.0.1", 9000), 20.0)
+    store.put("of/lease", b"1", lease)
+    print("ready", flush=True)
+    time.sleep(600)
+"""
 DOCS = Path(__file__).parents[3] / "docs/discovery.md"
 
 
@@ -112,45 +121,35 @@ def test_outage_ends_nobody(backend: KubernetesBackend, registry: Registry, serv
         assert registry.snapshot(service).instances
 
 
-PROGRAM = """
-import time
-from edl.discovery import Instance, open_registry, open_store
-with open_registry("kubernetes://") as registry, open_store("kubernetes://") as store, store.lease(20.0) as lease:
-    registration = registry.register(Instance("digits", "a", "127.0.0.1", 9000), 20.0)
-    store.put("of/lease", b"1", lease)
-    print("ready", flush=True)
-    time.sleep(600)
-"""
-
-
 def test_pod_registers_and_leaves(
     cluster: Cluster, namespace: str, pod_template: Callable[..., dict[str, Any]]
 ) -> None:
+    """A pod's own rights and namespace are all that `kubernetes://` needs, and what it makes goes with the pod."""
     cluster.apply(documented_role(), namespace=namespace)
     cluster.bind(namespace, "default", "edl-discovery")
     template = pod_template(["python", "-c", PROGRAM])
     fields = {"EDL_POD_NAME": "metadata.name", "EDL_POD_UID": "metadata.uid"}
     own = [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in fields.items()]
-    container = template["spec"]["containers"][0]
-    container["env"] += own
+    template["spec"]["containers"][0]["env"] += own
     template["spec"]["automountServiceAccountToken"] = True
     cluster.run_pod(namespace, "teacher", template)
 
-    def objects() -> list[dict[str, Any]]:
+    def objects() -> list[tuple[str, dict[str, Any]]]:
+        """What each is, and its metadata."""
         query = ("configmaps,leases", "-l", "app.kubernetes.io/managed-by=edl", "-o", "json")
-        return list(json.loads(cluster.kubectl("-n", namespace, "get", *query))["items"])
+        found = [item["metadata"] for item in json.loads(cluster.kubectl("-n", namespace, "get", *query))["items"]]
+        return [(metadata["labels"]["edl.io/discovery"], metadata) for metadata in found]
 
     def kinds() -> list[str]:
-        return sorted(obj["metadata"]["labels"]["edl.io/discovery"] for obj in objects())
+        return sorted(what for what, _ in objects())
 
     wanted = ["instance", "key", "lease", "lease", "reaper"]
     cluster.wait("the pod's registration and key", lambda: kinds() == wanted, namespace)
     path = f"/api/v1/namespaces/{namespace}/pods/teacher"
     uid = cluster.ask(path)["metadata"]["uid"]
-    leases = {obj["metadata"]["uid"] for obj in objects() if obj["metadata"]["labels"]["edl.io/discovery"] == "lease"}
-    for obj in objects():
-        owners = [owner["uid"] for owner in obj["metadata"].get("ownerReferences") or ()]
-        what = obj["metadata"]["labels"]["edl.io/discovery"]
+    leases = {metadata["uid"] for what, metadata in objects() if what == "lease"}
+    for what, metadata in objects():
+        owners = [owner["uid"] for owner in metadata.get("ownerReferences") or ()]
         if what in ("instance", "lease"):
             assert owners == [uid], what
         elif what == "key":

@@ -52,13 +52,14 @@ class Scene:
 
     def create_job(self, name: str, run: list[str], template: Mapping[str, Any], **spec: Any) -> None:
         """Create an ElasticJob."""
-        self._create("ElasticJob", name, {"run": run, "template": template, **spec})
+        self.create("ElasticJob", name, run=run, template=template, **spec)
 
     def create_pool(self, name: str, serve: list[str], template: Mapping[str, Any], **spec: Any) -> None:
         """Create a TeacherPool."""
-        self._create("TeacherPool", name, {"serve": serve, "template": template, **spec})
+        self.create("TeacherPool", name, serve=serve, template=template, **spec)
 
-    def _create(self, kind: str, name: str, spec: Mapping[str, Any]) -> None:
+    def create(self, kind: str, name: str, **spec: Any) -> None:
+        """Create a resource of EDL's."""
         path = f"/apis/edl.io/v1alpha1/namespaces/{self.namespace}/{kind.lower()}s"
         body = {"apiVersion": "edl.io/v1alpha1", "kind": kind, "metadata": {"name": name}, "spec": spec}
         self.cluster.ask(path, "POST", body)
@@ -124,9 +125,18 @@ def find_condition(resource: Any, kind: str) -> dict[str, Any]:
     return next((item for item in conditions if item["type"] == kind), {})
 
 
-def node_of(pod: Mapping[str, Any]) -> str:
-    """The node that a pod is on; "" for none."""
-    return str(pod["spec"].get("nodeName", ""))
+def index_of(pod: str) -> str:
+    """NAME-ROLE-INDEX of NAME-ROLE-INDEX-TRY."""
+    return pod.rpartition("-")[0]
+
+
+class Life(NamedTuple):
+    """The time in which a process was seen alive."""
+
+    pod: str
+    pid: int
+    begin: float
+    end: float
 
 
 class Diary:
@@ -151,34 +161,18 @@ class Diary:
         times = [entry["at"] for entry in self.entries(kind)]
         return max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0)
 
+    def lives(self) -> list[Life]:
+        """The processes that wrote, in the order in which they began."""
+        times: dict[tuple[str, int], list[float]] = defaultdict(list)
+        for entry in self.entries():
+            times[entry["pod"], entry["pid"]].append(entry["at"])
+        found = [Life(pod, pid, min(seen), max(seen)) for (pod, pid), seen in times.items()]
+        return sorted(found, key=lambda life: life.begin)
 
-class Life(NamedTuple):
-    """The time in which a process was seen alive."""
-
-    pod: str
-    pid: int
-    begin: float
-    end: float
-
-
-def lives(diary: Diary) -> list[Life]:
-    """The processes of a diary."""
-    times: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for entry in diary.entries():
-        times[entry["pod"], entry["pid"]].append(entry["at"])
-    return [Life(pod, pid, min(seen), max(seen)) for (pod, pid), seen in times.items()]
-
-
-def index_of(pod: str) -> str:
-    """NAME-ROLE-INDEX of NAME-ROLE-INDEX-TRY."""
-    return pod.rpartition("-")[0]
-
-
-def overlaps(found: list[Life]) -> list[tuple[Life, Life]]:
-    """Pairs of processes of one member that were alive at the same time."""
-    ordered = sorted(found, key=lambda life: life.begin)
-    return [
-        (first, second)
-        for first, second in itertools.combinations(ordered, 2)
-        if index_of(first.pod) == index_of(second.pod) and second.begin < first.end
-    ]
+    def overlaps(self) -> list[tuple[Life, Life]]:
+        """Pairs of processes of one member that were alive at the same time."""
+        return [
+            (first, second)
+            for first, second in itertools.combinations(self.lives(), 2)
+            if index_of(first.pod) == index_of(second.pod) and second.begin < first.end
+        ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from edl.distill import DistillReader
 from edl.kube.resource_types import PODS
 from edl.kube.watch import KubeWatch
 from tests.cluster.api import MERGE, Cluster, kubectl_program
+from tests.cluster.operator_process import OperatorProcess
 from tests.kubernetes.scenarios.scene import Scene, SetGpus, find_condition, is_running
 
 FIRST, SECOND = 2.0, 3.0
@@ -90,21 +91,17 @@ class Student:
         self._scene = scene
         self._store = store
         self._stop = threading.Event()
-        self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._read)
-        self._thread.start()
+        self._threads = ThreadPoolExecutor(1)
+        self._end = self._threads.submit(self._read)
 
     def _read(self) -> None:
-        try:
-            with DistillReader(ins=["x"], predicts=["y"]) as reader:
-                reader.set_dynamic_teacher(self._store, "digits")
-                reader.set_batch_generator(self._batches)
-                for number, (x, y) in enumerate(reader(), start=1):
-                    assert x[0, 0] == number, "a batch is lost, repeated or out of order"
-                    (factor,) = set((y / x).ravel().tolist())
-                    self.labels.append(factor)
-        except BaseException as exc:  # noqa: BLE001 - raised again by `check`
-            self._failure = exc
+        with DistillReader(ins=["x"], predicts=["y"]) as reader:
+            reader.set_dynamic_teacher(self._store, "digits")
+            reader.set_batch_generator(self._batches)
+            for number, (x, y) in enumerate(reader(), start=1):
+                assert x[0, 0] == number, "a batch is lost, repeated or out of order"
+                (factor,) = set((y / x).ravel().tolist())
+                self.labels.append(factor)
 
     def _batches(self) -> Iterator[tuple[Any]]:
         number = 0
@@ -112,16 +109,13 @@ class Student:
             number += 1
             yield (np.full((2, 4), number, np.float32),)
 
-    def check(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
     def read_labels(self, more: int) -> set[float]:
         """Wait for so many labels more, and return of which models they are."""
         before = len(self.labels)
 
         def has_more() -> bool:
-            self.check()
+            if self._end.done():
+                self._end.result()
             return len(self.labels) >= before + more
 
         self._scene.wait(f"{more} labels more", has_more)
@@ -129,9 +123,8 @@ class Student:
 
     def close(self) -> None:
         self._stop.set()
-        self._thread.join(60)
-        self.check()
-        assert not self._thread.is_alive()
+        self._end.result(60)
+        self._threads.shutdown()
 
 
 def serve(factor: float) -> list[str]:
@@ -238,12 +231,10 @@ def test_borrowed_and_given_back(scene: Scene, gpus: SetGpus, consul_store: str,
         assert student.read_labels(50) == {FIRST}
         assert max(state.waiting for state in history.states) <= 1, "never more than one teacher waits for a node"
     assert set(history.exit_codes.values()) <= {0}, f"every teacher drained: {history.exit_codes}"
-    port = process.metrics_port
-    scene.wait("the metric of both", lambda: read_metric(port, "edl_give_back_seconds_count") == 2)
+    scene.wait("the metric of both", lambda: read_metric(process, "edl_give_back_seconds_count") == 2)
     scene.wait("the events", lambda: {"Grew", "Preempted", "GaveBack"} <= cluster.reasons(namespace))
 
 
-def read_metric(port: int, name: str) -> float:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as page:
-        lines = page.read().decode().splitlines()
+def read_metric(process: OperatorProcess, name: str) -> float:
+    lines = process.ask("/metrics")[1].splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))

@@ -17,19 +17,7 @@ import pytest
 
 from tests.cluster.api import Cluster
 from tests.cluster.machine import KubeMachine
-from tests.kubernetes.scenarios.scene import (
-    MEMORY,
-    PROGRAMS,
-    START_S,
-    Diary,
-    Scene,
-    SetGpus,
-    index_of,
-    is_running,
-    lives,
-    node_of,
-    overlaps,
-)
+from tests.kubernetes.scenarios.scene import MEMORY, PROGRAMS, START_S, Diary, Scene, SetGpus, index_of, is_running
 
 LOST_S = 240.0
 """Until a pod on a lost node is replaced: 8 s until the node counts as lost, 30 s of toleration, and a start."""
@@ -47,7 +35,7 @@ class Training:
         self.name = name
         self.diary = Diary(folder / name / "diary.jsonl")
         self._ended = folder / name / "ended"
-        program = [str(PROGRAMS / "counting.py"), str(self.diary.path), "--until", str(self._ended)]
+        program = [str(PROGRAMS / "counting.py"), str(self.diary.path), str(self._ended)]
         template = scene.pod_template(gpus=gpus, memory=MEMORY, writes=[folder / name])
         scene.create_job(name, ["--nproc-per-node", "1", *program], template, **spec)
 
@@ -66,7 +54,7 @@ class Training:
         self._scene.wait_success(self.name)
         (end,) = self.diary.entries("end")
         assert end["least"] == end["most"] == end["epochs"], f"rows lost or repeated: {end}"
-        assert overlaps(lives(self.diary)) == [], "two processes of a member were alive at the same time"
+        assert self.diary.overlaps() == [], "two processes of a member were alive at the same time"
 
 
 @pytest.fixture
@@ -124,7 +112,9 @@ def test_job_goes_on_without_its_node(
     training = Training(scene, tmp_path, minReplicas=1, maxReplicas=2)
     training.wait_world(2)
     scene.wait_running("count", 2)
-    (lost,) = (pod["metadata"]["name"] for pod in scene.pods("count") if node_of(pod) == other and is_running(pod))
+    (lost,) = (
+        pod["metadata"]["name"] for pod in scene.pods("count") if is_running(pod) and pod["spec"]["nodeName"] == other
+    )
     gpus(home, 2)  # room for its successor
 
     stoppable_nodes.stop_node(other)
@@ -138,7 +128,7 @@ def test_job_goes_on_without_its_node(
         return [pod for name, pod in pods.items() if index_of(name) == index_of(lost) and name != lost]
 
     (successor,) = scene.wait("its pod", find_successor)
-    assert node_of(successor) == home
+    assert successor["spec"]["nodeName"] == home
     stoppable_nodes.start_node(other)
     scene.wait("the end of the lost pod", lambda: lost not in [pod["metadata"]["name"] for pod in scene.pods("count")])
     training.wait_world(2, after=time.time() + 5)
@@ -177,5 +167,5 @@ def test_running_jobs_do_not_notice(
     assert running.running, running.text
     for job in jobs:
         job.finish()
-        assert len(lives(job.diary)) == 2, f"workers of {job.name} were started again"
+        assert len(job.diary.lives()) == 2, f"workers of {job.name} were started again"
         assert job.diary.longest_pause("step") < UNNOTICED_S

@@ -1,14 +1,14 @@
 """Trains elastically, counts every row that it trains on within its state, and keeps a diary that only grows.
 
-    edl run counting.py DIARY --rows 40 --batch 8 --step-s 0.2 --until FILE
+    edl run counting.py DIARY FILE
 
 It ends with the epoch in which FILE appears. The counts travel with the state, so that at the end they say of the model
 that came out how often it has seen each row, whatever was lost, repeated or run twice on the way.
 """
 
-import argparse
 import json
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -21,13 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from edl.collective import Checkpointer, ElasticSampler, ElasticTrainer, State
 
-parser = argparse.ArgumentParser()
-parser.add_argument("diary")
-parser.add_argument("--rows", type=int, default=40)
-parser.add_argument("--batch", type=int, default=8)
-parser.add_argument("--step-s", type=float, default=0.2)
-parser.add_argument("--until", type=Path, required=True)
-options = parser.parse_args()
+ROWS = 40
+BATCH = 8
+STEP_S = 0.2
 
 
 class Diary:
@@ -48,17 +44,16 @@ class Diary:
 
 
 dist.init_process_group("gloo")
-diary = Diary(options.diary)
+diary = Diary(sys.argv[1])
 diary.write("start", world=dist.get_world_size())
 threading.Thread(target=diary.show_alive, daemon=True).start()
 torch.manual_seed(0)
 network = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
-data = TensorDataset(torch.arange(options.rows), torch.randn(options.rows, 4))
-sampler = ElasticSampler(len(data), global_batch=options.batch)
-state = State(
-    model=network, optimizer=optimizer, sampler=sampler, step=-1, seen=torch.zeros(options.rows, dtype=torch.int64)
-)
+data = TensorDataset(torch.arange(ROWS), torch.randn(ROWS, 4))
+sampler = ElasticSampler(len(data), global_batch=BATCH)
+seen = torch.zeros(ROWS, dtype=torch.int64)
+state = State(model=network, optimizer=optimizer, sampler=sampler, step=-1, seen=seen)
 with Checkpointer(state) as checkpointer:
     checkpointer.restore()
     diary.write("restored", step=state.step)
@@ -69,7 +64,7 @@ with Checkpointer(state) as checkpointer:
             counts = torch.zeros_like(state.seen)
             for ids, features in trainer.micro_batches(batch):
                 trainer.backward(trainer.model(features).square().mean())
-                counts += torch.bincount(ids, minlength=options.rows)
+                counts += torch.bincount(ids, minlength=ROWS)
             share = sampler.share_rows
             dist.all_reduce(counts)
             trainer.step()
@@ -78,9 +73,9 @@ with Checkpointer(state) as checkpointer:
             checkpointer.save(state.step, samples=share)
             if dist.get_rank() == 0:
                 diary.write("step", step=state.step, world=dist.get_world_size())
-            time.sleep(options.step_s)
+            time.sleep(STEP_S)
         trained = epoch + 1
-        ended = torch.tensor([options.until.exists()], dtype=torch.int64)
+        ended = torch.tensor([Path(sys.argv[2]).exists()], dtype=torch.int64)
         dist.broadcast(ended, 0)
         if ended:
             break

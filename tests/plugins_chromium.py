@@ -36,11 +36,7 @@ OPTIONS = (
 
 
 class Browser:
-    """A running Chromium.
-
-    Args:
-        folder: for its profile and log.
-    """
+    """A running Chromium, with its profile and log in a folder."""
 
     def __init__(self, folder: Path) -> None:
         binary = find_program("chromium", "chromium/bin")
@@ -63,11 +59,7 @@ class Browser:
         self._out, self._in = self._process.stdin.fileno(), self._process.stdout.fileno()
 
     def call(self, method: str, session: str = "", **parameters: Any) -> dict[str, Any]:
-        """Return the result of a command.
-
-        Raises:
-            AssertionError: the browser refuses it, or does not answer.
-        """
+        """Return the result of a command, which the browser must neither refuse nor leave without an answer."""
         number = next(self._numbers)
         message: dict[str, Any] = {"id": number, "method": method, "params": parameters}
         if session:
@@ -151,11 +143,7 @@ class Page:
             self.requests.append(parameters["request"]["url"])
 
     def evaluate(self, expression: str) -> Any:
-        """Return the value of JavaScript; a promise's when it is there.
-
-        Raises:
-            AssertionError: it throws.
-        """
+        """Return the value of JavaScript, which must not throw; a promise's when it is there."""
         done = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in done, f"{expression}: {done['exceptionDetails']}"
         return done["result"].get("value")

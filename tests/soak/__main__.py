@@ -39,7 +39,6 @@ _WITNESSES = ("batch", "cached")  # of shared memory, and of a cache on disk
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the soak."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30.0, help="how long faults are injected (default 30)")
     parser.add_argument("--seed", type=int, default=0, help="of the order of the faults")

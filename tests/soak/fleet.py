@@ -63,7 +63,6 @@ class RunningTeacher:
         return 0
 
     def close(self) -> None:
-        """End it at once."""
         if self.process is not None:
             self.process.close()
 
@@ -87,7 +86,6 @@ class RunningStudent:
     _moved_at: float = 0.0
 
     def ensure(self) -> None:
-        """Start it if it does not run."""
         if self.process is not None:
             code = self.process.poll()
             if code is None:
@@ -96,7 +94,6 @@ class RunningStudent:
         self._start()
 
     def kill(self) -> None:
-        """SIGKILL, and start again."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -110,7 +107,6 @@ class RunningStudent:
         self._moved_at = time.monotonic()
 
     def pause(self) -> None:
-        """SIGSTOP."""
         if self.process is not None:
             self.process.send_signal(signal.SIGSTOP)
 

@@ -55,8 +55,6 @@ class LeftLoopError(Exception):
 
 
 class Student:
-    """The training loop."""
-
     def __init__(self, spec: StudentSpec) -> None:
         self.spec = spec
         self.service = SERVICES[spec.services[0]]
@@ -68,7 +66,6 @@ class Student:
         self.stopping = False
 
     def run(self) -> None:
-        """Epochs until SIGTERM."""
         kept: BaseException | None = None
         for epoch in itertools.count():
             if self.stopping:
@@ -206,7 +203,6 @@ class Student:
 
 
 def main(argv: list[str]) -> int:
-    """Run the student that `argv[0]` describes as JSON."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     student = Student(StudentSpec(**json.loads(argv[0])))
 

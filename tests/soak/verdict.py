@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from edl.testing.models import fingerprint_of
+from tests.descriptors import count_descriptors
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -115,51 +116,35 @@ def memory_of(pid: int) -> tuple[int, int, int]:
     folder = Path(f"/proc/{pid}")
     pages = (folder / "statm").read_text().split()
     rss = (int(pages[1]) - int(pages[2])) * _PAGE_BYTES
-    return rss, len(_descriptors_of(pid)) - regions_of(pid), len(list((folder / "task").iterdir()))
-
-
-def _descriptors_of(pid: int) -> list[str]:
-    found = []
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            found.append(str(path.readlink()))
-        except FileNotFoundError:
-            continue  # it was closed meanwhile
-    return found
+    return rss, count_descriptors("", pid=pid) - regions_of(pid), len(list((folder / "task").iterdir()))
 
 
 def regions_of(pid: int) -> int:
     """Regions of students' shared memory that a teacher holds."""
-    return sum(target.startswith("/dev/shm/edl-arena-") for target in _descriptors_of(pid))
+    return count_descriptors("/dev/shm/edl-arena-", pid=pid)
 
 
 @dataclass
 class Counts:
     """Sums over the epochs of all students."""
 
-    epochs: int = 0
-    ended_early: int = 0
-    rows: int = 0
-    lost: int = 0
-    repeated: int = 0
-    mislabelled: int = 0
-    changed: int = 0
-    errors: list[str] = field(default_factory=list)
+    errors: list[str]
+    epochs: int
+    ended_early: int
+    rows: int
+    lost: int
+    repeated: int
+    mislabelled: int
+    changed: int
 
 
 def count(records: Iterable[EpochRecord]) -> Counts:
-    """Add epochs up."""
-    all_records = list(records)
-    counts = Counts(len(all_records), sum(record.how in ("break", "raise") for record in all_records))
-    for record in all_records:
-        counts.rows += record.delivered
-        counts.lost += record.lost
-        counts.repeated += record.repeated
-        counts.mislabelled += record.mislabelled
-        counts.changed += record.changed
-        if record.how == "failed":
-            counts.errors.append(f"{record.kind}, epoch {record.epoch}: {record.error}")
-    return counts
+    found = list(records)
+    early = sum(record.how in ("break", "raise") for record in found)
+    names = ("delivered", "lost", "repeated", "mislabelled", "changed")
+    sums = [sum(getattr(record, name) for record in found) for name in names]
+    failed = [f"{record.kind}, epoch {record.epoch}: {record.error}" for record in found if record.how == "failed"]
+    return Counts(failed, len(found), early, *sums)
 
 
 @dataclass(frozen=True)
@@ -215,14 +200,12 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        """Whether there is nothing to mend."""
         counts = self.counts
         wrong = counts.lost + counts.repeated + counts.mislabelled + counts.changed
         return counts.rows > 0 and not wrong and not self.problems
 
     @property
     def problems(self) -> list[str]:
-        """In words, with the evidence."""
         grown = [f"{growth.name} grew: {growth}" for growth in self.growths if growth.grown]
         left = [f"left in shared memory: {name}" for name in self.left_behind]
         if self.regions_held:
@@ -231,7 +214,6 @@ class Outcome:
 
 
 def text_of(outcome: Outcome) -> str:
-    """Tables in Markdown."""
     counts = outcome.counts
     lines = [
         f"{outcome.minutes:g} minutes, {outcome.teachers} teachers, {outcome.students} students, "

@@ -38,7 +38,7 @@ from edl.dashboard.state.schema import (
 )
 from edl.dashboard.state.service_changes import find_changes
 from edl.dashboard.state.services import ServiceReader
-from edl.discovery import Instance, Store, open_registry, open_store
+from edl.discovery import Instance, Store, open_registry
 from edl.discovery.registry import Snapshot
 from edl.errors import DiscoveryError
 from edl.kube.settings import KubeSettings
@@ -46,12 +46,6 @@ from edl.settings import Credentials
 from tests.fast.dashboard.server import now_s, put_job, put_teacher
 from tests.fast.kube.conftest import write_kubeconfig
 from tests.fast.kube.server import ApiServer, Reply, Request
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with open_store(f"sqlite:///{tmp_path}/store.sqlite") as store:
-        yield store
 
 
 def test_only_changes_are_decoded(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,11 +134,10 @@ def test_teacher_that_left_has_a_cause(state: str, cause: str) -> None:
     assert (event.kind, cause in event.cause) == ("leave", True)
 
 
-def test_lapsed_teacher_has_no_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    url = f"sqlite:///{tmp_path}/store.sqlite"
+def test_lapsed_teacher_has_no_rate(url: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     instance = Instance("s", "t1", "127.0.0.1", 1)
-    with open_store(url) as store, open_registry(url) as registry:
-        put_teacher(store, service="s")
+    put_teacher(store, service="s")
+    with open_registry(url) as registry:
         for live in (True, False):
             found = {"instances": (instance,)} if live else {"lapsed": (instance,)}
             monkeypatch.setattr(registry, "services", lambda: ["s"])

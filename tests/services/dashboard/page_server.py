@@ -22,9 +22,6 @@ END = object()
 class PageServer(ThreadingHTTPServer):
     """Serves the page at `url`.
 
-    Args:
-        state: the first one.
-
     Attributes:
         refuse: a status with which streams are refused, 0 for none.
         seen_ids: the Last-Event-ID of each stream, by header or in its address.

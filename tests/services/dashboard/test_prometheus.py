@@ -21,7 +21,6 @@ from tests.fast.dashboard.server import ask, put_job, put_master, put_teacher, p
 from tests.plugins_prometheus import PrometheusServer, check_metrics
 from tests.waiting import wait_until
 
-ROOT = Path(__file__).parents[3]
 GRAFANA = Path(edl.dashboard.__file__).parent / "grafana.json"
 SERVICE = "digits"
 

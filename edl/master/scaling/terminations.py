@@ -24,6 +24,7 @@ _LAST_SIGNAL: Final = 64  # SIGRTMAX on Linux: larger exit codes are a program's
 _EXIT_FAULTY_NODE: Final = 69  # EX_UNAVAILABLE
 _EXIT_NOT_STORED: Final = 74  # EX_IOERR
 _EXIT_TRY_AGAIN: Final = 75  # EX_TEMPFAIL
+_EXIT_NOT_KNOWN: Final = 255  # containerd's UnknownExitStatus: it lost the process, or never started it
 
 
 class TerminationCause(Enum):
@@ -254,6 +255,8 @@ def _find_by_exit(report: TerminationReport, code: int | None, number: int) -> T
         return TerminationVerdict(TerminationCause.PREEMPTED, f"signal {number}: it was asked to leave")
     if number:
         return TerminationVerdict(TerminationCause.KILLED, f"signal {number}")
+    if code == _EXIT_NOT_KNOWN:
+        return TerminationVerdict(TerminationCause.UNKNOWN, f"exit code {code} without a word from the agent")
     if code is not None:
         return TerminationVerdict(TerminationCause.USER_ERROR, f"exit code {code}")
     if report.pod_phase == "Succeeded":

@@ -26,6 +26,8 @@ Report = TerminationReport
         (Report(exit_code=0), Cause.SUCCEEDED),
         (Report(pod_phase="Succeeded"), Cause.SUCCEEDED),
         (Report(exit_code=1), Cause.USER_ERROR),
+        (Report(exit_code=255), Cause.UNKNOWN),
+        (Report(exit_code=255, agent_cause="error"), Cause.USER_ERROR),
         (Report(exit_code=1, agent_cause="error", node_ready=False), Cause.USER_ERROR),
         (Report(exit_code=137), Cause.KILLED),
         (Report(exit_code=137, container_reason="OOMKilled"), Cause.OUT_OF_MEMORY),

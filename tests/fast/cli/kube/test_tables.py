@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
 from edl.cli.kube.cmd_scale import scale_patch
 from edl.cli.kube.tables import age, jobs_table, pools_table
 from edl.cli.kube.targets import Target, parse_target
 from edl.cli.kube.workload_status import WorkloadLook, WorkloadStatus
-from edl.cli.kube.workload_view import workload_view
+from edl.cli.kube.workload_view import decode_events, workload_view
 from edl.dashboard.state.cluster.decoding import decode_workload
 from edl.dashboard.state.schema import as_json
 from edl.discovery import open_store
@@ -141,6 +143,35 @@ def test_pool_says_why_it_does_not_grow() -> None:
     text = shown(pools_table([decode_workload("pool", found)], NOW, namespaces=False))
     assert "2/4 (0-4)" in text
     assert "no GPU is idle" in text
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = st.sampled_from(
+    [
+        *("phase", "members", "conditions", "try", "failures", "lastEnd", "memoryFactor", "message", "type", "status"),
+        *("minReplicas", "jobId", "startTime", "progressPercentage", "notBefore", "uid", "name", "namespace", "labels"),
+        *("containerStatuses", "state", "waiting"),
+    ]
+)
+NESTED = st.dictionaries(
+    FIELDS, st.dictionaries(FIELDS, JSON, max_size=4) | JSON | st.lists(JSON, max_size=2), max_size=6
+)
+
+
+@settings(max_examples=20)
+@given(NESTED, NESTED, NESTED, NESTED)
+def test_any_object_is_a_row(metadata: Any, spec: Any, status: Any, pod_status: Any) -> None:
+    """Whatever somebody wrote into a resource, the others are shown."""
+    pods = [{"metadata": metadata, "spec": spec, "status": pod_status}, pod("a", 0, 0) | {"status": pod_status}]
+    for kind, name in (("job", metadata), ("job", job()["metadata"]), ("pool", metadata)):
+        item = decode_workload(kind, {"metadata": name, "spec": spec, "status": status}, pods)
+        json.dumps(as_json(item), allow_nan=False)
+        shown(workload_view(item, decode_events([metadata, status], 5), NOW))
+        shown((jobs_table if kind == "job" else pools_table)([item], NOW, namespaces=True))
 
 
 @pytest.mark.parametrize(

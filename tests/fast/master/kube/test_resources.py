@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from edl.master.kube.resources import ElasticJob, TeacherPool, parse_elastic_job, parse_teacher_pool
 
@@ -78,6 +80,26 @@ def test_refused_job(spec: dict[str, Any], reason: str, words: str) -> None:
     found = parse_elastic_job(make_job(**spec))
     assert reason in reasons(found)
     assert words in "\n".join(problem.message for problem in found)  # type: ignore[union-attr]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_garbage_is_refused_with_reasons(data: st.DataObject) -> None:
+    for parse, make in ((parse_elastic_job, make_job), (parse_teacher_pool, make_pool)):
+        resource = copy.deepcopy(make(scaleTargetRef=None, master={}, minReplicas=1, maxReplicas=2))
+        place = data.draw(st.sampled_from(["metadata", "spec", "status", *resource["spec"]]))
+        (resource["spec"] if place in resource["spec"] else resource)[place] = data.draw(JSON)
+        found = parse(resource)
+        for problem in found if isinstance(found, tuple) else ():
+            assert re.fullmatch("[A-Z][A-Za-z]+", problem.reason)
+            assert problem.message
 
 
 def _field_names(kind: type) -> dict[str, Any]:

@@ -121,6 +121,11 @@ def test_a_boot_ends_leases_and_keeps_keys(path: Path, url: str, sql: str) -> No
         registration.close()
 
 
+def test_folders_of_the_file_are_made(tmp_path: Path) -> None:
+    with open_store(f"sqlite:///{tmp_path}/a/b/discovery.sqlite") as store:
+        store.put("key", b"value")
+
+
 def test_a_lease_of_another_file_is_refused(store: Store, tmp_path: Path) -> None:
     with (
         open_store(f"sqlite:///{tmp_path}/other") as other,

@@ -79,6 +79,14 @@ def test_changed_working_set_is_followed() -> None:
     assert sum(sample >= 1000 for sample in rows.records) >= 35
 
 
+def test_larger_record_of_a_row_is_kept() -> None:
+    tier = MemoryTier(10 * 1024)
+    rows = tier.rows()
+    tier.put(rows, range(10), [RECORD] * 10)
+    tier.put(rows, [9], [RECORD * 2])
+    assert rows.records[9] == RECORD * 2
+
+
 def test_unused_namespace_makes_room_at_once() -> None:
     tier = MemoryTier(10 * 1024)
     old, new = tier.rows(), tier.rows()

@@ -370,12 +370,6 @@ class Dispatcher:
         return int(longest) if longest < math.inf else 0
 
     @property
-    def waiting(self) -> int:
-        """Tasks that are at no teacher now."""
-        waiting = (*self._waiting, *self._parked)
-        return sum(task in self._tasks and not self._tasks[task].attempts for task in waiting)
-
-    @property
     def low_latency(self) -> bool:
         """Whether all live teachers answer so quickly that the way there and back is most of the latency."""
         states = self.teachers.values()

@@ -20,6 +20,7 @@ import functools
 import importlib.util
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -152,6 +153,7 @@ def install_resources(cluster: Cluster) -> None:
     """Install EDL's resources and the priority of its teachers."""
     for path in sorted((CHART / "files").glob("*.yaml")):
         cluster.kubectl("apply", "-f", str(path))
+    shutil.rmtree(cluster.kubeconfig.parent / "kubectl", ignore_errors=True)  # kubectl's cache knows no short names yet
     cluster.apply(
         {
             "apiVersion": "scheduling.k8s.io/v1",

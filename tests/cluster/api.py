@@ -126,9 +126,8 @@ class Cluster:
 
     def kubectl(self, *arguments: str, text: str = "", timeout_s: float = WAIT_S, program: str = "") -> str:
         """Run kubectl as the administrator and return what it prints; RuntimeError with its words if it fails."""
-        return run_program(
-            [program or kubectl_program(), "--kubeconfig", str(self.kubeconfig), *arguments], text, timeout_s
-        )
+        options = ["--kubeconfig", str(self.kubeconfig), "--cache-dir", str(self.kubeconfig.parent / "kubectl")]
+        return run_program([program or kubectl_program(), *options, *arguments], text, timeout_s)
 
     def wait(self, what: str, condition: Callable[[], T], namespace: str = "", timeout_s: float = WAIT_S) -> T:
         """Ask until the answer is true, and return it; at the deadline, AssertionError with the namespace's state."""
@@ -213,5 +212,5 @@ def run_program(command: list[str], text: str = "", timeout_s: float = WAIT_S) -
     """Run a program and return what it prints; RuntimeError with its words if it fails."""
     done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=timeout_s, check=False)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command[:8])} …: exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
+        raise RuntimeError(f"{' '.join(command[:10])} …: exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
     return done.stdout

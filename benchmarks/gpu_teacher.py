@@ -5,8 +5,8 @@ with the 64 most likely tokens of each, both with random weights. `served_vs_loc
 divide the rate of a reader in another process by that of a loop that calls the model with the same batches, copies the
 inputs to the GPU and the answers back. `uint8_vs_float32` divides the served rate of uint8 images, which the teacher
 normalizes on the GPU, by that of float32 images. `pinned_vs_pageable` divides the rate of a loop that copies its images
-through pinned memory by that of the loop that does not, as `edl serve` does not. Each side has the GPU for itself while
-it is measured. The notes say for which share of the time the GPU computed nothing while it served, by CUDA events
+through pinned memory by that of the plain loop; `edl serve` does not pin. Each side has the GPU for itself while it is
+measured. The notes say for which share of the time the GPU computed nothing while it served, by CUDA events
 around the model.
 
 Without a GPU the models are tiny, which shows that the benchmark works and measures nothing.

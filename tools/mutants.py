@@ -39,7 +39,7 @@ FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.IsNot: ast.Is,
 }
 MOST_TESTS = 60
-"""A line that more tests execute is broken by nearly any fault, and those that execute least beside it show it."""
+"""Enough to notice a fault in a line that many tests execute. The tests that execute the fewest files come first."""
 TIMEOUT_S = 240
 """Longer than that many tests take. A mutant that hangs them is noticed, so it counts as caught."""
 

@@ -172,7 +172,7 @@ class RenewedRegistration(Resource, Registration):
         Raises:
             SettingsError: another service or id, or values that no registry could hand out.
             DiscoveryError: the registry could not be reached.
-            ClosedError: this is closed, or was meanwhile.
+            ClosedError: this is closed, or was closed during the call.
         """
         self._check()
         instance = validated(instance)

@@ -107,7 +107,7 @@ class _RecordClaim(InstanceClaim):
 
     @override
     def announce(self, instance: Instance) -> None:
-        # A record of a Lease that is gone is nobody's, and is removed: an API server may have forgotten both.
+        # The reaper removes a record whose Lease is gone. An API server that lost its data has lost both.
         if self._lease is not None and not self._lease.renew():
             self._lease = None
         if self._lease is None:

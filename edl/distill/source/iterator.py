@@ -40,7 +40,7 @@ class SourceIterator(Iterator[Any]):
         alone = hasattr(source, "__getitem__") and not hasattr(type(source), "__iter__")
         self._iterator = _by_position(source) if alone else iter(source)
         self._first: list[Callable[[], Any]] = []
-        if type(source).__name__ == "DataLoader" and getattr(source, "num_workers", None) == 0:
+        if _draws_when_read(source):
             self._first.append(_outcome(self._iterator))
 
     def __next__(self) -> Any:
@@ -69,6 +69,12 @@ class SourceIterator(Iterator[Any]):
             f"{what}, a transform or the collate function raised StopIteration, which would end the epoch early: let "
             "it raise another error, or catch it"
         ) from end
+
+
+def _draws_when_read(source: Any) -> bool:
+    loader = any(kind.__name__ == "DataLoader" for kind in type(source).__mro__)
+    # What Accelerate has prepared is read in the caller's thread in any case, and counts its batches.
+    return loader and getattr(source, "num_workers", None) == 0 and not hasattr(source, "gradient_state")
 
 
 def _outcome(iterator: Iterator[Any]) -> Callable[[], Any]:

@@ -256,7 +256,7 @@ def _find_by_exit(report: TerminationReport, code: int | None, number: int) -> T
     if number:
         return TerminationVerdict(TerminationCause.KILLED, f"signal {number}")
     if code == _EXIT_NOT_KNOWN:
-        return TerminationVerdict(TerminationCause.UNKNOWN, f"exit code {code} without a word from the agent")
+        return TerminationVerdict(TerminationCause.UNKNOWN, f"exit code {code}, and no message from the agent")
     if code is not None:
         return TerminationVerdict(TerminationCause.USER_ERROR, f"exit code {code}")
     if report.pod_phase == "Succeeded":

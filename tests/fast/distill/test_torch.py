@@ -103,7 +103,10 @@ def test_order_is_drawn_in_the_loops_thread(teacher: str) -> None:
             drawn_by.append(threading.current_thread())
             yield from torch.randperm(50).tolist()
 
-    data = DataLoader(Numbers(50), batch_size=8, sampler=Order())
+    class Loader(DataLoader[Any]):
+        """A trainer's own kind."""
+
+    data = Loader(Numbers(50), batch_size=8, sampler=Order())
     with distill(data, teacher, inputs="x", outputs="y", options=PATIENT) as loader:
         iter(loader)
         check(list(loader), 50)

@@ -10,25 +10,15 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from edl.errors import EDLError, ProtocolError
+from edl.errors import EDLError
 from edl.master.datasets import ShardSettings, load_dataset, open_dataset
 from edl.master.datasets import index as index_module
-from edl.master.datasets.index import IndexPart, pack_part, unpack_parts
 from edl.protocol.master import DatasetSpec
 from tests.fast.master.datasets.leases import Lease
 
 JSON = [None, 5, "x", [], {}, [1], ["/nowhere"], -1, True]
-
-
-def test_bombs_are_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "_MOST_UNPACKED", 1000)
-    part = pack_part(IndexPart({}, {"n": np.zeros(10_000, np.int64)}))
-    assert len(part) < 200
-    with pytest.raises(ProtocolError, match="more than"):
-        unpack_parts(part)
 
 
 @pytest.mark.parametrize("kind", ["lines", "csv", "parquet", "files", "follow", "follow-files"])

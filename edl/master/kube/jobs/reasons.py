@@ -91,7 +91,8 @@ CONDITION_REASONS: Final[Mapping[str, Mapping[str, str]]] = {
         "UnclearFault": "A GPU kernel failed, on another node as well.",
         "LaunchFailed": "A container could not start, four times: image, volume, secret, command or init container.",
         "NotStored": "The script ended well, but its last state did not get to storage.",
-        "UnknownEnd": "A worker ended again and again, and nothing tells why.",
+        "UnknownEnd": "A worker ended four times, and nothing says why; exit code 255 with no "
+        "message from `edl run` counts as this.",
     },
 }
 """Type of a condition -> reason -> what it means."""

@@ -6,12 +6,14 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import hypothesis
 import pytest
 
 import edl.protocol.transport  # noqa: F401 - before anybody imports grpc: it switches gRPC's fork handlers off
+from edl.discovery import Registry, Store, open_registry, open_store
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that runs the tests in the background has SIGINT ignored, and so would every program that they start.
@@ -65,3 +67,28 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         if name.startswith(("EDL_", "PADDLE_DISTILL_", "CONSUL_", "ETCDCTL_", "KUBE", "SLURM_", "SLURMD_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Closes with the test what it is given."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """Of a store of the test's own."""
+    return f"sqlite:///{tmp_path}/discovery.sqlite"
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[Store]:
+    with open_store(url) as store:
+        yield store
+
+
+@pytest.fixture
+def registry(url: str) -> Iterator[Registry]:
+    with open_registry(url) as registry:
+        yield registry

@@ -24,17 +24,6 @@ LONG_S = 300.0
 """Of a lease: on a busy machine nobody may renew it for some seconds."""
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path}/discovery.sqlite"
-
-
-@pytest.fixture
-def registry(url: str) -> Iterator[Registry]:
-    with open_registry(url) as registry:
-        yield registry
-
-
 @contextlib.contextmanager
 def watching(*arguments: str) -> Iterator[Callable[[str], str]]:
     """An `edl teachers --watch` process; waits for a line with some words."""

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from edl.cli.scaling.advice import WorkerAdviser
 from edl.collective.goodput.codec import encode_record
 from edl.collective.goodput.node import NodeRecord, ProgressMark
 from edl.collective.goodput.spans import TimeCategory, span_of
 from edl.collective.job_records import JobState, Member, World
-from edl.discovery import Store, open_store
+from edl.discovery import Store
 from edl.master.naming import report_key
 from edl.master.scaling.work_left import WorkLeft
 
 SECOND = 1_000_000
 NOW_S = 1.8e9
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with open_store(f"sqlite:///{tmp_path}/store.sqlite") as found:
-        yield found
 
 
 def run(

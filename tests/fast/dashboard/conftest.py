@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from edl.dashboard.server import DashboardServer, DashboardSettings, look_loop
-from edl.discovery import Store, open_store
+from edl.discovery import Store
 
 
 @pytest.fixture(autouse=True)
@@ -16,17 +15,6 @@ def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have pages look at their store, and after their connections and certificates, more often than once a second."""
     monkeypatch.setattr(look_loop, "INTERVAL_S", 0.05)
     monkeypatch.setattr("edl.http_server.server.CHECK_EVERY_S", 0.05)
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path}/discovery.sqlite"
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[Store]:
-    with open_store(url) as store:
-        yield store
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from edl.dashboard.state.schema import (
 )
 from edl.dashboard.state.service_changes import find_changes
 from edl.dashboard.state.services import ServiceReader
-from edl.discovery import Instance, Store, open_registry
+from edl.discovery import Instance, Registry, Store
 from edl.discovery.registry import Snapshot
 from edl.errors import DiscoveryError
 from edl.kube.settings import KubeSettings
@@ -134,19 +134,18 @@ def test_teacher_that_left_has_a_cause(state: str, cause: str) -> None:
     assert (event.kind, cause in event.cause) == ("leave", True)
 
 
-def test_lapsed_teacher_has_no_rate(url: str, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lapsed_teacher_has_no_rate(registry: Registry, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     instance = Instance("s", "t1", "127.0.0.1", 1)
     put_teacher(store, service="s")
-    with open_registry(url) as registry:
-        for live in (True, False):
-            found = {"instances": (instance,)} if live else {"lapsed": (instance,)}
-            monkeypatch.setattr(registry, "services", lambda: ["s"])
-            snapshot = Snapshot("s", **{"instances": (), "lapsed": (), **found})  # type: ignore[arg-type]
-            monkeypatch.setattr(registry, "snapshot", lambda name, snapshot=snapshot: snapshot)
-            ((service,), _, _) = ServiceReader(store, registry).read()
-            (status,) = service.teachers
-            assert (status.state, status.rows_per_s) == (("ready", 100.0) if live else ("lapsed", None))
-            assert (status.compute_share is None, status.queue_rows) == ((False, 3) if live else (True, None))
+    for live in (True, False):
+        found = {"instances": (instance,)} if live else {"lapsed": (instance,)}
+        monkeypatch.setattr(registry, "services", lambda: ["s"])
+        snapshot = Snapshot("s", **{"instances": (), "lapsed": (), **found})  # type: ignore[arg-type]
+        monkeypatch.setattr(registry, "snapshot", lambda name, snapshot=snapshot: snapshot)
+        ((service,), _, _) = ServiceReader(store, registry).read()
+        (status,) = service.teachers
+        assert (status.state, status.rows_per_s) == (("ready", 100.0) if live else ("lapsed", None))
+        assert (status.compute_share is None, status.queue_rows) == ((False, 3) if live else (True, None))
 
 
 NOW = 1_000_000.0
@@ -199,9 +198,9 @@ def test_metrics_and_port_are_those_of_docs() -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[ApiServer]:
+def server(stack: ExitStack) -> ApiServer:
     pytest.importorskip("kubernetes", reason="the package kubernetes is not installed")
-    server = ApiServer()
+    server = stack.enter_context(closing(ApiServer()))
 
     def answer(request: Request) -> Reply:
         place = request.path.split("/namespaces/")[1].split("/")[0]
@@ -210,20 +209,19 @@ def server() -> Iterator[ApiServer]:
         return Reply(200, {"kind": "List", "metadata": {"resourceVersion": "1"}, "items": items})
 
     server.answer = answer
-    yield server
-    server.close()
+    return server
 
 
 @pytest.mark.parametrize(
     ("named", "shown"),
     [((), ["own"]), (("",), ["own"]), (("red", "blue", "red"), ["red", "blue"]), (("red", ""), ["red", "own"])],
 )
-def test_jobs_of_each_namespace(server: ApiServer, tmp_path: Path, named: tuple[str, ...], shown: list[str]) -> None:
-    view = ClusterView(KubeSettings(write_kubeconfig(tmp_path / "config", server.url, namespace="own")), named)
-    try:
-        found = view.read()
-    finally:
-        view.close()
+def test_jobs_of_each_namespace(
+    server: ApiServer, stack: ExitStack, tmp_path: Path, named: tuple[str, ...], shown: list[str]
+) -> None:
+    settings = KubeSettings(write_kubeconfig(tmp_path / "config", server.url, namespace="own"))
+    view = stack.enter_context(closing(ClusterView(settings, named)))
+    found = view.read()
     assert found.stale == ""
     assert list(found.namespaces) == shown
     assert sorted(job.namespace for job in found.jobs) == sorted(shown)

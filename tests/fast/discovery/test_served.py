@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent import futures
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,19 +35,16 @@ LOCAL = "127.0.0.1"
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Serve]:
+def serve(stack: ExitStack, tmp_path: Path) -> Serve:
     """Starts servers; they are closed at the end."""
-    with ExitStack() as stack:
 
-        def start(
-            port: int = 0, credentials: Credentials | None = None, limits: StoreLimits | None = None
-        ) -> StoreServer:
-            files = None if credentials is None else CredentialFiles(credentials, serving=True)
-            server = StoreServer(str(tmp_path / "served.sqlite"), ListenAddress(LOCAL, port), files, limits)
-            stack.callback(server.close)
-            return server
+    def start(port: int = 0, credentials: Credentials | None = None, limits: StoreLimits | None = None) -> StoreServer:
+        files = None if credentials is None else CredentialFiles(credentials, serving=True)
+        server = StoreServer(str(tmp_path / "served.sqlite"), ListenAddress(LOCAL, port), files, limits)
+        stack.callback(server.close)
+        return server
 
-        yield start
+    return start
 
 
 def opened(server: StoreServer, credentials: Credentials | None = None) -> ServedStore:

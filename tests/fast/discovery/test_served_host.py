@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import socket
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,13 +35,12 @@ def port() -> int:
 
 
 @pytest.fixture
-def begin(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
+def begin(port: int, stack: contextlib.ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begin:
     """Makes hosts of one port, as several processes of one host would; they are closed at the end."""
     monkeypatch.setattr(hosting, "_folder", lambda: tmp_path)
     monkeypatch.setattr(hosting, "_END_S", 0.2)
     monkeypatch.setattr(hosting, "_HAND_OVER_S", DEADLINE_S)
-    with contextlib.ExitStack() as stack:
-        yield lambda: stack.enter_context(contextlib.closing(StoreHost(ListenAddress(LOCAL, port), None)))
+    return lambda: stack.enter_context(contextlib.closing(StoreHost(ListenAddress(LOCAL, port), None)))
 
 
 def put_and_see(store: Store, watch: StoreWatch, value: bytes) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from typing import Any, Protocol
 
 import pytest
 
-from edl.discovery import Instance, open_registry
+from edl.discovery import Instance, Registry
 from edl.discovery.registry import Registration
 from edl.testing import LocalTeacher, models
 from edl_serving import Backend
@@ -22,17 +22,9 @@ class Start(Protocol):
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
+def start(stack: ExitStack) -> Start:
     """Starts teachers as processes, and ends them with the test. Takes a second or two each; see `serve`."""
-    started: list[LocalTeacher] = []
-
-    def one(model: str, **options: Any) -> LocalTeacher:
-        started.append(LocalTeacher(model, **options))
-        return started[-1]
-
-    yield one
-    for teacher in started:
-        teacher.close()
+    return lambda model, **options: stack.enter_context(LocalTeacher(model, **options))
 
 
 class Served(Inside):
@@ -66,28 +58,15 @@ class Serve(Protocol):
 
 
 @pytest.fixture
-def serve() -> Iterator[Serve]:
+def serve(stack: ExitStack) -> Serve:
     """Starts teachers in this process, and ends them with the test; see `Served`."""
-    started: list[Served] = []
-
-    def one(model: Any = "echo", server: dict[str, Any] | None = None, **options: Any) -> Served:
-        started.append(Served(model, server, **options))
-        return started[-1]
-
-    yield one
-    for teacher in started:
-        teacher.close()
+    return lambda *arguments, **options: stack.enter_context(closing(Served(*arguments, **options)))
 
 
 def announce_less(monkeypatch: pytest.MonkeyPatch, *extensions: str) -> None:
     """Have teachers in this process not announce these extensions, as other servers and older ones."""
     whole = ServedModel.extensions
     monkeypatch.setattr(ServedModel, "extensions", lambda model: [e for e in whole(model) if e not in extensions])
-
-
-@pytest.fixture
-def registry_url(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path}/discovery.sqlite"
 
 
 def instance_of(endpoint: str, service: str, teacher_id: str = "") -> Instance:
@@ -100,9 +79,8 @@ Register = Callable[..., Registration]
 
 
 @pytest.fixture
-def register(registry_url: str) -> Iterator[Register]:
-    """Registers endpoints in `registry_url`, for as long as the test runs; call with the endpoint and the service."""
-    with open_registry(registry_url) as registry:
-        yield lambda endpoint, service, teacher_id="": registry.register(
-            instance_of(endpoint, service, teacher_id), ttl_s=600
-        )
+def register(registry: Registry) -> Register:
+    """Registers endpoints for as long as the test runs; call with the endpoint and the service."""
+    return lambda endpoint, service, teacher_id="": registry.register(
+        instance_of(endpoint, service, teacher_id), ttl_s=600
+    )

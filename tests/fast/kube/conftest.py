@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,8 @@ pytest.importorskip("kubernetes", reason="the package kubernetes is not installe
 
 
 @pytest.fixture
-def server() -> Iterator[ApiServer]:
-    server = ApiServer()
-    yield server
-    server.close()
+def server(stack: ExitStack) -> ApiServer:
+    return stack.enter_context(closing(ApiServer()))
 
 
 def write_kubeconfig(path: Path, url: str, user: dict[str, Any] | None = None, **context: str) -> str:

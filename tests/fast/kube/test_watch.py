@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -63,16 +64,8 @@ def script(server: ApiServer) -> Script:
 
 
 @pytest.fixture
-def follow(client: KubeClient) -> Iterator[Callable[..., KubeWatch]]:
-    watches: list[KubeWatch] = []
-
-    def start(**options: Any) -> KubeWatch:
-        watches.append(KubeWatch(client, PODS, "here", **options))
-        return watches[-1]
-
-    yield start
-    for watch in watches:
-        watch.close()
+def follow(client: KubeClient, stack: ExitStack) -> Callable[..., KubeWatch]:
+    return lambda **options: stack.enter_context(closing(KubeWatch(client, PODS, "here", **options)))
 
 
 def names(watch: KubeWatch) -> list[str]:

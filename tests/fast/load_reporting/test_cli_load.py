@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,22 +14,16 @@ from rich.console import Console
 from edl.cli import main
 from edl.cli._changes import Change, brief_meta, changes, printable
 from edl.cli.scaling.load_view import LoadView
-from edl.discovery import Instance, Registry, Snapshot, open_registry, open_store
+from edl.discovery import Instance, Registry, Snapshot, Store, open_store
 from edl.discovery.registry import Rejected
 from edl.load_reporting import read_service
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path}/discovery.sqlite"
-
-
-@pytest.fixture
-def registry(url: str) -> Iterator[Registry]:
-    with open_registry(url) as registry:
-        for number in range(3):
-            registry.register(Instance("s", f"t{number}", "127.0.0.1", 8000 + number), 600)
-        yield registry
+def registry(registry: Registry) -> Registry:
+    for number in range(3):
+        registry.register(Instance("s", f"t{number}", "127.0.0.1", 8000 + number), 600)
+    return registry
 
 
 def student(name: str, **fields: Any) -> dict[str, Any]:
@@ -101,13 +93,12 @@ def test_line_says_what_is_not_known(
 
 
 def test_masters_number_and_reason_are_shown(
-    registry: Registry, url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    registry: Registry, store: Store, url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = [1000.0]
     monkeypatch.setattr("edl.cli.scaling.load_view.time", SimpleNamespace(time=lambda: now_s[0]))
     record = {"v": 1, "count": 5, "now": 3, "since": 1.0, "decisions": [], "time": 990.0}
-    with open_store(url) as store:
-        store.put("wanted/teachers/s", json.dumps({**record, "reason": "students\x1b[2J wait"}).encode())
+    store.put("wanted/teachers/s", json.dumps({**record, "reason": "students\x1b[2J wait"}).encode())
     text = shown(capsys, "--discovery", url)
     assert "wanted: 5; students" in text
     assert "\x1b" not in text
@@ -116,11 +107,10 @@ def test_masters_number_and_reason_are_shown(
     assert "60 min ago, and no master has said more since: 5" in shown(capsys, "--discovery", url)
 
 
-def test_lapsed_teacher_has_one_state(url: str) -> None:
+def test_lapsed_teacher_has_one_state(store: Store, url: str) -> None:
     """The record that it published last says "ready", and a rate."""
     publish(url, teacher("t0"), teacher("t1"))
-    with open_store(url) as store:
-        view = LoadView(read_service(store, "s"), None, 1, lapsed=frozenset({"t0"}))
+    view = LoadView(read_service(store, "s"), None, 1, lapsed=frozenset({"t0"}))
     assert [part["state"] for part in view.as_dict()["load"]["teachers"]] == ["lapsed", "ready"]
     output = io.StringIO()
     Console(file=output, width=200).print(*view.renderables())

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,8 +47,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    url = f"sqlite:///{tmp_path}/discovery.sqlite"
+def url(url: str, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("EDL_DISCOVERY", url)
     return url
 
@@ -206,17 +206,15 @@ def counted() -> Counted:
 
 
 @pytest.fixture
-def publish(url: str, counted: Counted, caplog: pytest.LogCaptureFixture) -> Iterator[Publish]:
+def publish(url: str, counted: Counted, stack: ExitStack, caplog: pytest.LogCaptureFixture) -> Publish:
     caplog.set_level(logging.INFO, "edl.load_reporting")
-    started: list[LoadPublisher] = []
 
     def start(*sources: LoadSource, to: str = url) -> LoadPublisher:
-        started.append(LoadPublisher(to, sources or [counted.source()], QUICK))
-        return started[-1]
+        publisher = LoadPublisher(to, sources or [counted.source()], QUICK)
+        stack.callback(publisher.close, DEADLINE_S)
+        return publisher
 
-    yield start
-    for publisher in started:
-        publisher.close(DEADLINE_S)
+    return start
 
 
 def test_record_follows_and_goes_at_once(publish: Publish, url: str, counted: Counted) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from edl.discovery import open_store
+from edl.discovery import Store
 from edl.load_reporting import read_service, read_services
 from edl.load_reporting.counter_window import CounterWindow
 from edl.load_reporting.rates import ServiceLoad, service_load
@@ -111,21 +110,20 @@ def test_teacher_without_workers_is_refused(workers: Any) -> None:
         record(TEACHER, teacher(workers=workers))
 
 
-def test_foreign_records_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with open_store(f"sqlite:///{tmp_path}/s") as store:
-        store.put("load/s/students/a", json.dumps(student()).encode())
-        store.put("load/s/students/c", b"\x80garbage")
-        store.put("load/s/students/d", json.dumps(student(id="d", v=99)).encode())
-        store.put("load/s/others/a", b"{}")
-        store.put("load/s", b"{}")
-        store.put("load/other/teachers/b", json.dumps(teacher()).encode())
-        with caplog.at_level(logging.WARNING, "edl.load_reporting"):
-            for _ in range(2):
-                assert [found.id for found in read_service(store, "s").students] == ["a"]
-            assert set(read_services(store)) == {"s", "other"}
-        words = [entry.getMessage() for entry in caplog.records]
-        assert len(words) == len(set(words)) == 4, "each is logged once"
-        assert any("format 99" in text for text in words)
+def test_foreign_records_are_left_out(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    store.put("load/s/students/a", json.dumps(student()).encode())
+    store.put("load/s/students/c", b"\x80garbage")
+    store.put("load/s/students/d", json.dumps(student(id="d", v=99)).encode())
+    store.put("load/s/others/a", b"{}")
+    store.put("load/s", b"{}")
+    store.put("load/other/teachers/b", json.dumps(teacher()).encode())
+    with caplog.at_level(logging.WARNING, "edl.load_reporting"):
+        for _ in range(2):
+            assert [found.id for found in read_service(store, "s").students] == ["a"]
+        assert set(read_services(store)) == {"s", "other"}
+    words = [entry.getMessage() for entry in caplog.records]
+    assert len(words) == len(set(words)) == 4, "each is logged once"
+    assert any("format 99" in text for text in words)
 
 
 def test_window_compares_with_its_beginning() -> None:

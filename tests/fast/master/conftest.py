@@ -27,17 +27,6 @@ def _no_thread_stays() -> Iterator[None]:
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path}/store.sqlite"
-
-
-@pytest.fixture
 def lead(stack: ExitStack, url: str, tmp_path: Path) -> Lead:
     """Start a master of job "job", and wait until it leads."""
 

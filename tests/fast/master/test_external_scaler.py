@@ -17,7 +17,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from edl.discovery import Store, open_store
+from edl.discovery import Store
 from edl.load_reporting.wanted import wanted_key
 from edl.master.external_scaler import ExternalScalerServer, ExternalScalerSettings
 from tests.waiting import DEADLINE_S, wait_until
@@ -45,12 +45,6 @@ def reference(**metadata: str) -> bytes:
 def wanted(store: Store, kind: str, name: str, count: float, **changes: object) -> None:
     record = {"v": 1, "count": count, "now": 1, "since": 1.0, "time": FAR, "reason": "r", "decisions": []}
     store.put(wanted_key(kind, name), json.dumps(record | changes).encode())  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with open_store(f"sqlite:///{tmp_path}/store.sqlite") as store:
-        yield store
 
 
 @pytest.fixture
@@ -107,8 +101,7 @@ def test_unknown_is_an_error_and_not_0(store: Store, channel: grpc.Channel) -> N
     assert refusal(channel, "IsActive", b"\xff\xff\xff")[0] is not grpc.StatusCode.OK, "no message at all"
 
 
-def test_master_serves_the_scaler(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path}/store.sqlite"
+def test_master_serves_the_scaler(store: Store, url: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as output:
         command = [sys.executable, "-m", "edl", "master", "advice", "--store", url, "--stay", "--scaler-port", "0"]
@@ -116,7 +109,7 @@ def test_master_serves_the_scaler(tmp_path: Path) -> None:
     try:
         wait_until(lambda: "external scaler is served on port" in log.read_text(), "the scaler")
         port = int(log.read_text().partition("scaler is served on port ")[2].split()[0])
-        with open_store(url) as store, grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             wanted(store, "workers", "resnet", 4)
             assert ask(channel, "IsActive", reference(job="resnet")) == TRUE
     finally:

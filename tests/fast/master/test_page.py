@@ -7,7 +7,6 @@ import os
 import re
 import sqlite3
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +43,9 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+def place(stack: contextlib.ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.setenv("EDL_DISCOVERY", f"sqlite:///{tmp_path}/store.sqlite")
-    with contextlib.ExitStack() as stack:
-        yield Place(tmp_path, stack)
+    return Place(tmp_path, stack)
 
 
 def block(begin: str) -> str:

@@ -83,18 +83,14 @@ def teacher(model: GatedModel) -> Iterator[Inside]:
 
 
 @pytest.fixture
-def open_proxy(teacher: Inside) -> Iterator[OpenProxy]:
+def open_proxy(teacher: Inside, stack: contextlib.ExitStack) -> OpenProxy:
     """Opens proxies, and closes them."""
-    opened: list[ProxyServer] = []
 
     def open_(**settings: Any) -> ProxyServer:
         defaults = {"service": teacher.target, "model": "m", "port": 0, "top_k": K, "max_tokens": 2000}
-        opened.append(ProxyServer(ProxySettings(**{**defaults, **settings})))
-        return opened[-1]
+        return stack.enter_context(ProxyServer(ProxySettings(**{**defaults, **settings})))
 
-    yield open_
-    for proxy in opened:
-        proxy.close()
+    return open_
 
 
 def test_requests_of_trainers(open_proxy: OpenProxy) -> None:

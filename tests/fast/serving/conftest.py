@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from pathlib import Path
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -135,34 +135,12 @@ Connect = Callable[[str], Client]
 
 
 @pytest.fixture
-def inside() -> Iterator[StartInside]:
+def inside(stack: ExitStack) -> StartInside:
     """Starts servers in this process."""
-    started: list[Inside] = []
-
-    def start(backends: Backend | list[Backend], **settings: Any) -> Inside:
-        started.append(Inside(backends, **settings))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.close()
+    return lambda backends, **settings: stack.enter_context(closing(Inside(backends, **settings)))
 
 
 @pytest.fixture
-def connect() -> Iterator[Connect]:
+def connect(stack: ExitStack) -> Connect:
     """Connects, and closes the channels in the end."""
-    clients: list[Client] = []
-
-    def one(target: str) -> Client:
-        clients.append(Client(target))
-        return clients[-1]
-
-    yield one
-    for client in clients:
-        client.close()
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    """Of a registry of the test's own."""
-    return f"sqlite:///{tmp_path}/discovery.sqlite"
+    return lambda target: stack.enter_context(closing(Client(target)))

@@ -11,7 +11,6 @@ import socket
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -32,12 +31,10 @@ from tests.waiting import DEADLINE_S, wait_until
 
 
 @pytest.fixture
-def server() -> Iterator[MetricsServer]:
+def server(stack: contextlib.ExitStack) -> MetricsServer:
     registry = CollectorRegistry()
     Gauge("answer", "Of everything.", registry=registry).set(42)
-    server = MetricsServer(registry, "127.0.0.1", 0, HealthProbes())
-    yield server
-    server.close()
+    return stack.enter_context(contextlib.closing(MetricsServer(registry, "127.0.0.1", 0, HealthProbes())))
 
 
 def ask(port: int | None, path: str, method: str = "GET") -> tuple[int, str]:

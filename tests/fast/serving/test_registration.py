@@ -9,14 +9,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
-from edl.discovery import Instance, open_registry
+from edl.discovery import Instance, Registry
 from edl.errors import SettingsError
 from edl.notifier import ReentrantEvent
 from edl.settings import Credentials, LoadSettings
@@ -82,9 +82,9 @@ def test_a_registry_s_refusal_is_raised(url: str) -> None:
             reconciler.wait_until_current(TIMEOUT_S)
 
 
-def test_two_teachers_of_one_id_are_told_so(url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_teachers_of_one_id_are_told_so(registry: Registry, url: str, caplog: pytest.LogCaptureFixture) -> None:
     for port, warned in ((8500, False), (8501, True)):
-        with open_registry(url) as registry, registry.register(Instance("digits", "one", "127.0.0.1", 8500), 60.0):
+        with registry.register(Instance("digits", "one", "127.0.0.1", 8500), 60.0):
             with contextlib.closing(InstanceReconciler(url, 60.0)) as reconciler:
                 reconciler.set_desired(Instance("digits", "one", "127.0.0.1", port))
                 assert reconciler.wait_until_current(TIMEOUT_S)
@@ -156,28 +156,26 @@ def test_silence_counts_and_a_no_is_final() -> None:
 
 
 @pytest.fixture
-def registering(url: str) -> Iterator[Callable[..., ReentrantEvent]]:
+def registering(url: str, stack: contextlib.ExitStack) -> Callable[..., ReentrantEvent]:
     """Registers servers in threads, with options as on the command line."""
-    threads: list[tuple[ReentrantEvent, threading.Thread]] = []
 
     def start(endpoint: str, **options: Any) -> ReentrantEvent:
         defaults = {"service": "s", "model": "m", "interval": 0.02, "timeout": TIMEOUT_S, "ttl": 300.0}
         config = RegisterConfig.of(endpoint, {"discovery": url, **defaults, **options})
         ended = ReentrantEvent()
-        threads.append((ended, threading.Thread(target=keep_registered, args=(config, ended))))
-        threads[-1][1].start()
+        thread = threading.Thread(target=keep_registered, args=(config, ended))
+        thread.start()
+        stack.callback(thread.join, TIMEOUT_S)
+        stack.callback(ended.set)
         return ended
 
-    yield start
-    for ended, thread in threads:
-        ended.set()
-        thread.join(TIMEOUT_S)
+    return start
 
 
 def test_a_server_enters_leaves_and_returns(
     inside: StartInside,
     registering: Callable[..., ReentrantEvent],
-    url: str,
+    registry: Registry,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -195,44 +193,42 @@ def test_a_server_enters_leaves_and_returns(
     endpoint = f"127.0.0.1:{proxy.port}"
     options = {"capacity": 2.5, "tag": ["gpu"], "meta": {"rack": "r7"}, "priority": "lowest", "id": "t1"}
     options |= {"ready_file": str(ready), "advertise": "teachers.example:8001", "failures": 2, "timeout": 0.5}
-    with open_registry(url) as registry:
 
-        def wait_for(count: int) -> Any:
-            return wait_until(lambda: len(found := registry.snapshot("s").instances) == count and (found or True))
+    def wait_for(count: int) -> Any:
+        return wait_until(lambda: len(found := registry.snapshot("s").instances) == count and (found or True))
 
-        registering(endpoint, **options)
-        (instance,) = wait_for(1)
-        assert (instance.endpoint, instance.id, instance.model) == ("teachers.example:8001", "t1", "m")
-        assert (instance.capacity, instance.tags) == (2.5, ("gpu",))
-        assert instance.meta == {"rack": "r7", "version": "1", "priority": "lowest"}
-        wait_until(ready.exists)
-        proxy.silent = True
-        wait_for(0)
-        wait_until(lambda: not ready.exists())
-        proxy.silent = False
-        proxy.cut()  # what was lost in between would be missing from the connection for ever
-        assert wait_for(1) == (instance,)
-        model.fault = "the engine is away"
-        wait_for(0)
-        assert "its model 'm' is not" in caplog.text or "says that it is not ready" in caplog.text
-        model.fault = ""
-        wait_for(1)
-        assert "out of discovery until it is ready again" in caplog.text
+    registering(endpoint, **options)
+    (instance,) = wait_for(1)
+    assert (instance.endpoint, instance.id, instance.model) == ("teachers.example:8001", "t1", "m")
+    assert (instance.capacity, instance.tags) == (2.5, ("gpu",))
+    assert instance.meta == {"rack": "r7", "version": "1", "priority": "lowest"}
+    wait_until(ready.exists)
+    proxy.silent = True
+    wait_for(0)
+    wait_until(lambda: not ready.exists())
+    proxy.silent = False
+    proxy.cut()  # what was lost in between would be missing from the connection for ever
+    assert wait_for(1) == (instance,)
+    model.fault = "the engine is away"
+    wait_for(0)
+    assert "its model 'm' is not" in caplog.text or "says that it is not ready" in caplog.text
+    model.fault = ""
+    wait_for(1)
+    assert "out of discovery until it is ready again" in caplog.text
     proxy.close()
 
 
-def test_sigterm_takes_the_server_out(inside: StartInside, url: str, tmp_path: Path) -> None:
+def test_sigterm_takes_the_server_out(inside: StartInside, registry: Registry, url: str, tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     command = [sys.executable, "-m", "edl", "register", inside(Base()).target, "--model", "m", "--discovery", url]
     options = ["--ttl", "5m", "--ready-file", str(ready), "--exit-with", str(os.getpid())]
     with subprocess.Popen([*command, *options], stdin=subprocess.DEVNULL) as process:
         try:
             wait_until(ready.exists)
-            with open_registry(url) as registry:
-                assert len(registry.snapshot("m").instances) == 1
-                process.send_signal(signal.SIGTERM)
-                assert process.wait(TIMEOUT_S) == 0
-                assert registry.snapshot("m").instances == ()
+            assert len(registry.snapshot("m").instances) == 1
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(TIMEOUT_S) == 0
+            assert registry.snapshot("m").instances == ()
             assert not ready.exists()
         finally:
             process.kill()

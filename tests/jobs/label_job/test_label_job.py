@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,12 @@ ROWS, SHARD = 6000, 128
 
 
 @pytest.fixture
-def make_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    runs: list[Run] = []
-
+def make_run(stack: ExitStack, tmp_path: Path) -> Callable[..., Run]:
     def make(rows: int, *, teachers: int = 1, **model: Any) -> Run:
-        runs.append(Run(tmp_path, [counting_teacher(tmp_path, **model) for _ in range(teachers)], rows))
-        return runs[-1]
+        served = [counting_teacher(tmp_path, **model) for _ in range(teachers)]
+        return stack.enter_context(closing(Run(tmp_path, served, rows)))
 
-    yield make
-    for run in runs:
-        run.close()
+    return make
 
 
 def check(run: Run, *folders: str) -> None:

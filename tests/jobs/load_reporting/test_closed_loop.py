@@ -8,13 +8,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from edl.background import start_call
-from edl.discovery import open_store
+from edl.discovery import Store
 from edl.distill import DistillReader
 from edl.load_reporting import ServiceLoad, read_service, read_wanted
 from edl.master.scaling import advisor as module
@@ -76,10 +75,10 @@ class Student:
 
 
 @pytest.fixture
-def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def url(url: str, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("EDL_LOAD_INTERVAL_S", "0.2")
     monkeypatch.setenv("EDL_LOAD_WINDOW_S", "1.5")
-    return f"sqlite:///{tmp_path}/discovery.sqlite"
+    return url
 
 
 @pytest.fixture
@@ -106,64 +105,64 @@ def observed(monkeypatch: pytest.MonkeyPatch) -> list[TeacherObservation]:
 
 
 @pytest.mark.timeout(600)
-def test_teachers_follow_the_formula(url: str, operator: Operator, observed: list[TeacherObservation]) -> None:
+def test_teachers_follow_the_formula(
+    url: str, store: Store, operator: Operator, observed: list[TeacherObservation]
+) -> None:
     """How fast a teacher and the student are is measured: a starved machine's figures are others, not the rule."""
     operator.follow(1)
     operator.teachers[0].wait_ready()
-    with open_store(url) as store:
-        student = Student(url)
+    student = Student(url)
 
-        def wanted() -> int:
-            found = read_wanted(store, "teachers", "s")
-            return int(found["count"]) if found is not None else len(operator.teachers)
+    def wanted() -> int:
+        found = read_wanted(store, "teachers", "s")
+        return int(found["count"]) if found is not None else len(operator.teachers)
 
-        def until(holds: Callable[[ServiceLoad], object]) -> None:
-            def looked() -> object:
-                operator.follow(wanted())
-                return holds(read_service(store, "s"))
+    def until(holds: Callable[[ServiceLoad], object]) -> None:
+        def looked() -> object:
+            operator.follow(wanted())
+            return holds(read_service(store, "s"))
 
-            wait_until(looked, f"{holds}", 2 * DEADLINE_S)
+        wait_until(looked, f"{holds}", 2 * DEADLINE_S)
 
-        def is_settled(load: ServiceLoad) -> bool:
-            """Whether there are as many teachers as the load takes: no move, neither up nor down, follows from it."""
-            demand, rate = load.demand, load.rate
-            if not demand or rate is None or load.live < 2 or load.live != wanted():
-                return False
-            enough = demand <= SCALING.up_above * load.live * rate and (load.wait_share or 0) < 0.2
-            return enough and SCALING.down_below * (load.live - 1) * rate <= demand
+    def is_settled(load: ServiceLoad) -> bool:
+        """Whether there are as many teachers as the load takes: no move, neither up nor down, follows from it."""
+        demand, rate = load.demand, load.rate
+        if not demand or rate is None or load.live < 2 or load.live != wanted():
+            return False
+        enough = demand <= SCALING.up_above * load.live * rate and (load.wait_share or 0) < 0.2
+        return enough and SCALING.down_below * (load.live - 1) * rate <= demand
 
-        try:
-            until(lambda load: load.live == 1 and (load.wait_share or 0) > 0.3)
-            with ScalingAdvisor(store, AdvisorSettings(SCALING, interval_s=0.2, refresh_s=0.5, ttl_s=10.0)):
-                until(is_settled)
-                student.running.clear()
-                until(lambda load: wanted() == 1 and load.live == 1 and all(found.idle for found in load.students))
-                student.running.set()
-                until(is_settled)
-                formula = max(required_teachers(observation, SCALING) or 1 for observation in observed)
-                assert 2 <= operator.most <= formula, "never more than the formula says"
-                decisions = (read_wanted(store, "teachers", "s") or {})["decisions"]
-                assert all(found["from"] != found["count"] for found in decisions), "a decision that moves nothing"
-                assert 1 in [found["count"] for found in decisions], decisions
-        finally:
-            student.close()
-        assert student.steps > 10
-        until(lambda load: not load.students)
+    try:
+        until(lambda load: load.live == 1 and (load.wait_share or 0) > 0.3)
+        with ScalingAdvisor(store, AdvisorSettings(SCALING, interval_s=0.2, refresh_s=0.5, ttl_s=10.0)):
+            until(is_settled)
+            student.running.clear()
+            until(lambda load: wanted() == 1 and load.live == 1 and all(found.idle for found in load.students))
+            student.running.set()
+            until(is_settled)
+            formula = max(required_teachers(observation, SCALING) or 1 for observation in observed)
+            assert 2 <= operator.most <= formula, "never more than the formula says"
+            decisions = (read_wanted(store, "teachers", "s") or {})["decisions"]
+            assert all(found["from"] != found["count"] for found in decisions), "a decision that moves nothing"
+            assert 1 in [found["count"] for found in decisions], decisions
+    finally:
+        student.close()
+    assert student.steps > 10
+    until(lambda load: not load.students)
 
 
-def test_master_writes_what_is_wanted(url: str) -> None:
+def test_master_writes_what_is_wanted(url: str, store: Store) -> None:
     since = {"t": 0.0, "rows": 0, "compute_s": 0.0}
     now = {"t": 10.0, "rows": 900, "compute_s": 9.0, "workers": 1, "state": "ready"}
     command = [sys.executable, "-m", "edl", "master", "j", "--store", url, "--stay", "--min-teachers", "2"]
-    with open_store(url) as store:
-        store.put("load/s/teachers/a", json.dumps({"v": 1, "id": "a", **now, "since": since}).encode())
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as master:
-            try:
-                found = wait_until(lambda: read_wanted(store, "teachers", "s")) or {}
-                assert (found["count"], found["now"]) == (2, 1), "the least that the command says"
-                master.terminate()
-                _, log = master.communicate(timeout=DEADLINE_S)
-            finally:
-                master.kill()
+    store.put("load/s/teachers/a", json.dumps({"v": 1, "id": "a", **now, "since": since}).encode())
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as master:
+        try:
+            found = wait_until(lambda: read_wanted(store, "teachers", "s")) or {}
+            assert (found["count"], found["now"]) == (2, 1), "the least that the command says"
+            master.terminate()
+            _, log = master.communicate(timeout=DEADLINE_S)
+        finally:
+            master.kill()
     assert master.returncode == 128 + 15
     assert "Traceback" not in log, log

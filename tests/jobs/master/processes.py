@@ -51,7 +51,7 @@ def lead(folder: str, journal: str | None = None, specs: dict[str, bytes] | None
 
     _log("master", folder)
     settings = MasterSettings(
-        store=f"sqlite:///{folder}/store.sqlite",
+        store=f"sqlite:///{folder}/discovery.sqlite",
         journal=journal or f"sqlite:///{folder}/journal.sqlite",
         lease_s=LEASE_S,
     )
@@ -67,7 +67,7 @@ def work(folder: str, name: str, dataset: str = "d", pause_s: float = 0.0) -> No
     _log(f"worker {name}", folder)
     ledger = os.open(f"{folder}/ledger.{name}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     # Masters that are killed within half a second may be missed for minutes by a process that gets no turn.
-    client = MasterClient("job", f"sqlite:///{folder}/store.sqlite", timeout_s=600)
+    client = MasterClient("job", f"sqlite:///{folder}/discovery.sqlite", timeout_s=600)
     reader = ShardReader(client, dataset, holder=name, explicit=True, on_poisoned="warn")
     for shard in reader:
         if pause_s:

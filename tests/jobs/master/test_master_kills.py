@@ -43,7 +43,7 @@ def test_every_sample_once_over_kills(tmp_path: Path) -> None:
     workers = {f"w{number}": start(work, folder, f"w{number}", "d", PAUSE_S) for number in range(WORKERS)}
     kills = killed = 0
     try:
-        with open_store(f"sqlite:///{tmp_path}/store.sqlite") as store:
+        with open_store(f"sqlite:///{tmp_path}/discovery.sqlite") as store:
             led = 0
             while kills < KILLS:
                 led = _next_leader(store, led)

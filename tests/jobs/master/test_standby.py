@@ -31,7 +31,7 @@ def test_standby_takes_over(tmp_path: Path, url: str, create: Create, journal: s
             wait_until(lambda: done_units(store) > 100, "some shards")
             term, leader = find_leader(store)
             try:
-                stop_between_writes(leader, [*tmp_path.glob("journal.sqlite"), tmp_path / "store.sqlite"])
+                stop_between_writes(leader, [*tmp_path.glob("journal.sqlite"), tmp_path / "discovery.sqlite"])
                 wait_until(lambda: find_leader(store)[0] > term, "another leader")
             finally:
                 os.kill(leader, signal.SIGCONT)

@@ -6,14 +6,14 @@ import contextlib
 import itertools
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from edl.dashboard.server import DashboardServer, DashboardSettings
-from edl.discovery import open_store
+from edl.discovery import Store
 from edl.settings import Credentials
 from tests.fast.dashboard.server import put_wanted
 from tests.plugins_chromium import Browser, Page
@@ -73,19 +73,18 @@ Look = Callable[..., tuple[PageServer, Page]]
 
 
 @pytest.fixture
-def look(browser: Browser) -> Iterator[Look]:
+def look(browser: Browser, stack: contextlib.ExitStack) -> Look:
     """Serve a state, and open the page on it; afterwards the browser must have had nothing to complain of."""
-    with contextlib.ExitStack() as opened:
 
-        def open_page(state: Any, port: int = 0) -> tuple[PageServer, Page]:
-            server = PageServer(state, port)
-            opened.callback(server.close)
-            page = browser.open(server.url)
-            opened.callback(_end, page, server.url)
-            page.wait(DRAWN)
-            return server, page
+    def open_page(state: Any, port: int = 0) -> tuple[PageServer, Page]:
+        server = PageServer(state, port)
+        stack.callback(server.close)
+        page = browser.open(server.url)
+        stack.callback(_end, page, server.url)
+        page.wait(DRAWN)
+        return server, page
 
-        yield open_page
+    return open_page
 
 
 def _end(page: Page, url: str) -> None:
@@ -492,30 +491,28 @@ def test_hidden_tab_draws_when_shown(look: Look) -> None:
     assert not page.evaluate("document.getElementById('stale').checkVisibility()")
 
 
-def test_page_of_the_real_server(browser: Browser, tmp_path: Path) -> None:
+def test_page_of_the_real_server(browser: Browser, url: str, store: Store, tmp_path: Path) -> None:
     """A form for the token, a store's changes, and both again over a restart, within the server's own policy."""
     (tmp_path / "tokens").write_text(TOKEN + "\n")
     (tmp_path / "tokens").chmod(0o600)
-    url = f"sqlite:///{tmp_path}/store.sqlite"
     settings = DashboardSettings(
         store=url, port=free_ports(1)[0], credentials=Credentials(token_file=str(tmp_path / "tokens"))
     )
     form = "document.querySelector('input[type=password]')"
     log_in = f"{form}.value = {TOKEN!r}; {form}.form.requestSubmit()"
-    with open_store(url) as store:
-        with DashboardServer(settings) as server:
-            page = browser.open(server.url)
-            page.wait(f"!!{form}")
-            page.evaluate(log_in)
-            page.wait(f"document.getElementById('content')?.dataset.time && {IS_LIVE}")
-            assert "Nothing runs here yet" in page.evaluate(TEXT)
-            put_wanted(store, "teachers/digits", 3, "students wait <b>much</b>")
-            page.wait(f"{TEXT}.includes('3 teachers wanted') && {TEXT}.includes('students wait <b>much</b>')")
-            assert "Nothing runs here yet" not in page.evaluate(TEXT)
-        page.wait(f"{TEXT}.includes('connection lost')")
-        put_wanted(store, "teachers/digits", 5, "nobody looks")
-        with DashboardServer(settings):
-            page.wait(f"!!{form}")  # the cookie is worthless after a restart
-            page.evaluate(log_in)
-            page.wait(f"{IS_LIVE} && {TEXT}.includes('5 teachers wanted')")
+    with DashboardServer(settings) as server:
+        page = browser.open(server.url)
+        page.wait(f"!!{form}")
+        page.evaluate(log_in)
+        page.wait(f"document.getElementById('content')?.dataset.time && {IS_LIVE}")
+        assert "Nothing runs here yet" in page.evaluate(TEXT)
+        put_wanted(store, "teachers/digits", 3, "students wait <b>much</b>")
+        page.wait(f"{TEXT}.includes('3 teachers wanted') && {TEXT}.includes('students wait <b>much</b>')")
+        assert "Nothing runs here yet" not in page.evaluate(TEXT)
+    page.wait(f"{TEXT}.includes('connection lost')")
+    put_wanted(store, "teachers/digits", 5, "nobody looks")
+    with DashboardServer(settings):
+        page.wait(f"!!{form}")  # the cookie is worthless after a restart
+        page.evaluate(log_in)
+        page.wait(f"{IS_LIVE} && {TEXT}.includes('5 teachers wanted')")
     _end(page, server.url)  # that the page keeps to the server's own policy

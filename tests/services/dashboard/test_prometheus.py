@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ import edl.dashboard
 from edl.background import BackgroundLoop
 from edl.dashboard.metrics import METRICS
 from edl.dashboard.server import DashboardServer, DashboardSettings
-from edl.discovery import Instance, Store, open_registry, open_store
+from edl.discovery import Instance, Registry, Store
 from tests.fast.dashboard.server import ask, put_job, put_master, put_teacher, put_wanted, samples
 from tests.plugins_prometheus import PrometheusServer, check_metrics
 from tests.waiting import wait_until
@@ -35,9 +34,8 @@ def put_student(store: Store, age_s: float) -> None:
 
 
 @pytest.fixture
-def busy_page(tmp_path: Path) -> Iterator[str]:
+def busy_page(url: str, store: Store, registry: Registry, stack: contextlib.ExitStack) -> str:
     """A page whose job, master, teacher and student go on."""
-    url = f"sqlite:///{tmp_path}/store.sqlite"
     metrics = CollectorRegistry()
     commits = Histogram("edl_master_journal_commit_seconds", "How long a group commit took.", registry=metrics)
     began = time.monotonic() - 60
@@ -53,13 +51,10 @@ def busy_page(tmp_path: Path) -> Iterator[str]:
         commits.observe(0.003)
         return 0.3
 
-    with contextlib.ExitStack() as undo:
-        store = undo.enter_context(open_store(url))
-        teachers = undo.enter_context(open_registry(url))
-        undo.enter_context(teachers.register(Instance(SERVICE, "t1", "127.0.0.1", 1)))
-        go_on()
-        undo.callback(BackgroundLoop("edl-test-changes", go_on).close)
-        yield undo.enter_context(DashboardServer(DashboardSettings(url, port=0), [metrics])).url
+    stack.enter_context(registry.register(Instance(SERVICE, "t1", "127.0.0.1", 1)))
+    go_on()
+    stack.callback(BackgroundLoop("edl-test-changes", go_on).close)
+    return stack.enter_context(DashboardServer(DashboardSettings(url, port=0), [metrics])).url
 
 
 def expressions() -> list[tuple[str, str]]:

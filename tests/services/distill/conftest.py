@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fast.distill.conftest import register, registry_url, serve, start
+from tests.fast.distill.conftest import register, serve, start
 from tests.plugins_triton import TritonFactory, TritonServer
 
-__all__ = ["register", "registry_url", "serve", "start"]
+__all__ = ["register", "serve", "start"]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,27 +32,19 @@ TOKEN = "token-of-a-test-0123456789"
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path}/discovery.sqlite"
-
-
-@pytest.fixture
-def register(url: str, tmp_path: Path) -> Iterator[Start]:
+def register(url: str, stack: ExitStack, tmp_path: Path) -> Start:
     """Starts `edl register` in the background; its log is `register.log`."""
-    started: list[subprocess.Popen[bytes]] = []
 
     def start(endpoint: str, *arguments: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "edl", "register", endpoint, "--discovery", url, *QUICK, *arguments]
         command += ["--exit-with", str(os.getpid())]
         with (tmp_path / "register.log").open("ab") as log:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log, env={**os.environ, **LOAD})
-        started.append(process)
+        stack.callback(process.wait)
+        stack.callback(process.kill)
         return process
 
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
+    return start
 
 
 def seen(url: str, service: str, count: int) -> tuple[Instance, ...]:

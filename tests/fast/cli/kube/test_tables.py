@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -206,11 +206,9 @@ def test_scale_keeps_to_bounds() -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[ApiServer]:
+def server(stack: ExitStack) -> ApiServer:
     pytest.importorskip("kubernetes", reason="the package kubernetes is not installed")
-    server = ApiServer()
-    yield server
-    server.close()
+    return stack.enter_context(closing(ApiServer()))
 
 
 def look(server: ApiServer, folder: Path, store: str, store_url: str = "") -> WorkloadLook:

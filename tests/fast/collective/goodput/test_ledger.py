@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -253,10 +253,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.fixture
-def page(tmp_path: Path) -> Iterator[WorkerStatusPage]:
-    made = WorkerStatusPage.create(tmp_path / "board")
-    yield made
-    made.close()
+def page(stack: ExitStack, tmp_path: Path) -> WorkerStatusPage:
+    return stack.enter_context(closing(WorkerStatusPage.create(tmp_path / "board")))
 
 
 def test_totals_sum_to_the_pages_age(clock: SimpleNamespace, page: WorkerStatusPage) -> None:

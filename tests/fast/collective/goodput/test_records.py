@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from edl.collective.goodput.records import MAX_EVENTS, LedgerWriter, delete_ledg
 from edl.collective.goodput.spans import MAX_SPANS, TimeCategory, span_of
 from edl.collective.job_records import JobState, Member, World
 from edl.collective.worker_status import Phase, WorkerStatusPage
-from edl.discovery import Store, open_store
+from edl.discovery import Store
 from edl.discovery.keys import MAX_VALUE_BYTES
 from edl.discovery.sqlite.store import SqliteStore
 from edl.discovery.store import Entry
@@ -148,17 +147,6 @@ NOW_S = 1_700_000_000.0
 def _now(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of day stands still: a node that is silent for five seconds is lost."""
     monkeypatch.setattr(time, "time", lambda: NOW_S)
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path}/discovery.sqlite"
-
-
-@pytest.fixture
-def store(url: str) -> Iterator[Store]:
-    with open_store(url) as store:
-        yield store
 
 
 def add_node(store: Store, node: str, ago_s: float, trained_s: float) -> LedgerWriter:

@@ -8,7 +8,7 @@ import os
 import random
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from edl.collective.replica.protocol import ReplicaAnnouncement
 from edl.collective.replica.replicator import JobSecret, Replicator, replica_peer
 from edl.collective.replica.schedule import ReplicaAction, ReplicaPace, ReplicationSchedule
 from edl.collective.replica.server import ReplicaServer
-from edl.discovery import open_store
+from edl.discovery import Store
 from edl.errors import ProtocolError, SettingsError, TemporaryError
 from edl.protocol.tls.peers import PeerTLS
 from edl.settings import Credentials
@@ -214,16 +214,16 @@ def world_of(generation: int, agents: dict[str, Replicator]) -> World:
 
 
 @pytest.fixture
-def agents(tmp_path: Path, said: list[str]) -> Iterator[dict[str, Replicator]]:
+def agents(stack: contextlib.ExitStack, tmp_path: Path, said: list[str]) -> dict[str, Replicator]:
     made = {
         name: Replicator(
             name, tmp_path / name, [tmp_path / f"slots-{name}"], lambda: SECRET, said.append, ReplicaPace(0)
         )
         for name in "abc"
     }
-    yield made
     for one in made.values():
-        one.close()
+        stack.callback(one.close)
+    return made
 
 
 def replica(tmp_path: Path, of: str, at: str) -> list[StateVersion]:
@@ -269,11 +269,10 @@ def test_leaver_gives_its_state_away(tmp_path: Path, agents: dict[str, Replicato
     wait_until(agents["c"].hand_over_state, "who has nothing may go at once")
 
 
-def test_all_agents_of_a_job_know_one_secret(tmp_path: Path) -> None:
-    with open_store(f"sqlite:///{tmp_path}/store") as store:
-        assert len({JobSecret(store, "job")() for _ in range(3)}) == 1
-        assert len(JobSecret(store, "job")()) == 32
-        assert JobSecret(store, "other")() != JobSecret(store, "job")()
+def test_all_agents_of_a_job_know_one_secret(store: Store) -> None:
+    assert len({JobSecret(store, "job")() for _ in range(3)}) == 1
+    assert len(JobSecret(store, "job")()) == 32
+    assert JobSecret(store, "other")() != JobSecret(store, "job")()
 
 
 class Receiver:
@@ -293,15 +292,13 @@ class Receiver:
 
 
 @pytest.fixture
-def receive(tmp_path: Path) -> Iterator[Callable[..., Receiver]]:
-    with contextlib.ExitStack() as stack:
+def receive(stack: contextlib.ExitStack, tmp_path: Path) -> Callable[..., Receiver]:
+    def start(*arguments: Any, **settings: Any) -> Receiver:
+        made = Receiver(tmp_path / "replicas", *arguments, **settings)
+        stack.callback(made.server.close)
+        return made
 
-        def start(*arguments: Any, **settings: Any) -> Receiver:
-            made = Receiver(tmp_path / "replicas", *arguments, **settings)
-            stack.callback(made.server.close)
-            return made
-
-        yield start
+    return start
 
 
 @pytest.fixture

@@ -116,10 +116,10 @@ def test_clients_share_looks(url: str, store: Store, monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[ServedBackend]:
+def served(stack: contextlib.ExitStack, tmp_path: Path) -> ServedBackend:
     backend = ServedBackend(tmp_path / "served.sqlite")
-    yield backend
-    backend.stop()
+    stack.callback(backend.stop)
+    return backend
 
 
 def test_store_that_dies_and_comes_back(served: ServedBackend) -> None:

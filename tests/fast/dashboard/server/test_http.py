@@ -19,7 +19,7 @@ from edl.dashboard.server import DashboardServer, DashboardSettings
 from edl.dashboard.server import server as server_module
 from edl.dashboard.server.headers import HEADERS
 from edl.dashboard.state.schema import DashboardState
-from edl.discovery import Store, open_registry
+from edl.discovery import Registry, Store
 from edl.discovery.registry import Instance
 from edl.errors import SettingsError
 from edl.http_server import connections
@@ -31,11 +31,11 @@ from tests.waiting import DEADLINE_S, wait_until
 NASTY = '<img src=x onerror=alert(1)>"&'
 
 
-def test_two_jobs_and_a_service(page: str, url: str, store: Store) -> None:
+def test_two_jobs_and_a_service(page: str, registry: Registry, store: Store) -> None:
     put_job(store, "first", "ab")
     put_job(store, "second", "c", step=3)
     put_master(store, "first")
-    with open_registry(url) as registry, registry.register(Instance("digits", "t1", "127.0.0.1", 1, model="m")):
+    with registry.register(Instance("digits", "t1", "127.0.0.1", 1, model="m")):
         state = ask(page, "/api/state").json()
     jobs = {job["job"]: job for job in state["jobs"]}
     assert set(jobs) == {"first", "second"}

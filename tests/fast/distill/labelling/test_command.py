@@ -63,11 +63,9 @@ def test_reader_needs_no_teacher_afterwards(serve: Serve, data: Path, folder: Pa
     np.testing.assert_array_equal(found, X[order].astype(np.float16))
 
 
-def test_top_k_labels_from_discovery(
-    serve: Serve, register: Register, data: Path, folder: Path, registry_url: str
-) -> None:
+def test_top_k_labels_from_discovery(serve: Serve, register: Register, data: Path, folder: Path, url: str) -> None:
     with register(serve("linear").endpoint, "numbers"):
-        more = ["--service", "numbers", "--discovery", registry_url, "--top-k", "2", "--temperature", "3"]
+        more = ["--service", "numbers", "--discovery", url, "--top-k", "2", "--temperature", "3"]
         assert main(command(data, folder, *more)) == 0
     found = load_labels(folder).rows(range(10))["y"]
     assert isinstance(found, TopK)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any
 
@@ -38,10 +38,8 @@ class View:
 
 
 @pytest.fixture
-def cache_queue() -> Iterator[CacheQueue]:
-    found = CacheQueue(4 * MIB)
-    yield found
-    found.close()
+def cache_queue(stack: ExitStack) -> CacheQueue:
+    return stack.enter_context(closing(CacheQueue(4 * MIB)))
 
 
 def answer(nbytes: int) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def take(reader: DistillReader, epochs: int = 2) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fixed", "dynamic"])
-def test_handler_closes_before_any_line(teacher: Served, register: Register, registry_url: str, kind: str) -> None:
+def test_handler_closes_before_any_line(teacher: Served, register: Register, url: str, kind: str) -> None:
     """Connecting, waiting, taking, starting an epoch, closing: the training loop's thread may be anywhere."""
     register(teacher.endpoint, "s")
 
@@ -101,7 +101,7 @@ def test_handler_closes_before_any_line(teacher: Served, register: Register, reg
             if kind == "fixed":
                 reader.set_fixed_teacher(teacher.endpoint)
             else:
-                reader.set_dynamic_teacher(registry_url, "s")
+                reader.set_dynamic_teacher(url, "s")
             with InterruptAt(number, reader.close, "edl/") as interrupt:
                 take(reader)
                 reader.close()

@@ -170,11 +170,11 @@ def test_settings_are_checked_and_named() -> None:
 
 
 def test_ancestors_environment_is_understood(
-    serve: Serve, register: Register, registry_url: str, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, register: Register, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a note for each name, at the user's own line, so that Python's default filters show it."""
     register(serve("echo").endpoint, "old")
-    monkeypatch.setenv("PADDLE_DISTILL_BALANCE_SERVER", registry_url)
+    monkeypatch.setenv("PADDLE_DISTILL_BALANCE_SERVER", url)
     monkeypatch.setenv("PADDLE_DISTILL_SERVICE_NAME", "old")
     monkeypatch.setenv("PADDLE_DISTILL_MAX_TEACHER", "4")
     reader = DistillReader(["x", None], ["y"]).set_sample_generator(samples(20))

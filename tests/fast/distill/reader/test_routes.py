@@ -100,13 +100,13 @@ def test_an_unknown_value_is_an_error(teachers: dict[str, str]) -> None:
 
 
 def test_an_outage_stops_only_what_is_behind(
-    serve: Serve, register: Register, registry_url: str, teachers: dict[str, str]
+    serve: Serve, register: Register, url: str, teachers: dict[str, str]
 ) -> None:
     """A domain's teachers come late, are lost and come again: what is before its samples goes on."""
     found = samples(600)
     found[:60] = [(x, "math", number) for x, _, number in found[:60]]
     found[60] = (found[60][0], "code", 60)
-    there = {"math": teachers["math"], "law": teachers["law"], "code": Teachers("coders", discovery=registry_url)}
+    there = {"math": teachers["math"], "law": teachers["law"], "code": Teachers("coders", discovery=url)}
     lost = threading.Event()
 
     def source() -> Iterator[Any]:

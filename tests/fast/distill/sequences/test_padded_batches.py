@@ -143,10 +143,10 @@ def test_padded_batches_of_domains(targets: dict[str, str]) -> None:
         assert set(loader.stats().routes) == {"math", "code"}
 
 
-def test_an_empty_batch_waits_for_no_domain(targets: dict[str, str], registry_url: str) -> None:
+def test_an_empty_batch_waits_for_no_domain(targets: dict[str, str], url: str) -> None:
     """A first batch whose texts are all empty has labels of no rows, of any domain's teachers that are there."""
     batch = {"input_ids": np.zeros((2, 3), np.int64), "attention_mask": np.zeros((2, 3)), "domain": ["math", "code"]}
-    there = {"law": Teachers(service="nobody", discovery=registry_url), **targets}
+    there = {"law": Teachers(service="nobody", discovery=url), **targets}
     with distill([batch], there, route="domain", **ASKED) as loader:
         ((_, labels),) = list(loader)
     assert labels.ids.shape == (2, 3, 4)

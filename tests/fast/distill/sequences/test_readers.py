@@ -53,13 +53,13 @@ def test_text_that_is_too_long_for_all(serve: Serve) -> None:
             next(epoch)
 
 
-def test_service_may_get_a_larger_teacher(serve: Serve, register: Register, registry_url: str) -> None:
+def test_service_may_get_a_larger_teacher(serve: Serve, register: Register, url: str) -> None:
     """Of a service whose teachers come and go a larger one may come at any moment; the wait ends with an error."""
     register(serve(PrefixModel(max_sequence=128), WHOLE).endpoint, "lm")
 
     def long_reader(timeout_s: float) -> DistillReader:
         made = DistillReader(["ids"], ["logprobs"], top_k=K, options=Options(teacher_timeout_s=timeout_s))
-        return made.set_dynamic_teacher(registry_url, "lm").set_sequence_generator(lambda: iter([(SHORT,), (LONG,)]))
+        return made.set_dynamic_teacher(url, "lm").set_sequence_generator(lambda: iter([(SHORT,), (LONG,)]))
 
     with long_reader(1.0) as reader, pytest.raises(SourceError, match="300 tokens, and teachers take at most 128"):
         list(reader())

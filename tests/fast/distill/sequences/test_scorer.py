@@ -73,12 +73,12 @@ def test_a_scorer_outlives_its_last_name(model: Served) -> None:
     wait_until(lambda: not thread.is_alive())
 
 
-def test_teachers_go_between_calls(serve: Serve, register: Register, registry_url: str) -> None:
+def test_teachers_go_between_calls(serve: Serve, register: Register, url: str) -> None:
     settings: Any = {"vocabulary": VOCABULARY, "server": {"max_batch_rows": 512}, "delay_s": 0.005}
     teachers = [serve("prefix_scores", **settings) for _ in range(2)]
     found = sequences(200)
     register(teachers[0].endpoint, "lm")
-    with Scorer("lm", top_k=4, discovery=registry_url, request_tokens=200) as scorer:
+    with Scorer("lm", top_k=4, discovery=url, request_tokens=200) as scorer:
         futures = [scorer.score(found[start : start + 20]) for start in range(0, 200, 20)]
         futures[2].result(DEADLINE_S)
         register(teachers[1].endpoint, "lm")
@@ -171,9 +171,9 @@ def test_domains_have_their_own_teachers(model: Served, negative: Served) -> Non
         assert routes[None].rows_received == sum(map(len, found)) - of_math
 
 
-def test_domain_without_teachers(model: Served, registry_url: str) -> None:
+def test_domain_without_teachers(model: Served, url: str) -> None:
     """Its calls fail in time, and hold up no call of another domain."""
-    there = {"math": model.endpoint, "code": Teachers(service="nobody", discovery=registry_url)}
+    there = {"math": model.endpoint, "code": Teachers(service="nobody", discovery=url)}
     with Scorer(there, top_k=4, options=Options(teacher_timeout_s=1)) as scorer:
         lost, mixed = scorer.score([[1, 2]], route="code"), scorer.score([[3], [4]], route=["math", "code"])
         for _ in range(3):

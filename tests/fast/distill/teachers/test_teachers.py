@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edl.discovery import open_registry
+from edl.discovery import Registry, open_registry
 from edl.distill import DistillReader, Options
 from edl.distill.transport.client import _OPTIONS
 from edl.errors import NoTeacherError
@@ -26,9 +26,9 @@ from tests.fast.distill.reading import Held, check, reader_of, samples
 from tests.waiting import wait_until
 
 
-def service_reader(registry_url: str, most: int | None = None, rows: int = 4) -> DistillReader:
+def service_reader(url: str, most: int | None = None, rows: int = 4) -> DistillReader:
     reader = DistillReader(["x", None], ["y"], teacher_batch_size=rows, options=Options(teacher_timeout_s=60))
-    return reader.set_dynamic_teacher(registry_url, "s", most)
+    return reader.set_dynamic_teacher(url, "s", most)
 
 
 def test_a_kill_and_a_pause_lose_nothing(start: Start) -> None:
@@ -51,10 +51,10 @@ def test_a_kill_and_a_pause_lose_nothing(start: Start) -> None:
     assert stats.rows_asked == 600
 
 
-def test_teachers_appear_and_drain(serve: Serve, registry_url: str) -> None:
+def test_teachers_appear_and_drain(serve: Serve, registry: Registry, url: str) -> None:
     """One that appears is used, and one that drains costs nothing."""
     first, second = serve("echo", delay_s=0.001), serve("echo", delay_s=0.001)
-    with open_registry(registry_url) as registry, service_reader(registry_url, rows=1) as reader:
+    with service_reader(url, rows=1) as reader:
         leaving = registry.register(instance_of(first.endpoint, "s", "first"), ttl_s=600)
         rows = reader.set_sample_generator(samples(1_000_000))()
         delivered = list(itertools.islice(rows, 20))
@@ -78,20 +78,16 @@ def test_teachers_appear_and_drain(serve: Serve, registry_url: str) -> None:
 
 @pytest.mark.parametrize("streamed", [True, False])
 def test_closed_connections_requests_move(
-    serve: Serve, registry_url: str, monkeypatch: pytest.MonkeyPatch, streamed: bool
+    serve: Serve, registry: Registry, url: str, monkeypatch: pytest.MonkeyPatch, streamed: bool
 ) -> None:
     """An instance that moves to another address is disconnected at once, requests under way or not."""
     if not streamed:
         announce_less(monkeypatch, names.EXTENSION_STREAM)
     held = Held()
     here, there = serve(held), serve("echo")
-    reader = service_reader(registry_url).set_sample_generator(samples(200))
+    reader = service_reader(url).set_sample_generator(samples(200))
     try:
-        with (
-            open_registry(registry_url) as registry,
-            registry.register(instance_of(here.endpoint, "s", "moving"), ttl_s=600) as registration,
-            reader,
-        ):
+        with registry.register(instance_of(here.endpoint, "s", "moving"), ttl_s=600) as registration, reader:
             rows = reader()
             assert held.entered.wait(90)
             registration.update(instance_of(there.endpoint, "s", "moving"))
@@ -192,27 +188,27 @@ def lapsed(url: str) -> set[str]:
         return {instance.id for instance in registry.snapshot("s").lapsed}
 
 
-def test_lapsed_answering_teacher_is_kept(start: Start, registry_url: str) -> None:
+def test_lapsed_answering_teacher_is_kept(start: Start, url: str) -> None:
     """One with an odd name and address; by a student that shares teachers out, and by one that starts then."""
     host = "::1" if socket.has_ipv6 and Path("/proc/net/if_inet6").exists() else "127.0.0.1"
     told: Any = {"metrics-port": 0, "host": host, "id": "ü / : %41 [x]"}
-    teacher = start("echo", service="s", discovery=registry_url, serve=told)
+    teacher = start("echo", service="s", discovery=url, serve=told)
 
     def registered() -> str:
         with urllib.request.urlopen(f"http://127.0.0.1:{teacher.metrics_port}/metrics", timeout=60) as page:
             lines: list[str] = page.read().decode().splitlines()
         return next(line.split()[-1] for line in lines if line.startswith("edl_teacher_registered"))
 
-    with service_reader(registry_url, 1, 1).set_sample_generator(samples(100)) as reader:
+    with service_reader(url, 1, 1).set_sample_generator(samples(100)) as reader:
         rows = reader()
         delivered = list(itertools.islice(rows, 20))
-        with unwritable(registry_url):
+        with unwritable(url):
             wait_until(lambda: "ü / : %41 [x]" in reader.stats().discovery, "the lapse")
             assert registered() == "0.0"
             assert reader.stats().teachers_live == 1, "the teacher is alive, and connected"
             delivered += rows
             wait_until(lambda: "cannot be kept registered" in teacher.log)
-            with service_reader(registry_url).set_sample_generator(samples(20)) as newcomer:
+            with service_reader(url).set_sample_generator(samples(20)) as newcomer:
                 check(list(newcomer()), 20)
                 assert "lapsed" in newcomer.stats().discovery
         wait_until(lambda: not reader.stats().discovery, "the renewed registration")
@@ -223,7 +219,7 @@ def test_lapsed_answering_teacher_is_kept(start: Start, registry_url: str) -> No
     check(delivered, 100)
 
 
-def test_who_is_at_a_lapsed_address(serve: Serve, registry_url: str) -> None:
+def test_who_is_at_a_lapsed_address(serve: Serve, registry: Registry, url: str, stack: contextlib.ExitStack) -> None:
     """Only a server of the version that registered is used; the others, and the dead, are told so."""
     found = {"same": "1", "another": "2", "unnamed": ""}
     instances = [
@@ -236,17 +232,16 @@ def test_who_is_at_a_lapsed_address(serve: Serve, registry_url: str) -> None:
         "unnamed": "nothing tells whether this is who registered",
         "dead": "refused",
     }
-    with open_registry(registry_url) as registry, contextlib.ExitStack() as stack:
-        for instance in instances:
-            stack.enter_context(registry.register(instance, ttl_s=0.5))
-        with unwritable(registry_url):
-            wait_until(lambda: len(lapsed(registry_url)) == len(instances))
-            with service_reader(registry_url).set_sample_generator(samples(20)) as reader:
-                check(list(reader()), 20)
+    for instance in instances:
+        stack.enter_context(registry.register(instance, ttl_s=0.5))
+    with unwritable(url):
+        wait_until(lambda: len(lapsed(url)) == len(instances))
+        with service_reader(url).set_sample_generator(samples(20)) as reader:
+            check(list(reader()), 20)
 
-                def told() -> bool:
-                    teachers = reader.stats().teachers
-                    return all(words in teachers[name].why for name, words in reasons.items() if name in teachers)
+            def told() -> bool:
+                teachers = reader.stats().teachers
+                return all(words in teachers[name].why for name, words in reasons.items() if name in teachers)
 
-                wait_until(lambda: reasons.keys() <= reader.stats().teachers.keys() and told(), "the reasons")
-                assert {name for name, one in reader.stats().teachers.items() if one.rows} == {"same"}
+            wait_until(lambda: reasons.keys() <= reader.stats().teachers.keys() and told(), "the reasons")
+            assert {name for name, one in reader.stats().teachers.items() if one.rows} == {"same"}

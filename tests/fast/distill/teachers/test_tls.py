@@ -7,7 +7,7 @@ import itertools
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -186,17 +186,13 @@ class Student:
 
 
 @pytest.fixture
-def student(quick_looks: None) -> Iterator[Callable[[Served, Credentials], Student]]:
-    begun: list[Student] = []
-
+def student(quick_looks: None, stack: contextlib.ExitStack) -> Callable[[Served, Credentials], Student]:
     def begin(teacher: Served, credentials: Credentials) -> Student:
-        begun.append(Student(teacher, credentials))
-        begun[-1].read()
-        return begun[-1]
+        student = stack.enter_context(contextlib.closing(Student(teacher, credentials)))
+        student.read()
+        return student
 
-    yield begin
-    for one in begun:
-        one.close()
+    return begin
 
 
 def replacements(caplog: pytest.LogCaptureFixture) -> int:

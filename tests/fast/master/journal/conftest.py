@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -70,11 +69,7 @@ def remove_database(path: Path) -> None:
 
 
 @pytest.fixture(params=["file", "store"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    found: Place
-    if request.param == "file":
-        found = FilePlace(tmp_path / "folder" / "journal.sqlite")
-    else:
-        found = StorePlace(f"sqlite:///{tmp_path}/store.sqlite", "job")
-    yield found
-    found.close()
+def place(request: pytest.FixtureRequest, stack: contextlib.ExitStack, url: str, tmp_path: Path) -> Place:
+    is_file = request.param == "file"
+    found = FilePlace(tmp_path / "folder" / "journal.sqlite") if is_file else StorePlace(url, "job")
+    return stack.enter_context(contextlib.closing(found))

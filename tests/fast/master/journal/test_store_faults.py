@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -36,10 +36,8 @@ class Disturbed:
 
 
 @pytest.fixture
-def stored(tmp_path: Path) -> Iterator[StorePlace]:
-    found = StorePlace(f"sqlite:///{tmp_path}/store.sqlite", "job")
-    yield found
-    found.close()
+def stored(stack: ExitStack, url: str) -> StorePlace:
+    return stack.enter_context(closing(StorePlace(url, "job")))
 
 
 @pytest.fixture

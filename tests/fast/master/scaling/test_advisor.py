@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from edl.discovery import Store, open_store
+from edl.discovery import Store
 from edl.errors import DiscoveryError
 from edl.load_reporting import read_all_wanted, read_wanted
 from edl.master.scaling import advisor as module
@@ -24,12 +22,6 @@ SCALING = TeacherScalingSettings(up_s=0.2, down_s=0.6)
 QUICK = AdvisorSettings(SCALING, interval_s=0.05, refresh_s=0.1, ttl_s=10.0)
 PATIENT = replace(QUICK, teachers=replace(SCALING, down_s=60.0))
 """Goes on from what was written a minute ago: a starved machine takes long from one advisor to the next."""
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with open_store(f"sqlite:///{tmp_path}/store.sqlite") as found:
-        yield found
 
 
 def publish(store: Store, demand: float, teachers: int = 1, service: str = "s") -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -12,14 +12,10 @@ from tests.fast.serving.gateway.gateways import Gateways
 
 
 @pytest.fixture
-def gateways(tmp_path: Path) -> Iterator[Gateways]:
-    started = Gateways(tmp_path)
-    yield started
-    started.close()
+def gateways(stack: ExitStack, tmp_path: Path) -> Gateways:
+    return stack.enter_context(closing(Gateways(tmp_path)))
 
 
 @pytest.fixture
-def engine() -> Iterator[FormulaEngine]:
-    server = FormulaEngine()
-    yield server
-    server.close()
+def engine(stack: ExitStack) -> FormulaEngine:
+    return stack.enter_context(closing(FormulaEngine()))

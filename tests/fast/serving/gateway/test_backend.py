@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from typing import Any
 
 import numpy as np
@@ -35,21 +36,16 @@ def facts_of(
 
 
 @pytest.fixture
-def open_backend(engine: FormulaEngine) -> Iterator[OpenBackend]:
+def open_backend(engine: FormulaEngine, stack: ExitStack) -> OpenBackend:
     """Opens backends, and closes them."""
-    opened: list[tuple[GatewayBackend, EngineHealth]] = []
 
     def open_(kind: str = "vllm", k: int = 8, every_s: float = 0.05, **options: Any) -> GatewayBackend:
         address = reach(engine, kind, **options)
         facts = facts_of(address, k)
-        health = EngineHealth(address, facts, k, every_s, 60.0, 2)
-        opened.append((GatewayBackend(GatewayModel(address, facts, k, "r1"), health), health))
-        return opened[-1][0]
+        health = stack.enter_context(closing(EngineHealth(address, facts, k, every_s, 60.0, 2)))
+        return stack.enter_context(closing(GatewayBackend(GatewayModel(address, facts, k, "r1"), health)))
 
-    yield open_
-    for backend, health in opened:
-        backend.close()
-        health.close()
+    return open_
 
 
 def inputs_of(sequences: Sequence[Sequence[int]]) -> dict[str, Any]:

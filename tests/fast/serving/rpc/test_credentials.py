@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from edl.cli import main
-from edl.discovery import Instance, open_registry
+from edl.discovery import Instance, Registry
 from edl.distill import DistillReader, Options, Teachers
 from edl.errors import NoTeacherError
 from edl.protocol import names
@@ -125,19 +125,21 @@ def labels(teachers: Any, credentials: Credentials, timeout_s: float = TIMEOUT_S
     return found, shared
 
 
-def test_registry_that_lies_gets_no_data(inside: StartInside, tmp_path: Path, url: str, ca: Authority) -> None:
+def test_registry_that_lies_gets_no_data(
+    inside: StartInside, tmp_path: Path, url: str, registry: Registry, ca: Authority
+) -> None:
     """It sends students to a host of its own, and says that TLS is not spoken there."""
     impostor = inside(FakeBackend())
     told = Credentials(ca=ca.save(tmp_path), server_name="teacher.example")
     instance = Instance("teachers", "t1", "127.0.0.1", impostor.port, model="m", meta={"tls": "0"})
-    with open_registry(url) as registry, registry.register(instance, 300.0):
+    with registry.register(instance, 300.0):
         with pytest.raises(NoTeacherError):
             labels(Teachers("teachers", discovery=url), told, timeout_s=1.0)
         assert impostor.metric("edl_teacher_rows_total") == 0, "training data went to a host that the registry named"
 
 
 def test_tls_beside_sockets_and_memory(
-    inside: StartInside, tmp_path: Path, url: str, ca: Authority, token_file: str
+    inside: StartInside, tmp_path: Path, url: str, registry: Registry, ca: Authority, token_file: str
 ) -> None:
     socket = tmp_path / "teacher.sock"
     secured = Credentials(token_file=token_file, **ca.issue("127.0.0.1", "localhost").save(tmp_path))
@@ -147,8 +149,7 @@ def test_tls_beside_sockets_and_memory(
     wanted = five_logits({"x": np.ones((12, 4), np.float32)})["logits"]
     with ReadyFile(None) as file, TeacherRegistration(settings, "127.0.0.1", 0.0, file) as registration:
         registration.register(made.server)
-        with open_registry(url) as registry:
-            (found,) = registry.snapshot("teachers").instances
+        (found,) = registry.snapshot("teachers").instances
         assert found.meta[names.TLS_META] == "1"
         for teachers in (Teachers("teachers", discovery=url), [f"unix:{socket}"]):
             answers, shared = labels(teachers, told)

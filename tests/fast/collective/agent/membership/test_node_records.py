@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -64,26 +65,24 @@ class FakeStore(SqliteStore):
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[FakeStore]:
-    with FakeStore(tmp_path / "store.sqlite") as made:
-        yield made
+def store(stack: ExitStack, tmp_path: Path) -> FakeStore:
+    return stack.enter_context(FakeStore(tmp_path / "store.sqlite"))
 
 
 @pytest.fixture
-def members(store: FakeStore) -> Iterator[tuple[Membership, Membership]]:
+def members(store: FakeStore, stack: ExitStack) -> tuple[Membership, Membership]:
     one, other = (
         Membership(store, "job", Node(name, "host", 1, 1), TTL_S, lambda: None, clock=lambda: store.now_s)
         for name in "ab"
     )
     for each in (one, other):
+        stack.callback(each.close)
         assert each.without_lease_s == 0.0, "it has not joined"
         each.join()
     assert one.propose_world(WORLD, None)
     store.now_s += BACK_S  # since they joined
     assert (set(one.read_records().nodes), one.read_records().late) == ({"a", "b"}, frozenset())
-    yield one, other
-    for each in (one, other):
-        each.close()
+    return one, other
 
 
 def test_untaken_change_is_written_later(store: FakeStore, members: tuple[Membership, Membership]) -> None:

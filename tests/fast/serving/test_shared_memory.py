@@ -10,7 +10,7 @@ import os
 import socket
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -28,20 +28,17 @@ Make = Callable[[int], str]
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
+def make(stack: ExitStack) -> Make:
     """Makes shared memory objects; their keys."""
-    made: list[Path] = []
 
     def one(nbytes: int) -> str:
         path = Path("/dev/shm") / f"edl-test-{uuid.uuid4().hex}"
         path.write_bytes(bytes(range(256)) * (nbytes // 256 + 1))
         os.truncate(path, nbytes)
-        made.append(path)
+        stack.callback(path.unlink, missing_ok=True)
         return f"/{path.name}"
 
-    yield one
-    for path in made:
-        path.unlink(missing_ok=True)
+    return one
 
 
 @pytest.fixture(autouse=True)

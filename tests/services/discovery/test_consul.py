@@ -7,7 +7,7 @@ import logging
 import socket
 import struct
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,9 @@ from edl.discovery import Instance, Registry, Snapshot, Store, open_registry, op
 from edl.discovery.consul.transport import ConsulTransport
 from edl.errors import DiscoveryError, SettingsError
 from tests.certificates import Authority
-from tests.fast.discovery.conformance.backends import teacher
+from tests.fast.discovery.conformance.backends import ConsulBackend, teacher
 from tests.fast.discovery.conformance.fixtures import PATIENT_S
-from tests.fast.discovery.conformance.suite import LONG_S, seen
+from tests.fast.discovery.conformance.suite import LONG_S, refusal, seen
 from tests.plugins_consul import ConsulAgent
 from tests.waiting import DEADLINE_S, wait_until
 
@@ -26,9 +26,8 @@ TOKEN = "0b3c9a52-8f5e-4f8e-9b52-3d1c6f9a7e11"
 
 
 @pytest.fixture
-def registry(consul_agent: ConsulAgent) -> Iterator[Registry]:
-    with open_registry(consul_agent.url, timeout_s=PATIENT_S) as registry:
-        yield registry
+def backend(consul_agent: ConsulAgent) -> ConsulBackend:
+    return ConsulBackend(consul_agent)
 
 
 @contextlib.contextmanager
@@ -40,14 +39,6 @@ def foreign(agent: ConsulAgent, name: str, **fields: object) -> Iterator[str]:
         yield number
     finally:
         agent.ask(f"/v1/agent/service/deregister/{number}", "PUT")
-
-
-def refusal(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except DiscoveryError as exc:
-        return str(exc)
-    return ""
 
 
 # The catalog

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,23 +15,15 @@ from edl.discovery.common.renewal import RenewedLease
 from edl.discovery.etcd import client as client_module
 from edl.discovery.etcd.client import EtcdClient
 from edl.discovery.etcd.target import EtcdTarget
-from edl.errors import ClosedError, DiscoveryError, LeaseLostError, SettingsError
+from edl.errors import ClosedError, LeaseLostError, SettingsError
 from tests.certificates import Authority
-from tests.fast.discovery.conformance.backends import teacher
+from tests.fast.discovery.conformance.backends import EtcdBackend, teacher
 from tests.fast.discovery.conformance.fixtures import PATIENT_S
-from tests.fast.discovery.conformance.suite import LONG_S, seen, seen_values
+from tests.fast.discovery.conformance.suite import LONG_S, refusal, seen, seen_values
 from tests.interrupting import NEVER, InterruptAt, deadline, interrupt_some
 from tests.plugins_consul import free_ports
 from tests.plugins_etcd import EtcdServer, etcd_cluster
 from tests.waiting import DEADLINE_S, wait_until
-
-
-def refusal(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except DiscoveryError as exc:
-        return str(exc)
-    return ""
 
 
 def address(server: EtcdServer) -> str:
@@ -39,15 +31,8 @@ def address(server: EtcdServer) -> str:
 
 
 @pytest.fixture
-def registry(etcd_server: EtcdServer) -> Iterator[Registry]:
-    with open_registry(etcd_server.url, timeout_s=PATIENT_S) as registry:
-        yield registry
-
-
-@pytest.fixture
-def store(etcd_server: EtcdServer) -> Iterator[Store]:
-    with open_store(etcd_server.url, timeout_s=PATIENT_S) as store:
-        yield store
+def backend(etcd_server: EtcdServer) -> EtcdBackend:
+    return EtcdBackend(etcd_server)
 
 
 # A server

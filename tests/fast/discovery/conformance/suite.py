@@ -55,6 +55,14 @@ def refuses(*calls: Callable[[], object], error: type[Exception] = DiscoveryErro
             call()
 
 
+def refusal(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except DiscoveryError as exc:
+        return str(exc)
+    return ""
+
+
 NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
     "no-port": ({"port": None}, "port is missing"),
     "banana": ({"capacity": "banana"}, "capacity 'banana'"),

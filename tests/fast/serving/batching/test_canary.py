@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edl.discovery import open_registry
+from edl.discovery import Registry
 from edl.protocol.transport import grpc
 from edl.settings import LoadSettings
 from edl_serving import Array
@@ -52,6 +52,7 @@ def test_a_sick_model_is_not_found(
     inside: StartInside,
     connect: Connect,
     url: str,
+    registry: Registry,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     how: str,
@@ -62,7 +63,6 @@ def test_a_sick_model_is_not_found(
     client = connect(server.target)
     settings = RegistrationSettings("s", url, ttl_s=300.0, load=LoadSettings(publish=False))
     with (
-        open_registry(url) as registry,
         ReadyFile(str(tmp_path / "ready")) as file,
         TeacherRegistration(settings, "127.0.0.1", 0.0, file) as registration,
     ):

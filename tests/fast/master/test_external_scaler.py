@@ -18,8 +18,10 @@ import grpc
 import pytest
 
 from edl.discovery import Store
+from edl.errors import SettingsError
 from edl.load_reporting.wanted import wanted_key
 from edl.master.external_scaler import ExternalScalerServer, ExternalScalerSettings
+from edl.master.external_scaler.target import ScalerTarget
 from tests.waiting import DEADLINE_S, wait_until
 
 PATH = "/externalscaler.ExternalScaler/"
@@ -54,6 +56,24 @@ def channel(store: Store) -> Iterator[grpc.Channel]:
         grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel,
     ):
         yield channel
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {},
+        {"Service": "digits"},
+        {"service": "digits", "job": "resnet"},
+        {"service": "a/b"},
+        {"job": "x" * 129},
+        {"service": "digits", "maxAgeSeconds": "soon"},
+        {"service": "digits", "maxAgeSeconds": "nan"},
+        {"service": "digits", "maxAgeSeconds": "-1"},
+    ],
+)
+def test_wrong_metadata_are_named(metadata: dict[str, str]) -> None:
+    with pytest.raises(SettingsError, match="metadata"):
+        ScalerTarget.parse(metadata)
 
 
 def ask(channel: grpc.Channel, method: str, request: bytes) -> bytes:

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from edl.cli import main
 from edl.collective.agent.command_line import address
 from edl.collective.agent.command_line.address import own_address, warn_of_slow_name
 from edl.collective.agent.command_line.cli import _command, _launch
@@ -62,6 +63,41 @@ def test_projects_have_their_own_commands(folders: tuple[Path, Path]) -> None:
     script = ("--no-python", "bash", "-e", str(folders[0] / "train.sh"), "out.log")
     relative = digests((folders[0], folders[0]), *script[:3], "train.sh", "out.log")
     assert digests(folders, *script) == relative, "it is named from anywhere"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--nnodes", "3:2", "t.py"], "--nnodes 3:2"),
+        (["--nnodes", "many", "t.py"], "--nnodes many"),
+        (["--nnodes", "1:2", "t.py"], "--rdzv-id NAME is needed"),
+        (["--rdzv-id", "a/b", "t.py"], "--rdzv-id 'a/b'"),
+        (["--nproc-per-node", "none", "t.py"], "--nproc-per-node none"),
+        (["--nnodes", "2", "--rzdv-id", "x", "t.py"], "did you mean --rdzv-id instead of --rzdv-id?"),
+        (["--nnodes", "2"], "which script?"),
+        (["no-such-script.py"], "no-such-script.py"),
+        (["--preload", "torch vision", "t.py"], "--preload torch vision"),
+        (["--no-python", "-m", "t.py"], "--no-python and --module exclude each other"),
+        (["--no-python", "no-such-program"], "no-such-program"),
+        (["--log-dir", "/proc/logs", "t.py"], "--log-dir /proc/logs"),
+        (["--redirects", "x", "t.py"], "--redirects"),
+        (["--tls-ca", "ca.pem", "t.py"], "cert"),
+        (["--store", "redis://x", "t.py"], "unknown scheme 'redis'"),
+    ],
+)
+def test_wrong_usage(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.py").touch()
+    assert main(["run", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
 
 
 def test_takeover_timeout_is_read(folders: tuple[Path, Path]) -> None:

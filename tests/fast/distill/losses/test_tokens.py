@@ -408,3 +408,16 @@ BAD: list[tuple[Callable[[], Any], str]] = [
 def test_bad_input_is_named(call: Callable[[], Any], words: str) -> None:
     with pytest.raises(SettingsError, match=words):
         call()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: sampled_kl(torch.zeros(2, 3), torch.zeros(2, 3), estimator="k2"), "must be 'k1' or 'k3'"),
+        (lambda: sampled_kl(torch.zeros(2, 3), torch.zeros(2, 4)), r"are \[2, 3\], of the teacher \[2, 4\]"),
+        (lambda: target_labels(torch.zeros(2, 3), torch.zeros(2, 3)), "expected whole numbers and floating-point"),
+    ],
+)
+def test_sampled_losses_refuse(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        call()

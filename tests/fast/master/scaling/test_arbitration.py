@@ -312,3 +312,12 @@ def test_shares_are_the_best_there_are(case: tuple[int, list[JobRequest], dict[s
     found = arbitrate({"n": gpus}, jobs, placements)
     if found.settled:
         assert math.isclose(total(tuple(found.count_workers(job.name) for job in jobs)), best, abs_tol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "jobs"),
+    [({"n": -1}, [JobRequest("a", 1, 1)]), ({"n": 1}, [JobRequest("a", 1, 1), JobRequest("a", 1, 2)])],
+)
+def test_nonsense_is_refused(nodes: dict[str, int], jobs: list[JobRequest]) -> None:
+    with pytest.raises(ValueError, match=r"negative number|one name"):
+        arbitrate(nodes, jobs, {})

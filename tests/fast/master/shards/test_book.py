@@ -337,6 +337,23 @@ def test_impossible_parts_are_refused(units: int) -> None:
     assert job.book.snapshot() == before
 
 
+def test_impossible_commands_are_refused() -> None:
+    job = Job()
+    job.open("a")
+    before = job.book.snapshot()
+    for command, words in (
+        (master.Command(), "newer version of EDL"),
+        (master.Command(begin_term=master.BeginTerm(term=1)), "term 1: 1 has begun"),
+        (master.Command(open_session=master.OpenSession(dataset="d", session="a", holder="b")), "a session has"),
+        (master.Turn(session="a", request=2), "turn 2 of session a: the last was 0"),
+        (master.Turn(session="a", request=1, want=-1), "a turn wants -1 shards"),
+        (master.Turn(session="a", request=1, done=[7]), "1 leases with 0 terms"),
+    ):
+        with pytest.raises((SettingsError, ConflictError), match=words):
+            job.book.turn(command) if isinstance(command, master.Turn) else job.book.apply(command)
+    assert job.book.snapshot() == before
+
+
 def test_foreign_progress_is_refused() -> None:
     job = Job()
     progress = job.book.progress("d")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import math
 import os
 import queue
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore, Store
 
+from edl import discovery
 from edl.collective.agent.health import peer_monitor
 from edl.collective.agent.health.node_check import gate, runner, workload
 from edl.collective.agent.health.node_check.pairing import (
@@ -32,7 +34,7 @@ from edl.collective.agent.health.node_check.pairing import (
     second_groups,
     summarize_rounds,
 )
-from edl.collective.agent.health.node_check.runner import NodeCheckSettings
+from edl.collective.agent.health.node_check.runner import NodeCheckSettings, check_nodes
 from edl.collective.agent.health.node_check.workload import (
     agree_on_gpus,
     check_copies,
@@ -42,7 +44,6 @@ from edl.collective.agent.health.node_check.workload import (
 )
 from edl.collective.agent.health.peer_monitor import Address, PeerConnections, choose_peers
 from edl.collective.job_records import JobState, Member, World
-from edl.discovery import open_store
 from edl.errors import EDLError
 from edl.protocol.tls.peers import PeerTLS
 from edl.settings import Credentials
@@ -208,7 +209,27 @@ def test_last_words_are_waited_for() -> None:
     assert reported == {"reduce_s": 0.5}
 
 
-def test_waiting_nodes_are_checked_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("silent", [True, False])
+def test_silent_node_is_named(store: discovery.Store, monkeypatch: pytest.MonkeyPatch, silent: bool) -> None:
+    """It is the first of its group. It may also say where to meet, and then fall silent."""
+    tasks: list[Mapping[str, Any]] = []
+
+    def run(own: object, task: Mapping[str, Any], *_: object) -> dict[str, Any]:
+        tasks.append(task)
+        return {"device": "cpu", "compute_s": 1.0, "reduce_s": 0.1 if task["world_size"] == 1 else None, "error": ""}
+
+    now = itertools.count(1000.0)
+    monkeypatch.setattr(runner, "_run_process", run)
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: next(now), sleep=lambda seconds: None))
+    if not silent:
+        store.put("check/1/meet/a", b'{"host": "10.0.0.1", "port": 7}')
+    found = check_nodes(store, "check", "b", "10.0.0.2", "ab", NodeCheckSettings(timeout_s=60.0))
+    assert found == NodeCheckResult({"a": "no answer"}, {})
+    assert [(task["rank"], task["world_size"]) for task in tasks] == [(0, 1) if silent else (1, 2), (0, 1)]
+    assert (tasks[0]["host"], tasks[0]["port"]) == (("10.0.0.2", 0) if silent else ("10.0.0.1", 7))
+
+
+def test_waiting_nodes_are_checked_together(store: discovery.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str, tuple[str, ...]]] = []
 
     def check(
@@ -218,11 +239,10 @@ def test_waiting_nodes_are_checked_together(tmp_path: Path, monkeypatch: pytest.
         return NodeCheckResult({}, {})
 
     monkeypatch.setattr(gate, "check_nodes", check)
-    with open_store(f"sqlite:///{tmp_path}/store.sqlite") as store:
-        for name in "bc":  # wait already when the first one looks
-            store.put(f"jobs/job/check/waiting/{name}", b"")
-        for name in ("a", "b", "c", "late"):
-            gate.check_before_joining(store, "job", name, "127.0.0.1", 0.0, NodeCheckSettings())
+    for name in "bc":  # wait already when the first one looks
+        store.put(f"jobs/job/check/waiting/{name}", b"")
+    for name in ("a", "b", "c", "late"):
+        gate.check_before_joining(store, "job", name, "127.0.0.1", 0.0, NodeCheckSettings())
     assert asked[:3] == [("jobs/job/check/runs/0", name, ("a", "b", "c")) for name in "abc"]
     assert asked[3] == ("jobs/job/check/runs/1", "late", ("late",))
 
@@ -260,16 +280,9 @@ class Peers(PeerConnections):
 
 
 @pytest.fixture
-def agent() -> Iterator[Callable[..., Peers]]:
+def agent(stack: ExitStack) -> Callable[..., Peers]:
     """Make agents in this process; to close one looks to others as if its process had ended."""
-    with contextlib.ExitStack() as stack:
-
-        def make(name: str = "me", tls: PeerTLS | None = None) -> Peers:
-            made = Peers(name, tls)
-            stack.callback(made.close)
-            return made
-
-        yield make
+    return lambda name="me", tls=None: stack.enter_context(closing(Peers(name, tls)))
 
 
 @contextmanager
@@ -364,7 +377,7 @@ def test_death_is_seen_through_tls(tmp_path: Path, agent: Callable[..., Peers]) 
         peers.wait_connected("a")
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
         heard = b""
-        with contextlib.suppress(ConnectionResetError):
+        with suppress(ConnectionResetError):
             while more := stranger.recv(100):
                 heard += more
         assert b"me" not in heard

@@ -9,6 +9,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from edl.cli import main
 from edl.discovery.kubernetes.store import KubernetesStore
@@ -19,6 +20,7 @@ from edl.kube.responses import Call
 from edl.kube.settings import KubeSettings
 from edl.master.kube.operator import Operator, OperatorSettings
 from edl.master.kube.operator.monitoring import HealthServer, OperatorHealth, OperatorMetrics
+from edl.master.kube.operator.monitoring.give_back_meter import GiveBackMeter
 from edl.master.kube.operator.stores import owner_keys
 from tests.fast.kube.conftest import write_kubeconfig
 
@@ -57,6 +59,27 @@ def test_stuck_work_and_silent_loop() -> None:
     assert "no sign of life for 1000 s" in times.health.check_live()
     times.health.beat()
     assert times.health.check_live() == ""
+
+
+def test_give_back_counts_once() -> None:
+    """The same pods come from the watch of the cluster, as soon as it is known, and of their namespace."""
+    registry = CollectorRegistry()
+    meter = GiveBackMeter(registry)
+    teacher = {"metadata": {"uid": "t", "labels": {"edl.io/pool": "p"}}, "spec": {"nodeName": "n"}}
+    waiting = {"metadata": {"uid": "w"}, "spec": {}, "status": {"nominatedNodeName": "n"}}
+    events = [
+        ("ADDED", waiting),
+        ("MODIFIED", {**teacher, "metadata": {**teacher["metadata"], "deletionTimestamp": "x"}}),
+        ("MODIFIED", {**waiting, "spec": {"nodeName": "n"}}),
+    ]
+    for event in events:
+        meter.record_namespace(*event)
+    assert registry.get_sample_value("edl_give_back_seconds_count") == 1.0
+    meter.record_cluster("LISTED", None)
+    for record in (meter.record_cluster, meter.record_namespace):
+        for event in events:
+            record(*event)
+    assert registry.get_sample_value("edl_give_back_seconds_count") == 2.0
 
 
 def test_server_answers_checks_and_metrics() -> None:

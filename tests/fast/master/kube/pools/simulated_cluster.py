@@ -27,6 +27,7 @@ class SimulatedCluster:
         self.nodes = {f"n{number}": count for number, count in enumerate(gpus)}
         self.capacity = capacity
         self.wanted: int | None = None
+        self.default_store = ""
         self.store_stale = ""
         self.store_refused = ""
         self.store_unreachable = ""
@@ -43,7 +44,7 @@ class SimulatedCluster:
 
     @property
     def pool(self) -> TeacherPool:
-        parsed = parse_teacher_pool(self.resource)
+        parsed = parse_teacher_pool(self.resource, self.default_store)
         assert isinstance(parsed, TeacherPool), parsed
         return parsed
 

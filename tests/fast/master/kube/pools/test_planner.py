@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import Counter
 from typing import Any
 
@@ -370,3 +371,73 @@ def test_ready_for_seconds_before_the_next() -> None:
     since["lastTransitionTime"] = format_time(made.now_s + 3600)
     made.now_s += 10
     assert made.plan().delete, "its node's clock is ahead"
+
+
+def fail_to_mount(made: SimulatedCluster) -> None:
+    for pod in made.teachers()[:1]:
+        pod["status"] = {
+            "phase": "Pending",
+            "containerStatuses": [{"name": "edl", "state": {"waiting": {"reason": "ContainerCreating"}}}],
+        }
+        made.pod_events[pod["metadata"]["uid"]] = {"FailedMount": "driver not found"}
+
+
+def test_edit_that_no_operator_saw() -> None:
+    """Teachers without a label are of the spec before it, also at the second look."""
+    made = pool([4])
+    for pod in made.pods.values():
+        del pod["metadata"]["labels"][REVISION_LABEL]
+    for field in ("revision", "updatedReplicas"):
+        del made.resource["status"][field]
+    made.edit(serve=NEW)
+    made.reconcile()
+    assert condition(made, "Updated") == ("False", "Updating")
+    made.settle(100)
+    assert made.list_serves() == NEW
+    assert condition(made, "Updated") == ("True", "UpToDate")
+
+
+@pytest.mark.parametrize("nodes", [[2], [1, 1]], ids=["alone", "of two"])
+def test_failing_node_is_waited_for(nodes: list[int]) -> None:
+    """Where only the node of the failure has room, another teacher would fail as well."""
+    made = cluster(nodes, minReplicas=2)
+    made.reconcile()
+    made.schedule()
+    fail_to_mount(made)
+    made.now_s += 130.0
+    assert len(made.reconcile().create) == len(nodes) - 1
+    if len(nodes) == 1:
+        assert condition(made, "Growing") == ("False", "TeacherFailing")
+
+
+@BOTH
+@pytest.mark.parametrize("seed", range(2))
+def test_pool_comes_to_rest(capacity: bool, seed: int) -> None:
+    """Edits, demand, online pods, teachers that do not start and an operator with another store: in any order."""
+    made = cluster([2, 1, 2], capacity, minReplicas=1)
+    del made.resource["spec"]["store"]
+    choice, trouble, nodes = random.Random(seed), "", made.nodes
+    for step in range(400):
+        if step % 20 == 0:
+            made.edit(serve=choice.choice([NEW, ["m.py:load"]]))
+            made.wanted = choice.choice([None, 0, 1, 2, 3, 4])
+            made.default_store = choice.choice(["sqlite:///s", "sqlite:///s", "sqlite:///t"])
+            trouble = choice.choice(["", "", "image", "mount", "nodes"])
+            made.pod_events.clear()
+            for name in [name for name in made.pods if name.startswith("online") and choice.random() < 0.5]:
+                made.delete(name)
+            made.add_online(f"online-{step}")
+        made.nodes = dict.fromkeys(made.nodes, 0) if trouble == "nodes" else dict(nodes)
+        made.settle(1)
+        if trouble == "image":
+            break_new(made)
+        elif trouble == "mount":
+            fail_to_mount(made)
+    made.pod_events.clear()
+    for name in [name for name in made.pods if name.startswith("online")]:
+        made.delete(name)
+    made.nodes, made.default_store, made.wanted = nodes, "sqlite:///s", 3
+    made.edit(serve=NEW)
+    made.settle(400)
+    assert (made.list_serves(), made.placed(), count_ready(made)) == (NEW, 3, 3)
+    assert condition(made, "Updated") == ("True", "UpToDate")

@@ -116,12 +116,8 @@ class ConsulAgent(Server):
 
 @pytest.fixture(scope="session")
 def _shared_consul_agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsulAgent]:
-    agent = ConsulAgent(tmp_path_factory.mktemp("consul"))
-    try:
-        agent.start()
+    with ConsulAgent(tmp_path_factory.mktemp("consul")) as agent:
         yield agent
-    finally:
-        agent.kill()
 
 
 @pytest.fixture

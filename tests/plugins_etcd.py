@@ -100,12 +100,8 @@ def etcd_cluster(folder: Path, count: int = 3) -> Iterator[list[EtcdServer]]:
 
 @pytest.fixture(scope="session")
 def _shared_etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    server = EtcdServer(tmp_path_factory.mktemp("etcd") / "alone")
-    try:
-        server.start()
+    with EtcdServer(tmp_path_factory.mktemp("etcd") / "alone") as server:
         yield server
-    finally:
-        server.kill()
 
 
 @pytest.fixture

@@ -45,13 +45,6 @@ class PrometheusServer(Server):
         super().__init__(folder, command)
         (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
 
-    def __enter__(self) -> PrometheusServer:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
     def query(self, expression: str) -> list[dict[str, Any]]:
         """The series that an expression gives now; an error of Prometheus's is raised in its words."""
         answer = self._ask(f"/api/v1/query?{urllib.parse.urlencode({'query': expression})}")

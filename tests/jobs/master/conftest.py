@@ -1,5 +1,5 @@
 """The fixtures of the fast tests of masters."""
 
-from tests.fast.master.conftest import client, create, lead
+from tests.fast.master.conftest import client, create
 
-__all__ = ["client", "create", "lead"]
+__all__ = ["client", "create"]

@@ -126,32 +126,27 @@ def test_quiet_watch_asks_nothing(registry: Registry, service: str, monkeypatch:
         assert len(paths) <= 3, paths
 
 
-def test_missing_servers_are_an_outage(tmp_path: Path, service: str) -> None:
+def test_missing_servers_are_an_outage(stack: contextlib.ExitStack, tmp_path: Path, service: str) -> None:
     """Those behind an agent that lives."""
-    with contextlib.ExitStack() as stack:
-        server = ConsulAgent(tmp_path / "server", {"node_name": "server"})
-        stack.callback(server.kill)
-        server.start()
-        client = {"node_name": "client", "server": False, "bootstrap_expect": 0, "retry_join": [server.lan_address]}
-        agent = ConsulAgent(tmp_path / "client", client)
-        stack.callback(agent.kill)
-        agent.start()
-        registry = stack.enter_context(open_registry(agent.url))
-        store = stack.enter_context(open_store(agent.url))
-        stack.enter_context(registry.register(teacher(service), LONG_S))
-        lease = stack.enter_context(store.lease(1.0))
-        watch = stack.enter_context(registry.watch(service))
-        healthy = seen(watch, "a")
-        server.kill()
-        stale = watch.get(DEADLINE_S) or pytest.fail("the watch does not notice")
-        assert (bool(stale.stale), stale.instances) == (True, healthy.instances)
-        with pytest.raises(DiscoveryError):
-            registry.register(teacher(service, "b"))
-        wait_until(lambda: lease.lost)
-        server.start()
-        while stale.stale:
-            stale = watch.get(DEADLINE_S) or pytest.fail("the watch does not recover")
-            assert stale.instances == healthy.instances
+    server = stack.enter_context(ConsulAgent(tmp_path / "server", {"node_name": "server"}))
+    client = {"node_name": "client", "server": False, "bootstrap_expect": 0, "retry_join": [server.lan_address]}
+    agent = stack.enter_context(ConsulAgent(tmp_path / "client", client))
+    registry = stack.enter_context(open_registry(agent.url))
+    store = stack.enter_context(open_store(agent.url))
+    stack.enter_context(registry.register(teacher(service), LONG_S))
+    lease = stack.enter_context(store.lease(1.0))
+    watch = stack.enter_context(registry.watch(service))
+    healthy = seen(watch, "a")
+    server.kill()
+    stale = watch.get(DEADLINE_S) or pytest.fail("the watch does not notice")
+    assert (bool(stale.stale), stale.instances) == (True, healthy.instances)
+    with pytest.raises(DiscoveryError):
+        registry.register(teacher(service, "b"))
+    wait_until(lambda: lease.lost)
+    server.start()
+    while stale.stale:
+        stale = watch.get(DEADLINE_S) or pytest.fail("the watch does not recover")
+        assert stale.instances == healthy.instances
 
 
 # ACLs and TLS
@@ -160,12 +155,8 @@ def test_missing_servers_are_an_outage(tmp_path: Path, service: str) -> None:
 @pytest.fixture(scope="module")
 def agent_with_acl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConsulAgent]:
     config = {"acl": {"enabled": True, "default_policy": "deny", "tokens": {"master": TOKEN, "agent": TOKEN}}}
-    agent = ConsulAgent(tmp_path_factory.mktemp("consul-acl"), config, token=TOKEN)
-    try:
-        agent.start()
+    with ConsulAgent(tmp_path_factory.mktemp("consul-acl"), config, token=TOKEN) as agent:
         yield agent
-    finally:
-        agent.kill()
 
 
 def use(registry: Registry, store: Store, service: str) -> str:
@@ -262,8 +253,7 @@ def test_tls_follows_consuls_variables(tmp_path: Path, service: str, monkeypatch
             with open_registry(url, timeout_s=PATIENT_S) as registry, open_store(url, timeout_s=PATIENT_S) as store:
                 use(registry, store, service)
 
-    try:
-        agent.start()
+    with agent:
         assert "CERTIFICATE_VERIFY_FAILED" in refused()
         monkeypatch.setenv("CONSUL_CACERT", ca)
         assert "cannot be reached" in refused(), "without a certificate of our own"
@@ -281,5 +271,3 @@ def test_tls_follows_consuls_variables(tmp_path: Path, service: str, monkeypatch
         monkeypatch.setenv("CONSUL_CACERT", str(tmp_path / "missing.pem"))
         with pytest.raises(SettingsError, match="CONSUL_CACERT"):
             open_registry(secure)
-    finally:
-        agent.kill()

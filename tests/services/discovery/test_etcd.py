@@ -119,29 +119,25 @@ def test_main_thread_makes_no_calls(etcd_server: EtcdServer, service: str) -> No
 
 def test_full_etcd_keeps_who_is_there(tmp_path: Path, service: str) -> None:
     """A lease that nobody renews says when the length of all is over."""
-    server = EtcdServer(tmp_path / "alone", options=("--quota-backend-bytes", "3000000"))
-    try:
-        server.start()
-        with (
-            open_registry(server.url, timeout_s=PATIENT_S) as registry,
-            open_store(server.url, timeout_s=PATIENT_S) as store,
-            registry.register(teacher(service), 6.0) as registration,
-            store.lease(6.0) as lease,
-            store.lease(6.0) as left,
-        ):
-            entry = store.put(f"{service}/a", b"1", lease)
-            store.put(f"{service}/left", b"1", left)
-            for part in left._parts:  # type: ignore[attr-defined]
-                part.close()
-            large = (refusal(lambda: store.put(f"{service}/b", b"x" * 250_000)) for _ in range(100))
-            assert "etcdctl alarm disarm" in next(filter(None, large))
-            assert "etcdctl alarm disarm" in refusal(lambda: registry.register(teacher(service, "b")))
-            wait_until(lambda: store.get(f"{service}/left") is None)
-            assert (registration.error, lease.lost, store.get(entry.key)) == ("", False, entry)
-            assert registry.snapshot(service) == Snapshot(service, (teacher(service),))
-            assert store.delete(f"{service}/b")
-    finally:
-        server.kill()
+    with (
+        EtcdServer(tmp_path / "alone", options=("--quota-backend-bytes", "3000000")) as server,
+        open_registry(server.url, timeout_s=PATIENT_S) as registry,
+        open_store(server.url, timeout_s=PATIENT_S) as store,
+        registry.register(teacher(service), 6.0) as registration,
+        store.lease(6.0) as lease,
+        store.lease(6.0) as left,
+    ):
+        entry = store.put(f"{service}/a", b"1", lease)
+        store.put(f"{service}/left", b"1", left)
+        for part in left._parts:  # type: ignore[attr-defined]
+            part.close()
+        large = (refusal(lambda: store.put(f"{service}/b", b"x" * 250_000)) for _ in range(100))
+        assert "etcdctl alarm disarm" in next(filter(None, large))
+        assert "etcdctl alarm disarm" in refusal(lambda: registry.register(teacher(service, "b")))
+        wait_until(lambda: store.get(f"{service}/left") is None)
+        assert (registration.error, lease.lost, store.get(entry.key)) == ("", False, entry)
+        assert registry.snapshot(service) == Snapshot(service, (teacher(service),))
+        assert store.delete(f"{service}/b")
 
 
 def test_too_large_an_answer_is_an_error(
@@ -222,9 +218,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EtcdServ
     options = ("--client-cert-auth", "--trusted-ca-file", files["ca.pem"], "--bcrypt-cost", "4")
     own = ("--cert-file", files["server.pem"], "--key-file", files["server.key"])
     tls = ("--cacert", files["ca.pem"], "--cert", files["client.pem"], "--key", files["client.key"])
-    server = EtcdServer(folder / "alone", options=(*options, *own), tls=tls)
-    try:
-        server.start()
+    with EtcdServer(folder / "alone", options=(*options, *own), tls=tls) as server:
         for user in ("root", "edl", "guest"):
             server.ctl("user", "add", f"{user}:{SECRET}")
         server.ctl("user", "grant-role", "root", "root")
@@ -233,8 +227,6 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EtcdServ
         server.ctl("user", "grant-role", "edl", "edl")
         server.ctl("auth", "enable")
         yield server, folder
-    finally:
-        server.kill()
 
 
 @pytest.fixture

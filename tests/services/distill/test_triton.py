@@ -20,6 +20,7 @@ from edl.distill.cache import SoftLabelCache, load_labels
 from edl.distill.transport.priority import RequestPriority
 from edl.errors import NoTeacherError
 from tests.fast.distill.reading import sample, why_unused
+from tests.fast.distill.teachers.test_versions import kept, scales
 from tests.fast.distill.transport.test_lost_memory import (
     check,
     clients,
@@ -31,6 +32,14 @@ from tests.plugins_triton import TritonFactory, TritonServer
 from tests.waiting import DEADLINE_S, wait_until
 
 TEACHER = {"output": "logits", "model": "teacher"}
+
+
+@pytest.fixture(scope="module")
+def row_sums(triton: TritonFactory) -> Iterator[TritonServer]:
+    """A Triton of model `teacher`, x:FP32[4] -> logits:FP32[10], which takes 20 rows in a request."""
+    server = triton.start(max_batch=20)
+    yield server
+    server.stop()
 
 
 def test_memory_lost_in_mid_epoch(row_sums: TritonServer) -> None:
@@ -162,21 +171,6 @@ class Halves:
         self._bert.add_version(replacing=True)
         self._replaced.set()
         yield from epoch
-
-
-def scales(rows: list[Any]) -> set[float]:
-    """What the labels of these rows were multiplied with."""
-    return {float(y[0]) / number for _, number, y in rows}
-
-
-def kept(cache: SoftLabelCache) -> dict[str, set[float]]:
-    """For each version in the cache, the scales of its labels."""
-    found: dict[str, set[float]] = {}
-    for key in cache.keys():  # noqa: SIM118 - not a mapping
-        view = cache.view(key)
-        labels: Any = view.get(view.ids()).outputs["y"]
-        found[key.version] = {float(y[0]) / int(number) for number, y in zip(view.ids(), labels, strict=True)}
-    return found
 
 
 def test_an_answer_is_kept_under_its_version(bert: Bert, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,7 +18,9 @@ VOCABULARY = 31
 class PrefixModel(Backend):
     """Answers `prefix_scores_of` by the largest values, and, for `targets`, theirs."""
 
-    def __init__(self, max_top_k: int = 8, max_sequence: int | None = None, tokenizer: str = "sha256:ab") -> None:
+    def __init__(
+        self, max_top_k: int | None = 8, max_sequence: int | None = None, tokenizer: str = "sha256:ab"
+    ) -> None:
         self._max_top_k = max_top_k
         self._max_sequence = max_sequence
         self._tokenizer = tokenizer
@@ -30,7 +32,7 @@ class PrefixModel(Backend):
     sequence_input = "position"  # type: ignore[assignment]
 
     @property
-    def max_top_k(self) -> int:
+    def max_top_k(self) -> int | None:
         return self._max_top_k
 
     @property

@@ -23,6 +23,7 @@ from edl_serving.messages.sequences import check_sequences
 from edl_serving.model import ServedModel
 from edl_serving.monitoring.metrics import WorkerMetrics
 from edl_serving.request_error import RequestError, invalid_argument
+from tests.fast.distill.sequences.language_model import PrefixModel
 from tests.fast.serving.conftest import outputs_of
 from tests.fast.serving.fakes import FakeBackend, header_for, model_of, refusal_of
 
@@ -35,46 +36,28 @@ def logprobs_of(ids: Array, position: Array) -> Array:
     return (logits - np.log(np.exp(logits).sum(-1, keepdims=True))).astype(np.float32)
 
 
-class LanguageModel(Backend):
+class LanguageModel(PrefixModel):
     """Answers `logprobs_of`, by their largest values, and remembers the batches that it was given."""
 
     def __init__(self, max_top_k: int | None = 5, max_sequence: int | None = None) -> None:
-        self._max_top_k = max_top_k
-        self._max_sequence = max_sequence
+        super().__init__(max_top_k, max_sequence)
+        self._model = lambda inputs: {"logprobs": logprobs_of(inputs["ids"], inputs["position"])}  # type: ignore[assignment]
         self.batches: list[Mapping[str, Array]] = []
         self.ks: list[int] = []
 
-    inputs = (TensorSpec("ids", "INT32"), TensorSpec("position", "INT32"), TensorSpec("targets", "INT32", (-1,)))  # type: ignore[assignment]
-    outputs = (TensorSpec("logprobs", "FP32", (VOCABULARY,)), TensorSpec("target_logprobs", "FP32", (-1,)))  # type: ignore[assignment]
-    optional_outputs = {"target_logprobs": "targets"}  # type: ignore[assignment]
-    sequence_input = "position"  # type: ignore[assignment]
-    instance_meta = {"tokenizer": "abc"}  # type: ignore[assignment]
-
-    @property
-    def max_top_k(self) -> int | None:
-        return self._max_top_k
-
-    @property
-    def max_sequence(self) -> int | None:
-        return self._max_sequence
+    outputs = (TensorSpec("logprobs", "FP32", (VOCABULARY,)), TensorSpec("target_logprobs", "FP32", (-1,)))
+    warm_up = Backend.warm_up
 
     def check_inputs(self, inputs: Mapping[str, Array], temperature: float) -> None:
         if inputs["ids"].max() >= VOCABULARY:
             raise invalid_argument("input 'ids': no such token")
-
-    def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        raise AssertionError("whole outputs are never computed")
 
     def predict_top_k(self, inputs: Mapping[str, Array], k: int, temperature: float) -> Mapping[str, Any]:
         self.batches.append({name: array.copy() for name, array in inputs.items()})
         self.ks.append(k)
         if (inputs["ids"] == 7).any():
             raise invalid_argument("token 7 is refused late")
-        whole = logprobs_of(inputs["ids"], inputs["position"])
-        answers: dict[str, Any] = {"logprobs": TopKArrays(*top_k(whole, k, temperature))}
-        if "targets" in inputs:
-            answers["target_logprobs"] = np.take_along_axis(whole, inputs["targets"], -1)
-        return answers
+        return super().predict_top_k(inputs, k, temperature)
 
 
 class Bench:

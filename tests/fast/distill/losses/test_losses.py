@@ -27,21 +27,13 @@ from edl.distill.losses import (  # noqa: E402
     top_k_kl,
 )
 from edl.errors import SettingsError  # noqa: E402
+from tests.fast.distill.losses.test_tokens import softmax, tensor  # noqa: E402
 
 Array = np.ndarray[Any, Any]
 
 
 def drawn(*shape: int, seed: int) -> Array:
     return np.random.default_rng(seed).normal(0, 2, shape)
-
-
-def tensor(array: Array) -> Any:
-    return torch.from_numpy(array.copy())
-
-
-def softmax(values: Array, temperature: float = 1.0) -> Array:
-    weights = np.exp((values - values.max(-1, keepdims=True)) / temperature)
-    return weights / weights.sum(-1, keepdims=True)
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (3, 4, 7)])

@@ -28,15 +28,12 @@ from edl.distill.paddle_losses import (  # noqa: E402
 )
 from edl.errors import SettingsError  # noqa: E402
 from tests.fast.distill.conftest import Serve  # noqa: E402
+from tests.fast.distill.losses.test_tokens import logits  # noqa: E402
 
 Array = np.ndarray[Any, Any]
 SHAPE = (6, 5)
 HARD = np.array([0, 3, -100, 4, -100, 1])
 MASK = np.array([1, 1, 0, 1, 0, 1])
-
-
-def logits(shape: tuple[int, ...], seed: int) -> Array:
-    return np.random.default_rng(seed).normal(0, 3, shape)
 
 
 TEACHER = logits(SHAPE, 2)

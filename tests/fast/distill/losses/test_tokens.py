@@ -31,7 +31,7 @@ def logits(shape: tuple[int, ...], seed: int, scale: float = 3.0) -> Array:
     return np.random.default_rng(seed).normal(0, scale, shape)
 
 
-def softmax(values: Array, temperature: float) -> Array:
+def softmax(values: Array, temperature: float = 1.0) -> Array:
     weights = np.exp((values - values.max(-1, keepdims=True)) / temperature)
     return weights / weights.sum(-1, keepdims=True)
 

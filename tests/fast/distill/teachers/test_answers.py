@@ -133,22 +133,21 @@ def swell(data: bytes) -> bytes:
     return data + codec.join_response(b"", [bytes(SWOLLEN_NBYTES)]).replace(b"\x32", b"\x7a", 1)
 
 
-def test_no_more_than_was_asked_for() -> None:
+def test_no_more_than_was_asked_for(stack: ExitStack) -> None:
     """Answers that are far too large are refused before they take memory, and the reason is said."""
     room, compressed = "max_answer_bytes", "is compressed|max_answer_bytes"
     told = []
-    with ExitStack() as stack:
-        for method, compression, words in (
-            ("ModelInfer", grpc.Compression.NoCompression, room),
-            ("ModelInfer", grpc.Compression.Gzip, compressed),
-            ("ModelStreamInfer", grpc.Compression.NoCompression, room),
-            ("ModelMetadata", grpc.Compression.NoCompression, room),
-        ):
-            extensions = [names.EXTENSION_STREAM] if method == "ModelStreamInfer" else []
-            server = ForeignServer(rewrite={method: swell}, extensions=extensions, compression=compression)
-            told.append(f"{stack.enter_context(server).endpoint} {words}")
-        command = [sys.executable, "-c", STUDENT, *told]
-        run = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=100, text=True, cwd=ROOT)
+    for method, compression, words in (
+        ("ModelInfer", grpc.Compression.NoCompression, room),
+        ("ModelInfer", grpc.Compression.Gzip, compressed),
+        ("ModelStreamInfer", grpc.Compression.NoCompression, room),
+        ("ModelMetadata", grpc.Compression.NoCompression, room),
+    ):
+        extensions = [names.EXTENSION_STREAM] if method == "ModelStreamInfer" else []
+        server = ForeignServer(rewrite={method: swell}, extensions=extensions, compression=compression)
+        told.append(f"{stack.enter_context(server).endpoint} {words}")
+    command = [sys.executable, "-c", STUDENT, *told]
+    run = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=100, text=True, cwd=ROOT)
     grew_mib = int(run.stdout.splitlines()[-1])
     assert grew_mib < 80, f"{SWOLLEN_NBYTES >> 20} MiB were on their way four times"
 

@@ -244,7 +244,7 @@ def test_vllm_is_killed(
     for ids, number, labels in delivered:
         assert ids.tolist() == found[number]
         check(labels, oracle(found[number]))
-    gateways.wait_instances(1)
+    gateways.wait_instances(len(teachers))
     with pytest.raises(InferenceServerException) as away:
         ask(endpoint, [[1, 2, 3]], 20)
     assert away.value.status() == "StatusCode.UNAVAILABLE"

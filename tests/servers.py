@@ -10,9 +10,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import NoReturn
 
 import pytest
+from typing_extensions import Self
 
 ROOT = Path(__file__).parent.parent
 START_S = 60.0

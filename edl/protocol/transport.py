@@ -7,6 +7,7 @@ refuses to touch them there.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 
@@ -26,3 +27,17 @@ __all__ = ["DIRECT", "FORK_HANDLERS", "grpc"]
 DIRECT: tuple[tuple[str, int], ...] = (("grpc.enable_http_proxy", 0),)
 """Options of every channel to a teacher. `http_proxy` and its like are there for the way out to the web: a proxy does
 not know a teacher's name, would see the training data, and may cut a stream that is quiet."""
+
+
+def _is_worth_telling(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    harmless = isinstance(error, BlockingIOError) or (
+        isinstance(error, RuntimeError) and "loop is closed" in str(error)
+    )
+    return not (harmless and "PollerCompletionQueue._handle_events" in record.getMessage())
+
+
+# All event loops of a process share one queue of gRPC's. A loop that finds nothing in it any more, or something for a
+# loop that was closed since, has asyncio log a traceback, and nothing is wrong (grpc/grpc#25364). Readers and servers
+# have loops of their own, so that a process with two of them would see these.
+logging.getLogger("asyncio").addFilter(_is_worth_telling)

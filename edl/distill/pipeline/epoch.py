@@ -88,7 +88,15 @@ class Epoch:
         self._flusher: threading.Thread | None = None
         # Not a `BackgroundLoop`: the source is the user's code, and what it raises belongs into the training loop.
         self._feeder = threading.Thread(target=self._feed, args=(source, cutter), name="edl-feed", daemon=True)
-        self._feeder.start()
+
+    def start(self) -> None:
+        """Begin to read the source, unless the epoch was closed before.
+
+        Apart from `__init__` since the source runs at once, in its own thread: it may use its reader, which has to know
+        this epoch by then.
+        """
+        if not self._closed:
+            self._feeder.start()
 
     def __iter__(self) -> Epoch:
         return self
@@ -183,7 +191,8 @@ class Epoch:
         if self.is_feeding() or os.getpid() != self._pid:
             return True
         deadline = time.monotonic() + timeout_s
-        self._feeder.join(timeout_s)
+        with contextlib.suppress(RuntimeError):  # it was closed before it was started
+            self._feeder.join(timeout_s)
         flusher = self._flusher
         if flusher is not None and flusher is not threading.current_thread():
             with contextlib.suppress(RuntimeError):  # a signal came before it was started; it ends at once

@@ -118,6 +118,7 @@ class LabelSession:
         if self.labeller.closed:
             epoch.close()
             self.labeller.check()
+        epoch.start()
         return epoch
 
     def _end_epoch(self, epoch: Epoch) -> None:

@@ -330,3 +330,23 @@ def test_only_what_is_taken_away_revokes(tmp_path: Path) -> None:
     for less in (material(new.pem, "a"), material(old.pem, "b"), material(old.pem)):
         assert is_revocation(before, less)
     assert is_revocation(material(old.pem + new.pem), material(old.pem))
+
+
+class PollerCompletionQueue:
+    def _handle_events(self, error: Exception) -> None:
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(BlockingIOError(11, "x"), False), (RuntimeError("Event loop is closed"), False), (RuntimeError("x"), True)],
+)
+def test_grpcs_false_alarms_are_not_told(error: Exception, told: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """asyncio logs what a callback of gRPC's raises in a process with several event loops."""
+
+    async def call() -> None:
+        asyncio.get_running_loop().call_soon(PollerCompletionQueue()._handle_events, error)
+        await asyncio.sleep(0)
+
+    asyncio.run(call())
+    assert ("Traceback" in caplog.text) == told

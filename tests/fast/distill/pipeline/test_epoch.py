@@ -100,7 +100,9 @@ def labels_of(item: Any) -> list[Any]:
 
 
 def epoch_of(labels: Any, source: Iterator[Any], cutter: Cutter) -> Epoch:
-    return Epoch(labels, source, cutter)
+    epoch = Epoch(labels, source, cutter)
+    epoch.start()
+    return epoch
 
 
 def with_deadline(epoch: Epoch, take: Callable[[Epoch], Any]) -> Any:

@@ -99,15 +99,28 @@ def test_busy_source_is_an_error_in_time(serve: Serve) -> None:
         assert source.begun == 2
 
 
-def test_source_starts_no_epoch_of_its_reader(serve: Serve) -> None:
-    reader = reader_of(serve("echo"))
+def test_source_starts_no_epoch_of_its_reader(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for one before the thread that started it has gone on."""
+    reader, begun, asked = reader_of(serve("echo")), itertools.count(1), threading.Event()
+    start = threading.Thread.start
+
+    def start_and_wait(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name == "edl-feed":
+            asked.wait(DEADLINE_S)
 
     def source() -> Iterator[Any]:
-        yield sample(0)
-        yield from reader()
+        if next(begun) > 1:
+            asked.set()
+        try:
+            yield from reader()
+        finally:
+            asked.set()
 
+    monkeypatch.setattr(threading.Thread, "start", start_and_wait)
     with reader.set_sample_generator(source), pytest.raises(ClosedError, match="epoch of that reader"):
         list(reader())
+    assert next(begun) == 2, "it was read once"
 
 
 def test_missing_names_are_named(serve: Serve) -> None:

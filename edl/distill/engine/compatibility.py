@@ -17,7 +17,7 @@ from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec
 from edl.errors import SettingsError
 from edl.protocol import names
 from edl.protocol.tensors import Array
-from edl.quoting import listed
+from edl.quoting import did_you_mean, listed
 
 __all__ = ["TeacherCompatibility", "InputTensors", "outputs_disagreement"]
 
@@ -72,11 +72,15 @@ class TeacherCompatibility:
         """The hash that all teachers have, where they say one, empty while none has said it."""
         return self._tokenizer
 
-    def incompatibility(self, instance: Instance, spec: ModelSpec) -> str:
-        """Return why a teacher with this model cannot be used; empty if it can."""
+    def lacking(self, instance: Instance, spec: ModelSpec) -> str:
+        """Return what this model lacks of what is asked for, whatever other teachers have; empty if nothing.
+
+        Versions are not among it: they change while students run, and are waited for.
+        """
         missing = [name for name in self._output_spec.outputs if spec.outputs and name not in spec.outputs]
         if missing:
-            return f"its model {spec.name!r} has no output {missing[0]!r}, only {listed(spec.outputs)}"
+            near = did_you_mean(missing[0], spec.outputs)
+            return f"its model {spec.name!r} has no output {missing[0]!r}, only {listed(spec.outputs)}{near}"
         if spec.max_top_k and names.LOGPROBS in self._output_spec.outputs:
             k = self._output_spec.top_k
             if k is None or k > spec.max_top_k:
@@ -85,13 +89,21 @@ class TeacherCompatibility:
                     f"its model {spec.name!r} answers with the {spec.max_top_k} largest log-probabilities of a row at "
                     f"most, and {asked}: set top_k={spec.max_top_k} or less, or serve it with a larger --top-k"
                 )
-        tokenizer = spec.tokenizer or instance.meta.get(names.TOKENIZER_META, "")
+        tokenizer = _tokenizer_of(instance, spec)
         if self._output_spec.tokenizer not in ("", tokenizer):
             has = f"has tokenizer {tokenizer!r}" if tokenizer else "does not say which tokenizer it has"
             return (
                 f"its model {spec.name!r} {has}, and the student's is {self._output_spec.tokenizer!r}: their token ids "
                 "mean different texts. Use a teacher of the student's tokenizer, or leave tokenizer= out if they agree"
             )
+        return ""
+
+    def incompatibility(self, instance: Instance, spec: ModelSpec) -> str:
+        """Return why a teacher with this model cannot be used; empty if it can."""
+        lacking = self.lacking(instance, spec)
+        if lacking:
+            return lacking
+        tokenizer = _tokenizer_of(instance, spec)
         known = self.spec
         before = self._tokenizer or (known.tokenizer if known is not None else "")
         if before and tokenizer and before != tokenizer:
@@ -327,6 +339,10 @@ class TeacherCompatibility:
             classes = spec.shape[-1]
             return (*spec.shape[:-1], min(self._output_spec.top_k, classes) if classes > 0 else -1)
         return spec.shape
+
+
+def _tokenizer_of(instance: Instance, spec: ModelSpec) -> str:
+    return spec.tokenizer or instance.meta.get(names.TOKENIZER_META, "")
 
 
 def _rows_of(spec: ModelSpec) -> str:

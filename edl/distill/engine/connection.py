@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from edl.discovery.registry import Instance
 from edl.distill.dispatch.actions import FailureKind, RequestFailure
-from edl.distill.transport.client import RequestFailed, TeacherClient
+from edl.distill.engine.compatibility import TeacherCompatibility
+from edl.distill.transport.client import RequestFailed, TeacherClient, TeacherLacks
 from edl.distill.transport.message_limits import MESSAGE_LIMITS, MessageLimits
 from edl.distill.transport.priority import parse_priority
 from edl.distill.transport.request import Payload
@@ -52,7 +53,7 @@ class TeacherConnection:
         shared_memory: whether to use shared memory if the teacher is on this host.
         files: certificates and tokens; when they are replaced, the connection is made anew.
         limits: of messages.
-        check_model: called with the model's metadata; returns why this teacher cannot be used, or an empty string.
+        compatibility: Says why a model cannot be used.
         on_connected: called when requests may be sent.
         on_disconnected: called when requests may no longer be sent.
         on_connect_failed: called when an attempt to connect failed.
@@ -61,6 +62,7 @@ class TeacherConnection:
         instance: as given.
         state: "ready", "connecting" or "set aside".
         why: why it is not ready, in words for a person.
+        lacks: Whether it has answered and lacks what is asked for, so that only a change of the server would help.
         lapsed: whether its registration lapsed. Another server may have come to its address since, so that a connection
             is made only to a server with the same version of the model, and not as often.
         changed_spec: what `refresh` found the model to be, if it changed; connecting again may take a while.
@@ -74,7 +76,7 @@ class TeacherConnection:
         shared_memory: bool,
         files: CredentialFiles | None = None,
         limits: MessageLimits = MESSAGE_LIMITS,
-        check_model: Callable[[Instance, ModelSpec], str],
+        compatibility: TeacherCompatibility,
         on_connected: Callable[[TeacherConnection], None],
         on_disconnected: Callable[[TeacherConnection], None],
         on_connect_failed: Callable[[TeacherConnection], None],
@@ -82,6 +84,7 @@ class TeacherConnection:
         self.instance = instance
         self.state = "connecting"
         self.why = ""
+        self.lacks = False
         self.lapsed = False
         self._version = instance.meta.get("version", "")
         self._output_spec = _complete_spec(output_spec, instance)
@@ -89,7 +92,7 @@ class TeacherConnection:
         self._shared_memory = shared_memory
         self._files = files
         self._limits = limits
-        self._check_model = check_model
+        self._compatibility = compatibility
         self._on_connected = on_connected
         self._on_disconnected = on_disconnected
         self._on_connect_failed = on_connect_failed
@@ -247,13 +250,15 @@ class TeacherConnection:
                 files=self._files,
                 limits=self._limits,
             )
-            connected = False
+            connected = lacks = False
             try:
                 spec = await client.open(_CONNECT_TIMEOUT_S)
-                refused = self._replacement_reason(spec) or self._check_model(self.instance, spec)
+                lacks = bool(self._compatibility.lacking(self.instance, spec))
+                refused = self._replacement_reason(spec) or self._compatibility.incompatibility(self.instance, spec)
                 connected = not refused
                 self.state = "ready" if connected else "set aside"
             except RequestFailed as exc:
+                lacks = isinstance(exc, TeacherLacks)
                 why = await self._explain_handshake(exc.failure.message)
                 refused = why or exc.failure.message
                 self.state = "set aside" if why or exc.failure.kind in _NEEDS_ATTENTION else "connecting"
@@ -271,6 +276,7 @@ class TeacherConnection:
                 connected_at = time.monotonic()
                 self._client = client
                 self.why = ""
+                self.lacks = False
                 self._version = spec.version
                 self._broken.clear()
                 self._on_connected(self)
@@ -282,6 +288,7 @@ class TeacherConnection:
                 level = logging.WARNING if self.state == "set aside" else logging.INFO
                 logger.log(level, "teacher %s is not used: %s", self.instance.id, refused)
                 self.why = refused
+            self.lacks = lacks
             if not connected:
                 self._on_connect_failed(self)
             with contextlib.suppress(asyncio.TimeoutError):

@@ -61,6 +61,8 @@ class ConnectionPool:
         self._unlisted: set[str] = set()  # lapsed, and not even listed any more
         self._checking: asyncio.Task[None] | None = None
         self._stale = ""
+        self._near = ""
+        self._is_whole = False
         self.connections: dict[str, TeacherConnection] = {}
 
     @property
@@ -79,8 +81,15 @@ class ConnectionPool:
             )
         return "; ".join(filter(None, [self._stale, lapsed]))
 
-    def apply_snapshot(self, snapshot: Snapshot) -> None:
-        """Take over the registry's present view."""
+    def apply_snapshot(self, snapshot: Snapshot, near: str = "") -> None:
+        """Take over the registry's present view.
+
+        Args:
+            snapshot: The teachers.
+            near: "; did you mean …?" where the service may be misspelled, for errors.
+        """
+        self._is_whole = False
+        self._near = near
         if snapshot.stale and snapshot.stale != self._stale:
             logger.warning("discovery of %s: %s; going on with the teachers last known", self._service, snapshot.stale)
         elif self._stale and not snapshot.stale:
@@ -108,6 +117,8 @@ class ConnectionPool:
             self._mark_renewed(name)
             self._add(name, instance)
         self._keep_lapsed(lapsed)
+        # Teachers that leave, or whose registration is broken, are often being replaced.
+        self._is_whole = not (snapshot.stale or lapsed or draining or snapshot.rejected)
 
     def is_current(self, connection: TeacherConnection) -> bool:
         """Return whether this is still the connection to its teacher, and the teacher stays."""
@@ -140,8 +151,20 @@ class ConnectionPool:
             f"{each.instance.id}: {_LAPSED + '; ' if each.lapsed else ''}{self._state(each)[1] or 'connecting'}"
             for each in list(self.connections.values())
         ]
-        found = listed(known, _MOST_TEACHERS, "; ") or "none is registered: `edl teachers` lists those that are"
+        nobody = f"none is registered{self._near or ':'} `edl teachers` lists those that are"
+        found = listed(known, _MOST_TEACHERS, "; ") or nobody
         return found + (f"; discovery: {self.stale}" if self.stale else "")
+
+    def lacking(self) -> str:
+        """Return what each teacher lacks, where all have answered and none has what is asked for. Any thread.
+
+        Empty while a teacher may still come: one is being connected to, cannot be reached or drains, or the registry
+        is away. A teacher that is being replaced drains first, so a rolling update is waited for.
+        """
+        connections = list(self.connections.values())
+        if not self._is_whole or not connections or not all(connection.lacks for connection in connections):
+            return ""
+        return self.describe()
 
     async def close(self) -> None:
         """End all connections."""

@@ -33,7 +33,7 @@ from edl.distill.transport.client import RequestFailed
 from edl.distill.transport.message_limits import MESSAGE_LIMITS, MessageLimits
 from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec, Reply
 from edl.distill.transport.shm import Arena
-from edl.errors import EDLError, NoTeacherError
+from edl.errors import EDLError, NoTeacherError, SettingsError
 from edl.notifier import Notifier
 from edl.protocol.tensors import Array
 from edl.protocol.tls.credentials import CredentialFiles
@@ -160,6 +160,20 @@ class Engine:
         before = self.limits
         self._spec_known.wait_for(lambda: self.limits != before, timeout_s)
 
+    def lacking(self) -> SettingsError | None:
+        """Return the error for teachers that all lack what is asked for; None while a teacher that fits may come.
+
+        A teacher that was used once shows that what is asked for exists: its successors are waited for.
+        """
+        found = self._pool.lacking() if self._compatibility.spec is None else ""
+        if not found:
+            return None
+        return SettingsError(f"no teacher of {self.name} has what is asked for, and none is on its way ({found})")
+
+    def describe_teachers(self) -> str:
+        """Return what is known of all teachers, for messages."""
+        return self._pool.describe()
+
     def no_teacher(self, oversized_rows: int = 0, oversized_sequence: int = 0) -> NoTeacherError:
         """Return the error for a wait that was in vain, with what is known of all teachers.
 
@@ -202,10 +216,10 @@ class Engine:
 
     # On the loop
 
-    def set_teachers(self, snapshot: Snapshot) -> None:
-        """Take over the registry's present view."""
+    def set_teachers(self, snapshot: Snapshot, near: str = "") -> None:
+        """Take over the registry's present view; see `TeacherWatcher` for `near`."""
         if not self._closed:
-            self._pool.apply_snapshot(snapshot)
+            self._pool.apply_snapshot(snapshot, near)
             self._set_timer()
 
     def begin_epoch(self) -> None:
@@ -275,7 +289,7 @@ class Engine:
             shared_memory=self._arena is not None,
             files=self._files,
             limits=self._limits,
-            check_model=self._compatibility.incompatibility,
+            compatibility=self._compatibility,
             on_connected=self._teacher_up,
             on_disconnected=self._teacher_down,
             on_connect_failed=self._teacher_unreachable,

@@ -124,30 +124,44 @@ class TeacherLimits:
         """Return whether a service of a route has had no teacher yet.
 
         Args:
-            since: when work began to wait for it, on the monotonic clock.
-            route: of the work; None where every service does it.
+            since: When work began to wait for it, on the monotonic clock.
+            route: Route of the work; None where every service does it.
 
         Raises:
-            NoTeacherError: it has waited for `timeout_s`.
+            NoTeacherError: It has waited for `timeout_s`.
+            SettingsError: All teachers have answered, and none has what is asked for.
         """
-        engines = [self._engines[index] for index in self.asked(route)]
-        lacking = next((engine for engine in engines if engine.await_spec(0.0) is None), None)
-        if lacking is not None and time.monotonic() - since > self._timeout_s:
-            raise lacking.no_teacher()
-        return lacking is not None
+        for index in self.asked(route):
+            engine = self._engines[index]
+            if engine.await_spec(0.0) is None:
+                self._check_wait(index, since)
+                return True
+        return False
+
+    def _check_wait(self, index: int, since: float) -> None:
+        """End the wait for a service's first teacher where it is over or can only be in vain.
+
+        With `max_teachers`, other teachers of the service, which this student does not see, may have what is asked for.
+        """
+        engine, group = self._engines[index], self._teachers[index]
+        error = engine.lacking() if group.service is None or group.max_teachers is None else None
+        if error is not None:
+            raise error
+        if time.monotonic() - since > self._timeout_s:
+            raise engine.no_teacher()
 
     def await_any(self, stopped: Callable[[], bool]) -> int | None:
         """Wait for the first teacher of any service; return the service's number, None if there was none in time.
 
         Args:
-            stopped: whether the work was ended, which ends all waiting.
+            stopped: Whether the work was ended, which ends all waiting.
         """
         begin = time.monotonic()
         while not stopped():
             for index, engine in enumerate(self._engines):
                 if engine.await_spec(0.0) is not None:
                     return index
-            if time.monotonic() - begin > self._timeout_s:
+            if time.monotonic() - begin > self._timeout_s or all(engine.lacking() for engine in self._engines):
                 break
             self._engines[0].await_spec(_LOOK_S)
         return None
@@ -169,10 +183,9 @@ class TeacherLimits:
             spec = engine.await_spec(_LOOK_S)
             if spec is not None:
                 return spec
-            waited_s = time.monotonic() - begin
-            if waited_s > self._timeout_s:
-                raise engine.no_teacher()
-            if not warned and waited_s > _SAY_AFTER_S:
+            self._check_wait(index, begin)
+            if not warned and time.monotonic() - begin > _SAY_AFTER_S:
                 warned = True
-                logger.warning("no teacher of %s has answered yet: waiting up to %g s", engine.name, self._timeout_s)
+                found = engine.describe_teachers()
+                logger.warning("no teacher of %s yet (%s): waiting up to %g s", engine.name, found, self._timeout_s)
         return None

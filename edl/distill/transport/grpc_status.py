@@ -7,7 +7,7 @@ import math
 from edl.distill.dispatch.actions import FailureKind, RequestFailure
 from edl.protocol.transport import grpc
 
-__all__ = ["ACCESS_DENIED", "RequestFailed", "failure_from_status"]
+__all__ = ["ACCESS_DENIED", "RequestFailed", "TeacherLacks", "failure_from_status"]
 
 _REJECTED = {
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -35,6 +35,13 @@ class RequestFailed(Exception):
     def __init__(self, kind: FailureKind, message: str, retry_after_s: float = 0.0) -> None:
         self.failure = RequestFailure(kind, message, retry_after_s)
         super().__init__(self.failure.message)
+
+
+class TeacherLacks(RequestFailed):
+    """Raised for a teacher that answered and cannot serve this student: only a change of either would help."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(FailureKind.REJECTED, message)
 
 
 def failure_from_status(

@@ -19,7 +19,7 @@ from edl.distill.cache import CacheView, SequenceIds, SoftLabelCache
 from edl.distill.engine.compatibility import outputs_disagreement
 from edl.distill.engine.engine import Engine
 from edl.distill.engine.event_loop import EventLoopThread
-from edl.distill.engine.job import LabelJob
+from edl.distill.engine.job_queue import LabelJob
 from edl.distill.options import Options
 from edl.distill.pipeline.answer_size import AnswerSizeEstimator, outputs_nbytes
 from edl.distill.pipeline.cache_lookup import (

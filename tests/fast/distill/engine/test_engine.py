@@ -25,9 +25,7 @@ from edl.distill.engine.connection_pool import ConnectionPool
 from edl.distill.engine.counters import EngineCounters
 from edl.distill.engine.engine import Engine
 from edl.distill.engine.event_loop import EventLoopThread, _GarbageGuard
-from edl.distill.engine.job import LabelJob
-from edl.distill.engine.job_queue import JobQueue
-from edl.distill.engine.service_limits import ServiceLimits
+from edl.distill.engine.job_queue import JobQueue, LabelJob, ServiceLimits
 from edl.distill.metrics import export
 from edl.distill.stats import ReaderStats
 from edl.distill.transport.request import Payload

@@ -199,14 +199,15 @@ class TeacherWatcher:
 
     Args:
         teachers: The service; or fixed endpoints, which are reported once, before this returns.
-        changed: Called with each snapshot, and with "; did you mean …?" where the service has never had a teacher and
-            the registry has a service of a similar name; otherwise with an empty string.
+        changed: Called with each snapshot and two arguments. `near` is "; did you mean …?" where the service has never
+            had a teacher and the registry has a service of a similar name, otherwise empty. `whole` is false where the
+            service has teachers that the snapshot leaves to other students (`max_teachers`).
 
     Raises:
         SettingsError: The registry's URL is wrong.
     """
 
-    def __init__(self, teachers: Teachers, changed: Callable[[Snapshot, str], None]) -> None:
+    def __init__(self, teachers: Teachers, changed: Callable[[Snapshot, str, bool], None]) -> None:
         self._teachers = teachers
         self._changed = changed
         self._closing = False
@@ -221,7 +222,7 @@ class TeacherWatcher:
         self._model = teachers.model
         if teachers.service is None:
             fixed = tuple(replace(fixed_instance(endpoint), model=self._model) for endpoint in teachers.endpoints)
-            changed(Snapshot(teachers.name, fixed), "")
+            changed(Snapshot(teachers.name, fixed), "", True)
             return
         self._url = DiscoverySettings.of(teachers.discovery).url
         self._registry = open_registry(self._url)  # a wrong URL is an error of the caller, here and now
@@ -251,7 +252,7 @@ class TeacherWatcher:
                 if words != self._failure:
                     logger.exception("following %s failed in a way not foreseen, and is tried again", service)
             self._failure = words
-            self._changed(replace(self._last, stale=words), self._near)
+            self._changed(replace(self._last, stale=words), self._near, False)
         return _RETRY_S
 
     def _watch(self, service: str) -> None:
@@ -277,10 +278,19 @@ class TeacherWatcher:
                 self._has_answered = self._has_answered or not snapshot.stale
                 if snapshot.instances or snapshot.lapsed or snapshot.rejected:
                     self._never_seen, self._near = False, ""
-                self._changed(self._last, self._near)
+                self._changed(self._last, self._near, self._sees_all(service))
             if self._has_answered and self._never_seen and time.monotonic() >= self._near_due:
                 self._near_due = time.monotonic() + _NEAR_EVERY_S
                 self._suggest(service)
+
+    def _sees_all(self, service: str) -> bool:
+        assert self._registry is not None
+        if self._teachers.max_teachers is None:
+            return True
+        try:
+            return len(self._registry.snapshot(service).instances) <= len(self._last.instances)
+        except EDLError:
+            return False
 
     def _with_model(self, snapshot: Snapshot) -> Snapshot:
         if not self._model:
@@ -302,7 +312,7 @@ class TeacherWatcher:
         self._near = near
         if near:
             logger.warning("no teacher of %r is registered in %s%s Waiting for one", service, self._url, near)
-        self._changed(self._last, near)
+        self._changed(self._last, near, True)
 
 
 def _student_id() -> str:

@@ -81,12 +81,13 @@ class ConnectionPool:
             )
         return "; ".join(filter(None, [self._stale, lapsed]))
 
-    def apply_snapshot(self, snapshot: Snapshot, near: str = "") -> None:
+    def apply_snapshot(self, snapshot: Snapshot, near: str = "", whole: bool = True) -> None:
         """Connect to new teachers, and let go of those that left.
 
         Args:
             snapshot: The registry's present view.
             near: "; did you mean …?" where the service may be misspelled, for errors.
+            whole: Whether the snapshot has all teachers of the service.
         """
         self._is_whole = False
         self._near = near
@@ -118,7 +119,7 @@ class ConnectionPool:
             self._add(name, instance)
         self._keep_lapsed(lapsed)
         # Teachers that leave, or whose registration is invalid, may be about to be replaced.
-        self._is_whole = not (snapshot.stale or lapsed or draining or snapshot.rejected)
+        self._is_whole = whole and not (snapshot.stale or lapsed or draining or snapshot.rejected)
 
     def is_current(self, connection: TeacherConnection) -> bool:
         """Return whether this is still the connection to its teacher, and the teacher is not leaving."""
@@ -158,8 +159,9 @@ class ConnectionPool:
     def lacking(self) -> str:
         """Return what each teacher lacks, once all have answered and none has what is asked for. Any thread.
 
-        The result is empty while a teacher may still come: one is being connected to, cannot be reached or drains, or
-        the registry is away. A teacher that is being replaced drains first, so a rolling update is waited for.
+        The result is empty while a teacher may still come: one is being connected to, cannot be reached, drains or is
+        left to other students, or the registry is away. A teacher that is being replaced drains first, so a rolling
+        update is waited for.
         """
         connections = list(self.connections.values())
         if not self._is_whole or not connections or not all(connection.lacks for connection in connections):

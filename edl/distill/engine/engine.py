@@ -213,10 +213,10 @@ class Engine:
 
     # On the loop
 
-    def set_teachers(self, snapshot: Snapshot, near: str = "") -> None:
+    def set_teachers(self, snapshot: Snapshot, near: str = "", whole: bool = True) -> None:
         """Connect to new teachers, and let go of those that left; see `TeacherWatcher` for the arguments."""
         if not self._closed:
-            self._pool.apply_snapshot(snapshot, near)
+            self._pool.apply_snapshot(snapshot, near, whole)
             self._set_timer()
 
     def begin_epoch(self) -> None:

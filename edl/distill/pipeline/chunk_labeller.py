@@ -165,8 +165,8 @@ class ChunkLabeller:
         )
         self._answer_sizes.append(AnswerSizeEstimator(output_spec))
 
-        def changed(snapshot: Snapshot, near: str) -> None:
-            self.thread.call(engine.set_teachers, snapshot, near)
+        def changed(snapshot: Snapshot, near: str, whole: bool) -> None:
+            self.thread.call(engine.set_teachers, snapshot, near, whole)
 
         self._watchers.append(TeacherWatcher(group, changed))
 

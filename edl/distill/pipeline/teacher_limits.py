@@ -144,12 +144,9 @@ class TeacherLimits:
         return False
 
     def _check_wait(self, index: int, since: float) -> None:
-        """Raise the error for a wait for a service's first teacher that is over, or can only be useless.
-
-        With `max_teachers`, other teachers of the service, which this student does not see, may have what is asked for.
-        """
-        engine, group = self._engines[index], self._teachers[index]
-        error = engine.lacking() if group.service is None or group.max_teachers is None else None
+        """Raise the error for a wait for a service's first teacher that is over, or can only be useless."""
+        engine = self._engines[index]
+        error = engine.lacking()
         if error is not None:
             raise error
         if time.monotonic() - since > self._timeout_s:

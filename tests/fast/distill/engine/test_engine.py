@@ -282,9 +282,12 @@ def test_teachers_that_may_come_are_awaited() -> None:
         assert not world.pool.lacking(), others
     world.see("a", "b")
     assert world.pool.lacking()
-    for trouble in ({"stale": "the registry is away"}, {"rejected": (Rejected("c", "has no port"),)}):
-        world.pool.apply_snapshot(Snapshot("s", (_teacher("a"), _teacher("b")), **trouble))
-        assert not world.pool.lacking(), trouble
+    seen = Snapshot("s", (_teacher("a"), _teacher("b")))
+    for other in (replace(seen, stale="away"), replace(seen, rejected=(Rejected("c", "no port"),))):
+        world.pool.apply_snapshot(other)
+        assert not world.pool.lacking(), other
+    world.pool.apply_snapshot(seen, whole=False)
+    assert not world.pool.lacking(), "the others are left to other students"
 
 
 class Reader:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -16,9 +15,7 @@ from edl.cli import main
 from edl.cli.label.arguments import parser, plan_of
 from edl.discovery import Registry, Snapshot
 from edl.distill import DistillReader, Options, Teachers
-from edl.distill.engine.engine import Engine
 from edl.distill.loader import resolve_teachers
-from edl.distill.pipeline.teacher_limits import TeacherLimits
 from edl.distill.teachers import TeacherWatcher, teachers_from_env
 from edl.errors import NoTeacherError, SettingsError
 from edl.protocol.transport import grpc
@@ -27,7 +24,7 @@ from tests.fast.distill.reading import check, samples
 from tests.fast.distill.teachers.foreign import ForeignServer
 from tests.waiting import wait_until
 
-PATIENT = Options(teacher_timeout_s=math.inf)
+PATIENT = Options(teacher_timeout_s=60)
 
 
 def reader_of(teachers: Any, output: str = "y") -> DistillReader:
@@ -126,22 +123,23 @@ def test_a_teacher_may_still_come(caplog: pytest.LogCaptureFixture) -> None:
     assert all(record.exc_info is None for record in caplog.records)
 
 
-def test_hidden_teachers_are_waited_for() -> None:
-    """With `max_teachers` a student is given some of a service's teachers; others may have what it asks for."""
-    engine = SimpleNamespace(lacking=lambda: SettingsError("no output"), await_spec=lambda timeout_s: None)
-    for group, hides in ((Teachers("s"), False), (Teachers("s", max_teachers=1), True)):
-        limits = TeacherLimits([group], [cast(Engine, engine)], timeout_s=math.inf)
-        if hides:
-            assert limits.lacks_teacher(0.0)
-        else:
-            with pytest.raises(SettingsError, match="no output"):
-                limits.lacks_teacher(0.0)
+def test_hidden_teachers_are_known_of(registry: Registry, url: str) -> None:
+    """With `max_teachers`, those that are left to other students may have what this one asks for."""
+    seen: list[tuple[Snapshot, str, bool]] = []
+    with registry.register(instance_of("127.0.0.1:9", "s", "one"), ttl_s=600):
+        for others, whole in ((0, True), (1, False)):
+            with ExitStack() as stack:
+                if others:
+                    stack.enter_context(registry.register(instance_of("127.0.0.1:9", "s", "two"), ttl_s=600))
+                teachers = Teachers("s", discovery=url, max_teachers=1)
+                stack.enter_context(closing(TeacherWatcher(teachers, lambda *found: seen.append(found))))
+                wait_until(lambda whole=whole: seen and len(seen[-1][0].instances) == 1 and seen[-1][2] == whole)
 
 
 def test_near_service_is_named(registry: Registry, url: str, caplog: pytest.LogCaptureFixture) -> None:
     """It is waited for all the same: `digits-2` may be about to start while `digits` runs."""
     near = "; did you mean 'digits'?"
-    seen: list[tuple[Snapshot, str]] = []
+    seen: list[tuple[Snapshot, str, bool]] = []
     with registry.register(instance_of("127.0.0.1:9", "digits"), ttl_s=600):
         watcher = TeacherWatcher(Teachers("digts", discovery=url), lambda *found: seen.append(found))
         with closing(watcher):
@@ -171,7 +169,7 @@ def test_a_failing_registry_is_told_once(caplog: pytest.LogCaptureFixture, monke
     seen: list[Snapshot] = []
     with (
         caplog.at_level(logging.INFO),
-        closing(TeacherWatcher(Teachers("s", discovery="sqlite:///x"), lambda snapshot, _: seen.append(snapshot))),
+        closing(TeacherWatcher(Teachers("s", discovery="sqlite:///x"), lambda snapshot, *_: seen.append(snapshot))),
     ):
         wait_until(lambda: len(seen) > 5)
     assert seen[-1].stale == "ValueError: odd"

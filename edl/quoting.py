@@ -6,10 +6,11 @@ belong here: text that programs read, which is JSON.
 
 from __future__ import annotations
 
+import difflib
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
-__all__ = ["MOST_CHARS", "clip", "listed", "quote", "shown"]
+__all__ = ["MOST_CHARS", "clip", "did_you_mean", "listed", "quote", "shown"]
 
 MOST_CHARS = 500
 """Of foreign words in one message: a teacher's reason with its model's own words fits; a page of HTML does not."""
@@ -49,3 +50,13 @@ def listed(words: Collection[str], most: int = _MOST_LISTED, separator: str = ",
     """Write the first of several foreign words, and how many more there are."""
     given = separator.join(shown(word) for word in itertools.islice(words, most))
     return given + (f"{separator}and {len(words) - most} more" if len(words) > most else "")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `; did you mean "x"?` for the end of an error message; empty if no known name is close to `word`.
+
+    Upper and lower case count as equal.
+    """
+    by_lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), by_lower, n=2, cutoff=0.6)
+    return f"; did you mean {' or '.join(quote(by_lower[name]) for name in near)}?" if near else ""

@@ -24,6 +24,7 @@ from edl.background import BackgroundLoop
 from edl.cli._changes import Change, brief_meta, changes, printable, snapshot_as_dict
 from edl.cli.scaling import load_view
 from edl.discovery import open_registry
+from edl.discovery.records import check_service
 from edl.discovery.registry import Instance, Registry, Snapshot, Watch
 from edl.errors import DiscoveryError
 from edl.quoting import clip
@@ -78,6 +79,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--watch", action="store_true", help="go on, with a line for each change, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
+    if options.service is not None:
+        check_service(options.service)
     url = DiscoverySettings.of(options.discovery).url
     if not options.watch and not options.json and _no_file(url):
         print(printable(f"No teacher is registered in {url}: there is no such file."))

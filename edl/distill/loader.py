@@ -320,7 +320,7 @@ def resolve_teachers(teachers: TeachersLike, discovery: str | None = None, *, op
         raise SettingsError(
             f"teachers={teachers!r}: expected a service's name, host:port of each teacher, or a list of Teachers"
         )
-    return [Teachers.parse(names)]
+    return [Teachers.parse(names, discovery=discovery)]
 
 
 def resolve_routes(

@@ -1,20 +1,53 @@
-"""Names a reader's teachers: fixed endpoints, or a service that is followed through discovery."""
+"""Names a student's teachers, and follows those of a service through discovery.
+
+`Teachers` is what the user asks for: fixed endpoints, or the name of a service. `TeacherWatcher` turns it into
+snapshots of instances, and follows a service in a thread of its own.
+
+Students wait for teachers that may still come, and only for those:
+
+- A name that no teacher can register under (`host:port`, a name with a space) is refused when `Teachers` is made.
+- A valid name without teachers is waited for, since teachers may start after their students. That includes a near miss
+  of a registered service: `digits-2` may be about to start while `digits` runs, and nothing tells that from a typing
+  error. The watcher logs "did you mean" at once, and `NoTeacherError` repeats it if the wait was in vain.
+- Teachers that have answered, and all lack what is asked for (an output, the model, a list of their models), are not
+  waited for: see `ConnectionPool.lacking`.
+
+What does not belong here: connections to teachers, and what their models must have (`edl.distill.engine`).
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+from edl.background import BackgroundLoop
+from edl.discovery import Registry, Snapshot, open_registry, open_store
+from edl.discovery.records import check_service, is_service
 from edl.discovery.registry import Instance
 from edl.distill.transport.priority import Priority, check_priority
 from edl.distill.transport.schema import check_version
-from edl.errors import SettingsError
+from edl.errors import EDLError, SettingsError
+from edl.quoting import did_you_mean
 from edl.settings import DiscoverySettings, TeacherSettings, is_above_zero, is_count
 
-__all__ = ["Teachers", "fixed_instance", "service_identities", "teachers_from_env"]
+__all__ = ["TeacherWatcher", "Teachers", "fixed_instance", "service_identities", "teachers_from_env"]
 
 logger = logging.getLogger("edl.distill")
+
+_RETRY_S = 1.0
+"""Between attempts: a registry that restarts is back within a second or two."""
+_LOOK_S = 0.5
+"""How often a watch without news looks whether this is closed: `close` may take as long."""
+_NEAR_EVERY_S = 10.0
+"""How often the registry is asked for similar names while a service has no teacher: Consul needs a call per service."""
+_CLOSE_S = 10.0
+"""How long `close` waits for a registry that does not answer: twice a request's own deadline (5 s unless set)."""
 
 
 @dataclass(frozen=True)
@@ -22,20 +55,19 @@ class Teachers:
     """The teachers of a service, or a fixed list of them.
 
     Attributes:
-        service: name under which they register; or
+        service: Name under which the teachers register. Set either this or `endpoints`.
         endpoints: `host:port` of every teacher.
         discovery: URL of the registry; None for `EDL_DISCOVERY`, or this machine's SQLite file.
-        max_teachers: talk to so many at most; students of the same service share them out evenly then.
-        model: model name in requests; empty for what the teacher registered, or the only model that it serves.
-        weight: share in a weighted average with other services.
-        version: labels of this version of the model only; empty for any. See "Versions" in docs/students.md.
-        priority: with which a Triton is asked that others use as well: "lowest" borrows it from its own clients, with
-            few rows and requests at a time; "default" is as they are; a number is that level; "auto" is what the
-            server's registration says (`edl register --priority`), else the lowest level where the model has levels.
-            See docs/borrowing-triton.md.
+        max_teachers: Largest number of teachers to use at a time. Students of the same service then share its teachers.
+        model: Model name in requests; empty for the name that the teacher registered, or its only model.
+        weight: Share in a weighted average with other services.
+        version: Use labels of this model version only; empty for any. See "Versions" in docs/students.md.
+        priority: Priority on a Triton server that has other clients. "lowest" sends few rows and requests at a time;
+            "default" sends no priority; a number is that level. "auto" uses what the server registered
+            (`edl register --priority`), else the lowest level where the model has levels. See docs/borrowing-triton.md.
 
     Raises:
-        SettingsError: a value that cannot be, or neither or both of a service and endpoints.
+        SettingsError: A value is invalid, or neither or both of `service` and `endpoints` are set.
     """
 
     service: str | None = None
@@ -52,6 +84,8 @@ class Teachers:
         check_priority(self.priority)
         if bool(self.service) == bool(self.endpoints):
             raise SettingsError("name either a service or endpoints of teachers (and not both)")
+        if self.service:
+            _check_name(self.service)
         if self.max_teachers is not None and not is_count(self.max_teachers):
             raise SettingsError(f"max_teachers={self.max_teachers!r}: must be a whole number of at least 1, or None")
         if not is_above_zero(self.weight) or self.weight == float("inf"):
@@ -64,12 +98,11 @@ class Teachers:
         """Return the teachers that text names.
 
         Args:
-            teachers: a service's name, `host:port[,host:port…]`, a list of `host:port`, or `Teachers`, which are
-                returned.
+            teachers: A service's name, `host:port[,host:port…]`, a list of `host:port`, or `Teachers`, returned as is.
             discovery: URL of the registry.
 
         Raises:
-            SettingsError: it names none.
+            SettingsError: `teachers` is empty, or neither a name nor addresses.
         """
         if isinstance(teachers, Teachers):
             return teachers
@@ -88,14 +121,26 @@ class Teachers:
 
     @property
     def described(self) -> str:
-        """Name for messages: with where it is looked up."""
+        """Name for messages, with the registry's URL."""
         return f"{self.service!r} in {DiscoverySettings.of(self.discovery).url}" if self.service else self.name
 
 
-def service_identities(groups: Sequence[Teachers]) -> list[str]:
-    """Return by group whose labels they are, in a cache: the service, or all fixed endpoints in one order.
+def _check_name(service: str) -> None:
+    """Refuse a name that no teacher can register under."""
+    if isinstance(service, str) and ":" in service:
+        raise SettingsError(
+            f"service {service!r}: a service is looked up by the name that its teachers register under, which has no "
+            "colon. Give addresses (host:port) as Teachers(endpoints=[...]), set_fixed_teacher, --teachers or "
+            "EDL_TEACHERS"
+        )
+    check_service(service)
 
-    A registry's URL plays no part, since it has several names, but where an ensemble has two services of the same name.
+
+def service_identities(groups: Sequence[Teachers]) -> list[str]:
+    """Return, for each group, the name that its labels have in a cache: the service, or all endpoints in sorted order.
+
+    The registry's URL is left out, since one registry has several URLs, unless an ensemble has two services of the same
+    name.
     """
     names = [group.service or ",".join(sorted(group.endpoints)) for group in groups]
     places = [(name, DiscoverySettings.of(group.discovery).url) for name, group in zip(names, groups, strict=True)]
@@ -109,10 +154,10 @@ def teachers_from_env(*, optional: bool = False) -> list[Teachers]:
     """Return the teachers that `EDL_TEACHERS`, or `EDL_SERVICE` and `EDL_DISCOVERY`, name.
 
     Args:
-        optional: whether they may name none.
+        optional: Whether to return an empty list where the environment names none.
 
     Raises:
-        SettingsError: they name none, unless teachers are optional.
+        SettingsError: The environment names no teachers and `optional` is false, or names them wrongly.
     """
     settings = TeacherSettings.from_env()
     if settings.endpoints:
@@ -128,14 +173,148 @@ def teachers_from_env(*, optional: bool = False) -> list[Teachers]:
 
 
 def fixed_instance(endpoint: str) -> Instance:
-    """Return an endpoint, `host:port` or `unix:` and a path, as an instance.
+    """Return an endpoint, `host:port` or `unix:/path`, as an instance.
 
     Raises:
-        SettingsError: it is neither.
+        SettingsError: It is neither.
     """
+    if not _is_endpoint(endpoint):
+        other = " (name a service with Teachers(service=...) or set_dynamic_teacher)" if is_service(endpoint) else ""
+        raise SettingsError(f"teacher {endpoint!r}: expected host:port, such as 10.0.0.7:8500{other}")
     if endpoint.startswith("unix:"):
         return Instance(service="fixed", id=endpoint, address=endpoint, port=0)
     host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise SettingsError(f"teacher {endpoint!r}: expected host:port, such as 10.0.0.7:8500")
     return Instance(service="fixed", id=endpoint, address=host.strip("[]"), port=int(port))
+
+
+def _is_endpoint(text: str) -> bool:
+    if text.startswith("unix:"):
+        return True
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 65536
+
+
+class TeacherWatcher:
+    """Reports the teachers of a service whenever they change, from a thread of its own, until closed.
+
+    Args:
+        teachers: The service; or fixed endpoints, which are reported once, before this returns.
+        changed: Called with each snapshot and two arguments. `near` is "; did you mean …?" where the service has never
+            had a teacher and the registry has a service of a similar name, otherwise empty. `whole` is false where the
+            service has teachers that the snapshot leaves to other students (`max_teachers`).
+
+    Raises:
+        SettingsError: The registry's URL is wrong.
+    """
+
+    def __init__(self, teachers: Teachers, changed: Callable[[Snapshot, str, bool], None]) -> None:
+        self._teachers = teachers
+        self._changed = changed
+        self._closing = False
+        self._loop: BackgroundLoop | None = None
+        self._registry: Registry | None = None
+        self._last = Snapshot(teachers.name, ())  # the teachers known last stay while the registry fails
+        self._has_answered = False
+        self._never_seen = True  # whether no instance of the service has ever been registered, as far as we know
+        self._near = ""
+        self._near_due = 0.0
+        self._failure = ""
+        self._model = teachers.model
+        if teachers.service is None:
+            fixed = tuple(replace(fixed_instance(endpoint), model=self._model) for endpoint in teachers.endpoints)
+            changed(Snapshot(teachers.name, fixed), "", True)
+            return
+        self._url = DiscoverySettings.of(teachers.discovery).url
+        self._registry = open_registry(self._url)  # a wrong URL is an error of the caller, here and now
+        self._loop = BackgroundLoop(f"edl-follow-{teachers.service}", self._follow)
+
+    def close(self) -> None:
+        """Stop the thread, and close the registry."""
+        self._closing = True
+        if self._loop is not None:
+            self._loop.close(_CLOSE_S)
+        if self._registry is not None:
+            self._registry.close()
+
+    def _follow(self) -> float | None:
+        """Follow the service until closed; return the seconds until the next attempt, None for no further attempt."""
+        service = self._teachers.service
+        assert service is not None
+        try:
+            self._watch(service)
+        except Exception as exc:
+            if self._closing:
+                return None
+            words = str(exc)
+            if not isinstance(exc, EDLError):
+                # Whatever it was, a student that no longer heard of teachers would wait for them without a word.
+                words = f"{type(exc).__name__}: {exc}"
+                if words != self._failure:
+                    logger.exception("following %s failed in a way not foreseen, and is tried again", service)
+            self._failure = words
+            self._changed(replace(self._last, stale=words), self._near, False)
+        return _RETRY_S
+
+    def _watch(self, service: str) -> None:
+        assert self._registry is not None
+        if self._teachers.max_teachers is None:
+            with self._registry.watch(service) as watch:
+                self._pass_on(service, watch.get)
+            return
+        from edl.discovery.balance.group import BalanceGroup
+
+        store = open_store(self._url)
+        try:
+            with BalanceGroup(self._registry, store, service, _student_id(), want=self._teachers.max_teachers) as group:
+                self._pass_on(service, group.get)
+        finally:
+            store.close()
+
+    def _pass_on(self, service: str, get: Callable[[float | None], Snapshot | None]) -> None:
+        while not self._closing:
+            snapshot = get(_LOOK_S)
+            if snapshot is not None:
+                self._last = self._with_model(snapshot)
+                self._has_answered = self._has_answered or not snapshot.stale
+                if snapshot.instances or snapshot.lapsed or snapshot.rejected:
+                    self._never_seen, self._near = False, ""
+                self._changed(self._last, self._near, self._sees_all(service))
+            if self._has_answered and self._never_seen and time.monotonic() >= self._near_due:
+                self._near_due = time.monotonic() + _NEAR_EVERY_S
+                self._suggest(service)
+
+    def _sees_all(self, service: str) -> bool:
+        assert self._registry is not None
+        if self._teachers.max_teachers is None:
+            return True
+        try:
+            return len(self._registry.snapshot(service).instances) <= len(self._last.instances)
+        except EDLError:
+            return False
+
+    def _with_model(self, snapshot: Snapshot) -> Snapshot:
+        if not self._model:
+            return snapshot
+        named = tuple(replace(instance, model=self._model) for instance in snapshot.instances)
+        lapsed = tuple(replace(instance, model=self._model) for instance in snapshot.lapsed)
+        return replace(snapshot, instances=named, lapsed=lapsed)
+
+    def _suggest(self, service: str) -> None:
+        """Look for a service of a similar name, and log what is found for the first time."""
+        assert self._registry is not None
+        try:
+            known = self._registry.services()
+        except EDLError:
+            return  # the watch reports that the registry is away
+        near = "" if service in known else did_you_mean(service, known)
+        if near == self._near:
+            return
+        self._near = near
+        if near:
+            logger.warning("no teacher of %r is registered in %s%s Waiting for one", service, self._url, near)
+        self._changed(self._last, near, True)
+
+
+def _student_id() -> str:
+    place = f"{socket.gethostname()}-{os.getpid()}-{threading.get_ident()}-{os.urandom(4).hex()}"
+    return hashlib.sha256(place.encode()).hexdigest()[:16]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import replace
 
 from edl.cli._credentials import add_credentials
 from edl.distill.labelling import LabelPlan
@@ -179,11 +180,10 @@ def _teachers(options: argparse.Namespace) -> Teachers:
         return Teachers(options.service, discovery=options.discovery, model=options.model)
     if options.teachers:
         return Teachers(endpoints=tuple(_names(options.teachers)), model=options.model)
-    try:
-        (found,) = teachers_from_env()
-    except SettingsError as exc:
-        raise SettingsError("no teachers named: pass --service or --teachers, or set EDL_SERVICE") from exc
-    return found
+    found = teachers_from_env(optional=True)
+    if not found:
+        raise SettingsError("no teachers named: pass --service or --teachers, or set EDL_SERVICE")
+    return replace(found[0], model=options.model, discovery=options.discovery or found[0].discovery)
 
 
 def _names(text: str) -> list[str]:

@@ -1,4 +1,9 @@
-"""Checks that all teachers of a service have inputs, outputs and rows alike, as the first teacher has them."""
+"""Decides whether a teacher, and each of its answers, can be used.
+
+`lacking` compares a model with what the student asks for, `incompatibility` also with the teachers before it: inputs,
+outputs and rows must be like those of the first teacher. Only what a teacher lacks by itself can end a student's wait
+for its first teacher (`edl.distill.engine.connection_pool`).
+"""
 
 from __future__ import annotations
 
@@ -17,35 +22,34 @@ from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec
 from edl.errors import SettingsError
 from edl.protocol import names
 from edl.protocol.tensors import Array
-from edl.quoting import listed
+from edl.quoting import did_you_mean, listed
 
 __all__ = ["TeacherCompatibility", "InputTensors", "outputs_disagreement"]
 
 logger = logging.getLogger("edl.distill")
 
 InputTensors: TypeAlias = Sequence[tuple[str, str, tuple[int, ...]]]
-"""Of a request: name, datatype, shape with rows."""
+"""Name, datatype and shape (with rows) of each tensor of a request."""
 
 _MOST_REMEMBERED = 1024
-"""Input shapes whose output shape is remembered: more than padded texts have, and a bound on memory."""
+"""Number of input shapes whose output shape is remembered: more than padded texts have, and a bound on memory."""
 
 
 class TeacherCompatibility:
-    """What the teachers of a service have in common.
+    """Remembers what the teachers of a service have in common.
 
-    Which dimensions of a row are fixed is what the first teacher's metadata says. Dimensions that it leaves open, such
-    as the length of a text, may differ from answer to answer.
+    The first teacher's metadata says which dimensions of a row are fixed. Dimensions that it leaves open, such as the
+    length of a text, may differ from answer to answer.
 
     Args:
-        service: for messages.
-        output_spec: what is asked for.
-        mixed_versions: what to make of labels of another version of the model than the epoch's: "warn" takes them,
-            "refuse" does not.
+        service: Name of the service, for messages.
+        output_spec: What the student asks for.
+        mixed_versions: "warn" uses labels of another model version than the epoch's, "refuse" does not.
 
     Attributes:
-        spec: the model, None while there was no teacher: that of the first, until `select_version`. Its name is that of
-            all teachers, for good.
-        selecting_version: whether `select_version` comes next, and warns of several versions.
+        spec: The first teacher's model, until `select_version` changes its version; None before the first teacher. All
+            teachers must have a model of this name.
+        selecting_version: Whether `select_version` comes next, which warns of several versions.
     """
 
     def __init__(
@@ -54,29 +58,33 @@ class TeacherCompatibility:
         self._service = service
         self._output_spec = output_spec
         self._refuses = mixed_versions == "refuse"
-        self._row_types: dict[str, tuple[np.dtype[Any], int]] = {}  # dtype and dimensions of an output's rows
+        self._row_types: dict[str, tuple[np.dtype[Any], int]] = {}  # dtype and number of dimensions of output rows
         self._row_shapes: dict[tuple[str, tuple[tuple[int, ...], ...]], tuple[int, ...]] = {}
         self._kept_shapes: dict[str, tuple[int, ...]] = {}
-        self._confirmed_by: set[str] = set()  # teachers still there whose answers were like that
-        self._has_delivered = False  # whether there was one in this epoch
-        self._tokenizer = ""  # of the first teacher that told, which need not be the first one
+        self._confirmed_by: set[str] = set()  # present teachers whose answers were like that
+        self._has_delivered = False  # whether there was such an answer in this epoch
+        self._tokenizer = ""  # of the first teacher that told it
         self.spec: ModelSpec | None = None
         self.selecting_version = False
         self._clamp_warnings = ClampWarnings(service, "ask for dtype=None, or dtype='float32'")
         self._mixed_versions: frozenset[str] = frozenset()
-        # Versions beside that of `spec` that the user knows of; the empty one also beside another unknown version.
+        # Versions that were warned of, in addition to that of `spec`; the empty one also next to an unknown version.
         self._reported_versions: set[str] = set()
 
     @property
     def tokenizer(self) -> str:
-        """The hash that all teachers have, where they say one, empty while none has said it."""
+        """The hash of the tokenizer of all teachers that tell it; empty while none has."""
         return self._tokenizer
 
-    def incompatibility(self, instance: Instance, spec: ModelSpec) -> str:
-        """Return why a teacher with this model cannot be used; empty if it can."""
+    def lacking(self, instance: Instance, spec: ModelSpec) -> str:
+        """Return what this model lacks of what is asked for, whatever other teachers have; empty if nothing.
+
+        Versions are not among it: they change while students run, and are waited for.
+        """
         missing = [name for name in self._output_spec.outputs if spec.outputs and name not in spec.outputs]
         if missing:
-            return f"its model {spec.name!r} has no output {missing[0]!r}, only {listed(spec.outputs)}"
+            near = did_you_mean(missing[0], spec.outputs)
+            return f"its model {spec.name!r} has no output {missing[0]!r}, only {listed(spec.outputs)}{near}"
         if spec.max_top_k and names.LOGPROBS in self._output_spec.outputs:
             k = self._output_spec.top_k
             if k is None or k > spec.max_top_k:
@@ -85,13 +93,21 @@ class TeacherCompatibility:
                     f"its model {spec.name!r} answers with the {spec.max_top_k} largest log-probabilities of a row at "
                     f"most, and {asked}: set top_k={spec.max_top_k} or less, or serve it with a larger --top-k"
                 )
-        tokenizer = spec.tokenizer or instance.meta.get(names.TOKENIZER_META, "")
+        tokenizer = _tokenizer_of(instance, spec)
         if self._output_spec.tokenizer not in ("", tokenizer):
             has = f"has tokenizer {tokenizer!r}" if tokenizer else "does not say which tokenizer it has"
             return (
                 f"its model {spec.name!r} {has}, and the student's is {self._output_spec.tokenizer!r}: their token ids "
                 "mean different texts. Use a teacher of the student's tokenizer, or leave tokenizer= out if they agree"
             )
+        return ""
+
+    def incompatibility(self, instance: Instance, spec: ModelSpec) -> str:
+        """Return why a teacher with this model cannot be used; empty if it can."""
+        lacking = self.lacking(instance, spec)
+        if lacking:
+            return lacking
+        tokenizer = _tokenizer_of(instance, spec)
         known = self.spec
         before = self._tokenizer or (known.tokenizer if known is not None else "")
         if before and tokenizer and before != tokenizer:
@@ -170,7 +186,7 @@ class TeacherCompatibility:
         return self._refuses and self.spec is not None and (not version or version != self.spec.version)
 
     def _version_refusal(self, version: str) -> str:
-        if not version:  # equal to no other one that is unknown: two models that nobody told apart
+        if not version:  # two unknown versions may be different ones
             return (
                 "the version of its model is unknown, and mixed_versions='refuse': give it one (edl serve "
                 "--model-version), or name the one that it has with version="
@@ -223,7 +239,7 @@ class TeacherCompatibility:
         self._reported_versions |= mixed
 
     def begin_epoch(self) -> None:
-        """Allow answers unlike those delivered so far, if no teacher that gave them is left."""
+        """Allow answers unlike those of earlier epochs, once the teachers that gave those have left."""
         self._has_delivered = False
 
     def forget_teacher(self, teacher: str) -> None:
@@ -234,9 +250,9 @@ class TeacherCompatibility:
         """Check that an answer fits the answers before it.
 
         Args:
-            teacher: its id.
-            inputs: name, datatype and shape (with rows) of the request's tensors.
-            outputs: of the answer.
+            teacher: The teacher's id.
+            inputs: The request's tensors.
+            outputs: Outputs of the answer.
 
         Returns:
             BAD_OUTPUT with the difference, None without a difference.
@@ -286,10 +302,10 @@ class TeacherCompatibility:
         label was kept would get a label of the wrong length.
 
         Args:
-            fields: inputs [rows, ...] by name.
+            fields: Inputs [rows, ...] by name.
 
         Raises:
-            SettingsError: outputs have variable dimensions, and the inputs have other shapes than inputs before.
+            SettingsError: Outputs have variable dimensions, and the inputs have other shapes than earlier inputs.
         """
         known = self.spec
         if known is None or not any(self._varies(name) for name in self._output_spec.outputs):
@@ -316,10 +332,10 @@ class TeacherCompatibility:
     def _expected_row_shape(
         self, name: str, inputs: InputTensors, shape: tuple[int, ...], *, compressed: bool
     ) -> tuple[int, ...]:
-        """Row shape of an output; -1 is any size."""
+        """Return the row shape of an output; -1 is any size."""
         spec = self.spec.outputs.get(name) if self.spec is not None else None
         if spec is None:
-            # Nothing is known but what came. Inputs of one shape may be expected to give outputs of one shape.
+            # Nothing is known but earlier answers. Inputs of one shape should give outputs of one shape.
             if len(self._row_shapes) >= _MOST_REMEMBERED:
                 self._row_shapes.clear()
             return self._row_shapes.setdefault((name, tuple(of[1:] for _, _, of in inputs)), shape)
@@ -327,6 +343,10 @@ class TeacherCompatibility:
             classes = spec.shape[-1]
             return (*spec.shape[:-1], min(self._output_spec.top_k, classes) if classes > 0 else -1)
         return spec.shape
+
+
+def _tokenizer_of(instance: Instance, spec: ModelSpec) -> str:
+    return spec.tokenizer or instance.meta.get(names.TOKENIZER_META, "")
 
 
 def _rows_of(spec: ModelSpec) -> str:
@@ -338,12 +358,12 @@ def _shapes_match(left: Sequence[int], right: Sequence[int]) -> bool:
 
 
 def outputs_disagreement(spec: ModelSpec, known: ModelSpec, output_spec: OutputSpec) -> str:
-    """Return how the outputs of two services differ whose labels may stand in one batch; empty if they do not.
+    """Return how the outputs of two services differ, where a batch may have labels of both; empty if they agree.
 
     Args:
-        spec: the model of one service.
-        known: that of the other.
-        output_spec: what is asked for.
+        spec: The model of one service.
+        known: The model of the other service.
+        output_spec: What is asked for.
     """
     if spec.tokenizer and known.tokenizer and spec.tokenizer != known.tokenizer:
         return (

@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from edl.discovery.registry import Instance
 from edl.distill.dispatch.actions import FailureKind, RequestFailure
-from edl.distill.transport.client import RequestFailed, TeacherClient
+from edl.distill.engine.compatibility import TeacherCompatibility
+from edl.distill.transport.client import RequestFailed, TeacherClient, TeacherLacks
 from edl.distill.transport.message_limits import MESSAGE_LIMITS, MessageLimits
 from edl.distill.transport.priority import parse_priority
 from edl.distill.transport.request import Payload
@@ -31,13 +32,13 @@ __all__ = ["TeacherConnection"]
 logger = logging.getLogger("edl.distill")
 
 _CONNECT_TIMEOUT_S = 5.0
-"""For all of an attempt to connect: several round trips around the world. A dead host costs no more than this."""
+"""Deadline of an attempt to connect: several round trips around the world. A dead host costs no more than this."""
 _FIRST_BACKOFF_S = 0.1
-"""Before the second attempt to connect: a server that restarts is missed for no longer than a few batches."""
+"""Pause before the second attempt to connect: a server that restarts is missed for a few batches at most."""
 _LAST_BACKOFF_S = 2.0
-"""At most between attempts, so that a teacher that is back is found within that time."""
+"""Longest pause between attempts: a teacher that is back is found within that time."""
 _LAST_LAPSED_BACKOFF_S = 15.0
-"""Of those that are probably dead: a file that nobody writes lists them until the next boot."""
+"""The same for teachers that are probably dead: a SQLite file without a writer lists them until the next boot."""
 _NEEDS_ATTENTION = (FailureKind.REJECTED, FailureKind.BAD_OUTPUT)  # will an attempt to connect succeed later
 _STEADY_S = 2.0
 """A connection that breaks sooner than this counts as a failed attempt to connect."""
@@ -47,23 +48,24 @@ class TeacherConnection:
     """Keeps a discovered instance connected, on the event loop.
 
     Args:
-        instance: address, id and metadata of the teacher.
-        output_spec: what is asked for; its model's name gives way to the instance's.
-        shared_memory: whether to use shared memory if the teacher is on this host.
-        files: certificates and tokens; when they are replaced, the connection is made anew.
-        limits: of messages.
-        check_model: called with the model's metadata; returns why this teacher cannot be used, or an empty string.
-        on_connected: called when requests may be sent.
-        on_disconnected: called when requests may no longer be sent.
-        on_connect_failed: called when an attempt to connect failed.
+        instance: Address, id and metadata of the teacher.
+        output_spec: What is asked for; where it names no model, the instance's is used.
+        shared_memory: Whether to use shared memory if the teacher is on this host.
+        files: Certificates and tokens; the client reconnects when they are replaced.
+        limits: Limits of messages.
+        compatibility: Says why a model cannot be used.
+        on_connected: Called when requests may be sent.
+        on_disconnected: Called when requests may no longer be sent.
+        on_connect_failed: Called when an attempt to connect failed.
 
     Attributes:
-        instance: as given.
+        instance: The argument of that name.
         state: "ready", "connecting" or "set aside".
-        why: why it is not ready, in words for a person.
-        lapsed: whether its registration lapsed. Another server may have come to its address since, so that a connection
-            is made only to a server with the same version of the model, and not as often.
-        changed_spec: what `refresh` found the model to be, if it changed; connecting again may take a while.
+        why: Reason why it is not ready, for people.
+        lacks: Whether it has answered and lacks what is asked for, so that only a change of the server would help.
+        lapsed: Whether its registration lapsed. Another server may have taken its address since, so the client connects
+            only to a server with the same version of the model, and less often.
+        changed_spec: The model that `refresh` found, if it changed; connecting again may take a while.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class TeacherConnection:
         shared_memory: bool,
         files: CredentialFiles | None = None,
         limits: MessageLimits = MESSAGE_LIMITS,
-        check_model: Callable[[Instance, ModelSpec], str],
+        compatibility: TeacherCompatibility,
         on_connected: Callable[[TeacherConnection], None],
         on_disconnected: Callable[[TeacherConnection], None],
         on_connect_failed: Callable[[TeacherConnection], None],
@@ -82,6 +84,7 @@ class TeacherConnection:
         self.instance = instance
         self.state = "connecting"
         self.why = ""
+        self.lacks = False
         self.lapsed = False
         self._version = instance.meta.get("version", "")
         self._output_spec = _complete_spec(output_spec, instance)
@@ -89,7 +92,7 @@ class TeacherConnection:
         self._shared_memory = shared_memory
         self._files = files
         self._limits = limits
-        self._check_model = check_model
+        self._compatibility = compatibility
         self._on_connected = on_connected
         self._on_disconnected = on_disconnected
         self._on_connect_failed = on_connect_failed
@@ -128,7 +131,7 @@ class TeacherConnection:
         return cancel
 
     async def infer(self, payload: Payload, timeout_s: float) -> Reply:
-        """Send a request; see `TeacherClient.infer`. A lost connection is made anew in the background."""
+        """Send a request; see `TeacherClient.infer`. A lost connection is restored in the background."""
         client = self._client
         if client is None:
             raise RequestFailed(FailureKind.LOST, f"{self.instance.endpoint}: {self.why or 'not connected'}")
@@ -152,7 +155,7 @@ class TeacherConnection:
         done(result)
 
     def _request_ended(self, client: TeacherClient, failure: RequestFailure | None) -> None:
-        """Count a request less on a connection, which may have been lost, or replaced before."""
+        """Count one request less on a connection, which may be lost or replaced by now."""
         if failure is not None and failure.kind is FailureKind.LOST and client is self._client:
             self.why = failure.message
             self._disconnect()
@@ -163,15 +166,15 @@ class TeacherConnection:
                 self._close_soon(client)
 
     def _close_soon(self, client: TeacherClient) -> None:
-        # The next connection, to the same server as it may be, goes on using the shared memory.
+        # The next connection, which may be to the same server, goes on using the shared memory.
         task = asyncio.get_running_loop().create_task(client.close(unregister=False))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
     async def refresh(self) -> None:
-        """Check that the model is unchanged, and connect anew if not. Returns when that has been tried.
+        """Check that the model is unchanged, and reconnect if not. Returns when that has been tried.
 
-        A server may load another model, and gRPC connects by itself to a server that took the address of the former.
+        A server may load another model, and gRPC reconnects by itself to another server at the same address.
         """
         client = self._client
         self.changed_spec = None
@@ -184,28 +187,28 @@ class TeacherConnection:
                 changed = exc.failure.message
             if changed and client is self._client:
                 self.reconnect(changed)
-        elif self.state == "set aside":  # what it was refused for may hold no longer
+        elif self.state == "set aside":  # the reason may no longer hold
             self._attempted.clear()
             self._retry_now.set()
         await self._attempted.wait()
 
     async def check(self) -> None:
-        """Check that the teacher is still ready, and leave the connection if not."""
+        """Check that the teacher is still ready, and drop the connection if not."""
         client = self._client
         if client is None:
             return
         try:
             await client.check_ready(_CONNECT_TIMEOUT_S)
         except RequestFailed as exc:
-            # One that has no room, or does not know the question, answers.
+            # A teacher that has no room, or does not know the method, is alive.
             if client is self._client and exc.failure.kind is FailureKind.LOST:
                 self.reconnect(exc.failure.message)
 
     def reconnect(self, why: str) -> None:
-        """Connect anew, and check again that the teacher can be used.
+        """Reconnect, and check again that the teacher can be used.
 
         Args:
-            why: in words for a person.
+            why: Reason for people.
         """
         if self._client is not None:
             self.why = why
@@ -225,7 +228,7 @@ class TeacherConnection:
         await asyncio.gather(*self._closing)
 
     def _disconnect(self) -> None:
-        """Stop using the present connection; requests under way on it may still end well."""
+        """Stop using the present connection; its requests under way may still succeed."""
         client = self._client
         self._client = None
         self.state = "connecting"
@@ -247,18 +250,20 @@ class TeacherConnection:
                 files=self._files,
                 limits=self._limits,
             )
-            connected = False
+            connected = lacks = False
             try:
                 spec = await client.open(_CONNECT_TIMEOUT_S)
-                refused = self._replacement_reason(spec) or self._check_model(self.instance, spec)
+                lacks = bool(self._compatibility.lacking(self.instance, spec))
+                refused = self._replacement_reason(spec) or self._compatibility.incompatibility(self.instance, spec)
                 connected = not refused
                 self.state = "ready" if connected else "set aside"
             except RequestFailed as exc:
+                lacks = isinstance(exc, TeacherLacks)
                 why = await self._explain_handshake(exc.failure.message)
                 refused = why or exc.failure.message
                 self.state = "set aside" if why or exc.failure.kind in _NEEDS_ATTENTION else "connecting"
             except Exception as exc:
-                # Whatever it was, others wait to hear that this teacher does not come.
+                # Whatever it was, `refresh` and the dispatcher wait to hear that the attempt failed.
                 logger.debug("connecting to teacher %s failed in a way not foreseen", self.instance.id, exc_info=True)
                 refused = f"{self.instance.endpoint}: {type(exc).__name__}: {exc}"
                 self.state = "set aside"
@@ -271,6 +276,7 @@ class TeacherConnection:
                 connected_at = time.monotonic()
                 self._client = client
                 self.why = ""
+                self.lacks = False
                 self._version = spec.version
                 self._broken.clear()
                 self._on_connected(self)
@@ -282,6 +288,7 @@ class TeacherConnection:
                 level = logging.WARNING if self.state == "set aside" else logging.INFO
                 logger.log(level, "teacher %s is not used: %s", self.instance.id, refused)
                 self.why = refused
+            self.lacks = lacks
             if not connected:
                 self._on_connect_failed(self)
             with contextlib.suppress(asyncio.TimeoutError):
@@ -290,25 +297,25 @@ class TeacherConnection:
             backoff_s = min(backoff_s * 2, _LAST_LAPSED_BACKOFF_S if self.lapsed else _LAST_BACKOFF_S)
 
     def _replacement_reason(self, spec: ModelSpec) -> str:
-        """Return why this may be another server than the registered instance; empty if it is not."""
+        """Return why this may not be the server that registered; empty if it is."""
         if not self.lapsed or (self._version and self._version in (spec.version, *spec.versions)):
             return ""
         if not self._version:
-            return f"{self.instance.endpoint}: nothing tells whether this is who registered, which said no version"
+            return f"{self.instance.endpoint}: nothing tells whether this is who registered, without a version"
         return f"{self.instance.endpoint} has version {spec.version!r}, and version {self._version!r} registered"
 
     async def _until_broken(self, version: int) -> None:
-        """Wait until the connection is left, and leave it when other certificates or tokens are there."""
+        """Wait until the connection is dropped; drop it when certificates or tokens have changed."""
         if self._files is None:
             await self._broken.wait()
         while not self._broken.is_set():
             try:
-                # Not all teachers of a student at once, since that would leave it without any for a moment.
+                # At random, so that a student does not lose all its teachers at the same moment.
                 await wait_within(self._broken.wait(), CHECK_EVERY_S * random.uniform(0.5, 2))
             except asyncio.TimeoutError:
                 assert self._files is not None
                 if self._files.current(now=True).version != version:
-                    self.why = "its connection is made anew, with the credentials that were replaced"
+                    self.why = "its credentials were replaced: reconnecting"
                     self._disconnect()
 
     async def _explain_handshake(self, words: str) -> str:
@@ -324,7 +331,7 @@ class TeacherConnection:
 
 
 def _complete_spec(output_spec: OutputSpec, instance: Instance) -> OutputSpec:
-    """Return what is asked for, with what the student left open as the teacher's registration says."""
+    """Return what is asked for, completed by the teacher's registration where the student left it open."""
     if not output_spec.model and instance.model:
         output_spec = replace(output_spec, model=instance.model)
     registered = instance.meta.get(names.PRIORITY_META, "")

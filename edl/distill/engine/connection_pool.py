@@ -1,10 +1,10 @@
 """Keeps connections to the teachers of a service, from when discovery names them until their last request has ended.
 
-A registration that lapsed does not end a connection: only the teacher itself tells whether it is there. A teacher that
-answers is used on, even when the registry has forgotten it; a teacher that does not is tried again for as long as it is
-listed.
+A lapsed registration does not end a connection: only the teacher itself can tell whether it is alive. A teacher that
+answers stays in use even when the registry has forgotten it; a teacher that does not is tried again while it is listed.
+The pool also knows when waiting for a first teacher is useless, because all have answered and none fits (`lacking`).
 
-What does not belong here: what the teachers are asked (`engine`), and a single connection (`connection`).
+Requests (`engine`) and a single connection (`connection`) do not belong here.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ __all__ = ["ConnectionPool"]
 logger = logging.getLogger("edl.distill")
 
 _CHECK_S = 2.0
-"""How often a teacher whose registration lapsed is asked whether it is ready: nobody else would say that it left."""
-_MOST_NAMES = 3  # in a line of the log
-_MOST_TEACHERS = 20  # in an error, each with what is wrong with it
+"""How often a teacher whose registration lapsed is asked whether it is ready, as the registry no longer tells."""
+_MOST_NAMES = 3  # teachers named in a line of the log
+_MOST_TEACHERS = 20  # teachers described in an error
 
 
 class ConnectionPool:
     """Connections of a service, on the event loop. Tells the dispatcher which teachers drain, are lost, or are gone.
 
     Args:
-        service: for messages.
-        dispatcher: is told of teachers.
-        connect: makes the connection to an instance; it calls `connection_lost` when it is down.
-        on_dropped: called with a connection that is no longer needed, for it to be closed.
-        spawn: runs a coroutine until it ends or the engine does.
+        service: Name of the service, for messages.
+        dispatcher: Is told which teachers there are.
+        connect: Makes the connection to an instance, which calls `connection_lost` when it breaks.
+        on_dropped: Called with a connection that is no longer needed, to close it.
+        spawn: Runs a coroutine until it ends or the engine does.
 
     Attributes:
-        connections: by the teacher's id.
+        connections: Connections by the teacher's id.
     """
 
     def __init__(
@@ -57,15 +57,17 @@ class ConnectionPool:
         self._connect = connect
         self._on_dropped = on_dropped
         self._spawn = spawn
-        self._leaving: dict[str, str] = {}  # by name, why
-        self._unlisted: set[str] = set()  # lapsed, and not even listed any more
+        self._leaving: dict[str, str] = {}  # reason by name
+        self._unlisted: set[str] = set()  # lapsed, and no longer listed
         self._checking: asyncio.Task[None] | None = None
         self._stale = ""
+        self._near = ""
+        self._is_whole = False
         self.connections: dict[str, TeacherConnection] = {}
 
     @property
     def stale(self) -> str:
-        """What is wrong with discovery; empty if it works. Any thread."""
+        """The reason why discovery does not work; empty if it does. Any thread."""
         kept = sorted(
             connection.instance.id
             for connection in list(self.connections.values())
@@ -74,13 +76,21 @@ class ConnectionPool:
         lapsed = ""
         if kept:
             lapsed = (
-                f"the registration of {listed(kept, _MOST_NAMES)} has lapsed, though the teacher answers: it is used"
-                " on. It cannot renew it: its log says why (a full disk, a file or token that may not write)"
+                f"the registration of {listed(kept, _MOST_NAMES)} has lapsed, though the teacher answers: it stays in"
+                " use. It cannot renew it: its log says why (a full disk, a file or token that may not write)"
             )
         return "; ".join(filter(None, [self._stale, lapsed]))
 
-    def apply_snapshot(self, snapshot: Snapshot) -> None:
-        """Take over the registry's present view."""
+    def apply_snapshot(self, snapshot: Snapshot, near: str = "", whole: bool = True) -> None:
+        """Connect to new teachers, and let go of those that left.
+
+        Args:
+            snapshot: The registry's present view.
+            near: "; did you mean …?" where the service may be misspelled, for errors.
+            whole: Whether the snapshot has all teachers of the service.
+        """
+        self._is_whole = False
+        self._near = near
         if snapshot.stale and snapshot.stale != self._stale:
             logger.warning("discovery of %s: %s; going on with the teachers last known", self._service, snapshot.stale)
         elif self._stale and not snapshot.stale:
@@ -101,21 +111,23 @@ class ConnectionPool:
                 and name not in draining
                 and name not in snapshot.revoked
             ):
-                self._unlisted.add(name)  # the registry knows nothing of it; the teacher answers
+                self._unlisted.add(name)  # the registry has forgotten it, and the teacher answers
             else:
                 self._retire(name, "draining" if name in draining else "left")
         for name, instance in ready.items():
             self._mark_renewed(name)
             self._add(name, instance)
         self._keep_lapsed(lapsed)
+        # Teachers that leave, or whose registration is invalid, may be about to be replaced.
+        self._is_whole = whole and not (snapshot.stale or lapsed or draining or snapshot.rejected)
 
     def is_current(self, connection: TeacherConnection) -> bool:
-        """Return whether this is still the connection to its teacher, and the teacher stays."""
+        """Return whether this is still the connection to its teacher, and the teacher is not leaving."""
         name = connection.instance.id
         return name not in self._leaving and self.connections.get(name) is connection
 
     def connection_lost(self, connection: TeacherConnection) -> None:
-        """Note that a connection is down; it connects again by itself."""
+        """Note that a connection broke; it connects again by itself."""
         level = logging.INFO if connection.instance.id in self._leaving else logging.WARNING
         logger.log(level, "teacher %s of %s is lost: %s", connection.instance.id, self._service, connection.why)
         self._dispatcher.teacher_down(connection.instance.id)
@@ -124,24 +136,37 @@ class ConnectionPool:
             self._drop(connection.instance.id)
 
     def end_if_idle(self, name: str) -> None:
-        """Drop the connection to a teacher that leaves, if its last request has ended."""
+        """Drop the connection to a leaving teacher whose last request has ended."""
         state = self._dispatcher.teachers.get(name)
         if name in self._leaving and (state is None or not state.in_flight):
             self._drop(name)
 
     def teacher_state(self, name: str) -> tuple[str, str]:
-        """Return a teacher's state, and why, in words for a person."""
+        """Return a teacher's state, and the reason for people."""
         connection = self.connections.get(name)
         return self._state(connection) if connection is not None else ("gone", "")
 
     def describe(self) -> str:
-        """Return what is known of all teachers, for errors. Any thread."""
+        """Describe all teachers, for errors. Any thread."""
         known = [
             f"{each.instance.id}: {_LAPSED + '; ' if each.lapsed else ''}{self._state(each)[1] or 'connecting'}"
             for each in list(self.connections.values())
         ]
-        found = listed(known, _MOST_TEACHERS, "; ") or "none is registered: `edl teachers` lists those that are"
+        nobody = f"none is registered{self._near or ':'} `edl teachers` lists those that are"
+        found = listed(known, _MOST_TEACHERS, "; ") or nobody
         return found + (f"; discovery: {self.stale}" if self.stale else "")
+
+    def lacking(self) -> str:
+        """Return what each teacher lacks, once all have answered and none has what is asked for. Any thread.
+
+        The result is empty while a teacher may still come: one is being connected to, cannot be reached, drains or is
+        left to other students, or the registry is away. A teacher that is being replaced drains first, so a rolling
+        update is waited for.
+        """
+        connections = list(self.connections.values())
+        if not self._is_whole or not connections or not all(connection.lacks for connection in connections):
+            return ""
+        return self.describe()
 
     async def close(self) -> None:
         """End all connections."""
@@ -155,19 +180,19 @@ class ConnectionPool:
             self._dispatcher.teacher_connecting(name)
 
     def _mark_renewed(self, name: str) -> None:
-        """Note that a teacher's registration is there, perhaps again."""
+        """Note that a teacher is registered, perhaps again."""
         connection = self.connections.get(name)
         if connection is None or not connection.lapsed:
             return
         connection.lapsed = False
         self._unlisted.discard(name)
         if connection.spec is None:
-            self._drop(name)  # and connect anew, at once
+            self._drop(name)  # the caller connects again at once
         else:
             logger.info("teacher %s of %s is registered again", name, self._service)
 
     def _keep_lapsed(self, lapsed: Mapping[str, Instance]) -> None:
-        """Go on with teachers that answer though their registration lapsed; try those that are new or do not answer."""
+        """Keep teachers that answer though their registration lapsed; try those that are new or do not answer."""
         kept = []
         for name, instance in lapsed.items():
             if self._leaving.get(name) == "draining":

@@ -1,8 +1,7 @@
 """Runs the requests of a service: carries out what the dispatcher decides, on the reader's event loop.
 
-`Engine` methods marked "any thread" may be called from anywhere; the rest runs on the loop. What does not belong here:
-the user's data source, the order of delivery, which teachers are there (`connection_pool`), and decisions, which are
-the dispatcher's.
+`Engine` methods below "Any thread" may be called from anywhere; the rest runs on the loop. The user's data source, the
+order of delivery, the set of teachers (`connection_pool`) and decisions (`edl.distill.dispatch`) do not belong here.
 """
 
 from __future__ import annotations
@@ -25,15 +24,13 @@ from edl.distill.engine.connection import TeacherConnection
 from edl.distill.engine.connection_pool import ConnectionPool
 from edl.distill.engine.counters import EngineCounters
 from edl.distill.engine.event_loop import EventLoopThread
-from edl.distill.engine.job import LabelJob, give_up_error
-from edl.distill.engine.job_queue import MOST_GATHERED, JobQueue
-from edl.distill.engine.service_limits import ServiceLimits
+from edl.distill.engine.job_queue import MOST_GATHERED, JobQueue, LabelJob, ServiceLimits, give_up_error
 from edl.distill.stats import ReaderStats
 from edl.distill.transport.client import RequestFailed
 from edl.distill.transport.message_limits import MESSAGE_LIMITS, MessageLimits
 from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec, Reply
 from edl.distill.transport.shm import Arena
-from edl.errors import EDLError, NoTeacherError
+from edl.errors import EDLError, NoTeacherError, SettingsError
 from edl.notifier import Notifier
 from edl.protocol.tensors import Array
 from edl.protocol.tls.credentials import CredentialFiles
@@ -43,31 +40,31 @@ __all__ = ["Engine"]
 logger = logging.getLogger("edl.distill")
 
 _POLL_EVERY_S = 0.002
-"""How often deadlines and gauges are computed at most: under load each costs more than a request is worth."""
+"""Shortest interval between two looks at deadlines and gauges: under load each would cost more than a request."""
 _REFRESH_TIMEOUT_S = 1.0
-"""How long an epoch's begin waits for teachers' versions: a live teacher answers in milliseconds."""
+"""How long the begin of an epoch waits for teachers' versions: a live teacher answers in milliseconds."""
 
 
 class Engine:
     """All teachers of a service.
 
     Args:
-        name: for messages: the service, or the fixed endpoints.
-        output_spec: what is asked for.
-        thread: the event loop.
-        arena: shared memory of the reader; None without.
-        policy: of the dispatcher.
-        teacher_timeout_s: how long work may wait while no teacher is live, in seconds.
-        files: certificates and tokens, None for neither.
-        mixed_versions: see `TeacherCompatibility`.
-        limits: of messages.
+        name: Name of the service, or the fixed endpoints, for messages.
+        output_spec: What is asked for.
+        thread: The event loop.
+        arena: Shared memory of the reader; None without.
+        policy: Limits of the dispatcher.
+        teacher_timeout_s: Seconds that work may wait while no teacher is live.
+        files: Certificates and tokens, None for neither.
+        mixed_versions: See `TeacherCompatibility`.
+        limits: Limits of messages.
 
     Attributes:
-        name: as given.
-        output_spec: as given.
-        limits: of the live teachers. Replaced on the loop, read in any thread.
-        dispatched: jobs that no longer wait for their first send: sent, cancelled or failed. Counted on the loop, read
-            in any thread; apart from `limits`, which are not made anew for each request.
+        name: The argument of that name.
+        output_spec: The argument of that name.
+        limits: Limits of the live teachers. Replaced on the loop, read in any thread.
+        dispatched: Number of jobs that no longer wait for their first send: sent, cancelled or failed. Counted on the
+            loop, read in any thread; apart from `limits`, which is not replaced for each request.
     """
 
     def __init__(
@@ -138,7 +135,7 @@ class Engine:
 
     @property
     def tokenizer(self) -> str:
-        """The hash of the teachers' tokenizer, empty while none of them, and nothing that announced them, said it."""
+        """The hash of the teachers' tokenizer; empty while neither a teacher nor its registration has told it."""
         return self._compatibility.tokenizer
 
     def select_version(self) -> None:
@@ -160,12 +157,26 @@ class Engine:
         before = self.limits
         self._spec_known.wait_for(lambda: self.limits != before, timeout_s)
 
+    def lacking(self) -> SettingsError | None:
+        """Return the error for teachers that all lack what is asked for; None while a teacher that fits may come.
+
+        Once a teacher was used, others like it are waited for: it shows that what is asked for exists.
+        """
+        found = self._pool.lacking() if self._compatibility.spec is None else ""
+        if not found:
+            return None
+        return SettingsError(f"no teacher of {self.name} has what is asked for, and none is on its way ({found})")
+
+    def describe_teachers(self) -> str:
+        """Describe all teachers, for messages."""
+        return self._pool.describe()
+
     def no_teacher(self, oversized_rows: int = 0, oversized_sequence: int = 0) -> NoTeacherError:
-        """Return the error for a wait that was in vain, with what is known of all teachers.
+        """Return the error for a wait that has reached its deadline, with what is known of all teachers.
 
         Args:
-            oversized_rows: rows of a request that is larger than what live teachers take; 0 without such a request.
-            oversized_sequence: rows of a sequence in it that is longer than what they take; 0 without one.
+            oversized_rows: Rows of a request that is too large for the live teachers; 0 without such a request.
+            oversized_sequence: Rows of a sequence in it that is too long for them; 0 without one.
         """
         limits = self.limits
         if oversized_sequence:
@@ -193,7 +204,7 @@ class Engine:
 
     @property
     def rows_asked(self) -> int:
-        """Rows that were asked for, so far."""
+        """Number of rows asked for so far."""
         return self._counters.asked
 
     def stats(self) -> ReaderStats:
@@ -202,10 +213,10 @@ class Engine:
 
     # On the loop
 
-    def set_teachers(self, snapshot: Snapshot) -> None:
-        """Take over the registry's present view."""
+    def set_teachers(self, snapshot: Snapshot, near: str = "", whole: bool = True) -> None:
+        """Connect to new teachers, and let go of those that left; see `TeacherWatcher` for the arguments."""
         if not self._closed:
-            self._pool.apply_snapshot(snapshot)
+            self._pool.apply_snapshot(snapshot, near, whole)
             self._set_timer()
 
     def begin_epoch(self) -> None:
@@ -275,7 +286,7 @@ class Engine:
             shared_memory=self._arena is not None,
             files=self._files,
             limits=self._limits,
-            check_model=self._compatibility.incompatibility,
+            compatibility=self._compatibility,
             on_connected=self._teacher_up,
             on_disconnected=self._teacher_down,
             on_connect_failed=self._teacher_unreachable,
@@ -397,7 +408,7 @@ class Engine:
             result = exc.failure
         except asyncio.CancelledError:
             if self._closed or not self._dispatcher.is_running(send.attempt):
-                raise  # nobody wants it any more
+                raise  # the result is no longer wanted
             # gRPC cancels what is under way on a connection that is closed.
             result = RequestFailure(FailureKind.LOST, f"the connection to {send.teacher} was closed")
         except Exception as exc:
@@ -459,7 +470,7 @@ class Engine:
         self._release(job)
 
     def _release(self, job: LabelJob) -> None:
-        """Give the job's memory back when no request reads it any more."""
+        """Give the job's memory back when no request reads it any longer."""
         if job.finished and not job.open_attempts:
             slot = job.payload.slot
             job.payload.slot = None

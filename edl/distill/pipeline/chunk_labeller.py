@@ -19,8 +19,7 @@ from edl.distill.cache import CacheView, SequenceIds, SoftLabelCache
 from edl.distill.engine.compatibility import outputs_disagreement
 from edl.distill.engine.engine import Engine
 from edl.distill.engine.event_loop import EventLoopThread
-from edl.distill.engine.job import LabelJob
-from edl.distill.engine.teacher_watcher import TeacherWatcher
+from edl.distill.engine.job_queue import LabelJob
 from edl.distill.options import Options
 from edl.distill.pipeline.answer_size import AnswerSizeEstimator, outputs_nbytes
 from edl.distill.pipeline.cache_lookup import (
@@ -38,7 +37,7 @@ from edl.distill.pipeline.teacher_limits import TeacherLimits
 from edl.distill.source.chunk import Chunk
 from edl.distill.source.sequence_cutters import sequence_fields
 from edl.distill.stats import ReaderStats, merged
-from edl.distill.teachers import Teachers, service_identities
+from edl.distill.teachers import Teachers, TeacherWatcher, service_identities
 from edl.distill.transport.conversion import select_inputs
 from edl.distill.transport.message_limits import MessageLimits
 from edl.distill.transport.request import Payload
@@ -166,8 +165,8 @@ class ChunkLabeller:
         )
         self._answer_sizes.append(AnswerSizeEstimator(output_spec))
 
-        def changed(snapshot: Snapshot) -> None:
-            self.thread.call(engine.set_teachers, snapshot)
+        def changed(snapshot: Snapshot, near: str, whole: bool) -> None:
+            self.thread.call(engine.set_teachers, snapshot, near, whole)
 
         self._watchers.append(TeacherWatcher(group, changed))
 

@@ -1,4 +1,8 @@
-"""Limits of the teachers of a route, or of all services: known once the first of them is there."""
+"""Waits for the first teacher of each service, and tells what the teachers accept.
+
+A wait ends with a teacher, with `NoTeacherError` at its deadline, or at once where all teachers lack what is asked for
+(`Engine.lacking`).
+"""
 
 from __future__ import annotations
 
@@ -17,20 +21,20 @@ __all__ = ["TeacherLimits"]
 logger = logging.getLogger("edl.distill")
 
 _SAY_AFTER_S = 5.0
-"""Waiting for a first teacher that is worth a warning: a person begins to wonder."""
+"""How long a wait for a first teacher lasts before it is logged: a person begins to wonder."""
 _LOOK_S = 0.2
-"""How long a wait goes on before it is looked at whether it is still wanted."""
+"""How often a wait checks whether it should go on."""
 
 
 class TeacherLimits:
-    """Limits of what teachers take.
+    """Limits of what teachers accept, known once the first of them is there.
 
-    A route is the number of the only service that labels a row; None where all of them do.
+    A route is the number of the only service that labels a row; None where all services do.
 
     Args:
-        teachers: a group per service.
-        engines: by service.
-        timeout_s: how long to wait for a teacher.
+        teachers: The group of each service.
+        engines: The engine of each service.
+        timeout_s: Seconds to wait for a first teacher before `NoTeacherError` is raised.
     """
 
     def __init__(self, teachers: Sequence[Teachers], engines: Sequence[Engine], timeout_s: float) -> None:
@@ -47,26 +51,27 @@ class TeacherLimits:
         return all(self._engines[index].await_spec(0.0) is not None for index in self.asked(route))
 
     def max_rows(self, stopped: Callable[[], bool], route: int | None = None) -> int:
-        """Return the rows that teachers of a route, or all, take in a request, 0 if any number.
+        """Return the most rows in a request that the teachers of a route accept, 0 if any number.
 
         Args:
-            stopped: whether the work was ended, which ends all waiting.
-            route: of the rows.
+            stopped: Returns whether the work was ended, which ends all waiting.
+            route: Route of the rows.
 
         Raises:
-            NoTeacherError: no teacher told what its model looks like within the time.
+            NoTeacherError: No teacher said in time what its model looks like.
+            SettingsError: All teachers have answered, and none has what is asked for.
         """
         known = [index for index in self.asked(route) if self.await_spec(index, stopped) is not None]
         limits = [self._engines[index].limits.max_rows for index in known]
         return min((limit for limit in limits if limit), default=0)
 
     def max_sequence(self, route: int | None = None) -> int:
-        """Return the rows of the longest sequence that every service of a route has a teacher for, 0 if any number."""
+        """Return the rows of the longest sequence that each service of a route has a teacher for, 0 if any number."""
         limits = [self._engines[index].limits.max_sequence for index in self.asked(route)]
         return min((limit for limit in limits if limit), default=0)
 
     def rows_that_fit(self, fields: Mapping[str, Array], route: int | None = None) -> int:
-        """Return how many rows like these all teachers of a route take in a request by their bytes, 0 if any number."""
+        """Return how many rows of this size fit a request to any teacher of a route, 0 if any number."""
         fitting = [
             rows_that_fit(fields, spec, max_nbytes)
             for engine in (self._engines[index] for index in self.asked(route))
@@ -75,15 +80,15 @@ class TeacherLimits:
         return min(fitting, default=0)
 
     def awaits_sequence(self, rows: int, since: float, route: int | None = None) -> bool:
-        """Return whether to wait for a teacher that takes a sequence, where no known teacher does.
+        """Return whether to wait for a teacher that accepts a sequence, where no known teacher does.
 
-        One may come where teachers of a fixed list are still being connected to, and at any moment where a service is
-        asked whose teachers come and go.
+        One may come while teachers of a fixed list are still being connected to, and at any moment to a service, whose
+        teachers come and go.
 
         Args:
-            rows: of the sequence.
-            since: when the wait began, on the monotonic clock; it lasts `timeout_s` at most.
-            route: of the sequence; None where every service labels it.
+            rows: Length of the sequence.
+            since: When the wait began, on the monotonic clock; it lasts `timeout_s` at most.
+            route: Route of the sequence; None where every service labels it.
         """
         services = [(self._teachers[index], self._engines[index]) for index in self.asked(route)]
         short = [
@@ -99,9 +104,9 @@ class TeacherLimits:
         """Wait as long as `awaits_sequence` says, and return `max_sequence`.
 
         Args:
-            rows: of the sequence.
-            stopped: whether the work was ended, which ends all waiting.
-            route: of the sequence; None where every service labels it.
+            rows: Length of the sequence.
+            stopped: Returns whether the work was ended, which ends all waiting.
+            route: Route of the sequence; None where every service labels it.
         """
         begin = time.monotonic()
         warned = False
@@ -112,7 +117,7 @@ class TeacherLimits:
             if not warned and time.monotonic() - begin > _SAY_AFTER_S:
                 warned = True
                 logger.warning(
-                    "a sequence has %d tokens, and the teachers that are known take at most %d: waiting up to %g s for "
+                    "a sequence has %d tokens, and the known teachers accept at most %d: waiting up to %g s for "
                     "another",
                     rows,
                     self.max_sequence(route),
@@ -124,43 +129,55 @@ class TeacherLimits:
         """Return whether a service of a route has had no teacher yet.
 
         Args:
-            since: when work began to wait for it, on the monotonic clock.
-            route: of the work; None where every service does it.
+            since: When work began to wait for it, on the monotonic clock.
+            route: Route of the work; None where every service does it.
 
         Raises:
-            NoTeacherError: it has waited for `timeout_s`.
+            NoTeacherError: It has waited for `timeout_s`.
+            SettingsError: All teachers have answered, and none has what is asked for.
         """
-        engines = [self._engines[index] for index in self.asked(route)]
-        lacking = next((engine for engine in engines if engine.await_spec(0.0) is None), None)
-        if lacking is not None and time.monotonic() - since > self._timeout_s:
-            raise lacking.no_teacher()
-        return lacking is not None
+        for index in self.asked(route):
+            engine = self._engines[index]
+            if engine.await_spec(0.0) is None:
+                self._check_wait(index, since)
+                return True
+        return False
+
+    def _check_wait(self, index: int, since: float) -> None:
+        """Raise the error for a wait for a service's first teacher that is over, or can only be useless."""
+        engine = self._engines[index]
+        error = engine.lacking()
+        if error is not None:
+            raise error
+        if time.monotonic() - since > self._timeout_s:
+            raise engine.no_teacher()
 
     def await_any(self, stopped: Callable[[], bool]) -> int | None:
         """Wait for the first teacher of any service; return the service's number, None if there was none in time.
 
         Args:
-            stopped: whether the work was ended, which ends all waiting.
+            stopped: Returns whether the work was ended, which ends all waiting.
         """
         begin = time.monotonic()
         while not stopped():
             for index, engine in enumerate(self._engines):
                 if engine.await_spec(0.0) is not None:
                     return index
-            if time.monotonic() - begin > self._timeout_s:
+            if time.monotonic() - begin > self._timeout_s or all(engine.lacking() for engine in self._engines):
                 break
             self._engines[0].await_spec(_LOOK_S)
         return None
 
     def await_spec(self, index: int, stopped: Callable[[], bool]) -> ModelSpec | None:
-        """Wait for the first teacher of a service; return None if the work was ended meanwhile.
+        """Wait for the first teacher of a service; return None if the work was ended before.
 
         Args:
-            index: of the service.
-            stopped: whether the work was ended.
+            index: Number of the service.
+            stopped: Returns whether the work was ended, which ends all waiting.
 
         Raises:
-            NoTeacherError: no teacher told what its model looks like within the time.
+            NoTeacherError: No teacher said in time what its model looks like.
+            SettingsError: All teachers have answered, and none has what is asked for.
         """
         engine = self._engines[index]
         begin = time.monotonic()
@@ -169,10 +186,9 @@ class TeacherLimits:
             spec = engine.await_spec(_LOOK_S)
             if spec is not None:
                 return spec
-            waited_s = time.monotonic() - begin
-            if waited_s > self._timeout_s:
-                raise engine.no_teacher()
-            if not warned and waited_s > _SAY_AFTER_S:
+            self._check_wait(index, begin)
+            if not warned and time.monotonic() - begin > _SAY_AFTER_S:
                 warned = True
-                logger.warning("no teacher of %s has answered yet: waiting up to %g s", engine.name, self._timeout_s)
+                found = engine.describe_teachers()
+                logger.warning("no teacher of %s yet (%s): waiting up to %g s", engine.name, found, self._timeout_s)
         return None

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 
 from edl.distill.compress import TopK, to_float16, top_k
 from edl.distill.dispatch.actions import FailureKind, RequestFailure
-from edl.distill.transport.grpc_status import ACCESS_DENIED, RequestFailed, failure_from_status
+from edl.distill.transport.grpc_status import ACCESS_DENIED, RequestFailed, TeacherLacks, failure_from_status
 from edl.distill.transport.message_limits import (
     FIRST_ANSWER_NBYTES,
     HEADER_NBYTES,
@@ -48,9 +48,9 @@ from edl.protocol.channel import Metadata, aio_channel, call_metadata
 from edl.protocol.tensors import Array
 from edl.protocol.tls.credentials import CredentialFiles
 from edl.protocol.transport import grpc
-from edl.quoting import listed, quote
+from edl.quoting import did_you_mean, listed, quote
 
-__all__ = ["RequestFailed", "TeacherClient"]
+__all__ = ["RequestFailed", "TeacherClient", "TeacherLacks"]
 
 logger = logging.getLogger("edl.distill")
 
@@ -70,8 +70,14 @@ _MOST_SPECS = 64
 """Headers of answers that are known by their bytes: requests of one shape have one; more would only hold memory."""
 _FLOATING = ("FP16", "FP32", "FP64", "BF16")  # what `dtype` is about
 _CONFIGURATION = "model_configuration"  # Triton's extension
+_RESTRICTED = "protocol is restricted"
+"""Triton's words for a method that is closed to others (`--grpc-restricted-protocol`); its code says UNAVAILABLE."""
 _MOST_NAMES = 1000  # of a model's metadata; what no model has, and nobody could read
 _SMALL_NBYTES = 4096  # bytes; no server refuses a message for that
+
+
+class _UnknownModel(RequestFailed):
+    """Raised for a server that does not know the model, or its version."""
 
 
 class TeacherClient:
@@ -138,13 +144,14 @@ class TeacherClient:
         """Connect, and see that the server is ready and what its model looks like.
 
         Raises:
-            RequestFailed: LOST if it cannot be reached or is not ready, REJECTED if it has no such model.
+            RequestFailed: LOST if it cannot be reached or is not ready.
+            TeacherLacks: It has no such model, does not say which it has, or wants a token that this student lacks.
         """
         deadline = time.monotonic() + timeout_s
         try:
             self._metadata = call_metadata(self.endpoint, self._files)
         except SettingsError as exc:
-            raise RequestFailed(FailureKind.REJECTED, str(exc)) from exc
+            raise TeacherLacks(str(exc)) from exc
         spec = await self._discover_model(deadline)
         wanted = max_answer_nbytes(spec, self._limits)
         if wanted > self._answer_nbytes:  # which is said once for all of a channel, so there must be another one
@@ -176,13 +183,7 @@ class TeacherClient:
             raise RequestFailed(FailureKind.LOST, f"{self.endpoint} is not ready")
         server = await self._call_method("ServerMetadata", kserve.ServerMetadataRequest(), deadline)
         model = self.output_spec.model or await self._only_model(deadline)
-        listed = await self._list_versions(model, deadline) if self.output_spec.version else ()
-        self._named_version = self.output_spec.version if listed else ""
-        self._version_required = len(listed) > 1
-        request = kserve.ModelReadyRequest(name=model, version=self._named_version)
-        model_ready = await self._call_method("ModelReady", request, deadline)
-        if not model_ready.ready:
-            raise RequestFailed(FailureKind.LOST, f"model {model!r} of {self.endpoint} is not ready")
+        await self._check_model_ready(model, deadline)
         self.shares_memory = self.shares_memory and names.EXTENSION_SHARED_MEMORY in server.extensions
         self._server_top_k = names.EXTENSION_TOP_K in server.extensions
         self._server_streams = names.EXTENSION_STREAM in server.extensions
@@ -206,6 +207,38 @@ class TeacherClient:
         if self._priority.warning:
             logger.warning("%s (model %r): %s", self.endpoint, model, self._priority.warning)
         return await self._spec(model, deadline)
+
+    async def _check_model_ready(self, model: str, deadline: float) -> None:
+        """Check that the server has the model, in the version that is asked for, and that it is ready.
+
+        Raises:
+            RequestFailed: LOST if it is not ready, REJECTED if the server lacks the version.
+            TeacherLacks: The server has no such model.
+        """
+        try:
+            versions = await self._list_versions(model, deadline) if self.output_spec.version else ()
+            self._named_version = self.output_spec.version if versions else ""
+            self._version_required = len(versions) > 1
+            request = kserve.ModelReadyRequest(name=model, version=self._named_version)
+            if (await self._call_method("ModelReady", request, deadline)).ready:
+                return
+            unknown = ""
+        except _UnknownModel as exc:
+            unknown = str(exc)
+        # Triton says that a model is not ready also where it has no such model.
+        try:
+            index = await self._call_method("RepositoryIndex", kserve.RepositoryIndexRequest(), deadline)
+        except RequestFailed:
+            if unknown:
+                raise TeacherLacks(unknown) from None
+        else:
+            known = sorted({found.name for found in index.models})
+            if known and model not in known:  # a server without models may be loading the first of them
+                has = f"no model {model!r}, only {listed(known)}{did_you_mean(model, known)}"
+                raise TeacherLacks(f"{self.endpoint} has {has}")
+        if unknown:
+            raise RequestFailed(FailureKind.REJECTED, unknown)
+        raise RequestFailed(FailureKind.LOST, f"model {model!r} of {self.endpoint} is not ready")
 
     async def check_ready(self, timeout_s: float) -> None:
         """Check that server and model are ready, as `open` does.
@@ -583,7 +616,9 @@ class TeacherClient:
         found = sorted({model.name for model in index.models})
         if len(found) != 1:
             has = f"serves {listed(found)}" if found else "serves no model"
-            raise RequestFailed(FailureKind.REJECTED, f"{self.endpoint} {has}: say which one with model=")
+            # A server without models may be loading the first of them.
+            error = TeacherLacks if found else functools.partial(RequestFailed, FailureKind.REJECTED)
+            raise error(f"{self.endpoint} {has}: say which one with model=")
         return str(found[0])
 
     async def _fetch_config(self, model: str, deadline: float) -> kserve.ModelConfig | None:
@@ -619,18 +654,29 @@ class TeacherClient:
             # An exception kept in a local variable would be a cycle that keeps the channel's thread alive.
             if exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise RequestFailed(FailureKind.LOST, f"{self.endpoint} does not answer {method}") from exc
-            if exc.code() in ACCESS_DENIED:  # said aloud, where a teacher that is merely away is not
-                raise RequestFailed(FailureKind.REJECTED, str(_translated(exc, self.endpoint))) from exc
-            if exc.code() is grpc.StatusCode.NOT_FOUND:
-                raise RequestFailed(FailureKind.REJECTED, f"{self.endpoint}: {exc.details()}") from exc
-            if exc.code() is grpc.StatusCode.UNIMPLEMENTED:  # whose details, "Method not implemented!", name none
-                remedy = ": name the model, Teachers(model=...)" if method == "RepositoryIndex" else ""
-                what = f"{self.endpoint} does not implement {method}{remedy}"
-                raise RequestFailed(FailureKind.REJECTED, what) from exc
-            raise _translated(exc, self.endpoint) from exc
+            raise self._refusal(method, exc) from exc
         except DecodeError as exc:
             what = f"{self.endpoint}: its answer to {method} is no message of KServe v2{compression_hint(data)}"
             raise RequestFailed(FailureKind.REJECTED, what) from exc
+
+    def _refusal(self, method: str, exc: grpc.aio.AioRpcError) -> RequestFailed:
+        """Return the error for a method that the server refuses: whether waiting may help, and what to do."""
+        code, words = exc.code(), str(_translated(exc, self.endpoint))
+        remedy = ": name the model, Teachers(model=...)" if method == "RepositoryIndex" else ""
+        if code is grpc.StatusCode.UNIMPLEMENTED:  # whose details, "Method not implemented!", name none
+            what = f"{self.endpoint} does not implement {method}{remedy}"
+            # A load balancer says that, too, while no server is behind it.
+            return RequestFailed(FailureKind.REJECTED, what) if method == "ServerReady" else TeacherLacks(what)
+        if _RESTRICTED in (exc.details() or "") or (remedy and code is grpc.StatusCode.PERMISSION_DENIED):
+            return TeacherLacks(f"{words} ({method}){remedy}")
+        if code is grpc.StatusCode.UNAUTHENTICATED and (self._files is None or not self._files.settings.token_file):
+            what = f"{words}: this student shows no token (EDL_TOKEN_FILE, token_file=, --token-file)"
+            return TeacherLacks(f"{what}{remedy}")
+        if code in ACCESS_DENIED:  # said aloud, where a teacher that is merely away is not
+            return RequestFailed(FailureKind.REJECTED, f"{words}{remedy}")
+        if code in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT):
+            return _UnknownModel(FailureKind.REJECTED, words)
+        return _translated(exc, self.endpoint)
 
     # Answers
 

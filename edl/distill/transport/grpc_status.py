@@ -7,7 +7,7 @@ import math
 from edl.distill.dispatch.actions import FailureKind, RequestFailure
 from edl.protocol.transport import grpc
 
-__all__ = ["ACCESS_DENIED", "RequestFailed", "failure_from_status"]
+__all__ = ["ACCESS_DENIED", "RequestFailed", "TeacherLacks", "failure_from_status"]
 
 _REJECTED = {
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -16,17 +16,17 @@ _REJECTED = {
     grpc.StatusCode.OUT_OF_RANGE,
 }
 ACCESS_DENIED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
-"""Not about the request, whose labels another teacher gives: this one does not take the student, or no more."""
+"""The teacher refuses this student, whatever it asks: another teacher may answer the request."""
 
 
 _NOT_TAKEN_HERE = ("CLIENT: Received message larger than max", "Decompressed message larger", "Compression algorithm")
-"""gRPC's words on this side for an answer that it does not take, whose code is one that the teacher could have sent."""
+"""What gRPC says on this side of an answer that it refuses; its code is one that the teacher could have sent, too."""
 _REMEDY = (
-    "answers must come without compression, and be no larger than what was asked for as far as the model's metadata "
-    "tell, and never larger than Options(max_answer_bytes=...)"
+    "answers must not be compressed, nor be larger than the model's metadata say, where they say it, nor larger than "
+    "Options(max_answer_bytes=...)"
 )
 _LONGEST_HINT_S = 60.0
-"""A teacher may not send its students away for longer: a full queue is worked off sooner, or never."""
+"""Longest pause that a teacher may ask for: a full queue is worked off sooner, or never."""
 
 
 class RequestFailed(Exception):
@@ -37,16 +37,23 @@ class RequestFailed(Exception):
         super().__init__(self.failure.message)
 
 
+class TeacherLacks(RequestFailed):
+    """Raised for a teacher that answered and cannot serve this student: only a change of either would help."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(FailureKind.REJECTED, message)
+
+
 def failure_from_status(
     code: grpc.StatusCode, details: str, retry_after_ms: str | bytes | int | None, endpoint: str
 ) -> RequestFailed:
     """Return the failure that a status stands for.
 
     Args:
-        code: of the status.
-        details: of the status.
-        retry_after_ms: as the teacher sent it beside the status, None if it did not.
-        endpoint: for messages.
+        code: Code of the status.
+        details: Text of the status.
+        retry_after_ms: Milliseconds that the teacher sent beside the status, None if it sent none.
+        endpoint: Address of the teacher, for messages.
     """
     message = f"{endpoint}: {details or code.name}"
     if any(words in details for words in _NOT_TAKEN_HERE):
@@ -64,7 +71,7 @@ def failure_from_status(
             FailureKind.LOST, f"{endpoint} refuses this student ({code.name}): {details or 'no words'}"
         )
     if code in (grpc.StatusCode.CANCELLED, grpc.StatusCode.NOT_FOUND):
-        # The model, or the version that is asked for, is not there any more: that says nothing about the request.
+        # The model, or the version that is asked for, is gone: that says nothing about the request.
         return RequestFailed(FailureKind.LOST, message)
     if code in _REJECTED or code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return RequestFailed(FailureKind.REJECTED, message)
@@ -72,7 +79,7 @@ def failure_from_status(
 
 
 def _hinted_s(milliseconds: str | bytes | int) -> float:
-    """Return the teacher's hint in seconds; 0, which is none, for anything but a finite number above 0."""
+    """Return the teacher's hint in seconds; 0 (no hint) for anything but a finite number above 0."""
     try:
         seconds = float(milliseconds) / 1000
     except (ValueError, OverflowError):

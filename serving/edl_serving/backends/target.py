@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from edl.errors import SettingsError
-from edl_serving.spelling import did_you_mean
+from edl.quoting import did_you_mean
 
 __all__ = ["in_package", "is_library", "module_of", "import_target"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from edl.errors import SettingsError
-from edl_serving.spelling import did_you_mean
+from edl.quoting import did_you_mean
 
 if sys.version_info >= (3, 11):
     import tomllib

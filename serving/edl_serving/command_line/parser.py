@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from edl.errors import SettingsError
+from edl.quoting import did_you_mean
 from edl_serving.command_line.options import OptionGroup, add_flags, read_file, values
-from edl_serving.spelling import did_you_mean
 
 __all__ = ["CommandParser"]
 

@@ -15,7 +15,7 @@ import pytest
 
 from edl.discovery import Instance, open_registry, open_store
 from edl.distill import Credentials, DistillReader, Options, Teachers
-from edl.errors import NoTeacherError
+from edl.errors import SettingsError
 from edl.load_reporting import ServiceLoad, TeacherRate, read_service
 from edl.protocol import names
 from edl.testing import LocalTeacher
@@ -103,9 +103,9 @@ def test_server_without_statistics_says_so(register: Start, url: str) -> None:
         assert "no statistics" in found.note
 
 
-def ask(teachers: Teachers, credentials: Credentials, timeout_s: float = DEADLINE_S) -> list[Any]:
+def ask(teachers: Teachers, credentials: Credentials) -> list[Any]:
     """Outputs for ones."""
-    options = Options(teacher_timeout_s=timeout_s, credentials=credentials)
+    options = Options(teacher_timeout_s=DEADLINE_S, credentials=credentials)
     with DistillReader(["x"], ["logits"], teachers=teachers, options=options) as reader:
         reader.set_batch_generator(lambda: ((np.ones((4, 4), np.float32),) for _ in range(3)))
         return [answer for _, answer in reader()]
@@ -121,5 +121,5 @@ def test_register_speaks_tls_with_a_token(inside: StartInside, register: Start, 
     assert instance.meta[names.TLS_META] == "1"
     answers = ask(Teachers("m", discovery=url), Credentials(ca=saved, token_file=token))
     assert all((answer == logits(np.ones((4, 4), np.float32))).all() for answer in answers)
-    with pytest.raises(NoTeacherError, match=r"refuses this student \(UNAUTHENTICATED\)"):
-        ask(Teachers("m", discovery=url), Credentials(ca=saved), timeout_s=10.0)
+    with pytest.raises(SettingsError, match=r"refuses this student \(UNAUTHENTICATED\)"):
+        ask(Teachers("m", discovery=url), Credentials(ca=saved))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from edl.discovery.registry import Instance, Snapshot
+from edl.discovery.registry import Instance, Rejected, Snapshot
 from edl.distill.compress import top_k
 from edl.distill.dispatch.actions import FailureKind, Send
 from edl.distill.dispatch.dispatcher import Dispatcher
@@ -25,9 +25,7 @@ from edl.distill.engine.connection_pool import ConnectionPool
 from edl.distill.engine.counters import EngineCounters
 from edl.distill.engine.engine import Engine
 from edl.distill.engine.event_loop import EventLoopThread, _GarbageGuard
-from edl.distill.engine.job import LabelJob
-from edl.distill.engine.job_queue import JobQueue
-from edl.distill.engine.service_limits import ServiceLimits
+from edl.distill.engine.job_queue import JobQueue, LabelJob, ServiceLimits
 from edl.distill.metrics import export
 from edl.distill.stats import ReaderStats
 from edl.distill.transport.request import Payload
@@ -168,6 +166,8 @@ class FakeConnection:
     spec: object | None = None
     lapsed: bool = False
     why: str = ""
+    state: str = "set aside"
+    lacks: bool = False
 
 
 class World:
@@ -184,6 +184,11 @@ class World:
         instances = [*map(_teacher, ready), *(_teacher(name, "draining") for name in draining)]
         gone = tuple(map(_teacher, lapsed))
         self.pool.apply_snapshot(Snapshot("s", tuple(instances), lapsed=gone, revoked=frozenset(revoked)))
+
+    def lack(self, *teachers: str) -> None:
+        """They have answered, and lack what is asked for."""
+        for name in teachers:
+            self.connection(name).lacks, self.connection(name).why = True, "has no output 'y'"
 
     def up(self, name: str) -> None:
         """The teacher of that name is connected."""
@@ -260,6 +265,29 @@ def test_drain_and_revocation_end_lapsed(world: World) -> None:
     assert world.is_usable == ""
     world.see(lapsed="a")
     assert world.is_usable == "", "it said that it drains"
+
+
+def test_teachers_that_may_come_are_awaited() -> None:
+    """A wait is in vain only where every teacher has answered, and none is on its way, or on its way out."""
+    world = World()
+    world.see()
+    assert not world.pool.lacking(), "teachers may start later than students"
+    world.see("a", "b")
+    world.lack("a")
+    assert not world.pool.lacking(), "one has not answered yet"
+    world.lack("b")
+    assert world.pool.lacking() == "a: has no output 'y'; b: has no output 'y'"
+    for others in ({"draining": "c"}, {"lapsed": "c"}):
+        world.see("a", "b", **others)
+        assert not world.pool.lacking(), others
+    world.see("a", "b")
+    assert world.pool.lacking()
+    seen = Snapshot("s", (_teacher("a"), _teacher("b")))
+    for other in (replace(seen, stale="away"), replace(seen, rejected=(Rejected("c", "no port"),))):
+        world.pool.apply_snapshot(other)
+        assert not world.pool.lacking(), other
+    world.pool.apply_snapshot(seen, whole=False)
+    assert not world.pool.lacking(), "the others are left to other students"
 
 
 class Reader:

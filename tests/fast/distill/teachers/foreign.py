@@ -25,7 +25,9 @@ class ForeignServer:
         named: the version that the next answer names, from the version that its request names.
         change: changes an answer before it is sent.
         rewrite: by method, what becomes of an answer's bytes before they are sent.
+        others: Names of other models that it has.
         left_out: methods that it does not implement.
+        refused: by method, the status that it answers with.
         asked: the versions that requests named.
     """
 
@@ -37,20 +39,22 @@ class ForeignServer:
     change: Callable[[kserve.ModelInferResponse, list[bytes]], None] = lambda header, raw: None
     rewrite: dict[str, Callable[[bytes], bytes]] = field(default_factory=dict)
     extensions: Sequence[str] = ()
+    others: Sequence[str] = ()
     left_out: Sequence[str] = ()
+    refused: dict[str, tuple[grpc.StatusCode, str]] = field(default_factory=dict)
     compression: grpc.Compression = grpc.Compression.NoCompression
     port: int = 0
     asked: list[str] = field(default_factory=list)
 
     def __enter__(self) -> Self:
         tensor = kserve.ModelMetadataResponse.TensorMetadata
-        index = kserve.RepositoryIndexResponse.ModelIndex(name=self.model, state="READY")
+        of_index = kserve.RepositoryIndexResponse.ModelIndex
+        index = [of_index(name=name, state="READY") for name in (self.model, *self.others)]
         config = kserve.ModelConfig(name=self.model, max_batch_size=8)
         config.parameters[names.MAX_ROWS].string_value = "8"
         fixed: dict[str, Any] = {
             "ServerReady": kserve.ServerReadyResponse(ready=True),
             "ServerMetadata": kserve.ServerMetadataResponse(extensions=[*self.extensions, "model_configuration"]),
-            "ModelReady": kserve.ModelReadyResponse(ready=True),
             "ModelMetadata": kserve.ModelMetadataResponse(
                 name=self.model,
                 versions=self.versions,
@@ -58,15 +62,16 @@ class ForeignServer:
                 outputs=[tensor(name=self.output, datatype="FP32", shape=[-1, 4])],
             ),
             "ModelConfig": kserve.ModelConfigResponse(config=config),
-            "RepositoryIndex": kserve.RepositoryIndexResponse(models=[index]),
+            "RepositoryIndex": kserve.RepositoryIndexResponse(models=index),
         }
         handlers: dict[str, Any] = {
             name: grpc.unary_unary_rpc_method_handler(
-                lambda _, context, name=name, answer=answer: self._rewritten(name, answer.SerializeToString())
+                lambda _, context, name=name, answer=answer: self._rewritten(name, answer.SerializeToString(), context)
             )
             for name, answer in fixed.items()
             if name not in self.left_out
         }
+        handlers["ModelReady"] = grpc.unary_unary_rpc_method_handler(self._model_ready)
         handlers["ModelInfer"] = grpc.unary_unary_rpc_method_handler(self._infer)
         handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(self._stream)
         options = [("grpc.max_send_message_length", -1)]
@@ -112,5 +117,12 @@ class ForeignServer:
         self.change(answer, contents)
         return codec.encode_response(answer, contents)
 
-    def _rewritten(self, method: str, data: bytes) -> bytes:
+    def _model_ready(self, data: bytes, context: Any) -> bytes:
+        """As Triton: of a model that it does not have, it says that it is not ready."""
+        ready = kserve.ModelReadyRequest.FromString(data).name == self.model
+        return self._rewritten("ModelReady", kserve.ModelReadyResponse(ready=ready).SerializeToString(), context)
+
+    def _rewritten(self, method: str, data: bytes, context: Any = None) -> bytes:
+        if method in self.refused:
+            context.abort(*self.refused[method])
         return self.rewrite[method](data) if method in self.rewrite else data

@@ -21,7 +21,6 @@ from edl.distill.dispatch.policy import Policy
 from edl.distill.teachers import Teachers
 from edl.errors import EDLError, SettingsError
 from tests.fast.distill.conftest import Serve, Served, instance_of
-from tests.fast.distill.reading import why_unused
 from tests.fast.distill.teachers.foreign import ForeignServer
 from tests.waiting import DEADLINE_S, wait_until
 
@@ -246,9 +245,3 @@ def test_answers_of_another_version(pin: str, answered: str, words: str) -> None
             list(reader())
         assert not cache.keys()
     assert set(server.asked) == {pin}, "the version goes with each request"
-
-
-def test_no_index_says_name_the_model() -> None:
-    with ForeignServer(left_out=["RepositoryIndex"]) as server:
-        words = r"does not implement RepositoryIndex: name the model, Teachers\(model"
-        why_unused(reader_of(server.endpoint), words)

@@ -313,7 +313,9 @@ class Dataset(abc.ABC):
             SourceError: The data are missing, cannot be read, or have changed. Names the file.
         """
         first, stop = self._shard_bounds(lease)
-        return self._counted(lease, first, stop)
+        if self._shuffle_within:
+            return self._read_shuffled(lease, first, stop)
+        return self._read_exactly(lease.shard, lease.start, lease.stop)
 
     def sample_ids(self, lease: LeasedUnits) -> list[UnitId]:
         """Return the ids of the samples of a lease, in the order of `read`.
@@ -333,18 +335,15 @@ class Dataset(abc.ABC):
         order = permute_shard(self._spec.seed, lease.epoch, lease.shard, stop - first)
         return order[lease.start - first : lease.stop - first]
 
-    def _counted(self, lease: LeasedUnits, first: int, stop: int) -> Iterator[Any]:
-        whole = self._shuffle_within
-        start, stop = (first, stop) if whole else (lease.start, lease.stop)
-        samples = self._exactly(self._read_units(start, stop), stop - start, lease.shard)
-        if whole:
-            loaded = list(samples)
-            samples = (loaded[place] for place in self._order(lease, start, stop))
-        yield from samples
+    def _read_shuffled(self, lease: LeasedUnits, first: int, stop: int) -> Iterator[Any]:
+        samples = list(self._read_exactly(lease.shard, first, stop))
+        for place in self._order(lease, first, stop):
+            yield samples[place]
 
-    def _exactly(self, samples: Iterable[Any], wanted: int, shard: int) -> Iterator[Any]:
-        count = 0
-        for sample in itertools.islice(samples, wanted + 1):
+    def _read_exactly(self, shard: int, start: int, stop: int) -> Iterator[Any]:
+        """Read units, and make sure that there are neither fewer nor more of them."""
+        count, wanted = 0, stop - start
+        for sample in itertools.islice(self._read_units(start, stop), wanted + 1):
             count += 1
             if count > wanted:
                 break

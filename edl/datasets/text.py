@@ -229,7 +229,7 @@ class _TextDataset(Dataset):
         """Yield all bytes of a file, and where units end in them, as `ShardCutter.feed` takes them."""
 
     @abc.abstractmethod
-    def _parse(self, path: str, at: int, data: bytes) -> Iterator[Any]:
+    def _parse(self, path: str, at: int, data: bytes) -> Iterable[Any]:
         """Yield the units in the bytes of a file from offset `at` on."""
 
     def _load(self, parts: Sequence[IndexPart]) -> None:
@@ -322,23 +322,24 @@ class LinesDataset(_TextDataset):
         if not ended:
             yield b"", np.zeros(1, np.int64)
 
-    def _parse(self, path: str, at: int, data: bytes) -> Iterator[Any]:
-        encoding, errors, keep_ends = (self._options[name] for name in ("encoding", "errors", "keep_ends"))
-        if encoding is not None and _is_marked(encoding):
+    def _parse(self, path: str, at: int, data: bytes) -> Iterable[Any]:
+        encoding: str | None = self._options["encoding"]
+        if encoding is None:
+            return _split_lines(data, keep_ends=self._options["keep_ends"])
+        if _is_marked(encoding):
             encoding = "utf-8"
             data = data if at else data.removeprefix(_BOM)  # a mark elsewhere is data
-        for line in _split_lines(data, keep_ends=keep_ends):
-            if encoding is None:
-                yield line
-                continue
+        return self._decoded(path, _split_lines(data, keep_ends=self._options["keep_ends"]), encoding)
+
+    def _decoded(self, path: str, lines: Iterable[bytes], encoding: str) -> Iterator[str]:
+        for line in lines:
             try:
-                text = line.decode(encoding, errors)
+                yield line.decode(encoding, self._options["errors"])
             except UnicodeError as exc:
                 raise SourceError(
                     f"{quote(path)}: the line {quote(line)} is not {encoding}: {exc}. Read bytes (encoding=None), or "
                     f"choose errors='replace' or another encoding"
                 ) from exc
-            yield text
 
 
 class RecordsDataset(_TextDataset):
@@ -476,12 +477,10 @@ def _is_marked(encoding: str) -> bool:
     return encoding.lower().replace("_", "-") == "utf-8-sig"
 
 
-def _split_lines(data: bytes, *, keep_ends: bool) -> Iterator[bytes]:
+def _split_lines(data: bytes, *, keep_ends: bool) -> list[bytes]:
     *lines, rest = data.split(b"\n")
-    for line in lines:
-        yield line + b"\n" if keep_ends else line.removesuffix(b"\r")
-    if rest:
-        yield rest
+    lines = [line + b"\n" if keep_ends else line.removesuffix(b"\r") for line in lines]
+    return [*lines, rest] if rest else lines
 
 
 def _csv_reader(lines: Iterable[str], options: Mapping[str, Any]) -> Iterator[list[str]]:

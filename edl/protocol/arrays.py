@@ -12,7 +12,7 @@ from edl.protocol.tensors import Array, array_of
 __all__ = ["RowBuffer", "as_array", "is_tensor"]
 
 _FIRST_ROWS = 256
-"""Room at first: all of a usual request's. Room for millions that the user allows need not be there, nor be used."""
+"""Rows that a buffer has room for at first: a usual request. The user may allow millions that never come."""
 _EXACT_FLOAT64 = 2**53  # beyond it, float64 does not have every whole number
 
 
@@ -25,15 +25,15 @@ def as_array(value: Any, what: str) -> Array:
     """Return a numpy array of numbers or strings: of an array, a tensor of any framework, or a list.
 
     Args:
-        value: of any type.
-        what: the value's place in the source, for messages.
+        value: A value of any type.
+        what: Place of the value in the source, for messages.
 
     Returns:
         The value itself if it is an array of numbers, a view of it if it is a tensor on the CPU, else a copy; bytes and
         strings as objects.
 
     Raises:
-        SourceError: no teacher could be sent this as it is.
+        SourceError: This cannot be sent to a teacher.
     """
     try:
         numpy_has_it = isinstance(value, np.ndarray) or not is_tensor(value)
@@ -73,9 +73,9 @@ class RowBuffer:
     """Rows of an input, copied when they come: the source may fill its buffer again for the next row.
 
     Args:
-        name: of the input, for messages.
-        most: how many rows there will be at most.
-        remedy: what to do about rows of different shapes, for messages.
+        name: Name of the input, for messages.
+        most: Largest number of rows.
+        remedy: What to do about rows of different shapes, for messages.
     """
 
     def __init__(self, name: str, most: int, remedy: str) -> None:
@@ -89,11 +89,11 @@ class RowBuffer:
         """Add a row.
 
         Args:
-            array: of any shape.
-            what: the sample it is from, for messages.
+            array: An array of any shape.
+            what: The sample that it is from, for messages.
 
         Raises:
-            SourceError: it has another shape than the rows before it, or no type holds them all as they are.
+            SourceError: It has another shape than the rows before it, or no type holds all of them unchanged.
         """
         self._admit(array, array.shape, what)
         if self._count == len(self._rows):
@@ -105,11 +105,11 @@ class RowBuffer:
         """Add rows.
 
         Args:
-            rows: [rows, ...].
-            what: the sample they are from, for messages.
+            rows: An array [rows, ...].
+            what: The sample that they are from, for messages.
 
         Raises:
-            SourceError: as `append`.
+            SourceError: See `append`.
         """
         self._admit(rows, rows.shape[1:], what)
         stop = self._count + len(rows)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from edl.datasets import Dataset, Follower, FollowSettings
+from edl.datasets.growing import GrowingDataset
 from edl.master.client import MasterClient
-from edl.master.datasets import Dataset, Follower, FollowSettings
-from edl.master.datasets.growth import GrowingDataset
 from edl.master.server import MasterServer
 from edl.settings import Credentials
 

@@ -10,8 +10,8 @@ from typing import Any
 from edl.cli.label import arguments
 from edl.cli.label.conclusion import print_report, print_use
 from edl.cli.label.screen import Screen, ShownProgress, counted, open_screen
+from edl.datasets import LabelDataset, open_data
 from edl.distill.cache import SoftLabelCache
-from edl.distill.datasets import LabelDataset, open_data
 from edl.distill.labelling import LabelPlan, LabelProgress, label
 
 __all__ = ["main"]

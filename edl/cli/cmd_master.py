@@ -15,13 +15,13 @@ from urllib.parse import quote, unquote, urlsplit
 from edl.cli._credentials import add_credentials, warn_of_open_port
 from edl.cli._streams import StreamFollower
 from edl.cli.scaling.advice import add_advice_options, open_advisor
+from edl.datasets import Dataset, FollowSettings, ShardSettings, open_dataset
 from edl.discovery import Store, open_store
 from edl.discovery.served.own_host import is_loopback
 from edl.end_signals import collect_signals
 from edl.errors import SettingsError
 from edl.log_output import log_to_stderr
 from edl.master.client import MasterClient
-from edl.master.datasets import Dataset, FollowSettings, ShardSettings, open_dataset
 from edl.master.server import MasterServer, MasterSettings
 from edl.settings import Credentials, DiscoverySettings
 

@@ -4,8 +4,8 @@ What does not belong here: training (`edl.collective`), soft labels (`edl.distil
 (`edl.dashboard`).
 """
 
+from edl.datasets import ShardSettings, open_dataset
 from edl.master.client import MasterClient, Shard, ShardingClient, ShardReader
-from edl.master.datasets import ShardSettings, open_dataset
 from edl.master.server import MasterServer, MasterSettings
 
 __all__ = [

@@ -9,8 +9,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from edl.datasets import load_dataset
 from edl.master import MasterClient, ShardReader
-from edl.master.datasets import load_dataset
 
 COUNTS = Path("counts")
 

@@ -22,6 +22,10 @@ PUBLIC = {
     "edl.dashboard": [],
     "edl.dashboard.server": ["DashboardServer", "DashboardSettings"],
     "edl.dashboard.state": ["DashboardState", "StateReader", "as_json"],
+    "edl.datasets": [
+        *("Dataset", "FollowSettings", "Follower", "LabelDataset", "LeasedUnits", "ShardSettings", "Source", "UnitId"),
+        *("load_dataset", "open_data", "open_dataset", "same_data"),
+    ],
     "edl.discovery": ["Instance", "Registry", "Snapshot", "Store", "open_registry", "open_store"],
     "edl.distill": [
         *("Credentials", "DistillReader", "Options", "Policy", "ReaderStats", "Scorer", "Teachers", "TopK"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from edl.datasets import LabelDataset
+from edl.datasets.rows import RaggedData
 from edl.distill.cache import CacheKey
-from edl.distill.datasets import LabelDataset
-from edl.distill.datasets.ragged import RaggedData
 from edl.distill.labelling import LabelReport
 
 __all__ = ["model_of", "print_report", "print_use"]

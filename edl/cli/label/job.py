@@ -23,9 +23,9 @@ from edl.cli.label.job_progress import DATASET, JobProgress, labels_of
 from edl.cli.label.job_spec import LabelJobSpec, shard_rows
 from edl.cli.label.screen import counted, open_screen
 from edl.cli.label.shards import MasterShards
+from edl.datasets.rows import IndexedData, LabelDataset
 from edl.discovery import Store, open_store
 from edl.distill.cache import CacheKey, SoftLabelCache
-from edl.distill.datasets.kinds import IndexedData, LabelDataset
 from edl.distill.labelling import DataFingerprint, LabelPlan, LabelReport, ShardLabeller
 from edl.errors import ConflictError, DiscoveryError, NoMasterError, SettingsError
 from edl.master.client import MasterClient, ShardReader

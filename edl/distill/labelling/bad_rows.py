@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from edl.datasets.rows import Batch, IndexedData
 from edl.distill.cache import SoftLabelCache
-from edl.distill.datasets.kinds import Batch, IndexedData
 from edl.distill.labelling.data_set import batch_cutter
 from edl.distill.labelling.plan import LabelPlan
 from edl.distill.pipeline.cache_lookup import CacheConfig

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from edl.distill.cache import CacheView, SequenceIds, SoftLabelCache
-from edl.distill.datasets.kinds import LabelDataset, SampleId
-from edl.distill.datasets.ragged import RaggedData
+from edl.datasets.rows import LabelDataset, RaggedData, SampleId
+from edl.distill.cache import CacheView, SequenceIds, SoftLabelCache, fingerprints_of
 from edl.distill.labelling.plan import LabelPlan, LabelProgress, LabelReport
 from edl.distill.pipeline.cache_lookup import CacheConfig
 from edl.distill.pipeline.session import LabelSession
@@ -18,7 +18,7 @@ from edl.distill.source.sequence_cutters import SequenceColumnsCutter
 from edl.errors import SettingsError, TemporaryError
 from edl.protocol.tensors import Array
 
-__all__ = ["batch_cutter", "check_sequences", "label"]
+__all__ = ["batch_cutter", "check_sequences", "label", "lookup_of"]
 
 _SETTLE_EVERY = 32
 """Batches after which to wait until their labels are kept, so that none are left out because too many wait."""
@@ -117,6 +117,28 @@ def check_sequences(data: LabelDataset, session: LabelSession) -> None:
             )
 
 
+def lookup_of(
+    data: LabelDataset, ids: Sequence[SampleId], inputs: Mapping[str, Any] | None
+) -> Sequence[SampleId] | SequenceIds:
+    """Return what tells whether samples have labels. A sequence of a file is known if its label is of the same text.
+
+    Args:
+        data: The data set.
+        ids: Ids of the samples.
+        inputs: Their inputs; None where they are not loaded.
+    """
+    if not data.sequences:
+        return ids
+    if inputs is None or not isinstance(data, RaggedData):
+        return SequenceIds(ids)
+    columns = dict(inputs)
+    positions = columns.pop(data.position_input, None)
+    lengths = np.array([len(part) for part in next(iter(columns.values()))], np.int64)
+    arrays = {name: np.concatenate(parts) for name, parts in columns.items()}
+    prints = fingerprints_of(arrays, lengths, np.concatenate(positions) if positions is not None else None)
+    return SequenceIds(ids, lengths, prints, tuple(sorted(columns)))
+
+
 class _Run:
     """A call of `label`: its passes over the data set."""
 
@@ -140,12 +162,12 @@ class _Run:
     def one_pass(self, *, first: bool) -> int:
         """Label what has no label; return how many rows were answered but not kept."""
         self.lost = 0
-        batches = self._data.batches(self._plan.batch_rows, lambda ids: self._is_known(ids, first))
+        batches = self._data.batches(self._plan.batch_rows, lambda *batch: self._is_known(batch, first))
         epoch = self._session.start(batches, batch_cutter(self._data, self._session.labeller.services))
         try:
             for number, item in enumerate(epoch, 1):
                 epoch.taken(item)
-                self._unsettled.append(self._data.lookup_of(item.value))
+                self._unsettled.append(lookup_of(self._data, *item.value))
                 self._labelled += len(item.value[0])
                 if number % _SETTLE_EVERY == 0:
                     self._settle()
@@ -174,9 +196,9 @@ class _Run:
         self._labelled -= lost
         self._unsettled = []
 
-    def _is_known(self, ids: Sequence[SampleId] | SequenceIds, first: bool) -> Array:
+    def _is_known(self, batch: tuple[list[SampleId], dict[str, Any] | None], first: bool) -> Array:
         """Return which ids have a label. Called in the feeding thread."""
-        known = self._view.contains(ids)
+        known = self._view.contains(lookup_of(self._data, *batch))
         if first:
             self._known += int(np.count_nonzero(known))
         return known

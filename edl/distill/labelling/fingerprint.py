@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edl.distill.datasets.kinds import Batch, IndexedData
+from edl.datasets.rows import Batch, IndexedData
 from edl.protocol.tensors import Array
 
 __all__ = ["DataFingerprint"]

@@ -7,18 +7,19 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 from typing_extensions import Self
 
 from edl.background import BackgroundLoop
-from edl.distill.cache import CacheKey, SequenceIds, SoftLabelCache
-from edl.distill.datasets.kinds import Batch, IndexedData, SampleId
+from edl.datasets.rows import Batch, IndexedData, SampleId
+from edl.distill.cache import CacheKey, SoftLabelCache
 from edl.distill.labelling.bad_rows import OF_THE_ROWS, label_singly, loaded
-from edl.distill.labelling.data_set import batch_cutter, check_sequences
+from edl.distill.labelling.data_set import batch_cutter, check_sequences, lookup_of
 from edl.distill.labelling.plan import LabelPlan, LabelProgress, LabelReport
 from edl.distill.labelling.shard_tracker import RowShard, ShardTracker
 from edl.distill.pipeline.cache_lookup import CacheConfig
@@ -381,10 +382,14 @@ class _ShardRun:
         """Return the positions of the shard's rows that have no label, or a damaged one."""
         return self._data.unknown(self._is_whole, shard.start, shard.stop)
 
-    def _is_whole(self, ids: Sequence[SampleId] | SequenceIds) -> Array:
-        step = _SEQUENCES_AT_ONCE if isinstance(ids, SequenceIds) else _LOOKED_UP_AT_ONCE
-        parts = (ids[start : start + step] for start in range(0, len(ids), step))
+    def _is_whole(self, ids: Sequence[SampleId], inputs: Mapping[str, Any] | None) -> Array:
+        wanted = lookup_of(self._data, ids, inputs)
+        step = _SEQUENCES_AT_ONCE if self._data.sequences else _LOOKED_UP_AT_ONCE
+        parts = (wanted[start : start + step] for start in range(0, len(ids), step))
         return np.concatenate([self._view.get(part).mask for part in parts])
+
+    def _is_kept(self, ids: Sequence[SampleId], inputs: Mapping[str, Any] | None) -> Array:
+        return self._view.contains(lookup_of(self._data, ids, inputs))
 
     # The thread that commits
 
@@ -429,7 +434,7 @@ class _ShardRun:
         unkept = 0
         while shards:
             shard = shards[-1]
-            lost = self._data.unknown(self._view.contains, shard.start, shard.stop)
+            lost = self._data.unknown(self._is_kept, shard.start, shard.stop)
             if len(lost):
                 self._passes[shard] = self._passes.get(shard, 0) + 1
                 unkept += len(lost) if self._passes[shard] >= _PASSES else 0

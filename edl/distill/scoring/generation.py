@@ -11,8 +11,8 @@ import numpy as np
 
 from edl.distill.loader import Route, field_getter
 from edl.distill.scoring.scorer import Scorer
-from edl.distill.source.arrays import as_array
 from edl.errors import SettingsError
+from edl.protocol.arrays import as_array
 from edl.protocol.tensors import Array
 
 __all__ = ["on_policy"]

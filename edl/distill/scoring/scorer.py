@@ -17,12 +17,12 @@ from edl.distill.loader import TeachersLike, resolve_routes, resolve_teachers
 from edl.distill.options import Options
 from edl.distill.pipeline.session import LabelSession
 from edl.distill.scoring.calls import ScoreCall, ScoreCalls
-from edl.distill.source.arrays import as_array
 from edl.distill.source.cutters import Getter
 from edl.distill.source.routes import Router
 from edl.distill.stats import ReaderStats
 from edl.distill.transport.schema import OutputSpec
 from edl.errors import SettingsError, SourceError
+from edl.protocol.arrays import as_array
 from edl.protocol.names import IDS, LOGPROBS, TARGET_LOGPROBS, TARGETS
 from edl.settings import is_above_zero, is_count
 from edl.tokenizer_hash import resolve_tokenizer

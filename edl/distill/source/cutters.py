@@ -11,12 +11,11 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from edl.distill.source.arrays import as_array
 from edl.distill.source.checksum import TimeBudget
 from edl.distill.source.chunk import Chunk, Item, Reading
 from edl.distill.source.fingerprint import ItemFingerprint
-from edl.distill.source.row_buffer import RowBuffer
 from edl.errors import SourceError
+from edl.protocol.arrays import RowBuffer, as_array
 from edl.protocol.tensors import Array
 
 __all__ = ["BatchCutter", "Cutter", "Getter", "SampleCutter", "SampleListCutter"]

@@ -23,9 +23,10 @@ import numpy as np
 from edl.distill.source.checksum import SMALL_NBYTES, Checksum, TimeBudget
 from edl.distill.source.sizes import OBJECT_NBYTES, object_nbytes
 from edl.errors import SourceError
+from edl.protocol.arrays import is_tensor
 from edl.protocol.tensors import Array
 
-__all__ = ["MemoryLocation", "ItemFingerprint", "is_tensor"]
+__all__ = ["MemoryLocation", "ItemFingerprint"]
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), np.generic)
 _EXACTLY_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
@@ -325,11 +326,6 @@ def _same_objects(before: list[Any], after: list[Any]) -> bool:
         old is new or (isinstance(old, _PLAIN) and type(old) is type(new) and (old == new or old != old))
         for old, new in zip(before, after, strict=True)
     )
-
-
-def is_tensor(value: Any) -> bool:
-    """Return whether this is a tensor of torch or paddle."""
-    return hasattr(value, "detach") and hasattr(value, "numpy")
 
 
 def _shared_memory(tensor: Any) -> Array | None:

@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 
 from edl.distill.padding import as_token_mask
-from edl.distill.source.arrays import as_array
 from edl.distill.source.chunk import Chunk, Item, Reading
 from edl.distill.source.cutters import Cutter, Getter
 from edl.distill.source.fingerprint import ItemFingerprint
-from edl.distill.source.row_buffer import RowBuffer
 from edl.distill.transport.schema import ModelSpec
 from edl.errors import SourceError
+from edl.protocol.arrays import RowBuffer, as_array
 from edl.protocol.names import POSITION, SEQUENCES
 from edl.protocol.tensors import Array
 

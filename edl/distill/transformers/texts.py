@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from edl.distill.source.arrays import as_array
 from edl.errors import SettingsError
+from edl.protocol.arrays import as_array
 from edl.protocol.tensors import Array
 
 __all__ = ["IGNORED", "Texts", "check_token_types", "find_texts", "learned_rows", "next_tokens", "text_bytes"]

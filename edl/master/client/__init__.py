@@ -3,7 +3,7 @@
 `connection` is a channel to a master, `master_client` the calls, `shard_session` what a reader and the master owe each
 other (pure), `shard_reader` the reader with its thread, `torch` a data set for `DataLoader`, `sharding_client` the
 calls that ElasticDL's and DLRover's users know.
-What does not belong here: how data is read (`edl.master.datasets`), and what a master does with calls.
+What does not belong here: how data is read (`edl.datasets`), and what a master does with calls.
 """
 
 from edl.master.client.master_client import MasterClient

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
+from edl.datasets import Dataset, same_data
 from edl.discovery import Store, open_store
 from edl.discovery.common.call_thread import CallThread
 from edl.discovery.common.resource import Resource
@@ -15,7 +16,6 @@ from edl.errors import ClosedError, ConflictError, NoMasterError, SettingsError
 from edl.master.client.connection import MasterConnection, NotFoundError, check_process
 from edl.master.client.locator import Locator
 from edl.master.client.master_wait import MasterWait
-from edl.master.datasets import Dataset, same_data
 from edl.notifier import Notifier
 from edl.protocol import master as messages
 from edl.protocol.tls.credentials import CredentialFiles

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, Literal
 
+from edl.datasets import Dataset, load_dataset
 from edl.discovery.common.resource import Resource
 from edl.errors import (
     LeaseLostError,
@@ -19,7 +20,6 @@ from edl.master.client.master_client import MasterClient
 from edl.master.client.session_requests import MarkRequest, ResumeRequest
 from edl.master.client.session_thread import SessionThread
 from edl.master.client.shard_session import Outcome, Report, Shard
-from edl.master.datasets import Dataset, load_dataset
 from edl.master.shards.specification import check_name
 from edl.quoting import clip
 

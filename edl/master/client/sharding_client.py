@@ -12,12 +12,12 @@ import json
 import threading
 from typing import Final, NamedTuple
 
+from edl.datasets import ShardSettings, open_dataset
 from edl.discovery.common.resource import Resource
 from edl.errors import PoisonedShardsError, SettingsError
 from edl.master.client.master_client import MasterClient
 from edl.master.client.shard_reader import ShardReader
 from edl.master.client.shard_session import Shard
-from edl.master.datasets import ShardSettings, open_dataset
 
 __all__ = ["IndexRange", "ShardingClient"]
 

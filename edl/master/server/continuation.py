@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from edl.datasets import same_data
 from edl.errors import ConflictError, SettingsError
-from edl.master.datasets import same_data
 from edl.master.shards import ShardBook
 from edl.master.shards.specification import check_spec, describe_difference
 from edl.protocol.master import DatasetSpec

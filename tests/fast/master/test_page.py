@@ -107,7 +107,7 @@ def test_stream_of_the_page(place: Place) -> None:
     place.lead("stream", other="range:5")
     log = place.folder / "events.jsonl"
     log.write_text("".join(f"{number}\n" for number in range(700)))
-    text = block("from edl.master.datasets import Follower, FollowSettings")
+    text = block("from edl.datasets import Follower, FollowSettings")
     following = start_call("edl-test", lambda: place.run(text))
     with MasterClient("stream") as client, ShardReader(client, "events") as reader:
         samples = reader.samples()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from edl.datasets import ShardSettings, open_dataset
 from edl.discovery import Store, open_store
-from edl.master.datasets import ShardSettings, open_dataset
 from edl.master.naming import election_key
 from edl.master.reports import read_report
 from tests.jobs.master.ledgers import counted, read_ledgers

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from edl.datasets.rows import ArrayData, Batch, IndexedData, SequenceData
 from edl.distill import Options, Teachers
 from edl.distill.cache import SoftLabelCache, load_labels
-from edl.distill.datasets.kinds import ArrayData, Batch, IndexedData, SequenceData
 from edl.distill.labelling import LabelPlan, LabelProgress, LabelReport, RowShard, ShardLabeller, ShardSource
 from edl.distill.labelling.bad_rows import find_bad_rows
 from edl.distill.transport.schema import OutputSpec

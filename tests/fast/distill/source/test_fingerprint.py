@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edl.distill.source.arrays import as_array
 from edl.distill.source.checksum import Checksum, TimeBudget
 from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter, SampleListCutter
 from edl.distill.source.reuse import ReuseDetector
 from edl.distill.transport.request import Payload
 from edl.errors import ProtocolError, SourceError
+from edl.protocol.arrays import as_array
 from edl.protocol.tensors import array_of, from_raw, to_raw
 from edl_serving.backends.backend import TensorSpec
 from edl_serving.backends.callable import CallableBackend

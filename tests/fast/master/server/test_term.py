@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from edl.cli.cmd_master import _default_journal
+from edl.datasets import ShardSettings, open_dataset
 from edl.errors import ClosedError, ConflictError, JournalError, LeaseLostError, SettingsError
-from edl.master.datasets import ShardSettings, open_dataset
 from edl.master.journal import Journal
 from edl.master.server.candidate_address import own_address, shown_endpoint
 from edl.master.server.continuation import check_continued, check_data

@@ -13,9 +13,6 @@ from edl.settings import is_above_zero, is_count
 
 __all__ = ["CacheKey"]
 
-_HASH = re.compile(r"[0-9a-f]{16}")
-"""What `edl serve` makes of code and weights where nobody names a version: no person would choose such a one."""
-
 
 @dataclass(frozen=True)
 class CacheKey:
@@ -32,8 +29,8 @@ class CacheKey:
         dataset: the user's tag for what the ids mean: the data set, its version, how samples are augmented. Ids of an
             augmented sample must name the augmentation too (for example `f"{index}/{seed}"`).
         service: whose version it is: the service's name, or the endpoints of fixed teachers. Version "1" of another
-            service is another model. Empty where the version is a hash of the weights, as `edl serve` makes it: that is
-            the same model wherever it is served.
+            service is another model. Empty where the teachers say that the version is a hash of the weights, as
+            `edl serve` does: that is the same model wherever it is served.
         inputs: names of what is sent, where the teachers do not say which inputs their model has; sorted.
 
     Raises:
@@ -57,8 +54,6 @@ class CacheKey:
         object.__setattr__(self, "outputs", tuple(self.outputs))
         object.__setattr__(self, "inputs", tuple(sorted(self.inputs)))
         object.__setattr__(self, "top_k", int(self.top_k) if self.top_k is not None else None)  # numpy's is no JSON
-        if _HASH.fullmatch(self.version):
-            object.__setattr__(self, "service", "")
         object.__setattr__(self, "temperature", float(self.temperature) if self.top_k is not None else 1.0)
 
     @property

@@ -183,7 +183,7 @@ def load_labels(
 
     Args:
         path: of the folder; or of several, where machines wrote to folders of their own. Of labels of the same sample
-            the newest counts, in whichever folder.
+            in several folders, that of the last folder counts.
         key: wanted if the folders have labels of several teachers or data sets.
 
     Returns:
@@ -203,8 +203,8 @@ def load_labels(
     if key is None:
         key = _only([key for root in roots for key in SegmentFolder(root, None).keys()], name)  # noqa: SIM118
     reading = _Reading()
-    for root in roots:
-        reading.add_folder(root, key)
+    for number, root in enumerate(roots):
+        reading.add_folder(number, root, key)
     return reading.labels(key, name)
 
 
@@ -212,7 +212,8 @@ class _Reading:
     """Rows that were read from folders so far."""
 
     def __init__(self) -> None:
-        self._where: dict[SampleId, tuple[str, int]] = {}  # the file's name, which begins with the time, and the row
+        # The folder's number, the file's name, which begins with the time, and the row
+        self._where: dict[SampleId, tuple[int, str, int]] = {}
         self._parts: list[dict[str, Array]] = []
         self._lengths: list[Array] = []
         self._prints: list[Array] = []
@@ -220,7 +221,7 @@ class _Reading:
         self._layout: RowLayout | None = None
         self._first: Path | None = None
 
-    def add_folder(self, root: Path, key: CacheKey) -> None:
+    def add_folder(self, number: int, root: Path, key: CacheKey) -> None:
         handles = FileHandles()
         namespace = Namespace(root, key, handles)
         namespace.scan(force=True)
@@ -242,21 +243,21 @@ class _Reading:
                 records = segment.read(handles, 0, len(segment.ids))
             except BadSegmentError as exc:
                 raise SettingsError(f"{segment.path} cannot be read: {exc}") from exc
-            damaged += self._add_rows(segment.path.name, segment.ids, records)
+            damaged += self._add_rows((number, segment.path.name), segment.ids, records)
         if damaged:
             logger.warning(
                 "soft-label cache: %d rows in %s are damaged; `edl label` asks for them again", damaged, root
             )
 
-    def _add_rows(self, name: str, ids: list[SampleId], records: list[bytes | None]) -> int:
+    def _add_rows(self, place: tuple[int, str], ids: list[SampleId], records: list[bytes | None]) -> int:
         """Take in the records of a file; return how many are damaged."""
         assert self._layout is not None
         there = [(sample, record) for sample, record in zip(ids, records, strict=True) if record is not None]
         if there:
             self._take_in([record for _, record in there])
             for row, (sample, _) in enumerate(there, self._rows):
-                if name >= self._where.get(sample, ("", 0))[0]:  # of several the newest counts
-                    self._where[sample] = (name, row)
+                if place >= self._where.get(sample, (-1, "", 0))[:2]:
+                    self._where[sample] = (*place, row)
             self._rows += len(there)
         return len(records) - len(there)
 
@@ -276,7 +277,7 @@ class _Reading:
         if not self._parts:
             raise SettingsError(f"{name} has no labels of {key} that are whole")
         ids = sorted(self._where, key=lambda sample: (isinstance(sample, str), sample))
-        order = np.fromiter((self._where[sample][1] for sample in ids), np.intp, len(ids))
+        order = np.fromiter((self._where[sample][2] for sample in ids), np.intp, len(ids))
         sequences = None
         if self._layout.sequence_inputs is not None:
             lengths, prints = np.concatenate(self._lengths), np.concatenate(self._prints)

@@ -161,7 +161,12 @@ class ChunkLabeller:
         )
         self._engines.append(engine)
         self._cache_keys.append(
-            CacheKeyTemplate(output_spec, self._cache_config.dataset if self._cache_config else "", identity)
+            CacheKeyTemplate(
+                output_spec,
+                self._cache_config.dataset if self._cache_config else "",
+                identity,
+                weights_versions=engine.weights_versions,
+            )
         )
         self._answer_sizes.append(AnswerSizeEstimator(output_spec))
 

@@ -157,18 +157,18 @@ def test_of_several_keys_one_must_be_chosen(tmp_path: Path) -> None:
 
 
 def test_several_folders_are_read_together(tmp_path: Path) -> None:
-    """Machines that wrote to folders of their own; the newest of several labels counts, in whichever folder."""
+    """Machines that wrote to folders of their own; of several labels that of the last folder counts, not the newest."""
     parts = [tmp_path / "a", tmp_path / "b", tmp_path / "c"]
     put(parts[1], [1, 2, 3])
     with SoftLabelCache(0, parts[0]) as cache:
         cache.view(KEY).put([3, 4], rows([3.5, 4.5]))
     parts[2].mkdir()
-    for order in (parts, parts[::-1]):
+    for order, third in ((parts, 3.0), (parts[::-1], 3.5)):
         labels = load_labels(order)
         assert labels.ids == (1, 2, 3, 4)
         logits = labels.outputs["logits"]
         assert isinstance(logits, np.ndarray)
-        assert logits[:, 0].tolist() == [1, 2, 3.5, 4.5]
+        assert logits[:, 0].tolist() == [1, 2, third, 4.5]
     for part in parts[:2]:  # as rsync does: a folder's files are whole in another
         shutil.copytree(part, tmp_path / "together", dirs_exist_ok=True)
     together = load_labels(tmp_path / "together")

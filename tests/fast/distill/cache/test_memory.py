@@ -163,13 +163,3 @@ def test_no_name_leads_out_of_the_folder(model: str) -> None:
 def test_what_is_no_key_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         CacheKey.from_json(text)
-
-
-def test_a_hash_says_whose_weights_they_are() -> None:
-    """A key of an earlier release stays valid where its version is a hash: it has the same folder."""
-    version = "0123456789abcdef"
-    key = CacheKey("resnet", version, ("logits",), service="a")
-    assert key == CacheKey("resnet", version, ("logits",), service="b") == CacheKey("resnet", version, ("logits",))
-    assert "service" not in key.to_json()
-    named = [CacheKey("resnet", version[:15], ("logits",), service=service) for service in ("", "a", "b")]
-    assert len({each.folder for each in named}) == 3, "a version that a person or Triton counts is the service's own"

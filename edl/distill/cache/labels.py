@@ -12,14 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from edl.distill.cache.folder import SegmentFolder
+from edl.distill.cache.folder import LabelFolder
+from edl.distill.cache.ids import Ids, SampleId, SequenceIds, as_ids, fingerprints_of
 from edl.distill.cache.key import CacheKey
 from edl.distill.cache.layout import RowLayout
-from edl.distill.cache.memory import SampleId
-from edl.distill.cache.namespace import Namespace
-from edl.distill.cache.segment import BadSegmentError, FileHandles
-from edl.distill.cache.sequences import SequenceIds, fingerprints_of
-from edl.distill.cache.view import Ids, as_ids
 from edl.distill.compress import TopK
 from edl.distill.padding import as_token_mask, padded
 from edl.errors import SettingsError, SourceError
@@ -200,95 +196,48 @@ def load_labels(
     for root in roots:
         if not root.is_dir():
             raise SettingsError(f"{str(root)!r} is no folder: name the one that `edl label --output` wrote to")
-    if key is None:
-        key = _only([key for root in roots for key in SegmentFolder(root, None).keys()], name)  # noqa: SIM118
-    reading = _Reading()
-    for number, root in enumerate(roots):
-        reading.add_folder(number, root, key)
-    return reading.labels(key, name)
+    folders = [LabelFolder(root, read_only=True) for root in roots]
+    try:
+        if key is None:
+            key = _only([key for folder in folders for key in folder.keys()], name)  # noqa: SIM118 - not a mapping
+        return _labels(key, folders, name)
+    finally:
+        for folder in folders:
+            folder.close()
 
 
-class _Reading:
-    """Rows that were read from folders so far."""
-
-    def __init__(self) -> None:
-        # The folder's number, the file's name, which begins with the time, and the row
-        self._where: dict[SampleId, tuple[int, str, int]] = {}
-        self._parts: list[dict[str, Array]] = []
-        self._lengths: list[Array] = []
-        self._prints: list[Array] = []
-        self._rows = 0
-        self._layout: RowLayout | None = None
-        self._first: Path | None = None
-
-    def add_folder(self, number: int, root: Path, key: CacheKey) -> None:
-        handles = FileHandles()
-        namespace = Namespace(root, key, handles)
-        namespace.scan(force=True)
-        if not len(namespace):
-            return
-        assert namespace.layout is not None
-        merged = namespace.layout if self._layout is None else self._layout.merged(namespace.layout)
-        if merged is not None:
-            self._layout = merged
-            self._first = self._first or root
-        else:
+def _labels(key: CacheKey, folders: Sequence[LabelFolder], name: str) -> LabelSet:
+    layout: RowLayout | None = None
+    records: dict[SampleId, bytes] = {}
+    first: LabelFolder | None = None
+    for folder in folders:
+        space = folder.namespace(key)
+        if space.layout is None:
+            continue
+        merged = space.layout if layout is None else layout.merged(space.layout)
+        if merged is None:
             raise SettingsError(
-                f"labels in {str(root)!r} are {namespace.layout}, in {str(self._first)!r} {self._layout}: they cannot "
-                "be read together"
+                f"labels in {str(folder.path)!r} are {space.layout}, in {str(first and first.path)!r} {layout}: they "
+                "cannot be read together"
             )
+        layout, first = merged, first or folder
         damaged = 0
-        for segment in namespace.segments():
-            try:
-                records = segment.read(handles, 0, len(segment.ids))
-            except BadSegmentError as exc:
-                raise SettingsError(f"{segment.path} cannot be read: {exc}") from exc
-            damaged += self._add_rows((number, segment.path.name), segment.ids, records)
+        for ids, found in folder.read_all(space):
+            there = {sample: record for sample, record in zip(ids, found, strict=True) if record is not None}
+            records.update(there)
+            damaged += len(ids) - len(there)
         if damaged:
             logger.warning(
-                "soft-label cache: %d rows in %s are damaged; `edl label` asks for them again", damaged, root
+                "soft-label cache %s: %d labels are damaged; `edl label` asks for them again", folder.path, damaged
             )
-
-    def _add_rows(self, place: tuple[int, str], ids: list[SampleId], records: list[bytes | None]) -> int:
-        """Take in the records of a file; return how many are damaged."""
-        assert self._layout is not None
-        there = [(sample, record) for sample, record in zip(ids, records, strict=True) if record is not None]
-        if there:
-            self._take_in([record for _, record in there])
-            for row, (sample, _) in enumerate(there, self._rows):
-                if place >= self._where.get(sample, (-1, "", 0))[:2]:
-                    self._where[sample] = (*place, row)
-            self._rows += len(there)
-        return len(records) - len(there)
-
-    def _take_in(self, records: list[bytes]) -> None:
-        assert self._layout is not None
-        if self._layout.sequence_inputs is None:
-            self._parts.append(self._layout.unpack(b"".join(records), len(records)))
-            return
-        arrays, lengths, prints = self._layout.unpack_sequences(records)
-        self._parts.append(arrays)
-        self._lengths.append(lengths)
-        self._prints.append(prints)
-
-    def labels(self, key: CacheKey, name: str) -> LabelSet:
-        if self._layout is None:
-            raise SettingsError(f"{name} has no labels of {key}")
-        if not self._parts:
-            raise SettingsError(f"{name} has no labels of {key} that are whole")
-        ids = sorted(self._where, key=lambda sample: (isinstance(sample, str), sample))
-        order = np.fromiter((self._where[sample][2] for sample in ids), np.intp, len(ids))
-        sequences = None
-        if self._layout.sequence_inputs is not None:
-            lengths, prints = np.concatenate(self._lengths), np.concatenate(self._prints)
-            starts = np.cumsum(lengths) - lengths
-            sequences = SequenceIds(ids, lengths[order], prints[order], self._layout.sequence_inputs)
-            order = _ranges(starts[order], lengths[order])
-        arrays = {}
-        for column in self._layout.columns:
-            pieces = [part.pop(column.name) for part in self._parts]  # each goes when it was copied
-            arrays[column.name] = np.concatenate(pieces)[order]
-        return LabelSet(key, tuple(ids), self._layout.restore(arrays), sequences)
+    if layout is None or not records:
+        raise SettingsError(f"{name} has no labels of {key}" + (" that are whole" if layout is not None else ""))
+    ids = sorted(records, key=lambda sample: (isinstance(sample, str), sample))
+    arrays, lengths, prints = layout.unpack([records.pop(sample) for sample in ids])
+    sequences = None
+    if layout.sequence_inputs is not None:
+        sequences = SequenceIds(ids, lengths, prints, layout.sequence_inputs)
+    return LabelSet(key, tuple(ids), layout.restore(arrays), sequences)
 
 
 def _array_of(value: Any, what: str) -> Array:
@@ -296,13 +245,6 @@ def _array_of(value: Any, what: str) -> Array:
         return np.asarray(value)
     except (RuntimeError, TypeError, ValueError) as exc:  # a tensor that requires grad, lies on a GPU, is sparse, ...
         raise SourceError(f"{what}: cannot be made an array: {exc}") from exc
-
-
-def _ranges(starts: Array, lengths: Array) -> Array:
-    """Return the numbers from each start on, as many as its length, behind one another."""
-    before = np.cumsum(lengths) - lengths
-    found: Array = np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
-    return found
 
 
 def _only(found: list[CacheKey], name: str) -> CacheKey:

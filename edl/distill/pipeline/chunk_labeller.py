@@ -399,7 +399,7 @@ class ChunkLabeller:
             return found
         if self._offline is not None:
             layout = self._offline.layout
-            return {} if layout is None else layout.restore(layout.unpack(b"", 0))
+            return {} if layout is None else layout.restore(layout.unpack([])[0])
         if self.routes is not None:  # their outputs are alike, and not all of them have a teacher
             known = self.limits.await_any(lambda: self.closed)
             service = service if known is None else known

@@ -1,4 +1,4 @@
-"""Sample ids of sequences, and what tells one text from another that comes under the same id.
+"""Sample ids: of rows, and of sequences, with what tells one text from another that comes under the same id.
 
 A sequence of T tokens has T rows and one record: the fingerprint of its inputs, then each column [T, ...] in turn.
 """
@@ -8,18 +8,50 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
-from edl.distill.cache.memory import SampleId
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 
-__all__ = ["SequenceIds", "fingerprints_of"]
+__all__ = ["Ids", "SampleId", "SequenceIds", "as_ids", "fingerprints_of"]
+
+SampleId: TypeAlias = int | str
+Ids: TypeAlias = Sequence[SampleId] | Array
 
 _NBYTES = 8
 """Of a fingerprint. It tells an edited text from the one before, and is no defence against a person who wants two texts
 to have the same: 1 in 2**64 does by chance."""
+
+
+def as_ids(ids: Ids) -> list[SampleId]:
+    """Return sample ids as plain Python integers and strings.
+
+    Args:
+        ids: [rows], a sequence or an array.
+
+    Raises:
+        SettingsError: something else is among them, or an id that cannot be stored.
+    """
+    samples = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    if not isinstance(samples, list):
+        raise SettingsError(f"sample ids {samples!r}: expected a sequence of integers or strings")
+    if not {*map(type, samples)} <= {int, str}:
+        # Scalars of numpy, and tensors without a dimension.
+        samples = [sample.item() if getattr(sample, "shape", None) == () else sample for sample in samples]
+        strange = [sample for sample in samples if type(sample) not in (int, str)]
+        if strange:
+            raise SettingsError(f"sample id {strange[0]!r}: must be an integer or a string")
+    numbers = [sample for sample in samples if type(sample) is int]
+    if numbers and not -(2**63) <= min(numbers) <= max(numbers) < 2**63:
+        raise SettingsError(f"sample ids from {min(numbers)} to {max(numbers)}: integers must fit 64 bits")
+    if len(numbers) < len(samples):
+        try:
+            "".join(sample for sample in samples if type(sample) is str).encode()
+        except UnicodeEncodeError as exc:
+            raise SettingsError(f"a sample id is no text that can be written: {exc}") from exc
+    return samples
 
 
 @dataclass(frozen=True, eq=False)

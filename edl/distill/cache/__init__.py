@@ -6,7 +6,7 @@ and in a folder that several processes may share. `load_labels` reads such a fol
 - `key` and `ids`: what an answer depends on; `layout`: how a row of several outputs becomes a run of bytes;
 - `memory`: the rows in memory, and which of them stay;
 - `folder`: labels on disk, indexed by SQLite, under a common bound; `writer`: the thread that writes them;
-- `store`: the front; `labels`: everything of a folder as arrays.
+- `store`: the front; `labels`: a whole folder as arrays.
 
 What does not belong here: deciding when to ask teachers.
 """

@@ -17,7 +17,7 @@ is first read. A label that fails counts as missing.
 
 Processes of one machine share a folder. Where machines share it, SQLite's locks and memory do not reach from one to
 another, so a folder on such a file system is refused unless `EDL_SHARED_FILE` says that one machine uses it. A database
-that nobody has open can be read anywhere.
+that is not open elsewhere can be read anywhere.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ import secrets
 import sqlite3
 import stat
 import threading
-import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,7 +56,7 @@ logger = logging.getLogger("edl.distill")
 _DATABASE = "labels.sqlite"
 _APPLICATION_ID = 0x45444C43  # "EDLC", in the database's header
 _FORMAT = 1
-"""Of the tables below; a database with another one is refused rather than misread."""
+"""Version of the tables below; a database with another one is refused rather than misread."""
 _SCHEMA = """
 CREATE TABLE namespace (number INTEGER PRIMARY KEY, key TEXT NOT NULL UNIQUE, layout TEXT NOT NULL);
 CREATE TABLE data_set (key TEXT PRIMARY KEY, text TEXT NOT NULL);
@@ -72,16 +71,16 @@ _NUMBER = "(SELECT number FROM namespace WHERE key = ?)"
 _FILE_NBYTES = 128 << 20
 """A file grows to this size: large enough that terabytes are few files, small enough to evict singly."""
 _PLACE_NBYTES = 160
-"""What the database may grow by for each label: its place, the place's entry in the index by file, and slack."""
+"""Bytes that a label may add to the database: its place, the place's entry in the index by file, and slack."""
 _PAGE_NBYTES = 4096  # SQLite's default
 _BUSY_S = 30.0
-"""How long to wait for another process that writes: a slow disk takes seconds for a batch, a dead process lets go."""
+"""How long to wait for another process that writes: a slow disk takes seconds for a batch."""
 _IDS_AT_ONCE = 512
 """Ids of one query. SQLite before 3.32 takes 999."""
 _READ_AT_ONCE = 64
 """Labels read at a time where all are, so that memory stays bounded for wide rows."""
 _MOST_PLACES = 1 << 22
-"""Places remembered for each key, about 300 bytes each; then they are looked up anew."""
+"""Places remembered for each key, about 300 bytes each; beyond that they are looked up again."""
 _MOST_HANDLES = 128
 """Files open at a time. Descriptors are few, and opening a file takes microseconds."""
 _DATA_FILE = re.compile(r"[0-9a-f]{16}\.labels")
@@ -98,13 +97,13 @@ class Namespace:
     """The labels of a key in a folder.
 
     Attributes:
-        key: what they depend on.
-        layout: of their records; None while there are none.
-        places: where labels lie, as far as they were looked up.
+        key: The key that they are kept under.
+        layout: Columns of their records; None while there are none.
+        places: The places of labels that were looked up.
         waiting: records to be written, by id.
         writing: records that are being written.
-        since: when the first waiting record came, by `time.monotonic`.
-        urgent: whether the waiting records are to be written at once.
+        since: Time at which the first waiting record came, by `time.monotonic`.
+        urgent: True to write the waiting records at once.
         bad: ids of labels found that are damaged, or whose file is gone.
     """
 
@@ -133,13 +132,11 @@ class LabelFolder:
     """Reads and writes labels. Thread-safe.
 
     Args:
-        path: of the folder.
-        limit_bytes: of all files in the folder together, None for no bound.
-        read_only: only read, and make nothing.
+        path: The folder.
+        limit_bytes: Bytes of all files in the folder together, None for no bound.
+        read_only: Only read, and make nothing.
 
     Attributes:
-        path: as given.
-        limit_bytes: as given.
         evicted: files deleted so far to make room.
         unreadable: files of labels found so far that are missing, torn or foreign.
 
@@ -186,7 +183,7 @@ class LabelFolder:
         self._handles.clear()
 
     def nbytes(self) -> int:
-        """Return the bytes of all files, foreign files included."""
+        """Return the bytes of all files, foreign ones included."""
         return sum(size for _, size in self._files())
 
     # Reading
@@ -233,10 +230,7 @@ class LabelFolder:
     def read(self, space: Namespace, ids: Sequence[SampleId], *, fresh: bool = False) -> list[bytes | None]:
         """Return records, None where there is none, or a damaged one.
 
-        Args:
-            space: whose.
-            ids: of the labels.
-            fresh: look up where they lie, though that may be known: another process may have written newer ones.
+        With `fresh`, places that are known are looked up again: another process may have written newer labels.
         """
         unknown = ids if fresh else [sample for sample in ids if sample not in space.places]
         if unknown:
@@ -358,12 +352,12 @@ class LabelFolder:
             return []
 
     def _warn(self, words: str, once: str = "") -> None:
-        if (once or words) not in self._said:  # for each label anew it would fill the log
+        if (once or words) not in self._said:  # once for each label would fill the log
             self._said.add(once or words)
             logger.warning("soft-label cache %s: %s", self.path, words)
 
     def _forget(self) -> None:
-        """Forget what is known of a database that is there no more."""
+        """Forget what is known of a database that is gone."""
         self._handles.clear()
         for space in self._namespaces:
             space.places.clear()
@@ -403,12 +397,7 @@ class LabelFolder:
         return True
 
     def note_data_set(self, space: Namespace, text: str, *, relabel: bool) -> None:
-        """Write down which data the labels are of, or are to be of.
-
-        Args:
-            space: whose.
-            text: tells data apart.
-            relabel: also forget all labels.
+        """Write down which data the labels come from; with `relabel`, forget the labels.
 
         Raises:
             OSError: it could not be written.
@@ -457,7 +446,7 @@ class LabelFolder:
         return int(number)
 
     def _has_room(self, db: sqlite3.Connection, nbytes: int, rows: int, number: int) -> bool:
-        """Delete files without a name in the database; where that is no room for a batch, the names of the oldest."""
+        """Delete files that the database does not name; if a batch does not fit then, take out the oldest names."""
         named = dict(db.execute("SELECT name, number FROM file ORDER BY number"))
         sizes = {path.name: size for path, size in self._files()}
         for name in [name for name in sizes if _DATA_FILE.fullmatch(name) and name not in named]:
@@ -534,10 +523,10 @@ class _Handle:
 
     def __init__(self, path: Path) -> None:
         self._fd = -1  # `open` may fail
-        # To open a FIFO, or to read a terminal, could take for ever.
+        # Opening a FIFO, or reading a terminal, could block for ever.
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file")
+            raise OSError(errno.EINVAL, "not a regular file")
         self._size = 0
 
     def __del__(self) -> None:
@@ -559,10 +548,10 @@ class _Handle:
 
 
 class _Database:
-    """A connection to a folder's database, made anew where another database took its place.
+    """A connection to a folder's database, opened again where another database took its place.
 
     Args:
-        folder: of the database.
+        folder: The cache's folder.
         read_only: make nothing.
         forget: called when the database has been replaced.
     """
@@ -634,7 +623,7 @@ class _Database:
         return sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
 
     def _open_to_read(self) -> None:
-        """Open a database that nobody has open, or one that others write to, or an empty one where there is none."""
+        """Open a database to read it, whether others write to it or not; an empty one if there is none."""
         if not self._path.exists() and not self._read_only:
             raise FileNotFoundError(errno.ENOENT, "there are no labels, and none can be written here")
         if not self._path.exists():
@@ -662,15 +651,7 @@ class _Database:
         _databases.add(weakref.ref(self, _databases.discard))
 
     def _prepare(self, db: sqlite3.Connection) -> None:
-        deadline = time.monotonic() + _BUSY_S
-        while True:  # two processes that do this at once may collide, in spite of the timeout
-            try:
-                mode = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
-                break
-            except sqlite3.OperationalError as exc:
-                if "locked" not in str(exc) or time.monotonic() > deadline:
-                    raise
-                time.sleep(0.01)
+        mode = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
         if mode != "wal":
             raise SettingsError(f"{self._path}: its file system cannot share memory (journal mode {mode})")
         db.execute("PRAGMA synchronous = FULL")

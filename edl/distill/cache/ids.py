@@ -21,8 +21,8 @@ SampleId: TypeAlias = int | str
 Ids: TypeAlias = Sequence[SampleId] | Array
 
 _NBYTES = 8
-"""Of a fingerprint. It tells an edited text from the one before, and is no defence against a person who wants two texts
-to have the same: 1 in 2**64 does by chance."""
+"""Bytes of a fingerprint. It tells an edited text from the one before: two texts share one by chance in 1 of 2**64
+cases, and on purpose if somebody tries."""
 
 
 def as_ids(ids: Ids) -> list[SampleId]:
@@ -50,7 +50,7 @@ def as_ids(ids: Ids) -> list[SampleId]:
         try:
             "".join(sample for sample in samples if type(sample) is str).encode()
         except UnicodeEncodeError as exc:
-            raise SettingsError(f"a sample id is no text that can be written: {exc}") from exc
+            raise SettingsError(f"a sample id cannot be encoded: {exc}") from exc
     return samples
 
 
@@ -107,7 +107,7 @@ class SequenceIds:
         """Return some of them.
 
         Args:
-            mask: bool [sequences].
+            mask: Which of them, bool [sequences].
         """
         return SequenceIds(
             [sample for sample, wanted in zip(self.ids, mask, strict=True) if wanted],
@@ -117,10 +117,10 @@ class SequenceIds:
         )
 
     def rows_of(self, mask: Array) -> Array:
-        """Return which rows belong to the sequences of a mask, bool [rows].
+        """Return which rows belong to some sequences, bool [rows].
 
         Args:
-            mask: bool [sequences].
+            mask: Which sequences, bool [sequences].
         """
         assert self.lengths is not None
         found: Array = np.repeat(mask, self.lengths)

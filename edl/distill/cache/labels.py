@@ -34,7 +34,7 @@ class LabelSet:
         key: the teacher and the data set that they are of.
         ids: integers sorted by value before strings sorted likewise; [rows] or [sequences].
         outputs: arrays [rows, ...] or `TopK`, in the order of `ids`; of sequences the rows of all, behind one another.
-        sequences: of sequences their ids, lengths and fingerprints, in the order of `ids`; None for rows.
+        sequences: Ids, lengths and fingerprints of the sequences, in the order of `ids`; None for labels of rows.
     """
 
     key: CacheKey
@@ -52,7 +52,7 @@ class LabelSet:
             ids: [rows], a sequence or an integer array.
 
         Raises:
-            SettingsError: there is no label for some of them, or labels are of sequences.
+            SettingsError: some of them lack a label, or the labels are of sequences.
         """
         if self.sequences is not None:
             raise SettingsError("these are labels of sequences: read them with of_sequences(ids) or padded(ids, mask)")
@@ -68,7 +68,7 @@ class LabelSet:
                 input, [tokens, ...] for each sequence. None to trust the ids.
 
         Raises:
-            SettingsError: there is no label for some of them, or that of another text; or labels are of rows.
+            SettingsError: some of them lack a label, or have that of another text; or labels are of rows.
             SourceError: a text is a tensor that cannot be read as it is.
         """
         places = self._checked_places(ids)
@@ -88,7 +88,7 @@ class LabelSet:
             inputs: the texts themselves, as for `of_sequences`: [sequences, length, ...] by the name of the input.
 
         Raises:
-            SettingsError: there is no label for some of them, or that of another text; or labels are of rows.
+            SettingsError: some of them lack a label, or have that of another text; or labels are of rows.
             SourceError: the mask is none, or it or a text is a tensor that cannot be read as it is.
         """
         kept = as_token_mask(_array_of(mask, "the batch: its mask"), "the batch")
@@ -178,16 +178,15 @@ def load_labels(
         top_k = labels.padded(batch["id"], batch["attention_mask"])["logprobs"]  # TopK of [sequences, length, k]
 
     Args:
-        path: of the folder; or of several, where machines wrote to folders of their own. Of labels of the same sample
-            in several folders, that of the last folder counts.
+        path: A folder; or several, where machines wrote to folders of their own. If several have a label of one
+            sample, that of the last folder counts.
         key: wanted if the folders have labels of several teachers or data sets.
 
     Returns:
         All labels of the key, in memory.
 
     Raises:
-        SettingsError: there are no labels, or several keys to choose from, or a file that cannot be read, or folders
-            have labels of different shapes or dtypes.
+        SettingsError: the folders hold nothing, several keys to choose from, or labels that do not fit together.
     """
     roots = [Path(path)] if isinstance(path, str | os.PathLike) else [Path(part) for part in path]
     name = ", ".join(repr(str(root)) for root in roots)
@@ -195,7 +194,7 @@ def load_labels(
         raise SettingsError("no folder of labels: name at least one")
     for root in roots:
         if not root.is_dir():
-            raise SettingsError(f"{str(root)!r} is no folder: name the one that `edl label --output` wrote to")
+            raise SettingsError(f"{str(root)!r} is not a folder: name the one that `edl label --output` wrote to")
     folders = [LabelFolder(root, read_only=True) for root in roots]
     try:
         if key is None:

@@ -34,7 +34,7 @@ class Column:
     """An array of the rows.
 
     Attributes:
-        name: of the output, or of a part of it.
+        name: The output's name, or that of a part of it.
         dtype: little-endian.
         shape: without the rows.
     """
@@ -58,8 +58,8 @@ class RowLayout:
 
     Attributes:
         columns: sorted by name.
-        top_k: by output that is `TopK`, its temperature and number of classes; its three arrays are columns.
-        sequence_inputs: of records of sequences, the inputs that their fingerprints are of; None for records of a row.
+        top_k: Temperature and number of classes of each output that is `TopK`; its three arrays are columns.
+        sequence_inputs: The inputs that fingerprints of sequences cover; None for records of a row.
     """
 
     columns: tuple[Column, ...]
@@ -126,8 +126,8 @@ class RowLayout:
 
         Args:
             arrays: [rows, ...] by column, of sequences the rows of all behind one another.
-            rows: how many.
-            sequences: with lengths and fingerprints; None where each row has a record.
+            rows: Number of rows.
+            sequences: Lengths and fingerprints; None where each row has a record.
         """
         columns = [_as_bytes(arrays[column.name], column) for column in self.columns]
         if sequences is None:
@@ -218,7 +218,7 @@ def flatten(outputs: Outputs, rows: int, *, half: bool = False) -> tuple[dict[st
 
     Args:
         outputs: arrays [rows, ...] or `TopK`, by name.
-        rows: how many they must have.
+        rows: Number of rows that each must have.
         half: make floating-point values float16, except for the tail's mass.
 
     Raises:

@@ -39,11 +39,10 @@ class MemoryTier:
     """Records of all namespaces.
 
     Args:
-        limit_bytes: of all records together, bookkeeping included.
+        limit_bytes: Bytes of all records together, bookkeeping included.
 
     Attributes:
-        limit_bytes: as given.
-        nbytes: of the records now.
+        nbytes: Bytes of the records now.
         evicted: rows that made room for others.
     """
 

@@ -44,9 +44,9 @@ class CacheStats:
         hits: rows looked up that were there.
         misses: rows looked up that were not there.
         memory_rows: rows in memory.
-        memory_bytes: in memory, bookkeeping included.
+        memory_bytes: bytes of these rows, bookkeeping included.
         disk_rows: on disk under the keys of this cache's views, rows not written yet included.
-        disk_bytes: of all files in the folder.
+        disk_bytes: bytes of all files in the folder.
         evicted_rows: from memory.
         evicted_segments: files of labels deleted by this cache to make room.
         failed_writes: batches that could not be written; their rows will be asked for again.
@@ -308,8 +308,11 @@ class CacheView:
     sequences, by `SequenceIds`, each of which has rows of its own number. A sequence is found where its id, its length
     and the fingerprint of its inputs are those under which it was kept: a text that was edited has no label.
 
-    Attributes:
+    Args:
         key: What the rows depend on.
+        cache: The cache that keeps them.
+
+    Attributes:
         hits: Rows, or sequences, looked up that were there.
         misses: Rows, or sequences, looked up that were not there.
     """
@@ -364,7 +367,7 @@ class CacheView:
         return Found(mask, layout.restore(layout.unpack(there)[0]), lengths)
 
     def put(self, ids: Ids | SequenceIds, outputs: Outputs) -> None:
-        """Keep rows or sequences. Of several of the same id the last counts.
+        """Keep rows or sequences. If an id comes again, the last one counts.
 
         May wait for the disk when labels come faster than it writes.
 
@@ -395,7 +398,16 @@ class CacheView:
         self.keep(layout, samples, layout.pack(arrays, rows, sequences))
 
     def keep(self, layout: RowLayout, samples: list[SampleId], records: list[bytes]) -> None:
-        """Keep records; see `put`."""
+        """Keep records that are packed already, such as those of another folder.
+
+        Args:
+            layout: Columns of the records.
+            samples: Ids.
+            records: A record for each id.
+
+        Raises:
+            SettingsError: they have another layout than records kept before.
+        """
         cache, space = self._cache, self.space
         if cache.folder is not None:
             cache.folder.refresh(space)
@@ -521,7 +533,7 @@ class CacheView:
                     records[at] = held
                 elif record is None:
                     missing.append(at)
-        # Rows are read without the lock, which whoever puts labels waits for.
+        # Rows are read without the lock, so that `put` does not wait for the disk.
         if missing and cache.folder is not None:
             self._read(samples, records, missing, fresh=False)
         heads = sequences.heads if sequences is not None else None
@@ -536,7 +548,7 @@ class CacheView:
         return records
 
     def _read(self, samples: list[SampleId], records: list[bytes | None], places: list[int], *, fresh: bool) -> None:
-        """Read records from disk, and keep them in memory unless newer ones came meanwhile."""
+        """Read records from disk, and keep them in memory unless newer ones are there."""
         cache = self._cache
         assert cache.folder is not None
         wanted = [samples[at] for at in places]

@@ -24,7 +24,7 @@ _MOST_WAITING = 3
 _STALLED_S = 60.0
 """How long a disk may stand still before labels are dropped, and `close` gives up: longer than a busy one does."""
 _ROW_NBYTES = 64
-"""What a label counts for besides its bytes, so that tiny labels are bounded too."""
+"""Bytes that a label counts for besides its own, so that tiny labels are bounded too."""
 
 
 class LabelWriter:
@@ -33,7 +33,7 @@ class LabelWriter:
     Holds no reference to the cache, so that a cache which is no longer used can go.
 
     Args:
-        folder: where to write.
+        folder: The folder that labels go to.
         lock: the cache's, reentrant; guards everything here, and the records of namespaces that wait.
         batch_bytes: bytes of labels that are written together as soon as they have come.
         interval_s: seconds after which fewer are written. What came since is lost when the process is killed.

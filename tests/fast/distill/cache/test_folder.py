@@ -299,7 +299,7 @@ def test_several_folders_are_read_together(tmp_path: Path) -> None:
         together.rows([1, 7, 8])
     with pytest.raises(SettingsError, match="at least one"):
         load_labels([])
-    with pytest.raises(SettingsError, match=r"d' is no folder"):
+    with pytest.raises(SettingsError, match=r"d' is not a folder"):
         load_labels([parts[0], tmp_path / "d"])
     with SoftLabelCache(0, parts[2]) as cache:
         cache.view(KEY).put([9], {"logits": np.zeros((1, 4), np.float32)})
@@ -314,6 +314,6 @@ def test_a_folder_without_labels_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="edl label"):
         load_labels(tmp_path)
     assert not [*tmp_path.iterdir()]
-    with pytest.raises(SettingsError, match="no folder"):
+    with pytest.raises(SettingsError, match="not a folder"):
         load_labels(tmp_path / "missing")
     assert not (tmp_path / "missing").exists()

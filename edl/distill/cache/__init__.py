@@ -13,7 +13,7 @@ What does not belong here: deciding when to ask teachers.
 
 from __future__ import annotations
 
-from edl.distill.cache.ids import SequenceIds, fingerprints_of
+from edl.distill.cache.ids import RowIds, SequenceIds, fingerprints_of
 from edl.distill.cache.key import CacheKey
 from edl.distill.cache.labels import LabelSet, load_labels
 from edl.distill.cache.store import CacheStats, CacheView, Found, SoftLabelCache
@@ -24,6 +24,7 @@ __all__ = [
     "CacheView",
     "Found",
     "LabelSet",
+    "RowIds",
     "SequenceIds",
     "SoftLabelCache",
     "fingerprints_of",

@@ -121,18 +121,21 @@ class RowLayout:
             columns.append(column)
         return cls(tuple(columns), dict(top_k))
 
-    def pack(self, arrays: Mapping[str, Array], rows: int, sequences: SequenceIds | None = None) -> list[bytes]:
+    def pack(
+        self, arrays: Mapping[str, Array], rows: int, sequences: SequenceIds | None = None, heads: bytes = b""
+    ) -> list[bytes]:
         """Return a record for every row, or for every sequence.
 
         Args:
             arrays: [rows, ...] by column, of sequences the rows of all behind one another.
             rows: Number of rows.
             sequences: Lengths and fingerprints; None where each row has a record.
+            heads: Fingerprints of the rows, where each row has a record. Default: none are known.
         """
         columns = [_as_bytes(arrays[column.name], column) for column in self.columns]
         if sequences is None:
-            heads = np.zeros((rows, FINGERPRINT_NBYTES), np.uint8)
-            return [row.tobytes() for row in np.concatenate([heads, *columns], axis=1)]
+            first = np.frombuffer(heads or bytes(rows * FINGERPRINT_NBYTES), np.uint8).reshape(rows, FINGERPRINT_NBYTES)
+            return [row.tobytes() for row in np.concatenate([first, *columns], axis=1)]
         records, start = [], 0
         for length, head in sequences.heads or ():
             stop = start + length

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from edl.distill.cache.folder import LabelFolder, Namespace, why
-from edl.distill.cache.ids import Ids, SampleId, SequenceIds, as_ids
+from edl.distill.cache.ids import Ids, RowIds, SampleId, SequenceIds, as_ids
 from edl.distill.cache.key import CacheKey
 from edl.distill.cache.layout import FINGERPRINT_NBYTES, Outputs, RowLayout, flatten
 from edl.distill.cache.memory import MemoryTier
@@ -32,6 +32,7 @@ logger = logging.getLogger("edl.distill")
 
 _BATCH_BYTES = 16 << 20
 """Bytes written at a time: large enough that the disk's syncs do not count, small enough to hold a few in memory."""
+_UNKNOWN = bytes(FINGERPRINT_NBYTES)
 _LEAST_DISK_BYTES = 1 << 20
 """The smallest bound on disk: the database alone, with its journal, takes 200 KB."""
 
@@ -349,6 +350,8 @@ class CacheView:
         samples = as_ids(ids.ids if isinstance(ids, SequenceIds) else ids)
         self._check_kind(sequences)
         records = self._records(samples, sequences)
+        if isinstance(ids, RowIds) and not self._other_text_warned:
+            self._compare_inputs(ids, records)
         self._check_kind(sequences)  # of labels that were found just now
         mask = np.fromiter((record is not None for record in records), np.bool_, len(records))
         with self._cache.lock:
@@ -395,7 +398,10 @@ class CacheView:
         arrays, layout = flatten(outputs, rows, half=half)
         if sequences is not None:
             layout = replace(layout, sequence_inputs=sequences.inputs)
-        self.keep(layout, samples, layout.pack(arrays, rows, sequences))
+        heads = b""
+        if isinstance(ids, RowIds) and ids.fingerprints:
+            heads = b"".join(ids.fingerprints.get(sample, _UNKNOWN) for sample in samples)
+        self.keep(layout, samples, layout.pack(arrays, rows, sequences, heads))
 
     def keep(self, layout: RowLayout, samples: list[SampleId], records: list[bytes]) -> None:
         """Keep records that are packed already, such as those of another folder.
@@ -568,6 +574,24 @@ class CacheView:
             return []
         pairs = enumerate(zip(records, heads, strict=True))
         return [at for at, (record, head) in pairs if record is not None and layout.head_of(record) != head]
+
+    def _compare_inputs(self, ids: RowIds, records: list[bytes | None]) -> None:
+        """Warn of a row whose inputs are not those that its label was kept for.
+
+        The label is used all the same: decoders of images differ by a bit from machine to machine.
+        """
+        for sample, record in zip(ids, records, strict=True):
+            head = record[:FINGERPRINT_NBYTES] if record is not None else _UNKNOWN
+            if head != _UNKNOWN and ids.fingerprints.get(sample, head) != head:
+                self._other_text_warned = True
+                logger.warning(
+                    "soft-label cache %s: the inputs of sample %r are not those that its label was kept for. If the "
+                    "data set has changed, or is augmented at random, labels of other inputs are used: name another "
+                    "`dataset` tag, or have ids say which augmentation it is",
+                    self._cache.path or "in memory",
+                    sample,
+                )
+                return
 
     def _warn_of_other_text(self, sample: SampleId, rows: int, record: bytes | None) -> None:
         if self._other_text_warned or record is None or self.layout is None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from edl.discovery.registry import Snapshot
-from edl.distill.cache import CacheView, SequenceIds, SoftLabelCache
+from edl.distill.cache import CacheView, RowIds, SequenceIds, SoftLabelCache
 from edl.distill.engine.compatibility import outputs_disagreement
 from edl.distill.engine.engine import Engine
 from edl.distill.engine.event_loop import EventLoopThread
@@ -325,7 +325,7 @@ class ChunkLabeller:
             view = open_view(cache, labels.key(spec, spec.version), own)
             self._views[index, spec.name, spec.version] = view
         sent = {name: array for name, array in fields.items() if not spec.inputs or name in spec.inputs}
-        ids = chunk_ids(chunk, sent, spec.sequences)
+        ids = chunk_ids(chunk, sent, spec.sequences) if chunk.lengths is not None else RowIds.of(chunk.ids, sent)
         found = view.get(ids)
         self._cached += int(found.row_mask.sum())
         return CacheMiss(found, view, select_ids(ids, ~found.mask), cache, labels, spec)

@@ -456,7 +456,8 @@ class LabelFolder:
             return True
         pages, free = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count"))
         index = max(rows * _PLACE_NBYTES - free * _PAGE_NBYTES, 0)
-        wanted = nbytes + 2 * index + pages * _PAGE_NBYTES  # with WAL's copy of each page that may change
+        journal = max(pages * _PAGE_NBYTES + index - sizes.get(f"{_DATABASE}-wal", 0), 0)  # each page may change
+        wanted = nbytes + index + journal
         used = sum(sizes.values())
         others = used - sum(sizes.get(name, 0) for name in named)
         if used + wanted <= self.limit_bytes:

@@ -48,6 +48,17 @@ def test_oldest_labels_of_all_keys_go_first(tmp_path: Path, warnings_of: Callabl
         assert cache.keys() == [KEY]
 
 
+def test_the_bound_holds_for_tiny_labels(tmp_path: Path) -> None:
+    """The database takes more than they do, and never shrinks."""
+    with SoftLabelCache(0, tmp_path, MIB) as cache:
+        for start in range(0, 24_000, 1500):
+            cache.view(KEY).put(range(start, start + 1500), rows(range(start, start + 1500), 1))
+            cache.flush()
+            assert cache.stats().disk_bytes <= MIB
+        assert cache.stats().evicted_segments > 1
+        assert cache.view(KEY).get(range(start, start + 1500)).complete
+
+
 def test_label_above_the_bound_evicts_nothing(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
     put(tmp_path, range(10))
     with SoftLabelCache(4 * MIB, tmp_path, MIB) as cache:

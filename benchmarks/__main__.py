@@ -26,7 +26,7 @@ from benchmarks._child import ROOT, processes
 from benchmarks._harness import Spread, table
 
 NAMES = (
-    *("reader", "counts", "degradation", "tokens", "heterogeneous", "kill", "balance", "fairness"),
+    *("reader", "counts", "cache", "degradation", "tokens", "heterogeneous", "kill", "balance", "fairness"),
     *(
         "checkpoint",
         "recovery",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
                 from edl.cli.label.job import run_job  # which needs a master's packages
 
                 return run_job(options, plan, data, cache)
-            return _label_all(options.output, plan, data, cache)
+            return _label_all(options, plan, data, cache)
     except BaseException:
         if new:
             with contextlib.suppress(OSError):  # it is not empty, or not there
@@ -49,9 +50,10 @@ def main(argv: Sequence[str]) -> int:
         raise
 
 
-def _label_all(folder: str, plan: LabelPlan, data: LabelDataset, cache: SoftLabelCache) -> int:
+def _label_all(options: argparse.Namespace, plan: LabelPlan, data: LabelDataset, cache: SoftLabelCache) -> int:
+    folder: str = options.output
     with open_screen(plan.teachers.name, "waiting for teachers") as screen:
-        report = label(data, plan, cache, lambda progress: _show(screen, progress))
+        report = label(data, plan, cache, lambda progress: _show(screen, progress), relabel=options.relabel)
     print_report(report, folder, cache.stats().disk_bytes, data)
     print_use(report.key, [folder], sequences=data.sequences)
     return 0

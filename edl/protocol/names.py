@@ -50,6 +50,7 @@ __all__ = [
     "TOP_K",
     "TRACEPARENT",
     "UNORDERED",
+    "WEIGHTS_VERSION",
     "method",
     "top_k_names",
 ]
@@ -128,6 +129,9 @@ TOKENIZER = "edl_tokenizer"
 """Parameter of a model's configuration: the hash of its tokenizer, as in `TOKENIZER_META`."""
 TOKENIZER_META = "tokenizer"
 """Metadata of an instance in discovery: the hash of its tokenizer. With another one, ids mean other tokens."""
+WEIGHTS_VERSION = "edl_weights_version"
+"""Parameter of a model's configuration: its version, if that is a hash of weights and code. Whichever service has this
+version of the model has the same model."""
 
 EXTENSION_TOP_K = "edl_top_k"
 EXTENSION_OUTPUT_DTYPE = "edl_dtype"

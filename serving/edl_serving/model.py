@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from edl.errors import SettingsError
 from edl.protocol import kserve, names
 from edl_serving.backends.backend import Backend, TensorSpec
+from edl_serving.backends.source import WeightsVersion
 from edl_serving.request_error import invalid_argument, not_found, quote
 from edl_serving.settings import ServerSettings
 
@@ -143,6 +144,8 @@ class ServedModel:
         if self.optional_outputs:
             optional = ",".join(sorted({*self.optional_outputs.values()}))
             config.parameters[names.OPTIONAL_INPUTS].string_value = optional
+        if isinstance(self.version, WeightsVersion):
+            config.parameters[names.WEIGHTS_VERSION].string_value = self.version
         if names.TOKENIZER_META in self.instance_meta:
             config.parameters[names.TOKENIZER].string_value = self.instance_meta[names.TOKENIZER_META]
         return kserve.ModelConfigResponse(config=config)

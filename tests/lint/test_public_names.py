@@ -39,6 +39,7 @@ PUBLIC = {
         "CacheView",
         "Found",
         "LabelSet",
+        "RowIds",
         "SequenceIds",
         "SoftLabelCache",
         "fingerprints_of",

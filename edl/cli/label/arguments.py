@@ -80,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("float16", "float32"), help="of floating-point outputs (default: as teachers give them)")
     add("--ids", metavar="KEY", help="what holds the samples' ids (default: a row's position is its id)")
     add("--dataset", default="", metavar="TAG", help="tells data sets and augmentations in one folder apart")
+    add("--relabel", action="store_true", help="label all rows again if FOLDER has labels of other data than DATA")
     add = found.add_argument_group("sequences of tokens (docs/tokens.md)").add_argument
     add("--offsets", metavar="KEY", help="in an .npz file: the array of where each sequence begins, and the last ends")
     add("--sequences", action="store_true", help="each sample of a function is a sequence [tokens], of its own length")
@@ -165,6 +166,8 @@ def check_job(options: argparse.Namespace) -> None:
         raise SettingsError(f"--worker-timeout {options.worker_timeout:g}: must be at least 1 second")
     if options.job is not None and not re.fullmatch(r"[^/]{1,100}", options.job):
         raise SettingsError(f"--job {quote(options.job)}: expected 1 to 100 characters without a slash")
+    if options.job is not None and options.relabel:
+        raise SettingsError("--relabel does not go with --job: name an --output folder without labels")
     if options.job is None:
         alone = {"--store": options.store, "--shard": options.shard, "--host": options.host}
         given = [name for name, value in alone.items() if value] + ["--retry-poisoned"] * options.retry_poisoned

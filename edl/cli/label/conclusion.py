@@ -55,7 +55,7 @@ def print_use(key: CacheKey, folders: Sequence[str], *, sequences: bool = False)
         print("and a program without a reader with")
         print(f"  edl.distill.cache.load_labels({folders[0]!r}).{read}[{key.outputs[0]!r}]")
         return
-    print("Copied into one folder (rsync -a FOLDER/ TOGETHER/, for each), a reader finds them, by the same ids, with")
+    print("Copied into one (SoftLabelCache(path='TOGETHER').add_folder(FOLDER), for each), a reader finds them with")
     print(f"  DistillReader(…, cache=SoftLabelCache(path='TOGETHER'), id_field=…{dataset}{top_k}{dtype})")
     print("and a program without a reader, also where they are, with")
     print(f"  edl.distill.cache.load_labels([{', '.join(map(repr, folders))}]).{read}[{key.outputs[0]!r}]")

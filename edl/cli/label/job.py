@@ -159,7 +159,7 @@ class _Worker:
                 plan = replace(plan, output_spec=replace(plan.output_spec, version=spec.key.version))
             labeller = ShardLabeller(self._data, plan, self._cache)
             try:
-                key = labeller.key()
+                key = labeller.key(self._fingerprint)
                 if spec is not None:
                     self._refuse(spec.key_differences(key))
                     return labeller

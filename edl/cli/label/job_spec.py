@@ -85,20 +85,7 @@ class LabelJobSpec:
         Args:
             data: of this worker.
         """
-        found = []
-        if data.rows != self.data.rows:
-            found.append(f"{data.rows:,} rows here, {self.data.rows:,} in the job")
-        if data.inputs != self.data.inputs:
-            found.append(f"inputs {_listed(data.inputs)} here, {_listed(self.data.inputs)} in the job")
-        if found:
-            return found
-        ours, theirs = data.rows_checksum, self.data.rows_checksum
-        if ours and theirs and ours != theirs:
-            return ["rows or their ids have another content here than in the job"]
-        ours, theirs = data.file_checksum, self.data.file_checksum
-        if ours and theirs and ours != theirs:
-            return ["some rows have another content here than in the job"]
-        return []
+        return data.differences(self.data, "in the job")
 
     def option_differences(self, plan: LabelPlan) -> list[str]:
         """Return in words how what is asked for differs, as far as options say, before teachers are asked.
@@ -132,10 +119,6 @@ class LabelJobSpec:
             for name, value in here.items()
             if value != there[name]
         ]
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    return ", ".join(names) or "none"
 
 
 def _shown(value: Any) -> str:

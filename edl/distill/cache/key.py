@@ -13,9 +13,6 @@ from edl.settings import is_above_zero, is_count
 
 __all__ = ["CacheKey"]
 
-_HASH = re.compile(r"[0-9a-f]{16}")
-"""What `edl serve` makes of code and weights where nobody names a version: no person would choose such a one."""
-
 
 @dataclass(frozen=True)
 class CacheKey:
@@ -23,17 +20,17 @@ class CacheKey:
 
     Attributes:
         model: its name in requests.
-        version: as the answer names it, or the model's metadata where answers name none. Another version is another
-            teacher.
+        version: The model's version as the answer names it, or the model's metadata where answers name none. Another
+            version is another teacher.
         outputs: names of the outputs kept.
-        top_k: of `TopK` labels, None for whole outputs.
-        temperature: of `TopK` labels; without `top_k` it plays no part and becomes 1.
+        top_k: The k of `TopK` labels, None for whole outputs.
+        temperature: The temperature of `TopK` labels; without `top_k` it plays no part and becomes 1.
         dtype: "float16" or "float32" if the labels were asked for or stored in it, None as the model gives them.
         dataset: the user's tag for what the ids mean: the data set, its version, how samples are augmented. Ids of an
             augmented sample must name the augmentation too (for example `f"{index}/{seed}"`).
-        service: whose version it is: the service's name, or the endpoints of fixed teachers. Version "1" of another
-            service is another model. Empty where the version is a hash of the weights, as `edl serve` makes it: that is
-            the same model wherever it is served.
+        service: Who named the version: the service's name, or the endpoints of fixed teachers. Version "1" of another
+            service is another model. Empty where the teachers say that the version is a hash of the weights, as
+            `edl serve` does: that is the same model wherever it is served.
         inputs: names of what is sent, where the teachers do not say which inputs their model has; sorted.
 
     Raises:
@@ -56,9 +53,9 @@ class CacheKey:
         self._check_types()
         object.__setattr__(self, "outputs", tuple(self.outputs))
         object.__setattr__(self, "inputs", tuple(sorted(self.inputs)))
-        object.__setattr__(self, "top_k", int(self.top_k) if self.top_k is not None else None)  # numpy's is no JSON
-        if _HASH.fullmatch(self.version):
-            object.__setattr__(self, "service", "")
+        object.__setattr__(
+            self, "top_k", int(self.top_k) if self.top_k is not None else None
+        )  # JSON does not know numpy's
         object.__setattr__(self, "temperature", float(self.temperature) if self.top_k is not None else 1.0)
 
     @property
@@ -92,7 +89,7 @@ class CacheKey:
         """Return the key that `to_json` wrote.
 
         Args:
-            text: as it was written.
+            text: The text as it was written.
 
         Raises:
             ValueError: `to_json` did not write this.

@@ -12,14 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from edl.distill.cache.folder import SegmentFolder
+from edl.distill.cache.folder import LabelFolder
+from edl.distill.cache.ids import Ids, SampleId, SequenceIds, as_ids, fingerprints_of
 from edl.distill.cache.key import CacheKey
 from edl.distill.cache.layout import RowLayout
-from edl.distill.cache.memory import SampleId
-from edl.distill.cache.namespace import Namespace
-from edl.distill.cache.segment import BadSegmentError, FileHandles
-from edl.distill.cache.sequences import SequenceIds, fingerprints_of
-from edl.distill.cache.view import Ids, as_ids
 from edl.distill.compress import TopK
 from edl.distill.padding import as_token_mask, padded
 from edl.errors import SettingsError, SourceError
@@ -38,7 +34,7 @@ class LabelSet:
         key: the teacher and the data set that they are of.
         ids: integers sorted by value before strings sorted likewise; [rows] or [sequences].
         outputs: arrays [rows, ...] or `TopK`, in the order of `ids`; of sequences the rows of all, behind one another.
-        sequences: of sequences their ids, lengths and fingerprints, in the order of `ids`; None for rows.
+        sequences: Ids, lengths and fingerprints of the sequences, in the order of `ids`; None for labels of rows.
     """
 
     key: CacheKey
@@ -56,7 +52,7 @@ class LabelSet:
             ids: [rows], a sequence or an integer array.
 
         Raises:
-            SettingsError: there is no label for some of them, or labels are of sequences.
+            SettingsError: some of them lack a label, or the labels are of sequences.
         """
         if self.sequences is not None:
             raise SettingsError("these are labels of sequences: read them with of_sequences(ids) or padded(ids, mask)")
@@ -72,7 +68,7 @@ class LabelSet:
                 input, [tokens, ...] for each sequence. None to trust the ids.
 
         Raises:
-            SettingsError: there is no label for some of them, or that of another text; or labels are of rows.
+            SettingsError: some of them lack a label, or have that of another text; or labels are of rows.
             SourceError: a text is a tensor that cannot be read as it is.
         """
         places = self._checked_places(ids)
@@ -92,7 +88,7 @@ class LabelSet:
             inputs: the texts themselves, as for `of_sequences`: [sequences, length, ...] by the name of the input.
 
         Raises:
-            SettingsError: there is no label for some of them, or that of another text; or labels are of rows.
+            SettingsError: some of them lack a label, or have that of another text; or labels are of rows.
             SourceError: the mask is none, or it or a text is a tensor that cannot be read as it is.
         """
         kept = as_token_mask(_array_of(mask, "the batch: its mask"), "the batch")
@@ -182,16 +178,15 @@ def load_labels(
         top_k = labels.padded(batch["id"], batch["attention_mask"])["logprobs"]  # TopK of [sequences, length, k]
 
     Args:
-        path: of the folder; or of several, where machines wrote to folders of their own. Of labels of the same sample
-            the newest counts, in whichever folder.
+        path: A folder; or several, where machines wrote to folders of their own. If several have a label of one
+            sample, that of the last folder counts.
         key: wanted if the folders have labels of several teachers or data sets.
 
     Returns:
         All labels of the key, in memory.
 
     Raises:
-        SettingsError: there are no labels, or several keys to choose from, or a file that cannot be read, or folders
-            have labels of different shapes or dtypes.
+        SettingsError: the folders hold nothing, several keys to choose from, or labels that do not fit together.
     """
     roots = [Path(path)] if isinstance(path, str | os.PathLike) else [Path(part) for part in path]
     name = ", ".join(repr(str(root)) for root in roots)
@@ -199,95 +194,49 @@ def load_labels(
         raise SettingsError("no folder of labels: name at least one")
     for root in roots:
         if not root.is_dir():
-            raise SettingsError(f"{str(root)!r} is no folder: name the one that `edl label --output` wrote to")
-    if key is None:
-        key = _only([key for root in roots for key in SegmentFolder(root, None).keys()], name)  # noqa: SIM118
-    reading = _Reading()
-    for root in roots:
-        reading.add_folder(root, key)
-    return reading.labels(key, name)
+            raise SettingsError(f"{str(root)!r} is not a folder: name the one that `edl label --output` wrote to")
+    folders = [LabelFolder(root, read_only=True) for root in roots]
+    try:
+        if key is None:
+            key = _only([key for folder in folders for key in folder.keys()], name)  # noqa: SIM118 - not a mapping
+        return _labels(key, folders, name)
+    finally:
+        for folder in folders:
+            folder.close()
 
 
-class _Reading:
-    """Rows that were read from folders so far."""
-
-    def __init__(self) -> None:
-        self._where: dict[SampleId, tuple[str, int]] = {}  # the file's name, which begins with the time, and the row
-        self._parts: list[dict[str, Array]] = []
-        self._lengths: list[Array] = []
-        self._prints: list[Array] = []
-        self._rows = 0
-        self._layout: RowLayout | None = None
-        self._first: Path | None = None
-
-    def add_folder(self, root: Path, key: CacheKey) -> None:
-        handles = FileHandles()
-        namespace = Namespace(root, key, handles)
-        namespace.scan(force=True)
-        if not len(namespace):
-            return
-        assert namespace.layout is not None
-        merged = namespace.layout if self._layout is None else self._layout.merged(namespace.layout)
-        if merged is not None:
-            self._layout = merged
-            self._first = self._first or root
-        else:
+def _labels(key: CacheKey, folders: Sequence[LabelFolder], name: str) -> LabelSet:
+    layout: RowLayout | None = None
+    records: dict[SampleId, bytes] = {}
+    first: LabelFolder | None = None
+    for folder in folders:
+        space = folder.namespace(key)
+        if space.layout is None:
+            continue
+        merged = space.layout if layout is None else layout.merged(space.layout)
+        if merged is None:
             raise SettingsError(
-                f"labels in {str(root)!r} are {namespace.layout}, in {str(self._first)!r} {self._layout}: they cannot "
-                "be read together"
+                f"labels in {str(folder.path)!r} are {space.layout}, in {str(first and first.path)!r} {layout}: they "
+                "cannot be read together"
             )
+        layout, first = merged, first or folder
         damaged = 0
-        for segment in namespace.segments():
-            try:
-                records = segment.read(handles, 0, len(segment.ids))
-            except BadSegmentError as exc:
-                raise SettingsError(f"{segment.path} cannot be read: {exc}") from exc
-            damaged += self._add_rows(segment.path.name, segment.ids, records)
+        for ids, found in folder.read_all(space):
+            there = {sample: record for sample, record in zip(ids, found, strict=True) if record is not None}
+            records.update(there)
+            damaged += len(ids) - len(there)
         if damaged:
             logger.warning(
-                "soft-label cache: %d rows in %s are damaged; `edl label` asks for them again", damaged, root
+                "soft-label cache %s: %d labels are damaged; `edl label` asks for them again", folder.path, damaged
             )
-
-    def _add_rows(self, name: str, ids: list[SampleId], records: list[bytes | None]) -> int:
-        """Take in the records of a file; return how many are damaged."""
-        assert self._layout is not None
-        there = [(sample, record) for sample, record in zip(ids, records, strict=True) if record is not None]
-        if there:
-            self._take_in([record for _, record in there])
-            for row, (sample, _) in enumerate(there, self._rows):
-                if name >= self._where.get(sample, ("", 0))[0]:  # of several the newest counts
-                    self._where[sample] = (name, row)
-            self._rows += len(there)
-        return len(records) - len(there)
-
-    def _take_in(self, records: list[bytes]) -> None:
-        assert self._layout is not None
-        if self._layout.sequence_inputs is None:
-            self._parts.append(self._layout.unpack(b"".join(records), len(records)))
-            return
-        arrays, lengths, prints = self._layout.unpack_sequences(records)
-        self._parts.append(arrays)
-        self._lengths.append(lengths)
-        self._prints.append(prints)
-
-    def labels(self, key: CacheKey, name: str) -> LabelSet:
-        if self._layout is None:
-            raise SettingsError(f"{name} has no labels of {key}")
-        if not self._parts:
-            raise SettingsError(f"{name} has no labels of {key} that are whole")
-        ids = sorted(self._where, key=lambda sample: (isinstance(sample, str), sample))
-        order = np.fromiter((self._where[sample][1] for sample in ids), np.intp, len(ids))
-        sequences = None
-        if self._layout.sequence_inputs is not None:
-            lengths, prints = np.concatenate(self._lengths), np.concatenate(self._prints)
-            starts = np.cumsum(lengths) - lengths
-            sequences = SequenceIds(ids, lengths[order], prints[order], self._layout.sequence_inputs)
-            order = _ranges(starts[order], lengths[order])
-        arrays = {}
-        for column in self._layout.columns:
-            pieces = [part.pop(column.name) for part in self._parts]  # each goes when it was copied
-            arrays[column.name] = np.concatenate(pieces)[order]
-        return LabelSet(key, tuple(ids), self._layout.restore(arrays), sequences)
+    if layout is None or not records:
+        raise SettingsError(f"{name} has no labels of {key}" + (" that are whole" if layout is not None else ""))
+    ids = sorted(records, key=lambda sample: (isinstance(sample, str), sample))
+    arrays, lengths, prints = layout.unpack([records.pop(sample) for sample in ids])
+    sequences = None
+    if layout.sequence_inputs is not None:
+        sequences = SequenceIds(ids, lengths, prints, layout.sequence_inputs)
+    return LabelSet(key, tuple(ids), layout.restore(arrays), sequences)
 
 
 def _array_of(value: Any, what: str) -> Array:
@@ -295,13 +244,6 @@ def _array_of(value: Any, what: str) -> Array:
         return np.asarray(value)
     except (RuntimeError, TypeError, ValueError) as exc:  # a tensor that requires grad, lies on a GPU, is sparse, ...
         raise SourceError(f"{what}: cannot be made an array: {exc}") from exc
-
-
-def _ranges(starts: Array, lengths: Array) -> Array:
-    """Return the numbers from each start on, as many as its length, behind one another."""
-    before = np.cumsum(lengths) - lengths
-    found: Array = np.arange(lengths.sum()) + np.repeat(starts - before, lengths)
-    return found
 
 
 def _only(found: list[CacheKey], name: str) -> CacheKey:

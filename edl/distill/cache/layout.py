@@ -1,29 +1,32 @@
-"""Packs rows of several outputs into records: a run of bytes for each row, or for each sequence of rows."""
+"""Packs rows of several outputs into records: a run of bytes for each row, or for each sequence of rows.
+
+A record begins with the fingerprint of the inputs, 0 where that is not known. The columns follow, each with
+all its rows.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from edl.distill.cache.sequences import SequenceIds
+from edl.distill.cache.ids import SequenceIds
 from edl.distill.compress import TopK, to_float16
 from edl.errors import SettingsError
 from edl.protocol.names import top_k_names
 from edl.protocol.tensors import Array
 
-__all__ = ["FINGERPRINT_NBYTES", "ID_PREFIX", "Column", "Outputs", "RowLayout", "flatten"]
+__all__ = ["FINGERPRINT_NBYTES", "Outputs", "RowLayout", "flatten"]
 
 Outputs: TypeAlias = Mapping[str, Array | TopK]
 
-ID_PREFIX = "sample_ids"
-"""Names of tensors that hold the ids in a file; outputs must not be called so."""
-
 FINGERPRINT_NBYTES = 8
-"""Bytes at the beginning of a sequence's record."""
+"""Bytes at the beginning of a record."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Column:
     """An array of the rows.
 
     Attributes:
-        name: of the output, or of a part of it.
+        name: The output's name, or that of a part of it.
         dtype: little-endian.
         shape: without the rows.
     """
@@ -55,8 +58,8 @@ class RowLayout:
 
     Attributes:
         columns: sorted by name.
-        top_k: by output that is `TopK`, its temperature and number of classes; its three arrays are columns.
-        sequence_inputs: of records of sequences, the inputs that their fingerprints are of; None for records of a row.
+        top_k: Temperature and number of classes of each output that is `TopK`; its three arrays are columns.
+        sequence_inputs: The inputs that fingerprints of sequences cover; None for records of a row.
     """
 
     columns: tuple[Column, ...]
@@ -65,7 +68,7 @@ class RowLayout:
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes of a record."""
+        """Bytes of a row."""
         return sum(column.nbytes for column in self.columns)
 
     def merged(self, other: RowLayout) -> RowLayout | None:
@@ -112,56 +115,52 @@ class RowLayout:
         for name, array in sorted(arrays.items()):
             if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
                 raise SettingsError(f"output {name!r} is {array.dtype}: the cache keeps numbers and booleans only")
-            if name.startswith(ID_PREFIX):
-                raise SettingsError(f"output {name!r}: the cache keeps ids under names that start with {ID_PREFIX!r}")
             column = Column(name, array.dtype.newbyteorder("<"), array.shape[1:])
             if not column.nbytes:
                 raise SettingsError(f"output {name!r} has rows of shape {list(column.shape)}: nothing to keep")
             columns.append(column)
         return cls(tuple(columns), dict(top_k))
 
-    def pack(self, arrays: Mapping[str, Array]) -> list[bytes]:
-        """Return a record for every row."""
-        parts = [_as_bytes(arrays[column.name], column) for column in self.columns]
-        packed = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
-        return [row.tobytes() for row in packed]
-
-    def unpack(self, records: bytes, rows: int) -> dict[str, Array]:
-        """Return arrays [rows, ...] by column out of joined records. Read-only where that saves a copy."""
-        packed = np.frombuffer(records, np.uint8).reshape(rows, self.row_nbytes)
-        arrays, at = {}, 0
-        for column in self.columns:
-            part = np.ascontiguousarray(packed[:, at : at + column.nbytes])
-            arrays[column.name] = part.reshape(-1).view(column.dtype).reshape(rows, *column.shape)
-            at += column.nbytes
-        return arrays
-
-    def pack_sequences(self, arrays: Mapping[str, Array], sequences: SequenceIds) -> list[bytes]:
-        """Return a record for every sequence.
+    def pack(
+        self, arrays: Mapping[str, Array], rows: int, sequences: SequenceIds | None = None, heads: bytes = b""
+    ) -> list[bytes]:
+        """Return a record for every row, or for every sequence.
 
         Args:
-            arrays: [rows of all sequences, ...] by column.
-            sequences: with lengths and fingerprints.
+            arrays: [rows, ...] by column, of sequences the rows of all behind one another.
+            rows: Number of rows.
+            sequences: Lengths and fingerprints; None where each row has a record.
+            heads: Fingerprints of the rows, where each row has a record. Default: none are known.
         """
-        heads = sequences.heads
-        assert heads is not None
-        columns = [_as_bytes(arrays[column.name], column).reshape(-1) for column in self.columns]
-        widths = [column.nbytes for column in self.columns]
+        columns = [_as_bytes(arrays[column.name], column) for column in self.columns]
+        if sequences is None:
+            first = np.frombuffer(heads or bytes(rows * FINGERPRINT_NBYTES), np.uint8).reshape(rows, FINGERPRINT_NBYTES)
+            return [row.tobytes() for row in np.concatenate([first, *columns], axis=1)]
         records, start = [], 0
-        for rows, head in heads:
-            stop = start + rows
-            parts = [part[start * width : stop * width].tobytes() for part, width in zip(columns, widths, strict=True)]
-            records.append(b"".join([head, *parts]))
+        for length, head in sequences.heads or ():
+            stop = start + length
+            records.append(b"".join([head, *(part[start:stop].tobytes() for part in columns)]))
             start = stop
         return records
 
-    def unpack_sequences(self, records: Sequence[bytes]) -> tuple[dict[str, Array], Array, Array]:
-        """Return arrays [rows of all sequences, ...] by column, lengths and fingerprints."""
+    def unpack(self, records: Sequence[bytes]) -> tuple[dict[str, Array], Array, Array]:
+        """Return arrays [rows, ...] by column, rows of each record, and fingerprints."""
+        arrays = {}
+        if self.sequence_inputs is None:
+            packed = np.frombuffer(b"".join(records), np.uint8).reshape(
+                len(records), FINGERPRINT_NBYTES + self.row_nbytes
+            )
+            prints = np.ascontiguousarray(packed[:, :FINGERPRINT_NBYTES]).view("<u8").reshape(-1)
+            at = FINGERPRINT_NBYTES
+            for column in self.columns:
+                part = np.ascontiguousarray(packed[:, at : at + column.nbytes])
+                arrays[column.name] = part.reshape(-1).view(column.dtype).reshape(-1, *column.shape)
+                at += column.nbytes
+            return arrays, np.ones(len(records), np.int64), prints
         lengths = np.fromiter(map(self.rows_of, records), np.int64, len(records))
         prints = np.frombuffer(b"".join(record[:FINGERPRINT_NBYTES] for record in records), "<u8").astype(np.uint64)
         starts = np.full(len(records), FINGERPRINT_NBYTES, np.int64)
         views = [memoryview(record) for record in records]
-        arrays = {}
         for column in self.columns:
             stops = starts + lengths * column.nbytes
             pieces = [view[a:b] for view, a, b in zip(views, starts.tolist(), stops.tolist(), strict=True)]
@@ -169,12 +168,35 @@ class RowLayout:
             starts = stops
         return arrays, lengths, prints
 
+    def to_json(self) -> str:
+        """Return the layout as text, with a checksum."""
+        columns = [[column.name, column.dtype.str, list(column.shape)] for column in self.columns]
+        text = json.dumps([columns, dict(self.top_k), self.sequence_inputs], sort_keys=True)
+        return f"{zlib.crc32(text.encode()):08x} {text}"
+
+    @classmethod
+    def from_json(cls, text: object) -> RowLayout:
+        """Return the layout that `to_json` wrote.
+
+        Raises:
+            ValueError: `to_json` did not write this.
+        """
+        checksum, _, fields = str(text).partition(" ")
+        if checksum != f"{zlib.crc32(fields.encode('utf-8', 'replace')):08x}":
+            raise ValueError("the layout of its rows is damaged")
+        columns, top_k, inputs = json.loads(fields)
+        return cls(
+            tuple(Column(name, np.dtype(dtype), tuple(shape)) for name, dtype, shape in columns),
+            {name: (float(temperature), classes) for name, (temperature, classes) in top_k.items()},
+            tuple(inputs) if inputs is not None else None,
+        )
+
     def rows_of(self, record: bytes) -> int:
-        """Return how many rows the record of a sequence has."""
+        """Return how many rows a record has."""
         return (len(record) - FINGERPRINT_NBYTES) // self.row_nbytes
 
     def head_of(self, record: bytes) -> tuple[int, bytes]:
-        """Return the rows and the fingerprint of a sequence's record."""
+        """Return the rows and the fingerprint of a record."""
         return self.rows_of(record), record[:FINGERPRINT_NBYTES]
 
     def restore(self, arrays: Mapping[str, Array]) -> dict[str, Array | TopK]:
@@ -199,7 +221,7 @@ def flatten(outputs: Outputs, rows: int, *, half: bool = False) -> tuple[dict[st
 
     Args:
         outputs: arrays [rows, ...] or `TopK`, by name.
-        rows: how many they must have.
+        rows: Number of rows that each must have.
         half: make floating-point values float16, except for the tail's mass.
 
     Raises:

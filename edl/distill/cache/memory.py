@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
-__all__ = ["MemoryTier", "NamespaceRows", "SampleId"]
+from edl.distill.cache.ids import SampleId
 
-SampleId: TypeAlias = int | str
+__all__ = ["MemoryTier", "NamespaceRows"]
 
 ROW_OVERHEAD = 256
 """Bytes that a row takes besides its record: the objects around it and its place in the dictionary."""
@@ -40,11 +39,10 @@ class MemoryTier:
     """Records of all namespaces.
 
     Args:
-        limit_bytes: of all records together, bookkeeping included.
+        limit_bytes: Bytes of all records together, bookkeeping included.
 
     Attributes:
-        limit_bytes: as given.
-        nbytes: of the records now.
+        nbytes: Bytes of the records now.
         evicted: rows that made room for others.
     """
 
@@ -70,12 +68,8 @@ class MemoryTier:
         self._use(rows)
         records = rows.records
         found = list(map(records.get, ids))
-        if None in found:
-            for sample, record in zip(ids, found, strict=True):
-                if record is not None:
-                    records.move_to_end(sample)
-        else:
-            for sample in ids:
+        for sample, record in zip(ids, found, strict=True):
+            if record is not None:
                 records.move_to_end(sample)
         return found
 
@@ -83,15 +77,13 @@ class MemoryTier:
         """Keep what there is room for, and what takes the place of an older record of the same id."""
         self._use(rows)
         for sample, record in zip(ids, records, strict=True):
-            self._put_one(rows, sample, record)
-
-    def discard(self, rows: NamespaceRows, sample: SampleId) -> None:
-        """Forget a row if it is there."""
-        record = rows.records.pop(sample, None)
-        if record is not None:
+            known = sample in rows.records
+            self._discard(rows, sample)
             size = _size(sample, record)
-            rows.nbytes -= size
-            self.nbytes -= size
+            if self._make_room(rows, size, sure=known):
+                rows.records[sample] = record
+                rows.nbytes += size
+                self.nbytes += size
 
     def clear(self) -> None:
         """Forget all rows."""
@@ -104,15 +96,12 @@ class MemoryTier:
         self._calls += 1
         rows.used_at = self._calls
 
-    def _put_one(self, rows: NamespaceRows, sample: SampleId, record: bytes) -> None:
-        known = sample in rows.records
-        self.discard(rows, sample)
-        size = _size(sample, record)
-        if not self._make_room(rows, size, sure=known):
-            return
-        rows.records[sample] = record
-        rows.nbytes += size
-        self.nbytes += size
+    def _discard(self, rows: NamespaceRows, sample: SampleId) -> None:
+        record = rows.records.pop(sample, None)
+        if record is not None:
+            size = _size(sample, record)
+            rows.nbytes -= size
+            self.nbytes -= size
 
     def _make_room(self, rows: NamespaceRows, size: int, *, sure: bool) -> bool:
         if self.nbytes + size <= self.limit_bytes:
@@ -133,7 +122,7 @@ class MemoryTier:
         return True
 
     def _evict_from(self, rows: NamespaceRows) -> None:
-        self.discard(rows, next(iter(rows.records)))
+        self._discard(rows, next(iter(rows.records)))
         self.evicted += 1
 
 

@@ -1,245 +1,178 @@
-"""Gathers rows into segments and writes them in a background thread, which starts with the first row."""
+"""Gathers labels and writes them in a background thread, which starts with the first label."""
 
 from __future__ import annotations
 
 import atexit
 import logging
 import os
+import sqlite3
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 
-from edl.distill.cache.folder import SegmentFolder
-from edl.distill.cache.memory import ROW_OVERHEAD, SampleId
-from edl.distill.cache.namespace import Namespace
-from edl.distill.cache.segment import encode
+from edl.background import BackgroundLoop
+from edl.distill.cache.folder import LabelFolder, Namespace, why
+from edl.distill.cache.ids import SampleId
+from edl.errors import SettingsError
 
-__all__ = ["SegmentWriter"]
+__all__ = ["LabelWriter"]
 
 logger = logging.getLogger("edl.distill")
 
-_MOST_WAITING = 2
-"""Files' worth of rows that may wait to be written: while one is written the next is there. More is memory only."""
+_MOST_WAITING = 3
+"""Batches' worth of labels that may wait to be written, or be on their way: while one is written the next gathers."""
 _STALLED_S = 60.0
-"""How long a disk may stand still before rows are dropped, and `close` gives up: longer than a busy one does."""
+"""How long a disk may stand still before labels are dropped, and `close` gives up: longer than a busy one does."""
+_ROW_NBYTES = 64
+"""Bytes that a label counts for besides its own, so that tiny labels are bounded too."""
 
 
-@dataclass(eq=False)
-class _Batch:
-    """Rows on their way into a file. `since` is when the first came."""
-
-    namespace: Namespace
-    since: float
-    ids: list[SampleId] = field(default_factory=list)
-    records: list[bytes] = field(default_factory=list)
-    nbytes: int = 0
-
-
-class SegmentWriter:
-    """Gathers rows into segments, and writes them in a background thread.
+class LabelWriter:
+    """Gathers labels by key, and writes them in batches.
 
     Holds no reference to the cache, so that a cache which is no longer used can go.
 
     Args:
-        folder: to write to.
-        lock: the cache's; guards everything here and in the namespaces.
-        segment_bytes: a file is written when so many bytes of rows have come,
-        interval_s: or the first of them so long ago. What came since the last file is lost when the process is killed.
+        folder: The folder that labels go to.
+        lock: the cache's, reentrant; guards everything here, and the records of namespaces that wait.
+        batch_bytes: bytes of labels that are written together as soon as they have come.
+        interval_s: seconds after which fewer are written. What came since is lost when the process is killed.
 
     Attributes:
-        failures: files that could not be written.
-        lost_rows: rows of them, since the last flush.
+        failures: batches that could not be written.
+        lost_rows: labels in them, since the last flush.
         failure: why the last write failed.
     """
 
-    def __init__(self, folder: SegmentFolder, lock: threading.Condition, segment_bytes: int, interval_s: float) -> None:
+    def __init__(self, folder: LabelFolder, lock: threading.Condition, batch_bytes: int, interval_s: float) -> None:
         self._folder = folder
         self._lock = lock
-        self._segment_bytes = segment_bytes
+        self._batch_bytes = batch_bytes
         self._interval_s = interval_s
-        self._gathering: dict[tuple[int, type], _Batch] = {}
-        self._waiting: deque[_Batch] = deque()
-        self._writing: _Batch | None = None
-        self._thread: threading.Thread | None = None
-        self._closing = False
+        self._waiting: dict[Namespace, int] = {}  # how many bytes
+        self._writing: tuple[Namespace, int] | None = None
+        self._loop: BackgroundLoop | None = None
+        self._closing = self._failing = False
         self._pid = os.getpid()
         self.failures = self.lost_rows = 0
-        self.failure = ""  # why the last one failed
-        self._failing = False
-        self._dead = ""  # why the thread has ended; then nothing is written any more
+        self.failure = ""
 
-    def put(self, namespace: Namespace, ids: Sequence[SampleId], records: Sequence[bytes]) -> None:
-        """Take in rows. Waits while two files' worth of rows wait to be written, so that memory stays bounded."""
+    def put(self, space: Namespace, records: Mapping[SampleId, bytes]) -> None:
+        """Take in labels. Waits while too many wait to be written, so that memory stays bounded."""
         with self._lock:
-            if self._dead:
-                self._count_lost(len(ids), self._dead)
-                return
-            for sample, record in zip(ids, records, strict=True):
-                namespace.pending[sample] = record
-                kind = (id(namespace), type(sample))  # a file has ids of one type
-                batch = self._gathering.get(kind)
-                if batch is None:
-                    batch = self._gathering[kind] = _Batch(namespace, time.monotonic())
-                    self._lock.notify_all()  # the thread has a new due time
-                batch.ids.append(sample)
-                batch.records.append(record)
-                batch.nbytes += len(record) + 8
-                if batch.nbytes + ROW_OVERHEAD >= self._segment_bytes:
-                    self._waiting.append(self._gathering.pop(kind))
-            if self._thread is None:
+            before = self._waiting.get(space, 0)
+            if not before:
+                space.since = time.monotonic()
+            space.waiting.update(records)
+            self._waiting[space] = before + sum(map(len, records.values())) + _ROW_NBYTES * len(records)
+            if self._loop is None:
                 _RUNNING.add(self)
-                # Not a `BackgroundLoop`, which ends without a last step: this thread writes all that waits as it ends.
-                self._thread = threading.Thread(target=self._run, name="edl-cache", daemon=True)
-                self._thread.start()
-            if self._waiting:
-                self._lock.notify_all()
-            if not self._lock.wait_for(lambda: self._dead or len(self._waiting) <= _MOST_WAITING, _STALLED_S):
-                while len(self._waiting) > _MOST_WAITING:
-                    self._failed(self._waiting.popleft(), f"nothing has been written for {_STALLED_S:g} s")
+                self._loop = BackgroundLoop("edl-cache", self._step)
+            elif not before or self._waiting[space] >= self._batch_bytes or self._closing:
+                self._loop.wake()
+            if not self._lock.wait_for(self._has_room, _STALLED_S):
+                for stalled in list(self._waiting):
+                    self._fail(len(stalled.waiting), f"nothing has been written for {_STALLED_S:g} s")
+                    stalled.waiting = {}
+                self._waiting.clear()
 
     def flush(self, timeout_s: float) -> bool:
-        """Write all rows that came until now; return False if `timeout_s` passed first."""
+        """Write all labels that came until now; return False if `timeout_s` passed first."""
         with self._lock:
-            self._waiting.extend(self._gathering.values())
-            self._gathering.clear()
-            mine = [*self._waiting, self._writing]
-            self._lock.notify_all()
-            return self._lock.wait_for(
-                lambda: not any(batch is self._writing or batch in self._waiting for batch in mine if batch), timeout_s
-            )
+            mine = [self._writing[0].writing] if self._writing is not None else []
+            for space in self._waiting:
+                space.urgent = True
+                mine.append(space.waiting)
+            if self._loop is not None:
+                self._loop.wake()
+            return self._lock.wait_for(lambda: not any(map(self._holds, mine)), timeout_s)
 
     def let_go(self) -> None:
         """Close from a finalizer, which may run in any thread and in the middle of any function. Waits for no disk."""
-        if self._thread is None or os.getpid() != self._pid:
-            return
-        with self._lock:
+        if self._loop is not None and os.getpid() == self._pid:
             self._closing = True
-            self._lock.notify_all()
+            self._loop.wake()
 
-    def close(self, timeout_s: float = _STALLED_S) -> None:
+    def close(self) -> None:
         """Write what there is, and end the thread. May be called twice. Does nothing in a forked child.
 
         Called by a signal handler in the middle of a function of this cache it does not wait: the thread writes when
         that function has ended.
         """
-        if self._thread is None or os.getpid() != self._pid:
-            return
-        interrupts = self._lock._is_owned()  # type: ignore[attr-defined]
         self.let_go()
-        if interrupts or self._thread is threading.current_thread():
+        if self._loop is None or os.getpid() != self._pid or self._lock._is_owned():  # type: ignore[attr-defined]
             return
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            logger.warning("soft-label cache %s: still writing %g s after it was closed", self._folder.path, timeout_s)
+        if not self._loop.wait_ended(_STALLED_S):
+            logger.warning("soft-label cache %s: still writing %g s after it was closed", self._folder.path, _STALLED_S)
+
+    def _has_room(self) -> bool:
+        writing = self._writing[1] if self._writing is not None else 0
+        return sum(self._waiting.values()) + writing <= _MOST_WAITING * self._batch_bytes
+
+    def _holds(self, records: Mapping[SampleId, bytes]) -> bool:
+        """Return whether these records are still to be written."""
+        if self._writing is not None and self._writing[0].writing is records:
+            return True
+        return any(space.waiting is records for space in self._waiting)
 
     # The thread
 
-    def _run(self) -> None:
-        why = "the thread that writes has ended"
-        try:
-            self._write_all()
-            why = ""
-        except BaseException as exc:
-            why = f"{type(exc).__name__}: {exc}, which was not foreseen"
-            if not isinstance(exc, Exception):
-                raise
-        finally:
-            if why:
-                self._end(why)
-            _RUNNING.discard(self)
-
-    def _end(self, why: str) -> None:
-        """Let go of all that wait: there is no thread any more to write."""
+    def _step(self) -> float | None:
+        """Write a batch that is due; return the seconds until the next is, None at the end."""
         with self._lock:
-            self._dead = why
-            lost = [batch for batch in (self._writing, *self._waiting, *self._gathering.values()) if batch is not None]
-            self._writing = None
-            self._waiting.clear()
-            self._gathering.clear()
-            for batch in lost:
-                batch.namespace.written(batch.ids, batch.records)
-            rows = sum(len(batch.ids) for batch in lost)
-            self._count_lost(rows, why)
+            now = time.monotonic()
+            ages = {space: now - space.since for space in self._waiting}
+            due = [
+                space
+                for space, nbytes in self._waiting.items()
+                if nbytes >= self._batch_bytes or ages[space] >= self._interval_s or space.urgent or self._closing
+            ]
+            if not due and self._closing:
+                _RUNNING.discard(self)
+                return None
+            if not due:
+                return self._interval_s - max(ages.values(), default=0.0)
+            space = due[0]
+            space.writing, space.waiting, space.urgent = space.waiting, {}, False
+            self._writing = (space, self._waiting.pop(space))
+        failure = self._write(space)
+        with self._lock:
+            if failure:
+                self._fail(len(space.writing), failure)
+            else:
+                self._failing = False
+            space.writing, self._writing = {}, None
             self._lock.notify_all()
-        logger.error(
-            "soft-label cache %s: nothing more is written until it is opened anew, and %d rows were not: %s",
-            self._folder.path,
-            rows,
-            why,
-        )
+        return 0.0
 
-    def _count_lost(self, rows: int, why: str) -> None:
-        self.failures += 1
-        self.lost_rows += rows
-        self.failure = why
-
-    def _write_all(self) -> None:
-        while True:
-            with self._lock:
-                self._collect_due()
-                while not self._waiting:
-                    if self._closing:
-                        return
-                    self._lock.wait(self._until_due())
-                    self._collect_due()
-                batch = self._writing = self._waiting.popleft()
-            self._write(batch)
-            with self._lock:
-                self._writing = None
-                self._lock.notify_all()
-
-    def _until_due(self) -> float | None:
-        if not self._gathering:
-            return None
-        oldest = min(batch.since for batch in self._gathering.values())
-        return max(0.0, oldest + self._interval_s - time.monotonic())
-
-    def _collect_due(self) -> None:
-        now = time.monotonic()
-        for kind, batch in list(self._gathering.items()):
-            if self._closing or now - batch.since >= self._interval_s:
-                self._waiting.append(self._gathering.pop(kind))
-
-    def _write(self, batch: _Batch) -> None:
+    def _write(self, space: Namespace) -> str:
+        """Write the records of a namespace; return why that failed, empty if it did not."""
+        assert space.layout is not None
         try:
-            self._write_whole(batch)
-        except OSError as exc:
-            why = exc.strerror or str(exc)
+            self._folder.write(space, space.layout, space.writing)
+        except (OSError, sqlite3.Error, SettingsError) as exc:
+            return why(exc)
         except Exception as exc:
-            # Whatever it was, those who wait for this thread must not wait for ever, and the next file may be fine.
-            logger.exception("soft-label cache %s: a file was not written in a way not foreseen", self._folder.path)
-            why = f"{type(exc).__name__}: {exc}"
-        else:
-            return
-        with self._lock:
-            self._failed(batch, why)
+            # Whatever it was, those who wait for this thread must not wait for ever, and the next batch may be fine.
+            logger.exception("soft-label cache %s: labels were not written in a way not foreseen", self._folder.path)
+            return f"{type(exc).__name__}: {exc}"
+        return ""
 
-    def _write_whole(self, batch: _Batch) -> None:
-        namespace = batch.namespace
-        assert namespace.layout is not None
-        data = encode(namespace.path.name, namespace.layout, batch.ids, batch.records)
-        self._folder.write(namespace.key, data)
-        with self._lock:
-            self._failing = False
-            namespace.scan(force=True)
-            namespace.written(batch.ids, batch.records)
-
-    def _failed(self, batch: _Batch, why: str) -> None:
-        if not self._failing or why != self.failure:
+    def _fail(self, rows: int, failure: str) -> None:
+        if not self._failing or failure != self.failure:
             logger.warning(
                 "soft-label cache %s: %d rows were not written, and will be asked for again: %s",
                 self._folder.path,
-                len(batch.ids),
-                why,
+                rows,
+                failure,
             )
-        self._count_lost(len(batch.ids), why)
+        self.failures += 1
+        self.lost_rows += rows
+        self.failure = failure
         self._failing = True
-        batch.namespace.written(batch.ids, batch.records)
 
 
-_RUNNING: set[SegmentWriter] = set()
+_RUNNING: set[LabelWriter] = set()
 """Those whose threads are to write what they have when the program ends."""
 
 

@@ -50,6 +50,7 @@ class TeacherCompatibility:
         spec: The first teacher's model, until `select_version` changes its version; None before the first teacher. All
             teachers must have a model of this name.
         selecting_version: Whether `select_version` comes next, which warns of several versions.
+        weights_versions: Versions of which a teacher said that they are hashes of the weights.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class TeacherCompatibility:
         self._tokenizer = ""  # of the first teacher that told it
         self.spec: ModelSpec | None = None
         self.selecting_version = False
+        self.weights_versions: set[str] = set()
         self._clamp_warnings = ClampWarnings(service, "ask for dtype=None, or dtype='float32'")
         self._mixed_versions: frozenset[str] = frozenset()
         # Versions that were warned of, in addition to that of `spec`; the empty one also next to an unknown version.
@@ -160,6 +162,8 @@ class TeacherCompatibility:
                 self._service,
             )
         self._tokenizer = before or tokenizer
+        if spec.weights_version:
+            self.weights_versions.add(spec.weights_version)
         return ""
 
     def check_version(self, teacher: str, version: str) -> RequestFailure | None:

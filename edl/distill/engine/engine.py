@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -132,6 +132,11 @@ class Engine:
     def check_cacheable(self, fields: Mapping[str, Array]) -> None:
         """Check that cached labels fit; see `TeacherCompatibility.check_cacheable`. From a single thread at a time."""
         self._compatibility.check_cacheable(fields)
+
+    @property
+    def weights_versions(self) -> Collection[str]:
+        """The versions that are hashes of the weights, as teachers have said so far; grows while the engine runs."""
+        return self._compatibility.weights_versions
 
     @property
     def tokenizer(self) -> str:

@@ -8,17 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from edl.datasets.rows import LabelDataset, RaggedData, SampleId
+from edl.datasets.rows import IndexedData, LabelDataset, RaggedData, SampleId
 from edl.distill.cache import CacheView, SequenceIds, SoftLabelCache, fingerprints_of
+from edl.distill.labelling.fingerprint import DataFingerprint
 from edl.distill.labelling.plan import LabelPlan, LabelProgress, LabelReport
 from edl.distill.pipeline.cache_lookup import CacheConfig
 from edl.distill.pipeline.session import LabelSession
 from edl.distill.source.cutters import BatchCutter, Cutter, Getter
 from edl.distill.source.sequence_cutters import SequenceColumnsCutter
-from edl.errors import SettingsError, TemporaryError
+from edl.errors import ConflictError, SettingsError, TemporaryError
 from edl.protocol.tensors import Array
 
-__all__ = ["batch_cutter", "check_sequences", "label", "lookup_of"]
+__all__ = ["batch_cutter", "check_data_set", "check_sequences", "label", "lookup_of"]
 
 _SETTLE_EVERY = 32
 """Batches after which to wait until their labels are kept, so that none are left out because too many wait."""
@@ -39,6 +40,8 @@ def label(
     plan: LabelPlan,
     cache: SoftLabelCache,
     progress: Callable[[LabelProgress], None] = lambda _: None,
+    *,
+    relabel: bool = False,
 ) -> LabelReport:
     """Ask for the labels of all rows that have none yet, and keep them in `cache`.
 
@@ -50,11 +53,13 @@ def label(
         plan: what to ask for.
         cache: where to keep the labels.
         progress: called after every batch, in this thread.
+        relabel: Forget labels that are there of other data, in place of an error.
 
     Returns:
         The key of the labels, and counts.
 
     Raises:
+        ConflictError: the labels that are there are of other data.
         NoTeacherError: no teacher was live for `teacher_timeout_s`.
         TemporaryError: some labels could not be kept.
     """
@@ -62,6 +67,7 @@ def label(
     try:
         check_sequences(data, session)
         view = session.labeller.view(cache, tuple(data.inputs))
+        check_data_set(view, data, DataFingerprint.of(data), relabel=relabel)
         view.verify()
         run = _Run(data, plan, session, view, progress)
         for number in range(_PASSES):
@@ -76,6 +82,40 @@ def label(
         return LabelReport(view.key, run.progress())
     finally:
         session.close()
+
+
+def check_data_set(view: CacheView, data: LabelDataset, fingerprint: DataFingerprint, *, relabel: bool = False) -> None:
+    """Check that labels which are there are of these data, and write down that they are.
+
+    Data that grew at their end are the same. Sequences are not checked: each label tells which text it is of.
+
+    Args:
+        view: where the labels are.
+        data: the data set.
+        fingerprint: of the data set.
+        relabel: Forget the labels of other data, in place of an error.
+
+    Raises:
+        ConflictError: they are of other data.
+    """
+    if data.sequences:
+        return
+    text = view.data_set
+    try:
+        there = DataFingerprint.from_json(text) if text else fingerprint
+    except ValueError:
+        there = fingerprint
+    here = fingerprint
+    if isinstance(data, IndexedData) and 0 < there.rows < fingerprint.rows:
+        here = DataFingerprint.of(data, there.rows)
+    found = here.differences(there, "where they were labelled")
+    if found and not relabel:
+        raise ConflictError(
+            f"the folder has labels of other data: {'; '.join(found)}. Name another folder or --dataset, or pass "
+            "--relabel to have all rows labelled again"
+        )
+    if found or text != fingerprint.to_json():
+        view.note_data_set(fingerprint.to_json(), relabel=bool(found))
 
 
 def batch_cutter(data: LabelDataset, services: int) -> Cutter:

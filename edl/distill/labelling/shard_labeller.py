@@ -19,7 +19,8 @@ from edl.background import BackgroundLoop
 from edl.datasets.rows import Batch, IndexedData, SampleId
 from edl.distill.cache import CacheKey, SoftLabelCache
 from edl.distill.labelling.bad_rows import OF_THE_ROWS, label_singly, loaded
-from edl.distill.labelling.data_set import batch_cutter, check_sequences, lookup_of
+from edl.distill.labelling.data_set import batch_cutter, check_data_set, check_sequences, lookup_of
+from edl.distill.labelling.fingerprint import DataFingerprint
 from edl.distill.labelling.plan import LabelPlan, LabelProgress, LabelReport
 from edl.distill.labelling.shard_tracker import RowShard, ShardTracker
 from edl.distill.pipeline.cache_lookup import CacheConfig
@@ -117,15 +118,22 @@ class ShardLabeller:
         options = replace(plan.options, policy=policy)
         self._session = LabelSession([plan.teachers], plan.output_spec, options, CacheConfig(cache, plan.dataset))
 
-    def key(self) -> CacheKey:
+    def key(self, fingerprint: DataFingerprint | None = None) -> CacheKey:
         """Return what the labels are kept under; waits for the first teacher.
+
+        Args:
+            fingerprint: Of the data, to check that labels which are there are of these. Default: no check.
 
         Raises:
             NoTeacherError: no teacher was live for `teacher_timeout_s`, or none of the version that is asked for.
             SettingsError: teachers do not say which version of the model they have, and `plan` names none.
+            ConflictError: labels that are there are of other data.
         """
         check_sequences(self._data, self._session)
-        return self._session.labeller.view(self._cache, self._data.inputs).key
+        view = self._session.labeller.view(self._cache, self._data.inputs)
+        if fingerprint is not None:
+            check_data_set(view, self._data, fingerprint)
+        return view.key
 
     def run(self, source: ShardSource, progress: Callable[[LabelProgress], None] = lambda _: None) -> LabelReport:
         """Label what the source hands out, until it has finished.

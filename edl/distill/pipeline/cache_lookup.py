@@ -41,15 +41,18 @@ class CacheKeyTemplate:
         dataset: see `CacheKey`.
         service: see `CacheKey`.
         inputs: names of all inputs that may be sent.
+        weights_versions: versions that are hashes of the weights, as teachers of the service have said.
     """
 
     output_spec: OutputSpec
     dataset: str
     service: str
     inputs: tuple[str, ...] = ()
+    weights_versions: Collection[str] = ()
 
     def key(self, spec: ModelSpec, version: str) -> CacheKey:
         """Return the key of the labels of a version of the model."""
+        of_weights = version == spec.weights_version or version in self.weights_versions
         return CacheKey(
             model=spec.name,
             version=version,
@@ -58,7 +61,7 @@ class CacheKeyTemplate:
             temperature=self.output_spec.temperature,
             dtype=self.output_spec.dtype,
             dataset=self.dataset,
-            service=self.service,
+            service="" if of_weights else self.service,
             inputs=() if spec.inputs else self.inputs,
         )
 

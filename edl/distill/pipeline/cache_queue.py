@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from edl.distill.cache import CacheKey, CacheView, SequenceIds, SoftLabelCache
+from edl.distill.cache import CacheKey, CacheView, RowIds, SequenceIds, SoftLabelCache
 from edl.distill.pipeline.answer_size import outputs_nbytes
 from edl.distill.transport.schema import Outputs
 from edl.errors import EDLError
@@ -240,7 +240,8 @@ def select_ids(ids: Sequence[Any] | SequenceIds, mask: Array) -> Sequence[Any] |
     """
     if isinstance(ids, SequenceIds):
         return ids.select(mask)
-    return [sample for sample, wanted in zip(ids, mask, strict=True) if wanted]
+    found = [sample for sample, wanted in zip(ids, mask, strict=True) if wanted]
+    return RowIds(found, ids.fingerprints) if isinstance(ids, RowIds) else found
 
 
 def _rows(ids: Sequence[Any] | SequenceIds) -> int:

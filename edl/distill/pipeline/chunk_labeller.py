@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from edl.discovery.registry import Snapshot
-from edl.distill.cache import CacheView, SequenceIds, SoftLabelCache
+from edl.distill.cache import CacheView, RowIds, SequenceIds, SoftLabelCache
 from edl.distill.engine.compatibility import outputs_disagreement
 from edl.distill.engine.engine import Engine
 from edl.distill.engine.event_loop import EventLoopThread
@@ -161,7 +161,12 @@ class ChunkLabeller:
         )
         self._engines.append(engine)
         self._cache_keys.append(
-            CacheKeyTemplate(output_spec, self._cache_config.dataset if self._cache_config else "", identity)
+            CacheKeyTemplate(
+                output_spec,
+                self._cache_config.dataset if self._cache_config else "",
+                identity,
+                weights_versions=engine.weights_versions,
+            )
         )
         self._answer_sizes.append(AnswerSizeEstimator(output_spec))
 
@@ -320,7 +325,7 @@ class ChunkLabeller:
             view = open_view(cache, labels.key(spec, spec.version), own)
             self._views[index, spec.name, spec.version] = view
         sent = {name: array for name, array in fields.items() if not spec.inputs or name in spec.inputs}
-        ids = chunk_ids(chunk, sent, spec.sequences)
+        ids = chunk_ids(chunk, sent, spec.sequences) if chunk.lengths is not None else RowIds.of(chunk.ids, sent)
         found = view.get(ids)
         self._cached += int(found.row_mask.sum())
         return CacheMiss(found, view, select_ids(ids, ~found.mask), cache, labels, spec)
@@ -394,7 +399,7 @@ class ChunkLabeller:
             return found
         if self._offline is not None:
             layout = self._offline.layout
-            return {} if layout is None else layout.restore(layout.unpack(b"", 0))
+            return {} if layout is None else layout.restore(layout.unpack([])[0])
         if self.routes is not None:  # their outputs are alike, and not all of them have a teacher
             known = self.limits.await_any(lambda: self.closed)
             service = service if known is None else known

@@ -528,6 +528,7 @@ class TeacherClient:
             max_top_k=about.max_top_k,
             max_sequence=about.max_sequence,
             tokenizer=about.tokenizer,
+            weights_version=about.weights_version,
         )
 
     def _check_names(self, *found: str) -> None:

@@ -20,6 +20,7 @@ class LanguageModelConfig(NamedTuple):
     max_sequence: int = 0
     tokenizer: str = ""
     optional_inputs: tuple[str, ...] = ()
+    weights_version: str = ""
 
     @classmethod
     def of(cls, config: kserve.ModelConfig) -> LanguageModelConfig:
@@ -30,6 +31,7 @@ class LanguageModelConfig(NamedTuple):
             config_number(config, names.MAX_SEQUENCE),
             _config_text(config, names.TOKENIZER),
             tuple(_config_text(config, names.OPTIONAL_INPUTS).split(",")),
+            _config_text(config, names.WEIGHTS_VERSION),
         )
 
 

@@ -119,6 +119,7 @@ class ModelSpec:
         max_top_k: the largest k of `TopK` answers, where whole outputs are never sent; else 0.
         max_sequence: most rows of a sequence, 0 if the server does not say.
         tokenizer: hash of its tokenizer, empty if the server does not say.
+        weights_version: the version, if the server says that it is a hash of weights and code; else empty.
     """
 
     name: str
@@ -133,6 +134,7 @@ class ModelSpec:
     max_top_k: int = 0
     max_sequence: int = 0
     tokenizer: str = ""
+    weights_version: str = ""
 
 
 def kserve_datatype(dtype: Literal["float16", "float32"]) -> str:

@@ -13,10 +13,19 @@ import numpy as np
 
 from edl.errors import SettingsError
 
-__all__ = ["DEFAULT_MAX_TOKENS", "ModelSource", "digest", "existing_file", "top_name"]
+__all__ = ["DEFAULT_MAX_TOKENS", "ModelSource", "WeightsVersion", "digest", "existing_file", "top_name"]
 
 DEFAULT_MAX_TOKENS = 8192
 """Tokens of a batch of sequences: enough to keep a GPU busy, and twice the longest sequences that students train on."""
+
+
+class WeightsVersion(str):
+    """A version that is a hash of weights and code: equal versions are equal models, whoever serves them.
+
+    A type of its own, since a version that a person chose may look like a hash.
+    """
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True)
@@ -104,7 +113,7 @@ def _sample_names(path: str) -> tuple[str, ...]:
         return tuple(sample.files)
 
 
-def digest(parts: Iterable[bytes | memoryview | Path]) -> str:
+def digest(parts: Iterable[bytes | memoryview | Path]) -> WeightsVersion:
     """Return a version: 16 hexadecimal digits of the SHA-256 of bytes and files' contents."""
     sha = hashlib.sha256()
     for part in parts:
@@ -115,7 +124,7 @@ def digest(parts: Iterable[bytes | memoryview | Path]) -> str:
         else:
             sha.update(part)
         sha.update(b"\0")
-    return sha.hexdigest()[:16]
+    return WeightsVersion(sha.hexdigest()[:16])
 
 
 def _content(value: Any) -> Any:

@@ -24,7 +24,7 @@ from typing import Any
 
 from edl_serving.backends.model_version.content_hash import ContentHash
 from edl_serving.backends.model_version.user_modules import UnknownStateError, UserModules
-from edl_serving.backends.source import ModelSource
+from edl_serving.backends.source import ModelSource, WeightsVersion
 
 __all__ = ["compute_version"]
 
@@ -60,4 +60,4 @@ def compute_version(source: ModelSource, module: types.ModuleType, model: Any) -
             reason,
         )
         return ""
-    return content.digest()
+    return WeightsVersion(content.digest())

@@ -22,25 +22,20 @@ def rows(ids: Any, width: int = 100) -> dict[str, Array]:
     return {"logits": np.repeat(np.asarray(ids, np.float32)[:, None], width, axis=1)}
 
 
-def put(path: Path, ids: Any, key: CacheKey = KEY, **arguments: Any) -> list[Path]:
-    """Write rows into a file of their own; the files of the key afterwards, oldest first."""
+def put(path: Path, ids: Any, key: CacheKey = KEY, width: int = 100, **arguments: Any) -> None:
+    """Write rows."""
     with SoftLabelCache(0, path, **arguments) as cache:
-        cache.view(key).put(ids, rows(ids))
+        cache.view(key).put(ids, rows(ids, width))
         cache.flush()
-    return segments(path, key)
 
 
-def segments(path: Path, key: CacheKey = KEY) -> list[Path]:
-    return sorted((path / key.folder).glob("*.safetensors"))
-
-
-def found(path: Path, ids: Any, key: CacheKey = KEY) -> list[bool]:
+def found(path: Path, ids: Any, key: CacheKey = KEY, width: int = 100) -> list[bool]:
     """Which ids a newly opened cache finds, after checking that their labels are theirs."""
     with SoftLabelCache(0, path) as cache:
         got = cache.view(key).get(ids)
         there = np.asarray(ids)[got.mask]
         if len(there):
-            np.testing.assert_array_equal(got.outputs["logits"], rows(there)["logits"])  # type: ignore[arg-type]
+            np.testing.assert_array_equal(got.outputs["logits"], rows(there, width)["logits"])  # type: ignore[arg-type]
         return list(map(bool, got.mask))
 
 

@@ -103,7 +103,7 @@ def test_ids_that_are_none_are_refused(ids: Any) -> None:
     [
         ({"memory_bytes": -1}, "memory_bytes=-1"),
         ({"disk_bytes": 1 << 20}, "together with a path"),
-        ({"path": "x", "disk_bytes": 100}, "disk_bytes=100: must be at least 65536"),
+        ({"path": "x", "disk_bytes": 100}, "disk_bytes=100: must be at least 1048576"),
         ({"store_dtype": "bfloat16"}, "store_dtype='bfloat16'"),
         ({"flush_interval_s": 0}, "flush_interval_s=0"),
         ({"path": "/proc/no/such"}, "'/proc/no/such'"),
@@ -176,7 +176,7 @@ class CacheModel(RuleBasedStateMachine):
 
     @initialize(
         memory=st.sampled_from([0, 2000, 1 << 20]),
-        disk=st.sampled_from([None, "unbounded", 64 << 10]),
+        disk=st.sampled_from([None, "unbounded", 1 << 20]),
         half=st.booleans(),
     )
     def start(self, memory: int, disk: int | str | None, half: bool) -> None:
@@ -199,8 +199,8 @@ class CacheModel(RuleBasedStateMachine):
         return self.disk == "unbounded" or (self.disk is None and self.memory == 1 << 20)
 
     def rows(self, ids: list[int | str]) -> Array:
-        """A row tells its id and its version. Large, so that a disk of 64 KiB soon is full."""
-        out = np.zeros((len(ids), 200), np.float32)
+        """A row tells its id and its version. Large, so that a disk of 1 MiB soon is full."""
+        out = np.zeros((len(ids), 3200), np.float32)
         for row, sample in enumerate(ids):
             out[row, 0] = sample if isinstance(sample, int) else 100 + int(sample)
             out[row, 1:] = self.model[sample]

@@ -76,6 +76,24 @@ def test_top_k_labels_from_discovery(serve: Serve, register: Register, data: Pat
     np.testing.assert_allclose(found.tail_lse, expected.tail_lse, rtol=1e-5)
 
 
+def test_labels_of_other_data_are_refused(
+    serve: Serve, data: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of an edited file whose ids are positions, too; data that grew at their end are the same."""
+    run = command(data, folder, "--teachers", serve("echo").endpoint)
+    assert main(run) == 0
+    np.savez(data, x=np.concatenate([X, X[:5]]))
+    assert main(run) == 0
+    assert "5 rows labelled" in capsys.readouterr().out
+    np.savez(data, x=np.concatenate([X + 1, X[:5]]))
+    assert main(run) == 1
+    assert "the folder has labels of other data: rows or their ids have another content" in capsys.readouterr().err
+    assert main([*run, "--relabel"]) == 0
+    np.testing.assert_array_equal(load_labels(folder).rows(range(ROWS))["y"], X + 1)
+    assert main([*run, "--relabel"]) == 0
+    assert f"{ROWS + 5:,} had a label before" in capsys.readouterr().out
+
+
 def test_a_terminal_gets_a_bar(serve: Serve, data: Path, folder: Path) -> None:
     ours, theirs = pty.openpty()
     arguments = [sys.executable, "-m", "edl", *command(data, folder, "--teachers", serve("echo").endpoint)]
@@ -184,7 +202,7 @@ def test_data_of_the_other_kind_are_refused(
     other = {"ids=input_ids": "x=input_ids", "logprobs": "y"}
     assert main([other.get(word, word) for word in asked]) == 2
     assert "has sequences, and the teachers' model 'm' takes rows" in capsys.readouterr().err
-    assert not (tmp_path / "labels").exists() or not list((tmp_path / "labels").rglob("*.safetensors"))
+    assert not list(tmp_path.glob("labels/*.labels"))
 
 
 def test_a_dataset_and_offsets(teacher: Served, tmp_path: Path) -> None:
@@ -194,9 +212,9 @@ def test_a_dataset_and_offsets(teacher: Served, tmp_path: Path) -> None:
     assert main(["label", f"{tmp_path / 'corpus.py'}:texts", "--inputs", "ids", "--sequences", *wanted]) == 0
     texts = sequences(40)
     np.savez(tmp_path / "t.npz", tokens=np.concatenate(texts), begins=np.cumsum([0, *map(len, texts)]))
-    files = sorted(tmp_path.rglob("*.safetensors"))
+    files = {file: file.stat().st_size for file in tmp_path.glob("labels/*.labels")}
     assert main(["label", str(tmp_path / "t.npz"), "--inputs", "ids=tokens", "--offsets", "begins", *wanted]) == 0
-    assert sorted(tmp_path.rglob("*.safetensors")) == files
+    assert {file: file.stat().st_size for file in tmp_path.glob("labels/*.labels")} == files
     found = load_labels(tmp_path / "labels").of_sequences(range(40), {"ids": texts})
     for text, labels in zip(texts, found, strict=True):
         assert labels["logprobs"].tolist() == prefix_scores_of(text).tolist()

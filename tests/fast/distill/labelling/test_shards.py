@@ -13,10 +13,18 @@ import pytest
 from edl.datasets.rows import ArrayData, Batch, IndexedData, SequenceData
 from edl.distill import Options, Teachers
 from edl.distill.cache import SoftLabelCache, load_labels
-from edl.distill.labelling import LabelPlan, LabelProgress, LabelReport, RowShard, ShardLabeller, ShardSource
+from edl.distill.labelling import (
+    DataFingerprint,
+    LabelPlan,
+    LabelProgress,
+    LabelReport,
+    RowShard,
+    ShardLabeller,
+    ShardSource,
+)
 from edl.distill.labelling.bad_rows import find_bad_rows
 from edl.distill.transport.schema import OutputSpec
-from edl.errors import NoTeacherError, PermanentError, TemporaryError
+from edl.errors import ConflictError, NoTeacherError, PermanentError, TemporaryError
 from edl.protocol.tensors import Array
 from edl_serving.backends.callable import CallableBackend
 from tests.fast.distill.conftest import Serve, Served
@@ -112,7 +120,7 @@ def test_shards_are_done_when_on_disk(serve: Serve, folder: Path) -> None:
     """Rows that are known are not asked for again, damaged ones excepted."""
     teacher, seen = serve("echo"), []
     assert label(folder, teacher, Shards(folder, rows=130)).progress.labelled == 130
-    (file,) = folder.glob("*/*.safetensors")
+    (file,) = folder.glob("*.labels")
     damaged = bytearray(file.read_bytes())
     damaged[damaged.index(X[60].tobytes())] ^= 1
     file.write_bytes(damaged)
@@ -123,6 +131,21 @@ def test_shards_are_done_when_on_disk(serve: Serve, folder: Path) -> None:
     assert source.done_rows == list(range(ROWS))
     assert source.missing_on_disk == 0
     check(folder)
+
+
+def test_shards_of_other_data_are_refused(serve: Serve, folder: Path) -> None:
+    """Of another job that writes into the same folder."""
+    plan = LabelPlan(Teachers(endpoints=(serve("echo").endpoint,)), OutputSpec(outputs=("y",)))
+
+    def check_data(x: Array) -> None:
+        data = ArrayData({"x": x})
+        with SoftLabelCache(0, folder) as cache, ShardLabeller(data, plan, cache) as labeller:
+            labeller.key(DataFingerprint.of(data))
+
+    check_data(X)
+    check_data(X)
+    with pytest.raises(ConflictError, match="rows or their ids have another content here than where they were"):
+        check_data(X + 1)
 
 
 def test_wrong_input_ends_the_worker(serve: Serve, folder: Path) -> None:

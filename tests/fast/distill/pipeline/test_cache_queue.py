@@ -13,10 +13,10 @@ import pytest
 
 from edl.distill.cache import CacheKey, SoftLabelCache
 from edl.distill.pipeline import cache_queue as module
-from edl.distill.pipeline.cache_lookup import CacheConfig, offline_view
+from edl.distill.pipeline.cache_lookup import CacheConfig, CacheKeyTemplate, offline_view
 from edl.distill.pipeline.cache_queue import CacheQueue
 from edl.distill.teachers import Teachers, service_identities
-from edl.distill.transport.schema import OutputSpec
+from edl.distill.transport.schema import ModelSpec, OutputSpec
 from edl.errors import SettingsError
 from tests.waiting import DEADLINE_S
 
@@ -173,3 +173,13 @@ def test_who_a_groups_labels_are_of() -> None:
     assert service_identities([fixed]) == service_identities([replace(fixed, endpoints=fixed.endpoints[::-1])])
     assert len(set(service_identities([one, other]))) == 2, "two services of one name, in two registries"
     assert len(set(service_identities([replace(one, model="a"), replace(one, model="b")]))) == 1
+
+
+def test_looks_of_a_version_say_nothing() -> None:
+    """A count of microseconds looks like a hash; only what teachers call a hash is shared between services."""
+    version, other = "1700000000123456", "0123456789abcdef"
+    named, hashed = (ModelSpec("m", version, {}, {}, weights_version=said) for said in ("", version))
+    labels = CacheKeyTemplate(OutputSpec(("y",)), "", "a", weights_versions={other})
+    assert labels.key(named, version).service == "a"
+    assert labels.key(hashed, version).service == labels.key(hashed, other).service == ""
+    assert labels.key(hashed, "0000000000000000").service == "a"

@@ -84,6 +84,18 @@ def test_cached_labels_keep_their_length(serve: Serve) -> None:
             list(reader())
 
 
+def test_labels_of_other_inputs_are_told(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    """Where ids are positions, and the data set has changed."""
+    change = np.int32(0)
+    with SoftLabelCache() as cache, reader_of(serve(PER_TOKEN).endpoint, cache=cache, id_field=1) as reader:
+        reader.set_batch_generator(lambda: ((ids + change, numbers) for ids, numbers in batches(*[5] * 20)))
+        for told in (0, 0, 1, 1):
+            change = np.int32(told)
+            assert len(list(reader())) == 20
+            assert caplog.text.count("are not those that its label was kept for") == told, "once"
+        assert reader.stats().rows_asked == 60
+
+
 def test_unfit_pieces_are_named(serve: Serve) -> None:
     """Pieces of one batch that do not fit together."""
     as_long_as_said = model(lambda ids: np.zeros((len(ids), int(ids.max())), "f4"), "int32[-1]", "float32[-1]")

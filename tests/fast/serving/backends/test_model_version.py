@@ -15,10 +15,13 @@ from typing import Any
 import pytest
 
 from edl.errors import SettingsError
+from edl.protocol import names
 from edl_serving.backends import open_backends
 from edl_serving.backends.model_version import compute_version
 from edl_serving.backends.source import ModelSource
 from edl_serving.backends.target import import_target, module_of
+from edl_serving.model import ServedModel
+from edl_serving.settings import ServerSettings
 from tests.fast.serving.conftest import TIMEOUT_S
 
 _HEAD = """
@@ -396,6 +399,15 @@ def test_the_function_that_is_named_counts(tmp_path: Path) -> None:
         for name in ("one", "two")
     )
     assert first != second
+
+
+@pytest.mark.parametrize("named", [None, "0123456789abcdef"])
+def test_only_a_hash_is_called_one(tmp_path: Path, named: str | None) -> None:
+    (tmp_path / "net.py").write_text("def predict(inputs):\n    return inputs['x']\n")
+    source = ModelSource("callable", f"{tmp_path}/net.py:predict", inputs=("x:float32[2]",), version=named)
+    model = ServedModel(ServerSettings(model="m"), open_backends(source))
+    announced = model.config().config.parameters[names.WEIGHTS_VERSION].string_value
+    assert announced == ("" if named else model.version)
 
 
 def test_a_backend_that_names_its_version(tmp_path: Path) -> None:

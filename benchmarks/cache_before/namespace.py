@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from edl.distill.cache.folder import KEY_FILE, SUFFIX
-from edl.distill.cache.key import CacheKey
-from edl.distill.cache.layout import RowLayout
-from edl.distill.cache.memory import SampleId
-from edl.distill.cache.segment import BadSegmentError, FileHandles, Segment
+from benchmarks.cache_before.folder import KEY_FILE, SUFFIX
+from benchmarks.cache_before.layout import RowLayout
+from benchmarks.cache_before.memory import SampleId
+from benchmarks.cache_before.segment import BadSegmentError, FileHandles, Segment
+from edl.distill.cache import CacheKey
 
 __all__ = ["Namespace", "RowRange"]
 

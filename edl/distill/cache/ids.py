@@ -1,4 +1,4 @@
-"""Sample ids of sequences, and what tells one text from another that comes under the same id.
+"""Sample ids: of rows, and of sequences, with what tells one text from another that comes under the same id.
 
 A sequence of T tokens has T rows and one record: the fingerprint of its inputs, then each column [T, ...] in turn.
 """
@@ -6,20 +6,85 @@ A sequence of T tokens has T rows and one record: the fingerprint of its inputs,
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
-from edl.distill.cache.memory import SampleId
 from edl.errors import SettingsError
 from edl.protocol.tensors import Array
 
-__all__ = ["SequenceIds", "fingerprints_of"]
+__all__ = ["Ids", "RowIds", "SampleId", "SequenceIds", "as_ids", "fingerprints_of"]
+
+SampleId: TypeAlias = int | str
+Ids: TypeAlias = Sequence[SampleId] | Array
 
 _NBYTES = 8
-"""Of a fingerprint. It tells an edited text from the one before, and is no defence against a person who wants two texts
-to have the same: 1 in 2**64 does by chance."""
+"""Bytes of a fingerprint. It tells an edited text from the one before: two texts share one by chance in 1 of 2**64
+cases, and on purpose if somebody tries."""
+_FINGERPRINTED_ONE_IN = 16
+"""Rows of which one has a fingerprint: hashing every image would take a core, and a data set that has changed as a
+whole shows at once."""
+
+
+def as_ids(ids: Ids) -> list[SampleId]:
+    """Return sample ids as plain Python integers and strings.
+
+    Args:
+        ids: [rows], a sequence or an array.
+
+    Raises:
+        SettingsError: something else is among them, or an id that cannot be stored.
+    """
+    samples = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    if not isinstance(samples, list):
+        raise SettingsError(f"sample ids {samples!r}: expected a sequence of integers or strings")
+    if not {*map(type, samples)} <= {int, str}:
+        # Scalars of numpy, and tensors without a dimension.
+        samples = [sample.item() if getattr(sample, "shape", None) == () else sample for sample in samples]
+        strange = [sample for sample in samples if type(sample) not in (int, str)]
+        if strange:
+            raise SettingsError(f"sample id {strange[0]!r}: must be an integer or a string")
+    numbers = [sample for sample in samples if type(sample) is int]
+    if numbers and not -(2**63) <= min(numbers) <= max(numbers) < 2**63:
+        raise SettingsError(f"sample ids from {min(numbers)} to {max(numbers)}: integers must fit 64 bits")
+    if len(numbers) < len(samples):
+        try:
+            "".join(sample for sample in samples if type(sample) is str).encode()
+        except UnicodeEncodeError as exc:
+            raise SettingsError(f"a sample id cannot be encoded: {exc}") from exc
+    return samples
+
+
+class RowIds(list[SampleId]):
+    """Sample ids of rows, with the fingerprints of the inputs of some of them, to notice that a data set has changed.
+
+    Args:
+        ids: The ids, [rows].
+        fingerprints: 8 bytes by id, of as many ids as wanted.
+    """
+
+    def __init__(self, ids: Iterable[SampleId], fingerprints: Mapping[SampleId, bytes]) -> None:
+        super().__init__(ids)
+        self.fingerprints = fingerprints
+
+    @classmethod
+    def of(cls, ids: Ids, inputs: Mapping[str, Array]) -> RowIds:
+        """Return ids with the fingerprints of one row in 16, the same rows in every epoch.
+
+        Args:
+            ids: [rows].
+            inputs: [rows, ...] by name.
+        """
+        ids = as_ids(ids)
+        chosen = [at for at, sample in enumerate(ids) if zlib.crc32(repr(sample).encode()) % _FINGERPRINTED_ONE_IN == 0]
+        if not chosen:
+            return cls(ids, {})
+        rows = {name: array[chosen] for name, array in inputs.items()}
+        prints = fingerprints_of(rows, np.ones(len(chosen), np.int64)).astype("<u8")
+        return cls(ids, {ids[at]: one.tobytes() for at, one in zip(chosen, prints, strict=True)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +140,7 @@ class SequenceIds:
         """Return some of them.
 
         Args:
-            mask: bool [sequences].
+            mask: Which of them, bool [sequences].
         """
         return SequenceIds(
             [sample for sample, wanted in zip(self.ids, mask, strict=True) if wanted],
@@ -85,10 +150,10 @@ class SequenceIds:
         )
 
     def rows_of(self, mask: Array) -> Array:
-        """Return which rows belong to the sequences of a mask, bool [rows].
+        """Return which rows belong to some sequences, bool [rows].
 
         Args:
-            mask: bool [sequences].
+            mask: Which sequences, bool [sequences].
         """
         assert self.lengths is not None
         found: Array = np.repeat(mask, self.lengths)

@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from edl.distill.cache.layout import ID_PREFIX, Column, RowLayout
-from edl.distill.cache.memory import SampleId
+from benchmarks.cache_before.layout import ID_PREFIX, Column, RowLayout
+from benchmarks.cache_before.memory import SampleId
 from edl.protocol.tensors import Array
 
 __all__ = ["BadSegmentError", "FileHandles", "Segment", "encode", "read_small"]

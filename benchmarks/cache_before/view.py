@@ -10,14 +10,13 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from edl.distill.cache.folder import SegmentFolder
-from edl.distill.cache.key import CacheKey
-from edl.distill.cache.layout import Outputs, RowLayout, flatten
-from edl.distill.cache.memory import MemoryTier, SampleId
-from edl.distill.cache.namespace import Namespace, RowRange
-from edl.distill.cache.segment import BadSegmentError, FileHandles
-from edl.distill.cache.sequences import SequenceIds
-from edl.distill.cache.writer import SegmentWriter
+from benchmarks.cache_before.folder import SegmentFolder
+from benchmarks.cache_before.layout import Outputs, RowLayout, flatten
+from benchmarks.cache_before.memory import MemoryTier, SampleId
+from benchmarks.cache_before.namespace import Namespace, RowRange
+from benchmarks.cache_before.segment import BadSegmentError, FileHandles
+from benchmarks.cache_before.writer import SegmentWriter
+from edl.distill.cache import CacheKey, SequenceIds
 from edl.distill.clamping import ClampWarnings
 from edl.distill.compress import TopK, to_float16
 from edl.errors import SettingsError

@@ -1,0 +1,330 @@
+"""The cache's folder: bounds, several processes, disks and files that fail, and what is read of a whole folder."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from edl import mounts
+from edl.distill.cache import CacheKey, SoftLabelCache, load_labels
+from edl.distill.cache import folder as module
+from edl.errors import SettingsError, TemporaryError
+from tests.fast.distill.cache.conftest import KEY, OTHER, found, put, rows
+from tests.fast.distill.cache.test_sequences import labels, named
+from tests.fast.distill.sequences.language_model import sequences
+from tests.waiting import wait_until
+
+LM = CacheKey("lm", "1", ("logprobs",), top_k=4)
+MIB = 1 << 20
+WIDE = 1000  # 4 KB a row, of which 60 are a file of their own
+
+
+def files(path: Path) -> list[Path]:
+    return sorted(path.glob("*.labels"))
+
+
+def test_oldest_labels_of_all_keys_go_first(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
+    put(tmp_path, range(60), OTHER, WIDE, disk_bytes=MIB)
+    put(tmp_path, range(60), KEY, WIDE, disk_bytes=MIB)
+    put(tmp_path, range(100, 220), KEY, WIDE, disk_bytes=MIB)
+    assert not any(found(tmp_path, range(60), OTHER, WIDE))
+    assert all(found(tmp_path, [*range(60), *range(100, 220)], KEY, WIDE))
+    assert not warnings_of()
+    put(tmp_path, range(300, 360), KEY, WIDE, disk_bytes=MIB)
+    assert not any(found(tmp_path, range(60), KEY, WIDE))
+    (warning,) = warnings_of()
+    assert f"raise disk_bytes={MIB}" in warning
+    with SoftLabelCache(0, tmp_path) as cache:
+        assert cache.keys() == [KEY]
+
+
+def test_the_bound_holds_for_tiny_labels(tmp_path: Path) -> None:
+    """The database takes more than they do, and never shrinks."""
+    with SoftLabelCache(0, tmp_path, MIB) as cache:
+        for start in range(0, 24_000, 1500):
+            cache.view(KEY).put(range(start, start + 1500), rows(range(start, start + 1500), 1))
+            cache.flush()
+            assert cache.stats().disk_bytes <= MIB
+        assert cache.stats().evicted_segments > 1
+        assert cache.view(KEY).get(range(start, start + 1500)).complete
+
+
+def test_label_above_the_bound_evicts_nothing(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
+    put(tmp_path, range(10))
+    with SoftLabelCache(4 * MIB, tmp_path, MIB) as cache:
+        big = CacheKey("wide", "1", ("logits",))
+        cache.view(big).put([1], {"logits": np.zeros((1, 300_000), np.float32)})
+        with pytest.raises(TemporaryError, match=r"1 rows could not be written: 1200008 bytes do not fit into 1048576"):
+            cache.flush()
+        cache.flush()  # told once
+        assert cache.view(big).get([1]).complete  # memory has it
+        assert cache.stats().failed_writes == 1
+    assert all(found(tmp_path, range(10)))
+    (warning,) = warnings_of()
+    assert "1 rows were not written" in warning
+
+
+@pytest.mark.parametrize("cause", ["lock", "fsync", "pwrite"])
+def test_a_failed_flush_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str) -> None:
+    """A process that holds the lock for ever hangs nobody; what is half written is swept."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module, "_BUSY_S", 0.2)
+    with SoftLabelCache(MIB, tmp_path) as cache, monkeypatch.context() as broken:
+        holder = sqlite3.connect(tmp_path / "labels.sqlite", isolation_level=None)
+        holder.execute("BEGIN IMMEDIATE") if cause == "lock" else broken.setattr(os, cause, fail)
+        cache.view(KEY).put([1], rows([1]))
+        with pytest.raises(TemporaryError, match=r"another process has been writing for 0.2 s|No space left"):
+            cache.flush()
+        broken.undo()
+        holder.close()
+        cache.view(KEY).put([1], rows([1]))
+        cache.flush()
+    assert found(tmp_path, [1]) == [True]
+    assert len(files(tmp_path)) == 1
+
+
+def test_rows_reach_the_disk_unasked(tmp_path: Path) -> None:
+    """Another cache of the folder sees them, though it has looked before they came."""
+    with SoftLabelCache(0, tmp_path, flush_interval_s=0.05) as cache, SoftLabelCache(0, tmp_path) as other:
+        view = other.view(KEY)
+        for ids in ([1, 2], [3, 4]):
+            assert not view.get(ids).mask.any()
+            cache.view(KEY).put(ids, rows(ids))
+            wait_until(lambda ids=ids: view.get(ids).complete, "rows on disk")  # type: ignore[misc]
+
+
+def test_newer_labels_replace_those_that_are_known(tmp_path: Path) -> None:
+    """Of a text that another process has labelled anew, though its former label was read before."""
+    first, second = sequences(3), sequences(3, seed=5)
+    with SoftLabelCache(0, tmp_path) as cache, SoftLabelCache(MIB, tmp_path) as other:
+        for texts in (first, second):
+            cache.view(LM).put(named(range(3), texts), labels(texts))
+            cache.flush()
+            assert other.view(LM).get(named(range(3), texts)).complete
+            assert cache.view(LM).get(named(range(3), texts)).complete
+        assert not other.view(LM).get(named(range(3), first)).mask.any()
+
+
+def test_evicted_labels_are_missing_quietly(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
+    put(tmp_path, range(60), OTHER, WIDE)
+    with SoftLabelCache(0, tmp_path) as cache:
+        assert cache.view(OTHER).get(range(10)).complete
+        for start in range(0, 600, 60):
+            put(tmp_path, range(start, start + 60), CacheKey("m", str(start), ("logits",)), WIDE, disk_bytes=MIB)
+        cache.folder._handles.clear()  # type: ignore[union-attr]  # it would go on reading the open file
+        assert not cache.view(OTHER).get(range(10)).mask.any()
+        assert cache.stats().disk_rows == cache.stats().skipped_files == 0
+        assert cache.stats().disk_bytes <= MIB
+    assert not warnings_of()
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(data=st.data(), of_texts=st.booleans())
+def test_damage_gives_no_wrong_label(tmp_path: Path, data: st.DataObject, of_texts: bool) -> None:
+    """Whichever bytes of a file are changed or cut off, a label that is still found is the sample's own."""
+    shutil.rmtree(tmp_path, ignore_errors=True)
+    texts = sequences(6, longest=5)
+    key, ids = (LM, named(range(6), texts)) if of_texts else (KEY, ["a", "bc", "größe"])
+    with SoftLabelCache(0, tmp_path) as cache:
+        cache.view(key).put(ids, labels(texts) if of_texts else rows([1, 2, 3], 4))
+    with SoftLabelCache(MIB, tmp_path) as cache:
+        whole: Any = cache.view(key).get(ids)
+    file = data.draw(st.sampled_from([*files(tmp_path), tmp_path / "labels.sqlite"]))
+    damaged = bytearray(file.read_bytes())
+    used = [at for at, byte in enumerate(damaged) if byte]
+    for _ in range(data.draw(st.integers(0, 4))):
+        damaged[data.draw(st.sampled_from(used))] = data.draw(st.integers(0, 255))
+    file.write_bytes(damaged[: data.draw(st.sampled_from([None, None, len(damaged) // 2, len(damaged) - 1]))])
+    try:
+        with SoftLabelCache(0, tmp_path) as cache:
+            cache.keys()
+            got: Any = cache.view(key).get(ids)
+    except SettingsError:  # the database is damaged as a whole, and says so
+        return
+    for name, expected in whole.outputs.items() if got.mask.any() else ():
+        if of_texts:
+            assert got.outputs[name].values.tolist() == expected.values[got.row_mask].tolist()
+            assert got.outputs[name].ids.tolist() == expected.ids[got.row_mask].tolist()
+        else:
+            np.testing.assert_array_equal(got.outputs[name], expected[got.mask])
+
+
+def test_verifying_finds_unread_damage(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
+    put(tmp_path, range(200))
+    (file,) = files(tmp_path)
+    damaged = bytearray(file.read_bytes())
+    damaged[150 * 408 + 20] ^= 0x40
+    file.write_bytes(damaged)
+    with SoftLabelCache(0, tmp_path) as cache:
+        view = cache.view(KEY)
+        assert view.contains([150])[0]
+        assert not view.get([150, 150]).mask.any()
+        view.verify()
+        assert np.flatnonzero(~view.contains(range(200))).tolist() == [150]
+        assert cache.stats().damaged_rows >= 1
+    assert len([words for words in warnings_of() if "damaged" in words]) == 1, "one line for all of them"
+    assert set(range(200)) - set(load_labels(tmp_path).ids) == {150}
+    put(tmp_path, [150])
+    assert load_labels(tmp_path).ids == tuple(range(200))
+
+
+@pytest.mark.parametrize("what", ["gone", "torn", "fifo"])
+def test_a_lost_file_costs_its_own_labels(
+    tmp_path: Path, warnings_of: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(module, "_FILE_NBYTES", 1000)
+    put(tmp_path, range(10))
+    (lost,) = files(tmp_path)
+    put(tmp_path, range(10, 20))
+    size = lost.stat().st_size
+    lost.unlink() if what != "torn" else os.truncate(lost, size // 2)
+    if what == "fifo":
+        os.mkfifo(lost)
+    with SoftLabelCache(0, tmp_path) as cache:
+        mask = cache.view(KEY).get([9, 15]).mask
+        assert mask.tolist() == [False, True]
+        assert cache.stats().skipped_files == 1
+    (warning,) = warnings_of()
+    assert "cannot be read" in warning
+    put(tmp_path, range(10))
+    assert all(found(tmp_path, range(20)))
+
+
+def test_a_folder_that_goes_is_told(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
+    """The reader goes on without it, and with it once it is there again."""
+    path = tmp_path / "labels"
+    with SoftLabelCache(0, path) as cache:
+        view = cache.view(KEY)
+        view.put([1], rows([1]))
+        cache.flush()
+        shutil.rmtree(path)
+        assert not view.get([1]).mask.any()
+        view.put([1], rows([1]))
+        with pytest.raises(TemporaryError, match="could not be written"):
+            cache.flush()
+        assert any("cannot be read now" in words for words in warnings_of())
+        path.mkdir()
+        view.put([2], rows([2]))
+        cache.flush()
+        assert view.get([1, 2]).mask.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("cause", ["read-only", "full"])
+def test_a_folder_without_room_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str) -> None:
+    def is_full(_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    put(tmp_path, [1])
+    if cause == "full":
+        monkeypatch.setattr(module, "opening", is_full)
+    else:
+        monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # root may write anywhere
+    with SoftLabelCache(0, tmp_path) as cache:
+        assert cache.view(KEY).get([1]).complete
+        cache.view(KEY).put([2], rows([2]))
+        with pytest.raises(TemporaryError, match="readonly"):
+            cache.flush()
+        monkeypatch.undo()
+        cache.view(KEY).put([3], rows([3]))
+        if cause == "full":
+            cache.flush()
+            assert cache.view(KEY).get([1, 3]).complete, "it has room again"
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("labels.sqlite")] == ["labels.sqlite"]
+
+
+def test_folders_that_machines_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Are refused for writing, and read where nobody writes."""
+    put(tmp_path, [1])
+    monkeypatch.setattr(mounts, "file_system", lambda *_: "nfs4")
+    with pytest.raises(SettingsError, match=r"lies on nfs4, which machines share.*EDL_SHARED_FILE=1"):
+        SoftLabelCache(0, tmp_path)
+    assert load_labels(tmp_path).ids == (1,)
+    monkeypatch.setenv("EDL_SHARED_FILE", "1")
+    put(tmp_path, [2])
+    assert all(found(tmp_path, [1, 2]))
+
+
+def test_what_is_no_folder_of_labels_is_refused(tmp_path: Path) -> None:
+    old, other = tmp_path / "old", tmp_path / "other"
+    (old / "resnet-0123").mkdir(parents=True)
+    (old / "resnet-0123" / "key.json").write_text("{}")
+    for call in (lambda: SoftLabelCache(0, old), lambda: load_labels(old)):
+        with pytest.raises(SettingsError, match=r"old' has labels in the format of an earlier EDL.*another folder"):
+            call()
+    other.mkdir()
+    with sqlite3.connect(other / "labels.sqlite") as database:
+        database.execute("CREATE TABLE mine (x)")
+    with pytest.raises(SettingsError, match="another program's database"):
+        SoftLabelCache(0, other)
+    (other / "labels.sqlite").write_bytes(b"text" * 1000)
+    with pytest.raises(SettingsError, match=r"is damaged .*delete the folder"):
+        SoftLabelCache(0, other)
+
+
+# All of a folder
+
+
+def test_of_several_keys_one_must_be_chosen(tmp_path: Path) -> None:
+    put(tmp_path, [1])
+    put(tmp_path, [2], OTHER)
+    with pytest.raises(SettingsError, match=r"several keys(.|\n)*version='1'(.|\n)*"):
+        load_labels(tmp_path)
+    assert load_labels(tmp_path, OTHER).ids == (2,)
+    with pytest.raises(SettingsError, match="no labels of CacheKey"):
+        load_labels(tmp_path, CacheKey("resnet", "3", ("logits",)))
+
+
+def test_several_folders_are_read_together(tmp_path: Path) -> None:
+    """Machines that wrote to folders of their own; of several labels that of the last folder counts, not the newest."""
+    parts = [tmp_path / "a", tmp_path / "b", tmp_path / "c"]
+    put(parts[1], [1, 2, 3])
+    with SoftLabelCache(0, parts[0]) as cache:
+        cache.view(KEY).put([3, 4], rows([3.5, 4.5]))
+    parts[2].mkdir()
+    for order, third in ((parts, 3.0), (parts[::-1], 3.5)):
+        labels = load_labels(order)
+        assert labels.ids == (1, 2, 3, 4)
+        assert labels.outputs["logits"][:, 0].tolist() == [1, 2, third, 4.5]  # type: ignore[index]
+    with SoftLabelCache(0, tmp_path / "together") as cache:
+        for part in parts[::-1]:
+            cache.add_folder(part)
+        assert cache.view(KEY).get(range(1, 5)).outputs["logits"][:, 0].tolist() == [1, 2, 3.5, 4.5]  # type: ignore[index]
+    together = load_labels(tmp_path / "together")
+    assert together.ids == (1, 2, 3, 4)
+    with pytest.raises(SettingsError, match=r"no label for sample 7 \(2 of 3 are missing\)"):
+        together.rows([1, 7, 8])
+    with pytest.raises(SettingsError, match="at least one"):
+        load_labels([])
+    with pytest.raises(SettingsError, match=r"d' is not a folder"):
+        load_labels([parts[0], tmp_path / "d"])
+    with SoftLabelCache(0, parts[2]) as cache:
+        cache.view(KEY).put([9], {"logits": np.zeros((1, 4), np.float32)})
+    with pytest.raises(SettingsError, match=r"c' are 'logits' float32 \[4\], in .*a' .*\[100\]"):
+        load_labels(parts)
+    put(tmp_path / "e", [1], OTHER)
+    with pytest.raises(SettingsError, match="several keys"):
+        load_labels([parts[0], tmp_path / "e"])
+
+
+def test_a_folder_without_labels_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="edl label"):
+        load_labels(tmp_path)
+    assert not [*tmp_path.iterdir()]
+    with pytest.raises(SettingsError, match="not a folder"):
+        load_labels(tmp_path / "missing")
+    assert not (tmp_path / "missing").exists()

@@ -24,8 +24,9 @@ help: ## list these commands
 demo: $(VENV)/.demo ## the whole story on handwritten digits: teachers come and go, a student never notices
 	@$(BIN)/edl demo $(DEMO_ARGS)
 
-test: $(VENV)/.dev lint ## set up, lint, and run the tests that need only Python packages: about ten minutes
-	$(BIN)/python -m tests fast $(PYTEST_ARGS)
+test: $(VENV)/.dev ## set up, lint, and run the tests that need only Python packages: about ten minutes
+	@code=0; $(MAKE) --no-print-directory lint || code=1; \
+	$(BIN)/python -m tests fast $(PYTEST_ARGS) || code=1; exit $$code
 
 test-services: $(VENV)/.dev tools-services ## tests on real Consul, etcd, Triton, vLLM, Prometheus, Chromium and Slurm
 	$(BIN)/python -m tests services $(PYTEST_ARGS)
@@ -37,7 +38,7 @@ test-kubernetes: $(VENV)/.dev tools-kubernetes ## tests on a real Kubernetes clu
 	$(BIN)/python -m tests kubernetes $(PYTEST_ARGS)
 
 test-all: $(VENV)/.dev lint tools ## all tests; writes tests/durations.json
-	$(BIN)/python -m tests all --record $(PYTEST_ARGS)
+	$(BIN)/python -m tests all --record
 
 docs: $(VENV)/.dev ## build the documentation as a site into build/site, every link checked
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

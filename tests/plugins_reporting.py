@@ -25,13 +25,21 @@ MAX_RETRIED = 3
 """A retried test is a fault of the test or the product that waits to be found. More of them hide a broken tier."""
 
 
+def read_durations() -> dict[str, float]:
+    """Return seconds by file; none if the file is missing or cut, since they only decide an order."""
+    try:
+        return dict(json.loads(DURATIONS.read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--report-file", type=Path, help="write what each file took to this file, as JSON")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Let the longest files start first, so that no process waits for a last one at the end."""
-    durations = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    durations = read_durations()
     shortest = LONG_S if config.pluginmanager.has_plugin("randomly") else 0.0
 
     def seconds(item: pytest.Item) -> float:
@@ -47,28 +55,26 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     stats = reporter.stats
     skipped_in_ci = os.environ.get("CI") == "true" and stats.get("skipped")
-    if skipped_in_ci or len(_retried(stats)) > MAX_RETRIED:
-        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+    # Where tests ended pytest with a code of their own, or where there is nothing but skipped tests, as well.
+    wrong = skipped_in_ci or len(_retried(stats)) > MAX_RETRIED or stats.get("failed") or stats.get("error")
+    if wrong and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if (file := session.config.getoption("--report-file")) is not None:
         seconds: dict[str, float] = defaultdict(float)
         for report in (report for reports in stats.values() for report in reports):
             if isinstance(report, pytest.TestReport):
                 seconds[report.nodeid.partition("::")[0]] += report.duration
-        file.write_text(json.dumps({"seconds": seconds}))
+        found = {"seconds": seconds, "retried": list(_retried(stats)), "skipped": _skipped(stats)}
+        file.write_text(json.dumps(found))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     stats = terminalreporter.stats
-    if skipped := stats.get("skipped", []):
+    if skipped := _skipped(stats):
         in_ci = os.environ.get("CI") == "true"
         terminalreporter.section("skipped" + ", which fails this run: CI skips nothing" * in_ci, red=in_ci)
-        reasons: dict[str, list[str]] = defaultdict(list)
-        for report in skipped:
-            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-            reasons[reason.removeprefix("Skipped: ")].append(report.nodeid.partition("::")[0])
-        for reason, files in sorted(reasons.items(), key=lambda entry: -len(entry[1])):
-            places = ", ".join(sorted(set(files))[:3]) + ", ..." * (len(set(files)) > 3)
-            terminalreporter.line(f"{len(files):5}  {reason} ({places})")
+        for line in skipped:
+            terminalreporter.line(line)
     if retried := _retried(stats):
         too_many = len(retried) > MAX_RETRIED
         terminalreporter.section(f"retried{', which are too many and fail this run' * too_many}", red=too_many)
@@ -83,7 +89,22 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
                 nodeid_and_seed = f"{shlex.quote(nodeid)} -p randomly --randomly-seed={seed}"
             else:
                 nodeid_and_seed = shlex.quote(nodeid)
-            terminalreporter.line(f"{os.path.relpath(sys.executable)} -m pytest {nodeid_and_seed}")
+            place = "" if Path.cwd() == config.rootpath else f"cd {shlex.quote(str(config.rootpath))} && "
+            python = os.path.relpath(sys.executable, config.rootpath)
+            terminalreporter.line(f"{place}{python} -m pytest {nodeid_and_seed}")
+
+
+def _skipped(stats: dict[str, list[Any]]) -> list[str]:
+    """Return a line for each reason, the most frequent first: how many tests, why, and where."""
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for report in stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reasons[" ".join(reason.removeprefix("Skipped: ").split())].append(report.nodeid.partition("::")[0])
+    lines = []
+    for reason, files in sorted(reasons.items(), key=lambda entry: -len(entry[1])):
+        places = ", ".join(sorted(set(files))[:3]) + ", ..." * (len(set(files)) > 3)
+        lines.append(f"{len(files):5}  {reason} ({places})")
+    return lines
 
 
 def _retried(stats: dict[str, list[Any]]) -> dict[str, pytest.TestReport]:

@@ -6,15 +6,19 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import TracebackType
 from typing import Any, Final, Literal
 
 from edl.datasets import Dataset, load_dataset
 from edl.discovery.common.resource import Resource
 from edl.errors import (
+    ClosedError,
+    ConflictError,
     LeaseLostError,
     PoisonedShardsError,
     SettingsError,
     SourceError,
+    TemporaryError,
 )
 from edl.master.client.master_client import MasterClient
 from edl.master.client.session_requests import MarkRequest, ResumeRequest
@@ -29,13 +33,18 @@ logger = logging.getLogger(__name__)
 
 _FORMAT: Final = 1
 """Of what `state_dict` returns."""
+_NOT_OF_THE_SHARD: Final = (
+    *(ClosedError, ConflictError, LeaseLostError, PoisonedShardsError, SettingsError, TemporaryError),
+)
+"""Errors that say nothing about a shard: a worker that ends with one gives its shards back, with no failure counted."""
 
 
 class ShardReader(Resource):
     """Shards that the master gives to this reader, as long as there are any. Thread-safe.
 
     As an iterator it reports the shard before as done when the next is taken, and raises `PoisonedShardsError` at the
-    end where shards were given up. A thread of its own keeps `prefetch` shards at hand, renews the leases while the
+    end where shards were given up. Leave its `with` block by an exception, and the shard that you were working on has
+    failed: the next worker tries it after all others, until it has failed too often. A thread of its own keeps `prefetch` shards at hand, renews the leases while the
     caller computes, and goes on with the same requests where the master was started again.
 
     Args:
@@ -87,7 +96,9 @@ class ShardReader(Resource):
         self._samples = samples
         self._opened: Dataset | None = None
         self._current: Shard | None = None
+        self._taken: dict[int, Shard] = {}  # by lease, until they are reported
         self._consumed: dict[int, int] = {}
+        self._sampling = False  # whether the caller works on the sample that was counted last
         self._thread = SessionThread(client, dataset, self.holder, prefetch, stuck_s)
 
     @property
@@ -135,6 +146,7 @@ class ShardReader(Resource):
         self._check()
         shard = self._thread.take(timeout_s)
         if shard is not None:
+            self._taken[shard.id] = shard
             self._consumed[shard.id] = 0
         return shard
 
@@ -167,26 +179,31 @@ class ShardReader(Resource):
         Raises:
             SettingsError: the data set cannot be opened here.
             PoisonedShardsError: at the end, unless `on_poisoned` is "warn".
+            Exception: what code of yours raised that makes the samples. The shard is reported as failed; call this
+                again to go on with the next one.
         """
         for shard in self:
             self._current = shard
             self._consumed[shard.id] = 0
             try:
                 samples = iter(self._data(shard).read(shard))
+                while True:
+                    try:
+                        sample = next(samples)
+                    except StopIteration:
+                        break
+                    self._consumed[shard.id] += 1
+                    self._thread.touch(shard)
+                    self._sampling = True
+                    yield sample
+                    self._sampling = False
             except SourceError as exc:
-                self._fail_current(shard, exc)
-                continue
-            while True:
-                try:
-                    sample = next(samples)
-                except StopIteration:
-                    break
-                except SourceError as exc:
-                    self._fail_current(shard, exc)
-                    break
-                self._consumed[shard.id] += 1
-                self._thread.touch(shard)
-                yield sample
+                self._fail_taken(exc)
+            except _NOT_OF_THE_SHARD:
+                raise
+            except Exception as exc:
+                self._fail_taken(exc)
+                raise
 
     def report_done(self, shard: Shard, *, wait: bool = True) -> None:
         """Report that a shard is done.
@@ -243,7 +260,7 @@ class ShardReader(Resource):
         self._check()
         reports = [Report(shard, outcome, reason) for shard in shards]
         for report in reports:
-            self._consumed.pop(report.shard.id, None)
+            self._forget(report.shard)
         self._thread.deliver(reports)
         refused = [f"shard {report.shard.shard}: {report.refused}" for report in reports if report.refused is not None]
         if refused:
@@ -326,6 +343,7 @@ class ShardReader(Resource):
 
     def _go_back(self, request: ResumeRequest) -> None:
         self._current = None
+        self._taken.clear()
         self._consumed.clear()
         self._thread.demand(request)
 
@@ -335,21 +353,35 @@ class ShardReader(Resource):
         if shard is not None:
             self._report(shard, "done", wait=False)
 
-    def _fail_current(self, shard: Shard, exc: Exception) -> None:
-        """Report a shard as failed of which the samples up to here were read, and not the next."""
-        self._current = None
-        units = self._consumed.pop(shard.id, 0)
-        logger.warning("shard %d of %s cannot be read from unit %d on: %s", shard.shard, self.dataset, units, exc)
+    def _fail_taken(self, exc: BaseException) -> None:
+        """Report the shards that the caller has as failed. What is known to be done of them counts."""
         self._check()
-        self._thread.tell(Report(shard, "failed", str(exc), units))
+        reason = str(exc) if isinstance(exc, SourceError) else f"{type(exc).__name__}: {exc}"
+        for shard in list(self._taken.values()):
+            units = self._consumed.get(shard.id, 0)
+            if shard is self._current:
+                if self._sampling:
+                    units -= 1  # the caller was at work on the last one
+                elif units == len(shard):
+                    units = 0  # an iterator gave it, and how far the caller came is not known
+            logger.warning("shard %d of %s failed at unit %d: %s", shard.shard, self.dataset, units, reason)
+            self._thread.tell(Report(shard, "failed", reason, units))
+        self._current = None
+        self._sampling = False
+        self._taken.clear()
+        self._consumed.clear()
 
     def _report(self, shard: Shard, outcome: Outcome, reason: str = "", *, wait: bool) -> None:
         if wait:
             self.report_all([shard], outcome, reason)
             return
         self._check()
-        self._consumed.pop(shard.id, None)
+        self._forget(shard)
         self._thread.tell(Report(shard, outcome, reason))
+
+    def _forget(self, shard: Shard) -> None:
+        self._taken.pop(shard.id, None)
+        self._consumed.pop(shard.id, None)
 
     def _end(self) -> None:
         if not self.poisoned:
@@ -389,7 +421,11 @@ class ShardReader(Resource):
     def __enter__(self) -> ShardReader:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(exc, Exception) and not isinstance(exc, _NOT_OF_THE_SHARD) and not self._closed:
+            self._fail_taken(exc)
         self.close()
 
 

@@ -10,6 +10,7 @@ import base64
 import collections
 import json
 import threading
+from types import TracebackType
 from typing import Final, NamedTuple
 
 from edl.datasets import ShardSettings, open_dataset
@@ -86,7 +87,10 @@ class ShardingClient(Resource):
     def __enter__(self) -> ShardingClient:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._reader.__exit__(kind, exc, traceback)  # after an error its shards have failed
         self.close()
 
     def fetch_shard(self) -> IndexRange | None:

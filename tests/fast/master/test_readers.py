@@ -19,6 +19,7 @@ from edl.errors import (
     ConflictError,
     LeaseLostError,
     NoMasterError,
+    NoTeacherError,
     PoisonedShardsError,
     SettingsError,
 )
@@ -61,6 +62,71 @@ def test_what_was_read_of_a_shard_counts(lead: Lead, client: MasterClient, read:
     assert [sample.id for sample in reader.samples()] == ["0", "1", "2", "3"]
     found = client.status()["datasets"][0]
     assert (found["units_done"], found["shards"]["poisoned"]) == (4, 1)
+
+
+BAD = 13
+
+
+def draw(reader: ShardReader) -> None:
+    for sample in reader.samples():
+        if sample == BAD:
+            raise ZeroDivisionError("a broken image")
+
+
+def work(reader: ShardReader) -> None:
+    for shard in reader:
+        if shard.start <= BAD < shard.stop:
+            raise ZeroDivisionError("a broken image")
+        if reader._explicit:
+            reader.report_done(shard)
+
+
+class Broken(list[int]):
+    """A sequence of the user's that raises what it likes."""
+
+    def __getitem__(self, number: Any) -> Any:
+        if number == BAD:
+            raise ZeroDivisionError("a broken image")
+        return super().__getitem__(number)
+
+
+@pytest.mark.parametrize(
+    ("use", "options", "commit", "left"),
+    [
+        (draw, {}, "report", 7),
+        (draw, {"samples": Broken(range(40))}, "report", 7),
+        (work, {}, "report", 10),
+        (work, {"explicit": True}, "report", 10),
+        (draw, {}, "checkpoint", 7),
+    ],
+)
+def test_a_shard_that_raises_is_given_up(
+    lead: Lead, create: Create, client: MasterClient, use: Any, options: Any, commit: str, left: int
+) -> None:
+    """Of workers that are started again and again; what was read of it before is not read again."""
+    lead()
+    create(40, commit=commit, max_failures=3)
+    for life in range(3):
+        with pytest.raises(ZeroDivisionError), ShardReader(client, "d", holder=f"w{life}", **options) as reader:
+            use(reader)
+    with ShardReader(client, "d", on_poisoned="warn") as reader:
+        samples(reader)
+        if commit == "checkpoint":
+            reader.state_dict()
+    found = client.status()["datasets"][0]
+    assert found["shards"] == {"todo": 0, "doing": 0, "done": 3, "poisoned": 1}
+    assert found["poisoned"][0]["stop"] - found["poisoned"][0]["start"] == left
+    assert {failure["reason"] for failure in found["poisoned"][0]["failures"]} == {"ZeroDivisionError: a broken image"}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), NoTeacherError("none"), SettingsError("a typo")])
+def test_leaving_is_no_failure(lead: Lead, create: Create, client: MasterClient, error: BaseException) -> None:
+    lead()
+    create(40, max_failures=1)
+    with pytest.raises(type(error)), ShardReader(client, "d") as reader:
+        next(reader)
+        raise error
+    assert shards(client) == {"todo": 4, "doing": 0, "done": 0, "poisoned": 0}
 
 
 def test_a_late_report_ends_no_other_task(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
@@ -219,6 +285,10 @@ def test_the_calls_of_dlrover(lead: Lead, client: MasterClient) -> None:
         assert client.status()["datasets"][0]["units_done"] == 20
         with pytest.raises(SettingsError):
             sharding.restore_shard_from_checkpoint("{}")
+    with pytest.raises(ZeroDivisionError), ShardingClient(client, "more", 10, 1, 40) as sharding:
+        sharding.fetch_shard()
+        raise ZeroDivisionError
+    assert client.status()["datasets"][0]["shards"]["todo"] == 1
 
 
 def test_a_failed_close_is_tried_again(lead: Lead, create: Create, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,6 +156,21 @@ def test_wrong_input_ends_the_worker(serve: Serve, folder: Path) -> None:
     assert len(source.failed) == 3
 
 
+@pytest.mark.parametrize("where", ["progress", "look"])
+def test_an_error_of_own_code_counts(serve: Serve, folder: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Else the shard comes first again, to each worker that is started anew."""
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("its third sample")
+
+    if where == "look":
+        monkeypatch.setattr(IndexedData, "unknown", fail)
+    source = Shards(folder)
+    with pytest.raises(ZeroDivisionError):
+        label(folder, serve("echo"), source, tell=fail if where == "progress" else None)
+    assert list(source.failed.values()) == ["ZeroDivisionError: its third sample"]
+
+
 class Failing:
     """A user's data set, a row of which cannot be read."""
 

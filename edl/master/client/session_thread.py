@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import secrets
 import time
@@ -152,9 +153,16 @@ class SessionThread:
             self._failure = None
         self._outbox.append(request)
         self._thread.wake()
-        self._await(lambda: request.answered, _IDLE_S)
+        try:
+            self._await(lambda: request.answered, _IDLE_S)
+        finally:
+            self._withdraw(request)  # given up: it is not to be done behind the caller's back later
         if request.failure is not None:
             raise request.failure
+
+    def _withdraw(self, request: MarkRequest | ResumeRequest) -> None:
+        with contextlib.suppress(ValueError):
+            self._outbox.remove(request)
 
     def deliver(self, reports: Sequence[Report]) -> None:
         """Have reports sent, and wait until all are answered; each says whether it was refused.
@@ -390,7 +398,7 @@ class SessionThread:
     def _set_mark(self, session: ShardSession, request: MarkRequest) -> None:
         assert self._connection is not None
         if not self.by_checkpoint:
-            self._outbox.popleft()
+            self._withdraw(request)
             request.failure = SettingsError(
                 f"shards of {self._dataset} are done when they are reported, and cannot be gone back to: create the "
                 'data set with commit="checkpoint" where readers are part of a checkpoint'
@@ -404,7 +412,7 @@ class SessionThread:
         self._connection.call("Mark", mark, messages.MarkReply)
         self._mark += 1
         self._unmarked = 0
-        self._outbox.popleft()
+        self._withdraw(request)
         request.session = session.name
         request.number = self._mark
         request.answered = True
@@ -412,8 +420,9 @@ class SessionThread:
 
     def _resume(self, request: ResumeRequest) -> float:
         """Go on from a mark in a new session; return the seconds until it is tried again, 0 when it is over."""
-        if self._session is not None and self._session is not request.opened and self._connection is not None:
-            self._close_session(self._session)
+        if self._session is not None and self._session is not request.opened:
+            self._connection = self._connection or self._client.connect()
+            self._close_session(self._session)  # also after an attempt that failed before: it has been read from
         self._inbox.clear()
         self._activity.clear()
         self._unmarked = 0
@@ -444,7 +453,7 @@ class SessionThread:
         else:
             self._mark = request.mark
             self._add_given(session.resume(reply.leases))
-        self._outbox.popleft()
+        self._withdraw(request)
         request.answered = True
         self._changed.notify()
         return 0.0

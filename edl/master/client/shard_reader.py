@@ -44,8 +44,9 @@ class ShardReader(Resource):
 
     As an iterator it reports the shard before as done when the next is taken, and raises `PoisonedShardsError` at the
     end where shards were given up. Leave its `with` block by an exception, and the shard that you were working on has
-    failed: the next worker tries it after all others, until it has failed too often. A thread of its own keeps `prefetch` shards at hand, renews the leases while the
-    caller computes, and goes on with the same requests where the master was started again.
+    failed: it is tried again after all others, and given up once it has failed too often. A thread of the reader keeps
+    `prefetch` shards at hand, renews the leases while the caller computes, and goes on where the master was started
+    again.
 
     Args:
         client: of the job.

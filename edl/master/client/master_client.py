@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
@@ -71,6 +72,8 @@ class MasterClient(Resource):
         self._using = threading.Lock()  # never held by the main thread, which signal handlers interrupt
         self._connection: MasterConnection | None = None
         self._changed = Notifier()
+        self.readers: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
+        """Readers of this client, which drop what they have at hand when progress is restored."""
         self._calls = self._own(CallThread("edl-master-calls"))
 
     def create_dataset(self, name: str, dataset: Dataset | messages.DatasetSpec) -> messages.DatasetSpec:
@@ -192,6 +195,9 @@ class MasterClient(Resource):
         """
         request = messages.RestoreProgress(dataset=name, progress=progress)
         self._call("RestoreProgress", request, messages.DatasetReply)
+        for reader in list(self.readers):
+            if reader.dataset == name:
+                reader.begin_anew()
 
     def status(self) -> dict[str, Any]:
         """Return what the master shows: data sets with their shards by state, holders, rates, what happened lately."""

@@ -57,7 +57,7 @@ class SessionThread:
         self.poisoned = 0
         self.refused = 0
         self._client = client
-        self._dataset = dataset
+        self.dataset: Final = dataset
         self._holder = holder
         self._prefetch = prefetch
         self._activity = LeaseActivity(stuck_s)
@@ -65,6 +65,7 @@ class SessionThread:
         self._outbox: collections.deque[Report | MarkRequest | ResumeRequest] = collections.deque()
         self._inbox: collections.deque[Shard] = collections.deque()
         self._hungry: collections.deque[None] = collections.deque()  # a part for each caller that waits in `take`
+        self._restarts: collections.deque[None] = collections.deque()  # an entry for each caller of `begin_anew`
         self._changed = Notifier()
         self._failure: EDLError | None = None
         self._reading = False
@@ -176,6 +177,17 @@ class SessionThread:
         self._thread.wake()
         self._await(lambda: all(report.answered for report in reports), _IDLE_S)
 
+    def begin_anew(self) -> None:
+        """Drop what the master gave before its data set was put back. Returns when nothing of that is handed out.
+
+        Raises:
+            NoMasterError: the thread waits for an answer for longer than the client's `timeout_s`.
+        """
+        self._restarts.append(None)
+        self._thread.wake()
+        if not self._changed.wait_for(lambda: not self._restarts or self._ending, self._client.timeout_s):
+            raise self._wait.error()
+
     def close(self) -> None:
         """Send what waits, give shards back, and end. Waits for seconds at most."""
         self._ending = True
@@ -253,6 +265,11 @@ class SessionThread:
     def _exchange(self) -> float:
         """Do what is due; return the seconds until something is due again."""
         while not self._ending:
+            if self._restarts:
+                if self._session is not None:
+                    self._lose_session("the data set was put back to earlier progress")
+                self._restarts.clear()
+                self._changed.notify()
             if not (self._reading or self._outbox or self._session):
                 return _IDLE_S
             if self._outbox and isinstance(self._outbox[0], ResumeRequest):
@@ -296,13 +313,13 @@ class SessionThread:
             why = f"{self._holder} has done nothing with it for {self._activity.idle_s:g} s (stuck_s)"
             if self.by_checkpoint:  # the caller's state may hold samples of it
                 raise LeaseLostError(f"shard {shard.shard}: {why}")
-            logger.warning("shard %d of %s was not reported, and goes to others: %s", shard.shard, self._dataset, why)
+            logger.warning("shard %d of %s was not reported, and goes to others: %s", shard.shard, self.dataset, why)
             session.report(Report(shard, "returned" if self.spec.ignore_expiries else "failed", why))
         if self._hungry and (quiet := self._activity.newly_quiet(now, _QUIET_S, session.open)):
             logger.warning(
                 "this process waits for a shard of %s, and has not reported %d that it has (%s): others get those %g s"
                 " after it did something with them last",
-                *(self._dataset, len(quiet), ", ".join(str(session.open[lease].shard) for lease in quiet[:8])),
+                *(self.dataset, len(quiet), ", ".join(str(session.open[lease].shard) for lease in quiet[:8])),
                 self._activity.idle_s,
             )
 
@@ -380,7 +397,7 @@ class SessionThread:
         self._stream = self._stream or TurnStream(connection)
         if session is None:  # kept also where there is no answer: the master may have heard
             session = self._session = ShardSession(secrets.token_hex(16))
-        request = messages.OpenSession(dataset=self._dataset, session=session.name, holder=self._holder)
+        request = messages.OpenSession(dataset=self.dataset, session=session.name, holder=self._holder)
         reply = self._stream.exchange(messages.NextRequest(open=request))
         self._heard_at = time.monotonic()
         self._wait.answered()
@@ -389,7 +406,7 @@ class SessionThread:
         return session
 
     def _described(self, connection: MasterConnection) -> messages.DatasetSpec:
-        request = messages.DescribeDatasetRequest(dataset=self._dataset)
+        request = messages.DescribeDatasetRequest(dataset=self.dataset)
         try:
             return connection.call("DescribeDataset", request, messages.DatasetReply).spec
         except NotFoundError as exc:
@@ -400,7 +417,7 @@ class SessionThread:
         if not self.by_checkpoint:
             self._withdraw(request)
             request.failure = SettingsError(
-                f"shards of {self._dataset} are done when they are reported, and cannot be gone back to: create the "
+                f"shards of {self.dataset} are done when they are reported, and cannot be gone back to: create the "
                 'data set with commit="checkpoint" where readers are part of a checkpoint'
             )
             request.answered = True
@@ -432,7 +449,7 @@ class SessionThread:
         session = request.opened = self._attached()  # the same for each attempt
         assert self._connection is not None
         resume = messages.Resume(
-            dataset=self._dataset,
+            dataset=self.dataset,
             session=session.name,
             of_holder=request.holder,
             of_session=request.session,
@@ -467,7 +484,7 @@ class SessionThread:
         self.refused += 1
         logger.warning(
             "shard %d of %s is this reader's no more, and its report was refused: %s",
-            *(report.shard.shard, self._dataset, report.refused),
+            *(report.shard.shard, self.dataset, report.refused),
         )
 
     def _close_session(self, session: ShardSession, commit: bool = False) -> None:
@@ -491,7 +508,7 @@ class SessionThread:
                 if self._unmarked and self.by_checkpoint and not self.commit:
                     logger.warning(
                         "%d shards of %s were done after the last state_dict(), and go to others: save before close()",
-                        *(self._unmarked, self._dataset),
+                        *(self._unmarked, self.dataset),
                     )
         except EDLError as exc:
             logger.info("the session ends by itself, since the master was not told: %s", exc)
@@ -510,11 +527,11 @@ class SessionThread:
         if self.by_checkpoint:
             self._fail(
                 LeaseLostError(
-                    f"{why}: what was read of {self._dataset} since the last checkpoint is another reader's; load it"
+                    f"{why}: what was read of {self.dataset} since the last checkpoint is another reader's; load it"
                 )
             )
         elif not self.finished:
-            logger.warning("this reader's session of %s was lost, and it begins a new one: %s", self._dataset, why)
+            logger.warning("this reader's session of %s was lost, and it begins a new one: %s", self.dataset, why)
 
     def _job_is_done(self) -> bool:
         """End where the job's master ended since all was done, and no other has been started for a while."""
@@ -523,11 +540,11 @@ class SessionThread:
             return False
         report = self._client.last_report()
         datasets = [] if report is None else report.get("datasets", [])
-        found = next((dataset for dataset in datasets if dataset.get("name") == self._dataset), None)
+        found = next((dataset for dataset in datasets if dataset.get("name") == self.dataset), None)
         if found is None:
             return False
         logger.warning(
-            "job %r is done, and its master has ended: %s has no shard any more", self._client.job, self._dataset
+            "job %r is done, and its master has ended: %s has no shard any more", self._client.job, self.dataset
         )
         if self._session is not None:
             self._session.abandon("the job is done")

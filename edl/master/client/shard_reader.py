@@ -101,6 +101,7 @@ class ShardReader(Resource):
         self._consumed: dict[int, int] = {}
         self._sampling = False  # whether the caller works on the sample that was counted last
         self._thread = SessionThread(client, dataset, self.holder, prefetch, stuck_s)
+        client.readers.add(self._thread)
 
     @property
     def finished(self) -> bool:

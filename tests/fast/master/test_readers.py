@@ -292,6 +292,24 @@ def test_the_calls_of_dlrover(lead: Lead, client: MasterClient) -> None:
     assert client.status()["datasets"][0]["shards"]["todo"] == 1
 
 
+def test_restored_progress_is_read_once(lead: Lead, create: Create, client: MasterClient, read: Read) -> None:
+    """What a reader had at hand before it is another's, or its own under another lease."""
+    lead()
+    create(40)
+    saved = client.progress("d")
+    reader = read(explicit=True, prefetch=3)
+    first = reader.take(DEADLINE_S)
+    assert first is not None
+    wait_until(lambda: len(reader._thread._inbox) > 1, "shards at hand")
+    client.restore_progress("d", saved)
+    found = []
+    while (shard := reader.take(DEADLINE_S)) is not None:
+        reader.report_done(shard)
+        found.append(shard.start)
+    assert sorted(found) == [0, 10, 20, 30]
+    assert reader.refused == 0
+
+
 def test_a_failed_close_is_tried_again(lead: Lead, create: Create, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that is kept would renew its session for ever, and the master would not end."""
     calls: list[str] = []

@@ -62,6 +62,30 @@ def test_forked_workers_make_channels(lead: Lead, create: Create, url: str) -> N
     assert [int(sample) for sample in done.stdout.split()] == list(range(100))
 
 
+SUSPENDED = """
+import sys
+from torch.utils.data import DataLoader
+from edl.master import MasterClient, ShardReader
+from edl.master.client.torch import ShardDataset
+
+def samples():
+    with MasterClient("job", sys.argv[1], timeout_s=90) as client, ShardReader(client, "d") as reader:
+        yield from reader.samples()
+
+kept = [samples(), iter(DataLoader(ShardDataset("job", "d", sys.argv[1], timeout_s=90), batch_size=None))]
+print([int(next(iterator)) % 10 for iterator in kept])
+"""
+
+
+def test_a_suspended_iterator_ends(lead: Lead, create: Create, url: str) -> None:
+    """With its process: at shutdown no thread runs that `close` could wait for."""
+    lead()
+    create(100)
+    command = [sys.executable, "-c", SUSPENDED, url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S / 2, check=False)
+    assert (done.returncode, done.stdout) == (0, "[0, 0]\n"), done.stderr
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_fork_of_a_user_of_grpc_is_told(
     lead: Lead, create: Create, url: str, monkeypatch: pytest.MonkeyPatch

@@ -134,7 +134,7 @@ def test_garbage_is_no_position(lead: Lead, create: Create, read: Read, state: A
     next(reader)
     saved = reader.state_dict()
     garbage = saved | state if isinstance(state, dict) else state
-    with pytest.raises(SettingsError, match="no position of a ShardReader"):
+    with pytest.raises(SettingsError, match="is not the position of a ShardReader"):
         reader.load_state_dict(garbage)
     with pytest.raises(SettingsError, match="nothing is kept of"):
         reader.load_state_dict(saved | {"session": "another"})

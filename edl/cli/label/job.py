@@ -200,7 +200,8 @@ class _Worker:
         with (
             open_screen(self._job, "waiting for teachers") as screen,
             contextlib.closing(JobProgress(store, self._job, screen)) as progress,
-            ShardReader(client, DATASET, explicit=True, on_poisoned="warn") as reader,
+            # Closed, not left: the labeller has reported what failed, and an error here says nothing of other shards.
+            contextlib.closing(ShardReader(client, DATASET, explicit=True, on_poisoned="warn")) as reader,
         ):
             return labeller.run(MasterShards(reader, _MASTER_S, note), progress.note)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from typing import Protocol, TypeVar
 
@@ -60,7 +61,15 @@ class Resource:
             self._parts.remove(part)
 
     def close(self) -> None:
-        """Release everything. May be called twice, from any thread, and by signal handlers."""
+        """Release everything. May be called twice, from any thread, and by signal handlers.
+
+        When the interpreter shuts down this only sets a flag. A suspended generator is closed then, and with it the
+        resources of its `with` blocks. But threads no longer run, so waiting for them, or for gRPC's in
+        `Channel.close`, would hang. The end of the process releases everything.
+        """
+        if sys.is_finalizing():
+            self._closed = True
+            return
         if self._pid != os.getpid() or not self._first_close.acquire(blocking=False):
             return
         self._closed = True

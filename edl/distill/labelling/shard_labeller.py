@@ -202,6 +202,7 @@ class _ShardRun:
         self._retries: deque[tuple[RowShard, str]] = deque()  # shards whose rows are to be tried singly, and why
         self._bad: dict[tuple[int, int], str] = {}  # rows of shards that have failed here, and why
         self._failed_in_a_row: set[tuple[int, int]] = set()  # rows of shards that have failed since a row was labelled
+        self._looked_at: RowShard | None = None  # by the thread that loads, outside the tracker
         self._epoch: Epoch | None = None
         self._stopping = False  # whether the thread that loads is to end
         self._source_failure: Exception | None = None
@@ -212,9 +213,11 @@ class _ShardRun:
         try:
             while not self._label_until_failure(committer):
                 pass
-        except BaseException:
+        except BaseException as exc:
             if self._commit_failure is None:
                 self._commit_what_is_answered()
+            if isinstance(exc, Exception) and not isinstance(exc, EDLError):
+                self._report_cause(exc)
             raise
         finally:
             committer.close()
@@ -271,6 +274,13 @@ class _ShardRun:
         logger.warning("rows %d to %d: some cannot be labelled: %s", shard.start, shard.stop - 1, failure)
         self._retries.append((shard, str(failure)))
 
+    def _report_cause(self, exc: Exception) -> None:
+        """Report the shard in work as failed where code that is not EDL's has raised: it may be its rows."""
+        shard = self._looked_at or self._tracker.fail()
+        if shard is not None:
+            self._source.report_failed(shard, _cut(f"{type(exc).__name__}: {exc}"))
+            self._open.discard(shard)
+
     def _note_labelled(self, rows: int) -> None:
         with self._count_lock:  # rows labelled singly come from the thread that loads
             self._labelled += rows
@@ -287,8 +297,10 @@ class _ShardRun:
         """Yield batches as long as the source has shards, or may get some."""
         while not self._stopping:
             if self._retries:
+                self._looked_at = self._retries[0][0]
                 if self._label_singly(*self._retries[0]):
                     self._retries.popleft()
+                self._looked_at = None
             elif self._tracker.has_waiting or self._take_shard(_LOOK_S):
                 yield from loaded(self._data, self._parts())
             elif self._source_failure is None:
@@ -367,7 +379,9 @@ class _ShardRun:
             shard = self._source.take(timeout_s)
             if shard is not None:
                 self._open.add(shard)
+                self._looked_at = shard
                 self._begin(shard)
+                self._looked_at = None
         except Exception as exc:  # noqa: BLE001 - raised when what was loaded is handed over: here it would be a row's
             self._source_failure = exc
             return False

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import TracebackType
 from typing import Any, Final, Literal
 
 from edl.datasets import Dataset, load_dataset
 from edl.discovery.common.resource import Resource
 from edl.errors import (
+    ClosedError,
+    ConflictError,
     LeaseLostError,
     PoisonedShardsError,
     SettingsError,
     SourceError,
+    TemporaryError,
 )
+from edl.master.client.conversation import Conversation
 from edl.master.client.master_client import MasterClient
-from edl.master.client.session_requests import MarkRequest, ResumeRequest
-from edl.master.client.session_thread import SessionThread
-from edl.master.client.shard_session import Outcome, Report, Shard
+from edl.master.client.session import MarkRequest, Outcome, Report, ResumeRequest, Shard
 from edl.master.shards.specification import check_name
 from edl.quoting import clip
 
@@ -28,34 +33,45 @@ __all__ = ["ShardReader"]
 logger = logging.getLogger(__name__)
 
 _FORMAT: Final = 1
-"""Of what `state_dict` returns."""
+"""Version of what `state_dict` returns."""
+_ASK_S: Final = 0.5
+"""Between two calls of `may_leave`, which may ask the master. The end of an epoch waits for as long."""
+_WAIT_S: Final = 3600.0
+"""Longest wait for a shard before waiting again: shards of others may come back whenever their leases end."""
+_NOT_OF_THE_SHARD: Final = (
+    *(ClosedError, ConflictError, LeaseLostError, PoisonedShardsError, SettingsError, TemporaryError),
+)
+"""Errors that say nothing about a shard: a worker that ends with one gives its shards back, with no failure counted."""
 
 
 class ShardReader(Resource):
     """Shards that the master gives to this reader, as long as there are any. Thread-safe.
 
     As an iterator it reports the shard before as done when the next is taken, and raises `PoisonedShardsError` at the
-    end where shards were given up. A thread of its own keeps `prefetch` shards at hand, renews the leases while the
-    caller computes, and goes on with the same requests where the master was started again.
+    end if shards were given up. Leave its `with` block by an exception, and the shards that you have taken and not
+    reported have failed: they are tried again after all others, and given up once they have failed too often. (Errors
+    of EDL that say nothing about a shard, such as a master that is away, count no failure; nor does Ctrl-C.)
+
+    A thread keeps `prefetch` shards at hand, renews the leases while the caller computes, and goes on after the master
+    was started again.
 
     Args:
-        client: of the job.
-        dataset: its name at the master. A reader waits until it has been created.
-        holder: the name that people see; the host and the process as it comes.
-        prefetch: shards at hand beside those that the caller has. With fewer a slow worker holds less back; with more
-            a fast one waits less for short shards.
-        samples: the user's own source, for data sets that name none that a worker may open (`load_dataset`).
-        explicit: nothing is reported but by `report_done` and its like.
+        client: Client of the job.
+        dataset: Name of the data set at the master. A reader waits until it has been created.
+        holder: Name that people see. Default: the host and the process id.
+        prefetch: Shards at hand in addition to those that the caller has. With fewer a slow worker holds less back;
+            with more a fast one waits less for short shards.
+        samples: The user's own source, for data sets that name none that a worker may open (`load_dataset`).
+        explicit: Report nothing but what `report_done`, `report_failed` and `give_back` are called for.
         on_poisoned: "raise" or "warn", at the end of the iteration.
-        stuck_s: a shard that the caller has had for so long goes to others, and a failure of it is counted: the thread
-            that renews the leases would keep for ever what a caller that hangs holds, or has forgotten to report. A
-            caller that needs longer for a shard sets more, or calls `consume` meanwhile; `samples` does so with each
-            sample. Shards at hand that the caller does not take for so long go back, and no failure is counted.
-        may_leave: asked from time to time while an iterator waits for shards that other readers have; True ends the
-            iteration, and leaves what comes back to others.
+        stuck_s: Seconds after which a shard that the caller does not work on goes to others, with a failure counted. If
+            a shard takes longer, set more, or call `consume` from time to time; `samples` does so with each sample.
+            Shards at hand that the caller does not take in that time go back, with no failure counted.
+        may_leave: Called from time to time while an iterator waits for shards that other readers have. If it returns
+            True, the iteration ends, and others do what comes back.
 
     Raises:
-        SettingsError: an argument cannot be used.
+        SettingsError: An argument is invalid.
     """
 
     def __init__(
@@ -86,55 +102,58 @@ class ShardReader(Resource):
         self._may_leave = may_leave
         self._samples = samples
         self._opened: Dataset | None = None
-        self._current: Shard | None = None
-        self._consumed: dict[int, int] = {}
-        self._thread = SessionThread(client, dataset, self.holder, prefetch, stuck_s)
+        self._taken: dict[int, Shard] = {}  # what the caller has taken and not reported, by lease
+        self._consumed: dict[int, int] = {}  # units of it
+        self._current: Shard | None = None  # the shard that an iterator gave last
+        self._sampling = False  # whether the caller works on the sample of it that was counted last
+        self._conversation = Conversation(client, dataset, self.holder, prefetch, stuck_s)
 
     @property
     def finished(self) -> bool:
-        """Whether the master has no shard any more, nor will have."""
-        return self._thread.finished
+        """Whether the master has no shard left, and will have none."""
+        return self._conversation.finished
 
     @property
     def by_checkpoint(self) -> bool:
         """Whether shards are done with a `state_dict`, and not when they are reported. Known once a shard was given."""
-        return self._thread.by_checkpoint
+        return self._conversation.by_checkpoint
 
     @property
     def poisoned(self) -> int:
         """How many shards were given up, as the master said last."""
-        return self._thread.poisoned
+        return self._conversation.poisoned
 
     @property
     def refused(self) -> int:
-        """How many of this reader's reports the master has refused: the shards were another's by then."""
-        return self._thread.refused
+        """How many of this reader's reports the master has refused: the shards were another reader's by then."""
+        return self._conversation.refused
 
     @property
     def away_s(self) -> float:
         """For how many seconds no master has answered this reader; 0.0 while it answers.
 
-        A caller that waits a little at a time, and so never as long as the client's `timeout_s`, looks here.
+        For callers of `take` whose timeouts are shorter than the client's `timeout_s`.
         """
-        return self._thread.away_s
+        return self._conversation.away_s
 
     def take(self, timeout_s: float = 0.0) -> Shard | None:
-        """Return the next shard, which is to be reported. Never raises for poisoned shards: see `poisoned`.
+        """Return the next shard, which you must report. Never raises for poisoned shards: see `poisoned`.
 
         Args:
-            timeout_s: how long to wait for it, in seconds.
+            timeout_s: Seconds to wait for it.
 
         Returns:
-            The shard; None where there is none yet, or none any more (`finished`), or this was closed meanwhile.
+            The shard; None if there is none yet, or none left (`finished`), or the reader was closed.
 
         Raises:
-            NoMasterError: the master was away for the client's `timeout_s` of the wait.
-            LeaseLostError: of a data set whose shards are done with a checkpoint: the session was lost, and what was
-                read after the last one is another's. Load the last checkpoint.
+            NoMasterError: The master was away for the client's `timeout_s` of the wait.
+            LeaseLostError: With commit="checkpoint": the session was lost, and what was read after the last checkpoint
+                goes to other readers. Load the last checkpoint.
         """
         self._check()
-        shard = self._thread.take(timeout_s)
+        shard = self._conversation.take(timeout_s)
         if shard is not None:
+            self._taken[shard.id] = shard
             self._consumed[shard.id] = 0
         return shard
 
@@ -147,57 +166,74 @@ class ShardReader(Resource):
         while not self._closed:
             shard = self.take(_WAIT_S if self._may_leave is None else _ASK_S)
             if shard is not None:
-                self._current = None if self._explicit else shard
                 if not self._explicit:
+                    self._current = shard
                     self._consumed[shard.id] = len(shard)
                 return shard
             if self.finished:
                 self._end()
                 break
-            if self._may_leave is not None and self._thread.rest(_ASK_S) and self._may_leave():
+            if self._may_leave is not None and self._conversation.rest(_ASK_S) and self._may_leave():
                 break
         raise StopIteration
 
     def samples(self) -> Iterator[Any]:
         """Read the shards here.
 
+        A sample counts as consumed when the next is asked for. After a `break`, call this again to go on in the middle
+        of the shard.
+
         Yields:
             Samples. A shard that cannot be read is reported as failed, and the next one is read.
 
         Raises:
-            SettingsError: the data set cannot be opened here.
-            PoisonedShardsError: at the end, unless `on_poisoned` is "warn".
+            SettingsError: The data set cannot be opened here.
+            PoisonedShardsError: At the end, unless `on_poisoned` is "warn".
+            Exception: Code of yours that makes the samples raised it. The shard is reported as failed; call this again
+                to go on with the next one.
         """
-        for shard in self:
-            self._current = shard
-            self._consumed[shard.id] = 0
+        shard = self._current if self._sampling else None
+        while True:
+            if shard is None:
+                shard = next(self, None)
+                if shard is None:
+                    return
+                self._current = shard
+                self._consumed[shard.id] = 0
             try:
-                samples = iter(self._data(shard).read(shard))
+                yield from self._samples_of(shard)
             except SourceError as exc:
-                self._fail_current(shard, exc)
-                continue
-            while True:
-                try:
-                    sample = next(samples)
-                except StopIteration:
-                    break
-                except SourceError as exc:
-                    self._fail_current(shard, exc)
-                    break
+                self._fail([shard], exc)
+            except _NOT_OF_THE_SHARD:
+                raise
+            except Exception as exc:
+                self._fail([shard], exc)
+                raise
+            shard = None
+
+    def _samples_of(self, shard: Shard) -> Iterator[Any]:
+        consumed = self._consumed.get(shard.id, len(shard))
+        if consumed < len(shard):
+            rest = dataclasses.replace(shard, start=shard.start + consumed)
+            for sample in self._data(rest).read(rest):
+                if shard.id not in self._consumed:  # the caller went back to another position meanwhile
+                    return
                 self._consumed[shard.id] += 1
-                self._thread.touch(shard)
+                self._conversation.touch(shard)
+                self._sampling = True
                 yield sample
+                self._sampling = False
 
     def report_done(self, shard: Shard, *, wait: bool = True) -> None:
         """Report that a shard is done.
 
         Args:
-            shard: that this reader has given.
-            wait: return when the master has journalled it; else at once, and a refusal is logged.
+            shard: A shard that this reader gave you.
+            wait: Return when the master has journalled it. Otherwise return at once; a refusal is logged.
 
         Raises:
-            LeaseLostError: the master refuses it: the lease has expired, and the message says who has the shard now.
-            NoMasterError: the master was away for the client's `timeout_s`.
+            LeaseLostError: The master refuses it: the lease has expired, and the message says who has the shard now.
+            NoMasterError: The master was away for the client's `timeout_s`.
         """
         self._report(shard, "done", wait=wait)
 
@@ -205,13 +241,13 @@ class ShardReader(Resource):
         """Report that a shard could not be done: another worker tries it, until it has failed too often.
 
         Args:
-            shard: that this reader has given.
-            reason: which people see.
-            wait: as for `report_done`.
+            shard: A shard that this reader gave you.
+            reason: Text for people.
+            wait: See `report_done`.
 
         Raises:
-            LeaseLostError: as for `report_done`.
-            NoMasterError: as for `report_done`.
+            LeaseLostError: See `report_done`.
+            NoMasterError: See `report_done`.
         """
         self._report(shard, "failed", reason or "no reason given", wait=wait)
 
@@ -219,50 +255,48 @@ class ShardReader(Resource):
         """Return a shard that was not done, and has not failed.
 
         Args:
-            shard: that this reader has given.
-            wait: as for `report_done`.
+            shard: A shard that this reader gave you.
+            wait: See `report_done`.
 
         Raises:
-            LeaseLostError: as for `report_done`.
-            NoMasterError: as for `report_done`.
+            LeaseLostError: See `report_done`.
+            NoMasterError: See `report_done`.
         """
         self._report(shard, "returned", wait=wait)
 
     def report_all(self, shards: Iterable[Shard], outcome: Outcome, reason: str = "") -> None:
-        """Report several shards, and wait for all of them: a refusal of one keeps no other from being reported.
+        """Report several shards, and wait for all of them: a refusal of one does not keep others from being reported.
 
         Args:
-            shards: that this reader has given.
-            outcome: "done", "failed" or "returned", of all.
-            reason: of a failure, which people see.
+            shards: Shards that this reader gave you.
+            outcome: "done", "failed" or "returned", for all of them.
+            reason: Text for people about a failure.
 
         Raises:
-            LeaseLostError: as for `report_done`, of one or more.
-            NoMasterError: as for `report_done`; the reports are sent when there is a master again.
+            LeaseLostError: See `report_done`; of one shard or more.
+            NoMasterError: See `report_done`. The reports are sent when there is a master again.
         """
         self._check()
-        reports = [Report(shard, outcome, reason) for shard in shards]
-        for report in reports:
-            self._consumed.pop(report.shard.id, None)
-        self._thread.deliver(reports)
+        reports = [Report(self._forget(shard), outcome, reason) for shard in shards]
+        self._conversation.deliver(reports)
         refused = [f"shard {report.shard.shard}: {report.refused}" for report in reports if report.refused is not None]
         if refused:
-            raise LeaseLostError(f"this reader has these shards of {self.dataset} no more: {'; '.join(refused[:8])}")
+            raise LeaseLostError(f"shards of {self.dataset} no longer belong to this reader: {'; '.join(refused[:8])}")
 
     def consume(self, shard: Shard, units: int) -> None:
-        """Say how far a shard is, for `state_dict` and `stuck_s`; the iterators do that themselves.
+        """Say how far a shard is, for `state_dict` and `stuck_s`. The iterators do that themselves.
 
         Args:
-            shard: that this reader has given, and which is not reported yet.
-            units: of it that were used, from its beginning.
+            shard: A shard that this reader gave you, and that you have not reported yet.
+            units: Number of its units that were used, from its beginning.
 
         Raises:
-            SettingsError: the shard has fewer.
+            SettingsError: The shard has fewer.
         """
         if not 0 <= units <= len(shard):
             raise SettingsError(f"units={units!r}: the shard has {len(shard)}")
         self._consumed[shard.id] = units
-        self._thread.touch(shard)
+        self._conversation.touch(shard)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where this reader is, for a data set of commit="checkpoint". The master journals it.
@@ -273,16 +307,16 @@ class ShardReader(Resource):
             Plain values, which `load_state_dict` takes in this process or another.
 
         Raises:
-            SettingsError: shards of the data set are done when they are reported, and there is nothing to go back to.
-            LeaseLostError: the session was lost: load the last checkpoint.
-            NoMasterError: the master was away for the client's `timeout_s`.
+            SettingsError: The data set has commit="report": there is nothing to go back to.
+            LeaseLostError: The session was lost: load the last checkpoint.
+            NoMasterError: The master was away for the client's `timeout_s`.
         """
         self._check()
         current = self._current
         if current is not None and self._consumed.get(current.id) == len(current):
             self._report_current()
         mark = MarkRequest({lease: units for lease, units in list(self._consumed.items()) if units})
-        self._thread.demand(mark)
+        self._conversation.demand(mark)
         return {
             "format": _FORMAT,
             "job": self._client.job,
@@ -293,15 +327,15 @@ class ShardReader(Resource):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to where a reader was: what it read afterwards is given again, to whoever asks.
+        """Go back to where a reader was: what it read afterwards is given again, to any reader that asks.
 
         Args:
-            state: what `state_dict` returned.
+            state: What `state_dict` returned.
 
         Raises:
-            SettingsError: it is another data set's, no position of a reader, or one that the master keeps no more.
-            ConflictError: another reader has gone on from it.
-            NoMasterError: the master was away for the client's `timeout_s`.
+            SettingsError: The state is of another data set, not a reader's, or no longer kept by the master.
+            ConflictError: Another reader has resumed at it.
+            NoMasterError: The master was away for the client's `timeout_s`.
         """
         self._check()
         _check_position(state)
@@ -313,43 +347,57 @@ class ShardReader(Resource):
     def start_over(self) -> None:
         """Go back to before all that readers of this holder's name have read: for a process that finds no checkpoint.
 
-        Without this, what a process marked that was killed before its first checkpoint was on disk would count as done.
-        The name must be the same in each life of the process, and no other's: its rank, say.
+        Otherwise, what an earlier life of the process marked would count as done though its first checkpoint never
+        reached the disk. The holder's name must be the same in each life of the process, and no other's: its rank, say.
 
         Raises:
-            ConflictError: a reader of this name is alive.
-            SettingsError: shards of the data set are done when they are reported.
-            NoMasterError: the master was away for the client's `timeout_s`.
+            ConflictError: A reader of this name is alive.
+            SettingsError: The data set has commit="report".
+            NoMasterError: The master was away for the client's `timeout_s`.
         """
         self._check()
         self._go_back(ResumeRequest(self.holder, "", 0))
 
     def _go_back(self, request: ResumeRequest) -> None:
         self._current = None
+        self._sampling = False
+        self._taken.clear()
         self._consumed.clear()
-        self._thread.demand(request)
+        self._conversation.demand(request)
 
     def _report_current(self) -> None:
         """Report the shard that the iterator gave last as done."""
         shard, self._current = self._current, None
+        self._sampling = False
         if shard is not None:
             self._report(shard, "done", wait=False)
 
-    def _fail_current(self, shard: Shard, exc: Exception) -> None:
-        """Report a shard as failed of which the samples up to here were read, and not the next."""
-        self._current = None
-        units = self._consumed.pop(shard.id, 0)
-        logger.warning("shard %d of %s cannot be read from unit %d on: %s", shard.shard, self.dataset, units, exc)
+    def _fail(self, shards: Iterable[Shard], exc: Exception) -> None:
+        """Report shards that the caller has as failed, from the units on that are not known to be done."""
         self._check()
-        self._thread.tell(Report(shard, "failed", str(exc), units))
+        reason = str(exc) if isinstance(exc, SourceError) else f"{type(exc).__name__}: {exc}"
+        for shard in shards:
+            units = self._consumed.get(shard.id, 0)
+            if shard is self._current and self._sampling:
+                units -= 1  # the last sample was in work
+            elif shard is self._current and units == len(shard):
+                units = 0  # given by the iterator, and it is not known how far the caller came
+            logger.warning("shard %d of %s failed at unit %d: %s", shard.shard, self.dataset, units, reason)
+            self._conversation.tell(Report(self._forget(shard), "failed", reason, units))
+        self._current = None
+        self._sampling = False
 
     def _report(self, shard: Shard, outcome: Outcome, reason: str = "", *, wait: bool) -> None:
         if wait:
             self.report_all([shard], outcome, reason)
             return
         self._check()
+        self._conversation.tell(Report(self._forget(shard), outcome, reason))
+
+    def _forget(self, shard: Shard) -> Shard:
+        self._taken.pop(shard.id, None)
         self._consumed.pop(shard.id, None)
-        self._thread.tell(Report(shard, outcome, reason))
+        return shard
 
     def _end(self) -> None:
         if not self.poisoned:
@@ -365,7 +413,7 @@ class ShardReader(Resource):
     def _data(self, shard: Shard) -> Dataset:
         """Return the data set, opened here, with this shard in it."""
         if self._opened is None:
-            self._opened = load_dataset(self._thread.spec, samples=self._samples)
+            self._opened = load_dataset(self._conversation.spec, samples=self._samples)
         if not self._opened.covers(shard):
             spec = self._client.describe_dataset(self.dataset)
             if spec is not None:
@@ -376,27 +424,26 @@ class ShardReader(Resource):
         """Give open shards back, with no failure counted, and end the session. May be called twice.
 
         Args:
-            commit: of a data set of commit="checkpoint": count what was reported after the last `state_dict` as done.
-                As it comes it goes to others, also at the end of the iteration: no checkpoint has it.
+            commit: With commit="checkpoint": count what was reported after the last `state_dict` as done. Default: it
+                goes to others, also at the end of the iteration, since no checkpoint covers it.
         """
         if self._pid == os.getpid() and not self._closed:
-            self._thread.commit = commit
+            self._conversation.commit = commit
         super().close()
 
     def _halt(self) -> None:
-        self._thread.close()
+        self._conversation.close()
 
     def __enter__(self) -> ShardReader:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(exc, Exception) and not isinstance(exc, _NOT_OF_THE_SHARD):
+            with contextlib.suppress(ClosedError):  # closed before, or inherited through a fork
+                self._fail(list(self._taken.values()), exc)
         self.close()
-
-
-_ASK_S: Final = 0.5
-"""Between two questions of `may_leave`, which may ask the master: an epoch that ends waits for as long."""
-_WAIT_S: Final = 3600.0
-"""Of a wait for the next shard, after which it is waited for again: others' leases may come back whenever they end."""
 
 
 def _check_position(state: object) -> None:
@@ -411,5 +458,5 @@ def _check_position(state: object) -> None:
         or not 0 < mark < 2**63
     ):
         raise SettingsError(
-            f"{clip(repr(state), 200)} is no position of a ShardReader: pass what its state_dict() returned"
+            f"{clip(repr(state), 200)} is not the position of a ShardReader: pass what its state_dict() returned"
         )

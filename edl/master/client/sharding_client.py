@@ -1,7 +1,7 @@
-"""The calls that users of ElasticDL and of DLRover know, over a `ShardReader`.
+"""The calls that users of ElasticDL and DLRover know, as a thin layer over `ShardReader`.
 
 Names and meanings are those of DLRover's `ShardingClient` and `IndexShardingClient` (dlrover/python/elastic_agent/
-sharding/client.py) and of ElasticDL's `DataShardService`, from which they come; what differs is said where it does.
+sharding/client.py) and of ElasticDL's `DataShardService`, from which they come. Docstrings say where they differ.
 """
 
 from __future__ import annotations
@@ -10,29 +10,21 @@ import base64
 import collections
 import json
 import threading
-from typing import Final, NamedTuple
+from types import TracebackType
+from typing import NamedTuple
 
 from edl.datasets import ShardSettings, open_dataset
 from edl.discovery.common.resource import Resource
-from edl.errors import PoisonedShardsError, SettingsError
+from edl.errors import SettingsError
 from edl.master.client.master_client import MasterClient
+from edl.master.client.session import Shard
 from edl.master.client.shard_reader import ShardReader
-from edl.master.client.shard_session import Shard
 
 __all__ = ["IndexRange", "ShardingClient"]
 
-_WAIT_S: Final = 3600.0
-"""Of a wait for the next shard, after which it is waited for again: others' leases may come back whenever they end."""
-
 
 class IndexRange(NamedTuple):
-    """What `fetch_shard` returns.
-
-    Attributes:
-        name: of the data set.
-        start: the first sample.
-        end: after the last sample.
-    """
+    """What `fetch_shard` returns: the samples [start, end) of the data set `name`."""
 
     name: str
     start: int
@@ -42,19 +34,21 @@ class IndexRange(NamedTuple):
 class ShardingClient(Resource):
     """Shards of sample numbers, reported batch by batch. Thread-safe.
 
+    Leave its `with` block by an exception, and the shards that are not finished have failed.
+
     Args:
-        client: of the job.
-        dataset_name: created if it is not there.
-        batch_size: samples of a batch.
-        num_epochs: passes over the data.
-        dataset_size: samples.
-        shuffle: shuffle the shards, anew in each epoch.
-        num_minibatches_per_shard: batches of a shard.
-        holder: the name that people see.
+        client: Client of the job.
+        dataset_name: Name of the data set, which is created if it is not there.
+        batch_size: Samples in a batch.
+        num_epochs: Passes over the data.
+        dataset_size: Samples in the data set.
+        shuffle: Shuffle the shards of each epoch.
+        num_minibatches_per_shard: Batches in a shard.
+        holder: Name that people see.
 
     Raises:
-        SettingsError: an argument cannot be used.
-        ConflictError: another data set has the name.
+        SettingsError: An argument is invalid.
+        ConflictError: Another data set has the name.
     """
 
     def __init__(
@@ -86,30 +80,26 @@ class ShardingClient(Resource):
     def __enter__(self) -> ShardingClient:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._reader.__exit__(kind, exc, traceback)
         self.close()
 
     def fetch_shard(self) -> IndexRange | None:
-        """Wait for a shard; its samples are to be reported with `report_batch_done`.
+        """Wait for a shard, whose samples you report with `report_batch_done`.
 
         Returns:
-            The shard; None where there is none any more.
+            The shard; None if there is none left.
 
         Raises:
-            PoisonedShardsError: there is none any more, and some were given up.
-            NoMasterError: the master was away for the client's `timeout_s`.
+            PoisonedShardsError: There is none left, and some were given up.
+            NoMasterError: The master was away for the client's `timeout_s`.
         """
         self._check()
-        shard = None
-        while shard is None:
-            if self._reader.finished:
-                if self._reader.poisoned:
-                    raise PoisonedShardsError(
-                        f"{self._reader.poisoned} shards of {self._name} were given up: `edl status "
-                        f"{self._client.job}` says why"
-                    )
-                return None
-            shard = self._reader.take(_WAIT_S)
+        shard = next(self._reader, None)
+        if shard is None:
+            return None
         with self._lock:
             self._pending.append(shard)
             self._epoch = shard.epoch
@@ -119,11 +109,11 @@ class ShardingClient(Resource):
         """Wait for the number of a sample.
 
         Returns:
-            The number; None where there is none any more (DLRover raises StopIteration).
+            The number; None if there is none left (DLRover raises StopIteration).
 
         Raises:
-            PoisonedShardsError: as for `fetch_shard`.
-            NoMasterError: as for `fetch_shard`.
+            PoisonedShardsError: See `fetch_shard`.
+            NoMasterError: See `fetch_shard`.
         """
         while True:
             with self._lock:
@@ -136,17 +126,17 @@ class ShardingClient(Resource):
                 self._indices.extend(range(shard.start, shard.end))
 
     def report_batch_done(self, batch_size: int | None = None) -> bool:
-        """Count the samples of a batch as done, of the shards in the order in which they were fetched.
+        """Count the samples of a batch as done, in the order in which the shards were fetched.
 
         Args:
-            batch_size: how many; None for the size of a batch.
+            batch_size: Samples in this batch. Default: the client's `batch_size`.
 
         Returns:
-            Whether a shard was finished by them, and reported: the master has journalled it.
+            Whether they finished a shard, which was reported: the master has journalled it.
 
         Raises:
-            LeaseLostError: a shard was another's by then; the others are reported.
-            NoMasterError: the master was away for the client's `timeout_s`; they are reported when it is back.
+            LeaseLostError: A shard was another reader's by then; the others are reported.
+            NoMasterError: The master was away for the client's `timeout_s`; they are reported when it is back.
         """
         self._check()
         finished: list[Shard] = []
@@ -165,31 +155,26 @@ class ShardingClient(Resource):
         return bool(finished)
 
     def report_all_task_error(self, err_msg: str) -> None:
-        """Report all shards that were fetched, and not finished, as failed.
+        """Report all shards that were fetched and not finished as failed.
 
         Args:
-            err_msg: the reason, which people see.
+            err_msg: Reason, for people.
 
         Raises:
-            LeaseLostError: a shard was another's by then; the others are reported.
-            NoMasterError: the master was away for the client's `timeout_s`; they are reported when it is back.
+            LeaseLostError: See `report_batch_done`.
+            NoMasterError: See `report_batch_done`.
         """
-        with self._lock:
-            pending = list(self._pending)
-            self._pending.clear()
-            self._indices.clear()
-            self._counted = 0
-        self._reader.report_all(pending, "failed", err_msg or "no reason given")
+        self._reader.report_all(self._drop_pending(), "failed", err_msg or "no reason given")
 
     def get_current_epoch(self) -> int:
         """Return the epoch of the shard that was fetched last, from 0."""
         return self._epoch
 
     def get_shard_checkpoint(self) -> str:
-        """Return what is done of the data set, for `restore_shard_from_checkpoint`, as JSON.
+        """Return what is done of the data set, as JSON for `restore_shard_from_checkpoint`.
 
         Raises:
-            NoMasterError: the master was away for the client's `timeout_s`.
+            NoMasterError: The master was away for the client's `timeout_s`.
         """
         progress = base64.b64encode(self._client.progress(self._name)).decode()
         return json.dumps({"dataset_name": self._name, "progress": progress})
@@ -198,22 +183,29 @@ class ShardingClient(Resource):
         """Put the data set back to where it was, for all workers; shards that any of them has are given again.
 
         Args:
-            shard_checkpoint: what `get_shard_checkpoint` returned.
+            shard_checkpoint: What `get_shard_checkpoint` returned.
 
         Raises:
-            SettingsError: it is another data set's, or no checkpoint.
-            ProtocolError: its progress is damaged.
-            NoMasterError: the master was away for the client's `timeout_s`.
+            SettingsError: It is another data set's, or not a checkpoint.
+            ProtocolError: Its progress is damaged.
+            NoMasterError: The master was away for the client's `timeout_s`.
         """
         try:
             found = json.loads(shard_checkpoint)
             name, progress = found["dataset_name"], base64.b64decode(found["progress"], validate=True)
         except (ValueError, TypeError, KeyError) as exc:
-            raise SettingsError("this is no checkpoint of shards") from exc
+            raise SettingsError(
+                "this is not a checkpoint of shards: pass what get_shard_checkpoint() returned"
+            ) from exc
         if name != self._name:
             raise SettingsError(f"this is a checkpoint of {name!r}, not of {self._name!r}")
         self._client.restore_progress(self._name, progress)
+        self._drop_pending()
+
+    def _drop_pending(self) -> list[Shard]:
         with self._lock:
+            pending = list(self._pending)
             self._pending.clear()
             self._indices.clear()
             self._counted = 0
+        return pending

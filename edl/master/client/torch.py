@@ -22,23 +22,25 @@ __all__ = ["ShardDataset"]
 class ShardDataset(torch.utils.data.IterableDataset[Any]):
     """Samples of the shards that the master gives to this process. Every worker of a `DataLoader` is a reader.
 
-    Nothing is opened before the first sample is asked for, in the process that asks: a worker makes a channel of its
-    own, whether it was forked or spawned. A shard is reported done when the sample after its last is asked for. With
-    workers that is when the loader has its samples, not when the training loop has them: `num_workers *
-    prefetch_factor` batches may be lost to the training with a process that is killed. Where each sample must be
-    counted once, iterate over a `ShardReader` in the training process; here data sets of commit="checkpoint" are
-    refused.
+    Nothing is opened before the first sample is asked for, and then in the process that asks: each worker makes a
+    channel of its own. A shard is reported done when the sample after its last is asked for. With workers that is when
+    the loader has its samples, not when the training loop has them: if a process is killed, the training may lose
+    `num_workers * prefetch_factor` batches. If each sample must count once, iterate over a `ShardReader` in the
+    training process; data sets of commit="checkpoint" are refused here.
+
+    A sample that raises an error here fails its shard. An error in code around this data set, such as a `collate_fn` or
+    the training loop, is not seen here: the shard goes back, with no failure counted.
 
     Args:
-        job: its name.
-        dataset: the data set's name at the master.
-        store: URL of the Store in which the job's masters compete; None for what the environment names.
-        endpoint: `host:port` of the master, in place of a Store.
-        timeout_s: how long to wait for a master that is away, in seconds.
-        credentials: certificates and tokens; None for what the environment names.
-        prefetch: shards that each reader keeps at hand.
-        samples: as for `ShardReader`.
-        holder: the name that people see, before that of the host and the process, and the worker's number.
+        job: Name of the job.
+        dataset: Name of the data set at the master.
+        store: URL of the Store in which the job's masters compete. Default: the one that the environment names.
+        endpoint: `host:port` of the master, instead of a Store.
+        timeout_s: Seconds to wait for a master that is away.
+        credentials: Certificates and tokens. Default: those that the environment names.
+        prefetch: Shards that each reader keeps at hand.
+        samples: See `ShardReader`.
+        holder: Prefix of the name that people see; the host, the process and the worker's number follow.
     """
 
     def __init__(
@@ -65,12 +67,13 @@ class ShardDataset(torch.utils.data.IterableDataset[Any]):
         self._holder = holder
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield samples until the master has no shard any more.
+        """Yield samples until the master has no shard left.
 
         Raises:
-            SettingsError: the data set is of commit="checkpoint".
-            PoisonedShardsError: at the end, where shards were given up.
-            NoMasterError: the master was away for `timeout_s`.
+            SettingsError: The data set has commit="checkpoint".
+            PoisonedShardsError: At the end, if shards were given up.
+            NoMasterError: The master was away for `timeout_s`.
+            Exception: Code of yours that makes the samples raised it. The shard is reported as failed.
         """
         worker = torch.utils.data.get_worker_info()
         host = socket.gethostname()
@@ -90,8 +93,8 @@ class ShardDataset(torch.utils.data.IterableDataset[Any]):
             for sample in reader.samples():
                 if reader.by_checkpoint:
                     raise SettingsError(
-                        f'{self._dataset} has commit="checkpoint": its shards are done with the position that a '
-                        "checkpoint holds, and a ShardDataset has none. Iterate over a ShardReader in the training "
+                        f'{self._dataset} has commit="checkpoint": its shards are done when a checkpoint holds the '
+                        "reader's position, and a ShardDataset has none. Iterate over a ShardReader in the training "
                         'process, or create the data set with commit="report"'
                     )
                 yield sample
@@ -100,8 +103,8 @@ class ShardDataset(torch.utils.data.IterableDataset[Any]):
 def _has_sibling_shards(client: MasterClient, dataset: str, loader: str) -> bool:
     """Whether other workers of the loader have shards.
 
-    A loader takes batches from its workers in turn. A worker that waited for shards which its siblings have would keep
-    the loader from asking these, for ever: it ends, and they go on without it.
+    A loader takes batches from its workers in turn. If a worker waited for shards that its siblings have, the loader
+    would never ask the siblings. So it ends, and they go on without it.
     """
     datasets = client.status()["datasets"]
     holders = [holder for found in datasets if found["name"] == dataset for holder in found["holders"]]

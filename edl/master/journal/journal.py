@@ -15,35 +15,30 @@ class Journal(abc.ABC):
     """Records in order, and a snapshot that stands for those before it.
 
     - **Terms.** A writer begins a term, which ends those of all writers before it: whatever these write afterwards is
-      refused and not there. So of two masters that both think they lead, a single one is heard.
+      refused and not there. So of two masters that both believe they lead, only one can write.
     - **Groups.** What one call of `append` writes is there as a whole or not at all, whenever the power goes.
     - **After a `JournalError`** it is not known whether what was written is there. The object refuses everything but
       `close` from then on; a new one reads what is there.
     - **Threads and forks.** Methods may be called from several threads, and take turns. A child of the process that
       opened it must not use it: methods raise `ClosedError`, and `close` does nothing.
-    - **Time.** Every call has a deadline of some seconds, which the implementation's opener takes.
+    - **Time.** Every call has a deadline of some seconds: `timeout_s` of `open_journal`.
     """
 
     @property
     def snapshot_due(self) -> bool:
-        """Whether so much was appended since the last snapshot that reading it would take seconds.
-
-        A writer may have other reasons of its own for a snapshot.
-        """
+        """Whether reading what was appended since the last snapshot would take seconds."""
         return False
 
     @abc.abstractmethod
     def begin_term(self) -> int:
-        """Become the only writer.
-
-        Comes first: what is loaded before it may be less than what is there when the term begins.
+        """Become the only writer. Call it before `load`, or the writer before this one may append in between.
 
         Returns:
             The term's number, larger than all before.
 
         Raises:
-            JournalError: it cannot be written.
-            ProtocolError: what is there is damaged.
+            JournalError: The journal cannot be written.
+            ProtocolError: It is damaged.
         """
 
     @abc.abstractmethod
@@ -54,32 +49,26 @@ class Journal(abc.ABC):
             The newest snapshot, None if there is none; and the records that were appended after it, in their order.
 
         Raises:
-            JournalError: it cannot be read.
-            ProtocolError: what is there is damaged.
+            JournalError: The journal cannot be read.
+            ProtocolError: It is damaged.
         """
 
     @abc.abstractmethod
     def append(self, records: Sequence[bytes]) -> None:
-        """Write records behind those that are there. When it returns they outlive the process, and a loss of power.
-
-        Args:
-            records: a group; an empty one writes nothing. A record may have any size.
+        """Write a group of records of any size. When it returns they outlive the process, and a loss of power.
 
         Raises:
-            LeaseLostError: another writer has begun a term, or this one never did.
-            JournalError: they cannot be written, or it is not known whether they are.
+            LeaseLostError: Another writer has begun a term, or this one never did.
+            JournalError: They cannot be written, or it is not known whether they are.
         """
 
     @abc.abstractmethod
     def snapshot(self, state: bytes) -> None:
-        """Put a snapshot in the place of everything that was appended; at every moment either is there as a whole.
-
-        Args:
-            state: after exactly the records that were appended until now.
+        """Replace the records that were appended until now with `state`, at once: no reader sees half of each.
 
         Raises:
-            LeaseLostError: another writer has begun a term, or this one never did.
-            JournalError: it cannot be written, or it is not known whether it is.
+            LeaseLostError: Another writer has begun a term, or this one never did.
+            JournalError: It cannot be written, or it is not known whether it is.
         """
 
     @abc.abstractmethod

@@ -31,13 +31,11 @@ logger = logging.getLogger(__name__)
 
 _APPLICATION_ID: Final = 0x45444C4A  # "EDLJ", in the file's header
 _FORMAT: Final = 1
-"""Of the tables below; a file with another one is refused rather than misread."""
+"""Format of the tables below; a file of another format is refused rather than misread."""
 _WAL_NBYTES: Final = 64 << 20
-"""Of the write-ahead log that is kept after a large snapshot; SQLite would keep its largest size for ever."""
-
+"""Largest write-ahead log that is kept after a snapshot; SQLite would keep its largest size for ever."""
 _MOST_OPENINGS: Final = 10
-"""A file is opened once more for each time that it is replaced meanwhile."""
-
+"""How often to open a file that is replaced while it is opened."""
 _SCHEMA: Final = """
 CREATE TABLE state (term INTEGER NOT NULL, covered INTEGER NOT NULL, snapshot BLOB, checksum INTEGER);
 CREATE TABLE record (number INTEGER PRIMARY KEY, data BLOB NOT NULL, checksum INTEGER NOT NULL);
@@ -48,15 +46,12 @@ INSERT INTO state VALUES (0, 0, NULL, NULL)
 class SqliteJournal(Resource, Journal):
     """A file in WAL mode with `synchronous=FULL`: every commit is written through to the disk.
 
-    One process writes at a time. Another that begins a term needs no lock for longer than that, and fences the first.
-
-    Args:
-        path: made if it is not there, with its folder.
-        timeout_s: how long to wait for other processes' transactions, in seconds.
+    Locks are held during a transaction only, so another process can begin a term at any time, which fences this one.
+    See `open_journal`.
 
     Raises:
-        SettingsError: the file cannot be made or written, is something else, or lies where machines share it.
-        JournalError: it is busy, or the disk is full.
+        SettingsError: The file cannot be created or written, is something else, or lies where machines share it.
+        JournalError: It is busy, or the disk is full.
     """
 
     def __init__(self, path: str, *, timeout_s: float) -> None:
@@ -123,7 +118,7 @@ class SqliteJournal(Resource, Journal):
         """Run a transaction that writes; after an error nothing follows it."""
         self._check_process()
         if not self._turns.acquire(timeout=self._timeout_s):
-            raise JournalError(f"journal {self._path}: cannot {what}: another thread is at it")
+            raise JournalError(f"journal {self._path}: cannot {what}: another thread is using it")
         try:
             self._check()
             if self._broken:
@@ -161,7 +156,7 @@ class SqliteJournal(Resource, Journal):
 
     def _check_data(self, what: str, data: Any, checksum: Any) -> None:
         if not isinstance(data, bytes) or zlib.crc32(data) != checksum:
-            raise ProtocolError(f"journal {self._path}: {what} is damaged: its checksum is another")
+            raise ProtocolError(f"journal {self._path}: {what} is damaged: its checksum does not match")
 
     def _open(self) -> tuple[sqlite3.Connection, FileIdentity]:
         """Return a connection, and which file it was made to."""
@@ -181,11 +176,11 @@ class SqliteJournal(Resource, Journal):
                     raise
                 if identity.main == before is not None:
                     return connection, identity
-                connection.close()  # the file was replaced meanwhile: nobody can tell which one this has
-        raise JournalError(f"journal {self._path}: it is replaced each time it is opened")
+                connection.close()  # the file was replaced, and which one this has is not known
+        raise JournalError(f"journal {self._path}: another program keeps replacing it while it is opened")
 
     def _refusal(self, exc: sqlite3.Error) -> EDLError:
-        # These are not going to pass: not a database, no permission, a read-only disk.
+        # These will not pass: not a database, no permission, a read-only disk.
         if any(words in str(exc) for words in ("not a database", "readonly", "unable to open")):
             return SettingsError(f"journal {self._path}: {shown(exc)}")
         return JournalError(f"journal {self._path}: {shown(exc)}", busy=_is_busy(exc))

@@ -2,8 +2,8 @@
 
 In the folder `journals/JOB`:
 
-- `head` says what is there: the term, the snapshot, which values hold records after it, and which values are of no more
-  use. Every commit compares and sets it, so a writer whose term has ended fails, whatever else it has written.
+- `head` says what is there: the term, the snapshot, which values hold records after it, and which values are garbage.
+  Every commit compares and sets it, so a writer whose term has ended fails, whatever else it has written.
 - `records/TERM/...` and `snapshots/TERM-NUMBER/...` are values that a writer of that term wrote, and no other.
 
 A group is put into values behind those that the head names, which then names them as well: until then they are not
@@ -13,15 +13,17 @@ interrupted are found and deleted.
 
 from __future__ import annotations
 
+import json
 import secrets
+import struct
 import threading
 import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Final, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple, TypeVar
 
 from typing_extensions import override
 
@@ -31,8 +33,6 @@ from edl.discovery import Store
 from edl.discovery.common.resource import Resource
 from edl.discovery.keys import check_key
 from edl.errors import ClosedError, DiscoveryError, EDLError, JournalError, LeaseLostError, ProtocolError, SettingsError
-from edl.master.journal.framing import cut, join_records, split_records
-from edl.master.journal.head import JournalHead, StoredSnapshot, ValueRun
 from edl.master.journal.journal import Journal
 
 __all__ = ["StoreJournal"]
@@ -42,25 +42,122 @@ T = TypeVar("T")
 _CHUNK: Final = 128
 """Values of a folder, which are read together: a millisecond each otherwise. 24 MB at most; etcd's client takes 64."""
 _MOST_VALUES: Final = 2000
-"""Values of records after which a snapshot is due: whoever takes over reads them within about a second, and what is
-deleted afterwards keeps the store busy for a few."""
+"""Values of records after which a snapshot is due: the next writer reads them within about a second, and deleting them
+keeps the store busy for a few."""
 _SWEPT: Final = 16
 """Values that are deleted in a step, for which `close` waits: a tenth of a second."""
 _TAIL: Final = 16
 """Values behind the last group of an earlier term that are deleted: its writer may have put a group there and died. One
 of 3 MB fits."""
+_FORMAT: Final = 1
+"""Format of the head; another is refused rather than misread."""
+_RECORD: Final = struct.Struct("!QI")
+"""Before each record: its length, and its CRC-32."""
+_VALUE_NBYTES: Final = 190_000
+"""Largest value: Consul's transactions take 512 KiB of JSON with base64 in it, and a store of EDL 256 KiB."""
+
+
+def join_records(records: Sequence[bytes]) -> bytes:
+    """Return records behind one another, each with its length and checksum."""
+    return b"".join(part for record in records for part in (_RECORD.pack(len(record), zlib.crc32(record)), record))
+
+
+def split_records(data: bytes) -> list[bytes]:
+    """Return the records that `join_records` joined; ProtocolError if one of them is damaged, or cut off."""
+    records: list[bytes] = []
+    at = 0
+    while at < len(data):
+        if at + _RECORD.size > len(data):
+            raise ProtocolError(f"record {len(records)} is cut off at byte {len(data)}")
+        nbytes, checksum = _RECORD.unpack_from(data, at)
+        at += _RECORD.size
+        record = data[at : at + nbytes]
+        if len(record) != nbytes or zlib.crc32(record) != checksum:
+            raise ProtocolError(f"record {len(records)} of {nbytes:,} bytes is damaged")
+        records.append(record)
+        at += nbytes
+    return records
+
+
+def cut(data: bytes) -> list[bytes]:
+    """Return data in pieces that a store can hold; a single empty piece for none."""
+    return [data[at : at + _VALUE_NBYTES] for at in range(0, len(data), _VALUE_NBYTES)] or [b""]
+
+
+class ValueRun(NamedTuple):
+    """Values [first, stop) of a folder in the journal's."""
+
+    folder: str
+    first: int
+    stop: int
+
+
+class StoredSnapshot(NamedTuple):
+    """A snapshot in the values of `run`, with the CRC-32 of the whole."""
+
+    run: ValueRun
+    checksum: int
+
+
+@dataclass(frozen=True)
+class JournalHead:
+    """Which values belong to a journal."""
+
+    term: int = 0  # the last one that has begun
+    writer: str = ""  # a random name of the writer that began it
+    snapshots: int = 0  # that were begun
+    snapshot: StoredSnapshot | None = None  # the newest that is complete
+    records: tuple[ValueRun, ...] = ()  # after it; a run for each term
+    garbage: tuple[ValueRun, ...] = ()  # values that no longer belong to the journal, or not yet
+
+    def encode(self) -> bytes:
+        """Return it as JSON."""
+        snapshot = None if self.snapshot is None else [*self.snapshot.run, self.snapshot.checksum]
+        message = {
+            "format": _FORMAT,
+            "term": self.term,
+            "writer": self.writer,
+            "snapshots": self.snapshots,
+            "snapshot": snapshot,
+            "records": self.records,
+            "garbage": self.garbage,
+        }
+        return json.dumps(message, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, name: str, value: bytes) -> JournalHead:
+        """Return the head that `encode` wrote; `name` is the journal's, for the error.
+
+        Raises:
+            ProtocolError: It is something else.
+        """
+        try:
+            message = json.loads(value)
+            if message["format"] != _FORMAT:
+                raise ProtocolError(f"journal {name}: of format {message['format']}; this version reads {_FORMAT}")
+            snapshot = message["snapshot"]
+            return cls(
+                int(message["term"]),
+                str(message["writer"]),
+                int(message["snapshots"]),
+                None if snapshot is None else StoredSnapshot(_run(snapshot[:3]), int(snapshot[3])),
+                tuple(map(_run, message["records"])),
+                tuple(map(_run, message["garbage"])),
+            )
+        except (ValueError, KeyError, TypeError, IndexError) as exc:
+            raise ProtocolError(f"journal {name}: its head cannot be read: {exc!r}") from exc
+
+
+def _run(fields: Any) -> ValueRun:
+    folder, first, stop = fields
+    return ValueRun(str(folder), int(first), int(stop))
 
 
 class StoreJournal(Resource, Journal):
-    """Values of a store, and a head that names them.
-
-    Args:
-        store: where they are; the caller closes it, after this.
-        job: the folder's name.
-        timeout_s: how long to go on asking a store that is away, beyond its own timeout, in seconds.
+    """Values of a store, and a head that names them. See `open_journal`.
 
     Raises:
-        SettingsError: no key can have the job's name in it.
+        SettingsError: The job's name cannot be part of a key.
     """
 
     def __init__(self, store: Store, job: str, *, timeout_s: float) -> None:
@@ -88,7 +185,7 @@ class StoreJournal(Resource, Journal):
             while True:
                 head, version = self._read_head()
                 term = head.term + 1
-                tails = tuple(replace(run, first=run.stop, stop=run.stop + _TAIL) for run in head.records[-1:])
+                tails = tuple(run._replace(first=run.stop, stop=run.stop + _TAIL) for run in head.records[-1:])
                 begun = replace(
                     head,
                     term=term,
@@ -110,7 +207,7 @@ class StoreJournal(Resource, Journal):
             if head.snapshot is not None:
                 snapshot = self._read_run(head.snapshot.run)
                 if zlib.crc32(snapshot) != head.snapshot.checksum:
-                    raise ProtocolError(f"journal {self._folder}: its snapshot is damaged: its checksum is another")
+                    raise ProtocolError(f"journal {self._folder}: its snapshot is damaged: its checksum does not match")
             records: list[bytes] = []
             for run in head.records:
                 try:
@@ -133,7 +230,7 @@ class StoreJournal(Resource, Journal):
             run = self._head.records[-1]
             pieces = cut(join_records(records))
             self._put(run.folder, run.stop, pieces)
-            longer = replace(run, stop=run.stop + len(pieces))
+            longer = run._replace(stop=run.stop + len(pieces))
             self._commit(replace(self._head, records=(*self._head.records[:-1], longer)))
 
     @override
@@ -157,7 +254,7 @@ class StoreJournal(Resource, Journal):
                 replace(
                     self._head,
                     snapshot=StoredSnapshot(run, zlib.crc32(state)),
-                    records=(replace(last, first=last.stop),),
+                    records=(last._replace(first=last.stop),),
                     garbage=(*left, *replaced),
                 )
             )
@@ -176,9 +273,9 @@ class StoreJournal(Resource, Journal):
             raise LeaseLostError(f"journal {self._folder}: another master has begun a term; this one is {self._term}")
 
     def _set_head(self, head: JournalHead, version: int | None) -> bool:
-        """Set the head if it is at `version`; whether that was so.
+        """Set the head if it is at `version`; return whether it was.
 
-        A store that was away may have set it nevertheless: no other head, of this writer or another, equals it.
+        A store that was away may have set it all the same. That shows, because no two heads are equal.
         """
         value = head.encode()
         key = self._key("head")
@@ -248,7 +345,7 @@ class StoreJournal(Resource, Journal):
             self._sweeper.wake()
 
     def _delete_some(self) -> float:
-        """Delete a few values that are of no more use; beside commits, which must not wait for them."""
+        """Delete some garbage, in a thread of its own: commits must not wait for it."""
         if not self._sweeping:
             return 3600.0
         run, first = self._sweeping[0]
@@ -285,10 +382,10 @@ class StoreJournal(Resource, Journal):
 
     @contextmanager
     def _turn(self, what: str) -> Iterator[None]:
-        """Let calls of several threads follow one another; after an error nothing follows."""
+        """Let calls of several threads take turns; after an error all are refused."""
         self._check()
         if not self._turns.acquire(timeout=self._timeout_s):
-            raise JournalError(f"journal {self._folder}: cannot {what}: another thread is at it")
+            raise JournalError(f"journal {self._folder}: cannot {what}: another thread is using it")
         try:
             if self._broken:
                 raise JournalError(self._broken)

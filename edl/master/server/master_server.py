@@ -1,4 +1,9 @@
-"""A candidate for the place of a job's master: leads while it may, and stands by otherwise."""
+"""A candidate for the place of a job's master: leads while it may, and stands by otherwise.
+
+All candidates of a job compete in the Store. The one that is elected takes over the journal, which fences the master
+before it, replays it, and answers workers until it is stopped, the journal fails, or another candidate leads. Its place
+in the Store may end while the Store is away; it goes on, because no other can journal anything without fencing it.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +29,22 @@ from edl.discovery.common.resource import Resource
 from edl.discovery.served.listening import ListenAddress
 from edl.discovery.served.own_host import is_loopback
 from edl.discovery.store import Election
+from edl.discovery.urls import servers_of
 from edl.errors import ClosedError, DiscoveryError, EDLError, JournalError, LeaseLostError, SettingsError
 from edl.master.journal import open_journal
 from edl.master.naming import candidacy
 from edl.master.reports import read_report
-from edl.master.server.candidate_address import shown_endpoint
-from edl.master.server.continuation import check_continued, check_data, earlier_events, takeover_cause
-from edl.master.server.lease_clock import TICK_S
-from edl.master.server.report import UnitRates, describe_dataset
-from edl.master.server.report_writer import ReportWriter
+from edl.master.server.report import (
+    ReportWriter,
+    UnitRates,
+    check_continued,
+    check_data,
+    describe_dataset,
+    earlier_events,
+    takeover_cause,
+)
 from edl.master.server.servicer import MasterServicer
-from edl.master.server.term import Term, load_book
+from edl.master.server.term import TICK_S, Term, load_book
 from edl.master.shards import ShardBook
 from edl.notifier import Notifier
 from edl.protocol import master as messages
@@ -44,23 +54,23 @@ from edl.protocol.token_check import token_checks
 from edl.protocol.transport import grpc
 from edl.settings import Credentials, DiscoverySettings
 
-__all__ = ["MasterServer", "MasterSettings"]
+__all__ = ["MasterServer", "MasterSettings", "own_address", "shown_endpoint"]
 
 logger = logging.getLogger(__name__)
 
 _START_S: Final = 10.0
 """How long it may take to listen: milliseconds, and seconds on a machine that swaps."""
 _STOP_S: Final = 0.2
-"""What calls under way get to end; clients ask the next master."""
+"""How long calls under way may take to end; clients ask the next master."""
 _LOOK_S: Final = 0.05
-"""How often a candidate looks whether it leads: a look asks the Store nothing."""
+"""How often a candidate looks whether it leads. A look does not ask the Store."""
 _RIVAL_S: Final = 1.0
 """How often a candidate that does not lead asks the Store who does."""
 _RETRY_S: Final = (0.5, 5.0)
-"""The first and the longest wait before a journal in a Store that is away is loaded again."""
+"""The first and the longest wait before the journal in a Store that is away is loaded again."""
 _FENCED_LEASES: Final = 20
-"""A leader whose journal was taken takes it back, once within so many leases: who took it may be dead. Another master
-that lives, in another Store, takes it again within two of them."""
+"""A leader that loses its journal takes it back, but only once in this many leases: the master that took it may be
+dead. A live master, in another Store, takes it again within two leases."""
 _MESSAGE_NBYTES: Final = 64 << 20
 """The index of a data set of a million file names has some 15 MB."""
 _IN_STORE: Final = "store"
@@ -68,15 +78,18 @@ _OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.so_reuseport", 0),  # a second server at the same port would get half of the connections
     ("grpc.max_receive_message_length", _MESSAGE_NBYTES),
     ("grpc.max_send_message_length", _MESSAGE_NBYTES),
-    ("grpc.keepalive_time_ms", 10_000),  # hosts that vanished are not to hold streams
+    ("grpc.keepalive_time_ms", 10_000),  # a host that vanished must not hold its stream
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 4_000),  # clients ping every 10 s
     ("grpc.http2.max_ping_strikes", 0),
 )
 _AGE_MS: Final = 3_600_000
-"""With TLS or tokens a connection is looked at anew after that long, as a teacher's."""
+"""With TLS or tokens, a connection of this age is replaced, so that new certificates and tokens count."""
 _BUCKETS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 """Seconds of a commit: a disk takes a millisecond, and a Store of several hosts up to its deadline of 5 s."""
+_ANYWHERE: Final = ("192.0.2.1", "2001:db8::1")
+"""Addresses for documentation (RFC 5737, RFC 3849): the route to them is the route out."""
+_ALL_ADDRESSES: Final = ("0.0.0.0", "::", "*", "")
 
 
 @dataclass(frozen=True)
@@ -84,15 +97,16 @@ class MasterSettings:
     """How a master runs.
 
     Attributes:
-        store: where masters of the job compete, and workers find the leader; None for what the environment names.
-        journal: where the state is kept, `sqlite:///absolute/path`, or `store:` for the Store itself, which alone lets
-            a master of another host take over.
-        host: where to listen; `::` or `0.0.0.0` for all addresses of this host.
-        port: 0 for any.
-        lease_s: after so long another master takes over from a leader that was lost.
-        begin_anew: lead with a journal that is not the one of before: what was done is done again.
-        retry_poisoned: put poisoned shards back when this master begins to lead.
-        credentials: certificates and tokens, both to serve with.
+        store: URL of the Store in which masters of the job compete, and workers find the leader. Default: the one that
+            the environment names.
+        journal: Where the state is kept: `sqlite:///absolute/path`, or `store:` for the Store itself. Only with
+            `store:` can a master on another host take over.
+        host: Address to listen at; `::` or `0.0.0.0` for all addresses of this host.
+        port: Port to listen at; 0 for any.
+        lease_s: Seconds after which another master takes over from a leader that was lost.
+        begin_anew: Lead with another journal than before: what was done is done again.
+        retry_poisoned: Put poisoned shards back when this master begins to lead.
+        credentials: Certificates and tokens to serve with.
     """
 
     store: str | None = None
@@ -109,14 +123,14 @@ class MasterServer(Resource):
     """A candidate in threads of its own: never blocks its caller, and goes on until it is closed or has failed.
 
     Args:
-        job: its name.
-        settings: of this candidate.
-        datasets: specifications by name, which the leader creates; equal ones may be there. Where one of the same name
-            is other data, `failure` is a ConflictError that says what differs.
+        job: Name of the job.
+        settings: Settings of this candidate.
+        datasets: Specifications by name, which the leader creates; equal ones may be there. If one of the same name is
+            other data, `failure` is a ConflictError that says what differs.
 
     Raises:
-        SettingsError: the address, the credentials or the Store's URL cannot be used.
-        DiscoveryError: another program listens there, or the Store's file cannot be opened.
+        SettingsError: The address, the credentials or the Store's URL cannot be used.
+        DiscoveryError: Another program listens there, or the Store's file cannot be opened.
     """
 
     def __init__(
@@ -159,8 +173,8 @@ class MasterServer(Resource):
             raise self._failure
         if not is_loopback(settings.host) and not settings.credentials.token_file:
             logger.warning(
-                "the master listens on %s without a token: who reaches this port can read where the job's data are, "
-                "and take or report its shards; set --token-file (docs/security.md)",
+                "the master listens on %s without a token: anyone who reaches this port can read where the job's data "
+                "are, and take or report its shards; set --token-file (docs/security.md)",
                 settings.host,
             )
 
@@ -188,7 +202,7 @@ class MasterServer(Resource):
         """Wait until this candidate leads, has failed or is closed.
 
         Args:
-            timeout_s: how long, in seconds.
+            timeout_s: Seconds to wait.
 
         Returns:
             Whether it leads.
@@ -200,7 +214,7 @@ class MasterServer(Resource):
         """Wait until all data sets are done, or this candidate has failed or is closed.
 
         Args:
-            timeout_s: how long, in seconds.
+            timeout_s: Seconds to wait.
 
         Returns:
             Whether they are done.
@@ -310,7 +324,7 @@ class MasterServer(Resource):
                             "Store: two masters of a job must have the same Store"
                         ) from failure
                     logger.warning(
-                        "another master began to lead job %r and leads no more; this one goes on: %s", self.job, failure
+                        "another master began to lead job %r and stopped; this one goes on: %s", self.job, failure
                     )
                 continue
             # A master that stands still in the middle of a commit holds its file until it goes on, or is killed.
@@ -411,7 +425,8 @@ class MasterServer(Resource):
     def _status(self, term: Term) -> dict[str, Any]:
         book, now = term.book, time.monotonic()
         datasets = [
-            describe_dataset(book.status(name), self._rates, now, term.silence_s) for name in sorted(book.datasets())
+            describe_dataset(book.status(name), self._rates, now, term.clock.silence_s)
+            for name in sorted(book.datasets())
         ]
         return {
             "job": self.job,
@@ -428,7 +443,7 @@ class MasterServer(Resource):
         }
 
     async def _leader(self, election: Election) -> dict[str, Any] | None:
-        """Ask the Store who leads; None where nobody does, or the Store is away."""
+        """Ask the Store which master leads; None if none does, or the Store is away."""
         try:
             value = await asyncio.wrap_future(start_call("edl-master-rival", election.leader))
         except (DiscoveryError, ClosedError):
@@ -443,10 +458,10 @@ class MasterServer(Resource):
         return leader.get("endpoint") == self.endpoint
 
     def _check_rival(self, leader: Mapping[str, Any] | None) -> None:
-        """Refuse to stand by where this master could not go on with what the leader has journalled.
+        """Refuse to stand by if this master could not go on with what the leader has journalled.
 
         Raises:
-            SettingsError: the journals are two.
+            SettingsError: The journals are two.
         """
         if leader is None or self._is_own(leader):
             return
@@ -486,3 +501,28 @@ def _told(book: ShardBook, known: Collection[str]) -> str:
     goes_on = {name: "goes on" if name in known else "begins" for name in sorted(book.datasets())}
     states = [f"{name} {'is done' if book.is_finished(name) else state}" for name, state in goes_on.items()]
     return ", ".join(states) or "no data set yet"
+
+
+def shown_endpoint(host: str, port: int, store_url: str) -> str:
+    """Return where workers reach a master that listens at `host` and `port`."""
+    shown = own_address(store_url) if host in _ALL_ADDRESSES else host
+    return f"[{shown}]:{port}" if ":" in shown else f"{shown}:{port}"
+
+
+def own_address(store_url: str) -> str:
+    """Return this host's address on the route to the Store, or else on the route out; without any, 127.0.0.1.
+
+    A Store at this host's loopback is an agent of a cluster, whose other hosts do not reach that. Nothing is sent:
+    connecting a datagram socket asks the kernel for the route only.
+    """
+    for host in (*(host for host, _ in servers_of(store_url)), *_ANYWHERE):
+        if is_loopback(host):
+            continue
+        try:
+            ((family, kind, protocol, _, address), *_) = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return "127.0.0.1"

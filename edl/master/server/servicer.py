@@ -1,10 +1,15 @@
-"""Answers calls of workers: what changes the state goes through the term's sequencer, and is journalled first."""
+"""Answers calls of workers: what changes the state goes through the term's sequencer, and is journalled first.
+
+`master.proto` is the table of calls: a method whose request is a kind of `Command` is applied to the book of shards,
+and every other unary method is a `_read` below.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any, Final
@@ -19,13 +24,17 @@ __all__ = ["MasterServicer"]
 
 Context = Any
 
+_COMMAND: Final[Any] = messages.Command.DESCRIPTOR
+_FIELDS: Final[dict[str, str]] = {
+    field.message_type.name: field.name for field in _COMMAND.oneofs_by_name["kind"].fields
+}
+"""The field of a `Command` that holds a request, by the request's type."""
+
 
 class MasterServicer:
-    """Answers while there is a term, and refuses with UNAVAILABLE while there is none: this master stands by.
+    """Answers while there is a term, and refuses with UNAVAILABLE while there is none, because this master stands by.
 
-    Args:
-        job: its name.
-        status: returns what `GetStatus` answers.
+    `status` returns what `GetStatus` answers.
     """
 
     def __init__(self, job: str, status: Callable[[Term], dict[str, Any]]) -> None:
@@ -33,50 +42,38 @@ class MasterServicer:
         self._status = status
         self._term: Term | None = None
         self._why = "it has just been started"
-        self._streams: set[asyncio.Task[Any]] = set()
+        self._streams: dict[asyncio.Task[Any], str] = {}  # and the session that each has opened last
 
     def lead(self, term: Term) -> None:
         """Answer from now on."""
         self._term = term
 
     def stand_by(self, why: str) -> None:
-        """Refuse calls from now on, saying why, and end streams: their workers look for the next master at once."""
+        """Refuse calls from now on, and end streams, so that their workers look for the next master at once."""
         self._term = None
         self._why = why
         for stream in self._streams:
             stream.cancel()
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """Return what gRPC's server wants to know."""
-        commands: dict[str, tuple[str, Any, Any]] = {
-            "CreateDataset": ("create_dataset", messages.CreateDataset, messages.DatasetReply),
-            "ExtendDataset": ("extend_dataset", messages.ExtendDataset, messages.DatasetReply),
-            "EndDataset": ("end_dataset", messages.EndDataset, messages.DatasetReply),
-            "FlushDataset": ("flush_dataset", messages.FlushDataset, messages.DatasetReply),
-            "Mark": ("mark", messages.Mark, messages.MarkReply),
-            "Resume": ("resume", messages.Resume, messages.ResumeReply),
-            "CloseSession": ("close_session", messages.CloseSession, messages.CloseSessionReply),
-            "RetryPoisoned": ("retry_poisoned", messages.RetryPoisoned, messages.RetryPoisonedReply),
-            "RestoreProgress": ("restore_progress", messages.RestoreProgress, messages.DatasetReply),
-        }
-        reads: dict[str, tuple[Callable[[Term, Any], Any], Any, Any]] = {
-            "Hello": (self._hello, messages.HelloRequest, messages.HelloReply),
-            "DescribeDataset": (_describe, messages.DescribeDatasetRequest, messages.DatasetReply),
-            "GetProgress": (_progress, messages.DescribeDatasetRequest, messages.Progress),
-            "GetStatus": (self._get_status, messages.GetStatusRequest, messages.GetStatusReply),
-        }
-        handlers: dict[str, Any] = {
-            name: _unary(partial(self._answer, partial(_submit, field, reply), reply), request)
-            for name, (field, request, reply) in commands.items()
-        }
-        handlers.update(
-            (name, _unary(partial(self._answer, partial(_read, read), reply), request))
-            for name, (read, request, reply) in reads.items()
-        )
-        handlers["Next"] = grpc.stream_stream_rpc_method_handler(
-            self._next, messages.NextRequest.FromString, _serialize
-        )
+        """Return the methods for gRPC's server."""
+        handlers: dict[str, Any] = {}
+        for method in _COMMAND.file.services_by_name[SERVICE.rpartition(".")[2]].methods:
+            request, reply = (getattr(messages, kind.name) for kind in (method.input_type, method.output_type))
+            if method.name == "Next":
+                handler = grpc.stream_stream_rpc_method_handler(self._next, request.FromString, _serialize)
+            else:
+                field = _FIELDS.get(method.input_type.name)
+                answer = partial(_submit, field, reply) if field else partial(_read, self._reader_of(method.name))
+                handler = grpc.unary_unary_rpc_method_handler(
+                    partial(self._answer, answer, reply), request.FromString, _serialize
+                )
+            handlers[method.name] = handler
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+    def _reader_of(self, method: str) -> Callable[[Term, Any], Any]:
+        found: Callable[[Term, Any], Any] = getattr(self, "_read" + re.sub("(?=[A-Z])", "_", method).lower())
+        return found
 
     def _leading(self) -> Term:
         if self._term is None:
@@ -87,25 +84,37 @@ class MasterServicer:
         self, answer: Callable[[Term, Any], Awaitable[Any]], reply: Callable[[], Any], request: Any, context: Context
     ) -> Any:
         with _refusing(context):
-            return await answer(self._leading(), request)
+            term = self._leading()
+            found = await answer(term, request)
+            if isinstance(request, messages.RestoreProgress):
+                self._end_lost_streams(term)
+            return found
         return reply()
+
+    def _end_lost_streams(self, term: Term) -> None:
+        """End the streams of sessions that were ended, so that their readers drop what they have at hand at once."""
+        for stream, session in self._streams.items():
+            if session and term.book.session(session) is None:
+                stream.cancel()
 
     async def _next(self, requests: AsyncIterator[messages.NextRequest], context: Context) -> None:
         """Answer the turns of a session, in their order. A stream may have several sessions, one after the other."""
         stream = asyncio.current_task()
         assert stream is not None
-        self._streams.add(stream)
+        self._streams[stream] = ""
         try:
-            await self._take_turns(context)
+            await self._take_turns(stream, context)
         except asyncio.CancelledError:
-            if self._term is not None:
+            term, session = self._term, self._streams[stream]
+            if term is not None and (not session or term.book.session(session) is not None):
                 raise  # by the worker
             with _refusing(context):
                 self._leading()
+                raise LeaseLostError(f"session {session!r} has ended") from None
         finally:
-            self._streams.discard(stream)
+            del self._streams[stream]
 
-    async def _take_turns(self, context: Context) -> None:
+    async def _take_turns(self, stream: asyncio.Task[Any], context: Context) -> None:
         with _refusing(context):
             while (request := await context.read()) is not grpc.aio.EOF:
                 term = self._leading()
@@ -113,28 +122,31 @@ class MasterServicer:
                     reply = await term.turn(request.turn)
                 elif request.HasField("open"):
                     reply = await term.open_session(request.open)
+                    self._streams[stream] = request.open.session
                 else:
                     raise SettingsError("a message of the stream opens a session, or is a turn")
                 await context.write(reply)
 
-    def _hello(self, term: Term, request: messages.HelloRequest) -> messages.HelloReply:
+    # --- Calls that change nothing. ---
+
+    def _read_hello(self, term: Term, request: messages.HelloRequest) -> messages.HelloReply:
         return messages.HelloReply(format=FORMAT, job=self._job, term=term.number)
 
-    def _get_status(self, term: Term, request: messages.GetStatusRequest) -> messages.GetStatusReply:
+    def _read_get_status(self, term: Term, request: messages.GetStatusRequest) -> messages.GetStatusReply:
         return messages.GetStatusReply(json=json.dumps(self._status(term)))
 
+    def _read_describe_dataset(self, term: Term, request: messages.DescribeDatasetRequest) -> messages.DatasetReply:
+        _check_known(term, request.dataset)
+        return term.book.describe(request.dataset)
 
-class _NotFoundError(EDLError):
-    """There is no such data set."""
-
-
-def _unary(answer: Callable[[Any, Context], Awaitable[Any]], request: Any) -> Any:
-    return grpc.unary_unary_rpc_method_handler(answer, request.FromString, _serialize)
+    def _read_get_progress(self, term: Term, request: messages.DescribeDatasetRequest) -> messages.Progress:
+        _check_known(term, request.dataset)
+        return messages.Progress(progress=term.book.progress(request.dataset))
 
 
 async def _submit(field: str, reply: Callable[[], Any], term: Term, request: Any) -> Any:
     if field in ("mark", "resume"):
-        term.hear(request.session)
+        term.clock.hear(request.session)
     answer = await term.submit(messages.Command(**{field: request}))
     return reply() if answer is None else answer
 
@@ -146,19 +158,13 @@ async def _read(read: Callable[[Term, Any], Any], term: Term, request: Any) -> A
     return answer
 
 
-def _describe(term: Term, request: messages.DescribeDatasetRequest) -> messages.DatasetReply:
-    _check_known(term, request.dataset)
-    return term.book.describe(request.dataset)
-
-
-def _progress(term: Term, request: messages.DescribeDatasetRequest) -> messages.Progress:
-    _check_known(term, request.dataset)
-    return messages.Progress(progress=term.book.progress(request.dataset))
+class _NotFoundError(EDLError):
+    """There is no such data set."""
 
 
 def _check_known(term: Term, dataset: str) -> None:
     if dataset not in term.book.datasets():
-        raise _NotFoundError(f"there is no data set {dataset!r}; there are {sorted(term.book.datasets())}")
+        raise _NotFoundError(f"data set {dataset!r} does not exist; these do: {sorted(term.book.datasets())}")
 
 
 @contextlib.contextmanager

@@ -6,8 +6,6 @@ server decides what has expired, and says so in a command; a journal keeps the c
 
 from __future__ import annotations
 
-from edl.master.shards.book import Reply, ShardBook
-from edl.master.shards.dataset import SessionInfo
-from edl.master.shards.ended import BookEvent
+from edl.master.shards.book import BookEvent, ShardBook
 
-__all__ = ["BookEvent", "Reply", "SessionInfo", "ShardBook"]
+__all__ = ["BookEvent", "ShardBook"]

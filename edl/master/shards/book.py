@@ -1,18 +1,27 @@
-"""All data sets of a job and their readers: a state that nothing but commands changes."""
+"""All data sets of a job and their readers: a state that nothing but commands changes.
+
+A command is a message that a worker sent, or that the master made of its clocks. The book has no clock, no chance and
+no other input, so the same commands make the same book, to the byte of its snapshot: a master that replays the journal
+is where the last one was.
+
+A new command is a kind of `Command` in master.proto and a method of `ShardBook` of the field's name.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeVar
 
-from edl.errors import ConflictError, SettingsError
-from edl.master.shards import progress
-from edl.master.shards.cursors import StreamCursor
-from edl.master.shards.dataset import DatasetShards, FailureRecord, ReaderSession, ShardLease
-from edl.master.shards.ended import BookEvent
-from edl.master.shards.history import ReaderHistory
-from edl.master.shards.ranges import UnitRange
-from edl.master.shards.resuming import mark_session, resume_session
+from edl.errors import ConflictError, LeaseLostError, SettingsError
+from edl.master.shards.dataset_shards import (
+    DatasetShards,
+    FailureRecord,
+    ReaderHistory,
+    ReaderSession,
+    ShardLease,
+    dataset_status,
+)
+from edl.master.shards.resuming import mark_session, plan_resume
 from edl.master.shards.specification import (
     MOST_UNITS,
     MOST_WANTED,
@@ -21,102 +30,186 @@ from edl.master.shards.specification import (
     describe_difference,
     is_same_spec,
 )
-from edl.master.shards.tables import BookTables
+from edl.master.shards.states import (
+    dataset_message,
+    decode_progress,
+    encode_progress,
+    make_dataset,
+    open_envelope,
+    seal,
+)
+from edl.master.shards.units import ShardKey, StreamCursor, UnitRange
 from edl.protocol import master
 from edl.quoting import shown
 
-__all__ = ["Reply", "ShardBook"]
+__all__ = ["BookEvent", "ShardBook"]
 
-Reply: TypeAlias = (
-    master.NextReply
-    | master.DatasetReply
-    | master.MarkReply
-    | master.ResumeReply
-    | master.RetryPoisonedReply
-    | master.CloseSessionReply
-    | None
-)
-"""What `ShardBook.apply` answers; None to commands of the master itself."""
+K = TypeVar("K")
+V = TypeVar("V")
 
+_SNAPSHOT: Final = b"EDL book\0"
 _MOST_EVENTS: Final = 1000
-"""Events that wait for `pop_events`: a master that asks for none does not grow by them."""
+"""Events kept for `pop_events`, so that a master that never calls it does not grow by them."""
+_MOST_ENDED: Final = 1024
+"""Sessions, and leases, whose end is remembered: late reports come within minutes. All are in a snapshot, 100 KB."""
 _WAIT_S: Final = 0.5
-"""After how long a reader that got nothing asks again: the last shard of another is waited for at most so much longer,
-and a thousand readers that wait cost 2,000 turns a second."""
+"""After how long a reader that got nothing asks again. It adds up to this to the wait for another's last shard, and a
+thousand readers that wait cost 2,000 turns a second."""
 
 
-class ShardBook(BookTables):
-    """The shards of a job's data sets.
+class BookEvent(NamedTuple):
+    """Something that people want to know: what happened in `dataset`, and why, in words.
 
-    Deterministic: there is no clock in it, no chance and no input but commands, so that the same commands make the same
-    book, to the byte of its snapshot. A command that raises has changed nothing. Not thread-safe.
+    `kind` is `ended`, `poisoned`, `restored`, `resumed`, `retried` or `session_ended`.
+    """
+
+    kind: str
+    dataset: str
+    text: str
+    cause: str
+
+
+class _EndedLease(NamedTuple):
+    """A lease that ended without a report."""
+
+    dataset: str
+    key: ShardKey
+    reason: str
+
+
+class ShardBook:
+    """The shards of a job's data sets. A command that raises has changed nothing. Not thread-safe.
 
     - Every shard is leased to one session at a time, and done once, unless a reader goes back to an earlier mark.
     - A report is taken from the session that has the lease, by its id and term, and otherwise refused with the reason.
     - An epoch's shards are given as soon as nothing of the epoch before is left to give, while others may still work on
-      that: a straggler stops nobody, and neither does a reader that waits to make a mark. What comes back of an older
-      epoch is given first.
+      that: a straggler does not stop others, and neither does a reader that waits to make a mark. Ranges of an older
+      epoch that come back are given first.
+
+    Attributes:
+        term: Term of the present master; 0 before the first.
+        version: Counts commands that changed anything. Not part of a snapshot.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        self.term = 0
         self.version = 0
-        """Counts commands that changed anything. Not part of a snapshot."""
+        self._last_lease = 0
+        self._sets: dict[str, DatasetShards] = {}
+        self._sessions: dict[str, ReaderSession] = {}
+        self._leases: dict[int, ShardLease] = {}
+        self._ended_sessions: dict[str, str] = {}  # and why; the oldest first
+        self._ended_leases: dict[int, _EndedLease] = {}  # without a report; the oldest first
         self._events: deque[BookEvent] = deque(maxlen=_MOST_EVENTS)
-        self._commands: dict[str, Any] = {
-            "begin_term": self._begin_term,
-            "create_dataset": self._create_dataset,
-            "extend_dataset": self._extend_dataset,
-            "end_dataset": self._end_dataset,
-            "flush_dataset": self._flush_dataset,
-            "open_session": self._open_session,
-            "turn": self.turn,
-            "expire": self._expire,
-            "mark": self._mark,
-            "resume": self._resume,
-            "close_session": self._close_session,
-            "retry_poisoned": self._retry_poisoned,
-            "restore_progress": self._restore_progress,
+
+    # --- What can be asked. ---
+
+    def datasets(self) -> list[str]:
+        """Return the names of the data sets, in the order of their creation."""
+        return list(self._sets)
+
+    def sessions(self) -> list[str]:
+        """Return the ids of the live sessions."""
+        return list(self._sessions)
+
+    def session(self, session: str) -> ReaderSession | None:
+        """Return a live session, which must not be changed; None if there is no such session, or it has ended."""
+        return self._sessions.get(session)
+
+    def describe(self, dataset: str) -> master.DatasetReply:
+        """Return a data set's specification and size; SettingsError if it is unknown."""
+        return self._dataset(dataset).describe()
+
+    def status(self, dataset: str) -> dict[str, Any]:
+        """Return what people see of a data set, fit for JSON; SettingsError if it is unknown."""
+        return dataset_status(self._dataset(dataset))
+
+    def is_finished(self, dataset: str) -> bool:
+        """Whether nothing is left: nothing to give, nothing leased, nothing reported and not covered by a mark."""
+        found = self._dataset(dataset)
+        return found.is_finished and not found.provisional_units
+
+    def progress(self, dataset: str) -> bytes:
+        """Return the progress of a data set, for `RestoreProgress`. What readers have counts as not done."""
+        return encode_progress(self._dataset(dataset))
+
+    def pop_events(self) -> list[BookEvent]:
+        """Return what has happened since the last call, the last thousand at most."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def snapshot(self) -> bytes:
+        """Return the whole state; equal states give equal bytes."""
+        message = master.BookState(
+            term=self.term,
+            last_lease=self._last_lease,
+            datasets=[dataset_message(dataset) for dataset in self._sets.values()],
+            ended_sessions=[
+                master.EndedSession(session=session, reason=reason) for session, reason in self._ended_sessions.items()
+            ],
+            ended_leases=[
+                master.EndedLease(
+                    id=lease_id, dataset=ended.dataset, epoch=ended.key[0], shard=ended.key[1], reason=ended.reason
+                )
+                for lease_id, ended in self._ended_leases.items()
+            ],
+        )
+        return seal(_SNAPSHOT, message)
+
+    @staticmethod
+    def restore(data: bytes) -> ShardBook:
+        """Return the book of a snapshot.
+
+        Raises:
+            ProtocolError: The bytes are not a snapshot, or damaged, or of a newer version.
+        """
+        message = open_envelope(_SNAPSHOT, "snapshot of a book of shards", data, master.BookState)
+        book = ShardBook()
+        book.term = message.term
+        book._last_lease = message.last_lease
+        for state in message.datasets:
+            dataset = book._sets[state.dataset] = make_dataset(state)
+            for session in dataset.sessions.values():
+                book._sessions[session.id] = session
+                book._leases.update(session.leases)
+        book._ended_sessions = {ended.session: ended.reason for ended in message.ended_sessions}
+        book._ended_leases = {
+            ended.id: _EndedLease(ended.dataset, (ended.epoch, ended.shard), ended.reason)
+            for ended in message.ended_leases
         }
+        return book
 
     # --- Commands. ---
 
-    def apply(self, command: master.Command) -> Reply:
-        """Apply a command.
-
-        Args:
-            command: as it came, or as the journal has it.
+    def apply(self, command: master.Command) -> Any:
+        """Apply a command, as it came or as the journal has it.
 
         Returns:
-            The answer, which must not be changed: it is given again where the command is repeated.
+            The answer, which must not be changed: it is given again if the command is repeated. Commands of the master
+            itself have none.
 
         Raises:
-            SettingsError: it names an unknown data set or session, or is malformed.
-            ConflictError: another has the name, number or mark.
-            LeaseLostError: the session has ended.
-            ProtocolError: it holds progress that is damaged.
+            SettingsError: It names an unknown data set or session, or is malformed.
+            ConflictError: Another has the name, number or mark.
+            LeaseLostError: The session has ended.
+            ProtocolError: It holds progress that is damaged.
         """
         kind = command.WhichOneof("kind")
         if kind is None:
-            raise SettingsError("a command that holds nothing, or is of a newer version of EDL")
-        applier = self._commands[kind]
-        reply: Reply = applier(getattr(command, kind), command.time_ms)
-        return reply
+            raise SettingsError("the command is empty, or of a newer version of EDL")
+        applier = self.turn if kind == "turn" else getattr(self, f"_{kind}")
+        return applier(getattr(command, kind), command.time_ms)
 
     def turn(self, turn: master.Turn, time_ms: int = 0) -> master.NextReply:
-        """Apply a reader's reports, and give it what it wants. What it costs does not depend on the data set's size.
+        """Apply a reader's reports, and give it what it wants. Its cost does not depend on the data set's size.
 
-        Args:
-            turn: of a session.
-            time_ms: the master's clock in milliseconds since 1970, for people.
-
-        Returns:
-            The answer, which must not be changed.
+        `time_ms` is the master's clock in milliseconds since 1970, for people. The answer must not be changed.
 
         Raises:
-            SettingsError: the session is unknown, or the turn malformed.
-            ConflictError: its number is neither the last nor the next.
-            LeaseLostError: the session has ended.
+            SettingsError: The session is unknown, or the turn malformed.
+            ConflictError: Its number is neither the last nor the next.
+            LeaseLostError: The session has ended.
         """
         session = self._session(turn.session)
         if session.reply is not None and turn.request == session.last_request:
@@ -165,9 +258,9 @@ class ShardBook(BookTables):
 
     def _create_dataset(self, command: master.CreateDataset, time_ms: int) -> master.DatasetReply:
         spec = check_spec(command.dataset, command.spec)
-        present = self.sets.get(command.dataset)
+        present = self._sets.get(command.dataset)
         if present is None:
-            present = self.sets[command.dataset] = DatasetShards.create(command.dataset, spec)
+            present = self._sets[command.dataset] = DatasetShards.create(command.dataset, spec)
             self.version += 1
         elif not is_same_spec(present.spec, spec):
             raise ConflictError(
@@ -214,11 +307,11 @@ class ShardBook(BookTables):
         check_name("session", command.session)
         check_name("holder", command.holder)
         dataset = self._dataset(command.dataset)
-        session = self.readers.get(command.session)
+        session = self._sessions.get(command.session)
         if session is None:
-            self.ended.check_session(command.session)
+            self._check_ended(command.session)
             session = ReaderSession(command.session, command.holder, dataset)
-            self.readers[session.id] = dataset.sessions[session.id] = session
+            self._sessions[session.id] = dataset.sessions[session.id] = session
             if dataset.by_checkpoint:
                 dataset.histories[session.id] = ReaderHistory.begin(session.id, session.holder)
             self.version += 1
@@ -232,7 +325,7 @@ class ShardBook(BookTables):
 
     def _expire(self, command: master.Expire, time_ms: int) -> None:
         for lease_id in command.leases:
-            lease = self.leases.get(lease_id)
+            lease = self._leases.get(lease_id)
             if lease is None:
                 continue
             reason = f"lease of {lease.session.holder} expired"
@@ -243,7 +336,7 @@ class ShardBook(BookTables):
                 self._expire_lease(lease, reason, time_ms)
             self.version += 1
         for session_id in command.sessions:
-            session = self.readers.get(session_id)
+            session = self._sessions.get(session_id)
             if session is not None:
                 self._end_session(session, f"lease of {session.holder} expired", expired=True, time_ms=time_ms)
                 self.version += 1
@@ -259,12 +352,12 @@ class ShardBook(BookTables):
         dataset = self._dataset(command.dataset)
         if session.resume is not None and session.resume[0] == command:
             return session.resume[1]
-        plan = resume_session(session, dataset, command)
+        plan = plan_resume(session, dataset, command)
         if plan is None:
             return master.ResumeReply()
         if plan.fenced is not None:
-            # Who ends on purpose closes its session. One that crashes with the same shard again and again comes back
-            # before its session expires, and would never have it given up if this were no failure.
+            # A reader that ends on purpose closes its session. One that crashes with the same shard again and again
+            # comes back before its session expires: if it did not count, the shard would never be given up.
             reason = f"{plan.fenced.holder} was lost; {session.holder} resumed it in session {session.id}"
             self._end_session(plan.fenced, reason, expired=True, time_ms=time_ms)
         dataset.undo(plan.undone)
@@ -272,7 +365,7 @@ class ShardBook(BookTables):
         plan.history.session = session.id
         plan.history.holder = session.holder
         plan.history.pending = []
-        while len(plan.history.marks) > plan.index + 1:
+        while len(plan.history.marks) > plan.at + 1:
             plan.history.marks.pop()
         dataset.histories[session.id] = plan.history
         parts = [
@@ -290,7 +383,7 @@ class ShardBook(BookTables):
         return reply
 
     def _close_session(self, command: master.CloseSession, time_ms: int) -> master.CloseSessionReply:
-        session = self.readers.get(command.session)
+        session = self._sessions.get(command.session)
         if session is not None:
             reason = f"{session.holder} closed it"
             self._end_session(session, reason, keep=command.commit, time_ms=time_ms)
@@ -301,39 +394,20 @@ class ShardBook(BookTables):
         dataset = self._dataset(command.dataset)
         count = dataset.retry(frozenset(command.shards))
         if count:
-            self._add_event("retried", dataset, f"{count} poisoned shards are to do again", "that was asked for")
+            self._add_event("retried", dataset, f"{count} poisoned shards wait again", "a user asked for it")
             self.version += 1
         return master.RetryPoisonedReply(shards=count)
 
     def _restore_progress(self, command: master.RestoreProgress, time_ms: int) -> master.DatasetReply:
         dataset = self._dataset(command.dataset)
-        restored = progress.decode_progress(dataset, command.progress)
+        restored = decode_progress(dataset, command.progress)
         for session in list(dataset.sessions.values()):
             self._end_session(session, "the data set's progress was replaced", time_ms=time_ms)
-        self.sets[dataset.name] = restored
-        text = "its progress was replaced; all readers begin anew"
-        self._add_event("restored", restored, text, "progress that was saved before was sent")
+        self._sets[dataset.name] = restored
+        text = "its progress was replaced; all readers start again"
+        self._add_event("restored", restored, text, "a user sent progress that was saved before")
         self.version += 1
         return restored.describe()
-
-    # --- What has happened, and what was. ---
-
-    def pop_events(self) -> list[BookEvent]:
-        """Return what has happened since the last call, the last thousand at most."""
-        events = list(self._events)
-        self._events.clear()
-        return events
-
-    @staticmethod
-    def restore(data: bytes) -> ShardBook:
-        """Return the book of a snapshot.
-
-        Raises:
-            ProtocolError: the bytes are no snapshot, or damaged, or of a newer version.
-        """
-        book = ShardBook()
-        book.fill(data)
-        return book
 
     # --- Parts of commands. ---
 
@@ -343,12 +417,26 @@ class ShardBook(BookTables):
             raise SettingsError(f"data set {name} has {dataset.cursor.units} units: only a source without an end grows")
         return dataset, dataset.cursor
 
-    def _session(self, session: str) -> ReaderSession:
-        found = self.readers.get(session)
+    def _dataset(self, name: str) -> DatasetShards:
+        found = self._sets.get(name)
         if found is None:
-            self.ended.check_session(session)
+            raise SettingsError(f"data set {shown(name, 100)!r} is not known: create it first")
+        return found
+
+    def _session(self, session: str) -> ReaderSession:
+        found = self._sessions.get(session)
+        if found is None:
+            self._check_ended(session)
             raise SettingsError(f"session {shown(session, 100)!r} is not known: open it first")
         return found
+
+    def _check_ended(self, session: str) -> None:
+        if session in self._ended_sessions:
+            raise LeaseLostError(self._ended_sessions[session])
+
+    def _note_ended(self, lease: ShardLease, reason: str) -> None:
+        ended = _EndedLease(lease.session.dataset.name, (lease.epoch, lease.shard), reason)
+        _remember(self._ended_leases, lease.id, ended)
 
     def _pop_lease(
         self, session: ReaderSession, lease_id: int, term: int, reply: master.NextReply
@@ -364,26 +452,36 @@ class ShardBook(BookTables):
 
     def _drop(self, lease: ShardLease) -> None:
         del lease.session.leases[lease.id]
-        del self.leases[lease.id]
+        del self._leases[lease.id]
         lease.session.dataset.leased -= 1
 
     def _why_refused(self, lease_id: int, term: int, session: ReaderSession) -> str:
-        lease = self.leases.get(lease_id)
+        lease = self._leases.get(lease_id)
         if lease is not None and lease.session is not session:
             return f"it is another session's, of {lease.session.holder}"
         if lease is not None:
             return f"it was given in term {lease.term}, not in {term}"
-        return self.ended.why(lease_id, self.last_lease, self.sets)
+        ended = self._ended_leases.get(lease_id)
+        if ended is None:
+            was_given = 0 < lease_id <= self._last_lease
+            return "it was reported before, or ended long ago" if was_given else "it was never given"
+        dataset = self._sets.get(ended.dataset)
+        if dataset is not None and ended.key in dataset.poisoned:
+            return f"{ended.reason}; the shard is poisoned"
+        if dataset is not None and ended.key in dataset.returned:
+            return f"{ended.reason}; the shard waits for another holder"
+        holder = dataset.given_again.get(ended.key) if dataset is not None else None
+        return f"{ended.reason}; the shard was given to {holder}" if holder else ended.reason
 
     def _grant(self, session: ReaderSession, parts: list[UnitRange], reply: master.NextReply) -> None:
-        term, lease_id = self.term, self.last_lease
-        add, leases, own = reply.leases.add, self.leases, session.leases
+        term, lease_id = self.term, self._last_lease
+        add, leases, own = reply.leases.add, self._leases, session.leases
         for epoch, shard, start, stop in parts:
             lease_id += 1
             leases[lease_id] = own[lease_id] = ShardLease(lease_id, term, session, epoch, shard, start, stop, start)
             add(id=lease_id, term=term, epoch=epoch, shard=shard, start=start, stop=stop)
         session.dataset.leased += len(parts)
-        self.last_lease = lease_id
+        self._last_lease = lease_id
 
     def _fail(self, lease: ShardLease, failure: FailureRecord, *, late: bool) -> None:
         dataset = lease.session.dataset
@@ -396,7 +494,7 @@ class ShardBook(BookTables):
     def _expire_lease(self, lease: ShardLease, reason: str, time_ms: int) -> None:
         self._drop(lease)
         dataset = lease.session.dataset
-        self.ended.add_lease(lease, reason)
+        self._note_ended(lease, reason)
         if dataset.spec.ignore_expiries:
             dataset.give_back(lease)
         else:
@@ -412,7 +510,7 @@ class ShardBook(BookTables):
                 self._expire_lease(lease, reason, time_ms)
             else:
                 self._drop(lease)
-                self.ended.add_lease(lease, reason)
+                self._note_ended(lease, reason)
                 dataset.give_back(lease)
         words = f"session {session.id} has ended: {reason}"
         history = dataset.histories.get(session.id)
@@ -423,10 +521,10 @@ class ShardBook(BookTables):
             dataset.histories[session.id] = dataset.histories.pop(session.id)  # the newest of those that ended
             last = history.marks[-1].number
             words += f". What it reported after its last mark, {last}, went back: resume at a mark that was saved"
-        del self.readers[session.id]
+        del self._sessions[session.id]
         del dataset.sessions[session.id]
         dataset.trim_histories()
-        self.ended.add_session(session.id, words)
+        _remember(self._ended_sessions, session.id, words)
         self._add_event("session_ended", dataset, f"the session of {session.holder} has ended", reason)
 
     def _add_event(self, kind: str, dataset: DatasetShards, text: str, cause: str) -> None:
@@ -446,3 +544,10 @@ def _check_turn(turn: master.Turn, session: ReaderSession) -> None:
         lease = session.leases.get(lease_id)
         if units < 0 or (lease is not None and lease.start + units > lease.stop):
             raise SettingsError(f"a turn reports {units} units of lease {lease_id}, which cannot be")
+
+
+def _remember(records: dict[K, V], key: K, value: V) -> None:
+    records.pop(key, None)
+    records[key] = value
+    if len(records) > _MOST_ENDED:
+        del records[next(iter(records))]

@@ -1,51 +1,37 @@
-"""Marks of readers, and going back to them."""
+"""Marks of readers, and what a session takes over that resumes at one."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from edl.errors import ConflictError, SettingsError
-from edl.master.shards.dataset import DatasetShards, ReaderSession
-from edl.master.shards.history import MARKS_KEPT, ReaderHistory, ReaderMark
-from edl.master.shards.ranges import UnitRange
+from edl.master.shards.dataset_shards import MARKS_KEPT, DatasetShards, ReaderHistory, ReaderMark, ReaderSession
+from edl.master.shards.units import UnitRange
 from edl.protocol import master
 from edl.quoting import shown
 
-__all__ = ["ResumePlan", "mark_session", "resume_session"]
+__all__ = ["ResumePlan", "mark_session", "plan_resume"]
 
 
-@dataclass(frozen=True)
-class ResumePlan:
-    """What a session that resumes takes over.
-
-    Attributes:
-        history: that it goes on with.
-        index: of the mark in it.
-        undone: what was consumed after the mark, and is to do again.
-        open: what the reader had in hand at the mark.
-        fenced: the session that is still live and ends now; None if it has ended.
-    """
+class ResumePlan(NamedTuple):
+    """Everything that a session takes over when it resumes at a mark."""
 
     history: ReaderHistory
-    index: int
-    undone: list[UnitRange]
-    open: list[UnitRange]
-    fenced: ReaderSession | None
+    at: int  # index of the mark in it
+    undone: list[UnitRange]  # consumed after the mark, and done again
+    open: list[UnitRange]  # in the reader's hand at the mark
+    fenced: ReaderSession | None  # the live session that ends now
 
 
 def mark_session(session: ReaderSession, command: master.Mark) -> bool:
     """Cover what a session has reported, and parts of what it has, by a mark.
 
-    Args:
-        session: live.
-        command: of it.
-
     Returns:
         Whether anything has changed; a mark that is repeated changes nothing.
 
     Raises:
-        SettingsError: the data set commits by reports, or a part is of another's lease or impossible.
-        ConflictError: a later mark was made.
+        SettingsError: The data set commits by reports, or a part is impossible or of a lease of another session.
+        ConflictError: A later mark was made.
     """
     dataset = session.dataset
     if not dataset.by_checkpoint:
@@ -90,20 +76,15 @@ def _check_parts(session: ReaderSession, command: master.Mark) -> None:
         seen.add(lease.id)
 
 
-def resume_session(session: ReaderSession, dataset: DatasetShards, command: master.Resume) -> ResumePlan | None:
-    """Decide what a session takes over that resumes at a mark; changes nothing.
-
-    Args:
-        session: new, with nothing given or marked.
-        dataset: that it reads.
-        command: of it.
+def plan_resume(session: ReaderSession, dataset: DatasetShards, command: master.Resume) -> ResumePlan | None:
+    """Decide what a new session takes over that resumes at a mark. Changes nothing.
 
     Returns:
-        What is to be done; None where the beginning of a holder is asked for that has never read.
+        The plan; None for the beginning of a holder that has never read.
 
     Raises:
-        SettingsError: the data set commits by reports, or is another than the session's; or the mark is not kept.
-        ConflictError: another session that lives has resumed it, or `session` is not new.
+        SettingsError: The data set commits by reports, or is another than the session's; or the mark is not kept.
+        ConflictError: Another session that lives has resumed it, or `session` is not new.
     """
     if session.dataset is not dataset or not dataset.by_checkpoint:
         raise SettingsError(
@@ -120,32 +101,23 @@ def resume_session(session: ReaderSession, dataset: DatasetShards, command: mast
             f"nothing is kept of {name}: it never read data set {dataset.name}, or ended too long ago."
             " Restore the data set's progress, or read without resuming"
         )
-    index = _find_mark(history, command)
+    index = history.find(command.of_session, command.mark)
+    if index is None and not command.mark:
+        index = history.find("", 0)  # the beginning, of whichever session
     if index is None:
         kept = ", ".join(str(mark.number) for mark in history.marks)
         raise SettingsError(
             f"mark {command.mark} of {name} is not kept: those of its history, the last {MARKS_KEPT}, are {kept}, and"
-            " marks after one that was resumed are given up. Load a checkpoint with one of them, or restore the data"
+            " marks after one that was resumed are dropped. Load a checkpoint with one of them, or restore the data"
             " set's progress"
         )
     live = dataset.sessions.get(history.session)
     if live is not None and command.of_session != live.id:
         raise ConflictError(
-            f"{name} is read on by {shown(live.holder)} in session {live.id}, which lives: it ends when it is closed,"
-            f" or is silent for {dataset.spec.session_s:g} s"
+            f"{shown(live.holder)} continues {name} in session {live.id}, which is live: it ends when it is closed, or"
+            f" is silent for {dataset.spec.session_s:g} s"
         )
     undone = [part for mark in list(history.marks)[index + 1 :] for part in mark.consumed]
     if live is None:
         undone += history.pending  # of one that was closed and kept it
     return ResumePlan(history, index, undone, list(history.marks[index].open), live)
-
-
-def _find_mark(history: ReaderHistory, command: master.Resume) -> int | None:
-    if command.of_session:
-        index = history.find(command.of_session, command.mark)
-        if index is not None or command.mark:
-            return index
-    for index, mark in enumerate(history.marks):
-        if mark.number == command.mark:
-            return index
-    return None

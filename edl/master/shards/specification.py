@@ -1,4 +1,4 @@
-"""What of commands is checked before anything is changed."""
+"""Checks of names and specifications, before a command changes anything."""
 
 from __future__ import annotations
 
@@ -18,31 +18,22 @@ _MOST_NAME: Final = 200
 MOST_UNITS: Final = 2**62
 """Units of a data set: sums of two such numbers are still 64-bit ones."""
 _MOST_SHARDS: Final = 2**40
-"""Shards of an epoch: a permutation of as many is computed, and tested; nobody has more."""
+"""Shards of an epoch: a permutation of this many is computed, and tested."""
 _MOST_SECONDS: Final = 30 * 86_400.0
-"""Of a lease: a month without a sign of life is forever."""
+"""Longest lease: a month without a sign of life is forever."""
 
 
 def check_name(what: str, name: str) -> None:
-    """Raise SettingsError unless a name can be shown and stored.
-
-    Args:
-        what: is named, for the error.
-        name: to check.
-    """
+    """Raise SettingsError unless a name can be shown and stored; `what` has the name, for the error."""
     if not name or len(name) > _MOST_NAME or not name.isprintable():
         raise SettingsError(f"{what} {quote(name)}: 1 to {_MOST_NAME} printable characters are possible")
 
 
 def check_spec(name: str, spec: master.DatasetSpec) -> master.DatasetSpec:
-    """Return a specification with its defaults filled in: 3 failures, leases of 60 s, sessions of 30 s.
-
-    Args:
-        name: of the data set.
-        spec: as it came; not changed.
+    """Return a copy of a data set's specification with its defaults: 3 failures, leases of 60 s, sessions of 30 s.
 
     Raises:
-        SettingsError: it cannot be used.
+        SettingsError: It is invalid.
     """
     check_name("data set", name)
     checked = master.DatasetSpec()

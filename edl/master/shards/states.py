@@ -1,17 +1,72 @@
-"""Between the records of the book and the messages of its snapshots."""
+"""The state as messages: snapshots of the book, and the progress of a data set, which users keep beside a checkpoint.
+
+Both are bytes that others keep and that are read again, perhaps by another version of EDL: they begin with what they
+are and its format, and end with a checksum.
+"""
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Iterable
+from typing import Final, TypeVar
 
-from edl.master.shards.cursors import StreamCursor, make_cursor
-from edl.master.shards.dataset import DatasetShards, FailureRecord, ReaderSession, ShardLease
-from edl.master.shards.history import MARKS_KEPT, ReaderHistory, ReaderMark
-from edl.master.shards.ranges import Bounds, UnitRange
+from google.protobuf.message import DecodeError, Message
+
+from edl.errors import ConflictError, ProtocolError
+from edl.master.shards.dataset_shards import (
+    MARKS_KEPT,
+    DatasetShards,
+    FailureRecord,
+    ReaderHistory,
+    ReaderMark,
+    ReaderSession,
+    ShardLease,
+)
+from edl.master.shards.specification import is_same_spec
+from edl.master.shards.units import Bounds, StreamCursor, UnitCursor, UnitRange, make_cursor
 from edl.protocol import master
 
-__all__ = ["dataset_message", "make_dataset", "shard_messages", "take_shards"]
+__all__ = ["dataset_message", "decode_progress", "encode_progress", "make_dataset", "open_envelope", "seal"]
+
+M = TypeVar("M", bound=Message)
+
+_FORMAT: Final = 1
+"""Format of what is inside. Another version of EDL may refuse it, but never misreads it."""
+_CHECKSUM_NBYTES: Final = 4  # a CRC-32
+_PROGRESS: Final = b"EDL progress\0"
+
+
+# --- Bytes that others keep. ---
+
+
+def seal(magic: bytes, message: Message) -> bytes:
+    """Return a message as bytes that begin with `magic`, which says what they are."""
+    body = magic + bytes([_FORMAT]) + message.SerializeToString(deterministic=True)
+    return body + zlib.crc32(body).to_bytes(_CHECKSUM_NBYTES, "big")
+
+
+def open_envelope(magic: bytes, what: str, data: bytes, kind: type[M]) -> M:
+    """Return the message of type `kind` in bytes that `seal` made; `what` names them in errors.
+
+    Raises:
+        ProtocolError: They are something else, damaged, or of another version of EDL.
+    """
+    if data[: len(magic)] != magic:
+        raise ProtocolError(f"{len(data):,} bytes are not a {what}")
+    body, checksum = data[:-_CHECKSUM_NBYTES], data[-_CHECKSUM_NBYTES:]
+    if zlib.crc32(body).to_bytes(_CHECKSUM_NBYTES, "big") != checksum:
+        raise ProtocolError(f"{what} of {len(data):,} bytes is damaged: its checksum does not match")
+    found = body[len(magic)]
+    if found != _FORMAT:
+        raise ProtocolError(f"{what} of format {found}; this version of EDL reads {_FORMAT}")
+    try:
+        return kind.FromString(body[len(magic) + 1 :])
+    except DecodeError as exc:
+        raise ProtocolError(f"{what} cannot be read: {exc}") from exc
+
+
+# --- A data set with its readers. ---
 
 
 def dataset_message(dataset: DatasetShards) -> master.DatasetState:
@@ -25,7 +80,7 @@ def dataset_message(dataset: DatasetShards) -> master.DatasetState:
         epoch=cursor.epoch,
         position=cursor.position,
         units_done=dataset.units_done,
-        shards=shard_messages(dataset, ()),
+        shards=_shard_messages(dataset, ()),
         sessions=[_session_message(session) for session in dataset.sessions.values()],
         histories=[_history_message(history) for history in dataset.histories.values()],
         given_again=[
@@ -46,7 +101,7 @@ def make_dataset(message: master.DatasetState) -> DatasetShards:
     )
     dataset = DatasetShards(message.dataset, message.spec, cursor, index=list(message.index))
     dataset.units_done = message.units_done
-    take_shards(dataset, message.shards)
+    _take_shards(dataset, message.shards)
     for session_message in message.sessions:
         session = _make_session(session_message, dataset)
         dataset.sessions[session.id] = session
@@ -58,13 +113,8 @@ def make_dataset(message: master.DatasetState) -> DatasetShards:
     return dataset
 
 
-def shard_messages(dataset: DatasetShards, more: Iterable[UnitRange]) -> list[master.ShardState]:
-    """Return the shards that are neither untouched, nor leased, nor done, sorted.
-
-    Args:
-        dataset: of the shards.
-        more: ranges that count as returned as well.
-    """
+def _shard_messages(dataset: DatasetShards, more: Iterable[UnitRange]) -> list[master.ShardState]:
+    """Return the shards that are neither untouched, nor leased, nor done, sorted; `more` ranges count as returned."""
     shards: dict[tuple[int, int], master.ShardState] = {}
 
     def of(key: tuple[int, int]) -> master.ShardState:
@@ -89,7 +139,7 @@ def shard_messages(dataset: DatasetShards, more: Iterable[UnitRange]) -> list[ma
     return [shards[key] for key in sorted(shards)]
 
 
-def take_shards(dataset: DatasetShards, messages: Iterable[master.ShardState]) -> None:
+def _take_shards(dataset: DatasetShards, messages: Iterable[master.ShardState]) -> None:
     """Put shards that were neither untouched nor done into a data set."""
     for message in messages:
         key = (message.epoch, message.shard)
@@ -175,3 +225,75 @@ def _flat(parts: Iterable[Bounds]) -> list[int]:
 def _pairs(bounds: Iterable[int]) -> list[Bounds]:
     numbers = list(bounds)
     return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+# --- The progress of a data set. ---
+
+
+def encode_progress(dataset: DatasetShards) -> bytes:
+    """Return what is done of a data set. What readers have, and what no mark covers, is not."""
+    open_parts = [
+        UnitRange(lease.epoch, lease.shard, lease.marked, lease.stop)
+        for session in dataset.sessions.values()
+        for lease in session.leases.values()
+        if lease.marked < lease.stop
+    ]
+    provisional = [
+        part
+        for session in dataset.sessions
+        if session in dataset.histories
+        for part in dataset.histories[session].pending
+    ]
+    cursor = dataset.cursor
+    state = master.ProgressState(
+        spec=dataset.spec,
+        units=cursor.units,
+        epoch=cursor.epoch,
+        position=cursor.position,
+        units_done=dataset.units_done - sum(part.stop - part.start for part in provisional),
+        shards=_shard_messages(dataset, open_parts + provisional),
+    )
+    return seal(_PROGRESS, state)
+
+
+def decode_progress(dataset: DatasetShards, data: bytes) -> DatasetShards:
+    """Return a data set as it was when `encode_progress` looked, without readers; a growing source is as large as now.
+
+    Raises:
+        ProtocolError: The bytes are something else, or damaged.
+        ConflictError: They are of another specification, or of a source that has not grown that far here.
+    """
+    state = open_envelope(_PROGRESS, "progress of a data set", data, master.ProgressState)
+    if not is_same_spec(state.spec, dataset.spec):
+        raise ConflictError(f"data set {dataset.name}: the progress is of a data set with another specification")
+    now = dataset.cursor
+    if isinstance(now, StreamCursor):
+        if state.position > now.units:
+            raise ConflictError(
+                f"data set {dataset.name} has {now.units} units so far, and the progress is at {state.position}: extend"
+                " its index first"
+            )
+        cursor = make_cursor(dataset.spec, now.units, now.ended, now.flushed, state.epoch, state.position)
+    else:
+        cursor = make_cursor(dataset.spec, state.units, False, 0, state.epoch, state.position)
+    _check(dataset, cursor, state)
+    restored = DatasetShards(dataset.name, dataset.spec, cursor, index=list(dataset.index))
+    restored.units_done = state.units_done
+    _take_shards(restored, state.shards)
+    return restored
+
+
+def _check(dataset: DatasetShards, cursor: UnitCursor, state: master.ProgressState) -> None:
+    """Raise ProtocolError for progress with a matching checksum that this data set cannot have."""
+    size = dataset.spec.shard_size
+    possible = state.units_done >= 0 and cursor.is_possible
+    if not isinstance(cursor, StreamCursor):
+        possible = possible and state.units == dataset.spec.units
+    for shard in state.shards:
+        low, high = shard.shard * size, min((shard.shard + 1) * size, cursor.units)
+        possible = possible and 0 <= shard.epoch <= cursor.epoch and 0 <= low < high
+        for bounds in (shard.returned, shard.poisoned):
+            pairs = list(zip(bounds[::2], bounds[1::2], strict=False))
+            possible = possible and len(bounds) % 2 == 0 and all(low <= a < b <= high for a, b in pairs)
+    if not possible:
+        raise ProtocolError(f"data set {dataset.name}: impossible progress")

@@ -96,6 +96,23 @@ def test_a_second_resumer_waits(lead: Lead, create: Create, read: Read, caplog: 
     assert sorted([before, *third.samples()]) == list(range(40))
 
 
+@pytest.mark.parametrize("anew", [True, False])
+def test_going_back_waits_for_a_master(lead: Lead, create: Create, read: Read, anew: bool) -> None:
+    master = lead()
+    create(40, commit="checkpoint")
+    reader = read("a")
+    samples = reader.samples()
+    before = [next(samples) for _ in range(15)]
+    state = reader.state_dict()
+    next(samples)
+    master.close()
+    call = start_call("edl-test", reader.start_over if anew else lambda: reader.load_state_dict(state))
+    wait_until(lambda: reader.away_s > 0, "an attempt that fails")
+    lead()
+    call.result(DEADLINE_S)
+    assert sorted([*reader.samples(), *([] if anew else before)]) == list(range(40))
+
+
 @pytest.mark.parametrize("commit", [True, False])
 def test_closing_counts_or_gives_back(
     lead: Lead, create: Create, read: Read, client: MasterClient, commit: bool
@@ -117,7 +134,7 @@ def test_garbage_is_no_position(lead: Lead, create: Create, read: Read, state: A
     next(reader)
     saved = reader.state_dict()
     garbage = saved | state if isinstance(state, dict) else state
-    with pytest.raises(SettingsError, match="no position of a ShardReader"):
+    with pytest.raises(SettingsError, match="is not the position of a ShardReader"):
         reader.load_state_dict(garbage)
     with pytest.raises(SettingsError, match="nothing is kept of"):
         reader.load_state_dict(saved | {"session": "another"})

@@ -16,7 +16,6 @@ from edl.discovery import open_store
 from edl.errors import ConflictError, JournalError, NoMasterError, RejectedError, SettingsError
 from edl.master import MasterClient, MasterServer, MasterSettings, ShardReader, ShardSettings, open_dataset
 from edl.master.client.connection import MasterConnection
-from edl.master.client.turn_stream import TurnStream
 from edl.master.journal import open_journal
 from edl.master.journal.sqlite import SqliteJournal
 from edl.master.reports import read_report
@@ -27,13 +26,12 @@ from tests.fast.master.conftest import Create, Lead, Read, shards
 from tests.waiting import DEADLINE_S, wait_until
 
 
-def opened(connection: MasterConnection, session: str) -> tuple[TurnStream, messages.NextReply]:
-    stream = TurnStream(connection)
+def opened(connection: MasterConnection, session: str) -> tuple[MasterConnection, messages.NextReply]:
     request = messages.OpenSession(dataset="d", session=session, holder=session)
-    return stream, stream.exchange(messages.NextRequest(open=request))
+    return connection, connection.exchange(messages.NextRequest(open=request))
 
 
-def turn(stream: TurnStream, session: str, request: int, **fields: Any) -> messages.NextReply:
+def turn(stream: MasterConnection, session: str, request: int, **fields: Any) -> messages.NextReply:
     return stream.exchange(messages.NextRequest(turn=messages.Turn(session=session, request=request, **fields)))
 
 
@@ -57,11 +55,11 @@ def test_a_lost_answer_is_given_again(
     first = turn(stream, "s", 1, want=2)
     reports = {"done": [lease.id for lease in first.leases], "done_terms": [lease.term for lease in first.leases]}
     second = turn(stream, "s", 2, want=1, **reports)
-    stream.close()
+    stream.end_stream()
     stream, again = opened(connect(master), "s")
     assert again.last_request == 2
     assert turn(stream, "s", 2, want=1, **reports) == second
-    stream.close()
+    stream.end_stream()
     assert shards(client) == {"todo": 7, "doing": 1, "done": 2, "poisoned": 0}
     master.close()
     master = lead()
@@ -69,7 +67,7 @@ def test_a_lost_answer_is_given_again(
     assert turn(stream, "s", 2, want=1, **reports) == second
     with pytest.raises(SettingsError):
         turn(stream, "s", 3, want=-1)
-    stream.close()
+    stream.end_stream()
     assert shards(client) == {"todo": 7, "doing": 1, "done": 2, "poisoned": 0}
 
 
@@ -162,7 +160,7 @@ def test_a_replaced_leader_is_silent(
     records = take_journal(store)
     with pytest.raises(NoMasterError):
         turn(stream, "s", 1, want=1)
-    stream.close()
+    stream.end_stream()
     assert take_journal(store) == records, "the turn was journalled"
     gate.set()
     client.create_dataset("e", open_dataset("range:100", ShardSettings(shard_size=10)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sqlite3
@@ -19,15 +20,15 @@ from edl.errors import (
     ConflictError,
     LeaseLostError,
     NoMasterError,
+    NoTeacherError,
     PoisonedShardsError,
     SettingsError,
 )
 from edl.master import MasterClient, ShardingClient, ShardReader, ShardSettings, open_dataset
 from edl.master.client import shard_reader
 from edl.master.client.connection import MasterConnection
-from edl.master.client.session_thread import SessionThread
-from edl.master.client.shard_session import ShardSession
-from edl.master.client.turn_stream import TurnStream
+from edl.master.client.conversation import Conversation
+from edl.master.client.session import SessionLease, ShardSession
 from edl.protocol import master as messages
 from tests.fast.master.conftest import Create, Lead, Read, lapse, shards
 from tests.waiting import DEADLINE_S, wait_until
@@ -40,13 +41,19 @@ def samples(reader: ShardReader) -> list[int]:
 @pytest.fixture
 def busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have readers look after their shards, and renew them, much more often than their long leases make them."""
-    monkeypatch.setattr(SessionThread, "_renew_s", 0.05)
+    monkeypatch.setattr(Conversation, "_renew_s", 0.05)
+
+
+def lease_of(reader: ShardReader, shard: Any) -> SessionLease:
+    session = reader._conversation._session
+    assert session is not None
+    return session.open[shard.id]
 
 
 def forget(reader: ShardReader, *held: Any) -> None:
     """Let an age pass since the caller did something with its shards."""
     for shard in held:
-        reader._thread._activity.touch(shard.id, -math.inf)
+        lease_of(reader, shard).touched_at = -math.inf
 
 
 def test_what_was_read_of_a_shard_counts(lead: Lead, client: MasterClient, read: Read, tmp_path: Path) -> None:
@@ -61,6 +68,84 @@ def test_what_was_read_of_a_shard_counts(lead: Lead, client: MasterClient, read:
     assert [sample.id for sample in reader.samples()] == ["0", "1", "2", "3"]
     found = client.status()["datasets"][0]
     assert (found["units_done"], found["shards"]["poisoned"]) == (4, 1)
+
+
+BAD = 13
+
+
+def draw(reader: ShardReader) -> None:
+    for sample in reader.samples():
+        if sample == BAD:
+            raise ZeroDivisionError("a broken image")
+
+
+def work(reader: ShardReader) -> None:
+    for shard in reader:
+        if shard.start <= BAD < shard.stop:
+            raise ZeroDivisionError("a broken image")
+        if reader._explicit:
+            reader.report_done(shard)
+
+
+class Broken(list[int]):
+    """A sequence of the user's that raises what it likes."""
+
+    def __getitem__(self, number: Any) -> Any:
+        if number == BAD:
+            raise ZeroDivisionError("a broken image")
+        return super().__getitem__(number)
+
+
+@pytest.mark.parametrize(
+    ("use", "options", "commit", "left"),
+    [
+        (draw, {}, "report", 7),
+        (draw, {"samples": Broken(range(40))}, "report", 7),
+        (work, {}, "report", 10),
+        (work, {"explicit": True}, "report", 10),
+        (draw, {}, "checkpoint", 7),
+    ],
+)
+def test_a_shard_that_raises_is_given_up(
+    lead: Lead, create: Create, client: MasterClient, use: Any, options: Any, commit: str, left: int
+) -> None:
+    """Of workers that are started again and again; what was read of it before is not read again."""
+    lead()
+    create(40, commit=commit, max_failures=3)
+    for life in range(3):
+        with pytest.raises(ZeroDivisionError), ShardReader(client, "d", holder=f"w{life}", **options) as reader:
+            use(reader)
+    with ShardReader(client, "d", on_poisoned="warn") as reader:
+        samples(reader)
+        if commit == "checkpoint":
+            reader.state_dict()
+    found = client.status()["datasets"][0]
+    assert found["shards"] == {"todo": 0, "doing": 0, "done": 3, "poisoned": 1}
+    assert found["poisoned"][0]["stop"] - found["poisoned"][0]["start"] == left
+    assert {failure["reason"] for failure in found["poisoned"][0]["failures"]} == {"ZeroDivisionError: a broken image"}
+
+
+def test_a_break_loses_no_sample(lead: Lead, create: Create, read: Read) -> None:
+    """Reading goes on in the middle of the shard."""
+    lead()
+    create(30)
+    reader, found = read(), list[int]()
+    for stop in (3, 10, 11, 99):
+        for sample in reader.samples():
+            found.append(sample)
+            if len(found) == stop:
+                break
+    assert found == list(range(30))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), NoTeacherError("none"), SettingsError("a typo")])
+def test_leaving_is_no_failure(lead: Lead, create: Create, client: MasterClient, error: BaseException) -> None:
+    lead()
+    create(40, max_failures=1)
+    with contextlib.suppress(type(error)), ShardReader(client, "d") as reader:
+        next(reader)
+        raise error
+    assert shards(client) == {"todo": 4, "doing": 0, "done": 0, "poisoned": 0}
 
 
 def test_a_late_report_ends_no_other_task(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
@@ -90,10 +175,10 @@ def test_leases_are_renewed_meanwhile(lead: Lead, create: Create, read: Read, bu
     reader = read(prefetch=0, explicit=True)
     shard = reader.take(DEADLINE_S)
     assert shard is not None
-    heard = {reader._thread._heard_at}
+    heard = {reader._conversation._heard_at}
 
     def is_renewed() -> bool:
-        heard.add(reader._thread._heard_at)
+        heard.add(reader._conversation._heard_at)
         return len(heard) > 3
 
     wait_until(is_renewed, "renewals")
@@ -131,9 +216,8 @@ def test_a_shard_in_work_is_kept(lead: Lead, create: Create, read: Read, client:
     reader = read(prefetch=3, explicit=True)
     shard = reader.take(DEADLINE_S)
     assert shard is not None
-    wait_until(lambda: len(reader._thread._inbox) > 1, "shards at hand")
-    for unused in reader._thread._inbox:
-        reader._thread._activity.give(unused.id, -math.inf)
+    wait_until(lambda: len(reader._conversation._inbox) > 1, "shards at hand")
+    forget(reader, *reader._conversation._inbox)
     reader.consume(shard, 1)
     wait_until(lambda: shards(client)["doing"] == 1, "the others to go back")
     reader.report_done(shard)
@@ -219,6 +303,37 @@ def test_the_calls_of_dlrover(lead: Lead, client: MasterClient) -> None:
         assert client.status()["datasets"][0]["units_done"] == 20
         with pytest.raises(SettingsError):
             sharding.restore_shard_from_checkpoint("{}")
+    with contextlib.suppress(ZeroDivisionError), ShardingClient(client, "more", 10, 1, 40) as sharding:
+        sharding.fetch_shard()
+        raise ZeroDivisionError
+    assert client.status()["datasets"][0]["shards"]["todo"] == 1
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_restored_progress_is_read_once(
+    lead: Lead, create: Create, client: MasterClient, read: Read, url: str, own: bool
+) -> None:
+    """A reader drops what it had at hand before: at once if its own client restores, else as soon as it hears of it."""
+    lead()
+    create(40)
+    saved = client.progress("d")
+    reader = read(explicit=True, prefetch=3)
+    first = reader.take(DEADLINE_S)
+    assert first is not None
+    wait_until(lambda: len(reader._conversation._inbox) > 1, "shards at hand")
+    if own:
+        client.restore_progress("d", saved)
+    else:
+        before = reader._conversation._session
+        with MasterClient("job", url, timeout_s=DEADLINE_S) as other:
+            other.restore_progress("d", saved)
+        wait_until(lambda: reader._conversation._session is not before, "a new session")
+    found = []
+    while (shard := reader.take(DEADLINE_S)) is not None:
+        reader.report_done(shard)
+        found.append(shard.start)
+    assert sorted(found) == [0, 10, 20, 30]
+    assert reader.refused == 0
 
 
 def test_a_failed_close_is_tried_again(lead: Lead, create: Create, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +378,7 @@ def test_a_late_worker_finds_all_done(
     lead: Lead, create: Create, read: Read, monkeypatch: pytest.MonkeyPatch, client: MasterClient
 ) -> None:
     """The master has ended: nothing is left to wait for. A reason may have what no message could carry."""
-    monkeypatch.setattr("edl.master.client.session_thread._DONE_S", 0.1)
+    monkeypatch.setattr("edl.master.client.conversation._DONE_S", 0.1)
     master = lead()
     create(20, max_failures=1)
     reader = read(explicit=True)
@@ -285,21 +400,21 @@ def test_a_late_worker_finds_all_done(
 def test_a_late_answer_keeps_a_reader(lead: Lead, create: Create, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not leave while it may be given shards: siblings would each leave all to the other."""
     monkeypatch.setattr(shard_reader, "_ASK_S", 0.01)
-    exchange, gate, rests = TurnStream.exchange, threading.Event(), list[bool]()
-    rest = SessionThread.rest
+    exchange, gate, rests = MasterConnection.exchange, threading.Event(), list[bool]()
+    rest = Conversation.rest
 
-    def answer_late(self: TurnStream, request: messages.NextRequest) -> messages.NextReply:
+    def answer_late(self: MasterConnection, request: messages.NextRequest) -> messages.NextReply:
         reply = exchange(self, request)
         if request.turn.want and reply.leases:
             gate.wait(DEADLINE_S)
         return reply
 
-    def note_rest(self: SessionThread, timeout_s: float) -> bool:
+    def note_rest(self: Conversation, timeout_s: float) -> bool:
         rests.append(rest(self, timeout_s))
         return rests[-1]
 
-    monkeypatch.setattr(TurnStream, "exchange", answer_late)
-    monkeypatch.setattr(SessionThread, "rest", note_rest)
+    monkeypatch.setattr(MasterConnection, "exchange", answer_late)
+    monkeypatch.setattr(Conversation, "rest", note_rest)
     lead()
     create(30)
     call = start_call("edl-test", lambda: samples(read(may_leave=lambda: True)))
@@ -341,5 +456,5 @@ def test_a_new_session_of_its_name_shows() -> None:
     session.next_turn(1)
     assert session.is_same(messages.NextReply(last_request=0)), "the turn was not heard"
     assert session.is_same(messages.NextReply(last_request=1)), "the turn was heard, its answer lost"
-    session.answer(messages.NextReply(leases=[messages.Lease(id=1, term=1, stop=10)]))
+    session.answer(messages.NextReply())
     assert not session.is_same(messages.NextReply(last_request=0)), "a new session of this name"

@@ -17,8 +17,8 @@ torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader  # noqa: E402
 
 from edl.master.client.torch import ShardDataset  # noqa: E402
-from tests.fast.master.conftest import Create, Lead  # noqa: E402
-from tests.waiting import DEADLINE_S  # noqa: E402
+from tests.fast.master.conftest import Create, Lead, shards  # noqa: E402
+from tests.waiting import DEADLINE_S, wait_until  # noqa: E402
 
 
 def test_every_sample_comes_once(lead: Lead, create: Create, client: MasterClient, url: str) -> None:
@@ -60,6 +60,55 @@ def test_forked_workers_make_channels(lead: Lead, create: Create, url: str) -> N
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stderr
     assert [int(sample) for sample in done.stdout.split()] == list(range(100))
+
+
+FAILING = """
+import sys
+from torch.utils.data import DataLoader
+from edl.master.client.torch import ShardDataset
+
+class Images(list):
+    def __getitem__(self, number):
+        return 1 // (number - 13)
+
+dataset = ShardDataset("job", "d", sys.argv[1], timeout_s=90, samples=Images(range(100)))
+for sample in DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork"):
+    pass
+"""
+
+
+def test_a_broken_sample_fails_its_shard(lead: Lead, create: Create, client: MasterClient, url: str) -> None:
+    """Also where a worker of the loader makes the sample, and dies of it."""
+    lead()
+    create(100, max_failures=1)
+    command = [sys.executable, "-c", FAILING, url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert "ZeroDivisionError" in done.stderr
+    wait_until(lambda: shards(client)["poisoned"] == 1, "the failure")
+
+
+SUSPENDED = """
+import sys
+from torch.utils.data import DataLoader
+from edl.master import MasterClient, ShardReader
+from edl.master.client.torch import ShardDataset
+
+def samples():
+    with MasterClient("job", sys.argv[1], timeout_s=90) as client, ShardReader(client, "d") as reader:
+        yield from reader.samples()
+
+kept = [samples(), iter(DataLoader(ShardDataset("job", "d", sys.argv[1], timeout_s=90), batch_size=None))]
+print([int(next(iterator)) % 10 for iterator in kept])
+"""
+
+
+def test_a_suspended_iterator_ends(lead: Lead, create: Create, url: str) -> None:
+    """With its process: at shutdown no thread runs that `close` could wait for."""
+    lead()
+    create(100)
+    command = [sys.executable, "-c", SUSPENDED, url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S / 2, check=False)
+    assert (done.returncode, done.stdout) == (0, "[0, 0]\n"), done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

@@ -20,8 +20,8 @@ SAMPLES = 20_000
 KILLS = 10
 FEWEST = 4
 """Of a machine that is done before."""
-WORKERS = 4
-PAUSE_S = 0.01
+WORKERS = 8
+PAUSE_S = 0.02
 
 
 def _next_leader(store: Store, version: int) -> int:
@@ -35,11 +35,12 @@ def _next_leader(store: Store, version: int) -> int:
 
 
 @pytest.mark.timeout(400)
-def test_every_sample_once_over_kills(tmp_path: Path) -> None:
+@pytest.mark.parametrize("journal", [None, "store:"])
+def test_every_sample_once_over_kills(tmp_path: Path, journal: str | None) -> None:
     settings = ShardSettings(shard_size=20, shuffle=True, seed=3, max_failures=1000, session_s=3.0)
     spec = {"d": open_dataset(f"range:{SAMPLES}", settings).spec.SerializeToString()}
     folder, chance = str(tmp_path), random.Random(7)
-    master = start(lead, folder, None, spec)
+    master = start(lead, folder, journal, spec)
     workers = {f"w{number}": start(work, folder, f"w{number}", "d", PAUSE_S) for number in range(WORKERS)}
     kills = killed = 0
     try:
@@ -52,7 +53,7 @@ def test_every_sample_once_over_kills(tmp_path: Path) -> None:
                     break  # all is done
                 master.kill()
                 master.join(60)
-                master = start(lead, folder, None, spec)
+                master = start(lead, folder, journal, spec)
                 kills += 1
                 if kills % 3 == 0:
                     name = chance.choice(sorted(workers))

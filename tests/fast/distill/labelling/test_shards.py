@@ -156,6 +156,18 @@ def test_wrong_input_ends_the_worker(serve: Serve, folder: Path) -> None:
     assert len(source.failed) == 3
 
 
+def test_an_error_of_own_code_counts(serve: Serve, folder: Path) -> None:
+    """Else the shard comes first again, to each worker that is started anew."""
+
+    def fail(_: LabelProgress) -> None:
+        raise ZeroDivisionError("its third sample")
+
+    source = Shards(folder)
+    with pytest.raises(ZeroDivisionError):
+        label(folder, serve("echo"), source, tell=fail)
+    assert list(source.failed.values()) == ["ZeroDivisionError: its third sample"]
+
+
 class Failing:
     """A user's data set, a row of which cannot be read."""
 
@@ -264,7 +276,7 @@ def test_unforeseen_error_ends_the_run(serve: Serve, folder: Path, monkeypatch: 
     source = Broken(folder)
     with pytest.raises(ZeroDivisionError):
         label(folder, serve("echo"), source)
-    assert not source.failed
+    assert list(source.failed) == ([(100, 150)] if step == "look-up" else [])
     assert step == "report" or source.done_rows == list(range(100))
 
 

@@ -8,7 +8,7 @@ import json
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -16,13 +16,9 @@ from edl.cli.cmd_master import _default_journal
 from edl.datasets import ShardSettings, open_dataset
 from edl.errors import ClosedError, ConflictError, JournalError, LeaseLostError, SettingsError
 from edl.master.journal import Journal
-from edl.master.server.candidate_address import own_address, shown_endpoint
-from edl.master.server.continuation import check_continued, check_data
-from edl.master.server.lease_clock import PAUSE_S, TICK_S, LeaseClock, SessionLimits
-from edl.master.server.master_server import _told
-from edl.master.server.report import UnitRates, encode
-from edl.master.server.sequencer import Sequencer
-from edl.master.server.term import Term
+from edl.master.server.master_server import _told, own_address, shown_endpoint
+from edl.master.server.report import UnitRates, check_continued, check_data, encode
+from edl.master.server.term import PAUSE_S, TICK_S, LeaseClock, Sequencer, SessionLimits, Term
 from edl.master.shards import ShardBook
 from edl.protocol import master as messages
 from tests.waiting import DEADLINE_S, wait_until
@@ -94,7 +90,7 @@ def run(scenario: Scenario) -> None:
     async def main() -> None:
         failures: list[BaseException] = []
         journal, book = GatedJournal(), Book()
-        sequencer = Sequencer(book, journal, failures.append)
+        sequencer = Sequencer(cast(Any, book), journal, failures.append)
         try:
             await asyncio.wait_for(scenario(sequencer, book, journal, failures), DEADLINE_S)
         finally:

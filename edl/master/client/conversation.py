@@ -1,8 +1,21 @@
-"""The thread of a reader: takes turns with the master, renews leases, and goes on where the master was away."""
+"""A reader's conversation with its master: a thread takes turns, renews leases, and goes on after the master was away.
+
+The caller's threads put reports and requests into an outbox and take shards from an inbox; the conversation's thread
+does everything else, so that a training loop never waits for the network. With each turn it sends the reports that
+wait, asks for as many shards as there is room for, and renews all leases of its session. Requests are numbered within
+a session: if an answer is lost, the same turn is sent again, to this master or the next, and is applied once. A session
+that the master no longer knows is replaced by a new one; shards of the old one are another reader's by then.
+
+No lock is held here, so a signal handler may close the reader in the middle of any call. State that both sides change
+is changed in single steps that are atomic in Python.
+
+Not here: reading data, and counting what was consumed (`shard_reader`).
+"""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import secrets
 import time
@@ -11,59 +24,53 @@ from typing import Final
 
 from edl.background import BackgroundLoop
 from edl.errors import ClosedError, ConflictError, EDLError, LeaseLostError, NoMasterError, SettingsError
-from edl.master.client.connection import MasterConnection, NotFoundError
-from edl.master.client.lease_activity import LeaseActivity
+from edl.master.client.connection import MasterConnection, MasterWait, NotFoundError
 from edl.master.client.master_client import MasterClient
-from edl.master.client.master_wait import MasterWait
-from edl.master.client.session_requests import MarkRequest, ResumeRequest
-from edl.master.client.shard_session import Report, Shard, ShardSession
-from edl.master.client.turn_stream import TurnStream
+from edl.master.client.session import MarkRequest, Report, ResumeRequest, Shard, ShardSession
 from edl.notifier import Notifier
 from edl.protocol import master as messages
 
-__all__ = ["SessionThread"]
+__all__ = ["Conversation"]
 
 logger = logging.getLogger(__name__)
 
 _IDLE_S: Final = 3600.0
-"""How long the thread waits where nothing is due: it is woken when something is."""
+"""How long the thread waits if nothing is due: it is woken when something is."""
 _CLOSE_S: Final = 3.0
-"""What `close` waits for the last reports to reach the master; a session that is not closed expires by itself."""
+"""How long `close` waits for the last reports to reach the master; a session that is not closed expires by itself."""
 _DONE_S: Final = 5.0
-"""After so long without a master a job that was done is done; before, another may be started to go on with it."""
+"""After so long without a master, a job whose last report says "done" is done; before, another master may start."""
 _RESUME_RETRY_S: Final = 1.0
-"""Between two attempts to go on from a mark that a reader holds which may be dead: its session expires."""
+"""Between two attempts to resume at a mark that another reader holds: it may be dead, and its session expires."""
+_ASK_S: Final = 0.01
+"""Shortest time between two requests for shards when there are none, so that the master is not flooded."""
+_QUIET_S: Final = 60.0
+"""A caller that waits for a shard and has left its own alone for this long may have forgotten to report them."""
 
 
-class SessionThread:
-    """Does what a reader asks for, in the order in which it was asked for.
+class Conversation:
+    """Does what a reader asks for, in the order in which it was asked.
 
-    Holds no lock, so that a signal handler may close the reader in the middle of any of its calls.
-
-    Args:
-        client: of the job.
-        dataset: its name.
-        holder: the reader's name.
-        prefetch: shards to keep at hand.
-        stuck_s: a shard with which the caller does nothing for so long goes to others.
+    It keeps `prefetch` shards of `dataset` at hand. A shard with which the caller does nothing for `stuck_s` seconds
+    goes to other readers.
     """
 
     def __init__(self, client: MasterClient, dataset: str, holder: str, prefetch: int, stuck_s: float) -> None:
+        self.dataset: Final = dataset
         self.commit = False
-        """Of a data set of commit="checkpoint": whether what was reported since the last mark counts, when closed."""
-        self._unmarked = 0  # shards done since the last mark
+        """With commit="checkpoint": whether `close` counts what was reported since the last mark as done."""
         self.finished = False
         self.poisoned = 0
         self.refused = 0
         self._client = client
-        self._dataset = dataset
         self._holder = holder
         self._prefetch = prefetch
-        self._activity = LeaseActivity(stuck_s)
+        self._stuck_s = stuck_s
         self._wait = MasterWait(client.job, client.timeout_s)
         self._outbox: collections.deque[Report | MarkRequest | ResumeRequest] = collections.deque()
         self._inbox: collections.deque[Shard] = collections.deque()
-        self._hungry: collections.deque[None] = collections.deque()  # a part for each caller that waits in `take`
+        self._hungry: collections.deque[None] = collections.deque()  # an entry for each caller that waits in `take`
+        self._restarts: collections.deque[None] = collections.deque()  # an entry for each caller of `begin_anew`
         self._changed = Notifier()
         self._failure: EDLError | None = None
         self._reading = False
@@ -72,18 +79,19 @@ class SessionThread:
         self._none_left = False  # the master had no shard when it was asked last
         self._ending = False
         self._connection: MasterConnection | None = None
-        self._stream: TurnStream | None = None
         self._session: ShardSession | None = None
         self._spec: messages.DatasetSpec | None = None
         self._mark = 0
+        self._unmarked = 0  # shards done since the last mark
         self._ask_at = 0.0
         self._heard_at = 0.0
         self._look_at = 0.0
         self._thread = BackgroundLoop("edl-shards", self._work, self._interrupt)
+        client.add_reader(self)
 
     @property
     def spec(self) -> messages.DatasetSpec:
-        """What the data set is made of; known once a shard was given."""
+        """The data set's specification; known once a shard was given."""
         assert self._spec is not None
         return self._spec
 
@@ -118,12 +126,10 @@ class SessionThread:
             self._hungry.pop()
 
     def rest(self, timeout_s: float) -> bool:
-        """Ask for no shard until `take` is called; return whether this reader has none since the master had none.
+        """Ask for no shard until `take` is called; return whether this reader has none because the master had none.
 
-        So two readers that look at the master who else has shards do not find each other, and leave both.
-
-        Args:
-            timeout_s: how long to wait for an answer that is under way, in seconds.
+        So two readers that ask the master who else has shards do not find each other, and both leave. Waits up to
+        `timeout_s` for an answer that is under way.
         """
         self._paused = True
         self._changed.wait_for(lambda: not self._asking or self._failure is not None or self._ending, timeout_s)
@@ -133,40 +139,56 @@ class SessionThread:
         return self._none_left and not (session.open or session.owes)
 
     def touch(self, shard: Shard) -> None:
-        """Note that the caller goes on with a shard."""
-        self._activity.touch(shard.id, time.monotonic())
+        """Note that the caller works on a shard."""
+        session = self._session
+        lease = None if session is None else session.open.get(shard.id)
+        if lease is not None:
+            lease.touched_at = time.monotonic()
+            lease.taken = True
 
     def tell(self, report: Report) -> None:
         """Have a report sent. Waits for nothing."""
-        self._activity.remove(report.shard.id)
+        self._note_reported(report.shard)
         self._outbox.append(report)
         self._thread.wake()
-
-    def demand(self, request: MarkRequest | ResumeRequest) -> None:
-        """Have something done at the master, and wait for it.
-
-        Raises:
-            EDLError: the master refuses, or is away for too long.
-        """
-        if isinstance(request, ResumeRequest) and isinstance(self._failure, LeaseLostError):
-            self._failure = None
-        self._outbox.append(request)
-        self._thread.wake()
-        self._await(lambda: request.answered, _IDLE_S)
-        if request.failure is not None:
-            raise request.failure
 
     def deliver(self, reports: Sequence[Report]) -> None:
         """Have reports sent, and wait until all are answered; each says whether it was refused.
 
         Raises:
-            EDLError: the master is away for too long: what was not answered is sent when it is back.
+            EDLError: The master is away for too long. Reports that were not answered are sent when it is back.
         """
         for report in reports:
-            self._activity.remove(report.shard.id)
-        self._outbox.extend(reports)
-        self._thread.wake()
+            self.tell(report)
         self._await(lambda: all(report.answered for report in reports), _IDLE_S)
+
+    def demand(self, request: MarkRequest | ResumeRequest) -> None:
+        """Have something done at the master, and wait for it.
+
+        Raises:
+            EDLError: The master refuses, or is away for too long.
+        """
+        if isinstance(request, ResumeRequest) and isinstance(self._failure, LeaseLostError):
+            self._failure = None
+        self._outbox.append(request)
+        self._thread.wake()
+        try:
+            self._await(lambda: request.answered, _IDLE_S)
+        finally:
+            self._withdraw(request)  # if the caller gave up, it must not be done behind its back later
+        if request.failure is not None:
+            raise request.failure
+
+    def begin_anew(self) -> None:
+        """Drop what the master gave before the data set was put back. Returns when none of that is handed out.
+
+        Raises:
+            NoMasterError: The thread waits for an answer for longer than the client's `timeout_s`.
+        """
+        self._restarts.append(None)
+        self._thread.wake()
+        if not self._changed.wait_for(lambda: not self._restarts or self._ending, self._client.timeout_s):
+            raise self._wait.error()
 
     def close(self) -> None:
         """Send what waits, give shards back, and end. Waits for seconds at most."""
@@ -175,9 +197,7 @@ class SessionThread:
         self._thread.wake()
         self._thread.wait_ended(_CLOSE_S)
         self._thread.close()
-        connection = self._connection
-        if connection is not None:
-            connection.close()
+        self._interrupt()
 
     def _pop(self) -> Shard | None:
         try:
@@ -209,6 +229,15 @@ class SessionThread:
         if self._ending and not condition():
             raise ClosedError("ShardReader was closed meanwhile")
 
+    def _withdraw(self, request: MarkRequest | ResumeRequest) -> None:
+        with contextlib.suppress(ValueError):
+            self._outbox.remove(request)
+
+    def _note_reported(self, shard: Shard) -> None:
+        session = self._session
+        if session is not None and (lease := session.open.get(shard.id)) is not None:
+            lease.reported = True
+
     # --- In the thread. ---
 
     def _interrupt(self) -> None:
@@ -220,8 +249,6 @@ class SessionThread:
         if self._ending:
             self._say_goodbye()
             return None
-        if self._failure is not None:
-            return _IDLE_S
         try:
             wait_s = self._exchange()
         except NoMasterError as exc:
@@ -245,10 +272,18 @@ class SessionThread:
     def _exchange(self) -> float:
         """Do what is due; return the seconds until something is due again."""
         while not self._ending:
-            if not (self._reading or self._outbox or self._session):
+            if self._restarts:
+                if self._session is not None:
+                    self._lose_session("the data set was put back to earlier progress")
+                self.finished = self._none_left = False
+                self._ask_at = 0.0
+                self._restarts.clear()
+                self._changed.notify()
+            first = self._first()
+            if not (self._reading or first or self._session):
                 return _IDLE_S
-            if self._outbox and isinstance(self._outbox[0], ResumeRequest):
-                wait_s = self._resume(self._outbox[0])
+            if isinstance(first, ResumeRequest):
+                wait_s = self._resume(first)
                 if wait_s:
                     return wait_s
                 continue
@@ -260,9 +295,9 @@ class SessionThread:
                 self._release_idle(session, now)
             if self._ask(session, now):
                 self._changed.notify()
-            elif self._outbox and isinstance(self._outbox[0], MarkRequest):
-                self._set_mark(session, self._outbox[0])
-            elif self._outbox:
+            elif isinstance(first := self._first(), MarkRequest):
+                self._set_mark(session, first)
+            elif first is not None:
                 continue
             elif self.finished and not self.by_checkpoint:
                 self._close_session(session)  # also after an attempt that failed: the master does not end before
@@ -273,53 +308,63 @@ class SessionThread:
                 return max(0.001, due_at - now)
         return 0.0
 
+    def _first(self) -> Report | MarkRequest | ResumeRequest | None:
+        try:
+            return self._outbox[0]
+        except IndexError:
+            return None
+
+    def _take_reports(self, session: ShardSession) -> None:
+        while isinstance(report := self._first(), Report):
+            self._outbox.popleft()
+            session.report(report)
+
     def _release_idle(self, session: ShardSession, now: float) -> None:
-        """Let others have the shards with which the caller does nothing: a session that lives renews all of its own."""
-        idle = self._activity.idle(now)
-        if idle.unused:
+        """Let others have the shards with which the caller does nothing: this thread would renew them for ever."""
+        leases = [lease for lease in session.open.values() if not lease.reported]
+        idle = [lease for lease in leases if now > lease.touched_at + self._stuck_s]
+        if any(not lease.taken for lease in idle):
             self._paused = True
             while (shard := self._pop()) is not None:
-                self._activity.remove(shard.id)
+                self._note_reported(shard)
                 session.report(Report(shard, "returned"))
-        for lease in idle.held:
-            self._activity.remove(lease)
-            if (shard := session.open.get(lease)) is None:
+        for lease in idle:
+            if not lease.taken or lease.reported:
                 continue
-            why = f"{self._holder} has done nothing with it for {self._activity.idle_s:g} s (stuck_s)"
+            lease.reported = True
+            shard = lease.shard
+            why = f"{self._holder} has done nothing with it for {self._stuck_s:g} s (stuck_s)"
             if self.by_checkpoint:  # the caller's state may hold samples of it
                 raise LeaseLostError(f"shard {shard.shard}: {why}")
-            logger.warning("shard %d of %s was not reported, and goes to others: %s", shard.shard, self._dataset, why)
+            logger.warning("shard %d of %s was not reported, and goes to others: %s", shard.shard, self.dataset, why)
             session.report(Report(shard, "returned" if self.spec.ignore_expiries else "failed", why))
-        if self._hungry and (quiet := self._activity.newly_quiet(now, _QUIET_S, session.open)):
+        quiet = [lease for lease in leases if lease.taken and not lease.reported and not lease.warned_of]
+        quiet = [lease for lease in quiet if now > lease.touched_at + _QUIET_S]
+        if self._hungry and quiet:
+            for lease in quiet:
+                lease.warned_of = True
             logger.warning(
-                "this process waits for a shard of %s, and has not reported %d that it has (%s): others get those %g s"
-                " after it did something with them last",
-                *(self._dataset, len(quiet), ", ".join(str(session.open[lease].shard) for lease in quiet[:8])),
-                self._activity.idle_s,
+                "this process waits for a shard of %s, and has not reported %d that it has (%s): they go to others %g s"
+                " after it worked on them last",
+                *(self.dataset, len(quiet), ", ".join(str(lease.shard.shard) for lease in quiet[:8]), self._stuck_s),
             )
 
     @property
     def _renew_s(self) -> float:
-        """Return how often a session is renewed: four times in its length, so that three renewals may fail."""
-        spec = self.spec
-        return max(0.05, min(spec.lease_s, spec.session_s) / 4)
+        """How often a session is renewed: four times in its length, so that three renewals may fail."""
+        return max(0.05, min(self.spec.lease_s, self.spec.session_s) / 4)
 
     @property
     def _room(self) -> int:
-        """Return how many shards more the reader can use: none until half of those at hand are gone."""
+        """How many more shards the reader can use: none until half of those at hand are gone."""
         if not self._reading or self.finished or (self._paused and not self._hungry):
             return 0
         has, room = len(self._inbox), max(self._prefetch, len(self._hungry))
         return max(0, room - has) if has <= self._prefetch // 2 else 0
 
-    def _take_reports(self, session: ShardSession) -> None:
-        while self._outbox and isinstance(report := self._outbox[0], Report):
-            self._outbox.popleft()
-            session.report(report)
-
     def _ask(self, session: ShardSession, now: float) -> bool:
-        """Take a turn where there is something to report or to ask for; return whether there was."""
-        self._asking = True  # before the look whether the caller rests
+        """Take a turn if there is something to report or to ask for; return whether there was."""
+        self._asking = True  # before looking whether the caller rests
         try:
             want = self._room if now >= self._ask_at else 0
             if not (session.owes or want):
@@ -331,57 +376,51 @@ class SessionThread:
 
     def _turn(self, session: ShardSession, want: int) -> None:
         turn = session.next_turn(want)
-        given, reports = session.answer(self._send(turn))
-        if turn.want:
-            self._none_left = not given
-        for report in reports:
+        reply = self._send(turn)
+        for report in session.answer(reply):
             self._note_answer(report)
-        self._add_given(given)
-        self.poisoned = session.poisoned
-        if session.finished and not session.open:
+        if turn.want:
+            self._none_left = not reply.leases
+        self._inbox.extend(session.add(reply.leases, time.monotonic()))
+        self.poisoned = reply.poisoned
+        if reply.finished and not session.open:
             self.finished = True
             self._reading = False
 
-    def _add_given(self, given: Sequence[Shard]) -> None:
-        now = time.monotonic()
-        for shard in given:
-            self._activity.give(shard.id, now)
-        self._inbox.extend(given)
-
     def _send(self, turn: messages.Turn) -> messages.NextReply:
-        assert self._stream is not None
-        reply = self._stream.exchange(messages.NextRequest(turn=turn))
-        self._heard_at = time.monotonic()
-        self._wait.answered()
+        reply = self._said(messages.NextRequest(turn=turn))
         if turn.want and not reply.leases:
             self._ask_at = self._heard_at + max(reply.wait_s, _ASK_S)
         return reply
 
+    def _said(self, request: messages.NextRequest) -> messages.NextReply:
+        assert self._connection is not None
+        reply = self._connection.exchange(request)
+        self._heard_at = time.monotonic()
+        self._wait.answered()
+        return reply
+
     def _attached(self) -> ShardSession:
         """Return the session, open at the master that leads now."""
-        if self._stream is not None and self._stream.is_old:
-            self._drop_stream()
         if self._connection is None:
             self._connection = self._client.connect()
+            self._connection.on_stream_end = self._thread.wake  # a session that the master ended is noticed at once
         connection = self._connection
         if self._spec is None:
             self._spec = self._described(connection)
+        if connection.has_stream and self._session is not None:
+            return self._session
+        if self._session is None:
+            self._session = ShardSession(secrets.token_hex(16))  # kept until it is answered: the master may have heard
         session = self._session
-        if self._stream is not None and session is not None:
-            return session
-        self._stream = self._stream or TurnStream(connection)
-        if session is None:  # kept also where there is no answer: the master may have heard
-            session = self._session = ShardSession(secrets.token_hex(16))
-        request = messages.OpenSession(dataset=self._dataset, session=session.name, holder=self._holder)
-        reply = self._stream.exchange(messages.NextRequest(open=request))
-        self._heard_at = time.monotonic()
-        self._wait.answered()
-        if not session.is_same(reply):
-            raise LeaseLostError("the master does not know this reader's session any more")
+        connection.end_stream()
+        request = messages.OpenSession(dataset=self.dataset, session=session.name, holder=self._holder)
+        if not session.is_same(self._said(messages.NextRequest(open=request))):
+            raise LeaseLostError("the master no longer knows this reader's session")
         return session
 
     def _described(self, connection: MasterConnection) -> messages.DatasetSpec:
-        request = messages.DescribeDatasetRequest(dataset=self._dataset)
+        request = messages.DescribeDatasetRequest(dataset=self.dataset)
         try:
             return connection.call("DescribeDataset", request, messages.DatasetReply).spec
         except NotFoundError as exc:
@@ -389,41 +428,40 @@ class SessionThread:
 
     def _set_mark(self, session: ShardSession, request: MarkRequest) -> None:
         assert self._connection is not None
-        if not self.by_checkpoint:
-            self._outbox.popleft()
+        if self.by_checkpoint:
+            mark = messages.Mark(session=session.name, mark=self._mark + 1)
+            for number, units in request.consumed.items():
+                if (lease := session.open.get(number)) is not None:
+                    lease_id = messages.LeaseId(id=number, term=lease.shard.term)
+                    mark.partial.append(messages.Partial(lease=lease_id, units=units))
+            self._connection.call("Mark", mark, messages.MarkReply)
+            self._mark += 1
+            self._unmarked = 0
+            request.session = session.name
+            request.number = self._mark
+        else:
             request.failure = SettingsError(
-                f"shards of {self._dataset} are done when they are reported, and cannot be gone back to: create the "
+                f"shards of {self.dataset} are done when they are reported, and cannot be gone back to: create the "
                 'data set with commit="checkpoint" where readers are part of a checkpoint'
             )
-            request.answered = True
-            return
-        mark = messages.Mark(session=session.name, mark=self._mark + 1)
-        for number, units in request.consumed.items():
-            if (shard := session.open.get(number)) is not None:
-                mark.partial.append(messages.Partial(lease=messages.LeaseId(id=number, term=shard.term), units=units))
-        self._connection.call("Mark", mark, messages.MarkReply)
-        self._mark += 1
-        self._unmarked = 0
-        self._outbox.popleft()
-        request.session = session.name
-        request.number = self._mark
-        request.answered = True
-        self._changed.notify()
+        self._settle(request)
 
     def _resume(self, request: ResumeRequest) -> float:
-        """Go on from a mark in a new session; return the seconds until it is tried again, 0 when it is over."""
-        if self._session is not None and self._session is not request.opened and self._connection is not None:
-            self._close_session(self._session)
+        """Resume at a mark in a new session; return the seconds until the next attempt, 0 if there is none."""
+        if self._session is not None and self._session is not request.opened:
+            with contextlib.suppress(LeaseLostError):  # then there is nothing left to report
+                self._flush(self._attached())
+            if self._session is not None:
+                self._close_session(self._session)  # only a session that was never read from can resume
         self._inbox.clear()
-        self._activity.clear()
         self._unmarked = 0
         self.finished = False
         self._none_left = False
         self._ask_at = 0.0
-        session = request.opened = self._attached()  # the same for each attempt
+        session = request.opened = self._attached()
         assert self._connection is not None
         resume = messages.Resume(
-            dataset=self._dataset,
+            dataset=self.dataset,
             session=session.name,
             of_holder=request.holder,
             of_session=request.session,
@@ -443,11 +481,14 @@ class SessionThread:
             request.failure = exc
         else:
             self._mark = request.mark
-            self._add_given(session.resume(reply.leases))
-        self._outbox.popleft()
+            self._inbox.extend(session.add(reply.leases, time.monotonic()))
+        self._settle(request)
+        return 0.0
+
+    def _settle(self, request: MarkRequest | ResumeRequest) -> None:
+        self._withdraw(request)
         request.answered = True
         self._changed.notify()
-        return 0.0
 
     # --- Ends and losses. ---
 
@@ -457,9 +498,14 @@ class SessionThread:
             return
         self.refused += 1
         logger.warning(
-            "shard %d of %s is this reader's no more, and its report was refused: %s",
-            *(report.shard.shard, self._dataset, report.refused),
+            "shard %d of %s no longer belongs to this reader, and its report was refused: %s",
+            *(report.shard.shard, self.dataset, report.refused),
         )
+
+    def _flush(self, session: ShardSession) -> None:
+        self._take_reports(session)
+        while session.owes:
+            self._turn(session, 0)
 
     def _close_session(self, session: ShardSession, commit: bool = False) -> None:
         assert self._connection is not None
@@ -473,52 +519,48 @@ class SessionThread:
         try:
             if self._session is not None and self._wait.away_since is None:
                 session = self._attached()
-                self._take_reports(session)
-                while session.owes:
-                    _, reports = session.answer(self._send(session.next_turn(0)))
-                    for report in reports:
-                        self._note_answer(report)
+                self._flush(session)
                 self._close_session(session, self.commit)
                 if self._unmarked and self.by_checkpoint and not self.commit:
                     logger.warning(
                         "%d shards of %s were done after the last state_dict(), and go to others: save before close()",
-                        *(self._unmarked, self._dataset),
+                        *(self._unmarked, self.dataset),
                     )
         except EDLError as exc:
-            logger.info("the session ends by itself, since the master was not told: %s", exc)
+            logger.info("the session will expire, since the master could not be told of its end: %s", exc)
         self._drop_connection()
 
     def _lose_session(self, why: str) -> None:
-        """Begin a new session; what the old one had is another's."""
+        """Begin a new session; the shards of the old one are another reader's."""
         session, self._session = self._session, None
         self._none_left = False
         self._inbox.clear()
-        self._activity.clear()
         if session is not None:
             for report in session.abandon(why):
                 self._note_answer(report)
-        self._drop_stream()
+        if self._connection is not None:
+            self._connection.end_stream()
         if self.by_checkpoint:
             self._fail(
                 LeaseLostError(
-                    f"{why}: what was read of {self._dataset} since the last checkpoint is another reader's; load it"
+                    f"{why}: what was read of {self.dataset} since the last checkpoint goes to other readers; load it"
                 )
             )
         elif not self.finished:
-            logger.warning("this reader's session of %s was lost, and it begins a new one: %s", self._dataset, why)
+            logger.warning("this reader's session of %s was lost, and it begins a new one: %s", self.dataset, why)
 
     def _job_is_done(self) -> bool:
-        """End where the job's master ended since all was done, and no other has been started for a while."""
+        """End if the job's master ended with all data sets done, and no other was started for a while."""
         away_since = self._wait.away_since
         if away_since is None or time.monotonic() < away_since + _DONE_S:
             return False
-        report = self._client.last_report()
+        report = self._client.final_report()
         datasets = [] if report is None else report.get("datasets", [])
-        found = next((dataset for dataset in datasets if dataset.get("name") == self._dataset), None)
+        found = next((dataset for dataset in datasets if dataset.get("name") == self.dataset), None)
         if found is None:
             return False
         logger.warning(
-            "job %r is done, and its master has ended: %s has no shard any more", self._client.job, self._dataset
+            "job %r is done, and its master has ended: %s has no shards left", self._client.job, self.dataset
         )
         if self._session is not None:
             self._session.abandon("the job is done")
@@ -526,13 +568,14 @@ class SessionThread:
         self.poisoned = int(found["shards"]["poisoned"])
         self.finished = True
         self._reading = False
-        while self._outbox:
-            request = self._outbox.popleft()
+        while (request := self._first()) is not None:
             if isinstance(request, Report):
+                self._outbox.popleft()
                 request.refused = "the job is done"
+                request.answered = True
             else:
                 request.failure = NoMasterError("the job is done, and its master has ended")
-            request.answered = True
+                self._settle(request)
         self._changed.notify()
         return True
 
@@ -541,19 +584,8 @@ class SessionThread:
         self._failure = exc
         self._changed.notify()
 
-    def _drop_stream(self) -> None:
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            stream.close()
-
     def _drop_connection(self) -> None:
-        self._drop_stream()
         connection, self._connection = self._connection, None
         if connection is not None:
+            connection.end_stream()
             connection.close()
-
-
-_ASK_S: Final = 0.01
-"""Between two questions for shards where there are none: a master that gives no time is not to be flooded."""
-_QUIET_S: Final = 60.0
-"""A caller that waits for a shard, and has done nothing with its own for so long, may have forgotten to report it."""

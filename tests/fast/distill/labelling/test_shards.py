@@ -45,6 +45,7 @@ class Shards(ShardSource):
         self.failure: Exception | None = None
         self._folder = folder
         self._lock = threading.Lock()
+        self._more = threading.Condition(self._lock)
 
     def take(self, timeout_s: float) -> RowShard | None:
         with self._lock:
@@ -53,7 +54,7 @@ class Shards(ShardSource):
                 return self.open[-1]
             if self.failure is not None:
                 raise self.failure
-        threading.Event().wait(timeout_s)
+            self._more.wait(timeout_s)
         return None
 
     @property

@@ -29,8 +29,8 @@ from edl.collective.agent.command_line.served_store import keep_for_later, serve
 from edl.collective.agent.command_line.slurm import SlurmStep
 from edl.collective.agent.command_line.task_runs import TaskRuns
 from edl.collective.agent.signals import StopSignals
+from edl.discovery.served.addresses import ListenAddress
 from edl.discovery.served.host import KEPT
-from edl.discovery.served.listening import ListenAddress
 from edl.errors import DiscoveryError, SettingsError
 from edl.settings import Credentials
 from tests.certificates import HERE, Authority

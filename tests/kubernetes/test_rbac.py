@@ -94,7 +94,7 @@ def become(cluster: Cluster, person: Person, namespace: str, role: str) -> None:
     The chart's ClusterRoles are the whole cluster's, so their rules are taken over by a Role here.
     """
     objects = yaml.safe_load_all(
-        render_chart("edl", "--set", "operator.enabled=false", "--show-only", "templates/users.yaml")
+        render_chart("edl", "--set", "operator.enabled=false,store=edl://unused", "--show-only", "templates/users.yaml")
     )
     (rules,) = (item["rules"] for item in objects if item["metadata"]["name"] == f"edl-{role}")
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "person"}}

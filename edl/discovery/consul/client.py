@@ -163,7 +163,7 @@ class KeyValuePair:
 
 class _Answer(NamedTuple):
     status: int
-    index: str
+    found_index: str
     body: str
 
 
@@ -260,7 +260,7 @@ class ConsulClient(Resource):
         """Return the instances of `service`; with an index, as soon as they differ from what they were then."""
         answer = self._ask("GET", f"/v1/health/service/{service}", wait=(index, wait_s), dc=self.target.dc)
         with self._understood():
-            found = int(answer.index), [_service(entry) for entry in json.loads(answer.body) or ()]
+            found = int(answer.found_index), [_service(entry) for entry in json.loads(answer.body) or ()]
         if not found[1]:
             self._check_may_read(service)
         return found
@@ -370,7 +370,7 @@ class ConsulClient(Resource):
         answer = self._ask("GET", f"/v1/kv/{prefix}", accepts=(404,), wait=(index, wait_s), recurse="1")
         with self._understood():
             found = () if answer.status == 404 else json.loads(answer.body)
-            return int(answer.index), [_pair(entry) for entry in found]
+            return int(answer.found_index), [_pair(entry) for entry in found]
 
     def transact(self, *operations: Mapping[str, Any]) -> int | None:
         """Do all of `operations` on keys, or none.

@@ -151,7 +151,7 @@ def test_install_upgrade_uninstall(release: Release, scene: Scene, store_address
     pods = cluster.list_pods(namespace, "edl.io/job=second")
     assert [pod["status"]["phase"] for pod in pods] == ["Running"], "the job goes on without its operator"
     cluster.kubectl("-n", namespace, "delete", "elasticjob", "first", "second", "--wait=true")
-    scene.wait("no pods", lambda: not cluster.list_pods(namespace))
+    scene.wait("no pods", lambda: not cluster.list_pods(namespace, "edl.io/job"))
     kinds = "deployments,services,rolebindings,roles,poddisruptionbudgets,leases"
     kept = {"deployment.apps/edl-store", "service/edl-store"}
 

@@ -37,8 +37,8 @@ class Resource:
     """Base of everything that is open. Closing closes its parts first.
 
     A forked child can neither use nor close it: the parent still uses the sockets, locks and database handles. While
-    the interpreter shuts down `close` only sets a flag: daemon threads are frozen by then, perhaps with a lock held, and
-    closing a channel or joining a thread would wait for them for ever. Leases then end as those of a killed process.
+    the interpreter shuts down, `close` only sets a flag: daemon threads are frozen by then, perhaps with a lock held,
+    and closing a channel or joining a thread would wait for them for ever. Leases then end as those of a killed process.
     """
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ class Resource:
 
     A forked child can neither use nor close it: the parent still uses the sockets, locks and database handles. While
     the interpreter shuts down, `close` only sets a flag: daemon threads are frozen by then, perhaps with a lock held,
-    and closing a channel or joining a thread would wait for them for ever. Leases then end as those of a killed process.
+    and closing a channel or joining a thread would hang for ever. Leases then end as those of a killed process.
     """
 
     def __init__(self) -> None:

@@ -23,9 +23,7 @@ optimizer = torch.optim.Adam(model.parameters(), 5e-3)
 loss_of = DistillLoss(temperature=4.0, alpha=0.9)
 
 loader = DataLoader(train, batch_size=64, shuffle=True)
-with distill(
-    loader, options.teachers, inputs=["image", None], outputs="logits", discovery=options.store
-) as labelled:
+with distill(loader, options.teachers, inputs=["image", None], outputs="logits", discovery=options.store) as labelled:
     for epoch in range(options.epochs):
         model.train()
         for (images, labels), logits in labelled:

@@ -37,9 +37,7 @@ if first:
 
 network = paddle.DataParallel(model) if world > 1 else model
 loader = paddle.io.DataLoader(train, batch_sampler=sampler)
-with distill(
-    loader, options.teachers, inputs=["image", None], outputs="logits", discovery=options.store
-) as labelled:
+with distill(loader, options.teachers, inputs=["image", None], outputs="logits", discovery=options.store) as labelled:
     for epoch in sampler.epochs(options.epochs):
         model.train()
         for (images, _), logits in labelled:

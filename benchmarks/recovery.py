@@ -46,7 +46,7 @@ from benchmarks._elastic_job import Hang, Job
 from benchmarks._elastic_network import Network
 from benchmarks._elastic_task import Task
 from benchmarks._harness import Goal, Options, Spread, divide, main, note, progress, take_turns
-from edl.discovery.served.listening import ListenAddress
+from edl.discovery.served.addresses import ListenAddress
 from edl.discovery.served.server import StoreServer
 
 GOALS = [

@@ -24,7 +24,6 @@ __all__ = [
     "Credentials",
     "DiscoverySettings",
     "LoadSettings",
-    "PodIdentity",
     "TeacherSettings",
     "default_discovery_url",
     "is_above_zero",
@@ -149,8 +148,7 @@ class DiscoverySettings:
     """Where services register.
 
     Attributes:
-        url: `sqlite:///path/to/file`, `consul://host:8500`, `etcd://host:2379` or `kubernetes://namespace`.
-            `EDL_DISCOVERY`.
+        url: `sqlite:///path/to/file`, `edl://host:29400`, `consul://host:8500` or `etcd://host:2379`. `EDL_DISCOVERY`.
         ttl_s: how long a process may be silent before others see it gone. `EDL_TTL_S`.
     """
 
@@ -248,25 +246,6 @@ class LoadSettings:
             # torchrun's default id is "none".
             job=read("EDL_JOB", str, environ) or ("" if run_id in (None, "none") else run_id or ""),
         )
-
-
-@dataclass(frozen=True)
-class PodIdentity:
-    """The pod that this process runs in, as the downward API tells.
-
-    Attributes:
-        name: of the pod. `EDL_POD_NAME`.
-        uid: of the pod. `EDL_POD_UID`.
-    """
-
-    name: str
-    uid: str
-
-    @classmethod
-    def from_env(cls, environ: Mapping[str, str] | None = None) -> PodIdentity | None:
-        """Return what the environment says; None where it does not say both."""
-        name, uid = read("EDL_POD_NAME", str, environ), read("EDL_POD_UID", str, environ)
-        return cls(name, uid) if name and uid else None
 
 
 SYSTEM_CA = "system"

@@ -23,8 +23,8 @@ ENABLED = {"capacity.yaml": "capacity.enabled=true", "dashboard.yaml": "dashboar
 FILES = {
     "crds.yaml": ("ElasticJob and TeacherPool.", ("crds", "users")),
     "operator.yaml": (
-        f"The namespace edl and the operator; put your image in the place of {IMAGE}.",
-        ("rbac", "discovery", "priority", "operator"),
+        f"The namespace edl, the store and the operator; put your image in the place of {IMAGE}.",
+        ("rbac", "priority", "store", "operator"),
     ),
     "capacity.yaml": ("Lets the operator see nodes and all pods, read-only; may be left out.", ("capacity",)),
     "dashboard.yaml": (f"The page; put your image in the place of {IMAGE}.", ("dashboard",)),

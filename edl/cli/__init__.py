@@ -48,8 +48,10 @@ Students that are elastic themselves:
   edl status my-job
       who takes part, and where the time goes
 
-Across machines, give every command and program the same registry:
-  --discovery consul://HOST:8500 (edl run: --store), or EDL_DISCOVERY in the environment"""
+Across machines, give every command and program the same store:
+  edl store --file store.sqlite
+      serves one, unless you have Consul or etcd
+  --store edl://HOST:29400 (or consul://HOST:8500), or EDL_DISCOVERY in the environment"""
 
 _USAGE = "usage: edl [--version] [--help] COMMAND [ARGUMENT ...]"
 

@@ -26,15 +26,14 @@ GROUP = "edl.commands"
 
 # The order in which somebody new meets them; others follow by name.
 _ORDER = (
-    *("demo", "serve", "register", "proxy", "teachers", "label", "master", "run", "status", "report", "dashboard"),
-    *("bench", "submit", "jobs", "logs", "scale", "suspend", "resume", "delete", "operator"),
+    *("demo", "serve", "register", "proxy", "teachers", "store", "label", "master", "run", "status", "report"),
+    *("dashboard", "bench", "submit", "jobs", "logs", "scale", "suspend", "resume", "delete", "operator"),
 )
 
 _PACKAGES = ("edl.cli", "edl.cli.http", "edl.cli.kube")
 
 _PROVIDERS = {
     "aiohttp": ("aiohttp", "dashboard"),
-    "consul": ("py-consul", "consul"),
     "fsspec": ("fsspec", "collective"),
     "grpc_health": ("grpcio-health-checking", "serving"),
     "kopf": ("kopf", "kubernetes"),

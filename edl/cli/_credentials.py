@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 
-from edl.discovery.served.own_host import is_loopback
+from edl.discovery.served.addresses import is_loopback
 from edl.errors import SettingsError
 from edl.settings import Credentials
 

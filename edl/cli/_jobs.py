@@ -8,6 +8,7 @@ import time
 
 from rich.console import Console
 
+from edl.cli._store_option import add_store_option
 from edl.collective.goodput.records import read_job
 from edl.collective.goodput.summary import Summary, summarize
 from edl.discovery import Store
@@ -23,14 +24,8 @@ def parser(command: str, description: str, examples: str) -> argparse.ArgumentPa
         epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = options.add_argument
-    add("job", help="what `edl run --rdzv-id` named it")
-    add(
-        "--store",
-        metavar="URL",
-        help="sqlite:///path, consul://host:port, etcd://host:port, kubernetes://namespace (default: EDL_DISCOVERY, or "
-        "your file)",
-    )
+    options.add_argument("job", help="what `edl run --rdzv-id` named it")
+    add_store_option(options)
     return options
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from rich.console import Console
 
 from edl.cli._credentials import add_credentials
+from edl.cli._store_option import add_store_option
 from edl.distill import Credentials, DistillReader, Options, ReaderStats, Teachers
 from edl.errors import SettingsError
 from edl.testing import LocalTeacher
@@ -55,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     reader.add_argument("--teachers", metavar="WHO", help="a service, or HOST:PORT of teachers (default: starts one)")
-    reader.add_argument("--discovery", metavar="URL", help="registry of the service")
+    add_store_option(reader, "where the service registers", alias=True)
     reader.add_argument("--model", default="", help="the model's name (default: what the teacher says)")
     reader.add_argument("--input", default="image", metavar="NAME", help="the model's input (default: %(default)s)")
     reader.add_argument("--output", default="logits", metavar="NAME", help="the model's output (default: %(default)s)")
@@ -73,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         own = [] if options.teachers else _start(stack, options.local, load)
         who = options.teachers or [teacher.endpoint for teacher in own]
-        teachers = replace(Teachers.parse(who, discovery=options.discovery), model=options.model)
+        teachers = replace(Teachers.parse(who, discovery=options.store), model=options.model)
         # Teachers that are started here have none.
         credentials = Credentials.of_options(vars(options)) if options.teachers else Credentials()
         result = _measure(teachers, load, own, credentials)

@@ -13,11 +13,12 @@ from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
 
 from edl.cli._credentials import add_credentials, warn_of_open_port
+from edl.cli._store_option import add_store_option
 from edl.cli._streams import StreamFollower
 from edl.cli.scaling.advice import add_advice_options, open_advisor
 from edl.datasets import Dataset, FollowSettings, ShardSettings, open_dataset
 from edl.discovery import Store, open_store
-from edl.discovery.served.own_host import is_loopback
+from edl.discovery.served.addresses import is_loopback
 from edl.end_signals import collect_signals
 from edl.errors import SettingsError
 from edl.log_output import log_to_stderr
@@ -153,12 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("job", metavar="JOB", help="its name: workers ask for it")
-    add(
-        "--store",
-        metavar="URL",
-        help="where workers find the master: sqlite:///path, consul://host:port, etcd://host:port, "
-        "kubernetes://namespace (default: EDL_DISCOVERY, or your file)",
-    )
+    add_store_option(parser, "where workers find the master")
     add(
         "--journal",
         metavar="URL",

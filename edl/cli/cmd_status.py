@@ -65,7 +65,7 @@ Shows an elastic job: its members with their ranks, how far and how fast they tr
 of the wall-clock time that went into steps which were finished once and not lost), and what happened lately. Of a job
 with a master it shows the shards, poisoned ones first. A job that the default store does not know is looked for in the
 Kubernetes cluster of the kubeconfig; --kube, --namespace, --context and --kubeconfig look only there. What its agents
-report is read where the job says, if that is kubernetes:// or your own EDL_DISCOVERY, and else where --store says."""
+report is read where the job says if that is your own EDL_DISCOVERY, and else where --store says."""
 
 _EXAMPLES = """\
 examples:

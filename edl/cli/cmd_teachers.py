@@ -22,6 +22,7 @@ from rich.text import Text
 
 from edl.background import BackgroundLoop
 from edl.cli._changes import Change, brief_meta, changes, printable, snapshot_as_dict
+from edl.cli._store_option import add_store_option
 from edl.cli.scaling import load_view
 from edl.discovery import open_registry
 from edl.discovery.records import check_service
@@ -58,7 +59,7 @@ examples:
   edl teachers digits              one service, with its load: "3 live; 2 students wait 31% of their time; 5 would do"
   edl teachers digits --watch      joins, leaves and changes of one service, as they come
   edl teachers --json | jq .       for programs; with --watch one JSON object a line
-  edl teachers --discovery consul://10.0.0.7:8500"""
+  edl teachers --store consul://10.0.0.7:8500"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -70,18 +71,13 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("service", nargs="?", help="show only this service")
-    parser.add_argument(
-        "--discovery",
-        metavar="URL",
-        help="sqlite:///path, consul://host:port, etcd://host:port, kubernetes://namespace (default: EDL_DISCOVERY, or "
-        "your file)",
-    )
+    add_store_option(parser, "where teachers register", alias=True)
     parser.add_argument("--watch", action="store_true", help="go on, with a line for each change, until Ctrl-C")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
     if options.service is not None:
         check_service(options.service)
-    url = DiscoverySettings.of(options.discovery).url
+    url = DiscoverySettings.of(options.store).url
     if not options.watch and not options.json and _no_file(url):
         print(printable(f"No teacher is registered in {url}: there is no such file."))
         return 0

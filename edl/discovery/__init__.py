@@ -1,8 +1,7 @@
-"""Who is live: services in a `Registry`, small shared state in a `Store`.
+"""Who is live: services in a `Registry`, small shared state in a `Store`, which is what a registry lies in.
 
-Both have implementations on a SQLite file (one machine, no server to install), on Consul, on etcd and on Kubernetes
-itself (a cluster), and a `Store` may be another process's, which serves its file. A URL chooses, and nothing else in
-EDL knows which. `balance` decides, purely, which teachers a student talks to.
+One URL says where: a SQLite file (one machine, no server to install), a store that another process serves (`edl://`),
+Consul or etcd. Nothing else in EDL knows which. `balance` decides, purely, which teachers a student talks to.
 
 What does not belong here: connections to teachers, anything about models or tensors, and job logic.
 """

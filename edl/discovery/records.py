@@ -1,4 +1,8 @@
-"""Instances as a registry holds them: which values are acceptable, and what to do with others."""
+"""Instances of a service: what they are, which values every registry can hold, and what to do with other values.
+
+A registry holds an instance as JSON. Other programs may write there too, so what is read is checked as strictly as what
+is registered: a record that makes no sense is `Rejected`, with the reason, and harms no other.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,34 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from edl.discovery.registry import Instance, Rejected
 from edl.errors import SettingsError
 from edl.quoting import shown
 
-__all__ = ["check_service", "check_ttl", "from_fields", "from_json", "is_service", "parsed", "to_json", "validated"]
+__all__ = [
+    "Instance",
+    "Rejected",
+    "Snapshot",
+    "check_service",
+    "check_ttl",
+    "from_fields",
+    "from_json",
+    "is_service",
+    "parsed",
+    "to_json",
+    "validated",
+]
 
 MIN_TTL_S, MAX_TTL_S = 0.5, 86_400.0
 """Below half a second a busy machine misses renewals; Consul refuses more than a day."""
-# Consul's limits on metadata (64 names, four of them EDL's own), kept everywhere so that a program that runs on one
-# registry runs on the other.
 MAX_META, MAX_META_BYTES = 60, 512
+"""Consul's limits (64 names, four of them EDL's own), kept everywhere so that a program that runs on one registry runs
+on the others."""
 MAX_TAGS = 64  # as many as names in the metadata; Consul itself has no limit
-# What 60 names and 64 tags of 512 bytes come to, each byte escaped, with room to spare.
 MAX_RECORD = 1_000_000
+"""Characters that are read. What is written has a fourth at most, and fits into a value of every store."""
 RESERVED_META = frozenset({"model", "capacity", "state"})
 
 _State = Literal["ready", "draining"]
@@ -29,13 +45,92 @@ _SERVICE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,126}[A-Za-z0-9])?")
 _META_KEY = re.compile(r"(?!consul-|edl-)[A-Za-z0-9_-]{1,128}")
 
 
+@dataclass(frozen=True)
+class Instance:
+    """A process that offers a service.
+
+    Text is printable and has 512 bytes at most, so that every registry can hold it.
+
+    Attributes:
+        service: Name of the service, by which students find teachers: 1 to 128 letters, digits, `-`, `_` and `.`, with
+            a letter or digit at both ends.
+        id: Unique within the service; the same across restarts if the process wants to be seen as the same.
+        address: Host name or IP address at which others reach the process, or `unix:/path`. Not `0.0.0.0` or `::`.
+        port: TCP port, 1 to 65535; 0 for a Unix socket, and only for it.
+        capacity: Relative weight in balancing; 2.0 takes twice the students of 1.0. Positive and finite.
+        state: "ready", or "draining" while it finishes its work and takes no more.
+        model: Name of the served model in KServe v2 requests; empty if clients know it.
+        tags: Free for users, 64 at most; in Consul the service's tags.
+        meta: Free for users, 60 names at most, of letters, digits, `-` and `_`, not `model`, `capacity` or
+            `state`, and not beginning with `consul-` or `edl-`; in Consul the service's metadata.
+    """
+
+    service: str
+    id: str
+    address: str
+    port: int
+    capacity: float = 1.0
+    state: Literal["ready", "draining"] = "ready"
+    model: str = ""
+    tags: tuple[str, ...] = ()
+    meta: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def endpoint(self) -> str:
+        """The gRPC target: `host:port` or `unix:/path`."""
+        if self.address.startswith("unix:"):
+            return self.address
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"{host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A registration that cannot be used, and is left out of the instances.
+
+    Attributes:
+        id: The instance's id if it is text; otherwise what the registry calls it.
+        reason: Which value is wrong, and what is accepted.
+    """
+
+    id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The instances of a service at a moment.
+
+    Attributes:
+        service: The service's name.
+        instances: Those with a live lease, sorted by id, every id once.
+        rejected: Registrations that cannot be used, sorted by id.
+        stale: Empty while the registry answers. Otherwise the reason why it does not, and `instances` are those known
+            last. Instances that are missing in the first 5 s after an outage are kept as well, with `stale` set: the
+            registry may have lost its memory, and they are about to register again.
+        lapsed: Those whose lease expired without a deregistration, as they registered last, sorted by id. The process
+            is dead, or paused, or alive but cannot reach the registry, or the registry cannot be written. Only asking
+            the process itself tells which. The registry forgets them after about a minute; a SQLite file that no
+            process can write keeps them.
+        revoked: Ids of registered instances that a `BalanceGroup` gave to this student before and has taken back;
+            empty without a group.
+    """
+
+    service: str
+    instances: tuple[Instance, ...]
+    rejected: tuple[Rejected, ...] = ()
+    stale: str = ""
+    lapsed: tuple[Instance, ...] = ()
+    revoked: frozenset[str] = frozenset()
+
+
 def is_service(name: object) -> bool:
-    """Whether `name` can name a service in every registry. Others may have put names there that cannot."""
+    """Return whether `name` can name a service in every registry. Others may have put names there that cannot."""
     return isinstance(name, str) and _SERVICE.fullmatch(name) is not None
 
 
 def check_service(service: str) -> str:
-    """`service`, if it can name a service in every registry.
+    """Return `service` if it can name a service in every registry.
 
     Raises:
         SettingsError: it cannot.
@@ -49,7 +144,7 @@ def check_service(service: str) -> str:
 
 
 def check_ttl(ttl_s: float) -> float:
-    """`ttl_s`, if leases of that length can be kept.
+    """Return `ttl_s` if leases of that length can be kept.
 
     Raises:
         SettingsError: it is out of range.
@@ -60,27 +155,32 @@ def check_ttl(ttl_s: float) -> float:
 
 
 def validated(instance: Instance) -> Instance:
-    """`instance`, if every registry can hold it and hand it out.
+    """Return `instance` if every registry can hold it and hand it out.
 
     Raises:
         SettingsError: a value is unusable; the message names it.
     """
     check_service(instance.service)
-    fields = _fields(instance)
     try:
-        again = from_fields(instance.service, instance.id, fields)
+        return from_fields(instance.service, instance.id, _fields(instance))
     except ValueError as exc:
         raise SettingsError(f"instance {instance.id!r} of service {instance.service!r}: {exc}") from exc
-    return again
 
 
 def to_json(instance: Instance) -> str:
-    """`instance` without its service and id, as JSON."""
-    return json.dumps(_fields(instance), separators=(",", ":"), sort_keys=True)
+    """Return `instance` without its service as JSON."""
+    fields = {"id": instance.id, **_fields(instance)}
+    return json.dumps(fields, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
 
 
 def from_json(service: str, instance_id: str, text: str | bytes) -> Instance | Rejected:
-    """Read a record: what was registered, or why it cannot be used."""
+    """Read a record: what was registered, or why it cannot be used.
+
+    Args:
+        service: Its service.
+        instance_id: Its id, unless the record says another; records of earlier releases do not say it.
+        text: The record.
+    """
     if len(text) > MAX_RECORD:
         return Rejected(shown(instance_id, MAX_META_BYTES), f"{len(text):,} characters, more than {MAX_RECORD:,}")
     try:
@@ -89,7 +189,8 @@ def from_json(service: str, instance_id: str, text: str | bytes) -> Instance | R
         return Rejected(shown(instance_id, MAX_META_BYTES), f"not JSON: {exc}")
     if not isinstance(fields, dict):
         return Rejected(shown(instance_id, MAX_META_BYTES), f"a JSON object is expected, not {type(fields).__name__}")
-    return parsed(service, instance_id, fields)
+    named = fields.get("id")
+    return parsed(service, named if isinstance(named, str) else instance_id, fields)
 
 
 def parsed(service: str, instance_id: str, fields: Mapping[str, Any]) -> Instance | Rejected:

@@ -1,215 +1,318 @@
-"""The contract of a service registry: who offers a service, kept true by leases.
+"""The registry of services: who offers which service, kept true by leases.
 
-`open_registry` opens the implementations of this package. Another one subclasses `Registry`, `Registration` and
-`Watch`; `edl.discovery.common` has the parts that these share, and `tests/fast/discovery/conformance` holds every
-implementation to what is promised here. Threads, signals, forks, closing and deadlines are as for stores: see
-`edl.discovery.store`.
+`KeyRegistry` keeps services in any store. A registration is two keys under two leases: a record
+(`registry/SERVICE/records/CLAIM/ID`, JSON) that outlives its sign of life (`registry/SERVICE/alive/CLAIM`) by about a
+minute. Both are there: the instance is live. Only the record is there: it has lapsed, and may still answer. CLAIM is a
+random name, so that closing a registration never removes its successor's. On etcd these keys lie below `edl/`, where
+earlier releases have them too.
+
+Consul has services of its own, with a UI and DNS, so its registry is a subclass of `Registry` with other hooks.
+Threads, signals, forks, closing and deadlines are as for stores: see `edl.discovery.store`.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Literal
+import contextlib
+import logging
+import math
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Final, TypeVar
 
-from typing_extensions import Self
+from typing_extensions import override
 
-__all__ = ["Instance", "Registration", "Registry", "Rejected", "Snapshot", "Watch"]
+from edl.background import BackgroundLoop
+from edl.discovery.base_store import RENEWALS, BaseStore, Claim, retry_s
+from edl.discovery.records import (
+    Instance,
+    Rejected,
+    Snapshot,
+    check_service,
+    check_ttl,
+    from_json,
+    is_service,
+    to_json,
+    validated,
+)
+from edl.discovery.resource import Resource
+from edl.discovery.store import Closing, Entry, check_key
+from edl.discovery.watching import FollowedWatch, Follower
+from edl.errors import ClosedError, ConflictError, DiscoveryError, LeaseLostError, SettingsError
+from edl.notifier import Notifier
+
+__all__ = [
+    "Instance",
+    "InstanceClaim",
+    "KeyRegistry",
+    "Registration",
+    "Registry",
+    "Rejected",
+    "ServiceView",
+    "ServiceWatch",
+    "Snapshot",
+    "Watch",
+    "build_snapshot",
+]
+
+log = logging.getLogger("edl.discovery")
+
+ROOT: Final = "registry/"
+REMEMBERED_S: Final = 60.0
+"""How long an instance whose lease has expired is listed as lapsed: as long as Consul keeps it."""
+_RECORD_RENEWAL_S: Final = 15.0
+"""How often a record's lease is renewed at most: there is no need to do it with every sign of life."""
+_ATTEMPTS: Final = 3
+"""To write a key: a lease that expired is granted anew, and expires again if the process stands still that long."""
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Instance:
-    """A process that offers a service.
+class Watch(Closing):
+    """Snapshots of a service as its instances change.
 
-    Text is printable and has 512 bytes at most, so that every registry can hold it.
-
-    Attributes:
-        service: the service's name, by which students look teachers up: 1 to 128 letters, digits, `-`, `_` and `.`, a
-            letter or digit at both ends.
-        id: unique within the service, the same across restarts if the process wishes to be seen as the same.
-        address: host name or IP address at which others reach the process, or `unix:/path`. Not `0.0.0.0` or `::`.
-        port: TCP port, 1 to 65535; 0 for a Unix socket, and only for it.
-        capacity: relative weight in balancing; 2.0 takes twice the students of 1.0. Positive and finite.
-        state: "ready", or "draining" when it finishes what it has and takes no more.
-        model: name of the served model in KServe v2 requests; empty if clients know it.
-        tags: free for users, 64 at most; in Consul the service's tags.
-        meta: free for users, 60 names at most, of letters, digits, `-` and `_`, not `model`, `capacity` or
-            `state`, and not beginning with `consul-` or `edl-`; in Consul the service's metadata.
+    - The first `get` returns the present state as soon as the registry has answered, even if no instance is registered.
+    - A change is seen within about 0.2 s on a registry that answers. Changes are not queued: a watcher that falls
+      behind gets the newest snapshot, and holds up nothing.
+    - While the registry cannot be reached, a snapshot has `stale` set and the instances known last, and the watch goes
+      on by itself. It never gives an empty snapshot because the registry is away.
+    - If several threads call `get`, each snapshot may go to only one of them.
     """
-
-    service: str
-    id: str
-    address: str
-    port: int
-    capacity: float = 1.0
-    state: Literal["ready", "draining"] = "ready"
-    model: str = ""
-    tags: tuple[str, ...] = ()
-    meta: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def endpoint(self) -> str:
-        """The gRPC target: `host:port` or `unix:/path`."""
-        if self.address.startswith("unix:"):
-            return self.address
-        host = f"[{self.address}]" if ":" in self.address else self.address
-        return f"{host}:{self.port}"
-
-
-@dataclass(frozen=True)
-class Rejected:
-    """A registration that cannot be used, and is left out of the instances.
-
-    Attributes:
-        id: of the instance, as far as it is text; otherwise what the registry calls it.
-        reason: which value is wrong, and what is accepted.
-    """
-
-    id: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The instances of a service at a moment.
-
-    Attributes:
-        service: the service's name.
-        instances: with a lease that is kept, sorted by id, every id once.
-        rejected: registrations that cannot be used, sorted by id.
-        stale: empty while the registry answers; otherwise why it does not, in words, and `instances` are what was known
-            last. Instances that are missing in the first 5 s after an outage are kept as well, with `stale` set: the
-            registry may have lost its memory, and they are about to register again.
-        lapsed: with a lease that ran out without a deregistration, as they registered last, sorted by id: the process
-            is dead, or paused, or lives and cannot reach the registry, or the registry cannot be written. Only asking
-            the process itself tells which. The registry forgets them after about a minute; a SQLite file that no
-            process writes keeps them.
-        revoked: ids of instances that a `BalanceGroup` gave to this student before, that are registered, and that it is
-            to let go; empty without a group.
-    """
-
-    service: str
-    instances: tuple[Instance, ...]
-    rejected: tuple[Rejected, ...] = ()
-    stale: str = ""
-    lapsed: tuple[Instance, ...] = ()
-    revoked: frozenset[str] = frozenset()
-
-
-class _Closing(abc.ABC):
-    """An object that is closed once it is not needed any more, by `close` or at the end of a `with` block."""
 
     @abc.abstractmethod
-    def close(self) -> None:
-        """Release everything. May be called twice, from any thread, and by signal handlers."""
+    def get(self, timeout_s: float | None = None) -> Snapshot | None:
+        """Wait for a snapshot that differs from the one returned last.
 
-    def __enter__(self) -> Self:
-        return self
+        Args:
+            timeout_s: Seconds to wait; 0 looks without waiting, None waits as long as it takes.
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        Returns:
+            The newest snapshot; None if `timeout_s` passed without a change, or the watch or its registry was closed.
+        """
+
+    def __iter__(self) -> Iterator[Snapshot]:
+        """Yield snapshots, waiting for each, until the watch is closed."""
+        while (snapshot := self.get()) is not None:
+            yield snapshot
 
 
-class Registration(_Closing):
+class InstanceClaim(abc.ABC):
+    """A registration in a backend, which lasts as long as it is renewed. Its methods may raise DiscoveryError."""
+
+    @abc.abstractmethod
+    def announce(self, instance: Instance) -> None:
+        """Show `instance` to others, in place of what this claim showed before."""
+
+    @abc.abstractmethod
+    def renew(self) -> bool:
+        """Renew; False if it has lapsed and must be announced again."""
+
+    @abc.abstractmethod
+    def withdraw(self) -> None:
+        """Deregister now, and release what this object holds. May be called twice."""
+
+
+@dataclass(eq=False)
+class _Update:
+    """An announcement that a caller of `update` waits for."""
+
+    instance: Instance
+    done: bool = False
+    failure: Exception | None = None
+
+
+class Registration(Resource, Closing):
     """An instance that a background thread keeps registered until it is closed.
 
-    The thread renews the lease four times in its length. A lease that ended (the process was paused, the registry was
-    restarted or forgot it) is taken again by itself, with the values of `instance`. `close` deregisters the instance;
-    if the registry does not answer then, a warning is logged, and the registration lapses.
+    The thread renews four times per lease length. If the lease ended (the process was paused, or the registry was
+    restarted or lost its memory), the thread registers again, with the values of `instance`. `close` deregisters. If
+    the registry does not answer then, a warning is logged, and the registration lapses.
+
+    Args:
+        claim: Announced here once, so that a registry that is away is an error. Later only the thread uses it, which
+            keeps renewals and updates in order without a lock.
+        instance: What others are to see.
+        ttl_s: Seconds after the last renewal until it lapses.
     """
 
-    @property
-    @abc.abstractmethod
-    def instance(self) -> Instance:
-        """What is registered now, or is to be as soon as the registry answers."""
+    def __init__(self, claim: InstanceClaim, instance: Instance, ttl_s: float) -> None:
+        super().__init__()
+        self._claim = claim
+        self._ttl_s = ttl_s
+        self._instance = instance
+        self._error = ""
+        self._updates: deque[_Update] = deque()
+        self._updated = Notifier()
+        self._announced = False
+        self._kept_until = 0.0  # monotonic; it lapses by then, as far as this process knows
+        self._renew_at = time.monotonic() + ttl_s / RENEWALS
+        self._begun = False
+        self._announce()
+        self._background = self._own(BackgroundLoop("edl-registration", self._step))
 
     @property
-    @abc.abstractmethod
+    def instance(self) -> Instance:
+        """What is registered, or will be as soon as the registry answers."""
+        return self._instance
+
+    @property
     def error(self) -> str:
         """Why others may not see the instance: the last renewal failed, or takes longer than the lease.
 
         Empty while all is well. Asks the registry nothing.
         """
+        # Looks at the clock every time: a renewal may hang for longer than the lease, or the process was paused.
+        if not self._error and not self._closed and time.monotonic() >= self._kept_until:
+            return f"its lease of {self._ttl_s:g} s is over: a renewal takes longer than that"
+        return self._error
 
-    @abc.abstractmethod
     def update(self, instance: Instance) -> None:
         """Replace what is registered, for example to start draining.
 
         Args:
-            instance: the new values, with the same service and id.
+            instance: The new values, with the same service and id.
 
         Raises:
-            SettingsError: another service or id, or values that no registry could hand out. Nothing has changed.
+            SettingsError: another service or id, or values that no registry could hold. Nothing has changed.
             DiscoveryError: the registry cannot be reached. The new values are kept, and written as soon as possible.
-            ClosedError: the registration is closed, or was meanwhile.
+            ClosedError: the registration is closed, or was closed meanwhile.
         """
+        self._check()
+        instance = validated(instance)
+        if (instance.service, instance.id) != (self._instance.service, self._instance.id):
+            raise SettingsError(
+                f"a registration keeps its service and id: {self._instance.service}/{self._instance.id} cannot become"
+                f" {instance.service}/{instance.id}"
+            )
+        update = _Update(instance)
+        self._updates.append(update)
+        self._background.wake()
+        self._updated.wait_for(lambda: update.done or self._closed)
+        if not update.done:
+            self._check()
+        if update.failure is not None:
+            try:
+                raise update.failure
+            finally:
+                del update  # the error's traceback holds this frame, which would hold the error
+
+    def _announce(self) -> None:
+        asked = time.monotonic()
+        self._claim.announce(self._instance)
+        self._announced = True
+        self._kept_until = asked + self._ttl_s
+
+    def _step(self) -> float:
+        if not self._updates:
+            if not self._begun:  # it has just been announced
+                self._begun = True
+                return self._ttl_s / RENEWALS
+            return self._renew()
+        self._begun = True
+        self._take_updates()
+        if not self._announced:
+            return retry_s(self._ttl_s)
+        # An announcement need not renew the lease, and updates may come more often than renewals are due.
+        due_s = self._renew_at - time.monotonic()
+        return due_s if due_s > 0 and not self._error else self._renew()
+
+    def _take_updates(self) -> None:
+        while self._updates:
+            update = self._updates.popleft()
+            self._instance = update.instance
+            self._announced = False
+            try:
+                self._announce()
+            except Exception as exc:  # noqa: BLE001 - raised again in `update`
+                update.failure = exc
+            update.done = True
+            self._updated.notify()
+
+    def _renew(self) -> float:
+        asked = time.monotonic()
+        try:
+            if self._announced and self._claim.renew():
+                self._kept_until = asked + self._ttl_s
+            else:
+                self._announced = False
+                self._announce()
+        except DiscoveryError as exc:
+            if not self._error:
+                log.warning(
+                    "%s/%s cannot be kept registered: %s. Students that are connected stay; %g s after the last renewal"
+                    " its registration counts as lapsed. Retrying until it works",
+                    self._instance.service,
+                    self._instance.id,
+                    exc,
+                    self._ttl_s,
+                )
+            self._error = str(exc)
+            return retry_s(self._ttl_s)
+        if self._error:
+            log.info("%s/%s is registered again", self._instance.service, self._instance.id)
+            self._error = ""
+        self._renew_at = asked + self._ttl_s / RENEWALS
+        return self._ttl_s / RENEWALS
+
+    def _halt(self) -> None:
+        self._updated.notify()
+
+    def _release(self) -> None:
+        try:
+            self._claim.withdraw()
+        except (DiscoveryError, ClosedError) as exc:  # another thread may close the registry at this moment
+            log.warning(
+                "%s/%s could not be deregistered, it lapses within %g s: %s",
+                self._instance.service,
+                self._instance.id,
+                self._ttl_s,
+                exc,
+            )
 
 
-class Watch(_Closing):
-    """Snapshots of a service as its instances change.
-
-    - The first call of `get` returns the present state as soon as the registry has answered, also where no instance is
-      registered.
-    - A change is seen within about 0.2 s on a registry that answers. Changes are not queued: a watcher that falls
-      behind gets the newest snapshot, misses the snapshots between, and holds up nothing.
-    - A registry that cannot be reached gives a snapshot with `stale` set and the instances known last, and the watch
-      goes on by itself. It never gives an empty snapshot because the registry is away.
-    - Where several threads call `get`, a snapshot may go to a single thread.
-    """
-
-    @abc.abstractmethod
-    def get(self, timeout_s: float | None = None) -> Snapshot | None:
-        """Wait for a snapshot that differs from the snapshot returned last.
-
-        Args:
-            timeout_s: how long, in seconds; 0 looks without waiting, None waits as long as it takes.
-
-        Returns:
-            The newest snapshot; None if `timeout_s` passed, or the watch or its registry is closed, without a change.
-        """
-
-    def __iter__(self) -> Iterator[Snapshot]:
-        """Yield snapshots, waiting for every next, until the watch is closed."""
-        while (snapshot := self.get()) is not None:
-            yield snapshot
-
-
-class Registry(_Closing):
-    """Services and the processes that offer them.
+class Registry(Resource, Closing):
+    """Services and the processes that offer them; opened by `open_registry`.
 
     A registry that cannot be reached is an error, never an empty answer. A registration that cannot be used is left out
     and listed in `Snapshot.rejected`; it harms no other.
     """
 
-    @abc.abstractmethod
     def register(self, instance: Instance, ttl_s: float = 10.0) -> Registration:
         """Register an instance, and keep it registered until the registration is closed.
 
-        Of two live registrations with the same service and id the later is seen; closing either leaves the other alone.
+        Of two live registrations with the same service and id the later one is seen; closing either leaves the other
+        alone.
 
         Args:
-            instance: what others are to see.
-            ttl_s: seconds after the last renewal until the registration lapses, 0.5 to 86,400. Other processes see it
-                lapsed about that long after this process died. (etcd counts whole seconds, rounded up.)
+            instance: What others are to see.
+            ttl_s: Seconds after the last renewal until the registration lapses, 0.5 to 86,400. If this process dies,
+                others see it lapsed about that long after. (etcd counts whole seconds, rounded up.)
 
         Returns:
             The registration, which others see from now on.
 
         Raises:
-            SettingsError: the instance carries values that no registry could hand out, or `ttl_s` is out of range.
+            SettingsError: the instance has values that no registry could hold, or `ttl_s` is out of range.
             DiscoveryError: the registry cannot be reached. Nothing is kept: register again.
         """
+        self._check()
+        instance, ttl_s = validated(instance), check_ttl(ttl_s)
+        claim = self._claim(instance, ttl_s)
+        try:
+            return self._own(Registration(claim, instance, ttl_s))
+        except BaseException:
+            with contextlib.suppress(DiscoveryError, ClosedError):
+                claim.withdraw()
+            raise
 
-    @abc.abstractmethod
     def snapshot(self, service: str) -> Snapshot:
         """Read the present instances of a service.
 
         Args:
-            service: the service's name.
+            service: The service's name.
 
         Returns:
             The instances, with `stale` empty; none if there is no such service.
@@ -218,10 +321,11 @@ class Registry(_Closing):
             SettingsError: no service can have that name.
             DiscoveryError: the registry cannot be reached.
         """
+        self._check()
+        return self._read(check_service(service))
 
-    @abc.abstractmethod
     def services(self) -> tuple[str, ...]:
-        """Read the names of the services with at least an instance, live or lapsed.
+        """Read the names of the services with at least one instance, live or lapsed.
 
         Returns:
             The names, sorted.
@@ -229,15 +333,16 @@ class Registry(_Closing):
         Raises:
             DiscoveryError: the registry cannot be reached.
         """
+        self._check()
+        return tuple(sorted(self._names()))
 
-    @abc.abstractmethod
     def watch(self, service: str) -> Watch:
         """Follow a service until the watch is closed.
 
-        Does not wait for the registry, and does not fail when it is away: the snapshots say so in `stale`.
+        Does not wait for the registry, and does not fail while it is away: the snapshots say so in `stale`.
 
         Args:
-            service: the service's name.
+            service: The service's name.
 
         Returns:
             The watch, which has a thread and a connection of its own.
@@ -245,3 +350,277 @@ class Registry(_Closing):
         Raises:
             SettingsError: no service can have that name.
         """
+        self._check()
+        return self._own(self._follow(check_service(service)))
+
+    @abc.abstractmethod
+    def _claim(self, instance: Instance, ttl_s: float) -> InstanceClaim:
+        """Prepare a registration; asks the backend nothing."""
+
+    @abc.abstractmethod
+    def _read(self, service: str) -> Snapshot:
+        """Read a service."""
+
+    @abc.abstractmethod
+    def _names(self) -> Iterable[str]:
+        """Read the names of services."""
+
+    @abc.abstractmethod
+    def _follow(self, service: str) -> Watch:
+        """Follow a service."""
+
+
+# --- Services in a store ---
+
+
+class KeyRegistry(Registry):
+    """A registry in a store, which is closed with it."""
+
+    def __init__(self, store: BaseStore) -> None:
+        super().__init__()
+        self._store = self._own(store)
+
+    def __repr__(self) -> str:
+        return f"KeyRegistry({self._store!r})"
+
+    @override
+    def _claim(self, instance: Instance, ttl_s: float) -> InstanceClaim:
+        return _KeysClaim(self._store, instance, ttl_s)
+
+    @override
+    def _read(self, service: str) -> Snapshot:
+        return _parse(service, self._store.read_all(_folder(service)))
+
+    @override
+    def _names(self) -> Iterable[str]:
+        parts = (entry.key.removeprefix(ROOT).split("/") for entry in self._store.read_all(ROOT))
+        return {names[0] for names in parts if names[1:2] == ["records"] and is_service(names[0])}
+
+    @override
+    def _follow(self, service: str) -> Watch:
+        follower = self._store.follow(_folder(service))
+        return ServiceWatch(service, follower, lambda entries: _parse(service, entries.values()))
+
+
+class _KeysClaim(InstanceClaim):
+    """A record and its sign of life.
+
+    The sign is written before the record, and withdrawn after it: a sign without a record is nothing, while a record
+    without a sign would be shown as lapsed.
+    """
+
+    def __init__(self, store: BaseStore, instance: Instance, ttl_s: float) -> None:
+        name, folder = secrets.token_hex(8), _folder(instance.service)
+        record = f"{folder}records/{name}/{instance.id}"
+        try:
+            check_key(record)
+        except SettingsError:  # too long, or with slashes where a key has none; the record's JSON has the id as well
+            record = f"{folder}records/{name}"
+        self._alive = _LeasedKey(store, f"{folder}alive/{name}", ttl_s)
+        self._record = _LeasedKey(store, record, ttl_s + REMEMBERED_S + _RECORD_RENEWAL_S)
+        self._record_renewed = -math.inf
+        self._checks_record = False
+
+    @override
+    def announce(self, instance: Instance) -> None:
+        # Not written again by an update: of two with the same id, the later sign of life counts.
+        self._alive.put(b"", 0)
+        self._record.put(to_json(instance).encode(), None)
+
+    @override
+    def renew(self) -> bool:
+        if not self._alive.renew():
+            return False
+        now = time.monotonic()
+        if now >= self._record_renewed + _RECORD_RENEWAL_S:
+            if not self._record.renew():
+                return False
+            self._record_renewed = now
+        # A person may have deleted a key; its lease does not notice. One of the two is looked at each time.
+        self._checks_record = not self._checks_record
+        return (self._record if self._checks_record else self._alive).exists()
+
+    @override
+    def withdraw(self) -> None:
+        try:
+            self._record.withdraw()
+        finally:
+            self._alive.withdraw()
+
+
+class _LeasedKey:
+    """A key under a claim of its own, which is granted when it is needed."""
+
+    def __init__(self, store: BaseStore, key: str, ttl_s: float) -> None:
+        self._store = store
+        self._key = key
+        self._ttl_s = ttl_s
+        self._claim: Claim | None = None
+
+    def put(self, value: bytes, expected: int | None) -> None:
+        for _ in range(_ATTEMPTS):
+            if self._claim is None:
+                self._claim = self._store.grant(self._ttl_s)
+            try:
+                self._store.write(self._key, value, expected, self._claim)
+                return
+            except LeaseLostError:
+                self._drop()
+            except ConflictError as exc:  # a lease of this claim's that was given up has not ended yet
+                raise DiscoveryError(str(exc)) from exc
+        raise DiscoveryError(f"{self._store!r}: a lease of {self._ttl_s:g} s expired while it was made")
+
+    def renew(self) -> bool:
+        if self._claim is None:
+            return False
+        if self._claim.renew():
+            return True
+        self._drop()
+        return False
+
+    def exists(self) -> bool:
+        return self._store.read(self._key) is not None
+
+    def withdraw(self) -> None:
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            claim.withdraw()
+
+    def _drop(self) -> None:
+        """Let go of a claim that has expired, and of its connection."""
+        with contextlib.suppress(DiscoveryError):
+            self.withdraw()
+
+
+def _folder(service: str) -> str:
+    return f"{ROOT}{service}/"
+
+
+def _parse(service: str, found: Iterable[Entry]) -> Snapshot:
+    """Sort a service's keys into instances, the last registered at the end."""
+    records: dict[str, tuple[str, Entry]] = {}
+    alive: dict[str, int] = {}
+    for entry in found:
+        kind, _, rest = entry.key.removeprefix(_folder(service)).partition("/")
+        name, _, instance_id = rest.partition("/")
+        if kind == "records":
+            records[name] = (instance_id, entry)
+        elif kind == "alive":
+            alive[name] = entry.version
+    in_order = sorted(records.items(), key=lambda item: alive.get(item[0], item[1][1].version))
+    read = {name: from_json(service, instance_id, entry.value) for name, (instance_id, entry) in in_order}
+    return build_snapshot(
+        service,
+        [instance for name, instance in read.items() if name in alive],
+        [instance for name, instance in read.items() if name not in alive],
+    )
+
+
+# --- What a watcher believes ---
+
+
+def build_snapshot(
+    service: str, found: Iterable[Instance | Rejected], lapsed: Iterable[Instance | Rejected] = ()
+) -> Snapshot:
+    """Sort what a registry holds into a snapshot. Of two with the same id the later one counts.
+
+    Args:
+        service: Its name.
+        found: Those with a live lease, in the order in which they registered.
+        lapsed: Those whose lease has expired. Draining instances have left, and nonsense that lapsed is dropped.
+    """
+    newest = {entry.id: entry for entry in found}
+    over = {entry.id: entry for entry in lapsed if entry.id not in newest}
+    by_id = [newest[key] for key in sorted(newest)]
+    return Snapshot(
+        service,
+        tuple(entry for entry in by_id if isinstance(entry, Instance)),
+        tuple(entry for entry in by_id if isinstance(entry, Rejected)),
+        lapsed=tuple(
+            entry for _, entry in sorted(over.items()) if isinstance(entry, Instance) and entry.state == "ready"
+        ),
+    )
+
+
+class ServiceView:
+    """Turns a registry's answers and failures into the snapshots that a watcher hands out. Does no I/O.
+
+    While the registry cannot be reached, the instances known last stay. A registry that comes back may have lost its
+    memory, or show all as lapsed until they renew. So an instance that is missing in the first `settle_s` stays as
+    well, and the snapshot is marked stale: a restart of the registry must not make every student drop its teachers.
+    """
+
+    def __init__(self, service: str, settle_s: float = 5.0) -> None:
+        self._service = service
+        self._settle_s = settle_s
+        self._last = Snapshot(service, ())
+        self._failing = False
+        self._settled_at: float | None = None
+        self._logged: set[Rejected] = set()
+
+    @property
+    def recheck_at(self) -> float | None:
+        """When to call `answered` again even without a change, None for never; the clock is that of `now` below."""
+        return self._settled_at if self._last.stale else None
+
+    def answered(self, snapshot: Snapshot, now: float) -> Snapshot:
+        """Return what to hand out now that the registry has answered."""
+        self._log_rejected(snapshot.rejected)
+        if self._failing:
+            self._failing = False
+            self._settled_at = now + self._settle_s
+            log.info("service %s: the registry answers again", self._service)
+        if self._settled_at is not None and now >= self._settled_at:
+            self._settled_at = None
+        self._last = snapshot if self._settled_at is None else self._with_missing(snapshot)
+        return self._last
+
+    def failed(self, reason: str) -> Snapshot:
+        """Return what to hand out now that the registry did not answer."""
+        if not self._failing:
+            self._failing = True
+            self._settled_at = None
+            known = len(self._last.instances)
+            what = f"keeping the last known {known}" if known else "nobody is known yet"
+            log.warning("service %s: %s: %s", self._service, what, reason)
+        self._last = replace(self._last, stale=reason)
+        return self._last
+
+    def _with_missing(self, snapshot: Snapshot) -> Snapshot:
+        present = {entry.id for entry in snapshot.instances} | {entry.id for entry in snapshot.rejected}
+        missing = [entry for entry in self._last.instances if entry.id not in present]
+        if not missing:
+            return snapshot
+        kept = {entry.id for entry in missing}
+        return Snapshot(
+            self._service,
+            tuple(sorted((*snapshot.instances, *missing), key=lambda entry: entry.id)),
+            snapshot.rejected,
+            stale=f"the registry was away and came back without {len(missing)} instances: waiting for their return",
+            lapsed=tuple(entry for entry in snapshot.lapsed if entry.id not in kept),
+        )
+
+    def _log_rejected(self, rejected: tuple[Rejected, ...]) -> None:
+        for entry in rejected:
+            if entry not in self._logged:
+                log.warning("service %s: registration %s is left out: %s", self._service, entry.id, entry.reason)
+        self._logged = set(rejected)
+
+
+class ServiceWatch(FollowedWatch[T, Snapshot], Watch):
+    """Hands out what a `ServiceView` believes of a service.
+
+    Args:
+        service: Its name.
+        follower: Follows what the backend has of it.
+        parse: Makes a snapshot of that.
+    """
+
+    def __init__(self, service: str, follower: Follower[T], parse: Callable[[T], Snapshot]) -> None:
+        view = ServiceView(service)
+        super().__init__(
+            follower,
+            answered=lambda found: view.answered(parse(found), time.monotonic()),
+            failed=view.failed,
+            recheck_at=lambda: view.recheck_at,
+        )

@@ -1,21 +1,20 @@
-"""The contract of a store: small shared state with leases, compare-and-set, watches and election.
+"""The contract of a store: small shared state with leases, compare-and-set, watches and elections.
 
-`open_store` opens the implementations of this package. Another one subclasses `Store`, `Lease`, `StoreWatch` and
-`Election`; `edl.discovery.common` has the parts that these share, and `tests/fast/discovery/conformance` holds every
-implementation to what is promised here.
+`open_store` opens EDL's own stores. To add one, subclass `edl.discovery.base_store.BaseStore`, which leaves seven small
+methods to a backend; `tests/fast/discovery/conformance` holds every store to what is promised here.
 
-What holds for every class below, unless a method says otherwise:
+These hold for every class below, unless a method says otherwise:
 
 - **Threads.** All methods may be called from several threads at the same time.
-- **Signals.** `close` may be called by a signal handler or finalizer in the middle of any other call, also of the
-  thread that it interrupts: it waits for no lock that the interrupted thread may hold.
-- **Fork.** A child of the process that opened the object must not use it: methods raise `ClosedError`, and `close` does
-  nothing, so that the child ends neither the parent's leases nor its connections.
-- **Closing.** `close` of a store closes its leases, watches and elections first. After `close`, methods raise
+- **Signals.** A signal handler or finalizer may call `close` in the middle of any other call, even of the thread that
+  it interrupts: `close` waits for no lock that the interrupted thread may hold.
+- **Forks.** A child of the process that opened the object must not use it: methods raise `ClosedError`, and `close`
+  does nothing, so that the child ends neither the parent's leases nor its connections.
+- **Closing.** `close` of a store first closes its leases, watches and elections. After `close`, methods raise
   `ClosedError`, except where a method says what it returns then.
-- **Deadlines.** A call that asks the store takes about `timeout_s` of `open_store` (5 s as it comes) at most, and then
-  raises `DiscoveryError`. Nothing else waits without a `timeout_s` of its own.
-- **Values that no store could hold** raise `SettingsError` before anything is asked.
+- **Deadlines.** A call that asks the store takes at most about the `timeout_s` of `open_store` (5 s by default), and
+  then raises `DiscoveryError`. Nothing else waits without a `timeout_s` of its own.
+- **Impossible values**, which no store could hold, raise `SettingsError` before the store is asked.
 """
 
 from __future__ import annotations
@@ -23,10 +22,73 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Final
 
-from edl.discovery.registry import _Closing
+from typing_extensions import Self
 
-__all__ = ["Election", "Entry", "Lease", "Store", "StoreSnapshot", "StoreWatch"]
+from edl.errors import SettingsError
+
+__all__ = [
+    "MAX_VALUE_BYTES",
+    "Closing",
+    "Election",
+    "Entry",
+    "Lease",
+    "Store",
+    "StoreSnapshot",
+    "StoreWatch",
+    "check_key",
+    "check_prefix",
+    "check_value",
+]
+
+MAX_VALUE_BYTES: Final = 256 * 1024
+"""Consul's transactions, which make compare-and-set atomic, take 512 KiB of JSON with the value in base64."""
+MAX_KEY_CHARS: Final = 512
+"""Consul's limit, kept everywhere so that a program that runs on one store runs on the others."""
+
+
+def check_key(key: str) -> str:
+    """Return `key` if every store can hold it: parts of printable characters with single slashes between them.
+
+    Raises:
+        SettingsError: no key can look like this.
+    """
+    if not isinstance(key, str) or not key or any(part in ("", ".", "..") for part in key.split("/")):
+        raise SettingsError(f"store key {key!r:.80}: expected parts separated by '/', none of them empty, '.' or '..'")
+    return _check_text(key)
+
+
+def check_prefix(prefix: str) -> str:
+    """Return `prefix` if keys can begin with it.
+
+    Raises:
+        SettingsError: no key can begin like this.
+    """
+    whole_parts = prefix.split("/")[:-1] if isinstance(prefix, str) else [""]
+    if any(part in ("", ".", "..") for part in whole_parts):
+        raise SettingsError(f"store prefix {prefix!r:.80}: no key can start like this")
+    return _check_text(prefix)
+
+
+def check_value(value: bytes) -> bytes:
+    """Return `value` if it is bytes, and no more than `MAX_VALUE_BYTES`.
+
+    Raises:
+        SettingsError: it is not.
+    """
+    if not isinstance(value, bytes):
+        raise SettingsError(f"a store value must be bytes, not {type(value).__name__}")
+    if len(value) > MAX_VALUE_BYTES:
+        raise SettingsError(f"a store value has at most {MAX_VALUE_BYTES:,} bytes, not {len(value):,}")
+    return value
+
+
+def _check_text(text: str) -> str:
+    if not text.isprintable() or len(text) > MAX_KEY_CHARS:
+        raise SettingsError(f"store key {text!r:.80}: at most {MAX_KEY_CHARS} printable characters are possible")
+    return text
 
 
 @dataclass(frozen=True)
@@ -34,11 +96,10 @@ class Entry:
     """A key with its value at a moment.
 
     Attributes:
-        key: as it was written, without what an implementation puts before it.
-        value: up to 256 KiB.
-        version: what `Store.compare_and_set` and `Store.delete` compare, 1 or more. Every write of a key gives it a
-            larger version, also after the key was deleted, until the store loses its memory; versions of different keys
-            say nothing about each other.
+        key: The key, as it was written.
+        value: Its value, up to 256 KiB.
+        version: What `Store.compare_and_set` and `Store.delete` compare, 1 or more. Every write in a store has a
+            larger version than the writes before it, of any key, until the store loses its memory.
     """
 
     key: str
@@ -51,8 +112,8 @@ class StoreSnapshot:
     """All entries under a prefix at a moment.
 
     Attributes:
-        entries: by key. Complete: a key that is not in it was not there.
-        stale: empty while the store answers; otherwise why it does not, in words, and `entries` are what was known last
+        entries: The entries by key. Complete: a key that is missing did not exist.
+        stale: Empty while the store answers. Otherwise the reason why it does not, and `entries` are those known last
             (none if the store has not answered yet).
     """
 
@@ -60,39 +121,55 @@ class StoreSnapshot:
     stale: str = ""
 
 
-class Lease(_Closing):
-    """A sign of life that keys can be tied to, renewed by a background thread until it is closed.
+class Closing(abc.ABC):
+    """An object that is closed when it is no longer needed, by `close` or at the end of a `with` block."""
 
-    The thread renews it four times in its length, so that three renewals in a row may fail. `close` ends it at once and
-    deletes its keys; if the store does not answer then, a warning is logged, and the lease ends by itself.
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Release everything. May be called twice, from any thread, and by signal handlers."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Lease(Closing):
+    """A sign of life that keys can belong to, renewed by a background thread until it is closed.
+
+    The thread renews four times per lease length, so three renewals in a row may fail. `close` ends the lease at once
+    and deletes its keys. If the store does not answer then, a warning is logged, and the lease expires by itself.
     """
 
     @property
     @abc.abstractmethod
     def lost(self) -> bool:
-        """Whether the lease has ended or may have: its keys are gone or may be.
+        """Whether the lease has expired or may have, and its keys with it.
 
-        Looks at a clock of this process and asks the store nothing. This side's clock begins when a renewal is asked
-        for and the store's when it is answered: the holder sees the end first. Once True it stays True, also after a
-        pause of the whole process; what needs a lease again asks for a new one. True after `close`.
+        Compares clocks of this process only, and asks the store nothing. The holder's clock starts when it asks for a
+        renewal, the store's when it answers, so the holder notices first. Once True it stays True, even after the
+        whole process was paused; ask for a new lease then. True after `close`.
         """
 
     @property
     @abc.abstractmethod
     def late_at(self) -> float:
-        """When a renewal was last late, in seconds of `time.monotonic()`; -inf if none was, the present while it is.
+        """When a renewal was last late, in seconds of `time.monotonic()`: -inf if never, now while one is late.
 
-        A renewal is late that comes more than half the length of the lease after the renewal before it. What kept it, a
-        store that is away or a machine that stood still, may have ended leases of other holders, who are alive.
+        A renewal is late if it comes more than half the lease length after the one before. Whatever delayed it, a store
+        that is away or a machine that stood still, may also have ended the leases of others who are alive.
         """
 
 
-class Election(_Closing):
-    """A candidate for a name; at most a single candidate leads at a time.
+class Election(Closing):
+    """A candidate for a name; at most one candidate leads at a time.
 
-    A background thread campaigns: it creates the key `elections/NAME` under a lease of its own whenever there is no
-    such key. A candidate whose lease was lost campaigns again by itself, also after its store was away. `close`
-    steps down, so that another candidate leads about a second later at most, on a store that answers.
+    A background thread campaigns: it creates the key `elections/NAME` under a lease of its own whenever that key does
+    not exist. A candidate that lost its lease campaigns again by itself, also after its store was away. `close` steps
+    down, and another candidate leads about a second later at most, on a store that answers.
     """
 
     @property
@@ -100,9 +177,9 @@ class Election(_Closing):
     def is_leader(self) -> bool:
         """Whether this candidate leads now; asks the store nothing.
 
-        False from the moment that its lease may have ended, before any other candidate can lead. A leader that is about
-        to write what only a leader may write looks here first; a write that takes longer than the rest of the lease may
-        still come late, so what it writes is written by `compare_and_set`. False after `close`.
+        False from the moment its lease may have expired, before any other candidate can lead. Check it before every
+        write that only a leader may make. A write that takes longer than the rest of the lease may still come late, so
+        use `compare_and_set` for it. False after `close`.
         """
 
     @abc.abstractmethod
@@ -110,7 +187,7 @@ class Election(_Closing):
         """Ask the store who leads.
 
         Returns:
-            The value that the present leader campaigns with; None while there is no leader.
+            The value that the leader campaigns with; None while there is no leader.
 
         Raises:
             DiscoveryError: the store cannot be reached.
@@ -121,70 +198,71 @@ class Election(_Closing):
         """Wait until this candidate leads.
 
         Args:
-            timeout_s: how long, in seconds; None for as long as it takes.
+            timeout_s: Seconds to wait; None for as long as it takes.
 
         Returns:
             True if it leads; False if `timeout_s` passed, or it was closed meanwhile.
         """
 
 
-class StoreWatch(_Closing):
+class StoreWatch(Closing):
     """Snapshots of a prefix as it changes.
 
-    - The first call of `get` returns the present state as soon as the store has answered, also where it is empty.
+    - The first `get` returns the present state as soon as the store has answered, even if it is empty.
     - A change is seen within about 0.2 s of the write on a store that answers. Changes are not queued: a watcher that
-      falls behind gets the newest snapshot and misses the rest, and a change that was undone before `get` looked
-      is not seen. A key that is deleted and written again is seen to have another version.
+      falls behind gets the newest snapshot, and a change that was undone before `get` looked is not seen. A key that is
+      deleted and written again has another version.
     - Snapshots follow the order of writes: none shows an older state than the one before, unless the store has lost
       its memory.
-    - A store that cannot be reached gives a snapshot with `stale` set and the entries known last, and the watch goes
-      on by itself: when the store answers again, a snapshot with `stale` empty follows, with what happened meanwhile.
-    - Where several threads call `get`, a snapshot may go to a single thread.
+    - While the store cannot be reached, a snapshot has `stale` set and the entries known last. The watch goes on by
+      itself: when the store answers again, a snapshot with `stale` empty follows.
+    - If several threads call `get`, each snapshot may go to only one of them.
     """
 
     @abc.abstractmethod
     def get(self, timeout_s: float | None = None) -> StoreSnapshot | None:
-        """Wait for a snapshot that differs from the snapshot returned last.
+        """Wait for a snapshot that differs from the one returned last.
 
         Args:
-            timeout_s: how long, in seconds; 0 looks without waiting, None waits as long as it takes.
+            timeout_s: Seconds to wait; 0 looks without waiting, None waits as long as it takes.
 
         Returns:
-            The newest snapshot; None if `timeout_s` passed, or the watch or its store is closed, without a change.
+            The newest snapshot; None if `timeout_s` passed without a change, or the watch or its store was closed.
         """
 
     def __iter__(self) -> Iterator[StoreSnapshot]:
-        """Yield snapshots, waiting for every next, until the watch is closed."""
+        """Yield snapshots, waiting for each, until the watch is closed."""
         while (snapshot := self.get()) is not None:
             yield snapshot
 
 
-class Store(_Closing):
-    """Keys and values that processes of several machines share.
+class Store(Closing):
+    """Keys and values that processes on several machines share.
 
     A key is text of at most 512 printable characters: one or more parts with single slashes between them, none of them
-    empty, `.` or `..`. A value is `bytes`, 256 KiB at most. A prefix is the beginning of a key, which need not end with
-    a slash; the empty prefix is the beginning of all keys.
+    empty, `.` or `..`. A value is `bytes`, 256 KiB at most. A prefix is the beginning of a key and need not end with a
+    slash; all keys begin with the empty prefix. EDL keeps elections below `elections/`, and on all stores but Consul
+    its registry of services below `registry/`.
 
-    A key that was written with a lease belongs to it: while the lease lives, only a write that names it changes the
+    A key that was written with a lease belongs to it: while the lease lives, only a write that names it can change the
     key, and the key goes when the lease does. Any process may delete it.
 
-    Every write is atomic, and a read that begins after a write returned sees it, from whichever process. (Consul, while
-    its leadership changes hands, may answer a read from a moment before.)
+    Every write is atomic, and a read that begins after a write returned sees it, from any process. (Consul, while it
+    elects a new leader, may answer a read with a slightly older state.)
 
-    A write that raises `DiscoveryError` may have happened or not: read the key, or write it again by `compare_and_set`.
+    A write that raises `DiscoveryError` may or may not have happened: read the key, or use `compare_and_set`.
     """
 
     @abc.abstractmethod
     def lease(self, ttl_s: float = 10.0) -> Lease:
-        """Make a lease that keys can be tied to, and renew it until it is closed.
+        """Make a lease that keys can belong to, and renew it until it is closed.
 
         Args:
-            ttl_s: seconds after the last renewal until the lease ends, 0.5 to 86,400. Other processes see its keys
-                gone about that long after this process died. (etcd counts whole seconds, rounded up.)
+            ttl_s: Seconds after the last renewal until the lease expires, 0.5 to 86,400. If this process dies, others
+                see its keys gone about that long after. (etcd counts whole seconds, rounded up.)
 
         Returns:
-            The lease, which lives from now on.
+            The lease.
 
         Raises:
             DiscoveryError: the store cannot be reached.
@@ -196,7 +274,7 @@ class Store(_Closing):
         """Read a key.
 
         Args:
-            key: see above.
+            key: The key.
 
         Returns:
             Its entry; None if there is no such key.
@@ -207,13 +285,13 @@ class Store(_Closing):
 
     @abc.abstractmethod
     def list(self, prefix: str) -> list[Entry]:
-        """Read all keys under a prefix, as they were at a moment.
+        """Read all keys under a prefix, as they were at one moment.
 
         Args:
-            prefix: with which the keys begin.
+            prefix: What the keys begin with.
 
         Returns:
-            Their entries, sorted by key; empty if there is none.
+            Their entries, sorted by key; empty if there are none.
 
         Raises:
             DiscoveryError: the store cannot be reached. Never answered with an empty list.
@@ -221,12 +299,13 @@ class Store(_Closing):
 
     @abc.abstractmethod
     def put(self, key: str, value: bytes, lease: Lease | None = None) -> Entry:
-        """Set a key, whether it is there or not.
+        """Set a key, whether it exists or not.
 
         Args:
-            key: to set.
-            value: its new value.
-            lease: of this store; the key belongs to it from now on. None for a key that stays until it is deleted.
+            key: The key.
+            value: Its new value.
+            lease: A lease of this store, which the key belongs to from now on; None for a key that stays until it is
+                deleted.
 
         Returns:
             The new entry.
@@ -240,17 +319,17 @@ class Store(_Closing):
 
     @abc.abstractmethod
     def compare_and_set(self, key: str, value: bytes, version: int | None, lease: Lease | None = None) -> Entry | None:
-        """Set a key only if it is as it was when its version was read.
+        """Set a key only if it has not changed since its version was read.
 
         Args:
-            key: to set.
-            value: its new value.
-            version: that the key must have; None if there must be no such key.
-            lease: as for `put`.
+            key: The key.
+            value: Its new value.
+            version: The version the key must have; None if the key must not exist.
+            lease: As for `put`.
 
         Returns:
-            The new entry; None if the key has another version by now, is there against expectation, or is gone. Then
-            nothing was written.
+            The new entry; None if the key has another version, exists unexpectedly, or is gone. Then nothing was
+            written.
 
         Raises:
             LeaseLostError: `lease` is lost.
@@ -264,11 +343,11 @@ class Store(_Closing):
         """Delete a key, whichever lease it belongs to.
 
         Args:
-            key: to delete.
-            version: that the key must have; None for any.
+            key: The key.
+            version: The version the key must have; None for any.
 
         Returns:
-            Whether the key was there, at that version, and was deleted.
+            Whether the key existed at that version, and was deleted.
 
         Raises:
             DiscoveryError: the store cannot be reached.
@@ -278,10 +357,10 @@ class Store(_Closing):
     def watch(self, prefix: str) -> StoreWatch:
         """Follow all keys under a prefix until the watch is closed.
 
-        Does not wait for the store, and does not fail when it is away: the snapshots say so in `stale`.
+        Does not wait for the store, and does not fail while it is away: the snapshots say so in `stale`.
 
         Args:
-            prefix: with which the keys begin.
+            prefix: What the keys begin with.
 
         Returns:
             The watch, which has a thread of its own.
@@ -289,14 +368,12 @@ class Store(_Closing):
 
     @abc.abstractmethod
     def elect(self, name: str, value: bytes, ttl_s: float = 10.0) -> Election:
-        """Campaign for a name in the background, until the election is closed.
-
-        The leader holds the key `elections/NAME`, which others may watch. Does not wait for the store.
+        """Campaign for a name in the background, until the election is closed. Does not wait for the store.
 
         Args:
-            name: what the candidates compete for; a key may consist of it.
-            value: says to others who leads.
-            ttl_s: seconds after which another candidate may lead where the leader was lost; as for `lease`.
+            name: What the candidates compete for; must be a legal key.
+            value: Tells others who leads.
+            ttl_s: Seconds after which another candidate may lead if the leader dies; as for `lease`.
 
         Returns:
             The election, in which this process is a candidate from now on.

@@ -12,7 +12,7 @@ from edl.distill.torch import distill
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--teachers", default="handwriting", help="a service, or host:port of teachers (%(default)s)")
-parser.add_argument("--discovery", help="URL of the registry (default: EDL_DISCOVERY, or a file of yours)")
+parser.add_argument("--store", "--discovery", help="URL of the store (default: EDL_DISCOVERY, or a file of yours)")
 parser.add_argument("--epochs", type=int, default=30)
 options = parser.parse_args()
 
@@ -23,9 +23,7 @@ optimizer = torch.optim.Adam(model.parameters(), 5e-3)
 loss_of = DistillLoss(temperature=4.0, alpha=0.9)
 
 loader = DataLoader(train, batch_size=64, shuffle=True)
-with distill(
-    loader, options.teachers, inputs=["image", None], outputs="logits", discovery=options.discovery
-) as labelled:
+with distill(loader, options.teachers, inputs=["image", None], outputs="logits", discovery=options.store) as labelled:
     for epoch in range(options.epochs):
         model.train()
         for (images, labels), logits in labelled:

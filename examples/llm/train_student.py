@@ -93,7 +93,7 @@ def off_policy(options: argparse.Namespace, model: PreTrainedModel, loader: Data
     labelled = distill(
         loader,
         options.teachers,
-        discovery=options.discovery,
+        discovery=options.store,
         inputs={"ids": "input_ids"},
         outputs="logprobs",
         tokens="attention_mask",
@@ -114,7 +114,7 @@ def of_own_text(options: argparse.Namespace, model: PreTrainedModel, loader: Dat
     prompts = itertools.islice(prompts_of(endless(loader)), steps)
     scorer = Scorer(
         options.teachers,
-        discovery=options.discovery,
+        discovery=options.store,
         tokenizer=options.teacher,
         top_k=options.top_k,
         options=WAIT,
@@ -168,7 +168,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arm", choices=("hard", "off-policy", "on-policy"), default="hard", help="(%(default)s)")
     parser.add_argument("--teachers", help="their service, or host:port; not for --arm hard")
-    parser.add_argument("--discovery", help="URL of the registry (default: EDL_DISCOVERY, or a file of yours)")
+    parser.add_argument("--store", "--discovery", help="URL of the store (default: EDL_DISCOVERY, or a file of yours)")
     parser.add_argument("--teacher", default="teacher", help="folder by train_teacher.py (%(default)s)")
     parser.add_argument("--files", type=int, default=8, help="that the student has (%(default)s)")
     parser.add_argument("--steps", type=int, default=250)

@@ -42,7 +42,7 @@ def is_done(**run: object) -> bool:
 def two_teachers(folder: str, service: str) -> Iterator[None]:
     """Serve a folder twice, until the block ends."""
     command = [sys.executable, "-m", "edl", "serve", "--hf", folder, "--task", "sequence-classification"]
-    command += ["--model", service, "--discovery", registry_url]
+    command += ["--model", service, "--store", registry_url]
     log_path = options.work / f"{service}.log"
     with log_path.open("ab") as log:
         servers = [subprocess.Popen(command, stdout=log, stderr=log) for _ in range(2)]
@@ -76,6 +76,6 @@ for seed in options.seeds:
             for taught in (False, True):
                 for more_text in (False, True):
                     if not is_done(model=net, seed=seed, taught=taught, more_text=more_text):
-                        named = ["--teachers", service, "--discovery", registry_url, "--cache"] if taught else []
+                        named = ["--teachers", service, "--store", registry_url, "--cache"] if taught else []
                         more = ["--more-text"] if more_text else []
                         run(*command, *named, *more, "--tokenizer", folder, "--steps", options.steps)

@@ -24,7 +24,7 @@ def student_options(about: str | None, nets: list[str]) -> argparse.Namespace:
     parser = parser_of(about)
     parser.add_argument("--net", choices=nets, default=nets[0], help="(%(default)s)")
     parser.add_argument("--teachers", help="a service, or host:port of teachers (default: learn without)")
-    parser.add_argument("--discovery", help="URL of the registry (default: EDL_DISCOVERY, or a file of yours)")
+    parser.add_argument("--store", "--discovery", help="URL of the store (default: EDL_DISCOVERY, or a file of yours)")
     parser.add_argument("--more-text", action="store_true", help="train on the texts without labels as well")
     parser.add_argument("--tokenizer", default="teacher", help="folder of the teacher's tokenizer (%(default)s)")
     parser.add_argument("--cache", action="store_true", help="keep the teachers' answers: ask for each text once")

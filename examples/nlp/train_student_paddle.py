@@ -72,7 +72,7 @@ if options.teachers:
         options.teachers,
         inputs={"ids": "text"},
         outputs="logits",
-        discovery=options.discovery,
+        discovery=options.store,
         cache=cache,
         ids="number" if cache else None,
         dataset=f"train.tsv of {options.data}",

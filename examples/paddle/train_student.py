@@ -14,7 +14,7 @@ from edl.distill.paddle_losses import kl_divergence
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--teachers", default="digits", help="a service, or host:port of teachers (default: digits)")
-parser.add_argument("--discovery", help="URL of the registry (default: EDL_DISCOVERY, or a file of yours)")
+parser.add_argument("--store", "--discovery", help="URL of the store (default: EDL_DISCOVERY, or a file of yours)")
 parser.add_argument("--epochs", type=int, default=40)
 parser.add_argument("--pause", type=float, default=0.0, help="seconds to wait in each step, to have time to watch")
 options = parser.parse_args()
@@ -37,9 +37,7 @@ if first:
 
 network = paddle.DataParallel(model) if world > 1 else model
 loader = paddle.io.DataLoader(train, batch_sampler=sampler)
-with distill(
-    loader, options.teachers, inputs=["image", None], outputs="logits", discovery=options.discovery
-) as labelled:
+with distill(loader, options.teachers, inputs=["image", None], outputs="logits", discovery=options.store) as labelled:
     for epoch in sampler.epochs(options.epochs):
         model.train()
         for (images, _), logits in labelled:

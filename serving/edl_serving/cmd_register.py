@@ -52,7 +52,7 @@ which takes the server out."""
 _EXAMPLES = """\
 examples:
   edl register 127.0.0.1:8001 --model resnet50 --service resnet50
-  edl register triton-0.example:8001 --model bert --capacity 4 --discovery consul://127.0.0.1:8500
+  edl register triton-0.example:8001 --model bert --capacity 4 --store consul://127.0.0.1:8500
   edl register 127.0.0.1:8001 --model bert --advertise 10.0.0.9:8001     probed here, reached there
   edl register triton.example:8001 --model bert --tls-ca ca.pem --token-file token
   edl register unix:/run/triton.sock --model bert                        students on this machine only
@@ -165,7 +165,7 @@ class RegisterConfig:
         address, port = parse_endpoint("--advertise", given.get("advertise", endpoint))
         registration = registration_settings_of(given, given.get("service") or model)
         if registration.url is None:
-            raise SettingsError("--discovery none: registering is all that this command does")
+            raise SettingsError("--store none: registering is all that this command does")
         registration.check(address)
         for name in ("interval", "timeout"):
             if given.get(name) == 0:

@@ -38,7 +38,7 @@ examples:
             --input "image:uint8[3,224,224]" --output logits --normalize imagenet \\
             --device cuda --autocast bfloat16 --max-delay 2ms
   edl serve --torch-export resnet50.pt2 --model resnet50 --device cuda:0,cuda:1
-  edl serve --paddle inference/ernie --model ernie --discovery consul://10.0.0.7:8500 --host 0.0.0.0
+  edl serve --paddle inference/ernie --model ernie --store consul://10.0.0.7:8500 --host 0.0.0.0
   edl serve --hf models/qwen3-8b --task causal-lm --top-k 64 --max-tokens 8192 --dtype bfloat16 --model qwen3-8b
       a language model: students send token ids and positions, and get log-probabilities;
       row t holds the prediction of token t + 1, the last row that of what would follow

@@ -30,8 +30,8 @@ def render_chart(namespace: str, *options: str, helm: str = "") -> str:
 
 def install_account(cluster: Cluster, namespace: str, *, capacity: bool) -> None:
     """Make the operator's service account and what it may do; `capacity` lets it see nodes and all pods."""
-    options = ["--set", "crds.install=false,priorityClasses.install=false,operator.enabled=false"]
-    options += ["--show-only", "templates/rbac.yaml", "--show-only", "templates/discovery.yaml"]
+    options = ["--set", "crds.install=false,priorityClasses.install=false,operator.enabled=false,store=edl://unused"]
+    options += ["--show-only", "templates/rbac.yaml"]
     if capacity:
         options += ["--set", f"capacity.enabled=true,capacity.name=edl-capacity-{namespace}"]
         options += ["--show-only", "templates/capacity.yaml"]

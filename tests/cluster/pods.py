@@ -111,6 +111,7 @@ def pod_template(
     environment = {
         "HOME": "/tmp",
         "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin" if host else "",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'serving'}" if host else "",  # this checkout, whichever is installed
         "OMP_NUM_THREADS": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONUNBUFFERED": "1",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,10 +14,12 @@ from typing import Any
 
 import pytest
 
+from edl.discovery.served.addresses import ListenAddress
+from edl.discovery.served.server import StoreServer
 from tests.cluster.api import Cluster
 from tests.cluster.machine import ROOT, KubeMachine
 from tests.cluster.operator_process import OperatorFactory
-from tests.kubernetes.scenarios.scene import Scene, open_consul
+from tests.kubernetes.scenarios.scene import HOST, Scene, open_consul
 
 COMMAND_S = 300.0
 
@@ -104,3 +108,36 @@ def consul_store(machine: KubeMachine, tmp_path: Path) -> Iterator[str]:
     assert machine.running
     with open_consul(tmp_path / "consul") as url:
         yield url
+
+
+@pytest.fixture
+def values(tmp_path: Path, cluster: Cluster, pod_template: Callable[..., dict[str, Any]]) -> Path:
+    """Values for pods that run this project: what an image would have is mounted."""
+    spec = pod_template()["spec"]
+    container = spec["containers"][0]
+    repository, tag = container["image"].rsplit(":", 1)
+    own = ("tmp", "shm")
+    part = {
+        "env": container["env"],
+        "volumes": [volume for volume in spec["volumes"] if volume["name"] not in own],
+        "volumeMounts": [mount for mount in container["volumeMounts"] if mount["name"] not in own],
+    }
+    path = tmp_path / "values.json"
+    image = {"repository": repository, "tag": tag, "pullPolicy": container["imagePullPolicy"]}
+    found = {"image": image, "command": container["command"], "operator": part, "dashboard": part, "storeServer": part}
+    path.write_text(json.dumps(found))
+    return path
+
+
+@pytest.fixture
+def store_address() -> str:
+    """A fixed address for the service of the chart's store: the cluster has no DNS."""
+    return f"10.89.0.{random.randrange(100, 250)}"
+
+
+@pytest.fixture
+def edl_store(machine: KubeMachine, tmp_path: Path) -> Iterator[str]:
+    """URL of a store that this process serves, for this machine and for pods."""
+    assert machine.running
+    with contextlib.closing(StoreServer(str(tmp_path / "store.sqlite"), ListenAddress(HOST, 0))) as server:
+        yield f"edl://{HOST}:{server.port}"

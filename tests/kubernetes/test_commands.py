@@ -26,9 +26,9 @@ load("part-0007.parquet")
 """
 
 
-def test_life_of_a_job(scene: Scene, person: Person) -> None:
+def test_life_of_a_job(scene: Scene, person: Person, edl_store: str) -> None:
     cluster, namespace = scene.cluster, scene.namespace
-    scene.operator("--store", f"kubernetes://{namespace}")
+    scene.operator("--store", edl_store)
     (person.folder / "steps.py").write_text(STEPS)
     said = person.run(*SUBMIT, "--name", "story", "--workers", "1:3", "--env", "STEPS=100000", "steps.py")
     assert "job/story created" in said
@@ -77,9 +77,9 @@ def test_life_of_a_job(scene: Scene, person: Person) -> None:
     assert "Deleted" in path.read_text()
 
 
-def test_ends_of_jobs(scene: Scene, person: Person) -> None:
+def test_ends_of_jobs(scene: Scene, person: Person, edl_store: str) -> None:
     """A job's exit code and output are those of the command that waits for it; what failed is explained afterwards."""
-    scene.operator("--store", f"kubernetes://{scene.namespace}")
+    scene.operator("--store", edl_store)
     (person.folder / "steps.py").write_text(STEPS)
     (person.folder / "faulty.py").write_text(FAULTY)
     waiting, path = person.start(*SUBMIT, "--name", "long", "--env", "STEPS=100000", "--wait", "steps.py")
@@ -100,7 +100,7 @@ def test_ends_of_jobs(scene: Scene, person: Person) -> None:
     assert person.jobs()["long"]["phase"] in ("Pending", "Running"), "Ctrl-C ends the command, not the job"
 
 
-def test_without_operator(scene: Scene, person: Person) -> None:
+def test_without_operator(scene: Scene, person: Person, edl_store: str) -> None:
     cluster, namespace = scene.cluster, scene.namespace
     (person.folder / "steps.py").write_text(STEPS)
     said = person.run(*SUBMIT, "--name", "lonely", "--wait", "--timeout", "18", "steps.py", code=124)

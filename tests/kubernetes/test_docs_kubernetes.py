@@ -25,11 +25,11 @@ def test_installation_is_the_tested_one() -> None:
     assert installing[0].strip() in (ROOT / "docs/kubernetes-operators.md").read_text()
 
 
-def test_page_is_true(scene: Scene, tmp_path: Path) -> None:
+def test_page_is_true(scene: Scene, tmp_path: Path, edl_store: str) -> None:
     pytest.importorskip("torch", reason="the page's student needs torch")
     pytest.importorskip("sklearn", reason="the page's student needs scikit-learn")
     cluster, namespace = scene.cluster, scene.namespace
-    scene.operator("--store", f"kubernetes://{namespace}")
+    scene.operator("--store", edl_store)
     in_image = tmp_path / "image"
     in_image.mkdir()
     template = scene.pod_template(memory="1Gi", reads=[in_image])

@@ -8,6 +8,7 @@ import webbrowser
 from collections.abc import Sequence
 
 from edl.cli._changes import printable
+from edl.cli._store_option import add_store_option
 from edl.dashboard.state.reader import shown_url
 from edl.end_signals import collect_signals
 from edl.kube.settings import KubeSettings
@@ -87,13 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--job", metavar="JOB", help="show only this job")
-    add(
-        "--store",
-        metavar="URL",
-        help="sqlite:///path, consul://host:port, etcd://host:port, kubernetes://namespace, edl://host:port (default: "
-        "EDL_DISCOVERY, or your file)",
-    )
-    add("--discovery", metavar="URL", help="where teachers register (default: the same URL)")
+    add_store_option(parser)
+    add("--discovery", metavar="URL", help="where teachers register, if not in --store")
     add(
         "--kube",
         action="append",

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 
 from edl.cli._changes import printable
+from edl.cli._store_option import add_store_option
 from edl.end_signals import collect_signals
 from edl.errors import SettingsError
 from edl.log_output import log_to_stderr
@@ -29,8 +30,8 @@ go and die by changing that URL. Nothing is generated."""
 _EXAMPLES = """\
 examples:
   edl proxy qwen --port 9000                        then teacher_model_server_url="http://localhost:9000" in TRL
-  edl proxy qwen --discovery consul://10.0.0.7:8500 --top-k 100 --tokenizer ./student
-  edl proxy 10.0.0.9:8001,10.0.0.10:8001 --model qwen       teachers without discovery
+  edl proxy qwen --store consul://10.0.0.7:8500 --top-k 100 --tokenizer ./student
+  edl proxy 10.0.0.9:8001,10.0.0.10:8001 --model qwen       teachers without a store
   edl proxy qwen --host 0.0.0.0 --token-file tokens --tls-cert cert.pem --tls-key key.pem
   curl -s localhost:9000/v1/completions -H 'Content-Type: application/json' \\
        -d '{"prompt": [[3, 1, 4, 1, 5]], "max_tokens": 1, "prompt_logprobs": 5}'
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
     settings = ProxySettings(
         service=options.service,
-        discovery=options.discovery,
+        discovery=options.store,
         model=options.model,
         host=options.host,
         port=options.port,
@@ -91,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("service", metavar="SERVICE", help="the teachers' service, or host:port of teachers, separated by commas")
-    add("--discovery", metavar="URL", help="where teachers register (default: EDL_DISCOVERY, or your file)")
+    add_store_option(parser, "where teachers register", alias=True)
     add("--model", metavar="NAME", default="", help="the name that clients ask for (default: SERVICE)")
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
     add("--port", type=int, default=9000, help="0 for a free port (default: 9000)")

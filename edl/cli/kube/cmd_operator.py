@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         "--store",
         metavar="URL",
         default="",
-        help="discovery of resources that name none: consul://host:port, etcd://host:port, kubernetes://NAMESPACE",
+        help="store of resources that name none: edl://host:port, consul://host:port or etcd://host:port",
     )
     add(
         "--allow-store",

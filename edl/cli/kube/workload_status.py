@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -38,6 +38,9 @@ _EVERY_S: Final = 2.0
 """Between two looks of `--watch`: three requests each."""
 _STORE_S: Final = 3.0
 """For the store of a job to answer: it may be one that only pods reach."""
+
+_SERVICE: Final = re.compile(r"edl://([a-z0-9-]+)\.([a-z0-9-]+)(?:\.[a-z0-9.-]+)?:(\d+)")
+"""URL of a store behind a service of the cluster, as the chart has it, of letters that are safe in a command."""
 
 StoreLook = tuple[Summary | None, JobStatus]
 
@@ -120,7 +123,7 @@ class WorkloadStatus:
         place = f"what its agents report is in {shown_url(url)}"
         try:
             if self._store is None:
-                self._store = self._open_store(url, item.namespace)
+                self._store = self._open_store(url)
         except EDLError as exc:
             return None, f"{place}: {shown(exc)}"
         try:
@@ -130,12 +133,11 @@ class WorkloadStatus:
         except EDLError as exc:
             return None, f"{place}, which does not answer from here: {shown(exc)}"
 
-    def _open_store(self, url: str, namespace: str) -> Store:
+    def _open_store(self, url: str) -> Store:
         """Open a job's store.
 
-        Who writes a job names a host for whoever looks at it: only where the user named the same does it get what
-        belongs to the user, as is a token or a file. What is in the cluster is read from the cluster that is looked
-        at, and nothing is changed there.
+        The author of a job chooses its store, and would otherwise get the token or a file of anyone who looks at the
+        job. So only a store that the user named is opened.
 
         Raises:
             SettingsError: the store is not opened from here, and what to do.
@@ -143,19 +145,12 @@ class WorkloadStatus:
         """
         if url in (self._store_url, DiscoverySettings.of().url):
             return open_store(url, timeout_s=_STORE_S)
-        parts = urlsplit(url)
-        if parts.scheme != "kubernetes":
-            raise SettingsError("nobody here named that store: if it is to be asked, say --store and its URL")
-        from edl.discovery.kubernetes.store import KubernetesStore
-        from edl.discovery.kubernetes.target import KubernetesTarget
-
-        target = KubernetesTarget.of(parts, _STORE_S)
-        if parts.query:
-            raise SettingsError("a kubeconfig or context of somebody else's machine: say --store and a URL of your own")
-        settings = replace(
-            self._client.settings, namespace=target.settings.namespace or namespace, timeout_s=target.settings.timeout_s
-        )
-        return KubernetesStore(KubernetesTarget(settings), reaps=False)
+        message = "refusing a store you did not name; pass --store"
+        if found := _SERVICE.fullmatch(url):
+            service, namespace, port = found.groups()
+            forward = f"kubectl port-forward -n {namespace} service/{service} {port}"
+            message += f" edl://localhost:{port} while `{forward}` runs"
+        raise SettingsError(message)
 
     def __enter__(self) -> WorkloadStatus:
         return self

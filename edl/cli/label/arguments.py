@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--discovery",
         metavar="URL",
-        help="sqlite:///path, consul://host:port, etcd://host:port or kubernetes://namespace, with --service",
+        help="where the teachers of --service register, if not in --store",
     )
     add("--model", default="", metavar="NAME", help="of several models that they serve, this one")
     add("--model-version", default="", metavar="V", help="labels of this version of it only (default: the newest)")
@@ -103,8 +103,8 @@ def _add_job(found: argparse.ArgumentParser) -> None:
     add(
         "--store",
         metavar="URL",
-        help="where they meet: sqlite:///path (of one machine), consul://host:port, etcd://host:port, "
-        "kubernetes://namespace (default: EDL_DISCOVERY, or your file)",
+        help="where teachers and the run's processes meet: sqlite:///path (of one machine), edl://host:port, "
+        "consul://host:port or etcd://host:port (default: EDL_DISCOVERY, or your file)",
     )
     add("--shard", type=int, metavar="ROWS", help="rows that a worker takes at a time; the first worker's (32 to 1024)")
     add(
@@ -169,7 +169,7 @@ def check_job(options: argparse.Namespace) -> None:
     if options.job is not None and options.relabel:
         raise SettingsError("--relabel does not go with --job: name an --output folder without labels")
     if options.job is None:
-        alone = {"--store": options.store, "--shard": options.shard, "--host": options.host}
+        alone = {"--shard": options.shard, "--host": options.host}
         given = [name for name, value in alone.items() if value] + ["--retry-poisoned"] * options.retry_poisoned
         given += ["--no-data-check"] * options.no_data_check
         if given:
@@ -180,7 +180,7 @@ def _teachers(options: argparse.Namespace) -> Teachers:
     if options.service and options.teachers:
         raise SettingsError("--service and --teachers exclude each other")
     if options.service:
-        return Teachers(options.service, discovery=options.discovery, model=options.model)
+        return Teachers(options.service, discovery=options.discovery or options.store, model=options.model)
     if options.teachers:
         return Teachers(endpoints=tuple(_names(options.teachers)), model=options.model)
     found = teachers_from_env(optional=True)

@@ -14,7 +14,7 @@ from edl.background import BackgroundLoop
 from edl.collective.checkpoint.memory.replica_slots import ReplicaFolder
 from edl.collective.checkpoint.memory.slots import HEADER_NBYTES, SlotHeader, SlotPair, find_slots
 from edl.collective.replica.protocol import GO_ON, HANDSHAKE_S, PRESENT, AuthenticatedConnection, ReplicaAnnouncement
-from edl.discovery.served.listening import open_listener
+from edl.discovery.served.addresses import open_listener
 from edl.errors import EDLError
 
 if TYPE_CHECKING:

@@ -166,8 +166,7 @@ class StateReader:
         if self._store is None:
             self._store = open_store(self._url, timeout_s=_TIMEOUT_S, credentials=self._credentials)
         if self._services is None:
-            if urlsplit(self._registry_url).scheme != "edl":  # an agent of `edl run` serves no registry
-                self._registry = open_registry(self._registry_url, timeout_s=_TIMEOUT_S)
+            self._registry = open_registry(self._registry_url, timeout_s=_TIMEOUT_S, credentials=self._credentials)
             self._jobs = JobReader(self._store, self._job)
             self._services = ServiceReader(self._store, self._registry)
 

@@ -30,10 +30,10 @@ class ServiceReader:
 
     Args:
         store: with the load; stays the caller's to close.
-        registry: with the teachers; None where the Store's URL has none (`edl://`).
+        registry: with the teachers; stays the caller's to close.
     """
 
-    def __init__(self, store: Store, registry: Registry | None) -> None:
+    def __init__(self, store: Store, registry: Registry) -> None:
         self._store = store
         self._registry = registry
 
@@ -48,9 +48,7 @@ class ServiceReader:
         """
         wanted = read_all_wanted(self._store)
         loads = read_services(self._store)
-        snapshots: dict[str, Snapshot] = {}
-        if self._registry is not None:
-            snapshots = {name: self._registry.snapshot(name) for name in self._registry.services()}
+        snapshots = {name: self._registry.snapshot(name) for name in self._registry.services()}
         unreadable = [
             UnreadableRecord(f"{service}/{bad.id}", bad.reason)
             for service, snapshot in snapshots.items()

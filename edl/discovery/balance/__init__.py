@@ -1,8 +1,4 @@
-"""Which teachers a student talks to: computed by `assignment`, agreed on by students in a `group`.
-
-`assignment`, `fair_loads`, `fewest_moves` and `rules` are pure; `group` and `member` read and write the store.
-What does not belong here: connections to teachers.
-"""
+"""Which teachers a student talks to: `assignment` and `fewest_moves` compute it, students agree on it in a `group`."""
 
 from __future__ import annotations
 

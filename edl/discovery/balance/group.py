@@ -1,28 +1,278 @@
-"""Students that watch the same service agree, through a store, on who talks to which teachers."""
+"""Students that watch the same service agree, through a store, on who talks to which teachers.
+
+They elect a leader, which computes `balance` and writes everybody's links. Keys in the store, below `balance/SERVICE/`:
+
+- `students/STUDENT`, under the student's lease: `{"limit": n}`, the most teachers it talks to.
+- `links/STUDENT`, written by the leader: `{"teachers": [id, ...]}`. A student whose limit all teachers fit within has
+  no links: it talks to all of them.
+
+`choose_teachers`, `choose_lapsed` and `plan_links` decide and are pure; `BalanceGroup` is what a student watches,
+`GroupMember` its thread.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import threading
 import time
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+from urllib.parse import quote, unquote
 
 from typing_extensions import override
 
-from edl.discovery.balance.assignment import DEFAULT_FAN_OUT
-from edl.discovery.balance.member import GroupMember
-from edl.discovery.balance.rules import GroupKeys, TeacherChoice, choose_lapsed, choose_teachers, unpack_links
-from edl.discovery.common.resource import Resource
+from edl.background import BackgroundLoop
+from edl.discovery.balance.assignment import DEFAULT_FAN_OUT, balance
 from edl.discovery.records import check_ttl
-from edl.discovery.registry import Registry, Snapshot, Watch
-from edl.discovery.store import Store, StoreSnapshot
-from edl.errors import SettingsError
+from edl.discovery.registry import Instance, Registry, Snapshot, Watch
+from edl.discovery.resource import Resource
+from edl.discovery.store import MAX_VALUE_BYTES, Election, Entry, Lease, Store, StoreSnapshot, StoreWatch
+from edl.errors import ClosedError, ConflictError, DiscoveryError, LeaseLostError, SettingsError
+from edl.quoting import shown
 
-__all__ = ["BalanceGroup"]
+__all__ = [
+    "BalanceGroup",
+    "GroupKeys",
+    "GroupMember",
+    "LinkPlan",
+    "TeacherChoice",
+    "choose_lapsed",
+    "choose_teachers",
+    "pack_limit",
+    "pack_links",
+    "plan_links",
+    "unpack_limit",
+    "unpack_links",
+]
 
-LOOK_S = 0.1
+log = logging.getLogger("edl.discovery")
+
+MAX_ID_BYTES: Final = 100
+"""Of a student's id: three times as long once its characters are escaped, it fits into a key of 512 characters."""
+LOOK_S: Final = 0.1
 """How often a waiting member looks whether its links changed; a look is a glance into memory."""
-PATIENCE_S = 1.0
+PATIENCE_S: Final = 1.0
 """How long a new member waits for its first links rather than start with teachers that it may have to leave at once."""
+STEP_S: Final = 0.1
+"""How often to look whether anything changed: glances into memory, nothing is asked of the store."""
+RETRY_S: Final = 1.0
+"""Wait after the store did not answer: students choose for themselves meanwhile, so nothing is urgent."""
+REMEMBERED: Final = 1000
+"""How many students that left a leader remembers the teachers of: some 100 kB, and more than restart at one time."""
+
+
+@dataclass(frozen=True)
+class GroupKeys:
+    """The keys of a service's group."""
+
+    service: str
+
+    @property
+    def election(self) -> str:
+        """Name of the leader's election."""
+        return f"balance/{self.service}"
+
+    @property
+    def students(self) -> str:
+        """Prefix of the keys under which students list themselves."""
+        return f"balance/{self.service}/students/"
+
+    @property
+    def links(self) -> str:
+        """Prefix of the keys of links."""
+        return f"balance/{self.service}/links/"
+
+    def student(self, student: str) -> str:
+        """Return the key under which a student lists itself."""
+        return self.students + _part(student)
+
+    def links_of(self, student: str) -> str:
+        """Return the key of a student's links."""
+        return self.links + _part(student)
+
+    def student_in(self, key: str) -> str:
+        """Return the student that a key below `students` or `links` belongs to.
+
+        Raises:
+            ValueError: it belongs to no student.
+        """
+        student = unquote(key.rpartition("/")[2])
+        if key not in (self.student(student), self.links_of(student)):
+            raise ValueError("it is not the key of a student")
+        return student
+
+
+def _part(student: str) -> str:
+    """Return `student` as a part of a key, whatever characters it has."""
+    if not isinstance(student, str) or not 0 < len(student.encode(errors="replace")) <= MAX_ID_BYTES:
+        raise SettingsError(f"student_id={student!r:.200}: must be text of 1 to {MAX_ID_BYTES} bytes")
+    try:
+        return quote(student, safe="").replace(".", "%2E")
+    except UnicodeEncodeError as exc:
+        raise SettingsError(f"student_id={student!a}: cannot be written as UTF-8") from exc
+
+
+def pack_limit(limit: int) -> bytes:
+    """Return the value of a student's key."""
+    return json.dumps({"limit": limit}).encode()
+
+
+def unpack_limit(value: bytes) -> int:
+    """Return the limit in a student's key; ValueError if the value makes no sense."""
+    limit = _field(value, "limit")
+    if type(limit) is not int or limit < 1:
+        raise ValueError(f"limit {limit!r:.80} is not a whole number above 0")
+    return limit
+
+
+def pack_links(teachers: Iterable[str]) -> bytes:
+    """Return the value of a student's links."""
+    return json.dumps({"teachers": sorted(teachers)}, separators=(",", ":")).encode()
+
+
+def unpack_links(value: bytes) -> frozenset[str]:
+    """Return the teachers in a student's links; ValueError if the value makes no sense."""
+    teachers = _field(value, "teachers")
+    if not isinstance(teachers, list) or not all(isinstance(teacher, str) for teacher in teachers):
+        raise ValueError(f"teachers {teachers!r:.80} is not a list of ids")
+    return frozenset(teachers)
+
+
+def _field(value: bytes, name: str) -> Any:
+    try:
+        fields = json.loads(value)
+    except RecursionError as exc:
+        raise ValueError("nested too deeply") from exc
+    if not isinstance(fields, dict) or name not in fields:
+        raise ValueError(f"{value!r:.80} has no field {name!r}")
+    return fields[name]
+
+
+# --- What a student decides ---
+
+
+@dataclass(frozen=True)
+class TeacherChoice:
+    """The teachers that a student talks to.
+
+    Attributes:
+        ids: Their ids.
+        coordinated: Whether the whole group agreed on this; otherwise it is the best that the student can do alone.
+    """
+
+    ids: frozenset[str]
+    coordinated: bool
+
+
+def choose_teachers(
+    student: str, limit: int, ready: Collection[Instance], links: frozenset[str] | None, last: Collection[str]
+) -> TeacherChoice:
+    """Decide which of the teachers that are `ready` a student talks to: at least one, if any is ready.
+
+    Args:
+        student: Its name.
+        limit: The most teachers it may talk to.
+        ready: The teachers that take work.
+        links: The teachers that the leader gave it; None if unknown or possibly out of date.
+        last: Ids of the teachers that it talked to until now.
+    """
+    ids = frozenset(teacher.id for teacher in ready)
+    if len(ids) <= limit:
+        return TeacherChoice(ids, coordinated=True)
+    if links is not None and ids & links:
+        return TeacherChoice(ids & links, coordinated=True)
+    # Without an answer: keep what there is, and add what differs from student to student, so that they spread. With
+    # rendezvous hashing, a change of the teachers changes few choices.
+    return TeacherChoice(frozenset(_ranked(student, ids, last)[:limit]), coordinated=False)
+
+
+def choose_lapsed(
+    student: str, room: int, lapsed: Iterable[Instance], links: frozenset[str] | None, last: Collection[str]
+) -> frozenset[str]:
+    """Decide which lapsed teachers a student tries: `room` of them at most, which ready teachers leave."""
+    ranked = _ranked(student, (teacher.id for teacher in lapsed), last)
+    ranked.sort(key=lambda name: links is not None and name not in links)
+    return frozenset(ranked[: max(room, 0)])
+
+
+def _ranked(student: str, ids: Iterable[str], last: Collection[str]) -> list[str]:
+    """Return `last` first, then the others in an order of this student's own."""
+    ranks = {name: (name not in last, hashlib.blake2b(f"{student}\0{name}".encode()).digest()) for name in ids}
+    return sorted(ranks, key=ranks.__getitem__)
+
+
+# --- What the leader decides ---
+
+
+@dataclass(frozen=True)
+class LinkPlan:
+    """Changes that the leader is to make.
+
+    Attributes:
+        links: The teachers of every student.
+        writes: New values by key.
+        deletes: Keys of links that no student needs.
+        refused: Entries of the store that make no sense, by key, with the reason. Such a student gets no links.
+    """
+
+    links: Mapping[str, tuple[str, ...]]
+    writes: Mapping[str, bytes]
+    deletes: tuple[str, ...]
+    refused: Mapping[str, str]
+
+
+def plan_links(
+    keys: GroupKeys,
+    ready: Collection[Instance],
+    students: Iterable[Entry],
+    stored: Iterable[Entry],
+    remembered: Mapping[str, tuple[str, ...]],
+) -> LinkPlan:
+    """Balance, and compare with what is in the store.
+
+    Args:
+        keys: Of the group.
+        ready: The teachers that take work.
+        students: All entries below `keys.students`.
+        stored: All entries below `keys.links`.
+        remembered: Links planned last, for students that have none in the store: they talk to all, or were gone.
+    """
+    limits: dict[str, int] = {}
+    present: dict[str, bytes] = {}
+    previous: dict[str, Collection[str]] = dict(remembered)
+    refused: dict[str, str] = {}
+    for entry in students:
+        try:
+            limits[keys.student_in(entry.key)] = unpack_limit(entry.value)
+        except ValueError as exc:
+            refused[entry.key] = str(exc)
+    for entry in stored:
+        present[entry.key] = entry.value
+        try:
+            previous[keys.student_in(entry.key)] = unpack_links(entry.value)
+        except ValueError as exc:
+            refused[entry.key] = str(exc)
+    most = max(limits.values(), default=1)
+    links = balance({teacher.id: teacher.capacity for teacher in ready}, dict(limits), previous, most)
+    writes: dict[str, bytes] = {}
+    for student, teachers in links.items():
+        value = pack_links(teachers)
+        if len(value) > MAX_VALUE_BYTES:
+            refused[keys.links_of(student)] = f"{len(teachers)} teachers do not fit into one value of the store"
+        elif len(ready) > limits[student]:
+            writes[keys.links_of(student)] = value
+    return LinkPlan(
+        links=links,
+        writes={key: value for key, value in writes.items() if present.get(key) != value},
+        deletes=tuple(sorted(present.keys() - writes.keys())),
+        refused=refused,
+    )
+
+
+# --- The group ---
 
 
 class BalanceGroup(Resource, Watch):
@@ -160,3 +410,167 @@ class BalanceGroup(Resource, Watch):
         why = f"students cannot agree on their teachers: {reason}" if reason else "students have not agreed yet"
         stale = f"{why}; this one goes on with {len(choice.ids)} of its own choice"
         return "; ".join(filter(None, [self._seen.stale, stale]))
+
+
+class GroupMember(Resource):
+    """Keeps a student in its group with a background thread. Everything it opens, it closes."""
+
+    def __init__(self, registry: Registry, store: Store, service: str, student: str, limit: int, ttl_s: float) -> None:
+        super().__init__()
+        self._store = store
+        self._keys = GroupKeys(service)
+        self._student = student
+        self._limit = limit
+        self._ttl_s = ttl_s
+        self._error = ""
+        self._over = ""
+        self._links: StoreWatch | None = None
+        self._lease: Lease | None = None
+        self._listed = False
+        self._election: Election | None = None
+        self._leader = _Leader(registry, store, self._keys, self._ttl_s)
+        self._own(BackgroundLoop("edl-balance", self._step))
+
+    @property
+    def error(self) -> str:
+        """Why this student cannot take part just now; empty while all is well."""
+        return self._error
+
+    @property
+    def over(self) -> str:
+        """Why this student will never take part again (the store was closed); empty otherwise."""
+        return self._over
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this student decides for the group."""
+        return self._election is not None and self._election.is_leader and not self._closed
+
+    @property
+    def reads_links(self) -> bool:
+        """Whether the store has been asked for this student's links."""
+        return self._links is not None
+
+    def take_links(self) -> StoreSnapshot | None:
+        """Return what the store says of this student's links, None if that is nothing new. Does not wait."""
+        return None if self._links is None else self._links.get(0)
+
+    def _step(self) -> float | None:
+        try:
+            self._take_part()
+        except (ConflictError, DiscoveryError, LeaseLostError) as exc:
+            if not self._error:
+                log.warning("student %s cannot take part in %s: %s", self._student, self._keys.election, exc)
+            self._error = str(exc)
+            return RETRY_S
+        except ClosedError as exc:
+            self._over = self._error = str(exc)
+            return None
+        if self._error:
+            log.info("student %s takes part in %s again", self._student, self._keys.election)
+            self._error = ""
+        return STEP_S
+
+    def _take_part(self) -> None:
+        if self._links is None:
+            self._links = self._store.watch(self._keys.links_of(self._student))
+        if self._lease is None or self._lease.lost:
+            self._listed = False
+            if self._lease is not None:
+                self._lease.close()
+            self._lease = self._store.lease(self._ttl_s)
+        if not self._listed:
+            self._store.put(self._keys.student(self._student), pack_limit(self._limit), self._lease)
+            self._listed = True
+        if self._election is None:
+            self._election = self._store.elect(self._keys.election, self._student.encode(), self._ttl_s)
+        if self.is_leader:
+            self._leader.lead(lambda: self.is_leader)
+        else:
+            self._leader.rest()
+
+    def _release(self) -> None:
+        self._leader.rest()
+        for part in (self._election, self._links):
+            if part is not None:
+                part.close()
+        if self._lease is None:
+            return
+        self._lease.close()
+        try:
+            self._store.delete(self._keys.links_of(self._student))
+        except (ClosedError, DiscoveryError) as exc:
+            log.debug("the links of student %s are left to the next leader to delete: %s", self._student, exc)
+
+
+class _Leader:
+    """Follows teachers and students, and keeps all links in the store in balance."""
+
+    def __init__(self, registry: Registry, store: Store, keys: GroupKeys, ttl_s: float) -> None:
+        self._registry = registry
+        self._store = store
+        self._keys = keys
+        self._ttl_s = ttl_s
+        self._teachers: Watch | None = None
+        self._students: StoreWatch | None = None
+        self.rest()
+
+    def rest(self) -> None:
+        """Follow nothing, and forget everything."""
+        for watch in (self._teachers, self._students):
+            if watch is not None:
+                watch.close()
+        self._teachers = self._students = None
+        self._ready: Snapshot | None = None
+        self._listed: StoreSnapshot | None = None
+        self._balanced: tuple[Snapshot, StoreSnapshot] | None = None
+        self._check_at = 0.0
+        self._planned: Mapping[str, tuple[str, ...]] = {}
+        self._refused: Mapping[str, str] = {}
+
+    def lead(self, still: Callable[[], bool]) -> None:
+        """Balance if anything changed, and once per `ttl_s` in any case: a former leader may have written late."""
+        if self._teachers is None:
+            self._teachers = self._registry.watch(self._keys.service)
+        if self._students is None:
+            self._students = self._store.watch(self._keys.students)
+        self._ready = self._teachers.get(0) or self._ready
+        self._listed = self._students.get(0) or self._listed
+        if self._ready is None or self._listed is None or self._ready.stale or self._listed.stale:
+            return
+        seen = self._ready, self._listed
+        if seen == self._balanced and time.monotonic() < self._check_at:
+            return
+        stored = self._store.list(self._keys.links)
+        ready = [teacher for teacher in self._ready.instances if teacher.state == "ready"]
+        todo = plan_links(self._keys, ready, self._listed.entries.values(), stored, self._planned)
+        self._report(todo.refused)
+        if self._carry_out(todo, stored, still):
+            self._balanced = seen
+            self._remember(todo.links)
+            self._check_at = time.monotonic() + self._ttl_s
+
+    def _remember(self, links: Mapping[str, tuple[str, ...]]) -> None:
+        """Keep what was planned, and what departed students had: a student whose lease lapses may be back soon."""
+        gone = [(student, teachers) for student, teachers in self._planned.items() if student not in links]
+        self._planned = dict(gone[-REMEMBERED:]) | dict(links)
+
+    def _carry_out(self, todo: LinkPlan, stored: list[Entry], still: Callable[[], bool]) -> bool:
+        """Write what changes; return False if another student wrote or leads by now, and it has to be thought over."""
+        versions = {entry.key: entry.version for entry in stored}
+        for key in (*todo.writes, *todo.deletes):
+            if not still():
+                return False
+            if key in todo.writes:
+                done = self._store.compare_and_set(key, todo.writes[key], versions.get(key)) is not None
+            else:
+                done = self._store.delete(key, versions[key])
+            if not done:
+                return False
+        return True
+
+    def _report(self, refused: Mapping[str, str]) -> None:
+        for key, reason in refused.items():
+            if self._refused.get(key) != reason:
+                log.warning("%s is left out of the balance: %s", shown(key), shown(reason))
+        self._refused = refused

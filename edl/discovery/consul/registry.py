@@ -1,30 +1,27 @@
-"""The registry on Consul: an ordinary service with a TTL check per instance, to be seen in Consul's UI and DNS."""
+"""The registry on Consul: an ordinary service with a TTL check per instance, so that Consul's UI and DNS show it."""
 
 from __future__ import annotations
 
 import re
 import secrets
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, ClassVar, Final
 
 from typing_extensions import override
 
-from edl.discovery.common.renewal import InstanceClaim, RenewedRegistration
-from edl.discovery.common.resource import Resource
-from edl.discovery.common.service_view import build_snapshot
-from edl.discovery.common.service_watch import BlockingServiceWatch
-from edl.discovery.consul.client import ConsulClient, ConsulService
-from edl.discovery.consul.target import ConsulTarget
-from edl.discovery.records import RESERVED_META, check_service, check_ttl, is_service, parsed, validated
-from edl.discovery.registry import Instance, Registration, Registry, Rejected, Snapshot, Watch
+from edl.discovery.consul.client import ConsulClient, ConsulService, ConsulTarget
+from edl.discovery.consul.store import LEASE_SERVICE
+from edl.discovery.records import RESERVED_META, Instance, Rejected, Snapshot, is_service, parsed
+from edl.discovery.registry import InstanceClaim, Registry, ServiceWatch, Watch, build_snapshot
+from edl.discovery.watching import Follower, query_wait_s
 from edl.errors import DiscoveryError
 
-__all__ = ["LEASE_SERVICE", "ConsulRegistry"]
+__all__ = ["ConsulRegistry"]
 
-LEASE_SERVICE = "edl-lease"
-_NOT_OURS = frozenset({"consul", LEASE_SERVICE})
+_NOT_OURS: Final = frozenset({"consul", LEASE_SERVICE})
 
 
-class ConsulRegistry(Resource, Registry):
+class ConsulRegistry(Registry):
     """See `Registry`. Services that others registered in Consul are seen as well, as far as they make sense."""
 
     def __init__(self, target: ConsulTarget) -> None:
@@ -36,32 +33,21 @@ class ConsulRegistry(Resource, Registry):
         return f"ConsulRegistry({self._target})"
 
     @override
-    def register(self, instance: Instance, ttl_s: float = 10.0) -> Registration:
-        self._check()
-        instance, ttl_s = validated(instance), check_ttl(ttl_s)
-        claim = _ServiceClaim(self._target, instance, ttl_s)
-        try:
-            return self._own(RenewedRegistration(claim, instance, ttl_s))
-        except BaseException:
-            claim.client.close()
-            raise
+    def _claim(self, instance: Instance, ttl_s: float) -> InstanceClaim:
+        return _ServiceClaim(self._target, instance, ttl_s)
 
     @override
-    def snapshot(self, service: str) -> Snapshot:
-        self._check()
-        return _snapshot(check_service(service), self._client.instances(service)[1])
+    def _read(self, service: str) -> Snapshot:
+        return _snapshot(service, self._client.instances(service)[1])
 
     @override
-    def services(self) -> tuple[str, ...]:
-        self._check()
-        names = sorted(filter(is_service, set(self._client.service_names()) - _NOT_OURS))
-        snapshots = (_snapshot(name, self._client.instances(name)[1]) for name in names)
-        return tuple(snapshot.service for snapshot in snapshots if snapshot.instances or snapshot.lapsed)
+    def _names(self) -> Iterable[str]:
+        names = filter(is_service, set(self._client.service_names()) - _NOT_OURS)
+        return [found.service for found in map(self._read, names) if found.instances or found.lapsed]
 
     @override
-    def watch(self, service: str) -> Watch:
-        self._check()
-        return self._own(_ServiceWatch(self._target, check_service(service)))
+    def _follow(self, service: str) -> Watch:
+        return ServiceWatch(service, _ServiceFollower(self._target, service), lambda found: _snapshot(service, found))
 
 
 class _ServiceClaim(InstanceClaim):
@@ -73,6 +59,7 @@ class _ServiceClaim(InstanceClaim):
         readable = re.sub(r"[^A-Za-z0-9._-]+", "-", instance.id)[:64]
         self._service_id = f"{instance.service}-{readable}-{secrets.token_hex(4)}"
 
+    @override
     def announce(self, instance: Instance) -> None:
         # An agent that cannot reach its servers would accept this, and nobody would hear of it.
         if not self.client.has_leader():
@@ -93,9 +80,11 @@ class _ServiceClaim(InstanceClaim):
             },
         )
 
+    @override
     def renew(self) -> bool:
         return self.client.renew_service(self._service_id)
 
+    @override
     def withdraw(self) -> None:
         try:
             self.client.deregister_service(self._service_id)
@@ -103,15 +92,25 @@ class _ServiceClaim(InstanceClaim):
             self.client.close()
 
 
-class _ServiceWatch(BlockingServiceWatch):
+class _ServiceFollower(Follower["list[ConsulService]"]):
+    pause_s: ClassVar[float] = 0.05
+
     def __init__(self, target: ConsulTarget, service: str) -> None:
-        client = ConsulClient(target)
+        self._client = ConsulClient(target)
+        self._service = service
+        self._index: int | None = None
 
-        def query(index: int | None, wait_s: float) -> tuple[int, Snapshot]:
-            index, entries = client.instances(service, index, wait_s)
-            return index, _snapshot(service, entries)
+    @override
+    def next(self, wait_s: float | None) -> list[ConsulService]:
+        known, self._index = self._index, None
+        index, found = self._client.instances(self._service, known, query_wait_s(wait_s))
+        if known is None or index >= known:  # as for keys
+            self._index = max(1, index)
+        return found
 
-        super().__init__(service, client, query)
+    @override
+    def close(self) -> None:
+        self._client.close()
 
 
 def _snapshot(service: str, found: list[ConsulService]) -> Snapshot:

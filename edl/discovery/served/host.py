@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from edl.background import BackgroundLoop
-from edl.discovery.common.resource import Resource
-from edl.discovery.served.listening import ListenAddress, PortTakenError
+from edl.discovery.resource import Resource
+from edl.discovery.served.addresses import ListenAddress, PortTakenError
 from edl.discovery.served.server import StoreServer
 from edl.errors import DiscoveryError, SettingsError
 from edl.protocol.tls.credentials import CredentialFiles
@@ -39,14 +39,14 @@ _HAND_OVER_S: Final = 10.0
 class StoreHost(Resource):
     """Serves the store of a port of this host while no other process does; takes over where that process ended.
 
-    The store's file lies in this host's memory, and so outlives the process that serves it, but not the host. A lock
-    says who serves; the kernel lets go of it with the process. Clients find the next server at the same port, and their
-    leases as they were.
+    The store's file lies in this host's memory, so it outlives the process that serves it, but not the host. The
+    process that serves holds a lock, which the kernel releases with the process. Clients find the next server at the
+    same port, and their leases as they were.
 
     Args:
-        address: where to listen; the port names the store on this host.
-        files: certificates and tokens, None for neither.
-        began: called when this process begins to serve.
+        address: Where to listen; the port names the store on this host.
+        files: Certificates and tokens; None for neither.
+        began: Called when this process begins to serve.
 
     Raises:
         SettingsError: this host cannot serve there at all.
@@ -162,7 +162,7 @@ class StoreHost(Resource):
     def _hand_over(self, server: StoreServer) -> bool:
         """Let another process of this host go on. Return False if none does, and this process has to."""
         self._waiting.release()
-        if self._waiting.take(fcntl.LOCK_EX):  # nobody else waits
+        if self._waiting.take(fcntl.LOCK_EX):  # no other process waits
             self._waiting.release()
             return False
         server.close()
@@ -195,7 +195,7 @@ class StoreHost(Resource):
 
 
 class _Lock:
-    """A lock on a file, which the kernel lets go of when this process ends. The file may be removed by who has it."""
+    """A lock on a file, which the kernel releases when this process ends. Its holder may remove the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,8 @@
-"""The serving side of a Store: a gRPC server with an event loop in a thread of its own."""
+"""The serving side of a store: a gRPC server over a SQLite file, with an event loop in a thread of its own.
+
+All calls are answered in the loop's thread, and none waits inside a transaction. No other process writes the file
+meanwhile, so what changes is pushed to watches at once.
+"""
 
 from __future__ import annotations
 
@@ -6,55 +10,332 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import socket
+import sqlite3
 import threading
 import time
-from typing import Final
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
 
 from edl.background import BackgroundLoop
-from edl.discovery.common.resource import Resource
-from edl.discovery.served.listening import ListenAddress, PortTakenError
-from edl.discovery.served.servicer import StoreLimits, StoreServicer
-from edl.discovery.sqlite.entries import live_entries
+from edl.discovery.records import check_ttl
+from edl.discovery.resource import Resource
+from edl.discovery.served.addresses import ListenAddress, PortTakenError
+from edl.discovery.served.store import FORMAT, SERVICE
 from edl.discovery.sqlite.file import SqliteFile
-from edl.discovery.sqlite.leases import first_expiry
-from edl.errors import DiscoveryError, SettingsError
+from edl.discovery.sqlite.tables import (
+    delete_entry,
+    first_expiry,
+    grant,
+    prolong,
+    read_entries,
+    read_entry,
+    renew,
+    renew_all,
+    revoke,
+    write_entry,
+)
+from edl.discovery.store import check_key, check_prefix, check_value
+from edl.errors import ConflictError, DiscoveryError, LeaseLostError, SettingsError
+from edl.protocol import store as messages
 from edl.protocol.channel import listen
 from edl.protocol.tls.credentials import CredentialFiles
 from edl.protocol.token_check import token_checks
 from edl.protocol.transport import grpc
 
-__all__ = ["StoreServer"]
+__all__ = ["StoreLimits", "StoreServer", "StoreServicer"]
 
 logger = logging.getLogger(__name__)
 
 _START_S: Final = 10.0
-"""How long it may take to listen: milliseconds, and seconds on a machine that swaps."""
+"""How long it may take to listen: milliseconds, or seconds on a machine that swaps."""
 _STOP_S: Final = 0.2
-"""What calls under way get to end. Watches do not end by themselves, and clients ask again elsewhere."""
+"""How long calls under way may take to end. Watches do not end by themselves, and clients ask again elsewhere."""
 _RETURN_S: Final = 3.0
-"""How long clients of the server before, which is no more, may take to connect: three times their longest pause."""
+"""How long clients of the previous server may take to connect: three times their longest pause."""
 _FILE_S: Final = 1.0
-"""How long a transaction may wait for another process; none has business in the file."""
+"""How long a transaction may wait for another process; none should use the file."""
 _OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.so_reuseport", 0),  # a second server at the same port would get half of the connections
     ("grpc.max_receive_message_length", 1 << 20),  # the largest value has a fourth of it
-    ("grpc.keepalive_time_ms", 10_000),  # hosts that vanished are not to hold watches, and whoever waits for their end
+    ("grpc.keepalive_time_ms", 10_000),  # a host that vanished must not keep its watches
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 4_000),  # clients ping every 10 s
     ("grpc.http2.max_ping_strikes", 0),
 )
 _AGE_MS: Final = 3_600_000
-"""With TLS or tokens a connection is looked at anew after that long, as a teacher's."""
+"""With TLS or tokens, a connection is checked again after this long, as a teacher's is."""
+TICK_S: Final = 0.1
+"""How often the server checks for expired leases, so others see a death this much later. A check takes 20 µs."""
+PAUSE_S: Final = 0.3
+"""A tick this late means that the process stood still (garbage collection, a stopped or swapping machine) and has not
+read renewals, so leases do not count the pause. Less than a fourth of a 1.5 s lease, after which a client renews."""
+_CHUNK_NBYTES: Final = 1 << 20
+"""Size of a message: gRPC refuses more than 4 MiB by default, and an entry may exceed the chunk by 256 KiB."""
+_CHUNK_ENTRIES: Final = 1000
+"""Entries per message, so that many small ones hold the server up for milliseconds at most."""
+
+Context = Any
+
+
+@dataclass(frozen=True)
+class StoreLimits:
+    """Limits that keep a runaway client from filling the server's memory.
+
+    Attributes:
+        keys: A job has about ten, and two for every node; a teacher has two.
+        nbytes: All values together. An agent's file lies in memory, of which containers often have 64 MB.
+        leases: A node has one, a teacher two.
+        watches: A node has two.
+    """
+
+    keys: int = 20_000
+    nbytes: int = 32 << 20
+    leases: int = 10_000
+    watches: int = 10_000
+
+
+class StoreServicer:
+    """Answers from a file. Its leases are renewed first: their holders could not renew while it was not served."""
+
+    def __init__(self, file: SqliteFile, limits: StoreLimits, name: str) -> None:
+        self._file = file
+        self._limits = limits
+        self._name = name
+        self._seen = (-1, -1)
+        self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._watches: set[object] = set()
+        self._ending = False
+        self._ticked_at = time.monotonic()
+        self._complaint = ""
+        with self._file.write(renew_all):
+            pass
+
+    @property
+    def watches(self) -> int:
+        """How many watches are open."""
+        return len(self._watches)
+
+    def end(self) -> None:
+        """Let every watch end."""
+        self._ending = True
+        self._notify()
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Return the handlers of all methods."""
+        unary: dict[str, tuple[Callable[..., Any], Any, Any]] = {
+            "Hello": (self._hello, messages.HelloRequest, messages.HelloReply),
+            "Get": (self._get, messages.GetRequest, messages.GetReply),
+            "Set": (self._set, messages.SetRequest, messages.SetReply),
+            "Delete": (self._delete, messages.DeleteRequest, messages.DeleteReply),
+            "Grant": (self._grant, messages.GrantRequest, messages.GrantReply),
+            "Renew": (self._renew, messages.RenewRequest, messages.RenewReply),
+            "Revoke": (self._revoke, messages.RevokeRequest, messages.RevokeReply),
+        }
+        handlers: dict[str, Any] = {
+            name: grpc.unary_unary_rpc_method_handler(
+                partial(self._answer, answer, reply), request.FromString, lambda reply: reply.SerializeToString()
+            )
+            for name, (answer, request, reply) in unary.items()
+        }
+        handlers["Watch"] = grpc.unary_stream_rpc_method_handler(
+            self._watch, messages.WatchRequest.FromString, lambda reply: reply.SerializeToString()
+        )
+        return grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+    async def tick(self) -> None:
+        """End leases that are over, and tell watches of it, until cancelled."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                self._catch_up()
+                self._expire()
+                self._ticked_at = time.monotonic()
+                self._complaint = ""
+            except DiscoveryError as exc:
+                if str(exc) != self._complaint:
+                    self._complaint = str(exc)
+                    logger.warning("the store that is served here cannot be written: %s", exc)
+
+    def _catch_up(self) -> None:
+        """Keep a time in which this process stood still, and read no renewals, from ending leases."""
+        late_s = time.monotonic() - self._ticked_at
+        if late_s <= PAUSE_S:
+            return
+        with self._file.write(lambda connection: prolong(connection, late_s)):
+            pass
+        self._ticked_at = time.monotonic()
+
+    def _expire(self) -> None:
+        """End leases that are over, and let watches look if a transaction ended some, or the file is new."""
+        with self._file.read() as connection:
+            due = first_expiry(connection) <= time.monotonic()
+        if due:
+            with self._file.write():
+                pass
+        with self._file.read() as connection:
+            revision = connection.execute("SELECT revision FROM state").fetchone()[0]
+        seen = (self._file.data_version()[0], revision)
+        if seen != self._seen:
+            self._seen = seen
+            self._notify()
+
+    def _notify(self) -> None:
+        """Let every watch look, after the call that changed something."""
+        changed, self._changed = self._changed, self._changed.get_loop().create_future()
+        changed.set_result(None)
+
+    # --- Calls. ---
+
+    async def _answer(
+        self, answer: Callable[[Any], Any], reply: Callable[[], Any], request: Any, context: Context
+    ) -> Any:
+        """Answer a call. It awaits nothing, so calls do not interleave."""
+        with _refusing(context):
+            self._catch_up()
+            return answer(request)
+        return reply()  # which gRPC does not send beside a refusal
+
+    def _hello(self, request: messages.HelloRequest) -> messages.HelloReply:
+        return messages.HelloReply(format=FORMAT, server=self._name, hostname=socket.gethostname())
+
+    def _get(self, request: messages.GetRequest) -> messages.GetReply:
+        with self._file.read() as connection:
+            entry = read_entry(connection, check_key(request.key))
+        if entry is None:
+            return messages.GetReply()
+        return messages.GetReply(entry=messages.StoreEntry(key=entry.key, value=entry.value, version=entry.version))
+
+    def _set(self, request: messages.SetRequest) -> messages.SetReply:
+        key, value = check_key(request.key), check_value(request.value)
+        lease = request.lease if request.HasField("lease") else None
+        expected = request.version if request.HasField("version") else None
+        outcome = messages.SetReply.Outcome
+        with self._file.write() as connection:
+            try:
+                entry = write_entry(
+                    connection, key, value, expected, lease, lambda new: self._check_room(connection, new, len(value))
+                )
+            except LeaseLostError:
+                return messages.SetReply(outcome=outcome.LEASE_LOST)
+            except ConflictError:
+                return messages.SetReply(outcome=outcome.HELD)
+        if entry is None:
+            return messages.SetReply(outcome=outcome.OTHER_VERSION)
+        self._notify()
+        return messages.SetReply(outcome=outcome.WRITTEN, version=entry.version)
+
+    def _delete(self, request: messages.DeleteRequest) -> messages.DeleteReply:
+        version = request.version if request.HasField("version") else None
+        with self._file.write() as connection:
+            deleted = delete_entry(connection, check_key(request.key), version)
+        self._notify()
+        return messages.DeleteReply(deleted=deleted)
+
+    def _grant(self, request: messages.GrantRequest) -> messages.GrantReply:
+        ttl_s = check_ttl(request.ttl_s)
+        with self._file.write() as connection:
+            if connection.execute("SELECT count(*) FROM lease").fetchone()[0] >= self._limits.leases:
+                raise _FullError(f"it has {self._limits.leases:,} leases already")
+            return messages.GrantReply(lease=grant(connection, ttl_s))
+
+    def _renew(self, request: messages.RenewRequest) -> messages.RenewReply:
+        with self._file.write() as connection:
+            return messages.RenewReply(renewed=renew(connection, request.lease))
+
+    def _revoke(self, request: messages.RevokeRequest) -> messages.RevokeReply:
+        with self._file.write() as connection:
+            revoke(connection, request.lease)
+        self._notify()
+        return messages.RevokeReply()
+
+    async def _watch(self, request: messages.WatchRequest, context: Context) -> AsyncIterator[messages.WatchReply]:
+        """Send the entries under a prefix, then every change."""
+        watch = object()
+        with _refusing(context):
+            prefix = check_prefix(request.prefix)
+            if len(self._watches) >= self._limits.watches:
+                raise _FullError(f"it has {self._limits.watches:,} watches already")
+            if not request.once:
+                self._watches.add(watch)
+            try:
+                sent: dict[str, int] = {}
+                first = True
+                while not self._ending:
+                    self._catch_up()
+                    changed = self._changed
+                    for reply in self._differences(prefix, sent, first):
+                        yield reply
+                    if request.once:
+                        return
+                    first = False
+                    await asyncio.shield(changed)
+                raise _EndingError("this server ends")
+            finally:
+                self._watches.discard(watch)
+
+    def _differences(self, prefix: str, sent: dict[str, int], first: bool) -> list[messages.WatchReply]:
+        """Return what has changed since `sent`, which is updated; the first time, at least one message."""
+        with self._file.read() as connection:
+            entries, _ = read_entries(connection, prefix)
+        reply, nbytes = messages.WatchReply(deleted=sent.keys() - {entry.key for entry in entries}), 0
+        replies = [reply]
+        for entry in entries:
+            if sent.get(entry.key) == entry.version:
+                continue
+            if nbytes + len(entry.value) > _CHUNK_NBYTES or len(reply.changed) >= _CHUNK_ENTRIES:
+                reply.more = True
+                reply, nbytes = messages.WatchReply(), 0
+                replies.append(reply)
+            reply.changed.add(key=entry.key, value=entry.value, version=entry.version)
+            nbytes += len(entry.value)
+        sent.clear()
+        sent.update((entry.key, entry.version) for entry in entries)
+        return replies if first or len(replies) > 1 or reply.changed or reply.deleted else []
+
+    def _check_room(self, connection: sqlite3.Connection, new: bool, nbytes: int) -> None:
+        keys, held = connection.execute("SELECT count(*), coalesce(sum(length(value)), 0) FROM entry").fetchone()
+        if new and keys >= self._limits.keys:
+            raise _FullError(f"it has {self._limits.keys:,} keys already")
+        if held + nbytes > self._limits.nbytes:
+            raise _FullError(f"its values would have more than {self._limits.nbytes:,} bytes together")
+
+
+class _FullError(Exception):
+    """A limit of this server is reached."""
+
+
+class _EndingError(Exception):
+    """This server ends."""
+
+
+@contextlib.contextmanager
+def _refusing(context: Context) -> Iterator[None]:
+    """Turn errors into gRPC's. Not by `context.abort`: its error would keep the server alive until it is collected."""
+    try:
+        yield
+    except (SettingsError, DiscoveryError, _FullError, _EndingError) as exc:
+        context.set_code(_CODES.get(type(exc), grpc.StatusCode.ABORTED))
+        context.set_details(str(exc))
+
+
+_CODES: Final = {
+    SettingsError: grpc.StatusCode.INVALID_ARGUMENT,
+    _FullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    _EndingError: grpc.StatusCode.UNAVAILABLE,
+}
 
 
 class StoreServer(Resource):
-    """Serves the store in a file until closed. No other process may have the file open meanwhile.
+    """Serves the store in a file until closed. No other process may have the file open.
 
     Args:
-        path: the SQLite file, made if it is not there.
-        address: where to listen.
-        files: certificates and tokens; None for neither.
-        limits: what is refused.
+        path: The SQLite file, created if missing.
+        address: Where to listen.
+        files: Certificates and tokens; None for neither.
+        limits: Limits beyond which writes are refused.
 
     Raises:
         PortTakenError: another program listens there.
@@ -93,7 +374,7 @@ class StoreServer(Resource):
 
     @property
     def needed(self) -> bool:
-        """Whether clients are there: every live agent has watches, and where an agent is expected back, its lease."""
+        """Whether there are clients: every live agent has watches, and an agent that is expected back has its lease."""
         if self._servicer is not None and self._servicer.watches:
             return True
         if time.monotonic() < self._expected_until:
@@ -113,7 +394,7 @@ class StoreServer(Resource):
         """Whether there are keys that start with `prefix`. For any thread."""
         try:
             with self._file.read() as connection:
-                return bool(live_entries(connection, prefix)[0])
+                return bool(read_entries(connection, prefix)[0])
         except DiscoveryError:
             return False
 

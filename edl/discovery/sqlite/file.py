@@ -1,13 +1,20 @@
-"""The file: its format, its clock, and connections to it that survive what happens to the file.
+"""The file: its format, and connections to it that survive what happens to the file.
 
-Leases are measured with CLOCK_MONOTONIC, which all processes of a machine share and none can set. It starts again
-with every boot, so the file remembers the boot it was used in, and leases of an earlier boot are over.
+SQLite keeps three files open: the database, its journal (`-wal`) and the memory that connections share (`-shm`). It
+never looks whether they are still there. A process whose `-wal` was removed writes where nobody reads, and later
+processes see an empty store. So every use of a connection first compares the files at the path with those that the
+connection was made to (`FileIdentity`), and connections are opened under a lock of the folder (`opening`).
+
+The file must lie on a local file system: SQLite's locks and shared memory do not work across machines. Containers of a
+machine may share it through a common folder. Whoever may write the file may register anything. A process that is
+stopped (SIGSTOP) in the microseconds in which it writes keeps the others from writing until it goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import itertools
 import logging
 import os
@@ -18,28 +25,26 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from urllib.parse import quote
 
 from edl import mounts
-from edl.discovery.common.resource import Resource
-from edl.discovery.sqlite.identity import FileIdentity, discard, opening
-from edl.discovery.sqlite.leases import expire, next_revision
+from edl.discovery.resource import Resource
+from edl.discovery.sqlite.tables import expire, next_revision
 from edl.errors import DiscoveryError, SettingsError
 from edl.quoting import shown
 from edl.settings import allows_shared_file
 
-__all__ = ["SqliteFile"]
+__all__ = ["FileIdentity", "SqliteFile", "discard", "opening"]
 
 log = logging.getLogger("edl.discovery")
 
-APPLICATION_ID = 0x45444C31  # "EDL1", in the file's header
-FORMAT = 1
-"""Of the tables below; a file with another one is refused rather than misread."""
+APPLICATION_ID: Final = 0x45444C31  # "EDL1", in the file's header
+FORMAT: Final = 2
+"""Of the tables below. Format 1 had services in a table of their own; `_upgrade` drops it. Others are refused."""
 
-# `revision` counts changes of entries and instances, not renewals: a watcher that finds it unchanged reads no further.
-# Leases have random ids: in a file that replaced another, an old id must not be somebody else's.
-_SCHEMA = """
+# `revision` counts changes of entries, not renewals: a watcher that finds it unchanged reads no further.
+_SCHEMA: Final = """
 CREATE TABLE state (boot TEXT NOT NULL, revision INTEGER NOT NULL);
 CREATE TABLE lease (id INTEGER PRIMARY KEY, ttl_s REAL NOT NULL, expires REAL NOT NULL);
 CREATE TABLE entry (
@@ -47,19 +52,122 @@ CREATE TABLE entry (
     lease INTEGER REFERENCES lease (id) ON DELETE CASCADE
 );
 CREATE INDEX entry_lease ON entry (lease);
-CREATE TABLE instance (
-    lease INTEGER PRIMARY KEY REFERENCES lease (id) ON DELETE CASCADE,
-    service TEXT NOT NULL, id TEXT NOT NULL, registered INTEGER NOT NULL, record TEXT NOT NULL
-);
-CREATE INDEX instance_service ON instance (service);
 """
 
-
-_MOST_IDLE = 2
+_MOST_IDLE: Final = 2
 """Connections that are kept open: one for the program's own thread, and one for those that renew."""
+_MOST_OPENINGS: Final = 10
+"""How often to open a file that is replaced each time."""
+_SIDES: Final = ("-wal", "-shm")
+_LOCK_WAIT_S: Final = 1.0
+"""How long to wait for a process that opens or removes a file: a millisecond, unless that process stands still."""
 
-_MOST_OPENINGS = 10
-"""A file is opened once more for each time that it is replaced meanwhile."""
+_Inode = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class FileIdentity:
+    """The files at a path at a time.
+
+    Attributes:
+        place: where they lie: SQLite follows links before it adds `-wal` and `-shm`.
+        main: the database; None if it was not there.
+        sides: `-wal` and `-shm`, which are there as long as a connection is open.
+    """
+
+    place: str
+    main: _Inode | None
+    sides: tuple[_Inode | None, ...]
+
+    @classmethod
+    def of(cls, path: str) -> FileIdentity:
+        """Return the files that are there now; ask after the connection has read, when SQLite has made all three."""
+        place = os.path.realpath(path)
+        return cls(place, _inode(place)[0], tuple(_inode(place + side)[0] for side in _SIDES))
+
+    def change(self, path: str) -> str | None:
+        """Return why a connection can no longer be used; None if nothing has changed.
+
+        Empty if another file took the place of its own; words if the file that is there must not be used any longer.
+        """
+        sides = [_inode(self.place + side)[0] for side in _SIDES]
+        main, size = _inode(path)  # looked at last: a file that has just taken the place has other sides
+        if main != self.main or main is None:
+            return ""
+        if size == 0:
+            return "it was truncated while in use"
+        for side, inode, seen in zip(_SIDES, self.sides, sides, strict=True):
+            if inode is None or seen != inode:
+                return f"its {side} was removed or replaced while in use"
+        return None
+
+
+def discard(identity: FileIdentity, path: str) -> bool:
+    """Remove the files, unless another process has: every process sees that the database is another, and leaves it.
+
+    The database goes first: who makes the next database meets its journal and memory without an owner at worst.
+
+    Raises:
+        OSError: they cannot be removed.
+    """
+    with _folder_lock(identity.place) as locked:  # of two that see it, the second removes no successor
+        if not locked or not identity.change(path):
+            return False
+        for side in ("", *_SIDES):
+            Path(identity.place + side).unlink(missing_ok=True)
+        return True
+
+
+@contextlib.contextmanager
+def opening(path: str) -> Iterator[None]:
+    """Open a file while no other process that does so in this way makes or removes it; make it where there is none.
+
+    SQLite finds the journal and memory by their names, some time after it has opened the database. Those of a database
+    that took its place, or was there before it, are none of its own: what is written there is lost to their owners, and
+    beginning the memory anew kills who reads it (SIGBUS).
+
+    What cannot be made is left to SQLite, which says why.
+    """
+    place = os.path.realpath(path)
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):
+            if held.enter_context(_folder_lock(place)) and _inode(place)[0] is None:
+                for side in _SIDES:
+                    Path(place + side).unlink(missing_ok=True)
+                os.close(os.open(place, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+        yield
+
+
+@contextlib.contextmanager
+def _folder_lock(place: str) -> Iterator[bool]:
+    """Lock the folder of a file against others that open or remove files; False where one does so for too long."""
+    deadline = time.monotonic() + _LOCK_WAIT_S
+    folder = os.open(Path(place).parent, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while True:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    yield False
+                    return
+                time.sleep(0.001)
+        try:
+            yield True
+        finally:
+            fcntl.flock(folder, fcntl.LOCK_UN)  # a child that was forked meanwhile has the folder open as well
+    finally:
+        os.close(folder)
+
+
+def _inode(path: str) -> tuple[_Inode | None, int]:
+    """Return device and inode of a file, and its size; None without a file."""
+    try:
+        status = Path(path).stat()
+    except OSError:
+        return None, 0
+    return (status.st_dev, status.st_ino), status.st_size
 
 
 @dataclass(eq=False)
@@ -75,12 +183,12 @@ class SqliteFile(Resource):
     """A file, and connections to it: every transaction has its own, so that none waits for another's lock.
 
     A signal handler may close a registration in the middle of a transaction of its own thread. A lock around a single
-    connection would never be let go there, and a thread that renews, and is to be joined, would wait for it as well.
+    connection would never be released there, and the thread that renews, which `close` joins, would wait for it too.
 
     Args:
-        path: made if it is not there, with its folder.
-        timeout_s: how long to wait for other processes' transactions.
-        lazy: connect at the first use, when everything that is wrong with the file is a DiscoveryError.
+        path: Created if missing, with its folder.
+        timeout_s: How long to wait for other processes' transactions.
+        lazy: Connect at the first use, when everything that is wrong with the file is a DiscoveryError.
 
     Raises:
         SettingsError: the file cannot be made or written, or is not EDL's.
@@ -103,11 +211,7 @@ class SqliteFile(Resource):
     def write(
         self, before: Callable[[sqlite3.Connection], None] = lambda connection: None
     ) -> Iterator[sqlite3.Connection]:
-        """Run a transaction that writes; none else writes meanwhile. Expired leases are gone when it begins.
-
-        Args:
-            before: called in the transaction while expired leases are still there.
-        """
+        """Run a transaction that writes. Expired leases are deleted first, after `before` was called."""
         with self._transaction("BEGIN IMMEDIATE") as connection:
             before(connection)
             expire(connection)
@@ -115,20 +219,16 @@ class SqliteFile(Resource):
 
     @contextlib.contextmanager
     def read(self) -> Iterator[sqlite3.Connection]:
-        """Run a transaction that reads a consistent state; expired leases may still be there.
+        """Run a transaction that reads the state at its beginning; expired leases may still be there.
 
-        The state is that of the beginning. Ask for the time inside: by an earlier time, a lease that was renewed in
-        between would end later than it can.
+        Look at the clock inside: compared with an earlier time, a lease renewed in between would end later than it can.
         """
         with self._transaction("BEGIN") as connection:
             connection.execute("SELECT revision FROM state").fetchone()  # SQLite puts the beginning off until a look
             yield connection
 
     def data_version(self) -> tuple[int, int, int]:
-        """Return a number that is another after a write of another connection, or when the file was replaced.
-
-        Costs no more than a look at shared memory.
-        """
+        """Return a number that changes with a write of another connection, or when the file is replaced; cheap."""
         self._check()
         with self._translated(), self._taken() as connection:
             version = connection.sqlite.execute("PRAGMA data_version").fetchone()[0]
@@ -207,10 +307,10 @@ class SqliteFile(Resource):
         except OSError as exc:
             raise DiscoveryError(
                 f"discovery file {self.path}: {why}, and what is left cannot be removed: {exc.strerror}."
-                " Remove the file, and it is made anew"
+                " Remove the file, and it is created again"
             ) from exc
         if removed:
-            log.warning("discovery file %s: %s; it is made anew, and all register again", self.path, why)
+            log.warning("discovery file %s: %s; it is created again, and all register again", self.path, why)
 
     def _connect(self) -> _Connection:
         self._check_place()
@@ -231,7 +331,7 @@ class SqliteFile(Resource):
                 if identity.main == before is not None:
                     self._open[connection] = identity
                     return _Connection(connection, identity, next(self._numbers))
-                self._end(connection)  # the file was replaced meanwhile: nobody can tell which one this has
+                self._end(connection)  # the file was replaced: which one this connection has is unknown
         raise DiscoveryError(f"discovery file {self.path}: it is replaced each time it is opened")
 
     def _make_folder(self) -> None:
@@ -325,26 +425,47 @@ class SqliteFile(Resource):
         application_id = connection.execute("PRAGMA application_id").fetchone()[0]
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if (application_id, version) == (APPLICATION_ID, FORMAT):
-            return bool(connection.execute("SELECT boot = ? FROM state", (_boot_id(),)).fetchone()[0])
+            return self._is_this_boot(connection)
+        if (application_id, version) == (APPLICATION_ID, 1):
+            return False
         if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             kind = f"EDL's format {version}" if application_id == APPLICATION_ID else "another program's database"
             raise SettingsError(f"discovery file {self.path}: {kind}, not EDL's format {FORMAT}")
         return False
 
+    @staticmethod
+    def _is_this_boot(connection: sqlite3.Connection) -> bool:
+        return bool(connection.execute("SELECT boot = ? FROM state", (_boot_id(),)).fetchone()[0])
+
     def _initialize(self, connection: sqlite3.Connection) -> None:
-        """Make the tables, or start a new boot, unless another process has just done it."""
+        """Make or upgrade the tables, or start a new boot, unless another process has just done it."""
         if self._is_ready(connection):
             return
-        if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version == 0:
             for statement in _SCHEMA.split(";"):
                 connection.execute(statement)
             connection.execute("INSERT INTO state VALUES (?, 0)", (_boot_id(),))
             connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            connection.execute(f"PRAGMA user_version = {FORMAT}")
-        else:
+        elif not self._is_this_boot(connection):
             connection.execute("DELETE FROM lease")
             next_revision(connection)
             connection.execute("UPDATE state SET boot = ?", (_boot_id(),))
+        if version == 1:
+            self._upgrade(connection)
+        connection.execute(f"PRAGMA user_version = {FORMAT}")
+
+    def _upgrade(self, connection: sqlite3.Connection) -> None:
+        """Drop the services' table of format 1, unless a process of that release is registered there."""
+        live = "SELECT instance.id FROM instance JOIN lease ON lease.id = instance.lease WHERE expires > ?"
+        found = connection.execute(live, (time.monotonic(),)).fetchone()
+        if found is not None:
+            raise SettingsError(
+                f"discovery file {self.path}: {shown(found[0])} is registered there by an earlier release of EDL, which"
+                " cannot share the file with this one: stop the processes of the earlier release, or name another file"
+            )
+        connection.execute("DELETE FROM lease WHERE id IN (SELECT lease FROM instance)")
+        connection.execute("DROP TABLE instance")
 
     def _release(self) -> None:
         self._end_idle()  # one that is in use ends when its transaction does
@@ -364,7 +485,7 @@ def _never_close(connection: Any) -> None:
 
 _warned: set[str] = set()  # of files that machines share, by path: each process opens one several times
 _open_files: set[weakref.ref[SqliteFile]] = set()
-"""Not a WeakSet: going through one fails when another thread adds to it meanwhile. Copying a set is one step."""
+"""Not a WeakSet, which cannot be iterated while another thread adds to it. Copying a set is one step."""
 
 
 def _files() -> list[SqliteFile]:

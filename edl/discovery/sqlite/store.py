@@ -1,36 +1,36 @@
-"""The store on a SQLite file: a row per key."""
+"""The store on a SQLite file, a row per key. A watch looks at the file's change counter ten times a second."""
 
 from __future__ import annotations
 
-import sqlite3
 import time
+from collections.abc import Sequence
+from typing import Final
 
 from typing_extensions import override
 
-from edl.discovery.common.election import StoreElection
-from edl.discovery.common.renewal import Claim, RenewedLease
-from edl.discovery.common.resource import Resource
-from edl.discovery.keys import check_key, check_prefix, check_value
-from edl.discovery.records import check_ttl
-from edl.discovery.sqlite.entries import (
+from edl.discovery.base_store import BaseStore, Claim, Entries
+from edl.discovery.sqlite.file import SqliteFile
+from edl.discovery.sqlite.tables import (
     delete_entry,
-    has_lease,
-    live_entries,
+    grant,
+    read_entries,
     read_entry,
-    refuse_foreign,
-    version_of,
+    renew,
+    revoke,
     write_entry,
 )
-from edl.discovery.sqlite.file import SqliteFile
-from edl.discovery.sqlite.leases import grant, renew, revoke
-from edl.discovery.sqlite.watch import SqliteWatch
-from edl.discovery.store import Election, Entry, Lease, Store, StoreSnapshot, StoreWatch
-from edl.errors import LeaseLostError, SettingsError
+from edl.discovery.store import Entry
+from edl.discovery.watching import Follower
+from edl.errors import ClosedError, DiscoveryError
+from edl.notifier import ReentrantEvent
 
 __all__ = ["SqliteStore"]
 
+_POLL_S: Final = 0.1
+"""A process sees a change after this time at most; a look takes microseconds."""
 
-class SqliteStore(Resource, Store):
+
+class SqliteStore(BaseStore):
     """See `Store`."""
 
     def __init__(self, path: str, *, timeout_s: float = 5.0) -> None:
@@ -42,118 +42,105 @@ class SqliteStore(Resource, Store):
         return f"SqliteStore({self._file.path!r})"
 
     @override
-    def lease(self, ttl_s: float = 10.0) -> Lease:
-        self._check()
-        ttl_s = check_ttl(ttl_s)
-        granted = time.monotonic()
-        with self._file.write() as connection:
-            number = grant(connection, ttl_s)
-        return self._own(RenewedLease(_RowClaim(self._file, number), ttl_s, granted))
+    def grant(self, ttl_s: float) -> Claim:
+        return _RowClaim(self._file, ttl_s)
 
     @override
-    def get(self, key: str) -> Entry | None:
-        self._check()
-        check_key(key)
+    def owns(self, claim: Claim) -> bool:
+        return isinstance(claim, _RowClaim) and claim.file == self._file
+
+    @override
+    def read(self, key: str) -> Entry | None:
         with self._file.read() as connection:
             return read_entry(connection, key)
 
     @override
-    def list(self, prefix: str) -> list[Entry]:
-        self._check()
-        check_prefix(prefix)
+    def read_all(self, prefix: str) -> Sequence[Entry]:
         with self._file.read() as connection:
-            return live_entries(connection, prefix)[0]
+            return read_entries(connection, prefix)[0]
 
     @override
-    def put(self, key: str, value: bytes, lease: Lease | None = None) -> Entry:
-        self._check()
-        check_key(key)
-        check_value(value)
+    def write(self, key: str, value: bytes, expected: int | None, claim: Claim | None) -> Entry | None:
         with self._file.write() as connection:
-            number = self._number(connection, lease)
-            refuse_foreign(connection, key, number)
-            return write_entry(connection, key, value, number)
+            number = claim.number if isinstance(claim, _RowClaim) else None
+            return write_entry(connection, key, value, expected, number)
 
     @override
-    def compare_and_set(self, key: str, value: bytes, version: int | None, lease: Lease | None = None) -> Entry | None:
-        self._check()
-        check_key(key)
-        check_value(value)
-        with self._file.write() as connection:
-            number = self._number(connection, lease)
-            if version_of(connection, key) != version:
-                return None
-            refuse_foreign(connection, key, number)
-            return write_entry(connection, key, value, number)
-
-    @override
-    def delete(self, key: str, version: int | None = None) -> bool:
-        self._check()
-        check_key(key)
+    def remove(self, key: str, version: int | None) -> bool:
         with self._file.write() as connection:
             return delete_entry(connection, key, version)
 
     @override
-    def watch(self, prefix: str) -> StoreWatch:
-        self._check()
-        return self._own(_PrefixWatch(self._file.path, self._timeout_s, check_prefix(prefix)))
-
-    @override
-    def elect(self, name: str, value: bytes, ttl_s: float = 10.0) -> Election:
-        self._check()
-        return self._own(StoreElection(self, name, check_value(value), check_ttl(ttl_s)))
-
-    def _number(self, connection: sqlite3.Connection, lease: Lease | None) -> int | None:
-        """Return the lease's row, None without a lease."""
-        if lease is None:
-            return None
-        if (
-            not isinstance(lease, RenewedLease)
-            or not isinstance(lease.claim, _RowClaim)
-            or lease.claim.file != self._file
-        ):
-            raise SettingsError(f"{lease!r} is not a lease of {self!r}")
-        number = lease.claim.number
-        if lease.lost or not has_lease(connection, number):
-            lease.forfeit()
-            raise LeaseLostError("the lease has expired")
-        return number
+    def follow(self, prefix: str) -> Follower[Entries]:
+        return _FileFollower(SqliteFile(self._file.path, self._timeout_s, lazy=True), prefix)
 
 
 class _RowClaim(Claim):
     """A row of `lease`."""
 
-    def __init__(self, file: SqliteFile, number: int) -> None:
+    def __init__(self, file: SqliteFile, ttl_s: float) -> None:
+        super().__init__()
         self.file = file
-        self.number = number
+        with file.write() as connection:
+            self.number = grant(connection, ttl_s)
 
+    @override
     def renew(self) -> bool:
         with self.file.write() as connection:
             return renew(connection, self.number)
 
+    @override
     def withdraw(self) -> None:
         with self.file.write() as connection:
             revoke(connection, self.number)
 
 
-class _PrefixWatch(SqliteWatch["dict[str, Entry]", StoreSnapshot], StoreWatch):
-    def __init__(self, path: str, timeout_s: float, prefix: str) -> None:
-        self._last: dict[str, Entry] = {}
-        super().__init__(
-            path, timeout_s, read=lambda connection: _by_key(connection, prefix), answered=self._take, failed=self._fail
-        )
+class _FileFollower(Follower[Entries]):
+    def __init__(self, file: SqliteFile, prefix: str) -> None:
+        self._file = file
+        self._prefix = prefix
+        self._ended = ReentrantEvent()
+        self._replaced: int | None = None
+        self._forget()
 
-    def _take(self, entries: dict[str, Entry]) -> StoreSnapshot:
-        self._last = entries
-        return StoreSnapshot(entries)
+    def _forget(self) -> None:
+        self._seen: tuple[int, int, int] | None = None
+        self._revision = -1
+        self._due = 0.0
 
-    def _fail(self, reason: str) -> StoreSnapshot:
-        return StoreSnapshot(self._last, stale=reason)
+    @override
+    def next(self, wait_s: float | None) -> Entries:
+        deadline = float("inf") if wait_s is None else time.monotonic() + wait_s
+        try:
+            while not self._ended.is_set():
+                found = self._look(deadline)
+                if found is not None:
+                    return found
+                self._ended.wait(_POLL_S)
+        except DiscoveryError:
+            self._forget()
+            raise
+        raise ClosedError("the watch is closed")
 
-    def get(self, timeout_s: float | None = None) -> StoreSnapshot | None:
-        return self.take(timeout_s)
+    def _look(self, deadline: float) -> Entries | None:
+        """Return the entries if they may have changed."""
+        seen = self._file.data_version()
+        replaced, self._replaced = self._replaced, seen[0]
+        if replaced not in (None, seen[0]):
+            raise DiscoveryError(f"discovery file {self._file.path} was removed or replaced")
+        is_due = time.monotonic() >= min(self._due, deadline)
+        if seen == self._seen and not is_due:
+            return None
+        with self._file.read() as connection:
+            revision = connection.execute("SELECT revision FROM state").fetchone()[0]
+            if revision == self._revision and not is_due:
+                self._seen = seen
+                return None
+            entries, self._due = read_entries(connection, self._prefix)
+        self._seen, self._revision = seen, revision
+        return {entry.key: entry for entry in entries}
 
-
-def _by_key(connection: sqlite3.Connection, prefix: str) -> tuple[dict[str, Entry], float]:
-    entries, expires = live_entries(connection, prefix)
-    return {entry.key: entry for entry in entries}, expires
+    @override
+    def close(self) -> None:
+        self._ended.set()
+        self._file.close()

@@ -41,7 +41,7 @@ from typing import Any, TypeAlias
 from urllib.parse import quote
 
 from edl import mounts
-from edl.discovery.sqlite.identity import FileIdentity, opening
+from edl.discovery.sqlite.file import FileIdentity, opening
 from edl.distill.cache.ids import SampleId
 from edl.distill.cache.key import CacheKey
 from edl.distill.cache.layout import FINGERPRINT_NBYTES, RowLayout

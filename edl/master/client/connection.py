@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 from google.protobuf.message import Message
 
 from edl.backoff import Backoff
-from edl.discovery.common.resource import Resource
+from edl.discovery.resource import Resource
 from edl.errors import (
     ClosedError,
     ConflictError,

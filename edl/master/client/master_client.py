@@ -13,8 +13,7 @@ from google.protobuf.message import Message
 
 from edl.datasets import Dataset, same_data
 from edl.discovery import Store, open_store
-from edl.discovery.common.call_thread import CallThread
-from edl.discovery.common.resource import Resource
+from edl.discovery.resource import CallThread, Resource
 from edl.errors import ClosedError, ConflictError, DiscoveryError, NoMasterError, SettingsError
 from edl.master.client.connection import MasterConnection, MasterWait, NotFoundError, check_process
 from edl.master.naming import election_key

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Final, Literal
 
 from edl.datasets import Dataset, load_dataset
-from edl.discovery.common.resource import Resource
+from edl.discovery.resource import Resource
 from edl.errors import (
     ClosedError,
     ConflictError,

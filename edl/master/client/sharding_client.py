@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from edl.datasets import ShardSettings, open_dataset
-from edl.discovery.common.resource import Resource
+from edl.discovery.resource import Resource
 from edl.errors import SettingsError
 from edl.master.client.master_client import MasterClient
 from edl.master.client.session import Shard

@@ -11,7 +11,7 @@ from typing import Final
 
 from edl.background import BackgroundLoop
 from edl.discovery import Store
-from edl.discovery.served.listening import ListenAddress
+from edl.discovery.served.addresses import ListenAddress
 from edl.errors import DiscoveryError, EDLError, SettingsError
 from edl.master.external_scaler.servicer import ExternalScalerServicer
 from edl.protocol.channel import listen

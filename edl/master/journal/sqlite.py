@@ -18,8 +18,8 @@ from urllib.parse import quote
 from typing_extensions import override
 
 from edl import mounts
-from edl.discovery.common.resource import Resource
-from edl.discovery.sqlite.identity import FileIdentity, opening
+from edl.discovery.resource import Resource
+from edl.discovery.sqlite.file import FileIdentity, opening
 from edl.errors import EDLError, JournalError, LeaseLostError, ProtocolError, SettingsError
 from edl.master.journal.journal import Journal
 from edl.quoting import shown

@@ -30,8 +30,8 @@ from typing_extensions import override
 from edl.background import BackgroundLoop
 from edl.backoff import Backoff
 from edl.discovery import Store
-from edl.discovery.common.resource import Resource
-from edl.discovery.keys import check_key
+from edl.discovery.resource import Resource
+from edl.discovery.store import check_key
 from edl.errors import ClosedError, DiscoveryError, EDLError, JournalError, LeaseLostError, ProtocolError, SettingsError
 from edl.master.journal.journal import Journal
 

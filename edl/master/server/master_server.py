@@ -25,9 +25,8 @@ from prometheus_client import CollectorRegistry, Histogram
 from edl.background import BackgroundLoop, start_call
 from edl.backoff import Backoff
 from edl.discovery import Store, open_store
-from edl.discovery.common.resource import Resource
-from edl.discovery.served.listening import ListenAddress
-from edl.discovery.served.own_host import is_loopback
+from edl.discovery.resource import Resource
+from edl.discovery.served.addresses import ListenAddress, is_loopback
 from edl.discovery.store import Election
 from edl.discovery.urls import servers_of
 from edl.errors import ClosedError, DiscoveryError, EDLError, JournalError, LeaseLostError, SettingsError

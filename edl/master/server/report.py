@@ -16,7 +16,7 @@ from edl.background import BackgroundLoop
 from edl.backoff import Backoff
 from edl.datasets import same_data
 from edl.discovery import Store
-from edl.discovery.common.resource import Resource
+from edl.discovery.resource import Resource
 from edl.errors import ClosedError, ConflictError, DiscoveryError, SettingsError
 from edl.master.naming import report_key
 from edl.master.shards import ShardBook

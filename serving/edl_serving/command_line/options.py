@@ -37,6 +37,7 @@ class Option:
         many: may be given several times; a list in the file. The result is a tuple.
         pairs: as `many`, with `key=value`; a table in the file. The result is a dictionary.
         negative: can be turned off with `--no-NAME`; takes no value on the command line.
+        alias: an older name, which is accepted as well, and is not in `--help`.
         refused: there only to be refused, without its value in the message, which may be a secret; not in `--help`.
     """
 
@@ -47,6 +48,7 @@ class Option:
     many: bool = False
     pairs: bool = False
     negative: bool = False
+    alias: str = ""
     refused: bool = False
 
     @property
@@ -120,14 +122,16 @@ def add_flags(parser: argparse.ArgumentParser, groups: Sequence[OptionGroup]) ->
                     flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text, dest=option.key
                 )
             else:
-                section.add_argument(
-                    flag,
-                    metavar=option.metavar,
-                    action="append" if option.many or option.pairs else "store",
-                    default=argparse.SUPPRESS,
-                    help=text,
-                    dest=option.key,
-                )
+                for name, shown in ((option.name, text), (option.alias, argparse.SUPPRESS)):
+                    if name:
+                        section.add_argument(
+                            f"--{name}",
+                            metavar=option.metavar,
+                            action="append" if option.many or option.pairs else "store",
+                            default=argparse.SUPPRESS,
+                            help=shown,
+                            dest=option.key,
+                        )
 
 
 def read_file(path: str) -> dict[str, Any]:
@@ -169,9 +173,10 @@ def values(
         SettingsError: an unknown key in the file, or a value that its option refuses.
     """
     options = {option.name: option for group in groups for option in group.options}
+    known = options | {option.alias: option for option in options.values() if option.alias}
     found: dict[str, Any] = {}
     for key, raw in file.items():
-        option = options.get(key) or options.get(key.replace("_", "-"))
+        option = known.get(key) or known.get(key.replace("_", "-"))
         if option is None:
             raise SettingsError(f"{path}: there is no setting {key!r}{did_you_mean(key, options)}")
         found[option.key] = option.read(raw, f"{path}: {key} =")

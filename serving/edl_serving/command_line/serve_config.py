@@ -120,10 +120,12 @@ _SERVER = OptionGroup(
 DISCOVERY_OPTIONS = (
     Option("service", v.text, "NAME", "register under this name; students look it up (default: the model's name)"),
     Option(
-        "discovery",
+        "store",
         v.text,
         "URL",
-        "sqlite:///path, consul://host:8500 or etcd://host:2379 (default: EDL_DISCOVERY, or your file)",
+        "sqlite:///path, edl://host:29400, consul://host:8500 or etcd://host:2379"
+        " (default: EDL_DISCOVERY, or your file)",
+        alias="discovery",
     ),
     Option("ttl", v.duration_s, "TIME", "others see a dead process gone after this long (default: EDL_TTL_S, or 10s)"),
     Option("id", v.text, "NAME", "unique within the service (default: host name and port)"),
@@ -170,7 +172,7 @@ CLIENT_CREDENTIALS = OptionGroup(
 )
 
 _DISCOVERY = OptionGroup(
-    f"discovery (--discovery {NO_DISCOVERY} to stay out of it)",
+    f"discovery (--store {NO_DISCOVERY} to stay out of it)",
     (*DISCOVERY_OPTIONS, Option("advertise", v.text, "HOST", "address at which students reach this host")),
 )
 
@@ -262,7 +264,7 @@ def registration_settings_of(given: Mapping[str, Any], service: str) -> Registra
     Raises:
         SettingsError: the URL or the TTL of the environment cannot be used.
     """
-    settings = DiscoverySettings.of(given.get("discovery"), given.get("ttl"))
+    settings = DiscoverySettings.of(given.get("store"), given.get("ttl"))
     return RegistrationSettings(
         service=service,
         url=None if settings.url == NO_DISCOVERY else settings.url,

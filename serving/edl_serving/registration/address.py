@@ -48,11 +48,7 @@ def warn_of_loopback(discovery_url: str | None, address: str, remedy: str) -> No
         address: of the server.
         remedy: flags that register another address.
     """
-    if (
-        discovery_url is not None
-        and discovery_url.startswith(("consul", "etcd", "kubernetes"))
-        and is_loopback(address)
-    ):
+    if discovery_url is not None and discovery_url.startswith(("consul", "etcd", "edl")) and is_loopback(address):
         _log.warning("only students on this host can reach %s; %s is for others", address, remedy)
 
 

@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edl.discovery.balance import balance
-from edl.discovery.balance.rules import (
+from edl.discovery.balance.group import (
     GroupKeys,
     choose_teachers,
     pack_limit,
@@ -26,9 +26,8 @@ from edl.discovery.balance.rules import (
     unpack_limit,
     unpack_links,
 )
-from edl.discovery.keys import MAX_VALUE_BYTES, check_value
 from edl.discovery.registry import Instance
-from edl.discovery.store import Entry
+from edl.discovery.store import MAX_VALUE_BYTES, Entry, check_value
 from edl.errors import SettingsError
 
 Links = Mapping[str, tuple[str, ...]]

@@ -19,9 +19,17 @@ class TestSqliteStore(StoreSuite):
     pass
 
 
-class TestServedStore(StoreSuite):
+class Served:
     @pytest.fixture
     def backend(self, tmp_path: Path) -> Iterator[ServedBackend]:
         backend = ServedBackend(tmp_path / "served.sqlite")
         yield backend
         backend.stop()
+
+
+class TestServedRegistry(Served, RegistrySuite):
+    pass
+
+
+class TestServedStore(Served, StoreSuite):
+    pass

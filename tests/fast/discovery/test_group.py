@@ -14,8 +14,7 @@ import pytest
 
 from edl.background import start_call
 from edl.discovery import Instance, Registry, Snapshot, Store, open_registry, open_store
-from edl.discovery.balance.group import BalanceGroup
-from edl.discovery.balance.rules import pack_limit, pack_links
+from edl.discovery.balance.group import BalanceGroup, pack_limit, pack_links
 from edl.discovery.registry import Registration
 from edl.discovery.store import StoreSnapshot, StoreWatch
 from edl.errors import SettingsError
@@ -54,7 +53,7 @@ Join = Callable[..., Student]
 
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edl.discovery.balance.member.RETRY_S", 0.1)
+    monkeypatch.setattr("edl.discovery.balance.group.RETRY_S", 0.1)
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edl.discovery import Instance
-from edl.discovery.keys import check_key, check_prefix
 from edl.discovery.records import MAX_META, from_json, to_json, validated
 from edl.discovery.registry import Rejected
+from edl.discovery.store import check_key, check_prefix
 from edl.errors import SettingsError
 
 GOOD = Instance("digits", "a", "127.0.0.1", 9000)
@@ -65,9 +65,11 @@ def test_the_reason_names_the_value(text: str, reason: str) -> None:
 
 
 def test_harmful_name_is_shown_harmless() -> None:
-    found = from_json("digits", "evil\x1b[2J", to_json(GOOD))
-    assert isinstance(found, Rejected)
-    assert found.id.isprintable()
+    evil = "evil\x1b[2J"
+    for name, text in ((evil, '{"address": "h", "port": 1}'), ("a", to_json(replace(GOOD, id=evil)))):
+        found = from_json("digits", name, text)
+        assert isinstance(found, Rejected)
+        assert found.id.isprintable()
 
 
 @pytest.mark.parametrize(

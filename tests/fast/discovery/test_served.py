@@ -1,9 +1,11 @@
-"""A store that an agent serves: pushes, limits, pauses and restarts of the server, TLS, tokens, foreign servers."""
+"""A served store: pushes, limits, pauses and restarts of the server, TLS, tokens, foreign servers."""
 
 from __future__ import annotations
 
 import contextlib
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent import futures
 from contextlib import ExitStack
@@ -13,18 +15,17 @@ from types import SimpleNamespace
 import pytest
 
 from edl.discovery import open_store
-from edl.discovery.keys import MAX_VALUE_BYTES
-from edl.discovery.served.listening import ListenAddress
-from edl.discovery.served.server import StoreServer
-from edl.discovery.served.servicer import StoreLimits
+from edl.discovery.served.addresses import ListenAddress
+from edl.discovery.served.server import StoreLimits, StoreServer
 from edl.discovery.served.store import ServedStore
-from edl.discovery.store import StoreSnapshot, StoreWatch
+from edl.discovery.store import MAX_VALUE_BYTES, StoreSnapshot, StoreWatch
 from edl.errors import ClosedError, DiscoveryError, LeaseLostError, SettingsError
 from edl.protocol import store as messages
 from edl.protocol.tls.credentials import CredentialFiles
 from edl.protocol.transport import grpc
 from edl.settings import Credentials
 from tests.certificates import HERE, Authority, put
+from tests.fast.discovery.conformance.processes import ROOT
 from tests.fast.discovery.conformance.suite import seen_values
 from tests.interrupting import InterruptAt, interrupt_some
 from tests.plugins_consul import free_ports
@@ -113,7 +114,7 @@ def test_a_server_checks_what_it_gets(serve: Serve) -> None:
 def test_a_server_s_pause_ends_no_lease(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Renewals that came while the server stood still are read behind the pause, which does not count."""
     now = [1000.0]
-    for module in ("served.servicer", "sqlite.leases", "sqlite.entries"):
+    for module in ("served.server", "sqlite.tables"):
         monkeypatch.setattr(f"edl.discovery.{module}.time", SimpleNamespace(monotonic=lambda: now[0]))
     server = serve()
     with opened(server) as store:
@@ -171,6 +172,29 @@ def test_a_handler_closes_at_any_line(serve: Serve) -> None:
         return interrupt
 
     interrupt_some(closed_before, 12)
+
+
+SUSPENDED = """
+import sys
+from edl.discovery import Instance, open_registry, open_store
+
+def follow(url):
+    with open_registry(url) as registry, open_store(url) as store, store.lease() as lease:
+        store.put("a", b"1", lease)
+        with registry.register(Instance("s", "a", "h", 1)), store.elect("e", b"") as election:
+            with registry.watch("s") as watch, store.watch("") as entries:
+                yield from entries
+
+states = follow(sys.argv[1])
+print(sorted(next(states).entries)[0])
+"""
+
+
+def test_suspended_watch_ends_with_its_process(serve: Serve) -> None:
+    """The interpreter closes the generator when its threads are frozen: what waits for them waits for ever."""
+    command = [sys.executable, "-c", SUSPENDED, f"edl://{LOCAL}:{serve().port}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "a\n", "")
 
 
 def test_tokens_of_a_served_store(serve: Serve, tmp_path: Path) -> None:

@@ -13,13 +13,11 @@ import pytest
 
 from edl.background import start_call
 from edl.discovery import Store, open_store
-from edl.discovery.served import diagnosis
+from edl.discovery.served import addresses
 from edl.discovery.served import host as hosting
 from edl.discovery.served import server as serving
-from edl.discovery.served.diagnosis import diagnose
+from edl.discovery.served.addresses import ListenAddress, diagnose, is_own_host
 from edl.discovery.served.host import KEPT, StoreHost
-from edl.discovery.served.listening import ListenAddress
-from edl.discovery.served.own_host import is_own_host
 from edl.discovery.store import StoreSnapshot, StoreWatch
 from edl.errors import DiscoveryError
 from tests.plugins_consul import free_ports
@@ -156,8 +154,8 @@ def test_own_names_and_addresses() -> None:
 
 
 def test_why_nothing_answers(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis, "_TIMEOUT_S", 0.3)
-    assert "nobody listens" in diagnose(LOCAL, port).words
+    monkeypatch.setattr(addresses, "_TIMEOUT_S", 0.3)
+    assert "nothing listens" in diagnose(LOCAL, port).words
     assert "cannot be resolved" in diagnose(f"{uuid.uuid4().hex}.invalid", port).words
     with socket.create_server((LOCAL, port)):
         found = diagnose(LOCAL, port)

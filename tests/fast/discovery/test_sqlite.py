@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from edl.discovery import Registry, Store, open_registry, open_store
-from edl.discovery.common.renewal import RenewedLease, RenewedRegistration
+from edl.discovery.base_store import RenewedLease
 from edl.errors import DiscoveryError, SettingsError
 from tests.fast.discovery.conformance.backends import remove_database, spoil_database, teacher
 from tests.fast.discovery.conformance.processes import Member
@@ -21,8 +21,6 @@ from tests.fast.discovery.conformance.suite import LONG_S, ids, seen
 from tests.waiting import DEADLINE_S, wait_until
 
 Start = Callable[..., Member]
-MODULES = ("leases", "entries", "registry")
-"""Those of `edl.discovery.sqlite` that ask for the time of leases."""
 
 
 @contextlib.contextmanager
@@ -75,31 +73,31 @@ def _tables(path: Path) -> object:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time of the file's leases, which no other clock moves."""
     now = [1000.0]
-    for name in MODULES:
-        monkeypatch.setattr(f"edl.discovery.sqlite.{name}.time", SimpleNamespace(monotonic=lambda: now[0]))
+    for module in ("sqlite.tables", "registry"):
+        monkeypatch.setattr(f"edl.discovery.{module}.time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
 def test_leases_end_unless_they_are_renewed(registry: Registry, store: Store, clock: list[float]) -> None:
-    """Instances are remembered for a minute, and keys are not."""
+    """Instances are remembered for a minute, and until a process writes; keys are not."""
     lease, registration = store.lease(LONG_S), registry.register(teacher("s"), LONG_S)
     assert isinstance(lease, RenewedLease)
-    assert isinstance(registration, RenewedRegistration)
     entry = store.put("a", b"1", lease)
     for _ in range(2):
         clock[0] += 0.9 * LONG_S
         assert lease.claim.renew()
         assert registration._claim.renew()
-        assert store.list("") == [entry]
+        assert store.list("a") == [entry]
         assert ids(registry.snapshot("s").instances) == ["a"]
     clock[0] += LONG_S
     assert store.get("a") is None
-    assert store.list("") == []
+    assert store.list("a") == []
     assert ids(registry.snapshot("s").lapsed) == ["a"]
     assert registry.services() == ("s",)
     assert not lease.claim.renew()
-    clock[0] += 61.0
-    store.put("b", b"")  # whoever writes removes what is over
+    clock[0] += 76.0
+    assert ids(registry.snapshot("s").lapsed) == ["a"], "nobody can renew while nobody can write"
+    store.put("b", b"")
     assert registry.snapshot("s").lapsed == ()
     assert registry.services() == ()
 
@@ -119,6 +117,40 @@ def test_a_boot_ends_leases_and_keeps_keys(path: Path, url: str, sql: str) -> No
             assert store_after.list("") == [kept]
             assert store_after.put("kept", b"3").version > kept.version
         registration.close()
+
+
+FORMAT_1 = f"""
+CREATE TABLE state (boot TEXT NOT NULL, revision INTEGER NOT NULL);
+CREATE TABLE lease (id INTEGER PRIMARY KEY, ttl_s REAL NOT NULL, expires REAL NOT NULL);
+CREATE TABLE entry (
+    key TEXT PRIMARY KEY, value BLOB NOT NULL, version INTEGER NOT NULL,
+    lease INTEGER REFERENCES lease (id) ON DELETE CASCADE
+);
+CREATE TABLE instance (
+    lease INTEGER PRIMARY KEY REFERENCES lease (id) ON DELETE CASCADE,
+    service TEXT NOT NULL, id TEXT NOT NULL, registered INTEGER NOT NULL, record TEXT NOT NULL
+);
+INSERT INTO state VALUES ('', 7);
+INSERT INTO entry VALUES ('kept', x'31', 3, NULL);
+PRAGMA application_id = {0x45444C31};
+PRAGMA user_version = 1;
+"""
+
+
+def test_file_of_the_release_before(path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its keys are kept; it is refused while a process of that release is registered there."""
+    monkeypatch.setattr("edl.discovery.sqlite.file._boot_id", lambda: "")
+    with raw(path) as connection:
+        connection.executescript(FORMAT_1)
+        connection.execute("INSERT INTO lease VALUES (1, 1e9, 1e9)")
+        connection.execute("INSERT INTO instance VALUES (1, 's', 'gpu-7', 1, '{}')")
+    with pytest.raises(SettingsError, match="gpu-7 is registered there by an earlier release"):
+        open_store(url)
+    with raw(path) as connection:
+        connection.execute("UPDATE lease SET expires = 0")
+    with open_store(url) as store, open_registry(url) as registry, registry.register(teacher("s"), LONG_S):
+        assert [entry.value for entry in store.list("kept")] == [b"1"]
+        assert ids(registry.snapshot("s").instances) == ["a"]
 
 
 def test_folders_of_the_file_are_made(tmp_path: Path) -> None:
@@ -225,7 +257,7 @@ def test_lost_parts_are_made_again(
             wait_until(lambda: not registration.error)
     finally:
         other.end()
-    assert ("while in use; it is made anew" in caplog.text) == (fault not in ("file", "folder"))
+    assert ("while in use; it is created again" in caplog.text) == (fault not in ("file", "folder"))
 
 
 def test_replaced_while_it_is_opened(path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

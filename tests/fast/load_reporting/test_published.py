@@ -18,7 +18,7 @@ import pytest
 
 from edl.background import start_call
 from edl.discovery import Instance, open_registry, open_store
-from edl.discovery.common.renewal import RenewedLease
+from edl.discovery.base_store import RenewedLease
 from edl.distill import DistillReader, Options, Teachers
 from edl.distill.pipeline.load_publishing import load_publishers
 from edl.errors import ClosedError, DiscoveryError, SettingsError

@@ -135,7 +135,7 @@ def test_endpoints(text: str, parsed: tuple[str, int] | None) -> None:
         (["localhost:1", "--model", "m", "--priority", "high"], "--priority 'high': expected lowest, default, auto"),
         (["localhost:1", "--model", "m", "--intervall", "5s"], "unknown option '--intervall'; did you mean"),
         (["localhost:1", "--model", "m", "--service", "a b"], "service 'a b'"),
-        (["localhost:1", "--model", "m", "--discovery", "none"], "--discovery none"),
+        (["localhost:1", "--model", "m", "--store", "none"], "--store none"),
     ],
 )
 def test_wrong_usage_is_named(arguments: list[str], words: str) -> None:
@@ -161,7 +161,7 @@ def registering(url: str, stack: contextlib.ExitStack) -> Callable[..., Reentran
 
     def start(endpoint: str, **options: Any) -> ReentrantEvent:
         defaults = {"service": "s", "model": "m", "interval": 0.02, "timeout": TIMEOUT_S, "ttl": 300.0}
-        config = RegisterConfig.of(endpoint, {"discovery": url, **defaults, **options})
+        config = RegisterConfig.of(endpoint, {"store": url, **defaults, **options})
         ended = ReentrantEvent()
         thread = threading.Thread(target=keep_registered, args=(config, ended))
         thread.start()

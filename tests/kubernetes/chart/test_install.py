@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from edl.discovery import Instance, open_registry
+from edl.discovery import Instance, Registry, open_registry, open_store
+from edl.errors import DiscoveryError
 from tests.cluster.api import Cluster, in_namespace, kubectl_program, run_program
 from tests.cluster.locks import exclusive_lock
 from tests.cluster.machine import ROOT
@@ -32,25 +34,6 @@ def page_commands(section: str) -> list[list[str]]:
     return [
         shlex.split(line) for block in re.findall(r"```sh\n(.*?)```", text, re.DOTALL) for line in block.splitlines()
     ]
-
-
-@pytest.fixture
-def values(tmp_path: Path, cluster: Cluster, pod_template: Callable[..., dict[str, Any]]) -> Path:
-    """Values for pods that run this project: what an image would have is mounted."""
-    spec = pod_template()["spec"]
-    container = spec["containers"][0]
-    repository, tag = container["image"].rsplit(":", 1)
-    own = ("tmp", "shm")
-    part = {
-        "env": container["env"],
-        "volumes": [volume for volume in spec["volumes"] if volume["name"] not in own],
-        "volumeMounts": [mount for mount in container["volumeMounts"] if mount["name"] not in own],
-    }
-    path = tmp_path / "values.json"
-    image = {"repository": repository, "tag": tag, "pullPolicy": container["imagePullPolicy"]}
-    found = {"image": image, "command": container["command"], "operator": part, "dashboard": part}
-    path.write_text(json.dumps(found))
-    return path
 
 
 class Release:
@@ -118,19 +101,26 @@ def _ask_page(cluster: Cluster, path: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _is_there(registry: Registry) -> bool:
+    with contextlib.suppress(DiscoveryError):
+        return registry.services() == ()
+    return False
+
+
 def _may_list(scene: Scene, resource: str) -> bool:
     """Whether the operator may do so in all namespaces."""
     return scene.cluster.may(f"system:serviceaccount:{scene.namespace}:edl-operator", "list", resource)
 
 
 @pytest.mark.parametrize("helm", [4], ids=["helm4"], indirect=True)
-def test_install_upgrade_uninstall(release: Release, scene: Scene) -> None:
+def test_install_upgrade_uninstall(release: Release, scene: Scene, store_address: str) -> None:
     cluster, namespace = scene.cluster, scene.namespace
     install, *looks = page_commands("Install")[:3]
     *handing_over, upgrade = sorted(page_commands("Upgrade"), key=lambda command: command[0] == "helm")
     (uninstall,) = page_commands("Remove")
     template = {"spec": scene.pod_template()["spec"]}
-    own = "priorityClasses.install=false"  # it is the whole cluster's, and other tests' pods name it
+    # The class is the whole cluster's, and other tests' pods name it.
+    own = f"priorityClasses.install=false,storeServer.clusterIP={store_address}"
 
     with pytest.raises(RuntimeError, match="invalid ownership metadata"):
         release.run(install, "--set", own)
@@ -156,18 +146,17 @@ def test_install_upgrade_uninstall(release: Release, scene: Scene) -> None:
         crd = cluster.ask(f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}")
         assert crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
     scene.wait("no rights", lambda: not _may_list(scene, "nodes"))
-    member = f"system:serviceaccount:{namespace}:edl-member"
-    assert cluster.may(member, "patch", "leases", namespace, "coordination.k8s.io"), "members still have their store"
+    with open_store(f"edl://{store_address}:29400") as store:
+        assert store.list("jobs/"), "members still have their store"
     pods = cluster.list_pods(namespace, "edl.io/job=second")
     assert [pod["status"]["phase"] for pod in pods] == ["Running"], "the job goes on without its operator"
     cluster.kubectl("-n", namespace, "delete", "elasticjob", "first", "second", "--wait=true")
-    scene.wait("no pods", lambda: not cluster.list_pods(namespace))
+    scene.wait("no pods", lambda: not cluster.list_pods(namespace, "edl.io/job"))
     kinds = "deployments,services,rolebindings,roles,poddisruptionbudgets,leases"
-    kept = {f"{kind}.rbac.authorization.k8s.io/edl-discovery" for kind in ("role", "rolebinding")}
+    kept = {"deployment.apps/edl-store", "service/edl-store"}
 
     def list_left() -> set[str]:  # the garbage collector, who takes what belonged to the jobs, takes its time
-        left = set(cluster.kubectl("-n", namespace, "get", kinds, "-o", "name").split())
-        return left - {"lease.coordination.k8s.io/edl-lease-reaper"}
+        return set(cluster.kubectl("-n", namespace, "get", kinds, "-o", "name").split())
 
     scene.wait("nothing else left", lambda: list_left() <= kept)
     assert list_left() == kept
@@ -184,16 +173,14 @@ def test_plain_manifests_are_taken(cluster: Cluster, namespace: str, new: bool) 
 
 
 @pytest.mark.parametrize("helm", [3], ids=["helm3"], indirect=True)
-def test_dashboard_reads_the_cluster(
-    release: Release, cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dashboard_reads_the_cluster(release: Release, cluster: Cluster, namespace: str, store_address: str) -> None:
     """The page in a pod, with an account that may only read."""
     (install,) = (command for command in page_commands("Install") if command[0] == "helm")
-    parts = "operator.enabled=false,dashboard.enabled=true,grafana.enabled=true"
-    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
-    with open_registry(f"kubernetes://{namespace}") as registry:
+    parts = f"operator.enabled=false,dashboard.enabled=true,grafana.enabled=true,storeServer.clusterIP={store_address}"
+    release.run(install, "--set", f"crds.install=false,priorityClasses.install=false,{parts}")
+    with open_registry(f"edl://{store_address}:29400", timeout_s=30.0) as registry:
+        cluster.wait("the store", lambda: _is_there(registry), namespace, READY_S)
         registry.register(Instance("digits", "teacher-0", "10.88.0.1", 8001), ttl_s=60.0)
-        release.run(install, "--set", f"crds.install=false,priorityClasses.install=false,{parts}")
         path = f"/api/v1/namespaces/{namespace}/services/edl-dashboard:8650/proxy/api/state"
         state = cluster.wait("the service", lambda: _ask_page(cluster, path).get("services"), namespace, READY_S)
     assert [service["service"] for service in state] == ["digits"]

@@ -120,7 +120,7 @@ def test_crds_are_kept(helm: str, default: Objects) -> None:
 
 def test_pods_are_restricted(everything: Objects) -> None:
     specs = [item["spec"]["template"]["spec"] for item in find(everything, "Deployment")]
-    assert len(specs) == 2
+    assert len(specs) == 3
     for spec in specs:
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -220,26 +220,42 @@ def test_parts_follow_namespaces(helm: str, everything: Objects) -> None:
     shown = [item for item in arguments(everything, "dashboard") if item.startswith("--kube")]
     assert shown == ["--kube=red", "--kube=blue"]
     own = arguments(render(helm, *IMAGE, namespace="mine"))
-    assert {"--namespace=mine", "--store=kubernetes://mine"} <= set(own)
+    assert {"--namespace=mine", "--store=edl://edl-store.mine:29400"} <= set(own)
 
 
 @pytest.mark.parametrize(
-    ("value", "argument", "leases"),
+    ("value", "argument", "runs"),
     [
-        ("store=consul+https://consul:8501", "--store=consul+https://consul:8501", []),
-        ("store=etcd://a:2379\\,b:2379", "--store=etcd://a:2379,b:2379", []),
-        ("operator.allowStores={consul://consul:8500,etcd+https://}", "--allow-store=etcd+https://", ["edl"]),
-        ("watchNamespaces={edl,edl}", "--store=kubernetes://edl", ["edl"]),
-        ("watchNamespaces={red,blue}", "--store=kubernetes://edl", ["edl"]),
-        ("watchNamespaces={edl,red},store=kubernetes://meet", "--store=kubernetes://meet", ["meet"]),
+        ("store=consul+https://consul:8501", "--store=consul+https://consul:8501", False),
+        ("store=etcd://a:2379\\,b:2379", "--store=etcd://a:2379,b:2379", False),
+        ("store=edl://host:29400", "--store=edl://host:29400", False),
+        ("operator.allowStores={consul://consul:8500,etcd+https://}", "--allow-store=etcd+https://", True),
+        ("watchNamespaces={red,blue}", "--store=edl://edl-store.edl:29400", True),
+        ("storeServer.port=1,storeServer.clusterIP=10.0.0.7", "--store=edl://10.0.0.7:1", True),
     ],
 )
-def test_store_and_its_role(helm: str, value: str, argument: str, leases: list[str]) -> None:
-    """Leases are in the namespace that the store names; another kind of store needs none."""
+def test_store_runs_unless_one_is_named(helm: str, value: str, argument: str, runs: bool) -> None:
+    """Its service outlives the release, as jobs do."""
     objects = render(helm, *IMAGE, "--set", value)
     assert argument in arguments(objects)
-    for kind in ("Role", "RoleBinding"):
-        assert namespaces_of(objects, kind, "edl-discovery") == leases, kind
+    for kind in ("Deployment", "Service"):
+        found = find(objects, kind, "edl-store")
+        assert len(found) == runs, kind
+        assert all(item["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"} for item in found)
+
+
+def test_store_is_one_pod(helm: str) -> None:
+    """With a claim its file outlives the pod; the policy lets in the namespaces that meet there."""
+    values = "storeServer.claim=data,storeServer.networkPolicy=true,watchNamespaces={red}"
+    objects = render(helm, *IMAGE, "--set", values)
+    (deployment,) = find(objects, "Deployment", "edl-store")
+    spec = deployment["spec"]
+    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
+    assert {"name": "data", "persistentVolumeClaim": {"claimName": "data"}} in spec["template"]["spec"]["volumes"]
+    (policy,) = find(objects, "NetworkPolicy", "edl-store")
+    (rule,) = policy["spec"]["ingress"]
+    names = [item["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"] for item in rule["from"]]
+    assert names == ["red", "edl"]
 
 
 GUARDED = ",dashboard.tokenSecret=t,dashboard.tlsSecret=s"
@@ -277,10 +293,9 @@ def test_page_is_scraped_with_token(helm: str, page: str, monitors: list[dict[st
         ("image.repository=", "no image of EDL is published"),
         ("image.repositry=x", "repositry"),
         ("operator.port=70000", "operator"),
-        ("store=edl://host:29400", "store"),
+        ("store=kubernetes://edl", "store"),
         ("operator.allowStores={consul://a@b}", "allowStores"),
         ("watchNamespaces={A_b}", "watchNamespaces"),
-        ("watchNamespaces={edl,red}", "store=kubernetes://NAMESPACE"),
         ("capacity.enabled=maybe", "capacity"),
         ("dashboard.enabled=true,dashboard.tokenSecret=t", "dashboard.tlsSecret=SECRET"),
     ],
@@ -325,7 +340,7 @@ def test_manifests_are_up_to_date(helm: str) -> None:
         assert sorted(written, key=str) == sorted(found, key=str), f"{name}: make manifests"
     rights = [item for item in yaml.safe_load_all(rendered["operator.yaml"]) if item and item["kind"] in RIGHTS]
     names = sorted(item["metadata"]["name"] for item in rights)
-    assert names == ["edl-discovery", "edl-member", "edl-operator", "edl-operator"]
+    assert names == ["edl-operator", "edl-operator"]
 
 
 def test_notes_can_be_pasted() -> None:
@@ -334,7 +349,7 @@ def test_notes_can_be_pasted() -> None:
     begin = next(number for number, line in enumerate(lines) if line.endswith("<<'JOB'"))
     end = lines.index("JOB")
     text = re.sub(r"\{\{.*?\}\}", "edl", "\n".join(lines[begin + 1 : end]))
-    job = parse_elastic_job({**yaml.safe_load(text)}, "kubernetes://edl")
+    job = parse_elastic_job({**yaml.safe_load(text)}, "edl://edl-store.edl:29400")
     assert isinstance(job, ElasticJob), job
 
 

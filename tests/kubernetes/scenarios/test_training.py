@@ -140,13 +140,13 @@ def test_job_goes_on_without_its_node(
 
 
 def test_running_jobs_do_not_notice(
-    scene: Scene, stoppable_nodes: KubeMachine, consul_store: str, tmp_path: Path
+    scene: Scene, stoppable_nodes: KubeMachine, consul_store: str, edl_store: str, tmp_path: Path
 ) -> None:
     """For 30 s the API server answers nobody in the cluster: the same processes go on, step by step.
 
-    So do those of a job whose store is the API server itself; and the operator goes on afterwards.
+    And the operator goes on afterwards.
     """
-    stores = {"with-consul": consul_store, "with-kubernetes": f"kubernetes://{scene.namespace}"}
+    stores = {"with-consul": consul_store, "with-edl": edl_store}
     running = scene.operator("--store", consul_store)
     jobs = [Training(scene, tmp_path, name, gpus=0, minReplicas=2, store=store) for name, store in stores.items()]
     for job in jobs:

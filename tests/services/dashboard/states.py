@@ -191,7 +191,7 @@ def workload(
     accepted, met = condition("Accepted", "Valid", "", now - 620.0), condition(phase, phase, "", now - 600.0)
     return {
         "kind": kind, "namespace": "research", "name": name, "phase": phase, "job_id": f"{name}-1f3a5c7e",
-        "store": "kubernetes://research", "ready": 3, "replicas": 4, "wanted": 4, "min_replicas": 1, "max_replicas": 8,
+        "store": "edl://store.edl:29400", "ready": 3, "replicas": 4, "wanted": 4, "min_replicas": 1, "max_replicas": 8,
         "scaling": "auto", "suspended": False, "progress": 62 if kind == "job" else None, "remaining_s": 754.0,
         "created": now - 620.0, "started": now - 610.0, "ended": None, "message": "", "borrowed": 2, "queue": "",
         "conditions": [accepted, met], "members": [], **fields,

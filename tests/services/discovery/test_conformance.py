@@ -9,8 +9,8 @@ import pytest
 
 from edl.background import start_call
 from edl.discovery import Registry, Store, open_registry, open_store
-from edl.discovery.common.renewal import RenewedLease
-from edl.discovery.common.service_view import ServiceView
+from edl.discovery.base_store import RenewedLease
+from edl.discovery.registry import ServiceView
 from edl.errors import ClosedError, DiscoveryError
 from tests.fast.discovery.conformance.backends import ConsulBackend, EtcdBackend, teacher
 from tests.fast.discovery.conformance.suite import LONG_S, RegistrySuite, StoreSuite, seen, seen_values

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from edl.discovery import Instance, Registry, Snapshot, Store, open_registry, open_store
-from edl.discovery.consul.transport import ConsulTransport
+from edl.discovery.consul.client import ConsulClient
 from edl.errors import DiscoveryError, SettingsError
 from tests.certificates import Authority
 from tests.fast.discovery.conformance.backends import ConsulBackend, teacher
@@ -113,13 +113,13 @@ def test_only_silence_is_a_lapse(consul_agent: ConsulAgent, registry: Registry, 
 
 def test_quiet_watch_asks_nothing(registry: Registry, service: str, monkeypatch: pytest.MonkeyPatch) -> None:
     paths: list[str] = []
-    send = ConsulTransport._request
+    send = ConsulClient._send
 
-    def counted(self: ConsulTransport, method: str, callback: object, path: str, *rest: object) -> object:
-        paths.extend([path] if service in path else [])  # of others, which earlier tests closed, some may end late
-        return send(self, method, callback, path, *rest)  # type: ignore[arg-type]
+    def counted(self: ConsulClient, method: str, url: str, *rest: object) -> object:
+        paths.extend([url] if service in url else [])  # of others, which earlier tests closed, some may end late
+        return send(self, method, url, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(ConsulTransport, "_request", counted)
+    monkeypatch.setattr(ConsulClient, "_send", counted)
     with registry.watch(service) as watch:
         assert watch.get(DEADLINE_S) == Snapshot(service, ())
         assert watch.get(1.0) is None
@@ -211,7 +211,7 @@ def test_list_that_acls_filter_is_error(
     agent_with_acl: ConsulAgent, service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Consul answers with an empty list where the token may not read, and a student would let go of all teachers."""
-    monkeypatch.setattr("edl.discovery.common.blocking_watch.WAIT_S", 1.0)  # a question that was asked before waits so
+    monkeypatch.setattr("edl.discovery.watching.QUERY_S", 1.0)  # a question that was asked before waits so
     rules = f'service "{service}" {{ policy = "read" }} node_prefix "" {{ policy = "read" }}'
     policy = agent_with_acl.ask("/v1/acl/policy", "PUT", {"Name": service, "Rules": rules})
     anonymous = "/v1/acl/token/00000000-0000-0000-0000-000000000002"

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from edl.discovery import Registry, Snapshot, Store, open_registry, open_store
-from edl.discovery.common.renewal import RenewedLease
+from edl.discovery.base_store import RenewedLease
 from edl.discovery.etcd import client as client_module
-from edl.discovery.etcd.client import EtcdClient
-from edl.discovery.etcd.target import EtcdTarget
+from edl.discovery.etcd.client import EtcdClient, EtcdTarget
 from edl.errors import ClosedError, LeaseLostError, SettingsError
 from tests.certificates import Authority
 from tests.fast.discovery.conformance.backends import EtcdBackend, teacher

@@ -27,7 +27,7 @@ from edl.master.kube.resources import SpecProblem, parse_elastic_job, parse_teac
 
 __all__ = ["SUBMISSION_MARK", "check_manifests", "create_all", "find_pools", "set_bounds"]
 
-_ANY_STORE: Final = "kubernetes://"
+_ANY_STORE: Final = "edl://store"
 """For the check of a job without a store: which one the operator has is not known here."""
 SUBMISSION_MARK: Final = "edl.io/submission"
 """Annotation: of which call of `create_all` the object is."""

@@ -9,7 +9,7 @@ import socket
 import time
 from typing import Final
 
-from edl.discovery.served.own_host import is_loopback
+from edl.discovery.served.addresses import is_loopback
 from edl.discovery.urls import servers_of
 from edl.errors import SettingsError
 

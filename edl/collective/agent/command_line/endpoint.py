@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from edl.discovery.served.listening import ListenAddress
-from edl.discovery.served.own_host import is_loopback, is_own_host
-from edl.discovery.served.target import DEFAULT_PORT
+from edl.discovery.served.addresses import ListenAddress, is_loopback, is_own_host
+from edl.discovery.served.store import DEFAULT_PORT
 from edl.errors import SettingsError
 
 __all__ = ["RendezvousEndpoint"]

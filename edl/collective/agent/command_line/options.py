@@ -49,7 +49,8 @@ def _seconds(text: str) -> float:
 _OPTIONS: dict[str, dict[str, Any]] = {
     "--store": {
         "metavar": "URL",
-        "help": "where the nodes meet: sqlite:///path on one machine, consul://host:8500 or etcd://host:2379 "
+        "help": "where the nodes meet: sqlite:///path on one machine, edl://host:29400, consul://host:8500 or "
+        "etcd://host:2379 "
         "(default: at --rdzv-endpoint HOST:PORT, where the agent on HOST serves the store; else EDL_DISCOVERY, else a "
         "SQLite file of this user)",
     },

@@ -12,11 +12,9 @@ from typing import Final
 
 from edl.collective.agent.command_line.endpoint import RendezvousEndpoint
 from edl.discovery import Store, open_store
-from edl.discovery.served.client import StoreRefusalError
-from edl.discovery.served.diagnosis import diagnose
+from edl.discovery.served.addresses import diagnose
 from edl.discovery.served.host import KEPT, StoreHost
-from edl.discovery.served.store import ServedStore
-from edl.discovery.served.target import store_credentials
+from edl.discovery.served.store import ServedStore, StoreRefusalError, store_credentials
 from edl.errors import DiscoveryError, SettingsError
 from edl.protocol.tls.credentials import CredentialFiles
 from edl.protocol.tls.handshake import explain_handshake

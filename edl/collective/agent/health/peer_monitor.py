@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 
 from edl.background import BackgroundLoop
 from edl.collective.job_records import World
-from edl.discovery.served.listening import open_listener
+from edl.discovery.served.addresses import open_listener
 
 if TYPE_CHECKING:
     from edl.protocol.tls.peers import PeerTLS  # imported where TLS is asked for only

@@ -19,8 +19,8 @@ _MOST_NODES: Final = 10_000
 """More than any job has. The operator alone makes workers, so each of them has its place; with `maxReplicas` here,
 workers that run would leave those out that come after it was raised. The first world waits a second for more."""
 _TAKEOVER_S: Final = 45
-"""Where the store is the API server itself: workers go on without it for 0.8 of that, which covers an API server that
-is away for 30 s. In return new workers wait for so long where all workers of the job died without a word."""
+"""Where the store is a pod of the cluster: workers go on without it for 0.8 of that, which covers a pod that takes 30 s
+to start again elsewhere. In return, new workers wait that long if all workers of the job died without a word."""
 _MASTER_RESOURCES: Final[dict[str, Any]] = {"requests": {"cpu": "100m", "memory": "256Mi"}}
 """A master holds the state of shards, not data: with the workers' resources it would take a GPU."""
 
@@ -36,7 +36,7 @@ def build_worker_launch(job: ElasticJob, index: int, record: MemberRecord) -> Me
     args = ["run", "--rdzv-id", job.job_id, "--store", job.store, "--nnodes", f"{job.min_replicas}:{_MOST_NODES}"]
     args += ["--local-addr", POD_ADDRESS, "--leave-on-oom"]
     args += ["--grace-period", str(max(1, int(job.grace_period_s * _SAVING_SHARE)))]
-    if job.store.startswith("kubernetes:"):
+    if job.store.startswith("edl:"):
         args += ["--rdzv-conf", f"takeover_timeout={_TAKEOVER_S}"]
     args += ["--checkpoint", job.checkpoint] if job.checkpoint else []
     labels, annotations = build_gang_labels(job, index)

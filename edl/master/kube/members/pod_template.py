@@ -24,8 +24,6 @@ POD_ADDRESS: Final = "$(EDL_POD_IP)"
 """In a member's `args`: the pod's own address, which the kubelet puts in place."""
 DEFAULT_COMMAND: Final = ("edl",)
 TERMINATION_LOG: Final = "/dev/termination-log"
-MEMBER_ACCOUNT: Final = "edl-member"
-"""The service account of members, which the chart makes with the rights that `kubernetes://` needs."""
 UNREACHABLE_S: Final = 30
 """A pod leaves a node that does not answer after so long, not after Kubernetes' 300 s: a job waits for it meanwhile.
 With much less, a kubelet that is restarted loses its pods."""
@@ -84,7 +82,7 @@ def build_member_pod(owner: MemberOwner, launch: MemberLaunch) -> Object:
     _set_main_container(main, launch, {"EDL_DISCOVERY": owner.store, **launch.env})
     _add_volumes(spec, main)
     _add_security_defaults(spec, main)
-    _add_service_account(spec, owner)
+    _withhold_api_access(spec)
     _add_tolerations(spec)
     _multiply_memory(main, launch.memory_factor)
     _exclude_nodes(spec, launch.excluded_nodes)
@@ -125,8 +123,6 @@ def _set_main_container(main: dict[str, Any], launch: MemberLaunch, env: Mapping
     main.setdefault("terminationMessagePolicy", "FallbackToLogsOnError")  # what ended before EDL began has a log alone
     own: list[dict[str, Any]] = [
         {"name": "EDL_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-        {"name": "EDL_POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
-        {"name": "EDL_POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}},
         {"name": "EDL_TERMINATION_LOG", "value": log},
     ]
     fixed = {item["name"] for item in own}  # `args` and the evidence of an end rely on these
@@ -176,12 +172,9 @@ def _add_security_defaults(spec: dict[str, Any], main: dict[str, Any]) -> None:
         main["securityContext"] = {"allowPrivilegeEscalation": False}
 
 
-def _add_service_account(spec: dict[str, Any], owner: MemberOwner) -> None:
-    """Give members the rights of discovery where that is Kubernetes itself, and else no access to the API at all."""
-    if owner.store.startswith("kubernetes:"):
-        if not spec.get("serviceAccountName"):
-            spec["serviceAccountName"] = MEMBER_ACCOUNT
-    elif "serviceAccountName" not in spec:
+def _withhold_api_access(spec: dict[str, Any]) -> None:
+    """Give members no access to the API unless the template names an account."""
+    if "serviceAccountName" not in spec:
         spec.setdefault("automountServiceAccountToken", False)
 
 

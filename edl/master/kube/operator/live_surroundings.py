@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any, Final, Protocol
 
 from edl.background import BackgroundLoop
-from edl.kube.settings import KubeSettings
 from edl.master.kube.capacity import ClusterCapacity
 from edl.master.kube.operator.job_shares import SharingJob, compute_shares, read_sharing_job
 from edl.master.kube.operator.reconciling.surroundings import OwnerSurroundings
@@ -45,7 +44,6 @@ class LiveSurroundings:
         has_pods: whether pods of an owner are there, by namespace and uid; asks the API server.
         list_pools: returns the pools of a namespace; asks the API server.
         namespaces: that are worked on.
-        kube: the cluster that `kubernetes://` stores are in.
     """
 
     def __init__(
@@ -55,14 +53,10 @@ class LiveSurroundings:
         has_pods: Callable[[str, str], bool] = lambda namespace, uid: True,
         list_pools: Callable[[str], Sequence[TeacherPool]] = lambda namespace: (),
         namespaces: Sequence[str] = (),
-        kube: KubeSettings | None = None,
     ) -> None:
         self._on_key = on_key
-        kube = kube or KubeSettings()
-        self._cleanup = OwnerKeyCleanup(
-            has_pods, lambda url, namespace: not allowlist.find_refusal(url, namespace), kube
-        )
-        self._stores = StoreDirectory(on_key, allowlist, kube)
+        self._cleanup = OwnerKeyCleanup(has_pods, lambda url: not allowlist.find_refusal(url))
+        self._stores = StoreDirectory(on_key, allowlist)
         self._capacity: CapacitySource | None = None
         self._lock = threading.Lock()
         self._sharing: dict[str, SharingJob] = {}

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
-from edl.discovery.urls import identify_server, identify_store
+from edl.discovery.urls import KUBERNETES_GONE, identify_server, identify_store
 from edl.errors import SettingsError
 from edl.quoting import shown
 
 __all__ = ["StoreAllowlist"]
 
-_SCHEMES: Final = ("consul", "consul+https", "etcd", "etcd+https", "kubernetes", "edl")
+_SCHEMES: Final = ("consul", "consul+https", "etcd", "etcd+https", "edl")
 """Of stores that may be allowed. A `sqlite:` file would be one of the operator's own machine."""
 _ETCD: Final = ("etcd", "etcd+https")
 
@@ -46,24 +46,23 @@ class StoreAllowlist:
                     f" SCHEME://HOST or SCHEME://, with a scheme of {', '.join(_SCHEMES)}"
                 )
 
-    def find_refusal(self, url: str, namespace: str) -> str:
+    def find_refusal(self, url: str) -> str:
         """Return why a store is not opened, for whoever wrote its URL; empty if it may be.
 
         Args:
             url: of the store, as a resource has it.
-            namespace: of the resource: `kubernetes://` of it is its own.
         """
         if url == self.own or identify_store(url) == identify_store(self.own):
             return ""
         parts = _split(url)
+        if parts is not None and parts.scheme == "kubernetes":
+            return KUBERNETES_GONE
         if parts is None or parts.scheme not in (*_SCHEMES, "sqlite"):
             return "no URL of a store"
         if parts.scheme == "sqlite":
             return "a file of the machine that it is on, which the operator opens where it is its own --store only"
         if extras := _find_extras(parts):
             return f"a URL with {extras}, which the operator does not take from a resource"
-        if parts.scheme == "kubernetes" and parts.netloc and parts.netloc == namespace:
-            return ""
         own = _split(self.own)
         if own is not None and own.scheme not in (*_SCHEMES, "sqlite"):
             own = None  # such a store is opened by nobody
@@ -73,9 +72,7 @@ class StoreAllowlist:
             return f"no URL of a store: {shown(str(exc))}"
         if "" in members:
             return "a URL without a host"
-        # A context or kubeconfig names another cluster than the operator's, where its namespace is another.
-        elsewhere = own is None or (own.scheme == "kubernetes" and own.query)
-        allowed = [] if own is None or elsewhere else [(own.scheme, member) for member in own_members]
+        allowed = [] if own is None else [(own.scheme, member) for member in own_members]
         for member in members:
             if (parts.scheme, member) not in allowed and not self._is_listed(parts.scheme, member):
                 prefix = shown(f"{parts.scheme}://{member}")
@@ -104,7 +101,7 @@ def _split(url: str) -> SplitResult | None:
 
 
 def _find_extras(parts: SplitResult) -> str:
-    """Return what a URL has beside hosts. A store has no options, but those that lead to another cluster."""
+    """Return what a URL has beside hosts."""
     if "@" in parts.netloc:
         return "a user"
     if parts.path not in ("", "/") or parts.fragment:
@@ -113,12 +110,12 @@ def _find_extras(parts: SplitResult) -> str:
 
 
 def _list_members(parts: SplitResult) -> list[str]:
-    """Return the servers of a URL in the one spelling; the namespace, or the file's host, of one without servers.
+    """Return the servers of a URL in one spelling; a file has none.
 
     Raises:
         ValueError: one is no host with a port.
     """
-    if parts.scheme in ("kubernetes", "sqlite") or not parts.netloc:
+    if parts.scheme == "sqlite" or not parts.netloc:
         return [parts.netloc.lower()]
     members = parts.netloc.split(",") if parts.scheme in _ETCD else [parts.netloc]
     return [identify_server(parts.scheme, member.strip()) for member in members]

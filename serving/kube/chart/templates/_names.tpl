@@ -15,13 +15,9 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- default (list .Release.Namespace) .Values.watchNamespaces | uniq | toJson -}}
 {{- end }}
 
-{{- /* The default is the release's namespace, unless other namespaces' members could then change the ConfigMaps of the jobs in it. */ -}}
+{{- /* Where teachers and jobs meet: the store of this release, unless another is named. */ -}}
 {{- define "edl.store" -}}
-{{- $namespaces := include "edl.namespaces" . | fromJsonArray -}}
-{{- if and (not .Values.store) (gt (len $namespaces) 1) (has .Release.Namespace $namespaces) -}}
-{{- fail (printf "store: members of all of watchNamespaces may change each ConfigMap of the store's namespace, and so scripts of jobs in %s: name one where nothing else is (it must exist), store=kubernetes://NAMESPACE, or say that it may be so, store=kubernetes://%s" .Release.Namespace .Release.Namespace) -}}
-{{- end -}}
-{{- .Values.store | default (printf "kubernetes://%s" .Release.Namespace) -}}
+{{- .Values.store | default (printf "edl://%s:%d" (.Values.storeServer.clusterIP | default (printf "edl-store.%s" .Release.Namespace)) (int .Values.storeServer.port)) -}}
 {{- end }}
 
 {{- define "edl.image" -}}
@@ -47,7 +43,7 @@ command: {{- toYaml .Values.command | nindent 2 }}
 securityContext: {{- toYaml .Values.securityContext | nindent 2 }}
 {{- end }}
 
-{{- /* Where the pods may go: of operator or dashboard. */ -}}
+{{- /* Where the pods of operator, store or dashboard may run. */ -}}
 {{- define "edl.placement" -}}
 {{- with .nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
@@ -58,14 +54,6 @@ tolerations: {{- toYaml . | nindent 2 }}
 {{- with .affinity }}
 affinity: {{- toYaml . | nindent 2 }}
 {{- end }}
-{{- end }}
-
-{{- /* The namespace that kubernetes:// names, or nothing with another store. */ -}}
-{{- define "edl.storeNamespace" -}}
-{{- $store := include "edl.store" . -}}
-{{- if hasPrefix "kubernetes://" $store -}}
-{{- regexFind "^[^/?]+" (trimPrefix "kubernetes://" $store) -}}
-{{- end -}}
 {{- end }}
 
 {{- /* Kept with the resource definitions: jobs and pools outlive the release, and lose their store without these. */ -}}

@@ -27,7 +27,6 @@ from edl.kube.client import KubeClient
 from edl.kube.settings import KubeSettings
 from tests.fast.kube.conftest import write_kubeconfig
 from tests.fast.kube.server import ApiServer, Reply, Request
-from tests.fast.kube.server import status as status_reply
 
 NOW = 1769860800.0  # 2026-01-31T12:00:00Z
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3\nValueError: no such \x1b[31mcolumn'
@@ -221,8 +220,6 @@ def look(server: ApiServer, folder: Path, store: str, store_url: str = "") -> Wo
     def answer(request: Request) -> Reply:
         if request.path.endswith("/elasticjobs/j"):
             return Reply(200, resource)
-        if "/configmaps/" in request.path:
-            return status_reply(404, "NotFound", "there is none", name="j", kind="configmaps")
         return Reply(200, {"kind": "List", "metadata": {"resourceVersion": "1"}, "items": []})
 
     server.answer = answer
@@ -241,19 +238,16 @@ def _elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("EDL_DISCOVERY", f"sqlite://{tmp_path}/own.sqlite")
 
 
-@pytest.mark.parametrize(("store", "where"), [("kubernetes://stores", "stores"), ("kubernetes://", "research")])
-def test_store_of_the_cluster_looked_at(server: ApiServer, tmp_path: Path, store: str, where: str) -> None:
-    assert look(server, tmp_path, store).trouble == ""
-    asked = [request for request in server.requests if "/configmaps" in request.path]
-    assert asked
-    assert all(f"/namespaces/{where}/configmaps" in request.path for request in asked)
-    assert {request.method for request in server.requests} == {"GET"}, "who looks changes nothing"
-    assert not [request for request in server.requests if "/leases" in request.path]
-
-
 @pytest.mark.parametrize(
     "store",
-    ["consul://evil:8500", "etcd://evil:2379", "edl://evil:29400", "sqlite:///{}/made", "kubernetes://x?kubeconfig={}"],
+    [
+        "consul://evil:8500",
+        "etcd://evil:2379",
+        "edl://edl-store.edl.svc:29400",
+        "edl://a.b;rm:1",
+        "sqlite:///{}/made",
+        "kubernetes://x",
+    ],
 )
 def test_store_that_a_stranger_named(
     server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str
@@ -265,6 +259,8 @@ def test_store_that_a_stranger_named(
     found = look(server, tmp_path, store.format(tmp_path))
     assert found.job is None
     assert "--store" in found.trouble
+    forwarded = "`kubectl port-forward -n edl service/edl-store 29400`" in found.trouble
+    assert forwarded == ("edl-store" in store)
     assert not (tmp_path / "made").exists()
 
 

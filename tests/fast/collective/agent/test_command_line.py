@@ -29,8 +29,8 @@ from edl.collective.agent.command_line.served_store import keep_for_later, serve
 from edl.collective.agent.command_line.slurm import SlurmStep
 from edl.collective.agent.command_line.task_runs import TaskRuns
 from edl.collective.agent.signals import StopSignals
+from edl.discovery.served.addresses import ListenAddress
 from edl.discovery.served.host import KEPT
-from edl.discovery.served.listening import ListenAddress
 from edl.errors import DiscoveryError, SettingsError
 from edl.settings import Credentials
 from tests.certificates import HERE, Authority
@@ -260,7 +260,7 @@ def test_late_store_is_waited_for(lines: Callable[[], list[str]], monkeypatch: p
     waiting.start()
     wait_until(lines, "it says that it waits")
     assert f"waiting for the store at 127.0.0.1:{port}" in lines()[0]
-    assert "nobody listens at that port: start the same command on 127.0.0.1" in lines()[0]
+    assert "nothing listens at that port: start the same command on 127.0.0.1" in lines()[0]
     with served(port):
         waiting.join(60)
     assert found == [None]
@@ -268,7 +268,7 @@ def test_late_store_is_waited_for(lines: Callable[[], list[str]], monkeypatch: p
 
 def test_nobody_serves_in_time() -> None:
     port = free_ports(1)[0]
-    with pytest.raises(DiscoveryError, match=r"no store at .* within 0\.2 s .*join_timeout.*nobody listens"):
+    with pytest.raises(DiscoveryError, match=r"no store at .* within 0\.2 s .*join_timeout.*nothing listens"):
         served(port, join_timeout_s=0.2, own=False).__enter__()
 
 

@@ -23,9 +23,8 @@ from edl.collective.goodput.spans import MAX_SPANS, TimeCategory, span_of
 from edl.collective.job_records import JobState, Member, World
 from edl.collective.worker_status import Phase, WorkerStatusPage
 from edl.discovery import Store
-from edl.discovery.keys import MAX_VALUE_BYTES
 from edl.discovery.sqlite.store import SqliteStore
-from edl.discovery.store import Entry
+from edl.discovery.store import MAX_VALUE_BYTES, Entry
 from edl.errors import DiscoveryError, ProtocolError, SettingsError
 from tests.waiting import wait_until
 

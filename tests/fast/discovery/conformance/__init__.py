@@ -1,8 +1,8 @@
-"""The conformance suite of registries and stores: one body, three tiers.
+"""The conformance suite of registries and stores: one body, two tiers.
 
 `suite` has the tests, `backends` the implementations and means to harm them, `processes` other processes that take
 part, and `fixtures` what each tier's `conftest` imports. SQLite and `edl://` run in `tests/fast/discovery`, Consul and
-etcd in `tests/services/discovery`, Kubernetes in `tests/kubernetes/discovery`. Nothing here is collected by itself.
+etcd in `tests/services/discovery`. Nothing here is collected by itself.
 """
 
 import pytest

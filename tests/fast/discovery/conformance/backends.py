@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
-import sqlite3
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import Any
 
-from edl.discovery import Instance
-from edl.discovery.served.listening import ListenAddress
+from edl.discovery import Instance, open_store
+from edl.discovery.served.addresses import ListenAddress
 from edl.discovery.served.server import StoreServer
 from tests.plugins_consul import ConsulAgent, free_ports
 from tests.plugins_etcd import EtcdServer
-from tests.tcp_proxy import TcpProxy
-
-if TYPE_CHECKING:
-    from tests.cluster.api import Cluster
 
 
 def teacher(service: str, name: str = "a", port: int = 9000, **rest: Any) -> Instance:
@@ -74,13 +67,7 @@ class SqliteBackend(Backend):
         self.url = f"sqlite:///{path}"
 
     def plant(self, service: str, name: str, fields: Mapping[str, Any]) -> None:
-        lease = secrets.randbits(62)
-        with contextlib.closing(sqlite3.connect(self.path, timeout=60)) as connection, connection:
-            # It ends with one that is there.
-            connection.execute("INSERT INTO lease SELECT ?, ttl_s, expires FROM lease LIMIT 1", (lease,))
-            connection.execute("UPDATE state SET revision = revision + 1")
-            row = (lease, service, name, 99, _record(fields))
-            connection.execute("INSERT INTO instance VALUES (?, ?, ?, ?, ?)", row)
+        _put_instance(self.url, service, name, fields)
 
     def break_it(self) -> None:
         spoil_database(self.path)
@@ -90,7 +77,7 @@ class SqliteBackend(Backend):
 
 
 class ServedBackend(Backend):
-    """A store only: a server in this process, at a port of its own, which it comes back to."""
+    """A server in this process, at a port of its own, which it comes back to."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -108,7 +95,7 @@ class ServedBackend(Backend):
             self._server.close()
 
     def plant(self, service: str, name: str, fields: Mapping[str, Any]) -> None:
-        raise NotImplementedError("it is no registry")
+        _put_instance(self.url, service, name, fields)
 
     def break_it(self) -> None:
         self.stop()
@@ -159,61 +146,12 @@ class EtcdBackend(Backend):
         self.server.start()
 
 
-class KubernetesBackend(Backend):
-    """A namespace of a real cluster, behind a proxy of this process that can be taken away."""
-
-    def __init__(self, cluster: Cluster, namespace: str, proxy: TcpProxy, kubeconfig: Path) -> None:
-        self.cluster = cluster
-        self.namespace = namespace
-        self.proxy = proxy
-        self.kubeconfig = kubeconfig
-        self.url = f"kubernetes://{namespace}?kubeconfig={kubeconfig}"
-        self.config_maps = f"/api/v1/namespaces/{namespace}/configmaps"
-        self.leases = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
-
-    def plant(self, service: str, name: str, fields: Mapping[str, Any]) -> None:
-        claim = secrets.token_hex(8)
-        lease = {
-            "metadata": {"name": f"edl-lease-{claim}", "labels": {"edl.io/discovery": "lease"}},
-            "spec": {"leaseDurationSeconds": 3600},
-        }
-        uid = self.cluster.ask(self.leases, "POST", lease)["metadata"]["uid"]
-        labels = {"edl.io/discovery": "instance", "edl.io/service": service, "edl.io/lease": f"edl-lease-{claim}"}
-        annotations = {"edl.io/service": service, "edl.io/lease-uid": uid}
-        metadata = {"name": f"edl-instance-{claim}", "labels": labels, "annotations": annotations}
-        data = {"id": name, "instance": _record(fields)}
-        self.cluster.ask(self.config_maps, "POST", {"metadata": metadata, "data": data})
-
-    def break_it(self) -> None:
-        self.proxy.refuse()
-
-    def mend_it(self) -> None:
-        query = {"labelSelector": "app.kubernetes.io/managed-by=edl"}
-        for path in (self.leases, self.config_maps):
-            self.cluster.ask(path, "DELETE", query=query)
-        self.proxy.restore()
+def _put_instance(url: str, service: str, name: str, fields: Mapping[str, Any]) -> None:
+    claim, folder = secrets.token_hex(8), f"registry/{service}"
+    with open_store(url, timeout_s=60.0) as store:
+        store.put(f"{folder}/alive/{claim}", b"")
+        store.put(f"{folder}/records/{claim}/{name}", _record(fields).encode())
 
 
 def _record(fields: Mapping[str, Any]) -> str:
     return json.dumps({"address": "127.0.0.1", "port": 9000, **fields})
-
-
-@contextlib.contextmanager
-def open_kubernetes_backend(cluster: Cluster, folder: Path) -> Iterator[KubernetesBackend]:
-    """Make a namespace, and a proxy between EDL and the API server."""
-    namespace = f"edl-test-{secrets.token_hex(4)}"
-    config = json.loads(cluster.kubectl("config", "view", "--raw", "--minify", "--flatten", "-o", "json"))
-    found = config["clusters"][0]["cluster"]
-    server = urlsplit(found["server"])
-    assert server.hostname is not None
-    proxy = TcpProxy(server.hostname, server.port or 443)
-    found.setdefault("tls-server-name", server.hostname)
-    found["server"] = f"https://127.0.0.1:{proxy.port}"
-    path = folder / "kubeconfig.json"
-    path.write_text(json.dumps(config))
-    cluster.ask("/api/v1/namespaces", "POST", {"metadata": {"name": namespace}})
-    try:
-        yield KubernetesBackend(cluster, namespace, proxy, path)
-    finally:
-        proxy.close()
-        cluster.ask(f"/api/v1/namespaces/{namespace}", "DELETE")

@@ -12,10 +12,8 @@ import pytest
 
 from edl.background import start_call
 from edl.discovery import Instance, Registry, Snapshot, Store, open_registry, open_store
-from edl.discovery.common.service_view import ServiceView
-from edl.discovery.keys import MAX_VALUE_BYTES
-from edl.discovery.registry import Watch
-from edl.discovery.store import Entry, StoreSnapshot, StoreWatch
+from edl.discovery.registry import ServiceView, Watch
+from edl.discovery.store import MAX_VALUE_BYTES, Entry, StoreSnapshot, StoreWatch
 from edl.errors import ClosedError, ConflictError, DiscoveryError, LeaseLostError, SettingsError
 from tests.fast.discovery.conformance.backends import Backend, teacher
 from tests.fast.discovery.conformance.fixtures import PATIENT_S
@@ -257,7 +255,7 @@ class RegistrySuite:
     def test_missing_teacher_is_dropped_at_last(
         self, backend: Backend, service: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("edl.discovery.common.blocking_watch.WAIT_S", 120.0)  # the time ends without a change
+        monkeypatch.setattr("edl.discovery.watching.QUERY_S", 120.0)  # the time ends without a change
         monkeypatch.setattr(ServiceView.__init__, "__defaults__", (0.5,))
         with open_registry(backend.url, timeout_s=PATIENT_S) as registry, registry.watch(service) as watch:
             registration = registry.register(teacher(service), LONG_S)
@@ -287,7 +285,7 @@ class StoreSuite:
         assert not store.delete(key, first.version)
         assert store.delete(key, second.version)
         assert store.get(key) is None
-        assert store.put(key, b"3").version > second.version, "versions grow beyond a deletion"
+        assert store.put(key, b"3").version > other.version, "versions grow beyond a deletion, and from key to key"
 
     def test_values_are_bytes(self, store: Store, folder: str) -> None:
         with store.lease(LONG_S) as lease:

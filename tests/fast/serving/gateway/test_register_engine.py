@@ -22,7 +22,7 @@ from tests.fast.serving.gateway.formula_engine import FormulaEngine, log_probabi
 from tests.fast.serving.gateway.gateways import Gateways, ask
 from tests.waiting import DEADLINE_S, wait_until
 
-GIVEN = {"model": "m", "model_version": "r1", "discovery": "none"}
+GIVEN = {"model": "m", "model_version": "r1", "store": "none"}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from typing import Final
 from edl.background import start_call
 from edl.discovery.urls import identify_store
 from edl.errors import DiscoveryError, SettingsError
-from edl.kube.settings import KubeSettings
 from edl.load_reporting.wanted import WantedKind, wanted_key
 from edl.master.kube.operator.store_allowlist import StoreAllowlist
 from edl.master.kube.operator.stores.follower import StoreAnswer, StoreFollower
@@ -57,13 +56,11 @@ class StoreDirectory:
     Args:
         on_change: called with the key of each resource of which a store says something new.
         allowlist: which stores may be opened.
-        kube: the cluster that `kubernetes://` stores are in.
     """
 
-    def __init__(self, on_change: Callable[[str], None], allowlist: StoreAllowlist, kube: KubeSettings) -> None:
+    def __init__(self, on_change: Callable[[str], None], allowlist: StoreAllowlist) -> None:
         self._on_change = on_change
         self._allowlist = allowlist
-        self._kube = kube
         self._own = identify_store(allowlist.own)
         self._lock = threading.RLock()
         self._followers: dict[str, StoreFollower] = {}
@@ -84,7 +81,7 @@ class StoreDirectory:
             namespace: of the resource.
             advised: whether this process decides how many teachers of the service are useful.
         """
-        if reason := self._allowlist.find_refusal(url, namespace):
+        if reason := self._allowlist.find_refusal(url):
             self.forget(key)
             return StoreAnswer(refused=f"{_show(url)}: {reason}")
         subject = _Subject(url, identify_store(url), kind, name, advised, namespace)
@@ -131,7 +128,7 @@ class StoreDirectory:
         if reason := self._find_limit(subject):
             return StoreAnswer(refused=f"{_show(url)}: {reason}")
         try:
-            follower = StoreFollower(url, lambda store_key: self._spread(store, store_key), self._kube)
+            follower = StoreFollower(url, lambda store_key: self._spread(store, store_key))
         except (SettingsError, DiscoveryError) as exc:
             permanent = isinstance(exc, SettingsError)
             failure = StoreAnswer(refused=str(exc)) if permanent else StoreAnswer(stale=str(exc), unreachable=str(exc))

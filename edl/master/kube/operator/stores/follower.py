@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from edl.background import BackgroundLoop, start_call
-from edl.discovery import Store
+from edl.discovery import Store, open_store
 from edl.discovery.store import Entry, StoreSnapshot, StoreWatch
 from edl.errors import ClosedError
-from edl.kube.settings import KubeSettings
 from edl.load_reporting.wanted import WantedKind, parse_wanted, wanted_key
 from edl.master.kube.observation import WorkProgress
-from edl.master.kube.operator.stores.opening import open_cluster_store
 from edl.master.kube.operator.stores.progress import ProgressReader
 from edl.master.naming import report_key
 from edl.master.scaling.advisor import AdvisorSettings, ScalingAdvisor
@@ -66,14 +64,13 @@ class StoreFollower:
     Args:
         url: of the store.
         on_change: called with the key of the store whose meaning for resources has changed, from any thread.
-        kube: the cluster that a `kubernetes://` store is in.
 
     Raises:
         SettingsError: the URL cannot be used.
         DiscoveryError: the store cannot be opened just now.
     """
 
-    def __init__(self, url: str, on_change: Callable[[str], None], kube: KubeSettings) -> None:
+    def __init__(self, url: str, on_change: Callable[[str], None]) -> None:
         self._url = url
         self._on_change = on_change
         self._lock = threading.Lock()
@@ -86,7 +83,7 @@ class StoreFollower:
         self._stale = {"wanted/": _UNANSWERED, "master_reports/": _UNANSWERED}
         self._away_since_s: float | None = time.monotonic()
         self._unreachable = ""
-        self._store: Store = open_cluster_store(url, kube)
+        self._store: Store = open_store(url)
         self._advisor: ScalingAdvisor | None = None
         self._watches: list[StoreWatch] = []
         self._loops: list[BackgroundLoop] = []

@@ -1,4 +1,4 @@
-"""`OwnerKeyCleanup`: deletes what jobs and pools left in stores on Kubernetes when they have been deleted."""
+"""`OwnerKeyCleanup`: deletes what deleted jobs and pools left in the cluster's store."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from edl.background import BackgroundLoop
-from edl.discovery import Store
+from edl.discovery import Store, open_store
 from edl.errors import AccessDeniedError, DiscoveryError, KubernetesError, SettingsError
-from edl.kube.settings import KubeSettings
 from edl.load_reporting.wanted import WantedKind, wanted_key
-from edl.master.kube.operator.stores.opening import open_cluster_store
 from edl.master.kube.resources import ElasticJob, TeacherPool
 from edl.master.naming import election_key, report_key
 
@@ -80,26 +78,23 @@ class _Removal:
 class OwnerKeyCleanup:
     """Notes resources, and deletes the keys of those that are gone: best effort, while this operator runs. Thread-safe.
 
-    Only keys in `kubernetes://` are deleted, which are objects of the cluster and would stay in it for ever. In other
-    stores they are history, for `edl status`.
+    Only keys in `edl://` stores are deleted, such as the chart's: such a store has a limit, which years of jobs would
+    reach. In other stores they are history, for `edl status`.
 
     Args:
         has_pods: whether pods of an owner are there, by namespace and uid; raises a KubernetesError if that is unknown.
-        may_open: whether the operator opens a store, by URL and namespace of the resource.
-        kube: the cluster that the keys are in.
+        may_open: whether the operator opens a store, by its URL.
         clock: monotonic seconds.
     """
 
     def __init__(
         self,
         has_pods: Callable[[str, str], bool],
-        may_open: Callable[[str, str], bool],
-        kube: KubeSettings,
+        may_open: Callable[[str], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._has_pods = has_pods
         self._may_open = may_open
-        self._kube = kube
         self._clock = clock
         self._lock = threading.Lock()
         self._known: dict[str, tuple[_Trace, ...]] = {}
@@ -152,10 +147,10 @@ class OwnerKeyCleanup:
         try:
             if self._has_pods(trace.namespace, trace.uid):
                 reason = "pods of it are there"
-            elif not self._may_open(trace.store, trace.namespace):
+            elif not self._may_open(trace.store):
                 return _PACE_S
             else:
-                with open_cluster_store(trace.store, self._kube) as store:
+                with open_store(trace.store) as store:
                     reason = _delete_keys(store, removal)
         except SettingsError as exc:
             logger.warning("keys of %s stay in %s: %s", trace.title, trace.store, exc)
@@ -174,7 +169,7 @@ class OwnerKeyCleanup:
         return _PACE_S
 
     def _schedule(self, trace: _Trace) -> None:
-        if not trace.store.startswith("kubernetes://"):
+        if not trace.store.startswith("edl://"):
             return
         now_s = self._clock()
         with self._lock:

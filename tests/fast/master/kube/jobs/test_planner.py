@@ -29,9 +29,9 @@ def get_record(cluster: SimulatedCluster, key: str = "worker-0") -> dict[str, An
     return record
 
 
-@pytest.mark.parametrize(("store", "expected"), [("kubernetes://team", True), ("consul://10.0.0.9:8500", False)])
-def test_api_server_as_store_may_be_away(store: str, expected: bool) -> None:
-    """Workers go on for 36 s without their store where that is the API server."""
+@pytest.mark.parametrize(("store", "expected"), [("edl://store.edl:29400", True), ("consul://10.0.0.9:8500", False)])
+def test_pod_as_store_may_be_away(store: str, expected: bool) -> None:
+    """Workers go on for 36 s without their store where that is a pod, which may have to start again."""
     plan = SimulatedCluster(minReplicas=1, store=store).reconcile()
     args = plan.create[0]["spec"]["containers"][0]["args"]
     assert ("takeover_timeout=45" in args) == expected
@@ -228,7 +228,7 @@ def test_external_scaling() -> None:
 def test_store_away_changes_nothing() -> None:
     """A job that stays at its minimum for ever, Valid and without a word, is a riddle."""
     cluster = SimulatedCluster(minReplicas=1, maxReplicas=4)
-    cluster.stale = cluster.unreachable = "kubernetes://team-a: not allowed (403)"
+    cluster.stale = cluster.unreachable = "edl://edl-store.edl:29400: cannot be reached"
     cluster.settle()
     accepted = cluster.find_condition("Accepted")
     assert (accepted["status"], accepted["reason"]) == ("True", "StoreUnreachable")

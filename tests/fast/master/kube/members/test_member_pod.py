@@ -232,8 +232,6 @@ def test_service_account() -> None:
     assert (spec.get("serviceAccountName"), spec["automountServiceAccountToken"]) == (None, False)
     named = build(build_job(spec={"serviceAccountName": "mine"}))["spec"]
     assert (named["serviceAccountName"], "automountServiceAccountToken" in named) == ("mine", False)
-    in_cluster = replace(build_job(), store="kubernetes://ns")
-    assert build(in_cluster)["spec"]["serviceAccountName"] == "edl-member"
 
 
 @pytest.mark.parametrize("value", [{"LR": "0.1"}, "x", 3, ["x", 3, None]])

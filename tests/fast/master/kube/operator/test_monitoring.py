@@ -12,16 +12,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from edl.cli import main
-from edl.discovery.kubernetes.store import KubernetesStore
-from edl.discovery.kubernetes.target import KubernetesTarget
 from edl.errors import SettingsError
-from edl.kube.connection import find_server
 from edl.kube.responses import Call
-from edl.kube.settings import KubeSettings
-from edl.master.kube.operator import Operator, OperatorSettings
+from edl.master.kube.operator import OperatorSettings
 from edl.master.kube.operator.monitoring import HealthServer, OperatorHealth, OperatorMetrics
 from edl.master.kube.operator.monitoring.give_back_meter import GiveBackMeter
-from edl.master.kube.operator.stores import owner_keys
 from tests.fast.kube.conftest import write_kubeconfig
 
 
@@ -106,31 +101,6 @@ def test_server_answers_checks_and_metrics() -> None:
         "edl_operator_queue_length 3.0",
     ):
         assert line in text
-
-
-def test_stores_of_the_operators_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is current on a person's machine is not the cluster whose jobs an operator works on."""
-    monkeypatch.setenv("KUBECONFIG", write_kubeconfig(tmp_path / "current", "http://127.0.0.1:9"))
-    kube = KubeSettings(write_kubeconfig(tmp_path / "prod", "http://127.0.0.1:8"), timeout_s=1.0)
-    opened: list[str] = []
-
-    def note_store(store: KubernetesStore, target: KubernetesTarget, *, reaps: bool = True) -> None:
-        opened.append(f"{target} of {find_server(target.settings)} after {target.settings.timeout_s}")
-        raise SettingsError("not opened")
-
-    monkeypatch.setattr(KubernetesStore, "__init__", note_store)
-    settings = OperatorSettings(kube, store="kubernetes://edl", capacity=False)
-    with Operator(settings) as operator:
-        surroundings = operator._surroundings
-        for url in ("kubernetes://edl", "kubernetes://lab"):
-            surroundings._stores.ask(url, url, "workers", "j", namespace="lab")
-        monkeypatch.setattr(surroundings._cleanup, "_has_pods", lambda namespace, uid: False)
-        surroundings._cleanup._loop.close()
-        removal = owner_keys._Removal(owner_keys._Trace("u", "workers", "j", "kubernetes://edl", "lab"), 0.0, 0.0)
-        surroundings._cleanup._removals.append(removal)
-        surroundings._cleanup.step()
-    server = "of http://127.0.0.1:8 after 5.0"
-    assert opened == [f"kubernetes://{name} {server}" for name in ("edl", "lab", "edl")]
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,9 @@ import pytest
 
 from edl.collective.job_records import prefix
 from edl.discovery import Store, open_store
-from edl.discovery.served.listening import ListenAddress
+from edl.discovery.served.addresses import ListenAddress
 from edl.discovery.served.server import StoreServer
 from edl.errors import AccessDeniedError, DiscoveryError, KubernetesError, SettingsError
-from edl.kube.settings import KubeSettings
 from edl.load_reporting.wanted import wanted_key
 from edl.master.kube.operator.live_surroundings import LiveSurroundings
 from edl.master.kube.operator.store_allowlist import StoreAllowlist
@@ -45,7 +44,7 @@ def told() -> list[str]:
 @pytest.fixture
 def directory(told: list[str], tmp_path: Path) -> Iterator[StoreDirectory]:
     allowlist = StoreAllowlist(f"sqlite://{tmp_path}/store.sqlite", ("edl://127.0.0.1", "consul://127.0.0.1"))
-    found = StoreDirectory(told.append, allowlist, KubeSettings())
+    found = StoreDirectory(told.append, allowlist)
     yield found
     found.close()
 
@@ -125,12 +124,10 @@ def test_refused_store_is_not_opened(
 ) -> None:
     """The operator's token is not for any host that whoever writes a resource names."""
     opened: list[str] = []
-    monkeypatch.setattr(
-        "edl.master.kube.operator.stores.follower.open_cluster_store", lambda url, kube: opened.append(url)
-    )
+    monkeypatch.setattr("edl.master.kube.operator.stores.follower.open_store", lambda url: opened.append(url))
     urls = [
         f"sqlite://{tmp_path}/other.sqlite",
-        "kubernetes://lab?kubeconfig=/etc/x",
+        "kubernetes://lab",
         "consul://u:hunter2@evil?t=hunter2",
     ]
     refused = [directory.ask("a", url, "workers", "j", namespace="lab").refused for url in urls]
@@ -140,7 +137,7 @@ def test_refused_store_is_not_opened(
 
 
 def test_open_stores_are_bounded(directory: StoreDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(url: str, kube: KubeSettings) -> None:
+    def refuse(url: str) -> None:
         raise DiscoveryError(f"{url} does not answer")
 
     def ask(number: int, namespace: str = "lab") -> str:
@@ -157,7 +154,7 @@ def test_open_stores_are_bounded(directory: StoreDirectory, monkeypatch: pytest.
     assert ask(3) == ""
     for number in range(1, 6):
         directory.forget(f"job-{number}")
-    monkeypatch.setattr("edl.master.kube.operator.stores.follower.open_cluster_store", refuse)
+    monkeypatch.setattr("edl.master.kube.operator.stores.follower.open_store", refuse)
     for port in range(3, 50):
         directory.ask("job", f"edl://127.0.0.1:{port}", "workers", "j", namespace="lab")
     assert len(directory._failed) == 1, "what no resource names is remembered"
@@ -185,17 +182,17 @@ def test_open_stores_are_bounded(directory: StoreDirectory, monkeypatch: pytest.
         ("etcd+https://anything:1", True),
         ("etcd+https://", False),
         ("sqlite:///tmp/x", False),
-        ("kubernetes://lab", True),
-        ("kubernetes://shared", True),
-        ("kubernetes://other", False),
-        ("kubernetes://lab?context=x", False),
+        ("edl://edl-store.edl:29400", True),
+        ("edl://edl-store.edl", True),
+        ("edl://other", False),
+        ("kubernetes://lab", False),
         ("http://[", False),
         ("", False),
     ],
 )
 def test_stores_that_are_opened(url: str, allowed: bool) -> None:
-    prefixes = ("consul://d", "consul://[::1]", "etcd://e:1", "etcd://f", "etcd+https://", "kubernetes://shared")
-    refusal = StoreAllowlist("consul://c:8500", prefixes).find_refusal(url, "lab")
+    prefixes = ("consul://d", "consul://[::1]", "etcd://e:1", "etcd://f", "etcd+https://", "edl://edl-store.edl:29400")
+    refusal = StoreAllowlist("consul://c:8500", prefixes).find_refusal(url)
     assert (refusal == "") == allowed, refusal
 
 
@@ -238,18 +235,17 @@ def test_remaining_time_by_the_rate() -> None:
         ("etcd://a:2379,b:2379", "etcd://b,a", ""),
         ("sqlite:///tmp/x", "sqlite:///tmp/x", ""),
         ("sqlite:///tmp/x", "consul://x:1", "--allow-store consul://x:1"),
-        ("kubernetes://edl?context=prod", "kubernetes://edl?context=prod", ""),
-        ("kubernetes://edl?context=prod", "kubernetes://edl", "kubernetes://edl"),  # which is in another cluster
+        ("edl://edl-store.edl:29400", "kubernetes://edl", "no longer supported"),
         ("http://x", "consul://c", "--allow-store"),
     ],
 )
 def test_own_store_is_allowed(own: str, url: str, refusal: str) -> None:
-    found = StoreAllowlist(own).find_refusal(url, "lab")
+    found = StoreAllowlist(own).find_refusal(url)
     assert refusal in found
     assert bool(found) == bool(refusal)
 
 
-STORE = "kubernetes://lab"
+STORE = "edl://edl-store.lab"
 JOB_KEYS = ("world", "run", "events/1", "ledger/1")
 
 
@@ -300,16 +296,14 @@ class Cleanup:
         self.opened: list[str] = []
         self.trouble: Exception | None = None
 
-        def open_it(url: str, kube: KubeSettings) -> Any:
+        def open_it(url: str) -> Any:
             self.opened.append(url)
             if self.trouble is not None:
                 raise self.trouble
             return contextlib.nullcontext(store)
 
-        monkeypatch.setattr(owner_keys, "open_cluster_store", open_it)
-        self.cleanup = OwnerKeyCleanup(
-            self._has_pods, lambda url, namespace: url.endswith(namespace), KubeSettings(), lambda: self.now_s
-        )
+        monkeypatch.setattr(owner_keys, "open_store", open_it)
+        self.cleanup = OwnerKeyCleanup(self._has_pods, lambda url: url == STORE, lambda: self.now_s)
         self.cleanup._loop.close()
 
     def _has_pods(self, namespace: str, uid: str) -> bool:
@@ -365,7 +359,7 @@ def test_namesake_keeps_its_keys(store: Store, cleanup: Cleanup) -> None:
     assert list_keys(store) == sorted(kept)
 
 
-@pytest.mark.parametrize("url", ["consul://c:8500", "kubernetes://other"])
+@pytest.mark.parametrize("url", ["consul://c:8500", "edl://other"])
 def test_other_stores_keep_their_history(store: Store, cleanup: Cleanup, url: str) -> None:
     job = make_job(store=url)
     cleanup.cleanup.note(job)

@@ -14,14 +14,13 @@ import pytest
 
 from edl import notifier
 from edl.background import start_call
-from edl.discovery import Instance, Snapshot, Store, open_registry, open_store
-from edl.discovery.common import renewal
-from edl.discovery.common.latest_value import LatestValue
-from edl.discovery.common.renewal import InstanceClaim, RenewedLease, RenewedRegistration
-from edl.discovery.common.service_view import ServiceView
-from edl.discovery.registry import Rejected
+from edl.discovery import Instance, Snapshot, Store, base_store, open_registry, open_store
+from edl.discovery import registry as registering
+from edl.discovery.base_store import Claim, RenewedLease
+from edl.discovery.registry import InstanceClaim, Registration, Rejected, ServiceView
 from edl.discovery.sqlite.store import SqliteStore
 from edl.discovery.store import Entry, Lease
+from edl.discovery.watching import LatestValue
 from edl.errors import ClosedError, DiscoveryError
 from tests.interrupting import NEVER, InterruptAt, interrupt_some
 from tests.waiting import DEADLINE_S, wait_until
@@ -44,10 +43,11 @@ def test_slot_hands_out_the_newest_once() -> None:
     assert slot.take() is None
 
 
-class FakeClaim(InstanceClaim):
-    """A claim without a registry: `answer` decides what a renewal says."""
+class FakeClaim(Claim, InstanceClaim):
+    """A claim without a backend: `answer` decides what a renewal says."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.answer: Callable[[], bool] = lambda: True
         self.announced: list[Instance] = []
         self.renewals = 0
@@ -84,14 +84,16 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(renewal, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(renewal, "BackgroundLoop", Steps)
+    for module in (base_store, registering):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        monkeypatch.setattr(module, "BackgroundLoop", Steps)
     return now
 
 
 def test_lease_lives_from_renewal_to_renewal(clock: list[float]) -> None:
     claim = FakeClaim()
-    with RenewedLease(claim, 8.0, clock[0] - 1.0) as lease:
+    claim.granted -= 1.0
+    with RenewedLease(claim, 8.0) as lease:
         assert lease._step() == 2.0
         assert claim.renewals == 0, "it has just been granted"
         clock[0] += 6.5
@@ -118,7 +120,7 @@ def test_late_renewal_does_not_save_a_lease(clock: list[float]) -> None:
         return True
 
     claim.answer = answer_late
-    with RenewedLease(claim, 8.0, clock[0]) as lease:
+    with RenewedLease(claim, 8.0) as lease:
         lease._step()
         assert lease.late_at < 0
         lease._step()
@@ -130,7 +132,7 @@ def test_lapsed_registration_is_announced_again(clock: list[float], caplog: pyte
     """Errors are told and logged once; what could not be told at first is told as soon as possible."""
     caplog.set_level(logging.INFO, "edl.discovery")
     claim = FakeClaim()
-    with RenewedRegistration(claim, TEACHER, 8.0) as registration:
+    with Registration(claim, TEACHER, 8.0) as registration:
         assert registration._step() == 2.0
         assert claim.renewals == 0, "it has just been announced"
         answers = deque([False, True])
@@ -158,7 +160,7 @@ def test_lapsed_registration_is_announced_again(clock: list[float], caplog: pyte
 
 def test_updates_do_not_put_renewals_off(clock: list[float]) -> None:
     claim = FakeClaim()
-    with RenewedRegistration(claim, TEACHER, 8.0) as registration:
+    with Registration(claim, TEACHER, 8.0) as registration:
         for _ in range(5):
             clock[0] += 0.5
             registration.update(TEACHER)

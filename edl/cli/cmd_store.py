@@ -1,0 +1,102 @@
+"""`edl store`: serves a store to other hosts, where teachers and jobs meet; no Consul or etcd is needed."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from edl.discovery.served.addresses import ListenAddress, is_loopback
+from edl.discovery.served.server import StoreLimits, StoreServer
+from edl.discovery.served.store import DEFAULT_PORT, store_credentials
+from edl.end_signals import collect_signals
+from edl.errors import DiscoveryError, SettingsError
+from edl.log_output import log_to_stderr
+from edl.protocol.tls.credentials import CredentialFiles
+from edl.settings import Credentials
+
+__all__ = ["main"]
+
+logger = logging.getLogger(__name__)
+
+_POLL_S: Final = 0.2
+"""How soon a signal or a failure is noticed."""
+_BY_SIGNAL: Final = 128
+"""Exit code: as in a shell, this and the signal's number."""
+_MOST_NBYTES: Final = 256 << 20
+"""Of all values together. They lie in a file on disk; an agent's store lies in memory and takes less."""
+
+_DESCRIPTION = """\
+Serves a store for teachers, students and jobs on any number of hosts, and runs in the foreground until SIGTERM or
+Ctrl-C. Everything is in one SQLite file. A server that is started again with its file goes on where it stopped; one
+that is started with an empty file is filled again within seconds, as teachers and jobs register anew. Run one server
+per file. In Kubernetes, the Helm chart runs this (docs/kubernetes-operators.md)."""
+
+_EXAMPLES = """\
+examples:
+  edl store --file /var/lib/edl/store.sqlite
+      at port 29400 of all addresses; elsewhere: EDL_DISCOVERY=edl://HOST:29400, or --store edl://HOST:29400
+  edl store --file store.sqlite --tls-ca ca.pem --tls-cert cert.pem --tls-key key.pem
+      only for processes with a certificate of that CA (EDL_TLS_CA, EDL_TLS_CERT and EDL_TLS_KEY there)"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `edl store`."""
+    parser = argparse.ArgumentParser(
+        prog="edl store",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--file", required=True, metavar="PATH", help="SQLite file with everything; created if missing")
+    add("--host", default="::", help="IP address to listen on (default: ::, all addresses of this host)")
+    add("--port", type=int, default=DEFAULT_PORT, help=f"port to listen on; 0 for any (default: {DEFAULT_PORT})")
+    add = parser.add_argument_group(
+        "TLS and tokens (docs/security.md); files are read again when they change"
+    ).add_argument
+    add("--tls-ca", metavar="FILE", help="serve only processes with a certificate of these CAs (EDL_TLS_CA)")
+    add("--tls-cert", metavar="FILE", help="certificate of this server, PEM (EDL_TLS_CERT)")
+    add("--tls-key", metavar="FILE", help="its private key, PEM, readable by owner and group only (EDL_TLS_KEY)")
+    add("--token-file", metavar="FILE", help="require one of the tokens in this file (EDL_TOKEN_FILE)")
+    add(
+        "--allow-insecure-tokens",
+        action="store_true",
+        default=None,
+        help="take tokens without TLS from other hosts as well (EDL_ALLOW_INSECURE_TOKENS)",
+    )
+    add = parser.add_argument_group("log").add_argument
+    add("--log-format", choices=("text", "json"), default="text", help="format on standard error (default: text)")
+    add("--verbose", action="store_true", help="log debug lines as well")
+    options = parser.parse_args(argv)
+    log_to_stderr("edl store", verbose=options.verbose, log_format=options.log_format)
+    if not 0 <= options.port <= 65535:
+        raise SettingsError(f"--port {options.port}: expected 0 to 65535")
+    given = Credentials.of_options(vars(options))
+    if (options.tls_ca or options.tls_cert) and not (given.ca and given.cert):
+        raise SettingsError("a store speaks mutual TLS or none: set --tls-ca, --tls-cert and --tls-key")
+    credentials = store_credentials(given)
+    files = CredentialFiles(credentials, serving=True) if credentials else None
+    with collect_signals() as caught:
+        address = ListenAddress(options.host, options.port)
+        server = StoreServer(str(Path(options.file).absolute()), address, files, StoreLimits(nbytes=_MOST_NBYTES))
+        try:
+            logger.info("serving the store in %s on port %d", options.file, server.port, extra={"port": server.port})
+            if not credentials and not is_loopback(options.host):
+                logger.warning(
+                    "the store listens on %s without TLS or tokens: anyone who reaches it can change jobs and register"
+                    " teachers (--tls-ca, --tls-cert and --tls-key: docs/security.md)",
+                    options.host,
+                )
+            while not caught:
+                if server.failed:
+                    raise DiscoveryError("the server ended; see the log above")
+                time.sleep(_POLL_S)
+        finally:
+            server.close()
+        logger.info("stopped by %s", signal.Signals(caught[0]).name)
+        return _BY_SIGNAL + caught[0]

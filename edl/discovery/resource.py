@@ -1,0 +1,165 @@
+"""Objects that own threads and connections: how they close, what a fork may do, and calls that signals may interrupt.
+
+A signal handler may close an object in the middle of any of its methods, in the very thread that runs the method. So
+nothing here holds a lock while it calls something else, and the main thread, where handlers run, makes no call of a
+library that does: a `CallThread` makes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, Protocol, TypeVar
+
+from edl.background import BackgroundLoop
+from edl.errors import ClosedError
+from edl.notifier import Notifier
+
+__all__ = ["CallThread", "Resource"]
+
+_IDLE_S: Final = 3600.0
+"""How long a `CallThread` waits for a call if nothing wakes it; every call does."""
+
+
+class _Closable(Protocol):
+    def close(self) -> object: ...
+
+
+C = TypeVar("C", bound=_Closable)
+A = TypeVar("A")
+
+
+class Resource:
+    """Base of everything that is open. Closing closes its parts first.
+
+    A forked child can neither use nor close it: the parent still uses the sockets, locks and database handles. While
+    the interpreter shuts down, `close` only sets a flag: daemon threads are frozen by then, perhaps with a lock held,
+    and closing a channel or joining a thread would hang for ever. Leases then end as those of a killed process.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._closed = False
+        self._first_close = threading.Lock()  # the first `close` takes it without waiting, and never releases it
+        self._parts: list[_Closable] = []
+        self._owner: Resource | None = None
+
+    def _check(self) -> None:
+        """Raise ClosedError unless this is open, in the process that opened it."""
+        self._check_process()
+        if self._closed:
+            raise ClosedError(f"{type(self).__name__} is closed")
+
+    def _check_process(self) -> None:
+        """Raise ClosedError in a forked child."""
+        if self._pid != os.getpid():
+            raise ClosedError(f"{type(self).__name__} was opened before a fork: open it again in the child")
+
+    def _own(self, part: C) -> C:
+        """Close `part` when this closes."""
+        if isinstance(part, Resource):
+            part._owner = self
+        self._parts.append(part)
+        if not self._closed:
+            return part
+        part.close()  # perhaps a second time: `close` may have found it in the list
+        raise ClosedError(f"{type(self).__name__} is closed")
+
+    def _disown(self, part: _Closable) -> None:
+        with contextlib.suppress(ValueError):
+            self._parts.remove(part)
+
+    def close(self) -> None:
+        """Release everything. May be called twice, from any thread, and by signal handlers."""
+        if sys.is_finalizing():
+            self._closed = True
+            return
+        if self._pid != os.getpid() or not self._first_close.acquire(blocking=False):
+            return
+        self._closed = True
+        self._halt()
+        while (part := self._pop_part()) is not None:
+            part.close()
+        self._release()
+        if self._owner is not None:
+            self._owner._disown(self)
+
+    def _pop_part(self) -> _Closable | None:
+        with contextlib.suppress(IndexError):
+            return self._parts.pop()
+        return None
+
+    def _halt(self) -> None:
+        """End what other threads wait for, before the parts are closed."""
+
+    def _release(self) -> None:
+        """Do what is left after the parts are closed."""
+
+
+class CallThread(Resource):
+    """Makes the main thread's calls of libraries that hold locks meanwhile, such as gRPC.
+
+    A signal handler that closes a client waits for threads that need the same locks. If the main thread held them
+    below the handler, both would wait for ever.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._calls: deque[_Call] = deque()
+        self._done = Notifier()
+        # Started here, since starting a thread takes a lock, too.
+        self._background = self._own(BackgroundLoop(name, self._work))
+
+    def run(self, function: Callable[[], A]) -> A:
+        """Make a call and return its result, or raise its error. Threads other than the main thread make it themselves.
+
+        Raises:
+            ClosedError: this was closed before the call ended.
+        """
+        self._check()
+        if threading.current_thread() is not threading.main_thread():
+            return function()
+        call = _Call(function)
+        self._calls.append(call)
+        self._background.wake()
+        self._done.wait_for(lambda: call.over or self._closed)
+        if call.failure is not None:
+            try:
+                raise call.failure
+            finally:
+                del call  # the error's traceback holds this frame, which would hold the error
+        if not call.over:
+            raise ClosedError("closed while the main thread waited for an answer")
+        answer: A = call.answer
+        return answer
+
+    def _work(self) -> float:
+        while self._calls:
+            call = self._calls.popleft()
+            try:
+                call.answer = call.function()
+            except Exception as exc:  # noqa: BLE001 - raised again in `run`
+                call.failure = exc
+            call.over = True
+            self._done.notify()
+        return _IDLE_S
+
+    def _halt(self) -> None:
+        self._done.notify()
+
+
+class _Call:
+    """A call that the main thread waits for."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.function = function
+        self.answer: Any = None
+        self.failure: Exception | None = None
+        self.over = False

@@ -1,0 +1,199 @@
+"""Addresses of a served store: where a server listens, whether a name is this host's own, and why nothing answers."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from edl.errors import DiscoveryError, SettingsError
+
+__all__ = [
+    "Diagnosis",
+    "ListenAddress",
+    "PortTakenError",
+    "diagnose",
+    "is_loopback",
+    "is_own_host",
+    "open_listener",
+]
+
+_TIMEOUT_S: Final = 2.0
+"""To connect, and then to be answered: a host within reach takes milliseconds, and the user waits for the words."""
+_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""The first bytes of a client of HTTP/2, and so of gRPC, with a frame of settings (RFC 9113, 3.4)."""
+_SETTINGS: Final = 4
+"""The type of the frame that a server of HTTP/2 sends first (RFC 9113, 6.5)."""
+
+
+class PortTakenError(DiscoveryError):
+    """Another program listens at the port."""
+
+
+@dataclass(frozen=True)
+class ListenAddress:
+    """Where a server listens: an IP address, `::` for all of this host's, IPv4 as well; port 0 for any."""
+
+    host: str
+    port: int
+
+    @property
+    def endpoint(self) -> str:
+        """Host and port as gRPC takes them."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def check_free(self) -> None:
+        """Find out whether a server can listen here; gRPC does not say why it cannot.
+
+        Raises:
+            PortTakenError: another program listens here.
+            SettingsError: it cannot for another reason.
+        """
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+                probe.bind((self.host, self.port))
+                probe.listen()
+        except OSError as exc:
+            if exc.errno == errno.EADDRINUSE:
+                raise PortTakenError(f"port {self.port} of this host is taken by another program") from exc
+            if exc.errno == errno.EAFNOSUPPORT and self.host == "::":
+                ListenAddress("0.0.0.0", self.port).check_free()
+                return
+            raise SettingsError(f"the store cannot listen at {self.endpoint}: {exc.strerror or exc}") from exc
+
+
+def open_listener(backlog: int | None = None) -> socket.socket:
+    """Listen at all of this host's addresses, IPv4 and IPv6, at a port that the system chooses."""
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
+    return socket.create_server(("", 0), backlog=backlog)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether other hosts cannot mean this host by `host`: localhost, or an address of the loopback."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def is_own_host(host: str) -> bool:
+    """Whether `host` is this host: by its name as torch's c10d decides it, or by an address of any of its interfaces.
+
+    A name that cannot be resolved now is not; ask again.
+    """
+    if is_loopback(host) or host in (socket.gethostname(), socket.getfqdn()):
+        return True
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    return any(_is_own_address(family, address) for family, _, _, _, address in found)
+
+
+def _is_own_address(family: int, address: tuple[object, ...]) -> bool:
+    """Only a host's own addresses can be bound to, unless the system was told to allow others."""
+    version = "ipv6" if family == socket.AF_INET6 else "ipv4"
+    allowed = Path(f"/proc/sys/net/{version}/ip_nonlocal_bind")
+    try:
+        if allowed.read_text().strip() not in ("", "0"):
+            return _leads_here(family, address)
+    except OSError:
+        pass
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address[0], 0, *address[2:]))
+    except OSError:
+        return False
+    return True
+
+
+def _leads_here(family: int, address: tuple[object, ...]) -> bool:
+    """Whether the way to an address begins at that address. Sends nothing. Misses second addresses of an interface."""
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address[0], 1, *address[2:]))
+            return bool(probe.getsockname()[0] == address[0])
+    except OSError:
+        return False
+
+
+class Diagnosis(NamedTuple):
+    """The result of a connection.
+
+    Attributes:
+        words: The remedy; empty if a gRPC server answers.
+        final: Whether it will not pass by itself.
+        connected: Whether something listens there.
+    """
+
+    words: str
+    final: bool = False
+    connected: bool = True
+
+
+def diagnose(host: str, port: int) -> Diagnosis:
+    """Connect, and find out what answers. Takes some 4 s at most, and the resolver's time."""
+    try:
+        with socket.create_connection((host, port), timeout=_TIMEOUT_S) as connection:
+            connection.settimeout(_TIMEOUT_S)
+            return _greet(connection, port)
+    except socket.gaierror as exc:
+        return Diagnosis(
+            f"the name {host} cannot be resolved here ({exc.strerror}): correct it, or write the address",
+            connected=False,
+        )
+    except TimeoutError:
+        return Diagnosis(
+            f"nothing answers, not even with a refusal: {host} is down, or a firewall drops it; open its TCP port "
+            f"{port} for this node",
+            connected=False,
+        )
+    except ConnectionRefusedError:
+        return Diagnosis(
+            f"nothing listens at that port: start the same command on {host}; if it runs there, see that the port is "
+            "the same",
+            connected=False,
+        )
+    except OSError as exc:
+        if exc.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+            return Diagnosis(
+                f"there is no way to it ({exc.strerror}): see routes and firewalls between this node and {host}",
+                connected=False,
+            )
+        return Diagnosis(f"the connection fails ({exc.strerror or exc})", connected=False)
+
+
+def _greet(connection: socket.socket, port: int) -> Diagnosis:
+    answer = b""
+    try:
+        connection.sendall(_PREFACE)
+        while len(answer) < 9 and (part := connection.recv(9 - len(answer))):
+            answer += part
+    except TimeoutError:
+        return Diagnosis(
+            f"what listens there says nothing: another program (torchrun's own store, perhaps), or an agent that is "
+            f"stopped; if port {port} is another program's, choose another one on all nodes"
+        )
+    except OSError:
+        answer = b""
+    with contextlib.suppress(IndexError):
+        if answer[3] == _SETTINGS:
+            return Diagnosis("")
+    if not answer:
+        return Diagnosis(
+            "connections are accepted and closed at once: by a proxy that finds no store behind it, or by another "
+            "program than EDL"
+        )
+    return Diagnosis(
+        f"another program than EDL answers there: choose another port than {port}, the same on all nodes", final=True
+    )

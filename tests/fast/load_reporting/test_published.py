@@ -184,7 +184,6 @@ def test_publishing_can_be_off(url: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 QUICK = LoadSettings(interval_s=0.02, window_s=600.0, ttl_s=600.0)
 """A test may stand still for seconds: nothing lapses meanwhile, and a rate that was above 0 stays so."""
-
 Publish = Callable[..., LoadPublisher]
 
 

@@ -55,11 +55,30 @@ def create(client: MasterClient) -> Create:
 
 
 @pytest.fixture
+def led(lead: Lead, create: Create) -> Lead:
+    """Start a master, and create data set "d" of so many samples."""
+
+    def start(samples: int, **settings: Any) -> MasterServer:
+        master = lead()
+        create(samples, **settings)
+        return master
+
+    return start
+
+
+@pytest.fixture
 def read(stack: ExitStack, client: MasterClient) -> Read:
     def open_reader(holder: str = "w", **options: Any) -> ShardReader:
         return stack.enter_context(ShardReader(client, "d", holder=holder, **options))
 
     return open_reader
+
+
+def taken(reader: ShardReader) -> Any:
+    """The next shard, which there must be."""
+    shard = reader.take(DEADLINE_S)
+    assert shard is not None
+    return shard
 
 
 def lapse(master: MasterServer, holder: str) -> None:

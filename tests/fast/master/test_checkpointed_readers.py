@@ -10,13 +10,12 @@ import pytest
 from edl.background import start_call
 from edl.errors import SettingsError
 from edl.master import MasterClient
-from tests.fast.master.conftest import Create, Lead, Read, shards
+from tests.fast.master.conftest import Lead, Read, shards
 from tests.waiting import DEADLINE_S, wait_until
 
 
-def test_a_position_within_a_shard(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
-    lead()
-    create(30, commit="checkpoint")
+def test_a_position_within_a_shard(led: Lead, read: Read) -> None:
+    led(30, commit="checkpoint")
     first = read("a", prefetch=1)
     samples = first.samples()
     before = [next(samples) for _ in range(13)]
@@ -29,9 +28,8 @@ def test_a_position_within_a_shard(lead: Lead, create: Create, read: Read, clien
     first.state_dict()
 
 
-def test_a_mark_needs_such_a_data_set(lead: Lead, create: Create, read: Read) -> None:
-    lead()
-    create(100)
+def test_a_mark_needs_such_a_data_set(led: Lead, read: Read) -> None:
+    led(100)
     reader = read()
     next(reader)
     with pytest.raises(SettingsError, match='commit="checkpoint"'):
@@ -42,12 +40,9 @@ def test_a_mark_needs_such_a_data_set(lead: Lead, create: Create, read: Read) ->
         reader.load_state_dict({})
 
 
-def test_the_end_counts_no_unmarked_shard(
-    lead: Lead, create: Create, read: Read, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_end_counts_no_unmarked_shard(led: Lead, read: Read, caplog: pytest.LogCaptureFixture) -> None:
     """A process that is killed after its reader's end, and before its last checkpoint, goes back to the one before."""
-    master = lead()
-    create(100, commit="checkpoint")
+    master = led(100, commit="checkpoint")
     with read("a") as first:
         samples = first.samples()
         before = [next(samples) for _ in range(35)]
@@ -62,10 +57,9 @@ def test_the_end_counts_no_unmarked_shard(
     assert master.wait_done(DEADLINE_S)
 
 
-def test_lives_without_marks_hide_none(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
+def test_lives_without_marks_hide_none(led: Lead, read: Read) -> None:
     """A process that was killed twice before its first checkpoint was on disk, the second time before any mark."""
-    lead()
-    create(40, commit="checkpoint")
+    led(40, commit="checkpoint")
     with read("rank0") as first:
         first.start_over()
         samples = first.samples()
@@ -79,10 +73,9 @@ def test_lives_without_marks_hide_none(lead: Lead, create: Create, read: Read, c
         assert sorted(third.samples()) == list(range(40))
 
 
-def test_a_second_resumer_waits(lead: Lead, create: Create, read: Read, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_second_resumer_waits(led: Lead, read: Read, caplog: pytest.LogCaptureFixture) -> None:
     """A reader that lives holds the position, until it is closed."""
-    lead()
-    create(40, commit="checkpoint")
+    led(40, commit="checkpoint")
     first = read("a")
     before = next(first.samples())
     state = first.state_dict()
@@ -97,9 +90,8 @@ def test_a_second_resumer_waits(lead: Lead, create: Create, read: Read, caplog: 
 
 
 @pytest.mark.parametrize("anew", [True, False])
-def test_going_back_waits_for_a_master(lead: Lead, create: Create, read: Read, anew: bool) -> None:
-    master = lead()
-    create(40, commit="checkpoint")
+def test_going_back_waits_for_a_master(lead: Lead, led: Lead, read: Read, anew: bool) -> None:
+    master = led(40, commit="checkpoint")
     reader = read("a")
     samples = reader.samples()
     before = [next(samples) for _ in range(15)]
@@ -114,11 +106,8 @@ def test_going_back_waits_for_a_master(lead: Lead, create: Create, read: Read, a
 
 
 @pytest.mark.parametrize("commit", [True, False])
-def test_closing_counts_or_gives_back(
-    lead: Lead, create: Create, read: Read, client: MasterClient, commit: bool
-) -> None:
-    lead()
-    create(50, commit="checkpoint")
+def test_closing_counts_or_gives_back(led: Lead, read: Read, client: MasterClient, commit: bool) -> None:
+    led(50, commit="checkpoint")
     reader = read()
     for _ in range(5):
         next(reader)
@@ -127,9 +116,8 @@ def test_closing_counts_or_gives_back(
 
 
 @pytest.mark.parametrize("state", [None, 5, "x", [], {"mark": None}, {"mark": 1.5}, {"mark": -1}, {"mark": 10**20}])
-def test_garbage_is_no_position(lead: Lead, create: Create, read: Read, state: Any) -> None:
-    lead()
-    create(40, commit="checkpoint")
+def test_garbage_is_no_position(led: Lead, read: Read, state: Any) -> None:
+    led(40, commit="checkpoint")
     reader = read("w")
     next(reader)
     saved = reader.state_dict()

@@ -22,7 +22,7 @@ from edl.master.reports import read_report
 from edl.protocol import master as messages
 from edl.settings import Credentials
 from tests import certificates
-from tests.fast.master.conftest import Create, Lead, Read, shards
+from tests.fast.master.conftest import Lead, Read, shards, taken
 from tests.waiting import DEADLINE_S, wait_until
 
 
@@ -46,11 +46,10 @@ def connect(stack: ExitStack) -> Callable[[MasterServer], MasterConnection]:
 
 
 def test_a_lost_answer_is_given_again(
-    lead: Lead, create: Create, client: MasterClient, connect: Callable[..., MasterConnection]
+    lead: Lead, led: Lead, client: MasterClient, connect: Callable[..., MasterConnection]
 ) -> None:
     """Also by the next master, which has it from the journal."""
-    master = lead()
-    create(100)
+    master = led(100)
     stream, _ = opened(connect(master), "s")
     first = turn(stream, "s", 1, want=2)
     reports = {"done": [lease.id for lease in first.leases], "done_terms": [lease.term for lease in first.leases]}
@@ -72,17 +71,15 @@ def test_a_lost_answer_is_given_again(
 
 
 def test_a_full_disk_ends_the_master(
-    lead: Lead, create: Create, url: str, client: MasterClient, monkeypatch: pytest.MonkeyPatch
+    lead: Lead, led: Lead, url: str, client: MasterClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    master = lead()
-    create(100)
+    master = led(100)
 
     def fail(self: SqliteJournal, records: object) -> None:
         raise JournalError("journal.sqlite cannot be written: database or disk is full")
 
     with MasterClient("job", url, timeout_s=3.0) as waiting, ShardReader(waiting, "d", explicit=True) as reader:
-        shard = reader.take(DEADLINE_S)
-        assert shard is not None
+        shard = taken(reader)
         monkeypatch.setattr(SqliteJournal, "append", fail)
         with pytest.raises(NoMasterError):
             reader.report_done(shard)
@@ -204,15 +201,13 @@ def test_other_data_and_journals_end_it(lead: Lead, tmp_path: Path, url: str, cl
 
 
 def test_events_have_causes(
-    lead: Lead, create: Create, client: MasterClient, read: Read, url: str, caplog: pytest.LogCaptureFixture
+    lead: Lead, led: Lead, client: MasterClient, read: Read, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As the page reads them, also those of the master before: a takeover, too, is an event."""
-    first = lead()
+    first = led(20, max_failures=1)
     assert "without a token" not in caplog.text
-    create(20, max_failures=1)
     reader = read(explicit=True)
-    shard = reader.take(DEADLINE_S)
-    assert shard is not None
+    shard = taken(reader)
     reader.report_failed(shard, "bad pixels")
     client.retry_poisoned("d")
     wait_until(lambda: {"poisoned", "retried"} <= {event["kind"] for event in first.status()["events"]}, "events")

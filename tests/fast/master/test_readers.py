@@ -30,7 +30,7 @@ from edl.master.client.connection import MasterConnection
 from edl.master.client.conversation import Conversation
 from edl.master.client.session import SessionLease, ShardSession
 from edl.protocol import master as messages
-from tests.fast.master.conftest import Create, Lead, Read, lapse, shards
+from tests.fast.master.conftest import Create, Lead, Read, lapse, shards, taken
 from tests.waiting import DEADLINE_S, wait_until
 
 
@@ -107,11 +107,10 @@ class Broken(list[int]):
     ],
 )
 def test_a_shard_that_raises_is_given_up(
-    lead: Lead, create: Create, client: MasterClient, use: Any, options: Any, commit: str, left: int
+    led: Lead, client: MasterClient, use: Any, options: Any, commit: str, left: int
 ) -> None:
     """Of workers that are started again and again; what was read of it before is not read again."""
-    lead()
-    create(40, commit=commit, max_failures=3)
+    led(40, commit=commit, max_failures=3)
     for life in range(3):
         with pytest.raises(ZeroDivisionError), ShardReader(client, "d", holder=f"w{life}", **options) as reader:
             use(reader)
@@ -125,10 +124,9 @@ def test_a_shard_that_raises_is_given_up(
     assert {failure["reason"] for failure in found["poisoned"][0]["failures"]} == {"ZeroDivisionError: a broken image"}
 
 
-def test_a_break_loses_no_sample(lead: Lead, create: Create, read: Read) -> None:
+def test_a_break_loses_no_sample(led: Lead, read: Read) -> None:
     """Reading goes on in the middle of the shard."""
-    lead()
-    create(30)
+    led(30)
     reader, found = read(), list[int]()
     for stop in (3, 10, 11, 99):
         for sample in reader.samples():
@@ -139,42 +137,35 @@ def test_a_break_loses_no_sample(lead: Lead, create: Create, read: Read) -> None
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), NoTeacherError("none"), SettingsError("a typo")])
-def test_leaving_is_no_failure(lead: Lead, create: Create, client: MasterClient, error: BaseException) -> None:
-    lead()
-    create(40, max_failures=1)
+def test_leaving_is_no_failure(led: Lead, client: MasterClient, error: BaseException) -> None:
+    led(40, max_failures=1)
     with contextlib.suppress(type(error)), ShardReader(client, "d") as reader:
         next(reader)
         raise error
     assert shards(client) == {"todo": 4, "doing": 0, "done": 0, "poisoned": 0}
 
 
-def test_a_late_report_ends_no_other_task(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
+def test_a_late_report_ends_no_other_task(led: Lead, read: Read, client: MasterClient) -> None:
     """Of a worker that was taken for lost; it goes on with a new session."""
-    master = lead()
-    create(20)
+    master = led(20)
     late = read("late", explicit=True, prefetch=0)
-    shard = late.take(DEADLINE_S)
-    assert shard is not None
+    shard = taken(late)
     lapse(master, "late")
     new = read("new", explicit=True, prefetch=0)
-    again = new.take(DEADLINE_S)
-    assert again is not None
+    again = taken(new)
     with pytest.raises(LeaseLostError):
         late.report_done(shard)
     assert shards(client)["doing"] == 1
     new.report_done(again)
-    other = late.take(DEADLINE_S)
-    assert other is not None
+    other = taken(late)
     late.report_done(other)
     assert shards(client)["done"] == 2
 
 
-def test_leases_are_renewed_meanwhile(lead: Lead, create: Create, read: Read, busy: None) -> None:
-    lead()
-    create(20)
+def test_leases_are_renewed_meanwhile(led: Lead, read: Read, busy: None) -> None:
+    led(20)
     reader = read(prefetch=0, explicit=True)
-    shard = reader.take(DEADLINE_S)
-    assert shard is not None
+    shard = taken(reader)
     heard = {reader._conversation._heard_at}
 
     def is_renewed() -> bool:
@@ -187,20 +178,16 @@ def test_leases_are_renewed_meanwhile(lead: Lead, create: Create, read: Read, bu
 
 
 def test_a_hanging_process_loses_its_shards(
-    lead: Lead, create: Create, read: Read, client: MasterClient, busy: None, caplog: pytest.LogCaptureFixture
+    led: Lead, read: Read, client: MasterClient, busy: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The thread that renews leases would keep what its caller does nothing with for ever."""
-    lead()
-    create(20)
+    led(20)
     reader = read(prefetch=0, explicit=True)
-    forgotten, other = reader.take(DEADLINE_S), reader.take(DEADLINE_S)
-    assert forgotten is not None
-    assert other is not None
+    forgotten, other = taken(reader), taken(reader)
     forget(reader, forgotten)
     wait_until(lambda: shards(client)["doing"] == 1, "the lease to end")
     reader.report_done(other)
-    again = reader.take(DEADLINE_S)
-    assert again is not None
+    again = taken(reader)
     assert (again.start, again.stop) == (forgotten.start, forgotten.stop)
     assert f"shard {forgotten.shard} of d was not reported" in caplog.text
     with pytest.raises(LeaseLostError):
@@ -209,13 +196,11 @@ def test_a_hanging_process_loses_its_shards(
     assert shards(client)["done"] == 2
 
 
-def test_a_shard_in_work_is_kept(lead: Lead, create: Create, read: Read, client: MasterClient, busy: None) -> None:
+def test_a_shard_in_work_is_kept(led: Lead, read: Read, client: MasterClient, busy: None) -> None:
     """What is at hand beside it goes back, and counts no failure."""
-    lead()
-    create(40, max_failures=1)
+    led(40, max_failures=1)
     reader = read(prefetch=3, explicit=True)
-    shard = reader.take(DEADLINE_S)
-    assert shard is not None
+    shard = taken(reader)
     wait_until(lambda: len(reader._conversation._inbox) > 1, "shards at hand")
     forget(reader, *reader._conversation._inbox)
     reader.consume(shard, 1)
@@ -225,15 +210,11 @@ def test_a_shard_in_work_is_kept(lead: Lead, create: Create, read: Read, client:
     assert reader.take(DEADLINE_S) is not None, "it goes on when it asks"
 
 
-def test_a_forgotten_one_ends_a_checkpoint(
-    lead: Lead, create: Create, read: Read, client: MasterClient, busy: None
-) -> None:
+def test_a_forgotten_one_ends_a_checkpoint(led: Lead, read: Read, client: MasterClient, busy: None) -> None:
     """The reader's state may hold samples of it: all since the last mark goes back."""
-    master = lead()
-    create(20, commit="checkpoint")
+    master = led(20, commit="checkpoint")
     reader = read(prefetch=0, explicit=True)
-    forgotten, other = reader.take(DEADLINE_S), reader.take(DEADLINE_S)
-    assert other is not None
+    forgotten, other = taken(reader), taken(reader)
     reader.report_done(other)
     forget(reader, forgotten)
     with pytest.raises(LeaseLostError, match="stuck_s"):
@@ -242,12 +223,10 @@ def test_a_forgotten_one_ends_a_checkpoint(
     assert shards(client)["todo"] == 2
 
 
-def test_closing_gives_shards_back(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
-    lead()
-    create(100, max_failures=1)
+def test_closing_gives_shards_back(led: Lead, read: Read, client: MasterClient) -> None:
+    led(100, max_failures=1)
     reader = read(explicit=True, prefetch=3)
-    shard = reader.take(DEADLINE_S)
-    assert shard is not None
+    shard = taken(reader)
     reader.give_back(shard)
     wait_until(lambda: shards(client)["doing"] >= 2, "shards at hand")
     reader.close()
@@ -310,16 +289,12 @@ def test_the_calls_of_dlrover(lead: Lead, client: MasterClient) -> None:
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_restored_progress_is_read_once(
-    lead: Lead, create: Create, client: MasterClient, read: Read, url: str, own: bool
-) -> None:
+def test_restored_progress_is_read_once(led: Lead, client: MasterClient, read: Read, url: str, own: bool) -> None:
     """A reader drops what it had at hand before: at once if its own client restores, else as soon as it hears of it."""
-    lead()
-    create(40)
+    led(40)
     saved = client.progress("d")
     reader = read(explicit=True, prefetch=3)
-    first = reader.take(DEADLINE_S)
-    assert first is not None
+    taken(reader)
     wait_until(lambda: len(reader._conversation._inbox) > 1, "shards at hand")
     if own:
         client.restore_progress("d", saved)
@@ -336,7 +311,7 @@ def test_restored_progress_is_read_once(
     assert reader.refused == 0
 
 
-def test_a_failed_close_is_tried_again(lead: Lead, create: Create, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_close_is_tried_again(led: Lead, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader that is kept would renew its session for ever, and the master would not end."""
     calls: list[str] = []
     call = MasterConnection.call
@@ -348,17 +323,15 @@ def test_a_failed_close_is_tried_again(lead: Lead, create: Create, read: Read, m
         return call(self, method, *args, **options)
 
     monkeypatch.setattr(MasterConnection, "call", fail_first)
-    master = lead()
-    create(20)
+    master = led(20)
     reader = read()
     assert len(list(reader)) == 2
     assert master.wait_done(DEADLINE_S)
     assert calls.count("CloseSession") == 2
 
 
-def test_a_forked_child_is_refused(lead: Lead, create: Create, read: Read, client: MasterClient) -> None:
-    lead()
-    create(10)
+def test_a_forked_child_is_refused(led: Lead, read: Read, client: MasterClient) -> None:
+    led(10)
     reader = read()
     child = os.fork()
     if child == 0:
@@ -375,12 +348,11 @@ def test_a_forked_child_is_refused(lead: Lead, create: Create, read: Read, clien
 
 
 def test_a_late_worker_finds_all_done(
-    lead: Lead, create: Create, read: Read, monkeypatch: pytest.MonkeyPatch, client: MasterClient
+    led: Lead, read: Read, monkeypatch: pytest.MonkeyPatch, client: MasterClient
 ) -> None:
     """The master has ended: nothing is left to wait for. A reason may have what no message could carry."""
     monkeypatch.setattr("edl.master.client.conversation._DONE_S", 0.1)
-    master = lead()
-    create(20, max_failures=1)
+    master = led(20, max_failures=1)
     reader = read(explicit=True)
     reader.report_failed(next(reader), "cannot decode \0 a\udcff.jpg")
     (poisoned,) = client.status()["datasets"][0]["poisoned"]
@@ -397,7 +369,7 @@ def test_a_late_worker_finds_all_done(
     assert late.finished
 
 
-def test_a_late_answer_keeps_a_reader(lead: Lead, create: Create, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_answer_keeps_a_reader(led: Lead, read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not leave while it may be given shards: siblings would each leave all to the other."""
     monkeypatch.setattr(shard_reader, "_ASK_S", 0.01)
     exchange, gate, rests = MasterConnection.exchange, threading.Event(), list[bool]()
@@ -415,8 +387,7 @@ def test_a_late_answer_keeps_a_reader(lead: Lead, create: Create, read: Read, mo
 
     monkeypatch.setattr(MasterConnection, "exchange", answer_late)
     monkeypatch.setattr(Conversation, "rest", note_rest)
-    lead()
-    create(30)
+    led(30)
     call = start_call("edl-test", lambda: samples(read(may_leave=lambda: True)))
     wait_until(lambda: len(rests) > 3, "a reader that asks whether it may leave")
     assert not any(rests)
@@ -425,12 +396,11 @@ def test_a_late_answer_keeps_a_reader(lead: Lead, create: Create, read: Read, mo
 
 
 def test_busy_journal_is_waited_for(
-    lead: Lead, create: Create, client: MasterClient, read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    led: Lead, client: MasterClient, read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process holds its file: the master stands by, and workers wait, until it is free."""
     monkeypatch.setattr("edl.master.server.master_server.open_journal", quick_open)
-    master = lead()
-    create(100)
+    master = led(100)
     reader = read()
     found = [next(reader)]
     with closing(sqlite3.connect(tmp_path / "journal.sqlite", isolation_level=None)) as other:

@@ -42,21 +42,16 @@ def stored(stack: ExitStack, url: str) -> StorePlace:
 
 @pytest.fixture
 def disturbed(stored: StorePlace) -> Any:
-    assert stored.store is not None
-    return Disturbed(stored.store)
+    return Disturbed(stored.kept)
 
 
 def keys(stored: StorePlace) -> set[str]:
-    assert stored.store is not None
-    return {entry.key for entry in stored.store.list("journals/") if entry.key != f"{stored.folder}head"}
+    return {entry.key for entry in stored.kept.list("journals/") if entry.key != f"{stored.folder}head"}
 
 
 def named(stored: StorePlace) -> set[str]:
     """Keys that the head names as the journal's."""
-    assert stored.store is not None
-    entry = stored.store.get(f"{stored.folder}head")
-    assert entry is not None
-    head = json.loads(entry.value)
+    head = json.loads(stored.head())
     runs = [*head["records"], *([head["snapshot"][:3]] if head["snapshot"] else [])]
     return {
         f"{stored.folder}{folder}/{number // 128:08d}/{number % 128:03d}"
@@ -67,22 +62,19 @@ def named(stored: StorePlace) -> set[str]:
 
 def test_values_are_small_and_swept(stored: StorePlace) -> None:
     """Below Consul's limit; and what a snapshot replaced is deleted after a while."""
-    assert stored.store is not None
     journal = stored.open()
     journal.begin_term()
     for number in range(60):
         journal.append([bytes(10_000), bytes(500_000 if number % 20 == 0 else 7)])
     journal.snapshot(bytes(700_000))
     journal.append([bytes(300_000)])
-    assert all(len(entry.value) <= 200_000 for entry in stored.store.list("journals/"))
+    assert all(len(entry.value) <= 200_000 for entry in stored.kept.list("journals/"))
     wait_until(lambda: keys(stored) == named(stored), "a sweep")
     assert len(keys(stored)) == 4 + 2
     for number in range(40):
         journal.snapshot(b"%d" % number)
     wait_until(lambda: keys(stored) == named(stored), "a sweep")
-    entry = stored.store.get(f"{stored.folder}head")
-    assert entry is not None
-    assert len(entry.value) < 10_000, "what was swept is named no more"
+    assert len(stored.head()) < 10_000, "what was swept is named no more"
 
 
 @pytest.mark.parametrize("write", ["append", "snapshot", "begin_term"])
@@ -114,7 +106,6 @@ def test_lost_answer_is_no_second_write(stored: StorePlace, disturbed: Any, writ
 @pytest.mark.parametrize("seen", [0, 1], ids=["at once", "late"])
 def test_own_late_write_is_found(stored: StorePlace, disturbed: Any, seen: int) -> None:
     """The store does what the first request asks after it was asked again: that is no other master."""
-    assert stored.store is not None
     journal = stored.open(store=disturbed)
     journal.begin_term()
     journal.append([b"1"])
@@ -142,7 +133,7 @@ def test_own_late_write_is_found(stored: StorePlace, disturbed: Any, seen: int) 
         get = staticmethod(look)
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(stored.store, name)
+            return getattr(stored.kept, name)
 
     disturbed._store = Delaying()
     journal.append([b"2"])
@@ -227,31 +218,27 @@ def test_store_is_away_for_a_while(stored: StorePlace, disturbed: Any) -> None:
 
 @pytest.mark.parametrize("value", [b"", b"[]", b'{"format":2}', b'{"format":1,"term":"x"}', b"\xff\x00"])
 def test_foreign_head_is_refused(stored: StorePlace, value: bytes) -> None:
-    assert stored.store is not None
-    stored.store.put(f"{stored.folder}head", value)
+    stored.kept.put(f"{stored.folder}head", value)
     with pytest.raises(ProtocolError, match="journals/job"):
         stored.open().begin_term()
-    entry = stored.store.get(f"{stored.folder}head")
-    assert entry is not None
-    assert entry.value == value
+    assert stored.head() == value
 
 
 def test_value_that_shows_late_is_waited_for(stored: StorePlace, disturbed: Any) -> None:
     """As Consul may answer while its leadership changes hands."""
-    assert stored.store is not None
     journal = stored.open()
     journal.begin_term()
     journal.append([b"1"])
     journal.append([b"2"])
-    entry = stored.store.list(f"{stored.folder}records/")[-1]
-    stored.store.delete(entry.key)
+    entry = stored.kept.list(f"{stored.folder}records/")[-1]
+    stored.kept.delete(entry.key)
     looks = []
 
     def look(method: str, key: str) -> None:
         if method == "list":
             looks.append(key)
             if len(looks) == 3:
-                stored.store.put(entry.key, entry.value)  # type: ignore[union-attr]
+                stored.kept.put(entry.key, entry.value)
 
     disturbed.before = look
     assert stored.open(store=disturbed).load() == (None, [b"1", b"2"])

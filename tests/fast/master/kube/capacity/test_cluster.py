@@ -163,7 +163,6 @@ def container(restart: str = "", **requests: str) -> dict[str, Any]:
 
 INIT = [container(cpu="5"), container("Always", cpu="1"), container(cpu="4.5")]
 """The worked example of KEP-753: a sidecar runs beside the init containers after it, and the main ones."""
-
 GPUS = {"resources": {"limits": {"nvidia.com/gpu": 2, "cpu": "4"}, "requests": {"cpu": "1"}}}
 
 

@@ -65,7 +65,6 @@ def test_no_times(text: str) -> None:
 
 
 START_S = 1_800_000_000.0
-
 DAY_S = 86400.0
 
 

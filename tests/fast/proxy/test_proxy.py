@@ -44,11 +44,8 @@ from tests.fast.serving.conftest import Inside
 from tests.waiting import DEADLINE_S, wait_until
 
 OpenProxy = Callable[..., ProxyServer]
-
 K = 5
-
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
-
 SEQUENCES = [np.random.default_rng(n).integers(0, VOCABULARY, n).tolist() for n in (1, 2, 30, 7, 120)]
 
 

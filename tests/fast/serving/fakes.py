@@ -16,7 +16,6 @@ from edl_serving.model import ServedModel
 from edl_serving.request_error import RequestError
 
 Predict = Callable[[Mapping[str, Array]], Any]
-
 X = TensorSpec("x", "FP32", (4,))
 LOGITS = TensorSpec("logits", "FP32", (5,))
 

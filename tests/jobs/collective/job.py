@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
@@ -232,37 +231,8 @@ class Job:
         assert self.shared_memory.exists() is state
 
 
-def two_worlds(steps: Sequence[Step]) -> list[tuple[Step, Step]]:
-    """Pairs of steps in which an older generation went on after a newer one had begun.
-
-    The step that a rank was in when the newer generation began, and the next one, count as in flight.
-    """
-    began: dict[int, Step] = {}
-    for one in sorted(steps, key=lambda step: step.time):
-        began.setdefault(one.generation, one)
-    found = []
-    for newer, first in began.items():
-        late: dict[int, list[Step]] = {}
-        for one in steps:
-            if one.generation < newer and one.time > first.time:
-                late.setdefault(one.pid, []).append(one)
-        found += [(first, each[2]) for each in late.values() if len(each) > 2]
-    return found
-
-
 def _environ(process: Path) -> list[bytes]:
     try:
         return (process / "environ").read_bytes().split(b"\0")
     except OSError:
         return []
-
-
-def stop(job: Job, node: Node, *, everything: bool = False) -> None:
-    """SIGSTOP an agent, or its whole node, but not while it holds the lock of the job's SQLite file."""
-    with contextlib.closing(sqlite3.connect(job.folder / "store.sqlite", timeout=20)) as locking:
-        locking.execute("BEGIN IMMEDIATE")
-        if everything:
-            node.signal_all(signal.SIGSTOP)
-        else:
-            node.kill(signal.SIGSTOP)
-        locking.rollback()

@@ -1,4 +1,4 @@
-"""Workers, zygotes, agents and nodes that are killed, stopped, joined and left, in jobs of up to three nodes."""
+"""What is killed, stopped, joined and left in jobs of up to three nodes; and a store that is away for too long."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import os
 import signal
 import sqlite3
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.jobs.collective.job import ROOT, TRAIN_STATE, Job, Node, stop, two_worlds
+from edl.collective.worker_status import WorkerStatusPage
+from tests.jobs.collective.job import ROOT, TRAIN_STATE, Job, Node, Step
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(400)
@@ -32,6 +34,42 @@ def generation(job: Job) -> int:
 def went_on(job: Job, size: int, before: int) -> None:
     """Wait until every rank of a generation of this size after `before` has finished a step."""
     wait_until(lambda: job.wait_for_world(size)[0].generation > before, f"{size} ranks go on after generation {before}")
+
+
+def two_worlds(steps: Sequence[Step]) -> list[tuple[Step, Step]]:
+    """Pairs of steps in which an older generation went on after a newer one had begun.
+
+    The step that a rank was in when the newer generation began, and the next one, count as in flight.
+    """
+    began: dict[int, Step] = {}
+    for one in sorted(steps, key=lambda step: step.time):
+        began.setdefault(one.generation, one)
+    found = []
+    for newer, first in began.items():
+        late: dict[int, list[Step]] = {}
+        for one in steps:
+            if one.generation < newer and one.time > first.time:
+                late.setdefault(one.pid, []).append(one)
+        found += [(first, each[2]) for each in late.values() if len(each) > 2]
+    return found
+
+
+@contextlib.contextmanager
+def silent(job: Job, how: str = "EXCLUSIVE") -> Iterator[None]:
+    """The job's store does not answer, or with "IMMEDIATE" takes no change."""
+    with contextlib.closing(sqlite3.connect(job.folder / "store.sqlite", timeout=20)) as locking:
+        locking.execute(f"BEGIN {how}")
+        yield
+        locking.rollback()
+
+
+def stop(job: Job, node: Node, *, everything: bool) -> None:
+    """SIGSTOP an agent, or its whole node, but not while it holds the lock of the job's SQLite file."""
+    with silent(job, "IMMEDIATE"):
+        if everything:
+            node.signal_all(signal.SIGSTOP)
+        else:
+            node.kill(signal.SIGSTOP)
 
 
 def no_step_is_lost(job: Job) -> None:
@@ -131,11 +169,9 @@ def test_silent_node_and_silent_store(tmp_path: Path) -> None:
             assert lost in present(job)
 
         before = generation(job)
-        with contextlib.closing(sqlite3.connect(job.folder / "store.sqlite", timeout=20)) as locking:
-            locking.execute("BEGIN EXCLUSIVE")
+        with silent(job):
             job.wait_for_world(2, after=time.monotonic() + 8)  # longer than any lease lasts
             wait_until(lambda: all("the store does not answer" in node.output for node in nodes), "it is missed")
-            locking.rollback()
         wait_until(lambda: all("the store answers again" in node.output for node in nodes), "it is back")
         job.wait_for_world(2, after=time.monotonic())
         assert generation(job) == before
@@ -173,3 +209,72 @@ def test_state_in_memory_is_continued(tmp_path: Path) -> None:
         job.end()
         assert final.wait() == 0
         job.nothing_is_left()
+
+
+LIMIT_S = 4.0
+"""So long do workers go on without the store, after the end of their agent's lease."""
+
+OPTIONS = ("--nnodes", "1", "--rdzv-conf", f"takeover_timeout={LIMIT_S / 0.8}")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with Job(tmp_path, OPTIONS, [str(TRAIN_STATE), str(tmp_path)]) as job:
+        yield job
+
+
+def test_stopped_agent_looks_before_going_on(job: Job) -> None:
+    """A stopped agent that goes on lets its workers go on only when it has looked."""
+    node = job.start()
+    job.wait_for_world(1)
+    (path,) = job.shared_memory.glob("*/board-0")
+    page = WorkerStatusPage.open(path)
+    with silent(job):
+        (worker,) = node.workers
+        node.kill(signal.SIGSTOP)
+        wait_until(lambda: page.agent_silence_s > LIMIT_S + 0.5, "others may have taken the job over")
+        last = job.steps()[-1].step
+        node.kill(signal.SIGCONT)
+        wait_until(lambda: "the workers are stopped until the store is back" in node.output, "it stops its workers")
+        wait_until(lambda: not Path(f"/proc/{worker}").exists(), "its worker is gone")
+        assert page.agent_silence_s > LIMIT_S, "no sign of life before that"
+        assert job.steps()[-1].step == last, "and no step"
+    page.close()
+    job.wait_for_world(1, after=time.monotonic())
+    assert "stopped while the store was away" in node.output
+    assert [one.step for one in job.steps()] == list(range(len(job.steps()))), "it goes on from memory"
+    job.end()
+    assert node.wait() == 0
+    job.nothing_is_left()
+
+
+def test_job_without_a_name_goes_on(job: Job) -> None:
+    """No other node can take it over, so its workers go on for as long as the store is silent."""
+    node = job.start("--rdzv-id", "none")
+    job.wait_for_world(1)
+    with silent(job):
+        wait_until(lambda: "the store does not answer" in node.output, "the agent misses the store")
+        job.wait_for_world(1, after=time.monotonic() + 2 * LIMIT_S)
+    wait_until(lambda: "the store answers again" in node.output, "the agent has found it again")
+    job.wait_for_world(1, after=time.monotonic())
+    assert {each.generation for each in job.steps()} == {0}, node.output
+    assert "stopped" not in node.output
+    with silent(job):
+        job.end()
+        assert node.wait() == 0, "nor does its end wait for the store"
+    wait_until(lambda: not job.processes(), "the job's processes have ended")
+
+
+@pytest.mark.parametrize("ends", ["worker", "agent"])
+def test_job_without_a_name_ends(job: Job, ends: str) -> None:
+    """What does not train, or was asked to leave, waits no longer for a silent store than a job with a name does."""
+    node = job.start("--rdzv-id", "none", "--rdzv-conf", "join_timeout=3")
+    job.wait_for_world(1)
+    with silent(job):
+        wait_until(lambda: "the store does not answer" in node.output, "the agent misses the store")
+        if ends == "worker":
+            os.kill(node.workers[0], signal.SIGKILL)
+        else:
+            node.kill(signal.SIGTERM)
+        assert node.wait() == (75 if ends == "worker" else 128 + signal.SIGTERM), node.output
+    wait_until(lambda: not job.processes(), "the job's processes have ended")

@@ -32,15 +32,13 @@ from edl_serving.gateway.engine import EngineAccess
 from edl_serving.gateway.health import EngineHealth
 from edl_serving.gateway.inspection import find_facts
 from tests.fast.proxy.clients import ask as ask_http
-from tests.fast.serving.gateway.gateways import Gateways, ask
+from tests.fast.serving.gateway.conftest import Gateways, ask
 from tests.plugins_vllm import MODEL, PYTHON, VllmFactory, VllmServer
 from tests.waiting import DEADLINE_S, wait_until
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
-
 pytestmark = pytest.mark.timeout(1200)
-
 K = 64
 VOCABULARY = 2000
 

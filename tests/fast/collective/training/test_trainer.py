@@ -386,9 +386,7 @@ class Job:
         return [one.detach() for one in self.model.parameters()]
 
 
-def test_discarded_samples_are_left_out(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_discarded_samples_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     job, lost = Job(max_micro_batch=2), []
     with caplog.at_level(logging.WARNING, "edl.collective"):
         for number, (batch,) in enumerate(job.loader):

@@ -1,8 +1,11 @@
-"""Batches over the wire: the bounded queue, what nobody waits for, draining and the end, with a model that waits."""
+"""Batches: over the wire to a model that waits, and one by one, where a model's faults stay with their owners."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,18 +13,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from edl.discovery import Registry
 from edl.protocol.transport import grpc
 from edl.settings import LoadSettings
-from edl_serving import Array
+from edl_serving import Array, ServerSettings, TensorSpec
 from edl_serving.batching.canary import Canary
+from edl_serving.batching.executor import Executor
+from edl_serving.batching.job import InferenceJob
+from edl_serving.monitoring.log_throttle import LogThrottle
+from edl_serving.monitoring.metrics import WorkerMetrics
 from edl_serving.registration.ready_file import ReadyFile
 from edl_serving.registration.settings import RegistrationSettings
 from edl_serving.registration.teacher import TeacherRegistration
 from edl_serving.request_error import RequestError
 from tests.fast.serving.conftest import TIMEOUT_S, Connect, StartInside, outputs_of, request_bytes
-from tests.fast.serving.fakes import FakeBackend, five_logits, model_of
+from tests.fast.serving.fakes import FakeBackend, X, five_logits, model_of, request_for
 from tests.fast.serving.models import Gated, Mixed, logits
 from tests.waiting import wait_until
 
@@ -107,8 +116,6 @@ def test_stop_answers_the_rest(inside: StartInside, connect: Connect) -> None:
     server.call(server.server.stop())  # may be called twice
     model.gate.set()
 
-
-# The canary: a teacher whose model fails is not ready and not in discovery, until it answers again.
 
 ROW = {"x": np.ones((1, 4), np.float32)}
 
@@ -208,3 +215,210 @@ def test_a_full_queue_hides_no_hang(progresses: bool) -> None:
 
     asyncio.run(asyncio.wait_for(run(), TIMEOUT_S))
     assert changes == ([] if progresses else [False])
+
+
+FOREVER = float("inf")
+
+
+class Bench:
+    """An executor of a fake model."""
+
+    def __init__(self, backend: FakeBackend, **settings: Any) -> None:
+        self.backend = backend
+        self.model = model_of(backend)
+        self.metrics = WorkerMetrics()
+        self.executor = Executor(backend, self.model, ServerSettings(model="m", **settings), self.metrics)
+
+    def job(self, x: Array, deadline: float = FOREVER) -> InferenceJob:
+        return InferenceJob(request_for(self.model, x), len(x), ((4,),), 0.0, deadline)
+
+    def run(self, *jobs: InferenceJob) -> list[Any]:
+        self.executor.run_jobs(jobs)
+        return [job.answer for job in jobs]
+
+
+def failing(when: float, error: BaseException) -> Any:
+    """A model that raises if a row's first element is `when`."""
+
+    def predict(inputs: Mapping[str, Array]) -> dict[str, Array]:
+        if (inputs["x"][:, 0] == when).any():
+            raise error
+        return five_logits(inputs)
+
+    return predict
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=6), st.integers(1, 30))
+def test_requests_get_their_own_rows(sizes: list[int], max_batch_rows: int) -> None:
+    bench = Bench(FakeBackend(), max_batch_rows=max_batch_rows, max_queue_rows=1000)
+    inputs = [np.random.default_rng(index).random((size, 4), np.float32) for index, size in enumerate(sizes)]
+    for _ in range(2):  # the second time in buffers that were used before
+        answers = bench.run(*[bench.job(x) for x in inputs])
+        for x, answer in zip(inputs, answers, strict=True):
+            np.testing.assert_array_equal(outputs_of(answer)["logits"], five_logits({"x": x})["logits"])
+    assert max(bench.backend.calls) <= max_batch_rows
+    assert sum(bench.backend.calls) == 2 * sum(sizes) == bench.metrics.rows
+
+
+def test_a_model_may_answer_with_its_input() -> None:
+    kept = np.zeros((2, 4), np.float32)
+
+    def predict(inputs: Mapping[str, Array]) -> dict[str, Array]:
+        kept[:] = inputs["x"]
+        return {"same": inputs["x"], "kept": kept}
+
+    spec = tuple(TensorSpec(name, "FP32", (4,)) for name in ("same", "kept"))
+    bench = Bench(FakeBackend(predict, outputs=spec), max_batch_rows=2)
+    x = np.arange(16, dtype=np.float32).reshape(4, 4)
+    whole = outputs_of(bench.run(bench.job(x))[0])
+    first, second = bench.run(bench.job(x[:1]), bench.job(x[1:2]))
+    bench.run(bench.job(rows(1)), bench.job(rows(1)))
+    for name in ("same", "kept"):
+        np.testing.assert_array_equal(whole[name], x)
+        np.testing.assert_array_equal(outputs_of(first)[name], x[:1])
+        np.testing.assert_array_equal(outputs_of(second)[name], x[1:2])
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), StopIteration()])
+def test_no_model_error_ends_the_worker(error: BaseException) -> None:
+    bench = Bench(FakeBackend(failing(1.0, error)))
+    (answer,) = bench.run(bench.job(rows(1)))
+    assert type(error).__name__ in answer.message
+    assert isinstance(bench.run(bench.job(rows(1, 2.0)))[0], bytes)
+
+
+@pytest.mark.parametrize(
+    ("code", "calls"),
+    [
+        ("INTERNAL", [6, 2, 3, 1]),
+        ("UNAVAILABLE", [6]),
+    ],
+)
+def test_backend_refusals_are_not_multiplied(code: str, calls: list[int]) -> None:
+    """A full engine is not asked once more for each request of a batch; who is at fault is found out."""
+    error = RequestError(grpc.StatusCode[code], "no", 30_000)
+    bench = Bench(FakeBackend(failing(7.0, error)))
+    answers = bench.run(bench.job(rows(2)), bench.job(rows(3, 7.0)), bench.job(rows(1)))
+    assert bench.backend.calls == calls
+    assert answers[1] is error
+    assert [answer is error for answer in answers].count(True) == (1 if len(calls) > 1 else 3)
+
+
+def test_unwanted_requests_are_not_computed() -> None:
+    bench = Bench(FakeBackend(failing(7.0, ValueError("seven"))))
+    answers = bench.run(bench.job(rows(2), deadline=0.0), bench.job(rows(3, 7.0)))
+    assert answers[0] is None, "too late to be computed once more by itself"
+    assert bench.backend.calls == [5, 3]
+    gone, here = bench.job(rows(2)), bench.job(rows(4))
+    gone.cancelled = True
+    bench.run(gone, here)
+    bench.run(gone)
+    assert (gone.answer, bench.backend.calls) == (None, [5, 3, 4])
+
+
+def test_nan_is_an_error_of_its_owner() -> None:
+    def predict(inputs: Mapping[str, Array]) -> dict[str, Array]:
+        return {"logits": np.where(inputs["x"][:, :1] == 7, np.nan, 1).astype(np.float32).repeat(5, 1)}
+
+    bench = Bench(FakeBackend(predict))
+    bad = rows(3)
+    bad[2, 0] = 7
+    answers = bench.run(bench.job(rows(2)), bench.job(bad))
+    assert isinstance(answers[0], bytes)
+    assert answers[1].code.name == "INTERNAL"
+    assert answers[1].message == "model 'm': output 'logits' has NaN in row 2 of 3"
+    assert bench.backend.calls == [5]  # whose rows they are is known without asking again
+    assert bench.metrics.faults["nan"] == 1
+    infinite = Bench(FakeBackend(lambda inputs: {"logits": np.full((2, 5), -np.inf, np.float32)}))
+    assert outputs_of(infinite.run(infinite.job(rows(2)))[0])["logits"][0, 0] == -np.inf
+    lenient = Bench(FakeBackend(predict), check_nan=False)
+    assert np.isnan(outputs_of(lenient.run(lenient.job(bad))[0])["logits"][2]).all()
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        (None, "returned NoneType"),
+        ({}, "'logits' is missing"),
+        ({"logits": [[1.0] * 5] * 2}, "'logits' is a list"),
+        ({"logits": np.zeros((2, 5))}, "'logits' is float64, not float32"),
+        ({"logits": np.zeros((3, 5), np.float32)}, "'logits' has shape [3, 5], not [2, 5]"),
+        ({"logits": np.float32(0)}, "'logits' is a float32"),
+    ],
+)
+def test_unpromised_outputs_are_named(output: Any, said: str) -> None:
+    bench = Bench(FakeBackend(lambda inputs: output))
+    (answer,) = bench.run(bench.job(rows(2)))
+    assert answer.code.name == "INTERNAL"
+    assert said in answer.message
+    assert bench.metrics.faults["output"] == 1
+
+
+def test_byte_strings_must_be_strings() -> None:
+    words = TensorSpec("words", "BYTES", ())
+    for found, expected in ((["é", b"\xff"], ["é".encode(), b"\xff"]), ([None, 5], None)):
+        bench = Bench(FakeBackend(lambda inputs, found=found: {"words": np.array(found, object)}, outputs=(words,)))
+        (answer,) = bench.run(bench.job(rows(2)))
+        if expected is not None:
+            assert outputs_of(answer)["words"].tolist() == expected
+        else:
+            assert "neither str nor bytes" in answer.message
+
+
+def test_parts_of_other_shapes_are_an_error() -> None:
+    def predict(inputs: Mapping[str, Array]) -> dict[str, Array]:
+        return {"logits": np.zeros((len(inputs["x"]), len(inputs["x"])), np.float32)}
+
+    loose = TensorSpec("logits", "FP32", (-1,))
+    bench = Bench(FakeBackend(predict, (X,), (loose,)), max_batch_rows=2)
+    assert "changes its shape" in bench.run(bench.job(rows(3)))[0].message
+
+
+def test_a_failing_model_fills_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    throttle = LogThrottle(logging.getLogger("edl_serving.test"), lambda: now)
+    for _ in range(1000):
+        now += 0.02
+        throttle.log_error("nan", "output 'logits' has NaN")
+    throttle.log_error("exception", "raised ValueError", ValueError("seven"))
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == "output 'logits' has NaN"
+    assert len(lines) == 3
+    assert "faults of this kind in 10 s" in lines[1]
+    assert caplog.records[2].exc_info is not None
+
+
+FORKS = """
+import os
+from tests.fast.serving.batching.test_batcher import Bench, rows
+from tests.fast.serving.conftest import outputs_of
+from tests.fast.serving.fakes import FakeBackend, five_logits
+
+def return_normally(): return {}
+def exit_with_3(): raise SystemExit(3)
+def fail(): raise ValueError("in the child")
+
+server, ends = os.getpid(), iter((return_normally, exit_with_3, fail))
+
+def predict(inputs):
+    end = next(ends)
+    child = os.fork()
+    if child == 0:
+        return end()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    return five_logits(inputs)
+
+bench = Bench(FakeBackend(predict))
+for _ in range(3):
+    (answer,) = bench.run(bench.job(rows(2)))
+    if os.getpid() != server:
+        os._exit(99)
+    print(type(answer).__name__, flush=True)
+"""
+
+
+def test_a_forked_child_never_leaves_a_model() -> None:
+    ended = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=90, check=False)
+    assert ended.stdout.split() == ["1", "bytes", "3", "bytes", "1", "bytes"], ended.stderr
+    assert "ValueError: in the child" in ended.stderr

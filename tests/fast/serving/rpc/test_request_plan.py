@@ -152,13 +152,10 @@ def test_parts_of_top_k_alone() -> None:
 
 
 N = 2 << 20
-
 """Bytes of each attack: far more than a header has, and parsed they would be tens of megabytes."""
 
 WIDE = model_of(FakeBackend(inputs=(TensorSpec("x", "FP32", (-1,)),)))
-
 STRINGS = model_of(FakeBackend(inputs=(TensorSpec("words", "BYTES", (-1,)),)), max_message_bytes=1 << 20)
-
 WHOLE = model_of(FakeBackend(inputs=(TensorSpec("n", "INT64", (-1,)),)))
 
 

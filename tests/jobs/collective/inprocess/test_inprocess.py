@@ -18,7 +18,6 @@ from tests.jobs.collective.job import Job
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
-
 SCRIPT = str(Path(__file__).with_name("train.py"))
 Row = dict[str, Any]
 

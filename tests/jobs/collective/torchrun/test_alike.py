@@ -28,10 +28,8 @@ from edl.collective.agent.processes.pool import WorkerExit, WorkerProcesses, Zyg
 from edl.collective.agent.processes.zygote import ForkRequest, ProgramSpec
 
 pytestmark = pytest.mark.timeout(300)  # some twenty scripts at the same time, which have 100 s
-
 SCRIPTS = Path(__file__).with_name("scripts")
 DEADLINE_S = 100.0
-
 Ending = tuple[int, str, str]
 """Exit status, standard output and standard error of a worker."""
 

@@ -31,7 +31,6 @@ from edl_serving.backends.hf import language_model  # noqa: E402
 from edl_serving.backends.hf.top_k import select_top_k  # noqa: E402
 
 Folder = Callable[[str], Path]
-
 LENGTHS = (1, 30, 7, 2, 31, 8, 1, 16)
 
 # Tiny random models, made on the spot, whose logits are spread as a trained model's are.
@@ -296,7 +295,6 @@ def test_versions_differ_with_the_weights(checkpoint: Folder, tmp_path: Path) ->
 
 
 MIXED_LENGTHS = (15, 17, 16, 20, 3, 30, 14, 64)
-
 """On both sides of 16 tokens, similar ones among them."""
 
 

@@ -27,7 +27,6 @@ os.environ["CHOSEN"] = "by the script"
 import chosen
 
 os.environ["TORCHINDUCTOR_MAX_AUTOTUNE"] = "1"  # early enough for the first optimizer's imports
-
 OBSERVATIONS = []
 
 

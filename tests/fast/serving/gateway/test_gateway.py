@@ -1,25 +1,38 @@
-"""The gateway's backend against a small engine with a formula: alignment, failures, and what may be in flight."""
+"""The gateway before a small engine with a formula, its rows from answers that engines have given, and as a process."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
+import json
+import math
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tritonclient.grpc
+from tritonclient.utils import InferenceServerException
 
 from edl.errors import SettingsError
+from edl.protocol import names
+from edl.tokenizer_hash import hash_tokenizer
 from edl_serving.backends.backend import TopKArrays
-from edl_serving.gateway.address import EngineAddress
+from edl_serving.gateway.address import EngineAddress, names_engine
 from edl_serving.gateway.backend import GatewayBackend, GatewayModel
+from edl_serving.gateway.config import GatewayConfig
+from edl_serving.gateway.endpoints import CompletionsEndpoint, GenerateEndpoint, ScoringEndpoint, SGLangEndpoint
 from edl_serving.gateway.engine import EngineAccess
 from edl_serving.gateway.health import EngineHealth
 from edl_serving.gateway.inspection import EngineFacts, find_facts
+from edl_serving.gateway.top_rows import EngineAnswerError, top_k_rows
 from edl_serving.request_error import RequestError
+from tests.fast.serving.gateway.conftest import Gateways, ask, inputs_of
 from tests.fast.serving.gateway.formula_engine import MAX_MODEL_LEN, FormulaEngine, log_probabilities
-from tests.waiting import wait_until
+from tests.waiting import DEADLINE_S, wait_until
 
 OpenBackend = Callable[..., GatewayBackend]
 SEQUENCES = [[3, 1, 4, 1, 5], [9], [2, 6], list(range(40))]
@@ -46,11 +59,6 @@ def open_backend(engine: FormulaEngine, stack: ExitStack) -> OpenBackend:
         return stack.enter_context(closing(GatewayBackend(GatewayModel(address, facts, k, "r1"), health)))
 
     return open_
-
-
-def inputs_of(sequences: Sequence[Sequence[int]]) -> dict[str, Any]:
-    ids = np.concatenate([np.asarray(tokens, np.int32) for tokens in sequences])
-    return {"ids": ids, "position": np.concatenate([np.arange(len(tokens), dtype=np.int32) for tokens in sequences])}
 
 
 def score(backend: GatewayBackend, sequences: Sequence[Sequence[int]], k: int = 8) -> TopKArrays:
@@ -284,3 +292,219 @@ def test_start_says_what_to_change(
     if "models" in state:
         engine.models = ["./path"]
         assert facts_of(reach(engine), exact=False).model == "./path", "its only model, whatever its name is"
+
+
+VLLM = json.loads(Path(__file__).with_name("recorded_vllm.json").read_text())
+SGLANG = json.loads(Path(__file__).with_name("recorded_sglang.json").read_text())
+PROMPT = [*VLLM["tokens"], VLLM["tokens"][0]]
+BOTH = [(GenerateEndpoint(), "generate"), (CompletionsEndpoint(), "completions")]
+
+
+def answer_of(name: str) -> Any:
+    return copy.deepcopy(VLLM[name]["body"])
+
+
+def positions_of(answer: Any) -> list[Any]:
+    return answer["prompt_logprobs"] if "prompt_logprobs" in answer else answer["choices"][0]["prompt_logprobs"]
+
+
+@pytest.mark.parametrize(("endpoint", "name"), BOTH)
+def test_vllm_rows_are_those_of_transformers(endpoint: ScoringEndpoint, name: str) -> None:
+    rows = endpoint.read(answer_of(name), PROMPT, 3)
+    expected = VLLM["transformers"]  # of the sequence alone, without the token behind it
+    assert rows.ids.tolist() == expected["ids"]
+    np.testing.assert_allclose(rows.values, expected["values"], atol=1e-5)
+    np.testing.assert_allclose(rows.tail, expected["tail"], atol=1e-5)
+
+
+SPOIL: list[Callable[[list[Any]], object]] = [
+    lambda positions: positions.append(positions.pop(1)),
+    lambda positions: positions.pop(),
+    lambda positions: positions.__setitem__(2, None),
+    lambda positions: (positions[2].pop("946"), positions[2].pop("373")),
+    lambda positions: positions[2].update({"1": {"logprob": -9.0}, "2": {"logprob": -9.0}}),
+    lambda positions: positions[2].update(word=positions[2].pop("946")),
+    lambda positions: positions[2]["946"].update(logprob="high"),
+    lambda positions: positions[2]["946"].update(logprob=None),
+    lambda positions: positions[2].update({"946": -1.5}),
+    lambda positions: positions[2].update({"0946": positions[2].pop("373")}),
+]
+
+
+@pytest.mark.parametrize(("endpoint", "name"), BOTH)
+def test_spoiled_answers_are_refused(endpoint: ScoringEndpoint, name: str) -> None:
+    for number, spoil in enumerate(SPOIL):
+        answer = answer_of(name)
+        spoil(positions_of(answer))
+        with pytest.raises(EngineAnswerError):
+            pytest.fail(f"{number}: {endpoint.read(answer, PROMPT, 3)}")
+
+
+def read_sglang(change: Callable[[Any], object] = lambda meta: None) -> TopKArrays:
+    answer = copy.deepcopy(SGLANG["answer"])
+    change(answer["meta_info"])
+    return SGLangEndpoint().read(answer, [6722, 315, 9625, 374], 3)
+
+
+def test_sglang_rows() -> None:
+    body = SGLangEndpoint().body("m", [1, 2], 5)
+    assert (body["logprob_start_len"], body["top_logprobs_num"], body["return_logprob"]) == (0, 5, True)
+    rows = read_sglang()
+    assert rows.ids.tolist() == [[315, 3283, 374], [279, 9625, 5616], [13, 58883, 11]]
+    assert rows.values[0].tolist() == [-0.58203125, -2.140625, -3.765625]
+    np.testing.assert_allclose(np.exp(rows.tail) + np.exp(rows.values).sum(-1), 1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda meta: meta.pop("input_top_logprobs"),
+        lambda meta: meta["input_top_logprobs"].pop(),
+        lambda meta: meta["input_top_logprobs"][1].pop(),
+        lambda meta: meta["input_token_logprobs"].reverse(),
+        lambda meta: meta["input_top_logprobs"][2].append([-9.0]),
+        lambda meta: meta["input_top_logprobs"].__setitem__(2, None),
+    ],
+)
+def test_spoiled_sglang_is_refused(change: Callable[[Any], object]) -> None:
+    with pytest.raises(EngineAnswerError):
+        read_sglang(change)
+
+
+def test_own_token_beyond_k_is_cut() -> None:
+    ids, values, tail = top_k_rows(np.array([[8, 1, 2], [1, 2, -1]]), np.log([[0.1, 0.6, 0.2], [0.6, 0.2, 1e-99]]), 2)
+    assert ids.tolist() == [[1, 2], [1, 2]]
+    assert (ids.dtype, values.dtype) == (np.int32, np.float32)
+    np.testing.assert_allclose(values, np.log([[0.6, 0.2], [0.6, 0.2]]), rtol=1e-6)
+    np.testing.assert_allclose(tail, np.log([0.2, 0.2]), rtol=1e-6)
+    equal = top_k_rows(np.array([[9, 4, 6]]), np.array([[-2.0] * 3]), 2)
+    assert equal.ids.tolist() == [[4, 6]], "those of equal values rise"
+
+
+def test_tails_are_finite_and_not_cancelled() -> None:
+    # 1 - p as a difference of float32 would be 0, and its logarithm -inf.
+    tail = top_k_rows(np.array([[0]]), np.array([[math.log1p(-1e-6)]]), 1).tail
+    assert float(np.exp(tail[0])) == pytest.approx(1e-6, rel=1e-5)
+    rounded = top_k_rows(np.array([[0, 1]]), np.array([[math.log(1 - 1e-9), math.log(1e-9) + 1e-3]]), 2).tail
+    assert 0 < float(np.exp(rounded[0])) <= 1.1e-9, "no token that is left out has more than the last one"
+    # vLLM writes -inf as -9999.0, which JSON can hold.
+    clamped = top_k_rows(np.array([[0, 1]]), np.array([[0.0, -9999.0]]), 2)
+    assert np.isfinite(clamped.tail).all()
+    assert clamped.values.tolist() == [[0.0, -9999.0]]
+
+
+@pytest.mark.parametrize(
+    ("ids", "values", "words"),
+    [
+        ([[1, 2]], [[math.nan, -1.0]], "no number"),
+        ([[1, 1]], [[-1.0, -1.0]], "twice"),
+        ([[1, 2**31]], [[-1.0, -2.0]], "32 bits"),
+        ([[1, -5]], [[-1.0, -2.0]], "position 1 has a token's id below 0"),
+        ([[1, -1, 7]], [[-1.0, -math.inf, -math.inf]], "fewer than 2 tokens of a probability"),
+        ([[1, 2]], [[3.0, 2.0]], "--logprobs-mode"),
+        ([[1, 2]], [[-0.1, -0.2]], "--logprobs-mode"),
+    ],
+)
+def test_other_values_are_refused(ids: list[list[int]], values: list[list[float]], words: str) -> None:
+    with pytest.raises(EngineAnswerError, match=words):
+        top_k_rows(np.array(ids), np.array(values), 2)
+
+
+GIVEN = {"model": "m", "model_version": "r1", "store": "none"}
+
+
+@pytest.mark.parametrize(
+    ("text", "url"),
+    [
+        ("vllm://127.0.0.1:8000", "http://127.0.0.1:8000"),
+        ("sglang://host.example:30000/", "http://host.example:30000"),
+        ("vllm+https://[::1]:8000", "https://[::1]:8000"),
+        *(("vllm://", ""), ("vllm://host", ""), ("vllm://host:0", ""), ("vllm://host:70000", "")),
+        *(("vllm://a@b:1", ""), ("vllm+http://h:1", ""), ("vllm://h:1/v1", "")),
+    ],
+)
+def test_addresses(text: str, url: str) -> None:
+    if url:
+        assert names_engine(text)
+        assert EngineAddress.parse(text).base_url == url
+    else:
+        with pytest.raises(SettingsError, match="vllm://host:port"):
+            EngineAddress.parse(text)
+
+
+def test_two_batches_are_in_flight() -> None:
+    """And more than those may wait."""
+    for given, sizes in (({}, (8192, 32768)), ({"max_tokens": 1000, "max_queue": 5000}, (500, 5000))):
+        server = GatewayConfig.of("vllm://127.0.0.1:8000", {**GIVEN, **given}).server
+        assert (server.max_batch_rows, server.max_queue_rows) == sizes
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": None}, "--model"),
+        ({"model_version": None}, "--model-version"),
+        ({"engine_ca": "ca.pem"}, r"vllm\+https://"),
+        ({"max_tokens": 1}, "--max-tokens"),
+        ({"engine_timeout": 0.0}, "--engine-timeout"),
+        ({"tokenizer": "/nowhere/at/all"}, "--tokenizer"),
+    ],
+)
+def test_wrong_options_are_refused(change: dict[str, Any], words: str) -> None:
+    given = {name: value for name, value in {**GIVEN, **change}.items() if value is not None}
+    with pytest.raises(SettingsError, match=words):
+        GatewayConfig.of("vllm://127.0.0.1:8000", given)
+
+
+def test_token_file(tmp_path: Path) -> None:
+    address = EngineAddress("vllm", "h", 1)
+    path = tmp_path / "key"
+    path.write_text(" key \nother\n")
+    assert EngineAccess(address, token_file=str(path)).read_token() == "key"
+    for content in ("\n", "a\x00b", "\u00e9"):
+        path.write_text(content)
+        with pytest.raises(SettingsError, match="--engine-token-file"):
+            EngineAccess(address, token_file=str(path)).read_token()
+
+
+def test_students_get_rows(engine: FormulaEngine, gateways: Gateways, tmp_path: Path) -> None:
+    """And discovery follows the engine."""
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text(json.dumps({"model": {"vocab": {"a": 0}}}))
+    address = f"vllm://127.0.0.1:{engine.port}"
+    engine.healthy = False
+    process = gateways.launch(address, "--top-k", "8", "--tokenizer", str(tokenizer), "--failures", "2")
+    wait_until(lambda: "waiting for the engine" in gateways.log)
+    engine.healthy = True
+    (instance,) = gateways.wait_instances(1)
+    assert instance.meta["version"] == "r1"
+    assert instance.meta[names.TOKENIZER_META] == hash_tokenizer(tokenizer)
+    check(TopKArrays(*ask(instance.endpoint, SEQUENCES, 8)), SEQUENCES)
+    with tritonclient.grpc.InferenceServerClient(instance.endpoint) as client:
+        parameters = client.get_model_config("m").config.parameters
+    shown = {name: parameters[name].string_value for name in (names.SEQUENCES, names.MAX_TOP_K, names.MAX_SEQUENCE)}
+    assert list(shown.values()) == ["position", "8", "62"]
+
+    wrong: list[tuple[list[list[int]], int | None, dict[str, Any], str]] = [
+        (SEQUENCES, 8, {names.TEMPERATURE: 2.0}, "temperature 1"),
+        (SEQUENCES, 9, {}, "8 at most"),
+        (SEQUENCES, None, {}, names.TOP_K),
+        ([[1] * 63], 8, {}, "62"),
+        ([[50]], 8, {}, "out of vocabulary"),
+    ]
+    for sequences, k, more, words in wrong:
+        with pytest.raises(InferenceServerException, match=words) as refused:
+            ask(instance.endpoint, sequences, k, **more)
+        assert refused.value.status() == "StatusCode.INVALID_ARGUMENT", words
+
+    engine.healthy = False
+    gateways.wait_instances(0)
+    with pytest.raises(InferenceServerException) as away:
+        ask(instance.endpoint, SEQUENCES, 8)
+    assert away.value.status() == "StatusCode.UNAVAILABLE"
+    engine.healthy = True
+    gateways.wait_instances(1)
+    assert len(ask(instance.endpoint, SEQUENCES, 8)[0]) == sum(map(len, SEQUENCES))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(DEADLINE_S) == 0, gateways.log
+    gateways.wait_instances(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections import Counter
@@ -80,10 +79,7 @@ class Worker:
         with self._out.open("wb") as out, self._err.open("wb") as err:
             command = [sys.executable, "-m", "edl", "label", *arguments]
             self.process = subprocess.Popen(command, stdout=out, stderr=err)
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
+        self.pid = self.process.pid
 
     @property
     def out(self) -> str:
@@ -93,28 +89,20 @@ class Worker:
     def err(self) -> str:
         return self._err.read_text()
 
-    def send(self, number: int) -> None:
-        self.process.send_signal(number)
-
     def kill(self) -> None:
-        self.send(signal.SIGKILL)
+        """End it, if it has not ended."""
+        self.process.kill()
         self.process.wait(10)
 
     def wait(self, timeout_s: float = 120.0) -> int:
         return self.process.wait(timeout_s)
 
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait(10)
-
 
 class Run:
     """A job: its data, store, folders and workers."""
 
-    def __init__(self, folder: Path, teachers: Sequence[LocalTeacher], rows: int, job: str = "numbers") -> None:
+    def __init__(self, folder: Path, teachers: Sequence[LocalTeacher], rows: int) -> None:
         self.folder = folder
-        self.job = job
         self.data = folder / "data.npz"
         self.store = f"sqlite:///{folder}/store.sqlite"
         self.asked = Asked(folder)
@@ -128,7 +116,7 @@ class Run:
             teacher.wait_ready()
         endpoints = ",".join(teacher.endpoint for teacher in self.teachers)
         first = [str(self.data), "--inputs", "x", "--outputs", "y", "--output", str(self.folder / output)]
-        return [*first, "--teachers", endpoints, "--job", self.job, "--store", self.store, *more]
+        return [*first, "--teachers", endpoints, "--job", "numbers", "--store", self.store, *more]
 
     def start(self, *more: str, output: str = "labels") -> Worker:
         return self.start_as(self.arguments(output, *more))
@@ -143,14 +131,11 @@ class Run:
     def report(self) -> dict[str, Any]:
         """What the job's master has reported; empty if there is nothing yet."""
         with open_store(self.store) as store:
-            entry = store.get(f"master_reports/{self.job}")
-        found: dict[str, Any] = json.loads(entry.value) if entry is not None else {}
-        return found
+            entry = store.get("master_reports/numbers")
+        return dict(json.loads(entry.value)) if entry is not None else {}
 
     def labels(self) -> dict[str, Any]:
-        datasets = self.report().get("datasets") or [{}]
-        found: dict[str, Any] = datasets[0]
-        return found
+        return dict((self.report().get("datasets") or [{}])[0])
 
     def done(self) -> int:
         return int(self.labels().get("units_done", 0))
@@ -161,6 +146,6 @@ class Run:
 
     def close(self) -> None:
         for worker in self.workers:
-            worker.end()
+            worker.kill()
         for teacher in self.teachers:
             teacher.close()

@@ -84,7 +84,7 @@ def test_stopped_worker_gives_back_at_once(make_run: Callable[..., Run]) -> None
     more = ("--worker-timeout", "600", "--shard", "50")
     stopped, other = run.start(*more), run.start(*more)
     wait_until(lambda: run.done() >= 300 and run.leases_of(stopped) and run.leases_of(other), "both are at work")
-    stopped.send(signal.SIGINT)
+    stopped.process.send_signal(signal.SIGINT)
     assert stopped.wait() == 130, stopped.err
     run.asked.hurry()
     assert "Traceback" not in stopped.err

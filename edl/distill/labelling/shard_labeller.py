@@ -276,7 +276,7 @@ class _ShardRun:
 
     def _report_cause(self, exc: Exception) -> None:
         """Report the shard in work as failed where code that is not EDL's has raised: it may be its rows."""
-        shard = self._looked_at or self._tracker.fail()
+        shard = self._looked_at or self._tracker.fail(waiting=True)
         if shard is not None:
             self._source.report_failed(shard, _cut(f"{type(exc).__name__}: {exc}"))
             self._open.discard(shard)

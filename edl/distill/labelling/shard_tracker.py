@@ -99,16 +99,19 @@ class ShardTracker:
             self._answered.append(shard)
             return shard
 
-    def fail(self) -> RowShard | None:
+    def fail(self, *, waiting: bool = False) -> RowShard | None:
         """Drop the shard of the part handed out first, which failed; the parts of others are handed out again.
 
+        Args:
+            waiting: Whether to drop the shard in work even if none of its parts is handed out at this moment.
+
         Returns:
-            The shard; None if no part was handed out.
+            The shard; None if there is none.
         """
         with self._lock:
-            if not self._handed_out:
+            if not self._handed_out and not (waiting and self._left):
                 return None
-            failed = self._handed_out[0].shard
+            failed = self._handed_out[0].shard if self._handed_out else next(iter(self._left))
             self._left.pop(failed)
             again = [part for part in (*self._handed_out, *self._waiting) if part.shard is not failed]
             self._handed_out.clear()

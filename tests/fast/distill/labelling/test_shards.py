@@ -23,6 +23,7 @@ from edl.distill.labelling import (
     ShardSource,
 )
 from edl.distill.labelling.bad_rows import find_bad_rows
+from edl.distill.labelling.shard_tracker import ShardTracker
 from edl.distill.transport.schema import OutputSpec
 from edl.errors import ConflictError, NoTeacherError, PermanentError, TemporaryError
 from edl.protocol.tensors import Array
@@ -155,6 +156,16 @@ def test_wrong_input_ends_the_worker(serve: Serve, folder: Path) -> None:
     with pytest.raises(PermanentError, match=r"3 shards failed here one after the other.*wants input 'x'"):
         label(folder, serve("echo"), source, ArrayData({"image": X}))
     assert len(source.failed) == 3
+
+
+def test_shard_between_two_parts_is_in_work() -> None:
+    tracker, shard = ShardTracker(), RowShard(0, 4)
+    tracker.begin(shard, [np.arange(2), np.arange(2, 4)])
+    tracker.hand_out()
+    assert tracker.take() is None
+    assert tracker.fail() is None, "no row of it can have failed"
+    assert tracker.fail(waiting=True) is shard
+    assert not tracker.shards
 
 
 def test_an_error_of_own_code_counts(serve: Serve, folder: Path) -> None:

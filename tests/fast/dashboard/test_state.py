@@ -22,20 +22,10 @@ from edl.collective.goodput.summary import as_dict, summarize
 from edl.collective.job_records import JobState
 from edl.dashboard.metrics import METRICS, DashboardMetrics, ServerFigures
 from edl.dashboard.server.settings import DEFAULT_PORT
-from edl.dashboard.state import jobs
+from edl.dashboard.state import jobs, schema
 from edl.dashboard.state import reader as state_reader
 from edl.dashboard.state.cluster.view import ClusterView
 from edl.dashboard.state.history import History
-from edl.dashboard.state.jobs import JobReader, job_status
-from edl.dashboard.state.schema import (
-    DashboardState,
-    JobPoint,
-    JobStatus,
-    ServiceStatus,
-    TeacherStatus,
-    WantedCount,
-    as_json,
-)
 from edl.dashboard.state.service_changes import find_changes
 from edl.dashboard.state.services import ServiceReader
 from edl.discovery import Instance, Registry, Store
@@ -56,14 +46,14 @@ def test_only_changes_are_decoded(store: Store, monkeypatch: pytest.MonkeyPatch)
     decode, join = jobs.decode_part, jobs.join_parts
     monkeypatch.setattr(jobs, "decode_part", lambda key, value: (decoded.append(key), decode(key, value))[1])
     monkeypatch.setattr(jobs, "join_parts", lambda job, parts: (joined.append(job), join(job, parts))[1])
-    reader = JobReader(store)
+    reader = jobs.JobReader(store)
     now = now_s()
     summaries, _, _ = reader.read(now)
     assert (len(decoded), sorted(joined)) == (7, ["ended", "first"])
     again, _, _ = reader.read(now + 10)
     assert (len(decoded), sorted(joined)) == (7, ["ended", "first", "first"]), "an ended job is summed up again"
     assert again["ended"].nodes[0].silent_s == pytest.approx(summaries["ended"].nodes[0].silent_s + 10, abs=0.1)
-    fresh, _, _ = JobReader(store).read(now + 10)
+    fresh, _, _ = jobs.JobReader(store).read(now + 10)
     assert again == fresh, "what is kept differs from what is read"
     decoded.clear()
     put_job(store, "ended", "d")  # a new job of the same name
@@ -107,10 +97,10 @@ def test_any_points_stay_in_order(limit: int, times: list[float]) -> None:
 
 
 def test_json_has_no_nan_and_no_looks() -> None:
-    point = JobPoint(1.0, {"train": float("inf")}, float("nan"), look=3)
-    assert as_json(point) == {"t": 1.0, "seconds": {"train": None}, "goodput": None}
-    assert as_json([point], 3) == []
-    assert as_json([point], 2) == [as_json(point)]
+    point = schema.JobPoint(1.0, {"train": float("inf")}, float("nan"), look=3)
+    assert schema.as_json(point) == {"t": 1.0, "seconds": {"train": None}, "goodput": None}
+    assert schema.as_json([point], 3) == []
+    assert schema.as_json([point], 2) == [schema.as_json(point)]
 
 
 def test_store_is_shown_the_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +119,7 @@ def test_store_is_shown_the_credentials(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(("state", "cause"), [("draining", "drained"), ("ready", "closed"), ("starting", "killed")])
 def test_teacher_that_left_has_a_cause(state: str, cause: str) -> None:
-    before = ServiceStatus("s", (TeacherStatus("t", "", "", "", state),), ())
+    before = schema.ServiceStatus("s", (schema.TeacherStatus("t", "", "", "", state),), ())
     (event,) = find_changes([before], [], 5.0)
     assert (event.kind, cause in event.cause) == ("leave", True)
 
@@ -151,16 +141,16 @@ def test_lapsed_teacher_has_no_rate(registry: Registry, store: Store, monkeypatc
 NOW = 1_000_000.0
 
 
-def _exported(*jobs: JobStatus, wanted: WantedCount | None = None) -> dict[str, float]:
-    state = DashboardState(NOW, "", "", jobs=jobs, services=(ServiceStatus("s", (), (), wanted),))
+def _exported(*found: schema.JobStatus, wanted: schema.WantedCount | None = None) -> dict[str, float]:
+    state = schema.DashboardState(NOW, "", "", jobs=found, services=(schema.ServiceStatus("s", (), (), wanted),))
     metrics = DashboardMetrics(lambda: state, lambda: ServerFigures(1, 0.1, 0))
     return {sample.name: sample.value for family in metrics.collect() for sample in family.samples}
 
 
 @pytest.mark.parametrize("age_s", [5.0, 61.0])
 def test_old_wanted_count_is_left_out(age_s: float) -> None:
-    wanted = WantedCount(4, 2, "", NOW - 900, NOW - age_s)
-    job = job_status("j", None, None, wanted, 5)
+    wanted = schema.WantedCount(4, 2, "", NOW - 900, NOW - age_s)
+    job = jobs.job_status("j", None, None, wanted, 5)
     exported = _exported(job, wanted=wanted)
     for count, age in (
         ("edl_pool_wanted_replicas", "edl_pool_wanted_age_seconds"),
@@ -181,7 +171,7 @@ def test_unknown_samples_are_no_zero(samples: int) -> None:
     fields: dict[str, Any] = as_dict(summary, 5)
     expected = 0.0 if samples else None
     assert (fields["samples_per_s"], fields["nodes"][0]["samples_per_s"]) == (expected, expected)
-    exported = _exported(job_status("j", summary, None, None, 5))
+    exported = _exported(jobs.job_status("j", summary, None, None, 5))
     assert exported.get("edl_job_samples_per_second") == expected
     assert exported["edl_job_steps_per_second"] == 0
 

@@ -22,14 +22,6 @@ from tests.fast.datasets.leases import Lease
 from tests.waiting import DEADLINE_S, wait_until
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 class Master:
     """A book of shards, called as a `MasterClient` is."""
 
@@ -196,16 +188,17 @@ def test_rotated_text_is_an_error(log: Path, rotate: str, crash: bool) -> None:
 
 def test_two_followers_of_a_folder(tmp_path: Path) -> None:
     """Their orders may differ: the second is refused, rather than that a file is lost, and looks anew once."""
-    dataset, clock = opened(f"{tmp_path}/", shard_size=1), Clock()
+    dataset, now_s = opened(f"{tmp_path}/", shard_size=1), 100.0
     master = Master(dataset)
     first, second, third = (
-        Follower(master, "data", load_dataset(dataset.spec), FollowSettings(poll_s=0.01), clock=clock) for _ in range(3)
+        Follower(master, "data", load_dataset(dataset.spec), FollowSettings(poll_s=0.01), clock=lambda: now_s)
+        for _ in range(3)
     )
     for follower in (first, second, third):
         follower.follow_once()
     (tmp_path / "b").write_bytes(b"x")
     first.follow_once()
-    clock.now_s += 10.0
+    now_s += 10.0
     first.follow_once()
     (tmp_path / "a").write_bytes(b"x")
     second.finish()

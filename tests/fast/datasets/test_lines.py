@@ -34,8 +34,7 @@ class CountingFileSystem(MemoryFileSystem):  # type: ignore[misc]
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
-        stripped: str = super()._strip_protocol(path.removeprefix("counting:/"))
-        return stripped
+        return super()._strip_protocol(path.removeprefix("counting:/"))
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
         data: bytes = super().cat_file(path, start=start, end=end, **kwargs)

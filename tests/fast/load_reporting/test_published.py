@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,23 +58,17 @@ def load(url: str, service: str = "s") -> ServiceLoad:
         return read_service(store, service)
 
 
-class Training:
-    def __init__(self, *services: str, source: Callable[[], Iterator[Rows]]) -> None:
-        reader = DistillReader(["x"], ["y"], teachers=[Teachers(service) for service in services])
-        self.reader = reader.set_batch_generator(source)
-        self._training = start_call("edl-test", self._train)
-
-    def _train(self) -> None:
-        for _ in self.reader():
-            pass
-
-    def __enter__(self) -> Training:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.reader.close()
-        if not isinstance(self._training.exception(DEADLINE_S), ClosedError | None):
-            self._training.result()
+@contextmanager
+def training(*services: str, source: Callable[[], Iterator[Rows]]) -> Iterator[None]:
+    reader = DistillReader(["x"], ["y"], teachers=[Teachers(service) for service in services])
+    reader.set_batch_generator(source)
+    ended = start_call("edl-test", lambda: deque(reader(), maxlen=0))
+    try:
+        yield
+    finally:
+        reader.close()
+    if not isinstance(ended.exception(DEADLINE_S), ClosedError | None):
+        ended.result()
 
 
 def endless() -> Iterator[Rows]:
@@ -91,7 +86,7 @@ def test_waits_are_told_apart(url: str, monkeypatch: pytest.MonkeyPatch) -> None
         ended.wait(DEADLINE_S)
         yield from ()
 
-    with Training("s", source=endless), Training("t", source=late):
+    with training("s", source=endless), training("t", source=late):
         wait_until(lambda: any(rate.wait_share > 0.9 for rate in load(url).students))
         (waiting,) = load(url).students
         assert (waiting.idle, waiting.demand, waiting.job) == (False, None, "my-run")
@@ -106,7 +101,7 @@ def test_students_and_teachers_are_seen(url: str) -> None:
     with LocalTeacher("echo", service="s", discovery=url) as teacher, open_registry(url) as registry:
         host, _, port = teacher.endpoint.rpartition(":")
         registry.register(Instance("t", "same", host, int(port)), 600.0)
-        with Training("s", "t", source=endless), Training("s", source=endless):
+        with training("s", "t", source=endless), training("s", source=endless):
             wait_until(lambda: len(load(url).students) == 2 and len(load(url, "t").students) == 1)
             wait_until(lambda: all(rate.rows_per_s > 0 for rate in (*load(url).students, *load(url, "t").students)))
             wait_until(lambda: load(url).teachers[0].rows_per_s)
@@ -117,7 +112,7 @@ def test_students_and_teachers_are_seen(url: str) -> None:
             assert len({entry.key for entry in entries if "/students/" in entry.key}) == 3
             assert url.partition("///")[2].encode() not in b"".join(entry.value for entry in entries)
         assert load(url).students == load(url, "t").students == ()
-        assert _end_of_a_program(url) == 0
+        subprocess.run([sys.executable, "-c", _STUDENT, url], timeout=DEADLINE_S, check=True)
         assert load(url).students == (), "it neither closed its reader nor waited"
         teacher.terminate()
         wait_until(lambda: load(url).teachers == ())
@@ -133,11 +128,6 @@ for _ in reader.set_batch_generator(endless)():
     if load(sys.argv[1]).students:
         break
 """
-
-
-def _end_of_a_program(url: str) -> int:
-    environment = {**os.environ, "EDL_DISCOVERY": url}
-    return subprocess.run([sys.executable, "-c", _STUDENT, url], env=environment, timeout=DEADLINE_S).returncode
 
 
 def test_states_of_a_teacher_are_seen(url: str) -> None:
@@ -249,7 +239,6 @@ def test_close_does_not_wait_for_the_store(publish: Publish, monkeypatch: pytest
     publisher = publish()
     assert asked.wait(DEADLINE_S)
     publisher.close(0.0)
-    assert publisher._loop is not None
     assert not publisher._loop.wait_ended(0), "it waited for the store"
     answers.set()
     assert publisher._loop.wait_ended(DEADLINE_S)

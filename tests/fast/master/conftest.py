@@ -84,7 +84,6 @@ def taken(reader: ShardReader) -> Any:
 def lapse(master: MasterServer, holder: str) -> None:
     """Have the master take a reader for one that has been silent for longer than its session."""
     term = master._leading
-    assert term is not None
     for session in term.book.sessions():
         info = term.book.session(session)
         if info is not None and info.holder == holder:
@@ -93,5 +92,4 @@ def lapse(master: MasterServer, holder: str) -> None:
 
 
 def shards(client: MasterClient) -> dict[str, int]:
-    found: dict[str, int] = client.status()["datasets"][0]["shards"]
-    return found
+    return client.status()["datasets"][0]["shards"]

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -83,15 +82,13 @@ def test_poisoned_shards_come_back_live(start: Start, client: MasterClient) -> N
     code, out, err = finish(start("--retry-poisoned"))
     assert code == 0, err
     assert "data: 1 shards put back" in out
-    assert sum(len(shard) for shard in _all(reader)) == 100
-    reader.close()
-    assert process.poll() is None, "it stays"
-
-
-def _all(reader: ShardReader) -> Iterator[Any]:
+    found = 0
     for shard in reader:
         reader.report_done(shard)
-        yield shard
+        found += len(shard)
+    assert found == 100
+    reader.close()
+    assert process.poll() is None, "it stays"
 
 
 def test_signals_lose_nothing(start: Start, client: MasterClient) -> None:
@@ -109,7 +106,6 @@ def test_signals_lose_nothing(start: Start, client: MasterClient) -> None:
         first = start(*data)
         await_leader(client)
         second = start(*data)
-        assert second.stderr is not None
         assert any("stands by" in line for line in second.stderr)
         found.append(next(reader))
         first.terminate()

@@ -218,7 +218,6 @@ def test_events_have_causes(
     with open_store(url) as store:
         wait_until(lambda: (read_report(store, "job") or {}).get("term") == 2, "a report of the second")
         entry = store.get("master_reports/job")
-    assert entry is not None
     events = {event.kind: event for event in decode_master(entry.value, "job", 0.0).events}
     assert {"poisoned", "retried", "session_ended", "takeover"} <= set(events)
     assert all(event.time > 0 and event.text and event.cause for event in events.values())

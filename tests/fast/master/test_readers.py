@@ -9,6 +9,7 @@ import sqlite3
 import threading
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from edl.master import MasterClient, ShardingClient, ShardReader, ShardSettings,
 from edl.master.client import shard_reader
 from edl.master.client.connection import MasterConnection
 from edl.master.client.conversation import Conversation
-from edl.master.client.session import SessionLease, ShardSession
+from edl.master.client.session import ShardSession
+from edl.master.journal import open_journal
 from edl.protocol import master as messages
 from tests.fast.master.conftest import Create, Lead, Read, lapse, shards, taken
 from tests.waiting import DEADLINE_S, wait_until
@@ -44,16 +46,10 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Conversation, "_renew_s", 0.05)
 
 
-def lease_of(reader: ShardReader, shard: Any) -> SessionLease:
-    session = reader._conversation._session
-    assert session is not None
-    return session.open[shard.id]
-
-
 def forget(reader: ShardReader, *held: Any) -> None:
     """Let an age pass since the caller did something with its shards."""
     for shard in held:
-        lease_of(reader, shard).touched_at = -math.inf
+        reader._conversation._session.open[shard.id].touched_at = -math.inf
 
 
 def test_what_was_read_of_a_shard_counts(lead: Lead, client: MasterClient, read: Read, tmp_path: Path) -> None:
@@ -248,7 +244,6 @@ def test_a_reader_waits_for_its_data_set(lead: Lead, create: Create, read: Read,
         create(200)
     assert client.describe_dataset("other") is None
     spec = client.describe_dataset("d")
-    assert spec is not None
     assert spec.units == 30
 
 
@@ -267,7 +262,6 @@ def test_the_calls_of_dlrover(lead: Lead, client: MasterClient) -> None:
     lead()
     with ShardingClient(client, "train", 10, 1, 95, num_minibatches_per_shard=2) as sharding:
         first = sharding.fetch_shard()
-        assert first is not None
         assert (first.name, first.end - first.start) == ("train", 20)
         assert sharding.report_batch_done() is False
         assert sharding.report_batch_done() is True
@@ -399,7 +393,7 @@ def test_busy_journal_is_waited_for(
     led: Lead, client: MasterClient, read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process holds its file: the master stands by, and workers wait, until it is free."""
-    monkeypatch.setattr("edl.master.server.master_server.open_journal", quick_open)
+    monkeypatch.setattr("edl.master.server.master_server.open_journal", partial(open_journal, timeout_s=0.3))
     master = led(100)
     reader = read()
     found = [next(reader)]
@@ -412,12 +406,6 @@ def test_busy_journal_is_waited_for(
     found += reader
     assert sorted(shard.start for shard in found) == list(range(0, 100, 10))
     assert client.status()["datasets"][0]["units_done"] == 100
-
-
-def quick_open(url: str, **options: Any) -> Any:
-    from edl.master.journal import open_journal
-
-    return open_journal(url, **options, timeout_s=0.3)
 
 
 def test_a_new_session_of_its_name_shows() -> None:

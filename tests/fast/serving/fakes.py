@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from edl.protocol import kserve
+from edl.testing.models import Model
 from edl_serving import Array, Backend, ServerSettings, TensorSpec
 from edl_serving.messages.request import DecodedRequest
-from edl_serving.messages.request_plan import RequestPlan, plan_request
+from edl_serving.messages.request_plan import plan_request
 from edl_serving.model import ServedModel
 from edl_serving.request_error import RequestError
+from tests.waiting import DEADLINE_S, wait_until
 
 Predict = Callable[[Mapping[str, Array]], Any]
 X = TensorSpec("x", "FP32", (4,))
 LOGITS = TensorSpec("logits", "FP32", (5,))
 
 
-def five_logits(inputs: Mapping[str, Array]) -> dict[str, Array]:
+def logits(x: Array) -> Array:
     """Row sums plus 0 to 4."""
-    return {"logits": inputs["x"].sum(-1, keepdims=True) + np.arange(5, dtype=np.float32)}
+    answer: Array = x.sum(-1, keepdims=True) + np.arange(5, dtype=np.float32)
+    return answer
+
+
+def five_logits(inputs: Mapping[str, Array]) -> dict[str, Array]:
+    return {"logits": logits(inputs["x"])}
 
 
 class FakeBackend(Backend):
@@ -64,12 +73,8 @@ def header_for(shape: tuple[int, ...] = (2, 4), **fields: Any) -> kserve.ModelIn
     return header
 
 
-def plan_for(model: ServedModel, header: kserve.ModelInferRequest, max_rows: int = 100) -> RequestPlan:
-    return plan_request(header, model, max_rows)
-
-
-def request_for(model: ServedModel, x: Array, header: kserve.ModelInferRequest | None = None) -> DecodedRequest:
-    return DecodedRequest(plan_for(model, header or header_for(x.shape)), (x,), {})
+def request_for(model: ServedModel, x: Array) -> DecodedRequest:
+    return DecodedRequest(plan_request(header_for(x.shape), model, 100), (x,), {})
 
 
 def refusal_of(call: Callable[[], object]) -> str:
@@ -78,3 +83,73 @@ def refusal_of(call: Callable[[], object]) -> str:
         call()
     assert refused.value.code.name in ("INVALID_ARGUMENT", "NOT_FOUND")
     return refused.value.message
+
+
+class Base(Backend):
+    """Sums rows: `x` FP32 [4] to `logits` FP32 [5], the row's sum plus 0 to 4."""
+
+    inputs = (X,)  # type: ignore[assignment]
+    outputs = (LOGITS,)  # type: ignore[assignment]
+
+    def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        return five_logits(inputs)
+
+
+class Mixed(Base):
+    """Two inputs of any width and several types, and an output of each kind."""
+
+    inputs = (TensorSpec("x", "FP32", (-1,)), TensorSpec("words", "BYTES", (2,)))  # type: ignore[assignment]
+    outputs = (  # type: ignore[assignment]
+        TensorSpec("logits", "FP32", (5,)),
+        TensorSpec("width", "INT64", ()),
+        TensorSpec("joined", "BYTES", ()),
+    )
+
+    def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        x, words = inputs["x"], inputs["words"]
+        return {
+            "logits": logits(x),
+            "width": np.full(len(x), x.shape[1]),
+            "joined": np.array([b" ".join(pair) for pair in words], object),
+        }
+
+
+class Moody(Base):
+    """Does what the first element of a row says: 1 raises, 2 answers NaN, else sums."""
+
+    def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        x = inputs["x"]
+        answer = logits(x)
+        if (x[:, 0] == 1).any():
+            raise ValueError("in a bad mood")
+        answer[x[:, 0] == 2] = np.nan
+        return {"logits": answer}
+
+
+def gated_echo(gate: str) -> Model:
+    """`x` FP32 [rows, 4] to `y`, the same, once the file `gate` is there; for `edl serve --factory`."""
+
+    def answer(inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        wait_until(Path(gate).exists, gate)
+        return {"y": inputs["x"]}
+
+    return Model(answer, ["x:float32[4]"], ["y:float32[4]"], delay_s=0.001)  # computed in a thread, since it takes time
+
+
+class Gated(Base):
+    """Waits for `gate` before each answer, and remembers what it was asked; for servers in the test's own process."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.batches: list[Array] = []
+        self.started = threading.Event()
+
+    def warm_up(self, max_rows: int) -> None:
+        pass
+
+    def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        self.batches.append(inputs["x"].copy())
+        self.started.set()
+        if not self.gate.wait(DEADLINE_S):
+            raise TimeoutError("the gate stayed shut")
+        return super().predict(inputs)

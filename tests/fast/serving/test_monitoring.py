@@ -30,7 +30,7 @@ from edl_serving.monitoring.metrics_server import MetricsServer
 from edl_serving.monitoring.probes import HealthProbes
 from edl_serving.rpc.access_log import AccessLog
 from tests.fast.serving.conftest import TIMEOUT_S, Client, Connect, StartInside
-from tests.fast.serving.models import Base, Gated, Moody
+from tests.fast.serving.fakes import Base, Gated, Moody
 from tests.interrupting import deadline
 from tests.waiting import DEADLINE_S, wait_until
 

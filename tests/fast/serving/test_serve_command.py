@@ -43,7 +43,7 @@ from edl_serving.registration.settings import RegistrationSettings
 from edl_serving.registration.teacher import TeacherRegistration
 from tests.certificates import Authority, put
 from tests.fast.serving.conftest import TIMEOUT_S, Client, StartInside, outputs_of
-from tests.fast.serving.models import Base
+from tests.fast.serving.fakes import Base
 from tests.fast.serving.test_monitoring import ask
 from tests.tcp_proxy import TcpProxy
 from tests.waiting import wait_until
@@ -75,7 +75,7 @@ def being_computed(teacher: LocalTeacher) -> Iterator[Any]:
 def test_sigterm_drains_and_leaves(url: str, tmp_path: Path) -> None:
     serve = {"metrics-port": 0, "tag": ["a", "b"], "meta": {"rack": "r7"}, "capacity": 2, "model-version": "v9", **LONG}
     serve |= {"linger": "10ms", "drain-timeout": "60s"}
-    gate, model = tmp_path / "gate", "tests.fast.serving.models:gated_echo"
+    gate, model = tmp_path / "gate", "tests.fast.serving.fakes:gated_echo"
     with LocalTeacher(model, service="s", discovery=url, serve=serve, gate=str(gate)) as teacher:
         (instance,) = instances(url, "s")
         assert instance.endpoint == teacher.endpoint
@@ -246,6 +246,7 @@ for source in ("torchscript", "paddle"):
         assert f"is not installed: pip install {package}" in done.stderr
 
 
+# LocalTeacher.
 MARK = {"tag": f"edl-mark-{os.getpid()}-"}  # of this process: 12 is not to find those of 123
 
 
@@ -317,6 +318,9 @@ def test_teacher_that_cannot_start_says_why(processes: Callable[[], list[int]]) 
     with pytest.raises(EDLError, match="not ready within"):
         LocalTeacher("echo", serve=MARK, timeout_s=0.05)
     assert processes() == []
+
+
+# Registration, and `edl register`.
 
 
 @pytest.mark.parametrize("end", ["unhealthy", "draining"])

@@ -165,7 +165,7 @@ class Job:
                 self._steps += [Step(**json.loads(line)) for line in whole.split(b"\n")]
         return self._steps
 
-    def wait_for_world(self, size: int, after: float = 0.0, deadline_s: float = START_S) -> list[Step]:
+    def wait_for_world(self, size: int, after: float = 0.0) -> list[Step]:
         """Wait for a step of every rank of one generation of this size; the first of each rank after `after`."""
 
         def complete() -> list[Step]:
@@ -177,7 +177,7 @@ class Job:
             those = [one for (generation, _), one in first.items() if generation == newest]
             return those if len(those) == size else []
 
-        return wait_until(complete, f"{size} ranks making steps", deadline_s)
+        return wait_until(complete, f"{size} ranks making steps", START_S)
 
     def tell(self, rank: int, action: str) -> float:
         """Have the worker of this rank do something at its next step. Returns when it was told."""

@@ -25,7 +25,7 @@ from edl.protocol import names
 from edl.testing import LocalTeacher
 from tests.certificates import Authority, put
 from tests.fast.serving.conftest import Client, StartInside, outputs_of
-from tests.fast.serving.models import Base, logits
+from tests.fast.serving.fakes import Base, logits
 from tests.fast.test_cli_teachers import watching
 from tests.plugins_consul import ConsulAgent
 from tests.plugins_triton import TritonFactory

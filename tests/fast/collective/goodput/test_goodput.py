@@ -55,8 +55,8 @@ class Worker:
         self._totals[phase] += seconds
         self.now_s += seconds
 
-    def finish(self, step: int, seconds: float = 1.0, phase: Phase = Phase.TRAIN) -> None:
-        self.spend(phase, seconds)
+    def finish(self, step: int, seconds: float = 1.0) -> None:
+        self.spend(Phase.TRAIN, seconds)
         durations = (*self._fields.durations_s, seconds)[-64:]
         if self._fields.first < 0 or step <= self._fields.step:
             self._set(first=step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
@@ -42,7 +43,7 @@ def ask(
         connection.close()
 
 
-class EventClient:
+class EventClient(AbstractContextManager["EventClient"]):
     """A client of `/api/events`."""
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None, query: str = "") -> None:
@@ -50,9 +51,6 @@ class EventClient:
         self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=DEADLINE_S)
         self._connection.request("GET", f"/api/events{query}", headers=dict(headers or {}))
         self.answer = self._connection.getresponse()
-
-    def __enter__(self) -> EventClient:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.answer.close()

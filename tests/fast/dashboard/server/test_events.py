@@ -190,7 +190,6 @@ def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     command = [sys.executable, "-m", "edl", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
-            assert process.stdout is not None
             output = []
             for line in process.stdout:
                 output.append(line)

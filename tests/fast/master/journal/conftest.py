@@ -51,22 +51,18 @@ class FilePlace(Place):
 class StorePlace(Place):
     def __init__(self, store_url: str, job: str) -> None:
         super().__init__(f"store:{job}", store_url)
-        assert self.store is not None
-        self.kept = self.store
         self.folder = f"journals/{job}/"
 
     def damage(self, what: str) -> None:
         folder = self.folder + ("snapshots/" if what == "snapshot" else "records/")
-        entry = self.kept.list(folder)[-1]
+        entry = self.store.list(folder)[-1]
         if what == "lost":
-            assert self.kept.delete(entry.key.removesuffix("2") + "1")
+            assert self.store.delete(entry.key.removesuffix("2") + "1")
         else:
-            self.kept.put(entry.key, entry.value[:-1] + bytes([entry.value[-1] ^ 1]))
+            self.store.put(entry.key, entry.value[:-1] + bytes([entry.value[-1] ^ 1]))
 
     def head(self) -> bytes:
-        entry = self.kept.get(f"{self.folder}head")
-        assert entry is not None
-        return entry.value
+        return self.store.get(f"{self.folder}head").value
 
 
 def remove_database(path: Path) -> None:

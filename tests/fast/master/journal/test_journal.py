@@ -135,17 +135,12 @@ def test_forked_journal_is_refused(place: Place) -> None:
     assert journal.load() == begun(place).load() == (None, [b"parent", b"still"])
 
 
-def start(place: Place, seed: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.fast.master.journal.processes", place.url, place.store_url, str(seed)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-
-
 def test_killed_writer_loses_nothing(place: Place) -> None:
     choice = random.Random(3)
     answered = 0
     for kill in range(KILLS):
-        with start(place, kill) as process:
-            assert process.stdout is not None
+        command = [sys.executable, "-m", "tests.fast.master.journal.processes", place.url, place.store_url, str(kill)]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
             try:
                 line = process.stdout.readline().split()
                 assert line, "it began"

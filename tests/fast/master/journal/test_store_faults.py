@@ -42,11 +42,11 @@ def stored(stack: ExitStack, url: str) -> StorePlace:
 
 @pytest.fixture
 def disturbed(stored: StorePlace) -> Any:
-    return Disturbed(stored.kept)
+    return Disturbed(stored.store)
 
 
 def keys(stored: StorePlace) -> set[str]:
-    return {entry.key for entry in stored.kept.list("journals/") if entry.key != f"{stored.folder}head"}
+    return {entry.key for entry in stored.store.list("journals/") if entry.key != f"{stored.folder}head"}
 
 
 def named(stored: StorePlace) -> set[str]:
@@ -68,7 +68,7 @@ def test_values_are_small_and_swept(stored: StorePlace) -> None:
         journal.append([bytes(10_000), bytes(500_000 if number % 20 == 0 else 7)])
     journal.snapshot(bytes(700_000))
     journal.append([bytes(300_000)])
-    assert all(len(entry.value) <= 200_000 for entry in stored.kept.list("journals/"))
+    assert all(len(entry.value) <= 200_000 for entry in stored.store.list("journals/"))
     wait_until(lambda: keys(stored) == named(stored), "a sweep")
     assert len(keys(stored)) == 4 + 2
     for number in range(40):
@@ -133,7 +133,7 @@ def test_own_late_write_is_found(stored: StorePlace, disturbed: Any, seen: int) 
         get = staticmethod(look)
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(stored.kept, name)
+            return getattr(stored.store, name)
 
     disturbed._store = Delaying()
     journal.append([b"2"])
@@ -218,7 +218,7 @@ def test_store_is_away_for_a_while(stored: StorePlace, disturbed: Any) -> None:
 
 @pytest.mark.parametrize("value", [b"", b"[]", b'{"format":2}', b'{"format":1,"term":"x"}', b"\xff\x00"])
 def test_foreign_head_is_refused(stored: StorePlace, value: bytes) -> None:
-    stored.kept.put(f"{stored.folder}head", value)
+    stored.store.put(f"{stored.folder}head", value)
     with pytest.raises(ProtocolError, match="journals/job"):
         stored.open().begin_term()
     assert stored.head() == value
@@ -230,15 +230,15 @@ def test_value_that_shows_late_is_waited_for(stored: StorePlace, disturbed: Any)
     journal.begin_term()
     journal.append([b"1"])
     journal.append([b"2"])
-    entry = stored.kept.list(f"{stored.folder}records/")[-1]
-    stored.kept.delete(entry.key)
+    entry = stored.store.list(f"{stored.folder}records/")[-1]
+    stored.store.delete(entry.key)
     looks = []
 
     def look(method: str, key: str) -> None:
         if method == "list":
             looks.append(key)
             if len(looks) == 3:
-                stored.kept.put(entry.key, entry.value)
+                stored.store.put(entry.key, entry.value)
 
     disturbed.before = look
     assert stored.open(store=disturbed).load() == (None, [b"1", b"2"])

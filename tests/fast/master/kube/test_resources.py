@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +28,11 @@ METADATA = {
 TEMPLATE = {"spec": {"containers": [{"name": "main", "image": "student:1"}]}}
 
 
-def make_job(**spec: Any) -> dict[str, Any]:
-    return {
-        "metadata": dict(METADATA),
-        "spec": {"run": ["train.py"], "store": "consul://c", "template": TEMPLATE, **spec},
-    }
+def make(**spec: Any) -> dict[str, Any]:
+    return {"metadata": dict(METADATA), "spec": {"store": "consul://c", "template": TEMPLATE, **spec}}
 
 
-def make_pool(**spec: Any) -> dict[str, Any]:
-    return {
-        "metadata": dict(METADATA),
-        "spec": {"serve": ["m.py:f"], "store": "consul://c", "template": TEMPLATE, **spec},
-    }
+make_job, make_pool = partial(make, run=["train.py"]), partial(make, serve=["m.py:f"])
 
 
 def reasons(found: object) -> list[str]:
@@ -92,8 +86,8 @@ JSON = st.recursive(
 @settings(max_examples=40)
 @given(st.data())
 def test_garbage_is_refused_with_reasons(data: st.DataObject) -> None:
-    for parse, make in ((parse_elastic_job, make_job), (parse_teacher_pool, make_pool)):
-        resource = copy.deepcopy(make(scaleTargetRef=None, master={}, minReplicas=1, maxReplicas=2))
+    for parse, build in ((parse_elastic_job, make_job), (parse_teacher_pool, make_pool)):
+        resource = copy.deepcopy(build(scaleTargetRef=None, master={}, minReplicas=1, maxReplicas=2))
         place = data.draw(st.sampled_from(["metadata", "spec", "status", *resource["spec"]]))
         (resource["spec"] if place in resource["spec"] else resource)[place] = data.draw(JSON)
         found = parse(resource)

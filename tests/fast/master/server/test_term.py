@@ -8,6 +8,7 @@ import json
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -212,15 +213,12 @@ def test_session_of_a_cancelled_call_ends() -> None:
     asyncio.run(asyncio.wait_for(scenario(), DEADLINE_S))
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def clock() -> SimpleNamespace:
+    return SimpleNamespace(now=1000.0)
 
 
-def advance(clock: Clock, leases: LeaseClock, seconds: float) -> tuple[list[str], list[str]]:
+def advance(clock: SimpleNamespace, leases: LeaseClock, seconds: float) -> tuple[list[str], list[str]]:
     """Look as often as the server does; return all that came due."""
     silent: list[str] = []
     over: list[str] = []
@@ -234,9 +232,8 @@ def advance(clock: Clock, leases: LeaseClock, seconds: float) -> tuple[list[str]
     return silent, over
 
 
-def test_a_silent_session_ends() -> None:
-    clock = Clock()
-    leases = LeaseClock(clock)
+def test_a_silent_session_ends(clock: SimpleNamespace) -> None:
+    leases = LeaseClock(lambda: clock.now)
     leases.watch("a", SessionLimits(lease_s=2.0, session_s=5.0))
     for _ in range(5):
         assert advance(clock, leases, 1.5) == ([], [])
@@ -250,10 +247,9 @@ def test_a_silent_session_ends() -> None:
     assert advance(clock, leases, 10.0) == ([], [])
 
 
-def test_a_stopped_process_expires_nothing() -> None:
+def test_a_stopped_process_expires_nothing(clock: SimpleNamespace) -> None:
     """What workers sent while the process stood still was not read."""
-    clock = Clock()
-    leases = LeaseClock(clock)
+    leases = LeaseClock(lambda: clock.now)
     leases.watch("a", SessionLimits(lease_s=PAUSE_S + 1, session_s=PAUSE_S + 1))
     clock.now += 3600
     assert leases.due() == ([], [])

@@ -28,10 +28,7 @@ class Job:
         return self.book.apply(master.Command(**kind))
 
     def open(self, session: str, holder: str = "") -> master.NextReply:
-        reply: master.NextReply = self.apply(
-            open_session=master.OpenSession(dataset="d", session=session, holder=holder or session)
-        )
-        return reply
+        return self.apply(open_session=master.OpenSession(dataset="d", session=session, holder=holder or session))
 
     def turn(self, session: str, want: int = 0, done: Any = (), **rest: Any) -> master.NextReply:
         self.requests[session] = self.requests.get(session, 0) + 1
@@ -55,15 +52,13 @@ class Job:
 
     def resume(self, session: str, of_session: str, mark: int, holder: str = "") -> master.ResumeReply:
         command = master.Resume(dataset="d", session=session, of_session=of_session, of_holder=holder, mark=mark)
-        reply: master.ResumeReply = self.apply(resume=command)
-        return reply
+        return self.apply(resume=command)
 
     def expire(self, *sessions: str, leases: Any = ()) -> None:
         self.apply(expire=master.Expire(sessions=sessions, leases=[lease.id for lease in leases]))
 
     def shards(self) -> dict[str, int]:
-        counts: dict[str, int] = self.book.status("d")["shards"]
-        return counts
+        return self.book.status("d")["shards"]
 
 
 def lease_id(lease: master.Lease) -> master.LeaseId:
@@ -171,8 +166,7 @@ def stream(**spec: Any) -> Job:
 
 
 def extend(job: Job, units: int, index: bytes = b"") -> master.DatasetReply:
-    reply: master.DatasetReply = job.apply(extend_dataset=master.ExtendDataset(dataset="d", units=units, index=index))
-    return reply
+    return job.apply(extend_dataset=master.ExtendDataset(dataset="d", units=units, index=index))
 
 
 def test_stream_gives_whole_shards() -> None:

@@ -49,6 +49,10 @@ class NaiveSession:
     open: dict[tuple[str, int], list[Unit]] = field(default_factory=dict)
 
 
+def named(number: int, term: int) -> master.LeaseId:
+    return master.LeaseId(id=number, term=term)
+
+
 class Pair:
     """A book, beside it a book that is restored from a snapshot now and then, and the naive records."""
 
@@ -137,14 +141,8 @@ class Pair:
             request=session.turn.request + 1 if session.turn else 1,
             done=[lease for lease, _ in done],
             done_terms=[term for _, term in done],
-            failed=[
-                master.Failure(lease=master.LeaseId(id=lease, term=term), units=units, reason="bad")
-                for lease, term, units in failed
-            ],
-            returned=[
-                master.Partial(lease=master.LeaseId(id=lease, term=term), units=units)
-                for lease, term, units in returned
-            ],
+            failed=[master.Failure(lease=named(*lease), units=units, reason="bad") for *lease, units in failed],
+            returned=[master.Partial(lease=named(*lease), units=units) for *lease, units in returned],
             want=want,
         )
         reply: master.NextReply = self.apply(turn=turn)
@@ -186,10 +184,8 @@ class Pair:
     def mark(self, session_id: str, number: int, partial: list[tuple[int, int]]) -> None:
         """Partial: leases with the units that were consumed of them."""
         session = self.live[session_id]
-        parts = [
-            master.Partial(lease=master.LeaseId(id=lease, term=self.leases[lease].term), units=units)
-            for lease, units in partial
-        ]
+        terms = {lease.id: lease.term for lease in self.leases.values()}
+        parts = [master.Partial(lease=named(lease, terms[lease]), units=units) for lease, units in partial]
         self.apply(mark=master.Mark(session=session_id, mark=number, partial=parts))
         for lease_id, units in partial:
             lease = self.leases[lease_id]
@@ -201,13 +197,9 @@ class Pair:
 
     def resume(self, session_id: str, of_session: str, number: int) -> None:
         """A new session goes on where another was at a mark; errors are the caller's to expect."""
-        reply = self.apply(
-            resume=master.Resume(dataset="d", session=session_id, of_session=of_session, mark=number, of_holder="x")
-        )
-        again = self.apply(
-            resume=master.Resume(dataset="d", session=session_id, of_session=of_session, mark=number, of_holder="x")
-        )
-        assert again == reply
+        resume = master.Resume(dataset="d", session=session_id, of_session=of_session, mark=number, of_holder="x")
+        reply = self.apply(resume=resume)
+        assert self.apply(resume=resume) == reply
         old = self.history_of(of_session, session_id)
         if old.id in self.live:
             self.lose(old.id, failed=True)
@@ -351,8 +343,11 @@ class Pair:
             assert sum(status["shards"].values()) == (epoch + 1) * -(-self.units // size)
         for session in self.live.values():
             info = self.book.session(session.id)
-            assert info is not None
             assert set(info.leases) == {lease.id for lease in self.leases.values() if lease.session == session.id}
+
+
+def _part(lease: NaiveLease, choice: random.Random) -> tuple[int, int, int]:
+    return lease.id, lease.term, choice.randint(0, lease.stop - lease.start)
 
 
 def step(pair: Pair, choice: random.Random) -> None:
@@ -374,16 +369,8 @@ def step(pair: Pair, choice: random.Random) -> None:
         if choice.random() < 0.15:  # a late report, or another's
             done.append((choice.randint(0, len(pair.given) + 1), choice.randint(0, pair.term)))
         rest = [lease for lease in mine if (lease.id, lease.term) not in done]
-        failed = [
-            (lease.id, lease.term, choice.randint(0, lease.stop - lease.start))
-            for lease in rest[:1]
-            if choice.random() < 0.3
-        ]
-        returned = [
-            (lease.id, lease.term, choice.randint(0, lease.stop - lease.start))
-            for lease in rest[1:2]
-            if choice.random() < 0.2
-        ]
+        failed = [_part(lease, choice) for lease in rest[:1] if choice.random() < 0.3]
+        returned = [_part(lease, choice) for lease in rest[1:2] if choice.random() < 0.2]
         pair.turn(session, done, failed, returned, choice.randint(0, 4))
     elif kind == "repeat" and live:
         pair.repeat_turn(choice.choice(live))

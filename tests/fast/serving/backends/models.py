@@ -88,9 +88,9 @@ def as_callable(folder: Path, seed: int) -> ModelSource:
     return as_factory(folder, seed) if seed else ModelSource("callable", f"{HERE}predict", inputs=X)
 
 
-def factory(checkpoint: Path, outputs: tuple[str, ...] = LOGITS) -> ModelSource:
+def factory(checkpoint: Path) -> ModelSource:
     return ModelSource(
-        "torch-factory", f"{HERE}module", checkpoint=str(checkpoint), inputs=X, outputs=outputs, device="cpu"
+        "torch-factory", f"{HERE}module", checkpoint=str(checkpoint), inputs=X, outputs=LOGITS, device="cpu"
     )
 
 

@@ -30,8 +30,7 @@ from edl_serving.registration.settings import RegistrationSettings
 from edl_serving.registration.teacher import TeacherRegistration
 from edl_serving.request_error import RequestError
 from tests.fast.serving.conftest import TIMEOUT_S, Connect, StartInside, outputs_of, request_bytes
-from tests.fast.serving.fakes import FakeBackend, X, five_logits, model_of, request_for
-from tests.fast.serving.models import Gated, Mixed, logits
+from tests.fast.serving.fakes import FakeBackend, Gated, Mixed, X, five_logits, logits, model_of, request_for
 from tests.waiting import wait_until
 
 
@@ -117,6 +116,7 @@ def test_stop_answers_the_rest(inside: StartInside, connect: Connect) -> None:
     model.gate.set()
 
 
+# The canary: a teacher whose model fails is not ready and not in discovery, until it answers again.
 ROW = {"x": np.ones((1, 4), np.float32)}
 
 

@@ -22,7 +22,7 @@ from edl.protocol.transport import grpc
 from edl_serving import Array
 from edl_serving.request_error import RequestError
 from tests.fast.serving.conftest import TIMEOUT_S, Client, Connect, Inside, StartInside, outputs_of, request_bytes
-from tests.fast.serving.models import Base, Gated, Mixed, logits
+from tests.fast.serving.fakes import Base, Gated, Mixed, logits
 from tests.waiting import wait_until
 
 

@@ -16,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 
 from edl_serving import Array
 from tests.fast.serving.conftest import StartInside
-from tests.fast.serving.models import Base, Mixed, logits
+from tests.fast.serving.fakes import Base, Mixed, logits
 
 
 def mixed_inputs() -> tuple[list[Any], Array]:

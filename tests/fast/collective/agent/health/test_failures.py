@@ -346,8 +346,8 @@ def status(phase: Phase = Phase.TRAIN, **fields: object) -> WorkerStatus:
     return replace(WorkerStatusPage.from_env().read_status(), phase=phase, **values)
 
 
-def why_hung(status: WorkerStatus, now_s: float, limits: HangLimits, forked_s: float = 0.0) -> str | None:
-    found = find_progress_limit(status, limits, forked_s=forked_s)
+def why_hung(status: WorkerStatus, now_s: float, limits: HangLimits) -> str | None:
+    found = find_progress_limit(status, limits, forked_s=0.0)
     return None if found is None else describe_hang(found, now_s, limits)
 
 

@@ -58,9 +58,7 @@ class SimulatedCluster:
 
     @property
     def status(self) -> Object:
-        status = self.resource["status"]
-        assert isinstance(status, dict)
-        return status
+        return self.resource["status"]
 
     def set_spec(self, **fields: Any) -> None:
         self.resource["spec"].update(fields)
@@ -213,8 +211,7 @@ class SimulatedCluster:
         ]
 
     def find_condition(self, kind: str) -> Object:
-        found: Object = next(item for item in self.status["conditions"] if item["type"] == kind)
-        return found
+        return next(item for item in self.status["conditions"] if item["type"] == kind)
 
     def settle(self, rounds: int = 60) -> None:
         quiet = 0

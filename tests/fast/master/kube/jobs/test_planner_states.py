@@ -196,9 +196,7 @@ class Story:
         for _ in range(3):
             cluster.now_s += 100
             plan = cluster.reconcile()
-            assert not (plan.create)
-            assert not (plan.delete)
-            assert not (plan.events)
+            assert (plan.create, plan.delete, plan.events) == ((), (), ())
         assert (cluster.status_writes, cluster.made) == before, "nothing changes, nothing is written"
 
 

@@ -151,9 +151,7 @@ def build(job: ElasticJob, **fields: Any) -> Object:
 
 
 def get_main(pod: Object) -> dict[str, Any]:
-    main = pod["spec"]["containers"][0]
-    assert isinstance(main, dict)
-    return main
+    return pod["spec"]["containers"][0]
 
 
 def get_env(pod: Object) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
@@ -16,9 +16,7 @@ from edl_serving.backends.callable import CallableBackend
 from edl_serving.model import ServedModel
 from tests.fast.serving.conftest import Inside
 
-
-class Start(Protocol):
-    def __call__(self, model: str, **options: Any) -> LocalTeacher: ...
+Start = Callable[..., LocalTeacher]
 
 
 @pytest.fixture
@@ -53,8 +51,8 @@ class Served(Inside):
             super().close()
 
 
-class Serve(Protocol):
-    def __call__(self, model: Any = "echo", server: dict[str, Any] | None = None, **options: Any) -> Served: ...
+Serve = Callable[..., Served]
+Register = Callable[..., Registration]
 
 
 @pytest.fixture
@@ -73,9 +71,6 @@ def instance_of(endpoint: str, service: str, teacher_id: str = "") -> Instance:
     """What a ready teacher registers."""
     host, _, port = endpoint.rpartition(":")
     return Instance(service=service, id=teacher_id or endpoint, address=host, port=int(port), state="ready")
-
-
-Register = Callable[..., Registration]
 
 
 @pytest.fixture

@@ -22,6 +22,8 @@ class Labels:
     """A labeller that answers, with the ids and a row of them as `TopK`, when the test says so."""
 
     services = 1
+    refuses_versions = False
+    followed = awaited_rows = 0
 
     def __init__(self) -> None:
         self.limits = self
@@ -42,13 +44,8 @@ class Labels:
     def max_rows(self, stopped: Callable[[], bool], route: int | None = None) -> int:
         return 0
 
-    refuses_versions = False
-    followed = 0
-
     def awaits_sequence(self, rows: int, since: float, route: int | None) -> bool:
         return rows == self.awaited_rows
-
-    awaited_rows = 0
 
     def follow_version(self, service: int) -> None:
         self.followed += 1

@@ -245,6 +245,7 @@ def test_prepared_loader_ends_where_it_ends(teacher: str, ahead: int | None) -> 
     assert torch.equal(with_labels[1], without[1])
 
 
+READ: dict[str, Any] = {"ins": ["x"], "predicts": ["y"]}
 ASKED: dict[str, Any] = {"loader": [], "teachers": "s", "inputs": "x", "outputs": "y"}
 BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (Options, {"teacher_timeout_s": "5"}, r"teacher_timeout_s='5': must be a number of seconds above 0"),
@@ -254,11 +255,27 @@ BAD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (OutputSpec, {"outputs": ("y",), "top_k": 0}, r"top_k=0: must be a whole number of at least 1"),
     (Teachers, {"service": "s", "max_teachers": 0}, r"max_teachers=0: must be a whole number of at least 1"),
     (Teachers, {"service": "s", "max_teachers": True}, r"max_teachers=True: must be a whole number of at least 1"),
-    (DistillReader, {"ins": 3, "predicts": ["y"]}, r"ins=3: name at least one input"),
-    (DistillReader, {"ins": ["x"], "predicts": 3}, r"predicts=3: expected a list of output names"),
-    (DistillReader, {"ins": ["x"], "predicts": ["y"], "teachers": 3}, r"teachers=3: expected a service's name"),
-    (DistillReader, {"ins": ["x"], "predicts": ["y"], "teachers": ["h:1", 3]}, r"teachers=\['h:1', 3\]: expected"),
-    (DistillReader, {"ins": ["x"], "predicts": ["y"], "teacher_batch_size": 2.0}, r"teacher_batch_size=2\.0: must be"),
+    (DistillReader, {**READ, "ins": 3}, r"ins=3: name at least one input"),
+    (DistillReader, {**READ, "ins": [None]}, "ins="),
+    (DistillReader, {**READ, "predicts": 3}, r"predicts=3: expected a list of output names"),
+    (DistillReader, {**READ, "teachers": 3}, r"teachers=3: expected a service's name"),
+    (DistillReader, {**READ, "teachers": ["h:1", 3]}, r"teachers=\['h:1', 3\]: expected"),
+    (DistillReader, {**READ, "teacher_batch_size": 2.0}, r"teacher_batch_size=2\.0: must be"),
+    (DistillReader, {**READ, "teacher_batch_size": 0}, "teacher_batch_size=0"),
+    (DistillReader, {**READ, "teachers": "a", "route": 1}, "needs the teachers of each value"),
+    (DistillReader, {**READ, "teachers": {"a": "b"}}, "name it with route="),
+    (DistillReader, {**READ, "teachers": {"a": [Teachers("b")]}, "route": 0}, "an ensemble cannot be"),
+    (DistillReader, {**READ, "teachers": {"a": "b"}, "route": 0, "combine": "mean"}, "leave combine out"),
+    (
+        lambda: DistillReader(["x"], ["y"], teachers={"a": "b"}, route=0).set_fixed_teacher("c:1"),
+        {},
+        "set_fixed_teacher with route=",
+    ),
+    (lambda: DistillReader(**READ).set_fixed_teacher("localhost"), {}, r"expected host:port.*Teachers\(service"),
+    (lambda: DistillReader(**READ).set_sample_generator(list).set_batch_generator(list), {}, "set already"),
+    (lambda: DistillReader(**READ).set_sample_generator(iter([])), {}, "not the iterator"),  # type: ignore[arg-type]
+    (lambda: DistillReader(**READ).set_sample_generator(list)(), {}, "EDL_SERVICE"),
+    (lambda: DistillReader(**READ, teachers="s")(), {}, "no data source"),
     (distill, {**ASKED, "outputs": 3}, r"outputs=3: expected the name"),
     (distill, {**ASKED, "batch_rows": "8"}, r"batch_rows='8'"),
     (distill, {**ASKED, "ahead": -1}, "ahead=-1"),

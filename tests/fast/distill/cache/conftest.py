@@ -1,14 +1,11 @@
-"""Rows in a cache's folder that tell whose they are, and what the cache logs."""
+"""Rows in a cache's folder that tell whose they are."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from edl.distill.cache import CacheKey, SoftLabelCache
 
@@ -37,9 +34,3 @@ def found(path: Path, ids: Any, key: CacheKey = KEY, width: int = 100) -> list[b
         if len(there):
             np.testing.assert_array_equal(got.outputs["logits"], rows(there, width)["logits"])  # type: ignore[arg-type]
         return list(map(bool, got.mask))
-
-
-@pytest.fixture
-def warnings_of(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
-    with caplog.at_level(logging.WARNING, "edl.distill"):
-        yield lambda: [record.getMessage() for record in caplog.records]

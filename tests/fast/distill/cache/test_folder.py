@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 import sqlite3
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +32,16 @@ def files(path: Path) -> list[Path]:
     return sorted(path.glob("*.labels"))
 
 
-def test_oldest_labels_of_all_keys_go_first(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
+def test_oldest_labels_of_all_keys_go_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     put(tmp_path, range(60), OTHER, WIDE, disk_bytes=MIB)
     put(tmp_path, range(60), KEY, WIDE, disk_bytes=MIB)
     put(tmp_path, range(100, 220), KEY, WIDE, disk_bytes=MIB)
     assert not any(found(tmp_path, range(60), OTHER, WIDE))
     assert all(found(tmp_path, [*range(60), *range(100, 220)], KEY, WIDE))
-    assert not warnings_of()
+    assert not caplog.messages
     put(tmp_path, range(300, 360), KEY, WIDE, disk_bytes=MIB)
     assert not any(found(tmp_path, range(60), KEY, WIDE))
-    (warning,) = warnings_of()
+    (warning,) = caplog.messages
     assert f"raise disk_bytes={MIB}" in warning
     with SoftLabelCache(0, tmp_path) as cache:
         assert cache.keys() == [KEY]
@@ -59,7 +58,7 @@ def test_the_bound_holds_for_tiny_labels(tmp_path: Path) -> None:
         assert cache.view(KEY).get(range(start, start + 1500)).complete
 
 
-def test_label_above_the_bound_evicts_nothing(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
+def test_label_above_the_bound_evicts_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     put(tmp_path, range(10))
     with SoftLabelCache(4 * MIB, tmp_path, MIB) as cache:
         big = CacheKey("wide", "1", ("logits",))
@@ -70,7 +69,7 @@ def test_label_above_the_bound_evicts_nothing(tmp_path: Path, warnings_of: Calla
         assert cache.view(big).get([1]).complete  # memory has it
         assert cache.stats().failed_writes == 1
     assert all(found(tmp_path, range(10)))
-    (warning,) = warnings_of()
+    (warning,) = caplog.messages
     assert "1 rows were not written" in warning
 
 
@@ -118,7 +117,7 @@ def test_newer_labels_replace_those_that_are_known(tmp_path: Path) -> None:
         assert not other.view(LM).get(named(range(3), first)).mask.any()
 
 
-def test_evicted_labels_are_missing_quietly(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
+def test_evicted_labels_are_missing_quietly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     put(tmp_path, range(60), OTHER, WIDE)
     with SoftLabelCache(0, tmp_path) as cache:
         assert cache.view(OTHER).get(range(10)).complete
@@ -128,7 +127,7 @@ def test_evicted_labels_are_missing_quietly(tmp_path: Path, warnings_of: Callabl
         assert not cache.view(OTHER).get(range(10)).mask.any()
         assert cache.stats().disk_rows == cache.stats().skipped_files == 0
         assert cache.stats().disk_bytes <= MIB
-    assert not warnings_of()
+    assert not caplog.messages
 
 
 @settings(
@@ -164,7 +163,7 @@ def test_damage_gives_no_wrong_label(tmp_path: Path, data: st.DataObject, of_tex
             np.testing.assert_array_equal(got.outputs[name], expected[got.mask])
 
 
-def test_verifying_finds_unread_damage(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
+def test_verifying_finds_unread_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     put(tmp_path, range(200))
     (file,) = files(tmp_path)
     damaged = bytearray(file.read_bytes())
@@ -177,7 +176,7 @@ def test_verifying_finds_unread_damage(tmp_path: Path, warnings_of: Callable[[],
         view.verify()
         assert np.flatnonzero(~view.contains(range(200))).tolist() == [150]
         assert cache.stats().damaged_rows >= 1
-    assert len([words for words in warnings_of() if "damaged" in words]) == 1, "one line for all of them"
+    assert len([words for words in caplog.messages if "damaged" in words]) == 1, "one line for all of them"
     assert set(range(200)) - set(load_labels(tmp_path).ids) == {150}
     put(tmp_path, [150])
     assert load_labels(tmp_path).ids == tuple(range(200))
@@ -185,7 +184,7 @@ def test_verifying_finds_unread_damage(tmp_path: Path, warnings_of: Callable[[],
 
 @pytest.mark.parametrize("what", ["gone", "torn", "fifo"])
 def test_a_lost_file_costs_its_own_labels(
-    tmp_path: Path, warnings_of: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, what: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     monkeypatch.setattr(module, "_FILE_NBYTES", 1000)
     put(tmp_path, range(10))
@@ -199,13 +198,13 @@ def test_a_lost_file_costs_its_own_labels(
         mask = cache.view(KEY).get([9, 15]).mask
         assert mask.tolist() == [False, True]
         assert cache.stats().skipped_files == 1
-    (warning,) = warnings_of()
+    (warning,) = caplog.messages
     assert "cannot be read" in warning
     put(tmp_path, range(10))
     assert all(found(tmp_path, range(20)))
 
 
-def test_a_folder_that_goes_is_told(tmp_path: Path, warnings_of: Callable[[], list[str]]) -> None:
+def test_a_folder_that_goes_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The reader goes on without it, and with it once it is there again."""
     path = tmp_path / "labels"
     with SoftLabelCache(0, path) as cache:
@@ -217,7 +216,7 @@ def test_a_folder_that_goes_is_told(tmp_path: Path, warnings_of: Callable[[], li
         view.put([1], rows([1]))
         with pytest.raises(TemporaryError, match="could not be written"):
             cache.flush()
-        assert any("cannot be read now" in words for words in warnings_of())
+        assert any("cannot be read now" in words for words in caplog.messages)
         path.mkdir()
         view.put([2], rows([2]))
         cache.flush()

@@ -165,7 +165,6 @@ def test_refused_task_is_given_up(teachers: str) -> None:
 
 
 def test_wrong_refusal_sets_a_teacher_aside() -> None:
-    """A teacher that refuses what another accepts is set aside."""
     dispatcher = connected("a", "b")
     (first,) = sends(dispatcher.add_task(1, 0.0))
     (second,) = sends(fail(dispatcher, first, FailureKind.REJECTED, 0.1, "unknown model"))
@@ -186,9 +185,7 @@ def test_circuit_opens_for_longer_each_time() -> None:
         again = dispatcher.teachers["a"].closed_until
         pauses.append(round(again - now, 3))
         assert sends(dispatcher.tick(again - 0.01)) == []
-        event = dispatcher.next_event(again - 0.01)
-        assert event is not None
-        assert event <= again
+        assert dispatcher.next_event(again - 0.01) <= again
         now = again
         pending = sends(dispatcher.tick(now))
     assert pauses[:5] == [1.0, 2.0, 4.0, 8.0, 16.0]
@@ -199,13 +196,11 @@ def test_circuit_opens_for_longer_each_time() -> None:
 
 
 def test_only_teacher_is_asked_with_back_off() -> None:
-    """The only teacher is asked again after longer each time until the task is given up."""
     dispatcher = Dispatcher(Policy(hedge_budget=0.0, failures_to_open=100))
     (send,) = sends(dispatcher.teacher_up("a", 0.0) + dispatcher.add_task(1, 0.0))
     now, waits = 0.0, []
     while not (end := fail(dispatcher, send, FailureKind.ERROR, now, "boom")):
         again = dispatcher.next_event(now)
-        assert again is not None
         waits.append(again - now)
         now = again
         (send,) = sends(dispatcher.tick(now))
@@ -216,7 +211,6 @@ def test_only_teacher_is_asked_with_back_off() -> None:
 @pytest.mark.parametrize("kind", [FailureKind.ERROR, FailureKind.REJECTED])
 @pytest.mark.parametrize("gone", ["not connected", "removed", "draining", "silent"])
 def test_absent_teacher_is_not_waited_for(gone: str, kind: FailureKind) -> None:
-    """A teacher that does not come is not waited for."""
     dispatcher = Dispatcher(Policy(hedge_budget=0.0))
     dispatcher.teacher_connecting("late")
     (send,) = sends(dispatcher.teacher_up("only", 0.0) + dispatcher.add_task(1, 0.0))
@@ -240,7 +234,6 @@ def test_absent_teacher_is_not_waited_for(gone: str, kind: FailureKind) -> None:
 
 
 def test_task_in_flight_is_not_given_up() -> None:
-    """A task is not given up while another teacher has it too."""
     dispatcher = connected("a")
     for task in range(50):
         (send,) = sends(dispatcher.add_task(task, float(task)))
@@ -254,7 +247,6 @@ def test_task_in_flight_is_not_given_up() -> None:
 
 
 def test_refusal_waits_for_a_full_teacher() -> None:
-    """A refusal is not believed while another has no room for a moment."""
     dispatcher = connected("a", "b", hedge_budget=0.0)
     (first,) = sends(dispatcher.add_task(1, 0.0))
     (second,) = sends(fail(dispatcher, first, FailureKind.REJECTED, 0.1))
@@ -263,7 +255,6 @@ def test_refusal_waits_for_a_full_teacher() -> None:
 
 
 def test_deadly_task_is_given_up() -> None:
-    """A task that kills every teacher is given up in the end."""
     dispatcher = Dispatcher(Policy(task_losses=3))
     now, end = 0.0, list[Action]()
     pending = sends(dispatcher.teacher_up("a", now) + dispatcher.add_task(1, now))
@@ -330,7 +321,6 @@ def test_any_hint_gives_a_usable_pause(hint: Any) -> None:
 
 
 def test_teachers_get_their_share() -> None:
-    """Every task is answered once and each teacher gets its share."""
     teachers = {"slow": SimTeacher(0.08), **{f"fast{i}": SimTeacher(0.02) for i in range(3)}}
     dispatcher = Dispatcher()
     simulation = Simulation(dispatcher, teachers, tasks=2000)
@@ -370,7 +360,6 @@ def test_hedging_cuts_the_tail_in_budget() -> None:
 @settings(max_examples=4, deadline=None)
 @given(st.floats(0.0, 0.5), st.floats(2, 30), st.sampled_from([0.0, 60.0, 150.0, 250.0]), st.integers(0, 1000))
 def test_extra_requests_stay_below_5_percent(share: float, factor: float, pace: float, seed: int) -> None:
-    """Extra requests stay below 5% of any thousand."""
     services = (0.01, 0.01, 0.01, 0.04)
     teachers = {f"t{i}": SimTeacher(s, straggle=stragglers(share, factor, seed + i)) for i, s in enumerate(services)}
     simulation = Simulation(Dispatcher(), teachers, tasks=2000, pace=pace)
@@ -383,7 +372,6 @@ def test_extra_requests_stay_below_5_percent(share: float, factor: float, pace: 
 
 
 def test_dropped_tasks_answer_is_ignored() -> None:
-    """A dropped task is forgotten and its late answer ignored."""
     dispatcher = connected("a")
     (send,) = sends(dispatcher.add_task(1, 0.0))
     assert dispatcher.drop_task(1) == [send.attempt]
@@ -392,7 +380,6 @@ def test_dropped_tasks_answer_is_ignored() -> None:
 
 
 def test_oldest_task_is_sent_again_first() -> None:
-    """The oldest task goes first when it is sent again."""
     dispatcher = connected("a", hedge_budget=0.0)
     first = sends(dispatcher.add_task(1, 0.0))
     for task in (2, 3, 4):
@@ -420,7 +407,6 @@ def test_task_goes_only_where_it_fits() -> None:
 
 
 def test_broken_connection_counts_once() -> None:
-    """A connection that breaks is counted once and forgotten when it is back."""
     dispatcher = connected("a", hedge_budget=0.0)
     state = dispatcher.teachers["a"]
     state.window.size, state.window.probing = 16, False
@@ -434,11 +420,8 @@ def test_broken_connection_counts_once() -> None:
 
 
 RESCUE_S = 100.0
-
 """When a good teacher comes that stays."""
-
 END_S = 300.0
-
 WINDOW = 4
 
 
@@ -541,9 +524,7 @@ courses = st.builds(
 )
 
 times = st.lists(seconds, min_size=1, max_size=12)
-
 GOOD = Course((None,), 0.05, RESCUE_S, 0.0, None, "")
-
 BUSY = Course((FailureKind.OVERLOADED,), 3.0, 0.0, 0.0, None, "")
 
 
@@ -551,7 +532,6 @@ BUSY = Course((FailureKind.OVERLOADED,), 3.0, 0.0, 0.0, None, "")
 @given(st.lists(courses, max_size=5), times)
 @example([BUSY, BUSY], [0.0])  # one of them is always open again when the other says that it has no room
 def test_tasks_end_when_a_good_teacher_comes(found: list[Course], tasks_at: list[float]) -> None:
-    """Every task ends when there is a good teacher at last."""
     world = World([*found, GOOD], tasks_at)
     world.run()
     assert sorted(world.ended) == list(range(len(tasks_at)))
@@ -560,7 +540,6 @@ def test_tasks_end_when_a_good_teacher_comes(found: list[Course], tasks_at: list
 @settings(max_examples=60, deadline=None)
 @given(courses, times)
 def test_bad_teacher_costs_no_task(bad: Course, tasks_at: list[float]) -> None:
-    """One bad teacher costs no task where a good one is there or comes."""
     good = Course((None,), 0.05, 0.0, 4.9, None, "")
     world = World([bad, good], tasks_at)
     world.run()

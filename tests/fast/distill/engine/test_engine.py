@@ -126,7 +126,6 @@ def test_last_job_is_not_left_behind(setup: Setup) -> None:
 
 
 def test_full_teachers_take_nothing(setup: Setup) -> None:
-    """Nothing is taken while the teachers are full until an answer comes."""
     setup.demand.full = setup.demand.busy = True
     setup.put(1, 2)
     setup.on_loop(lambda: None)

@@ -192,8 +192,7 @@ class Failing:
     def __getitem__(self, at: int) -> Array:
         if at == 123:
             raise self.error
-        row: Array = X[at]
-        return row
+        return X[at]
 
 
 def _itself(sample: Any) -> Any:

@@ -102,7 +102,6 @@ def test_rows_without_label_have_soft_part() -> None:
     none = loss(student, teacher, torch.full((4,), -100))
     none.backward()
     assert none.item() == pytest.approx(0.25 * soft.item())
-    assert student.grad is not None
     assert bool(student.grad.isfinite().all())
 
 

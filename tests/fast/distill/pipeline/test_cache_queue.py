@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -46,10 +45,6 @@ def answer(nbytes: int) -> dict[str, Any]:
     return {"y": np.zeros((1, nbytes // 4), np.float32)}
 
 
-def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
-
 def test_queue_is_bounded_in_bytes(cache_queue: CacheQueue, caplog: pytest.LogCaptureFixture) -> None:
     view: Any = View()
     for number in range(100):
@@ -60,7 +55,7 @@ def test_queue_is_bounded_in_bytes(cache_queue: CacheQueue, caplog: pytest.LogCa
     assert cache_queue.drain()
     assert view.ids == [0, 1, 2]
     assert cache_queue.queued_bytes == 0
-    (words,) = messages(caplog)
+    (words,) = caplog.messages
     assert "cannot follow" in words
     assert "cache_queue_bytes=4194304" in words, "the remedy is named"
 
@@ -84,7 +79,7 @@ def test_end_of_the_thread_is_noticed(
     view.go_on.set()
     assert not cache_queue.drain()
     assert cache_queue.failed
-    assert len(messages(caplog)) == 1
+    assert len(caplog.messages) == 1
 
 
 def test_foreseen_errors_cost_own_rows_only(cache_queue: CacheQueue, caplog: pytest.LogCaptureFixture) -> None:
@@ -99,7 +94,7 @@ def test_foreseen_errors_cost_own_rows_only(cache_queue: CacheQueue, caplog: pyt
     assert good.ids == [50]
     assert cache_queue.dropped_rows == 50
     assert not cache_queue.failed
-    assert len(messages(caplog)) == 1, "the same words are said once, and not 50 times"
+    assert len(caplog.messages) == 1, "the same words are said once, and not 50 times"
 
 
 def test_settle_gives_up_in_the_end(
@@ -109,7 +104,7 @@ def test_settle_gives_up_in_the_end(
     view: Any = View()
     cache_queue.put(view, [1], answer(64))
     assert not cache_queue.drain()
-    assert "are still on their way into the soft-label cache" in " ".join(messages(caplog))
+    assert "are still on their way into the soft-label cache" in " ".join(caplog.messages)
     view.go_on.set()
 
 
@@ -126,17 +121,8 @@ def test_close_keeps_what_waits(cache_queue: CacheQueue) -> None:
 
 
 KEY = CacheKey("m", "1", ("y",))
-
 HALF = replace(KEY, dtype="float16")
-
 FULL = replace(KEY, dtype="float32")
-
-
-def cache_of(*keys: CacheKey) -> SoftLabelCache:
-    cache = SoftLabelCache()
-    for key in keys:
-        cache.view(key).put([1], {name: np.zeros((1, 3), key.dtype or "float32") for name in key.outputs})
-    return cache
 
 
 @pytest.mark.parametrize(
@@ -158,7 +144,9 @@ def cache_of(*keys: CacheKey) -> SoftLabelCache:
     ],
 )
 def test_exact_question_goes_first(there: list[CacheKey], ask: OutputSpec, chosen: CacheKey | None) -> None:
-    with cache_of(*there) as cache:
+    with SoftLabelCache() as cache:
+        for key in there:
+            cache.view(key).put([1], {name: np.zeros((1, 3), key.dtype or "float32") for name in key.outputs})
         if chosen is not None:
             assert offline_view(CacheConfig(cache), ask).key == chosen
             return

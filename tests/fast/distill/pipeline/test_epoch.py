@@ -271,7 +271,6 @@ def chunk(source_s: float, *, sent: bool = True) -> Chunk:
     ],
 )
 def test_wait_for_source_ends_when_sent(waited_s: float, began_at: float, chunks: list[Chunk], expected: float) -> None:
-    """What a wait of the training loop was for."""
     clock = SourceClock()
     clock._drawing = (6.0, None)
     assert source_wait_s(waited_s, began_at, clock, chunks) == expected

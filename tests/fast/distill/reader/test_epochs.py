@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from edl.distill import DistillReader, Options, Teachers
-from edl.errors import ClosedError, SettingsError, SourceError, TemporaryError
+from edl.errors import ClosedError, SourceError, TemporaryError
 from tests.fast.distill.conftest import Register, Serve
 from tests.fast.distill.reading import WIDTH, check, reader_of, sample, samples
 from tests.waiting import DEADLINE_S, wait_until
@@ -143,8 +143,6 @@ def test_missing_names_are_named(serve: Serve) -> None:
 
 
 def test_empty_source_is_named(serve: Serve) -> None:
-    """A source that gives nothing to go through."""
-
     def forgot_to_return() -> Any:
         samples(3)
 
@@ -159,24 +157,6 @@ def test_empty_source_is_named(serve: Serve) -> None:
         pytest.raises(SourceError, match="after 1 samples the source yielded NoneType, which is no list"),
     ):
         list(reader())
-
-
-def test_settings_are_checked_and_named() -> None:
-    with pytest.raises(SettingsError, match="ins="):
-        DistillReader([None], ["y"])
-    with pytest.raises(SettingsError, match="teacher_batch_size=0"):
-        DistillReader(["x"], ["y"], teacher_batch_size=0)
-    with pytest.raises(SettingsError, match=r"expected host:port.*Teachers\(service"):
-        DistillReader(["x"], ["y"]).set_fixed_teacher("localhost")
-    reader = DistillReader(["x"], ["y"]).set_sample_generator(samples(1))
-    with pytest.raises(SettingsError, match="set already"):
-        reader.set_batch_generator(samples(1))
-    with pytest.raises(SettingsError, match="not the iterator"):
-        DistillReader(["x"], ["y"]).set_sample_generator(iter([]))  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match="EDL_SERVICE"):
-        reader()
-    with pytest.raises(SettingsError, match="no data source"):
-        DistillReader(["x"], ["y"], teachers="s")()
 
 
 def test_ancestors_environment_is_understood(

@@ -72,7 +72,6 @@ def test_lengths_of_labels_follow_batches(serve: Serve, rows: int | None) -> Non
 
 
 def test_cached_labels_keep_their_length(serve: Serve) -> None:
-    """Labels of tokens are never of another length than the inputs."""
     with SoftLabelCache() as cache, reader_of(serve(PER_TOKEN).endpoint, cache=cache, id_field=1) as reader:
         lengths = [5, 5]
         reader.set_batch_generator(lambda: batches(*lengths))
@@ -97,7 +96,6 @@ def test_labels_of_other_inputs_are_told(serve: Serve, caplog: pytest.LogCapture
 
 
 def test_unfit_pieces_are_named(serve: Serve) -> None:
-    """Pieces of one batch that do not fit together."""
     as_long_as_said = model(lambda ids: np.zeros((len(ids), int(ids.max())), "f4"), "int32[-1]", "float32[-1]")
     source = [(np.array([[1], [1], [3], [3]], "i4"), None)]
     with reader_of(serve(as_long_as_said, server={"max_batch_rows": 2}).endpoint, teacher_batch_size=2) as reader:
@@ -109,7 +107,6 @@ def test_unfit_pieces_are_named(serve: Serve) -> None:
 
 
 MIB = 1 << 20
-
 ROWS, BATCHES = 4, 10
 
 
@@ -163,7 +160,6 @@ def batch_of(rows: int) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("server", [{}, {"max_queue_rows": 100}])
 def test_too_large_batch_is_cut(serve: Serve, server: Any) -> None:
-    """A batch beyond the server's limit is sent in pieces."""
     with reader_of(serve("echo", server=server).endpoint) as reader:
         delivered = list(reader.set_batch_generator(lambda: [batch_of(1025), batch_of(3), batch_of(2500)])())
         assert sum(teacher.failures for teacher in reader.stats().teachers.values()) == 0
@@ -174,7 +170,6 @@ def test_too_large_batch_is_cut(serve: Serve, server: Any) -> None:
 
 
 WIDE = 1000  # of a row, in FP32: 256 rows are a megabyte
-
 SMALL_MESSAGES = {"max_message_bytes": 256 << 10}
 
 
@@ -213,7 +208,6 @@ def test_requests_are_cut_by_bytes_too(serve: Serve, shared_memory: bool, gather
     ],
 )
 def test_fixed_size_waits_with_a_remedy(serve: Serve, server: Any, rows: int, words: str) -> None:
-    """A size that the user fixed waits for a teacher that takes it."""
     teacher = serve("echo", server=server, width=WIDE)
     with reader_of(teacher.endpoint, teacher_batch_size=rows, options=Options(teacher_timeout_s=0.5)) as reader:
         reader.set_batch_generator(lambda: [(np.zeros((rows, WIDE), np.float32), np.arange(rows))])

@@ -6,8 +6,8 @@ import functools
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -160,21 +160,3 @@ def test_labels_are_kept_by_domain(teachers: dict[str, str]) -> None:
             check(reader.set_sample_generator(functools.partial(iter, found))(), 300)
             asked.append(reader.stats().rows_asked)
     assert asked == [300, 0, sum(domain == "math" for _, domain, _ in first), 0]
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: DistillReader(["x"], ["y"], teachers="a", route=1), "needs the teachers of each value"),
-        (lambda: DistillReader(["x"], ["y"], teachers={"a": "b"}), "name it with route="),
-        (
-            lambda: DistillReader(["x"], ["y"], teachers={"a": [cast(Any, Teachers("b"))]}, route=0),
-            "an ensemble cannot be",
-        ),
-        (lambda: DistillReader(["x"], ["y"], teachers={"a": "b"}, route=0, combine="mean"), "leave combine out"),
-        (lambda: reader_of({"a": "b"}).set_fixed_teacher("c:1"), "set_fixed_teacher with route="),
-    ],
-)
-def test_what_cannot_be_is_refused(make: Callable[[], Any], words: str) -> None:
-    with pytest.raises(SettingsError, match=words):
-        make()

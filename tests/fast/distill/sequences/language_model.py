@@ -21,27 +21,17 @@ class PrefixModel(Backend):
     def __init__(
         self, max_top_k: int | None = 8, max_sequence: int | None = None, tokenizer: str = "sha256:ab"
     ) -> None:
-        self._max_top_k = max_top_k
-        self._max_sequence = max_sequence
-        self._tokenizer = tokenizer
+        self.max_top_k, self.max_sequence = max_top_k, max_sequence
+        self.instance_meta = {"tokenizer": tokenizer}
         self._model = prefix_scores(VOCABULARY)
 
     inputs = (TensorSpec("ids", "INT32"), TensorSpec("position", "INT32"), TensorSpec("targets", "INT32", (-1,)))  # type: ignore[assignment]
     outputs = (TensorSpec("logprobs", "FP32", (VOCABULARY,)), TensorSpec("target_logprobs", "FP32", (-1,)))  # type: ignore[assignment]
     optional_outputs = {"target_logprobs": "targets"}  # type: ignore[assignment]
     sequence_input = "position"  # type: ignore[assignment]
-
-    @property
-    def max_top_k(self) -> int | None:
-        return self._max_top_k
-
-    @property
-    def max_sequence(self) -> int | None:
-        return self._max_sequence
-
-    @property
-    def instance_meta(self) -> Mapping[str, str]:
-        return {"tokenizer": self._tokenizer}
+    max_top_k: int | None = None
+    max_sequence: int | None = None
+    instance_meta: Mapping[str, str] = {}
 
     def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         raise AssertionError("whole outputs are never computed")

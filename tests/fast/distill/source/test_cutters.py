@@ -128,16 +128,13 @@ def test_sequences_fill_requests_whole(lengths: list[int], tokens: int, max_rows
     for item, (ids, _) in zip(items, samples, strict=True):
         ((chunk, start, stop),) = item.parts
         assert chunk.fields["ids"][start:stop].tolist() == ids.tolist(), "another sequence's rows, or not all"
-        assert chunk.positions is not None
         assert chunk.positions[start:stop].tolist() == list(range(len(ids)))
         assert chunk.longest_sequence >= len(ids)
     assert sum(chunk.rows for chunk in chunks) == sum(lengths), "rows that belong to no sequence"
     for chunk in chunks:
-        assert chunk.positions is not None
         assert chunk.rows <= budget or (chunk.positions == 0).sum() == 1, "only a sequence alone may be larger"
         assert chunk.rows == chunk.left == len(chunk.positions)
     for first, second in itertools.pairwise(chunks):
-        assert second.positions is not None
         begins = np.flatnonzero(second.positions == 0)
         head = begins[1] if len(begins) > 1 else second.rows
         assert first.rows + head > budget, "a request was sent with room for the next sequence"
@@ -260,13 +257,11 @@ def test_what_is_no_value_has_no_route(value: Any) -> None:
         router("code", None).of_batch(["code", value], 2, "batch 3")
 
 
-def test_bytes_are_the_string_that_they_hold() -> None:
+def test_values_of_the_keys_types_are_values() -> None:
+    """Bytes are the string that they hold."""
     column = np.array(["code", "law", "code"], dtype="S4")
     assert router("code", None).of_batch(column, 3, "batch 0") == [0, 1, 0]
     assert router("code", None).of_batch(b"code", 2, "batch 0") == [0, 0]
     assert router(b"code", "code").of_sample(np.bytes_("code"), "sample 0") == 0
-
-
-def test_values_of_the_keys_types_are_values() -> None:
     assert router(Domain.CODE, None).of_batch([Domain.CODE, Domain.LAW], 2, "batch 0") == [0, 1]
     assert router("code", None).of_batch([None, 3, True, 0.5], 4, "batch 0") == [1] * 4

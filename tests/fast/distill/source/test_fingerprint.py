@@ -205,8 +205,7 @@ def received(fields: dict[str, Any]) -> list[Any]:
     """What a teacher reads of the bytes that are sent."""
     payload = Payload.of(fields, None)
     ((_, datatype, shape),) = payload.inputs
-    found: list[Any] = from_raw(datatype, shape, payload.raw[0]).tolist()
-    return found
+    return from_raw(datatype, shape, payload.raw[0]).tolist()
 
 
 @settings(max_examples=40)

@@ -26,9 +26,7 @@ from tests.fast.distill.teachers.foreign import ForeignServer
 from tests.waiting import wait_until
 
 NASTY = "ok\r\n12:00 ERROR all lost\x1b[2J\x1b]0;title\x07\u202egnp.exe\u2028"
-
 ROOT = Path(__file__).parents[4]
-
 FIRST_FAILURE_COUNTS = Options(policy=Policy(task_failures=1))
 
 
@@ -168,9 +166,7 @@ def test_a_large_model_gets_room(serve: Serve) -> None:
 
 
 FULL_REQUESTS = Options(teacher_timeout_s=60, linger_s=30.0)
-
 """A source that gets no time for a moment is not silent."""
-
 SPAN = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 

@@ -52,7 +52,6 @@ def test_a_kill_and_a_pause_lose_nothing(start: Start) -> None:
 
 
 def test_teachers_appear_and_drain(serve: Serve, registry: Registry, url: str) -> None:
-    """One that appears is used, and one that drains costs nothing."""
     first, second = serve("echo", delay_s=0.001), serve("echo", delay_s=0.001)
     with service_reader(url, rows=1) as reader:
         leaving = registry.register(instance_of(first.endpoint, "s", "first"), ttl_s=600)

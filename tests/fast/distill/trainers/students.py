@@ -64,8 +64,7 @@ collate_right, collate_left = partial(_padded, side="right"), partial(_padded, s
 
 
 def collate_flat(samples: Sequence[dict[str, list[int]]]) -> dict[str, Tensor]:
-    collated: dict[str, Tensor] = transformers.DataCollatorWithFlattening()(list(samples))
-    return collated
+    return transformers.DataCollatorWithFlattening()(list(samples))
 
 
 def training_arguments(folder: Path, **settings: Any) -> Any:

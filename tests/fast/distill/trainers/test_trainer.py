@@ -85,8 +85,7 @@ def first_loss(*args: Any, **settings: Any) -> float:
     """Train; return the loss of the first step."""
     trainer = make(*args, **settings)
     trainer.train()
-    loss: float = trainer.state.log_history[0]["loss"]
-    return loss
+    return trainer.state.log_history[0]["loss"]
 
 
 def mean_loss(of_text: Callable[[dict[str, Any]], Any]) -> Any:
@@ -135,7 +134,6 @@ class Rows(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         stats = self.trainer.label_stats()
-        assert stats is not None
         self.rows = stats.rows_asked
 
 

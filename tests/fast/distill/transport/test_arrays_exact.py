@@ -35,7 +35,6 @@ SENDABLE = (
 )
 
 REFUSED = hnp.complex_number_dtypes() | hnp.datetime64_dtypes() | hnp.timedelta64_dtypes() | hnp.array_dtypes()
-
 SHAPES = hnp.array_shapes(min_dims=1, max_dims=4, min_side=1, max_side=5)
 
 

@@ -56,7 +56,6 @@ def check(delivered: list[Any]) -> None:
 
 
 def clients(reader: DistillReader) -> list[Any]:
-    assert reader._session is not None
     # In one step each, since the reader's own thread changes them.
     links = [link for engine in reader._session.labeller._engines for link in list(engine._pool.connections.values())]
     return [client for client in [link._client for link in links] if client is not None]
@@ -143,7 +142,6 @@ def test_students_that_go_leave_nothing(start: Start) -> None:
         wait_until(lambda: memory_of(teacher.pid) == (0, 0))
     command = [sys.executable, "-c", STUDENT, teacher.endpoint]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as student:
-        assert student.stdout is not None
         assert student.stdout.readline() == b"reads\n"
         assert min(memory_of(teacher.pid)) > 0, "shared memory was to be in use"
         student.kill()
@@ -184,14 +182,12 @@ def test_slots_in_use_never_overlap(steps: list[tuple[bool, int]]) -> None:
 
 
 def test_returned_memory_is_used_again() -> None:
-    """The limit holds, and what is given back is used again."""
     arena = Arena(64 * 1024)
     slots = [slot for _ in range(40) if (slot := arena.take(4096)) is not None]
     assert len(slots) == 16
     assert arena.take(1) is None
     arena.give(slots.pop())
     again = arena.take(100)
-    assert again is not None
     assert again.memory.nbytes == 100
     del slots, again
     arena.close()
@@ -206,8 +202,6 @@ def process_with_arena(code: str = "", prefix: tuple[str, ...] = ()) -> Iterator
     command = [*prefix, sys.executable, "-c", setup + said + code + "sys.stdin.read()"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, **pipes) as process:  # type: ignore[call-overload]
-        assert process.stdout is not None
-        assert process.stderr is not None
         try:
             line = process.stdout.readline()
             if prefix and not line:
@@ -229,7 +223,6 @@ def test_what_a_killed_process_left_is_swept() -> None:
 
 
 AS_ROOT = () if os.geteuid() == 0 else ("--user", "--map-root-user")
-
 NEW_PID_NAMESPACE = ("unshare", *AS_ROOT, "--pid", "--fork", "--kill-child", "--mount-proc")
 
 

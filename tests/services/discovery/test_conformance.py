@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
+import psutil
 import pytest
 
 from edl.background import start_call
@@ -82,7 +80,9 @@ def test_hanging_server_is_an_error_in_time(
     hasty, store = open_registry(backend.url, timeout_s=0.5), open_store(backend.url, timeout_s=0.5)
     watch, patient = hasty.watch(service), open_store(backend.url, timeout_s=LONG_S)
     assert watch.get(DEADLINE_S) is not None
-    os.kill(backend.server.pid, signal.SIGSTOP)
+    server = psutil.Process(backend.server.pid)
+    server.suspend()
+    wait_until(lambda: server.status() == psutil.STATUS_STOPPED, "its threads have stopped")
     try:
         asking = start_call("edl-test", lambda: patient.get("a"))
         for call in (lambda: hasty.snapshot(service), lambda: store.put("a", b""), store.lease):
@@ -93,7 +93,7 @@ def test_hanging_server_is_an_error_in_time(
         with pytest.raises(ClosedError):
             asking.result(DEADLINE_S)
     finally:
-        os.kill(backend.server.pid, signal.SIGCONT)
+        server.resume()
     registration.close()
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from edl.discovery import open_registry
 from edl.distill import DistillReader, Options, Scorer
 from edl.distill.compress import TopK
 from edl.protocol import names
@@ -242,7 +243,8 @@ def test_vllm_is_killed(
     for ids, number, labels in delivered:
         assert ids.tolist() == found[number]
         check(labels, oracle(found[number]))
-    gateways.wait_instances(len(teachers))
+    with open_registry(gateways.url) as registry:
+        wait_until(lambda: endpoint not in {found.endpoint for found in registry.snapshot("m").instances})
     with pytest.raises(InferenceServerException) as away:
         ask(endpoint, [[1, 2, 3]], 20)
     assert away.value.status() == "StatusCode.UNAVAILABLE"

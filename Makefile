@@ -24,9 +24,10 @@ help: ## list these commands
 demo: $(VENV)/.demo ## the whole story on handwritten digits: teachers come and go, a student never notices
 	@$(BIN)/edl demo $(DEMO_ARGS)
 
+LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports && $(BIN)/python -m tests lint
+
 test: $(VENV)/.dev ## set up, lint, and run the tests that need only Python packages: about ten minutes
-	@code=0; $(MAKE) --no-print-directory lint || code=1; \
-	$(BIN)/python -m tests fast $(PYTEST_ARGS) || code=1; exit $$code
+	@code=0; $(LINT) || code=1; $(BIN)/python -m tests fast $(PYTEST_ARGS) || code=1; exit $$code
 
 test-services: $(VENV)/.dev tools-services ## tests on real Consul, etcd, Triton, vLLM, Prometheus, Chromium and Slurm
 	$(BIN)/python -m tests services $(PYTEST_ARGS)
@@ -48,11 +49,7 @@ test-gpu: $(VENV)/.dev ## checks on one NVIDIA GPU; on a CPU those that mean som
 	$(BIN)/python -m tests.gpu $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev ## ruff, mypy --strict, the layers of the design, and the tests of docs and repository
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
-	$(BIN)/python -m tests lint
+	$(LINT)
 
 bench: $(VENV)/.dev bench-tools ## run every benchmark, about an hour, and write docs/benchmarks.md
 	$(BIN)/python -m benchmarks

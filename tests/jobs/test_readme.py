@@ -173,7 +173,7 @@ def test_commands_of_the_docs(block: Block, workshop: Workshop) -> None:
             assert "localhost:8650/api/state" in line, f"no test looks at {line!r}"
         else:
             assert program == "edl"
-            looked_at = ("dashboard", "master", "serve", "register", "run", "status", "report")
+            looked_at = ("dashboard", "master", "store", "serve", "register", "run", "status", "report")
             assert arguments[0] in looked_at, f"no test looks at {line!r}"
 
 

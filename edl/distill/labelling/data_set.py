@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ def label(
         The key of the labels, and counts.
 
     Raises:
-        ConflictError: the labels that are there are of other data.
+        ConflictError: the labels that are there are of other data, or the data have changed meanwhile.
         NoTeacherError: no teacher was live for `teacher_timeout_s`.
         TemporaryError: some labels could not be kept.
     """
@@ -67,7 +68,8 @@ def label(
     try:
         check_sequences(data, session)
         view = session.labeller.view(cache, tuple(data.inputs))
-        check_data_set(view, data, DataFingerprint.of(data), relabel=relabel)
+        fingerprint = DataFingerprint.of(data)
+        check_data_set(view, data, fingerprint, relabel=relabel)
         view.verify()
         run = _Run(data, plan, session, view, progress)
         for number in range(_PASSES):
@@ -79,6 +81,7 @@ def label(
                 "the teachers serve different versions of the model; run the same command again"
             )
         cache.flush()
+        _check_unchanged(view, data, fingerprint)
         return LabelReport(view.key, run.progress())
     finally:
         session.close()
@@ -116,6 +119,21 @@ def check_data_set(view: CacheView, data: LabelDataset, fingerprint: DataFingerp
         )
     if found or text != fingerprint.to_json():
         view.note_data_set(fingerprint.to_json(), relabel=bool(found))
+
+
+def _check_unchanged(view: CacheView, data: LabelDataset, before: DataFingerprint) -> None:
+    """Check that nobody has written to the data while they were labelled, which may have mixed two versions.
+
+    Raises:
+        ConflictError: They have changed. The folder is marked, so that later runs refuse its labels too.
+    """
+    found = [] if data.sequences else DataFingerprint.of(data).differences(before, "when this run began")
+    if found:
+        view.note_data_set(replace(before, rows_checksum="changed while it was labelled").to_json(), relabel=False)
+        raise ConflictError(
+            f"the data set has changed while it was labelled: {'; '.join(found)}. The folder may have labels of both; "
+            "pass --relabel to have all rows labelled again"
+        )
 
 
 def batch_cutter(data: LabelDataset, services: int) -> Cutter:

@@ -105,7 +105,7 @@ def test_rows_reach_the_disk_unasked(tmp_path: Path) -> None:
             wait_until(lambda ids=ids: view.get(ids).complete, "rows on disk")  # type: ignore[misc]
 
 
-def test_newer_labels_replace_those_that_are_known(tmp_path: Path) -> None:
+def test_newer_labels_replace_known_ones(tmp_path: Path) -> None:
     """Of a text that another process has labelled anew, though its former label was read before."""
     first, second = sequences(3), sequences(3, seed=5)
     with SoftLabelCache(0, tmp_path) as cache, SoftLabelCache(MIB, tmp_path) as other:

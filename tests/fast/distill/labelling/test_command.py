@@ -18,6 +18,7 @@ from edl.distill import DistillReader
 from edl.distill.cache import SoftLabelCache, load_labels
 from edl.distill.compress import TopK, top_k
 from edl.testing.models import prefix_scores_of
+from edl_serving.backends.callable import CallableBackend
 from tests.fast.distill.conftest import Register, Serve, Served
 from tests.fast.distill.sequences.language_model import sequences
 from tests.waiting import DEADLINE_S
@@ -92,6 +93,27 @@ def test_labels_of_other_data_are_refused(
     np.testing.assert_array_equal(load_labels(folder).rows(range(ROWS))["y"], X + 1)
     assert main([*run, "--relabel"]) == 0
     assert f"{ROWS + 5:,} had a label before" in capsys.readouterr().out
+
+
+def test_data_written_to_meanwhile_are_noticed(
+    serve: Serve, tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, begun = tmp_path / "data.npy", list[bool]()
+    np.save(data, X)
+
+    def model(inputs: Any) -> Any:
+        if inputs["x"].max() > ROWS / 2 and not begun:  # no row that a server tries itself with
+            begun.append(True)
+            np.lib.format.open_memmap(data, "r+")[:] += 1
+        return {"y": inputs["x"]}
+
+    run = command(data, folder, "--teachers", serve(CallableBackend(model, ["x:fp32[4]"], version="1")).endpoint)
+    assert main(run) == 1
+    assert "has changed while it was labelled" in capsys.readouterr().err
+    np.save(data, X)
+    assert main(run) == 1, "its labels may be of either"
+    assert main([*run, "--relabel"]) == 0
+    np.testing.assert_array_equal(load_labels(folder).rows(range(ROWS))["y"], X)
 
 
 def test_a_terminal_gets_a_bar(serve: Serve, data: Path, folder: Path) -> None:

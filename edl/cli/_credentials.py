@@ -9,7 +9,7 @@ from edl.discovery.served.addresses import is_loopback
 from edl.errors import SettingsError
 from edl.settings import Credentials
 
-__all__ = ["add_credentials", "default_host", "warn_of_open_port"]
+__all__ = ["add_credentials", "add_server_credentials", "default_host", "warn_of_open_port"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,29 @@ def add_credentials(parser: argparse.ArgumentParser) -> None:
         help="send it without TLS beyond this host, too (EDL_ALLOW_INSECURE_TOKENS)",
     )
     add("--token", action=_NoToken, help=argparse.SUPPRESS)
+
+
+def add_server_credentials(parser: argparse.ArgumentParser, clients: str, more: str = "") -> None:
+    """Add the options for TLS and tokens of a command that listens.
+
+    Args:
+        parser: Parser of the command.
+        clients: Word for those that connect, such as "browsers".
+        more: Further sentences for the heading of the group.
+    """
+    add = parser.add_argument_group(
+        f"TLS and tokens (docs/security.md); files are read again when they change{more}"
+    ).add_argument
+    add("--token-file", metavar="FILE", help="require a token: any line of this file, 16 characters or more")
+    add("--tls-cert", metavar="FILE", help="certificate of this server, PEM")
+    add("--tls-key", metavar="FILE", help="its private key, PEM, readable by owner and group only")
+    add("--tls-ca", metavar="FILE", help=f"accept only {clients} with a certificate of these CAs")
+    add(
+        "--allow-insecure-tokens",
+        action="store_true",
+        default=None,
+        help="accept tokens without TLS from other hosts, for example behind a proxy that speaks TLS",
+    )
 
 
 def default_host(store_url: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from edl.cli._credentials import add_server_credentials
 from edl.discovery.served.addresses import ListenAddress, is_loopback
 from edl.discovery.served.server import StoreLimits, StoreServer
 from edl.discovery.served.store import DEFAULT_PORT, store_credentials
@@ -56,19 +57,7 @@ def main(argv: Sequence[str]) -> int:
     add("--file", required=True, metavar="PATH", help="SQLite file with everything; created if missing")
     add("--host", default="::", help="IP address to listen on (default: ::, all addresses of this host)")
     add("--port", type=int, default=DEFAULT_PORT, help=f"port to listen on; 0 for any (default: {DEFAULT_PORT})")
-    add = parser.add_argument_group(
-        "TLS and tokens (docs/security.md); files are read again when they change"
-    ).add_argument
-    add("--tls-ca", metavar="FILE", help="serve only processes with a certificate of these CAs (EDL_TLS_CA)")
-    add("--tls-cert", metavar="FILE", help="certificate of this server, PEM (EDL_TLS_CERT)")
-    add("--tls-key", metavar="FILE", help="its private key, PEM, readable by owner and group only (EDL_TLS_KEY)")
-    add("--token-file", metavar="FILE", help="require one of the tokens in this file (EDL_TOKEN_FILE)")
-    add(
-        "--allow-insecure-tokens",
-        action="store_true",
-        default=None,
-        help="take tokens without TLS from other hosts as well (EDL_ALLOW_INSECURE_TOKENS)",
-    )
+    add_server_credentials(parser, "processes", " (or EDL_TLS_CA, EDL_TLS_CERT, EDL_TLS_KEY, EDL_TOKEN_FILE)")
     add = parser.add_argument_group("log").add_argument
     add("--log-format", choices=("text", "json"), default="text", help="format on standard error (default: text)")
     add("--verbose", action="store_true", help="log debug lines as well")

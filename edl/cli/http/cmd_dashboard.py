@@ -8,6 +8,7 @@ import webbrowser
 from collections.abc import Sequence
 
 from edl.cli._changes import printable
+from edl.cli._credentials import add_server_credentials
 from edl.cli._store_option import add_store_option
 from edl.dashboard.state.reader import shown_url
 from edl.end_signals import collect_signals
@@ -113,17 +114,5 @@ def _parser() -> argparse.ArgumentParser:
         help="answer to this name in the browser's address, too; without tokens only addresses, localhost and this "
         "machine's name are answered, so that no other site can read the page (DNS rebinding); may be repeated",
     )
-    add = parser.add_argument_group(
-        "TLS and tokens (docs/security.md); files are read again when they change"
-    ).add_argument
-    add("--token-file", metavar="FILE", help="ask for a token: any line of this file, 16 characters or more")
-    add("--tls-cert", metavar="FILE", help="serve HTTPS with this certificate, PEM")
-    add("--tls-key", metavar="FILE", help="its private key, PEM, readable by owner and group only")
-    add("--tls-ca", metavar="FILE", help="take only browsers with a certificate of these CAs")
-    add(
-        "--allow-insecure-tokens",
-        action="store_true",
-        default=None,
-        help="take tokens without TLS beyond this host, behind a proxy that speaks TLS",
-    )
+    add_server_credentials(parser, "browsers")
     return parser

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 
 from edl.cli._changes import printable
+from edl.cli._credentials import add_server_credentials
 from edl.cli._store_option import add_store_option
 from edl.end_signals import collect_signals
 from edl.errors import SettingsError
@@ -124,19 +125,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="answer to this name, too; on 127.0.0.1 without tokens only localhost and addresses are (DNS rebinding)",
     )
-    add = parser.add_argument_group(
-        "TLS and tokens (docs/security.md); files are read again when they change. What is shown to teachers is in the "
-        "environment (EDL_TLS_CA, EDL_TOKEN_FILE, ...)"
-    ).add_argument
-    add("--token-file", metavar="FILE", help="ask for a token: any line of this file, 16 characters or more")
-    add("--tls-cert", metavar="FILE", help="serve HTTPS with this certificate, PEM")
-    add("--tls-key", metavar="FILE", help="its private key, PEM, readable by owner and group only")
-    add("--tls-ca", metavar="FILE", help="take only clients with a certificate of these CAs")
-    add(
-        "--allow-insecure-tokens",
-        action="store_true",
-        default=None,
-        help="take tokens without TLS beyond this host, behind a proxy that speaks TLS",
+    add_server_credentials(
+        parser, "clients", ". What is shown to teachers is in the environment (EDL_TLS_CA, EDL_TOKEN_FILE, ...)"
     )
     return parser
 

@@ -214,6 +214,9 @@ class EngineConnection:
                 content = await self._read(response, limit)
                 if response.status != 200:
                     raise EngineRefusal(response.status, _words_of(content), _retry_after_s(response.headers))
+        except aiohttp.ServerTimeoutError:  # the only limit of this kind is the one on connecting
+            words = f"{self._name} accepted no connection within {min(_CONNECT_S, timeout_s):g} s"
+            raise RequestError(grpc.StatusCode.UNAVAILABLE, words, reason="engine-lost") from None
         except asyncio.TimeoutError:
             raise self._late_error(timeout_s) from None
         except (aiohttp.ClientError, ConnectionError, OSError) as exc:

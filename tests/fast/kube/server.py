@@ -75,6 +75,7 @@ class ApiServer:
 
         class Server(ThreadingHTTPServer):
             daemon_threads = True
+            request_queue_size = 128  # with the library's 5, clients that connect together wait for seconds
 
             def handle_error(self, request: object, client_address: object) -> None:
                 pass  # the client hung up, as it may

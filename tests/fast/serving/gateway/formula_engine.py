@@ -78,6 +78,7 @@ class FormulaEngine:
 
         class Server(ThreadingHTTPServer):
             daemon_threads = True
+            request_queue_size = 128  # with the library's 5, clients that connect together wait for seconds
 
             def handle_error(self, request: Any, client_address: Any) -> None:
                 pass  # a client that went away, as it should

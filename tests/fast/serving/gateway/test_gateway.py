@@ -7,11 +7,13 @@ import copy
 import json
 import math
 import signal
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc
@@ -25,7 +27,7 @@ from edl_serving.gateway.address import EngineAddress, names_engine
 from edl_serving.gateway.backend import GatewayBackend, GatewayModel
 from edl_serving.gateway.config import GatewayConfig
 from edl_serving.gateway.endpoints import CompletionsEndpoint, GenerateEndpoint, ScoringEndpoint, SGLangEndpoint
-from edl_serving.gateway.engine import EngineAccess
+from edl_serving.gateway.engine import EngineAccess, EngineConnection
 from edl_serving.gateway.health import EngineHealth
 from edl_serving.gateway.inspection import EngineFacts, find_facts
 from edl_serving.gateway.top_rows import EngineAnswerError, top_k_rows
@@ -201,6 +203,28 @@ def test_late_answer_has_deadline(engine: FormulaEngine, open_backend: OpenBacke
     with pytest.raises(RequestError) as late:
         score(backend, [[1, 2, 3]])
     assert late.value.code.name == "DEADLINE_EXCEEDED"
+
+
+def test_full_engine_is_lost_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its queue of connections is full: no answer was ever asked for."""
+    monkeypatch.setattr("edl_serving.gateway.engine._CONNECT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as stack:
+        port = full.getsockname()[1]
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(("127.0.0.1", port))
+
+        async def post() -> None:
+            connection = EngineConnection(EngineAccess(EngineAddress("vllm", "127.0.0.1", port), timeout_s=60.0))
+            try:
+                await connection.post("/v1/completions", {}, 100)
+            finally:
+                await connection.close()
+
+        with pytest.raises(RequestError, match=r"accepted no connection within 0\.1 s") as caught:
+            asyncio.run(post())
+    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.UNAVAILABLE, "engine-lost")
 
 
 def test_fault_while_engine_is_away(

@@ -216,7 +216,7 @@ class _ShardRun:
         except BaseException as exc:
             if self._commit_failure is None:
                 self._commit_what_is_answered()
-            if isinstance(exc, Exception) and not isinstance(exc, EDLError):
+            if isinstance(exc, Exception) and not isinstance(exc, EDLError) and exc is not self._commit_failure:
                 self._report_cause(exc)
             raise
         finally:

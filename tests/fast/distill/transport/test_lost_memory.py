@@ -203,18 +203,21 @@ def test_returned_memory_is_used_again() -> None:
 
 
 @contextmanager
-def process_with_arena(code: str = "", prefix: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that holds a slot of an arena, has said "ready" and its process id, and then runs `code`."""
-    setup = "import os, sys; from edl.distill.transport.shm import Arena; a = Arena(1 << 20); s = a.take(5000)\n"
-    said = "print('ready', os.getpid(), flush=True)\n"
-    command = [*prefix, sys.executable, "-c", setup + said + code + "sys.stdin.read()"]
+def process_with_arena(folder: Path, prefix: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that holds a slot of an arena in `folder`."""
+    code = (
+        "import sys; from pathlib import Path; from edl.distill.transport import shm\n"
+        "shm.SHM_FOLDER = Path(sys.argv[1]); arena = shm.Arena(1 << 20); slot = arena.take(5000)\n"
+        "print('ready', flush=True); sys.stdin.read()"
+    )
+    command = [*prefix, sys.executable, "-c", code, str(folder)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, **pipes) as process:  # type: ignore[call-overload]
         try:
             line = process.stdout.readline()
             if prefix and not line:
                 pytest.skip(f"{prefix[0]} is not permitted here: {process.stderr.read().decode().strip()}")
-            assert line.startswith(b"ready"), process.stderr.read().decode()
+            assert line == b"ready\n", process.stderr.read().decode()
             yield process
         finally:
             process.kill()
@@ -222,12 +225,13 @@ def process_with_arena(code: str = "", prefix: tuple[str, ...] = ()) -> Iterator
 
 
 def test_what_a_killed_process_left_is_swept() -> None:
-    with process_with_arena() as process:
+    with own_folder() as folder:
+        with process_with_arena(folder):
+            Arena(1 << 20).close()
+            assert len(list(folder.iterdir())) == 1, "a living process's memory is left alone"
+        assert len(list(folder.iterdir())) == 1
         Arena(1 << 20).close()
-        assert len(left_by(process.pid)) == 1, "a living process's memory is left alone"
-    assert len(left_by(process.pid)) == 1
-    Arena(1 << 20).close()
-    assert left_by(process.pid) == []
+        assert not list(folder.iterdir())
 
 
 AS_ROOT = () if os.geteuid() == 0 else ("--user", "--map-root-user")
@@ -236,24 +240,18 @@ NEW_PID_NAMESPACE = ("unshare", *AS_ROOT, "--pid", "--fork", "--kill-child", "--
 
 def test_arenas_survive_other_namespaces() -> None:
     """A process to whom the other's process id means nothing sweeps nothing of it."""
-    arena = Arena(1 << 20)
-    slot = arena.take(5000)
-    assert slot is not None
-    before = set(left_by(1))  # its id is 1 there; other tests' readers come and go here
-    with process_with_arena(prefix=NEW_PID_NAMESPACE):
-        made = set(left_by(1)) - before
-        Arena(1 << 20).close()
-        kept = {name for name in made if (SHM_FOLDER / name).exists()}
-    del slot
-    arena.close()
-    assert made
-    assert kept == made
+    with own_folder() as folder:
+        with process_with_arena(folder, NEW_PID_NAMESPACE):
+            made = list(folder.iterdir())
+            assert [path.name.split("-")[2] for path in made] == ["1"], "its process id there"
+            Arena(1 << 20).close()
+            assert list(folder.iterdir()) == made
 
-    def is_swept() -> bool:
-        Arena(1 << 20).close()
-        return not any((SHM_FOLDER / name).exists() for name in kept)
+        def is_swept() -> bool:
+            Arena(1 << 20).close()
+            return not list(folder.iterdir())
 
-    wait_until(is_swept, f"the end of {kept}, left by processes that ended")
+        wait_until(is_swept, f"the end of {made}, left by a process that ended")
 
 
 @pytest.mark.parametrize(("module", "name"), [(os, "open"), (fcntl, "flock"), (os, "posix_fallocate"), (mmap, "mmap")])

@@ -1,28 +1,26 @@
 """Labels a data set ahead of time, into the folder of a `SoftLabelCache`.
 
-- `plan`: what to ask for, and how far it is;
-- `data_set`: `label`, all of a data set by one process;
-- `shard_labeller`: `ShardLabeller`, ranges of rows that a `ShardSource` hands out to several processes;
-- `shard_tracker`: which of these ranges are read and answered; `bad_rows`: the rows of a range that no teacher takes;
-- `fingerprint`: tells whether two processes have the same data.
+- `fingerprint`: which data a folder has labels of, and whether they change during a run (`DataGuard`);
+- `labeller`: `Labeller` labels a whole data set in one process;
+- `shards`: `ShardLabeller` labels ranges of rows that a `ShardSource` hands out to several processes.
 
-What does not belong here: who hands out the ranges. `edl.master` does in `edl label --job`, which joins the two.
+Handing out ranges does not belong here: `edl label --job` joins `ShardLabeller` to a master.
 """
 
 from __future__ import annotations
 
-from edl.distill.labelling.data_set import label
-from edl.distill.labelling.fingerprint import DataFingerprint
-from edl.distill.labelling.plan import LabelPlan, LabelProgress, LabelReport
-from edl.distill.labelling.shard_labeller import RowShard, ShardLabeller, ShardSource
+from edl.distill.labelling.fingerprint import DataFingerprint, DataGuard, note_files
+from edl.distill.labelling.labeller import Labeller, LabelPlan, LabelProgress
+from edl.distill.labelling.shards import RowShard, ShardLabeller, ShardSource
 
 __all__ = [
     "DataFingerprint",
+    "DataGuard",
     "LabelPlan",
     "LabelProgress",
-    "LabelReport",
+    "Labeller",
     "RowShard",
     "ShardLabeller",
     "ShardSource",
-    "label",
+    "note_files",
 ]

@@ -1,34 +1,53 @@
-"""Tells whether two processes, or two runs, have the same data, by a few of their rows."""
+"""Which data a folder has labels of, and whether these data change while they are labelled.
+
+Labels are kept by sample id, and an id is mostly a position: the labels of an edited file look like those of the file
+before. So a folder and a job remember a `DataFingerprint`, which compares a few rows: cheap enough for a folder of
+images, and the same on every machine. Within a run that is not enough, because a single row may be rewritten. There
+size, time of the last write and inode of each local file are compared too, which any rewrite changes.
+
+`DataGuard` does both. It is asked before shards are reported done, so rows of a changed file are never reported.
+Sequences are treated apart: their labels carry a fingerprint of the text, so a label of another text is never used.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
-from edl.datasets.rows import Batch, IndexedData, LabelDataset
+from edl.datasets.rows import Batch, IndexedData, LabelDataset, SampleId
+from edl.distill.cache import CacheView
+from edl.errors import ConflictError
 from edl.protocol.tensors import Array
 
-__all__ = ["DataFingerprint"]
+__all__ = ["DataFingerprint", "DataGuard", "note_files"]
 
 _ROWS = 16
-"""Rows that are looked at: image files take 0.2 s, and of data that differ in every tenth row four in five are seen."""
+"""Rows to compare: 16 image files take 0.2 s, and find a change of every tenth row in four cases of five."""
+_MIXED = "changed while it was labelled"
+"""Stands in a folder in place of a checksum: the labels may be of two versions of the data."""
+FileStates: TypeAlias = Mapping[str, os.stat_result]
 
 
 @dataclass(frozen=True)
 class DataFingerprint:
-    """What two processes compare before they share a data set.
+    """The part of a data set that two processes compare before they share it.
 
     Attributes:
-        rows: how many samples; 0 where that is not known.
-        inputs: names, dtypes and shapes, such as `image float32[3,224,224]`; shapes of the first row.
-        rows_checksum: of a few rows with their ids, spread over the data set. Empty where these rows are not the same
-            when they are loaded twice, as with random augmentation: then nothing can be said.
-        file_checksum: of all rows, where the file's own directory has it (`.npz`); else empty.
+        rows: Number of samples; 0 if unknown.
+        inputs: Names, dtypes and shapes of the first row, such as `image float32[3,224,224]`.
+        rows_checksum: Checksum of 16 rows and their ids, spread over the data set. Empty if these rows differ when
+            they are loaded twice, as with random augmentation: then they cannot be compared.
+        file_checksum: Checksum of all rows, if the file's own directory has it (`.npz`); else empty.
     """
 
     rows: int
@@ -38,18 +57,17 @@ class DataFingerprint:
 
     @classmethod
     def of(cls, data: LabelDataset, rows: int | None = None) -> DataFingerprint:
-        """Look at a few rows of a data set; of one that is read in sequence, at the first.
+        """Load a few of the first `rows` rows of a data set, or the first 16 if it can only be read in sequence.
 
-        Args:
-            data: The data set. A row that cannot be loaded counts as such a row, and is no error here.
-            rows: Look at this many of the first rows only. Default: at all.
+        A row that cannot be loaded is part of the checksum like any other, and is not an error here.
         """
         if not isinstance(data, IndexedData):
-            found, again = (_first_checksum(data) for _ in range(2))
+            first = (itertools.islice(data.batches(_ROWS, _none_known), 1) for _ in range(2))
+            found, again = (_checksum([load]) for load in first)
             return cls(0, tuple(sorted(data.inputs)), found if found == again else "")
         rows = data.rows if rows is None else rows
-        index = [np.array([at]) for at in sorted({*np.linspace(0, rows - 1, _ROWS).astype(np.int64).tolist()})]
-        found, again = (_checksum_of(data, index) for _ in range(2))
+        index = sorted({*np.linspace(0, rows - 1, _ROWS).astype(np.int64).tolist()})
+        found, again = (_checksum(data.load([np.array([at])]) for at in index) for _ in range(2))
         checksum = data.checksum if rows == data.rows else ""
         return cls(rows, _inputs_of(data), found if found == again else "", checksum)
 
@@ -59,24 +77,19 @@ class DataFingerprint:
 
     @classmethod
     def from_json(cls, text: str) -> DataFingerprint:
-        """Return what `to_json` was called on.
+        """Parse the text of `to_json`.
 
         Raises:
-            ValueError: this is no such text.
+            ValueError: The text is something else.
         """
         try:
             fields = json.loads(text)
             return cls(**{**fields, "inputs": tuple(fields["inputs"])})
         except (TypeError, KeyError) as exc:
-            raise ValueError(f"no fingerprint of data: {exc}") from exc
+            raise ValueError(f"not a fingerprint of data: {exc}") from exc
 
     def differences(self, there: DataFingerprint, where: str) -> list[str]:
-        """Return in words how these data differ from others.
-
-        Args:
-            there: The others.
-            where: What to call them, such as "in the job".
-        """
+        """Return in words how these data differ from others, which `where` names, such as "in the job"."""
         found = []
         if self.rows != there.rows:
             found.append(f"{self.rows:,} rows here, {there.rows:,} {where}")
@@ -92,10 +105,124 @@ class DataFingerprint:
         return []
 
 
+def note_files(*names: str | None) -> FileStates:
+    """Return the state of those names that are local files, for `DataGuard`. Call this before they are opened."""
+    states = {}
+    for name in names:
+        if name is not None and Path(name).is_file():
+            with contextlib.suppress(OSError):  # opening the data set raises a better error
+                states[name] = _state_of(name)
+    return states
+
+
+def _changes(files: FileStates) -> list[str]:
+    found = []
+    for name, before in files.items():
+        try:
+            now = _state_of(name)
+        except OSError as exc:
+            found.append(f"{name}: {exc.strerror or exc}")
+            continue
+        if now.st_size != before.st_size:
+            found.append(f"{name} had {before.st_size:,} bytes and now has {now.st_size:,}")
+        elif now.st_mtime_ns != before.st_mtime_ns:
+            found.append(f"{name} was written at {datetime.fromtimestamp(now.st_mtime):%Y-%m-%d %H:%M:%S}")
+        elif (now.st_dev, now.st_ino) != (before.st_dev, before.st_ino):
+            found.append(f"{name} was replaced by another file")
+    return found
+
+
+def _state_of(name: str) -> os.stat_result:
+    with Path(name).open("rb") as file:  # NFS may answer `stat` from a cache, but asks the server at `open`
+        return os.fstat(file.fileno())
+
+
+class DataGuard:
+    """Keeps labels of different data apart: in a folder, and within a run.
+
+    Args:
+        data: The data set.
+        files: State of the files that it reads, as `note_files` returns it.
+        compare_rows: Compare the content of rows as well, not only their number, types and shapes.
+
+    Attributes:
+        fingerprint: Fingerprint of the data at the start.
+    """
+
+    def __init__(self, data: LabelDataset, files: FileStates | None = None, *, compare_rows: bool = True) -> None:
+        self.data = data
+        self._files = files or {}
+        self.fingerprint = DataFingerprint.of(data)
+        if not compare_rows:
+            self.fingerprint = replace(self.fingerprint, rows_checksum="", file_checksum="")
+
+    def admit(self, view: CacheView, *, relabel: bool = False) -> None:
+        """Check that the labels in a folder are of these data, and write down that they are.
+
+        Data that grew at their end count as the same. With `relabel`, labels of other data are forgotten.
+
+        Raises:
+            ConflictError: The labels are of other data, or of two versions.
+        """
+        if self.data.sequences:
+            return
+        text, here = view.data_set, self.fingerprint
+        try:
+            there = DataFingerprint.from_json(text) if text else here
+        except ValueError:
+            there = here
+        if isinstance(self.data, IndexedData) and 0 < there.rows < here.rows:
+            here = DataFingerprint.of(self.data, there.rows)
+        if there.rows_checksum == _MIXED:
+            problem = "they changed while they were labelled, and it may have labels of both versions"
+        else:
+            problem = "; ".join(here.differences(there, "where they were labelled"))
+        if problem and not relabel:
+            raise ConflictError(
+                f"the folder has labels of other data: {problem}. Name another folder or --dataset, or pass --relabel "
+                "to have all rows labelled again"
+            )
+        if problem or text != self.fingerprint.to_json():
+            view.note_data_set(self.fingerprint.to_json(), relabel=bool(problem))
+
+    def check_unchanged(self, view: CacheView, *, in_job: bool, at_end: bool = False) -> None:
+        """Check that the data have not changed since the start of this run; if so, mark the folder for later runs.
+
+        This is cheap, except at the end: then the rows of the fingerprint are loaded again, for changes that no file
+        shows. A job needs another remedy than a single process.
+
+        Raises:
+            ConflictError: The data have changed. Sequences raise it only at the end, because their labels are right.
+        """
+        sequences = self.data.sequences
+        if sequences and not at_end:
+            return
+        found = _changes(self._files)
+        if at_end and not found and not sequences:
+            found = DataFingerprint.of(self.data).differences(self.fingerprint, "when this run began")
+        if not found:
+            return
+        if sequences:
+            again = "Run it again under another --job name" if in_job else "Run the command again"
+            remedy = f"{again}: it labels the sequences that have changed"
+        else:
+            view.note_data_set(replace(self.fingerprint, rows_checksum=_MIXED).to_json(), relabel=False)
+            remedy = "This folder may have labels of both versions: " + (
+                "delete it, and run under another --job name"
+                if in_job
+                else "pass --relabel to have all rows labelled again"
+            )
+        raise ConflictError(f"the data changed while they were labelled: {'; '.join(found)}. {remedy}")
+
+
+def _none_known(ids: list[SampleId], _: object) -> Array:
+    return np.zeros(len(ids), np.bool_)
+
+
 def _inputs_of(data: IndexedData) -> tuple[str, ...]:
     try:
         _, fields = next(iter(data.load([np.array([0])])))
-    except Exception:  # noqa: BLE001 - the data set's own code; what is wrong with a row is its shard's matter
+    except Exception:  # noqa: BLE001 - code of the user's data set; a bad row is reported when it is labelled
         return tuple(sorted(data.inputs))
     return tuple(f"{name} {_shape_of(found)}" for name, found in sorted(fields.items()))
 
@@ -107,29 +234,15 @@ def _shape_of(found: Array | list[Array]) -> str:
     return f"{found.dtype}{list(found.shape[1:])}"
 
 
-def _first_checksum(data: LabelDataset) -> str:
-    batches = data.batches(_ROWS, lambda ids, _: np.zeros(len(ids), np.bool_))
-    try:
-        rows = [_digest(batch) for batch in itertools.islice(batches, 1)]
-    except Exception as exc:  # noqa: BLE001 - as above
-        rows = [f"not loaded: {type(exc).__name__}".encode()]
-    return hashlib.blake2b(b"".join(rows), digest_size=16).hexdigest()
-
-
-def _checksum_of(data: IndexedData, index: Sequence[Array]) -> str:
-    try:
-        rows = [_digest(batch) for batch in data.load(index)]  # a single pass: processes that load take long to begin
-    except Exception:  # noqa: BLE001 - as above
-        rows = [_row_checksum(data, part) for part in index]
-    return hashlib.blake2b(b"".join(rows), digest_size=16).hexdigest()
-
-
-def _row_checksum(data: IndexedData, part: Array) -> bytes:
-    try:
-        ids, fields = next(iter(data.load([part])))
-    except Exception as exc:  # noqa: BLE001 - as above
-        return f"not loaded: {type(exc).__name__}".encode()
-    return _digest((ids, fields))
+def _checksum(loads: Iterable[Iterable[Batch]]) -> str:
+    total = hashlib.blake2b(digest_size=16)
+    for load in loads:
+        try:
+            for batch in load:
+                total.update(_digest(batch))
+        except Exception as exc:  # noqa: BLE001 - as above
+            total.update(f"not loaded: {type(exc).__name__}".encode())
+    return total.hexdigest()
 
 
 def _digest(batch: Batch) -> bytes:

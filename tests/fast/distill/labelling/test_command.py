@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,12 @@ import numpy as np
 import pytest
 
 from edl.cli import main
+from edl.datasets.rows import ArrayData
 from edl.distill import DistillReader
-from edl.distill.cache import SoftLabelCache, load_labels
+from edl.distill.cache import CacheKey, SoftLabelCache, load_labels
 from edl.distill.compress import TopK, top_k
+from edl.distill.labelling import DataGuard, Labeller, note_files
+from edl.errors import ConflictError
 from edl.testing.models import prefix_scores_of
 from edl_serving.backends.callable import CallableBackend
 from tests.fast.distill.conftest import Register, Serve, Served
@@ -98,22 +102,48 @@ def test_labels_of_other_data_are_refused(
 def test_data_written_to_meanwhile_are_noticed(
     serve: Serve, tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A single row, and none of those that are compared."""
     data, begun = tmp_path / "data.npy", list[bool]()
     np.save(data, X)
 
     def model(inputs: Any) -> Any:
         if inputs["x"].max() > ROWS / 2 and not begun:  # no row that a server tries itself with
             begun.append(True)
-            np.lib.format.open_memmap(data, "r+")[:] += 1
+            with data.open("r+b") as file:
+                file.seek(-2 * X[0].nbytes, os.SEEK_END)
+                file.write(X[0].tobytes())
         return {"y": inputs["x"]}
 
     run = command(data, folder, "--teachers", serve(CallableBackend(model, ["x:fp32[4]"], version="1")).endpoint)
     assert main(run) == 1
-    assert "has changed while it was labelled" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"the data changed while they were labelled: {data} was written at 2" in said
+    assert "pass --relabel" in said
     np.save(data, X)
     assert main(run) == 1, "its labels may be of either"
     assert main([*run, "--relabel"]) == 0
     np.testing.assert_array_equal(load_labels(folder).rows(range(ROWS))["y"], X)
+
+
+@pytest.mark.parametrize("change", ["grow", "replace", "remove"])
+def test_any_change_of_a_file_is_noticed(tmp_path: Path, change: str) -> None:
+    path, other = tmp_path / "x.npy", tmp_path / "y.npy"
+    np.save(path, X)
+    guard = DataGuard(ArrayData({"x": X}), note_files(str(path), None, f"{path}:factory"))
+    with SoftLabelCache() as cache:
+        view = cache.view(CacheKey("m", "1", ("y",)))
+        guard.check_unchanged(view, in_job=False, at_end=True)
+        if change == "grow":
+            with path.open("ab") as file:
+                file.write(b" ")
+        elif change == "replace":
+            shutil.copy2(path, other)  # as large, and as old
+            other.replace(path)
+        else:
+            path.unlink()
+        words = {"grow": "had 16,128 bytes and now has 16,129", "replace": "another file", "remove": "No such file"}
+        with pytest.raises(ConflictError, match=words[change]):
+            guard.check_unchanged(view, in_job=False)
 
 
 def test_a_terminal_gets_a_bar(serve: Serve, data: Path, folder: Path) -> None:
@@ -212,6 +242,27 @@ def test_each_text_is_labelled_once(
         reader = DistillReader(["ids", None], ["logprobs"], cache=cache, id_field=1)
         with reader.set_sequence_generator(lambda: ((text, f"t{number}") for number, text in enumerate(edited))):
             assert sum(len(labels) for _, _, labels in reader()) == reader.stats().rows_cached
+
+
+def test_texts_that_grow_are_noticed(
+    teacher: Served, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end, since each label is of its own text: the same command labels the others."""
+    data = write(tmp_path / "t.jsonl", TEXTS[:150])
+    label_all = Labeller.label_all
+
+    def growing(labeller: Labeller, tell: Any) -> Any:
+        write(data)
+        return label_all(labeller, tell)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Labeller, "label_all", growing)
+        assert main(of_texts(data, folder, teacher.endpoint)) == 1
+    assert "Run the command again: it labels the sequences that have changed" in capsys.readouterr().err
+    check(folder, TEXTS[:150])
+    assert main(of_texts(data, folder, teacher.endpoint)) == 0
+    assert "50 sequences labelled by" in capsys.readouterr().out
+    check(folder)
 
 
 def test_data_of_the_other_kind_are_refused(

@@ -1,0 +1,306 @@
+"""`Labeller`: connections to teachers, and the folder that takes their labels; labels a whole data set in one process.
+
+A run is a stream of batches through the teachers (`label_batches`), whose labels a thread of the session puts into the
+folder. That thread leaves labels out if the disk is too slow. So each run looks afterwards which rows have a label, and
+passes over the others again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from edl.datasets.rows import Batch, LabelDataset, RaggedData, SampleId
+from edl.distill.cache import CacheKey, CacheView, SequenceIds, SoftLabelCache, fingerprints_of
+from edl.distill.labelling.fingerprint import DataGuard
+from edl.distill.options import Options
+from edl.distill.pipeline.cache_lookup import CacheConfig
+from edl.distill.pipeline.session import LabelSession
+from edl.distill.source.cutters import BatchCutter, Getter
+from edl.distill.source.sequence_cutters import SequenceColumnsCutter
+from edl.distill.teachers import Teachers
+from edl.distill.transport.schema import OutputSpec
+from edl.errors import BadOutputError, EDLError, RejectedError, SettingsError, SourceError, TemporaryError
+from edl.protocol.tensors import Array
+
+__all__ = [
+    "LOST_LABELS",
+    "OF_THE_ROWS",
+    "PASSES",
+    "LabelPlan",
+    "LabelProgress",
+    "Labeller",
+    "label_batches",
+    "lookup_of",
+    "session_of",
+]
+
+OF_THE_ROWS = (RejectedError, BadOutputError, SourceError)
+"""Errors that a row causes wherever it is labelled. All others are the worker's own."""
+PASSES = 3
+"""Attempts before an error: labels that were left out twice will be left out a third time unless something changes."""
+LOST_LABELS = "either the disk is too slow, or the teachers serve different versions of the model"
+_SETTLE_EVERY = 32
+"""Batches between two waits for the folder: with more, labels of a fast teacher are left out."""
+_LONGEST_PAUSE_S = 2.0
+"""Longest pause of a teacher that fails. With more, a few bad rows take minutes each where no others are left: between
+them the teacher has no good answer to show that it is sound."""
+_SEQUENCES_REMEDY = (
+    "give it sequences (a .jsonl or .parquet file, an .npz file with --offsets, or a function with --sequences)"
+)
+_ROWS_REMEDY = (
+    "a model of sequences says so (edl_sequences), as those of edl serve --hf and edl register vllm:// do; for others "
+    "give it rows of one shape"
+)
+
+
+@dataclass(frozen=True)
+class LabelPlan:
+    """The labels to ask for.
+
+    Attributes:
+        teachers: Teachers to ask.
+        output_spec: Outputs to ask for. Name the model's version if several processes share a run: labels of other
+            versions are kept apart.
+        dataset: Tag of `CacheKey`; a reader must use the same tag.
+        batch_rows: Rows of a request.
+        options: Deadlines, memory, retries.
+    """
+
+    teachers: Teachers
+    output_spec: OutputSpec
+    dataset: str = ""
+    batch_rows: int = 32
+    options: Options = field(default_factory=Options)
+
+
+@dataclass(frozen=True)
+class LabelProgress:
+    """Progress of a run in this process.
+
+    Attributes:
+        total: Rows of the data set; None if unknown.
+        known: Rows that had a label already.
+        labelled: Rows that got a label.
+        seconds: Seconds since the run began.
+        teachers_live: Number of teachers that can be asked.
+    """
+
+    total: int | None = None
+    known: int = 0
+    labelled: int = 0
+    seconds: float = 0.0
+    teachers_live: int = 0
+
+    @property
+    def rows_per_s(self) -> float:
+        """Rows labelled a second."""
+        return self.labelled / self.seconds if self.seconds else 0.0
+
+
+class Labeller:
+    """Asks teachers for labels of a data set, and keeps them in a folder. For a single run.
+
+    Args:
+        guard: The data set, and its state at the start.
+        plan: The labels to ask for.
+        cache: Cache with the folder.
+
+    Raises:
+        SettingsError: Credentials or discovery are wrong.
+    """
+
+    def __init__(self, guard: DataGuard, plan: LabelPlan, cache: SoftLabelCache) -> None:
+        self._guard = guard
+        self._data = guard.data
+        self._cache = cache
+        policy = replace(plan.options.policy, open_max_s=min(plan.options.policy.open_max_s, _LONGEST_PAUSE_S))
+        self._plan = replace(plan, options=replace(plan.options, policy=policy))
+        self._session = session_of(self._plan, cache)
+        self._opened: CacheView | None = None
+        self._tell: Callable[[LabelProgress], None] = lambda _: None
+        self._started = time.monotonic()
+        self._known = self._labelled = 0
+
+    def key(self, *, relabel: bool = False) -> CacheKey:
+        """Return the key of the labels, once the first teacher has told which model it has.
+
+        With `relabel`, labels of other data are forgotten; otherwise they are an error.
+
+        Raises:
+            NoTeacherError: No teacher was live for `teacher_timeout_s`, or none has the version that is asked for.
+            SettingsError: Data and model do not fit, or the model's version is unknown and `plan` names none.
+            ConflictError: The folder has labels of other data.
+        """
+        _check_kind(self._data, self._session)
+        self._opened = self._session.labeller.view(self._cache, tuple(self._data.inputs))
+        self._guard.admit(self._opened, relabel=relabel)
+        return self._opened.key
+
+    def label_all(self, tell: Callable[[LabelProgress], None] = lambda _: None) -> LabelProgress:
+        """Ask for the labels of all rows that have none yet. On return all labels are on disk. Call `key` first.
+
+        If the process is killed, call this again in another one: labels of the last `flush_interval_s` of the cache
+        are lost, and nothing else.
+
+        `tell` is called after every batch, in this thread.
+
+        Raises:
+            ConflictError: The data changed during the run.
+            EDLError: Teachers refuse a row or are away for too long, or a sample or label cannot be read or written.
+        """
+        self._view.verify()
+        self._begin(tell)
+        try:
+            for number in range(PASSES):
+                lost = self._pass(first=number == 0)
+                if not lost:
+                    break
+            else:
+                raise TemporaryError(
+                    f"{lost} rows were labelled, but not kept: {LOST_LABELS}; run the same command again"
+                )
+        except BaseException:
+            with contextlib.suppress(EDLError):  # marks the folder if the data changed: a later run would not see that
+                self._guard.check_unchanged(self._view, in_job=False)
+            raise
+        self._cache.flush()
+        self._guard.check_unchanged(self._view, in_job=False, at_end=True)
+        return self._progress(self._data.rows)
+
+    def close(self) -> None:
+        """Close the connections. May be called twice."""
+        self._session.close()
+
+    @property
+    def _view(self) -> CacheView:
+        assert self._opened is not None, "after `key`"
+        return self._opened
+
+    def _begin(self, tell: Callable[[LabelProgress], None]) -> None:
+        self._tell = tell
+        self._started = time.monotonic()
+
+    def _progress(self, total: int | None = None) -> LabelProgress:
+        seconds = time.monotonic() - self._started
+        return LabelProgress(total, self._known, self._labelled, seconds, self._session.stats().teachers_live)
+
+    def _pass(self, *, first: bool) -> int:
+        """Label all rows without a label; return how many of them have none afterwards."""
+        lost = 0
+        unsettled: list[Sequence[SampleId] | SequenceIds] = []
+
+        def is_known(ids: list[SampleId], inputs: dict[str, Any] | None) -> Array:  # called in the feeding thread
+            known = self._view.contains(lookup_of(self._data, ids, inputs))
+            if first:
+                self._known += int(np.count_nonzero(known))
+            return known
+
+        def settle() -> None:
+            nonlocal lost
+            self._session.labeller.prepare_epoch()
+            missing = sum(int(np.count_nonzero(~self._view.contains(ids))) for ids in unsettled)
+            lost += missing
+            self._labelled -= missing
+            unsettled.clear()
+            self._guard.check_unchanged(self._view, in_job=False)
+
+        def answered(batch: Batch) -> None:
+            unsettled.append(lookup_of(self._data, *batch))
+            self._labelled += len(batch[0])
+            if len(unsettled) == _SETTLE_EVERY:
+                settle()
+            self._tell(self._progress(self._data.rows))
+
+        batches = self._data.batches(self._plan.batch_rows, is_known)
+        label_batches(self._session, self._data, self._plan, batches, answered)
+        settle()
+        self._tell(self._progress(self._data.rows))
+        return lost
+
+
+def session_of(plan: LabelPlan, cache: SoftLabelCache) -> LabelSession:
+    """Connect to the teachers of a plan."""
+    return LabelSession([plan.teachers], plan.output_spec, plan.options, CacheConfig(cache, plan.dataset))
+
+
+def label_batches(
+    session: LabelSession,
+    data: LabelDataset,
+    plan: LabelPlan,
+    batches: Iterator[Batch],
+    answered: Callable[[Batch], None],
+) -> None:
+    """Send batches of a data set to teachers, and call `answered` in order with each that has its labels.
+
+    If this returns, or raises one of `OF_THE_ROWS`, no thread uses `batches` any longer.
+
+    Raises:
+        TemporaryError: The data set is still loading a sample after `source_timeout_s`.
+    """
+    getters = {name: _input(name) for name in data.inputs}
+    kind = SequenceColumnsCutter if data.sequences else BatchCutter
+    epoch = session.start(batches, kind(getters, None, session.labeller.services, lambda batch: batch[0]))
+    failure: Exception | None = None
+    try:
+        for number, item in enumerate(epoch, 1):
+            epoch.taken(item)
+            if number % _SETTLE_EVERY == 0:
+                session.labeller.prepare_epoch()
+            answered(item.value)
+    except OF_THE_ROWS as exc:
+        failure = exc
+    finally:
+        epoch.close()
+    timeout_s = plan.options.source_timeout_s
+    if not epoch.join(min(timeout_s, threading.TIMEOUT_MAX)):
+        raise TemporaryError(f"the data set is still loading a sample {timeout_s:g} s after it was told to stop")
+    if failure is not None:
+        raise failure
+
+
+def lookup_of(
+    data: LabelDataset, ids: Sequence[SampleId], inputs: Mapping[str, Any] | None
+) -> Sequence[SampleId] | SequenceIds:
+    """Return what to look labels up by: ids, and for sequences of a file their texts as well, if they are loaded."""
+    if not data.sequences:
+        return ids
+    if inputs is None or not isinstance(data, RaggedData):
+        return SequenceIds(ids)
+    columns = dict(inputs)
+    positions = columns.pop(data.position_input, None)
+    lengths = np.array([len(part) for part in next(iter(columns.values()))], np.int64)
+    arrays = {name: np.concatenate(parts) for name, parts in columns.items()}
+    prints = fingerprints_of(arrays, lengths, np.concatenate(positions) if positions is not None else None)
+    return SequenceIds(ids, lengths, prints, tuple(sorted(columns)))
+
+
+def _check_kind(data: LabelDataset, session: LabelSession) -> None:
+    """Check that data and model are both of rows or both of sequences, once the first teacher has told its model.
+
+    The data set is told which input of the model holds positions.
+    """
+    spec = session.labeller.model_spec()
+    if bool(spec.sequences) != data.sequences:
+        kinds = ("sequences", "rows") if data.sequences else ("rows", "sequences")
+        raise SettingsError(
+            f"the data set has {kinds[0]}, and the teachers' model {spec.name!r} takes {kinds[1]}: "
+            + (_ROWS_REMEDY if data.sequences else _SEQUENCES_REMEDY)
+        )
+    if isinstance(data, RaggedData):
+        data.position_input = spec.sequences
+        odd = [name for name in data.inputs if spec.inputs and name not in spec.inputs]
+        if odd:
+            raise SettingsError(
+                f"--inputs: the teachers' model {spec.name!r} has no input {odd[0]!r}, only {', '.join(spec.inputs)}"
+            )
+
+
+def _input(name: str) -> Getter:
+    return lambda batch: batch[1][name]

@@ -1,0 +1,406 @@
+"""`ShardLabeller`: labels ranges of rows that a `ShardSource` hands out, and reports each once its labels are on disk.
+
+The caller's thread takes a shard, and starts a stream of batches. The thread that loads samples takes further shards
+as long as there are some, so that teachers have work between two shards, and ends the stream otherwise. The caller's
+thread counts the answers. From time to time, and whenever a stream has ended, it commits: it waits until all labels are
+on disk, and reports the shards whose rows all have one. So a killed worker costs the shards that it had, and no label
+is missing from a shard that was reported.
+
+If a row fails (teachers refuse it, or it cannot be loaded), its stream ends. The rows of its shard are then tried by
+halves: the good ones are labelled, and the shard is reported failed with the ids of the others.
+
+The two threads share queues whose single steps are atomic; when the caller's thread changes anything else, the other
+has ended.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from edl.datasets.rows import Batch, IndexedData, SampleId
+from edl.distill.cache import SoftLabelCache
+from edl.distill.labelling.fingerprint import DataGuard
+from edl.distill.labelling.labeller import (
+    LOST_LABELS,
+    OF_THE_ROWS,
+    PASSES,
+    Labeller,
+    LabelPlan,
+    LabelProgress,
+    label_batches,
+    lookup_of,
+    session_of,
+)
+from edl.errors import EDLError, PermanentError, SourceError, TemporaryError
+from edl.protocol.tensors import Array
+
+__all__ = ["RowShard", "ShardLabeller", "ShardSource"]
+
+logger = logging.getLogger("edl.distill")
+
+_LOOK_S = 0.2
+"""Wait for a shard before the worker looks whether it should end: too short for a person to notice."""
+_FIRST_COMMIT_S, _LAST_COMMIT_S, _COMMIT_SHARE = 0.5, 10.0, 0.02
+"""Time between two commits, which make a file each: a fiftieth of the time so far, so that a crash costs little of it,
+and a long run leaves some hundred files an hour; at most the time for which a person waits for figures."""
+_BUSY_SHARE = 0.05
+"""Share of the time that commits may take on a slow disk: meanwhile no answers are taken, and teachers may wait."""
+_MOST_SKIPPED = 64
+"""Labelled shards to take in a row before they are reported: a folder may have the labels of a whole job."""
+_LOOKED_UP_AT_ONCE = 1024
+"""Rows read from disk at a time to check their labels: memory stays bounded for wide rows."""
+_SEQUENCES_AT_ONCE = 64
+"""As above for sequences, each of which has labels of hundreds of tokens."""
+_FEW_ROWS = 8
+"""A shard with at most this many rows left, and others labelled, is tried row by row: mostly it failed before."""
+_MOST_BAD = 8
+"""Bad rows named per shard: people look at the first few, and if all rows are bad, trying each is a waste."""
+_LONGEST_TRY_S = 20.0
+"""Time for the rows of a bad shard: a teacher that fails slowly must not stop a worker for hours."""
+_PAUSE_S = 0.05
+"""Pause of a teacher that failed while rows are tried: the row is at fault, not the teacher."""
+_NEVER = 1 << 30
+"""Failures in a row after which a teacher is set aside while rows are tried: more than there are rows."""
+_MOST_FAILED = 3
+"""Shards that may fail in a row, with no row labelled, before the worker ends: then the rows are not at fault."""
+_LONGEST_REASON = 1000
+"""Characters of a reason: the master keeps one for every failure, and errors of data sets have whole tracebacks."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowShard:
+    """A range of rows to label. Two objects are two shards, even with the same rows.
+
+    Attributes:
+        start: Position of the first row.
+        stop: Position after the last row.
+        lease: Anything that the source needs to recognize the shard.
+    """
+
+    start: int
+    stop: int
+    lease: Any = None
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+class ShardSource(abc.ABC):
+    """Hands out ranges of rows, and takes reports about them. Two threads call `take`, one at a time."""
+
+    @abc.abstractmethod
+    def take(self, timeout_s: float) -> RowShard | None:
+        """Wait up to `timeout_s` for a shard; return None if there is none at the moment.
+
+        Raises:
+            EDLError: The worker cannot go on.
+        """
+
+    @property
+    @abc.abstractmethod
+    def finished(self) -> bool:
+        """Whether all shards are done or given up, here and at other workers."""
+
+    @abc.abstractmethod
+    def report_done(self, shard: RowShard) -> None:
+        """Note that the labels of all rows of a shard are on disk."""
+
+    @abc.abstractmethod
+    def report_failed(self, shard: RowShard, reason: str) -> None:
+        """Note that some rows of a shard have no label, and why."""
+
+
+class ShardLabeller(Labeller):
+    """A `Labeller` for the shards of a source. Its data set must be `IndexedData`."""
+
+    _data: IndexedData
+
+    def __init__(self, guard: DataGuard, plan: LabelPlan, cache: SoftLabelCache) -> None:
+        super().__init__(guard, plan, cache)
+        self._waiting: deque[tuple[RowShard, Array]] = deque()  # rows to load, in the size of a request
+        self._asked: deque[tuple[RowShard, Array]] = deque()  # rows being loaded or labelled, in order
+        self._left: dict[RowShard, int] = {}  # how many of these each shard has
+        self._answered: deque[RowShard] = deque()  # shards to commit
+        self._suspects: deque[tuple[RowShard, str]] = deque()  # shards to try row by row, and why
+        self._passes: Counter[RowShard] = Counter()  # how often labels of a shard were left out
+        self._failed_in_a_row: set[tuple[int, int]] = set()  # rows of shards that failed since a row was labelled
+        self._skipped = 0  # shards without rows to load since the last commit, or the last rows
+        self._in_hand: RowShard | None = None  # shard whose rows are being looked up or tried
+        self._committing = False
+        self._commit_at = 0.0
+        self._failure: Exception | None = None  # of the source
+
+    def label_shards(
+        self, source: ShardSource, tell: Callable[[LabelProgress], None] = lambda _: None
+    ) -> LabelProgress:
+        """Label what the source hands out until it has finished. Call `key` first.
+
+        However this ends, shards whose labels are on disk are reported. `tell` is called after every batch with the
+        progress of this process, in this thread.
+
+        Raises:
+            ConflictError: The data changed during the run.
+            PermanentError: Several shards failed in a row, and none of their rows was labelled.
+            EDLError: The source raised it, teachers are away for too long, or labels cannot be written.
+        """
+        self._source = source
+        self._begin(tell)
+        self._schedule_commit()
+        try:
+            while self._waiting or not source.finished:
+                if self._has_more(_LOOK_S):
+                    self._label_waiting()
+                self._commit()
+                while self._suspects:
+                    self._label_singly(*self._suspects.popleft())
+                if self._failure is not None:
+                    raise self._failure
+            self._guard.check_unchanged(self._view, in_job=True, at_end=True)
+        except BaseException as exc:
+            self._end_with(exc)
+            raise
+        return self._progress()
+
+    # The caller's thread
+
+    def _label_waiting(self) -> None:
+        """Label what waits, and all shards that come without a pause."""
+        try:
+            label_batches(self._session, self._data, self._plan, self._batches(), self._note_answer)
+        except OF_THE_ROWS as exc:
+            if self._committing or not self._asked:
+                raise
+            failed = self._asked[0][0]  # answers come in the order of `_asked`
+            logger.warning("rows %d to %d: some cannot be labelled: %s", failed.start, failed.stop - 1, exc)
+            del self._left[failed]
+            again = [part for part in (*self._asked, *self._waiting) if part[0] is not failed]
+            self._asked.clear()
+            self._waiting = deque(again)
+            self._suspects.append((failed, str(exc)))
+
+    def _note_answer(self, batch: Batch) -> None:
+        shard, _ = self._asked.popleft()
+        self._left[shard] -= 1
+        if not self._left[shard]:
+            del self._left[shard]
+            self._answered.append(shard)
+        self._note_labelled(len(batch[0]))
+        if time.monotonic() >= self._commit_at:
+            self._commit()
+
+    def _note_labelled(self, rows: int) -> None:
+        self._labelled += rows
+        self._failed_in_a_row.clear()
+        self._tell(self._progress())
+
+    def _commit(self) -> None:
+        """Wait until the labels of answered shards are on disk, and report these shards done."""
+        self._committing = True
+        shards = [self._answered.popleft() for _ in range(len(self._answered))]
+        self._skipped = 0
+        self._guard.check_unchanged(self._view, in_job=True)  # after the rows were read, before they are reported
+        begun = time.monotonic()
+        if shards:
+            self._session.labeller.prepare_epoch()
+            self._cache.flush()
+        unkept = 0
+        for shard in shards:
+            lost = self._data.unknown(self._is_kept, shard.start, shard.stop)
+            if len(lost):
+                self._passes[shard] += 1
+                unkept += len(lost) if self._passes[shard] >= PASSES else 0
+                self._add(shard, lost)
+            else:
+                self._source.report_done(shard)
+        if unkept:  # after the other shards were reported
+            raise TemporaryError(f"{unkept} rows were labelled {PASSES} times, but not kept: {LOST_LABELS}")
+        self._schedule_commit(time.monotonic() - begun)
+        self._committing = False
+
+    def _schedule_commit(self, took_s: float = 0.0) -> None:
+        now = time.monotonic()
+        interval_s = max(_COMMIT_SHARE * (now - self._started), took_s / _BUSY_SHARE, _FIRST_COMMIT_S)
+        self._commit_at = now + min(interval_s, _LAST_COMMIT_S)
+
+    def _end_with(self, exc: BaseException) -> None:
+        """Report what is known of the shards before an error ends the run. The source gives the others back."""
+        if self._committing:
+            return
+        try:
+            self._commit()
+        except EDLError as failure:
+            logger.warning("labels of the last moments may be lost, and will be asked for again: %s", failure)
+        if isinstance(exc, Exception) and not isinstance(exc, EDLError):
+            # Code of the user's has raised it, perhaps because of these rows. Without a failure counted, the shard
+            # would come first again, to every worker that is started again.
+            shard = self._in_hand or next(iter([*self._left]), None)
+            if shard is not None:
+                self._source.report_failed(shard, _cut(f"{type(exc).__name__}: {exc}"))
+
+    def _label_singly(self, shard: RowShard, why: str) -> None:
+        """Label the good rows of a shard that has bad ones, and report it failed if that is so."""
+        self._in_hand = shard
+        index = self._unknown(shard)
+        bad, untried = self._find_bad_rows(self._parts_of(index))
+        labelled = len(index) - len(bad) - untried
+        if labelled:
+            self._note_labelled(labelled)
+        if bad or untried:
+            ids = ", ".join(map(repr, self._data.ids_of(np.array(sorted(bad), np.int64))))
+            more = f", perhaps others of {untried} that were not tried" if untried else ""
+            named = f"sample{'s' if len(bad) > 1 else ''} {ids}{more}: {bad[min(bad)]}" if bad else ""
+            reason = _cut(named or why or "not all rows were tried in time")
+            self._source.report_failed(shard, reason)
+            if len(index) == len(shard) and not labelled:
+                self._failed_in_a_row.add((shard.start, shard.stop))
+            if len(self._failed_in_a_row) >= _MOST_FAILED:
+                raise PermanentError(
+                    f"{_MOST_FAILED} shards failed here one after the other, and no row of them was labelled, so the "
+                    f"cause is not a single row; the last: {reason}"
+                )
+        else:
+            self._add(shard, index[:0])
+        self._in_hand = None
+
+    def _find_bad_rows(self, parts: list[Array]) -> tuple[dict[int, str], int]:
+        """Label rows together, and those that fail together by halves; return why rows failed, and how many are left.
+
+        The connections are apart: here a failure is the row's fault, and the teacher is asked on.
+        """
+        options = self._plan.options
+        policy = replace(
+            options.policy, failures_to_open=_NEVER, open_min_s=_PAUSE_S, aside_s=_PAUSE_S, task_failures=2
+        )
+        plan = replace(self._plan, options=replace(options, policy=policy))
+        bad: dict[int, str] = {}
+        waiting = parts[::-1]
+        deadline = time.monotonic() + _LONGEST_TRY_S
+        with contextlib.closing(session_of(plan, self._cache)) as session:
+            while waiting and len(bad) < _MOST_BAD and time.monotonic() < deadline:
+                part = waiting.pop()
+                try:
+                    label_batches(session, self._data, plan, _loaded(self._data, [part]), lambda _: None)
+                except OF_THE_ROWS as exc:
+                    if len(part) == 1:
+                        bad[int(part[0])] = str(exc)
+                    else:
+                        half = len(part) // 2
+                        waiting += [part[half:], part[:half]]
+        return bad, sum(map(len, waiting))
+
+    # Either thread
+
+    def _has_more(self, timeout_s: float) -> bool:
+        """Return whether there are rows to load, or a shard came that may have some."""
+        if self._waiting:
+            return True
+        ends = self._suspects or self._failure is not None or self._skipped >= _MOST_SKIPPED
+        return not ends and self._take(timeout_s)
+
+    def _take(self, timeout_s: float) -> bool:
+        """Take a shard, and queue its rows without a label; return whether there was one.
+
+        An error is kept for the caller's thread: raised within `data.load`, it would look like a sample's.
+        """
+        try:
+            shard = self._source.take(timeout_s)
+            if shard is None:
+                return False
+            self._in_hand = shard
+            index = self._unknown(shard)
+        except Exception as exc:  # noqa: BLE001 - raised again in the caller's thread
+            self._failure = exc
+            return False
+        self._in_hand = None
+        self._known += len(shard) - len(index)
+        if 0 < len(index) <= min(_FEW_ROWS, len(shard) - 1):
+            self._suspects.append((shard, ""))
+        else:
+            self._add(shard, index)
+        return True
+
+    def _add(self, shard: RowShard, index: Array) -> None:
+        """Queue rows of a shard to be labelled; without rows, the shard itself to be committed."""
+        parts = self._parts_of(index)
+        if parts:
+            self._left[shard] = len(parts)
+            self._waiting.extend((shard, part) for part in parts)
+        else:
+            self._skipped += 1
+            self._answered.append(shard)
+
+    def _parts_of(self, index: Array) -> list[Array]:
+        rows = self._plan.batch_rows
+        return [index[start : start + rows] for start in range(0, len(index), rows)]
+
+    def _unknown(self, shard: RowShard) -> Array:
+        """Return the positions of the shard's rows that have no label, or a damaged one."""
+        return self._data.unknown(self._is_whole, shard.start, shard.stop)
+
+    def _is_whole(self, ids: Sequence[SampleId], inputs: Mapping[str, Any] | None) -> Array:
+        wanted = lookup_of(self._data, ids, inputs)
+        step = _SEQUENCES_AT_ONCE if self._data.sequences else _LOOKED_UP_AT_ONCE
+        parts = (wanted[start : start + step] for start in range(0, len(ids), step))
+        return np.concatenate([self._view.get(part).mask for part in parts])
+
+    def _is_kept(self, ids: Sequence[SampleId], inputs: Mapping[str, Any] | None) -> Array:
+        return self._view.contains(lookup_of(self._data, ids, inputs))
+
+    # The thread that loads
+
+    def _batches(self) -> Iterator[Batch]:
+        while self._has_more(_LOOK_S):
+            yield from _loaded(self._data, self._hand_out())
+
+    def _hand_out(self) -> Iterator[Array]:
+        """Yield rows to load as long as there are some without a wait.
+
+        Loaders take rows in ahead. One that waited here would keep loaded rows from being labelled, and their shards
+        from being done, for which other workers may wait in the same way.
+        """
+        while self._has_more(0.0):
+            if self._waiting:
+                part = self._waiting.popleft()
+                self._asked.append(part)
+                self._skipped = 0
+                yield part[1]
+
+
+def _loaded(data: IndexedData, parts: Iterable[Array]) -> Iterator[Batch]:
+    """Yield a batch for each part; without this check, a missing batch would be waited for for ever.
+
+    Raises:
+        SourceError: Code of the data set raised an error, or yields too few batches.
+    """
+    taken = loaded = 0
+
+    def counted() -> Iterator[Array]:
+        nonlocal taken
+        for part in parts:
+            taken += 1
+            yield part
+
+    try:
+        for batch in data.load(counted()):
+            loaded += 1
+            yield batch
+        if loaded < taken:
+            raise SourceError(f"the data set yields {loaded} batches for {taken} parts: a StopIteration?")
+    except EDLError:
+        raise
+    except Exception as exc:
+        words = str(exc).strip().rpartition("\n")[2]  # without the traceback of a worker process
+        raise SourceError(f"a sample cannot be loaded: {type(exc).__name__}: {words}") from exc
+
+
+def _cut(reason: str) -> str:
+    return reason if len(reason) <= _LONGEST_REASON else f"{reason[: _LONGEST_REASON - 1]}…"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from edl.cli.label import options as command_line
-from edl.cli.label.output import ShownProgress, counted, open_screen, print_outcome
+from edl.cli.label.output import counted, open_screen, print_outcome
 from edl.datasets import open_data
 from edl.distill.cache import SoftLabelCache
 from edl.distill.labelling import DataGuard, Labeller, LabelPlan, LabelProgress, note_files
@@ -60,7 +60,7 @@ def _label_all(options: argparse.Namespace, guard: DataGuard, plan: LabelPlan, c
                 if progress.total is not None and progress.labelled:
                     left_s = (progress.total - done) / progress.rows_per_s
                 teachers = counted(progress.teachers_live, "teacher")
-                screen(ShownProgress(done, progress.total, progress.rows_per_s, left_s, teachers))
+                screen(done, progress.total, progress.rows_per_s, left_s, teachers)
 
             key = labeller.key(relabel=options.relabel)
             progress = labeller.label_all(show)

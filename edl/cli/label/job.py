@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from edl.background import BackgroundLoop
 from edl.cli._credentials import default_host, warn_of_open_port
-from edl.cli.label.output import ShownProgress, counted, kind_of, model_of, open_screen, print_use
+from edl.cli.label.output import counted, kind_of, model_of, open_screen, print_use
 from edl.datasets.rows import IndexedData
 from edl.discovery import Store, open_store
 from edl.distill.cache import CacheKey, SoftLabelCache
@@ -293,7 +293,8 @@ class _Worker:
             with contextlib.suppress(DiscoveryError):
                 labels = _labels_of(read_report(store, self._job))
                 if labels is not None:
-                    screen(_shown(labels, here))
+                    done, total = labels["units_done"], labels["units"]
+                    screen(done, total, labels["units_per_s"], labels["eta_s"], _who(labels, here))
             return _REPORT_S
 
         with (
@@ -380,11 +381,10 @@ def _labels_of(report: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     return found[0] if found else None
 
 
-def _shown(labels: Mapping[str, Any], here: LabelProgress) -> ShownProgress:
+def _who(labels: Mapping[str, Any], here: LabelProgress) -> str:
     poisoned = labels["shards"]["poisoned"]
-    who = [counted(len(labels["holders"]), "worker"), *([f"{counted(poisoned, 'shard')} given up"] if poisoned else [])]
-    who.append(f"{here.labelled:,} rows here from {counted(here.teachers_live, 'teacher')}")
-    return ShownProgress(labels["units_done"], labels["units"], labels["units_per_s"], labels["eta_s"], ", ".join(who))
+    parts = [counted(len(labels["holders"]), "worker"), *([f"{counted(poisoned, 'shard')} given up"] * bool(poisoned))]
+    return ", ".join([*parts, f"{here.labelled:,} rows here from {counted(here.teachers_live, 'teacher')}"])
 
 
 def _list_poisoned(labels: Mapping[str, Any]) -> None:

@@ -9,7 +9,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from rich.console import Console
@@ -20,24 +19,14 @@ from edl.datasets.rows import RaggedData
 from edl.distill.cache import CacheKey
 from edl.distill.labelling import LabelProgress
 
-__all__ = ["Screen", "ShownProgress", "counted", "kind_of", "model_of", "open_screen", "print_outcome", "print_use"]
+__all__ = ["Screen", "counted", "kind_of", "model_of", "open_screen", "print_outcome", "print_use"]
 
 _LINE_EVERY_S = 5.0
 """Time between two lines of progress in a file or pipe."""
 
 
-@dataclass(frozen=True)
-class ShownProgress:
-    """Progress to show; `who` says in words who works on it."""
-
-    done: int
-    total: int | None
-    rows_per_s: float
-    left_s: float | None
-    who: str
-
-
-Screen: TypeAlias = Callable[[ShownProgress], None]
+Screen: TypeAlias = Callable[[int, int | None, float, float | None, str], None]
+"""Shows progress: rows done, rows in total, rows per second, seconds left, and who works on it."""
 
 
 @contextlib.contextmanager
@@ -51,9 +40,8 @@ def open_screen(title: str) -> Iterator[Screen]:
     with Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[who]}"), console=console) as bar:
         task = bar.add_task(title, total=None, rate=0.0, who="waiting for teachers")
 
-        def show(progress: ShownProgress) -> None:
-            rate, who = progress.rows_per_s, progress.who
-            bar.update(task, completed=progress.done, total=progress.total, rate=rate, who=who)
+        def show(done: int, total: int | None, rows_per_s: float, left_s: float | None, who: str) -> None:
+            bar.update(task, completed=done, total=total, rate=rows_per_s, who=who)
 
         yield show
 
@@ -61,16 +49,15 @@ def open_screen(title: str) -> Iterator[Screen]:
 def _lines() -> Screen:
     next_at = time.monotonic()
 
-    def show(progress: ShownProgress) -> None:
+    def show(done: int, total: int | None, rows_per_s: float, left_s: float | None, who: str) -> None:
         nonlocal next_at
         now = time.monotonic()
         if now < next_at:
             return
         next_at = now + _LINE_EVERY_S
-        of_all = f" of {progress.total:,}" if progress.total is not None else ""
-        parts = [f"{progress.done:,}{of_all} rows", f"{progress.rows_per_s:,.0f} rows/s", progress.who]
-        if progress.left_s is not None:
-            left_s = progress.left_s
+        of_all = f" of {total:,}" if total is not None else ""
+        parts = [f"{done:,}{of_all} rows", f"{rows_per_s:,.0f} rows/s", who]
+        if left_s is not None:
             parts.append(f"{left_s / 60:.0f} min left" if left_s >= 120 else f"{left_s:.0f} s left")
         print(", ".join(parts), file=sys.stderr, flush=True)
 

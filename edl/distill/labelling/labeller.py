@@ -116,6 +116,8 @@ class Labeller:
         SettingsError: Credentials or discovery are wrong.
     """
 
+    _view: CacheView  # from `key` on
+
     def __init__(self, guard: DataGuard, plan: LabelPlan, cache: SoftLabelCache) -> None:
         self._guard = guard
         self._data = guard.data
@@ -123,7 +125,6 @@ class Labeller:
         policy = replace(plan.options.policy, open_max_s=min(plan.options.policy.open_max_s, _LONGEST_PAUSE_S))
         self._plan = replace(plan, options=replace(plan.options, policy=policy))
         self._session = session_of(self._plan, cache)
-        self._opened: CacheView | None = None
         self._tell: Callable[[LabelProgress], None] = lambda _: None
         self._started = time.monotonic()
         self._known = self._labelled = 0
@@ -139,17 +140,15 @@ class Labeller:
             ConflictError: The folder has labels of other data.
         """
         _check_kind(self._data, self._session)
-        self._opened = self._session.labeller.view(self._cache, tuple(self._data.inputs))
-        self._guard.admit(self._opened, relabel=relabel)
-        return self._opened.key
+        self._view = self._session.labeller.view(self._cache, tuple(self._data.inputs))
+        self._guard.admit(self._view, relabel=relabel)
+        return self._view.key
 
     def label_all(self, tell: Callable[[LabelProgress], None] = lambda _: None) -> LabelProgress:
         """Ask for the labels of all rows that have none yet. On return all labels are on disk. Call `key` first.
 
-        If the process is killed, call this again in another one: labels of the last `flush_interval_s` of the cache
-        are lost, and nothing else.
-
-        `tell` is called after every batch, in this thread.
+        After a kill, call this again in another process: labels of the last `flush_interval_s` of the cache are lost,
+        and nothing else. `tell` is called after every batch, in this thread.
 
         Raises:
             ConflictError: The data changed during the run.
@@ -177,11 +176,6 @@ class Labeller:
     def close(self) -> None:
         """Close the connections. May be called twice."""
         self._session.close()
-
-    @property
-    def _view(self) -> CacheView:
-        assert self._opened is not None, "after `key`"
-        return self._opened
 
     def _begin(self, tell: Callable[[LabelProgress], None]) -> None:
         self._tell = tell

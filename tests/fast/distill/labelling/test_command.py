@@ -125,24 +125,23 @@ def test_data_written_to_meanwhile_are_noticed(
     np.testing.assert_array_equal(load_labels(folder).rows(range(ROWS))["y"], X)
 
 
-@pytest.mark.parametrize("change", ["grow", "replace", "remove"])
-def test_any_change_of_a_file_is_noticed(tmp_path: Path, change: str) -> None:
-    path, other = tmp_path / "x.npy", tmp_path / "y.npy"
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes() + b" "), "had 16,128 bytes and now has 16,129"),
+        (lambda path: Path(shutil.copy2(path, f"{path}~")).replace(path), "was replaced"),  # as large, and as old
+        (os.unlink, "No such file"),
+    ],
+)
+def test_any_change_of_a_file_is_noticed(tmp_path: Path, change: Any, words: str) -> None:
+    path = tmp_path / "x.npy"
     np.save(path, X)
     guard = DataGuard(ArrayData({"x": X}), note_files(str(path), None, f"{path}:factory"))
     with SoftLabelCache() as cache:
         view = cache.view(CacheKey("m", "1", ("y",)))
         guard.check_unchanged(view, in_job=False, at_end=True)
-        if change == "grow":
-            with path.open("ab") as file:
-                file.write(b" ")
-        elif change == "replace":
-            shutil.copy2(path, other)  # as large, and as old
-            other.replace(path)
-        else:
-            path.unlink()
-        words = {"grow": "had 16,128 bytes and now has 16,129", "replace": "another file", "remove": "No such file"}
-        with pytest.raises(ConflictError, match=words[change]):
+        change(path)
+        with pytest.raises(ConflictError, match=words):
             guard.check_unchanged(view, in_job=False)
 
 

@@ -134,6 +134,7 @@ def test_shards_are_done_when_on_disk(serve: Serve, folder: Path) -> None:
     assert source.done_rows == list(range(ROWS))
     assert source.missing_on_disk == 0
     check(folder)
+    assert label(folder, teacher, Shards(folder, size=5)).known == ROWS, "with no stream of batches to wait for"
 
 
 def test_a_rewritten_file_ends_the_worker(serve: Serve, folder: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from edl.cli import main
 from edl.distill import DistillReader
 from edl.distill.cache import SoftLabelCache, load_labels
 from edl.distill.compress import TopK, top_k
+from edl.errors import SettingsError
 from edl.testing.models import prefix_scores_of
 from edl_serving.backends.callable import CallableBackend
 from tests.fast.distill.conftest import Register, Serve, Served
@@ -224,7 +226,8 @@ def test_data_of_the_other_kind_are_refused(
     other = {"ids=input_ids": "x=input_ids", "logprobs": "y"}
     assert main([other.get(word, word) for word in asked]) == 2
     assert "has sequences, and the teachers' model 'm' takes rows" in capsys.readouterr().err
-    assert not list(tmp_path.glob("labels/*.labels"))
+    with pytest.raises(SettingsError, match="has no labels"):
+        load_labels(tmp_path / "labels")
 
 
 def test_a_dataset_and_offsets(teacher: Served, tmp_path: Path) -> None:
@@ -234,9 +237,10 @@ def test_a_dataset_and_offsets(teacher: Served, tmp_path: Path) -> None:
     assert main(["label", f"{tmp_path / 'corpus.py'}:texts", "--inputs", "ids", "--sequences", *wanted]) == 0
     texts = sequences(40)
     np.savez(tmp_path / "t.npz", tokens=np.concatenate(texts), begins=np.cumsum([0, *map(len, texts)]))
-    files = {file: file.stat().st_size for file in tmp_path.glob("labels/*.labels")}
+    newest = "SELECT max(number) FROM label"
+    before = sqlite3.connect(tmp_path / "labels" / "labels.sqlite").execute(newest).fetchall()
     assert main(["label", str(tmp_path / "t.npz"), "--inputs", "ids=tokens", "--offsets", "begins", *wanted]) == 0
-    assert {file: file.stat().st_size for file in tmp_path.glob("labels/*.labels")} == files
+    assert sqlite3.connect(tmp_path / "labels" / "labels.sqlite").execute(newest).fetchall() == before
     found = load_labels(tmp_path / "labels").of_sequences(range(40), {"ids": texts})
     for text, labels in zip(texts, found, strict=True):
         assert labels["logprobs"].tolist() == prefix_scores_of(text).tolist()

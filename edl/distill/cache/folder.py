@@ -45,11 +45,11 @@ from edl.background import BackgroundLoop
 from edl.discovery.sqlite.file import FileIdentity, opening
 from edl.distill.cache.key import FINGERPRINT_NBYTES, CacheKey, Head, SampleId
 from edl.distill.cache.records import RowLayout
-from edl.errors import SettingsError
+from edl.errors import EDLError, SettingsError, TemporaryError
 from edl.quoting import shown
 from edl.settings import allows_shared_file
 
-__all__ = ["FAILURES", "LabelFolder", "LabelWriter", "Namespace", "why"]
+__all__ = ["LabelFolder", "LabelWriter", "Namespace"]
 
 logger = logging.getLogger("edl.distill")
 
@@ -94,7 +94,7 @@ _ROW_NBYTES = 64
 _STALLED_S = 60.0
 """How long a disk may stand still before labels are dropped, and `close` gives up: longer than a busy one does."""
 
-FAILURES = (OSError, sqlite3.Error, UnicodeError)
+_FAILURES = (OSError, sqlite3.Error, UnicodeError)
 """What reading and writing may raise; the last where SQLite quotes text that is damaged."""
 
 
@@ -142,9 +142,9 @@ class LabelFolder:
         try:
             self._reading.connection()
         except sqlite3.OperationalError as exc:  # a full disk, say: that may pass
-            self._warn(f"labels cannot be read now, and are asked for again: {why(exc)}")
-        except FAILURES as exc:
-            raise SettingsError(f"soft-label cache folder {str(path)!r}: {why(exc)}") from exc
+            self._warn(f"labels cannot be read now, and are asked for again: {_why(exc)}")
+        except _FAILURES as exc:
+            raise SettingsError(f"soft-label cache folder {str(path)!r}: {_why(exc)}") from exc
 
     def close(self) -> None:
         """Close the database, but for a connection in use by a function that this interrupts."""
@@ -244,8 +244,8 @@ class LabelFolder:
         try:
             with self._read_lock:
                 return self._reading.connection().execute(sql, values).fetchall()
-        except FAILURES as exc:
-            self._warn(f"labels cannot be read now, and are asked for again: {why(exc)}")
+        except _FAILURES as exc:
+            self._warn(f"labels cannot be read now, and are asked for again: {_why(exc)}")
             return []
 
     def _warn(self, words: str, once: str = "") -> None:
@@ -253,7 +253,7 @@ class LabelFolder:
             self._said.add(once or words)
             logger.warning("soft-label cache %s: %s", self.path, words)
 
-    # Writing. All of these raise one of FAILURES where the folder cannot be written.
+    # Writing. All of these raise `TemporaryError` where the folder cannot be written.
 
     def write(self, space: Namespace, records: Mapping[SampleId, bytes]) -> None:
         """Add labels; they are on the disk when this returns.
@@ -275,7 +275,7 @@ class LabelFolder:
     def _write_part(self, space: Namespace, part: Mapping[SampleId, bytes], nbytes: int) -> None:
         if self.limit_bytes is not None and nbytes > self._part_nbytes:
             largest = max(map(len, part.values()))
-            raise OSError(errno.EFBIG, f"a label of {largest} bytes is too large for disk_bytes={self.limit_bytes}")
+            raise SettingsError(f"a label of {largest} bytes is too large for disk_bytes={self.limit_bytes}")
         while True:
             with self._transaction() as db:
                 number = self._number(db, space)
@@ -311,29 +311,34 @@ class LabelFolder:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Run a transaction that writes, under a bound only with an empty journal."""
+        """Run a transaction that writes."""
         with self._write_lock:
-            db = self._writing.connection()
-            deadline = time.monotonic() + _BUSY_S
-            db.execute("BEGIN IMMEDIATE")
             try:
-                while self.limit_bytes is not None and self._size_of("-wal"):
-                    db.execute("ROLLBACK")
-                    if db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[
-                        0
-                    ]:  # another process is at it, or reads
-                        time.sleep(_PAUSE_S)
-                    if time.monotonic() > deadline:
-                        raise OSError(errno.EBUSY, f"another process has been reading or writing for {_BUSY_S:g} s")
-                    db.execute("BEGIN IMMEDIATE")
-                yield db
-                db.execute("COMMIT")
-            except BaseException:
-                if db.in_transaction:
-                    with contextlib.suppress(sqlite3.Error):
-                        db.execute("ROLLBACK")
-                raise
-            self._writing.check()
+                db = self._writing.connection()
+                try:
+                    self._begin(db)
+                    yield db
+                    db.execute("COMMIT")
+                finally:
+                    if db.in_transaction:
+                        with contextlib.suppress(sqlite3.Error):
+                            db.execute("ROLLBACK")
+                self._writing.check()
+            except _FAILURES as exc:
+                raise TemporaryError(f"soft-label cache {self.path}: {_why(exc)}") from exc
+
+    def _begin(self, db: sqlite3.Connection) -> None:
+        """Begin a transaction that writes, under a bound only with an empty journal."""
+        deadline = time.monotonic() + _BUSY_S
+        while True:
+            db.execute("BEGIN IMMEDIATE")
+            if self.limit_bytes is None or not self._size_of("-wal"):
+                return
+            db.execute("ROLLBACK")
+            if db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:  # another process does it, or reads
+                time.sleep(_PAUSE_S)
+            if time.monotonic() > deadline:
+                raise OSError(errno.EBUSY, f"another process has been reading or writing for {_BUSY_S:g} s")
 
     def _number(self, db: sqlite3.Connection, space: Namespace) -> int:
         """Return the number of a key, with its layout as it is and will be in the database."""
@@ -366,7 +371,7 @@ class LabelFolder:
                 if nbytes <= 0:
                     break
             if not oldest:
-                raise OSError(errno.EFBIG, f"there is no room in disk_bytes={limit_bytes}")
+                raise SettingsError(f"there is no room in disk_bytes={limit_bytes}")
             if any(of == key for _, of, _ in oldest):
                 self._warn(
                     "it is full: labels of the same teacher and data set make room for each other, so teachers are "
@@ -501,10 +506,11 @@ class _Database:
         db.execute("PRAGMA cache_size = -16000")  # KiB: a batch's pages go into the journal once
         if is_new:
             db.execute("BEGIN IMMEDIATE")
-            for statement in _SCHEMA.split(";"):
-                db.execute(statement)
-            db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-            db.execute(f"PRAGMA user_version = {_FORMAT}")
+            if not self._check_format(db):  # another process may have been faster
+                for statement in _SCHEMA.split(";"):
+                    db.execute(statement)
+                db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+                db.execute(f"PRAGMA user_version = {_FORMAT}")
             db.execute("COMMIT")
 
     def _check_format(self, db: sqlite3.Connection) -> bool:
@@ -549,7 +555,7 @@ def _leak_inherited() -> None:
 os.register_at_fork(after_in_child=_leak_inherited)
 
 
-def why(exc: BaseException) -> str:
+def _why(exc: BaseException) -> str:
     """Return why labels cannot be read or written, for people."""
     words = exc.strerror if isinstance(exc, OSError) and exc.strerror else shown(exc)
     if isinstance(exc, sqlite3.Error) and "locked" in words:
@@ -650,7 +656,7 @@ class LabelWriter:
                 self._folder.write(space, records)
             except Exception as exc:  # noqa: BLE001 - those who wait for this thread must not wait for ever
                 with self._lock:
-                    self._fail(len(records), why(exc), exc)
+                    self._fail(len(records), str(exc), None if isinstance(exc, EDLError) else exc)
             else:
                 self._failing = False
         with self._lock:
@@ -661,11 +667,10 @@ class LabelWriter:
     def _fail(self, rows: int, failure: str, exc: Exception | None = None) -> None:
         if not self._failing or failure != self.failure:
             logger.warning(
-                "soft-label cache %s: %d rows were not written, and will be asked for again: %s",
-                self._folder.path,
+                "%d rows were not written to the soft-label cache, and will be asked for again: %s",
                 rows,
                 failure,
-                exc_info=None if exc is None or isinstance(exc, (*FAILURES, SettingsError)) else exc,
+                exc_info=exc,
             )
         self.failures += 1
         self.lost_rows += rows

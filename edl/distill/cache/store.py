@@ -11,14 +11,14 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from edl.distill.cache.folder import FAILURES, LabelFolder, LabelWriter, Namespace, why
+from edl.distill.cache.folder import LabelFolder, LabelWriter, Namespace
 from edl.distill.cache.key import UNKNOWN, CacheKey, Head, Ids, RowIds, SampleId, SequenceIds, as_ids
 from edl.distill.cache.memory import MemoryTier
 from edl.distill.cache.records import Found, Outputs, RowLayout, flatten
@@ -203,9 +203,7 @@ class SoftLabelCache:
         with self.lock:
             lost, self.writer.lost_rows = self.writer.lost_rows, 0
         if lost:
-            raise TemporaryError(
-                f"soft-label cache {self.path}: {lost} rows could not be written: {self.writer.failure}"
-            )
+            raise TemporaryError(f"{lost} rows could not be written: {self.writer.failure}")
 
     def close(self) -> None:
         """Write what is left, and release everything. A row that cannot be written is logged. May be called twice."""
@@ -398,8 +396,7 @@ class CacheView:
         """
         self._cache.check()
         if self._cache.folder is not None:
-            with self._translated():
-                self._cache.folder.note_data_set(self._space, text, relabel=relabel)
+            self._cache.folder.note_data_set(self._space, text, relabel=relabel)
 
     def verify(self) -> None:
         """Read all rows on disk and forget damaged rows, so that `contains` and `ids` can be relied on.
@@ -409,8 +406,7 @@ class CacheView:
         """
         self._cache.check()
         if self._cache.folder is not None:
-            with self._translated():
-                self._cache.folder.verify(self._space)
+            self._cache.folder.verify(self._space)
 
     def ids(self) -> list[SampleId]:
         """Return all ids that there are rows for."""
@@ -427,13 +423,6 @@ class CacheView:
         with self._cache.lock:
             held = writer.held(self._space)  # first, since a row goes from there to the disk
         return dict.fromkeys([*folder.ids(self._space), *held])
-
-    @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
-        try:
-            yield
-        except FAILURES as exc:
-            raise TemporaryError(f"soft-label cache {self._cache.path}: {why(exc)}") from exc
 
     def _check_kind(self, sequences: SequenceIds | None) -> None:
         """Check that labels are of sequences if, and only if, those are wanted."""

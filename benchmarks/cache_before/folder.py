@@ -36,7 +36,7 @@ from benchmarks.cache_before.segment import read_small
 from edl.distill.cache import CacheKey
 from edl.errors import SettingsError
 
-__all__ = ["KEY_FILE", "SUFFIX", "SegmentFolder"]
+__all__ = ["KEY_FILE", "SUFFIX", "SegmentFolder", "folder_of"]
 
 logger = logging.getLogger("edl.distill")
 
@@ -97,8 +97,8 @@ class SegmentFolder:
         for file in sorted(self.path.glob(f"*/{KEY_FILE}")):
             try:
                 key = CacheKey.from_json(read_small(file, _LARGEST_KEY).decode("ascii"))
-                if key.folder != file.parent.name:
-                    raise ValueError(f"it belongs to {key.folder!r}")
+                if folder_of(key) != file.parent.name:
+                    raise ValueError(f"it belongs to {folder_of(key)!r}")
                 found.append(key)
             except FileNotFoundError:
                 continue  # evicted since it was listed
@@ -120,9 +120,9 @@ class SegmentFolder:
             OSError: it could not be written.
         """
         with self._locked():
-            place = self.path / key.folder
+            place = self.path / folder_of(key)
             text = key.to_json()
-            self._make_room(len(data) + len(text), key.folder)
+            self._make_room(len(data) + len(text), folder_of(key))
             place.mkdir(exist_ok=True)
             if not _has(place / KEY_FILE, text.encode("ascii")):  # each time: another process may have evicted it
                 self._place(place / KEY_FILE, text.encode("ascii"))
@@ -235,6 +235,12 @@ class SegmentFolder:
 
 
 @functools.cache
+def folder_of(key: CacheKey) -> str:
+    """Return the name of a key's folder: the model's for people, and a hash that tells keys apart."""
+    readable = re.sub(r"[^A-Za-z0-9_.-]+", "-", key.model)[:40].strip(".-") or "model"
+    return f"{readable}-{hashlib.sha256(key.to_json().encode()).hexdigest()[:20]}"
+
+
 def _machine() -> str:
     """Return 16 hexadecimal digits that tell running kernels apart, each of which keeps locks among its processes."""
     try:

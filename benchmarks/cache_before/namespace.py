@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.cache_before.folder import KEY_FILE, SUFFIX
+from benchmarks.cache_before.folder import KEY_FILE, SUFFIX, folder_of
 from benchmarks.cache_before.layout import RowLayout
 from benchmarks.cache_before.memory import SampleId
 from benchmarks.cache_before.segment import BadSegmentError, FileHandles, Segment
@@ -67,7 +67,7 @@ class Namespace:
 
     def __init__(self, root: Path, key: CacheKey, handles: FileHandles) -> None:
         self.key = key
-        self.path = root / key.folder
+        self.path = root / folder_of(key)
         self.layout: RowLayout | None = None
         self.pending: dict[SampleId, bytes] = {}
         self.skipped = self.damaged_rows = 0

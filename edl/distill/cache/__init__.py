@@ -3,9 +3,8 @@
 `SoftLabelCache` keeps rows by sample id, apart for everything else that an answer depends on (`CacheKey`), in memory
 and in a folder that several processes may share. `load_labels` reads such a folder whole. Inside:
 
-- `key` and `ids`: what an answer depends on; `layout`: how a row of several outputs becomes a run of bytes;
-- `memory`: the rows in memory, and which of them stay;
-- `folder`: labels on disk, indexed by SQLite, under a common bound; `writer`: the thread that writes them;
+- `key`: what an answer depends on, and sample ids; `records`: how a row of several outputs becomes a run of bytes;
+- `memory`: the records in memory, and which of them stay; `folder`: those on disk, in a SQLite database;
 - `store`: the front; `labels`: a whole folder as arrays.
 
 What does not belong here: deciding when to ask teachers.
@@ -13,10 +12,10 @@ What does not belong here: deciding when to ask teachers.
 
 from __future__ import annotations
 
-from edl.distill.cache.ids import RowIds, SequenceIds, fingerprints_of
-from edl.distill.cache.key import CacheKey
+from edl.distill.cache.key import CacheKey, RowIds, SequenceIds, fingerprints_of
 from edl.distill.cache.labels import LabelSet, load_labels
-from edl.distill.cache.store import CacheStats, CacheView, Found, SoftLabelCache
+from edl.distill.cache.records import Found
+from edl.distill.cache.store import CacheStats, CacheView, SoftLabelCache
 
 __all__ = [
     "CacheKey",

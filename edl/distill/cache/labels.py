@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -12,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from edl.distill.cache.folder import LabelFolder
-from edl.distill.cache.ids import Ids, SampleId, SequenceIds, as_ids, fingerprints_of
-from edl.distill.cache.key import CacheKey
-from edl.distill.cache.layout import RowLayout
+from edl.distill.cache.folder import LabelFolder, Namespace
+from edl.distill.cache.key import CacheKey, Ids, SampleId, SequenceIds, as_ids, fingerprints_of
+from edl.distill.cache.records import RowLayout
 from edl.distill.compress import TopK
 from edl.distill.padding import as_token_mask, padded
 from edl.errors import SettingsError, SourceError
@@ -31,9 +31,9 @@ class LabelSet:
     """All labels of a key, in memory: of rows, or of sequences with rows of their own number.
 
     Attributes:
-        key: the teacher and the data set that they are of.
-        ids: integers sorted by value before strings sorted likewise; [rows] or [sequences].
-        outputs: arrays [rows, ...] or `TopK`, in the order of `ids`; of sequences the rows of all, behind one another.
+        key: The teacher and the data set that they are of.
+        ids: Integers sorted by value before strings sorted likewise; [rows] or [sequences].
+        outputs: Arrays [rows, ...] or `TopK`, in the order of `ids`; of sequences the rows of all, behind one another.
         sequences: Ids, lengths and fingerprints of the sequences, in the order of `ids`; None for labels of rows.
     """
 
@@ -49,7 +49,7 @@ class LabelSet:
         """Return the outputs of these samples, in this order, as new arrays.
 
         Args:
-            ids: [rows], a sequence or an integer array.
+            ids: Ids of the samples, [rows], a sequence or an integer array.
 
         Raises:
             SettingsError: some of them lack a label, or the labels are of sequences.
@@ -63,8 +63,8 @@ class LabelSet:
         """Return the outputs of each of these sequences, arrays [tokens, ...] or `TopK` of its own.
 
         Args:
-            ids: [sequences].
-            inputs: the texts themselves, to see that they are those which were labelled: by the name of the teachers'
+            ids: Ids of the sequences.
+            inputs: The texts themselves, to see that they are those which were labelled: by the name of the teachers'
                 input, [tokens, ...] for each sequence. None to trust the ids.
 
         Raises:
@@ -82,10 +82,10 @@ class LabelSet:
         """Return the outputs of a batch of padded sequences, [sequences, length, ...], 0 where nothing is a token.
 
         Args:
-            ids: [sequences]; that of a sequence without tokens is not looked up.
-            mask: 0 and 1 [sequences, length], what is a token, such as a collator's `attention_mask`; an array or a
-                tensor. A sequence must have as many tokens as when it was labelled.
-            inputs: the texts themselves, as for `of_sequences`: [sequences, length, ...] by the name of the input.
+            ids: Ids of the sequences; that of a sequence without tokens is not looked up.
+            mask: Which elements are tokens, 0 and 1 [sequences, length], such as a collator's `attention_mask`; an
+                array or a tensor. A sequence must have as many tokens as when it was labelled.
+            inputs: The texts themselves, as for `of_sequences`: [sequences, length, ...] by the name of the input.
 
         Raises:
             SettingsError: some of them lack a label, or have that of another text; or labels are of rows.
@@ -180,7 +180,7 @@ def load_labels(
     Args:
         path: A folder; or several, where machines wrote to folders of their own. If several have a label of one
             sample, that of the last folder counts.
-        key: wanted if the folders have labels of several teachers or data sets.
+        key: Which labels, if the folders have those of several teachers or data sets.
 
     Returns:
         All labels of the key, in memory.
@@ -195,36 +195,32 @@ def load_labels(
     for root in roots:
         if not root.is_dir():
             raise SettingsError(f"{str(root)!r} is not a folder: name the one that `edl label --output` wrote to")
-    folders = [LabelFolder(root, read_only=True) for root in roots]
-    try:
+    with contextlib.ExitStack() as stack:
+        folders = [stack.enter_context(contextlib.closing(LabelFolder(root, read_only=True))) for root in roots]
         if key is None:
             key = _only([key for folder in folders for key in folder.keys()], name)  # noqa: SIM118 - not a mapping
         return _labels(key, folders, name)
-    finally:
-        for folder in folders:
-            folder.close()
 
 
 def _labels(key: CacheKey, folders: Sequence[LabelFolder], name: str) -> LabelSet:
     layout: RowLayout | None = None
     records: dict[SampleId, bytes] = {}
-    first: LabelFolder | None = None
+    first = None
     for folder in folders:
-        space = folder.namespace(key)
-        if space.layout is None:
-            continue
-        merged = space.layout if layout is None else layout.merged(space.layout)
-        if merged is None:
-            raise SettingsError(
-                f"labels in {str(folder.path)!r} are {space.layout}, in {str(first and first.path)!r} {layout}: they "
-                "cannot be read together"
-            )
-        layout, first = merged, first or folder
+        space = Namespace(key)
         damaged = 0
         for ids, found in folder.read_all(space):
             there = {sample: record for sample, record in zip(ids, found, strict=True) if record is not None}
             records.update(there)
             damaged += len(ids) - len(there)
+        if space.layout is None:
+            continue
+        merged = space.layout if layout is None else layout.merged(space.layout)
+        if merged is None:
+            raise SettingsError(
+                f"labels in {str(folder.path)!r} are {space.layout}, in {first!r} {layout}: they do not go together"
+            )
+        layout, first = merged, first or str(folder.path)
         if damaged:
             logger.warning(
                 "soft-label cache %s: %d labels are damaged; `edl label` asks for them again", folder.path, damaged

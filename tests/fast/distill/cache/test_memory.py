@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edl.distill.cache.key import CacheKey
-from edl.distill.cache.layout import RowLayout, flatten
+from edl.distill.cache.key import UNKNOWN, CacheKey
 from edl.distill.cache.memory import ADMIT_ONE_IN, IDLE_AFTER_CALLS, ROW_OVERHEAD, MemoryTier
+from edl.distill.cache.records import RowLayout, flatten
 from edl.errors import SettingsError
 
 RECORD = b"x" * (1024 - ROW_OVERHEAD)  # a row of one KiB, bookkeeping included
@@ -29,7 +29,7 @@ def test_rows_survive_records(rows: int) -> None:
         "big-endian": rng.normal(size=(rows, 2)).astype(">f8"),
     }
     arrays, layout = flatten(outputs, rows)
-    records = layout.pack(arrays, rows)
+    records = layout.pack(arrays, [(1, UNKNOWN)] * rows)
     assert RowLayout.from_json(layout.to_json()) == layout
     again = layout.restore(layout.unpack(records)[0])
     assert again.keys() == outputs.keys()

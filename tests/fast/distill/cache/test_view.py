@@ -238,7 +238,6 @@ class CacheModel(RuleBasedStateMachine):
         assert stats.memory_bytes <= self.memory
         assert self.bound is None or stats.disk_bytes <= self.bound
         assert not stats.failed_writes
-        assert not stats.skipped_files
 
     def teardown(self) -> None:
         if getattr(self, "cache", None) is not None:
@@ -261,7 +260,7 @@ def test_cache_is_closed_before_any_line(tmp_path: Path) -> None:
     for number in itertools.count(1, 5):
         cache = SoftLabelCache(path=tmp_path / str(number))
         with deadline(DEADLINE_S, f"closed before line {number} of put"):
-            with InterruptAt(number, cache.close, "cache/writer.py") as interrupt:
+            with InterruptAt(number, cache.close, "cache/folder.py") as interrupt:
                 try:
                     for row in range(2):
                         cache.view(KEY).put([row], rows([row]))

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import shutil
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from edl.distill import DistillReader
 from edl.distill.cache import CacheKey, SoftLabelCache, load_labels
 from edl.distill.compress import TopK, top_k
 from edl.distill.labelling import DataGuard, Labeller, note_files
-from edl.errors import ConflictError
+from edl.errors import ConflictError, SettingsError
 from edl.testing.models import prefix_scores_of
 from edl_serving.backends.callable import CallableBackend
 from tests.fast.distill.conftest import Register, Serve, Served
@@ -274,7 +275,8 @@ def test_data_of_the_other_kind_are_refused(
     other = {"ids=input_ids": "x=input_ids", "logprobs": "y"}
     assert main([other.get(word, word) for word in asked]) == 2
     assert "has sequences, and the teachers' model 'm' takes rows" in capsys.readouterr().err
-    assert not list(tmp_path.glob("labels/*.labels"))
+    with pytest.raises(SettingsError, match="has no labels"):
+        load_labels(tmp_path / "labels")
 
 
 def test_a_dataset_and_offsets(teacher: Served, tmp_path: Path) -> None:
@@ -284,9 +286,10 @@ def test_a_dataset_and_offsets(teacher: Served, tmp_path: Path) -> None:
     assert main(["label", f"{tmp_path / 'corpus.py'}:texts", "--inputs", "ids", "--sequences", *wanted]) == 0
     texts = sequences(40)
     np.savez(tmp_path / "t.npz", tokens=np.concatenate(texts), begins=np.cumsum([0, *map(len, texts)]))
-    files = {file: file.stat().st_size for file in tmp_path.glob("labels/*.labels")}
+    newest = "SELECT max(number) FROM label"
+    before = sqlite3.connect(tmp_path / "labels" / "labels.sqlite").execute(newest).fetchall()
     assert main(["label", str(tmp_path / "t.npz"), "--inputs", "ids=tokens", "--offsets", "begins", *wanted]) == 0
-    assert {file: file.stat().st_size for file in tmp_path.glob("labels/*.labels")} == files
+    assert sqlite3.connect(tmp_path / "labels" / "labels.sqlite").execute(newest).fetchall() == before
     found = load_labels(tmp_path / "labels").of_sequences(range(40), {"ids": texts})
     for text, labels in zip(texts, found, strict=True):
         assert labels["logprobs"].tolist() == prefix_scores_of(text).tolist()

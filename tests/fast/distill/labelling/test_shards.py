@@ -123,7 +123,7 @@ def test_shards_are_done_when_on_disk(serve: Serve, folder: Path) -> None:
     """Rows that are known are not asked for again, damaged ones excepted."""
     teacher, seen = serve("echo"), []
     assert label(folder, teacher, Shards(folder, rows=130)).labelled == 130
-    (file,) = folder.glob("*.labels")
+    file = folder / "labels.sqlite"
     damaged = bytearray(file.read_bytes())
     damaged[damaged.index(X[60].tobytes())] ^= 1
     file.write_bytes(damaged)

@@ -44,7 +44,6 @@ __all__ = [
     "ShardSettings",
     "Source",
     "UnitId",
-    "check_begins",
     "pack_part",
     "unpack_parts",
 ]
@@ -254,19 +253,6 @@ def _unpack(plain: bytes) -> IndexPart:
     return IndexPart(head, columns)
 
 
-def check_begins(parts: Sequence[IndexPart], sizes: Iterable[int]) -> None:
-    """Check that each part of an index begins with the unit after the part before it.
-
-    Raises:
-        ProtocolError: Two followers have added to the index.
-    """
-    units = 0
-    for part, size in zip(parts, sizes, strict=True):
-        if part.head.get("from", units) != units:
-            raise ProtocolError("parts of the index do not fit together: are there two followers?")
-        units += size
-
-
 class Dataset(abc.ABC):
     """A data set that is cut into shards of `spec.shard_size` units; the last one may be shorter.
 
@@ -375,7 +361,7 @@ class Dataset(abc.ABC):
             if isinstance(exc, EDLError):
                 raise
             raise ProtocolError(f"the index of {spec.kind}:{quote(spec.location)} lacks a part: {exc!r}") from exc
-        if self.units is not None and self._known != self.units:
+        if spec.HasField("units") and self._known not in (spec.units, ENDLESS):
             raise ProtocolError(f"the index of {spec.kind}:{spec.location} has another number of units")
 
     def covers(self, lease: LeasedUnits) -> bool:
@@ -471,7 +457,7 @@ class Dataset(abc.ABC):
         return first, stop
 
     def _look(self, now_s: float, settle_s: float, *, final: bool) -> tuple[int, bool]:
-        """Look for units that have come since the index. `update` forgets what earlier looks have found.
+        """Look for units that have come since the index. `update` forgets earlier looks.
 
         If the look is `final`, what looks unfinished counts too, such as a line without its end. Returns how many units
         there are in all, and whether the source says that it is complete. Raises `SourceError` if the source has shrunk

@@ -1,7 +1,7 @@
 """Files by path or URL: which there are, ranges of their bytes, and data sets whose units are whole files.
 
 A path is on this machine and needs nothing but Python. A URL goes through fsspec. Every error is a `SourceError` that
-names the file. What the bytes mean does not belong here.
+names the file. How to read their bytes as samples does not belong here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from edl.datasets.dataset import Dataset, IndexPart, Numbers, Options, ShardSettings, UnitId, check_begins, pack_part
+from edl.datasets.dataset import Dataset, IndexPart, Numbers, Options, ShardSettings, UnitId, pack_part
 from edl.errors import EDLError, SettingsError, SourceError
 from edl.quoting import quote, shown
 
@@ -38,11 +38,14 @@ __all__ = [
     "read_blocks",
     "read_range",
     "stat_file",
+    "translated",
 ]
 
 _BLOCK_NBYTES: Final = 4 << 20
 """Bytes read at a time: a disk reaches its full speed well below that, and a reader holds at most two blocks."""
-_PERMANENT: Final = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
+_PERMANENT: Final = {
+    *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+}
 """Errors that another attempt would not change."""
 _VERSIONS: Final = ("ETag", "etag", "generation", "md5Hash", "LastModified", "last_modified", "mtime", "created")
 """Names that file systems of fsspec give to what changes when a file is written again."""
@@ -75,7 +78,7 @@ def file_changed(path: str, how: str) -> SourceError:
 
 def stat_file(path: str) -> FileStat:
     """Return size and version of a file; one that is missing or not a regular file is an error."""
-    with _translated(path):
+    with translated(path):
         if _is_url(path):
             info: dict[str, Any] = _file_system(path).info(path)
             is_file, nbytes = info.get("type") != "directory", info.get("size")
@@ -93,7 +96,7 @@ def stat_file(path: str) -> FileStat:
 
 def read_range(path: str, start: int, stop: int) -> bytes:
     """Return the bytes `start` to `stop` of a file; fewer where it ends."""
-    with _translated(path):
+    with translated(path):
         if _is_url(path):
             data: bytes = _file_system(path).cat_file(path, start=start, end=stop)
             return data
@@ -114,7 +117,7 @@ def read_blocks(path: str, start: int, stop: int) -> Iterator[bytes]:
 
 def open_file(path: str) -> Any:
     """Return the file, opened to be read by offsets."""
-    with _translated(path):
+    with translated(path):
         return _file_system(path).open(path, "rb") if _is_url(path) else Path(path).open("rb")
 
 
@@ -125,7 +128,7 @@ def _is_pattern(location: str) -> bool:
 
 def _is_folder(location: str) -> bool:
     """Tell whether there is a folder."""
-    with _translated(location):
+    with translated(location):
         return bool(_file_system(location).isdir(location)) if _is_url(location) else Path(location).is_dir()
 
 
@@ -143,7 +146,7 @@ def list_files(location: str) -> list[str]:
     Hidden files are left out unless their names are given. A folder that cannot be listed is an error: files might
     be missing.
     """
-    with _translated(location):
+    with translated(location):
         if _is_url(location):
             return _list_urls(location)
         if Path(location).is_dir():
@@ -158,12 +161,12 @@ def find_files(location: str) -> tuple[str, list[str], list[FileStat]]:
     """Return the absolute location, its files, of which there is at least one, and what is known of each.
 
     Raises:
-        SettingsError: There is no file.
+        SettingsError: No file was found.
     """
     location = absolute(location)
     found = list_files(location)
     if not found:
-        what = "no file matches" if _is_pattern(location) else "there is no file at"
+        what = "no file matches" if _is_pattern(location) else "cannot find"
         raise SettingsError(f"{what} {quote(location)}; workers need it under the same path on their machines")
     return location, found, [stat_file(path) for path in found]
 
@@ -217,10 +220,12 @@ def _expand(folder: str, segments: Sequence[str], above: tuple[tuple[int, int], 
 
 def _list_urls(location: str) -> list[str]:
     file_system = _file_system(location)
+    if file_system.isfile(location):
+        return [location]
     if file_system.isdir(location):
         found = list(file_system.find(location))
-    elif file_system.isfile(location) or not _is_pattern(location):
-        return [location] if file_system.isfile(location) else []
+    elif not _is_pattern(location):
+        return []
     else:
         glob = file_system.glob(location, detail=True)
         found = [path for path, info in glob.items() if info["type"] == "file"]
@@ -260,7 +265,7 @@ def _file_system(location: str) -> Any:
 
 
 @contextlib.contextmanager
-def _translated(path: str) -> Iterator[None]:
+def translated(path: str) -> Iterator[None]:
     """Raise `SourceError` for whatever a file system raises: those of fsspec are made of many libraries."""
     try:
         yield
@@ -269,7 +274,7 @@ def _translated(path: str) -> Iterator[None]:
     except Exception as exc:
         is_permanent = isinstance(exc, (FileNotFoundError, PermissionError, IsADirectoryError))
         is_permanent = is_permanent or (not _is_url(path) and isinstance(exc, ValueError))  # NUL in a path
-        words = "there is no such file" if isinstance(exc, FileNotFoundError) else f"{type(exc).__name__}: {shown(exc)}"
+        words = "file not found" if isinstance(exc, FileNotFoundError) else f"{type(exc).__name__}: {shown(exc)}"
         if isinstance(exc, OSError) and exc.errno is not None:
             is_permanent = is_permanent or exc.errno in _PERMANENT
             path, words = str(exc.filename or path), exc.strerror or words
@@ -338,7 +343,6 @@ class FileSet(Dataset):
         self._names: list[str] = [name for part in parts for name in part.head["names"]]
         self._nbytes = np.concatenate([part.columns["nbytes"] for part in parts])
         self._versions = np.concatenate([part.columns["versions"] for part in parts])
-        check_begins(parts, (len(part.head["names"]) for part in parts))
         self._found = set(self._names) if self.grows else set()
         self._ready: list[tuple[str, FileStat]] = []
         self._unsettled: dict[str, tuple[FileStat, float]] = {}  # with the time when each was first seen like that
@@ -378,7 +382,7 @@ class FileSet(Dataset):
 
     def _next_part(self, known: int, units: int) -> bytes:
         taken, self._ready = self._ready[: units - known], self._ready[units - known :]
-        return pack_part(*_describe_files({"from": known}, [name for name, _ in taken], [stat for _, stat in taken]))
+        return pack_part(*_describe_files({}, [name for name, _ in taken], [stat for _, stat in taken]))
 
 
 def _describe_files(

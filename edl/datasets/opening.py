@@ -230,11 +230,11 @@ def _import(name: str, module: str, expected: str) -> ModuleType:
             return importlib.import_module(module)
         except ModuleNotFoundError as exc:
             if exc.name and (module == exc.name or module.startswith(f"{exc.name}.")):
-                raise SettingsError(f"data {quote(name)}: there is no module {exc.name!r} here; {expected}") from exc
+                raise SettingsError(f"data {quote(name)}: no module named {exc.name!r}; {expected}") from exc
             raise
     path = Path(module).resolve()
     if not path.is_file():
-        raise SettingsError(f"data {quote(name)}: there is no file {module!r}")
+        raise SettingsError(f"data {quote(name)}: file not found: {module!r}")
     # Under its own name if that is free, so that worker processes find its classes.
     own = path.stem if path.stem not in sys.modules else f"edl_data_{path.stem}"
     spec = importlib.util.spec_from_file_location(own, path)

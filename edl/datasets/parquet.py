@@ -8,7 +8,6 @@ decodes the row groups of its shards only. `pyarrow.parquet` does that; the byte
 from __future__ import annotations
 
 import bisect
-import contextlib
 import io
 import itertools
 import struct
@@ -19,8 +18,8 @@ from typing import Any, ClassVar, Final
 import numpy as np
 
 from edl.datasets.dataset import Dataset, IndexPart, LeasedUnits, Options, ShardSettings
-from edl.datasets.files import FileStat, file_changed, find_files, open_file, read_range, stat_file
-from edl.errors import EDLError, ProtocolError, SettingsError, SourceError
+from edl.datasets.files import FileStat, file_changed, find_files, open_file, read_range, stat_file, translated
+from edl.errors import ProtocolError, SettingsError, SourceError
 from edl.quoting import quote, shown
 
 __all__ = ["ParquetDataset", "import_parquet"]
@@ -127,7 +126,7 @@ class ParquetDataset(Dataset):
     def _read_group(self, file: int, group: int, metadata: Any) -> Any:
         if self._group[:2] != (file, group):
             path = self._paths[file]
-            with _translated(path), open_file(path) as source:
+            with translated(path), open_file(path) as source:
                 opened = import_parquet().ParquetFile(source, metadata=metadata, page_checksum_verification=True)
                 # Without threads of its own: a reader is one of many processes, and may be a fork.
                 table = opened.read_row_group(group, columns=self._columns, use_threads=False)
@@ -165,16 +164,5 @@ def _read_footer(path: str, nbytes: int) -> tuple[Any, int]:
     if magic != b"PAR1" or length + _TAIL.size > nbytes:
         raise SourceError(f"{quote(path)} is not a Parquet file, or is cut off: it does not end in a footer")
     footer = read_range(path, nbytes - _TAIL.size - length, nbytes)
-    with _translated(path):
+    with translated(path):
         return parquet.read_metadata(io.BytesIO(b"PAR1" + footer)), zlib.crc32(footer)
-
-
-@contextlib.contextmanager
-def _translated(path: str) -> Iterator[None]:
-    """Raise `SourceError` for the errors of pyarrow and of what it reads from, which are of many classes."""
-    try:
-        yield
-    except EDLError:
-        raise
-    except Exception as exc:
-        raise SourceError(f"{quote(path)} cannot be read as Parquet: {type(exc).__name__}: {shown(exc)}") from exc

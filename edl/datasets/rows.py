@@ -338,7 +338,7 @@ def _parquet_rows(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict[s
     with parquet.ParquetFile(path) as file:  # pyarrow's errors are `OSError` and `ValueError`
         names = file.schema_arrow.names
         if missing := [key for key in keys if key not in names]:
-            raise ValueError(f"there is no column {missing[0]!r}, only {', '.join(names)}")
+            raise ValueError(f"it has no column {missing[0]!r}, only {', '.join(names)}")
         for batch in file.iter_batches(columns=keys):
             for row in zip(*(batch.column(key) for key in keys), strict=True):
                 number += 1

@@ -32,10 +32,9 @@ from edl.datasets.dataset import (
     Numbers,
     Options,
     ShardSettings,
-    check_begins,
     pack_part,
 )
-from edl.datasets.files import absolute, file_changed, find_files, list_files, read_blocks, stat_file
+from edl.datasets.files import absolute, file_changed, find_files, list_files, read_blocks, read_range, stat_file
 from edl.errors import SettingsError, SourceError
 from edl.quoting import quote, shown
 
@@ -264,7 +263,6 @@ class LinesDataset(_TextDataset):
         return cls(settings._make_spec("follow", location, None, head, _SegmentCutter(1).pop_columns()))
 
     def _load(self, parts: Sequence[IndexPart]) -> int:
-        check_begins(parts, (int(part.columns["counts"].sum()) for part in parts))
         units = super()._load(parts)
         self._cutter = _SegmentCutter(self.spec.shard_size, units)
         self._at = int(self._byte_begins[-1])
@@ -303,7 +301,7 @@ class LinesDataset(_TextDataset):
     def _next_part(self, known: int, units: int) -> bytes:
         if units == self._cutter.units:
             self._cutter.cut_rest()
-        return pack_part({"from": known}, self._cutter.pop_columns())
+        return pack_part({}, self._cutter.pop_columns())
 
 
 class RecordsDataset(_TextDataset):
@@ -329,6 +327,8 @@ class RecordsDataset(_TextDataset):
     def _read_options(cls, kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
         options = super()._read_options(kind, given)
         _check_encoding(options)
+        if options["encoding"] == "utf-8-sig":  # a mark at the start of a file is left out anyway
+            options["encoding"] = "utf-8"
         for name in ("delimiter", "quotechar"):
             value = options[name]
             if value is not None and (len(value) != 1 or not value.isascii() or value in "\r\n\0"):
@@ -393,7 +393,7 @@ def _check_uncompressed(path: str) -> None:
     Raises:
         SettingsError: The file is compressed.
     """
-    head = b"".join(read_blocks(path, 0, min(stat_file(path).nbytes, max(map(len, _COMPRESSED)))))
+    head = read_range(path, 0, max(map(len, _COMPRESSED)))
     for magic, name in _COMPRESSED.items():
         if head.startswith(magic):
             raise SettingsError(
@@ -415,7 +415,8 @@ def _check_encoding(options: dict[str, Any]) -> None:
         return
     try:
         codecs.lookup_error(errors)
-        options["encoding"] = codecs.lookup(encoding).name
+        if codecs.lookup(encoding).name == "utf-8-sig":
+            options["encoding"] = "utf-8-sig"
         is_plain = '\n,"'.encode(encoding).removeprefix(_BOM) == b'\n,"'
     except (LookupError, ValueError) as exc:
         raise SettingsError(f"encoding={encoding!r}, errors={errors!r}: {exc}") from exc
@@ -432,7 +433,7 @@ def _split_lines(data: bytes, *, keep_ends: bool) -> list[bytes]:
 def _parse_rows(path: str, at: int, data: bytes, options: Mapping[str, Any]) -> Iterator[list[str]]:
     """Yield the records in the bytes of a file from offset `at` on."""
     csv.field_size_limit(max(csv.field_size_limit(), _FIELD_LIMIT))  # for the whole process: only ever raised
-    encoding = options["encoding"].removesuffix("-sig")
+    encoding = options["encoding"]
     quoting: Any = csv.QUOTE_NONE if options["quotechar"] is None else csv.QUOTE_MINIMAL
     count = 0
     lines = _split_lines(data if at else data.removeprefix(_BOM), keep_ends=True)
@@ -454,7 +455,7 @@ def _parse_rows(path: str, at: int, data: bytes, options: Mapping[str, Any]) -> 
 
 
 def _scan_records(path: str, blocks: Iterable[bytes], options: Mapping[str, Any]) -> Iterator[tuple[bytes, Numbers]]:
-    """Yield the bytes of a file, and after which of them records end. Blank lines are no records.
+    """Yield the bytes of a file, and after which of them records end. Blank lines do not count.
 
     A field with quotes in it must be quoted as a whole, and the quotes in it doubled. So every newline after an even
     number of quotes ends a record, and no record has to be parsed to find its end.

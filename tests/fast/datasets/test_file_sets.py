@@ -72,7 +72,7 @@ def test_files_on_another_storage() -> None:
     with pytest.raises(SourceError, match="written again"):
         read_all(dataset)
     memory.rm("/edl-files", recursive=True)
-    with pytest.raises(SourceError, match="there is no such file"):
+    with pytest.raises(SourceError, match="file not found"):
         read_all(dataset)
     with pytest.raises(SettingsError, match="no file matches"):
         open_dataset("files:memory://edl-files/*.bin")

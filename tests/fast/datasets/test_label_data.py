@@ -192,7 +192,7 @@ def test_module_of_working_folder_is_found(module: str, monkeypatch: pytest.Monk
 BAD: list[tuple[str, list[str], str | None, int, str]] = [
     ("nothing", ["x"], None, 0, "expected FILE.npz"),
     ("/no/such.npz", ["x"], None, 0, "No such file"),
-    ("no.such.module:x", ["x"], None, 0, "there is no module 'no'"),
+    ("no.such.module:x", ["x"], None, 0, "no module named 'no'"),
     ("{}:missing", ["x"], None, 0, "has no 'missing'"),
     ("{}:number", ["x"], None, 0, "is a int"),
     ("{}:loader", ["x"], None, 0, "return the Dataset.*--workers"),

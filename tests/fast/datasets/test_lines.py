@@ -152,7 +152,7 @@ def test_file_that_grows_is_not_indexed(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"no file at .*nothing.*under the same path"):
+    with pytest.raises(SettingsError, match=r"cannot find .*nothing.*under the same path"):
         open_dataset(f"lines:{tmp_path}/nothing")
     with pytest.raises(SettingsError, match="no file matches"):
         open_dataset(f"lines:{tmp_path}/*.txt")

@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -19,7 +20,7 @@ from typing import Any, Final
 from edl.datasets.dataset import Dataset, NumberedDataset, ShardSettings, Source, unpack_parts
 from edl.datasets.files import FileSet, is_growing_folder
 from edl.datasets.parquet import ParquetDataset
-from edl.datasets.rows import IterableData, LabelDataset, SampleField, SequenceData, open_arrays, open_sequences
+from edl.datasets.rows import IterableData, LabelDataset, SequenceData, open_arrays, open_sequences, take_field
 from edl.datasets.text import LinesDataset, RecordsDataset
 from edl.errors import SettingsError
 from edl.protocol.master import DatasetSpec
@@ -193,12 +194,14 @@ def _open_samples(name: str, wanted: Mapping[str, str], ids: str | None, workers
     data = _make_samples(found)
     if type(data).__name__ == "DataLoader":
         raise SettingsError(f"data {quote(name)} is a DataLoader: return the Dataset, and load it with --workers N")
-    alone = len(wanted) == 1
-    fields = {
-        key: SampleField(part, int(part) if part.isdecimal() else at if part == key else None, alone, sequences)
-        for at, (key, part) in enumerate(wanted.items())
-    }
-    id_field = SampleField(ids, int(ids) if ids.isdecimal() else None) if ids is not None else None
+    fields = {}
+    for at, (key, part) in enumerate(wanted.items()):
+        position = int(part) if part.isdecimal() else at if part == key else None
+        alone = len(wanted) == 1
+        fields[key] = partial(take_field, key=part, position=position, alone=alone, sequences=sequences)
+    id_field = None
+    if ids is not None:
+        id_field = partial(take_field, key=ids, position=int(ids) if ids.isdecimal() else None)
     if _is_indexed(data) and id_field is None:
         return SequenceData(data, fields, workers, sequences=sequences)
     if workers:

@@ -39,11 +39,11 @@ __all__ = [
     "KnownFilter",
     "LabelDataset",
     "RaggedData",
-    "SampleField",
     "SampleId",
     "SequenceData",
     "open_arrays",
     "open_sequences",
+    "take_field",
 ]
 
 SampleId: TypeAlias = int | str
@@ -95,7 +95,7 @@ class IndexedData(LabelDataset):
     def __init__(self, rows: int, ids: Array | None, checksum: str = "") -> None:
         self.rows = rows
         self.checksum = checksum
-        self._ids = ids
+        self._ids = None if ids is None else np.array(ids)  # in memory: `ids` may be mapped from a file
         if ids is not None and (ids.shape != (rows,) or ids.dtype.kind not in "iuUO"):
             raise SettingsError(f"--ids: {ids.dtype} {list(ids.shape)}, expected one integer or string for {rows} rows")
         if ids is not None and len(set(ids.tolist())) < rows:
@@ -192,7 +192,7 @@ class RaggedData(IndexedData):
         for part in parts:
             places = list(zip(self._offsets[part].tolist(), self._offsets[part + 1].tolist(), strict=True))
             fields: dict[str, Any] = {
-                name: [np.asarray(_rows(array, slice(*place))) for place in places]
+                name: [np.array(_rows(array, slice(*place))) for place in places]
                 for name, array in self._arrays.items()
             }
             yield self.ids_of(part), fields
@@ -379,36 +379,24 @@ def _joined(name: str, parts: Sequence[Array]) -> Array:
 # --- Samples that code of the user's makes. ---
 
 
-@dataclass(frozen=True)
-class SampleField:
-    """Finds an input or the id in a sample: by key, by position, or the sample itself. Can be pickled.
+def take_field(sample: Any, key: str, position: int | None, *, alone: bool = False, sequences: bool = False) -> Any:
+    """Return an input or the id that a sample has: by key, by position in a tuple or list, or the sample itself.
 
-    Attributes:
-        key: Key in a mapping.
-        position: Position in a tuple or list; None if a position was not named.
-        alone: Whether nothing else is taken from a sample.
-        sequences: Whether a list of numbers is a sample, as tokenizers return it.
+    `position` is None if none was named, and `alone` says that nothing else is taken from a sample. With `sequences`, a
+    list of numbers is a sample, as tokenizers return it.
     """
-
-    key: str
-    position: int | None
-    alone: bool = False
-    sequences: bool = False
-
-    def __call__(self, sample: Any) -> Any:
-        """Return what the field holds."""
-        is_tokens = self.sequences and self.alone and isinstance(sample, list) and sample
-        if is_tokens and isinstance(sample[0], int | float):
-            return sample
-        if isinstance(sample, Mapping):
-            return sample[self.key]
-        if isinstance(sample, tuple | list):
-            if self.position is None:
-                raise TypeError(f"samples are {type(sample).__name__}s: name a position, not {self.key!r}")
-            return sample[self.position]
-        if not self.alone:
-            raise TypeError(f"a sample is one {type(sample).__name__}; it has no parts")
+    is_tokens = sequences and alone and isinstance(sample, list) and sample
+    if is_tokens and isinstance(sample[0], int | float):
         return sample
+    if isinstance(sample, Mapping):
+        return sample[key]
+    if isinstance(sample, tuple | list):
+        if position is None:
+            raise TypeError(f"samples are {type(sample).__name__}s: name a position, not {key!r}")
+        return sample[position]
+    if not alone:
+        raise TypeError(f"a sample is one {type(sample).__name__}; it has no parts")
+    return sample
 
 
 @dataclass(frozen=True)

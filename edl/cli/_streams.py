@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from edl.datasets import Dataset, Follower, FollowSettings
-from edl.datasets.growing import GrowingDataset
 from edl.master.client import MasterClient
 from edl.master.server import MasterServer
 from edl.settings import Credentials
@@ -34,7 +33,7 @@ class StreamFollower:
     ) -> None:
         self._master = master
         self._name = name
-        self._dataset = dataset if isinstance(dataset, GrowingDataset) else None
+        self._dataset = dataset if dataset is not None and dataset.grows else None
         self._settings = settings
         self._credentials = credentials
         self._client: MasterClient | None = None

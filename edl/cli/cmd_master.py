@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.2
 """How soon a signal, the end of the job or a failure is noticed."""
-_SHOW_S: Final = 5.0
-"""Between two lines about an index that takes long."""
 _ASK_S: Final = 10.0
 """How long a master that leads may take to put poisoned shards back."""
 _POISONED, _BY_SIGNAL = 3, 128
@@ -218,24 +216,9 @@ def _dataset(options: argparse.Namespace) -> Dataset | None:
         lease_s=max(options.session, ShardSettings.lease_s),
         commit=options.commit,
     )
-    dataset = open_dataset(options.data, settings, progress=_Indexing(options.data).show)
+    dataset = open_dataset(options.data, settings)
     logger.info("%s: %s", options.name, dataset.describe())
     return dataset
-
-
-class _Indexing:
-    """Logs how far an index is: of a large text it takes minutes."""
-
-    def __init__(self, location: str) -> None:
-        self._location = location
-        self._shown_s = time.monotonic()
-
-    def show(self, done: int, whole: int) -> None:
-        """Log a line now and then."""
-        now_s = time.monotonic()
-        if now_s - self._shown_s >= _SHOW_S:
-            self._shown_s = now_s
-            logger.info("indexing %s: %d%% of %.1f GB", self._location, 100 * done // max(whole, 1), whole / 1e9)
 
 
 def _default_journal(url: str, job: str) -> str:

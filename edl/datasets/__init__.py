@@ -1,20 +1,24 @@
 """Data sets: what `edl master` cuts into shards, and what `edl label` labels.
 
-- `opening`: from a name to a data set; a user's own function;
-- `dataset`, `index`: the base of what is cut into shards, settings, and what the master keeps of it;
-- `text`, `tables`, `files`: lines and CSV, Parquet, sets of files; `growing`: sources without an end;
-- `rows`, `array_files`: batches to be labelled, and the files that have them;
-- `storage`: files on this machine or on whatever fsspec reaches.
+- `opening`: from a name to a data set, and from the master's `spec` to the same data set; a user's own function;
+- `dataset`: what all kinds that are cut into shards have in common, settings, the index, and samples by number;
+- `text`, `parquet`, `files`: lines and CSV, tables, sets of files; how files are found and read, here or by fsspec;
+- `growing`: who follows a source without an end;
+- `rows`: batches to be labelled: arrays, sequences of tokens, and samples that a function returns.
 
-A data set is opened where it is created (`open_dataset`): it is indexed once, and its `spec` goes to the master. A
-reader makes it again from that (`load_dataset`), and opens the files itself, on its own machine. Handing out
-shards does not belong here, nor does any network except fsspec's.
+A new kind of file that is cut into shards is a subclass of `Dataset`: `_create` indexes the files, `_load` takes over
+the index on a reader's machine, and `_read_units` reads units, which may be any part of a shard. List it in `_KINDS` of
+`opening`. `parquet` is the example to follow; `files` has what it needs to find files, to read them, and to say that
+one has changed. A kind that may grow has `_create_growing`, `look` and `next_part` too. A new kind of file to be
+labelled is an `open_` function of `rows` that returns `ArrayData` or `RaggedData`, called by `open_data`.
+
+Handing out shards, asking teachers and keeping labels do not belong here, nor does any network except fsspec's.
 """
 
 from __future__ import annotations
 
-from edl.datasets.dataset import Dataset, LeasedUnits, ShardSettings, UnitId
-from edl.datasets.growing import Follower, FollowSettings, Source
+from edl.datasets.dataset import Dataset, LeasedUnits, ShardSettings, Source, UnitId
+from edl.datasets.growing import Follower, FollowSettings
 from edl.datasets.opening import load_dataset, open_data, open_dataset, same_data
 from edl.datasets.rows import LabelDataset
 

@@ -1,50 +1,74 @@
-"""Data that are cut into shards: the base class of all kinds of data sets; the simplest kind, numbers and sequences.
+"""Data that are cut into shards: what all kinds have in common, and the simplest kind, which is numbers.
 
-A data set is opened where it is created (`edl.datasets.opening`). Its `spec` goes to the master, which hands out
-leases: ranges of units within a shard. A reader on any machine makes the data set again from the `spec` and reads the
-units of its leases. A new kind is a subclass with `_create`, `_load` and `_read_units`, listed in `opening.py`.
+Where a data set is created, `open_dataset` looks at the data once and notes in an index where shards begin. The `spec`
+with that index goes to the master, which hands out leases: ranges of units within a shard. A reader on any machine
+makes the data set again from the `spec`, and reads the units of its leases.
+
+An index has one or more parts; a source that grows gets further parts appended. A part is a head in JSON and columns of
+whole numbers. A column takes as few bytes per number as its largest number needs. All lowest bytes come first, then
+all second bytes (the shuffle filter of HDF5 and Blosc), and the whole is compressed, so that a shard of a text takes
+about six bytes.
 """
 
 from __future__ import annotations
 
 import abc
-import hashlib
 import itertools
+import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias
+from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
-from edl.datasets.index import IndexPart, check_size, pack_part, unpack_parts
+import numpy as np
+import numpy.typing as npt
+
 from edl.errors import EDLError, ProtocolError, SettingsError, SourceError
+from edl.permutation import Permutation
 from edl.protocol.master import COMMIT_CHECKPOINT, COMMIT_REPORT, DatasetSpec
 from edl.quoting import quote, shown
 from edl.settings import is_above_zero, is_count
 
 __all__ = [
     "DEFAULT_SHARD_SIZE",
+    "ENDLESS",
+    "MOST_INDEX_NBYTES",
     "Dataset",
+    "IndexPart",
     "LeasedUnits",
+    "Numbers",
     "Options",
-    "Progress",
-    "RangeDataset",
+    "NumberedDataset",
     "ShardSettings",
+    "Source",
     "UnitId",
-    "missing_samples",
-    "permute_shard",
+    "pack_part",
+    "unpack_parts",
 ]
 
 UnitId: TypeAlias = int | str
 """The same in all epochs and for all readers: the unit's number in the data set, or a file's path in the set."""
-Progress: TypeAlias = Callable[[int, int], object]
-"""Called with the bytes looked at so far, and the bytes of all files as far as they are known."""
-Options: TypeAlias = Mapping[str, tuple[Any, tuple[type, ...]]]
-"""Options of a kind of data sets by name: the default, and the types that a value may have."""
+Options: TypeAlias = Mapping[str, tuple[Any, Any]]
+"""Options of a kind of data sets by name: the default, and the type of another value."""
+Numbers: TypeAlias = npt.NDArray[np.int64]
 
 DEFAULT_SHARD_SIZE: Final = 64
 """Default units per shard: a batch or two, so that a killed worker loses little work. The master hands out thousands of
 shards a second."""
+MOST_INDEX_NBYTES: Final = 48 << 20
+"""Largest index: the master's messages carry 64 MiB. That is enough for about eight million shards of text."""
+_MOST_UNPACKED: Final = 1 << 30
+"""Largest part when unpacked, far above any real one. Without it, a few hostile kilobytes would fill the memory."""
+_MAGIC: Final = b"EDLX\x01"
+_HEAD: Final = struct.Struct("<5sII")
+_WIDTHS: Final = (1, 2, 4, 8)  # bytes per number for which NumPy has types
+_ORDER: Final = 2
+"""Version of the order within a shard, kept in the index: a shard that is half read in another order would be continued
+at the wrong units. Before, it was `true` and meant a sort by hashes."""
+ENDLESS: Final = 1 << 62
+"""Units of a `Source`: a reader trusts the master's leases, and the source itself says what it has."""
 _SEEDS: Final = 1 << 64
 """Seeds have 64 bits on the wire."""
 _MOST: Final = 1 << 62
@@ -107,30 +131,31 @@ class ShardSettings:
         if self.commit not in ("report", "checkpoint"):
             raise SettingsError(f"commit={self.commit!r}: must be 'report' or 'checkpoint'")
 
-    def make_spec(
-        self, kind: str, location: str, units: int | None, index: IndexPart, shard_size: int = DEFAULT_SHARD_SIZE
+    def _make_spec(
+        self,
+        kind: str,
+        location: str,
+        units: int | None,
+        head: Mapping[str, Any],
+        columns: Mapping[str, Numbers] | None = None,
+        shard_size: int = DEFAULT_SHARD_SIZE,
     ) -> DatasetSpec:
-        """Return the specification of a data set, as `CreateDataset` carries it.
-
-        Args:
-            kind: Such as "lines".
-            location: Where the data are.
-            units: Number of units; None for a source without an end.
-            index: What readers need beside the location.
-            shard_size: Units per shard where the settings do not say.
-
-        Raises:
-            SettingsError: The settings do not fit such a data set, or its index is too large.
-        """
+        """Return the specification of a data set with this index. `units` is None for a source without an end."""
         if units is None and (self.shuffle or self.shuffle_within or self.epochs != 1):
             raise SettingsError(
                 f"{kind}:{location} has no end: it is neither shuffled nor read several times "
                 f"(shuffle={self.shuffle}, shuffle_within={self.shuffle_within}, epochs={self.epochs})"
             )
-        if units is not None and units > _MOST:
-            raise SettingsError(f"{kind}:{location} has more than 2**62 units")
-        head = index.head if units is None else {"shuffle_within": self.shuffle_within, **index.head}
-        packed = pack_part(IndexPart(head, index.columns))
+        if units is not None:
+            if units > _MOST:
+                raise SettingsError(f"{kind}:{location} has more than 2**62 units")
+            head = {"shuffle_within": _ORDER if self.shuffle_within else False, **head}
+        index = pack_part(head, columns or {})
+        if len(index) > MOST_INDEX_NBYTES:
+            raise SettingsError(
+                f"{kind}:{location}: the index would have {len(index) >> 20} MiB, at most {MOST_INDEX_NBYTES >> 20}: "
+                f"choose a larger shard_size, or split the files into several data sets"
+            )
         return DatasetSpec(
             kind=kind,
             location=location,
@@ -144,12 +169,12 @@ class ShardSettings:
             session_s=self.session_s,
             commit=COMMIT_REPORT if self.commit == "report" else COMMIT_CHECKPOINT,
             flush_s=self.flush_s if units is None else 0.0,
-            index=check_size(packed, "choose a larger shard_size, or split the files into several data sets"),
+            index=index,
         )
 
 
 class LeasedUnits(Protocol):
-    """The units of a shard that a reader has: a `Lease` of the protocol, or anything with the same fields."""
+    """The units of a shard that a reader has: a `Shard` of a `ShardReader`, or anything with the same fields."""
 
     @property
     def epoch(self) -> int:
@@ -168,10 +193,70 @@ class LeasedUnits(Protocol):
         """First unit after the last one."""
 
 
+class IndexPart(NamedTuple):
+    """A part of an index: a JSON object, and arrays of whole numbers, 0 or larger, by name."""
+
+    head: dict[str, Any]
+    columns: dict[str, Numbers]
+
+
+def pack_part(head: Mapping[str, Any], columns: Mapping[str, Numbers]) -> bytes:
+    """Return a part of an index as bytes. Concatenated parts are an index."""
+    shapes, planes = [], []
+    for name, numbers in columns.items():
+        most = int(numbers.max(initial=0))
+        width = next(width for width in _WIDTHS if most < 1 << (8 * width))
+        shapes.append([name, len(numbers), width])
+        planes.append(numbers.astype(f"<u{width}").view(np.uint8).reshape(-1, width).T.tobytes())
+    text = json.dumps([dict(head), shapes], separators=(",", ":"), sort_keys=True).encode()
+    body = zlib.compress(b"".join([struct.pack("<I", len(text)), text, *planes]), 6)
+    return _HEAD.pack(_MAGIC, len(body), zlib.crc32(body)) + body
+
+
+def unpack_parts(index: bytes) -> list[IndexPart]:
+    """Return the parts of an index, which is not trusted: it came over the network.
+
+    Raises:
+        ProtocolError: The bytes are not an index, or one of another version of EDL.
+    """
+    parts = []
+    at = 0
+    try:
+        while at < len(index):
+            magic, length, crc = _HEAD.unpack_from(index, at)
+            at += _HEAD.size + length
+            body = index[at - length : at]
+            if magic != _MAGIC or len(body) != length or zlib.crc32(body) != crc:
+                raise ValueError("it is damaged, or from another version of EDL")
+            inflater = zlib.decompressobj()
+            plain = inflater.decompress(body, _MOST_UNPACKED)
+            if not inflater.eof:
+                raise ValueError(f"a part has more than {_MOST_UNPACKED >> 20} MiB")
+            parts.append(_unpack(plain))
+    except (struct.error, zlib.error, ValueError, TypeError, RecursionError) as exc:
+        raise ProtocolError(f"the index of the data set cannot be read: {exc}") from exc
+    return parts
+
+
+def _unpack(plain: bytes) -> IndexPart:
+    (length,) = struct.unpack_from("<I", plain)
+    head, shapes = json.loads(plain[4 : 4 + length])
+    at = 4 + length
+    columns = {}
+    for name, count, width in shapes:
+        planes = np.frombuffer(plain, np.uint8, count * width, at).reshape(width, count)
+        numbers = np.ascontiguousarray(planes.T).view(f"<u{width}").reshape(count).astype(np.int64)
+        if (numbers < 0).any():
+            raise ValueError(f"{quote(name)} has numbers of more than 63 bits")
+        columns[name] = numbers
+        at += count * width
+    return IndexPart(head, columns)
+
+
 class Dataset(abc.ABC):
     """A data set that is cut into shards of `spec.shard_size` units; the last one may be shorter.
 
-    Holds no open file: it may be used after a fork and in several threads, and pickled for another process.
+    Holds no open file, so it can be pickled, and used after a fork and in several threads.
 
     Args:
         spec: The specification that the master keeps.
@@ -208,12 +293,18 @@ class Dataset(abc.ABC):
     @property
     def units(self) -> int | None:
         """Number of samples, lines, rows or files; None for a source without an end."""
-        return self._spec.units if self._spec.HasField("units") else None
+        return None if self.grows else self._spec.units
+
+    @property
+    def grows(self) -> bool:
+        """Whether more units may come. A `Follower` tells the master of them."""
+        return self.kind in ("follow", "source")
 
     def describe(self) -> str:
         """Return a line for people: what it is, where, and how much of it."""
         files = f", {len(self._paths)} files" if len(self._paths) > 1 else ""
-        return f"{self.kind}:{shown(self.spec.location)} ({self._known_units()} {self._unit}{files})"
+        units = f"{self._known if self._known < ENDLESS else 'no'} {self._unit}{' so far' if self.grows else ''}"
+        return f"{self.kind}:{shown(self.spec.location)} ({units}{files})"
 
     @classmethod
     def _read_options(cls, kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,34 +315,32 @@ class Dataset(abc.ABC):
         """
         if unknown := given.keys() - cls._options_known.keys():
             raise SettingsError(f"data of the kind {kind!r} has no option {', '.join(map(repr, sorted(unknown)))}")
-        found = {}
-        for name, (default, types) in cls._options_known.items():
-            value = given.get(name, default)
-            value = list(value) if isinstance(value, tuple) else value
-            if not isinstance(value, types):
-                expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in types)
-                raise SettingsError(f"{name}={quote(value)}: must be {expected}")
-            found[name] = value
-        return found
+        for name, value in given.items():
+            default, expected = cls._options_known[name]
+            if not isinstance(value, expected) and value is not default:
+                raise SettingsError(f"{name}={quote(value)}: must be {getattr(expected, '__name__', expected)}")
+        return {name: given.get(name, default) for name, (default, _) in cls._options_known.items()}
 
     @classmethod
-    def _create(
-        cls, location: str, settings: ShardSettings, options: Mapping[str, Any], progress: Progress | None
-    ) -> Dataset:
-        """Look at the data once, and cut them into shards. For kinds that a location names."""
+    @abc.abstractmethod
+    def _create(cls, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
+        """Look at the data once, and cut them into shards."""
+
+    @classmethod
+    def _create_growing(cls, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
+        """Open data that get more units (`follow:`), with an index that knows nothing yet."""
         raise NotImplementedError
 
     @abc.abstractmethod
-    def _load(self, parts: Sequence[IndexPart]) -> None:
-        """Take over all parts of the index. What this raises about odd values becomes `ProtocolError`."""
+    def _load(self, parts: Sequence[IndexPart]) -> int:
+        """Take over all parts of the index, and return how many units they have.
+
+        An index that lacks something may raise `LookupError`, `ValueError`, `TypeError` or `AttributeError`.
+        """
 
     @abc.abstractmethod
     def _read_units(self, start: int, stop: int) -> Iterable[Any]:
-        """Read units, all of one shard, in order."""
-
-    def _known_units(self) -> int:
-        """Return how many units can be read by what is known here."""
-        return self._spec.units
+        """Read units, all of one shard, in order. More or fewer of them mean that the data have changed."""
 
     def _id_of(self, unit: int) -> UnitId:
         return unit
@@ -259,20 +348,21 @@ class Dataset(abc.ABC):
     def _take_spec(self, spec: DatasetSpec) -> None:
         self._spec = spec
         parts = unpack_parts(spec.index)
-        self._shuffle_within = bool(parts and parts[0].head.get("shuffle_within"))
         try:
-            self._load(parts)
-        except EDLError:
-            raise
+            order = parts[0].head.get("shuffle_within", False) if parts else False
+            if order is True:
+                raise SettingsError(
+                    f"{spec.kind}:{quote(spec.location)} was created by an earlier version of EDL, which read the "
+                    f"units of a shard in another order: create it again, under another name"
+                )
+            self._shuffle_within = order == _ORDER
+            self._known = self._load(parts)
         except (LookupError, ValueError, TypeError, AttributeError) as exc:
+            if isinstance(exc, EDLError):
+                raise
             raise ProtocolError(f"the index of {spec.kind}:{quote(spec.location)} lacks a part: {exc!r}") from exc
-
-    def _options_of(self, part: IndexPart) -> dict[str, Any]:
-        """Return the options that an index has."""
-        found = part.head["options"]
-        if found.keys() != self._options_known.keys():
-            raise ProtocolError("the index of the data set has other options than this version of EDL")
-        return self._read_options(self.kind, found)
+        if spec.HasField("units") and self._known not in (spec.units, ENDLESS):
+            raise ProtocolError(f"the index of {spec.kind}:{spec.location} has another number of units")
 
     def covers(self, lease: LeasedUnits) -> bool:
         """Return whether the units of a lease can be read by what is known here. If not, call `update`.
@@ -280,7 +370,7 @@ class Dataset(abc.ABC):
         Args:
             lease: Units of this data set.
         """
-        return lease.stop <= self._known_units()
+        return lease.stop <= self._known
 
     def update(self, spec: DatasetSpec) -> None:
         """Take over a newer specification of the same data set, which has grown.
@@ -327,13 +417,14 @@ class Dataset(abc.ABC):
             SettingsError: The lease is not of this data set as it is known here.
         """
         first, stop = self._shard_bounds(lease)
-        if not self._shuffle_within:
-            return [self._id_of(unit) for unit in range(lease.start, lease.stop)]
         return [self._id_of(first + place) for place in self._order(lease, first, stop)]
 
-    def _order(self, lease: LeasedUnits, first: int, stop: int) -> list[int]:
-        order = permute_shard(self._spec.seed, lease.epoch, lease.shard, stop - first)
-        return order[lease.start - first : lease.stop - first]
+    def _order(self, lease: LeasedUnits, first: int, stop: int) -> Sequence[int]:
+        """Return the places of a lease's units in their shard, which has the units `first` to `stop`."""
+        if not self._shuffle_within:
+            return range(lease.start - first, lease.stop - first)
+        order = Permutation(stop - first, b"%d/%d/%d" % (self._spec.seed, lease.epoch, lease.shard))
+        return order.values(lease.start - first, lease.stop - first)
 
     def _read_shuffled(self, lease: LeasedUnits, first: int, stop: int) -> Iterator[Any]:
         samples = list(self._read_exactly(lease.shard, first, stop))
@@ -342,22 +433,22 @@ class Dataset(abc.ABC):
 
     def _read_exactly(self, shard: int, start: int, stop: int) -> Iterator[Any]:
         """Read units, and make sure that there are neither fewer nor more of them."""
-        count, wanted = 0, stop - start
-        for sample in itertools.islice(self._read_units(start, stop), wanted + 1):
+        count, expected = 0, stop - start
+        for sample in itertools.islice(self._read_units(start, stop), expected + 1):
             count += 1
-            if count > wanted:
+            if count > expected:
                 break
             yield sample
-        if count != wanted:
-            found = f"{count} samples" if count < wanted else "more samples"
+        if count != expected:
+            found = f"{count} samples" if count < expected else "more samples"
             raise SourceError(
-                f"{self.describe()}: shard {shard} has {found}, not the {wanted} of its index; it has changed"
+                f"{self.describe()}: shard {shard} has {found}, not the {expected} of its index; it has changed"
             )
 
     def _shard_bounds(self, lease: LeasedUnits) -> tuple[int, int]:
         """Return the units of the whole shard that the lease is of."""
         first = lease.shard * self._spec.shard_size
-        stop = min(first + self._spec.shard_size, self._known_units())
+        stop = min(first + self._spec.shard_size, self._known)
         if not 0 <= first <= lease.start < lease.stop <= stop:
             raise SettingsError(
                 f"units {lease.start} to {lease.stop} are not in shard {lease.shard} of {self.describe()}, as it is "
@@ -365,61 +456,90 @@ class Dataset(abc.ABC):
             )
         return first, stop
 
+    def _look(self, now_s: float, settle_s: float, *, final: bool) -> tuple[int, bool]:
+        """Look for units that have come since the index. `update` forgets earlier looks.
+
+        If the look is `final`, what looks unfinished counts too, such as a line without its end. Returns how many units
+        there are in all, and whether the source says that it is complete. Raises `SourceError` if the source has shrunk
+        or was replaced.
+        """
+        raise NotImplementedError
+
+    def _next_part(self, known: int, units: int) -> bytes:
+        """Return the part of the index from `known` up to `units`: all that `look` has counted, or all full shards."""
+        return b""
+
 
 def _load_again(kind: type[Dataset], spec: bytes, samples: Any) -> Dataset:
     return kind(DatasetSpec.FromString(spec), samples)
 
 
-def permute_shard(seed: int, epoch: int, shard: int, count: int) -> list[int]:
-    """Return the order in which the units of a shard are read, a permutation of `range(count)`.
+@runtime_checkable
+class Source(Protocol):
+    """Units by offset, such as a table that gets rows. Every reader makes its own, which must offer the same."""
 
-    The units are sorted by a keyed BLAKE2b hash of their number (RFC 7693). The order depends on nothing but the
-    arguments, and is part of the protocol: readers of several versions of EDL may share a shard. The generators of
-    Python and NumPy may change with a version. The order of the shards in an epoch, which is computed a position at a
-    time, is the master's: see `edl.master.shards.order`.
-    """
-    key = struct.pack("<QQQ", seed, epoch, shard)
-    hashes = [hashlib.blake2b(struct.pack("<Q", unit), digest_size=16, key=key).digest() for unit in range(count)]
-    return sorted(range(count), key=hashes.__getitem__)
+    def count(self) -> int:
+        """Return how many units can be read by now. Never falls."""
+
+    def ended(self) -> bool:
+        """Return whether the source is complete."""
+
+    def read(self, start: int, stop: int) -> Iterable[Any]:
+        """Return `stop - start` samples, the same whenever they are read.
+
+        Args:
+            start: First unit.
+            stop: First unit after the last one.
+        """
 
 
-class RangeDataset(Dataset):
-    """The numbers from 0, or the samples of your sequence that have these numbers."""
+class NumberedDataset(Dataset):
+    """The numbers from 0, the samples of your sequence that have these numbers, or the units of your `Source`."""
 
     @classmethod
-    def _create(
-        cls, location: str, settings: ShardSettings, options: Mapping[str, Any], progress: Progress | None
-    ) -> Dataset:
+    def _create(cls, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
         if not location.isascii() or not location.isdecimal():
             raise SettingsError(f"range:{location}: expected a size, as in range:1000")
-        return cls.from_size(location, int(location), settings)
+        return cls.of(location, int(location), settings)
 
     @classmethod
-    def from_size(cls, location: str, units: int, settings: ShardSettings, samples: Any = None) -> Dataset:
-        """Cut a range of `units` numbers, or the sequence `samples`, which is called `location`."""
-        if units < 1:
+    def of(cls, location: str, units: int | None, settings: ShardSettings, samples: Any = None) -> Dataset:
+        """Cut `units` numbers, or samples of the user's that are called `location`; `units` is None for a `Source`."""
+        if units is not None and units < 1:
             raise SettingsError(f"range:{location} has no samples")
-        head = {"named": samples is not None}
-        return cls(settings.make_spec("range", location, units, IndexPart(head)), samples)
+        kind = "source" if units is None else "range"
+        return cls(settings._make_spec(kind, location, units, {"named": samples is not None}), samples)
 
-    def _load(self, parts: Sequence[IndexPart]) -> None:
-        if parts and parts[0].head.get("named") and self._samples is None:
-            raise missing_samples(self, "the sequence itself")
-        if self._samples is not None and len(self._samples) != self.spec.units:
-            raise SourceError(
-                f"the sequence has {len(self._samples)} samples here, and {self.spec.units} where the data set was "
-                f"created: every reader needs the same"
+    def _load(self, parts: Sequence[IndexPart]) -> int:
+        location, units = self._spec.location, self._spec.units
+        is_named = self.grows or (parts and parts[0].head.get("named"))
+        if is_named and (self._samples is None or self.grows is not isinstance(self._samples, Source)):
+            raise SettingsError(
+                f"your own code makes the samples of {self.kind}:{shown(location)}: pass samples={location!r}, or the "
+                f"object itself. EDL imports no code because a message names it"
             )
+        if self.grows:
+            self._counted = 0
+            return ENDLESS
+        if self._samples is not None and len(self._samples) != units:
+            raise SourceError(
+                f"the sequence has {len(self._samples)} samples here, and {units} where the data set was created: "
+                f"every reader needs the same"
+            )
+        return units
 
     def _read_units(self, start: int, stop: int) -> Iterable[Any]:
         if self._samples is None:
             return range(start, stop)
+        if self.grows:
+            found: Iterable[Any] = self._samples.read(start, stop)
+            return found
         return (self._samples[number] for number in range(start, stop))
 
-
-def missing_samples(dataset: Dataset, instead: str) -> SettingsError:
-    """Return the error for a data set that your code makes, where a reader did not say which code."""
-    return SettingsError(
-        f"the samples of {dataset.describe()} are made by code of yours: pass samples={dataset.spec.location!r}, or "
-        f"{instead}. EDL imports no code because a message names it"
-    )
+    def _look(self, now_s: float, settle_s: float, *, final: bool) -> tuple[int, bool]:
+        ended = self._samples.ended()  # before the count: what comes in between must not be lost
+        units = self._samples.count()
+        if units < self._counted:
+            raise SourceError(f"the source had {self._counted} units, and has {units}: offsets mean something else now")
+        self._counted = units
+        return units, ended

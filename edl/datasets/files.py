@@ -1,24 +1,285 @@
-"""Sets of files, such as folders of images: a unit is a file."""
+"""Files by path or URL: which there are, ranges of their bytes, and data sets whose units are whole files.
+
+A path is on this machine and needs nothing but Python. A URL goes through fsspec. Every error is a `SourceError` that
+names the file. How to read their bytes as samples does not belong here.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fnmatch
+import os
+import re
+import stat
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from edl.datasets.dataset import Dataset, Options, Progress, ShardSettings, UnitId
-from edl.datasets.index import IndexPart
-from edl.datasets.storage import FileStat, check_paths, file_changed, open_storage
-from edl.errors import ProtocolError, SettingsError
+from edl.datasets.dataset import Dataset, IndexPart, Numbers, Options, ShardSettings, UnitId, pack_part
+from edl.errors import EDLError, SettingsError, SourceError
+from edl.quoting import quote, shown
 
-__all__ = ["FileSample", "FileSet", "describe_files"]
+__all__ = [
+    "FileSample",
+    "FileSet",
+    "FileStat",
+    "StorageError",
+    "absolute",
+    "file_changed",
+    "find_files",
+    "is_growing_folder",
+    "list_files",
+    "open_file",
+    "read_blocks",
+    "read_range",
+    "stat_file",
+    "translated",
+]
 
-_CHECKS: Final = ("mtime", "size")
-"""A file is the one that was indexed if its modification time (or an object's tag) and its size are the same; or its
-size alone, for copies whose time differs from machine to machine."""
+_BLOCK_NBYTES: Final = 4 << 20
+"""Bytes read at a time: a disk reaches its full speed well below that, and a reader holds at most two blocks."""
+_PERMANENT: Final = {
+    *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+}
+"""Errors that another attempt would not change."""
+_VERSIONS: Final = ("ETag", "etag", "generation", "md5Hash", "LastModified", "last_modified", "mtime", "created")
+"""Names that file systems of fsspec give to what changes when a file is written again."""
+
+
+class StorageError(SourceError):
+    """A file could not be read now: the storage may be away. A follower tries again; a reader's shard fails."""
+
+
+@dataclass(frozen=True)
+class FileStat:
+    """Size and version of a file.
+
+    Attributes:
+        nbytes: Size in bytes.
+        version: Changes when the file is written again: its modification time, or an object's tag. Empty if unknown.
+    """
+
+    nbytes: int
+    version: str
+
+
+def file_changed(path: str, how: str) -> SourceError:
+    """Return the error for a file that differs from the one that was indexed."""
+    return SourceError(
+        f"{quote(path)} is not as it was indexed: {how}. Put the file back as it was, and retry what is poisoned; or "
+        f"create the data set again, under another name"
+    )
+
+
+def stat_file(path: str) -> FileStat:
+    """Return size and version of a file; one that is missing or not a regular file is an error."""
+    with translated(path):
+        if _is_url(path):
+            info: dict[str, Any] = _file_system(path).info(path)
+            is_file, nbytes = info.get("type") != "directory", info.get("size")
+            version = next((str(info[name]) for name in _VERSIONS if info.get(name) is not None), "")
+        else:
+            found = Path(path).stat()
+            is_file, nbytes, version = not stat.S_ISDIR(found.st_mode), found.st_size, str(found.st_mtime_ns)
+            nbytes = nbytes if stat.S_ISREG(found.st_mode) else None
+    if not is_file:
+        raise SourceError(f"{quote(path)} is a folder, not a file: name the files in it, as with /*")
+    if nbytes is None:
+        raise SourceError(f"{quote(path)} has no size: a pipe, a device or a stream cannot be read by offsets")
+    return FileStat(int(nbytes), version)
+
+
+def read_range(path: str, start: int, stop: int) -> bytes:
+    """Return the bytes `start` to `stop` of a file; fewer where it ends."""
+    with translated(path):
+        if _is_url(path):
+            data: bytes = _file_system(path).cat_file(path, start=start, end=stop)
+            return data
+        with Path(path).open("rb") as file:
+            file.seek(start)
+            return file.read(stop - start)
+
+
+def read_blocks(path: str, start: int, stop: int) -> Iterator[bytes]:
+    """Yield the bytes `start` to `stop` of a file block by block; a file that ends before is an error."""
+    while start < stop:
+        block = read_range(path, start, min(stop, start + _BLOCK_NBYTES))
+        if not block:
+            raise file_changed(path, f"it was cut off, and ends at byte {start}, not {stop}")
+        yield block
+        start += len(block)
+
+
+def open_file(path: str) -> Any:
+    """Return the file, opened to be read by offsets."""
+    with translated(path):
+        return _file_system(path).open(path, "rb") if _is_url(path) else Path(path).open("rb")
+
+
+def _is_pattern(location: str) -> bool:
+    """Tell whether a location has wildcards. A file may have such a name all the same."""
+    return re.search(r"[*?\[]", location) is not None
+
+
+def _is_folder(location: str) -> bool:
+    """Tell whether there is a folder."""
+    with translated(location):
+        return bool(_file_system(location).isdir(location)) if _is_url(location) else Path(location).is_dir()
+
+
+def absolute(location: str) -> str:
+    """Return the location in a form that means the same in another working folder."""
+    if _is_url(location):
+        file_system = _file_system(location)
+        return str(file_system.unstrip_protocol(file_system._strip_protocol(location)))
+    return os.path.normpath(Path(location).expanduser().absolute())
+
+
+def list_files(location: str) -> list[str]:
+    """Return the files that an absolute path, folder (with all folders in it) or pattern stands for, sorted.
+
+    Hidden files are left out unless their names are given. A folder that cannot be listed is an error: files might
+    be missing.
+    """
+    with translated(location):
+        if _is_url(location):
+            return _list_urls(location)
+        if Path(location).is_dir():
+            return sorted(set(_expand(location, ["**", "*"])))
+        if os.path.lexists(location) or not _is_pattern(location):
+            return [location] if os.path.lexists(location) else []
+        folder = _plain_folder(location)
+        return sorted(set(_expand(folder, location.removeprefix(folder).split("/"))))
+
+
+def find_files(location: str) -> tuple[str, list[str], list[FileStat]]:
+    """Return the absolute location, its files, of which there is at least one, and what is known of each.
+
+    Raises:
+        SettingsError: No file was found.
+    """
+    location = absolute(location)
+    found = list_files(location)
+    if not found:
+        what = "no file matches" if _is_pattern(location) else "cannot find"
+        raise SettingsError(f"{what} {quote(location)}; workers need it under the same path on their machines")
+    return location, found, [stat_file(path) for path in found]
+
+
+def is_growing_folder(location: str) -> bool:
+    """Tell whether what grows at a location is a folder or pattern, which gets files; anything else is a text."""
+    path = absolute(location)
+    return location.endswith("/") or _is_folder(path) or (_is_pattern(path) and path not in list_files(path))
+
+
+def _find_root(location: str) -> str:
+    """Return what the paths of all files of an absolute location begin with, including a slash at the end."""
+    if _is_folder(location):
+        return f"{location.rstrip('/')}/"
+    return _plain_folder(location) if _is_pattern(location) else f"{location.rpartition('/')[0]}/"
+
+
+def _plain_folder(pattern: str) -> str:
+    """Return the folders before the first wildcard, with a slash at the end."""
+    return f"{re.split(r'[*?[]', pattern, maxsplit=1)[0].rpartition('/')[0]}/"
+
+
+def _expand(folder: str, segments: Sequence[str], above: tuple[tuple[int, int], ...] = ()) -> Iterator[str]:
+    """Yield the files under `folder` that match; `above` are the folders it is in, to which a link may lead back.
+
+    Neither `glob.glob` nor fsspec can be used here: both leave out folders that they cannot list.
+    """
+    segment, *rest = segments
+    is_deep = segment == "**"
+    if is_deep:
+        found = Path(folder).stat()
+        place = (found.st_dev, found.st_ino)
+        if place in above:
+            return
+        above = (*above, place)
+        yield from _expand(folder, rest or ["*"])
+    matches = re.compile(fnmatch.translate("*" if is_deep else segment)).match
+    with os.scandir(folder) as entries:
+        chosen = [entry for entry in entries if matches(entry.name)]
+    for entry in chosen:
+        if entry.name.startswith(".") and not segment.startswith("."):
+            continue
+        if not entry.is_dir():
+            if not rest and not is_deep:
+                yield entry.path
+        elif is_deep:
+            yield from _expand(entry.path, segments, above)
+        elif rest:
+            yield from _expand(entry.path, rest)
+
+
+def _list_urls(location: str) -> list[str]:
+    file_system = _file_system(location)
+    if file_system.isfile(location):
+        return [location]
+    if file_system.isdir(location):
+        found = list(file_system.find(location))
+    elif not _is_pattern(location):
+        return []
+    else:
+        glob = file_system.glob(location, detail=True)
+        found = [path for path, info in glob.items() if info["type"] == "file"]
+    root = str(file_system._strip_protocol(location)).partition("*")[0]
+    return sorted(
+        {
+            file_system.unstrip_protocol(path)
+            for path in found
+            if not any(part.startswith(".") for part in path.removeprefix(root).split("/"))
+        }
+    )
+
+
+def _is_url(location: str) -> bool:
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", location) is not None
+
+
+def _file_system(location: str) -> Any:
+    """Return fsspec's file system for a URL, which keeps nothing of what it listed before.
+
+    Raises:
+        SettingsError: fsspec or its package for such URLs is not installed, or there is none; or it is a chain of URLs.
+    """
+    if "::" in location:
+        raise SettingsError(f"{quote(location)} is a chain of URLs, whose files cannot be named one by one: unpack it")
+    try:
+        import fsspec.core  # type: ignore[import-untyped]
+
+        file_system, _ = fsspec.core.url_to_fs(location)
+    except (ValueError, ImportError) as exc:
+        raise SettingsError(
+            f"{quote(location)}: {shown(exc)}; URLs need fsspec, pip install 'elastic-distill[tables]', and the "
+            f"package for this kind of them"
+        ) from exc
+    file_system.invalidate_cache()
+    return file_system
+
+
+@contextlib.contextmanager
+def translated(path: str) -> Iterator[None]:
+    """Raise `SourceError` for whatever a file system raises: those of fsspec are made of many libraries."""
+    try:
+        yield
+    except EDLError:
+        raise
+    except Exception as exc:
+        is_permanent = isinstance(exc, (FileNotFoundError, PermissionError, IsADirectoryError))
+        is_permanent = is_permanent or (not _is_url(path) and isinstance(exc, ValueError))  # NUL in a path
+        words = "file not found" if isinstance(exc, FileNotFoundError) else f"{type(exc).__name__}: {shown(exc)}"
+        if isinstance(exc, OSError) and exc.errno is not None:
+            is_permanent = is_permanent or exc.errno in _PERMANENT
+            path, words = str(exc.filename or path), exc.strerror or words
+        kind = SourceError if is_permanent else StorageError
+        raise kind(f"{quote(path)} cannot be read on this machine: {words}") from exc
 
 
 @dataclass(frozen=True)
@@ -43,57 +304,48 @@ class FileSample:
         Raises:
             SourceError: The file cannot be read, or is not what it was when it was indexed.
         """
-        storage = open_storage(self.path)
-        data = storage.read_range(self.path, 0, self.nbytes + 1) if self.nbytes else b""
-        if self.version and storage.stat_file(self.path).version != self.version:
+        data = read_range(self.path, 0, self.nbytes + 1) if self.nbytes else b""
+        if self.version and stat_file(self.path).version != self.version:
             raise file_changed(self.path, "it was written again before it was read")
         if len(data) != self.nbytes:
-            raise file_changed(self.path, f"it has not the {self.nbytes} bytes that it had")
+            raise file_changed(self.path, f"it does not have the {self.nbytes} bytes that it had")
         return data
 
 
 class FileSet(Dataset):
-    """Files in the order of their paths; for a folder that grows, in the order in which they came.
+    """Files in the order of their paths, such as a folder of images. Samples are `FileSample`s.
 
-    Samples are `FileSample`s.
+    The files of a folder that grows are in the order in which they came. A file counts when it has not changed for a
+    while.
     """
 
     _unit: ClassVar[str] = "files"
-    _options_known: ClassVar[Options] = {"check": ("mtime", (str,))}
+    _options_known: ClassVar[Options] = {"check": ("mtime", str)}
 
     @classmethod
-    def _read_options(cls, kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        options = super()._read_options(kind, given)
-        if options["check"] not in _CHECKS:
-            raise SettingsError(f"check={options['check']!r}: must be one of {', '.join(_CHECKS)}")
-        return options
-
-    @classmethod
-    def _create(
-        cls, location: str, settings: ShardSettings, options: Mapping[str, Any], progress: Progress | None
-    ) -> Dataset:
-        storage = open_storage(location)
-        location, paths, stats = storage.find_files(location)
-        if progress is not None:
-            nbytes = sum(stat.nbytes for stat in stats)
-            progress(nbytes, nbytes)
-        root = storage.find_root(location)
+    def _create(cls, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
+        location, paths, stats = find_files(location)
+        root = _find_root(location)
         names = [path.removeprefix(root) for path in paths]
-        index = describe_files({"root": root, "check": options["check"]}, names, stats)
-        return cls(settings.make_spec("files", location, len(paths), index))
+        head = {"root": root, "check": options["check"]}
+        return cls(settings._make_spec("files", location, len(paths), *_describe_files(head, names, stats)))
 
-    def _load(self, parts: Sequence[IndexPart]) -> None:
-        self._root = parts[0].get_text("root")
-        self._check = parts[0].get_text("check")
-        self._names = [name for part in parts for name in part.get_texts("names")]
+    @classmethod
+    def _create_growing(cls, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
+        location = absolute(location)
+        head = {"of": "files", "root": _find_root(location), "check": options["check"]}
+        return cls(settings._make_spec("follow", location, None, *_describe_files(head, [], [])))
+
+    def _load(self, parts: Sequence[IndexPart]) -> int:
+        self._root, self._check = parts[0].head["root"], parts[0].head["check"]
+        if self._check not in ("mtime", "size"):  # the size alone is for copies whose time differs between machines
+            raise SettingsError(f"check={self._check!r}: must be 'mtime' or 'size'")
+        self._names: list[str] = [name for part in parts for name in part.head["names"]]
         self._nbytes = np.concatenate([part.columns["nbytes"] for part in parts])
         self._versions = np.concatenate([part.columns["versions"] for part in parts])
-        check_paths(self.spec.location, (self._root + name for name in self._names))
-        units = self.spec.units if self.spec.HasField("units") else len(self._names)
-        if not len(self._names) == len(self._nbytes) == len(self._versions) == units:
-            raise ProtocolError(f"the index of {self.kind}:{self.spec.location} has another number of files")
-
-    def _known_units(self) -> int:
+        self._found = set(self._names) if self.grows else set()
+        self._ready: list[tuple[str, FileStat]] = []
+        self._unsettled: dict[str, tuple[FileStat, float]] = {}  # with the time when each was first seen like that
         return len(self._names)
 
     def _id_of(self, unit: int) -> UnitId:
@@ -104,22 +356,41 @@ class FileSet(Dataset):
 
     def _sample(self, unit: int) -> FileSample:
         path = self._root + self._names[unit]
-        nbytes = int(self._nbytes[unit])
-        found = open_storage(path).stat_file(path)
-        if found.nbytes != nbytes:
-            raise file_changed(path, f"it has {found.nbytes} bytes, and had {nbytes}")
-        if self._check == "mtime" and _digest(found.version) != self._versions[unit]:
+        found = stat_file(path)
+        if found.nbytes != self._nbytes[unit]:
+            raise file_changed(path, f"it has {found.nbytes} bytes, and had {self._nbytes[unit]}")
+        if self._check == "mtime" and zlib.crc32(found.version.encode()) != self._versions[unit]:
             raise file_changed(path, "it was written again (where only its time differs: check='size')")
-        return FileSample(self._names[unit], path, nbytes, found.version if self._check == "mtime" else "")
+        return FileSample(self._names[unit], path, found.nbytes, found.version if self._check == "mtime" else "")
+
+    def _look(self, now_s: float, settle_s: float, *, final: bool) -> tuple[int, bool]:
+        unsettled: dict[str, tuple[FileStat, float]] = {}
+        for path in list_files(self.spec.location):
+            name = path.removeprefix(self._root)
+            if name in self._found:
+                continue
+            stat = stat_file(path)
+            before, since_s = self._unsettled.get(name, (stat, now_s))
+            since_s = since_s if before == stat else now_s
+            if final or now_s - since_s >= settle_s:
+                self._found.add(name)
+                self._ready.append((name, stat))
+            else:
+                unsettled[name] = (stat, since_s)
+        self._unsettled = unsettled
+        return len(self._found), False
+
+    def _next_part(self, known: int, units: int) -> bytes:
+        taken, self._ready = self._ready[: units - known], self._ready[units - known :]
+        return pack_part(*_describe_files({}, [name for name, _ in taken], [stat for _, stat in taken]))
 
 
-def describe_files(head: Mapping[str, Any], names: Sequence[str], stats: Iterable[FileStat]) -> IndexPart:
+def _describe_files(
+    head: Mapping[str, Any], names: Sequence[str], stats: Sequence[FileStat]
+) -> tuple[dict[str, Any], dict[str, Numbers]]:
     """Return a part of an index about files: their paths in the set, and what the storage says of each."""
-    stats = list(stats)
-    nbytes = np.array([stat.nbytes for stat in stats], np.int64)
-    versions = np.array([_digest(stat.version) for stat in stats], np.int64)
-    return IndexPart({**head, "names": list(names)}, {"nbytes": nbytes, "versions": versions})
-
-
-def _digest(version: str) -> int:
-    return zlib.crc32(version.encode())
+    columns = {
+        "nbytes": np.array([stat.nbytes for stat in stats], np.int64),
+        "versions": np.array([zlib.crc32(stat.version.encode()) for stat in stats], np.int64),
+    }
+    return {**head, "names": list(names)}, columns

@@ -12,17 +12,15 @@ import importlib.util
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from edl.datasets.array_files import open_arrays, open_jsonl, open_parquet_lists
-from edl.datasets.dataset import Dataset, Progress, RangeDataset, ShardSettings
-from edl.datasets.files import FileSet
-from edl.datasets.growing import GrowingFileSet, GrowingText, Source, SourceDataset, growing_kind
-from edl.datasets.index import unpack_parts
-from edl.datasets.rows import IterableData, LabelDataset, SampleField, SequenceData
-from edl.datasets.tables import ParquetDataset
+from edl.datasets.dataset import Dataset, NumberedDataset, ShardSettings, Source, unpack_parts
+from edl.datasets.files import FileSet, is_growing_folder
+from edl.datasets.parquet import ParquetDataset
+from edl.datasets.rows import IterableData, LabelDataset, SequenceData, open_arrays, open_sequences, take_field
 from edl.datasets.text import LinesDataset, RecordsDataset
 from edl.errors import SettingsError
 from edl.protocol.master import DatasetSpec
@@ -30,31 +28,25 @@ from edl.quoting import quote
 
 __all__ = ["load_dataset", "open_data", "open_dataset", "same_data"]
 
-_EXPECTED: Final = (
-    "expected range:SIZE, lines:PATH, csv:PATH, parquet:PATH, files:PATH, follow:PATH, MODULE:FACTORY, FILE.py:FACTORY"
-)
-_EXPECTED_ROWS: Final = (
-    "expected FILE.npz, FILE.npy, FILE.jsonl, FILE.parquet, PACKAGE.MODULE:FACTORY or FILE.py:FACTORY"
-)
 _KINDS: Final[dict[str, type[Dataset]]] = {
-    "range": RangeDataset,
+    "range": NumberedDataset,
     "lines": LinesDataset,
     "csv": RecordsDataset,
     "files": FileSet,
     "parquet": ParquetDataset,
 }
-"""Kinds that a location names."""
-_GROWING: Final[dict[str, type[Dataset]]] = {"lines": GrowingText, "files": GrowingFileSet}
-"""Kinds of "follow", by the `of` of their indexes."""
+"""Kinds that a location names. The index of "follow" names one of them; "source" is a range without an end."""
+_EXPECTED: Final = (
+    f"expected range:SIZE, {', '.join(f'{kind}:PATH' for kind in [*_KINDS, 'follow'] if kind != 'range')}, "
+    "MODULE:FACTORY, FILE.py:FACTORY"
+)
+_EXPECTED_ROWS: Final = (
+    "expected FILE.npz, FILE.npy, FILE.jsonl, FILE.parquet, PACKAGE.MODULE:FACTORY or FILE.py:FACTORY"
+)
 
 
 def open_dataset(
-    location: str,
-    settings: ShardSettings | None = None,
-    *,
-    samples: Any = None,
-    progress: Progress | None = None,
-    **options: Any,
+    location: str, settings: ShardSettings | None = None, *, samples: Any = None, **options: Any
 ) -> Dataset:
     """Open a data set where it is created, and cut it into shards. Text is read once for that, from start to end.
 
@@ -63,7 +55,6 @@ def open_dataset(
             that returns a sequence of samples or a `Source`.
         settings: How it is cut and handed out; None for the defaults.
         samples: A sequence or `Source` that is there already; `location` then is `range:NAME` or `source:NAME`.
-        progress: Called with the bytes indexed so far, and all bytes.
         options: Options of the kind, such as `encoding="utf-8"`.
 
     Returns:
@@ -81,21 +72,23 @@ def open_dataset(
         rest.encode()
     except UnicodeError as exc:
         raise SettingsError(f"data {quote(location)}: the name is not text, so no message can carry it") from exc
-    if samples is None and (kind in _KINDS or kind == "follow"):
-        opened = growing_kind(rest) if kind == "follow" else _KINDS[kind]
-        return opened._create(rest, settings, opened._read_options(kind, options), progress)
-    RangeDataset._read_options(kind, options)
+    if samples is None and kind == "follow":
+        growing = FileSet if is_growing_folder(rest) else LinesDataset
+        return growing._create_growing(rest, settings, growing._read_options(kind, options))
+    if samples is None and kind in _KINDS:
+        return _KINDS[kind]._create(rest, settings, _KINDS[kind]._read_options(kind, options))
+    NumberedDataset._read_options(kind, options)
     if samples is None:
         rest, samples = location, _make_samples(_find_factory(location, _EXPECTED))
     elif kind not in ("range", "source"):
         raise SettingsError(f"data {quote(location)}: samples of yours are opened as 'range:NAME' or 'source:NAME'")
     if isinstance(samples, Source):
-        return SourceDataset.from_source(rest, samples, settings)
+        return NumberedDataset.of(rest, None, settings, samples)
     if not _is_indexed(samples):
         raise SettingsError(
             f"data {quote(location)} is a {type(samples).__name__}: expected a sequence (len, [number]), or a Source"
         )
-    return RangeDataset.from_size(rest, len(samples), settings, samples)
+    return NumberedDataset.of(rest, len(samples), settings, samples)
 
 
 def load_dataset(spec: DatasetSpec, samples: Any = None) -> Dataset:
@@ -113,17 +106,16 @@ def load_dataset(spec: DatasetSpec, samples: Any = None) -> Dataset:
         SettingsError: The data set is of an unknown kind, or needs `samples`.
         ProtocolError: Its index cannot be read.
     """
-    name = spec.kind
-    kinds: dict[str, type[Dataset]] = {**_KINDS, "source": SourceDataset}
+    name = "range" if spec.kind == "source" else spec.kind
     if spec.kind == "follow":
         parts = unpack_parts(spec.index)
-        name, kinds = str(parts[0].head.get("of") if parts else None), _GROWING
-    if name not in kinds:
-        shown = quote(name if name == spec.kind else f"{spec.kind} of {name}")
-        raise SettingsError(f"the data set is of the kind {shown}, which this version of EDL cannot read")
+        name = str(parts[0].head.get("of") if parts else None)
+    if name not in _KINDS:
+        kind = quote(name if name == spec.kind else f"{spec.kind} of {name}")
+        raise SettingsError(f"the data set is of the kind {kind}, which this version of EDL cannot read")
     if isinstance(samples, str):
         samples = _make_samples(_find_factory(samples, _EXPECTED))
-    return kinds[name](spec, samples)
+    return _KINDS[name](spec, samples)
 
 
 def same_data(left: DatasetSpec, right: DatasetSpec) -> bool:
@@ -147,8 +139,7 @@ def _comparable(spec: DatasetSpec) -> tuple[DatasetSpec, list[Any]]:
     if spec.kind in ("follow", "source"):
         plain.ClearField("units")
         parts = parts[:1]
-    columns = ({name: numbers.tolist() for name, numbers in part.columns.items()} for part in parts)
-    return plain, [(part.head, found) for part, found in zip(parts, columns, strict=True)]
+    return plain, [(head, {name: numbers.tolist() for name, numbers in columns.items()}) for head, columns in parts]
 
 
 def open_data(
@@ -191,14 +182,10 @@ def open_data(
         raise SettingsError(f"--offsets {offsets}: belongs to sequences in an .npz file")
     if is_arrays:
         if sequences and offsets is None:
-            raise SettingsError(
-                "--sequences: name the array of where each begins with --offsets, as an .npz file has it"
-            )
+            raise SettingsError("--sequences: name the array of an .npz file that has their beginnings with --offsets")
         return open_arrays(Path(name), wanted, ids, offsets)
-    if name.endswith(".jsonl"):
-        return open_jsonl(Path(name), wanted, ids)
-    if name.endswith(".parquet"):
-        return open_parquet_lists(Path(name), wanted, ids)
+    if name.endswith((".jsonl", ".parquet")):
+        return open_sequences(Path(name), wanted, ids)
     return _open_samples(name, wanted, ids, workers, sequences)
 
 
@@ -207,18 +194,18 @@ def _open_samples(name: str, wanted: Mapping[str, str], ids: str | None, workers
     data = _make_samples(found)
     if type(data).__name__ == "DataLoader":
         raise SettingsError(f"data {quote(name)} is a DataLoader: return the Dataset, and load it with --workers N")
-    alone = len(wanted) == 1
-    fields = {
-        key: SampleField(part, int(part) if part.isdecimal() else at if part == key else None, alone, sequences)
-        for at, (key, part) in enumerate(wanted.items())
-    }
-    id_field = SampleField(ids, int(ids) if ids.isdecimal() else None) if ids is not None else None
+    fields = {}
+    for at, (key, part) in enumerate(wanted.items()):
+        position = int(part) if part.isdecimal() else at if part == key else None
+        alone = len(wanted) == 1
+        fields[key] = partial(take_field, key=part, position=position, alone=alone, sequences=sequences)
+    id_field = None
+    if ids is not None:
+        id_field = partial(take_field, key=ids, position=int(ids) if ids.isdecimal() else None)
     if _is_indexed(data) and id_field is None:
         return SequenceData(data, fields, workers, sequences=sequences)
     if workers:
-        raise SettingsError(
-            f"--workers {workers}: data {quote(name)} must be indexed, and no --ids be taken from its samples"
-        )
+        raise SettingsError(f"--workers {workers}: data {quote(name)} must be indexed, and have no ids of their own")
     if _is_indexed(data):
         return IterableData(lambda: (data[at] for at in range(len(data))), fields, id_field, sequences=sequences)
     if not hasattr(data, "__iter__"):
@@ -246,11 +233,11 @@ def _import(name: str, module: str, expected: str) -> ModuleType:
             return importlib.import_module(module)
         except ModuleNotFoundError as exc:
             if exc.name and (module == exc.name or module.startswith(f"{exc.name}.")):
-                raise SettingsError(f"data {quote(name)}: there is no module {exc.name!r} here; {expected}") from exc
+                raise SettingsError(f"data {quote(name)}: no module named {exc.name!r}; {expected}") from exc
             raise
     path = Path(module).resolve()
     if not path.is_file():
-        raise SettingsError(f"data {quote(name)}: there is no file {module!r}")
+        raise SettingsError(f"data {quote(name)}: file not found: {module!r}")
     # Under its own name if that is free, so that worker processes find its classes.
     own = path.stem if path.stem not in sys.modules else f"edl_data_{path.stem}"
     spec = importlib.util.spec_from_file_location(own, path)

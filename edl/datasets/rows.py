@@ -1,8 +1,10 @@
-"""Data sets to be labelled: their rows, or sequences of rows, as the inputs of the teachers' model, batch by batch.
+"""Data sets to be labelled: rows, or sequences of tokens, as inputs of the teachers' model, batch by batch.
 
 Unlike a `Dataset`, which is cut into shards of samples in the user's own form, a `LabelDataset` yields ids and arrays,
 and only for rows that need a label. Where ids are known without the rows (`IndexedData`), no other row is loaded.
-Asking teachers, and keeping labels, does not belong here.
+
+Arrays in `.npy` and `.npz` files are mapped into memory where that is possible, and never unpickled. Sequences of JSON
+lines and Parquet are held as one array of all tokens per input, and where each sequence begins.
 """
 
 from __future__ import annotations
@@ -10,13 +12,20 @@ from __future__ import annotations
 import abc
 import functools
 import itertools
+import json
+import os
+import struct
+import zipfile
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
+from edl.datasets.parquet import import_parquet
 from edl.errors import SettingsError, SourceError
 from edl.protocol.arrays import RowBuffer, as_array
 from edl.protocol.names import POSITION
@@ -30,9 +39,11 @@ __all__ = [
     "KnownFilter",
     "LabelDataset",
     "RaggedData",
-    "SampleField",
     "SampleId",
     "SequenceData",
+    "open_arrays",
+    "open_sequences",
+    "take_field",
 ]
 
 SampleId: TypeAlias = int | str
@@ -84,7 +95,7 @@ class IndexedData(LabelDataset):
     def __init__(self, rows: int, ids: Array | None, checksum: str = "") -> None:
         self.rows = rows
         self.checksum = checksum
-        self._ids = ids
+        self._ids = None if ids is None else np.array(ids)  # in memory: `ids` may be mapped from a file
         if ids is not None and (ids.shape != (rows,) or ids.dtype.kind not in "iuUO"):
             raise SettingsError(f"--ids: {ids.dtype} {list(ids.shape)}, expected one integer or string for {rows} rows")
         if ids is not None and len(set(ids.tolist())) < rows:
@@ -118,8 +129,11 @@ class IndexedData(LabelDataset):
         return np.concatenate([index[:0], *(part[~known(self.ids_of(part), None)] for part in parts)])
 
 
+# --- Arrays. ---
+
+
 class ArrayData(IndexedData):
-    """Arrays [rows, ...] by input, perhaps mapped from files."""
+    """Arrays [rows, ...] by input."""
 
     def __init__(self, arrays: Mapping[str, Array], ids: Array | None = None, checksum: str = "") -> None:
         counts = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
@@ -134,7 +148,7 @@ class ArrayData(IndexedData):
     def load(self, parts: Iterable[Array]) -> Iterator[Batch]:
         """See `IndexedData.load`."""
         for part in parts:
-            found = {name: as_array(array[part], f"array {name!r}") for name, array in self._arrays.items()}
+            found = {name: as_array(_rows(array, part), f"array {name!r}") for name, array in self._arrays.items()}
             yield self.ids_of(part), found
 
 
@@ -142,7 +156,7 @@ class RaggedData(IndexedData):
     """Sequences of any length: arrays [tokens of all, ...] by input, and where each sequence begins.
 
     Args:
-        arrays: Arrays by input name, perhaps mapped from files.
+        arrays: Arrays by input name.
         offsets: [sequences + 1], rising from 0 to the number of all tokens.
 
     Attributes:
@@ -178,7 +192,8 @@ class RaggedData(IndexedData):
         for part in parts:
             places = list(zip(self._offsets[part].tolist(), self._offsets[part + 1].tolist(), strict=True))
             fields: dict[str, Any] = {
-                name: [np.asarray(array[start:stop]) for start, stop in places] for name, array in self._arrays.items()
+                name: [np.array(_rows(array, slice(*place))) for place in places]
+                for name, array in self._arrays.items()
             }
             yield self.ids_of(part), fields
 
@@ -191,36 +206,239 @@ class RaggedData(IndexedData):
         return np.concatenate([index[:0], *(part[~known(*batch)] for part, batch in loaded)])
 
 
+def _rows(array: Array, rows: Any) -> Array:
+    """Return rows of an array, which may be mapped from a file.
+
+    Raises:
+        SourceError: The file is shorter than its array: if such a file is read, the system ends the process (SIGBUS).
+    """
+    if isinstance(array, np.memmap):
+        path = Path(str(array.filename))
+        if not path.exists() or path.stat().st_size < array.offset + array.nbytes:
+            raise SourceError(f"{str(path)!r} is gone, or shorter than when it was opened: put it back as it was")
+    return cast(Array, array[rows])
+
+
+def open_arrays(path: Path, wanted: Mapping[str, str], ids: str | None, offsets: str | None) -> LabelDataset:
+    """Open the arrays of an `.npz` or `.npy` file; see `edl.datasets.opening.open_data`."""
+    try:
+        found_ids = None if ids is None else _open_array(Path(ids)) if ids.endswith(".npy") else _open_array(path, ids)
+        if path.suffix == ".npy":
+            if offsets is not None or len(wanted) > 1:
+                instead = "sequences and their offsets" if offsets is not None else "several inputs"
+                raise SettingsError(f"{str(path)!r} is one array, for one input; {instead} go into an .npz file")
+            return ArrayData(dict.fromkeys(wanted, _open_array(path)), found_ids)
+        arrays = {name: _open_array(path, key) for name, key in wanted.items()}
+        checksum = ",".join(f"{name}={_member(path, key).CRC:08x}" for name, key in sorted(wanted.items()))
+        if offsets is None:
+            return ArrayData(arrays, found_ids, checksum)
+        checksum = f"{checksum},{_member(path, offsets).CRC:08x}"
+        return RaggedData(arrays, _open_array(path, offsets), found_ids, checksum)
+    except SettingsError:
+        raise
+    except (OSError, ValueError, zipfile.BadZipFile, zlib.error) as exc:
+        raise SettingsError(f"data {str(path)!r} cannot be read: {exc}") from exc
+
+
+def _member(path: Path, key: str) -> zipfile.ZipInfo:
+    """Return where an `.npz` file has an array, and the CRC-32 of it."""
+    with zipfile.ZipFile(path) as archive:
+        members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+    if key not in members:
+        raise SettingsError(f"{str(path)!r} has no array {key!r}, only {', '.join(sorted(members))}")
+    return members[key]
+
+
+def _open_array(path: Path, key: str = "") -> Array:
+    """Return the array of an `.npy` file, or one of an `.npz` file; mapped, if the file has it as it is in memory."""
+    if not key:
+        return cast(Array, np.load(path, mmap_mode="r", allow_pickle=False))
+    info = _member(path, key)
+    if info.compress_type == zipfile.ZIP_STORED:
+        with path.open("rb") as file:
+            file.seek(info.header_offset + 26)  # lengths of name and extra field, at the end of the local header
+            file.seek(sum(struct.unpack("<HH", file.read(4))), os.SEEK_CUR)
+            version = np.lib.format.read_magic(file)
+            readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+            if version in readers:
+                shape, is_fortran, dtype = readers[version](file)
+                if not dtype.hasobject and 0 not in shape:
+                    return np.memmap(path, dtype, "r", file.tell(), shape, "F" if is_fortran else "C")
+    with np.load(path, allow_pickle=False) as archive:
+        return cast(Array, archive[key])
+
+
+# --- Sequences in files. ---
+
+
+def open_sequences(path: Path, wanted: Mapping[str, str], ids: str | None) -> RaggedData:
+    """Read sequences of tokens from JSON lines such as `{"input_ids": [5, 3, 9]}`, or list columns of a Parquet file.
+
+    Each input is a list of numbers in every row; null has no tokens.
+    """
+    keys = list(dict.fromkeys([*wanted.values(), *([ids] if ids is not None else [])]))
+    parts: dict[str, list[Array]] = {name: [] for name in wanted}
+    found_ids = []
+    place = ""
+    try:
+        for where, row in _json_rows(path, keys) if path.suffix == ".jsonl" else _parquet_rows(path, keys):
+            place = f", {where}"
+            for name, key in wanted.items():
+                parts[name].append(_numbers(key, row[key]))
+            lengths = {name: len(found[-1]) for name, found in parts.items()}
+            if len(set(lengths.values())) > 1:
+                raise ValueError(f"each token has one value of each input, and there are {lengths}")
+            if ids is not None:
+                if type(row[ids]) not in (int, str):
+                    raise ValueError(f"the id {row[ids]!r} is neither an integer nor a string")
+                found_ids.append(row[ids])
+            place = ""  # what fails now is in the next row, and says so
+        columns = {name: _joined(name, found) for name, found in parts.items()}
+    except OSError as exc:
+        raise SettingsError(f"data {str(path)!r} cannot be read: {exc.strerror or exc}") from exc
+    except (ValueError, TypeError, RecursionError) as exc:
+        raise SettingsError(f"data {str(path)!r}{place}: {exc}") from exc
+    offsets = np.cumsum([0, *map(len, next(iter(parts.values())))])
+    if len(offsets) < 2:
+        raise SettingsError(f"data {str(path)!r} has no sequences")
+    ids_array = None
+    if ids is not None:
+        ids_array = np.empty(len(found_ids), object)  # numpy's own strings would lose zeros at their ends
+        ids_array[:] = found_ids
+    total = zlib.crc32(offsets.tobytes())
+    for name, array in sorted(columns.items()):
+        total = zlib.crc32(np.ascontiguousarray(array).tobytes(), zlib.crc32(name.encode(), total))
+    return RaggedData(columns, offsets, ids_array, f"{total:08x}")
+
+
+def _json_rows(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield where each row is, and the row. Lines may end as on Windows, after a byte order mark, and may be blank."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if not text.strip():
+                continue
+            try:
+                found = json.loads(text)
+            except (ValueError, RecursionError) as exc:
+                raise ValueError(f"line {number}: {exc}") from exc
+            if not isinstance(found, dict):
+                kind, example = type(found).__name__, f"{{{keys[0]!r}: …}}"
+                raise TypeError(f"line {number}: it has a {kind}, and must have an object, such as {example}")
+            if missing := [key for key in keys if key not in found]:
+                there = ", ".join(map(repr, found)) or "nothing"
+                raise ValueError(f"line {number}: it has no {missing[0]!r}, only {there}")
+            yield f"line {number}", found
+
+
+def _parquet_rows(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield where each row is, and the row, with arrays in place of lists."""
+    parquet = import_parquet()
+    number = 0
+    with parquet.ParquetFile(path) as file:  # pyarrow's errors are `OSError` and `ValueError`
+        names = file.schema_arrow.names
+        if missing := [key for key in keys if key not in names]:
+            raise ValueError(f"it has no column {missing[0]!r}, only {', '.join(names)}")
+        for batch in file.iter_batches(columns=keys):
+            for row in zip(*(batch.column(key) for key in keys), strict=True):
+                number += 1
+                yield f"row {number}", {key: _plain(value) for key, value in zip(keys, row, strict=True)}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a Parquet file as Python has it; a list of numbers as an array."""
+    values = getattr(value, "values", None)
+    if values is None or values.null_count:
+        return value.as_py()
+    return values.to_numpy(zero_copy_only=False)
+
+
+def _numbers(key: str, found: Any) -> Array:
+    """Return the values of an input for the tokens of a sequence."""
+    if found is None:
+        return np.empty(0)
+    try:
+        array = np.array(found)
+    except ValueError as exc:
+        raise ValueError(f"{key!r} has lists of different lengths in it: {exc}") from exc
+    if not isinstance(found, list | np.ndarray) or array.dtype.kind not in "biuf":
+        raise TypeError(f"{key!r} is not a list of numbers: tokens are numbers, as a tokenizer makes them of a text")
+    return array
+
+
+def _joined(name: str, parts: Sequence[Array]) -> Array:
+    """Return all parts in one array; token ids in half the memory, where all of them fit."""
+    full = [part for part in parts if len(part)]
+    if len({(part.shape[1:], part.dtype.kind in "biu") for part in full}) > 1:
+        raise ValueError(f"{name!r} has values of different shapes or types")
+    array = np.concatenate(full) if full else np.empty(0, np.int32)
+    fits = array.dtype == np.int64 and array.size and array.min() >= -(2**31) and array.max() < 2**31
+    return array.astype(np.int32) if fits else array
+
+
+# --- Samples that code of the user's makes. ---
+
+
+def take_field(sample: Any, key: str, position: int | None, *, alone: bool = False, sequences: bool = False) -> Any:
+    """Return an input or the id that a sample has: by key, by position in a tuple or list, or the sample itself.
+
+    `position` is None if none was named, and `alone` says that nothing else is taken from a sample. With `sequences`, a
+    list of numbers is a sample, as tokenizers return it.
+    """
+    is_tokens = sequences and alone and isinstance(sample, list) and sample
+    if is_tokens and isinstance(sample[0], int | float):
+        return sample
+    if isinstance(sample, Mapping):
+        return sample[key]
+    if isinstance(sample, tuple | list):
+        if position is None:
+            raise TypeError(f"samples are {type(sample).__name__}s: name a position, not {key!r}")
+        return sample[position]
+    if not alone:
+        raise TypeError(f"a sample is one {type(sample).__name__}; it has no parts")
+    return sample
+
+
 @dataclass(frozen=True)
-class SampleField:
-    """Finds an input or the id in a sample: by key, by position, or the sample itself. Can be pickled.
+class _Inputs:
+    """Makes the inputs of a batch out of samples, in whichever process loads them. Can be pickled.
 
     Attributes:
-        key: Key in a mapping.
-        position: Position in a tuple or list; None if a position was not named.
-        alone: Whether nothing else is taken from a sample.
-        sequences: Whether a list of numbers is a sample, as tokenizers return it.
+        fields: Finds an input in a sample, by input name.
+        sequences: See `LabelDataset`.
+        samples: Samples by position, for `__getitem__`.
     """
 
-    key: str
-    position: int | None
-    alone: bool = False
-    sequences: bool = False
+    fields: Mapping[str, Callable[[Any], Any]]
+    sequences: bool
+    samples: Any = ()
 
-    def __call__(self, sample: Any) -> Any:
-        """Return what the field holds."""
-        is_tokens = self.sequences and self.alone and isinstance(sample, list) and sample
-        if is_tokens and isinstance(sample[0], int | float):
-            return sample
-        if isinstance(sample, Mapping):
-            return sample[self.key]
-        if isinstance(sample, tuple | list):
-            if self.position is None:
-                raise TypeError(f"samples are {type(sample).__name__}s: name a position, not {self.key!r}")
-            return sample[self.position]
-        if not self.alone:
-            raise TypeError(f"a sample is one {type(sample).__name__}; it has no parts")
-        return sample
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, positions: list[int]) -> dict[str, Any]:
+        return self.stack([(at, self.take(at, self.samples[at])) for at in positions])
+
+    def take(self, sample_id: SampleId, sample: Any) -> dict[str, Array]:
+        """Return a sample's inputs, copied: the next sample may be loaded into the same memory."""
+        taken = {}
+        for name, field in self.fields.items():
+            try:
+                found = field(sample)
+            except (LookupError, TypeError) as exc:
+                raise SourceError(f"sample {sample_id!r} has no field for input {name!r}: {exc!r}") from exc
+            taken[name] = np.array(as_array(found, f"sample {sample_id!r}, input {name!r}"))
+        return taken
+
+    def stack(self, entries: Sequence[tuple[SampleId, dict[str, Array]]]) -> dict[str, Any]:
+        """Return the inputs of a batch."""
+        if self.sequences:
+            return {name: [taken[name] for _, taken in entries] for name in self.fields}
+        stacked = {name: RowBuffer(name, len(entries), "bring all samples to one shape") for name in self.fields}
+        for sample_id, taken in entries:
+            for name, array in taken.items():
+                stacked[name].append(array, f"sample {sample_id!r}")
+        return {name: rows.gathered() for name, rows in stacked.items()}
 
 
 class SequenceData(IndexedData):
@@ -233,17 +451,12 @@ class SequenceData(IndexedData):
     """
 
     def __init__(
-        self,
-        samples: Any,
-        fields: Mapping[str, Callable[[Any], Any]],
-        workers: int = 0,
-        *,
-        sequences: bool = False,
+        self, samples: Any, fields: Mapping[str, Callable[[Any], Any]], workers: int = 0, *, sequences: bool = False
     ) -> None:
         super().__init__(len(samples), None)
         self.inputs = tuple(fields)
         self.sequences = sequences
-        self._loaded = _Loaded(samples, _Stack(fields, sequences=sequences))
+        self._loaded = _Inputs(fields, sequences, samples)
         self._workers = workers
         self._parts = _Parts()
 
@@ -290,6 +503,10 @@ class _Parts:
             yield part.tolist()
 
 
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
 class IterableData(LabelDataset):
     """Samples in sequence.
 
@@ -310,24 +527,24 @@ class IterableData(LabelDataset):
         self.inputs = tuple(fields)
         self.sequences = sequences
         self._make = make
-        self._stack = _Stack(fields, sequences=sequences)
+        self._loaded = _Inputs(fields, sequences)
         self._id_field = id_field
 
     def batches(self, rows: int, known: KnownFilter) -> Iterator[Batch]:
         """See `LabelDataset.batches`."""
-        waiting: list[_Entry] = []
-        samples = (self._stack.take(sample_id, sample) for sample_id, sample in self._with_ids())
+        waiting: list[tuple[SampleId, dict[str, Array]]] = []
+        samples = ((sample_id, self._loaded.take(sample_id, sample)) for sample_id, sample in self._with_ids())
         while block := list(itertools.islice(samples, rows)):
             new = ~known([sample_id for sample_id, _ in block], None)
-            waiting += [entry for entry, is_new in zip(block, new, strict=True) if is_new]
-            while len(waiting) >= rows:
+            waiting += itertools.compress(block, new)
+            if len(waiting) >= rows:
                 yield self._batch(waiting[:rows])
                 del waiting[:rows]
         if waiting:
             yield self._batch(waiting)
 
-    def _batch(self, entries: list[_Entry]) -> Batch:
-        return [sample_id for sample_id, _ in entries], self._stack(entries)
+    def _batch(self, entries: list[tuple[SampleId, dict[str, Array]]]) -> Batch:
+        return [sample_id for sample_id, _ in entries], self._loaded.stack(entries)
 
     def _with_ids(self) -> Iterator[tuple[SampleId, Any]]:
         if self._id_field is None:
@@ -346,52 +563,3 @@ class IterableData(LabelDataset):
                 raise SourceError(f"sample {at}: a sample before it has the id {sample_id!r} too; each needs its own")
             seen.add(sample_id)
             yield sample_id, sample
-
-
-_Entry: TypeAlias = tuple[SampleId, dict[str, Array]]
-
-
-class _Stack:
-    """Makes the inputs of a batch out of samples, in whichever process loads them."""
-
-    def __init__(self, fields: Mapping[str, Callable[[Any], Any]], *, sequences: bool) -> None:
-        self._fields = fields
-        self._sequences = sequences
-
-    def take(self, sample_id: SampleId, sample: Any) -> _Entry:
-        """Return a sample's inputs, copied: the next sample may be loaded into the same memory."""
-        taken = {}
-        for name, field in self._fields.items():
-            try:
-                found = field(sample)
-            except (LookupError, TypeError) as exc:
-                raise SourceError(f"sample {sample_id!r} has no field for input {name!r}: {exc!r}") from exc
-            taken[name] = np.array(as_array(found, f"sample {sample_id!r}, input {name!r}"))
-        return sample_id, taken
-
-    def __call__(self, entries: Sequence[_Entry]) -> dict[str, Any]:
-        if self._sequences:
-            return {name: [fields[name] for _, fields in entries] for name in self._fields}
-        stacked = {name: RowBuffer(name, len(entries), "bring all samples to one shape") for name in self._fields}
-        for sample_id, fields in entries:
-            for name, array in fields.items():
-                stacked[name].append(array, f"sample {sample_id!r}")
-        return {name: rows.gathered() for name, rows in stacked.items()}
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    """Inputs of the samples at some positions."""
-
-    samples: Any
-    stack: _Stack
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, positions: list[int]) -> dict[str, Any]:
-        return self.stack([self.stack.take(at, self.samples[at]) for at in positions])
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

@@ -5,38 +5,51 @@ The pass cuts the files, one after another, into segments: shards, or parts of a
 belongs to one shard, and a reader, which opens the files itself, reads the bytes of its segments and nothing else. It
 checks a segment before it hands out the first sample of it.
 
-CSV records are found and parsed with Python's `csv`, not with pyarrow. A shard is a range of bytes that is read without
-what is before it. pyarrow's CSV reader goes through a file from the start and gives out tables: it does not say after
-which bytes records end. It also guesses types from what it reads first, so that a record might have other types in
-another shard. Here all fields are text.
+A newline ends a CSV record if the number of quotes before it is even, as RFC 4180 has it; Python's `csv` parses the
+records. pyarrow's CSV reader would not do: it goes through a file from the start, does not say after which bytes
+records end, and guesses types from what it reads first. Here all fields are text.
 """
 
 from __future__ import annotations
 
 import abc
 import bisect
+import codecs
 import csv
 import itertools
+import logging
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import NoneType
 from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from edl.datasets.dataset import DEFAULT_SHARD_SIZE, Dataset, Options, Progress, ShardSettings
-from edl.datasets.index import MOST_NBYTES, IndexPart, Numbers
-from edl.datasets.storage import Storage, check_paths, file_changed, open_storage
-from edl.errors import ProtocolError, SettingsError, SourceError
-from edl.quoting import quote
+from edl.datasets.dataset import (
+    DEFAULT_SHARD_SIZE,
+    Dataset,
+    IndexPart,
+    Numbers,
+    Options,
+    ShardSettings,
+    pack_part,
+)
+from edl.datasets.files import absolute, file_changed, find_files, list_files, read_blocks, read_range, stat_file
+from edl.errors import SettingsError, SourceError
+from edl.quoting import quote, shown
 
-__all__ = ["LinesDataset", "RecordsDataset", "Segments", "ShardCutter", "check_plain"]
+__all__ = ["LinesDataset", "RecordsDataset"]
 
+logger = logging.getLogger(__name__)
+
+_LOGGED_NBYTES: Final = 10 << 30
+"""Bytes between two lines in the log: a pass over a large text takes minutes."""
+_LOOK_NBYTES: Final = 256 << 20
+"""Bytes read per look: the first shards of a text that is there already should be handed out within a second."""
+_TAIL_NBYTES: Final = 4096
+"""Bytes before the end of the last line that are compared at every look: another file of that name has others there."""
 _MOST_SEGMENT: Final = 8 << 20
 """Bytes after which a segment ends, even if its shard goes on: a reader holds a segment in memory."""
-_SEGMENT_NBYTES: Final = 4
-"""Smallest size of a segment in an index: its checksum. Where that is too much, the text is not read to its end."""
 _COMPRESSED: Final = {
     b"\x1f\x8b\x08": "gzip",
     b"BZh91AY&SY": "bzip2",
@@ -44,14 +57,13 @@ _COMPRESSED: Final = {
     b"\x28\xb5\x2f\xfd": "zstd",
     b"PK\x03\x04": "zip",
 }
-_MOST_MAGIC: Final = max(map(len, _COMPRESSED))
 _BOM: Final = b"\xef\xbb\xbf"
+_NEWLINE, _RETURN = b"\n\r"
 _FIELD_LIMIT: Final = 64 << 20
-"""Characters of a CSV field. Python's default of 131,072 is less than a document may have. Without a limit, a quote
-that is never closed would bring the rest of the file into memory."""
+"""Characters of a CSV field. Python's default of 131,072 is less than a document may have."""
 
 
-class ShardCutter:
+class _SegmentCutter:
     """Cuts a text into segments while it streams by, and keeps only their columns of the index.
 
     Args:
@@ -64,12 +76,12 @@ class ShardCutter:
     """
 
     def __init__(self, shard_size: int, units: int = 0, most_nbytes: int | None = None) -> None:
-        self.units = units
-        self._most_nbytes = most_nbytes
-        self._cut_units = units
+        self.units = self._cut_units = units
         self._shard_size = shard_size
+        self._most_nbytes = most_nbytes
         self._length = self._crc = 0
-        self._columns = _empty_columns()
+        self._columns: dict[str, array[int]] = {}  # 8 bytes per number: lists would take five times as much
+        self.pop_columns()
 
     def feed(self, data: bytes, ends: Numbers) -> None:
         """Take the next bytes, and where units end in them, rising; an end of 0 ends a unit of the bytes before."""
@@ -88,22 +100,16 @@ class ShardCutter:
             begin = int(ends[-1])
         self._add(view[begin:])
 
-    def pop_segments(self, *, rest: bool) -> dict[str, Numbers]:
-        """Return the columns of the segments so far, and forget them.
-
-        Args:
-            rest: Make a segment of the units that fill no shard, if there are any.
-        """
-        if rest and self.units > self._cut_units:
+    def cut_rest(self) -> None:
+        """Make a segment of the units that fill no shard, if there are any."""
+        if self.units > self._cut_units:
             self._cut(self.units)
-        found = {name: np.array(numbers, np.int64) for name, numbers in self._columns.items()}
-        self._columns = _empty_columns()
-        return found
 
-    @property
-    def segments(self) -> int:
-        """Number of segments that have not been popped."""
-        return len(self._columns["counts"])
+    def pop_columns(self) -> dict[str, Numbers]:
+        """Return the columns of the segments so far, and forget them."""
+        found = {name: np.array(numbers, np.int64) for name, numbers in self._columns.items()}
+        self._columns = {name: array("q") for name in ("counts", "lengths", "crcs")}
+        return found
 
     def _add(self, data: memoryview) -> None:
         self._crc = zlib.crc32(data, self._crc)
@@ -116,195 +122,108 @@ class ShardCutter:
         self._length = self._crc = 0
 
 
-def _empty_columns() -> dict[str, array[int]]:
-    """Return columns of 8 bytes per number: for millions of shards, lists would take five times as much."""
-    return {name: array("q") for name in ("counts", "lengths", "crcs")}
-
-
-class Segments:
-    """Where the segments of a text are, as the parts of its index say.
-
-    A part of a text that grows says at which unit it begins (`from`). Where two followers have told the master the same
-    units, the second part is left out.
-
-    Attributes:
-        unit_begins: First unit of each segment, then the number of all units.
-        byte_begins: First byte of each segment in all files one after another, then the number of all bytes.
-        crcs: CRC-32 of each segment's bytes.
-
-    Raises:
-        ProtocolError: Parts do not fit together.
-    """
-
-    def __init__(self, parts: Sequence[IndexPart]) -> None:
-        columns: dict[str, list[Numbers]] = {"counts": [], "lengths": [], "crcs": []}
-        units = 0
-        for part in parts:
-            found = {name: part.columns[name] for name in columns}
-            if len({len(numbers) for numbers in found.values()}) > 1:
-                raise ProtocolError("the index of a text has columns of different lengths")
-            ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(found["counts"])])
-            known = units - part.head.get("from", units)
-            skipped = min(int(np.searchsorted(ends, known)), len(ends) - 1)
-            if known < 0 or (skipped < len(ends) - 1 and ends[skipped] != known):
-                raise ProtocolError("parts of the index do not fit together: are there two followers?")
-            for name, numbers in found.items():
-                columns[name].append(numbers[skipped:])
-            units += int(found["counts"][skipped:].sum())
-        counts, lengths, self.crcs = (np.concatenate(numbers) for numbers in columns.values())
-        self.unit_begins, self.byte_begins = (
-            np.concatenate([np.zeros(1, np.int64), np.cumsum(numbers)]) for numbers in (counts, lengths)
-        )
-        if (self.unit_begins < 0).any() or (self.byte_begins < 0).any():
-            raise ProtocolError("the index of a text has numbers that are too large")
-
-    @property
-    def units(self) -> int:
-        """Number of units."""
-        return int(self.unit_begins[-1])
-
-    @property
-    def end(self) -> int:
-        """First byte that is not indexed."""
-        return int(self.byte_begins[-1])
-
-    def find(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the first segment with units of a range, and the segment after the last one."""
-        first = int(np.searchsorted(self.unit_begins, start, "right")) - 1
-        return first, int(np.searchsorted(self.unit_begins, stop, "left"))
-
-    def bounds(self, segment: int) -> tuple[int, int]:
-        """Return the first byte of a segment, and the first one after it."""
-        return int(self.byte_begins[segment]), int(self.byte_begins[segment + 1])
-
-
 class _TextDataset(Dataset):
     """Text files; a shard may go from the end of a file into the next one."""
 
     _kind: ClassVar[str]
 
     @classmethod
-    def _create(
-        cls, location: str, settings: ShardSettings, options: Mapping[str, Any], progress: Progress | None
-    ) -> Dataset:
+    def _create(cls, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
         kind, shard_size = cls._kind, settings.shard_size or DEFAULT_SHARD_SIZE
-        storage = open_storage(location)
-        location, paths, stats = storage.find_files(location)
-        options = cls._complete(storage, location, paths[0], stats[0].nbytes, options)
-        whole = sum(stat.nbytes for stat in stats)
-        cutter = ShardCutter(shard_size, most_nbytes=_MOST_SEGMENT)
-        done = 0
+        location, paths, stats = find_files(location)
+        for path in paths:
+            _check_uncompressed(path)
+        cutter = _SegmentCutter(shard_size, most_nbytes=_MOST_SEGMENT)
+        done, whole = 0, sum(stat.nbytes for stat in stats)
         for path, stat in zip(paths, stats, strict=True):
-            check_plain(storage, path, stat.nbytes)
-            for data, ends in cls._scan(path, storage.read_blocks(path, 0, stat.nbytes), options):
+            for data, ends in cls._scan(path, read_blocks(path, 0, stat.nbytes), options):
                 cutter.feed(data, ends)
+                if done // _LOGGED_NBYTES < (done + len(data)) // _LOGGED_NBYTES:
+                    logger.info("indexing %s:%s: %.0f of %.0f GB", kind, shown(location), done / 1e9, whole / 1e9)
                 done += len(data)
-                if cutter.segments * _SEGMENT_NBYTES > MOST_NBYTES:
-                    raise SettingsError(
-                        f"{kind}:{location} has more than {cutter.segments} shards of {shard_size}, and the "
-                        f"index of them more than {MOST_NBYTES >> 20} MiB: choose a larger shard_size"
-                    )
-                if progress is not None:
-                    progress(done, whole)
-            if storage.stat_file(path) != stat:
+            if stat_file(path) != stat:
                 raise SourceError(
                     f"{quote(path)} changed while it was indexed. A file that grows is opened as 'follow:{path}'"
                 )
         if not cutter.units:
             raise SettingsError(f"{kind}:{location} has no {cls._unit}")
+        cutter.cut_rest()
         head = {"options": options, "files": paths, "nbytes": [stat.nbytes for stat in stats]}
-        index = IndexPart(head, cutter.pop_segments(rest=True))
-        return cls(settings.make_spec(kind, location, cutter.units, index))
-
-    @classmethod
-    def _complete(
-        cls, storage: Storage, location: str, path: str, nbytes: int, options: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Return the options with what the first file adds to them."""
-        return dict(options)
+        return cls(settings._make_spec(kind, location, cutter.units, head, cutter.pop_columns()))
 
     @classmethod
     @abc.abstractmethod
-    def _scan(cls, path: str, blocks: Iterable[bytes], options: Mapping[str, Any]) -> Iterator[tuple[bytes, Numbers]]:
-        """Yield all bytes of a file, and where units end in them, as `ShardCutter.feed` takes them."""
+    def _scan(cls, path: str, blocks: Iterable[bytes], options: dict[str, Any]) -> Iterator[tuple[bytes, Numbers]]:
+        """Yield all bytes of a file, and where units end in them, as `_SegmentCutter.feed` takes them.
+
+        May add to the options what the first file says.
+        """
 
     @abc.abstractmethod
     def _parse(self, path: str, at: int, data: bytes) -> Iterable[Any]:
         """Yield the units in the bytes of a file from offset `at` on."""
 
-    def _load(self, parts: Sequence[IndexPart]) -> None:
-        self._options = self._options_of(parts[0])
-        self._paths = parts[0].get_texts("files")
-        check_paths(self.spec.location, self._paths)
-        self._nbytes: list[int | None] = parts[0].head["nbytes"]
-        sizes = [0] if self._nbytes == [None] else self._nbytes  # a file that grows has no size
-        if not len(sizes) == len(self._paths) > 0 or not all(type(nbytes) is int and nbytes >= 0 for nbytes in sizes):
-            raise ProtocolError(f"the index of {self.kind}:{self.spec.location} has no sizes of its files")
-        self._segments = Segments(parts)
+    def _load(self, parts: Sequence[IndexPart]) -> int:
+        head = parts[0].head
+        self._options = self._read_options(self.kind, head["options"])
+        self._paths = head["files"]
+        self._nbytes: list[int | None] = head["nbytes"]  # None: the file grows
         self._file_begins = [0, *itertools.accumulate(nbytes or 0 for nbytes in self._nbytes)]
-        if self.spec.HasField("units") and self._segments.units != self.spec.units:
-            raise ProtocolError(f"the index of {self.kind}:{self.spec.location} has another number of units")
-        if None not in self._nbytes and self._segments.end > self._file_begins[-1]:
-            raise ProtocolError(f"the index of {self.kind}:{self.spec.location} has more bytes than its files")
-
-    def _known_units(self) -> int:
-        return self._segments.units
+        counts, lengths, self._crcs = (
+            np.concatenate([part.columns[name] for part in parts]) for name in ("counts", "lengths", "crcs")
+        )
+        self._unit_begins, self._byte_begins = np.append(0, np.cumsum(counts)), np.append(0, np.cumsum(lengths))
+        return int(self._unit_begins[-1])
 
     def _read_units(self, start: int, stop: int) -> Iterable[Any]:
-        storage = open_storage(self.spec.location)
-        first, last = self._segments.find(start, stop)
-        segments = (self._read_segment(storage, segment) for segment in range(first, last))
-        units = (self._parse(*piece) for piece in itertools.chain.from_iterable(segments))
-        begin, end = (int(self._segments.unit_begins[segment]) for segment in (first, last))
+        first = int(np.searchsorted(self._unit_begins, start, "right")) - 1
+        last = int(np.searchsorted(self._unit_begins, stop, "left"))
+        pieces = itertools.chain.from_iterable(map(self._read_segment, range(first, last)))
+        units = itertools.chain.from_iterable(itertools.starmap(self._parse, pieces))
+        begin, end = self._unit_begins[[first, last]].tolist()
         # To the end where the lease goes up to it, so that too many units are noticed.
-        return itertools.islice(
-            itertools.chain.from_iterable(units), start - begin, None if stop == end else stop - begin
-        )
+        return itertools.islice(units, start - begin, None if stop == end else stop - begin)
 
-    def _read_segment(self, storage: Storage, segment: int) -> list[tuple[str, int, bytes]]:
+    def _read_segment(self, segment: int) -> list[tuple[str, int, bytes]]:
         """Return the bytes of a segment by file, each with its path and the offset of the first one."""
-        begin, end = self._segments.bounds(segment)
-        file = bisect.bisect_right(self._file_begins, begin) - 1 if len(self._paths) > 1 else 0
+        begin, end = self._byte_begins[segment : segment + 2].tolist()
+        files = len(self._paths)
+        first = bisect.bisect_right(self._file_begins, begin, hi=files) - 1
         found = []
         crc = 0
-        path, start, stop = self._paths[0], begin, end
-        while begin < end:
+        for file in range(first, bisect.bisect_left(self._file_begins, end, hi=files)):
             path, nbytes = self._paths[file], self._nbytes[file]
-            start, stop = begin - self._file_begins[file], end - self._file_begins[file]
-            if nbytes is not None:
-                stop = min(stop, nbytes)
-            if start < stop:
-                self._check_stat(storage, path, stop, nbytes)
-                data = b"".join(storage.read_blocks(path, start, stop))
-                crc = zlib.crc32(data, crc)
-                found.append((path, start, data))
-                begin += len(data)
-            file += 1
-        if crc != self._segments.crcs[segment]:
-            raise file_changed(path, f"its bytes {start} to {stop} are others")
+            start, stop = max(0, begin - self._file_begins[file]), end - self._file_begins[file]
+            stop = stop if nbytes is None else min(stop, nbytes)
+            if start == stop:
+                continue
+            there = stat_file(path).nbytes
+            if nbytes is not None and there != nbytes:
+                raise file_changed(path, f"it has {there} bytes, and had {nbytes}")
+            if there < stop:
+                raise file_changed(path, f"it has {there} bytes, and had {stop} or more: was it cut off, or rotated?")
+            found.append((path, start, b"".join(read_blocks(path, start, stop))))
+            crc = zlib.crc32(found[-1][2], crc)
+        if crc != self._crcs[segment]:
+            path, start, data = found[-1]
+            raise file_changed(path, f"its bytes {start} to {start + len(data)} are others")
         return found
-
-    def _check_stat(self, storage: Storage, path: str, stop: int, nbytes: int | None) -> None:
-        found = storage.stat_file(path).nbytes
-        if nbytes is not None and found != nbytes:
-            raise file_changed(path, f"it has {found} bytes, and had {nbytes}")
-        if found < stop:
-            raise file_changed(path, f"it has {found} bytes, and had at least {stop}: was it cut off, or rotated?")
 
 
 class LinesDataset(_TextDataset):
     r"""Text by lines. A line ends at byte 10 and nowhere else, or at the end of its file; NUL bytes are data.
 
     Samples are bytes, or `str` with an encoding, without the line's end (`\n` or `\r\n`) unless `keep_ends` is set.
-    An empty line is a sample. A byte order mark is data, except with the encoding `utf-8-sig`.
+    An empty line is a sample. A byte order mark is data, except with the encoding `utf-8-sig`. In a file that grows, a
+    line counts when its end is there; the last one when the source ends.
     """
 
     _kind: ClassVar[str] = "lines"
     _unit: ClassVar[str] = "lines"
     _options_known: ClassVar[Options] = {
-        "encoding": (None, (str, NoneType)),
-        "errors": ("strict", (str,)),
-        "keep_ends": (False, (bool,)),
+        "encoding": (None, str),
+        "errors": ("strict", str),
+        "keep_ends": (False, bool),
     }
 
     @classmethod
@@ -314,32 +233,75 @@ class LinesDataset(_TextDataset):
         return options
 
     @classmethod
-    def _scan(cls, path: str, blocks: Iterable[bytes], options: Mapping[str, Any]) -> Iterator[tuple[bytes, Numbers]]:
+    def _scan(cls, path: str, blocks: Iterable[bytes], options: dict[str, Any]) -> Iterator[tuple[bytes, Numbers]]:
         ended = True
         for block in blocks:
-            yield block, newline_ends(block)
+            yield block, _newline_ends(block)
             ended = block.endswith(b"\n")
         if not ended:
             yield b"", np.zeros(1, np.int64)
 
     def _parse(self, path: str, at: int, data: bytes) -> Iterable[Any]:
-        encoding: str | None = self._options["encoding"]
-        if encoding is None:
-            return _split_lines(data, keep_ends=self._options["keep_ends"])
-        if _is_marked(encoding):
-            encoding = "utf-8"
-            data = data if at else data.removeprefix(_BOM)  # a mark elsewhere is data
-        return self._decoded(path, _split_lines(data, keep_ends=self._options["keep_ends"]), encoding)
-
-    def _decoded(self, path: str, lines: Iterable[bytes], encoding: str) -> Iterator[str]:
-        for line in lines:
+        encoding, errors, keep_ends = self._options.values()
+        if encoding == "utf-8-sig":
+            encoding, data = "utf-8", data if at else data.removeprefix(_BOM)  # a mark elsewhere is data
+        for line in _split_lines(data, keep_ends=keep_ends):
             try:
-                yield line.decode(encoding, self._options["errors"])
+                yield line if encoding is None else line.decode(encoding, errors)
             except UnicodeError as exc:
                 raise SourceError(
                     f"{quote(path)}: the line {quote(line)} is not {encoding}: {exc}. Read bytes (encoding=None), or "
                     f"choose errors='replace' or another encoding"
                 ) from exc
+
+    @classmethod
+    def _create_growing(cls, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
+        location = absolute(location)
+        if list_files(location):  # it need not be there yet
+            _check_uncompressed(location)
+        head = {"of": "lines", "options": options, "files": [location], "nbytes": [None]}
+        return cls(settings._make_spec("follow", location, None, head, _SegmentCutter(1).pop_columns()))
+
+    def _load(self, parts: Sequence[IndexPart]) -> int:
+        units = super()._load(parts)
+        self._cutter = _SegmentCutter(self.spec.shard_size, units)
+        self._at = int(self._byte_begins[-1])
+        self._tail = (int(self._byte_begins[-2]), self._at, int(self._crcs[-1])) if units else (0, 0, 0)
+        return units
+
+    def _look(self, now_s: float, settle_s: float, *, final: bool) -> tuple[int, bool]:
+        path = self._paths[0]
+        if not self._at and not list_files(path):
+            return 0, False  # it is still to come
+        nbytes = stat_file(path).nbytes
+        if nbytes < self._at:
+            raise file_changed(path, f"it has {nbytes} bytes, and had {self._at}: was it cut off, or rotated?")
+        begin, end, crc = self._tail
+        if zlib.crc32(b"".join(read_blocks(path, begin, end))) != crc:
+            raise file_changed(path, f"its bytes {begin} to {end} are others: was it replaced, or rotated?")
+        begun: list[bytes] = []  # of a line whose end is not there yet
+        for block in read_blocks(path, self._at, nbytes if final else min(nbytes, self._at + _LOOK_NBYTES)):
+            cut = block.rfind(b"\n") + 1
+            if cut:
+                data = b"".join([*begun, block[:cut]])
+                self._feed(data, _newline_ends(data))
+                begun = []
+            begun.append(block[cut:])
+        rest = b"".join(begun)
+        if final and rest:
+            self._feed(rest, np.array([len(rest)]))
+        return self._cutter.units, False
+
+    def _feed(self, data: bytes, ends: Any) -> None:
+        self._cutter.feed(data, ends)
+        self._at += len(data)
+        last = data[-_TAIL_NBYTES:]
+        self._tail = (self._at - len(last), self._at, zlib.crc32(last))
+
+    def _next_part(self, known: int, units: int) -> bytes:
+        if units == self._cutter.units:
+            self._cutter.cut_rest()
+        return pack_part({}, self._cutter.pop_columns())
 
 
 class RecordsDataset(_TextDataset):
@@ -352,20 +314,20 @@ class RecordsDataset(_TextDataset):
     _kind: ClassVar[str] = "csv"
     _unit: ClassVar[str] = "rows"
     _options_known: ClassVar[Options] = {
-        "delimiter": (",", (str,)),
-        "quotechar": ('"', (str, NoneType)),
-        "header": (True, (bool,)),
-        "names": (None, (list, NoneType)),
-        "columns": (None, (list, NoneType)),
-        "encoding": ("utf-8", (str,)),
-        "errors": ("strict", (str,)),
+        "delimiter": (",", str),
+        "quotechar": ('"', str | None),
+        "header": (True, bool),
+        "names": (None, list),
+        "columns": (None, list),
+        "encoding": ("utf-8", str),
+        "errors": ("strict", str),
     }
 
     @classmethod
     def _read_options(cls, kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
         options = super()._read_options(kind, given)
         _check_encoding(options)
-        if _is_marked(options["encoding"]):  # a mark at the start of a file is left out anyway
+        if options["encoding"] == "utf-8-sig":  # a mark at the start of a file is left out anyway
             options["encoding"] = "utf-8"
         for name in ("delimiter", "quotechar"):
             value = options[name]
@@ -373,52 +335,43 @@ class RecordsDataset(_TextDataset):
                 raise SettingsError(f"{name}={value!r}: must be an ASCII character")
         if options["delimiter"] == options["quotechar"]:
             raise SettingsError(f"delimiter={options['delimiter']!r} is the quotechar as well")
-        if not all(isinstance(name, str) for name in (options["names"] or []) + (options["columns"] or [])):
-            raise SettingsError("names= and columns= are lists of names")
         return options
 
     @classmethod
-    def _complete(
-        cls, storage: Storage, location: str, path: str, nbytes: int, options: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        names: Sequence[str] | None = options["names"]
-        if options["header"]:
-            if names is not None:
-                raise SettingsError("names=: the columns are named by the header; header=False where there is none")
-            check_plain(storage, path, nbytes)
-            scanned = _scan_records(path, storage.read_blocks(path, 0, nbytes), options)
-            first = next((data[: ends[0]] for data, ends in scanned if len(ends)), b"")
-            names = next(_parse_rows(path, 0, first, options), [])
-        if names is not None and (len(set(names)) < len(names) or not names):
-            raise SettingsError(f"csv:{location}: the columns are {quote(list(names))}: each needs a name of its own")
-        if unknown := set(options["columns"] or []) - set(names or []):
-            raise SettingsError(f"csv:{location} has no column {quote(sorted(unknown))}, only {quote(names)}")
-        return {**options, "names": names}
+    def _create(cls, location: str, settings: ShardSettings, options: dict[str, Any]) -> Dataset:
+        if options["header"] and options["names"] is not None:
+            raise SettingsError("names=: the header names the columns; pass header=False where there is none")
+        return super()._create(location, settings, options)
 
     @classmethod
-    def _scan(cls, path: str, blocks: Iterable[bytes], options: Mapping[str, Any]) -> Iterator[tuple[bytes, Numbers]]:
-        header = options["header"]
+    def _scan(cls, path: str, blocks: Iterable[bytes], options: dict[str, Any]) -> Iterator[tuple[bytes, Numbers]]:
+        header = b""
+        is_found = not options["header"]
         for data, ends in _scan_records(path, blocks, options):
-            if header and len(ends):
-                found = next(_parse_rows(path, 0, data[: ends[0]], options))
+            if not is_found:
+                header += data[: ends[0]] if len(ends) else data
+            if not is_found and len(ends):
+                found = next(_parse_rows(path, 0, header, options))
+                options["names"] = options["names"] or found
                 if found != options["names"]:
                     raise SettingsError(
                         f"{quote(path)} has the columns {quote(found)}, and the first file has "
                         f"{quote(options['names'])}: files with other columns are another data set"
                     )
-                yield data, ends[1:]
-                header = False
-            else:
-                yield data, ends
+                is_found, ends = True, ends[1:]
+            yield data, ends
 
-    def _load(self, parts: Sequence[IndexPart]) -> None:
-        super()._load(parts)
-        if not set(self._options["columns"] or []) <= set(self._options["names"] or []):
-            raise ProtocolError(f"the index of csv:{self.spec.location} has other columns than its file")
+    def _load(self, parts: Sequence[IndexPart]) -> int:
+        units = super()._load(parts)
+        names, columns = self._options["names"], self._options["columns"]
+        if names is not None and (len(set(names)) < len(names) or not names):
+            raise SettingsError(f"csv:{self.spec.location} has the columns {quote(names)}: each needs its own name")
+        if unknown := set(columns or []) - set(names or []):
+            raise SettingsError(f"csv:{self.spec.location} has no column {quote(sorted(unknown))}, only {quote(names)}")
+        return units
 
     def _parse(self, path: str, at: int, data: bytes) -> Iterator[Any]:
-        names: Sequence[str] | None = self._options["names"]
-        columns = self._options["columns"]
+        names, columns = self._options["names"], self._options["columns"]
         rows = _parse_rows(path, at, data, self._options)
         if self._options["header"] and at == 0:
             next(rows, None)
@@ -434,13 +387,13 @@ class RecordsDataset(_TextDataset):
             yield record if columns is None else {name: record[name] for name in columns}
 
 
-def check_plain(storage: Storage, path: str, nbytes: int) -> None:
+def _check_uncompressed(path: str) -> None:
     """Refuse a compressed file, in which nothing can be found by offset.
 
     Raises:
-        SettingsError: The file of `nbytes` bytes is compressed.
+        SettingsError: The file is compressed.
     """
-    head = b"".join(storage.read_blocks(path, 0, min(nbytes, _MOST_MAGIC)))
+    head = read_range(path, 0, max(map(len, _COMPRESSED)))
     for magic, name in _COMPRESSED.items():
         if head.startswith(magic):
             raise SettingsError(
@@ -449,32 +402,26 @@ def check_plain(storage: Storage, path: str, nbytes: int) -> None:
             )
 
 
-def newline_ends(data: bytes) -> Numbers:
+def _newline_ends(data: bytes) -> Numbers:
     """Return the offset after each newline."""
-    ends: Numbers = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")) + 1
+    ends: Numbers = np.flatnonzero(np.frombuffer(data, np.uint8) == _NEWLINE) + 1
     return ends
 
 
-def _check_encoding(options: Mapping[str, Any]) -> None:
-    """Refuse encodings in which a newline is not the byte 10."""
+def _check_encoding(options: dict[str, Any]) -> None:
+    """Refuse encodings in which a newline is not the byte 10; spell the one with a mark as Python does."""
     encoding, errors = options["encoding"], options["errors"]
     if encoding is None:
         return
-    plain = False
     try:
-        plain = 'a\n,"'.encode(encoding) in (b'a\n,"', _BOM + b'a\n,"')
-        b"a".decode(encoding, errors)
-        b"\xff\xfe\xfd".decode("ascii", errors)
-    except UnicodeError:
-        pass
-    except (LookupError, ValueError, TypeError) as exc:
+        codecs.lookup_error(errors)
+        if codecs.lookup(encoding).name == "utf-8-sig":
+            options["encoding"] = "utf-8-sig"
+        is_plain = '\n,"'.encode(encoding).removeprefix(_BOM) == b'\n,"'
+    except (LookupError, ValueError) as exc:
         raise SettingsError(f"encoding={encoding!r}, errors={errors!r}: {exc}") from exc
-    if not plain:
+    if not is_plain:
         raise SettingsError(f"encoding={encoding!r}: lines cannot be found in it by bytes; convert to UTF-8")
-
-
-def _is_marked(encoding: str) -> bool:
-    return encoding.lower().replace("_", "-") == "utf-8-sig"
 
 
 def _split_lines(data: bytes, *, keep_ends: bool) -> list[bytes]:
@@ -483,23 +430,18 @@ def _split_lines(data: bytes, *, keep_ends: bool) -> list[bytes]:
     return [*lines, rest] if rest else lines
 
 
-def _csv_reader(lines: Iterable[str], options: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Return a reader that takes lines as records need them, and raises `csv.Error` where a record is malformed."""
-    csv.field_size_limit(max(csv.field_size_limit(), _FIELD_LIMIT))  # for the whole process: only ever raised
-    named: dict[str, Any] = {"delimiter": options["delimiter"], "strict": True}
-    if options["quotechar"] is None:
-        return csv.reader(lines, quoting=csv.QUOTE_NONE, **named)
-    return csv.reader(lines, quotechar=options["quotechar"], **named)
-
-
 def _parse_rows(path: str, at: int, data: bytes, options: Mapping[str, Any]) -> Iterator[list[str]]:
     """Yield the records in the bytes of a file from offset `at` on."""
-    encoding: str = options["encoding"]
+    csv.field_size_limit(max(csv.field_size_limit(), _FIELD_LIMIT))  # for the whole process: only ever raised
+    encoding = options["encoding"]
+    quoting: Any = csv.QUOTE_NONE if options["quotechar"] is None else csv.QUOTE_MINIMAL
     count = 0
     lines = _split_lines(data if at else data.removeprefix(_BOM), keep_ends=True)
     texts = (line.decode(encoding, options["errors"]) for line in lines)
     try:
-        for row in _csv_reader(texts, options):
+        for row in csv.reader(
+            texts, delimiter=options["delimiter"], quotechar=options["quotechar"], quoting=quoting, strict=True
+        ):
             if row:
                 count += 1
                 yield row
@@ -513,70 +455,51 @@ def _parse_rows(path: str, at: int, data: bytes, options: Mapping[str, Any]) -> 
 
 
 def _scan_records(path: str, blocks: Iterable[bytes], options: Mapping[str, Any]) -> Iterator[tuple[bytes, Numbers]]:
-    """Yield the bytes of a file, and after which of them records end."""
-    rest = b""
-    at = 0
-    try:
-        for block in blocks:
-            data = rest + block
-            if not at and data.startswith(_BOM):
-                yield _BOM, np.zeros(0, np.int64)
-                at, data = len(_BOM), data[len(_BOM) :]
-            ends, complete = _record_ends(data, options, final=False)
-            yield data[:complete], ends
-            rest = data[complete:]
-            at += complete
-        ends, _ = _record_ends(rest, options, final=True)
-        yield rest, ends
-    except csv.Error as exc:
-        raise SettingsError(
-            f"{quote(path)}: the records from byte {at} on cannot be told apart: {exc} "
-            f"(delimiter={options['delimiter']!r}, quotechar={options['quotechar']!r})"
-        ) from exc
+    """Yield the bytes of a file, and after which of them records end. Blank lines do not count.
 
-
-def _record_ends(data: bytes, options: Mapping[str, Any], *, final: bool) -> tuple[Numbers, int]:
-    """Find the records in data that begin with a record. Blank lines are none.
-
-    Args:
-        data: A part of a file.
-        options: Of the CSV.
-        final: Whether nothing follows.
-
-    Returns:
-        After which bytes records end, rising; and the first byte of the record that is not complete.
+    A field with quotes in it must be quoted as a whole, and the quotes in it doubled. So every newline after an even
+    number of quotes ends a record, and no record has to be parsed to find its end.
     """
-    quotechar = options["quotechar"]
-    is_plain = quotechar is None or quotechar.encode() not in data
-    if is_plain and data.count(b"\r") == data.count(b"\r\n"):  # every newline ends a record: no need to parse
-        ends = newline_ends(data)
-        if final and data and not data.endswith(b"\n"):
-            ends = np.append(ends, len(data))
-        if not len(ends):
-            return ends, 0
-        firsts = np.frombuffer(data, np.uint8)[np.append(0, ends[:-1])]
-        return ends[(firsts != ord("\n")) & (firsts != ord("\r"))], int(ends[-1])
-    at = complete = 0
-    exhausted = False
-
-    def lines() -> Iterator[str]:
-        nonlocal at, exhausted
-        while at < len(data):
-            end = data.find(b"\n", at) + 1
-            if not end and not final:
-                break
-            line = data[at : end or len(data)]
-            at += len(line)
-            yield line.decode("latin-1")
-        exhausted = True
-
-    found: list[int] = []
-    try:
-        for row in _csv_reader(lines(), options):
-            complete = at
-            if row:
-                found.append(at)
-    except csv.Error:
-        if not exhausted or final:  # else more of the record is to come
-            raise
-    return np.array(found, np.int64), complete
+    delimiter = ord(options["delimiter"])
+    mark = 256 if options["quotechar"] is None else ord(options["quotechar"])  # 256: equals no byte
+    at = opened = 0
+    is_quoted = False
+    last, first = _NEWLINE, -1  # the byte before the block, and the first byte of a record that it goes on with
+    for block in blocks:
+        skipped = len(_BOM) if not at and block.startswith(_BOM) else 0
+        data = np.frombuffer(block, np.uint8)[skipped:]
+        before = np.concatenate([np.array([last], np.uint8), data[:-1]])
+        marks = data == mark
+        # Whether each byte comes after an odd number of quotes, and what comes behind the last one.
+        quoted = np.bitwise_xor.accumulate(np.append(is_quoted, marks).view(np.uint8)).view(np.bool_)
+        outside = ~quoted[:-1]
+        opens, behind = np.flatnonzero(marks & outside), np.flatnonzero((before == mark) & outside)
+        odd = [
+            *opens[~np.isin(before[opens], [delimiter, _NEWLINE, mark])],
+            *behind[~np.isin(data[behind], [delimiter, _NEWLINE, _RETURN, mark])],
+        ]
+        if odd:
+            raise SettingsError(
+                f"{quote(path)}: the records cannot be told apart: at byte {at + skipped + min(odd)}, only a part of a "
+                f"field is in quotes. Quote all of it, and double the quotes in it, or pass quotechar=None"
+            )
+        if len(opens):
+            opened = at + skipped + int(opens[-1])
+        ends = np.flatnonzero((data == _NEWLINE) & outside) + 1
+        firsts = data[np.append(0, ends)[: len(ends)]]
+        if first >= 0:
+            firsts[:1] = first
+        yield block, ends[(firsts != _NEWLINE) & (firsts != _RETURN)] + skipped
+        rest = data[ends[-1] :] if len(ends) else data
+        if len(ends) or first < 0:
+            first = int(rest[0]) if len(rest) else -1
+        last = int(data[-1]) if len(data) else last
+        is_quoted = bool(quoted[-1])
+        at += len(block)
+    if is_quoted:
+        raise SettingsError(
+            f"{quote(path)}: the records cannot be told apart: the quote at byte {opened} is never closed "
+            f"(delimiter={options['delimiter']!r}, quotechar={options['quotechar']!r})"
+        )
+    if first not in (-1, _NEWLINE, _RETURN):
+        yield b"", np.zeros(1, np.int64)

@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(240)
 
 NOWHERE = "http://127.0.0.1:9"  # the port that discards: nothing listens there
-PRIVATE = {"edl", "edl.cli", "edl.master.datasets", "edl.protocol"}
-"""Packages without a page: the command line, the wire's types, and the former name of `edl.datasets`."""
+PRIVATE = {"edl", "edl.cli", "edl.protocol"}
+"""Packages without a page: the command line, and the wire's types."""
 
 
 @dataclass

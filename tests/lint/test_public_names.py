@@ -70,10 +70,6 @@ PUBLIC = {
         *("ShardingClient", "open_dataset"),
     ],
     "edl.master.client.torch": ["ShardDataset"],
-    "edl.master.datasets": [
-        *("Dataset", "FollowSettings", "Follower", "LeasedUnits", "ShardSettings", "Source", "UnitId"),
-        *("load_dataset", "open_dataset", "same_data"),
-    ],
     "edl.protocol": ["bundles", "codec", "kserve", "names", "tensors"],
     "edl.proxy": [],
     "edl.testing": ["LocalTeacher"],

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 import os
 import pickle
-import random
-import struct
 import sys
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +13,10 @@ import numpy as np
 import pytest
 
 from edl.datasets import ShardSettings, load_dataset, open_data, open_dataset
-from edl.datasets import index as index_module
-from edl.datasets.dataset import permute_shard
-from edl.datasets.files import describe_files
-from edl.datasets.index import IndexPart, pack_part, unpack_parts
-from edl.datasets.storage import FileStat, open_storage
-from edl.errors import EDLError, ProtocolError, SettingsError, SourceError
+from edl.datasets import dataset as dataset_module
+from edl.datasets.dataset import pack_part, unpack_parts
+from edl.errors import ProtocolError, SettingsError, SourceError
+from edl.permutation import Permutation
 from edl.protocol.master import DatasetSpec
 from tests.fast.datasets.leases import Lease, leases, read_all
 
@@ -80,7 +72,7 @@ def test_files_on_another_storage() -> None:
     with pytest.raises(SourceError, match="written again"):
         read_all(dataset)
     memory.rm("/edl-files", recursive=True)
-    with pytest.raises(SourceError, match="there is no such file"):
+    with pytest.raises(SourceError, match="file not found"):
         read_all(dataset)
     with pytest.raises(SettingsError, match="no file matches"):
         open_dataset("files:memory://edl-files/*.bin")
@@ -100,31 +92,19 @@ def test_changed_files_are_an_error(folder: Path) -> None:
     for changed in (dataset, lenient):
         with pytest.raises(SourceError, match=r"a\.jpg' is not as it was indexed: it has 18 bytes, and had 5"):
             read_all(changed)
-    with pytest.raises(SourceError, match="not the 5 bytes"):
+    with pytest.raises(SourceError, match="does not have the 5 bytes"):
         sample.read_bytes()
-
-
-@pytest.mark.parametrize("name", ["../b/1.jpg", "x/../../b/1.jpg", ".."])
-@pytest.mark.parametrize("kind", ["files", "follow"])
-def test_names_stay_in_their_folder(folder: Path, kind: str, name: str) -> None:
-    """An index comes over the network, and its names are opened."""
-    root = f"{folder}/b/"
-    head = {"of": "files", "root": root, "check": "size"}
-    part = pack_part(describe_files(head, [name], [FileStat(8, "")]))
-    spec = DatasetSpec(kind=kind, location=root, shard_size=1, units=1, index=part)
-    with pytest.raises(ProtocolError, match="which is not at"):
-        load_dataset(spec)
 
 
 def test_chained_urls_are_refused() -> None:
     for location in ("zip://x::file:///data.zip", "filecache://s3://b/k::memory://x"):
         with pytest.raises(SettingsError, match="is a chain of URLs"):
-            open_storage(location)
+            open_dataset(f"lines:{location}")
 
 
 def test_bombs_are_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "_MOST_UNPACKED", 1000)
-    part = pack_part(IndexPart({}, {"n": np.zeros(10_000, np.int64)}))
+    monkeypatch.setattr(dataset_module, "_MOST_UNPACKED", 1000)
+    part = pack_part({}, {"n": np.zeros(10_000, np.int64)})
     assert len(part) < 200
     with pytest.raises(ProtocolError, match="more than"):
         unpack_parts(part)
@@ -169,10 +149,20 @@ def test_shuffle_is_within_the_shard() -> None:
 
 def test_permutation_never_changes() -> None:
     """Two versions of EDL may read a shard together: the order is part of the protocol."""
-    order = permute_shard(1, 2, 3, 1000)
-    assert permute_shard(1, 2, 3, 8) == [6, 2, 7, 4, 5, 1, 0, 3]
-    digest = hashlib.sha256(str(order).encode()).hexdigest()
-    assert digest[:16] == "d1fd4de2af1e5fda"
+    order = Permutation(1000, b"1/2/3").values(0, 1000)
+    assert sorted(order) == list(range(1000))
+    assert Permutation(8, b"1/2/3").values(0, 8) == [4, 5, 0, 7, 2, 6, 3, 1]
+    assert order[990:] == Permutation(1000, b"1/2/3").values(990, 1000)
+    shuffled = open_dataset("range:8", ShardSettings(shard_size=8, shuffle_within=True, seed=1))
+    assert list(shuffled.read(Lease(0, 0, 0, 8))) == Permutation(8, b"1/0/0").values(0, 8)
+
+
+def test_former_order_is_refused() -> None:
+    """A shard that was half read in that order would be continued at the wrong units."""
+    spec = open_dataset("range:8", ShardSettings(shuffle_within=True)).spec
+    spec.index = pack_part({"named": False, "shuffle_within": True}, {})
+    with pytest.raises(SettingsError, match="in another order: create it again"):
+        load_dataset(spec)
 
 
 def test_samples_of_a_sequence() -> None:
@@ -213,59 +203,12 @@ def test_file_finds_its_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert opened.describe().endswith("(3 samples)") if opening is open_dataset else opened.rows == 3
 
 
-JSON = [None, 5, "x", [], {}, [1], ["/nowhere"], -1, True]
-
-
-@pytest.mark.parametrize("kind", ["lines", "csv", "parquet", "files", "follow", "follow-files"])
-def test_hostile_index(tmp_path: Path, kind: str) -> None:
-    """Whatever is in an index with a right checksum: samples, or an error of EDL's, and nothing else."""
-    draw = random.Random(kind)
-    spec = _spec(tmp_path, kind)
-    plain = zlib.decompress(spec.index[index_module._HEAD.size :])
-    for _ in range(60):
-        hostile = DatasetSpec()
-        hostile.CopyFrom(spec)
-        body = zlib.compress(_spoil(plain, draw))
-        hostile.index = index_module._HEAD.pack(index_module._MAGIC, len(body), zlib.crc32(body)) + body
-        with contextlib.suppress(EDLError):
-            dataset = load_dataset(hostile)
-            for shard in range(3):
-                lease = Lease(0, shard, 20 * shard, 20 * shard + 20)
-                if dataset.covers(lease):
-                    assert len(list(dataset.read(lease))) == len(dataset.sample_ids(lease)) == 20
-
-
-def _spec(folder: Path, kind: str) -> DatasetSpec:
-    (folder / "a.txt").write_text("".join(f"{number}\n" for number in range(100)))
-    (folder / "a.csv").write_text("a,b\n" + "".join(f'{number},"x"\n' for number in range(100)))
-    locations = {
-        "lines": "lines:{}/a.txt",
-        "csv": "csv:{}/a.csv",
-        "parquet": "parquet:{}/a.parquet",
-        "files": "files:{}",
-        "follow": "follow:{}/a.txt",
-        "follow-files": "follow:{}/",
-    }
-    if kind == "parquet":
-        pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-        parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
-        parquet.write_table(pyarrow.table({"id": list(range(100))}), folder / "a.parquet", row_group_size=25)
-    return open_dataset(locations[kind].format(folder), ShardSettings(shard_size=20)).spec
-
-
-def _spoil(plain: bytes, draw: random.Random) -> bytes:
-    spoilt = bytearray(plain)
-    chance = draw.random()
-    if chance < 0.4:
-        for _ in range(draw.randint(1, 3)):
-            spoilt[draw.randrange(len(spoilt))] = draw.randrange(256)
-    elif chance < 0.5:
-        del spoilt[draw.randrange(len(spoilt)) :]
-    else:
-        (length,) = struct.unpack_from("<I", plain)
-        head, shapes = json.loads(plain[4 : 4 + length])
-        target: dict[str, Any] = head["options"] if draw.random() < 0.4 and "options" in head else head
-        target[draw.choice(list(target))] = draw.choice(JSON)
-        text = json.dumps([head, shapes]).encode()
-        spoilt = bytearray(struct.pack("<I", len(text)) + text + plain[4 + length :])
-    return bytes(spoilt)
+def test_damaged_index() -> None:
+    """Whatever byte differs, wherever it is cut off: an error of EDL's, and nothing else."""
+    spec = open_dataset("range:8", ShardSettings(shuffle_within=True)).spec
+    index = spec.index
+    for at in range(len(index)):
+        for damaged in (index[:at] + bytes([index[at] ^ 1]) + index[at + 1 :], index[: max(1, at)]):
+            spec.index = damaged
+            with pytest.raises(ProtocolError, match="the index of the data set cannot be read"):
+                load_dataset(spec)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from edl.backoff import Backoff
 from edl.datasets import Dataset, Follower, FollowSettings, ShardSettings, load_dataset, open_dataset, same_data
-from edl.datasets.growing import decide
-from edl.datasets.storage import Storage, StorageError
+from edl.datasets import text as text_module
+from edl.datasets.files import StorageError
 from edl.errors import ConflictError, DiscoveryError, SettingsError, SourceError
 from edl.master.shards import ShardBook
 from edl.protocol.master import Command, CreateDataset, DatasetSpec, EndDataset, ExtendDataset
@@ -79,10 +79,16 @@ def append(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def test_quiet_source_ends() -> None:
-    following = FollowSettings(end_after_s=5.0)
-    for quiet_s, told in ((0.0, (2, False)), (4.9, (2, False)), (5.0, (3, True))):
-        assert decide(3, quiet_s, following, ended=False, shard_size=2, flush_s=0.0) == told
+def test_quiet_source_ends(log: Path) -> None:
+    """Units that fill no shard are told after half of `flush_s`, all of them at the end."""
+    dataset, now_s = opened(str(log), shard_size=2, flush_s=4.0), 100.0
+    master = Master(dataset)
+    follower = Follower(master, "data", dataset, FollowSettings(end_after_s=5.0), clock=lambda: now_s)
+    append(log, b"1\n2\n3\nbegun")
+    for quiet_s, units, end in ((0.0, 2, False), (1.9, 2, False), (2.0, 3, False), (4.9, 3, False), (5.0, 4, True)):
+        now_s = 100.0 + quiet_s
+        assert follower.follow_once() is master.ended is end
+        assert master.units == units
     for field, value in (("poll_s", 0), ("settle_s", float("nan")), ("end_after_s", "1")):
         with pytest.raises(SettingsError, match=field):
             FollowSettings(**{field: value})  # type: ignore[arg-type]
@@ -282,14 +288,14 @@ def test_follower_until_the_marker(
     """It outlives a master and a storage that are away for a while."""
     follower, master = following
     master.away = 2
-    real, failures = Storage.stat_file, iter(range(2))
+    real, failures = text_module.stat_file, iter(range(2))
 
-    def fail(storage: Storage, path: str) -> Any:
+    def fail(path: str) -> Any:
         if next(failures, None) is not None:
             raise StorageError("away")
-        return real(storage, path)
+        return real(path)
 
-    monkeypatch.setattr(Storage, "stat_file", fail)
+    monkeypatch.setattr(text_module, "stat_file", fail)
     follower.start()
     for number in range(6):
         append(log, b"%d\n" % number)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from edl.datasets import ShardSettings, load_dataset, open_dataset
-from edl.datasets.tables import ParquetDataset
+from edl.datasets import ShardSettings, files, load_dataset, open_dataset
+from edl.datasets.parquet import ParquetDataset
 from edl.errors import SettingsError, SourceError
 from tests.fast.datasets.leases import Lease, leases, read_all
 
@@ -20,7 +24,7 @@ def written(folder: Path, text: str, name: str = "table.csv") -> str:
 
 
 def test_quoted_newlines_and_quotes(tmp_path: Path) -> None:
-    text = 'id,text\n1,"two\nlines"\n\n2,"a ""quoted"" word\r\n"\r\n3,5" disk\n4,plain'
+    text = 'id,text\n1,"two\nlines"\n\n2,"a ""quoted"" word\r\n"\r\n3,"5"" disk"\n4,plain'
     dataset = open_dataset(written(tmp_path, text), ShardSettings(shard_size=1))
     assert [row["text"] for row in read_all(dataset)] == ["two\nlines", 'a "quoted" word\r\n', '5" disk', "plain"]
     assert dataset.units == 4
@@ -56,10 +60,38 @@ def test_files_without_a_header(tmp_path: Path) -> None:
     assert [row["text"] for row in rows] == ['"open', '"']
 
 
+@settings(max_examples=100)
+@given(
+    rows=st.lists(st.lists(st.text(st.sampled_from('a,"\n\ré'), max_size=5), min_size=1, max_size=3), max_size=6),
+    shard_size=st.integers(1, 3),
+    block=st.integers(3, 20),
+    bare=st.text(st.sampled_from('a,"\n'), max_size=8),
+)
+def test_records_are_those_of_the_csv_module(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[list[str]], shard_size: int, block: int, bare: str
+) -> None:
+    """Whatever is in the fields, and wherever blocks and shards end; other text gives the same, or is refused."""
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    location = written(tmp_path_factory.mktemp("csv"), text.getvalue() + bare)
+    expected = [row for row in csv.reader(io.StringIO(text.getvalue() + bare, newline="")) if row]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "_BLOCK_NBYTES", block)
+        try:
+            found = read_all(open_dataset(location, ShardSettings(shard_size=shard_size), header=False))
+        except (SettingsError, SourceError):
+            assert bare or not expected or "\r" in text.getvalue()
+        else:
+            assert found == expected
+
+
 @pytest.mark.parametrize("row", ["1", "1,2,3"])
 def test_ragged_record_is_an_error(tmp_path: Path, row: str) -> None:
     with pytest.raises(SettingsError, match=r"table\.csv.*cannot be told apart"):
         open_dataset(written(tmp_path, 'a,b\n1,"open\n2,3\n'))
+    for odd in ('5" disk,"', '"a" b,2', 'a""b,2'):
+        with pytest.raises(SettingsError, match=r"table\.csv.*at byte \d+, only a part of a field is in quotes"):
+            open_dataset(written(tmp_path, f"a,b\n{odd}\n"))
     dataset = open_dataset(written(tmp_path, f"a,b\n1,2\n{row}\n"), ShardSettings(shard_size=1))
     assert list(dataset.read(Lease(0, 0, 0, 1))) == [{"a": "1", "b": "2"}]
     with pytest.raises(SourceError, match=r"table\.csv.*not the 2 of the columns"):
@@ -68,7 +100,7 @@ def test_ragged_record_is_an_error(tmp_path: Path, row: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "\n\n", "a,b\n", "a,a\n1,2\n"])
 def test_table_without_rows_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(SettingsError, match=r"has no rows|a name of its own"):
+    with pytest.raises(SettingsError, match=r"has no rows|each needs its own name"):
         open_dataset(written(tmp_path, text))
 
 
@@ -103,8 +135,8 @@ def write(path: Path, first: int, rows: int, extra: str = "text") -> None:
 
 def test_columns_and_tables(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", 0, 40)
-    settings = ShardSettings(shard_size=15, shuffle_within=True)
-    dataset = load_dataset(open_dataset(f"parquet:{tmp_path}/a.parquet", settings, columns=["id"]).spec)
+    chosen = ShardSettings(shard_size=15, shuffle_within=True)
+    dataset = load_dataset(open_dataset(f"parquet:{tmp_path}/a.parquet", chosen, columns=["id"]).spec)
     assert isinstance(dataset, ParquetDataset)
     for lease in [*leases(dataset), Lease(0, 1, 19, 30)]:
         ids = dataset.sample_ids(lease)

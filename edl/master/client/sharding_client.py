@@ -34,7 +34,8 @@ class IndexRange(NamedTuple):
 class ShardingClient(Resource):
     """Shards of sample numbers, reported batch by batch. Thread-safe.
 
-    Leave its `with` block by an exception, and the shards that are not finished have failed.
+    Leave its `with` block by an exception, and the shards that are not finished have failed. As with `ShardReader`,
+    every call that waits for the master may raise `NoMasterError`.
 
     Args:
         client: Client of the job.
@@ -94,7 +95,6 @@ class ShardingClient(Resource):
 
         Raises:
             PoisonedShardsError: There is none left, and some were given up.
-            NoMasterError: The master was away for the client's `timeout_s`.
         """
         self._check()
         shard = next(self._reader, None)
@@ -113,7 +113,6 @@ class ShardingClient(Resource):
 
         Raises:
             PoisonedShardsError: See `fetch_shard`.
-            NoMasterError: See `fetch_shard`.
         """
         while True:
             with self._lock:
@@ -136,7 +135,7 @@ class ShardingClient(Resource):
 
         Raises:
             LeaseLostError: A shard was another reader's by then; the others are reported.
-            NoMasterError: The master was away for the client's `timeout_s`; they are reported when it is back.
+            NoMasterError: The shards are reported when there is a master again.
         """
         self._check()
         finished: list[Shard] = []
@@ -162,7 +161,6 @@ class ShardingClient(Resource):
 
         Raises:
             LeaseLostError: See `report_batch_done`.
-            NoMasterError: See `report_batch_done`.
         """
         self._reader.report_all(self._drop_pending(), "failed", err_msg or "no reason given")
 
@@ -171,11 +169,7 @@ class ShardingClient(Resource):
         return self._epoch
 
     def get_shard_checkpoint(self) -> str:
-        """Return what is done of the data set, as JSON for `restore_shard_from_checkpoint`.
-
-        Raises:
-            NoMasterError: The master was away for the client's `timeout_s`.
-        """
+        """Return what is done of the data set, as JSON for `restore_shard_from_checkpoint`."""
         progress = base64.b64encode(self._client.progress(self._name)).decode()
         return json.dumps({"dataset_name": self._name, "progress": progress})
 
@@ -188,7 +182,6 @@ class ShardingClient(Resource):
         Raises:
             SettingsError: It is another data set's, or not a checkpoint.
             ProtocolError: Its progress is damaged.
-            NoMasterError: The master was away for the client's `timeout_s`.
         """
         try:
             found = json.loads(shard_checkpoint)

@@ -152,7 +152,7 @@ class ShardSession:
 
 
 def first_of(outbox: Outbox) -> Report | MarkRequest | ResumeRequest | None:
-    """Return what is to be done first; None if there is nothing."""
+    """Return the report or request that comes first; None if there is none."""
     try:
         return outbox[0]
     except IndexError:  # a caller has withdrawn its request

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Final, Literal
 
+from typing_extensions import Self
+
 from edl.datasets import Dataset, load_dataset
 from edl.discovery.resource import Resource
 from edl.errors import (
@@ -428,7 +430,7 @@ class ShardReader(Resource):
     def _halt(self) -> None:
         self._conversation.close()
 
-    def __enter__(self) -> ShardReader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -62,7 +62,7 @@ def open_journal(url: str, *, store: Store | None = None, timeout_s: float = 5.0
 
 
 def set_aside(url: str) -> None:
-    """Rename the file of a journal that nobody uses, so that the next journal there begins empty.
+    """Rename the file of a journal that is not in use, so that the next journal there begins empty.
 
     Raises:
         SettingsError: The journal is not a file, or cannot be renamed.

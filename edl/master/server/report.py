@@ -104,7 +104,7 @@ def encode(report: dict[str, Any]) -> bytes:
 class ReportWriter:
     """Writes the newest report of a job into the Store, in a thread; older ones are skipped. For an event loop.
 
-    With `anew` it overwrites a report of a later term, which came from another journal.
+    With `anew` it first overwrites a report of a later term, which came from another journal.
     """
 
     def __init__(self, store: Store, job: str, *, anew: bool = False) -> None:
@@ -165,7 +165,7 @@ def check_continued(last: Mapping[str, Any] | None, term: int, journal: str) -> 
     if last is None or not isinstance(last.get("term"), int) or last["term"] < term:
         return
     raise SettingsError(
-        f"what is done of job {last.get('job')!r} stands in another journal, {last.get('journal')} of host "
+        f"what is done of job {last.get('job')!r} is in another journal, {last.get('journal')} of host "
         f"{last.get('host')}, not in {journal}: start the master with that one; or pass --new to start the job again"
     )
 

@@ -193,7 +193,7 @@ def test_other_data_and_journals_end_it(lead: Lead, tmp_path: Path, url: str, cl
         assert "range:100, and not range:200" in str(master.failure)
     other = lead(wait=False, journal=elsewhere)
     wait_until(lambda: other.failure is not None, "the end of one without the journal")
-    assert "stands in another journal" in str(other.failure)
+    assert "is in another journal" in str(other.failure)
     other.close()
     anew = lead(journal=elsewhere, begin_anew=True)
     assert client.status()["datasets"] == []

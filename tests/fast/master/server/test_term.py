@@ -264,7 +264,7 @@ def test_another_journal_is_refused() -> None:
     last = {"job": "j", "term": 3, "journal": "sqlite:///a", "host": "x"}
     check_continued(None, 1, "sqlite:///b")
     check_continued(last, 4, "sqlite:///a")
-    with pytest.raises(SettingsError, match="stands in another journal, sqlite:///a of host x"):
+    with pytest.raises(SettingsError, match="is in another journal, sqlite:///a of host x"):
         check_continued(last, 1, "sqlite:///b")
 
 

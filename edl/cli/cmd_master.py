@@ -7,7 +7,7 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
@@ -26,6 +26,7 @@ from edl.errors import SettingsError
 from edl.log_output import log_to_stderr
 from edl.master.client import MasterClient
 from edl.master.server import MasterServer, MasterSettings
+from edl.protocol.master import DatasetSpec
 from edl.settings import Credentials, DiscoverySettings
 
 __all__ = ["main"]
@@ -112,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
             if master.wait_done(_POLL_S) and not options.stay:
                 break
             if options.retry_poisoned and master.rival:
-                return _retry(options.job, url, credentials)
+                return _retry(options.job, url, credentials, specs)
         if caught:
             logger.warning("stopped by %s; the same command goes on from here", signal.Signals(caught[0]).name)
             return _BY_SIGNAL + caught[0]
@@ -303,9 +304,12 @@ def _default_journal(url: str, job: str) -> str:
     return f"sqlite://{quote(str(folder / file))}"
 
 
-def _retry(job: str, url: str, credentials: Credentials) -> int:
-    """Ask the master that leads to put poisoned shards back."""
+def _retry(job: str, url: str, credentials: Credentials, specs: Mapping[str, DatasetSpec]) -> int:
+    """Ask the master that leads to put poisoned shards back, unless it has other data than this command."""
     with MasterClient(job, url, timeout_s=_ASK_S, credentials=credentials) as client:
+        for name, spec in specs.items():
+            if client.describe_dataset(name) is not None:
+                client.create_dataset(name, spec)  # does nothing, or raises ConflictError
         names = [str(dataset["name"]) for dataset in client.status()["datasets"]]
         for name in names:
             print(f"{name}: {client.retry_poisoned(name):,} shards put back")

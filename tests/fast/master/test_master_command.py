@@ -79,6 +79,8 @@ def test_poisoned_shards_come_back_live(start: Start, client: MasterClient) -> N
     process = start(*DATA, "--stay")
     reader = ShardReader(client, "data", explicit=True)
     reader.report_failed(next(reader), "bad")
+    code, _, err = finish(start("--retry-poisoned", "--data", "range:7"))
+    assert (code, "another specification" in err) == (1, True), "nothing is put back for other data"
     code, out, err = finish(start("--retry-poisoned"))
     assert code == 0, err
     assert "data: 1 shards put back" in out

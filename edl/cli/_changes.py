@@ -1,4 +1,4 @@
-"""What happened between two snapshots of a service, in words."""
+"""Describes what happened between two snapshots of a service."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Change:
 
 
 def changes(before: Snapshot | None, after: Snapshot) -> Iterator[Change]:
-    """Yield what leads from `before` (None: nothing was known) to `after`, in order of ids.
+    """Yield the changes from `before` (None if nothing was known) to `after`, ordered by id.
 
-    While the registry does not answer, `after` repeats what was known last, so that no teacher seems to leave.
+    While the registry does not answer, `after` repeats what was known last, so no teacher seems to leave.
     """
     service = after.service
     old = {instance.id: instance for instance in before.instances} if before else {}
@@ -78,7 +78,7 @@ def _show(value: object) -> str:
 
 
 def brief_meta(meta: Any, limit: int = 48) -> str:
-    """Metadata as `key=value key=value`, cut at `limit` characters. `boot` is left out: only programs compare it."""
+    """Return metadata as `key=value key=value`, cut at `limit` characters, without `boot`, which only programs need."""
     text = " ".join(f"{key}={value}" for key, value in sorted(meta.items(), key=_version_first) if key != "boot")
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
@@ -88,7 +88,7 @@ def _version_first(item: tuple[str, Any]) -> tuple[bool, str]:
 
 
 def printable(text: str) -> str:
-    """Return `text` without what a terminal would act on: names of strangers could carry escape sequences."""
+    """Return `text` without control characters: a name from elsewhere could contain escape sequences."""
     return "".join(character if character.isprintable() else "�" for character in text)
 
 

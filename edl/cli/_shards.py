@@ -1,4 +1,4 @@
-"""How commands show the shards of a job's master: a line for a dataset, poisoned ones first with their reasons."""
+"""How commands show the shards of a job's master: a line per data set, poisoned shards first with their reasons."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ from edl.dashboard.state.schema import DatasetStatus, MasterStatus, PoisonedShar
 
 __all__ = ["master_lines"]
 
-_MOST_POISONED = 5  # shards of which a line says why; of the others it gives the number
+_MOST_POISONED = 5  # shards listed with their reason; the others are counted
 
 
 def master_lines(master: MasterStatus) -> Iterator[Text]:
-    """Yield lines about a master: where it is, then its datasets.
-
-    Args:
-        master: what it reported last.
-    """
+    """Yield lines about a master: where it is, then its data sets."""
     term = f", term {master.term}" if master.term is not None else ""
     where = f" at {printable(master.endpoint)}" if master.endpoint else ""
     age = f", last heard {master.age_s:.0f} s ago" if master.state == "silent" and master.age_s is not None else ""

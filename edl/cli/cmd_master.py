@@ -7,16 +7,17 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
 
+from prometheus_client import CollectorRegistry
+
 from edl.cli._credentials import add_credentials, warn_of_open_port
 from edl.cli._store_option import add_store_option
-from edl.cli._streams import StreamFollower
 from edl.cli.scaling.advice import add_advice_options, open_advisor
-from edl.datasets import Dataset, FollowSettings, ShardSettings, open_dataset
+from edl.datasets import Dataset, Follower, FollowSettings, ShardSettings, open_dataset
 from edl.discovery import Store, open_store
 from edl.discovery.served.addresses import is_loopback
 from edl.end_signals import collect_signals
@@ -24,6 +25,7 @@ from edl.errors import SettingsError
 from edl.log_output import log_to_stderr
 from edl.master.client import MasterClient
 from edl.master.server import MasterServer, MasterSettings
+from edl.protocol.master import DatasetSpec
 from edl.settings import Credentials, DiscoverySettings
 
 __all__ = ["main"]
@@ -33,32 +35,32 @@ logger = logging.getLogger(__name__)
 _POLL_S: Final = 0.2
 """How soon a signal, the end of the job or a failure is noticed."""
 _ASK_S: Final = 10.0
-"""How long a master that leads may take to put poisoned shards back."""
+"""How long a master that leads may take to put poisoned shards back, or to hear that a source has grown."""
 _POISONED, _BY_SIGNAL = 3, 128
 """Exit codes: shards were given up; and, as in a shell, 128 and the signal's number."""
 
 _DESCRIPTION = """\
-Hands out the data of a job to its workers in shards, each to a single worker at a time, and writes down what it does
+Hands out the data of a job to its workers in shards, each to a single worker at a time. It writes down what it does
 before it answers: kill it, or any worker, at any moment, start it again, and no sample is lost or done twice. Workers
 (ShardReader, ShardDataset, edl label --job) find it in the store, and wait while it is away.
 
-It ends when all of its data sets are done: with exit code 0, or 3 where shards were given up after they had failed
-again and again (`edl status JOB` says why, `--retry-poisoned` puts them back). The same command goes on where an
-earlier one was stopped or killed. SIGTERM and Ctrl-C stop it at once; nothing is lost, and workers wait for the next.
-A second master of the job stands by and takes over within --lease seconds when the first is lost."""
+It ends when all of its data sets are done: with exit code 0, or 3 if shards were given up after repeated failures
+(`edl status JOB` says why, `--retry-poisoned` puts them back). The same command continues where an earlier one was
+stopped or killed. SIGTERM and Ctrl-C stop it at once; nothing is lost, and workers wait for the next master. A second
+master of the job stands by and takes over within --lease seconds when the first is lost."""
 
 _EXAMPLES = """\
 examples:
   edl master labels --data lines:/data/corpus.txt --shard-size 1000
-      a text file, 1,000 lines a shard; every worker on this machine: ShardReader(MasterClient("labels"), "data")
+      a text file, 1,000 lines per shard; workers on this machine use ShardReader(MasterClient("labels"), "data")
   edl master train --data 'parquet:/data/part-*.parquet' --epochs 3 --shuffle --seed 7
-      a table, three times, its shards in another order each time
+      a table, three times, with its shards in another order each time
   edl master train --store consul://10.0.0.7:8500 --host :: --data range:1000000 --shard-size 64
-      for workers of other hosts; a second master of another host, the same command, takes over where this one dies
+      for workers on other hosts; the same command on another host starts a second master, which takes over
   edl master stream --data follow:/var/log/events.jsonl --end-marker /var/log/events.end
-      a file that grows, until the second one is there
+      a file that grows, until the second file exists
   edl master labels --retry-poisoned
-      what was given up is tried again"""
+      tries again what was given up"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -68,8 +70,8 @@ def main(argv: Sequence[str]) -> int:
     url = DiscoverySettings.of(options.store).url
     credentials = Credentials.of_options(vars(options))
     journal = options.journal or _default_journal(url, options.job)
-    if options.new:
-        _set_aside(journal)
+    if options.new and not journal.startswith("sqlite:"):
+        raise SettingsError("--new: a journal in the store is not set aside; choose another name for the job")
     settings = MasterSettings(
         store=url,
         journal=journal,
@@ -84,26 +86,31 @@ def main(argv: Sequence[str]) -> int:
         logger.warning("workers of other hosts do not reach %s: --host :: listens for them, too", options.host)
     warn_of_open_port(options.host, credentials)
     dataset = _dataset(options)
+    specs = {} if dataset is None else {options.name: dataset.spec}
     following = FollowSettings(end_after_s=options.end_after, end_marker=options.end_marker)
+    metrics = CollectorRegistry()
+    master: MasterServer | None = None
     with collect_signals() as caught, contextlib.ExitStack() as stack:
-        specs = {} if dataset is None else {options.name: dataset.spec}
-        master = stack.enter_context(MasterServer(options.job, settings, specs))
+        # The master comes last: with --new it sets a journal aside, so all that may fail must have been checked.
         if options.http_port is not None:
-            stack.enter_context(_page(options, url, credentials, master))
-        stream = stack.enter_context(StreamFollower(master, options.name, dataset, following, credentials))
+            stack.enter_context(_page(options, url, credentials, metrics))
         if not options.no_advice or options.scaler_port is not None:
             store = stack.enter_context(open_store(url, credentials=credentials))
         if not options.no_advice:
-            stack.enter_context(open_advisor(store, options, lambda: master.is_leader))
+            stack.enter_context(open_advisor(store, options, lambda: master is not None and master.is_leader))
         if options.scaler_port is not None:
             stack.enter_context(_scaler(store, options, credentials))
+        master = stack.enter_context(MasterServer(options.job, settings, specs, metrics=metrics))
+        stream = stack.enter_context(
+            contextlib.closing(_StreamFollower(master, options.name, dataset, following, credentials))
+        )
         begun = time.monotonic()
         while not caught and master.failure is None:
             stream.check()
             if master.wait_done(_POLL_S) and not options.stay:
                 break
             if options.retry_poisoned and master.rival:
-                return _retry(options.job, url, credentials)
+                return _retry(options.job, url, credentials, specs)
         if caught:
             logger.warning("stopped by %s; the same command goes on from here", signal.Signals(caught[0]).name)
             return _BY_SIGNAL + caught[0]
@@ -113,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _page(
-    options: argparse.Namespace, url: str, credentials: Credentials, master: MasterServer
+    options: argparse.Namespace, url: str, credentials: Credentials, metrics: CollectorRegistry
 ) -> contextlib.AbstractContextManager[object]:
     """Serve the page of this job: `edl dashboard`'s, with the metrics that only the master has."""
     from edl.dashboard.server import DashboardServer, DashboardSettings  # aiohttp is there where a page is wanted
@@ -126,7 +133,7 @@ def _page(
         credentials=credentials,
         store_credentials=credentials,
     )
-    page = DashboardServer(settings, [master.metrics])
+    page = DashboardServer(settings, [metrics])
     logger.info("the page of job %s is at %s", options.job, page.url)
     return page
 
@@ -143,6 +150,48 @@ def _scaler(
     return scaler
 
 
+class _StreamFollower:
+    """Follows the data set that a master was started with, if that grows, while the master leads."""
+
+    def __init__(
+        self,
+        master: MasterServer,
+        name: str,
+        dataset: Dataset | None,
+        settings: FollowSettings,
+        credentials: Credentials,
+    ) -> None:
+        self._master = master
+        self._name = name
+        self._dataset = dataset if dataset is not None and dataset.grows else None
+        self._settings = settings
+        self._credentials = credentials
+        self._client: MasterClient | None = None
+        self._follower: Follower | None = None
+
+    def check(self) -> None:
+        """Follow if the master leads, and not if it stands by; raise the EDLError that ended the follower."""
+        if self._dataset is None:
+            return
+        if not self._master.is_leader:
+            self.close()
+        elif self._follower is None:
+            endpoint, job = self._master.endpoint, self._master.job
+            self._client = MasterClient(job, endpoint=endpoint, timeout_s=_ASK_S, credentials=self._credentials)
+            self._follower = Follower(self._client, self._name, self._dataset, self._settings)
+            self._follower.start()
+        elif self._follower.error is not None:
+            raise self._follower.error
+
+    def close(self) -> None:
+        client, self._client = self._client, None
+        follower, self._follower = self._follower, None
+        if client is not None:
+            client.close()  # first: the follower may be in a call
+        if follower is not None:
+            follower.close()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="edl master",
@@ -151,55 +200,62 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("job", metavar="JOB", help="its name: workers ask for it")
+    add("job", metavar="JOB", help="name of the job, which workers ask for")
     add_store_option(parser, "where workers find the master")
     add(
         "--journal",
         metavar="URL",
-        help="what is done, and who has what: sqlite:///path, or store: for the store itself (default: a file beside "
-        "the store's file; else store:, with which a master of another host can take over)",
+        help="where the master keeps what is done and who has what: sqlite:///path, or store: for the store itself, so "
+        "that a master on another host can take over (default: a file beside the store's file; else store:)",
     )
-    add("--host", default="127.0.0.1", help="where to listen; :: for all of this host's (default: 127.0.0.1)")
-    add("--port", type=int, default=0, help="(default: any; workers find it in the store)")
+    add("--host", default="127.0.0.1", help="address to listen on; :: for all (default: 127.0.0.1)")
+    add("--port", type=int, default=0, help="port to listen on (default: any; workers find it in the store)")
     add(
         "--http-port",
         type=int,
         metavar="N",
-        help="serve a page, and /metrics, there; 0 for a free port (docs/dashboard.md)",
+        help="port for a web page and /metrics; 0 for a free port (docs/dashboard.md)",
     )
-    add("--http-host", default="127.0.0.1", metavar="HOST", help="where the page listens (default: 127.0.0.1)")
+    add("--http-host", default="127.0.0.1", metavar="HOST", help="address of the page (default: 127.0.0.1)")
     add(
         "--scaler-port",
         type=int,
         metavar="N",
-        help="serve KEDA's external scaler on --host there; 0 for a free port (docs/kubernetes-scaling-external.md)",
+        help="port for KEDA's external scaler, on --host; 0 for a free port (docs/kubernetes-scaling-external.md)",
     )
-    add("--lease", type=float, default=5.0, metavar="S", help="a standby takes over after so long (default: 5)")
-    add("--stay", action="store_true", help="go on when all is done: workers may create more data sets")
-    add("--new", action="store_true", help="begin anew: a journal that is there is set aside")
-    add("--retry-poisoned", action="store_true", help="put shards that were given up back")
+    add("--lease", type=float, default=5.0, metavar="S", help="seconds after which a standby takes over (default: 5)")
+    add("--stay", action="store_true", help="keep running when all is done: workers may create more data sets")
+    add("--new", action="store_true", help="start the job again: set the present journal aside")
+    add("--retry-poisoned", action="store_true", help="try the shards again that were given up")
     add = parser.add_argument_group("data (or workers create data sets: MasterClient.create_dataset)").add_argument
     add("--data", metavar="SPEC", help="range:N, lines:PATH, csv:PATH, parquet:PATH, files:PATTERN, follow:PATH, …")
-    add("--name", default="data", help="of the data set in the job (default: data)")
-    add("--shard-size", type=int, metavar="N", help="samples, lines, rows or files of a shard (default: the kind's)")
-    add("--end-marker", default="", metavar="PATH", help="what is followed has ended when this file is there")
-    add("--end-after", type=float, metavar="S", help="what is followed has ended when nothing came for so long")
-    add("--epochs", type=int, default=1, metavar="N", help="passes over the data, 0 without an end (default: 1)")
-    add("--shuffle", action="store_true", help="give shards in another order in each epoch")
-    add("--seed", type=int, default=0, metavar="N", help="of that order (default: 0)")
-    add("--max-failures", type=int, default=3, metavar="N", help="give a shard up after so many (default: 3)")
-    add("--session", type=float, default=30.0, metavar="S", help="a worker silent for so long is lost (default: 30)")
+    add("--name", default="data", help="name of the data set in the job (default: data)")
+    add("--shard-size", type=int, metavar="N", help="samples, lines, rows or files per shard (default: the kind's)")
+    add("--end-marker", default="", metavar="PATH", help="treat the stream as ended when this file exists")
+    add("--end-after", type=float, metavar="S", help="treat the stream as ended after this much silence")
+    add("--epochs", type=int, default=1, metavar="N", help="passes over the data; 0 for no end (default: 1)")
+    add("--shuffle", action="store_true", help="shuffle the shards of each epoch")
+    add("--seed", type=int, default=0, metavar="N", help="shuffle seed (default: 0)")
+    add("--max-failures", type=int, default=3, metavar="N", help="give a shard up after N failures (default: 3)")
+    add(
+        "--session",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="a worker is lost after S seconds of silence (default: 30)",
+    )
     add(
         "--commit",
         choices=("report", "checkpoint"),
         default="report",
-        help="a shard is done when it is reported, or when a reader's state_dict() covers it (default: report)",
+        help="when a shard counts as done: when it is reported, or when a reader's state_dict() covers it (default: "
+        "report)",
     )
     add_advice_options(parser)
     add_credentials(parser)
     add = parser.add_argument_group("log").add_argument
-    add("--log-format", choices=("text", "json"), default="text", help="on standard error (default: text)")
-    add("--verbose", action="store_true", help="debug lines, too")
+    add("--log-format", choices=("text", "json"), default="text", help="format on standard error (default: text)")
+    add("--verbose", action="store_true", help="log debug lines as well")
     return parser
 
 
@@ -230,26 +286,12 @@ def _default_journal(url: str, job: str) -> str:
     return f"sqlite://{quote(str(folder / file))}"
 
 
-def _set_aside(journal: str) -> None:
-    """Rename a journal's file, so that the job begins anew."""
-    if not journal.startswith("sqlite:"):
-        raise SettingsError("--new: a journal in the store is not set aside; choose another name for the job")
-    path = Path(unquote(urlsplit(journal).path))
-    kept = path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
-    try:
-        for suffix in ("-wal", "-shm", ""):
-            found = path.with_name(path.name + suffix)
-            if found.exists():
-                found.rename(kept.with_name(kept.name + suffix))
-    except OSError as exc:
-        raise SettingsError(f"--new: {path} cannot be set aside: {exc.strerror or exc}") from exc
-    if kept.exists():
-        logger.info("the journal until now is kept in %s", kept)
-
-
-def _retry(job: str, url: str, credentials: Credentials) -> int:
-    """Ask the master that leads to put poisoned shards back."""
+def _retry(job: str, url: str, credentials: Credentials, specs: Mapping[str, DatasetSpec]) -> int:
+    """Ask the master that leads to put poisoned shards back, unless it has other data than this command."""
     with MasterClient(job, url, timeout_s=_ASK_S, credentials=credentials) as client:
+        for name, spec in specs.items():
+            if client.describe_dataset(name) is not None:
+                client.create_dataset(name, spec)  # does nothing, or raises ConflictError
         names = [str(dataset["name"]) for dataset in client.status()["datasets"]]
         for name in names:
             print(f"{name}: {client.retry_poisoned(name):,} shards put back")

@@ -440,18 +440,8 @@ class SessionState(_message.Message):
     resume_reply: ResumeReply
     def __init__(self, session: _Optional[str] = ..., holder: _Optional[str] = ..., last_request: _Optional[int] = ..., reply: _Optional[_Union[NextReply, _Mapping]] = ..., leases: _Optional[_Iterable[_Union[LeaseState, _Mapping]]] = ..., units_done: _Optional[int] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., resume_reply: _Optional[_Union[ResumeReply, _Mapping]] = ...) -> None: ...
 
-class GivenAgain(_message.Message):
-    __slots__ = ("epoch", "shard", "holder")
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    SHARD_FIELD_NUMBER: _ClassVar[int]
-    HOLDER_FIELD_NUMBER: _ClassVar[int]
-    epoch: int
-    shard: int
-    holder: str
-    def __init__(self, epoch: _Optional[int] = ..., shard: _Optional[int] = ..., holder: _Optional[str] = ...) -> None: ...
-
 class DatasetState(_message.Message):
-    __slots__ = ("dataset", "spec", "units", "ended", "flushed", "epoch", "position", "units_done", "shards", "sessions", "histories", "given_again", "index")
+    __slots__ = ("dataset", "spec", "units", "ended", "flushed", "epoch", "position", "units_done", "shards", "sessions", "histories", "index")
     DATASET_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     UNITS_FIELD_NUMBER: _ClassVar[int]
@@ -463,7 +453,6 @@ class DatasetState(_message.Message):
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     HISTORIES_FIELD_NUMBER: _ClassVar[int]
-    GIVEN_AGAIN_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     dataset: str
     spec: DatasetSpec
@@ -476,9 +465,8 @@ class DatasetState(_message.Message):
     shards: _containers.RepeatedCompositeFieldContainer[ShardState]
     sessions: _containers.RepeatedCompositeFieldContainer[SessionState]
     histories: _containers.RepeatedCompositeFieldContainer[HistoryState]
-    given_again: _containers.RepeatedCompositeFieldContainer[GivenAgain]
     index: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, dataset: _Optional[str] = ..., spec: _Optional[_Union[DatasetSpec, _Mapping]] = ..., units: _Optional[int] = ..., ended: _Optional[bool] = ..., flushed: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., units_done: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardState, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ..., histories: _Optional[_Iterable[_Union[HistoryState, _Mapping]]] = ..., given_again: _Optional[_Iterable[_Union[GivenAgain, _Mapping]]] = ..., index: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    def __init__(self, dataset: _Optional[str] = ..., spec: _Optional[_Union[DatasetSpec, _Mapping]] = ..., units: _Optional[int] = ..., ended: _Optional[bool] = ..., flushed: _Optional[int] = ..., epoch: _Optional[int] = ..., position: _Optional[int] = ..., units_done: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardState, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionState, _Mapping]]] = ..., histories: _Optional[_Iterable[_Union[HistoryState, _Mapping]]] = ..., index: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class EndedSession(_message.Message):
     __slots__ = ("session", "reason")

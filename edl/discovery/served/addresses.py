@@ -6,6 +6,7 @@ import contextlib
 import errno
 import ipaddress
 import socket
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -20,8 +21,11 @@ __all__ = [
     "is_loopback",
     "is_own_host",
     "open_listener",
+    "outward_address",
 ]
 
+_ANYWHERE: Final = ("192.0.2.1", "2001:db8::1")
+"""Addresses for documentation (RFC 5737, RFC 3849): the route to them is the route out."""
 _TIMEOUT_S: Final = 2.0
 """To connect, and then to be answered: a host within reach takes milliseconds, and the user waits for the words."""
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
@@ -125,6 +129,25 @@ def _leads_here(family: int, address: tuple[object, ...]) -> bool:
             return bool(probe.getsockname()[0] == address[0])
     except OSError:
         return False
+
+
+def outward_address(servers: Iterable[str]) -> str:
+    """Return this host's address on the route to one of a store's servers, or else on the route out.
+
+    Without a route it is 127.0.0.1. A server at this host's loopback is an agent of a cluster, whose other hosts do not
+    reach that. Nothing is sent: connecting a datagram socket asks the kernel for the route only.
+    """
+    for host in (*servers, *_ANYWHERE):
+        if is_loopback(host):
+            continue
+        try:
+            ((family, kind, protocol, _, address), *_) = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return "127.0.0.1"
 
 
 class Diagnosis(NamedTuple):

@@ -1,7 +1,7 @@
 """What a job's workers use: calls to the master, readers of shards, and adapters for other libraries.
 
-`master_client` makes calls that wait for the master, `shard_reader` iterates over shards. Between a reader and the
-network are `conversation`, its thread, `session`, what the two sides owe each other, and `connection`, the channel.
+`master_client` makes calls that wait for the master, and has the channel to it. `shard_reader` iterates over shards;
+its `conversation` is a thread that takes turns with the master, and what the two sides owe each other.
 `torch` is a data set for `DataLoader`, `sharding_client` the calls that ElasticDL's and DLRover's users know.
 What does not belong here: how data is read (`edl.datasets`), and what a master does with calls.
 """

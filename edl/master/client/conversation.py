@@ -2,8 +2,8 @@
 
 The caller's threads put reports and requests into an outbox and take shards from an inbox; the conversation's thread
 does everything else, so that a training loop never waits for the network. With each turn it sends the reports that
-wait, asks for as many shards as there is room for, and renews all leases of its session. Requests are numbered within
-a session: if an answer is lost, the same turn is sent again, to this master or the next, and is applied once. A session
+wait, asks for as many shards as there is room for, and renews all leases of its session. Turns are numbered within a
+session: if an answer is lost, the same turn is sent again, to this master or the next, and is applied once. A session
 that the master no longer knows is replaced by a new one; shards of the old one are another reader's by then.
 
 No lock is held here, so a signal handler may close the reader in the middle of any call. State that both sides change
@@ -24,9 +24,8 @@ from typing import Final
 
 from edl.background import BackgroundLoop
 from edl.errors import ClosedError, ConflictError, EDLError, LeaseLostError, NoMasterError, SettingsError
-from edl.master.client.connection import MasterConnection, MasterWait, NotFoundError
-from edl.master.client.master_client import MasterClient
-from edl.master.client.session import MarkRequest, Report, ResumeRequest, Shard, ShardSession
+from edl.master.client.master_client import MasterClient, MasterConnection, MasterWait, NotFoundError
+from edl.master.client.session import MarkRequest, Outbox, Report, ResumeRequest, Shard, ShardSession, first_of
 from edl.notifier import Notifier
 from edl.protocol import master as messages
 
@@ -44,8 +43,6 @@ _RESUME_RETRY_S: Final = 1.0
 """Between two attempts to resume at a mark that another reader holds: it may be dead, and its session expires."""
 _ASK_S: Final = 0.01
 """Shortest time between two requests for shards when there are none, so that the master is not flooded."""
-_QUIET_S: Final = 60.0
-"""A caller that waits for a shard and has left its own alone for this long may have forgotten to report them."""
 
 
 class Conversation:
@@ -67,10 +64,10 @@ class Conversation:
         self._prefetch = prefetch
         self._stuck_s = stuck_s
         self._wait = MasterWait(client.job, client.timeout_s)
-        self._outbox: collections.deque[Report | MarkRequest | ResumeRequest] = collections.deque()
-        self._inbox: collections.deque[Shard] = collections.deque()
+        self._outbox: Outbox = collections.deque()
+        self._inbox: collections.deque[tuple[ShardSession, Shard]] = collections.deque()
+        self._revoked: ShardSession | None = None  # nothing that the master gave in this session is handed out
         self._hungry: collections.deque[None] = collections.deque()  # an entry for each caller that waits in `take`
-        self._restarts: collections.deque[None] = collections.deque()  # an entry for each caller of `begin_anew`
         self._changed = Notifier()
         self._failure: EDLError | None = None
         self._reading = False
@@ -120,7 +117,7 @@ class Conversation:
         self._hungry.append(None)
         self._thread.wake()
         try:
-            self._await(lambda: bool(self._inbox) or self.finished or self._ending, timeout_s)
+            self._await(lambda: self._has_shard() or self.finished or self._ending, timeout_s)
             return self._pop()
         finally:
             self._hungry.pop()
@@ -136,7 +133,7 @@ class Conversation:
         session = self._session
         if self._asking or self._inbox or self._outbox or session is None:
             return False
-        return self._none_left and not (session.open or session.owes)
+        return self._none_left and not session.open and session.in_flight is None
 
     def touch(self, shard: Shard) -> None:
         """Note that the caller works on a shard."""
@@ -155,19 +152,14 @@ class Conversation:
     def deliver(self, reports: Sequence[Report]) -> None:
         """Have reports sent, and wait until all are answered; each says whether it was refused.
 
-        Raises:
-            EDLError: The master is away for too long. Reports that were not answered are sent when it is back.
+        After an error, such as a master that is away for too long, they are sent all the same.
         """
         for report in reports:
             self.tell(report)
         self._await(lambda: all(report.answered for report in reports), _IDLE_S)
 
     def demand(self, request: MarkRequest | ResumeRequest) -> None:
-        """Have something done at the master, and wait for it.
-
-        Raises:
-            EDLError: The master refuses, or is away for too long.
-        """
+        """Have something done at the master, and wait for it. After an error it is not done later."""
         if isinstance(request, ResumeRequest) and isinstance(self._failure, LeaseLostError):
             self._failure = None
         self._outbox.append(request)
@@ -180,15 +172,10 @@ class Conversation:
             raise request.failure
 
     def begin_anew(self) -> None:
-        """Drop what the master gave before the data set was put back. Returns when none of that is handed out.
-
-        Raises:
-            NoMasterError: The thread waits for an answer for longer than the client's `timeout_s`.
-        """
-        self._restarts.append(None)
+        """Hand out nothing that the master gave before the data set was put back."""
+        self._revoked = self._session
+        self.finished = False
         self._thread.wake()
-        if not self._changed.wait_for(lambda: not self._restarts or self._ending, self._client.timeout_s):
-            raise self._wait.error()
 
     def close(self) -> None:
         """Send what waits, give shards back, and end. Waits for seconds at most."""
@@ -200,12 +187,18 @@ class Conversation:
         self._interrupt()
 
     def _pop(self) -> Shard | None:
-        try:
-            shard = self._inbox.popleft()
-        except IndexError:
-            return None
-        self.touch(shard)
-        return shard
+        with contextlib.suppress(IndexError):
+            while True:
+                session, shard = self._inbox.popleft()
+                if session is not self._revoked:
+                    self.touch(shard)
+                    return shard
+        return None
+
+    def _has_shard(self) -> bool:
+        with contextlib.suppress(IndexError):
+            return self._inbox[0][0] is not self._revoked
+        return False
 
     def _await(self, condition: Callable[[], object], timeout_s: float) -> None:
         """Wait, as long as the master is not away for more than the client's `timeout_s` of the wait."""
@@ -272,14 +265,9 @@ class Conversation:
     def _exchange(self) -> float:
         """Do what is due; return the seconds until something is due again."""
         while not self._ending:
-            if self._restarts:
-                if self._session is not None:
-                    self._lose_session("the data set was put back to earlier progress")
-                self.finished = self._none_left = False
-                self._ask_at = 0.0
-                self._restarts.clear()
-                self._changed.notify()
-            first = self._first()
+            if self._session is not None and self._session is self._revoked:
+                self._lose_session("the data set was put back to earlier progress")
+            first = first_of(self._outbox)
             if not (self._reading or first or self._session):
                 return _IDLE_S
             if isinstance(first, ResumeRequest):
@@ -288,14 +276,13 @@ class Conversation:
                     return wait_s
                 continue
             session = self._attached()
-            self._take_reports(session)
             now = time.monotonic()
             if now >= self._look_at:
                 self._look_at = now + self._renew_s
                 self._release_idle(session, now)
             if self._ask(session, now):
                 self._changed.notify()
-            elif isinstance(first := self._first(), MarkRequest):
+            elif isinstance(first := first_of(self._outbox), MarkRequest):
                 self._set_mark(session, first)
             elif first is not None:
                 continue
@@ -308,16 +295,9 @@ class Conversation:
                 return max(0.001, due_at - now)
         return 0.0
 
-    def _first(self) -> Report | MarkRequest | ResumeRequest | None:
-        try:
-            return self._outbox[0]
-        except IndexError:
-            return None
-
-    def _take_reports(self, session: ShardSession) -> None:
-        while isinstance(report := self._first(), Report):
-            self._outbox.popleft()
-            session.report(report)
+    def _owes(self, session: ShardSession) -> bool:
+        """Whether there is a report to send, or a turn that was not answered."""
+        return session.in_flight is not None or isinstance(first_of(self._outbox), Report)
 
     def _release_idle(self, session: ShardSession, now: float) -> None:
         """Let others have the shards with which the caller does nothing: this thread would renew them for ever."""
@@ -327,7 +307,7 @@ class Conversation:
             self._paused = True
             while (shard := self._pop()) is not None:
                 self._note_reported(shard)
-                session.report(Report(shard, "returned"))
+                self._outbox.appendleft(Report(shard, "returned"))
         for lease in idle:
             if not lease.taken or lease.reported:
                 continue
@@ -337,17 +317,7 @@ class Conversation:
             if self.by_checkpoint:  # the caller's state may hold samples of it
                 raise LeaseLostError(f"shard {shard.shard}: {why}")
             logger.warning("shard %d of %s was not reported, and goes to others: %s", shard.shard, self.dataset, why)
-            session.report(Report(shard, "returned" if self.spec.ignore_expiries else "failed", why))
-        quiet = [lease for lease in leases if lease.taken and not lease.reported and not lease.warned_of]
-        quiet = [lease for lease in quiet if now > lease.touched_at + _QUIET_S]
-        if self._hungry and quiet:
-            for lease in quiet:
-                lease.warned_of = True
-            logger.warning(
-                "this process waits for a shard of %s, and has not reported %d that it has (%s): they go to others %g s"
-                " after it worked on them last",
-                *(self.dataset, len(quiet), ", ".join(str(lease.shard.shard) for lease in quiet[:8]), self._stuck_s),
-            )
+            self._outbox.appendleft(Report(shard, "returned" if self.spec.ignore_expiries else "failed", why))
 
     @property
     def _renew_s(self) -> float:
@@ -367,7 +337,7 @@ class Conversation:
         self._asking = True  # before looking whether the caller rests
         try:
             want = self._room if now >= self._ask_at else 0
-            if not (session.owes or want):
+            if not (self._owes(session) or want):
                 return False
             self._turn(session, want)
             return True
@@ -375,15 +345,15 @@ class Conversation:
             self._asking = False
 
     def _turn(self, session: ShardSession, want: int) -> None:
-        turn = session.next_turn(want)
+        turn = session.next_turn(want, self._outbox)
         reply = self._send(turn)
         for report in session.answer(reply):
             self._note_answer(report)
         if turn.want:
             self._none_left = not reply.leases
-        self._inbox.extend(session.add(reply.leases, time.monotonic()))
+        self._inbox.extend((session, shard) for shard in session.add(reply.leases, time.monotonic()))
         self.poisoned = reply.poisoned
-        if reply.finished and not session.open:
+        if reply.finished and not session.open and session is not self._revoked:
             self.finished = True
             self._reading = False
 
@@ -481,7 +451,7 @@ class Conversation:
             request.failure = exc
         else:
             self._mark = request.mark
-            self._inbox.extend(session.add(reply.leases, time.monotonic()))
+            self._inbox.extend((session, shard) for shard in session.add(reply.leases, time.monotonic()))
         self._settle(request)
         return 0.0
 
@@ -503,8 +473,7 @@ class Conversation:
         )
 
     def _flush(self, session: ShardSession) -> None:
-        self._take_reports(session)
-        while session.owes:
+        while self._owes(session):
             self._turn(session, 0)
 
     def _close_session(self, session: ShardSession, commit: bool = False) -> None:
@@ -568,7 +537,7 @@ class Conversation:
         self.poisoned = int(found["shards"]["poisoned"])
         self.finished = True
         self._reading = False
-        while (request := self._first()) is not None:
+        while (request := first_of(self._outbox)) is not None:
             if isinstance(request, Report):
                 self._outbox.popleft()
                 request.refused = "the job is done"

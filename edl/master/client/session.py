@@ -1,4 +1,4 @@
-"""A reader's session: shards that were given, reports that wait, and the turn in flight. Pure: no clock, no threads."""
+"""A reader's session: shards that were given, reports on their way, and the turn in flight. No clock, no threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final, Literal, TypeAlias
 from edl.errors import EDLError
 from edl.protocol import master as messages
 
-__all__ = ["MarkRequest", "Outcome", "Report", "ResumeRequest", "Shard", "ShardSession"]
+__all__ = ["MarkRequest", "Outbox", "Outcome", "Report", "ResumeRequest", "Shard", "ShardSession", "first_of"]
 
 _MOST_REPORTS: Final = 4096
 """Reports in a turn. The excess goes with the next one, so that a turn is applied in milliseconds."""
@@ -81,6 +81,9 @@ class ResumeRequest:
     opened: ShardSession | None = None  # in which it is resumed; the same for each attempt
 
 
+Outbox: TypeAlias = "collections.deque[Report | MarkRequest | ResumeRequest]"
+
+
 @dataclass(slots=True)
 class SessionLease:
     """A shard that was given and whose report, if there is one, was not answered yet."""
@@ -89,51 +92,38 @@ class SessionLease:
     touched_at: float
     taken: bool = False
     reported: bool = False
-    warned_of: bool = False
 
 
 class ShardSession:
-    """A session as the reader sees it: shards that it has, reports that wait, the turn in flight."""
+    """A session as the reader sees it: shards that it has, and the turn in flight. No clock, no threads."""
 
     def __init__(self, name: str) -> None:
         self.name: Final = name
         self.open: dict[int, SessionLease] = {}
-        self._waiting: collections.deque[Report] = collections.deque()
-        self._requests = 0
-        self._in_flight: messages.Turn | None = None
+        self.in_flight: messages.Turn | None = None  # it was not answered
+        self._turns = 0
         self._sent: list[Report] = []
 
-    @property
-    def owes(self) -> bool:
-        """Whether there is a report to send, or a turn that was not answered."""
-        return bool(self._waiting) or self._in_flight is not None
-
-    def report(self, report: Report) -> None:
-        """Have a report sent with the next turn."""
-        self._waiting.append(report)
-
-    def next_turn(self, want: int) -> messages.Turn:
-        """Return the turn that was not answered, or a new one that wants `want` shards."""
-        if self._in_flight is None:
-            self._requests += 1
-            turn = messages.Turn(session=self.name, request=self._requests, want=want)
-            while self._waiting and len(self._sent) < _MOST_REPORTS:
-                report = self._waiting.popleft()
-                self._sent.append(report)
-                _add(turn, report)
-            self._in_flight = turn
-        return self._in_flight
+    def next_turn(self, want: int, outbox: Outbox) -> messages.Turn:
+        """Return the turn in flight, or a new one that wants `want` shards and has the reports that come first."""
+        if self.in_flight is not None:
+            return self.in_flight
+        self._turns += 1
+        turn = messages.Turn(session=self.name, request=self._turns, want=want)
+        while len(self._sent) < _MOST_REPORTS and isinstance(report := first_of(outbox), Report):
+            outbox.popleft()
+            self._sent.append(report)
+            _add(turn, report)
+        self.in_flight = turn
+        return turn
 
     def answer(self, reply: messages.NextReply) -> list[Report]:
         """Take the answer of the turn in flight; return the reports that were answered, including those refused."""
-        reports, self._sent = self._sent, []
-        self._in_flight = None
         refusals = {refusal.lease.id: refusal.reason for refusal in reply.refused}
-        for report in reports:
+        for report in self._sent:
             report.refused = refusals.get(report.shard.id)
-            report.answered = True
             self.open.pop(report.shard.id, None)
-        return reports
+        return self._settle()
 
     def add(self, leases: Iterable[messages.Lease], now: float) -> list[Shard]:
         """Take shards that the master gives."""
@@ -143,20 +133,30 @@ class ShardSession:
 
     def is_same(self, reply: messages.NextReply) -> bool:
         """Whether the answer to opening this session again is of this session, and not of a new one of its name."""
-        answered = self._requests - (self._in_flight is not None)
-        return reply.last_request in (answered, self._requests)
+        answered = self._turns - (self.in_flight is not None)
+        return reply.last_request in (answered, self._turns)
 
     def abandon(self, why: str) -> list[Report]:
         """Refuse the reports that were not answered, since the session is gone; return them."""
-        reports = [*self._sent, *self._waiting]
-        self._sent = []
-        self._in_flight = None
-        self._waiting.clear()
         self.open.clear()
-        for report in reports:
+        for report in self._sent:
             report.refused = why
+        return self._settle()
+
+    def _settle(self) -> list[Report]:
+        self.in_flight = None
+        reports, self._sent = self._sent, []
+        for report in reports:
             report.answered = True
         return reports
+
+
+def first_of(outbox: Outbox) -> Report | MarkRequest | ResumeRequest | None:
+    """Return the report or request that comes first; None if there is none."""
+    try:
+        return outbox[0]
+    except IndexError:  # a caller has withdrawn its request
+        return None
 
 
 def _add(turn: messages.Turn, report: Report) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Final, Literal
 
+from typing_extensions import Self
+
 from edl.datasets import Dataset, load_dataset
 from edl.discovery.resource import Resource
 from edl.errors import (
@@ -25,7 +27,7 @@ from edl.errors import (
 from edl.master.client.conversation import Conversation
 from edl.master.client.master_client import MasterClient
 from edl.master.client.session import MarkRequest, Outcome, Report, ResumeRequest, Shard
-from edl.master.shards.specification import check_name
+from edl.master.shards.dataset_shards import check_name
 from edl.quoting import clip
 
 __all__ = ["ShardReader"]
@@ -53,7 +55,8 @@ class ShardReader(Resource):
     of EDL that say nothing about a shard, such as a master that is away, count no failure; nor does Ctrl-C.)
 
     A thread keeps `prefetch` shards at hand, renews the leases while the caller computes, and goes on after the master
-    was started again.
+    was started again. Every call that waits for the master may raise `NoMasterError` once the master was away for the
+    client's `timeout_s` of the wait, and every call `ClosedError` after `close`.
 
     Args:
         client: Client of the job.
@@ -146,7 +149,6 @@ class ShardReader(Resource):
             The shard; None if there is none yet, or none left (`finished`), or the reader was closed.
 
         Raises:
-            NoMasterError: The master was away for the client's `timeout_s` of the wait.
             LeaseLostError: With commit="checkpoint": the session was lost, and what was read after the last checkpoint
                 goes to other readers. Load the last checkpoint.
         """
@@ -233,7 +235,6 @@ class ShardReader(Resource):
 
         Raises:
             LeaseLostError: The master refuses it: the lease has expired, and the message says who has the shard now.
-            NoMasterError: The master was away for the client's `timeout_s`.
         """
         self._report(shard, "done", wait=wait)
 
@@ -247,7 +248,6 @@ class ShardReader(Resource):
 
         Raises:
             LeaseLostError: See `report_done`.
-            NoMasterError: See `report_done`.
         """
         self._report(shard, "failed", reason or "no reason given", wait=wait)
 
@@ -260,7 +260,6 @@ class ShardReader(Resource):
 
         Raises:
             LeaseLostError: See `report_done`.
-            NoMasterError: See `report_done`.
         """
         self._report(shard, "returned", wait=wait)
 
@@ -274,7 +273,7 @@ class ShardReader(Resource):
 
         Raises:
             LeaseLostError: See `report_done`; of one shard or more.
-            NoMasterError: See `report_done`. The reports are sent when there is a master again.
+            NoMasterError: The reports are sent when there is a master again.
         """
         self._check()
         reports = [Report(self._forget(shard), outcome, reason) for shard in shards]
@@ -309,7 +308,6 @@ class ShardReader(Resource):
         Raises:
             SettingsError: The data set has commit="report": there is nothing to go back to.
             LeaseLostError: The session was lost: load the last checkpoint.
-            NoMasterError: The master was away for the client's `timeout_s`.
         """
         self._check()
         current = self._current
@@ -335,7 +333,6 @@ class ShardReader(Resource):
         Raises:
             SettingsError: The state is of another data set, not a reader's, or no longer kept by the master.
             ConflictError: Another reader has resumed at it.
-            NoMasterError: The master was away for the client's `timeout_s`.
         """
         self._check()
         _check_position(state)
@@ -353,7 +350,6 @@ class ShardReader(Resource):
         Raises:
             ConflictError: A reader of this name is alive.
             SettingsError: The data set has commit="report".
-            NoMasterError: The master was away for the client's `timeout_s`.
         """
         self._check()
         self._go_back(ResumeRequest(self.holder, "", 0))
@@ -434,7 +430,7 @@ class ShardReader(Resource):
     def _halt(self) -> None:
         self._conversation.close()
 
-    def __enter__(self) -> ShardReader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

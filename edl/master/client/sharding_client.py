@@ -10,11 +10,9 @@ import base64
 import collections
 import json
 import threading
-from types import TracebackType
 from typing import NamedTuple
 
 from edl.datasets import ShardSettings, open_dataset
-from edl.discovery.resource import Resource
 from edl.errors import SettingsError
 from edl.master.client.master_client import MasterClient
 from edl.master.client.session import Shard
@@ -31,10 +29,8 @@ class IndexRange(NamedTuple):
     end: int
 
 
-class ShardingClient(Resource):
-    """Shards of sample numbers, reported batch by batch. Thread-safe.
-
-    Leave its `with` block by an exception, and the shards that are not finished have failed.
+class ShardingClient(ShardReader):
+    """A `ShardReader` of sample numbers, which are reported batch by batch. Thread-safe.
 
     Args:
         client: Client of the job.
@@ -62,29 +58,17 @@ class ShardingClient(Resource):
         num_minibatches_per_shard: int = 10,
         holder: str | None = None,
     ) -> None:
-        super().__init__()
         if batch_size < 1 or num_minibatches_per_shard < 1:
             raise SettingsError("batch_size and num_minibatches_per_shard must be at least 1")
         settings = ShardSettings(shard_size=batch_size * num_minibatches_per_shard, epochs=num_epochs, shuffle=shuffle)
         client.create_dataset(dataset_name, open_dataset(f"range:{dataset_size}", settings))
-        self._client = client
-        self._name = dataset_name
+        super().__init__(client, dataset_name, holder=holder, prefetch=1, explicit=True)
         self._batch_size = batch_size
-        self._reader = self._own(ShardReader(client, dataset_name, holder=holder, prefetch=1, explicit=True))
         self._lock = threading.Lock()
         self._pending: collections.deque[Shard] = collections.deque()
         self._counted = 0
         self._indices: collections.deque[int] = collections.deque()
         self._epoch = 0
-
-    def __enter__(self) -> ShardingClient:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._reader.__exit__(kind, exc, traceback)
-        self.close()
 
     def fetch_shard(self) -> IndexRange | None:
         """Wait for a shard, whose samples you report with `report_batch_done`.
@@ -94,16 +78,15 @@ class ShardingClient(Resource):
 
         Raises:
             PoisonedShardsError: There is none left, and some were given up.
-            NoMasterError: The master was away for the client's `timeout_s`.
         """
         self._check()
-        shard = next(self._reader, None)
+        shard = next(self, None)
         if shard is None:
             return None
         with self._lock:
             self._pending.append(shard)
             self._epoch = shard.epoch
-        return IndexRange(self._name, shard.start, shard.stop)
+        return IndexRange(self.dataset, shard.start, shard.stop)
 
     def fetch_sample_index(self) -> int | None:
         """Wait for the number of a sample.
@@ -113,7 +96,6 @@ class ShardingClient(Resource):
 
         Raises:
             PoisonedShardsError: See `fetch_shard`.
-            NoMasterError: See `fetch_shard`.
         """
         while True:
             with self._lock:
@@ -136,7 +118,7 @@ class ShardingClient(Resource):
 
         Raises:
             LeaseLostError: A shard was another reader's by then; the others are reported.
-            NoMasterError: The master was away for the client's `timeout_s`; they are reported when it is back.
+            NoMasterError: The shards are reported when there is a master again.
         """
         self._check()
         finished: list[Shard] = []
@@ -149,9 +131,9 @@ class ShardingClient(Resource):
             if not self._pending:
                 self._counted = 0
             elif self._counted:
-                self._reader.consume(self._pending[0], self._counted)
+                self.consume(self._pending[0], self._counted)
         if finished:
-            self._reader.report_all(finished, "done")
+            self.report_all(finished, "done")
         return bool(finished)
 
     def report_all_task_error(self, err_msg: str) -> None:
@@ -162,22 +144,17 @@ class ShardingClient(Resource):
 
         Raises:
             LeaseLostError: See `report_batch_done`.
-            NoMasterError: See `report_batch_done`.
         """
-        self._reader.report_all(self._drop_pending(), "failed", err_msg or "no reason given")
+        self.report_all(self._drop_pending(), "failed", err_msg or "no reason given")
 
     def get_current_epoch(self) -> int:
         """Return the epoch of the shard that was fetched last, from 0."""
         return self._epoch
 
     def get_shard_checkpoint(self) -> str:
-        """Return what is done of the data set, as JSON for `restore_shard_from_checkpoint`.
-
-        Raises:
-            NoMasterError: The master was away for the client's `timeout_s`.
-        """
-        progress = base64.b64encode(self._client.progress(self._name)).decode()
-        return json.dumps({"dataset_name": self._name, "progress": progress})
+        """Return what is done of the data set, as JSON for `restore_shard_from_checkpoint`."""
+        progress = base64.b64encode(self._client.progress(self.dataset)).decode()
+        return json.dumps({"dataset_name": self.dataset, "progress": progress})
 
     def restore_shard_from_checkpoint(self, shard_checkpoint: str) -> None:
         """Put the data set back to where it was, for all workers; shards that any of them has are given again.
@@ -188,7 +165,6 @@ class ShardingClient(Resource):
         Raises:
             SettingsError: It is another data set's, or not a checkpoint.
             ProtocolError: Its progress is damaged.
-            NoMasterError: The master was away for the client's `timeout_s`.
         """
         try:
             found = json.loads(shard_checkpoint)
@@ -197,9 +173,9 @@ class ShardingClient(Resource):
             raise SettingsError(
                 "this is not a checkpoint of shards: pass what get_shard_checkpoint() returned"
             ) from exc
-        if name != self._name:
-            raise SettingsError(f"this is a checkpoint of {name!r}, not of {self._name!r}")
-        self._client.restore_progress(self._name, progress)
+        if name != self.dataset:
+            raise SettingsError(f"this is a checkpoint of {name!r}, not of {self.dataset!r}")
+        self._client.restore_progress(self.dataset, progress)
         self._drop_pending()
 
     def _drop_pending(self) -> list[Shard]:

@@ -56,14 +56,11 @@ class ShardDataset(torch.utils.data.IterableDataset[Any]):
         samples: object = None,
         holder: str | None = None,
     ) -> None:
-        self._job = job
+        self._open_client = partial(
+            MasterClient, job, store, endpoint=endpoint, timeout_s=timeout_s, credentials=credentials
+        )
         self._dataset = dataset
-        self._store = store
-        self._endpoint = endpoint
-        self._timeout_s = timeout_s
-        self._credentials = credentials
-        self._prefetch = prefetch
-        self._samples = samples
+        self._options: dict[str, Any] = {"prefetch": prefetch, "samples": samples}
         self._holder = holder
 
     def __iter__(self) -> Iterator[Any]:
@@ -78,18 +75,15 @@ class ShardDataset(torch.utils.data.IterableDataset[Any]):
         worker = torch.utils.data.get_worker_info()
         host = socket.gethostname()
         name = host if self._holder is None else f"{self._holder}:{host}"
-        options: dict[str, Any] = {"timeout_s": self._timeout_s, "credentials": self._credentials}
         with contextlib.ExitStack() as stack:
-            client = stack.enter_context(MasterClient(self._job, self._store, endpoint=self._endpoint, **options))
-            chosen: dict[str, Any] = {"prefetch": self._prefetch, "samples": self._samples}
-            if worker is None:
-                chosen["holder"] = f"{name}:{os.getpid()}"
-            else:
+            client = stack.enter_context(self._open_client())
+            options = dict(self._options, holder=f"{name}:{os.getpid()}")
+            if worker is not None:
                 loader = f"{name}:{os.getppid()}.{(worker.seed - worker.id) & 0xFFFF:04x}/"
-                chosen["holder"] = f"{loader}{worker.id}"
+                options["holder"] = f"{loader}{worker.id}"
                 if worker.num_workers > 1:
-                    chosen["may_leave"] = partial(_has_sibling_shards, client, self._dataset, loader)
-            reader = stack.enter_context(ShardReader(client, self._dataset, **chosen))
+                    options["may_leave"] = partial(_has_sibling_shards, client, self._dataset, loader)
+            reader = stack.enter_context(ShardReader(client, self._dataset, **options))
             for sample in reader.samples():
                 if reader.by_checkpoint:
                     raise SettingsError(

@@ -6,13 +6,18 @@ What does not belong here: what the bytes mean (`edl.master.shards`), who may le
 
 from __future__ import annotations
 
+import logging
+import time
+from pathlib import Path
 from urllib.parse import unquote
 
 from edl.discovery import Store
 from edl.errors import SettingsError
 from edl.master.journal.journal import Journal
 
-__all__ = ["Journal", "open_journal"]
+__all__ = ["Journal", "open_journal", "set_aside"]
+
+logger = logging.getLogger(__name__)
 
 _ACCEPTED = "accepted are sqlite:///absolute/path/to/file, and store:JOB beside a store"
 
@@ -46,10 +51,7 @@ def open_journal(url: str, *, store: Store | None = None, timeout_s: float = 5.0
     if scheme == "sqlite":
         from edl.master.journal.sqlite import SqliteJournal
 
-        path = unquote(rest.removeprefix("//"))
-        if not rest.startswith("///") or path.endswith("/") or "\0" in path or "?" in rest or "#" in rest:
-            raise SettingsError(f"journal {url!r}: not the absolute path of a file; {_ACCEPTED}")
-        return SqliteJournal("/" + path.lstrip("/"), timeout_s=timeout_s)
+        return SqliteJournal(_path(url), timeout_s=timeout_s)
     if scheme == "store":
         from edl.master.journal.stored import StoreJournal
 
@@ -57,3 +59,30 @@ def open_journal(url: str, *, store: Store | None = None, timeout_s: float = 5.0
             raise SettingsError(f"journal {url!r}: needs a store; {_ACCEPTED}")
         return StoreJournal(store, rest, timeout_s=timeout_s)
     raise SettingsError(f"journal {url!r}: unknown; {_ACCEPTED}")
+
+
+def set_aside(url: str) -> None:
+    """Rename the file of a journal that is not in use, so that the next journal there begins empty.
+
+    Raises:
+        SettingsError: The journal is not a file, or cannot be renamed.
+    """
+    path = Path(_path(url))
+    kept = path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+    try:
+        for suffix in ("-wal", "-shm", ""):
+            found = path.with_name(path.name + suffix)
+            if found.exists():
+                found.rename(kept.with_name(kept.name + suffix))
+    except OSError as exc:
+        raise SettingsError(f"journal {path} cannot be set aside: {exc.strerror or exc}") from exc
+    if kept.exists():
+        logger.info("the journal until now is kept in %s", kept)
+
+
+def _path(url: str) -> str:
+    scheme, _, rest = url.partition(":")
+    path = unquote(rest.removeprefix("//"))
+    if scheme != "sqlite" or not rest.startswith("///") or path.endswith("/") or "\0" in path or set("?#") & set(rest):
+        raise SettingsError(f"journal {url!r}: not the absolute path of a file; {_ACCEPTED}")
+    return "/" + path.lstrip("/")

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
 from types import TracebackType
+from typing import Final
 
 from typing_extensions import Self
+
+from edl.discovery.resource import Resource
+from edl.errors import ClosedError, DiscoveryError, EDLError, JournalError, LeaseLostError, ProtocolError
+from edl.quoting import shown
 
 __all__ = ["Journal"]
 
 
-class Journal(abc.ABC):
+class Journal(Resource, abc.ABC):
     """Records in order, and a snapshot that stands for those before it.
 
     - **Terms.** A writer begins a term, which ends those of all writers before it: whatever these write afterwards is
@@ -22,7 +29,16 @@ class Journal(abc.ABC):
     - **Threads and forks.** Methods may be called from several threads, and take turns. A child of the process that
       opened it must not use it: methods raise `ClosedError`, and `close` does nothing.
     - **Time.** Every call has a deadline of some seconds: `timeout_s` of `open_journal`.
+
+    An implementation makes each of its calls in a `_turn`. `name` has the journal's place, for errors.
     """
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        super().__init__()
+        self.name: Final = name
+        self._timeout_s = timeout_s
+        self._turns = threading.Lock()
+        self._broken = ""  # the message of the error after which all calls are refused
 
     @property
     def snapshot_due(self) -> bool:
@@ -71,9 +87,28 @@ class Journal(abc.ABC):
             JournalError: It cannot be written, or it is not known whether it is.
         """
 
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Release what is open. May be called twice."""
+    @contextlib.contextmanager
+    def _turn(self, what: str) -> Iterator[None]:
+        """Let calls of several threads take turns; after an error all are refused."""
+        self._check_process()
+        if not self._turns.acquire(timeout=self._timeout_s):
+            raise JournalError(f"journal {self.name}: cannot {what}: another thread is using it")
+        try:
+            self._check()
+            if self._broken:
+                raise JournalError(self._broken)
+            try:
+                yield
+            except (LeaseLostError, ProtocolError):  # of which it is known that nothing was written
+                raise
+            except BaseException as exc:
+                self._broken = f"journal {self.name}: cannot {what}: {shown(exc)}"
+                if isinstance(exc, EDLError) and not isinstance(exc, ClosedError):
+                    busy = isinstance(exc, DiscoveryError) or getattr(exc, "busy", False)
+                    raise JournalError(self._broken, busy=busy) from exc
+                raise
+        finally:
+            self._turns.release()
 
     def __enter__(self) -> Self:
         return self

@@ -7,7 +7,6 @@ import ctypes
 import logging
 import os
 import sqlite3
-import threading
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -18,9 +17,8 @@ from urllib.parse import quote
 from typing_extensions import override
 
 from edl import mounts
-from edl.discovery.resource import Resource
 from edl.discovery.sqlite.file import FileIdentity, opening
-from edl.errors import EDLError, JournalError, LeaseLostError, ProtocolError, SettingsError
+from edl.errors import JournalError, LeaseLostError, ProtocolError, SettingsError
 from edl.master.journal.journal import Journal
 from edl.quoting import shown
 from edl.settings import allows_shared_file
@@ -43,7 +41,7 @@ INSERT INTO state VALUES (0, 0, NULL, NULL)
 """
 
 
-class SqliteJournal(Resource, Journal):
+class SqliteJournal(Journal):
     """A file in WAL mode with `synchronous=FULL`: every commit is written through to the disk.
 
     Locks are held during a transaction only, so another process can begin a term at any time, which fences this one.
@@ -55,21 +53,15 @@ class SqliteJournal(Resource, Journal):
     """
 
     def __init__(self, path: str, *, timeout_s: float) -> None:
-        super().__init__()
-        self._path = path
-        self._timeout_s = timeout_s
-        self._turns = threading.Lock()
+        super().__init__(path, timeout_s)
         self._term = 0
         self._last = 0  # number of the last record
-        self._broken = ""
         _check_place(path)
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
             raise SettingsError(f"journal {path}: its folder cannot be made: {exc.strerror}") from exc
-        connection, identity = self._open()
-        self._connection = connection
-        self._identity = identity
+        self._connection, self._identity = self._open()
         _open_connections.add(self._connection)
 
     @override
@@ -91,7 +83,7 @@ class SqliteJournal(Resource, Journal):
             self._check_data("its snapshot", snapshot, checksum)
         for expected, (number, data, checksum) in enumerate(rows, covered + 1):
             if number != expected:
-                raise ProtocolError(f"journal {self._path}: record {expected} is missing")
+                raise ProtocolError(f"journal {self.name}: record {expected} is missing")
             self._check_data(f"record {number}", data, checksum)
         return snapshot, [data for _, data, _ in rows]
 
@@ -116,86 +108,69 @@ class SqliteJournal(Resource, Journal):
     @contextlib.contextmanager
     def _transaction(self, what: str) -> Iterator[sqlite3.Connection]:
         """Run a transaction that writes; after an error nothing follows it."""
-        self._check_process()
-        if not self._turns.acquire(timeout=self._timeout_s):
-            raise JournalError(f"journal {self._path}: cannot {what}: another thread is using it")
+        connection = self._connection
         try:
-            self._check()
-            if self._broken:
-                raise JournalError(self._broken)
-            connection = self._connection
-            try:
-                connection.execute("BEGIN IMMEDIATE")
-                yield connection
-                connection.execute("COMMIT")
-                if (change := self._identity.change(self._path)) is not None:
-                    raise JournalError(
-                        f"journal {self._path}: {change or 'the file was removed or replaced while in use'}"
-                    )
-            except BaseException as exc:
-                with contextlib.suppress(sqlite3.Error):
-                    if connection.in_transaction:
-                        connection.execute("ROLLBACK")
-                if not isinstance(exc, LeaseLostError):  # of which it is known that nothing was written
-                    self._broken = f"journal {self._path}: cannot {what}: {shown(exc)}"
-                if isinstance(exc, sqlite3.Error):
-                    raise JournalError(self._broken, busy=_is_busy(exc)) from exc
-                raise
+            with self._turn(what):
+                try:
+                    connection.execute("BEGIN IMMEDIATE")
+                    yield connection
+                    connection.execute("COMMIT")
+                except BaseException as exc:
+                    with contextlib.suppress(sqlite3.Error):
+                        if connection.in_transaction:
+                            connection.execute("ROLLBACK")
+                    if isinstance(exc, sqlite3.Error):
+                        raise JournalError(str(exc), busy=_is_busy(exc)) from exc
+                    raise
+                if (change := self._identity.change(self.name)) is not None:
+                    raise JournalError(change or "the file was removed or replaced while in use")
         finally:
-            self._turns.release()
-            if self._closed:
+            if self._closed and self._pid == os.getpid():
                 self._end()
 
     def _check_term(self, connection: sqlite3.Connection) -> None:
         term = connection.execute("SELECT term FROM state").fetchone()[0]
         if not self._term or term != self._term:
             raise LeaseLostError(
-                f"journal {self._path}: "
+                f"journal {self.name}: "
                 + (f"term {term} has begun, this one is {self._term}" if self._term else "no term was begun")
             )
 
     def _check_data(self, what: str, data: Any, checksum: Any) -> None:
         if not isinstance(data, bytes) or zlib.crc32(data) != checksum:
-            raise ProtocolError(f"journal {self._path}: {what} is damaged: its checksum does not match")
+            raise ProtocolError(f"journal {self.name}: {what} is damaged: its checksum does not match")
 
     def _open(self) -> tuple[sqlite3.Connection, FileIdentity]:
         """Return a connection, and which file it was made to."""
-        for _ in range(_MOST_OPENINGS):
-            with opening(self._path):
-                before = FileIdentity.of(self._path).main
-                connection = self._connect()
-                try:
-                    self._prepare(connection)
-                    identity = FileIdentity.of(self._path)
-                except BaseException as exc:
-                    connection.close()
-                    if isinstance(exc, (sqlite3.Error, SettingsError)) and FileIdentity.of(self._path).main != before:
-                        continue  # it says nothing of the file that is there now
-                    if isinstance(exc, sqlite3.Error):
-                        raise self._refusal(exc) from exc
-                    raise
-                if identity.main == before is not None:
-                    return connection, identity
-                connection.close()  # the file was replaced, and which one this has is not known
-        raise JournalError(f"journal {self._path}: another program keeps replacing it while it is opened")
-
-    def _refusal(self, exc: sqlite3.Error) -> EDLError:
-        # These will not pass: not a database, no permission, a read-only disk.
-        if any(words in str(exc) for words in ("not a database", "readonly", "unable to open")):
-            return SettingsError(f"journal {self._path}: {shown(exc)}")
-        return JournalError(f"journal {self._path}: {shown(exc)}", busy=_is_busy(exc))
-
-    def _connect(self) -> sqlite3.Connection:
         try:
-            return sqlite3.connect(
-                f"file:{quote(self._path)}?mode=rwc",
-                uri=True,
-                timeout=self._timeout_s,
-                isolation_level=None,
-                check_same_thread=False,
-            )
+            for _ in range(_MOST_OPENINGS):
+                with opening(self.name):
+                    before = FileIdentity.of(self.name).main
+                    connection = sqlite3.connect(
+                        f"file:{quote(self.name)}?mode=rwc",
+                        uri=True,
+                        timeout=self._timeout_s,
+                        isolation_level=None,
+                        check_same_thread=False,
+                    )
+                    try:
+                        self._prepare(connection)
+                        identity = FileIdentity.of(self.name)
+                    except (sqlite3.Error, SettingsError):
+                        connection.close()
+                        if FileIdentity.of(self.name).main != before:
+                            continue  # it says nothing of the file that is there now
+                        raise
+                    if identity.main == before is not None:
+                        return connection, identity
+                    connection.close()  # the file was replaced, and which one this has is not known
         except sqlite3.Error as exc:
-            raise SettingsError(f"journal {self._path}: {exc}") from exc
+            words = f"journal {self.name}: {shown(exc)}"
+            # These do not pass: another kind of file, no permission, a read-only disk.
+            if any(cause in str(exc) for cause in ("not a database", "readonly", "unable to open")):
+                raise SettingsError(words) from exc
+            raise JournalError(words, busy=_is_busy(exc)) from exc
+        raise JournalError(f"journal {self.name}: another program keeps replacing it while it is opened")
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         deadline = time.monotonic() + self._timeout_s
@@ -208,7 +183,7 @@ class SqliteJournal(Resource, Journal):
                     raise
                 time.sleep(0.01)
         if mode != "wal":
-            raise SettingsError(f"journal {self._path}: its file system cannot share memory (journal mode {mode})")
+            raise SettingsError(f"journal {self.name}: its file system cannot share memory (journal mode {mode})")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute(f"PRAGMA journal_size_limit = {_WAL_NBYTES}")
         connection.execute("BEGIN IMMEDIATE")
@@ -221,7 +196,7 @@ class SqliteJournal(Resource, Journal):
             connection.execute(f"PRAGMA user_version = {_FORMAT}")
         elif (application_id, version) != (_APPLICATION_ID, _FORMAT):
             kind = f"a journal of format {version}" if application_id == _APPLICATION_ID else "another database"
-            raise SettingsError(f"journal {self._path}: {kind}, not EDL's journal of format {_FORMAT}")
+            raise SettingsError(f"journal {self.name}: {kind}, not EDL's journal of format {_FORMAT}")
         connection.execute("COMMIT")
 
     def _release(self) -> None:

@@ -20,8 +20,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -30,9 +29,8 @@ from typing_extensions import override
 from edl.background import BackgroundLoop
 from edl.backoff import Backoff
 from edl.discovery import Store
-from edl.discovery.resource import Resource
 from edl.discovery.store import check_key
-from edl.errors import ClosedError, DiscoveryError, EDLError, JournalError, LeaseLostError, ProtocolError, SettingsError
+from edl.errors import ClosedError, DiscoveryError, LeaseLostError, ProtocolError, SettingsError
 from edl.master.journal.journal import Journal
 
 __all__ = ["StoreJournal"]
@@ -126,11 +124,7 @@ class JournalHead:
 
     @classmethod
     def decode(cls, name: str, value: bytes) -> JournalHead:
-        """Return the head that `encode` wrote; `name` is the journal's, for the error.
-
-        Raises:
-            ProtocolError: It is something else.
-        """
+        """Return the head that `encode` wrote, or raise ProtocolError with the journal's `name`."""
         try:
             message = json.loads(value)
             if message["format"] != _FORMAT:
@@ -153,7 +147,7 @@ def _run(fields: Any) -> ValueRun:
     return ValueRun(str(folder), int(first), int(stop))
 
 
-class StoreJournal(Resource, Journal):
+class StoreJournal(Journal):
     """Values of a store, and a head that names them. See `open_journal`.
 
     Raises:
@@ -161,19 +155,15 @@ class StoreJournal(Resource, Journal):
     """
 
     def __init__(self, store: Store, job: str, *, timeout_s: float) -> None:
-        super().__init__()
-        self._folder = f"journals/{job}"
+        super().__init__(f"journals/{job}", timeout_s)
         if not job or "/" in job:
             raise SettingsError(f"journal store:{job}: the name of a job is expected, without a slash")
         check_key(self._key("snapshots/00000000-00000000/00000000/000"))
         self._store = store
-        self._timeout_s = timeout_s
-        self._turns = threading.Lock()
         self._halted = threading.Event()
         self._head = JournalHead()
         self._version: int | None = None
         self._term = 0
-        self._broken = ""
         self._sweeper: BackgroundLoop | None = None
         self._sweeping: deque[tuple[ValueRun, int]] = deque()  # and the number of the value that is next
         self._swept: set[ValueRun] = set()
@@ -207,13 +197,13 @@ class StoreJournal(Resource, Journal):
             if head.snapshot is not None:
                 snapshot = self._read_run(head.snapshot.run)
                 if zlib.crc32(snapshot) != head.snapshot.checksum:
-                    raise ProtocolError(f"journal {self._folder}: its snapshot is damaged: its checksum does not match")
+                    raise ProtocolError(f"journal {self.name}: its snapshot is damaged: its checksum does not match")
             records: list[bytes] = []
             for run in head.records:
                 try:
                     records += split_records(self._read_run(run))
                 except ProtocolError as exc:
-                    raise ProtocolError(f"journal {self._folder}, {run.folder}: {exc}") from exc
+                    raise ProtocolError(f"journal {self.name}, {run.folder}: {exc}") from exc
             return snapshot, records
 
     @property
@@ -266,11 +256,11 @@ class StoreJournal(Resource, Journal):
         entry = self._ask(lambda: self._store.get(self._key("head")))
         if entry is None:
             return JournalHead(), None
-        return JournalHead.decode(self._folder, entry.value), entry.version
+        return JournalHead.decode(self.name, entry.value), entry.version
 
     def _commit(self, head: JournalHead) -> None:
         if not self._set_head(head, self._version):
-            raise LeaseLostError(f"journal {self._folder}: another master has begun a term; this one is {self._term}")
+            raise LeaseLostError(f"journal {self.name}: another master has begun a term; this one is {self._term}")
 
     def _set_head(self, head: JournalHead, version: int | None) -> bool:
         """Set the head if it is at `version`; return whether it was.
@@ -301,12 +291,12 @@ class StoreJournal(Resource, Journal):
 
     def _check_begun(self) -> None:
         if not self._term:
-            raise LeaseLostError(f"journal {self._folder}: no term was begun")
+            raise LeaseLostError(f"journal {self.name}: no term was begun")
 
     # --- Values. ---
 
     def _key(self, name: str) -> str:
-        return f"{self._folder}/{name}"
+        return f"{self.name}/{name}"
 
     def _put(self, folder: str, first: int, pieces: Sequence[bytes]) -> None:
         for number, piece in enumerate(pieces, first):
@@ -334,7 +324,7 @@ class StoreJournal(Resource, Journal):
                 return found
             wait_s = wait.next_wait_s()
             if time.monotonic() + wait_s > deadline or self._halted.wait(wait_s):
-                raise ProtocolError(f"journal {self._folder}: {missing} is missing")
+                raise ProtocolError(f"journal {self.name}: {missing} is missing")
 
     def _sweep(self, garbage: Sequence[ValueRun]) -> None:
         queued = {run for run, _ in tuple(self._sweeping)}
@@ -379,27 +369,6 @@ class StoreJournal(Resource, Journal):
                 wait_s = wait.next_wait_s()
                 if time.monotonic() + wait_s > deadline or self._halted.wait(wait_s):
                     raise
-
-    @contextmanager
-    def _turn(self, what: str) -> Iterator[None]:
-        """Let calls of several threads take turns; after an error all are refused."""
-        self._check()
-        if not self._turns.acquire(timeout=self._timeout_s):
-            raise JournalError(f"journal {self._folder}: cannot {what}: another thread is using it")
-        try:
-            if self._broken:
-                raise JournalError(self._broken)
-            try:
-                yield
-            except (LeaseLostError, ProtocolError):
-                raise
-            except BaseException as exc:
-                self._broken = f"journal {self._folder}: cannot {what}: {exc}"
-                if isinstance(exc, EDLError) and not isinstance(exc, (ClosedError, JournalError)):
-                    raise JournalError(self._broken, busy=isinstance(exc, DiscoveryError)) from exc
-                raise
-        finally:
-            self._turns.release()
 
     def _halt(self) -> None:
         self._halted.set()

@@ -26,11 +26,11 @@ from edl.background import BackgroundLoop, start_call
 from edl.backoff import Backoff
 from edl.discovery import Store, open_store
 from edl.discovery.resource import Resource
-from edl.discovery.served.addresses import ListenAddress, is_loopback
+from edl.discovery.served.addresses import ListenAddress, is_loopback, outward_address
 from edl.discovery.store import Election
 from edl.discovery.urls import servers_of
 from edl.errors import ClosedError, DiscoveryError, EDLError, JournalError, LeaseLostError, SettingsError
-from edl.master.journal import open_journal
+from edl.master.journal import Journal, open_journal, set_aside
 from edl.master.naming import candidacy
 from edl.master.reports import read_report
 from edl.master.server.report import (
@@ -45,6 +45,7 @@ from edl.master.server.report import (
 from edl.master.server.servicer import MasterServicer
 from edl.master.server.term import TICK_S, Term, load_book
 from edl.master.shards import ShardBook
+from edl.master.shards.dataset_shards import check_spec
 from edl.notifier import Notifier
 from edl.protocol import master as messages
 from edl.protocol.channel import listen
@@ -53,7 +54,7 @@ from edl.protocol.token_check import token_checks
 from edl.protocol.transport import grpc
 from edl.settings import Credentials, DiscoverySettings
 
-__all__ = ["MasterServer", "MasterSettings", "own_address", "shown_endpoint"]
+__all__ = ["MasterServer", "MasterSettings", "shown_endpoint"]
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +87,6 @@ _AGE_MS: Final = 3_600_000
 """With TLS or tokens, a connection of this age is replaced, so that new certificates and tokens count."""
 _BUCKETS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 """Seconds of a commit: a disk takes a millisecond, and a Store of several hosts up to its deadline of 5 s."""
-_ANYWHERE: Final = ("192.0.2.1", "2001:db8::1")
-"""Addresses for documentation (RFC 5737, RFC 3849): the route to them is the route out."""
 _ALL_ADDRESSES: Final = ("0.0.0.0", "::", "*", "")
 
 
@@ -103,7 +102,8 @@ class MasterSettings:
         host: Address to listen at; `::` or `0.0.0.0` for all addresses of this host.
         port: Port to listen at; 0 for any.
         lease_s: Seconds after which another master takes over from a leader that was lost.
-        begin_anew: Lead with another journal than before: what was done is done again.
+        begin_anew: Start the job again, with an empty journal or another one than before. When this master begins to
+            lead, it sets aside the file of a journal that is there.
         retry_poisoned: Put poisoned shards back when this master begins to lead.
         credentials: Certificates and tokens to serve with.
     """
@@ -126,20 +126,26 @@ class MasterServer(Resource):
         settings: Settings of this candidate.
         datasets: Specifications by name, which the leader creates; equal ones may be there. If one of the same name is
             other data, `failure` is a ConflictError that says what differs.
+        metrics: Where the master registers its own metrics. Default: a new registry.
 
     Raises:
-        SettingsError: The address, the credentials or the Store's URL cannot be used.
+        SettingsError: The address, the credentials, the Store's URL or a specification cannot be used.
         DiscoveryError: Another program listens there, or the Store's file cannot be opened.
     """
 
     def __init__(
-        self, job: str, settings: MasterSettings, datasets: Mapping[str, messages.DatasetSpec] | None = None
+        self,
+        job: str,
+        settings: MasterSettings,
+        datasets: Mapping[str, messages.DatasetSpec] | None = None,
+        *,
+        metrics: CollectorRegistry | None = None,
     ) -> None:
         super().__init__()
         self.job: Final = job
         self.settings: Final = settings
         self.endpoint = ""
-        self.metrics: Final = CollectorRegistry()
+        self.metrics: Final = CollectorRegistry() if metrics is None else metrics
         """Of Prometheus: what only the master itself knows."""
         self._commits = Histogram(
             "edl_master_journal_commit_seconds",
@@ -147,13 +153,14 @@ class MasterServer(Resource):
             registry=self.metrics,
             buckets=_BUCKETS,
         )
-        self._datasets = dict(datasets or {})
+        self._datasets = {name: check_spec(name, spec) for name, spec in (datasets or {}).items()}
         self._files = CredentialFiles.of(settings.credentials, serving=True)
         self._changed = Notifier()
         self._started = threading.Event()
         self._failure: BaseException | None = None
         self._leading: Term | None = None
         self._done = False
+        self._anew = settings.begin_anew  # until this master leads
         self._rates = UnitRates()
         self._shown: dict[str, Any] = {}
         self._rival = ""
@@ -163,7 +170,7 @@ class MasterServer(Resource):
         self._address.check_free()
         self._url = DiscoverySettings.of(settings.store).url
         self._store: Store = self._own(open_store(self._url, credentials=settings.credentials))
-        self._reports = self._own(ReportWriter(self._store, job, anew=settings.begin_anew))
+        self._reports = ReportWriter(self._store, job, anew=settings.begin_anew)
         self._thread = self._own(BackgroundLoop("edl-master", self._run, self._interrupt))
         if not self._started.wait(_START_S):
             self._failure = DiscoveryError(f"the master at {self._address.endpoint} did not start in {_START_S:g} s")
@@ -337,6 +344,12 @@ class MasterServer(Resource):
         """Load the state."""
         url = f"store:{self.job}" if self._journal_name == _IN_STORE else self.settings.journal
 
+        def open_empty_or_kept() -> Journal:
+            if self._anew and self._journal_name != _IN_STORE:
+                set_aside(url)
+            self._anew = False
+            return open_journal(url, store=self._store)
+
         def load() -> tuple[int, ShardBook, int, dict[str, Any] | None]:
             number, book, replayed = load_book(journal)
             last = None if self.settings.begin_anew else read_report(self._store, self.job)
@@ -344,7 +357,7 @@ class MasterServer(Resource):
             check_data(book, self._datasets)
             return number, book, replayed, last
 
-        journal = await asyncio.wrap_future(start_call("edl-master-open", lambda: open_journal(url, store=self._store)))
+        journal = await asyncio.wrap_future(start_call("edl-master-open", open_empty_or_kept))
         try:
             number, book, replayed, last = await asyncio.wrap_future(start_call("edl-master-load", load))
             led_before = book.term > 0
@@ -405,6 +418,7 @@ class MasterServer(Resource):
             servicer.stand_by(why)
             self._show(term)
             await term.close(why)
+            await self._reports.flush()
             self._changed.notify()
         if why != "it ends":
             logger.warning("job %r: another master leads, and this one stands by", self.job)
@@ -457,17 +471,14 @@ class MasterServer(Resource):
         return leader.get("endpoint") == self.endpoint
 
     def _check_rival(self, leader: Mapping[str, Any] | None) -> None:
-        """Refuse to stand by if this master could not go on with what the leader has journalled.
-
-        Raises:
-            SettingsError: The journals are two.
-        """
+        """Raise SettingsError if this master could not go on with what the leader has journalled."""
         if leader is None or self._is_own(leader):
             return
         endpoint, host, journal = (str(leader.get(name, "")) for name in ("endpoint", "host", "journal"))
         if endpoint != self._rival:
             self._rival = endpoint
-            logger.info("job %r is led by the master at %s; this one stands by", self.job, endpoint)
+            then = ", and starts the job again when that one has ended" if self._anew else ""
+            logger.info("job %r is led by the master at %s; this one stands by%s", self.job, endpoint, then)
         if journal != self._journal_name:
             raise SettingsError(
                 f"job {self.job!r} is led by the master at {endpoint}, whose journal is {journal}: a master that "
@@ -504,24 +515,5 @@ def _told(book: ShardBook, known: Collection[str]) -> str:
 
 def shown_endpoint(host: str, port: int, store_url: str) -> str:
     """Return where workers reach a master that listens at `host` and `port`."""
-    shown = own_address(store_url) if host in _ALL_ADDRESSES else host
+    shown = outward_address(server for server, _ in servers_of(store_url)) if host in _ALL_ADDRESSES else host
     return f"[{shown}]:{port}" if ":" in shown else f"{shown}:{port}"
-
-
-def own_address(store_url: str) -> str:
-    """Return this host's address on the route to the Store, or else on the route out; without any, 127.0.0.1.
-
-    A Store at this host's loopback is an agent of a cluster, whose other hosts do not reach that. Nothing is sent:
-    connecting a datagram socket asks the kernel for the route only.
-    """
-    for host in (*(host for host, _ in servers_of(store_url)), *_ANYWHERE):
-        if is_loopback(host):
-            continue
-        try:
-            ((family, kind, protocol, _, address), *_) = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)
-                return str(probe.getsockname()[0])
-        except OSError:
-            continue
-    return "127.0.0.1"

@@ -6,21 +6,21 @@ the master has ended, so that the next one knows whether it has the right journa
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import json
 import logging
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any, Final
 
-from edl.background import BackgroundLoop
-from edl.backoff import Backoff
+from edl.background import start_call
 from edl.datasets import same_data
 from edl.discovery import Store
-from edl.discovery.resource import Resource
-from edl.errors import ClosedError, ConflictError, DiscoveryError, SettingsError
+from edl.errors import ClosedError, ConflictError, EDLError, SettingsError
 from edl.master.naming import report_key
 from edl.master.shards import ShardBook
-from edl.master.shards.specification import check_spec, describe_difference
+from edl.master.shards.dataset_shards import check_spec, describe_difference
 from edl.protocol.master import DatasetSpec
 from edl.quoting import shown
 
@@ -43,12 +43,8 @@ _NBYTES: Final = 200_000
 """Largest report: a value of the Store may have 256 KiB."""
 _HOLDERS: Final = 200
 """Most holders listed of a data set, the busiest first."""
-_IDLE_S: Final = 3600.0
-"""How long the writer waits unless it is woken: it always is."""
-_RETRY_S: Final = (0.5, 5.0)
-"""The first and the longest wait before the next attempt to write to a Store that is away."""
-_CLOSE_S: Final = 2.0
-"""How long `close` waits for the last report to reach the Store."""
+_FLUSH_S: Final = 2.0
+"""How long a master that ends waits for a report to reach the Store."""
 
 
 class UnitRates:
@@ -96,69 +92,55 @@ def describe_dataset(
 
 def encode(report: dict[str, Any]) -> bytes:
     """Return the report as JSON for the Store, without its longest parts if it is too long."""
-    shorter: tuple[Callable[[dict[str, Any]], None], ...] = (
-        lambda dataset: dataset.update(holders=dataset["holders"][:_HOLDERS]),
-        lambda dataset: dataset.update(holders=dataset["holders"][:20], poisoned=dataset["poisoned"][:10]),
-        lambda dataset: dataset.update(holders=[], poisoned=[]),
-    )
-    for shorten in shorter:
+    for holders, poisoned in ((_HOLDERS, None), (20, 10), (0, 0)):
         for dataset in report["datasets"]:
-            shorten(dataset)
+            dataset.update(holders=dataset["holders"][:holders], poisoned=dataset["poisoned"][:poisoned])
         data = json.dumps(report, allow_nan=False).encode()
         if len(data) <= _NBYTES:
             return data
     return json.dumps({**report, "datasets": report["datasets"][:100], "events": []}, allow_nan=False).encode()
 
 
-class ReportWriter(Resource):
-    """Writes the newest report of a job into the Store; older ones are skipped. A Store that is away is waited for.
+class ReportWriter:
+    """Writes the newest report of a job into the Store, in a thread; older ones are skipped. For an event loop.
 
-    With `anew` it overwrites a report of a later term, which came from another journal.
+    With `anew` it first overwrites a report of a later term, which came from another journal.
     """
 
     def __init__(self, store: Store, job: str, *, anew: bool = False) -> None:
-        super().__init__()
         self._store = store
         self._anew = anew
         self._key = report_key(job)
         self._newest: dict[str, Any] | None = None
-        self._ending = False
+        self._call: Future[None] | None = None
         self._away = False
-        self._backoff = Backoff(*_RETRY_S, jitter=0.5)
-        self._thread = BackgroundLoop("edl-master-report", self._write)
 
     def write(self, report: dict[str, Any]) -> None:
-        """Have a report written soon. Waits for nothing."""
+        """Have a report written soon; if the Store is away, the next report is tried."""
         self._newest = report
-        self._thread.wake()
+        if self._call is None or self._call.done():
+            self._call = start_call("edl-master-report", self._write)
 
-    def _halt(self) -> None:
-        self._ending = True
-        self._thread.wake()
-        self._thread.wait_ended(_CLOSE_S)
-        self._thread.close(_CLOSE_S)
+    async def flush(self) -> None:
+        """Wait for the newest report to be written, for seconds at most."""
+        while self._call is not None:
+            done, _ = await asyncio.wait([asyncio.wrap_future(self._call)], timeout=_FLUSH_S)
+            if not done or self._newest is None:
+                return
+            self._call = start_call("edl-master-report", self._write)
 
-    def _write(self) -> float | None:
-        report, self._newest = self._newest, None
-        if report is not None:
+    def _write(self) -> None:
+        while (report := self._newest) is not None:
+            self._newest = None
             try:
                 self._put(report)
+                self._away = False
             except ClosedError:
-                return None
-            except DiscoveryError as exc:
+                return
+            except (EDLError, ValueError) as exc:
                 if not self._away:
                     logger.warning("cannot write this master's report to the store; the job goes on: %s", exc)
                 self._away = True
-                if self._ending:
-                    return None
-                if self._newest is None:
-                    self._newest = report
-                return self._backoff.next_wait_s()
-            self._away = False
-            self._backoff.reset()
-        if self._newest is not None:
-            return 0.0
-        return None if self._ending else _IDLE_S
 
     def _put(self, report: dict[str, Any]) -> None:
         entry = self._store.get(self._key)
@@ -179,26 +161,17 @@ def _term(value: bytes) -> int:
 
 
 def check_continued(last: Mapping[str, Any] | None, term: int, journal: str) -> None:
-    """Refuse to lead a job with a journal other than the one that it has been led with.
-
-    Raises:
-        SettingsError: Another journal has given a term that is not below `term`; in one journal terms only grow.
-    """
+    """Raise SettingsError if the job was led with another journal, which gave a term that is not below `term`."""
     if last is None or not isinstance(last.get("term"), int) or last["term"] < term:
         return
     raise SettingsError(
-        f"what is done of job {last.get('job')!r} stands in another journal, {last.get('journal')} of host "
+        f"what is done of job {last.get('job')!r} is in another journal, {last.get('journal')} of host "
         f"{last.get('host')}, not in {journal}: start the master with that one; or pass --new to start the job again"
     )
 
 
 def check_data(book: ShardBook, datasets: Mapping[str, DatasetSpec]) -> None:
-    """Refuse to hand out other data under the name of a data set that `book` has.
-
-    Raises:
-        SettingsError: A specification is invalid.
-        ConflictError: Data of the same name are others, or are cut otherwise; says what differs.
-    """
+    """Raise ConflictError if `book` has other data under a name, or has cut them otherwise."""
     for name, asked in datasets.items():
         if name not in book.datasets():
             continue

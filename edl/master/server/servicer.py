@@ -1,7 +1,7 @@
-"""Answers calls of workers: what changes the state goes through the term's sequencer, and is journalled first.
+"""Answers calls of workers: what changes the state is journalled first.
 
 `master.proto` is the table of calls: a method whose request is a kind of `Command` is applied to the book of shards,
-and every other unary method is a `_read` below.
+`Next` is a stream of such requests, and every other method reads.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any, Final
 
@@ -63,33 +62,46 @@ class MasterServicer:
             if method.name == "Next":
                 handler = grpc.stream_stream_rpc_method_handler(self._next, request.FromString, _serialize)
             else:
-                field = _FIELDS.get(method.input_type.name)
-                answer = partial(_submit, field, reply) if field else partial(_read, self._reader_of(method.name))
-                handler = grpc.unary_unary_rpc_method_handler(
-                    partial(self._answer, answer, reply), request.FromString, _serialize
-                )
+                answer = partial(self._answer, method.name, reply)
+                handler = grpc.unary_unary_rpc_method_handler(answer, request.FromString, _serialize)
             handlers[method.name] = handler
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
-
-    def _reader_of(self, method: str) -> Callable[[Term, Any], Any]:
-        found: Callable[[Term, Any], Any] = getattr(self, "_read" + re.sub("(?=[A-Z])", "_", method).lower())
-        return found
 
     def _leading(self) -> Term:
         if self._term is None:
             raise ClosedError(f"this master of job {self._job!r} stands by: {self._why}")
         return self._term
 
-    async def _answer(
-        self, answer: Callable[[Term, Any], Awaitable[Any]], reply: Callable[[], Any], request: Any, context: Context
-    ) -> Any:
+    async def _answer(self, method: str, reply: Callable[[], Any], request: Any, context: Context) -> Any:
         with _refusing(context):
             term = self._leading()
-            found = await answer(term, request)
-            if isinstance(request, messages.RestoreProgress):
+            field = _FIELDS.get(request.DESCRIPTOR.name)
+            if field is None:
+                answer = self._read(method, term, request)
+                await term.settled()  # the state may be ahead of the journal
+            else:
+                if field in ("mark", "resume"):
+                    term.clock.hear(request.session)
+                answer = await term.submit(messages.Command(**{field: request}))
+            if field == "restore_progress":
                 self._end_lost_streams(term)
-            return found
+            return reply() if answer is None else answer
         return reply()
+
+    def _read(self, method: str, term: Term, request: Any) -> Any:
+        """Answer a call that changes nothing."""
+        if method == "Hello":
+            return messages.HelloReply(format=FORMAT, job=self._job, term=term.number)
+        if method == "GetStatus":
+            return messages.GetStatusReply(json=json.dumps(self._status(term)))
+        if request.dataset not in term.book.datasets():
+            raise _NotFoundError(
+                f"data set {request.dataset!r} does not exist; these do: {sorted(term.book.datasets())}"
+            )
+        if method == "DescribeDataset":
+            return term.book.describe(request.dataset)
+        assert method == "GetProgress", method
+        return messages.Progress(progress=term.book.progress(request.dataset))
 
     def _end_lost_streams(self, term: Term) -> None:
         """End the streams of sessions that were ended, so that their readers drop what they have at hand at once."""
@@ -127,44 +139,9 @@ class MasterServicer:
                     raise SettingsError("a message of the stream opens a session, or is a turn")
                 await context.write(reply)
 
-    # --- Calls that change nothing. ---
-
-    def _read_hello(self, term: Term, request: messages.HelloRequest) -> messages.HelloReply:
-        return messages.HelloReply(format=FORMAT, job=self._job, term=term.number)
-
-    def _read_get_status(self, term: Term, request: messages.GetStatusRequest) -> messages.GetStatusReply:
-        return messages.GetStatusReply(json=json.dumps(self._status(term)))
-
-    def _read_describe_dataset(self, term: Term, request: messages.DescribeDatasetRequest) -> messages.DatasetReply:
-        _check_known(term, request.dataset)
-        return term.book.describe(request.dataset)
-
-    def _read_get_progress(self, term: Term, request: messages.DescribeDatasetRequest) -> messages.Progress:
-        _check_known(term, request.dataset)
-        return messages.Progress(progress=term.book.progress(request.dataset))
-
-
-async def _submit(field: str, reply: Callable[[], Any], term: Term, request: Any) -> Any:
-    if field in ("mark", "resume"):
-        term.clock.hear(request.session)
-    answer = await term.submit(messages.Command(**{field: request}))
-    return reply() if answer is None else answer
-
-
-async def _read(read: Callable[[Term, Any], Any], term: Term, request: Any) -> Any:
-    """Answer from what the journal has: the state may be ahead of it."""
-    answer = read(term, request)
-    await term.sequencer.settled()
-    return answer
-
 
 class _NotFoundError(EDLError):
     """There is no such data set."""
-
-
-def _check_known(term: Term, dataset: str) -> None:
-    if dataset not in term.book.datasets():
-        raise _NotFoundError(f"data set {dataset!r} does not exist; these do: {sorted(term.book.datasets())}")
 
 
 @contextlib.contextmanager

@@ -14,19 +14,15 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from edl.errors import ConflictError, LeaseLostError, SettingsError
 from edl.master.shards.dataset_shards import (
+    MOST_UNITS,
+    MOST_WANTED,
     DatasetShards,
-    FailureRecord,
     ReaderHistory,
     ReaderSession,
     ShardLease,
-    dataset_status,
-)
-from edl.master.shards.resuming import mark_session, plan_resume
-from edl.master.shards.specification import (
-    MOST_UNITS,
-    MOST_WANTED,
     check_name,
     check_spec,
+    dataset_status,
     describe_difference,
     is_same_spec,
 )
@@ -38,7 +34,7 @@ from edl.master.shards.states import (
     open_envelope,
     seal,
 )
-from edl.master.shards.units import ShardKey, StreamCursor, UnitRange
+from edl.master.shards.units import StreamCursor, UnitRange
 from edl.protocol import master
 from edl.quoting import shown
 
@@ -52,6 +48,8 @@ _MOST_EVENTS: Final = 1000
 """Events kept for `pop_events`, so that a master that never calls it does not grow by them."""
 _MOST_ENDED: Final = 1024
 """Sessions, and leases, whose end is remembered: late reports come within minutes. All are in a snapshot, 100 KB."""
+_MOST_EXPLAINED: Final = 20
+"""Refused reports of a turn that say who has the shard now: with ten thousand leases a search takes a millisecond."""
 _WAIT_S: Final = 0.5
 """After how long a reader that got nothing asks again. It adds up to this to the wait for another's last shard, and a
 thousand readers that wait cost 2,000 turns a second."""
@@ -67,14 +65,6 @@ class BookEvent(NamedTuple):
     dataset: str
     text: str
     cause: str
-
-
-class _EndedLease(NamedTuple):
-    """A lease that ended without a report."""
-
-    dataset: str
-    key: ShardKey
-    reason: str
 
 
 class ShardBook:
@@ -99,7 +89,7 @@ class ShardBook:
         self._sessions: dict[str, ReaderSession] = {}
         self._leases: dict[int, ShardLease] = {}
         self._ended_sessions: dict[str, str] = {}  # and why; the oldest first
-        self._ended_leases: dict[int, _EndedLease] = {}  # without a report; the oldest first
+        self._ended_leases: dict[int, master.EndedLease] = {}  # without a report; the oldest first
         self._events: deque[BookEvent] = deque(maxlen=_MOST_EVENTS)
 
     # --- What can be asked. ---
@@ -148,22 +138,13 @@ class ShardBook:
             ended_sessions=[
                 master.EndedSession(session=session, reason=reason) for session, reason in self._ended_sessions.items()
             ],
-            ended_leases=[
-                master.EndedLease(
-                    id=lease_id, dataset=ended.dataset, epoch=ended.key[0], shard=ended.key[1], reason=ended.reason
-                )
-                for lease_id, ended in self._ended_leases.items()
-            ],
+            ended_leases=self._ended_leases.values(),
         )
         return seal(_SNAPSHOT, message)
 
     @staticmethod
     def restore(data: bytes) -> ShardBook:
-        """Return the book of a snapshot.
-
-        Raises:
-            ProtocolError: The bytes are not a snapshot, or damaged, or of a newer version.
-        """
+        """Return the book of a snapshot; ProtocolError if the bytes are something else, damaged or newer."""
         message = open_envelope(_SNAPSHOT, "snapshot of a book of shards", data, master.BookState)
         book = ShardBook()
         book.term = message.term
@@ -174,20 +155,15 @@ class ShardBook:
                 book._sessions[session.id] = session
                 book._leases.update(session.leases)
         book._ended_sessions = {ended.session: ended.reason for ended in message.ended_sessions}
-        book._ended_leases = {
-            ended.id: _EndedLease(ended.dataset, (ended.epoch, ended.shard), ended.reason)
-            for ended in message.ended_leases
-        }
+        book._ended_leases = {ended.id: ended for ended in message.ended_leases}
         return book
 
     # --- Commands. ---
 
     def apply(self, command: master.Command) -> Any:
-        """Apply a command, as it came or as the journal has it.
+        """Apply a command, as it came or as the journal has it; return the answer, which must not be changed.
 
-        Returns:
-            The answer, which must not be changed: it is given again if the command is repeated. Commands of the master
-            itself have none.
+        Commands of the master itself have no answer.
 
         Raises:
             SettingsError: It names an unknown data set or session, or is malformed.
@@ -204,12 +180,8 @@ class ShardBook:
     def turn(self, turn: master.Turn, time_ms: int = 0) -> master.NextReply:
         """Apply a reader's reports, and give it what it wants. Its cost does not depend on the data set's size.
 
-        `time_ms` is the master's clock in milliseconds since 1970, for people. The answer must not be changed.
-
-        Raises:
-            SettingsError: The session is unknown, or the turn malformed.
-            ConflictError: Its number is neither the last nor the next.
-            LeaseLostError: The session has ended.
+        `time_ms` is the master's clock in milliseconds since 1970, for people. The answer is kept: it is given again if
+        the turn is repeated.
         """
         session = self._session(turn.session)
         if session.reply is not None and turn.request == session.last_request:
@@ -237,7 +209,7 @@ class ShardBook:
             lease = self._pop_lease(session, failure.lease.id, failure.lease.term, reply)
             if lease is not None:
                 dataset.finish(lease, lease.start + failure.units)
-                self._fail(lease, FailureRecord(session.holder, failure.reason, time_ms), late=True)
+                self._fail(lease, failure.reason, time_ms, late=True)
         if turn.want > 0:
             self._grant(session, dataset.take(turn.want, session), reply)
         if len(reply.leases) < turn.want:
@@ -343,7 +315,7 @@ class ShardBook:
 
     def _mark(self, command: master.Mark, time_ms: int) -> master.MarkReply:
         session = self._session(command.session)
-        if mark_session(session, command):
+        if session.dataset.mark(session, command):
             self.version += 1
         return master.MarkReply(mark=command.mark)
 
@@ -352,27 +324,16 @@ class ShardBook:
         dataset = self._dataset(command.dataset)
         if session.resume is not None and session.resume[0] == command:
             return session.resume[1]
-        plan = plan_resume(session, dataset, command)
-        if plan is None:
+        found = dataset.find_mark(session, command)
+        if found is None:
             return master.ResumeReply()
-        if plan.fenced is not None:
+        history, index = found
+        if (live := dataset.sessions.get(history.session)) is not None:
             # A reader that ends on purpose closes its session. One that crashes with the same shard again and again
             # comes back before its session expires: if it did not count, the shard would never be given up.
-            reason = f"{plan.fenced.holder} was lost; {session.holder} resumed it in session {session.id}"
-            self._end_session(plan.fenced, reason, expired=True, time_ms=time_ms)
-        dataset.undo(plan.undone)
-        dataset.histories.pop(plan.history.session, None)
-        plan.history.session = session.id
-        plan.history.holder = session.holder
-        plan.history.pending = []
-        while len(plan.history.marks) > plan.at + 1:
-            plan.history.marks.pop()
-        dataset.histories[session.id] = plan.history
-        parts = [
-            UnitRange(part.epoch, part.shard, *bounds)
-            for part in plan.open
-            for bounds in dataset.returned.cut(part[:2], part.start, part.stop)
-        ]
+            reason = f"{live.holder} was lost; {session.holder} resumed it in session {session.id}"
+            self._end_session(live, reason, expired=True, time_ms=time_ms)
+        parts = dataset.resume(session, history, index)
         granted = master.NextReply()
         self._grant(session, parts, granted)
         reply = master.ResumeReply(leases=granted.leases)
@@ -435,7 +396,8 @@ class ShardBook:
             raise LeaseLostError(self._ended_sessions[session])
 
     def _note_ended(self, lease: ShardLease, reason: str) -> None:
-        ended = _EndedLease(lease.session.dataset.name, (lease.epoch, lease.shard), reason)
+        name = lease.session.dataset.name
+        ended = master.EndedLease(id=lease.id, dataset=name, epoch=lease.epoch, shard=lease.shard, reason=reason)
         _remember(self._ended_leases, lease.id, ended)
 
     def _pop_lease(
@@ -444,7 +406,7 @@ class ShardBook:
         """Take a lease from its session, if it is the session's; otherwise refuse the report."""
         lease = session.leases.get(lease_id)
         if lease is None or lease.term != term:
-            reason = self._why_refused(lease_id, term, session)
+            reason = self._why_refused(lease_id, term, session, search=len(reply.refused) < _MOST_EXPLAINED)
             reply.refused.add(lease=master.LeaseId(id=lease_id, term=term), reason=reason)
             return None
         self._drop(lease)
@@ -455,7 +417,7 @@ class ShardBook:
         del self._leases[lease.id]
         lease.session.dataset.leased -= 1
 
-    def _why_refused(self, lease_id: int, term: int, session: ReaderSession) -> str:
+    def _why_refused(self, lease_id: int, term: int, session: ReaderSession, *, search: bool) -> str:
         lease = self._leases.get(lease_id)
         if lease is not None and lease.session is not session:
             return f"it is another session's, of {lease.session.holder}"
@@ -465,13 +427,15 @@ class ShardBook:
         if ended is None:
             was_given = 0 < lease_id <= self._last_lease
             return "it was reported before, or ended long ago" if was_given else "it was never given"
-        dataset = self._sets.get(ended.dataset)
-        if dataset is not None and ended.key in dataset.poisoned:
+        dataset, key = self._sets[ended.dataset], (ended.epoch, ended.shard)
+        if key in dataset.poisoned:
             return f"{ended.reason}; the shard is poisoned"
-        if dataset is not None and ended.key in dataset.returned:
+        if key in dataset.returned:
             return f"{ended.reason}; the shard waits for another holder"
-        holder = dataset.given_again.get(ended.key) if dataset is not None else None
-        return f"{ended.reason}; the shard was given to {holder}" if holder else ended.reason
+        sessions = dataset.sessions.values() if search else ()
+        leases = (lease for other in sessions for lease in other.leases.values() if (lease.epoch, lease.shard) == key)
+        now = next(leases, None)
+        return f"{ended.reason}; {now.session.holder} has the shard now" if now is not None else ended.reason
 
     def _grant(self, session: ReaderSession, parts: list[UnitRange], reply: master.NextReply) -> None:
         term, lease_id = self.term, self._last_lease
@@ -483,9 +447,9 @@ class ShardBook:
         session.dataset.leased += len(parts)
         self._last_lease = lease_id
 
-    def _fail(self, lease: ShardLease, failure: FailureRecord, *, late: bool) -> None:
+    def _fail(self, lease: ShardLease, reason: str, time_ms: int, *, late: bool) -> None:
         dataset = lease.session.dataset
-        if dataset.fail(lease, failure, late=late):
+        if dataset.fail(lease, reason, time_ms, late=late):
             failures = dataset.failures[lease.epoch, lease.shard]
             last = failures[-1]
             text = f"shard {lease.shard} of epoch {lease.epoch} is given up after {len(failures)} failures"
@@ -498,7 +462,7 @@ class ShardBook:
         if dataset.spec.ignore_expiries:
             dataset.give_back(lease)
         else:
-            self._fail(lease, FailureRecord(lease.session.holder, reason, time_ms), late=False)
+            self._fail(lease, reason, time_ms, late=False)
 
     def _end_session(
         self, session: ReaderSession, reason: str, *, expired: bool = False, keep: bool = False, time_ms: int
@@ -519,7 +483,7 @@ class ShardBook:
                 dataset.undo(history.pending)
                 history.pending = []
             dataset.histories[session.id] = dataset.histories.pop(session.id)  # the newest of those that ended
-            last = history.marks[-1].number
+            last = history.marks[-1].mark
             words += f". What it reported after its last mark, {last}, went back: resume at a mark that was saved"
         del self._sessions[session.id]
         del dataset.sessions[session.id]

@@ -1,18 +1,22 @@
-"""The state of one data set: what was never given, what came back, what was given up, and who read what.
+"""A data set: its specification, what was never given of it, what came back, what was given up, and who read what.
 
 A shard that was not given yet, or is done, is recorded nowhere: the cursor stands before or behind it, and nothing else
 names it. So a million shards cost what a thousand do.
+
+Readers of a data set with commit="checkpoint" make marks, and what a mark covers is done. A reader's history has its
+last marks with what was consumed between them, so that a new session can go back to one: what came after is undone.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from edl.errors import ConflictError
+from edl.errors import ConflictError, SettingsError
 from edl.master.shards.units import (
     Bounds,
     ReturnedRanges,
@@ -24,31 +28,105 @@ from edl.master.shards.units import (
     make_cursor,
 )
 from edl.protocol import master
-from edl.quoting import shown
+from edl.quoting import quote, shown
 
 __all__ = [
     "MARKS_KEPT",
+    "MOST_UNITS",
+    "MOST_WANTED",
     "DatasetShards",
-    "FailureRecord",
     "ReaderHistory",
-    "ReaderMark",
     "ReaderSession",
     "ShardLease",
+    "check_name",
+    "check_spec",
     "dataset_status",
+    "describe_difference",
+    "is_same_spec",
 ]
 
+MOST_WANTED: Final = 10_000
+"""Shards in a turn, wanted or reported: a reply of some 300 KB, and a turn of 20 ms in which all others wait."""
+_MOST_NAME: Final = 200
+"""Characters of a name: those of keys of a store, where names end up, have 512 in all."""
+MOST_UNITS: Final = 2**62
+"""Units of a data set: sums of two such numbers are still 64-bit ones."""
+_MOST_SHARDS: Final = 2**40
+"""Shards of an epoch: a permutation of this many is computed, and tested."""
+_MOST_SECONDS: Final = 30 * 86_400.0
+"""Longest lease: a month without a sign of life is forever."""
 MARKS_KEPT: Final = 16
 """Marks of a reader. A job keeps a few checkpoints; each mark holds what was consumed since the mark before."""
 _MOST_REASON: Final = 300
 """Characters of a failure's reason. A million poisoned shards must fit into memory."""
-_MOST_GIVEN_AGAIN: Final = 1024
-"""Shards that came back of which is known who got them next, for late reports, which come within minutes."""
 _MOST_HISTORIES: Final = 1000
 """Histories of readers that ended: more than a job has. A reader that is forgotten cannot be resumed."""
 _MOST_POISONED: Final = 50
 """Poisoned shards shown with their reasons: a page of them; all are counted. A report must stay below 200 KB."""
 _MOST_HOLDERS: Final = 500
 """Sessions shown; some 100 bytes of JSON each."""
+
+
+def check_name(what: str, name: str) -> None:
+    """Raise SettingsError unless a name can be shown and stored; `what` has the name, for the error."""
+    if not name or len(name) > _MOST_NAME or not name.isprintable():
+        raise SettingsError(f"{what} {quote(name)}: 1 to {_MOST_NAME} printable characters are possible")
+
+
+def check_spec(name: str, spec: master.DatasetSpec) -> master.DatasetSpec:
+    """Return a copy of a data set's specification with its defaults: 3 failures, leases of 60 s, sessions of 30 s.
+
+    Raises:
+        SettingsError: It is invalid.
+    """
+    check_name("data set", name)
+    checked = master.DatasetSpec()
+    checked.CopyFrom(spec)
+    checked.max_failures = spec.max_failures or 3
+    checked.lease_s = spec.lease_s or 60.0
+    checked.session_s = spec.session_s or 30.0
+    bounded = spec.HasField("units")
+    problems = {
+        "kind: a name is needed": not spec.kind or len(spec.kind) > _MOST_NAME or not spec.kind.isprintable(),
+        f"units={spec.units}: 0 to 2**62 are possible": not 0 <= spec.units <= MOST_UNITS,
+        f"shard_size={spec.shard_size}: 1 to 2**62 are possible": not 1 <= spec.shard_size <= MOST_UNITS,
+        f"epochs={spec.epochs}: 0 or more are possible": spec.epochs < 0,
+        f"max_failures={spec.max_failures}: 1 or more are possible": spec.max_failures < 0,
+        f"commit={spec.commit}: not known": spec.commit not in (master.COMMIT_REPORT, master.COMMIT_CHECKPOINT),
+        "a source without an end is neither shuffled nor read several times": not bounded
+        and (spec.shuffle or spec.epochs > 1),
+        f"flush_s={spec.flush_s}: needs a source without an end, and seconds from 0 on": not (
+            0 <= spec.flush_s < math.inf and (spec.flush_s == 0 or not bounded)
+        ),
+    }
+    for name_s in ("lease_s", "session_s"):
+        value = getattr(checked, name_s)
+        problems[f"{name_s}={value}: 0.1 to {_MOST_SECONDS:.0f} are possible"] = not 0.1 <= value <= _MOST_SECONDS
+    for problem, found in problems.items():
+        if found:
+            raise SettingsError(f"data set {shown(name)}: {problem}")
+    if spec.units // spec.shard_size >= _MOST_SHARDS:
+        raise SettingsError(
+            f"data set {shown(name)}: shards of {spec.shard_size} make {spec.units // spec.shard_size:,} of"
+            f" {spec.units:,} units; at most {_MOST_SHARDS:,} are possible"
+        )
+    return checked
+
+
+def is_same_spec(first: master.DatasetSpec, second: master.DatasetSpec) -> bool:
+    """Whether two specifications, their defaults filled in, are equal."""
+    return first.SerializeToString(deterministic=True) == second.SerializeToString(deterministic=True)
+
+
+def describe_difference(present: master.DatasetSpec, other: master.DatasetSpec) -> str:
+    """Return in words which fields of two specifications differ, the present one's value first."""
+    return ", ".join(
+        f"{field.name} is {shown(repr(getattr(present, field.name)), 100)}"
+        f" and not {shown(repr(getattr(other, field.name)), 100)}"
+        for field in master.DatasetSpec.DESCRIPTOR.fields
+        if (getattr(present, field.name), field.has_presence and present.HasField(field.name))
+        != (getattr(other, field.name), field.has_presence and other.HasField(field.name))
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +148,10 @@ class ShardLease:
             id=self.id, term=self.term, epoch=self.epoch, shard=self.shard, start=self.start, stop=self.stop
         )
 
+    def part(self, start: int, stop: int) -> master.ShardRange:
+        """Return a range of it."""
+        return master.ShardRange(epoch=self.epoch, shard=self.shard, start=start, stop=stop)
+
 
 @dataclass(slots=True, eq=False)
 class ReaderSession:
@@ -84,26 +166,6 @@ class ReaderSession:
     units_done: int = 0
     resume: tuple[master.Resume, master.ResumeReply] | None = None
 
-    @property
-    def lease_s(self) -> float:
-        """Seconds after which a lease ends that no turn renewed."""
-        return self.dataset.spec.lease_s
-
-    @property
-    def session_s(self) -> float:
-        """Seconds of silence after which the session ends."""
-        return self.dataset.spec.session_s
-
-
-@dataclass(slots=True)
-class ReaderMark:
-    """A moment of a reader that it may come back to."""
-
-    session: str  # that made it
-    number: int  # grows in a reader's history; 0 is the beginning
-    consumed: list[UnitRange] = field(default_factory=list)  # since the mark before
-    open: list[UnitRange] = field(default_factory=list)  # in hand, and not consumed
-
 
 @dataclass(slots=True)
 class ReaderHistory:
@@ -111,23 +173,23 @@ class ReaderHistory:
 
     session: str  # the latest
     holder: str  # the name that people see
-    marks: deque[ReaderMark]  # the last `MARKS_KEPT`
-    pending: list[UnitRange] = field(default_factory=list)  # since the last mark; if the session is lost, it goes back
+    marks: deque[master.MarkState]  # the last `MARKS_KEPT`; their numbers grow, from 0 for the beginning
+    pending: list[master.ShardRange] = field(default_factory=list)  # since the last mark; goes back with the session
 
     @classmethod
     def begin(cls, session: str, holder: str) -> ReaderHistory:
         """Return the history of a reader that has consumed nothing."""
-        return cls(session, holder, deque([ReaderMark(session, 0)], maxlen=MARKS_KEPT))
+        return cls(session, holder, deque([master.MarkState(session=session)], maxlen=MARKS_KEPT))
 
     @property
     def is_fresh(self) -> bool:
         """Whether nothing was consumed and nothing marked."""
-        return len(self.marks) == 1 and not self.marks[0].number and not self.pending
+        return len(self.marks) == 1 and not self.marks[0].mark and not self.pending
 
     def find(self, session: str, number: int) -> int | None:
         """Return the index of a mark; None if it is not kept. Without a session, marks of any session count."""
         for index, mark in enumerate(self.marks):
-            if mark.number == number and session in ("", mark.session):
+            if mark.mark == number and session in ("", mark.session):
                 return index
         return None
 
@@ -136,18 +198,9 @@ class ReaderHistory:
         return session == self.session or any(mark.session == session for mark in self.marks)
 
 
-@dataclass(frozen=True, slots=True)
-class FailureRecord:
-    """A failure of a shard that `holder` had. `time_ms` is the master's clock, in milliseconds since 1970."""
-
-    holder: str
-    reason: str
-    time_ms: int
-
-
 @dataclass(eq=False)
 class DatasetShards:
-    """A data set's shards. Methods change the state without asking whether the command was right."""
+    """A data set's shards. Only `retry`, `mark` and `find_mark` ask whether the command was right."""
 
     name: str
     spec: master.DatasetSpec  # with defaults filled in; `index` as it was at the creation
@@ -155,10 +208,9 @@ class DatasetShards:
     index: list[bytes] = field(default_factory=list)  # parts that were added to the specification's
     returned: ReturnedRanges = field(default_factory=ReturnedRanges)
     poisoned: dict[ShardKey, list[Bounds]] = field(default_factory=dict)  # ranges that were given up
-    failures: dict[ShardKey, list[FailureRecord]] = field(default_factory=dict)  # of shards that are not done
+    failures: dict[ShardKey, list[master.FailureState]] = field(default_factory=dict)  # of shards that are not done
     sessions: dict[str, ReaderSession] = field(default_factory=dict)  # live ones
     histories: dict[str, ReaderHistory] = field(default_factory=dict)  # by the latest session; the oldest first
-    given_again: dict[ShardKey, str] = field(default_factory=dict)  # holders of shards that came back, oldest first
     leased: int = 0
     units_done: int = 0  # in all epochs, including provisional ones
 
@@ -214,28 +266,19 @@ class DatasetShards:
             return not refused
 
         if len(self.returned):
-            self._note_again(taken, self.returned.take(most, may_take), session)
+            taken += self.returned.take(most, may_take)
         while len(taken) < most:
             taken += self.cursor.take(most - len(taken))
             if len(taken) < most and len(self.returned):
                 alone = all(other.holder == session.holder for other in self.sessions.values())
-                late = self.returned.take(
+                taken += self.returned.take(
                     most - len(taken),
                     lambda key, alone=alone: self._may_retry(session, alone, key) and may_take(key),  # type: ignore[misc]
                     late=True,
                 )
-                self._note_again(taken, late, session)
             if len(taken) == most or not self.cursor.begin_epoch():
                 break
         return taken
-
-    def _note_again(self, taken: list[UnitRange], again: list[UnitRange], session: ReaderSession) -> None:
-        taken += again
-        for part in again:
-            self.given_again.pop(part[:2], None)
-            self.given_again[part[:2]] = session.holder
-            if len(self.given_again) > _MOST_GIVEN_AGAIN:
-                del self.given_again[next(iter(self.given_again))]
 
     def _may_retry(self, session: ReaderSession, alone: bool, key: ShardKey) -> bool:
         """Whether a session may have a shard that failed: a broken machine alone should not have it given up."""
@@ -253,8 +296,7 @@ class DatasetShards:
         self.units_done += stop - lease.marked
         lease.session.units_done += stop - lease.marked
         if self.by_checkpoint:
-            done = UnitRange(lease.epoch, lease.shard, lease.marked, stop)
-            self.histories[lease.session.id].pending.append(done)
+            self.histories[lease.session.id].pending.append(lease.part(lease.marked, stop))
         lease.marked = stop
 
     def give_back(self, lease: ShardLease) -> None:
@@ -262,19 +304,17 @@ class DatasetShards:
         if lease.marked < lease.stop:
             self.returned.add((lease.epoch, lease.shard), lease.marked, lease.stop)
 
-    def fail(self, lease: ShardLease, failure: FailureRecord, *, late: bool) -> bool:
+    def fail(self, lease: ShardLease, reason: str, time_ms: int, *, late: bool) -> bool:
         """Count a failure of the rest of a lease, which goes back (a `late` one behind all others) or is given up.
 
-        Returns:
-            Whether the shard was given up.
+        Return whether it was given up.
         """
         if lease.marked >= lease.stop:
             return False
         key = (lease.epoch, lease.shard)
         failures = self.failures.setdefault(key, [])
-        failures.append(
-            FailureRecord(failure.holder, shown(failure.reason, _MOST_REASON) or "no reason was given", failure.time_ms)
-        )
+        reason = shown(reason, _MOST_REASON) or "no reason was given"
+        failures.append(master.FailureState(holder=lease.session.holder, reason=reason, time_ms=time_ms))
         if len(failures) < self.spec.max_failures:
             self.returned.add(key, lease.marked, lease.stop, late=late and not self.is_stream)
             return False
@@ -282,20 +322,14 @@ class DatasetShards:
         join_bounds(self.poisoned.setdefault(key, []), lease.marked, lease.stop)
         return True
 
-    def undo(self, parts: Iterable[UnitRange]) -> int:
-        """Have ranges wait again that were done; return how many units they have."""
-        units = 0
-        for epoch, shard, start, stop in parts:
-            self.returned.add((epoch, shard), start, stop)
-            units += stop - start
-        self.units_done -= units
-        return units
+    def undo(self, parts: Iterable[master.ShardRange]) -> None:
+        """Have ranges wait again that were done."""
+        for part in parts:
+            self.returned.add((part.epoch, part.shard), part.start, part.stop)
+            self.units_done -= part.stop - part.start
 
     def retry(self, shards: frozenset[int]) -> int:
-        """Have `shards` of every epoch, or all if there are none, wait again that were given up.
-
-        Returns:
-            How many there were.
+        """Have `shards` of every epoch, or all if there are none, wait again that were given up; return their number.
 
         Raises:
             ConflictError: One of them was not given up.
@@ -309,7 +343,95 @@ class DatasetShards:
             self.failures.pop(key, None)
         return len(keys)
 
-    def find_history(self, session: str, holder: str, asking: str) -> ReaderHistory | None:
+    # --- Marks, of data sets with commit="checkpoint". ---
+
+    def mark(self, session: ReaderSession, command: master.Mark) -> bool:
+        """Cover what a session has reported, and parts of what it has, by a mark; return False for a repeated one.
+
+        Raises:
+            SettingsError: The data set commits by reports, or a part is impossible or of a lease of another session.
+            ConflictError: A later mark was made.
+        """
+        if not self.by_checkpoint:
+            raise SettingsError(
+                f"data set {self.name} commits by reports: create it with commit='checkpoint' for marks"
+            )
+        history = self.histories[session.id]
+        last = history.marks[-1]
+        if (last.session, last.mark) == (session.id, command.mark) and last.mark:
+            return False
+        if command.mark <= last.mark:
+            raise ConflictError(f"mark {command.mark} of session {session.id}: {last.mark} was made, and marks grow")
+        _check_parts(session, command)
+        for part in command.partial:
+            lease = session.leases[part.lease.id]
+            self.finish(lease, lease.start + part.units)
+        in_hand = [lease.part(lease.marked, lease.stop) for lease in session.leases.values()]
+        open_parts = [part for part in in_hand if part.start < part.stop]
+        history.marks.append(
+            master.MarkState(session=session.id, mark=command.mark, consumed=history.pending, open=open_parts)
+        )
+        history.pending = []
+        return True
+
+    def find_mark(self, session: ReaderSession, command: master.Resume) -> tuple[ReaderHistory, int] | None:
+        """Return the history that a new session resumes, and the index of the mark in it. Changes nothing.
+
+        The result is None for the beginning of a holder that has never read.
+
+        Raises:
+            SettingsError: The data set commits by reports, or is another than the session's; or the mark is not kept.
+            ConflictError: Another session that lives has resumed it, or `session` is not new.
+        """
+        if session.dataset is not self or not self.by_checkpoint:
+            raise SettingsError(
+                f"data set {self.name}: session {session.id} reads another, or what is reported there is done at once"
+            )
+        if session.leases or session.last_request or not self.histories[session.id].is_fresh:
+            raise ConflictError(f"session {session.id} has begun to read: resume in a new one")
+        history = self._find_history(command.of_session, command.of_holder, session.id)
+        name = shown(command.of_session or command.of_holder, 200)
+        if history is None and not command.of_session and not command.mark:
+            return None
+        if history is None:
+            raise SettingsError(
+                f"nothing is kept of {name}: it never read data set {self.name}, or ended too long ago."
+                " Restore the data set's progress, or read without resuming"
+            )
+        index = history.find(command.of_session, command.mark)
+        if index is None and not command.mark:
+            index = history.find("", 0)  # the beginning, of whichever session
+        if index is None:
+            kept = ", ".join(str(mark.mark) for mark in history.marks)
+            raise SettingsError(
+                f"mark {command.mark} of {name} is not kept: those of its history, the last {MARKS_KEPT}, are {kept},"
+                " and marks after one that was resumed are dropped. Load a checkpoint with one of them, or restore the"
+                " data set's progress"
+            )
+        live = self.sessions.get(history.session)
+        if live is not None and command.of_session != live.id:
+            raise ConflictError(
+                f"{shown(live.holder)} continues {name} in session {live.id}, which is live: it ends when it is closed,"
+                f" or is silent for {self.spec.session_s:g} s"
+            )
+        return history, index
+
+    def resume(self, session: ReaderSession, history: ReaderHistory, index: int) -> list[UnitRange]:
+        """Give a history to a session, and undo what came after a mark; return what was in hand at that mark."""
+        while len(history.marks) > index + 1:
+            self.undo(history.marks.pop().consumed)
+        self.undo(history.pending)  # of a session that was closed and kept it
+        history.pending = []
+        self.histories.pop(history.session, None)
+        history.session, history.holder = session.id, session.holder
+        self.histories[session.id] = history
+        return [
+            UnitRange(part.epoch, part.shard, *bounds)
+            for part in history.marks[-1].open
+            for bounds in self.returned.cut((part.epoch, part.shard), part.start, part.stop)
+        ]
+
+    def _find_history(self, session: str, holder: str, asking: str) -> ReaderHistory | None:
         """Return the history that `session` is part of, or without one the newest of `holder`; None if none is kept.
 
         The own history of the session that is `asking` does not count. A holder's session that ended before it marked
@@ -332,6 +454,23 @@ class DatasetShards:
             del self.histories[session]
 
 
+def _check_parts(session: ReaderSession, command: master.Mark) -> None:
+    seen: set[int] = set()
+    for part in command.partial:
+        lease = session.leases.get(part.lease.id)
+        if lease is None or lease.term != part.lease.term or lease.id in seen:
+            raise SettingsError(
+                f"mark {command.mark} of session {session.id} names lease {part.lease.id}, which it does not have"
+                " or names twice"
+            )
+        if part.units < 0 or not lease.marked <= lease.start + part.units <= lease.stop:
+            raise SettingsError(
+                f"mark {command.mark} of session {session.id}: {part.units} units of lease {lease.id}, of which"
+                f" {lease.marked - lease.start} to {lease.stop - lease.start} can have been consumed"
+            )
+        seen.add(lease.id)
+
+
 def dataset_status(dataset: DatasetShards) -> dict[str, Any]:
     """Return what people see of a data set: counts, its poisoned shards with the reasons, and who reads it.
 
@@ -343,7 +482,7 @@ def dataset_status(dataset: DatasetShards) -> dict[str, Any]:
     doing = {(lease.epoch, lease.shard) for session in dataset.sessions.values() for lease in session.leases.values()}
     doing -= poisoned
     waiting = {key for key, *_ in dataset.returned}
-    if cursor.begun_shard is not None:
+    if isinstance(cursor, StreamCursor) and cursor.begun_shard is not None:
         waiting.add((cursor.epoch, cursor.begun_shard))
     waiting -= poisoned | doing
     began = cursor.epoch * -(-cursor.units // spec.shard_size) + cursor.shards_given

@@ -17,14 +17,12 @@ from edl.errors import ConflictError, ProtocolError
 from edl.master.shards.dataset_shards import (
     MARKS_KEPT,
     DatasetShards,
-    FailureRecord,
     ReaderHistory,
-    ReaderMark,
     ReaderSession,
     ShardLease,
+    is_same_spec,
 )
-from edl.master.shards.specification import is_same_spec
-from edl.master.shards.units import Bounds, StreamCursor, UnitCursor, UnitRange, make_cursor
+from edl.master.shards.units import Bounds, StreamCursor, UnitCursor, make_cursor
 from edl.protocol import master
 
 __all__ = ["dataset_message", "decode_progress", "encode_progress", "make_dataset", "open_envelope", "seal"]
@@ -47,11 +45,7 @@ def seal(magic: bytes, message: Message) -> bytes:
 
 
 def open_envelope(magic: bytes, what: str, data: bytes, kind: type[M]) -> M:
-    """Return the message of type `kind` in bytes that `seal` made; `what` names them in errors.
-
-    Raises:
-        ProtocolError: They are something else, damaged, or of another version of EDL.
-    """
+    """Return the message of type `kind` in bytes that `seal` made; else ProtocolError, in which `what` names them."""
     if data[: len(magic)] != magic:
         raise ProtocolError(f"{len(data):,} bytes are not a {what}")
     body, checksum = data[:-_CHECKSUM_NBYTES], data[-_CHECKSUM_NBYTES:]
@@ -82,10 +76,11 @@ def dataset_message(dataset: DatasetShards) -> master.DatasetState:
         units_done=dataset.units_done,
         shards=_shard_messages(dataset, ()),
         sessions=[_session_message(session) for session in dataset.sessions.values()],
-        histories=[_history_message(history) for history in dataset.histories.values()],
-        given_again=[
-            master.GivenAgain(epoch=epoch, shard=shard, holder=holder)
-            for (epoch, shard), holder in dataset.given_again.items()
+        histories=[
+            master.HistoryState(
+                session=history.session, holder=history.holder, marks=history.marks, pending=history.pending
+            )
+            for history in dataset.histories.values()
         ],
     )
     if isinstance(cursor, StreamCursor):
@@ -107,13 +102,14 @@ def make_dataset(message: master.DatasetState) -> DatasetShards:
         dataset.sessions[session.id] = session
         dataset.leased += len(session.leases)
     for history in message.histories:
-        dataset.histories[history.session] = _make_history(history)
-    for again in message.given_again:
-        dataset.given_again[again.epoch, again.shard] = again.holder
+        marks = deque(history.marks, maxlen=MARKS_KEPT)
+        dataset.histories[history.session] = ReaderHistory(
+            history.session, history.holder, marks, list(history.pending)
+        )
     return dataset
 
 
-def _shard_messages(dataset: DatasetShards, more: Iterable[UnitRange]) -> list[master.ShardState]:
+def _shard_messages(dataset: DatasetShards, more: Iterable[master.ShardRange]) -> list[master.ShardState]:
     """Return the shards that are neither untouched, nor leased, nor done, sorted; `more` ranges count as returned."""
     shards: dict[tuple[int, int], master.ShardState] = {}
 
@@ -128,14 +124,11 @@ def _shard_messages(dataset: DatasetShards, more: Iterable[UnitRange]) -> list[m
         state.late = late
         state.passed = passed
     for part in more:
-        of(part[:2]).returned.extend(part[2:])
+        of((part.epoch, part.shard)).returned.extend((part.start, part.stop))
     for key, parts in dataset.poisoned.items():
         of(key).poisoned.extend(_flat(parts))
     for key, failures in dataset.failures.items():
-        of(key).failures.extend(
-            master.FailureState(holder=failure.holder, reason=failure.reason, time_ms=failure.time_ms)
-            for failure in failures
-        )
+        of(key).failures.extend(failures)
     return [shards[key] for key in sorted(shards)]
 
 
@@ -148,9 +141,7 @@ def _take_shards(dataset: DatasetShards, messages: Iterable[master.ShardState]) 
         if message.poisoned:
             dataset.poisoned[key] = _pairs(message.poisoned)
         if message.failures:
-            dataset.failures[key] = [
-                FailureRecord(failure.holder, failure.reason, failure.time_ms) for failure in message.failures
-            ]
+            dataset.failures[key] = list(message.failures)
 
 
 def _session_message(session: ReaderSession) -> master.SessionState:
@@ -183,41 +174,6 @@ def _make_session(message: master.SessionState, dataset: DatasetShards) -> Reade
     return session
 
 
-def _history_message(history: ReaderHistory) -> master.HistoryState:
-    return master.HistoryState(
-        session=history.session,
-        holder=history.holder,
-        marks=[
-            master.MarkState(
-                session=mark.session,
-                mark=mark.number,
-                consumed=_range_messages(mark.consumed),
-                open=_range_messages(mark.open),
-            )
-            for mark in history.marks
-        ],
-        pending=_range_messages(history.pending),
-    )
-
-
-def _make_history(message: master.HistoryState) -> ReaderHistory:
-    marks = [
-        ReaderMark(mark.session, mark.mark, _make_ranges(mark.consumed), _make_ranges(mark.open))
-        for mark in message.marks
-    ]
-    return ReaderHistory(
-        message.session, message.holder, deque(marks, maxlen=MARKS_KEPT), _make_ranges(message.pending)
-    )
-
-
-def _range_messages(parts: Iterable[UnitRange]) -> list[master.ShardRange]:
-    return [master.ShardRange(epoch=epoch, shard=shard, start=start, stop=stop) for epoch, shard, start, stop in parts]
-
-
-def _make_ranges(messages: Iterable[master.ShardRange]) -> list[UnitRange]:
-    return [UnitRange(message.epoch, message.shard, message.start, message.stop) for message in messages]
-
-
 def _flat(parts: Iterable[Bounds]) -> list[int]:
     return [bound for part in parts for bound in part]
 
@@ -233,7 +189,7 @@ def _pairs(bounds: Iterable[int]) -> list[Bounds]:
 def encode_progress(dataset: DatasetShards) -> bytes:
     """Return what is done of a data set. What readers have, and what no mark covers, is not."""
     open_parts = [
-        UnitRange(lease.epoch, lease.shard, lease.marked, lease.stop)
+        lease.part(lease.marked, lease.stop)
         for session in dataset.sessions.values()
         for lease in session.leases.values()
         if lease.marked < lease.stop

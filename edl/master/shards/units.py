@@ -237,16 +237,11 @@ class EpochCursor:
         """How many shards of this epoch could be given now, of which nothing was given yet."""
         return self._count - self.position
 
-    @property
-    def begun_shard(self) -> int | None:
-        """The shard of which a part was given and another could be given now; None if there is none."""
-        return None
-
 
 class StreamCursor:
     """A position in a source that grows, in units. Its shards are in order, and whole until it ends or is flushed.
 
-    Has what `EpochCursor` has.
+    Has what `EpochCursor` has, and `begun_shard`.
     """
 
     def __init__(self, units: int, shard_size: int, position: int, flushed: int, ended: bool) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from edl.master import MasterClient, MasterServer, MasterSettings, ShardReader, ShardSettings, open_dataset
-from edl.master.server.term import SessionLimits
 from tests.waiting import DEADLINE_S, wait_until
 
 Lead = Callable[..., MasterServer]
@@ -87,7 +86,7 @@ def lapse(master: MasterServer, holder: str) -> None:
     for session in term.book.sessions():
         info = term.book.session(session)
         if info is not None and info.holder == holder:
-            term.clock.watch(session, SessionLimits(-1.0, -1.0))
+            term.clock.watch(session, -1.0, -1.0)
             wait_until(lambda session=session: term.book.session(session) is None, f"{holder} to lapse")  # type: ignore[misc]
 
 

@@ -79,6 +79,8 @@ def test_poisoned_shards_come_back_live(start: Start, client: MasterClient) -> N
     process = start(*DATA, "--stay")
     reader = ShardReader(client, "data", explicit=True)
     reader.report_failed(next(reader), "bad")
+    code, _, err = finish(start("--retry-poisoned", "--data", "range:7"))
+    assert (code, "another specification" in err) == (1, True), "nothing is put back for other data"
     code, out, err = finish(start("--retry-poisoned"))
     assert code == 0, err
     assert "data: 1 shards put back" in out
@@ -139,16 +141,23 @@ def test_growing_text_ends_or_breaks(start: Start, client: MasterClient, tmp_pat
     ("arguments", "words"),
     [
         (("--data", "range:0x"), "range"),
-        (("--data", "lines:/no/such/file"), "/no/such/file"),
-        (("--host", "256.1.1.1"), "256.1.1.1"),
         (("--journal", "nonsense://x"), "nonsense"),
         (("--new", "--journal", "store:"), "choose another name"),
+        (("--new", "--data", "lines:/no/such/file"), "/no/such/file"),
+        (("--new", "--data", "range:10", "--name", "two\nlines"), "two"),
+        (("--new", "--host", "256.1.1.1"), "256.1.1.1"),
+        (("--new", "--token-file", "/no/such/file"), "/no/such/file"),
+        (("--new", "--min-workers", "5", "--max-workers", "1"), "--max-workers 1"),
     ],
 )
 def test_wrong_options_are_explained(
-    url: str, arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+    url: str, tmp_path: Path, arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A typo beside `--new` sets nothing aside."""
+    journal = tmp_path / "job.master.sqlite"
+    journal.write_bytes(b"what is done")
     assert main(["master", "job", "--store", url, *arguments]) == 2
     err = capsys.readouterr().err
     assert words in err
     assert len(re.findall(r"\n", err)) <= 3
+    assert journal.read_bytes() == b"what is done"

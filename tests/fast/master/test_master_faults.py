@@ -15,7 +15,7 @@ from edl.dashboard.state.masters import decode_master
 from edl.discovery import open_store
 from edl.errors import ConflictError, JournalError, NoMasterError, RejectedError, SettingsError
 from edl.master import MasterClient, MasterServer, MasterSettings, ShardReader, ShardSettings, open_dataset
-from edl.master.client.connection import MasterConnection
+from edl.master.client.master_client import MasterConnection
 from edl.master.journal import open_journal
 from edl.master.journal.sqlite import SqliteJournal
 from edl.master.reports import read_report
@@ -193,11 +193,24 @@ def test_other_data_and_journals_end_it(lead: Lead, tmp_path: Path, url: str, cl
         assert "range:100, and not range:200" in str(master.failure)
     other = lead(wait=False, journal=elsewhere)
     wait_until(lambda: other.failure is not None, "the end of one without the journal")
-    assert "stands in another journal" in str(other.failure)
+    assert "is in another journal" in str(other.failure)
     other.close()
     anew = lead(journal=elsewhere, begin_anew=True)
     assert client.status()["datasets"] == []
     assert anew.failure is None
+
+
+def test_new_waits_for_the_leader(lead: Lead, led: Lead, tmp_path: Path, client: MasterClient) -> None:
+    """It sets the journal aside when it leads: of a master that lives it would take the file away."""
+    first = led(20)
+    second = lead(wait=False, begin_anew=True)
+    wait_until(lambda: bool(second.rival), "one that stands by")
+    assert shards(client)["todo"] == 2
+    assert not list(tmp_path.glob("journal.sqlite.2*"))
+    first.close()
+    assert second.wait_leading(DEADLINE_S), second.failure
+    assert client.status()["datasets"] == []
+    assert list(tmp_path.glob("journal.sqlite.2*"))
 
 
 def test_events_have_causes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import math
 import os
@@ -27,8 +28,8 @@ from edl.errors import (
 )
 from edl.master import MasterClient, ShardingClient, ShardReader, ShardSettings, open_dataset
 from edl.master.client import shard_reader
-from edl.master.client.connection import MasterConnection
 from edl.master.client.conversation import Conversation
+from edl.master.client.master_client import MasterConnection
 from edl.master.client.session import ShardSession
 from edl.master.journal import open_journal
 from edl.protocol import master as messages
@@ -198,7 +199,7 @@ def test_a_shard_in_work_is_kept(led: Lead, read: Read, client: MasterClient, bu
     reader = read(prefetch=3, explicit=True)
     shard = taken(reader)
     wait_until(lambda: len(reader._conversation._inbox) > 1, "shards at hand")
-    forget(reader, *reader._conversation._inbox)
+    forget(reader, *(held for _, held in reader._conversation._inbox))
     reader.consume(shard, 1)
     wait_until(lambda: shards(client)["doing"] == 1, "the others to go back")
     reader.report_done(shard)
@@ -411,7 +412,7 @@ def test_busy_journal_is_waited_for(
 def test_a_new_session_of_its_name_shows() -> None:
     session = ShardSession("s")
     assert session.is_same(messages.NextReply(last_request=0))
-    session.next_turn(1)
+    session.next_turn(1, collections.deque())
     assert session.is_same(messages.NextReply(last_request=0)), "the turn was not heard"
     assert session.is_same(messages.NextReply(last_request=1)), "the turn was heard, its answer lost"
     session.answer(messages.NextReply())

@@ -15,11 +15,12 @@ import pytest
 
 from edl.cli.cmd_master import _default_journal
 from edl.datasets import ShardSettings, open_dataset
+from edl.discovery.served.addresses import outward_address
 from edl.errors import ClosedError, ConflictError, JournalError, LeaseLostError, SettingsError
 from edl.master.journal import Journal
-from edl.master.server.master_server import _told, own_address, shown_endpoint
+from edl.master.server.master_server import _told, shown_endpoint
 from edl.master.server.report import UnitRates, check_continued, check_data, encode
-from edl.master.server.term import PAUSE_S, TICK_S, LeaseClock, Sequencer, SessionLimits, Term
+from edl.master.server.term import PAUSE_S, TICK_S, LeaseClock, Term
 from edl.master.shards import ShardBook
 from edl.protocol import master as messages
 from tests.waiting import DEADLINE_S, wait_until
@@ -29,7 +30,8 @@ class GatedJournal(Journal):
     """A journal in memory, which appends when the test lets it."""
 
     def __init__(self) -> None:
-        self.groups: list[list[bytes]] = []
+        super().__init__("in memory", DEADLINE_S)
+        self.groups: list[list[str]] = []  # names of the commands
         self.snapshots: list[bytes] = []
         self.gate = threading.Semaphore(0)
         self.begun = 0
@@ -50,13 +52,10 @@ class GatedJournal(Journal):
         assert self.gate.acquire(timeout=DEADLINE_S)
         if self.failure is not None:
             raise self.failure
-        self.groups.append(list(records))
+        self.groups.append([messages.Command.FromString(record).end_dataset.dataset for record in records])
 
     def snapshot(self, state: bytes) -> None:
         self.snapshots.append(state)
-
-    def close(self) -> None:
-        pass
 
     async def wait_begun(self, groups: int) -> None:
         await asyncio.to_thread(wait_until, lambda: self.begun >= groups, f"{groups} groups")
@@ -84,20 +83,18 @@ def command(name: str) -> messages.Command:
     return messages.Command(end_dataset=messages.EndDataset(dataset=name))
 
 
-Scenario = Callable[[Sequencer, Book, GatedJournal, list[BaseException]], Awaitable[None]]
+Scenario = Callable[[Term, Book, GatedJournal], Awaitable[None]]
 
 
 def run(scenario: Scenario) -> None:
     async def main() -> None:
-        failures: list[BaseException] = []
         journal, book = GatedJournal(), Book()
-        sequencer = Sequencer(cast(Any, book), journal, failures.append)
+        term = Term(1, cast(Any, book), journal, lambda seconds: None)
         try:
-            await asyncio.wait_for(scenario(sequencer, book, journal, failures), DEADLINE_S)
+            await asyncio.wait_for(scenario(term, book, journal), DEADLINE_S)
         finally:
-            sequencer.end(ClosedError("the test is over"))
             journal.gate.release(100)
-            await asyncio.to_thread(sequencer.join)
+            await term.close("the test is over")
 
     asyncio.run(main())
 
@@ -105,16 +102,16 @@ def run(scenario: Scenario) -> None:
 def test_answers_come_after_the_journal() -> None:
     """What comes while a commit is under way is the next group."""
 
-    async def scenario(sequencer: Sequencer, book: Book, journal: GatedJournal, failures: list[Any]) -> None:
-        first = asyncio.ensure_future(sequencer.submit(command("a")))
+    async def scenario(term: Term, book: Book, journal: GatedJournal) -> None:
+        first = asyncio.ensure_future(term.submit(command("a")))
         await journal.wait_begun(1)
         assert book.applied == ["a"]
-        rest = [asyncio.ensure_future(sequencer.submit(command(f"b{number}"))) for number in range(20)]
+        rest = [asyncio.ensure_future(term.submit(command(f"b{number}"))) for number in range(20)]
         await asyncio.sleep(0)
         assert not first.done()
         journal.gate.release()
         assert await first == "a"
-        assert journal.groups == [[command("a").SerializeToString()]]
+        assert journal.groups == [["a"]]
         await journal.wait_begun(2)
         assert not any(answer.done() for answer in rest)
         journal.gate.release()
@@ -128,9 +125,9 @@ def test_answers_come_after_the_journal() -> None:
 def test_refusals_wait_for_what_they_rest_on(name: str) -> None:
     """A refusal, and the answer to a request that came again, may rest on a command that is not journalled yet."""
 
-    async def scenario(sequencer: Sequencer, book: Book, journal: GatedJournal, failures: list[Any]) -> None:
-        first = asyncio.ensure_future(sequencer.submit(command("a")))
-        second = asyncio.ensure_future(sequencer.submit(command(name)))
+    async def scenario(term: Term, book: Book, journal: GatedJournal) -> None:
+        first = asyncio.ensure_future(term.submit(command("a")))
+        second = asyncio.ensure_future(term.submit(command(name)))
         await journal.wait_begun(1)
         assert not second.done()
         journal.gate.release()
@@ -143,19 +140,20 @@ def test_refusals_wait_for_what_they_rest_on(name: str) -> None:
 
 
 def test_a_failed_journal_answers_nothing() -> None:
-    async def scenario(sequencer: Sequencer, book: Book, journal: GatedJournal, failures: list[Any]) -> None:
-        answers = [asyncio.ensure_future(sequencer.submit(command(name))) for name in "abc"]
+    async def scenario(term: Term, book: Book, journal: GatedJournal) -> None:
+        answers = [asyncio.ensure_future(term.submit(command(name))) for name in "abc"]
         await journal.wait_begun(1)
         journal.failure = JournalError("the disk is full")
         journal.gate.release(3)
         for answer in answers:
             with pytest.raises(ClosedError, match="the disk is full"):
                 await answer
-        assert [str(failure) for failure in failures] == ["the disk is full"]
+        assert term.ended.is_set()
+        assert term.failure is journal.failure
         with pytest.raises(ClosedError, match="the disk is full"):
-            await sequencer.submit(command("d"))
+            await term.submit(command("d"))
         with pytest.raises(ClosedError, match="the disk is full"):
-            await sequencer.settled()
+            await term.settled()
         assert "d" not in book.applied
 
     run(scenario)
@@ -164,18 +162,18 @@ def test_a_failed_journal_answers_nothing() -> None:
 def test_a_snapshot_has_its_place() -> None:
     """Of the state that the records before it make; the journal asks for it, and gets it once."""
 
-    async def scenario(sequencer: Sequencer, book: Book, journal: GatedJournal, failures: list[Any]) -> None:
+    async def scenario(term: Term, book: Book, journal: GatedJournal) -> None:
         journal.gate.release(100)
-        await sequencer.submit(command("a"))
-        sequencer.take_snapshot()
-        await sequencer.submit(command("b"))
+        await term.submit(command("a"))
+        term.take_snapshot()
+        await term.submit(command("b"))
         assert journal.snapshots == [b"a"]
-        assert journal.groups == [[command("a").SerializeToString()], [command("b").SerializeToString()]]
+        assert journal.groups == [["a"], ["b"]]
         journal.snapshots.clear()
         for number in range(7):
-            await sequencer.submit(command(f"c{number}"))
+            await term.submit(command(f"c{number}"))
         await asyncio.to_thread(wait_until, lambda: journal.snapshots, "a snapshot")
-        await sequencer.settled()
+        await term.settled()
         assert len(journal.snapshots) == 1
         covered = journal.snapshots[0].decode().split(",")
         assert covered == book.applied[: len(covered)]
@@ -234,7 +232,7 @@ def advance(clock: SimpleNamespace, leases: LeaseClock, seconds: float) -> tuple
 
 def test_a_silent_session_ends(clock: SimpleNamespace) -> None:
     leases = LeaseClock(lambda: clock.now)
-    leases.watch("a", SessionLimits(lease_s=2.0, session_s=5.0))
+    leases.watch("a", lease_s=2.0, session_s=5.0)
     for _ in range(5):
         assert advance(clock, leases, 1.5) == ([], [])
         leases.hear("a")
@@ -250,7 +248,7 @@ def test_a_silent_session_ends(clock: SimpleNamespace) -> None:
 def test_a_stopped_process_expires_nothing(clock: SimpleNamespace) -> None:
     """What workers sent while the process stood still was not read."""
     leases = LeaseClock(lambda: clock.now)
-    leases.watch("a", SessionLimits(lease_s=PAUSE_S + 1, session_s=PAUSE_S + 1))
+    leases.watch("a", lease_s=PAUSE_S + 1, session_s=PAUSE_S + 1)
     clock.now += 3600
     assert leases.due() == ([], [])
     assert leases.silence_s("a") == PAUSE_S
@@ -266,7 +264,7 @@ def test_another_journal_is_refused() -> None:
     last = {"job": "j", "term": 3, "journal": "sqlite:///a", "host": "x"}
     check_continued(None, 1, "sqlite:///b")
     check_continued(last, 4, "sqlite:///a")
-    with pytest.raises(SettingsError, match="stands in another journal, sqlite:///a of host x"):
+    with pytest.raises(SettingsError, match="is in another journal, sqlite:///a of host x"):
         check_continued(last, 1, "sqlite:///b")
 
 
@@ -313,10 +311,10 @@ def test_addresses_and_places_are_shown() -> None:
         assert _default_journal(f"sqlite://{slashes}x/store.sqlite", "a/b") == "sqlite:///x/a%252Fb.master.sqlite"
     for host, shown in (("127.0.0.1", "127.0.0.1:7"), ("::1", "[::1]:7"), ("node", "node:7")):
         assert shown_endpoint(host, 7, "sqlite:////tmp/store") == shown
-    outside = ipaddress.ip_address(own_address("consul://192.0.2.1:8500"))
+    outside = ipaddress.ip_address(outward_address(["192.0.2.1"]))
     assert not outside.is_unspecified
-    for url in ("sqlite:////tmp/store", "consul://127.0.0.1:8500"):
-        assert ipaddress.ip_address(own_address(url)) == outside, "other hosts do not reach this one's loopback"
+    for servers in ([], ["127.0.0.1"]):
+        assert ipaddress.ip_address(outward_address(servers)) == outside, "other hosts do not reach this one's loopback"
 
 
 def status(done: int, holders: int = 0, poisoned: int = 0) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from edl.protocol.channel import is_this_host
 from edl.settings import Credentials
 
 __all__ = ["ServerSettings", "authority"]
-
 _COUNTS = (
     "max_batch_rows",
     "max_queue_rows",
@@ -19,13 +18,11 @@ _COUNTS = (
     "max_regions",
     "max_region_bytes",
 )
-
 _ROOM = ("max_queue_bytes", "max_client_bytes")
 _LEAST_MESSAGE_BYTES = 8192
 """A larger message ends the stream that it comes on, and students send bundles of up to 4 kB without asking."""
 _LEAST_ROOM_BYTES = 1 << 30
 """Six batches of 256 images as float32; what a student holds ahead as it comes is half of that."""
-
 _LEAST_CANARY_S = 0.01
 """More often, the canary would be what keeps the model busy."""
 

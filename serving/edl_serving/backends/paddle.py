@@ -16,37 +16,27 @@ import numpy as np
 from edl.errors import ProtocolError, SettingsError
 from edl.protocol.tensors import datatype_of
 from edl_serving.backends.backend import Array, Backend, TensorSpec
-from edl_serving.backends.described import DescribedBackend
-from edl_serving.backends.fixed_batch import BatchSizeRange, predict_in_parts
+from edl_serving.backends.described import (
+    BatchSizeRange,
+    DescribedBackend,
+    default_output_names,
+    parse_specs,
+    predict_in_parts,
+    read_sample,
+    spec_of,
+)
 from edl_serving.backends.source import ModelSource, digest
-from edl_serving.backends.specs import default_output_names, parse_specs, read_sample, spec_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Paddle warns at import that ccache is missing, which serving has no use for
     import paddle
     import paddle.inference
 
-__all__ = ["PaddleBackend", "from_inference_model"]
-
 _FILES = (".json", ".pdmodel")
 
 
 class PaddleBackend(DescribedBackend):
-    """An inference model of PaddlePaddle, run by a `paddle.inference` predictor.
-
-    Args:
-        prefix: the model's files without `.json` or `.pdmodel`, and `.pdiparams`.
-        inputs: tensors as text or `TensorSpec`, in place of what the files say.
-        outputs: likewise, or names alone, in the model's order.
-        sample: a batch of the inputs, to call the model with instead of zeros.
-        device: "cpu", "cuda" or "gpu", "cuda:1", "auto".
-        threads: CPU threads.
-        version: of the weights.
-
-    Raises:
-        SettingsError: an argument cannot be used.
-        Exception: what Paddle raised when it loaded the model, or called it to find its outputs.
-    """
+    """An inference model of PaddlePaddle, run by a `paddle.inference` predictor."""
 
     def __init__(
         self,
@@ -102,17 +92,7 @@ class PaddleBackend(DescribedBackend):
 
 
 def model_files(prefix: str) -> tuple[Path, Path]:
-    """Find the program and the weights of a model.
-
-    Args:
-        prefix: of the files; may be written with a suffix, too.
-
-    Returns:
-        Paths of program and weights.
-
-    Raises:
-        SettingsError: a file is missing; names it.
-    """
+    """Find the program and the weights of a model."""
     path = Path(prefix).expanduser()
     if path.suffix in (*_FILES, ".pdiparams"):
         path = path.with_suffix("")

@@ -14,9 +14,16 @@ from safetensors import SafetensorError
 from edl.errors import SettingsError
 from edl.protocol import names
 from edl.tokenizer_hash import hash_tokenizer
-from edl_serving.backends.source import ModelSource, digest
-
-__all__ = ["TASKS", "embedded_tokens", "instance_meta", "load_model", "longest_sequence", "padding_id", "version_of"]
+from edl_serving.backends.backend import Backend
+from edl_serving.backends.hf import loading
+from edl_serving.backends.hf.backends import (
+    FeatureBackend,
+    LanguageModelBackend,
+    LoadedModel,
+    SequenceClassifierBackend,
+)
+from edl_serving.backends.source import DEFAULT_MAX_TOKENS, ModelSource, digest
+from edl_serving.backends.torch import device_of
 
 _log = logging.getLogger(__name__)
 
@@ -32,19 +39,7 @@ _NO_LENGTH = 10**7
 
 
 def load_model(source: ModelSource, task: str, device: torch.device) -> Any:
-    """Load a model for evaluation.
-
-    Args:
-        source: `target` is the folder; `dtype` of the weights, None for the checkpoint's own.
-        task: a key of `TASKS`.
-        device: to load it to.
-
-    Returns:
-        A `PreTrainedModel`.
-
-    Raises:
-        SettingsError: the folder has no model that can be loaded for the task without code of its own.
-    """
+    """Load a model for evaluation."""
     folder = _existing_folder(source.target)
     dtype = source.dtype or "auto"
     if dtype != "auto" and dtype not in _DTYPES:
@@ -130,13 +125,7 @@ def embedded_tokens(model: Any) -> int:
 
 
 def longest_sequence(source: ModelSource, model: Any, max_tokens: int) -> int:
-    """Return the most tokens of a sequence: the least of what configuration, tokenizer and `max_tokens` allow.
-
-    Args:
-        source: the model's folder.
-        model: loaded.
-        max_tokens: of a batch.
-    """
+    """Return the most tokens of a sequence: the least of what configuration, tokenizer and `max_tokens` allow."""
     limits = [max_tokens]
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     embeddings = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
@@ -155,3 +144,35 @@ def longest_sequence(source: ModelSource, model: Any, max_tokens: int) -> int:
         if isinstance(value, int | float) and 0 < value < _NO_LENGTH:
             limits.append(int(value))
     return min(limits)
+
+
+_TOP_K = 64
+"""A token then takes 516 bytes; the mass of what is left out is known all the same."""
+
+
+def from_folder(source: ModelSource) -> Backend:
+    """Load `--hf`."""
+    task = source.task or ""
+    if task not in loading.TASKS:
+        raise SettingsError(f"--hf needs --task, one of {', '.join(loading.TASKS)}; got {task or 'none'}")
+    language = task in ("causal-lm", "masked-lm")
+    if source.top_k is not None and not language:
+        raise SettingsError(f"--top-k means nothing to --task {task}: students ask for parts of outputs themselves")
+    if source.packing and task != "causal-lm":
+        raise SettingsError("--packing is for --task causal-lm")
+    if source.threads is not None:
+        torch.set_num_threads(source.threads)
+    model = loading.load_model(source, task, device_of(source.device))
+    max_tokens = source.max_tokens or DEFAULT_MAX_TOKENS
+    loaded = LoadedModel(
+        model,
+        loading.version_of(source, task, model),
+        loading.instance_meta(source),
+        max_tokens,
+        loading.longest_sequence(source, model, max_tokens),
+        loading.padding_id(model),
+    )
+    if language:
+        causal = task == "causal-lm"
+        return LanguageModelBackend(loaded, source.top_k or _TOP_K, causal=causal, packing=source.packing)
+    return FeatureBackend(loaded) if task == "feature-extraction" else SequenceClassifierBackend(loaded)

@@ -19,7 +19,7 @@ from edl.distill.engine import connection
 from edl.errors import ClosedError
 from edl.protocol.tls import credentials as files
 from edl.protocol.transport import grpc
-from edl_serving.rpc import authentication
+from edl_serving import admission as authentication
 from tests.certificates import HERE, Authority, Pair, put
 from tests.fast.distill.conftest import Serve, Served, Start
 from tests.fast.distill.reading import check, reader_of, sample, samples, why_unused

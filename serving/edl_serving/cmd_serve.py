@@ -6,9 +6,8 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
 
 from edl.errors import EDLError
 from edl_serving.backends import open_backends
@@ -98,21 +97,28 @@ _CALLS = {complete_outputs.__code__, Backend.warm_up.__code__, DescribedBackend.
 
 
 def describe_failure(exc: BaseException, source: ModelSource) -> str:
-    """Describe an exception that a model raised.
+    """Describe an exception that a model raised, for standard error.
 
-    The stack is that of the user's code, from where EDL called it. It is left out where it holds libraries only, which
-    were given inputs of the user's flags: then the flags are where to look.
-
-    Returns:
-        Text for standard error, of several lines.
+    The stack is that of the user's code, from where EDL called it. It is left out if it holds libraries only, which
+    were given inputs of the user's flags: then the flags are where to look. The named module is the user's, even if it
+    is installed.
     """
-    complaint = "".join(traceback.format_exception_only(type(exc), exc)).strip()
-    batch = _batch_flags(source) if any(frame.f_code in _CALLS for frame in _frames(exc.__traceback__)) else ""
-    if not batch:
-        return f"the model failed:\n{_users_stack(exc)}"
-    if _is_library(exc, source.package):
+    frames = [frame for frame, _ in traceback.walk_tb(exc.__traceback__)]
+    ours = [at for at, frame in enumerate(frames) if frame.f_code.co_filename.startswith(_OURS)]
+    trace, theirs = exc.__traceback__, frames
+    if ours and ours[-1] + 1 < len(frames):  # else the fault is EDL's own
+        theirs = frames[ours[-1] + 1 :]
+        for _ in range(ours[-1] + 1):
+            trace = trace.tb_next if trace is not None else None
+    batch = _batch_flags(source) if any(frame.f_code in _CALLS for frame in frames) else ""
+    if batch and all(
+        is_library(frame.f_code.co_filename) and top_name(str(frame.f_globals.get("__name__"))) != source.package
+        for frame in theirs
+    ):
+        complaint = "".join(traceback.format_exception_only(type(exc), exc)).strip()
         return f"the model was called with {batch}, and failed: {complaint}"
-    return f"the model failed:\n{_users_stack(exc)}\nedl serve: it was called with {batch}"
+    stack = "".join(traceback.format_exception(type(exc), exc, trace)).rstrip()
+    return f"the model failed:\n{stack}" + (f"\nedl serve: it was called with {batch}" if batch else "")
 
 
 def _batch_flags(source: ModelSource) -> str:
@@ -121,32 +127,3 @@ def _batch_flags(source: ModelSource) -> str:
         return f"the batch in --sample {source.sample!r}"
     flags = " ".join(f"--input {text!r}" for text in source.inputs)
     return f"zeros of the types and sizes of {flags}" if flags else ""
-
-
-def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
-    return (frame for frame, _ in traceback.walk_tb(trace))
-
-
-def _theirs(exc: BaseException) -> TracebackType | None:
-    """Return the traceback from where EDL called the user's code; None if the fault is EDL's own."""
-    trace = theirs = exc.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename.startswith(_OURS):
-            theirs = trace.tb_next
-        trace = trace.tb_next
-    return theirs
-
-
-def _users_stack(exc: BaseException) -> str:
-    """Format the traceback from where EDL called the user's code; all of it if the fault is EDL's own."""
-    trace = _theirs(exc) or exc.__traceback__
-    return "".join(traceback.format_exception(type(exc), exc, trace)).rstrip()
-
-
-def _is_library(exc: BaseException, package: str) -> bool:
-    """Return whether the stack holds libraries only; the named module is the user's, even if it is installed."""
-    frames = [*_frames(_theirs(exc))]
-    return bool(frames) and all(
-        is_library(frame.f_code.co_filename) and top_name(str(frame.f_globals.get("__name__"))) != package
-        for frame in frames
-    )

@@ -109,7 +109,10 @@ class ForeignServer:
             statistics = self._ask("ModelStatistics", name=self._model)
             config = self._ask("ModelConfig", name=self._model).config
         except grpc.RpcError as exc:
-            return TeacherCounts(None, None, 1, None, _why_uncounted(exc))
+            code = exc.code() if isinstance(exc, grpc.Call) else None
+            unknown = f"the server does not say what it computed: {_words_of(exc)}"
+            note = NO_STATISTICS if code is grpc.StatusCode.UNIMPLEMENTED else unknown
+            return TeacherCounts(None, None, 1, None, note)
         except ValueError:  # raised by gRPC after `close` was called in another thread
             return TeacherCounts(None, None, 1, None, "the connection is closed")
         return counts_of(statistics.model_stats, config)
@@ -155,8 +158,7 @@ def counts_of(versions: Sequence[kserve.ModelStatistics], config: kserve.ModelCo
 
 
 def _result_of(exc: grpc.RpcError, model: str) -> ProbeResult:
-    code = exc.code() if isinstance(exc, grpc.Call) else None
-    words = f"{code.name}: {shown(exc.details() or '')}" if isinstance(exc, grpc.Call) and code else shown(exc)
+    code, words = exc.code() if isinstance(exc, grpc.Call) else None, _words_of(exc)
     if code in _SILENT:
         return ProbeResult(ProbeStatus.NO_ANSWER, words)
     if code in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT):
@@ -166,9 +168,5 @@ def _result_of(exc: grpc.RpcError, model: str) -> ProbeResult:
     return ProbeResult(ProbeStatus.NOT_READY, f"the server does not speak KServe v2: {words}")
 
 
-def _why_uncounted(exc: grpc.RpcError) -> str:
-    code = exc.code() if isinstance(exc, grpc.Call) else None
-    if code is grpc.StatusCode.UNIMPLEMENTED:
-        return NO_STATISTICS
-    words = shown(exc.details() or "", 200) if isinstance(exc, grpc.Call) else shown(exc, 200)
-    return f"the server does not say what it computed: {code.name if code is not None else ''} {words}".strip()
+def _words_of(exc: grpc.RpcError) -> str:
+    return f"{exc.code().name}: {shown(exc.details() or '')}" if isinstance(exc, grpc.Call) else shown(exc)

@@ -166,7 +166,8 @@ _LAST_RETRY_S = 5.0  # half of the default TTL: a thousand teachers then ask 200
 class InstanceReconciler:
     """Registers an instance, updates it, or deregisters it, and retries while the registry is away.
 
-    `on_published` is called in the thread with the instance, or None, that the registry shows now.
+    `published` is the instance, or None, that the registry was last given; `on_published` is called with it in the
+    thread.
     """
 
     def __init__(self, url: str, ttl_s: float, on_published: Callable[[Instance | None], None] | None = None) -> None:
@@ -175,7 +176,7 @@ class InstanceReconciler:
         self._on_published = on_published
         self._changed = threading.Condition()
         self._desired: Instance | None = None
-        self._published: Instance | None = None
+        self.published: Instance | None = None
         self._failure: Exception | None = None
         self._trouble = ""
         self._closing = False
@@ -190,17 +191,12 @@ class InstanceReconciler:
         self._thread.start()
 
     @property
-    def published(self) -> Instance | None:
-        """The instance that the registry was last given; None for none."""
-        return self._published
-
-    @property
     def error(self) -> str:
         """Why the registry does not show the desired instance, or cannot renew it; empty if it does."""
         registration = self._registration
         if registration is not None and registration.error:
             return registration.error
-        return "" if self._published == self._desired else self._trouble or "not told yet"
+        return "" if self.published == self._desired else self._trouble or "not told yet"
 
     def set_desired(self, instance: Instance | None) -> None:
         """Have the registry show an instance. Return at once."""
@@ -214,10 +210,10 @@ class InstanceReconciler:
         Raises what ended the thread: `SettingsError` if the registry cannot hold the instance.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._failure or self._published == self._desired, timeout_s)
+            self._changed.wait_for(lambda: self._failure or self.published == self._desired, timeout_s)
             if self._failure is not None:
                 raise self._failure
-            return self._published == self._desired
+            return self.published == self._desired
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Deregister the instance; leave a registry that does not answer to the lease's expiry after `timeout_s`."""
@@ -247,7 +243,7 @@ class InstanceReconciler:
     def _reconcile(self) -> bool:
         """Wait for a change of the desired instance and publish it; return False when the thread is to end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._published != self._desired)
+            self._changed.wait_for(lambda: self._closing or self.published != self._desired)
             desired = self._desired
             if self._closing:
                 return False
@@ -268,7 +264,7 @@ class InstanceReconciler:
         if self._on_published is not None:
             self._on_published(desired)
         with self._changed:
-            self._published = desired
+            self.published = desired
             self._changed.notify_all()
         return True
 

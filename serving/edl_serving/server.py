@@ -56,53 +56,35 @@ class TeacherServer:
         backends: Instances of the model, alike in names, types and shapes. Each runs in a thread of its own; `stop`
             closes them.
 
+    Attributes:
+        settings: The settings, as given.
+        model: The description of the model.
+        metrics: The counters; `metrics.registry` is Prometheus's registry of them.
+        port: The TCP port that is listened on, 0 before `start`.
+        metrics_port: The port of `/metrics`, None where it is off.
+
     Raises:
         SettingsError: the backends cannot be served together, or under these settings.
     """
 
     def __init__(self, settings: ServerSettings, backends: Backend | Sequence[Backend]) -> None:
-        self._settings = settings
+        self.settings = settings
         self._backends = (backends,) if isinstance(backends, Backend) else tuple(backends)
-        self._model = ServedModel(settings, self._backends)
-        self._metrics = Metrics(settings.model)
+        self.model = ServedModel(settings, self._backends)
+        self.metrics = Metrics(settings.model)
         self._lifecycle = Lifecycle()
         self._batcher: Batcher | None = None
         self._inference: InferenceHandler | None = None
         self._grpc: grpc.aio.Server | None = None
         self._files = CredentialFiles.of(settings.credentials, serving=True)
         self._health = health_aio.HealthServicer()
-        self._port = 0
-        self._metrics_port: int | None = None
+        self.port = 0
+        self.metrics_port: int | None = None
         self._own_path: tuple[str, tuple[int, int]] | None = None
         self._access: AccessLog | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._faults: dict[str, str] = {}
         self._ready_watch: Callable[[bool], None] | None = None
-
-    @property
-    def settings(self) -> ServerSettings:
-        """The settings, as given."""
-        return self._settings
-
-    @property
-    def model(self) -> ServedModel:
-        """The description of the model."""
-        return self._model
-
-    @property
-    def metrics(self) -> Metrics:
-        """The counters; `metrics.registry` is Prometheus's registry of them."""
-        return self._metrics
-
-    @property
-    def port(self) -> int:
-        """The TCP port that is listened on, 0 before `start`."""
-        return self._port
-
-    @property
-    def metrics_port(self) -> int | None:
-        """The port of `/metrics`, None where it is off."""
-        return self._metrics_port
 
     @property
     def ready(self) -> bool:
@@ -120,7 +102,7 @@ class TeacherServer:
             Exception: what `Backend.warm_up` raised.
         """
         keep_freed_memory()
-        self._batcher = Batcher(self._settings, self._model, self._backends, self._metrics)
+        self._batcher = Batcher(self.settings, self.model, self._backends, self.metrics)
         try:
             await self._listen(self._batcher)
             await self._batcher.warm_up()
@@ -132,11 +114,11 @@ class TeacherServer:
             raise
         self._lifecycle.state = ServerState.READY
         await self._tell_health(_SERVING)
-        if self._settings.canary_s is not None:
-            self._start_canary(self._batcher, self._settings.canary_s)
+        if self.settings.canary_s is not None:
+            self._start_canary(self._batcher, self.settings.canary_s)
         if any(type(backend).find_fault is not Backend.find_fault for backend in self._backends):
             self._run_task(self._watch_faults())
-        return self._port
+        return self.port
 
     def _run_task(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(asyncio.create_task(work))
@@ -148,7 +130,7 @@ class TeacherServer:
             Rows, the seconds that its workers computed them (summed over workers), the number of workers, and the rows
             that wait.
         """
-        rows, compute_s = self._metrics.computed()
+        rows, compute_s = self.metrics.computed()
         batcher = self._batcher
         return rows, compute_s, len(self._backends), batcher.queue.rows if batcher is not None else 0
 
@@ -162,7 +144,7 @@ class TeacherServer:
 
     def _add_checks(self) -> None:
         """Say what `/livez` and `/readyz` go by."""
-        loop, probes = asyncio.get_running_loop(), self._metrics.probes
+        loop, probes = asyncio.get_running_loop(), self.metrics.probes
 
         def check_loop() -> str:
             turned = threading.Event()
@@ -180,7 +162,7 @@ class TeacherServer:
             return next(iter(self._faults.values()), "")
 
         probes.add_check("/livez", "event-loop", check_loop)
-        probes.add_check("/livez", "model", lambda: self._metrics.find_stall(self._settings.stall_timeout_s))
+        probes.add_check("/livez", "model", lambda: self.metrics.find_stall(self.settings.stall_timeout_s))
         probes.add_check("/readyz", "model", check_model)
 
     def _start_canary(self, batcher: Batcher, every_s: float) -> None:
@@ -188,8 +170,8 @@ class TeacherServer:
             await self._set_fault("canary", "" if healthy else "the model fails a row of the sample (--canary)")
 
         row = self._backends[0].sample(1)
-        canary = Canary(batcher, self._model, row, every_s, self._settings.canary_timeout_s, changed)
-        self._metrics.add_gauge(
+        canary = Canary(batcher, self.model, row, every_s, self.settings.canary_timeout_s, changed)
+        self.metrics.add_gauge(
             "edl_teacher_healthy", "Whether the last row of the canary was answered.", lambda: float(canary.healthy)
         )
         self._run_task(canary.run())
@@ -217,17 +199,17 @@ class TeacherServer:
             self._ready_watch(healthy)
 
     async def _listen(self, batcher: Batcher) -> None:
-        settings, lifecycle, files = self._settings, self._lifecycle, self._files
+        settings, lifecycle, files = self.settings, self._lifecycle, self._files
         regions: RegionTable | None = None
         if settings.shared_memory:
-            peers = PeerCredentials(lambda: self._port)
+            peers = PeerCredentials(lambda: self.port)
             regions = RegionTable(settings.max_regions, settings.max_region_bytes, peers, settings.shared_memory_users)
             self._run_task(_sweep(regions))
         if settings.access_log is not None:
-            self._access = AccessLog(settings.access_log, self._model.name, self._model.version)
+            self._access = AccessLog(settings.access_log, self.model.name, self.model.version)
         clients = ConnectionLimiter(settings)
         inference = self._inference = InferenceHandler(
-            self._model, settings.max_queue_rows, lifecycle, batcher, regions, clients, self._metrics, self._access
+            self.model, settings.max_queue_rows, lifecycle, batcher, regions, clients, self.metrics, self._access
         )
         checks = []
         if files is not None and files.settings.token_file:
@@ -239,7 +221,7 @@ class TeacherServer:
         check_port(settings.host, settings.port)
         if settings.uds is not None:
             check_path(settings.uds)
-        self._port = self._bind(self._grpc, authority(settings.host, settings.port))
+        self.port = self._bind(self._grpc, authority(settings.host, settings.port))
         if settings.uds is not None:
             self._bind(self._grpc, f"unix:{private_path(settings.uds)}")
             self._own_path = settings.uds, publish_socket(settings.uds)
@@ -256,13 +238,13 @@ class TeacherServer:
             ("edl_teacher_streams", "Streams that are open.", lambda: clients.streams),
             ("edl_teacher_client_bytes", "Bytes of requests and answers in flight.", lambda: clients.nbytes),
         ):
-            self._metrics.add_gauge(name, text, read)
+            self.metrics.add_gauge(name, text, read)
         if regions is not None:
-            self._metrics.add_gauge("edl_teacher_regions", "Regions of shared memory.", lambda: len(regions))
-            self._metrics.add_gauge("edl_teacher_region_bytes", "Bytes of them.", lambda: regions.nbytes)
+            self.metrics.add_gauge("edl_teacher_regions", "Regions of shared memory.", lambda: len(regions))
+            self.metrics.add_gauge("edl_teacher_region_bytes", "Bytes of them.", lambda: regions.nbytes)
         self._add_checks()
         if settings.metrics_port is not None:
-            self._metrics_port = self._metrics.listen(settings.metrics_host, settings.metrics_port)
+            self.metrics_port = self.metrics.listen(settings.metrics_host, settings.metrics_port)
 
     def _watch_certificate(self, files: CredentialFiles) -> None:
         """Add the gauge of the certificate's expiry, and log the certificate."""
@@ -272,7 +254,7 @@ class TeacherServer:
             return identity.not_after_s if identity is not None else 0.0
 
         text = "When the certificate in use expires, in seconds since 1970."
-        self._metrics.add_gauge("edl_teacher_certificate_expiry_seconds", text, expiry)
+        self.metrics.add_gauge("edl_teacher_certificate_expiry_seconds", text, expiry)
         identity = files.current().identity
         if identity is not None:
             names = ", ".join(identity.names) or "no host"
@@ -303,7 +285,7 @@ class TeacherServer:
             return True
         await self.leave()
         self._lifecycle.state = ServerState.DRAINING
-        return await self._lifecycle.wait_idle(self._settings.drain_timeout_s if timeout_s is None else timeout_s)
+        return await self._lifecycle.wait_idle(self.settings.drain_timeout_s if timeout_s is None else timeout_s)
 
     async def stop(self, close_within_s: float = 5.0) -> None:
         """Stop at once (requests in flight are cancelled) and close the backends. May be called twice.
@@ -326,12 +308,12 @@ class TeacherServer:
             await server.stop(_FLUSH_S)
         if batcher is not None:
             await batcher.close(close_within_s)
-        self._metrics.close()
+        self.metrics.close()
         if access is not None:
             await asyncio.to_thread(access.close)
 
     async def _tell_health(self, status: int) -> None:
-        for service in ("", names.SERVICE, self._model.name):
+        for service in ("", names.SERVICE, self.model.name):
             await self._health.set(service, status)
 
 

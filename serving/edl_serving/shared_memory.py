@@ -25,7 +25,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -200,8 +200,8 @@ class RegionTable:
     def __init__(self, max_regions: int, max_bytes: int, peers: PeerCredentials, users: Collection[int] = ()) -> None:
         self._max_regions = max_regions
         self._max_bytes = max_bytes
-        self._peers = peers
-        self._users = frozenset({os.geteuid(), *users})
+        self.peers = peers
+        self.users = frozenset({os.geteuid(), *users})
         self._by_user: dict[int, dict[str, SharedMemoryRegion]] = {}
 
     def __len__(self) -> int:
@@ -210,11 +210,11 @@ class RegionTable:
     @property
     def nbytes(self) -> int:
         """Bytes of all regions."""
-        return sum(region.nbytes for region in self._all())
+        return sum(region.nbytes for regions in self._by_user.values() for region in regions.values())
 
     def regions_of_client(self, peer: str) -> ClientRegions | None:
         """Return the regions as a client on this host may see them; None for a client elsewhere."""
-        return ClientRegions(self, self._peers, self._users, peer) if is_local(peer) else None
+        return ClientRegions(self, peer) if is_local(peer) else None
 
     def regions_of_user(self, user: int) -> dict[str, SharedMemoryRegion]:
         """Return a user's regions by name; changes to the dictionary are changes to the table."""
@@ -235,18 +235,12 @@ class RegionTable:
                 f"{self.nbytes} of {self._max_bytes} bytes are registered; unregister some",
             )
 
-    def _all(self) -> Iterator[SharedMemoryRegion]:
-        for regions in self._by_user.values():
-            yield from regions.values()
-
 
 class ClientRegions:
     """The regions as a client sees them: those of its user."""
 
-    def __init__(self, regions: RegionTable, peers: PeerCredentials, users: Collection[int], peer: str) -> None:
-        self._regions = regions
-        self._peers = peers
-        self._users = users
+    def __init__(self, table: RegionTable, peer: str) -> None:
+        self._table = table
         self._peer = peer
         self._user = -1
         self._regions_by_name: dict[str, SharedMemoryRegion] | None = None
@@ -269,8 +263,8 @@ class ClientRegions:
         if not request.name:
             raise invalid_argument("shared memory region name '': must not be empty")
         own = self._own()
-        region = open_region(request, self._peer, self._user, self._users)
-        self._regions.remove_abandoned()
+        region = open_region(request, self._peer, self._user, self._table.users)
+        self._table.remove_abandoned()
         known = own.get(request.name)
         if known is not None:
             if (known.identity, known.offset, known.nbytes) == (region.identity, region.offset, region.nbytes):
@@ -282,7 +276,7 @@ class ClientRegions:
                     f"shared memory region {quote(request.name)} is registered already, with key {quote(known.key)}",
                 )
             del own[request.name]
-        self._regions.check_capacity(region.nbytes)
+        self._table.check_capacity(region.nbytes)
         own[request.name] = region
 
     def unregister(self, name: str) -> None:
@@ -295,11 +289,10 @@ class ClientRegions:
         """Describe regions."""
         answer = kserve.SystemSharedMemoryStatusResponse()
         for region in [self[name]] if name else [self[mine] for mine in self._names()]:
-            entry = answer.regions[region.name]
-            entry.name = region.name
-            entry.key = region.key
-            entry.offset = region.offset
-            entry.byte_size = region.nbytes
+            entry = kserve.SystemSharedMemoryStatusResponse.RegionStatus(
+                name=region.name, key=region.key, offset=region.offset, byte_size=region.nbytes
+            )
+            answer.regions[region.name].CopyFrom(entry)
         return answer
 
     def _names(self) -> list[str]:
@@ -307,18 +300,18 @@ class ClientRegions:
         return [
             name
             for name, region in self._own().items()
-            if region.peer == self._peer or not self._peers.is_connected(region.peer)
+            if region.peer == self._peer or not self._table.peers.is_connected(region.peer)
         ]
 
     def _own(self) -> dict[str, SharedMemoryRegion]:
         if self._regions_by_name is None:  # only now, since most clients never use shared memory
-            user = self._peers.user_of(self._peer)
+            user = self._table.peers.user_of(self._peer)
             if user is None:
                 raise invalid_argument(
                     f"shared memory is for users of this host; which one {quote(self._peer)} is is unknown"
                 )
             self._user = user
-            self._regions_by_name = self._regions.regions_of_user(user)
+            self._regions_by_name = self._table.regions_of_user(user)
         return self._regions_by_name
 
 

@@ -170,7 +170,7 @@ def test_top_k_is_found_on_the_device(device: torch.device, language_model: tupl
     from edl_serving.backends.hf.backends import LanguageModelBackend, LoadedModel
 
     _, model = language_model
-    backend = LanguageModelBackend(LoadedModel(model, "1", {}, 1024, 1024, 0), TOP_K, causal=True, packing=False)
+    backend = LanguageModelBackend(LoadedModel(model, "1", {}, 1024, 1024), TOP_K, causal=True, packing=False)
     ids, position = np.arange(1, 101, dtype=np.int32), np.tile(np.arange(50, dtype=np.int32), 2)
     with HostCopies() as copies:
         answer = backend.predict_top_k({"ids": ids, "position": position}, TOP_K, 1.0)

@@ -39,7 +39,7 @@ MODEL_LOADERS = {
         "hf.loading:from_folder",
         {"task", "top_k", "max_tokens", "dtype", "packing", "device", "threads", "version"},
     ),
-    "paddle": ("paddle:from_inference_model", _ANY_MODEL | {"device", "threads"}),
+    "paddle": ("paddle:PaddleBackend", _ANY_MODEL | {"device", "threads"}),
 }
 """By flag: the function in this package that makes a `Backend` of a `ModelSource`, and the fields that it takes."""
 

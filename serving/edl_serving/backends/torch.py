@@ -256,7 +256,7 @@ class TorchBackend(DescribedBackend):
 
     def close(self) -> None:
         """Release the model and cached memory of the GPU."""
-        self._model = _closed
+        del self._model
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -377,10 +377,6 @@ def _to_array(tensor: torch.Tensor) -> Array:
         tensor = tensor.float()  # numpy has no bfloat16
     array: Array = np.ascontiguousarray(tensor.detach().cpu().numpy())
     return array
-
-
-def _closed(*args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError("this backend was closed")
 
 
 def _first_line(exc: BaseException) -> str:

@@ -20,7 +20,6 @@ from edl.protocol import names
 from edl_serving.backends.backend import Array, Backend, TensorSpec, TopKArrays
 from edl_serving.backends.hf import probes
 from edl_serving.backends.hf.buckets import Bucket, make_buckets, make_packs, sequence_starts
-from edl_serving.backends.hf.probes import find_borders
 from edl_serving.request_error import invalid_argument
 
 _log = logging.getLogger(__name__)
@@ -86,7 +85,6 @@ class LoadedModel:
         meta: Metadata for discovery.
         max_tokens: Most places of a call, padding included.
         longest: Tokens of the longest sequence.
-        padding: Token id of places that are padding.
     """
 
     model: Any
@@ -94,13 +92,6 @@ class LoadedModel:
     meta: Mapping[str, str]
     max_tokens: int
     longest: int
-    padding: int
-
-    @property
-    def vocabulary(self) -> int:
-        """How many token ids the model takes."""
-        embeddings = self.model.get_input_embeddings()
-        return int(embeddings.weight.shape[0])
 
 
 class TransformersBackend(Backend):
@@ -118,8 +109,11 @@ class TransformersBackend(Backend):
         self._loaded = loaded
         self._model = loaded.model
         self._device: torch.device = loaded.model.device
-        self._vocabulary = loaded.vocabulary
-        self._borders = find_borders(loaded.model, loaded.vocabulary, loaded.longest)
+        self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
+        self._borders = probes.find_borders(self._model, self._vocabulary, loaded.longest)
+        known = getattr(self._model.config, "pad_token_id", None)
+        # Some models know padding by its id; one without an embedding was added to the tokenizer, and never looked up.
+        self._padding = known if isinstance(known, int) and 0 <= known < self._vocabulary else None
 
     def close(self) -> None:
         """Release the model and cached memory of the GPU."""
@@ -138,7 +132,7 @@ class TransformersBackend(Backend):
 
     def _call_padded(self, model: Any, ids: Array, bucket: Bucket, *, masked: bool) -> Any:
         """Call `model` with a bucket."""
-        tokens = torch.from_numpy(np.where(bucket.valid, ids[bucket.rows], self._loaded.padding).astype(np.int64))
+        tokens = torch.from_numpy(np.where(bucket.valid, ids[bucket.rows], self._padding or 0).astype(np.int64))
         options: dict[str, Any] = {}
         if masked and bucket.padded:
             options["attention_mask"] = torch.from_numpy(bucket.valid.astype(np.int64)).to(self._device)
@@ -330,9 +324,6 @@ class SequenceClassifierBackend(TransformersBackend):
         super().__init__(loaded)
         self._classes = int(loaded.model.config.num_labels)
         self.outputs = (TensorSpec(LOGITS, "FP32", (self._classes,)),)
-        known = loaded.model.config.pad_token_id
-        # Without it, a decoder cannot tell where a text ends.
-        self._pads = isinstance(known, int) and 0 <= known < self._vocabulary
 
     def check_inputs(self, inputs: Mapping[str, Array], temperature: float) -> None:
         """Refuse texts that are empty, too long, or not of known ids."""
@@ -380,10 +371,9 @@ class SequenceClassifierBackend(TransformersBackend):
         row_of = np.repeat(np.arange(len(texts)), lengths)
         logits = np.empty((len(texts), self._classes), np.float32)
         with self._computing():
-            for bucket in self._buckets(starts, len(ids)):
+            # Without an id for padding, a decoder cannot tell where a text ends.
+            most = self._loaded.max_tokens if self._padding is not None else 1
+            for bucket in make_buckets(starts, len(ids), most, borders=self._borders):
                 answer = self._call_padded(self._model, ids, bucket, masked=True).logits
                 logits[row_of[bucket.rows[:, 0]]] = answer.float().cpu().numpy()
         return {LOGITS: logits}
-
-    def _buckets(self, starts: Array, tokens: int) -> list[Bucket]:
-        return make_buckets(starts, tokens, self._loaded.max_tokens if self._pads else 1, borders=self._borders)

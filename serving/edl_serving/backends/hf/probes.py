@@ -1,4 +1,8 @@
-"""Tests of what an architecture does, made on the loaded model: its name does not tell."""
+"""Tests of what an architecture does, made on the loaded model: its name does not tell.
+
+transformers chooses the frequencies of some rotary embeddings by the largest position of the whole call, so that labels
+of a sequence depend on those that share its batch ("longrope"), or on earlier calls ("dynamic" beyond its length).
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,6 @@ from typing import Any
 import torch
 
 from edl.errors import SettingsError
-from edl_serving.backends.hf import probes
 
 _LENGTH = 8
 """Tokens of a probe: a few of each kind of neighbour; long ones would take a large model seconds on a CPU."""
@@ -127,27 +130,24 @@ def find_borders(model: Any, vocabulary: int, longest: int) -> tuple[int, ...]:
     found = set()
     for rope in _ropes(getattr(config, "rope_parameters", None)):
         if "dynamic" in rope["rope_type"] and not rope.get("alpha"):  # with alpha they are fixed, and HunYuan's
-            _check_dynamic(kind, getattr(config, "max_position_embeddings", longest), longest)
+            original = getattr(config, "max_position_embeddings", longest)
+            if longest > original:
+                raise SettingsError(
+                    f"--hf: the labels that {kind} gives a sequence depend on earlier calls beyond {original} tokens "
+                    f"(rope_type dynamic): serve it with --max-tokens {original}"
+                )
         if rope["rope_type"] == "longrope":
             original = getattr(config, "original_max_position_embeddings", None)
             found.add(rope.get("original_max_position_embeddings") or original or config.max_position_embeddings)
     borders = tuple(sorted(border for border in found if border < longest))
     ends = (0, *borders, longest)
     for start, end in itertools.pairwise(ends):
-        if not probes.keeps_neighbours_apart(model, vocabulary, start, end):
+        if not keeps_neighbours_apart(model, vocabulary, start, end):
             raise SettingsError(
                 f"--hf: the labels that {kind} gives a sequence change with the length of others in its batch"
                 f" (rope_parameters: {getattr(config, 'rope_parameters', None)})"
             )
     return borders
-
-
-def _check_dynamic(kind: str, original: int, longest: int) -> None:
-    if longest > original:
-        raise SettingsError(
-            f"--hf: the labels that {kind} gives a sequence depend on earlier calls beyond {original} tokens "
-            f"(rope_type dynamic): serve it with --max-tokens {original}"
-        )
 
 
 def _ropes(parameters: object) -> Iterator[Mapping[str, Any]]:

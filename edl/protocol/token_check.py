@@ -48,7 +48,8 @@ class TokenCheck(grpc.aio.ServerInterceptor):
             return False
         # All are compared, so that a token's place in the file does not show in the time.
         token = shown[0][len(_SCHEME) :].encode()
-        return any([hmac.compare_digest(token, valid.encode()) for valid in self._files.current().tokens])
+        matches = [hmac.compare_digest(token, valid.encode()) for valid in self._files.current().tokens]
+        return any(matches)
 
 
 def shown_by(details: grpc.HandlerCallDetails) -> list[str]:

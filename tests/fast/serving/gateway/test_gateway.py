@@ -494,7 +494,7 @@ def test_token_file(tmp_path: Path) -> None:
     address = EngineAddress("vllm", "h", 1)
     path = tmp_path / "key"
     path.write_text(" key \nother\n")
-    with pytest.raises(SettingsError, match="--engine-token-file.* every user"):
+    with pytest.raises(SettingsError, match=r"--engine-token-file.* every user"):
         EngineAccess(address, token_file=str(path)).read_token()
     path.chmod(0o600)
     assert EngineAccess(address, token_file=str(path)).read_token() == "key"

@@ -12,7 +12,9 @@ from typing import Any
 from edl.protocol.tls.credentials import AUTHORIZATION, CredentialFiles
 from edl.protocol.transport import grpc
 
-__all__ = ["TokenCheck", "token_checks"]
+__all__ = ["TokenCheck", "shown_by", "token_checks"]
+
+_SCHEME = "bearer "
 
 
 def token_checks(files: CredentialFiles | None) -> Sequence[TokenCheck]:
@@ -36,13 +38,23 @@ class TokenCheck(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         """See `grpc.aio.ServerInterceptor`."""
-        shown = [str(value) for name, value in handler_call_details.invocation_metadata or () if name == AUTHORIZATION]
-        valid = [f"Bearer {token}".encode() for token in self._files.current().tokens]
-        # All are compared, so that a token's place in the file does not show in the time.
-        matches = [hmac.compare_digest(shown[0].encode(), each) for each in valid] if len(shown) == 1 else []
-        if any(matches):
+        if self.allows(shown_by(handler_call_details)):
             return await continuation(handler_call_details)
         return grpc.stream_stream_rpc_method_handler(_refuse)
+
+    def allows(self, shown: Sequence[str]) -> bool:
+        """Return whether the values of a call's `authorization` are a single valid token."""
+        if len(shown) != 1 or shown[0][: len(_SCHEME)].lower() != _SCHEME:
+            return False
+        # All are compared, so that a token's place in the file does not show in the time.
+        token = shown[0][len(_SCHEME) :].encode()
+        matches = [hmac.compare_digest(token, valid.encode()) for valid in self._files.current().tokens]
+        return any(matches)
+
+
+def shown_by(details: grpc.HandlerCallDetails) -> list[str]:
+    """Return the values of a call's `authorization`."""
+    return [str(value) for name, value in details.invocation_metadata or () if name == AUTHORIZATION]
 
 
 async def _refuse(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:

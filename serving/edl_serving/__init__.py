@@ -17,12 +17,11 @@ from edl_serving.backends.backend import Array, Backend, TensorSpec, TopKArrays
 from edl_serving.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from edl_serving.process.run import serve
+    from edl_serving.process import serve
     from edl_serving.server import TeacherServer
 
 __all__ = ["Array", "Backend", "ServerSettings", "TeacherServer", "TensorSpec", "TopKArrays", "serve"]
-
-_HOMES = {"TeacherServer": "server", "serve": "process.run"}
+_HOMES = {"TeacherServer": "server", "serve": "process"}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 import time
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from edl.errors import EDLError
-from edl.log_output import log_to_stderr
-from edl.protocol.tls.credentials import CredentialFiles
 from edl_serving.backends import open_backends
 from edl_serving.backends.backend import Backend
-from edl_serving.command_line.model_failure import describe_failure
-from edl_serving.command_line.parser import CommandParser
-from edl_serving.command_line.serve_config import GROUPS, ServeConfig
-from edl_serving.process.parent_watch import terminate_with_parent
-from edl_serving.registration.ready_file import ReadyFile
-from edl_serving.registration.teacher import TeacherRegistration
-
-__all__ = ["main"]
+from edl_serving.backends.described import DescribedBackend, complete_outputs
+from edl_serving.backends.source import ModelSource, is_library, top_name
+from edl_serving.options import CommandParser
+from edl_serving.serve_config import GROUPS, ServeConfig, prepare_process
 
 _log = logging.getLogger(__name__)
-EXIT_MODEL = 3  # 1 and 2 are a drain that was too slow, and wrong usage
 
+_EXIT_MODEL = 3  # 1 and 2 are a drain that was too slow, and wrong usage
 _DESCRIPTION = """\
 Serves a model over KServe v2 gRPC, batches the requests of many students, and registers itself
 where students look for teachers. SIGTERM drains: it leaves discovery, finishes what it has
 accepted, and exits."""
-
 _EXAMPLES = """\
 examples:
   edl serve --callable teacher.py:predict --input "image:float32[1,8,8]" --model digits
@@ -60,55 +54,22 @@ exit codes: 0 drained, 1 not everything was answered in time, 2 wrong usage or s
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `edl serve`.
-
-    Args:
-        argv: what follows the command's name.
-
-    Returns:
-        The process's exit code.
-
-    Raises:
-        SettingsError: wrong usage or settings.
-    """
+    """Run `edl serve`; return the exit code."""
     parser = CommandParser("edl serve", _DESCRIPTION, _EXAMPLES)
     _, given = parser.parse_settings(GROUPS, argv)
     config = ServeConfig.of(given)
-    log_to_stderr("edl serve", verbose=config.verbose, log_format=config.log_format)
-    return run(config)
+    prepare_process("edl serve", given)
+    from edl_serving.process import serve  # what it needs, besides gRPC, is an extra, and `--help` needs none of it
 
-
-def run(config: ServeConfig) -> int:
-    """Serve until a signal.
-
-    Args:
-        config: what to serve, and how.
-
-    Returns:
-        The process's exit code.
-
-    Raises:
-        SettingsError: a setting cannot be used.
-    """
-    from edl_serving.process.run import serve  # what it needs, besides gRPC, is an extra, and `--help` needs none of it
-
-    CredentialFiles.of(config.server.credentials, serving=True)  # what is wrong shows before a large model is loaded
-    if config.exit_with is not None:
-        terminate_with_parent(config.exit_with)
-    with contextlib.ExitStack() as stack:
-        ready_file = stack.enter_context(ReadyFile(config.ready_file))
-        registration = stack.enter_context(
-            TeacherRegistration(config.registration, config.address, config.linger_s, ready_file)
-        )
+    with config.registering() as registration:
         try:
             backends = _open(config)
-            registration.version = backends[0].version
             return serve(config.server, backends, join=registration.register, leave=registration.start_draining)
         except EDLError:
             raise
         except Exception as exc:  # noqa: BLE001 - the user's model, whose own stack tells most
             print(f"edl serve: {describe_failure(exc, config.source)}", file=sys.stderr)
-            return EXIT_MODEL
+            return _EXIT_MODEL
 
 
 def _open(config: ServeConfig) -> list[Backend]:
@@ -128,3 +89,41 @@ def _open(config: ServeConfig) -> list[Backend]:
         time.monotonic() - started,
     )
     return backends
+
+
+_OURS = str(Path(__file__).parent)
+_CALLS = {complete_outputs.__code__, Backend.warm_up.__code__, DescribedBackend.warm_up.__code__}
+"""Where the model is called with a batch that EDL has made up as the user said."""
+
+
+def describe_failure(exc: BaseException, source: ModelSource) -> str:
+    """Describe an exception that a model raised, for standard error.
+
+    The stack is that of the user's code, from where EDL called it. It is left out if it holds libraries only, which
+    were given inputs of the user's flags: then the flags are where to look. The named module is the user's, even if it
+    is installed.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(exc.__traceback__)]
+    ours = [at for at, frame in enumerate(frames) if frame.f_code.co_filename.startswith(_OURS)]
+    trace, theirs = exc.__traceback__, frames
+    if ours and ours[-1] + 1 < len(frames):  # else the fault is EDL's own
+        theirs = frames[ours[-1] + 1 :]
+        for _ in range(ours[-1] + 1):
+            trace = trace.tb_next if trace is not None else None
+    batch = _batch_flags(source) if any(frame.f_code in _CALLS for frame in frames) else ""
+    if batch and all(
+        is_library(frame.f_code.co_filename) and top_name(str(frame.f_globals.get("__name__"))) != source.package
+        for frame in theirs
+    ):
+        complaint = "".join(traceback.format_exception_only(type(exc), exc)).strip()
+        return f"the model was called with {batch}, and failed: {complaint}"
+    stack = "".join(traceback.format_exception(type(exc), exc, trace)).rstrip()
+    return f"the model failed:\n{stack}" + (f"\nedl serve: it was called with {batch}" if batch else "")
+
+
+def _batch_flags(source: ModelSource) -> str:
+    """Return the batch by the flags that describe it; empty if the model itself does."""
+    if source.sample:
+        return f"the batch in --sample {source.sample!r}"
+    flags = " ".join(f"--input {text!r}" for text in source.inputs)
+    return f"zeros of the types and sizes of {flags}" if flags else ""

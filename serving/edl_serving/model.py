@@ -6,40 +6,17 @@ from collections.abc import Collection, Sequence
 
 from edl.errors import SettingsError
 from edl.protocol import kserve, names
+from edl.quoting import quote
 from edl_serving.backends.backend import Backend, TensorSpec
 from edl_serving.backends.source import WeightsVersion
-from edl_serving.request_error import invalid_argument, not_found, quote
+from edl_serving.request_error import not_found
 from edl_serving.settings import ServerSettings
-
-__all__ = ["ServedModel"]
 
 
 class ServedModel:
     """Names, types and shapes that all instances of the served model share.
 
-    Args:
-        settings: of the server.
-        backends: the instances.
-
-    Attributes:
-        name: in requests.
-        version: empty if unknown.
-        platform: as `ModelMetadata` calls it.
-        inputs: in the model's order.
-        outputs: in the model's order.
-        max_message_bytes: the largest request.
-        max_batch_rows: rows of a full batch.
-        max_top_k: the largest k, of a model that computes the k largest values itself; else None.
-        top_k_outputs: the outputs of such a model that are never computed whole; else empty.
-        sequence_input: the input that is 0 where a sequence begins; None where rows are independent.
-        max_sequence: the most rows of a sequence.
-        optional_outputs: names of optional inputs, by the outputs that are there only with them.
-        instance_meta: metadata that students find in discovery.
-        check_inputs: refuses a request's values (`Backend.check_inputs`).
-        checks_inputs: whether the model refuses any.
-
-    Raises:
-        SettingsError: there is no instance, they differ, or a name or type cannot be served.
+    Most attributes are those of the backends; `top_k_outputs` is empty for a model that computes whole outputs.
     """
 
     def __init__(self, settings: ServerSettings, backends: Sequence[Backend]) -> None:
@@ -67,7 +44,7 @@ class ServedModel:
         self.max_top_k = first.max_top_k
         self.top_k_outputs = first.top_k_outputs if first.max_top_k is not None else frozenset[str]()
         self.optional_outputs = dict(first.optional_outputs)
-        # What is asked for by token is summed up by students: rounding it would be lost in what it leaves of 1.
+        # Students sum up what they ask for by token: rounded, it would be lost in what it leaves of 1.
         self.uncast_outputs = frozenset(self.optional_outputs if first.max_top_k is not None else ())
         self.instance_meta = dict(first.instance_meta)
         self.check_inputs = first.check_inputs
@@ -75,14 +52,9 @@ class ServedModel:
         self.sequence_input = first.sequence_input
         self.max_sequence = min(first.max_sequence or settings.max_batch_rows, settings.max_batch_rows)
         self._settings = settings
-        self._check_rows_of_sequences(first)
-
-    def _check_rows_of_sequences(self, backend: Backend) -> None:
-        if self.sequence_input is None:
-            return
-        if TensorSpec(self.sequence_input, "INT32") not in self.inputs:
+        if self.sequence_input is not None and TensorSpec(self.sequence_input, "INT32") not in self.inputs:
             raise SettingsError(f"model {self.name!r} has no input {self.sequence_input!r} of INT32, a number a row")
-        if backend.inline:
+        if self.sequence_input is not None and first.inline:
             raise SettingsError(f"model {self.name!r} has rows of sequences, and cannot be inline")
 
     def inputs_of(self, sent: Collection[str]) -> tuple[TensorSpec, ...]:
@@ -96,17 +68,9 @@ class ServedModel:
         return tuple([spec for spec in self.outputs if spec.name not in missing])
 
     def check_request(self, name: str, version: str) -> None:
-        """Refuse a request for another model or version.
-
-        Args:
-            name: of the model.
-            version: empty for any.
-
-        Raises:
-            RequestError: INVALID_ARGUMENT for another model, NOT_FOUND for another version.
-        """
+        """Refuse a request for another model or version, as Triton does: another server may have it."""
         if name != self.name:
-            raise invalid_argument(f"unknown model {quote(name)}: this server has {self.name!r}")
+            raise not_found(f"unknown model {quote(name)}: this server has {self.name!r}")
         if version not in ("", self.version):
             only = f"only {self.version!r}" if self.version else "and none that is known"
             raise not_found(f"model {self.name!r} has no version {quote(version)}, {only}")

@@ -5,9 +5,7 @@ from __future__ import annotations
 from edl.protocol import codec, names
 from edl.protocol.codec import Buffer
 from edl.protocol.transport import grpc
-from edl.quoting import clip, quote
-
-__all__ = ["RequestError", "clip", "invalid_argument", "malformed_message", "quote"]
+from edl.quoting import clip
 
 _MAX_MESSAGE = 1000  # the status message travels as a header, and peers limit those to 8 KiB
 
@@ -15,18 +13,8 @@ _MAX_MESSAGE = 1000  # the status message travels as a header, and peers limit t
 class RequestError(Exception):
     """Ends a request with a gRPC status.
 
-    Args:
-        code: the status.
-        message: for the client's user: what was refused, and what would be accepted. Cut at 1,000 characters.
-        retry_after_ms: with UNAVAILABLE and RESOURCE_EXHAUSTED, when to try again here; None if this server is no
-            longer the place.
-        reason: a word for the metrics; the status if left out.
-
-    Attributes:
-        code: the status.
-        message: as given, cut.
-        retry_after_ms: as given.
-        reason: as given, or the status in lower case.
+    The message is for the client's user: what was refused, and what would be accepted. `retry_after_ms` goes with
+    UNAVAILABLE and RESOURCE_EXHAUSTED; None if the client should ask another server. `reason` is for the metrics.
     """
 
     def __init__(
@@ -56,7 +44,7 @@ def invalid_argument(message: str) -> RequestError:
 
 
 def not_found(message: str) -> RequestError:
-    """Return the error for a name that is unknown here, as Triton says it: another server may have it."""
+    """Return the error for a name that is unknown here."""
     return RequestError(grpc.StatusCode.NOT_FOUND, message)
 
 
@@ -64,10 +52,6 @@ def malformed_message(data: Buffer, why: str) -> RequestError:
     """Return the error for bytes that do not parse.
 
     Compressed messages are not inflated: a few hundred bytes could become gigabytes.
-
-    Args:
-        data: the message.
-        why: what is wrong with it.
     """
     if codec.is_compressed(data):
         return invalid_argument("this server takes no compressed messages: send them without compression")

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import logging
+import os
+import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
@@ -16,29 +22,24 @@ from edl.protocol import names
 from edl.protocol.channel import listen
 from edl.protocol.tls.credentials import CredentialFiles
 from edl.protocol.transport import grpc
+from edl_serving.access_log import AccessLog
+from edl_serving.admission import ConnectionLimiter, Lifecycle, ServerState, TokenInterceptor, watch_revocations
 from edl_serving.backends.backend import Backend
 from edl_serving.batching.batcher import Batcher
 from edl_serving.batching.canary import Canary
-from edl_serving.lifecycle import Lifecycle, ServerState
+from edl_serving.inference import InferenceHandler
+from edl_serving.metrics import Metrics
 from edl_serving.model import ServedModel
-from edl_serving.monitoring.metrics import Metrics
-from edl_serving.rpc.access_log import AccessLog
-from edl_serving.rpc.authentication import TokenInterceptor, watch_revocations
-from edl_serving.rpc.clients import ConnectionLimiter
-from edl_serving.rpc.inference import InferenceHandler
-from edl_serving.rpc.listening import check_path, check_port, private_path, publish_socket, withdraw_socket
-from edl_serving.rpc.servicer import InferenceServicer
+from edl_serving.servicer import InferenceServicer
 from edl_serving.settings import ServerSettings, authority
-from edl_serving.shared_memory.peers import PeerCredentials
-from edl_serving.shared_memory.regions import RegionTable
-
-__all__ = ["TeacherServer"]
+from edl_serving.shared_memory import PeerCredentials, RegionTable
 
 _log = logging.getLogger(__name__)
+
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-_AGE_GRACE_MS = 30_000  # for requests under way on a connection that has come to its age; as long as draining takes
-_SWEEP_EVERY_S = 5.0  # memory of students that were killed is held for so long at most, at microseconds a look
+_AGE_GRACE_MS = 30_000  # for requests in flight on a connection that has reached its age; as long as draining takes
+_SWEEP_EVERY_S = 5.0  # memory of students that were killed is held for this long at most, at microseconds a look
 _TURN_S = 4.0
 """How long the event loop may take to come round before the process counts as stuck: within the 5 s that the operator's
 probes wait, and far beyond what large requests take."""
@@ -51,65 +52,44 @@ class TeacherServer:
     """Serves a model over KServe v2 gRPC, on the running event loop.
 
     Args:
-        settings: of the server.
-        backends: instances of the model, alike in names, types and shapes; they run in threads of their own. The server
-            closes them in `stop`.
+        settings: The server's settings.
+        backends: Instances of the model, alike in names, types and shapes. Each runs in a thread of its own; `stop`
+            closes them.
+
+    Attributes:
+        settings: The settings, as given.
+        model: The description of the model.
+        metrics: The counters; `metrics.registry` is Prometheus's registry of them.
+        port: The TCP port that is listened on, 0 before `start`.
+        metrics_port: The port of `/metrics`, None where it is off.
 
     Raises:
         SettingsError: the backends cannot be served together, or under these settings.
     """
 
     def __init__(self, settings: ServerSettings, backends: Backend | Sequence[Backend]) -> None:
-        self._settings = settings
+        self.settings = settings
         self._backends = (backends,) if isinstance(backends, Backend) else tuple(backends)
-        self._model = ServedModel(settings, self._backends)
-        self._metrics = Metrics(settings.model)
-        self._lifecycle: Lifecycle | None = None
+        self.model = ServedModel(settings, self._backends)
+        self.metrics = Metrics(settings.model)
+        self._lifecycle = Lifecycle()
         self._batcher: Batcher | None = None
         self._inference: InferenceHandler | None = None
         self._grpc: grpc.aio.Server | None = None
         self._files = CredentialFiles.of(settings.credentials, serving=True)
-        self._following: asyncio.Task[None] | None = None
         self._health = health_aio.HealthServicer()
-        self._port = 0
-        self._sweeping: asyncio.Task[None] | None = None
+        self.port = 0
+        self.metrics_port: int | None = None
         self._own_path: tuple[str, tuple[int, int]] | None = None
-        self._metrics_port: int | None = None
         self._access: AccessLog | None = None
-        self._canary: asyncio.Task[None] | None = None
-        self._fault_watch: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._faults: dict[str, str] = {}
         self._ready_watch: Callable[[bool], None] | None = None
 
     @property
-    def settings(self) -> ServerSettings:
-        """The settings, as given."""
-        return self._settings
-
-    @property
-    def model(self) -> ServedModel:
-        """The description of the model."""
-        return self._model
-
-    @property
-    def metrics(self) -> Metrics:
-        """The counters; `metrics.registry` is Prometheus's registry of them."""
-        return self._metrics
-
-    @property
-    def port(self) -> int:
-        """The TCP port that is listened on, 0 before `start`."""
-        return self._port
-
-    @property
-    def metrics_port(self) -> int | None:
-        """The port of `/metrics`, None where it is off."""
-        return self._metrics_port
-
-    @property
     def ready(self) -> bool:
         """Whether it is warmed up and not draining, as `ServerReady`, `ModelReady` and the health service say."""
-        return self._lifecycle is not None and self._lifecycle.ready
+        return self._lifecycle.ready
 
     async def start(self) -> int:
         """Listen (not ready yet), warm the model up, become ready. To be called once.
@@ -122,10 +102,9 @@ class TeacherServer:
             Exception: what `Backend.warm_up` raised.
         """
         keep_freed_memory()
-        self._lifecycle = Lifecycle()
-        self._batcher = Batcher(self._settings, self._model, self._backends, self._metrics)
+        self._batcher = Batcher(self.settings, self.model, self._backends, self.metrics)
         try:
-            await self._listen(self._lifecycle, self._batcher)
+            await self._listen(self._batcher)
             await self._batcher.warm_up()
         except asyncio.CancelledError:
             await self.stop(close_within_s=0.0)
@@ -135,10 +114,14 @@ class TeacherServer:
             raise
         self._lifecycle.state = ServerState.READY
         await self._tell_health(_SERVING)
-        self._start_canary(self._batcher)
+        if self.settings.canary_s is not None:
+            self._start_canary(self._batcher, self.settings.canary_s)
         if any(type(backend).find_fault is not Backend.find_fault for backend in self._backends):
-            self._fault_watch = asyncio.create_task(self._watch_faults())
-        return self._port
+            self._run_task(self._watch_faults())
+        return self.port
+
+    def _run_task(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.create_task(work))
 
     def load(self) -> tuple[int, float, int, int]:
         """Return what the server has computed so far; may be called from any thread.
@@ -147,21 +130,21 @@ class TeacherServer:
             Rows, the seconds that its workers computed them (summed over workers), the number of workers, and the rows
             that wait.
         """
-        rows, compute_s = self._metrics.computed()
+        rows, compute_s = self.metrics.computed()
         batcher = self._batcher
-        return rows, compute_s, len(self._backends), batcher.queued_rows if batcher is not None else 0
+        return rows, compute_s, len(self._backends), batcher.queue.rows if batcher is not None else 0
 
     def watch_ready(self, changed: Callable[[bool], None]) -> None:
         """Have `changed` called on the event loop when a canary fails or a backend has a fault, and when that is over.
 
         Args:
-            changed: called with whether the server is ready.
+            changed: Called with whether the server is ready.
         """
         self._ready_watch = changed
 
     def _add_checks(self) -> None:
         """Say what `/livez` and `/readyz` go by."""
-        loop, probes = asyncio.get_running_loop(), self._metrics.probes
+        loop, probes = asyncio.get_running_loop(), self.metrics.probes
 
         def check_loop() -> str:
             turned = threading.Event()
@@ -172,30 +155,26 @@ class TeacherServer:
             return "" if turned.wait(_TURN_S) else f"the event loop has not come round for {_TURN_S:g} s"
 
         def check_model() -> str:
-            lifecycle = self._lifecycle
-            if lifecycle is None or lifecycle.state is ServerState.STARTING:
+            if self._lifecycle.state is ServerState.STARTING:
                 return "the model is warming up"
-            if lifecycle.state is not ServerState.READY:
+            if self._lifecycle.state is not ServerState.READY:
                 return "draining"
             return next(iter(self._faults.values()), "")
 
         probes.add_check("/livez", "event-loop", check_loop)
-        probes.add_check("/livez", "model", lambda: self._metrics.find_stall(self._settings.stall_timeout_s))
+        probes.add_check("/livez", "model", lambda: self.metrics.find_stall(self.settings.stall_timeout_s))
         probes.add_check("/readyz", "model", check_model)
 
-    def _start_canary(self, batcher: Batcher) -> None:
-        settings = self._settings
-        if settings.canary_s is None:
-            return
+    def _start_canary(self, batcher: Batcher, every_s: float) -> None:
+        async def changed(healthy: bool) -> None:
+            await self._set_fault("canary", "" if healthy else "the model fails a row of the sample (--canary)")
+
         row = self._backends[0].sample(1)
-        canary = Canary(batcher, self._model, row, settings.canary_s, settings.canary_timeout_s, self._canary_changed)
-        self._metrics.add_gauge(
+        canary = Canary(batcher, self.model, row, every_s, self.settings.canary_timeout_s, changed)
+        self.metrics.add_gauge(
             "edl_teacher_healthy", "Whether the last row of the canary was answered.", lambda: float(canary.healthy)
         )
-        self._canary = asyncio.create_task(canary.run())
-
-    async def _canary_changed(self, healthy: bool) -> None:
-        await self._set_fault("canary", "" if healthy else "the model fails a row of the sample (--canary)")
+        self._run_task(canary.run())
 
     async def _watch_faults(self) -> None:
         """Ask the backends for faults until cancelled."""
@@ -206,7 +185,7 @@ class TeacherServer:
     async def _set_fault(self, finder: str, fault: str) -> None:
         """Be ready only while nothing has found a fault."""
         lifecycle = self._lifecycle
-        if lifecycle is None or lifecycle.state is not ServerState.READY:
+        if lifecycle.state is not ServerState.READY:
             return
         self._faults.pop(finder, None)
         if fault:
@@ -219,55 +198,53 @@ class TeacherServer:
         if self._ready_watch is not None:
             self._ready_watch(healthy)
 
-    async def _listen(self, lifecycle: Lifecycle, batcher: Batcher) -> None:
-        settings = self._settings
+    async def _listen(self, batcher: Batcher) -> None:
+        settings, lifecycle, files = self.settings, self._lifecycle, self._files
         regions: RegionTable | None = None
         if settings.shared_memory:
-            peers = PeerCredentials(lambda: (self._port,), settings.host)
+            peers = PeerCredentials(lambda: self.port)
             regions = RegionTable(settings.max_regions, settings.max_region_bytes, peers, settings.shared_memory_users)
-            self._sweeping = asyncio.create_task(_sweep(regions))
-        clients = ConnectionLimiter(settings)
+            self._run_task(_sweep(regions))
         if settings.access_log is not None:
-            self._access = AccessLog(settings.access_log, self._model.name, self._model.version)
+            self._access = AccessLog(settings.access_log, self.model.name, self.model.version)
+        clients = ConnectionLimiter(settings)
         inference = self._inference = InferenceHandler(
-            self._model, settings.max_queue_rows, lifecycle, batcher, regions, clients, self._metrics, self._access
+            self.model, settings.max_queue_rows, lifecycle, batcher, regions, clients, self.metrics, self._access
         )
-        servicer = InferenceServicer(self._model, lifecycle, inference, regions, clients, self._metrics)
-        files = self._files
-        checks = (
-            [TokenInterceptor(files, open_health=settings.open_health)] if files and files.settings.token_file else []
-        )
+        checks = []
+        if files is not None and files.settings.token_file:
+            checks = [TokenInterceptor(files, open_health=settings.open_health)]
         self._grpc = grpc.aio.server(options=_options(settings), interceptors=checks)
-        self._grpc.add_generic_rpc_handlers((servicer.handler(),))
+        self._grpc.add_generic_rpc_handlers((InferenceServicer(inference).handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         await self._tell_health(_NOT_SERVING)
         check_port(settings.host, settings.port)
         if settings.uds is not None:
             check_path(settings.uds)
-        self._port = self._bind(self._grpc, authority(settings.host, settings.port))
+        self.port = self._bind(self._grpc, authority(settings.host, settings.port))
         if settings.uds is not None:
             self._bind(self._grpc, f"unix:{private_path(settings.uds)}")
             self._own_path = settings.uds, publish_socket(settings.uds)
         await self._grpc.start()
         if files is not None:
-            self._following = asyncio.create_task(watch_revocations(files, inference.end_streams))
-        self._metrics.add_gauge("edl_teacher_in_flight", "Requests not answered yet.", lambda: lifecycle.in_flight)
-        self._metrics.add_gauge("edl_teacher_queue_rows", "Rows that wait.", lambda: batcher.queued_rows)
+            self._run_task(watch_revocations(files, inference.end_streams))
+            if files.tls:
+                self._watch_certificate(files)
         for name, text, read in (
-            ("edl_teacher_queue_bytes", "Bytes of requests that wait.", lambda: batcher.queued_bytes),
-            ("edl_teacher_connections", "Clients with calls open.", lambda: len(clients)),
+            ("edl_teacher_in_flight", "Requests not answered yet.", lambda: lifecycle.in_flight),
+            ("edl_teacher_queue_rows", "Rows in the queue.", lambda: batcher.queue.rows),
+            ("edl_teacher_queue_bytes", "Bytes of requests in the queue.", lambda: batcher.queue.nbytes),
+            ("edl_teacher_connections", "Clients with open calls.", lambda: len(clients)),
             ("edl_teacher_streams", "Streams that are open.", lambda: clients.streams),
-            ("edl_teacher_client_bytes", "Bytes of requests and answers under way.", lambda: clients.nbytes),
+            ("edl_teacher_client_bytes", "Bytes of requests and answers in flight.", lambda: clients.nbytes),
         ):
-            self._metrics.add_gauge(name, text, read)
-        if files is not None and files.tls:
-            self._watch_certificate(files)
+            self.metrics.add_gauge(name, text, read)
         if regions is not None:
-            self._metrics.add_gauge("edl_teacher_regions", "Regions of shared memory.", lambda: len(regions))
-            self._metrics.add_gauge("edl_teacher_region_bytes", "Bytes of them.", lambda: regions.nbytes)
+            self.metrics.add_gauge("edl_teacher_regions", "Regions of shared memory.", lambda: len(regions))
+            self.metrics.add_gauge("edl_teacher_region_bytes", "Bytes of them.", lambda: regions.nbytes)
         self._add_checks()
         if settings.metrics_port is not None:
-            self._metrics_port = self._metrics.listen(settings.metrics_host, settings.metrics_port)
+            self.metrics_port = self.metrics.listen(settings.metrics_host, settings.metrics_port)
 
     def _watch_certificate(self, files: CredentialFiles) -> None:
         """Add the gauge of the certificate's expiry, and log the certificate."""
@@ -277,7 +254,7 @@ class TeacherServer:
             return identity.not_after_s if identity is not None else 0.0
 
         text = "When the certificate in use expires, in seconds since 1970."
-        self._metrics.add_gauge("edl_teacher_certificate_expiry_seconds", text, expiry)
+        self.metrics.add_gauge("edl_teacher_certificate_expiry_seconds", text, expiry)
         identity = files.current().identity
         if identity is not None:
             names = ", ".join(identity.names) or "no host"
@@ -291,7 +268,7 @@ class TeacherServer:
 
     async def leave(self) -> None:
         """Stop being ready, while requests are still served: students may not have heard of it yet."""
-        if self._lifecycle is not None and self._lifecycle.state in (ServerState.STARTING, ServerState.READY):
+        if self._lifecycle.state in (ServerState.STARTING, ServerState.READY):
             self._lifecycle.state = ServerState.LEAVING
             await self._tell_health(_NOT_SERVING)
 
@@ -299,43 +276,31 @@ class TeacherServer:
         """Stop being ready, refuse new requests with UNAVAILABLE, finish requests that were accepted.
 
         Args:
-            timeout_s: None for `settings.drain_timeout_s`.
+            timeout_s: Seconds to wait for requests in flight; None for `settings.drain_timeout_s`.
 
         Returns:
             Whether all were finished in time.
         """
-        if self._lifecycle is None:
+        if self._batcher is None:  # not started, or stopped
             return True
         await self.leave()
         self._lifecycle.state = ServerState.DRAINING
-        return await self._lifecycle.wait_idle(self._settings.drain_timeout_s if timeout_s is None else timeout_s)
+        return await self._lifecycle.wait_idle(self.settings.drain_timeout_s if timeout_s is None else timeout_s)
 
     async def stop(self, close_within_s: float = 5.0) -> None:
         """Stop at once (requests in flight are cancelled) and close the backends. May be called twice.
 
         Args:
-            close_within_s: how long to wait for the backends; the thread of a backend that hangs is left behind.
+            close_within_s: Seconds to wait for the backends; the thread of a backend that hangs is left behind.
         """
-        server = self._grpc
-        self._grpc = None
-        batcher = self._batcher
-        self._batcher = None
-        if self._lifecycle is not None:
-            self._lifecycle.state = ServerState.STOPPED
-        following = self._following
-        self._following = None
-        if following is not None:
-            following.cancel()
-        for task in (self._sweeping, self._canary, self._fault_watch):
-            if task is not None:
-                task.cancel()
-        self._sweeping = None
-        self._canary = None
-        self._fault_watch = None
-        own = self._own_path
-        self._own_path = None
-        if own is not None:
-            withdraw_socket(*own)
+        server, batcher, own_path, access = self._grpc, self._batcher, self._own_path, self._access
+        self._grpc = self._batcher = self._own_path = self._access = None
+        self._lifecycle.state = ServerState.STOPPED
+        for task in self._tasks:
+            task.cancel()
+        self._tasks.clear()
+        if own_path is not None:
+            withdraw_socket(*own_path)
         if server is not None:
             await self._tell_health(_NOT_SERVING)
             if self._inference is not None:
@@ -343,14 +308,12 @@ class TeacherServer:
             await server.stop(_FLUSH_S)
         if batcher is not None:
             await batcher.close(close_within_s)
-        self._metrics.close()
-        access = self._access
-        self._access = None
+        self.metrics.close()
         if access is not None:
             await asyncio.to_thread(access.close)
 
     async def _tell_health(self, status: int) -> None:
-        for service in ("", names.SERVICE, self._model.name):
+        for service in ("", names.SERVICE, self.model.name):
             await self._health.set(service, status)
 
 
@@ -368,7 +331,7 @@ def _options(settings: ServerSettings) -> list[tuple[str, int | str]]:
         *(aging if mutual else []),
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.max_send_message_length", -1),
-        ("grpc.per_message_decompression", 0),  # see `request_error.malformed`
+        ("grpc.per_message_decompression", 0),  # see `request_error.malformed_message`
         ("grpc.max_concurrent_streams", settings.max_calls),
         ("grpc.so_reuseport", 0),  # two servers on one port would share its students at random
         # Students ping to notice a teacher that vanished without a word; gRPC's default takes that for an attack.
@@ -376,3 +339,91 @@ def _options(settings: ServerSettings) -> list[tuple[str, int | str]]:
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ]
+
+
+_HOSTS = "give --host 127.0.0.1 for students on this machine, 0.0.0.0 for others too, or one of its addresses"
+_REMEDIES = {
+    errno.EADDRINUSE: "another --port does, or 0 for a free one",
+    errno.EADDRNOTAVAIL: f"this machine has no such address; {_HOSTS}",
+    errno.EACCES: "a --port above 1023 needs no privileges",
+}
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise if a TCP port cannot be listened on, as far as the kernel can tell."""
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        socket.create_server(place[:2], family=family).close()
+    except socket.gaierror as exc:
+        raise SettingsError(f"cannot listen on {host}:{port}: no address of that name is known; {_HOSTS}") from exc
+    except OSError as exc:
+        if exc.errno in _REMEDIES:  # whatever else it is, gRPC may know a way
+            remedy = _REMEDIES[exc.errno]
+            raise SettingsError(f"cannot listen on {host}:{port}: {os.strerror(exc.errno)}; {remedy}") from exc
+
+
+def check_path(path: str) -> None:
+    """Raise if a Unix socket cannot be made. A socket that a dead server left is replaced."""
+    if Path(path).is_socket():
+        _check_left(path)
+    elif Path(path).exists():
+        raise SettingsError(f"--uds {path!r}: this is there already, and is no socket")
+    folder = Path(path).absolute().parent
+    if not folder.is_dir():
+        raise SettingsError(f"--uds {path!r}: there is no folder {str(folder)!r}")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.bind(private_path(path))
+        except OSError as exc:
+            raise SettingsError(f"--uds {path!r}: no socket can be made there: {exc.strerror or exc}") from exc
+    Path(private_path(path)).unlink()
+
+
+def _check_left(path: str) -> None:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return
+        except (BlockingIOError, PermissionError):
+            pass  # too many wait for it to answer; or it is somebody else's, and no server of ours
+        except OSError as exc:
+            raise SettingsError(f"--uds {path!r}: another socket is there: {exc.strerror or exc}") from exc
+    raise SettingsError(f"--uds {path!r}: in use by another server; give another path, or stop that one first")
+
+
+def private_path(path: str) -> str:
+    """Return the path to listen on before `publish_socket`.
+
+    gRPC deletes the path that it listened on when it stops, even if the socket there is another server's by then.
+    """
+    return f"{path}.{os.getpid()}"
+
+
+def publish_socket(path: str) -> tuple[int, int]:
+    """Move the socket from `private_path(path)` to `path`.
+
+    Returns:
+        The socket's identity, for `withdraw_socket`.
+    """
+    try:
+        Path(private_path(path)).replace(path)
+        return _identity(path)
+    except OSError as exc:
+        raise SettingsError(f"--uds {path!r}: no socket can be made there: {exc.strerror or exc}") from exc
+
+
+def withdraw_socket(path: str, identity: tuple[int, int]) -> None:
+    """Delete a published socket, unless another socket is there by now.
+
+    Call it while the socket is listened on: a later socket might have the same identity.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if _identity(path) == identity:
+            Path(path).unlink()
+
+
+def _identity(path: str) -> tuple[int, int]:
+    status = os.lstat(path)
+    return status.st_dev, status.st_ino

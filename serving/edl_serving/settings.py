@@ -10,28 +10,24 @@ from edl.protocol.channel import is_this_host
 from edl.settings import Credentials
 
 __all__ = ["ServerSettings", "authority"]
-
-_COUNTS = (
-    "max_batch_rows",
-    "max_queue_rows",
-    "max_connections",
-    "max_streams",
-    "max_regions",
-    "max_region_bytes",
-)
-
 _ROOM = ("max_queue_bytes", "max_client_bytes")
-_LEAST_MESSAGE_BYTES = 8192
-"""A larger message ends the stream that it comes on, and students send bundles of up to 4 kB without asking."""
 _LEAST_ROOM_BYTES = 1 << 30
-"""Six batches of 256 images as float32; what a student holds ahead as it comes is half of that."""
-
-_LEAST_CANARY_S = 0.01
-"""More often, the canary would be what keeps the model busy."""
-
-
-_LEAST_STALL_S = 1.0
-"""Kubernetes probes once a second at most: a shorter limit would be seen by chance alone."""
+"""Six batches of 256 images as float32; by default a student holds half of that ahead."""
+_DAY_S = 86_400
+_BOUNDS: dict[str, tuple[float, float]] = {
+    # A larger message ends the stream that it comes on, and students send bundles of up to 4 kB without asking.
+    "max_message_bytes": (8192, 2**31 - 1),
+    **dict.fromkeys(("max_batch_rows", "max_queue_rows", "max_connections", "max_streams"), (1, math.inf)),
+    **dict.fromkeys(("max_regions", "max_region_bytes", *_ROOM), (1, math.inf)),
+    "max_calls": (1, 2**31 - 1),
+    "max_delay_s": (0, 60),
+    "drain_timeout_s": (0, _DAY_S),
+    **dict.fromkeys(("canary_s", "canary_timeout_s"), (0.01, _DAY_S)),  # else the canary would keep the model busy
+    # Kubernetes probes once a second at most: a shorter limit would be seen by chance alone.
+    "stall_timeout_s": (1, 365 * _DAY_S),
+    **dict.fromkeys(("port", "metrics_port"), (0, 65535)),
+    "max_connection_age_s": (1, 365 * _DAY_S),
+}
 
 
 @dataclass(frozen=True)
@@ -116,23 +112,13 @@ class ServerSettings:
         """Check the settings, and derive those that are left to others."""
         if not self.model:
             raise SettingsError("model='' : a served model needs a name")
-        self._check("max_message_bytes", _LEAST_MESSAGE_BYTES, 2**31 - 1)
         for name in _ROOM:
             if getattr(self, name) == 0:
                 object.__setattr__(self, name, max(_LEAST_ROOM_BYTES, 2 * self.max_message_bytes))
-        for name in (*_COUNTS, *_ROOM):
-            self._check(name, 1, math.inf)
-        self._check("max_calls", 1, 2**31 - 1)
-        self._check("max_delay_s", 0, 60)
-        self._check("drain_timeout_s", 0, 86400)
-        if self.canary_s is not None:
-            self._check("canary_s", _LEAST_CANARY_S, 86400)
-        self._check("canary_timeout_s", _LEAST_CANARY_S, 86400)
-        self._check("stall_timeout_s", _LEAST_STALL_S, 86400 * 365)
-        self._check("port", 0, 65535)
-        if self.metrics_port is not None:
-            self._check("metrics_port", 0, 65535)
-        self._check("max_connection_age_s", 1, 86400 * 365)
+        for name, (low, high) in _BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise SettingsError(f"{name}={value!r}: must be between {low} and {high}")
         credentials = self.credentials
         if credentials.token_file and not (
             credentials.cert or credentials.allow_insecure_tokens or is_this_host(authority(self.host, 0))
@@ -147,18 +133,12 @@ class ServerSettings:
                 f"max_queue_rows={self.max_queue_rows}: must hold a batch, max_batch_rows={self.max_batch_rows} "
                 "(edl serve --max-queue, --max-batch)"
             )
-
         for name in _ROOM:
             if getattr(self, name) < self.max_message_bytes:
                 raise SettingsError(
                     f"{name}={getattr(self, name)}: must hold a message, max_message_bytes={self.max_message_bytes} "
                     f"(edl serve --{name.replace('_', '-')}, --max-message)"
                 )
-
-    def _check(self, name: str, low: float, high: float) -> None:
-        value = getattr(self, name)
-        if not low <= value <= high:
-            raise SettingsError(f"{name}={value!r}: must be between {low} and {high}")
 
 
 def authority(host: str, port: int) -> str:

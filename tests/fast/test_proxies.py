@@ -10,7 +10,7 @@ import pytest
 
 from edl.distill import DistillReader
 from edl.testing import LocalTeacher
-from edl_serving.registration.probe import ProbeStatus, ReadinessProbe
+from edl_serving.foreign_server import ForeignServer, ProbeStatus
 
 VARIABLES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "grpc_proxy", "all_proxy", "ALL_PROXY")
 
@@ -30,7 +30,7 @@ def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_a_teacher_is_asked_directly(dead_proxy: str) -> None:
     """By what registers it and by students; the servers of registries in `tests/services/discovery`."""
     with LocalTeacher("echo") as teacher:
-        server = ReadinessProbe(teacher.endpoint, "m", 60.0)
+        server = ForeignServer(teacher.endpoint, "m", 60.0)
         try:
             result = server.probe()
         finally:

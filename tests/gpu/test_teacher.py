@@ -167,11 +167,10 @@ def test_language_model_labels(device: torch.device, language_model: tuple[Path,
 
 def test_top_k_is_found_on_the_device(device: torch.device, language_model: tuple[Path, Any]) -> None:
     """What leaves the GPU is k ids and values per token, and not a vocabulary's."""
-    from edl_serving.backends.hf.language_model import LanguageModelBackend
-    from edl_serving.backends.hf.transformers_backend import LoadedModel
+    from edl_serving.backends.hf.backends import LanguageModelBackend, LoadedModel
 
     _, model = language_model
-    backend = LanguageModelBackend(LoadedModel(model, "1", {}, 1024, 1024, 0), TOP_K, causal=True, packing=False)
+    backend = LanguageModelBackend(LoadedModel(model, "1", {}, 1024, 1024), TOP_K, causal=True, packing=False)
     ids, position = np.arange(1, 101, dtype=np.int32), np.tile(np.arange(50, dtype=np.int32), 2)
     with HostCopies() as copies:
         answer = backend.predict_top_k({"ids": ids, "position": position}, TOP_K, 1.0)

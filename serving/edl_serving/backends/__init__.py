@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 from edl.errors import SettingsError
 from edl_serving.backends.backend import Backend
 from edl_serving.backends.source import ModelSource
 
-__all__ = ["MODEL_LOADERS", "ModelLoader", "ModelSource", "open_backends"]
-
+__all__ = ["MODEL_LOADERS", "ModelSource", "open_backends"]
 _PACKAGES = {
     "torch": ("PyTorch", "torch"),
     "paddle": ("PaddlePaddle", "paddlepaddle"),
@@ -30,72 +29,34 @@ _ANY_MODEL = frozenset({"inputs", "outputs", "sample", "version"})
 _TORCH = _ANY_MODEL | {"device", "threads", "autocast", "normalize"}
 
 
-@dataclass(frozen=True)
-class ModelLoader:
-    """A loader of models of a kind.
-
-    Attributes:
-        loader: `module:function`; the function makes a `Backend` of a `ModelSource`.
-        takes: the fields of `ModelSource` that mean something to it.
-    """
-
-    loader: str
-    takes: frozenset[str]
-
-    def load(self) -> Callable[[ModelSource], Backend]:
-        """Import the loader's function.
-
-        Raises:
-            SettingsError: what it needs is not installed; names the package.
-        """
-        name, _, function = self.loader.partition(":")
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError as exc:
-            missing = (exc.name or "").partition(".")[0]
-            if missing not in _PACKAGES:
-                raise
-            framework, package = _PACKAGES[missing]
-            raise SettingsError(f"{framework} is not installed: pip install {package}") from exc
-        loader: Callable[[ModelSource], Backend] = getattr(module, function)
-        return loader
-
-
 MODEL_LOADERS = {
-    "callable": ModelLoader("edl_serving.backends.callable:from_function", _ANY_MODEL),
-    "factory": ModelLoader("edl_serving.backends.callable:from_factory", _ANY_MODEL | {"options"}),
-    "torch-factory": ModelLoader("edl_serving.backends.torch:from_factory", _TORCH | {"options", "checkpoint"}),
-    "torchscript": ModelLoader("edl_serving.backends.torch:from_torchscript", _TORCH),
-    "torch-export": ModelLoader("edl_serving.backends.torch:from_export", _TORCH),
-    "hf": ModelLoader(
-        "edl_serving.backends.hf.factory:from_folder",
-        frozenset({"task", "top_k", "max_tokens", "dtype", "packing", "device", "threads", "version"}),
+    "callable": ("callable:from_function", _ANY_MODEL),
+    "factory": ("callable:from_factory", _ANY_MODEL | {"options"}),
+    "torch-factory": ("torch:from_factory", _TORCH | {"options", "checkpoint"}),
+    "torchscript": ("torch:from_torchscript", _TORCH),
+    "torch-export": ("torch:from_export", _TORCH),
+    "hf": (
+        "hf.loading:from_folder",
+        {"task", "top_k", "max_tokens", "dtype", "packing", "device", "threads", "version"},
     ),
-    "paddle": ModelLoader("edl_serving.backends.paddle:from_inference_model", _ANY_MODEL | {"device", "threads"}),
+    "paddle": ("paddle:PaddleBackend", _ANY_MODEL | {"device", "threads"}),
 }
+"""By flag: the function in this package that makes a `Backend` of a `ModelSource`, and the fields that it takes."""
 
 
 def open_backends(source: ModelSource) -> list[Backend]:
-    """Load the model that `source` names, an instance for every device that it names.
+    """Load the model that `source` names, an instance for each device that it names; the caller closes them.
 
-    Args:
-        source: the model.
-
-    Returns:
-        The instances, at least one; the caller closes them.
-
-    Raises:
-        SettingsError: a field of the source cannot be used; names the flag.
-        Exception: what the user's own code raised while it built the model.
+    Raises `SettingsError`, which names the flag, and what the user's own code raises while it builds the model.
     """
-    kind = MODEL_LOADERS[source.kind]
+    loader, takes = MODEL_LOADERS[source.kind]
     for field in fields(source):
         given = getattr(source, field.name) not in (None, (), {}, False)
-        if given and field.name not in kind.takes | {"kind", "target"}:
+        if given and field.name not in takes | {"kind", "target"}:
             flags = {"inputs": "input", "outputs": "output", "options": "option", "version": "model-version"}
             flag = flags.get(field.name, field.name.replace("_", "-"))
             raise SettingsError(f"--{flag} means nothing to --{source.kind}")
-    load = kind.load()
+    load = _import_loader(loader)
     devices: list[Any] = [device.strip() for device in source.device.split(",")] if source.device else [None]
     backends: list[Backend] = []
     try:
@@ -105,3 +66,16 @@ def open_backends(source: ModelSource) -> list[Backend]:
             backend.close()
         raise
     return backends
+
+
+def _import_loader(name: str) -> Callable[[ModelSource], Backend]:
+    module, _, function = name.partition(":")
+    try:
+        found: Callable[[ModelSource], Backend] = getattr(importlib.import_module(f"{__name__}.{module}"), function)
+    except ModuleNotFoundError as exc:
+        missing = (exc.name or "").partition(".")[0]
+        if missing not in _PACKAGES:
+            raise
+        framework, package = _PACKAGES[missing]
+        raise SettingsError(f"{framework} is not installed: pip install {package}") from exc
+    return found

@@ -1,10 +1,15 @@
-"""The interface of a model to the teacher server."""
+"""The interface of a model to the teacher server.
+
+Inputs are views of memory that is not the model's own. numpy refuses writes to them by the array's flag. torch and
+native code do not look at it, and a process that writes to read-only shared memory is killed by SIGSEGV: so a model
+that writes is found out before there are students, on memory that may be written to.
+"""
 
 from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,11 +17,59 @@ import numpy as np
 
 from edl.errors import ProtocolError, SettingsError
 from edl.protocol.tensors import Array, dtype_of
-from edl_serving.backends.input_writes import modifies_inputs, warn_of_copies, with_nonzero_floats
 
 __all__ = ["Array", "Backend", "TensorSpec", "TopKArrays"]
 
 _log = logging.getLogger(__name__)
+
+_COMPLAINTS = ("read-only", "readonly", "not writeable", "not writable")  # numpy, Cython, numba, torch
+
+
+def modifies_inputs(predict: Callable[[Mapping[str, Array]], object], batch: Mapping[str, Array]) -> bool:
+    """Call a model, and find out whether it tries to change the batch."""
+    given = {name: np.array(array, order="C") for name, array in batch.items()}
+    before = {name: array.copy() for name, array in given.items()}
+    for array in given.values():
+        array.flags.writeable = False
+    try:
+        predict(dict(given))  # which the model may empty
+    except Exception as exc:
+        if is_read_only_error(exc):
+            return True
+        raise
+    return any(not _same(array, before[name]) for name, array in given.items())
+
+
+def is_read_only_error(exc: BaseException) -> bool:
+    """Return whether an error is the refusal to write to an array, rather than to a file."""
+    text = str(exc).lower()
+    return isinstance(exc, ValueError | TypeError | RuntimeError) and any(words in text for words in _COMPLAINTS)
+
+
+def with_nonzero_floats(zeros: Mapping[str, Array]) -> dict[str, Array]:
+    """Return a batch with other floats in place of zeros: times two, or cut off at 0 or 1, a zero stays what it is.
+
+    Whole numbers stay zeros: they may be indices, and a GPU whose kernel was given a larger index than it has is lost.
+    """
+    batch = dict(zeros)
+    for name, array in zeros.items():
+        if array.dtype.kind == "f" and array.size:
+            batch[name] = np.where(np.arange(array.size) % 2, -1.5, 2.5).astype(array.dtype).reshape(array.shape)
+    return batch
+
+
+def warn_of_copies() -> None:
+    """Log a warning that the model gets copies of its inputs, and how to save them."""
+    _log.warning(
+        "the model writes to its inputs, which are read-only: from now on it gets copies. Have it write to arrays of "
+        "its own to save them"
+    )
+
+
+def _same(array: Array, before: Array) -> bool:
+    if array.dtype == object:
+        return bool(array.tolist() == before.tolist())
+    return array.tobytes() == before.tobytes()  # as it lies: NaN is not equal to itself
 
 
 @dataclass(frozen=True)
@@ -24,9 +77,9 @@ class TensorSpec:
     """Name, type and shape of an input or output.
 
     Attributes:
-        name: its name on the wire.
+        name: Its name on the wire.
         datatype: KServe's name of the type ("UINT8", "FP32", "INT64", "BYTES", ...).
-        shape: of a row, without the batch dimension; -1 is a dimension of any size.
+        shape: Shape of a row, without the batch dimension; -1 is a dimension of any size.
 
     Raises:
         SettingsError: an empty name, an unknown datatype, or a dimension that is neither -1 nor above 0.
@@ -37,7 +90,6 @@ class TensorSpec:
     shape: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         if not self.name:
             raise SettingsError("a tensor needs a name")
         try:
@@ -53,8 +105,8 @@ class TopKArrays(NamedTuple):
     """The k largest values of each row of an output, and what the others add to a softmax.
 
     Attributes:
-        ids: of the classes, INT32 `[rows, k]`, by falling value; equal values by rising id.
-        values: theirs, `[rows, k]` in the output's datatype.
+        ids: Ids of the classes, INT32 `[rows, k]`, by falling value; equal values by rising id.
+        values: Their values, `[rows, k]` in the output's datatype.
         tail: log(sum(exp(value / temperature))) over the classes left out, FP32 `[rows]`; -inf if there are none.
     """
 
@@ -67,11 +119,8 @@ class Backend(abc.ABC):
     """An instance of a model.
 
     The server calls `warm_up`, `predict` and `close` of a backend from a single worker thread, never at the same time;
-    the constructor runs in the caller's. The properties must be there, and stay the same, from construction on.
-
-    Attributes:
-        version_if_unnamed: what `version` is where a subclass does not say. `edl serve --factory` puts a hash here.
-        writes_inputs: whether `predict` changes the arrays that it is given: then it gets copies. `warm_up` finds out.
+    the constructor runs in the caller's. The properties must be there, and stay the same, from construction on; a
+    subclass may have plain attributes in their place.
     """
 
     @property
@@ -126,10 +175,8 @@ class Backend(abc.ABC):
 
         Returns:
             Every name in `outputs`, `[rows, *shape]` with the same number of rows and in the same order, in the dtype
-            of its
-            datatype. The server has read them before it calls `predict` again, so a backend may return the same arrays
-            every
-            time. More names than that are ignored.
+            of its datatype. The server has read them before it calls `predict` again, so a backend may return the same
+            arrays every time. More names than that are ignored.
 
         Raises:
             Exception: any; the students of this batch are told its type and message, and the server serves on.
@@ -152,8 +199,8 @@ class Backend(abc.ABC):
 
         Args:
             inputs: as for `predict`.
-            k: from 1 to `max_top_k`.
-            temperature: of the tails.
+            k: How many values to return, from 1 to `max_top_k`.
+            temperature: Temperature of the tails.
 
         Returns:
             As `predict`, but `TopKArrays` for `top_k_outputs`.
@@ -191,7 +238,7 @@ class Backend(abc.ABC):
 
         Args:
             inputs: as for `predict`, of the request alone.
-            temperature: that the request asks for.
+            temperature: Temperature that the request asks for.
 
         Raises:
             RequestError: the request cannot be computed (`request_error.invalid_argument`). `predict` may raise it as
@@ -210,7 +257,7 @@ class Backend(abc.ABC):
         """Return a batch to try the model with; zeros by default.
 
         Args:
-            rows: of the batch.
+            rows: Rows of the batch.
 
         Returns:
             Every name in `inputs` that is not optional, `[rows, *shape]`.
@@ -225,7 +272,7 @@ class Backend(abc.ABC):
         with floats that are not 0 where the sample is made up, unless the model does not take those.
 
         Args:
-            max_rows: the most rows that `predict` will be given at once.
+            max_rows: Most rows that `predict` will be given at once.
         """
         if self.max_top_k is not None:
             for rows in sorted({1, max_rows}):
@@ -239,13 +286,14 @@ class Backend(abc.ABC):
     def _look_for_writes(self) -> bool:
         """Set `writes_inputs`; return whether the model has been called, and did not fail."""
         batch = self.sample(1)
-        if self._sample_is_made_up:
-            try:
-                self.writes_inputs = modifies_inputs(self.predict, with_nonzero_floats(batch))
-            except Exception as exc:  # noqa: BLE001 - zeros are what it is promised
-                _log.debug("the model does not take floats other than zeros: %s: %s", type(exc).__name__, exc)
-                self.writes_inputs = modifies_inputs(self.predict, batch)
-        else:
+        changed = with_nonzero_floats(batch) if self._sample_is_made_up else batch
+        try:
+            self.writes_inputs = modifies_inputs(self.predict, changed)
+        except Exception as exc:
+            if changed is batch:
+                raise
+            # Zeros are what it is promised.
+            _log.debug("the model does not take floats other than zeros: %s: %s", type(exc).__name__, exc)
             self.writes_inputs = modifies_inputs(self.predict, batch)
         if self.writes_inputs:
             warn_of_copies()
@@ -259,9 +307,9 @@ class Backend(abc.ABC):
         """Release what the model holds. Called once, after the last `predict`."""
 
 
-def zeros(spec: TensorSpec, rows: int) -> Array:
-    """Return a batch of zeros (empty strings for BYTES) that fits `spec`; dimensions of any size become 1."""
-    shape = (rows, *(1 if size == -1 else size for size in spec.shape))
+def zeros(spec: TensorSpec, rows: int, free: int = 1) -> Array:
+    """Return a batch of zeros (empty strings for BYTES) that fits `spec`; dimensions of any size become `free`."""
+    shape = (rows, *(free if size == -1 else size for size in spec.shape))
     if spec.datatype == "BYTES":
         return np.full(shape, b"", np.object_)
     return np.zeros(shape, dtype_of(spec.datatype))

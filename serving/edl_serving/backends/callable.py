@@ -23,29 +23,17 @@ import numpy as np
 from edl.errors import SettingsError
 from edl.protocol.tensors import array_of
 from edl_serving.backends.backend import Array, Backend, TensorSpec
-from edl_serving.backends.described import DescribedBackend
+from edl_serving.backends.described import DescribedBackend, read_sample
 from edl_serving.backends.model_version import compute_version
-from edl_serving.backends.source import ModelSource
-from edl_serving.backends.specs import read_sample
-from edl_serving.backends.target import import_target, module_of
-
-__all__ = ["CallableBackend", "call_factory", "from_factory", "from_function"]
+from edl_serving.backends.source import ModelSource, import_target, module_of
 
 
 class CallableBackend(DescribedBackend):
-    """A function over numpy arrays; see the module.
+    """A function over numpy arrays; see the module."""
 
-    Args:
-        function: called with a single batch at a time, never by two threads at once.
-        inputs: tensors as text or `TensorSpec`; empty for the function's attribute `inputs`.
-        outputs: likewise. Outputs that are not given are found out by calling the function.
-        sample: a batch of the inputs, to call it with instead of zeros; says the inputs too.
-        version: empty for the function's attribute.
-
-    Raises:
-        SettingsError: the inputs are not given, or a spec is wrong.
-        Exception: what the function raised when it was called to find its outputs.
-    """
+    inline: bool = False
+    sequence_input: str | None = None
+    max_sequence: int | None = None
 
     def __init__(
         self,
@@ -64,6 +52,9 @@ class CallableBackend(DescribedBackend):
         super().__init__(version or _own_version(function), "python")
         self._function = function
         self.writes_inputs = bool(getattr(function, "writes_inputs", False))
+        self.inline = bool(getattr(function, "inline", False))
+        self.sequence_input = getattr(function, "sequence_input", None)
+        self.max_sequence = getattr(function, "max_sequence", None)
         self._resolve_specs(
             inputs or getattr(function, "inputs", ()),
             outputs or getattr(function, "outputs", ()),
@@ -71,21 +62,6 @@ class CallableBackend(DescribedBackend):
             "nobody says what the model's inputs are: give --input name:TYPE[size,size], --sample FILE.npz, "
             "or set the function's attribute `inputs`",
         )
-
-    @property
-    def inline(self) -> bool:
-        """The function's attribute `inline`."""
-        return bool(getattr(self._function, "inline", False))
-
-    @property
-    def sequence_input(self) -> str | None:
-        """The function's attribute of that name."""
-        return getattr(self._function, "sequence_input", None)
-
-    @property
-    def max_sequence(self) -> int | None:
-        """The function's attribute of that name."""
-        return getattr(self._function, "max_sequence", None)
 
     def _run_model(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         answer = self._function(inputs)
@@ -142,20 +118,7 @@ def from_factory(source: ModelSource) -> Backend:
 
 
 def call_factory(factory: Callable[..., Any], source: ModelSource, flag: str) -> Any:
-    """Call a factory with the source's options.
-
-    Args:
-        factory: what `source` names.
-        source: the model.
-        flag: named in errors.
-
-    Returns:
-        The factory's result.
-
-    Raises:
-        SettingsError: the options do not fit its parameters.
-        Exception: what it raised.
-    """
+    """Call a factory with the source's options."""
     try:
         inspect.signature(factory).bind(**source.options)
     except TypeError as exc:

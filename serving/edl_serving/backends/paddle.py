@@ -15,64 +15,46 @@ import numpy as np
 
 from edl.errors import ProtocolError, SettingsError
 from edl.protocol.tensors import datatype_of
-from edl_serving.backends.backend import Array, Backend, TensorSpec
-from edl_serving.backends.described import DescribedBackend
-from edl_serving.backends.fixed_batch import BatchSizeRange, predict_in_parts
+from edl_serving.backends.backend import Array, TensorSpec
+from edl_serving.backends.described import (
+    BatchSizeRange,
+    DescribedBackend,
+    default_output_names,
+    parse_specs,
+    predict_in_parts,
+    read_sample,
+    spec_of,
+)
 from edl_serving.backends.source import ModelSource, digest
-from edl_serving.backends.specs import default_output_names, parse_specs, read_sample, spec_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Paddle warns at import that ccache is missing, which serving has no use for
     import paddle
     import paddle.inference
 
-__all__ = ["PaddleBackend", "from_inference_model"]
-
 _FILES = (".json", ".pdmodel")
 
 
 class PaddleBackend(DescribedBackend):
-    """An inference model of PaddlePaddle, run by a `paddle.inference` predictor.
+    """An inference model of PaddlePaddle, run by a `paddle.inference` predictor."""
 
-    Args:
-        prefix: the model's files without `.json` or `.pdmodel`, and `.pdiparams`.
-        inputs: tensors as text or `TensorSpec`, in place of what the files say.
-        outputs: likewise, or names alone, in the model's order.
-        sample: a batch of the inputs, to call the model with instead of zeros.
-        device: "cpu", "cuda" or "gpu", "cuda:1", "auto".
-        threads: CPU threads.
-        version: of the weights.
-
-    Raises:
-        SettingsError: an argument cannot be used.
-        Exception: what Paddle raised when it loaded the model, or called it to find its outputs.
-    """
-
-    def __init__(
-        self,
-        prefix: str,
-        inputs: Sequence[str | TensorSpec] = (),
-        outputs: Sequence[str | TensorSpec] = (),
-        *,
-        sample: Mapping[str, Array] | None = None,
-        device: str | None = None,
-        threads: int | None = None,
-        version: str = "",
-    ) -> None:
-        super().__init__(version, "paddle")
-        program, weights = model_files(prefix)
-        self._predictor: Any = paddle.inference.create_predictor(_config(program, weights, device, threads))
+    def __init__(self, source: ModelSource) -> None:
+        program, weights = model_files(source.target)
+        super().__init__(source.version or digest([program, weights, source.settings()]), "paddle")
+        sample = read_sample(source.sample) if source.sample else None
+        self._predictor: Any = paddle.inference.create_predictor(_config(program, weights, source))
         self._input_names: list[str] = self._predictor.get_input_names()
         self._output_names: list[str] = self._predictor.get_output_names()
         declared, accepted = self._declared(program)
         self._rows = accepted
-        specs = parse_specs(inputs) or declared or tuple(spec_of(name, array) for name, array in (sample or {}).items())
+        sampled = tuple(spec_of(name, array) for name, array in (sample or {}).items())
+        specs = parse_specs(source.inputs) or declared or sampled
         if {spec.name for spec in specs} != set(self._input_names):
             why = f"got {', '.join(spec.name for spec in specs)}" if specs else "its files do not say more"
             raise SettingsError(f"--input: the model's inputs are {', '.join(self._input_names)}; {why}")
-        named = [text.name if isinstance(text, TensorSpec) else text.rpartition(":")[0] or text for text in outputs]
+        named = [text.rpartition(":")[0] or text for text in source.outputs]
         self._by_name = bool(named) and set(named) <= set(self._output_names)
-        self._resolve_specs(specs, outputs, sample, "the model has no inputs")
+        self._resolve_specs(specs, source.outputs, sample, "the model has no inputs")
 
     def _declared(self, program: Path) -> tuple[tuple[TensorSpec, ...], BatchSizeRange]:
         """Return inputs and batch sizes as the files have them; empty where this version of Paddle cannot tell."""
@@ -102,17 +84,7 @@ class PaddleBackend(DescribedBackend):
 
 
 def model_files(prefix: str) -> tuple[Path, Path]:
-    """Find the program and the weights of a model.
-
-    Args:
-        prefix: of the files; may be written with a suffix, too.
-
-    Returns:
-        Paths of program and weights.
-
-    Raises:
-        SettingsError: a file is missing; names it.
-    """
+    """Find the program and the weights of a model."""
     path = Path(prefix).expanduser()
     if path.suffix in (*_FILES, ".pdiparams"):
         path = path.with_suffix("")
@@ -126,23 +98,10 @@ def model_files(prefix: str) -> tuple[Path, Path]:
     return program, weights
 
 
-def from_inference_model(source: ModelSource) -> Backend:
-    """Load `--paddle`."""
-    program, weights = model_files(source.target)
-    return PaddleBackend(
-        str(program.with_suffix("")),
-        source.inputs,
-        source.outputs,
-        sample=read_sample(source.sample) if source.sample else None,
-        device=source.device,
-        threads=source.threads,
-        version=source.version or digest([program, weights, source.settings()]),
-    )
-
-
-def _config(program: Path, weights: Path, device: str | None, threads: int | None) -> Any:
+def _config(program: Path, weights: Path, source: ModelSource) -> Any:
     config = paddle.inference.Config(str(program), str(weights))
     config.disable_glog_info()
+    device = source.device
     kind, _, index = (device or "auto").replace("gpu", "cuda").partition(":")
     gpus = paddle.device.cuda.device_count() if paddle.device.is_compiled_with_cuda() else 0
     if kind not in ("cpu", "cuda", "auto") or (index and not index.isdecimal()):
@@ -153,8 +112,8 @@ def _config(program: Path, weights: Path, device: str | None, threads: int | Non
         config.enable_use_gpu(256, int(index or 0))  # MiB to begin with; the pool grows
     else:
         config.disable_gpu()
-        if threads is not None:
-            config.set_cpu_math_library_num_threads(threads)
+        if source.threads is not None:
+            config.set_cpu_math_library_num_threads(source.threads)
     return config
 
 

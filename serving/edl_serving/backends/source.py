@@ -1,19 +1,25 @@
-"""The model as the user names it."""
+"""The model as the user names it: its files, what identifies them, and imports of `package.module:name`."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib
+import importlib.util
 import os
+import site
+import sys
+import sysconfig
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from edl.errors import SettingsError
-
-__all__ = ["DEFAULT_MAX_TOKENS", "ModelSource", "WeightsVersion", "digest", "existing_file", "top_name"]
+from edl.quoting import did_you_mean
 
 DEFAULT_MAX_TOKENS = 8192
 """Tokens of a batch of sequences: enough to keep a GPU busy, and twice the longest sequences that students train on."""
@@ -33,23 +39,23 @@ class ModelSource:
     """A model by the flags of `edl serve`; fields have the flags' names.
 
     Attributes:
-        kind: a key of `MODEL_LOADERS`, the flag that names the model.
-        target: what that flag says: a path, or `package.module:name`.
-        checkpoint: file with the weights, for a model that a factory builds.
-        options: keyword arguments of the factory.
-        inputs: tensors as `parse_spec` reads them; empty where the model itself says.
-        outputs: likewise.
-        sample: an `.npz` file with a batch of the inputs; says names, types and shapes, and warms the model up.
+        kind: Key of `MODEL_LOADERS`, the flag that names the model.
+        target: What that flag says: a path, or `package.module:name`.
+        checkpoint: File with the weights, for a model that a factory builds.
+        options: Keyword arguments of the factory.
+        inputs: Tensors as `parse_spec` reads them; empty if the model itself says.
+        outputs: Tensors, or names alone; empty for all that the model answers.
+        sample: An `.npz` file with a batch of the inputs; says names, types and shapes, and warms the model up.
         device: "cpu", "cuda", "cuda:1" or "auto"; None for the backend's default.
         threads: CPU threads for a call, None for the framework's default.
         autocast: "bfloat16" or "float16", None for the model's own precision.
         normalize: "imagenet", or means and deviations of channels as "m,m,m/s,s,s": makes floats of uint8 inputs.
-        version: identifies the weights; None to compute it.
-        task: what a model of transformers is served for.
-        top_k: the largest k of a language model; None for its default.
-        max_tokens: of a batch of sequences; None for `DEFAULT_MAX_TOKENS`.
-        dtype: of the weights of a model of transformers; None for the checkpoint's own.
-        packing: compute sequences one behind the other, without padding.
+        version: Identifies the weights; None to compute it.
+        task: Task that a model of transformers is served for.
+        top_k: Largest k of a language model; None for its default.
+        max_tokens: Tokens of a batch of sequences; None for `DEFAULT_MAX_TOKENS`.
+        dtype: Type of the weights of a model of transformers; None for the checkpoint's own.
+        packing: Whether sequences are packed without padding.
     """
 
     kind: str
@@ -97,11 +103,7 @@ def top_name(module: str) -> str:
 
 
 def existing_file(path: str, flag: str) -> Path:
-    """Return `path`, with `~` expanded, if it is a file.
-
-    Raises:
-        SettingsError: names the flag and the path.
-    """
+    """Return `path`, with `~` expanded, if it is a file."""
     found = Path(path).expanduser()
     if not found.is_file():
         raise SettingsError(f"{flag}: there is no file {str(found)!r} (in {Path.cwd()})")
@@ -151,3 +153,78 @@ def _folder(path: Path) -> str:
 
 def _by_tools(name: str) -> bool:
     return name.startswith(".") or name == "__pycache__"
+
+
+_loaded: dict[str, ModuleType] = {}
+
+
+def import_target(target: str, flag: str) -> Any:
+    """Import an object; the current folder counts as a place for modules, as with `python -m`."""
+    where, _, name = target.rpartition(":")
+    if not where or not name:
+        raise SettingsError(f"{flag} {target!r}: expected package.module:name or path/file.py:name")
+    found: Any = _load_file(where, flag) if where.endswith(".py") else _load_module(where, flag)
+    _loaded[where] = found
+    at = where
+    for part in name.split("."):
+        if not hasattr(found, part):
+            near = did_you_mean(part, [known for known in dir(found) if not known.startswith("_")])
+            raise SettingsError(f"{flag} {target!r}: {at} has no {part!r}{near}")
+        found, at = getattr(found, part), f"{at}.{part}"
+    return found
+
+
+def module_of(target: str) -> ModuleType:
+    """Return the module in which `import_target` found `target` last."""
+    return _loaded[target.rpartition(":")[0]]
+
+
+def _load_file(where: str, flag: str) -> ModuleType:
+    path = Path(where).expanduser().resolve()
+    spec = importlib.util.spec_from_file_location(path.stem, path) if path.is_file() else None
+    if spec is None or spec.loader is None:
+        raise SettingsError(f"{flag}: there is no file {where!r} (in {Path.cwd()})")
+    _search_first(path.parent)  # modules beside the file, as when Python runs it
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # dataclasses and pickles look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _load_module(where: str, flag: str) -> ModuleType:
+    _search_first(Path.cwd())
+    try:
+        return importlib.import_module(where)
+    except ModuleNotFoundError as exc:
+        missing = exc.name or ""
+        if where != missing and not where.startswith(f"{missing}."):
+            raise SettingsError(f"{flag}: {where!r} imports {missing!r}, which is not installed") from exc
+        raise SettingsError(
+            f"{flag}: there is no module {missing!r}, neither installed nor in {Path.cwd()}; "
+            "a file is named with its suffix: path/file.py:name"
+        ) from exc
+
+
+def _search_first(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def is_library(file: str) -> bool:
+    """Return whether a source file belongs to Python or to an installed package, rather than to the user."""
+    return file.startswith(_library_folders())
+
+
+def in_package(file: str, package: str) -> bool:
+    """Return whether a source file lies in the folders of an imported package."""
+    folders = getattr(sys.modules.get(package), "__path__", ())
+    return file.startswith(tuple(f"{folder}{os.sep}" for folder in folders))
+
+
+@functools.cache
+def _library_folders() -> tuple[str, ...]:
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = {*map(sysconfig.get_path, names), *site.getsitepackages(), site.getusersitepackages()}
+    folders |= {folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")}
+    folders |= {os.path.realpath(folder) for folder in folders}
+    return ("<", *(f"{folder}{os.sep}" for folder in sorted(folders)))

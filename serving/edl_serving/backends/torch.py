@@ -8,50 +8,199 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors
+import safetensors.torch
 import torch
 from torch.utils._pytree import tree_unflatten
 
-from edl.errors import SettingsError
+from edl.errors import ProtocolError, SettingsError
+from edl.protocol.tensors import datatype_of
 from edl_serving.backends.backend import Array, Backend, TensorSpec
 from edl_serving.backends.callable import call_factory
-from edl_serving.backends.described import DescribedBackend
-from edl_serving.backends.fixed_batch import BatchSizeRange, predict_in_parts
+from edl_serving.backends.described import (
+    BatchSizeRange,
+    DescribedBackend,
+    default_output_names,
+    parse_specs,
+    predict_in_parts,
+    read_sample,
+    spec_of,
+)
 from edl_serving.backends.model_version import compute_version
-from edl_serving.backends.source import ModelSource, digest, existing_file
-from edl_serving.backends.specs import default_output_names, parse_specs, read_sample, spec_of
-from edl_serving.backends.target import import_target, module_of
-from edl_serving.backends.torch_files import exported_specs, load_state
-from edl_serving.backends.torch_input import Normalization, to_tensor
+from edl_serving.backends.source import ModelSource, digest, existing_file, import_target, module_of
 
-__all__ = ["TorchBackend", "from_export", "from_factory", "from_torchscript"]
+# The channel means and standard deviations of ImageNet that torchvision's models were trained with.
+_IMAGENET = "0.485,0.456,0.406/0.229,0.224,0.225"
+
+
+def to_tensor(array: Array, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return an array as a tensor, which shares memory where it can.
+
+    A read-only or unaligned array is copied: a model may work in place, and torch cannot protect memory.
+    """
+    if not (array.flags.writeable and array.flags.aligned):
+        # On the CPU in one go. Towards a GPU the type is changed there: fewer bytes travel.
+        tensor = torch.tensor(array, dtype=dtype if device.type == "cpu" else None)
+    else:
+        tensor = torch.from_numpy(array)
+    return tensor.to(device).to(dtype or tensor.dtype)
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """`(pixel / 255 - mean) / deviation` for the channels of uint8 images `[rows, channels, ...]`.
+
+    Students thus send a quarter of the bytes that floats would take. A pixel is multiplied by `scale`, and `shift` is
+    added, both `[channels, 1, ...]`.
+    """
+
+    scale: torch.Tensor
+    shift: torch.Tensor
+
+    @classmethod
+    def parse(cls, text: str, inputs: Sequence[TensorSpec], device: torch.device) -> Normalization:
+        """Parse "imagenet", or "m,m,m/s,s,s"; a single value stands for all channels."""
+        means, slash, deviations = (_IMAGENET if text == "imagenet" else text).partition("/")
+        try:
+            mean = torch.tensor([float(value) for value in means.split(",")], dtype=torch.float64)
+            deviation = torch.tensor([float(value) for value in deviations.split(",")], dtype=torch.float64)
+        except ValueError:
+            slash = ""
+        if not slash or not (deviation > 0).all() or not mean.isfinite().all() or not deviation.isfinite().all():
+            raise SettingsError(
+                f"--normalize {text!r}: expected imagenet, or means/deviations as in 0.5,0.5,0.5/0.2,0.2,0.2"
+            )
+        channels = max(len(mean), len(deviation))
+        images = [spec for spec in inputs if spec.datatype == "UINT8"]
+        if not images:
+            raise SettingsError(f"--normalize {text!r}: no input is UINT8")
+        for spec in images:
+            if (
+                not spec.shape
+                or (channels > 1 and spec.shape[0] != channels)
+                or {len(mean), len(deviation)} - {1, channels}
+            ):
+                raise SettingsError(
+                    f"--normalize {text!r}: {channels} channels, and input {spec.name!r} is {list(spec.shape)}"
+                )
+        shape = (-1, *[1] * (len(images[0].shape) - 1))
+        return cls(
+            scale=(1 / (255 * deviation)).float().reshape(shape).to(device),
+            shift=(-mean / deviation).float().reshape(shape).to(device),
+        )
+
+    def apply(self, array: Array) -> torch.Tensor:
+        """Return normalized floats on the device."""
+        return to_tensor(array, self.scale.device, torch.float32).mul_(self.scale).add_(self.shift)
+
+
+# Where common trainers put the weights in a checkpoint that holds more than them.
+_NESTED = ("state_dict", "model_state_dict", "model")
+
+
+def load_state(module: torch.nn.Module, path: Path) -> None:
+    """Load weights into a module. Files cannot run code: pickles are read with `weights_only`."""
+    state = _read(path)
+    for key in _NESTED:
+        if isinstance(state.get(key), Mapping):
+            state = state[key]
+            break
+    state = dict(state)
+    if state and all(name.startswith("module.") for name in state):  # saved from within DistributedDataParallel
+        state = {name.removeprefix("module."): value for name, value in state.items()}
+    try:
+        module.load_state_dict(state)
+    except (RuntimeError, TypeError, AttributeError) as exc:
+        raise SettingsError(f"--checkpoint {str(path)!r} does not fit the model: {exc}") from exc
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    if path.suffix == ".safetensors":
+        try:
+            return safetensors.torch.load_file(path)
+        except safetensors.SafetensorError as exc:
+            raise SettingsError(f"--checkpoint {str(path)!r} is no safetensors file: {exc}") from exc
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as exc:
+        raise SettingsError(
+            f"--checkpoint {str(path)!r} cannot be read without running code from it, or is no checkpoint: save "
+            f"model.state_dict() ({str(exc).strip().splitlines()[0]})"
+        ) from exc
+    except (RuntimeError, EOFError, ValueError) as exc:
+        raise SettingsError(f"--checkpoint {str(path)!r}: {exc}") from exc
+    if not isinstance(state, Mapping):
+        raise SettingsError(f"--checkpoint {str(path)!r} holds {type(state).__name__}, not a state_dict")
+    return state
+
+
+def exported_specs(
+    program: torch.export.ExportedProgram, *, normalized: bool
+) -> tuple[list[TensorSpec], list[TensorSpec], BatchSizeRange]:
+    """Return inputs, outputs and batch sizes of an exported program, whose dimension 0 is the batch.
+
+    With `normalized` its four-dimensional float inputs are fed from uint8.
+    """
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    signature = program.graph_signature
+    inputs = [(str(name), values.get(str(name))) for name in signature.user_inputs]
+    outputs = [values.get(str(name)) for name in signature.user_outputs]
+    names = _output_names(program, len(outputs))
+    ins = [_spec("input", name, value) for name, value in inputs]
+    if normalized:
+        ins = [
+            TensorSpec(s.name, "UINT8" if len(s.shape) == 3 and s.datatype == "FP32" else s.datatype, s.shape)
+            for s in ins
+        ]
+    outs = [_spec("output", name, value) for name, value in zip(names, outputs, strict=True)]
+    return ins, outs, _rows(program, inputs[0][1])
+
+
+def _spec(kind: str, name: str, value: Any) -> TensorSpec:
+    if not isinstance(value, torch.Tensor) or value.ndim == 0:
+        raise SettingsError(f"--torch-export: {kind} {name!r} is no tensor with a batch dimension")
+    shape = tuple(size if isinstance(size, int) else -1 for size in value.shape[1:])
+    dtype = torch.float32 if kind == "output" and value.dtype == torch.bfloat16 else value.dtype
+    try:
+        return TensorSpec(name, datatype_of(torch.empty(0, dtype=dtype).numpy().dtype), shape)
+    except (TypeError, ProtocolError) as exc:
+        raise SettingsError(f"--torch-export: {kind} {name!r} is {dtype}, which cannot travel") from exc
+
+
+def _output_names(program: torch.export.ExportedProgram, count: int) -> list[str]:
+    """Return the keys of a returned dictionary, else `output`, or `output_0` and so on."""
+    spec = program.call_spec.out_spec
+    keys = getattr(spec, "context", None)
+    if spec is not None and spec.type is dict and isinstance(keys, list) and len(keys) == count:
+        return [str(key) for key in keys]
+    return default_output_names(count)
+
+
+def _rows(program: torch.export.ExportedProgram, first: Any) -> BatchSizeRange:
+    size = first.shape[0]
+    if isinstance(size, int):
+        return BatchSizeRange(size, size)
+    for symbol, bounds in program.range_constraints.items():
+        if str(symbol) == str(size):
+            return BatchSizeRange(max(1, int(bounds.lower)), int(bounds.upper) if bounds.upper.is_Integer else None)
+    return BatchSizeRange()
+
 
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class TorchBackend(DescribedBackend):
-    """A PyTorch module or function over tensors; see the module's text.
+    """A PyTorch module or function over tensors, called in inference mode; see the module's text.
 
-    Args:
-        model: called under `torch.inference_mode`, with tensors on `device`, where it must be, in evaluation mode.
-        inputs: tensors as text or `TensorSpec`.
-        outputs: likewise, or names alone, in the order in which the model returns them. Types and shapes that are not
-            given are found out by calling the model, as are all outputs if none is given.
-        sample: a batch of the inputs, to call it with instead of zeros; says the inputs too.
-        device: "cpu", "cuda", "cuda:1", "auto".
-        autocast: "bfloat16" or "float16".
-        normalize: for uint8 inputs, as `Normalization.parse` takes it.
-        version: of the weights.
-        platform: as `ModelMetadata` calls it.
-        rows: the batch sizes that the model accepts.
-
-    Raises:
-        SettingsError: an argument cannot be used.
-        Exception: what the model raised when it was called to find its outputs.
+    The model must be on the device, in evaluation mode. `rows` are the batch sizes that it accepts.
     """
 
     def __init__(
@@ -93,8 +242,10 @@ class TorchBackend(DescribedBackend):
         return predict_in_parts(self._call, inputs, self._rows)
 
     def _call(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        with torch.inference_mode(), self._casting():
-            tensors = {spec.name: self._tensor(spec, inputs[spec.name]) for spec in self._inputs}
+        cast = self._autocast
+        casting = contextlib.nullcontext() if cast is None else torch.autocast(self._device.type, dtype=cast)
+        with torch.inference_mode(), casting:
+            tensors = {spec.name: self._tensor(spec, inputs[spec.name]) for spec in self.inputs}
             answer = self._model(**tensors) if self._by_keyword else self._model(*tensors.values())
             return {name: _to_array(tensor) for name, tensor in _named(answer)}
 
@@ -103,30 +254,15 @@ class TorchBackend(DescribedBackend):
             return self._normalization.apply(array)
         return to_tensor(array, self._device)
 
-    @contextlib.contextmanager
-    def _casting(self) -> Iterator[None]:
-        if self._autocast is None:
-            yield
-            return
-        with torch.autocast(self._device.type, dtype=self._autocast):
-            yield
-
     def close(self) -> None:
         """Release the model and cached memory of the GPU."""
-        self._model = _closed
+        del self._model
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 def device_of(name: str | None) -> torch.device:
-    """Return a device by name.
-
-    Args:
-        name: None and "auto" are the first GPU if there is one.
-
-    Raises:
-        SettingsError: no such device.
-    """
+    """Return a device by name."""
     if name in (None, "auto"):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -177,11 +313,10 @@ def from_export(source: ModelSource) -> Backend:
         from torch.export.passes import move_to_device_pass
 
         program = move_to_device_pass(program, device)
-    specs = exported_specs(program, normalized=source.normalize is not None)
+    inputs, outputs, rows = exported_specs(program, normalized=source.normalize is not None)
     version = source.version or digest([path, source.settings()])
-    inputs = source.inputs or specs.inputs
-    outputs = source.outputs or specs.outputs
-    return _backend(source, _flat(program), version, "pytorch_export", inputs, outputs, specs.rows)
+    specs = {"inputs": source.inputs or inputs, "outputs": source.outputs or outputs, "rows": rows}
+    return _backend(source, _flat(program), version, "pytorch_export", **specs)
 
 
 def _flat(program: torch.export.ExportedProgram) -> Callable[..., Any]:
@@ -198,27 +333,19 @@ def _flat(program: torch.export.ExportedProgram) -> Callable[..., Any]:
 
 
 def _backend(
-    source: ModelSource,
-    model: Callable[..., Any],
-    version: str,
-    platform: str = "pytorch",
-    inputs: Sequence[str | TensorSpec] | None = None,
-    outputs: Sequence[str | TensorSpec] | None = None,
-    rows: BatchSizeRange | None = None,
+    source: ModelSource, model: Callable[..., Any], version: str, platform: str = "pytorch", **specs: Any
 ) -> TorchBackend:
     if source.threads is not None:
         torch.set_num_threads(source.threads)
     return TorchBackend(
         model,
-        source.inputs if inputs is None else inputs,
-        source.outputs if outputs is None else outputs,
+        **{"inputs": source.inputs, "outputs": source.outputs, **specs},
         sample=read_sample(source.sample) if source.sample else None,
         device=source.device,
         autocast=source.autocast,
         normalize=source.normalize,
         version=version,
         platform=platform,
-        rows=rows,
     )
 
 
@@ -250,10 +377,6 @@ def _to_array(tensor: torch.Tensor) -> Array:
         tensor = tensor.float()  # numpy has no bfloat16
     array: Array = np.ascontiguousarray(tensor.detach().cpu().numpy())
     return array
-
-
-def _closed(*args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError("this backend was closed")
 
 
 def _first_line(exc: BaseException) -> str:

@@ -10,28 +10,109 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
-from edl_serving.batching.job import InferenceJob, Shapes
+from edl.quoting import quote
+from edl_serving.request import DecodedRequest
+from edl_serving.request_error import RequestError
 
-__all__ = ["BatchQueue", "PoppedBatch"]
+Shapes: TypeAlias = tuple[Hashable, ...]
+"""Of a job's inputs, without the rows, and what else jobs of one batch have in common (`RequestPlan.shapes`)."""
+
+
+@dataclass(eq=False)
+class InferenceJob:
+    """A request on its way through the server.
+
+    Attributes:
+        request: What to compute.
+        rows: How many rows it has, above 0.
+        shapes: Jobs of the same shapes can share a batch.
+        arrived: When it arrived, in seconds of a monotonic clock.
+        deadline: When its client stops waiting, on the same clock.
+        reply: Future of a job in the queue, done when `answer` is set.
+        cancelled: Whether the client has cancelled it.
+        id_bytes: For a response on a stream, the id that it carries (`codec.id_field`); None for a unary call.
+        client: Name of its client (`admission.client_of`).
+        nbytes: Bytes of its message, of Python objects made of it, and of its answer.
+        answer_nbytes: Bytes of its answer alone.
+        done: Rows computed so far, of a job with more rows than a batch holds.
+        partial: Outputs of these rows.
+        started: When its computation began; 0 until then.
+        ended: When its computation ended; 0 until then.
+        id: The client's id, empty if it sent none.
+        answer: The response's bytes, or the error; None until computed.
+    """
+
+    request: DecodedRequest
+    rows: int
+    shapes: Shapes
+    arrived: float
+    deadline: float
+    reply: Any = None
+    cancelled: bool = False
+    id_bytes: bytes | None = None
+    client: str = ""
+    nbytes: int = 0
+    answer_nbytes: int = 0
+    done: int = 0
+    partial: Any = None
+    started: float = 0.0
+    ended: float = 0.0
+    id: str = ""
+    answer: bytes | RequestError | None = None
+
+    @property
+    def origin(self) -> str:
+        """Id and client, for the end of a log line; empty without an id."""
+        of = f" of {self.client}" if self.client else ""
+        return f" (request {quote(self.id)}{of})" if self.id else ""
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether it was computed in part, and its client waits for the rest."""
+        return self.answer is None and not self.cancelled and 0 < self.done < self.rows
+
+    @classmethod
+    def of(
+        cls,
+        request: DecodedRequest,
+        timeout_s: float | None,
+        client: str,
+        nbytes: int,
+        request_id: str,
+        id_bytes: bytes | None = None,
+    ) -> InferenceJob:
+        """Make a job of a request that arrives now."""
+        now = time.monotonic()
+        deadline = float("inf") if timeout_s is None else now + timeout_s
+        plan = request.plan
+        return cls(
+            request,
+            plan.rows,
+            plan.shapes,
+            now,
+            deadline,
+            client=client,
+            nbytes=nbytes + plan.object_bytes + plan.answer_bytes,
+            answer_nbytes=plan.answer_bytes,
+            id=request_id,
+            id_bytes=id_bytes,
+        )
+
 
 _MOST_REMEMBERED = 1024
-"""Clients without a job whose tags are remembered: as many as may be connected as it comes. A client that is forgotten
-gains one turn at most."""
+"""Clients without a job whose tags are remembered: the default number of clients. One that is forgotten gains one turn
+at most."""
 
 
 @dataclass(frozen=True)
 class PoppedBatch:
-    """The result of `BatchQueue.pop_batch`.
-
-    Attributes:
-        jobs: the next batch; empty if none is due.
-        expired: jobs whose deadline has passed: they are out of the queue and must not be computed.
-        wait_s: if no batch is due, when a batch will be; None while the queue is empty.
-    """
+    """The next batch, empty if none is due; jobs whose deadline has passed; and in how long a batch will be due."""
 
     jobs: list[InferenceJob] = field(default_factory=list)
     expired: list[InferenceJob] = field(default_factory=list)
@@ -57,7 +138,7 @@ class BatchQueue:
     """Jobs by client, grouped by the shapes that can share a batch.
 
     A batch holds at most `max_batch_rows`. A single job that is larger by itself goes alone, and counts as one batch:
-    it is to be computed in parts, and put back for the next one (`put_back`). Jobs of one client and shape never
+    it is computed in parts, and put back for the next one (`requeue_job`). Jobs of one client and shape never
     overtake each other; whose turn it is decides which shape is next, and of a client's shapes the one that has waited
     longest.
 
@@ -66,12 +147,6 @@ class BatchQueue:
 
     An answer does not exist yet while its job waits: a job that is too large because of it takes all bytes of the
     queue, and waits alone.
-
-    Args:
-        max_batch_rows: rows of a full batch.
-        max_delay_s: how long a job may wait for others before its batch is due though not full.
-        max_queue_rows: rows that may wait.
-        max_queue_bytes: bytes that may wait.
     """
 
     def __init__(
@@ -89,19 +164,10 @@ class BatchQueue:
         self.nbytes = 0
 
     def __len__(self) -> int:
-        """Return the number of queued jobs."""
         return sum(len(line) for client in self._clients.values() for line in client.lines.values())
 
     def push_job(self, job: InferenceJob) -> list[InferenceJob]:
-        """Queue a job.
-
-        Args:
-            job: to queue.
-
-        Returns:
-            The jobs that there is no room for: none; the job itself, which then is not queued; or jobs of other
-            clients, which were evicted for it.
-        """
+        """Queue a job; return the jobs without room: none, the job itself, or jobs of others evicted for it."""
         evicted: list[InferenceJob] = []
         nbytes = self.nbytes + self.charged_nbytes(job)
         if self.rows + job.rows > self._max_queue_rows or nbytes > self._max_queue_bytes:
@@ -133,14 +199,7 @@ class BatchQueue:
         return True
 
     def pop_batch(self, now: float) -> PoppedBatch:
-        """Remove the next batch, and expired jobs.
-
-        Args:
-            now: in seconds, on the clock of the jobs.
-
-        Returns:
-            The batch if it is due, or when it will be.
-        """
+        """Remove the next batch, if one is due, and expired jobs."""
         expired = self._drop_expired(now)
         if not self._clients:
             return PoppedBatch(expired=expired)
@@ -165,25 +224,19 @@ class BatchQueue:
         if client is None:
             tag = max(self._virtual_time, self._finish_tags.pop(job.client, 0))
             client = self._clients[job.client] = _Backlog(job.client, tag, next(self._numbers))
-        rows = job.rows - job.done
-        self.rows += rows
-        client.rows += rows
-        nbytes = self.charged_nbytes(job)
-        self.nbytes += nbytes
-        client.nbytes += nbytes
-        line = client.lines.get(job.shapes)
-        if line is None:
-            line = client.lines[job.shapes] = deque()
-        return line
+        self._count(client, job, 1)
+        return client.lines.setdefault(job.shapes, deque())
+
+    def _count(self, client: _Backlog, job: InferenceJob, sign: int) -> None:
+        rows, nbytes = job.rows - job.done, self.charged_nbytes(job)
+        self.rows += sign * rows
+        client.rows += sign * rows
+        self.nbytes += sign * nbytes
+        client.nbytes += sign * nbytes
 
     def _account_removal(self, client: _Backlog, line: deque[InferenceJob], job: InferenceJob) -> None:
         """Stop counting a job that has been removed from its queue."""
-        rows = job.rows - job.done
-        self.rows -= rows
-        client.rows -= rows
-        nbytes = self.charged_nbytes(job)
-        self.nbytes -= nbytes
-        client.nbytes -= nbytes
+        self._count(client, job, -1)
         if line:
             return
         del client.lines[job.shapes]

@@ -7,42 +7,108 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 
+from edl.background import start_call
 from edl.protocol.transport import grpc
 from edl_serving.backends.backend import Backend
-from edl_serving.batching.batch_queue import BatchQueue
-from edl_serving.batching.executor import Executor
-from edl_serving.batching.job import InferenceJob
-from edl_serving.batching.worker import Worker
+from edl_serving.batching.batch_queue import BatchQueue, InferenceJob
+from edl_serving.batching.executor import Executor, exit_if_forked
+from edl_serving.metrics import Metrics
 from edl_serving.model import ServedModel
-from edl_serving.monitoring.metrics import Metrics
 from edl_serving.request_error import RequestError, invalid_argument
 from edl_serving.settings import ServerSettings
 
-__all__ = ["Batcher"]
-
 _log = logging.getLogger(__name__)
 
+
+class Worker:
+    """Warms a backend up, computes batches until there are no more, and closes it, all in one thread.
+
+    Some models must be warmed up, called and closed in a single thread. It is a daemon thread: a model that hangs must
+    not keep the process alive.
+
+    Attributes:
+        warm: Done once the backend is warmed up; carries what it raised.
+        closed: Done once the backend is closed; None before `start`.
+    """
+
+    def __init__(self, batcher: Batcher, executor: Executor) -> None:
+        self._batcher = batcher
+        self._executor = executor
+        self._metrics = executor.metrics
+        self.warm: Future[None] = Future()
+        self.warm.set_running_or_notify_cancel()  # no waiter that is cancelled takes it along
+        self.closed: Future[None] | None = None
+
+    def start(self, *, discard: bool = False) -> Future[None]:
+        """Start the thread; with `discard` it only closes the backend."""
+        self.closed = start_call("edl-teacher", lambda: self._run(discard))
+        return self.closed
+
+    def _run(self, discard: bool) -> None:
+        if not discard and self._warm_up():
+            while (jobs := self._batcher.next_batch()) is not None:
+                self._compute(jobs)
+                jobs = []  # what was computed last is not held while it waits: it may lie in a student's shared memory
+        try:
+            self._executor.backend.close()
+        except Exception as exc:  # noqa: BLE001 - the user's code, and nobody is left to tell
+            _log.error("closing the backend raised %s: %s", type(exc).__name__, exc, exc_info=exc)
+
+    def _warm_up(self) -> bool:
+        pid = os.getpid()
+        self._metrics.computing_since_s = time.monotonic()
+        try:
+            try:
+                self._executor.backend.warm_up(self._batcher.max_batch_rows)
+            finally:
+                self._metrics.computing_since_s = None
+                exit_if_forked(pid)
+        except BaseException as exc:  # noqa: BLE001 - raised again where the server is started
+            failure: BaseException = exc
+            # A model's SystemExit is a failure to start, not an order; and no asyncio future can carry a StopIteration.
+            if not isinstance(exc, Exception) or isinstance(exc, StopIteration):
+                failure = RuntimeError(f"warming up raised {type(exc).__name__}: {exc}")
+                failure.__cause__ = exc
+            self.warm.set_exception(failure)
+            return False
+        self.warm.set_result(None)
+        return True
+
+    def _compute(self, jobs: list[InferenceJob]) -> None:
+        now = time.monotonic()
+        for job in jobs:
+            if not job.done:
+                job.started = now
+                self._metrics.queue_s.observe(now - job.arrived)
+        try:
+            self._executor.run_next_part(jobs)
+        except Exception as exc:  # noqa: BLE001 - every job must get an answer, and the thread must go on
+            _log.error("answering %d requests raised %s", len(jobs), type(exc).__name__, exc_info=exc)
+            error = RequestError(grpc.StatusCode.INTERNAL, f"the server failed: {type(exc).__name__}: {exc}")
+            for job in jobs:
+                job.answer = job.answer or error
+        now = time.monotonic()
+        for job in jobs:
+            job.ended = now
+        self._batcher.finish_jobs(jobs)
+
+
 _FIRST_HINT_MS = 100
-"""When to come again, before a batch was computed: some batches of a large model on a GPU."""
+"""When to retry, before a batch was computed: some batches of a large model on a GPU."""
 _LONGEST_HINT_MS = 10_000
-"""Of a model that takes minutes for its queue: with more, a teacher that joins later finds its students asleep."""
+"""For a model that takes minutes for its queue: with more, a teacher that joins later finds its students asleep."""
 _SLOW_INLINE_S = 0.005
-"""An inline `predict` should take microseconds; after so long other requests feel it."""
+"""An inline `predict` should take microseconds; other requests notice one that takes this long."""
 
 
 class Batcher:
-    """The queue and the threads of a model. To be made, and used, on the event loop.
-
-    Args:
-        settings: of the server.
-        model: that is served.
-        backends: its instances.
-        metrics: counts batches.
-    """
+    """The queue and the threads of a model. To be made, and used, on the event loop."""
 
     def __init__(
         self, settings: ServerSettings, model: ServedModel, backends: Sequence[Backend], metrics: Metrics
@@ -50,62 +116,30 @@ class Batcher:
         self._settings = settings
         self._model = model
         self._loop = asyncio.get_running_loop()
-        self._queue = BatchQueue(
+        self.max_batch_rows = settings.max_batch_rows
+        self.queue = BatchQueue(
             settings.max_batch_rows, settings.max_delay_s, settings.max_queue_rows, settings.max_queue_bytes
         )
         self._wake = threading.Condition()
         self._closing = False
-        self._worker_metrics = [metrics.add_worker() for _ in backends]
-        self._executors = [
-            Executor(backend, model, settings, counts)
-            for backend, counts in zip(backends, self._worker_metrics, strict=True)
-        ]
-        self._workers = [
-            Worker(backend, executor, settings.max_batch_rows, self.next_batch, self.finish_jobs, counts)
-            for backend, executor, counts in zip(backends, self._executors, self._worker_metrics, strict=True)
-        ]
+        self._executors = [Executor(backend, model, settings, metrics.add_worker()) for backend in backends]
+        self._workers = [Worker(self, executor) for executor in self._executors]
         self._inline = all(backend.inline for backend in backends)
         self._warned = False
 
     @property
-    def queued_rows(self) -> int:
-        """Rows that wait."""
-        return self._queue.rows
-
-    @property
-    def queued_bytes(self) -> int:
-        """Bytes of the requests that wait."""
-        return self._queue.nbytes
-
-    @property
     def computed_rows(self) -> int:
         """Rows that the model was called with, in calls that have ended."""
-        return sum(counts.rows for counts in self._worker_metrics)
+        return sum(executor.metrics.rows for executor in self._executors)
 
     async def warm_up(self) -> None:
-        """Start the threads and warm the backends up.
-
-        Raises:
-            Exception: what a backend raised.
-        """
+        """Start the threads and warm the backends up."""
         for worker in self._workers:
             worker.start()
-        await asyncio.gather(*[worker.warm for worker in self._workers])
+        await asyncio.gather(*[asyncio.wrap_future(worker.warm) for worker in self._workers])
 
     async def compute(self, job: InferenceJob) -> bytes:
-        """Compute a job.
-
-        Cancelling takes the job out of the queue; a job that is being computed is computed in vain.
-
-        Args:
-            job: to compute.
-
-        Returns:
-            The response's bytes.
-
-        Raises:
-            RequestError: the queue is full, the model failed, or time ran out.
-        """
+        """Compute a job. Cancelling takes it out of the queue; if it is being computed, its outputs are dropped."""
         if self._inline:
             self._compute_inline(job)
         else:
@@ -137,7 +171,7 @@ class Batcher:
         with self._wake:
             if self._closing:
                 raise _stopping_error()
-            refused = self._queue.push_job(job)
+            refused = self.queue.push_job(job)
             self._wake.notify()
         if refused:
             for other in refused:
@@ -150,11 +184,11 @@ class Batcher:
         except asyncio.CancelledError:
             job.cancelled = True
             with self._wake:
-                self._queue.remove_job(job)
+                self.queue.remove_job(job)
             raise
 
     def _queue_full_error(self, job: InferenceJob) -> RequestError:
-        settings, queue = self._settings, self._queue
+        settings, queue = self._settings, self.queue
         nbytes = queue.charged_nbytes(job)
         if nbytes > settings.max_queue_bytes:  # a hint when to come again would have it come for ever
             return invalid_argument(
@@ -172,27 +206,23 @@ class Batcher:
 
     def _estimate_ms(self, rows: int) -> int:
         """Estimate how long the model takes for these rows, from all that it has computed."""
-        busy_s = sum(counts.compute_s.sum for counts in self._worker_metrics) / len(self._worker_metrics)
-        done = sum(counts.rows for counts in self._worker_metrics)
+        done = self.computed_rows
         if done == 0:
             return _FIRST_HINT_MS
+        busy_s = sum(executor.metrics.compute_s.sum for executor in self._executors) / len(self._executors)
         return max(1, min(_LONGEST_HINT_MS, round(1000 * rows * busy_s / done)))
 
     def next_batch(self) -> list[InferenceJob] | None:
-        """Wait for a batch that is due, in a worker's thread.
-
-        Returns:
-            The batch; None when the batcher closes.
-        """
+        """Wait for a batch that is due, in a worker's thread; None when the batcher closes."""
         while True:
             with self._wake:
                 if self._closing:
                     return None
-                popped = self._queue.pop_batch(time.monotonic())
+                popped = self.queue.pop_batch(time.monotonic())
                 if not popped.jobs and not popped.expired:
                     self._wake.wait(popped.wait_s)
                     continue
-                if len(self._workers) > 1 and len(self._queue):
+                if len(self._workers) > 1 and len(self.queue):
                     self._wake.notify()  # what is left may be due for another worker
             if popped.expired:
                 self.finish_jobs(popped.expired)
@@ -204,7 +234,7 @@ class Batcher:
         if len(jobs) == 1 and jobs[0].unfinished:
             with self._wake:
                 if not self._closing:
-                    self._queue.requeue_job(jobs[0])
+                    self.queue.requeue_job(jobs[0])
                     return
             jobs[0].answer = _stopping_error()
         try:
@@ -213,21 +243,18 @@ class Batcher:
             _log.debug("%d answers came after the event loop was closed", len(jobs))
 
     async def close(self, timeout_s: float) -> None:
-        """Refuse what is queued, let the workers finish their batch, and close the backends.
-
-        Args:
-            timeout_s: after which a worker's thread is left behind.
-        """
+        """Refuse what is queued, let the workers finish their batch, and close the backends."""
         with self._wake:
             self._closing = True
-            left = self._queue.clear()
+            left = self.queue.clear()
             self._wake.notify_all()
         for job in left:
             job.answer = _stopping_error()
         _wake_waiters(left)
-        for worker in self._workers:
-            worker.discard()
-        _, late = await asyncio.wait([worker.closed for worker in self._workers], timeout=timeout_s)
+        ending = [asyncio.wrap_future(worker.closed or worker.start(discard=True)) for worker in self._workers]
+        _, late = await asyncio.wait(ending, timeout=timeout_s)
+        for closed in late:
+            closed.cancel()  # a thread that ends after the loop is closed has nothing to wake there
         if late and timeout_s > 0:
             _log.warning("%d of %d backends still compute after %.1f s: left", len(late), len(self._workers), timeout_s)
 

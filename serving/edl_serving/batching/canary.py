@@ -10,14 +10,12 @@ from edl.notifier import wait_within
 from edl.protocol import kserve, names
 from edl.protocol.transport import grpc
 from edl_serving.backends.backend import Array
+from edl_serving.batching.batch_queue import InferenceJob
 from edl_serving.batching.batcher import Batcher
-from edl_serving.batching.job import InferenceJob
-from edl_serving.messages.request import DecodedRequest
-from edl_serving.messages.request_plan import plan_request
 from edl_serving.model import ServedModel
+from edl_serving.request import DecodedRequest
 from edl_serving.request_error import RequestError
-
-__all__ = ["Canary"]
+from edl_serving.request_plan import plan_request
 
 _log = logging.getLogger(__name__)
 
@@ -26,19 +24,7 @@ _NAME = "canary"  # as a client: it takes its turn like any other
 
 
 class Canary:
-    """Sends a row to the model at intervals, and reports when its health changes.
-
-    Args:
-        batcher: computes the row.
-        model: that is served.
-        row: of the inputs, `[1, *shape]` by name.
-        every_s: seconds from an answer to the next row.
-        timeout_s: how long an answer may take, waiting included.
-        changed: awaited with whether the model answers, whenever that changes; it does at first.
-
-    Attributes:
-        healthy: whether the last row was answered.
-    """
+    """Sends a row to the model at intervals, and awaits `changed` whenever the model begins or ceases to answer."""
 
     def __init__(
         self,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -13,33 +15,21 @@ from edl.errors import ProtocolError
 from edl.protocol import names
 from edl.protocol.tensors import dtype_of, with_objects
 from edl.protocol.transport import grpc
-from edl_serving.backends.backend import Array, Backend, TensorSpec, TopKArrays
-from edl_serving.backends.input_writes import is_read_only_error, warn_of_copies
-from edl_serving.batching.fork_guard import exit_if_forked
-from edl_serving.batching.job import InferenceJob
-from edl_serving.messages.request_plan import RequestPlan
-from edl_serving.messages.response import encode_response
+from edl.quoting import clip, quote
+from edl_serving.backends.backend import Array, Backend, TensorSpec, TopKArrays, is_read_only_error, warn_of_copies
+from edl_serving.batching.batch_queue import InferenceJob
+from edl_serving.metrics import WorkerMetrics
 from edl_serving.model import ServedModel
-from edl_serving.monitoring.log_throttle import LogThrottle
-from edl_serving.monitoring.metrics import WorkerMetrics
-from edl_serving.request_error import RequestError, clip, quote
+from edl_serving.request import encode_response
+from edl_serving.request_error import RequestError
+from edl_serving.request_plan import RequestPlan
 from edl_serving.settings import ServerSettings
-
-__all__ = ["Executor", "ModelFault"]
 
 _log = logging.getLogger(__name__)
 
 
 class ModelFault(Exception):
-    """A failure of the model, rather than of the request.
-
-    Args:
-        kind: "exception", "output" or "nan".
-        message: what the model did, without its name.
-
-    Attributes:
-        kind: as given.
-    """
+    """A failure of the model, rather than of the request: "exception", "output" or "nan"."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -47,21 +37,14 @@ class ModelFault(Exception):
 
 
 class Executor:
-    """Computes batches on a backend. Used by a single thread at a time.
-
-    Args:
-        backend: the model.
-        model: its description.
-        settings: of the server.
-        metrics: counts batches and faults.
-    """
+    """Computes batches on a backend. Used by a single thread at a time."""
 
     def __init__(self, backend: Backend, model: ServedModel, settings: ServerSettings, metrics: WorkerMetrics) -> None:
-        self._backend = backend
+        self.backend = backend
         self._model = model
         self._max_batch_rows = settings.max_batch_rows
         self._check_nan = settings.check_nan
-        self._metrics = metrics
+        self.metrics = metrics
         self._buffers = [np.empty(0, np.uint8) for _ in model.inputs]
         self._throttle = LogThrottle(_log)
         self._pid = os.getpid()
@@ -71,9 +54,6 @@ class Executor:
 
         When the model fails on several requests together, they are computed once more by themselves, so that only the
         requests at fault are answered with the error.
-
-        Args:
-            jobs: of a batch.
         """
         self.run_next_part(jobs)
         while len(jobs) == 1 and jobs[0].unfinished:
@@ -187,14 +167,14 @@ class Executor:
     def _predict_views(self, arrays: Sequence[Array], rows: int, plan: RequestPlan) -> Mapping[str, Array]:
         """Compute as `_predict` does, on memory that belongs to a message or a student."""
         k = plan.options.top_k or 1
-        if self._backend.writes_inputs:
+        if self.backend.writes_inputs:
             return self._predict([array.copy() for array in arrays], rows, plan, k)
         try:
             return self._predict(arrays, rows, plan, k)
         except ModelFault as fault:
             if fault.__cause__ is None or not is_read_only_error(fault.__cause__):
                 raise
-        self._backend.writes_inputs = True  # which its warm-up did not show
+        self.backend.writes_inputs = True  # which its warm-up did not show
         warn_of_copies()
         return self._predict([array.copy() for array in arrays], rows, plan, k)
 
@@ -202,13 +182,13 @@ class Executor:
         """Call the model with the inputs of `plan`, or of several plans that can share a batch with it."""
         inputs = {tensor.spec.name: array for tensor, array in zip(plan.inputs, arrays, strict=True)}
         started = time.perf_counter()
-        self._metrics.computing_since_s = time.monotonic()
+        self.metrics.computing_since_s = time.monotonic()
         outputs: Mapping[str, Array | TopKArrays]
         try:
             if self._model.max_top_k is None:
-                outputs = self._backend.predict(inputs)
+                outputs = self.backend.predict(inputs)
             else:
-                outputs = self._backend.predict_top_k(inputs, k, plan.options.temperature)
+                outputs = self.backend.predict_top_k(inputs, k, plan.options.temperature)
             exit_if_forked(self._pid)
         except BaseException as exc:
             exit_if_forked(self._pid)
@@ -216,8 +196,8 @@ class Executor:
                 raise
             raise ModelFault("exception", f"raised {type(exc).__name__}: {clip(str(exc), 500)}") from exc
         finally:
-            self._metrics.computing_since_s = None
-            self._metrics.record_batch(rows, time.perf_counter() - started)
+            self.metrics.computing_since_s = None
+            self.metrics.record_batch(rows, time.perf_counter() - started)
         if not isinstance(outputs, Mapping):
             raise ModelFault("output", f"returned {type(outputs).__name__}, not a mapping of names to arrays")
         checked: dict[str, Array] = {}
@@ -243,7 +223,7 @@ class Executor:
 
     def _report_fault(self, fault: ModelFault, job: InferenceJob) -> RequestError:
         cause = fault.__cause__
-        self._metrics.record_fault(fault.kind)
+        self.metrics.faults[fault.kind] += 1
         self._throttle.log_error(
             type(cause or fault).__name__ + fault.kind, f"model {self._model.name!r}: {fault}{job.origin}", cause
         )
@@ -287,3 +267,45 @@ def _check_output(spec: TensorSpec, output: object, rows: int) -> Array:
     ):
         raise ModelFault("output", f"output {spec.name!r} has shape {list(output.shape)}, not {list(wanted)}")
     return output
+
+
+def exit_if_forked(pid: int) -> None:
+    """End this process at once if it is not the server's: a child whose work left the model.
+
+    It has the server's sockets and none of its other threads. It would go on as a worker that is never stopped, and
+    exit handlers would tear down what is the parent's.
+    """
+    if os.getpid() == pid:
+        return
+    exc = sys.exc_info()[1]
+    code = exc.code if isinstance(exc, SystemExit) else 1
+    if exc is not None and not isinstance(exc, SystemExit):
+        os.write(2, "".join(traceback.format_exception(exc)).encode(errors="replace"))
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+_EVERY_S = 10.0  # 9,000 lines a day at most, while a person who watches sees that it goes on
+
+
+class LogThrottle:
+    """Logs the first fault of a kind in full, and then a line every ten seconds with how many there were since."""
+
+    def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log = log
+        self._clock = clock
+        self._logged: dict[str, tuple[float, int]] = {}  # kind -> when a line was written, faults since
+
+    def log_error(self, kind: str, message: str, exc: BaseException | None = None) -> None:
+        """Log a fault, or count it."""
+        now = self._clock()
+        if kind not in self._logged:
+            self._logged[kind] = (now, 0)
+            self._log.error("%s", message, exc_info=exc)
+            return
+        written_at, since = self._logged[kind]
+        since += 1
+        if now - written_at < _EVERY_S:
+            self._logged[kind] = (written_at, since)
+            return
+        self._logged[kind] = (now, 0)
+        self._log.error("%s (%d faults of this kind in %.0f s)", message, since, now - written_at)

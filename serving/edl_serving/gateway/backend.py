@@ -1,133 +1,173 @@
-"""The backend that asks an engine, a request a sequence, side by side."""
+"""The backend that asks an engine, a request a sequence, side by side; and the engine's health, checked beside them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
+from edl.background import BackgroundLoop
+from edl.errors import SettingsError
 from edl.protocol import names
 from edl.protocol.transport import grpc
 from edl_serving.backends.backend import Array, Backend, TensorSpec, TopKArrays
+from edl_serving.foreign_server import ProbeStatus, ReadinessTracker
+from edl_serving.gateway.endpoints import EngineAnswerError
 from edl_serving.gateway.engine import EngineAccess, EngineConnection, EngineRefusal
-from edl_serving.gateway.health import EngineHealth
-from edl_serving.gateway.inspection import EngineFacts, answer_limit, most_k
-from edl_serving.gateway.top_rows import EngineAnswerError
+from edl_serving.gateway.inspection import EngineFacts, answer_limit, explain, most_k, probe_endpoint, read_model
 from edl_serving.request_error import RequestError, invalid_argument
-
-__all__ = ["GatewayBackend", "GatewayModel"]
 
 _log = logging.getLogger(__name__)
 
-_INPUTS = (
-    TensorSpec(names.IDS, "INT32"),
-    TensorSpec(names.POSITION, "INT32"),
-    TensorSpec(names.TARGETS, "INT32", (1,)),
-)
-_OUTPUTS = (
-    TensorSpec(names.LOGPROBS, "FP32", (-1,)),  # engines do not say how many tokens their vocabulary has
-    TensorSpec(names.TARGET_LOGPROBS, "FP32", (1,)),
-)
-_OPTIONAL = {names.TARGET_LOGPROBS: names.TARGETS}
-_TEMPERATURE = 1.0
-"""At which engines give log-probabilities of a prompt; the tail at another one is not in what they answer."""
 
+class EngineHealth:
+    """Asks an engine for its health, and whether its model is still the one that it was at the start.
 
-@dataclass(frozen=True)
-class GatewayModel:
-    """What a gateway serves.
-
-    Attributes:
-        engine: how to reach it.
-        facts: what it can do.
-        top_k: the largest k.
-        version: of the weights, as the user gave it.
-        meta: metadata that students find in discovery.
+    An engine that comes back may have been started with other settings: it is asked about a short prompt then, and so
+    is one that has refused a request as if it had been. `fault` is why the engine cannot be asked; empty if it can.
     """
 
-    engine: EngineAccess
-    facts: EngineFacts
-    top_k: int
-    version: str
-    meta: Mapping[str, str] = field(default_factory=dict)
+    def __init__(
+        self, engine: EngineAccess, facts: EngineFacts, k: int, every_s: float, timeout_s: float, failures: int
+    ) -> None:
+        self.engine = engine
+        self.facts = facts
+        self.k = k
+        self._doubts = ""
+        self._doubted = 0  # how often; of equal words, those that come during a probe are not answered by it
+        self._every_s = every_s
+        self._timeout_s = timeout_s
+        self._tracker = ReadinessTracker(failures)
+        self._tracker.record_probe(ProbeStatus.READY)
+        self._changed = ""
+        self._lock = threading.Lock()  # of the fault and its causes: requests find them beside the looks
+        self.fault = ""
+        self._loop = BackgroundLoop("edl-engine-health", self._look)
+
+    def set_changed(self, why: str) -> str:
+        """Say that the engine serves other weights than at the start, and cannot be used any longer."""
+        changed = (
+            f"{self.engine.address} is not what it was: {why}; labels of both would be mixed. Start this gateway "
+            "again, with another --model-version"
+        )
+        with self._lock:
+            self._changed = changed
+            if self.fault != changed:
+                _log.error("%s", changed)
+            self.fault = changed
+        return changed
+
+    def set_doubtful(self, why: str) -> str:
+        """Say that the engine does not give what it gave at the start: no request is sent until it does again."""
+        with self._lock:
+            if why != self._doubts:
+                _log.error("%s", why)
+            self._doubts = why
+            self._doubted += 1
+            self.fault = self.fault or why
+        return why
+
+    def close(self) -> None:
+        """Ask no more. May be called twice."""
+        self._loop.close(self._timeout_s + 1.0)
+
+    def _look(self) -> float:
+        status, why = asyncio.run(self._ask())
+        self._tracker.record_probe(status)
+        with self._lock:
+            fault = self._changed or self._doubts or ("" if self._tracker.registered else why)
+            if fault and not self.fault:
+                _log.warning("%s. The gateway goes on: it is out of discovery until the engine is back", fault)
+            elif self.fault and not fault:
+                _log.warning("%s is back", self.engine.address)
+            self.fault = fault
+        return self._every_s
+
+    async def _ask(self) -> tuple[ProbeStatus, str]:
+        """Return what the engine's health is, and what is wrong."""
+        name = str(self.engine.address)
+        try:
+            connection = EngineConnection(self.engine)
+        except SettingsError as exc:
+            return ProbeStatus.NOT_READY, str(exc)
+        try:
+            await connection.get("/health", self._timeout_s)
+            found = await read_model(connection, self.facts.model, self._timeout_s)
+            if self._doubts or not self._tracker.registered:
+                await self._probe(connection)
+        except EngineAnswerError as exc:
+            return ProbeStatus.NOT_READY, f"{name} does not answer as it did: {exc}"
+        except EngineRefusal as refusal:
+            return ProbeStatus.NOT_READY, f"{name} is not healthy: {refusal}"
+        except RequestError as error:
+            return ProbeStatus.NO_ANSWER, error.message
+        finally:
+            await connection.close()
+        wanted = self.facts.root, self.facts.max_model_len
+        if found != wanted:
+            self.set_changed(f"its model {self.facts.model!r} was {wanted}, and is {found}")
+        return ProbeStatus.READY, ""
+
+    async def _probe(self, connection: EngineConnection) -> None:
+        facts, doubted = self.facts, self._doubted
+        try:
+            probe = await probe_endpoint(connection, facts.endpoint, facts.model, self.k, facts)
+        except EngineRefusal as refusal:
+            if refusal.status not in (429, 503):
+                self.set_doubtful(explain(self.engine, facts.endpoint.path, refusal, self.k))
+            raise
+        change = facts.probe.find_change(probe)
+        if change:
+            self.set_changed(change)
+        with self._lock:
+            if self._doubted == doubted:
+                self._doubts = ""
+
+
+_TEMPERATURE = 1.0
+"""At which engines give log-probabilities of a prompt; the tail at another one is not in what they answer."""
 
 
 class GatewayBackend(Backend):
     """Asks an engine for the log-probabilities of prompts.
 
     An instance has all sequences of a batch in flight at a time, over connections of its own, and computes in the
-    thread that calls it. Batches bound the tokens in flight.
-
-    Args:
-        model: what is served.
-        health: of the engine, shared by all instances; the caller closes it.
+    thread that calls it. Batches bound the tokens in flight. The instances share a health, which the caller closes.
     """
 
-    def __init__(self, model: GatewayModel, health: EngineHealth) -> None:
-        self._model = model
+    inputs: tuple[TensorSpec, ...] = (
+        TensorSpec(names.IDS, "INT32"),
+        TensorSpec(names.POSITION, "INT32"),
+        TensorSpec(names.TARGETS, "INT32", (1,)),
+    )
+    outputs: tuple[TensorSpec, ...] = (
+        TensorSpec(names.LOGPROBS, "FP32", (-1,)),  # engines do not say how many tokens their vocabulary has
+        TensorSpec(names.TARGET_LOGPROBS, "FP32", (1,)),
+    )
+    optional_outputs: Mapping[str, str] = {names.TARGET_LOGPROBS: names.TARGETS}
+    top_k_outputs: frozenset[str] = frozenset({names.LOGPROBS})
+    sequence_input: str = names.POSITION
+    version: str = ""
+    platform: str = ""
+    max_top_k: int = 0
+    max_sequence: int = 0
+    instance_meta: Mapping[str, str] = {}
+
+    def __init__(self, health: EngineHealth, version: str, meta: Mapping[str, str] | None = None) -> None:
+        self.version = version
+        self.platform = health.engine.address.kind
+        self.max_top_k = health.k
+        self.max_sequence = health.facts.max_sequence
+        self.instance_meta = meta or {}
         self._health = health
         self._loop: asyncio.AbstractEventLoop | None = None
         self._connection: EngineConnection | None = None
 
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        """Token ids, positions, and the tokens whose log-probabilities are asked for."""
-        return _INPUTS
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        """Log-probabilities of the next token, and of the tokens that were asked for."""
-        return _OUTPUTS
-
-    @property
-    def version(self) -> str:
-        """The version that the user gave: an engine does not know its weights' hash."""
-        return self._model.version
-
-    @property
-    def platform(self) -> str:
-        """The kind of the engine."""
-        return self._model.engine.address.kind
-
-    @property
-    def max_top_k(self) -> int:
-        """The largest k, which the engine has shown that it gives."""
-        return self._model.top_k
-
-    @property
-    def top_k_outputs(self) -> frozenset[str]:
-        """The log-probabilities."""
-        return frozenset({names.LOGPROBS})
-
-    @property
-    def optional_outputs(self) -> Mapping[str, str]:
-        """The log-probabilities of targets, where targets are sent."""
-        return _OPTIONAL
-
-    @property
-    def sequence_input(self) -> str:
-        """The positions."""
-        return names.POSITION
-
-    @property
-    def max_sequence(self) -> int:
-        """The engine's longest prompt, without the token behind it and the one that is generated."""
-        return self._model.facts.max_sequence
-
-    @property
-    def instance_meta(self) -> Mapping[str, str]:
-        """Metadata that students find in discovery."""
-        return self._model.meta
-
     def check_inputs(self, inputs: Mapping[str, Array], temperature: float) -> None:
-        """Refuse another temperature than 1, ids that are no token's, and targets that an engine says nothing of.
-
-        Raises:
-            RequestError: the request cannot be computed.
-        """
+        """Refuse another temperature than 1, ids that are no token's, and targets that an engine says nothing of."""
         if temperature != _TEMPERATURE:
             raise invalid_argument(
                 f"parameter {names.TEMPERATURE}={temperature:g}: {self.platform} gives log-probabilities of a prompt "
@@ -173,14 +213,9 @@ class GatewayBackend(Backend):
     def predict_top_k(
         self, inputs: Mapping[str, Array], k: int, temperature: float
     ) -> Mapping[str, Array | TopKArrays]:
-        """Ask the engine about each sequence.
-
-        Raises:
-            RequestError: the engine refuses a sequence, or does not answer.
-            EngineAnswerError: its answer is of no use.
-        """
+        """Ask the engine about each sequence."""
         if self._health.fault:
-            raise RequestError(grpc.StatusCode.UNAVAILABLE, self._health.fault, reason="engine-lost")
+            raise _unavailable(self._health.fault, "engine-lost")
         sequences = _prompts(inputs[names.IDS], inputs[names.POSITION], inputs.get(names.TARGETS))
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
@@ -193,7 +228,7 @@ class GatewayBackend(Backend):
 
     async def _score(self, sequences: Sequence[list[int]], k: int) -> list[tuple[TopKArrays, Array]]:
         if self._connection is None:
-            self._connection = EngineConnection(self._model.engine)
+            self._connection = EngineConnection(self._health.engine)
         connection = self._connection
         tasks = [asyncio.ensure_future(self._score_sequence(connection, tokens, k)) for tokens in sequences]
         try:
@@ -206,32 +241,29 @@ class GatewayBackend(Backend):
     async def _score_sequence(
         self, connection: EngineConnection, prompt: list[int], k: int
     ) -> tuple[TopKArrays, Array]:
-        facts = self._model.facts
+        health, facts = self._health, self._health.facts
+        engine = health.engine
         body = facts.endpoint.body(facts.model, prompt, k)
         try:
             answer = await connection.post(facts.endpoint.path, body, answer_limit(len(prompt), k))
         except EngineRefusal as refusal:
             if refusal.status >= 500 and not await connection.is_healthy():
-                words = f"{self._model.engine.address} answers {refusal}, and is not healthy"
-                raise RequestError(grpc.StatusCode.UNAVAILABLE, words, reason="engine-lost") from refusal
+                raise _unavailable(
+                    f"{engine.address} answers {refusal}, and is not healthy", "engine-lost"
+                ) from refusal
             if refusal.status in (401, 403, 404) or most_k(refusal.message) is not None:
-                fault = self._health.set_doubtful(facts.endpoint.path, refusal)
-                raise RequestError(grpc.StatusCode.UNAVAILABLE, fault, reason="engine-changed") from refusal
-            raise refusal.as_request_error(str(self._model.engine.address)) from refusal
+                fault = health.set_doubtful(explain(engine, facts.endpoint.path, refusal, health.k))
+                raise _unavailable(fault, "engine-changed") from refusal
+            raise refusal.as_request_error(str(engine.address)) from refusal
         try:
             facts.check_model(answer)
         except EngineAnswerError as exc:
-            fault = self._health.set_other_model(str(exc))
-            raise RequestError(grpc.StatusCode.UNAVAILABLE, fault, reason="engine-changed") from exc
-        version = facts.endpoint.weight_version(answer)
-        if version != facts.weight_version:
-            raise RequestError(
-                grpc.StatusCode.UNAVAILABLE,
-                self._health.set_changed(f"its weights are {version!r} now, and were {facts.weight_version!r}"),
-                reason="engine-changed",
-            )
-        top = facts.endpoint.read(answer, prompt, k)
-        return top, facts.endpoint.read_own(answer, prompt)
+            raise _unavailable(health.set_doubtful(f"{engine.address}: {exc}"), "engine-changed") from exc
+        version, before = facts.endpoint.weight_version(answer), facts.probe.weight_version
+        if version != before:
+            fault = health.set_changed(f"its weights are {version!r} now, and were {before!r}")
+            raise _unavailable(fault, "engine-changed")
+        return facts.endpoint.read(answer, prompt, k)
 
     def close(self) -> None:
         """Close the connections."""
@@ -241,6 +273,10 @@ class GatewayBackend(Backend):
             if connection is not None:
                 loop.run_until_complete(connection.close())
             loop.close()
+
+
+def _unavailable(why: str, reason: str) -> RequestError:
+    return RequestError(grpc.StatusCode.UNAVAILABLE, why, reason=reason)
 
 
 def _prompts(ids: Array, position: Array, targets: Array | None) -> list[list[int]]:

@@ -3,33 +3,139 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from edl.errors import EDLError
-from edl.log_output import log_to_stderr
+from edl.errors import SettingsError
 from edl.protocol import names
-from edl.protocol.tls.credentials import CredentialFiles
+from edl.protocol.channel import is_this_host
+from edl.settings import Credentials
 from edl.tokenizer_hash import hash_tokenizer
-from edl_serving.command_line.parser import CommandParser
-from edl_serving.gateway.config import BATCHES, GATEWAY_GROUPS, GatewayConfig
-from edl_serving.process.parent_watch import terminate_with_parent
-from edl_serving.registration.ready_file import ReadyFile
-from edl_serving.registration.teacher import TeacherRegistration
+from edl_serving import options as v
+from edl_serving.gateway.engine import EngineAccess, EngineAddress
+from edl_serving.options import CommandParser, Option, OptionGroup
 from edl_serving.request_error import RequestError
-
-__all__ = ["main"]
+from edl_serving.serve_config import GROUPS as SERVE_GROUPS
+from edl_serving.serve_config import TeacherConfig, pick, prepare_process, refuse_zero
 
 _log = logging.getLogger(__name__)
-_EXIT_ENGINE = 3  # as `edl serve` has it for a model that fails to warm up
 
+BATCHES = 2
+"""Batches in flight: while the last sequences of one are computed, the engine has those of the next."""
+_TOKENS_IN_FLIGHT = 16_384
+"""As many as vLLM takes in two steps of a large GPU; beyond it requests only hold memory there. A sequence may have
+half of them."""
+_QUEUED_BATCHES = 4
+"""As many as `edl serve` has waiting: with fewer an engine waits for students, with more its labels are late."""
+_ENGINE = OptionGroup(
+    "the engine",
+    (
+        Option("top-k", v.count, "K", "largest number of log-probabilities a token that students get (default 64)"),
+        Option("model-version", v.text, "TEXT", "identifies the weights to caches of labels; the engine does not know"),
+        Option("tokenizer", v.text, "PATH", "the model's tokenizer.json, or its folder: students compare its hash"),
+        Option("engine-model", v.text, "NAME", "the engine's name of the model (default: --model, or its only one)"),
+        Option("max-tokens", v.count, "N", "most tokens in flight in the engine (default 16384)"),
+        Option("engine-timeout", v.duration_s, "TIME", "time to answer about a sequence (default 2m)"),
+        Option("engine-wait", v.duration_s, "TIME", "how long to wait for an engine that starts (default 10m)"),
+        Option("engine-ca", v.text, "FILE", "CAs of its certificate, for vllm+https:// (default: the system's)"),
+        Option("engine-token-file", v.text, "FILE", "send the first line as a bearer token (vLLM's --api-key)"),
+        Option("interval", v.duration_s, "TIME", "time between two health checks of the engine (default 1s)"),
+        Option("timeout", v.duration_s, "TIME", "time that a health check may take (default 5s)"),
+        Option("failures", v.count, "N", "health checks without an answer before it counts as gone (default 3)"),
+    ),
+)
+_NOT_OURS = ("max-batch", "max-delay")
+"""Options of `edl serve` that follow from `--max-tokens` here."""
+GATEWAY_GROUPS = (
+    _ENGINE,
+    *[
+        replace(group, options=tuple(option for option in group.options if option.name not in _NOT_OURS))
+        for group in SERVE_GROUPS[1:]
+    ],
+)
+"""The options: the engine's in place of those of a model, and `edl serve`'s others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig(TeacherConfig):
+    """The settings of `edl register vllm://…`: those of a teacher, and the engine.
+
+    Attributes:
+        engine: How to reach the engine.
+        engine_model: The engine's name of the model.
+        exact_model: Refuse any other model.
+        top_k: Largest k that students may ask for.
+        version: Version of the weights.
+        tokenizer: Path of the tokenizer or its folder; empty if not given.
+        wait_s: Seconds to wait for an engine that starts.
+        interval_s: Seconds between two health checks.
+        timeout_s: Seconds that a health check may take.
+        failures: Health checks without an answer after which the engine is gone.
+    """
+
+    engine: EngineAccess
+    engine_model: str
+    exact_model: bool
+    version: str
+    top_k: int = 64
+    tokenizer: str = ""
+    wait_s: float = 600.0
+    interval_s: float = 1.0
+    timeout_s: float = 5.0
+    failures: int = 3
+
+    @classmethod
+    def of(cls, endpoint: str, given: Mapping[str, Any]) -> GatewayConfig:
+        """Build the settings from values of `GATEWAY_GROUPS`."""
+        address = EngineAddress.parse(endpoint)
+        if "model_version" not in given:
+            raise SettingsError(
+                f"{endpoint}: give --model-version TEXT: an engine does not know its weights' hash, and students would "
+                "take labels of other weights from their caches. Any text will do that changes when the weights do"
+            )
+        if "engine_ca" in given and not address.tls:
+            raise SettingsError(f"--engine-ca means nothing to {address.kind}://: give {address.kind}+https://")
+        if "engine_token_file" in given and not (
+            address.tls or is_this_host(address.authority) or Credentials.of_options(given).allow_insecure_tokens
+        ):
+            raise SettingsError(
+                f"{endpoint} gets no token over a connection without TLS, where whoever reads the network has it: give "
+                f"{address.kind}+https://, or say that the network may be trusted (--allow-insecure-tokens)"
+            )
+        refuse_zero(given, "engine_timeout", "interval", "timeout")
+        if "tokenizer" in given and not Path(given["tokenizer"]).expanduser().exists():
+            raise SettingsError(f"--tokenizer {given['tokenizer']!r}: there is no such file or folder")
+        tokens = given.get("max_tokens", _TOKENS_IN_FLIGHT)
+        batch = tokens // BATCHES
+        if batch < 1:
+            raise SettingsError(f"--max-tokens {tokens}: a batch needs a token, and {BATCHES} batches are in flight")
+        queue = given.get("max_queue", _QUEUED_BATCHES * batch)
+        if queue < batch:
+            raise SettingsError(
+                f"--max-queue {queue}: a batch has {batch} tokens (--max-tokens {tokens}), and must fit in the queue"
+            )
+        access = {"engine_ca": "ca", "engine_token_file": "token_file", "engine_timeout": "timeout_s"}
+        names = {"engine_wait": "wait_s", "interval": "interval_s", "timeout": "timeout_s"}
+        names |= dict.fromkeys(("top_k", "tokenizer", "failures"), "")
+        return cls.build(
+            {**given, "max_batch": batch, "max_queue": queue},
+            engine=EngineAccess(address, **pick(given, access)),
+            engine_model=given.get("engine_model") or given.get("model") or given.get("service"),
+            exact_model="engine_model" in given,
+            version=given["model_version"],
+            **pick(given, names),
+        )
+
+
+_EXIT_ENGINE = 3  # as `edl serve` has it for a model that fails to warm up
 _DESCRIPTION = """\
 Makes a teacher of a language model that vLLM or SGLang serves: runs beside the engine, asks it for
 log-probabilities over HTTP, and answers students over KServe v2 as `edl serve` does: row t holds
 the prediction of token t + 1, the last row that of what would follow. It is in discovery while the
 engine is healthy. SIGTERM drains."""
-
 _EXAMPLES = """\
 examples:
   edl register vllm://127.0.0.1:8000 --model qwen --top-k 64 --tokenizer ./qwen --model-version r1
@@ -45,51 +151,18 @@ engine that cannot be used, 3 the engine failed while the gateway started."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `edl register` with the address of an engine.
-
-    Args:
-        argv: what follows the command's name.
-
-    Returns:
-        The process's exit code.
-
-    Raises:
-        SettingsError: wrong usage or settings, or an engine that cannot be used.
-    """
+    """Run `edl register` with the address of an engine; return the exit code."""
     parser = CommandParser("edl register vllm://HOST:PORT", _DESCRIPTION, _EXAMPLES)
     parser.add_argument("endpoint", metavar="ENGINE", help="vllm://host:port or sglang://host:port, +https for TLS")
     arguments, given = parser.parse_settings(GATEWAY_GROUPS, argv)
     config = GatewayConfig.of(arguments["endpoint"], given)
-    log_to_stderr("edl register", verbose=config.verbose, log_format=config.log_format)
-    return run(config)
-
-
-def run(config: GatewayConfig) -> int:
-    """Serve until a signal.
-
-    Args:
-        config: what to serve, and how.
-
-    Returns:
-        The process's exit code.
-
-    Raises:
-        SettingsError: a setting, or the engine, cannot be used.
-    """
-    from edl_serving.gateway.backend import GatewayBackend, GatewayModel
-    from edl_serving.gateway.health import EngineHealth
+    prepare_process("edl register", given)
+    from edl_serving.gateway.backend import EngineHealth, GatewayBackend
     from edl_serving.gateway.inspection import find_facts
-    from edl_serving.process.run import serve  # what these need is an extra, and `--help` needs none of it
+    from edl_serving.process import serve  # what these need is an extra, and `--help` needs none of it
 
-    CredentialFiles.of(config.server.credentials, serving=True)
     meta = {names.TOKENIZER_META: hash_tokenizer(config.tokenizer)} if config.tokenizer else {}
-    if config.exit_with is not None:
-        terminate_with_parent(config.exit_with)
-    with contextlib.ExitStack() as stack:
-        ready_file = stack.enter_context(ReadyFile(config.ready_file))
-        registration = stack.enter_context(
-            TeacherRegistration(config.registration, config.address, config.linger_s, ready_file)
-        )
+    with config.registering() as registration:
         engine = config.engine
         facts = asyncio.run(find_facts(engine, config.engine_model, config.exact_model, config.top_k, config.wait_s))
         if facts.max_sequence > config.server.max_batch_rows:
@@ -99,14 +172,11 @@ def run(config: GatewayConfig) -> int:
             )
         _log.info("%s, model %r, asked at %s", engine.address, facts.model, facts.endpoint.path)
         health = EngineHealth(engine, facts, config.top_k, config.interval_s, config.timeout_s, config.failures)
-        stack.callback(health.close)
-        model = GatewayModel(engine, facts, config.top_k, config.version, meta)
-        registration.version = config.version
-        backends = [GatewayBackend(model, health) for _ in range(BATCHES)]
+        backends = [GatewayBackend(health, config.version, meta) for _ in range(BATCHES)]
         try:
             return serve(config.server, backends, join=registration.register, leave=registration.start_draining)
-        except EDLError:
-            raise
         except RequestError as exc:
             _log.error("the engine failed while the gateway started: %s", exc.message)
             return _EXIT_ENGINE
+        finally:
+            health.close()

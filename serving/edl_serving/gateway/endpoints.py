@@ -1,76 +1,136 @@
 """The endpoints of engines that score prompts: what they are asked for a sequence, and how their answers are read.
 
-There are vLLM's `/inference/v1/generate` (tokens in, tokens out, no text is made) and
-`/v1/completions`, and SGLang's `/generate`. They are asked with temperature 1 and without penalties, although prompt
-log-probabilities ignore both: a model's own generation settings would otherwise join in where an engine minds them.
+There are vLLM's `/inference/v1/generate` (tokens in, tokens out, no text is made) and `/v1/completions`, and SGLang's
+`/generate`. They are asked with temperature 1 and without penalties, although prompt log-probabilities ignore both: a
+model's own generation settings would otherwise join in where an engine minds them.
+
+An engine's position p holds its prediction OF token p; row t of ours holds the prediction of token t + 1. So a sequence
+of T tokens is asked with another token behind it, and row t is position t + 1. Which token that is does not matter:
+what a causal model predicts depends on the tokens before.
+
+Labels of another position must not pass for those of this one. vLLM lists the prompt's own token in every position: it
+must be there and, where it makes a list longer than k, be the smallest. SGLang names the prompt's tokens with their
+log-probabilities beside the lists: a token must have the same one in its list, or one that is not above the list's
+smallest.
 """
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from edl_serving.backends.backend import Array, TopKArrays
-from edl_serving.gateway.top_rows import EngineAnswerError, top_k_rows
 
-__all__ = ["ENDPOINTS", "CompletionsEndpoint", "ScoringEndpoint", "GenerateEndpoint", "SGLangEndpoint"]
+_MASS_TOLERANCE = 1e-2
+"""By how much the k probabilities may exceed 1 together: those of bfloat16 logits do by some thousandths, and logits or
+values of another temperature by far more."""
+_AGREEMENT = 1e-3
+"""By how much two log-probabilities of one token may differ: an engine takes both from the same numbers."""
+_RESOLUTION = 2.0**-24
+"""Half of the distance from 1 to the next float32. An engine computes in float32, so of what is left of 1 nothing below
+is known."""
+
+
+class EngineAnswerError(Exception):
+    """Raised where an engine's answer is not what was asked for; says what it has instead."""
+
+
+def top_k_rows(ids: Array, values: Array, k: int) -> TopKArrays:
+    """Return the k largest entries of each row, equal ones by rising id, and the log of the others' probability.
+
+    `ids` (int64) and `values` (float64 log-probabilities at temperature 1) are `[rows, entries]`, at least k entries a
+    row; shorter rows end with an id of -1 and a value of -inf.
+    """
+    order = np.lexsort((ids, -values), axis=-1)
+    ids = np.take_along_axis(ids, order, -1)
+    values = np.take_along_axis(values, order, -1)
+    _check_entries(ids, values)
+    if (ids[:, :k] < 0).any():
+        raise EngineAnswerError(
+            f"position {_first_row(ids[:, :k] < 0)} has a token's id below 0, or fewer than {k} tokens of a "
+            "probability above 0"
+        )
+    kept = values[:, :k]
+    tail = np.log(_left_out(kept))
+    return TopKArrays(ids[:, :k].astype(np.int32), kept.astype(np.float32), tail.astype(np.float32))
+
+
+def _left_out(kept: Array) -> Array:
+    """Return the probability that is left of 1, `[rows]`, from log-probabilities by falling value."""
+    # 1 - p of the largest by `expm1`, which is exact where p is nearly 1; the others are added from the smallest.
+    left: Array = -np.expm1(kept[:, 0]) - np.exp(kept[:, :0:-1]).sum(-1)
+    # Where rounding left nothing: each token that is left out has the last one's probability at most.
+    least = np.minimum(np.exp(kept[:, -1]), _RESOLUTION)
+    return np.maximum(left, np.maximum(least, np.finfo(np.float32).tiny))
+
+
+def _check_entries(ids: Array, values: Array) -> None:
+    if np.isnan(values).any() or (values == np.inf).any():
+        raise EngineAnswerError(f"a value of position {_first_row(np.isnan(values) | (values == np.inf))} is no number")
+    listed = np.sort(ids, axis=-1)
+    twice = (listed[:, 1:] == listed[:, :-1]) & (listed[:, 1:] >= 0)
+    if twice.any():
+        raise EngineAnswerError(f"position {_first_row(twice)} has a token twice")
+    if ids.max(initial=0) > np.iinfo(np.int32).max:
+        raise EngineAnswerError("a token's id is beyond 32 bits")
+    mass = np.exp(np.minimum(values, 1.0)).sum(-1)
+    if (mass > 1 + _MASS_TOLERANCE).any():
+        row = int((mass > 1 + _MASS_TOLERANCE).argmax())
+        raise EngineAnswerError(
+            f"the probabilities of position {row + 1} sum up to {mass[row]:.4g}: these are no log-probabilities "
+            "(vLLM gives other numbers with --logprobs-mode raw_logits or processed_logits: start it without)"
+        )
+
+
+def _first_row(wrong: Array) -> int:
+    """Return the engine's position of the first row in which `wrong` is true."""
+    return int(wrong.any(-1).argmax()) + 1
+
 
 _ABOVE_CERTAIN = 0.01
 """Of a log-probability at most: those of bfloat16 logits exceed 0 by some thousandths, logits by far more."""
 
 
-class ScoringEndpoint(abc.ABC):
-    """An endpoint that gives log-probabilities of a prompt's positions.
+Entries: TypeAlias = tuple[list[list[int]], list[list[Any]], list[Any]]
+"""Ids and values of each position but the first, and the values of the prompt's own tokens there."""
 
-    Attributes:
-        path: of its URL.
-    """
+
+class ScoringEndpoint(abc.ABC):
+    """An endpoint, at `path`, that gives log-probabilities of a prompt's positions."""
 
     path: str
 
     @abc.abstractmethod
     def body(self, model: str, tokens: Sequence[int], k: int) -> dict[str, Any]:
-        """Make the request for a prompt.
-
-        Args:
-            model: the engine's name of the model.
-            tokens: of the prompt, with the token behind the sequence (`top_rows`).
-            k: entries of a position.
-        """
+        """Make the request for a prompt, with the token behind the sequence."""
 
     @abc.abstractmethod
-    def read(self, answer: Mapping[str, Any], tokens: Sequence[int], k: int) -> TopKArrays:
-        """Read the answer to `body`.
+    def entries(self, answer: Mapping[str, Any], tokens: Sequence[int]) -> Entries:
+        """Read the answer to `body`."""
 
-        Args:
-            answer: the JSON object.
-            tokens: as asked.
-            k: as asked.
+    def read(self, answer: Mapping[str, Any], tokens: Sequence[int], k: int) -> tuple[TopKArrays, Array]:
+        """Read the answer to `body`: a row for each token but the last, and float32 log-probabilities of the next ones.
 
-        Returns:
-            A row for each token but the last one.
-
-        Raises:
-            EngineAnswerError: the answer is something else.
+        Raises `EngineAnswerError` if the answer is anything else.
         """
-
-    @abc.abstractmethod
-    def read_own(self, answer: Mapping[str, Any], tokens: Sequence[int]) -> Array:
-        """Read the log-probabilities of the prompt's own tokens from an answer that `read` has taken.
-
-        Args:
-            answer: the JSON object.
-            tokens: as asked.
-
-        Returns:
-            float32 [tokens - 1], of all but the first one.
-
-        Raises:
-            EngineAnswerError: one of them is no number.
-        """
+        ids, values, own = self.entries(answer, tokens)
+        for place, row in enumerate(ids, 1):
+            if not k <= len(row) <= k + 1:
+                raise EngineAnswerError(f"position {place} has {len(row)} entries, and {k} were asked for")
+        try:
+            all_ids = np.array([row if len(row) > k else [*row, -1] for row in ids], np.int64)
+            all_values = np.array([row if len(row) > k else [*row, -np.inf] for row in values], np.float64)
+            own_values = np.array(own, np.float32)
+        except (TypeError, ValueError, OverflowError) as exc:
+            raise EngineAnswerError(f"the log-probabilities are no numbers: {exc}") from exc
+        if own_values.ndim != 1 or not (own_values <= _ABOVE_CERTAIN).all():
+            raise EngineAnswerError("the log-probability of a token of the prompt is none")
+        rows = top_k_rows(all_ids, all_values, k)
+        _check_positions(all_ids, all_values, np.array(tokens[1:], np.int64), own_values, rows.values[:, -1])
+        return rows, own_values
 
     def weight_version(self, answer: Mapping[str, Any]) -> str:
         """Return what the answer says about the version of the weights, empty if nothing."""
@@ -82,6 +142,23 @@ class ScoringEndpoint(abc.ABC):
         return name if isinstance(name, str) else ""
 
 
+def _check_positions(ids: Array, values: Array, tokens: Array, own: Array, smallest: Array) -> None:
+    """Refuse lists of other positions than those of the prompt's own tokens; `smallest` is the k-th of each list."""
+    is_own = ids == tokens[:, None]
+    listed = np.where(is_own, values, -np.inf).max(-1)
+    with np.errstate(invalid="ignore"):  # -inf beside -inf
+        wrong = np.where(is_own.any(-1), np.abs(listed - own) > _AGREEMENT, own > smallest + _AGREEMENT)
+    wrong |= (ids[:, -1] >= 0) & ~(
+        is_own.any(-1) & (listed <= smallest + _AGREEMENT)
+    )  # who but it makes a list longer?
+    if wrong.any():
+        place = int(wrong.argmax())
+        raise EngineAnswerError(
+            f"position {place + 1} does not agree with the log-probability of the prompt's own token {tokens[place]}, "
+            f"{own[place]:.4g}: its list is of another position"
+        )
+
+
 class CompletionsEndpoint(ScoringEndpoint):
     """vLLM's `/v1/completions`, the protocol that every vLLM speaks."""
 
@@ -91,16 +168,12 @@ class CompletionsEndpoint(ScoringEndpoint):
         """Make the request for a prompt."""
         return {"model": model, "prompt": list(tokens), **_sampling(k)}
 
-    def read(self, answer: Mapping[str, Any], tokens: Sequence[int], k: int) -> TopKArrays:
+    def entries(self, answer: Mapping[str, Any], tokens: Sequence[int]) -> Entries:
         """Read the answer to `body`."""
         choices = answer.get("choices")
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], Mapping):
             raise EngineAnswerError("the answer has not one element of 'choices'")
-        return _read_positions(choices[0].get("prompt_logprobs"), tokens, k)
-
-    def read_own(self, answer: Mapping[str, Any], tokens: Sequence[int]) -> Array:
-        """Read the log-probabilities of the prompt's own tokens."""
-        return _own_values(answer["choices"][0]["prompt_logprobs"], tokens)
+        return _read_positions(choices[0].get("prompt_logprobs"), tokens)
 
 
 class GenerateEndpoint(ScoringEndpoint):
@@ -112,13 +185,9 @@ class GenerateEndpoint(ScoringEndpoint):
         """Make the request for a prompt."""
         return {"model": model, "token_ids": list(tokens), "sampling_params": {**_sampling(k), "detokenize": False}}
 
-    def read(self, answer: Mapping[str, Any], tokens: Sequence[int], k: int) -> TopKArrays:
+    def entries(self, answer: Mapping[str, Any], tokens: Sequence[int]) -> Entries:
         """Read the answer to `body`."""
-        return _read_positions(answer.get("prompt_logprobs"), tokens, k)
-
-    def read_own(self, answer: Mapping[str, Any], tokens: Sequence[int]) -> Array:
-        """Read the log-probabilities of the prompt's own tokens."""
-        return _own_values(answer["prompt_logprobs"], tokens)
+        return _read_positions(answer.get("prompt_logprobs"), tokens)
 
     def weight_version(self, answer: Mapping[str, Any]) -> str:
         """Return the tag of the weights, which vLLM changes when a trainer sends it others."""
@@ -144,7 +213,7 @@ class SGLangEndpoint(ScoringEndpoint):
             "return_text_in_logprobs": False,
         }
 
-    def read(self, answer: Mapping[str, Any], tokens: Sequence[int], k: int) -> TopKArrays:
+    def entries(self, answer: Mapping[str, Any], tokens: Sequence[int]) -> Entries:
         """Read the answer to `body`."""
         meta = answer.get("meta_info")
         top = meta.get("input_top_logprobs") if isinstance(meta, Mapping) else None
@@ -161,11 +230,7 @@ class SGLangEndpoint(ScoringEndpoint):
             raise EngineAnswerError(f"an entry is not [log-probability, token, text]: {exc}") from exc
         if shown != list(tokens):
             raise EngineAnswerError("'input_token_logprobs' is of other tokens than those of the prompt")
-        return _ragged_rows(ids, values, k)
-
-    def read_own(self, answer: Mapping[str, Any], tokens: Sequence[int]) -> Array:
-        """Read the log-probabilities of the prompt's own tokens."""
-        return _as_log_probabilities([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]])
+        return ids, values, [entry[0] for entry in own[1:]]
 
 
 ENDPOINTS: Mapping[str, tuple[type[ScoringEndpoint], ...]] = {
@@ -182,17 +247,15 @@ def _sampling(k: int) -> dict[str, Any]:
     return {"max_tokens": 1, "prompt_logprobs": k, **neutral, **no_penalty}
 
 
-def _read_positions(positions: object, tokens: Sequence[int], k: int) -> TopKArrays:
-    """Read vLLM's `prompt_logprobs`: null, then for each position `{token: {"logprob": …}}`.
-
-    A position has k entries, or another one for the prompt's own token where that is not among the k.
-    """
+def _read_positions(positions: object, tokens: Sequence[int]) -> Entries:
+    """Read vLLM's `prompt_logprobs`: null, then for each position `{token: {"logprob": …}}`."""
     if not isinstance(positions, list):
         raise EngineAnswerError("the answer has no 'prompt_logprobs'")
     if len(positions) != len(tokens):
         raise EngineAnswerError(f"'prompt_logprobs' has {len(positions)} positions, the prompt {len(tokens)} tokens")
     ids: list[list[int]] = []
     values: list[list[Any]] = []
+    own: list[Any] = []
     for place, (entries, token) in enumerate(zip(positions[1:], tokens[1:], strict=True), 1):
         if not isinstance(entries, dict):
             raise EngineAnswerError(f"position {place} of 'prompt_logprobs' is {type(entries).__name__}, not an object")
@@ -203,39 +266,7 @@ def _read_positions(positions: object, tokens: Sequence[int], k: int) -> TopKArr
         try:
             ids.append([int(text) for text in entries])
             values.append([entry["logprob"] for entry in entries.values()])
+            own.append(entries[str(token)]["logprob"])
         except (TypeError, ValueError, KeyError) as exc:
             raise EngineAnswerError(f"position {place} has an entry without a number: {exc}") from exc
-    return _ragged_rows(ids, values, k)
-
-
-def _own_values(positions: Sequence[Any], tokens: Sequence[int]) -> Array:
-    pairs = zip(positions[1:], tokens[1:], strict=True)
-    return _as_log_probabilities([entries[str(token)]["logprob"] for entries, token in pairs])
-
-
-def _as_log_probabilities(values: list[Any]) -> Array:
-    try:
-        found = np.array(values, np.float32)
-    except (TypeError, ValueError, OverflowError) as exc:
-        raise EngineAnswerError(f"the log-probability of a token of the prompt is no number: {exc}") from exc
-    if found.ndim != 1 or not (found <= _ABOVE_CERTAIN).all():
-        raise EngineAnswerError("the log-probability of a token of the prompt is none")
-    return found
-
-
-def _ragged_rows(ids: list[list[int]], values: list[list[Any]], k: int) -> TopKArrays:
-    counts = [len(row) for row in ids]
-    if min(counts, default=k) < k:
-        place = counts.index(min(counts)) + 1
-        raise EngineAnswerError(f"position {place} has {min(counts)} entries, and {k} were asked for")
-    if max(counts, default=k) > k + 1:
-        place = counts.index(max(counts)) + 1
-        raise EngineAnswerError(f"position {place} has {max(counts)} entries, and {k} were asked for")
-    for row, numbers in zip(ids, values, strict=True):
-        if len(row) == k:
-            row.append(-1)
-            numbers.append(-np.inf)
-    try:
-        return top_k_rows(np.array(ids, np.int64), np.array(values, np.float64), k)
-    except (TypeError, ValueError, OverflowError) as exc:
-        raise EngineAnswerError(f"the entries are no numbers: {exc}") from exc
+    return ids, values, own

@@ -1,4 +1,4 @@
-"""An engine's HTTP interface: requests with deadlines, and what its refusals mean.
+"""An engine's HTTP interface: its address, requests with deadlines, and what its refusals mean.
 
 aiohttp is imported where it is used.
 """
@@ -7,23 +7,65 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from edl.backoff import Backoff
 from edl.errors import SettingsError
+from edl.protocol.tls import certificates
 from edl.protocol.transport import grpc
 from edl.quoting import clip, quote
-from edl_serving.gateway.address import EngineAddress
 from edl_serving.request_error import RequestError, invalid_argument
 
 if TYPE_CHECKING:
     import aiohttp
 
-__all__ = ["EngineAccess", "EngineConnection", "EngineRefusal"]
+_URL = re.compile(
+    r"(?P<kind>vllm|sglang)(?P<tls>\+https)?://(?P<host>\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]@?#]+):(?P<port>\d{1,5})/?"
+)
+
+
+@dataclass(frozen=True)
+class EngineAddress:
+    """Where an engine listens, and what it speaks: "vllm" or "sglang", over HTTP or, with `tls`, HTTPS."""
+
+    kind: str
+    host: str
+    port: int
+    tls: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> EngineAddress:
+        """Parse `vllm://host:port` or `sglang://host:port`; `vllm+https://` and `sglang+https://` for TLS."""
+        match = _URL.fullmatch(text)
+        if match is None or not 0 < int(match["port"]) < 65536:
+            raise SettingsError(
+                f"{text!r}: expected vllm://host:port or sglang://host:port (vllm+https:// with TLS), without a path "
+                "or a user"
+            )
+        return cls(match["kind"], match["host"], int(match["port"]), match["tls"] is not None)
+
+    @property
+    def authority(self) -> str:
+        """Host and port."""
+        return f"{self.host}:{self.port}"
+
+    @property
+    def base_url(self) -> str:
+        """The beginning of the engine's URLs, without a slash at the end."""
+        return f"http{'s' if self.tls else ''}://{self.authority}"
+
+    def __str__(self) -> str:
+        return f"{self.kind}{'+https' if self.tls else ''}://{self.authority}"
+
+
+def names_engine(text: str) -> bool:
+    """Return whether `text` is meant as the address of an engine."""
+    return re.match(r"(vllm|sglang)(\+\w+)?://", text) is not None
+
 
 _CONNECT_S = 5.0
 """For an engine beside the gateway or in its data centre: with less, one packet lost twice looks like a dead engine."""
@@ -38,13 +80,7 @@ _LONGEST_HINT_MS = 60_000
 
 
 class EngineRefusal(Exception):
-    """Raised for an answer with another status than 200.
-
-    Attributes:
-        status: of HTTP.
-        message: the engine's words, cut.
-        retry_after_s: as the engine gave it; None if it did not.
-    """
+    """Raised for an answer with another status of HTTP than 200, with the engine's words, cut."""
 
     def __init__(self, status: int, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(f"{status}: {message}")
@@ -53,11 +89,7 @@ class EngineRefusal(Exception):
         self.retry_after_s = retry_after_s
 
     def as_request_error(self, engine: str) -> RequestError:
-        """Return what a student is told.
-
-        Args:
-            engine: its address.
-        """
+        """Return what a student is told."""
         words = f"{engine} answers {self.status}: {quote(self.message)}"
         if self.status in (400, 413, 422):
             return invalid_argument(words)
@@ -76,10 +108,10 @@ class EngineAccess:
     """How to reach an engine.
 
     Attributes:
-        address: of the engine.
-        ca: path of a file with the CAs of its certificate, PEM; "" or "system" for the system's.
-        token_file: path of a file whose first line is sent as a bearer token; "" for none. Read for each request.
-        timeout_s: for an answer.
+        address: The engine's address.
+        ca: Path of a file with the CAs of its certificate, PEM; "" or "system" for the system's.
+        token_file: Path of a file whose first token is sent as a bearer token; "" for none. Read for each request.
+        timeout_s: Seconds to wait for an answer.
     """
 
     address: EngineAddress
@@ -88,28 +120,16 @@ class EngineAccess:
     timeout_s: float = 120.0
 
     def read_token(self) -> str:
-        """Return the token, empty for none.
-
-        Raises:
-            SettingsError: the file cannot be read, or begins with an empty line.
-        """
+        """Return the token, empty for none."""
         if not self.token_file:
             return ""
         try:
-            with Path(self.token_file).expanduser().open(encoding="utf-8") as file:
-                token = file.readline().strip()
-        except (OSError, UnicodeDecodeError) as exc:
-            raise SettingsError(f"--engine-token-file {self.token_file!r}: {exc}") from exc
-        if not token or not token.isascii() or not token.isprintable():
-            raise SettingsError(f"--engine-token-file {self.token_file!r}: the first line is not a token")
-        return token
+            return certificates.read_tokens(self.token_file, serving=False)[0]
+        except SettingsError as exc:
+            raise SettingsError(f"--engine-token-file: {exc}") from exc
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """Return what an engine with TLS is verified by; None without TLS.
-
-        Raises:
-            SettingsError: the CAs cannot be read.
-        """
+        """Return what an engine with TLS is verified by; None without TLS."""
         if not self.address.tls:
             return None
         try:
@@ -119,14 +139,7 @@ class EngineAccess:
 
 
 class EngineConnection:
-    """Connections to an engine, of one event loop; to be closed on it.
-
-    Args:
-        engine: how to reach it.
-
-    Raises:
-        SettingsError: aiohttp is not installed, or a file cannot be used.
-    """
+    """Connections to an engine, of one event loop; to be closed on it."""
 
     def __init__(self, engine: EngineAccess) -> None:
         self._engine = engine
@@ -138,20 +151,7 @@ class EngineConnection:
         await self._session.close()
 
     async def get(self, path: str, timeout_s: float, limit: int = 1 << 20) -> Any:
-        """Ask once.
-
-        Args:
-            path: of the URL.
-            timeout_s: for the whole answer.
-            limit: bytes that the answer may have.
-
-        Returns:
-            The JSON value; None for an empty answer.
-
-        Raises:
-            EngineRefusal: the answer has another status than 200.
-            RequestError: there is no answer, or no JSON.
-        """
+        """Ask once; return the JSON value, None for an empty answer."""
         return await self._ask("GET", path, None, timeout_s, limit)
 
     async def is_healthy(self) -> bool:
@@ -165,18 +165,8 @@ class EngineConnection:
     async def post(self, path: str, body: Mapping[str, Any], limit: int) -> Mapping[str, Any]:
         """Ask; once more if the connection breaks: asked twice, an engine gives the same answer.
 
-        Args:
-            path: of the URL.
-            body: sent as JSON.
-            limit: bytes that the answer may have.
-
-        Returns:
-            The JSON object.
-
-        Raises:
-            EngineRefusal: the answer has another status than 200.
-            RequestError: UNAVAILABLE where there is no connection, DEADLINE_EXCEEDED after the engine's `timeout_s`,
-                INTERNAL where the answer is no JSON object or too long.
+        Raises `EngineRefusal`, or `RequestError`: UNAVAILABLE without a connection, DEADLINE_EXCEEDED when late,
+        INTERNAL if the answer is no JSON object or too long.
         """
         data = json.dumps(body, separators=(",", ":")).encode()
         try:
@@ -202,6 +192,7 @@ class EngineConnection:
 
         url = self._engine.address.base_url + path
         headers = {"Content-Type": "application/json"} if data is not None else {}
+        limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
         try:
             if token := self._engine.read_token():  # now: keys are rotated
                 headers["Authorization"] = f"Bearer {token}"
@@ -209,7 +200,7 @@ class EngineConnection:
             raise RequestError(grpc.StatusCode.UNAVAILABLE, str(exc), reason="engine-lost") from exc
         try:
             async with self._session.request(
-                method, url, data=data, headers=headers, timeout=_client_timeout(timeout_s), allow_redirects=False
+                method, url, data=data, headers=headers, timeout=limits, allow_redirects=False
             ) as response:
                 content = await self._read(response, limit)
                 if response.status != 200:
@@ -236,11 +227,8 @@ class EngineConnection:
             pieces += piece
             if len(pieces) > limit:
                 response.close()
-                self._refuse_length(limit)
+                raise RequestError(grpc.StatusCode.INTERNAL, f"{self._name} answers with more than {limit:,} bytes")
         return bytes(pieces)
-
-    def _refuse_length(self, limit: int) -> NoReturn:
-        raise RequestError(grpc.StatusCode.INTERNAL, f"{self._name} answers with more than {limit:,} bytes")
 
     def _late_error(self, timeout_s: float) -> RequestError:
         words = f"{self._name} gave no answer within {timeout_s:g} s (--engine-timeout)"
@@ -260,12 +248,6 @@ def _open_session(engine: EngineAccess) -> aiohttp.ClientSession:
         cookie_jar=aiohttp.DummyCookieJar(),
         trust_env=False,
     )
-
-
-def _client_timeout(timeout_s: float) -> aiohttp.ClientTimeout:
-    import aiohttp
-
-    return aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
 
 
 def _words_of(content: bytes) -> str:

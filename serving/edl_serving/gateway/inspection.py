@@ -13,21 +13,9 @@ from typing import Any
 from edl.backoff import Backoff
 from edl.errors import SettingsError
 from edl.quoting import quote
-from edl_serving.gateway.endpoints import ENDPOINTS, ScoringEndpoint
+from edl_serving.gateway.endpoints import ENDPOINTS, EngineAnswerError, ScoringEndpoint
 from edl_serving.gateway.engine import EngineAccess, EngineConnection, EngineRefusal
-from edl_serving.gateway.top_rows import EngineAnswerError
 from edl_serving.request_error import RequestError
-
-__all__ = [
-    "EngineFacts",
-    "ProbeAnswer",
-    "answer_limit",
-    "explain_refusal",
-    "find_facts",
-    "most_k",
-    "probe_endpoint",
-    "read_model",
-]
 
 _log = logging.getLogger(__name__)
 
@@ -46,18 +34,40 @@ _MOST_K = re.compile(r"max(?:imum)? allowed:? (\d+)")
 
 
 @dataclass(frozen=True)
+class ProbeAnswer:
+    """What an engine answers about a prompt of three tokens.
+
+    Attributes:
+        weight_version: The engine's tag of its weights; empty if it has none.
+        values: The largest log-probability of each position, and those of the prompt's tokens.
+        model: The model that the answer names; empty if it names none.
+    """
+
+    weight_version: str
+    values: tuple[float, ...]
+    model: str = ""
+
+    def find_change(self, now: ProbeAnswer) -> str:
+        """Return what shows that the weights are others `now`, empty if nothing does."""
+        if now.weight_version != self.weight_version:
+            return f"its weights are {now.weight_version!r} now, and were {self.weight_version!r}"
+        for value, before in zip(now.values, self.values, strict=False):
+            if abs(value - before) > _PROBE_TOLERANCE:
+                return f"a log-probability of the same prompt is {value:.3g} now, and was {before:.3g}"
+        return ""
+
+
+@dataclass(frozen=True)
 class EngineFacts:
     """What an engine can do.
 
     Attributes:
-        endpoint: how it is asked.
-        model: its name of the model.
-        root: from where it has loaded the model; empty if it does not say.
-        max_sequence: the longest sequence, in tokens of students.
-        max_model_len: the engine's own limit, which it must still have when it comes back.
-        weight_version: the engine's tag of its weights; empty if it has none.
-        probe: what it answered about the probe, see `ProbeAnswer`.
-        answering_model: the model that this answer named; empty if it named none.
+        endpoint: How it is asked.
+        model: The engine's name of the model.
+        root: Where it has loaded the model from; empty if it does not say.
+        max_sequence: The longest sequence, in tokens of students.
+        max_model_len: The engine's own limit, which it must still have when it comes back.
+        probe: What it answered about the probe at the start.
     """
 
     endpoint: ScoringEndpoint
@@ -65,49 +75,16 @@ class EngineFacts:
     root: str
     max_sequence: int
     max_model_len: int
-    weight_version: str = ""
-    probe: tuple[float, ...] = ()
-    answering_model: str = ""
+    probe: ProbeAnswer
 
     def check_model(self, answer: Mapping[str, Any]) -> None:
-        """Refuse the answer of another model than the probe's, as a router gives it that falls back to one.
-
-        Args:
-            answer: of the endpoint.
-
-        Raises:
-            EngineAnswerError: it names another model.
-        """
+        """Refuse the answer of another model than the probe's, as a router gives it that falls back to one."""
         named = self.endpoint.model(answer)
-        if named and self.answering_model and named != self.answering_model:
+        if named and self.probe.model and named != self.probe.model:
             raise EngineAnswerError(
-                f"the answer is of model {quote(named)}, and at the start {quote(self.answering_model)} answered. "
+                f"the answer is of model {quote(named)}, and at the start {quote(self.probe.model)} answered. "
                 "Where a router has a fallback, register the engines behind it"
             )
-
-
-@dataclass(frozen=True)
-class ProbeAnswer:
-    """What an engine answers about a prompt of three tokens.
-
-    Attributes:
-        weight_version: the version of the weights, empty if the engine does not say.
-        values: the largest log-probability of each position, and those of the prompt's tokens.
-        model: the model that the answer names; empty if it names none.
-    """
-
-    weight_version: str
-    values: tuple[float, ...]
-    model: str = ""
-
-    def find_change(self, facts: EngineFacts) -> str:
-        """Return what shows that the weights are others than at the start, empty if nothing does."""
-        if self.weight_version != facts.weight_version:
-            return f"its weights are {self.weight_version!r} now, and were {facts.weight_version!r}"
-        for now, before in zip(self.values, facts.probe, strict=False):
-            if abs(now - before) > _PROBE_TOLERANCE:
-                return f"a log-probability of the same prompt is {now:.3g} now, and was {before:.3g}"
-        return ""
 
 
 def answer_limit(tokens: int, k: int) -> int:
@@ -118,15 +95,8 @@ def answer_limit(tokens: int, k: int) -> int:
 async def find_facts(engine: EngineAccess, model: str, exact: bool, k: int, wait_s: float) -> EngineFacts:
     """Wait for an engine, and find out what it can do.
 
-    Args:
-        engine: how to reach it.
-        model: the name to ask for.
-        exact: refuse an engine that has no model of that name; else its only model is taken.
-        k: entries of a position.
-        wait_s: how long to wait for an engine that does not answer yet.
-
-    Raises:
-        SettingsError: it does not answer in time, or not what is needed; says what to change.
+    Unless `exact`, an engine's only model is taken whatever its name is. Raises `SettingsError`, which says what to
+    change, if the engine does not answer in time or not what is needed.
     """
     connection = EngineConnection(engine)
     try:
@@ -136,7 +106,7 @@ async def find_facts(engine: EngineAccess, model: str, exact: bool, k: int, wait
     finally:
         await connection.close()
     longest = length - _RESERVED[engine.address.kind]
-    return EngineFacts(endpoint, name, root, longest, length, probe.weight_version, probe.values, probe.model)
+    return EngineFacts(endpoint, name, root, longest, length, probe)
 
 
 async def _wait_until_up(connection: EngineConnection, engine: EngineAccess, wait_s: float) -> None:
@@ -166,7 +136,7 @@ async def _find_model(
     try:
         answer = await connection.get("/v1/models", _LOOK_S)
     except (EngineRefusal, RequestError) as exc:
-        raise _start_error(engine, "/v1/models", exc) from exc
+        raise SettingsError(explain(engine, "/v1/models", exc)) from exc
     entries = _models_of(answer)
     if not entries:
         raise SettingsError(f"{engine.address}: /v1/models lists no model")
@@ -188,12 +158,7 @@ async def _find_model(
 
 
 async def read_model(connection: EngineConnection, name: str, timeout_s: float) -> tuple[str, int] | None:
-    """Read root and longest prompt of a model; None if the engine has it no more.
-
-    Raises:
-        EngineRefusal: it refuses to say.
-        RequestError: it does not answer.
-    """
+    """Read root and longest prompt of a model; None if the engine has it no more."""
     entry = _models_of(await connection.get("/v1/models", timeout_s)).get(name)
     if entry is None:
         return None
@@ -220,81 +185,47 @@ async def _find_endpoint(
             if refusal.status in (403, 404, 405, 501) and kind is not kinds[-1]:
                 _log.info("%s%s is not there: %s", engine.address, endpoint.path, refusal)
                 continue
-            raise _start_error(engine, endpoint.path, refusal, k) from refusal
+            raise SettingsError(explain(engine, endpoint.path, refusal, k)) from refusal
         except (EngineAnswerError, RequestError) as exc:
-            raise _start_error(engine, endpoint.path, exc, k) from exc
+            raise SettingsError(explain(engine, endpoint.path, exc, k)) from exc
     raise AssertionError("there is a last endpoint")
 
 
 async def probe_endpoint(
     connection: EngineConnection, endpoint: ScoringEndpoint, model: str, k: int, before: EngineFacts | None = None
 ) -> ProbeAnswer:
-    """Ask about a prompt of three tokens.
-
-    Args:
-        connection: to the engine.
-        endpoint: that is asked.
-        model: the engine's name of the model.
-        k: entries of a position.
-        before: what the engine was at the start, None if this is the start.
-
-    Raises:
-        EngineRefusal: it refuses.
-        EngineAnswerError: the answer is something else, or another model's than at the start.
-        RequestError: there is no answer.
-    """
+    """Ask about a prompt of three tokens; `before` is what the engine was at the start, None if this is the start."""
     answer = await connection.post(endpoint.path, endpoint.body(model, _PROBE, k), answer_limit(len(_PROBE), k))
     if before is not None:
         before.check_model(answer)
-    top = endpoint.read(answer, _PROBE, k)
-    own = endpoint.read_own(answer, _PROBE)
+    top, own = endpoint.read(answer, _PROBE, k)
     values = (*top.values[:, 0].tolist(), *own.tolist())
     return ProbeAnswer(endpoint.weight_version(answer), values, endpoint.model(answer))
 
 
 def most_k(message: str) -> int | None:
-    """Return the largest k that an engine's refusal allows; None where it is about something else.
-
-    Args:
-        message: of the refusal.
-    """
+    """Return the largest k that an engine's refusal allows; None where it is about something else."""
     found = _MOST_K.search(message)
     return None if found is None else int(found[1])
 
 
-def explain_refusal(engine: EngineAccess, path: str, refusal: EngineRefusal, k: int) -> str:
-    """Return what is wrong with an engine that refuses what it must give, and what to change.
-
-    Args:
-        engine: the engine.
-        path: that was asked.
-        refusal: its answer.
-        k: that was asked for.
-    """
-    return str(_start_error(engine, path, refusal, k))
-
-
-def _start_error(engine: EngineAccess, path: str, exc: Exception, k: int = 0) -> SettingsError:
-    """Return what is wrong with an engine, and what to change."""
+def explain(engine: EngineAccess, path: str, exc: Exception, k: int = 0) -> str:
+    """Return what is wrong with an engine that refuses what it must give, and what to change."""
     where = f"{engine.address}{path}"
     if isinstance(exc, RequestError):
-        return SettingsError(exc.message)
+        return exc.message
     if isinstance(exc, EngineAnswerError):
-        return SettingsError(
+        return (
             f"{where} does not give log-probabilities of the prompt as they are needed: {exc}. Take vLLM or SGLang "
             "itself, rather than a proxy before it"
         )
     assert isinstance(exc, EngineRefusal)
     if exc.status in (401, 403):
-        return SettingsError(
-            f"{where} answers {exc.status} ({quote(exc.message)}): give its key by --engine-token-file FILE"
-        )
+        return f"{where} answers {exc.status} ({quote(exc.message)}): give its key by --engine-token-file FILE"
     most = most_k(exc.message)
     if most is not None:
-        return SettingsError(
+        return (
             f"{where} gives {most} log-probabilities of a position at most: start vLLM with --max-logprobs {k} "
             f"(or -1 for any number), or give --top-k {most}"
         )
-    return SettingsError(
-        f"{where} refuses to give {k} log-probabilities of a prompt's positions: {exc.status}: {quote(exc.message)}"
-    )
+    return f"{where} refuses to give {k} log-probabilities of a prompt's positions: {exc.status}: {quote(exc.message)}"

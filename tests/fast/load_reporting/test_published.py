@@ -27,7 +27,7 @@ from edl.load_reporting import LoadPublisher, LoadSource, ServiceLoad, read_serv
 from edl.load_reporting import publisher as module
 from edl.settings import LoadSettings
 from edl.testing import LocalTeacher
-from edl_serving.registration.load import TeacherCounts, TeacherLoad
+from edl_serving.registration import TeacherCounts, TeacherLoad
 from tests.waiting import DEADLINE_S, wait_until
 
 Rows = tuple[np.ndarray]

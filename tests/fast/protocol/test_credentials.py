@@ -23,8 +23,8 @@ from edl.protocol.tls.credentials import CredentialFiles
 from edl.protocol.tls.public_keys import kind_not_in_grpc
 from edl.protocol.transport import grpc
 from edl.settings import Credentials
-from edl_serving.rpc import authentication
-from edl_serving.rpc.authentication import is_revocation
+from edl_serving import admission as authentication
+from edl_serving.admission import is_revocation
 from tests.certificates import Authority, Pair, ec, put
 from tests.descriptors import count_descriptors
 from tests.interrupting import deadline

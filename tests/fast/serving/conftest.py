@@ -14,7 +14,7 @@ import pytest
 from edl.protocol import codec, kserve, names, tensors
 from edl.protocol.transport import grpc
 from edl_serving import Array, Backend, ServerSettings, TeacherServer
-from edl_serving.lifecycle import ServerState
+from edl_serving.admission import ServerState
 from tests.waiting import DEADLINE_S, wait_until
 
 TIMEOUT_S = DEADLINE_S
@@ -114,7 +114,7 @@ class Inside:
     def begin_drain(self) -> Future[Any]:
         """Begin to drain; new requests are refused from here on."""
         draining = self.begin(self.server.drain(TIMEOUT_S))
-        wait_until(lambda: self.server._lifecycle is not None and self.server._lifecycle.state is ServerState.DRAINING)
+        wait_until(lambda: self.server._lifecycle.state is ServerState.DRAINING)
         return draining
 
     def metric(self, name: str, **labels: str) -> float:

@@ -13,10 +13,10 @@ import pytest
 from edl.protocol import kserve
 from edl.testing.models import Model
 from edl_serving import Array, Backend, ServerSettings, TensorSpec
-from edl_serving.messages.request import DecodedRequest
-from edl_serving.messages.request_plan import plan_request
 from edl_serving.model import ServedModel
+from edl_serving.request import DecodedRequest
 from edl_serving.request_error import RequestError
+from edl_serving.request_plan import plan_request
 from tests.waiting import DEADLINE_S, wait_until
 
 Predict = Callable[[Mapping[str, Array]], Any]

@@ -23,24 +23,20 @@ import pytest
 from edl.cli import main
 from edl.discovery import Instance, Registry, open_registry
 from edl.errors import EDLError, SettingsError
-from edl.notifier import ReentrantEvent
 from edl.protocol.transport import grpc
 from edl.settings import Credentials, LoadSettings
 from edl.testing import LocalTeacher
 from edl_serving import cmd_register, cmd_serve
 from edl_serving.cmd_register import RegisterConfig, keep_registered, parse_endpoint
-from edl_serving.registration.address import is_loopback, warn_of_loopback
-from edl_serving.registration.probe import (
-    ProbeStatus,
-    ReadinessProbe,
-    ReadinessTracker,
-    RegistryAction,
-    newest_version,
+from edl_serving.foreign_server import ForeignServer, ProbeStatus, ReadinessTracker, newest_version
+from edl_serving.registration import (
+    InstanceReconciler,
+    ReadyFile,
+    RegistrationSettings,
+    TeacherRegistration,
+    is_loopback,
+    warn_of_loopback,
 )
-from edl_serving.registration.ready_file import ReadyFile
-from edl_serving.registration.reconciler import InstanceReconciler
-from edl_serving.registration.settings import RegistrationSettings
-from edl_serving.registration.teacher import TeacherRegistration
 from tests.certificates import Authority, put
 from tests.fast.serving.conftest import TIMEOUT_S, Client, StartInside, outputs_of
 from tests.fast.serving.fakes import Base
@@ -425,23 +421,22 @@ def test_wrong_usage_is_named(arguments: list[str], words: str) -> None:
 def test_silence_counts_and_a_no_is_final() -> None:
     tracker = ReadinessTracker(failures=3)
     silent, yes, no = ProbeStatus.NO_ANSWER, ProbeStatus.READY, ProbeStatus.NOT_READY
-    keep, enter, leave = RegistryAction.KEEP, RegistryAction.REGISTER, RegistryAction.DEREGISTER
     story = [
-        *((silent, keep), (yes, enter), (silent, keep), (silent, keep), (yes, keep), (silent, keep), (silent, keep)),
-        *((silent, leave), (silent, keep), (yes, enter), (no, leave), (silent, keep), (yes, enter)),
+        *((silent, False), (yes, True), (silent, True), (silent, True), (yes, True), (silent, True), (silent, True)),
+        *((silent, False), (silent, False), (yes, True), (no, False), (silent, False), (yes, True)),
     ]
     assert [tracker.record_probe(answer) for answer, _ in story] == [turn for _, turn in story]
     assert [newest_version(all_) for all_ in (["9", "10", "old"], ["a", "b"], [])] == ["10", "b", ""]
 
 
 @pytest.fixture
-def registering(url: str, stack: contextlib.ExitStack) -> Callable[..., ReentrantEvent]:
+def registering(url: str, stack: contextlib.ExitStack) -> Callable[..., threading.Event]:
     """Registers servers in threads, with options as on the command line."""
 
-    def start(endpoint: str, **options: Any) -> ReentrantEvent:
+    def start(endpoint: str, **options: Any) -> threading.Event:
         defaults = {"service": "s", "model": "m", "interval": 0.02, "timeout": TIMEOUT_S, "ttl": 300.0}
         config = RegisterConfig.of(endpoint, {"store": url, **defaults, **options})
-        ended = ReentrantEvent()
+        ended = threading.Event()
         thread = threading.Thread(target=keep_registered, args=(config, ended))
         thread.start()
         stack.callback(thread.join, TIMEOUT_S)
@@ -453,7 +448,7 @@ def registering(url: str, stack: contextlib.ExitStack) -> Callable[..., Reentran
 
 def test_a_server_enters_leaves_and_returns(
     inside: StartInside,
-    registering: Callable[..., ReentrantEvent],
+    registering: Callable[..., threading.Event],
     registry: Registry,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -529,7 +524,7 @@ def test_probes_say_what_is_wrong(inside: StartInside, tmp_path: Path, wrong: st
     trusted = (Authority() if wrong == "CA" else ca).save(tmp_path)
     told = {} if wrong == "nothing" else {"ca": trusted} | ({} if wrong == "token" else {"token_file": token})
     model = "other" if wrong == "model" else "m"
-    with contextlib.closing(ReadinessProbe(server.target, model, TIMEOUT_S, Credentials(**told))) as probe:
+    with contextlib.closing(ForeignServer(server.target, model, TIMEOUT_S, Credentials(**told))) as probe:
         result = wait_until(lambda: (found := probe.probe()).status is not ProbeStatus.READY and found)
     assert words in result.reason
     assert secret not in result.reason

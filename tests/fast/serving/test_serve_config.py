@@ -11,15 +11,14 @@ import pytest
 
 from edl.errors import SettingsError
 from edl_serving import ServerSettings, TeacherServer, TensorSpec
-from edl_serving.backends.specs import cast_to_spec, parse_spec, parse_specs
-from edl_serving.backends.target import import_target
-from edl_serving.command_line import option_values as values
-from edl_serving.command_line.options import add_flags, read_file
-from edl_serving.command_line.options import values as merged
-from edl_serving.command_line.parser import CommandParser
-from edl_serving.command_line.serve_config import GROUPS, ServeConfig
-from edl_serving.registration.address import outward_address
+from edl_serving import options as values
+from edl_serving.backends.described import cast_to_spec, parse_spec, parse_specs
+from edl_serving.backends.source import import_target
+from edl_serving.options import CommandParser, add_flags, read_file
+from edl_serving.options import values as merged
+from edl_serving.registration import outward_address
 from edl_serving.request_error import RequestError
+from edl_serving.serve_config import GROUPS, ServeConfig
 from tests.fast.serving.fakes import FakeBackend, X, model_of
 
 LEAST = ["--callable", "m:f", "--model", "digits"]

@@ -9,8 +9,6 @@ import numpy as np
 
 from edl_serving.backends.backend import Array
 
-__all__ = ["Bucket", "make_buckets", "make_packs", "sequence_starts"]
-
 _MAX_PADDING = 0.25
 """Padding of a bucket by its tokens: with more, sequences of 16 tokens are computed as if they had 512; with much less,
 each length is a call of its own."""
@@ -23,8 +21,8 @@ class Bucket:
     """Sequences that are computed together.
 
     Attributes:
-        rows: the row of each place, `[sequences, length]`; of a place that is padding, any row.
-        valid: which places are not padding, `[sequences, length]`.
+        rows: The row of each place, `[sequences, length]`; of a place that is padding, any row.
+        valid: Which places are not padding, `[sequences, length]`.
     """
 
     rows: Array
@@ -51,17 +49,10 @@ def sequence_starts(position: Array) -> Array:
 def make_buckets(
     starts: Array, rows: int, max_tokens: int, *, padding: bool = True, borders: Sequence[int] = ()
 ) -> list[Bucket]:
-    """Plan the computation of a batch: sequences of similar length together.
+    """Plan the computation of a batch: sequences of similar length together, or of equal ones without `padding`.
 
-    Args:
-        starts: of the sequences, rising from 0.
-        rows: of the batch.
-        max_tokens: the most places of a bucket, padding included; a longer sequence is a bucket by itself.
-        padding: False for buckets of equal lengths.
-        borders: lengths, rising; sequences up to one of them and longer ones are in different buckets.
-
-    Returns:
-        Buckets that have each sequence once.
+    A bucket has at most `max_tokens` places, padding included; a longer sequence is a bucket by itself. Sequences up to
+    a length in `borders` and longer ones are in different buckets.
     """
     lengths = np.diff(starts, append=rows)
     sides = np.searchsorted(borders, lengths)
@@ -86,16 +77,7 @@ def make_buckets(
 
 
 def make_packs(starts: Array, rows: int, borders: Sequence[int] = ()) -> list[Bucket]:
-    """Plan the computation of a batch whose sequences stand one behind the other.
-
-    Args:
-        starts: of the sequences, rising from 0.
-        rows: of the batch.
-        borders: as of `make_buckets`.
-
-    Returns:
-        Buckets of a single line that have each sequence once, in order.
-    """
+    """Plan the computation of a batch whose sequences stand one behind the other: buckets of one line, in order."""
     lengths = np.diff(starts, append=rows)
     sides = np.repeat(np.searchsorted(borders, lengths), lengths)
     packs = [np.flatnonzero(sides == side)[None] for side in range(len(borders) + 1)]

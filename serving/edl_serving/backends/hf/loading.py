@@ -14,9 +14,15 @@ from safetensors import SafetensorError
 from edl.errors import SettingsError
 from edl.protocol import names
 from edl.tokenizer_hash import hash_tokenizer
-from edl_serving.backends.source import ModelSource, digest
-
-__all__ = ["TASKS", "embedded_tokens", "instance_meta", "load_model", "longest_sequence", "padding_id", "version_of"]
+from edl_serving.backends.backend import Backend
+from edl_serving.backends.hf.backends import (
+    FeatureBackend,
+    LanguageModelBackend,
+    LoadedModel,
+    SequenceClassifierBackend,
+)
+from edl_serving.backends.source import DEFAULT_MAX_TOKENS, ModelSource, digest
+from edl_serving.backends.torch import device_of
 
 _log = logging.getLogger(__name__)
 
@@ -32,19 +38,7 @@ _NO_LENGTH = 10**7
 
 
 def load_model(source: ModelSource, task: str, device: torch.device) -> Any:
-    """Load a model for evaluation.
-
-    Args:
-        source: `target` is the folder; `dtype` of the weights, None for the checkpoint's own.
-        task: a key of `TASKS`.
-        device: to load it to.
-
-    Returns:
-        A `PreTrainedModel`.
-
-    Raises:
-        SettingsError: the folder has no model that can be loaded for the task without code of its own.
-    """
+    """Load a model for evaluation."""
     folder = _existing_folder(source.target)
     dtype = source.dtype or "auto"
     if dtype != "auto" and dtype not in _DTYPES:
@@ -98,16 +92,8 @@ def _weights(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def version_of(source: ModelSource, task: str, model: Any) -> str:
-    """Return the version: a hash of the weights' files, the configuration, the task and the dtype."""
-    folder = Path(source.target).expanduser()
-    kind = repr(("hf", task, str(model.dtype))).encode()
-    return source.version or digest([kind, folder / "config.json", *_weights(folder)])
-
-
-def instance_meta(source: ModelSource) -> dict[str, str]:
-    """Return the tokenizer's hash, for students to compare; empty where the folder has no tokenizer."""
-    folder = Path(source.target).expanduser()
+def _tokenizer_meta(folder: Path) -> dict[str, str]:
+    """Return the tokenizer's hash, for students to compare; empty if the folder has no tokenizer."""
     try:
         return {names.TOKENIZER_META: hash_tokenizer(folder)}
     except SettingsError as exc:
@@ -115,28 +101,8 @@ def instance_meta(source: ModelSource) -> dict[str, str]:
         return {}
 
 
-def padding_id(model: Any) -> int:
-    """Return a token id for places that are padding: some models know them by it.
-
-    0 where the configuration names an id that has no embedding: it was added to the tokenizer, and never looked up.
-    """
-    known = getattr(model.config, "pad_token_id", None)
-    return known if isinstance(known, int) and 0 <= known < embedded_tokens(model) else 0
-
-
-def embedded_tokens(model: Any) -> int:
-    """Return how many token ids a model can look up."""
-    return int(model.get_input_embeddings().weight.shape[0])
-
-
-def longest_sequence(source: ModelSource, model: Any, max_tokens: int) -> int:
-    """Return the most tokens of a sequence: the least of what configuration, tokenizer and `max_tokens` allow.
-
-    Args:
-        source: the model's folder.
-        model: loaded.
-        max_tokens: of a batch.
-    """
+def longest_sequence(folder: Path, model: Any, max_tokens: int) -> int:
+    """Return the most tokens of a sequence: the least of what configuration, tokenizer and `max_tokens` allow."""
     limits = [max_tokens]
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     embeddings = getattr(getattr(model.base_model, "embeddings", None), "position_embeddings", None)
@@ -146,7 +112,7 @@ def longest_sequence(source: ModelSource, model: Any, max_tokens: int) -> int:
         value = getattr(config, name, None)
         if isinstance(value, int) and value > taken:
             limits.append(value - taken)
-    path = Path(source.target).expanduser() / "tokenizer_config.json"
+    path = folder / "tokenizer_config.json"
     if path.is_file():
         try:
             value = json.loads(path.read_text()).get("model_max_length")
@@ -155,3 +121,32 @@ def longest_sequence(source: ModelSource, model: Any, max_tokens: int) -> int:
         if isinstance(value, int | float) and 0 < value < _NO_LENGTH:
             limits.append(int(value))
     return min(limits)
+
+
+_TOP_K = 64
+"""A token then takes 516 bytes; the mass of what is left out is known all the same."""
+
+
+def from_folder(source: ModelSource) -> Backend:
+    """Load `--hf`."""
+    task = source.task or ""
+    if task not in TASKS:
+        raise SettingsError(f"--hf needs --task, one of {', '.join(TASKS)}; got {task or 'none'}")
+    language = task in ("causal-lm", "masked-lm")
+    if source.top_k is not None and not language:
+        raise SettingsError(f"--top-k means nothing to --task {task}: students ask for parts of outputs themselves")
+    if source.packing and task != "causal-lm":
+        raise SettingsError("--packing is for --task causal-lm")
+    if source.threads is not None:
+        torch.set_num_threads(source.threads)
+    model = load_model(source, task, device_of(source.device))
+    folder = Path(source.target).expanduser()
+    max_tokens = source.max_tokens or DEFAULT_MAX_TOKENS
+    kind = repr(("hf", task, str(model.dtype))).encode()
+    version = source.version or digest([kind, folder / "config.json", *_weights(folder)])
+    longest = longest_sequence(folder, model, max_tokens)
+    loaded = LoadedModel(model, version, _tokenizer_meta(folder), max_tokens, longest)
+    if language:
+        causal = task == "causal-lm"
+        return LanguageModelBackend(loaded, source.top_k or _TOP_K, causal=causal, packing=source.packing)
+    return FeatureBackend(loaded) if task == "feature-extraction" else SequenceClassifierBackend(loaded)

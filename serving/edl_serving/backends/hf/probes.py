@@ -1,12 +1,18 @@
-"""Tests of what an architecture does, made on the loaded model: its name does not tell."""
+"""Tests of what an architecture does, made on the loaded model: its name does not tell.
+
+transformers chooses the frequencies of some rotary embeddings by the largest position of the whole call, so that labels
+of a sequence depend on those that share its batch ("longrope"), or on earlier calls ("dynamic" beyond its length).
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-__all__ = ["has_plain_head", "is_causal", "keeps_neighbours_apart", "keeps_packed_apart", "sample_ids"]
+from edl.errors import SettingsError
 
 _LENGTH = 8
 """Tokens of a probe: a few of each kind of neighbour; long ones would take a large model seconds on a CPU."""
@@ -22,13 +28,7 @@ def sample_ids(vocabulary: int, length: int, seed: int = 0) -> torch.Tensor:
 
 
 def is_causal(model: Any, vocabulary: int, length: int) -> bool:
-    """Whether logits of a token do not change with the tokens that follow.
-
-    Args:
-        model: with `logits` in its output.
-        vocabulary: number of token ids.
-        length: the longest sequence that the model takes.
-    """
+    """Whether logits of a token do not change with the tokens that follow."""
     length = min(length, _LENGTH)
     if length < 2 or vocabulary < 2:
         return True
@@ -40,13 +40,7 @@ def is_causal(model: Any, vocabulary: int, length: int) -> bool:
 
 
 def keeps_packed_apart(model: Any, vocabulary: int, length: int) -> bool:
-    """Whether sequences in a row of a batch, told apart by `position_ids` alone, do not see one another.
-
-    Args:
-        model: a causal language model.
-        vocabulary: number of token ids.
-        length: the longest sequence that the model takes.
-    """
+    """Whether sequences in a row of a batch, told apart by `position_ids` alone, do not see one another."""
     length = min(length, _LENGTH)
     second = sample_ids(vocabulary, length, 1)
     position = torch.arange(length).repeat(2)[None]
@@ -66,12 +60,6 @@ def keeps_neighbours_apart(model: Any, vocabulary: int, start: int, end: int) ->
     """Whether the model computes the same of a sequence beside a short one and a long one, and once more afterwards.
 
     The positions say how long they are: a few tokens of each are enough.
-
-    Args:
-        model: of any task.
-        vocabulary: number of token ids.
-        start: the sequence and its neighbours are longer than this.
-        end: length of the long one.
     """
     length = min(end - start, _LENGTH)
     ids = sample_ids(vocabulary, length)
@@ -102,13 +90,7 @@ def _first_of(model: Any, ids: torch.Tensor, position: torch.Tensor) -> torch.Te
 
 
 def has_plain_head(model: Any, vocabulary: int, length: int) -> bool:
-    """Whether logits are the output embedding of the base model's hidden states, and nothing else.
-
-    Args:
-        model: with `logits` in its output.
-        vocabulary: number of token ids.
-        length: the longest sequence that the model takes.
-    """
+    """Whether logits are the output embedding of the base model's hidden states, and nothing else."""
     config = model.config.get_text_config()
     if any(getattr(config, name, None) not in (None, 1, 1.0) for name in _LOGIT_CHANGES):
         return False
@@ -134,3 +116,46 @@ def _logits(model: Any, ids: torch.Tensor, **inputs: torch.Tensor) -> torch.Tens
 def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
     tolerance = _TOLERANCE.get(first.dtype, 1e-3) * float(second.float().std())
     return bool((first.float() - second.float()).abs().max() <= tolerance)
+
+
+def find_borders(model: Any, vocabulary: int, longest: int) -> tuple[int, ...]:
+    """Return lengths that tell apart what may be computed together: sequences up to one of them, and longer ones."""
+    config = model.config.get_text_config()
+    kind = type(model).__name__
+    if getattr(config, "attention_type", None) == "block_sparse":
+        raise SettingsError(
+            f"--hf: {kind} changes its attention for good when a short sequence comes: set attention_type to "
+            "original_full in config.json"
+        )
+    found = set()
+    for rope in _ropes(getattr(config, "rope_parameters", None)):
+        if "dynamic" in rope["rope_type"] and not rope.get("alpha"):  # with alpha they are fixed, and HunYuan's
+            original = getattr(config, "max_position_embeddings", longest)
+            if longest > original:
+                raise SettingsError(
+                    f"--hf: the labels that {kind} gives a sequence depend on earlier calls beyond {original} tokens "
+                    f"(rope_type dynamic): serve it with --max-tokens {original}"
+                )
+        if rope["rope_type"] == "longrope":
+            original = getattr(config, "original_max_position_embeddings", None)
+            found.add(rope.get("original_max_position_embeddings") or original or config.max_position_embeddings)
+    borders = tuple(sorted(border for border in found if border < longest))
+    ends = (0, *borders, longest)
+    for start, end in itertools.pairwise(ends):
+        if not keeps_neighbours_apart(model, vocabulary, start, end):
+            raise SettingsError(
+                f"--hf: the labels that {kind} gives a sequence change with the length of others in its batch"
+                f" (rope_parameters: {getattr(config, 'rope_parameters', None)})"
+            )
+    return borders
+
+
+def _ropes(parameters: object) -> Iterator[Mapping[str, Any]]:
+    """Yield the settings of each rotary embedding; some models have them by the type of a layer."""
+    if not isinstance(parameters, Mapping):
+        return
+    if isinstance(parameters.get("rope_type"), str):
+        yield parameters
+        return
+    for value in parameters.values():
+        yield from _ropes(value)

@@ -19,7 +19,7 @@ from edl.distill.engine import connection
 from edl.errors import ClosedError
 from edl.protocol.tls import credentials as files
 from edl.protocol.transport import grpc
-from edl_serving.rpc import authentication
+from edl_serving import admission as authentication
 from tests.certificates import HERE, Authority, Pair, put
 from tests.fast.distill.conftest import Serve, Served, Start
 from tests.fast.distill.reading import check, reader_of, sample, samples, why_unused
@@ -243,7 +243,7 @@ def test_tokens_change_and_are_taken_back(
     put(tmp_path / "mine", NEW)
     reading.read_until(lambda: replacements(caplog) >= 2)
     put(tmp_path / "valid", NEW)
-    words = stale.wait_shut_out("the token is not valid here, or no more")
+    words = stale.wait_shut_out("the token is not valid here, or no longer")
     assert "UNAUTHENTICATED" in words
     reading.read(400)
     assert OLD not in words + caplog.text, "a token in words or in the log"

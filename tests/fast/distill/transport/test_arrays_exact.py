@@ -21,8 +21,8 @@ from edl.errors import SourceError
 from edl.protocol import codec
 from edl.protocol.tensors import dtype_of
 from edl_serving import TensorSpec
-from edl_serving.messages.request import bind_tensors
-from edl_serving.messages.request_plan import plan_request
+from edl_serving.request import bind_tensors
+from edl_serving.request_plan import plan_request
 from tests.fast.serving.fakes import FakeBackend, model_of
 
 X = {"x": itemgetter(0)}

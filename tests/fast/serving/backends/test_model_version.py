@@ -18,8 +18,7 @@ from edl.errors import SettingsError
 from edl.protocol import names
 from edl_serving.backends import open_backends
 from edl_serving.backends.model_version import compute_version
-from edl_serving.backends.source import ModelSource
-from edl_serving.backends.target import import_target, module_of
+from edl_serving.backends.source import ModelSource, import_target, module_of
 from edl_serving.model import ServedModel
 from edl_serving.settings import ServerSettings
 from tests.fast.serving.conftest import TIMEOUT_S
@@ -309,7 +308,7 @@ _ELSEWHERE = """
 import sys
 from edl_serving.backends.model_version import compute_version
 from edl_serving.backends.source import ModelSource
-from edl_serving.backends.target import import_target, module_of
+from edl_serving.backends.source import import_target, module_of
 for target in sys.argv[1:]:
     for name in ("versioned", "beside"):
         sys.modules.pop(name, None)

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from edl_serving.batching.batch_queue import BatchQueue
-from edl_serving.batching.job import InferenceJob
+from edl_serving.batching.batch_queue import BatchQueue, InferenceJob
 
 FOREVER = float("inf")
 BATCH = 8

@@ -20,14 +20,11 @@ from edl.discovery import Registry
 from edl.protocol.transport import grpc
 from edl.settings import LoadSettings
 from edl_serving import Array, ServerSettings, TensorSpec
+from edl_serving.batching.batch_queue import InferenceJob
 from edl_serving.batching.canary import Canary
-from edl_serving.batching.executor import Executor
-from edl_serving.batching.job import InferenceJob
-from edl_serving.monitoring.log_throttle import LogThrottle
-from edl_serving.monitoring.metrics import WorkerMetrics
-from edl_serving.registration.ready_file import ReadyFile
-from edl_serving.registration.settings import RegistrationSettings
-from edl_serving.registration.teacher import TeacherRegistration
+from edl_serving.batching.executor import Executor, LogThrottle
+from edl_serving.metrics import WorkerMetrics
+from edl_serving.registration import ReadyFile, RegistrationSettings, TeacherRegistration
 from edl_serving.request_error import RequestError
 from tests.fast.serving.conftest import TIMEOUT_S, Connect, StartInside, outputs_of, request_bytes
 from tests.fast.serving.fakes import FakeBackend, Gated, Mixed, X, five_logits, logits, model_of, request_for

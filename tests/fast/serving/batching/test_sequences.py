@@ -14,15 +14,14 @@ from edl.errors import SettingsError
 from edl.protocol import kserve, names
 from edl_serving import Array, Backend, ServerSettings, TensorSpec
 from edl_serving.backends.backend import TopKArrays
+from edl_serving.batching.batch_queue import InferenceJob
 from edl_serving.batching.executor import Executor
-from edl_serving.batching.job import InferenceJob
-from edl_serving.messages.output_options import cut_top_k, top_k
-from edl_serving.messages.request import DecodedRequest
-from edl_serving.messages.request_plan import plan_request
-from edl_serving.messages.sequences import check_sequences
+from edl_serving.metrics import WorkerMetrics
 from edl_serving.model import ServedModel
-from edl_serving.monitoring.metrics import WorkerMetrics
+from edl_serving.output_options import cut_top_k, top_k
+from edl_serving.request import DecodedRequest, check_sequences
 from edl_serving.request_error import RequestError, invalid_argument
+from edl_serving.request_plan import plan_request
 from tests.fast.distill.sequences.language_model import PrefixModel
 from tests.fast.serving.conftest import outputs_of
 from tests.fast.serving.fakes import FakeBackend, header_for, model_of, refusal_of

@@ -23,14 +23,18 @@ from edl.errors import SettingsError
 from edl.protocol import names
 from edl.tokenizer_hash import hash_tokenizer
 from edl_serving.backends.backend import TopKArrays
-from edl_serving.gateway.address import EngineAddress, names_engine
-from edl_serving.gateway.backend import GatewayBackend, GatewayModel
-from edl_serving.gateway.config import GatewayConfig
-from edl_serving.gateway.endpoints import CompletionsEndpoint, GenerateEndpoint, ScoringEndpoint, SGLangEndpoint
-from edl_serving.gateway.engine import EngineAccess, EngineConnection
-from edl_serving.gateway.health import EngineHealth
+from edl_serving.gateway.backend import EngineHealth, GatewayBackend
+from edl_serving.gateway.command import GatewayConfig
+from edl_serving.gateway.endpoints import (
+    CompletionsEndpoint,
+    EngineAnswerError,
+    GenerateEndpoint,
+    ScoringEndpoint,
+    SGLangEndpoint,
+    top_k_rows,
+)
+from edl_serving.gateway.engine import EngineAccess, EngineAddress, EngineConnection, names_engine
 from edl_serving.gateway.inspection import EngineFacts, find_facts
-from edl_serving.gateway.top_rows import EngineAnswerError, top_k_rows
 from edl_serving.request_error import RequestError
 from tests.fast.serving.gateway.conftest import Gateways, ask, inputs_of
 from tests.fast.serving.gateway.formula_engine import MAX_MODEL_LEN, FormulaEngine, log_probabilities
@@ -58,7 +62,7 @@ def open_backend(engine: FormulaEngine, stack: ExitStack) -> OpenBackend:
         address = reach(engine, kind, **options)
         facts = facts_of(address, k)
         health = stack.enter_context(closing(EngineHealth(address, facts, k, every_s, 60.0, 2)))
-        return stack.enter_context(closing(GatewayBackend(GatewayModel(address, facts, k, "r1"), health)))
+        return stack.enter_context(closing(GatewayBackend(health, "r1")))
 
     return open_
 
@@ -126,6 +130,7 @@ def test_rotated_key(engine: FormulaEngine, open_backend: OpenBackend, tmp_path:
     with pytest.raises(SettingsError, match="--engine-token-file"):
         facts_of(reach(engine))
     key.write_text("old\n")
+    key.chmod(0o600)
     backend = open_backend(token_file=str(key))
     check(score(backend, [[1, 2]]), [[1, 2]])
     engine.token = "new"
@@ -334,7 +339,7 @@ def positions_of(answer: Any) -> list[Any]:
 
 @pytest.mark.parametrize(("endpoint", "name"), BOTH)
 def test_vllm_rows_are_those_of_transformers(endpoint: ScoringEndpoint, name: str) -> None:
-    rows = endpoint.read(answer_of(name), PROMPT, 3)
+    rows, _ = endpoint.read(answer_of(name), PROMPT, 3)
     expected = VLLM["transformers"]  # of the sequence alone, without the token behind it
     assert rows.ids.tolist() == expected["ids"]
     np.testing.assert_allclose(rows.values, expected["values"], atol=1e-5)
@@ -352,6 +357,9 @@ SPOIL: list[Callable[[list[Any]], object]] = [
     lambda positions: positions[2]["946"].update(logprob=None),
     lambda positions: positions[2].update({"946": -1.5}),
     lambda positions: positions[2].update({"0946": positions[2].pop("373")}),
+    lambda positions: positions[2].update(
+        {"5": {"logprob": -90.0}}
+    ),  # another token's than the prompt's makes it longer
 ]
 
 
@@ -367,7 +375,7 @@ def test_spoiled_answers_are_refused(endpoint: ScoringEndpoint, name: str) -> No
 def read_sglang(change: Callable[[Any], object] = lambda meta: None) -> TopKArrays:
     answer = copy.deepcopy(SGLANG["answer"])
     change(answer["meta_info"])
-    return SGLangEndpoint().read(answer, [6722, 315, 9625, 374], 3)
+    return SGLangEndpoint().read(answer, [6722, 315, 9625, 374], 3)[0]
 
 
 def test_sglang_rows() -> None:
@@ -388,6 +396,8 @@ def test_sglang_rows() -> None:
         lambda meta: meta["input_token_logprobs"].reverse(),
         lambda meta: meta["input_top_logprobs"][2].append([-9.0]),
         lambda meta: meta["input_top_logprobs"].__setitem__(2, None),
+        lambda meta: meta["input_top_logprobs"].append(meta["input_top_logprobs"].pop(1)),
+        lambda meta: meta["input_token_logprobs"][3].__setitem__(0, -0.01),
     ],
 )
 def test_spoiled_sglang_is_refused(change: Callable[[Any], object]) -> None:
@@ -484,11 +494,32 @@ def test_token_file(tmp_path: Path) -> None:
     address = EngineAddress("vllm", "h", 1)
     path = tmp_path / "key"
     path.write_text(" key \nother\n")
+    with pytest.raises(SettingsError, match=r"--engine-token-file.* every user"):
+        EngineAccess(address, token_file=str(path)).read_token()
+    path.chmod(0o600)
     assert EngineAccess(address, token_file=str(path)).read_token() == "key"
     for content in ("\n", "a\x00b", "\u00e9"):
         path.write_text(content)
         with pytest.raises(SettingsError, match="--engine-token-file"):
             EngineAccess(address, token_file=str(path)).read_token()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "more", "sent"),
+    [
+        ("vllm://10.0.0.9:8000", {}, False),
+        ("vllm://10.0.0.9:8000", {"allow_insecure_tokens": True}, True),
+        ("vllm+https://10.0.0.9:8000", {}, True),
+        ("sglang://127.0.0.1:8000", {}, True),
+    ],
+)
+def test_token_without_tls(endpoint: str, more: dict[str, Any], sent: bool) -> None:
+    given = {**GIVEN, "engine_token_file": "key", **more}
+    if sent:
+        assert GatewayConfig.of(endpoint, given).engine.token_file == "key"
+    else:
+        with pytest.raises(SettingsError, match=r"without TLS.*vllm\+https"):
+            GatewayConfig.of(endpoint, given)
 
 
 def test_students_get_rows(engine: FormulaEngine, gateways: Gateways, tmp_path: Path) -> None:

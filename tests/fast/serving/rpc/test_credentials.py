@@ -17,10 +17,8 @@ from edl.errors import NoTeacherError
 from edl.protocol import names
 from edl.protocol.transport import grpc
 from edl.settings import Credentials, LoadSettings
-from edl_serving.registration.ready_file import ReadyFile
-from edl_serving.registration.settings import RegistrationSettings
-from edl_serving.registration.teacher import TeacherRegistration
-from edl_serving.rpc import authentication
+from edl_serving import admission as authentication
+from edl_serving.registration import ReadyFile, RegistrationSettings, TeacherRegistration
 from tests.certificates import Authority, put
 from tests.fast.serving.conftest import TIMEOUT_S, StartInside, request_bytes
 from tests.fast.serving.fakes import FakeBackend, five_logits

@@ -6,6 +6,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ import tritonclient.utils.shared_memory as triton_shm
 from tritonclient.utils import InferenceServerException
 
 from edl_serving import Array
-from tests.fast.serving.conftest import StartInside
+from edl_serving.foreign_server import ForeignServer
+from tests.fast.serving.conftest import TIMEOUT_S, StartInside
 from tests.fast.serving.fakes import Base, Mixed, logits
 
 
@@ -46,7 +48,7 @@ def test_server_describes_itself_and_answers(inside: StartInside) -> None:
         (found,) = client.get_model_repository_index(as_json=True)["models"]
         assert found == {"name": "m", "version": "1", "state": "READY"}
         assert {"edl_top_k", "edl_dtype", "system_shared_memory"} <= set(client.get_server_metadata().extensions)
-        with pytest.raises(InferenceServerException, match=r"INVALID_ARGUMENT.*unknown model 'other'"):
+        with pytest.raises(InferenceServerException, match=r"NOT_FOUND.*unknown model 'other'"):
             client.get_model_metadata("other")
         inputs, x = mixed_inputs()
         result = client.infer("m", inputs, request_id="seven")
@@ -57,6 +59,49 @@ def test_server_describes_itself_and_answers(inside: StartInside) -> None:
         wanted = [triton.InferRequestedOutput("joined"), triton.InferRequestedOutput("logits")]
         result = client.infer("m", inputs, outputs=wanted)
         assert [output.name for output in result.get_response().outputs] == ["joined", "logits"]
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_stream_marks_the_final_response(inside: StartInside, wanted: bool) -> None:
+    """On which clients of decoupled models wait."""
+    inputs, _ = mixed_inputs()
+    answers: SimpleQueue[Any] = SimpleQueue()
+    with triton.InferenceServerClient(inside(Mixed()).target) as client:
+        client.start_stream(lambda result, error: answers.put(error or result.get_response()))
+        client.async_stream_infer("m", inputs, request_id="7", enable_empty_final_response=wanted)
+        answer = answers.get(timeout=TIMEOUT_S)
+        client.stop_stream()
+    assert answer.id == "7"
+    assert answer.parameters["triton_final_response"].bool_param is wanted
+
+
+def test_statistics_count_calls_of_the_model(inside: StartInside) -> None:
+    """As `edl register` and Triton's tools read them."""
+    server = inside(Mixed())
+    with triton.InferenceServerClient(server.target) as client:
+        before = ForeignServer(server.target, "m", TIMEOUT_S).read_counts()
+        for _ in range(2):
+            client.infer("m", mixed_inputs()[0])
+        (found,) = client.get_inference_statistics().model_stats
+        after = ForeignServer(server.target, "m", TIMEOUT_S).read_counts()
+        with pytest.raises(InferenceServerException, match=r"NOT_FOUND.*'other'"):
+            client.get_inference_statistics("other")
+    assert {batch.batch_size: batch.compute_infer.count for batch in found.batch_stats}[4] == 2
+    assert (before.rows, after.rows, found.inference_count) == (0, 8, 8)
+    assert (after.compute_s or 0) > 0
+
+
+def test_missing_methods_name_another_way(inside: StartInside) -> None:
+    with triton.InferenceServerClient(inside(Base()).target) as client:
+        for call, words in (
+            (lambda: client.load_model("m"), "one model: start another with edl serve"),
+            (lambda: client.unload_model("m"), "SIGTERM"),
+            (lambda: client.get_cuda_shared_memory_status(), "SystemSharedMemoryRegister"),
+            (lambda: client.get_trace_settings(), "--access-log"),
+            (lambda: client.get_log_settings(), "--log-format"),
+        ):
+            with pytest.raises(InferenceServerException, match=rf"UNIMPLEMENTED.*{words}"):
+                call()
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ from tests.fast.serving.fakes import refusal_of
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from edl_serving.backends.hf import language_model  # noqa: E402
-from edl_serving.backends.hf.top_k import select_top_k  # noqa: E402
+from edl_serving.backends.hf import backends as language_model  # noqa: E402
+from edl_serving.backends.hf.backends import select_top_k  # noqa: E402
 
 Folder = Callable[[str], Path]
 LENGTHS = (1, 30, 7, 2, 31, 8, 1, 16)

@@ -1,0 +1,297 @@
+"""Who is let in: the state of the server, limits for clients and streams, and tokens.
+
+What does not belong here: whose turn it is (`batching.batch_queue`), and what is in a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import itertools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+from urllib.parse import unquote
+
+from edl.protocol.channel import is_this_host
+from edl.protocol.tls.credentials import CHECK_EVERY_S, CredentialFiles, Material
+from edl.protocol.token_check import TokenCheck, shown_by
+from edl.protocol.transport import grpc
+from edl.settings import Credentials
+from edl_serving.request_error import RequestError
+from edl_serving.settings import ServerSettings, authority
+
+_log = logging.getLogger(__name__)
+
+
+class ServerState(enum.Enum):
+    """The states of a server, in this order."""
+
+    STARTING = "starting"
+    READY = "ready"
+    LEAVING = "leaving"  # not ready for newcomers, but students that have not heard of it yet are still served
+    DRAINING = "draining"  # finishes what it has accepted
+    STOPPED = "stopped"
+
+
+class Lifecycle:
+    """Counts requests, and refuses them where the server's state does. Used on the event loop only.
+
+    Attributes:
+        state: State of the server.
+        healthy: False while a canary or a backend finds a fault.
+        in_flight: Requests not answered yet.
+    """
+
+    def __init__(self) -> None:
+        self.state = ServerState.STARTING
+        self.healthy = True
+        self.in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def ready(self) -> bool:
+        """Whether new students are welcome."""
+        return self.state is ServerState.READY and self.healthy
+
+    def begin_request(self) -> None:
+        """Count a request that was received."""
+        if self.state not in (ServerState.READY, ServerState.LEAVING):
+            if self.state is ServerState.STARTING:
+                raise RequestError(grpc.StatusCode.UNAVAILABLE, "the model is warming up", retry_after_ms=1000)
+            raise RequestError(grpc.StatusCode.UNAVAILABLE, "the server is draining")
+        self.in_flight += 1
+        self._idle.clear()
+
+    def end_request(self) -> None:
+        """Count a request as answered."""
+        self.in_flight -= 1
+        if self.in_flight == 0:
+            self._idle.set()
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no request is in flight; False if `timeout_s` passes first."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+
+ServicerContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+_RETRY_MS = 200
+"""For a client that finds no room beside others, who stay for minutes: as often as costs the server nothing."""
+_RETRY_BYTES_MS = 20
+"""For a client that has too much under way itself: some batches later, which is when part of it has been answered. All
+the longer it would do nothing, though the model may be idle."""
+_numbers = itertools.count()
+
+
+def client_of(context: ServicerContext) -> str:
+    """Return the name of the client that a call is from: its connection, as gRPC names the peer."""
+    peer = unquote(context.peer())
+    # All peers on a Unix socket may have one name.
+    return peer if not peer.startswith("unix") else f"{peer}#{next(_numbers)}"
+
+
+@dataclass(eq=False)
+class ClientConnection:
+    """A client with open calls; `nbytes` counts its requests without a response, and its responses not sent yet."""
+
+    name: str
+    max_bytes: int
+    calls: int = 0
+    nbytes: int = 0
+
+    def hold_bytes(self, nbytes: int) -> None:
+        """Count a request's bytes until `release_bytes`; refuse them beyond the limit."""
+        if self.nbytes + nbytes > self.max_bytes and self.nbytes:
+            raise RequestError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{self.nbytes:,} bytes of requests and answers of this client are under way, this request has "
+                f"{nbytes:,}, and {self.max_bytes:,} are the most for one client (edl serve --max-client-bytes)",
+                retry_after_ms=_RETRY_BYTES_MS,
+                reason="client_bytes",
+            )
+        self.nbytes += nbytes
+
+    def release_bytes(self, nbytes: int) -> None:
+        """Stop counting bytes."""
+        self.nbytes -= nbytes
+
+
+class ConnectionLimiter:
+    """Counts clients and streams, and refuses more than the settings allow. Used on the event loop only.
+
+    Attributes:
+        streams: Streams that are served.
+        waiting: Streams that are open without being served (`StreamSlot`).
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._max_connections = settings.max_connections
+        self.max_streams = settings.max_streams
+        self._max_client_bytes = settings.max_client_bytes
+        self._clients: dict[str, ClientConnection] = {}
+        self.streams = 0
+        self.waiting = 0
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all clients."""
+        return sum(client.nbytes for client in self._clients.values())
+
+    def open_call(self, name: str, *, stream: bool = False) -> ClientConnection:
+        """Count a call, until `close_call`."""
+        client = self._clients.get(name)
+        if client is None and len(self._clients) >= self._max_connections:
+            raise _full(f"{self._max_connections} clients are connected", "--max-connections", "connections")
+        if stream and self.streams >= self.max_streams:
+            raise _full(f"{self.max_streams} streams are open", "--max-streams", "streams")
+        if client is None:
+            client = self._clients[name] = ClientConnection(name, self._max_client_bytes)
+        client.calls += 1
+        self.streams += stream
+        return client
+
+    def close_call(self, client: ClientConnection, *, stream: bool = False) -> None:
+        """Stop counting a call."""
+        client.calls -= 1
+        self.streams -= stream
+        if not client.calls:
+            del self._clients[client.name]
+
+
+class StreamSlot:
+    """A slot for an open stream among the streams that are served.
+
+    A stream without a slot stays open, and its requests are refused until a slot is free: a student whose stream ends
+    while it writes would not learn why. `client` is None while there is no slot.
+    """
+
+    def __init__(self, clients: ConnectionLimiter, name: str) -> None:
+        self._clients = clients
+        self._name = name
+        self.client: ClientConnection | None = None
+        try:
+            self.client = clients.open_call(name, stream=True)
+        except RequestError:
+            if clients.waiting >= clients.max_streams:
+                raise _full(f"{clients.waiting} streams wait for a place", "--max-streams", "streams") from None
+            clients.waiting += 1
+
+    def hold_bytes(self, nbytes: int) -> None:
+        """Count a request's bytes until `release_bytes`, once the stream has a slot; refuse it if there is no room."""
+        if self.client is None:
+            self.client = self._clients.open_call(self._name, stream=True)
+            self._clients.waiting -= 1
+        self.client.hold_bytes(nbytes)
+
+    def release_bytes(self, nbytes: int) -> None:
+        """Stop counting bytes."""
+        if self.client is not None:
+            self.client.nbytes -= nbytes
+
+    def close(self) -> None:
+        """Release the slot at the end of the stream."""
+        if self.client is None:
+            self._clients.waiting -= 1
+        else:
+            self._clients.close_call(self.client, stream=True)
+
+
+def _full(what: str, option: str, reason: str) -> RequestError:
+    return RequestError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        f"{what}, the most that this server takes (edl serve {option})",
+        retry_after_ms=_RETRY_MS,
+        reason=reason,
+    )
+
+
+_HEALTH: Final = "/grpc.health.v1.Health/"
+_REMEDY: Final = (
+    "this teacher takes students with a token only: put one of its tokens into a file and name that "
+    "(EDL_TOKEN_FILE, --token-file, token_file=)"
+)
+
+
+class TokenInterceptor(TokenCheck):
+    """Refuses calls without a valid token, of known and unknown methods, before a byte of them is read.
+
+    With `open_health` the health service is left out: a kubelet asks it without any metadata.
+    """
+
+    def __init__(self, files: CredentialFiles, *, open_health: bool) -> None:
+        super().__init__(files)
+        self._open_health = open_health
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """See `grpc.aio.ServerInterceptor`."""
+        shown = shown_by(handler_call_details)
+        is_health = str(handler_call_details.method).startswith(_HEALTH)
+        if (self._open_health and is_health) or self.allows(shown):
+            return await continuation(handler_call_details)
+        return _REFUSE_WRONG if shown else _REFUSE_NONE
+
+
+def is_revocation(before: Material, after: Material) -> bool:
+    """Return whether clients that were let in by `before` are not let in by `after`."""
+    return not (before.authorities <= after.authorities and set(before.tokens) <= set(after.tokens))
+
+
+async def watch_revocations(files: CredentialFiles, end_streams: Callable[[], None]) -> None:
+    """Call `end_streams` when replaced files revoke a token or an authority. Run until cancelled.
+
+    A client whose stream has ended connects anew, and is authenticated again.
+    """
+    before, complaint = files.current(), ""
+    while True:
+        await asyncio.sleep(CHECK_EVERY_S)
+        try:
+            after = files.current()
+            if is_revocation(before, after):
+                end_streams()
+        except Exception as exc:  # noqa: BLE001 - whatever it is, this must not be the last look: nobody would see that it ended
+            if complaint != repr(exc):
+                complaint = repr(exc)
+                _log.exception("revoked credentials could not be followed; that is tried again")
+            continue  # `before` stays, for what is still to be ended
+        before, complaint = after, ""
+
+
+def warn_of_no_credentials(host: str, credentials: Credentials) -> None:
+    """Log a warning if a server that others reach serves without TLS or without checking its clients."""
+    if is_this_host(authority(host, 0)):
+        return
+    if not credentials.cert and not credentials.token_file:
+        _log.warning(
+            "listening on %s without TLS and tokens: whoever reaches this port can use the model, and the network can "
+            "read what students send; set --tls-cert and --tls-key, and --tls-ca or --token-file (docs/security.md)",
+            host,
+        )
+    elif not credentials.cert:
+        _log.warning("listening on %s without TLS: tokens and data can be read on the network (--tls-cert)", host)
+    elif not credentials.ca and not credentials.token_file:
+        _log.info("listening on %s with TLS, for everybody: --tls-ca or --token-file says who may ask", host)
+
+
+def _refusal(words: str) -> grpc.RpcMethodHandler[Any, Any]:
+    async def refuse(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, words)
+
+    handle: Any = refuse
+    return grpc.stream_stream_rpc_method_handler(handle)  # of any method: it reads nothing
+
+
+_REFUSE_NONE = _refusal(f"no token: {_REMEDY}")
+_REFUSE_WRONG = _refusal(f"the token is not valid here, or no longer: {_REMEDY}")

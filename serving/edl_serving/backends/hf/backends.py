@@ -1,0 +1,379 @@
+"""The backends of transformers: language models, encoders, and classifiers of texts.
+
+Language models give the log-probabilities of the next token, or of masked tokens, by their largest values, which are
+found on the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from edl.errors import SettingsError
+from edl.protocol import names
+from edl_serving.backends.backend import Array, Backend, TensorSpec, TopKArrays
+from edl_serving.backends.hf import probes
+from edl_serving.backends.hf.buckets import Bucket, make_buckets, make_packs, sequence_starts
+from edl_serving.request_error import invalid_argument
+
+_log = logging.getLogger(__name__)
+
+_GPU_SLICE_BYTES = 64 << 20
+"""Of float32 logits that are held at a time, beside as many for work: with 152k tokens 110 rows, enough to keep a GPU
+busy with the head's matrix product."""
+_CPU_SLICE_BYTES = 8 << 20
+"""Likewise; more does not stay in a core's caches (64 MiB: 4,800 rows a second of 8k words, 8 MiB: 8,100)."""
+
+
+class TopLogits(NamedTuple):
+    """The largest log-probabilities of rows of logits, as `TopKArrays` has them, and those of targets `[rows, m]`."""
+
+    ids: torch.Tensor
+    values: torch.Tensor
+    tail: torch.Tensor
+    targets: torch.Tensor | None
+
+
+def rows_of_slice(vocabulary: int, device: torch.device) -> int:
+    """Return how many rows of float32 logits are to be held at a time."""
+    nbytes = _CPU_SLICE_BYTES if device.type == "cpu" else _GPU_SLICE_BYTES
+    return max(1, nbytes // (4 * vocabulary))
+
+
+def select_top_k(logits: torch.Tensor, k: int, temperature: float, targets: torch.Tensor | None) -> TopLogits:
+    """Find the k largest logits `[rows, vocabulary]` of each row, which are changed if they are float32.
+
+    Which of equal logits are found is the same for every k and device: those of the lowest ids.
+    """
+    logits = logits.float()
+    lse = logits.logsumexp(-1, keepdim=True)
+    target_values = logits.gather(1, targets).sub_(lse) if targets is not None else None
+    values, ids = logits.topk(k, dim=-1, sorted=False)
+    threshold = values.amin(-1, keepdim=True)
+    ambiguous = ((logits >= threshold).sum(-1) > k).nonzero().flatten()
+    if len(ambiguous):  # as is common with bfloat16: `topk` takes any of equal logits
+        some, least = logits[ambiguous], threshold[ambiguous]
+        larger, equal = some > least, some == least
+        room = k - larger.sum(-1, keepdim=True)
+        kept = larger | (equal & (equal.cumsum(-1) <= room))
+        ids[ambiguous] = kept.nonzero()[:, 1].view(len(ambiguous), k)
+    ids = ids.sort(-1).values
+    values, order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    ids = ids.gather(1, order)
+    logits.scatter_(1, ids, -torch.inf)
+    tail = logits.sub_(lse).div_(temperature).logsumexp(-1)
+    return TopLogits(ids.int(), values - lse, tail, target_values)
+
+
+_WARM_UP_TOKENS_CPU = 1024
+"""Of the warm-up where there is no memory of a GPU to be reserved: a large model takes seconds for them."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model of transformers, and what the server says about it.
+
+    Attributes:
+        model: A `PreTrainedModel`, in evaluation mode on its device.
+        version: Version of the weights.
+        meta: Metadata for discovery.
+        max_tokens: Most places of a call, padding included.
+        longest: Tokens of the longest sequence.
+    """
+
+    model: Any
+    version: str
+    meta: Mapping[str, str]
+    max_tokens: int
+    longest: int
+
+
+class TransformersBackend(Backend):
+    """A model of transformers."""
+
+    inputs: tuple[TensorSpec, ...] = ()
+    outputs: tuple[TensorSpec, ...] = ()
+    version: str = ""
+    platform: str = "transformers"
+    instance_meta: Mapping[str, str] = {}
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.version = loaded.version
+        self.instance_meta = loaded.meta
+        self._loaded = loaded
+        self._model = loaded.model
+        self._device: torch.device = loaded.model.device
+        self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
+        self._borders = probes.find_borders(self._model, self._vocabulary, loaded.longest)
+        known = getattr(self._model.config, "pad_token_id", None)
+        # Some models know padding by its id; one without an embedding was added to the tokenizer, and never looked up.
+        self._padding = known if isinstance(known, int) and 0 <= known < self._vocabulary else None
+
+    def close(self) -> None:
+        """Release the model and cached memory of the GPU."""
+        self._model = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        try:
+            with torch.inference_mode():
+                yield
+        except torch.OutOfMemoryError as exc:
+            torch.cuda.empty_cache()
+            raise RuntimeError(f"the GPU's memory is too small for a batch: lower --max-tokens ({exc})") from exc
+
+    def _call_padded(self, model: Any, ids: Array, bucket: Bucket, *, masked: bool) -> Any:
+        """Call `model` with a bucket."""
+        tokens = torch.from_numpy(np.where(bucket.valid, ids[bucket.rows], self._padding or 0).astype(np.int64))
+        options: dict[str, Any] = {}
+        if masked and bucket.padded:
+            options["attention_mask"] = torch.from_numpy(bucket.valid.astype(np.int64)).to(self._device)
+        if not masked:
+            options["use_cache"] = False
+        return model(input_ids=tokens.to(self._device), **options)
+
+    def _check_ids(self, name: str, ids: Array, vocabulary: int) -> None:
+        wrong = (ids < 0) | (ids >= vocabulary)
+        if wrong.any():
+            row = int(np.argmax(wrong.reshape(len(ids), -1).any(1)))
+            value = int(ids.reshape(-1)[int(np.argmax(wrong))])
+            raise invalid_argument(
+                f"input {name!r} is {value} in row {row}, and token ids of this model are 0 to {vocabulary - 1}"
+            )
+
+
+class TokenBackend(TransformersBackend):
+    """A model whose rows are tokens: the inputs `ids` and `position`."""
+
+    inputs: tuple[TensorSpec, ...] = (TensorSpec(names.IDS, "INT32"), TensorSpec(names.POSITION, "INT32"))
+    sequence_input: str = names.POSITION
+    max_sequence: int = 0
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        super().__init__(loaded)
+        self.max_sequence = loaded.longest
+
+    def check_inputs(self, inputs: Mapping[str, Array], temperature: float) -> None:
+        """Refuse ids that the model has no embedding for."""
+        self._check_ids(names.IDS, inputs[names.IDS], self._vocabulary)
+
+    def sample(self, rows: int) -> Mapping[str, Array]:
+        """Return the longest sequences that fit."""
+        places = np.arange(rows, dtype=np.int32)
+        return {names.IDS: np.zeros(rows, np.int32), names.POSITION: places % np.int32(self._loaded.longest)}
+
+    def warm_up(self, max_rows: int) -> None:
+        """Compute a token, and the longest sequences; a full batch of them on a GPU."""
+        most = max_rows if self._device.type == "cuda" else min(max_rows, self._loaded.longest, _WARM_UP_TOKENS_CPU)
+        self.writes_inputs = False  # ids are copied to the device
+        for rows in sorted({1, most}):
+            if self.max_top_k is None:
+                self.predict(self.sample(rows))
+            else:
+                self.predict_top_k(self.sample(rows), self.max_top_k, 1.0)
+
+
+_WHOLE_LOGITS_BYTES = 1 << 30
+"""Of logits of one call where the head cannot be computed in slices."""
+
+
+class LanguageModelBackend(TokenBackend):
+    """A causal or masked language model.
+
+    A sequence of T tokens is T rows; row t holds token t and the model's prediction of token t + 1 (of token t itself,
+    of a masked language model). With `packing`, sequences are computed one behind the other, instead of padded to the
+    length of similar ones.
+    """
+
+    inputs: tuple[TensorSpec, ...] = (*TokenBackend.inputs, TensorSpec(names.TARGETS, "INT32", (-1,)))
+    optional_outputs: Mapping[str, str] = {names.TARGET_LOGPROBS: names.TARGETS}
+    max_top_k: int = 0
+
+    def __init__(self, loaded: LoadedModel, max_top_k: int, *, causal: bool, packing: bool) -> None:
+        super().__init__(loaded)
+        self._causal = causal
+        self._packing = packing
+        length = loaded.longest
+        kind = type(loaded.model).__name__
+        if causal and not probes.is_causal(self._model, self._vocabulary, length):
+            raise SettingsError(f"--hf: {kind} lets tokens see those that follow: serve it with --task masked-lm")
+        if packing and not (causal and probes.keeps_packed_apart(self._model, self._vocabulary, length)):
+            raise SettingsError(
+                f"--packing: {kind} does not keep packed sequences apart by their positions: leave the flag out, and "
+                "sequences of similar length are computed together"
+            )
+        self._plain_head = causal and probes.has_plain_head(self._model, self._vocabulary, length)
+        with self._computing():
+            ids = probes.sample_ids(self._vocabulary, 1)[None].to(self._device)
+            logits = self._model(input_ids=ids).logits
+        self._classes = int(logits.shape[-1])
+        self._max_tokens = loaded.max_tokens
+        if not self._plain_head:
+            per_token = self._classes * logits.element_size()
+            self._max_tokens = min(loaded.max_tokens, max(1, _WHOLE_LOGITS_BYTES // per_token))
+            _log.info("%s changes logits behind its head: %d tokens a call at most", kind, self._max_tokens)
+        self.max_top_k = min(max_top_k, self._classes)
+        self.outputs = (
+            TensorSpec(names.LOGPROBS, "FP32", (self._classes,)),
+            TensorSpec(names.TARGET_LOGPROBS, "FP32", (-1,)),
+        )
+
+    def check_inputs(self, inputs: Mapping[str, Array], temperature: float) -> None:
+        """Refuse ids that the model does not know."""
+        super().check_inputs(inputs, temperature)
+        if names.TARGETS in inputs:
+            self._check_ids(names.TARGETS, inputs[names.TARGETS], self._classes)
+
+    def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Refuse to compute whole outputs."""
+        raise NotImplementedError("whole log-probabilities are gigabytes: predict_top_k")
+
+    def predict_top_k(
+        self, inputs: Mapping[str, Array], k: int, temperature: float
+    ) -> Mapping[str, Array | TopKArrays]:
+        """Compute the k largest log-probabilities of each row, and those of targets."""
+        targets = inputs.get(names.TARGETS)
+        rows = len(inputs[names.IDS])
+        found = TopKArrays(np.empty((rows, k), np.int32), np.empty((rows, k), np.float32), np.empty(rows, np.float32))
+        target_values = np.empty(targets.shape, np.float32) if targets is not None else None
+        with self._computing():
+            for bucket in self._buckets(inputs[names.POSITION]):
+                of_bucket = bucket.flat_rows
+                wanted = torch.from_numpy(targets[of_bucket].astype(np.int64)) if targets is not None else None
+                parts = [*self._top_logits(inputs, bucket, k, temperature, wanted)]
+                for array, tensors in zip(found, zip(*[part[:3] for part in parts], strict=True), strict=True):
+                    array[of_bucket] = torch.cat(tensors).cpu().numpy()
+                if target_values is not None:
+                    target_values[of_bucket] = torch.cat([part.targets for part in parts]).cpu().numpy()  # type: ignore[misc]
+        answers: dict[str, Array | TopKArrays] = {names.LOGPROBS: found}
+        if target_values is not None:
+            answers[names.TARGET_LOGPROBS] = target_values
+        return answers
+
+    def _buckets(self, position: Array) -> list[Bucket]:
+        starts, rows = sequence_starts(position), len(position)
+        if self._packing:
+            return make_packs(starts, rows, self._borders)
+        return make_buckets(starts, rows, self._max_tokens, borders=self._borders)
+
+    def _top_logits(
+        self, inputs: Mapping[str, Array], bucket: Bucket, k: int, temperature: float, targets: torch.Tensor | None
+    ) -> Iterator[TopLogits]:
+        """Compute the rows of a bucket that are not padding, a slice at a time."""
+        model = self._model.base_model if self._plain_head else self._model
+        if self._packing:
+            ids, position = (
+                torch.from_numpy(inputs[name][bucket.rows].astype(np.int64)).to(self._device)
+                for name in (names.IDS, names.POSITION)
+            )
+            answer = model(input_ids=ids, position_ids=position, use_cache=False)
+        else:
+            answer = self._call_padded(model, inputs[names.IDS], bucket, masked=not self._causal)
+        whole = answer[0] if self._plain_head else answer.logits
+        kept = whole.flatten(0, 1)
+        if bucket.padded:
+            kept = kept[torch.from_numpy(bucket.valid.reshape(-1)).to(self._device)]
+        del whole, answer
+        head: Any = self._model.get_output_embeddings() if self._plain_head else torch.clone
+        size = rows_of_slice(self._classes, self._device)
+        for start in range(0, len(kept), size):
+            wanted = targets[start : start + size].to(self._device) if targets is not None else None
+            yield select_top_k(head(kept[start : start + size]), k, temperature, wanted)
+
+
+HIDDEN = "hidden"
+LOGITS = "logits"
+
+
+class FeatureBackend(TokenBackend):
+    """The last hidden states of a model: a row is a token, with the state at its place."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        super().__init__(loaded)
+        with self._computing():
+            states = self._model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=self._device))[0]
+        self._width = int(states.shape[-1])
+        self.outputs = (TensorSpec(HIDDEN, "FP32", (self._width,)),)
+
+    def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Compute the hidden state of each token."""
+        ids, position = inputs[names.IDS], inputs[names.POSITION]
+        hidden = np.empty((len(ids), self._width), np.float32)
+        with self._computing():
+            starts = sequence_starts(position)
+            for bucket in make_buckets(starts, len(ids), self._loaded.max_tokens, borders=self._borders):
+                states = self._call_padded(self._model, ids, bucket, masked=True)[0].float().cpu().numpy()
+                hidden[bucket.flat_rows] = states[bucket.valid]
+        return {HIDDEN: hidden}
+
+
+class SequenceClassifierBackend(TransformersBackend):
+    """The logits of a text's classes: a row is a text, its token ids as little-endian INT32 in an element of BYTES."""
+
+    inputs: tuple[TensorSpec, ...] = (TensorSpec(names.IDS, "BYTES"),)
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        super().__init__(loaded)
+        self._classes = int(loaded.model.config.num_labels)
+        self.outputs = (TensorSpec(LOGITS, "FP32", (self._classes,)),)
+
+    def check_inputs(self, inputs: Mapping[str, Array], temperature: float) -> None:
+        """Refuse texts that are empty, too long, or not of known ids."""
+        for row, text in enumerate(inputs[names.IDS]):
+            if not text or len(text) % 4:
+                raise invalid_argument(
+                    f"input {names.IDS!r} has {len(text)} bytes in row {row}: a row is a text's token ids as "
+                    'little-endian int32, ids.astype("<i4").tobytes()'
+                )
+            if len(text) // 4 > self._loaded.longest:
+                raise invalid_argument(
+                    f"input {names.IDS!r} has {len(text) // 4} tokens in row {row}, and this model takes "
+                    f"{self._loaded.longest}: cut the text"
+                )
+        flat = np.frombuffer(b"".join(inputs[names.IDS]), "<i4")
+        wrong = (flat < 0) | (flat >= self._vocabulary)
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            ends = np.cumsum([len(text) // 4 for text in inputs[names.IDS]])
+            raise invalid_argument(
+                f"input {names.IDS!r} has token {int(flat[at])} in row {int(np.searchsorted(ends, at, 'right'))}, and "
+                f"token ids of this model are 0 to {self._vocabulary - 1}"
+            )
+
+    def sample(self, rows: int) -> Mapping[str, Array]:
+        """Return texts of a token."""
+        texts = np.empty(rows, object)
+        texts.fill(
+            np.zeros(1, "<i4").tobytes()
+        )  # `np.full` goes by way of numpy's strings, which end before zero bytes
+        return {names.IDS: texts}
+
+    def warm_up(self, max_rows: int) -> None:
+        """Compute a text of a token, and a batch of them."""
+        self.writes_inputs = False
+        for rows in sorted({1, max_rows}):
+            self.predict(self.sample(rows))
+
+    def predict(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Compute the logits of each text."""
+        texts = inputs[names.IDS]
+        ids = np.frombuffer(b"".join(texts), "<i4")
+        lengths = np.array([len(text) // 4 for text in texts])
+        starts = np.cumsum(lengths) - lengths
+        row_of = np.repeat(np.arange(len(texts)), lengths)
+        logits = np.empty((len(texts), self._classes), np.float32)
+        with self._computing():
+            # Without an id for padding, a decoder cannot tell where a text ends.
+            most = self._loaded.max_tokens if self._padding is not None else 1
+            for bucket in make_buckets(starts, len(ids), most, borders=self._borders):
+                answer = self._call_padded(self._model, ids, bucket, masked=True).logits
+                logits[row_of[bucket.rows[:, 0]]] = answer.float().cpu().numpy()
+        return {LOGITS: logits}

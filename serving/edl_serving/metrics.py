@@ -1,0 +1,312 @@
+"""The server's metrics for Prometheus: https://prometheus.io/docs/practices/naming/.
+
+The counts are plain numbers that are put together at a scrape. The client library's own counters take a lock for an
+increment, which at thousands of requests a second costs more than all of the batching. `/livez` and `/readyz` beside
+`/metrics` run checks by name, as Kubernetes' own servers do:
+https://kubernetes.io/docs/reference/using-api/health-checks/
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from bisect import bisect_left
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any, Final, Literal
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from edl.background import start_call
+from edl.errors import SettingsError
+from edl_serving.request_error import RequestError
+
+_log = logging.getLogger(__name__)
+
+# From a look-up in memory to a language model's batch, three a decade: quantiles are right within a factor of 2.5.
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_MOST_TRIES = 10  # to read a gauge; each fails with some small chance
+# Powers of two, up to the default of --max-queue.
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class _Buckets:
+    """A histogram that a single thread writes."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += times * value
+
+
+class WorkerMetrics:
+    """Counts what a worker thread does; only that thread may write."""
+
+    def __init__(self) -> None:
+        self.computing_since_s: float | None = None  # `time.monotonic()` of the present call of the model
+        self.rows = 0
+        self.faults: Counter[str] = Counter()  # requests that the model failed: "exception", "nan" or "output"
+        self.batches: dict[int, tuple[int, float]] = {}  # calls of the model and their seconds, by rows
+        self.queue_s = _Buckets(_SECONDS)  # from arrival to batch
+        self.compute_s = _Buckets(_SECONDS)
+
+    def record_batch(self, rows: int, seconds: float) -> None:
+        """Count a call of the model with `rows` that took `seconds`."""
+        count, spent_s = self.batches.get(rows, (0, 0.0))
+        self.batches[rows] = count + 1, spent_s + seconds
+        self.rows += rows
+        self.compute_s.observe(seconds)
+
+
+class Metrics(Collector):
+    """Collects the counts of a server, in a registry of their own. Only the event loop's thread calls `record_…`."""
+
+    def __init__(self, model: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.registry = CollectorRegistry()
+        self.probes = HealthProbes()
+        self._model = model
+        self._outcomes: Counter[str] = Counter()
+        self._refusals: Counter[str] = Counter()
+        self._workers: list[WorkerMetrics] = []
+        self._gauges: list[tuple[str, str, Callable[[], float]]] = []
+        self._http: MetricsServer | None = None
+        self.registry.register(self)
+
+    def add_worker(self) -> WorkerMetrics:
+        """Return counters for a further worker."""
+        self._workers.append(WorkerMetrics())
+        return self._workers[-1]
+
+    def add_gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        """Add a gauge that is read at a scrape."""
+        self._gauges.append((name, text, read))
+
+    def computed(self) -> tuple[int, float]:
+        """Return the rows that were computed, and the seconds that it took, summed over workers. From any thread."""
+        workers = self._workers
+        return sum(worker.rows for worker in workers), sum(worker.compute_s.sum for worker in workers)
+
+    def batches(self) -> dict[int, tuple[int, float]]:
+        """Return the number of calls of the model, and their seconds, by rows. From any thread."""
+        found: dict[int, tuple[int, float]] = {}
+        for worker in self._workers:
+            for rows, (count, spent_s) in worker.batches.copy().items():
+                counts, seconds = found.get(rows, (0, 0.0))
+                found[rows] = counts + count, seconds + spent_s
+        return found
+
+    def find_stall(self, limit_s: float) -> str:
+        """Return in words which call of the model takes longer than it may; empty if none does. From any thread."""
+        now_s = self._clock()
+        for worker in self._workers:
+            since_s = worker.computing_since_s
+            if since_s is not None and now_s - since_s > limit_s:
+                return f"a call of the model takes {now_s - since_s:,.0f} s already, and {limit_s:g} s are the limit"
+        return ""
+
+    def record_outcome(self, outcome: str) -> None:
+        """Count a request that ended."""
+        self._outcomes[outcome] += 1
+
+    def record_error(self, error: RequestError) -> None:
+        """Count a request that ended with an error."""
+        self._outcomes[error.code.name.lower()] += 1
+        self._refusals[error.reason] += 1
+
+    def record_rejected_call(self, error: RequestError) -> None:
+        """Count a call without a request that ended with an error."""
+        self._refusals[error.reason] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of a scrape."""
+        workers = self._workers
+        faults = {kind: sum(worker.faults[kind] for worker in workers) for kind in ("exception", "nan", "output")}
+        failed = "Requests that the model failed: it raised, answered NaN, or an output other than promised."
+        for name, text, label, counts in (
+            ("edl_teacher_requests", "Requests answered, by outcome.", "outcome", self._outcomes.copy()),
+            ("edl_teacher_refusals", "Requests and calls that ended with an error.", "reason", self._refusals.copy()),
+            ("edl_teacher_model_faults", failed, "kind", faults),
+        ):
+            family = CounterMetricFamily(name, text, labels=["model", label])
+            for value, count in sorted(counts.items()):
+                family.add_metric([self._model, value], count)
+            yield family
+        batch_rows = _Buckets(_ROWS)
+        for size, (count, _) in self.batches().items():
+            batch_rows.observe(size, count)
+        rows = CounterMetricFamily("edl_teacher_rows", "Rows computed.", labels=["model"])
+        rows.add_metric([self._model], sum(worker.rows for worker in workers))
+        yield rows
+        for name, text, parts in (
+            ("edl_teacher_batch_rows", "Rows in one call of the model.", [batch_rows]),
+            ("edl_teacher_queue_seconds", "From arrival to batch.", [worker.queue_s for worker in workers]),
+            ("edl_teacher_compute_seconds", "One call of the model.", [worker.compute_s for worker in workers]),
+        ):
+            yield self._histogram(name, text, parts)
+        for name, text, read in self._gauges:
+            gauge = GaugeMetricFamily(name, text, labels=["model"])
+            gauge.add_metric([self._model], _read(read))
+            yield gauge
+
+    def _histogram(self, name: str, text: str, parts: Sequence[_Buckets]) -> HistogramMetricFamily:
+        family = HistogramMetricFamily(name, text, labels=["model"])
+        if parts:
+            total, buckets = 0, []
+            for index, bound in enumerate([*map(str, map(float, parts[0].bounds)), "+Inf"]):
+                total += sum(part.counts[index] for part in parts)
+                buckets.append((bound, total))
+            family.add_metric([self._model], buckets, sum(part.sum for part in parts))
+        return family
+
+    def listen(self, host: str, port: int) -> int:
+        """Serve `/metrics`, `/livez` and `/readyz`."""
+        try:
+            self._http = MetricsServer(self.registry, host, port, self.probes)
+        except OSError as exc:
+            raise SettingsError(f"metrics cannot listen on {host}:{port}: {exc.strerror or exc}") from exc
+        return self._http.port
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._http is not None:
+            self._http.close()
+            self._http = None
+
+
+def _read(gauge: Callable[[], float]) -> float:
+    """Read a gauge whose value changes in another thread."""
+    for _ in range(_MOST_TRIES):
+        try:
+            return gauge()
+        except RuntimeError:  # a dictionary changed its size while it was looked through
+            continue
+    return gauge()
+
+
+_MOST_CONNECTIONS: Final = 16
+"""Open connections, each with a thread: some scrapers, and a person who looks. Beyond that the oldest one is closed,
+since an honest request is over within milliseconds."""
+_SILENCE_S: Final = 10.0
+"""After so long without a byte a connection is closed: Prometheus itself gives up after 10 s unless told otherwise."""
+_CLOSE_LOOK_S: Final = 0.05
+"""How often the thread looks whether to end: a drained teacher waits this long before it exits, and so does a pod that
+waits for its GPU. The library's 0.5 s would be half of the whole."""
+
+
+class MetricsServer:
+    """Serves a registry's metrics, and a process's health, from a thread until closed."""
+
+    def __init__(self, registry: CollectorRegistry, host: str, port: int, probes: HealthProbes | None = None) -> None:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        server_class: type[_Server] = type("_Server", (_Server,), {"address_family": family})
+        app = _with_probes(make_wsgi_app(registry), probes or HealthProbes())
+        self._server: _Server = make_server(str(address[0]), port, app, server_class, _Handler)
+        self._serving = start_call("edl-metrics", lambda: self._server.serve_forever(_CLOSE_LOOK_S))
+
+    @property
+    def port(self) -> int:
+        """The port that is listened on."""
+        return int(self._server.server_port)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._serving.exception()
+
+
+def _with_probes(metrics: Callable[..., Any], probes: HealthProbes) -> Callable[..., Any]:
+    """Return an application that answers the paths of health, and leaves all else to that of the metrics."""
+
+    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
+        found = probes.answer(environ.get("PATH_INFO", ""))
+        if found is None:
+            return metrics(environ, start_response)
+        passed, text = found
+        body = text.encode()
+        headers = [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(body)))]
+        start_response("200 OK" if passed else "503 Service Unavailable", [*headers, ("Cache-Control", "no-store")])
+        return [b"" if environ.get("REQUEST_METHOD") == "HEAD" else body]
+
+    return app
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    request_queue_size = 128  # with the library's 5, who connects in a crowd waits for a second or more
+
+    def __init__(self, *args: Any) -> None:
+        self._lock = threading.Lock()
+        self._connections: OrderedDict[int, socket.socket] = OrderedDict()
+        super().__init__(*args)
+
+    def server_bind(self) -> None:
+        """Bind without asking DNS for the host's full name, which takes seconds where DNS does not answer."""
+        TCPServer.server_bind(self)
+        self.server_name = str(self.server_address[0])
+        self.server_port = int(self.server_address[1])
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection in a thread of its own; close the oldest connection where there are too many."""
+        with self._lock:
+            oldest = next(iter(self._connections.values())) if len(self._connections) >= _MOST_CONNECTIONS else None
+            self._connections[id(request)] = request
+            if oldest is not None:
+                del self._connections[id(oldest)]
+                with contextlib.suppress(OSError):  # the client was faster
+                    oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection that was answered, or could not be."""
+        with self._lock:
+            self._connections.pop(id(request), None)
+            super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log no errors of clients: they go away, or talk nonsense."""
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _SILENCE_S
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name for it
+        """Log no requests."""
+
+
+ProbePath = Literal["/livez", "/readyz"]
+
+
+class HealthProbes:
+    """Checks that a process is alive, and that it is ready. A path without checks passes."""
+
+    def __init__(self) -> None:
+        self._checks: dict[str, dict[str, Callable[[], str]]] = {"/livez": {}, "/readyz": {}}
+
+    def add_check(self, path: ProbePath, name: str, check: Callable[[], str]) -> None:
+        """Add or replace a check: called in another thread for every request, it returns why it fails, or nothing."""
+        self._checks[path] = {**self._checks[path], name: check}
+
+    def answer(self, path: str) -> tuple[bool, str] | None:
+        """Run a path's checks; return whether all passed, and a line for each. None for another path."""
+        checks = self._checks.get(path)
+        if checks is None:
+            return None
+        failures = {name: check() for name, check in checks.items()}
+        lines = [f"[-]{name} failed: {why}" if why else f"[+]{name} ok" for name, why in failures.items()]
+        passed = not any(failures.values())
+        return passed, "\n".join([*lines, f"{path[1:]} check {'passed' if passed else 'failed'}", ""])

@@ -1,0 +1,299 @@
+"""The options of a command: read from the command line and from a TOML file, checked, and explained by `--help`.
+
+An option says how it is written, read and explained; flags, keys of the file and the help come from one table. A flag
+wins over the file, the file over the default. Readers of values take text (a command line) or typed values (TOML), and
+raise ValueError, which says what is accepted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import pwd
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from edl.errors import SettingsError
+from edl.quoting import did_you_mean
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_DURATION = re.compile(r"(?P<number>\d+(\.\d*)?|\.\d+)\s*(?P<unit>us|ms|s|m|h)")
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_SIZE = re.compile(r"(?P<number>\d+)\s*(?P<unit>B|KiB|MiB|GiB)")
+_BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def text(raw: Any) -> str:
+    """Read text that is not empty."""
+    if not isinstance(raw, str) or not raw.strip():
+        raise ValueError("expected text")
+    return raw.strip()
+
+
+def flag(raw: Any) -> bool:
+    """Read true or false."""
+    if not isinstance(raw, bool):
+        raise ValueError("expected true or false")
+    return raw
+
+
+def log_format(raw: Any) -> str:
+    """Read "text" or "json"."""
+    if raw not in ("text", "json"):
+        raise ValueError("expected text or json")
+    return str(raw)
+
+
+def _whole(raw: Any, low: int, high: int, words: str) -> int:
+    try:
+        value = int(raw) if isinstance(raw, str) else raw
+    except ValueError:
+        value = None
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"expected {words}")
+    return value
+
+
+def count(raw: Any) -> int:
+    """Read a whole number from 1."""
+    return _whole(raw, 1, 2**62, "a whole number above 0")
+
+
+def port(raw: Any) -> int:
+    """Read a TCP port, 0 for a free port."""
+    return _whole(raw, 0, 65535, "a port: 0 (any free one) to 65535")
+
+
+def user(raw: Any) -> int:
+    """Read a user id, or the name of a user of this system."""
+    if isinstance(raw, str) and not raw.strip().isdecimal():
+        try:
+            return pwd.getpwnam(raw.strip()).pw_uid
+        except (KeyError, ValueError):
+            raise ValueError("expected a user of this system, by name or number") from None
+    return _whole(raw, 0, 2**32 - 2, "a user of this system, by name or number")
+
+
+def number(raw: Any) -> float:
+    """Read a finite number above 0."""
+    try:
+        value = float(raw)
+    except (TypeError, ValueError):
+        value = math.nan
+    if isinstance(raw, bool) or not 0 < value < math.inf:
+        raise ValueError("expected a number above 0")
+    return value
+
+
+def duration_s(raw: Any) -> float:
+    """Read seconds; the text carries the unit."""
+    match = _DURATION.fullmatch(raw.strip()) if isinstance(raw, str) else None
+    if match is None:
+        if raw in ("0", 0) and not isinstance(raw, bool):
+            return 0.0
+        raise ValueError("expected a duration with its unit, as in 5ms, 2s, 1.5m")
+    return float(match["number"]) * _SECONDS[match["unit"]]
+
+
+def seconds(raw: Any) -> float:
+    """Read seconds as `duration_s` does; a number without a unit is seconds."""
+    try:
+        return number(raw)
+    except ValueError:
+        return duration_s(raw)
+
+
+def size_bytes(raw: Any) -> int:
+    """Read bytes; the text carries the unit."""
+    match = _SIZE.fullmatch(raw.strip()) if isinstance(raw, str) else None
+    if match is None:
+        raise ValueError("expected a size with its unit, as in 512MiB")
+    return int(match["number"]) * _BYTES[match["unit"]]
+
+
+def json_or_text(raw: Any) -> Any:
+    """Read JSON where the text is JSON (`3`, `true`, `[1, 2]`), else the text itself; leave what TOML typed."""
+    if not isinstance(raw, str):
+        return raw
+    try:
+        return json.loads(raw)
+    except ValueError:
+        return raw
+
+
+def no_token(raw: Any) -> str:
+    """Refuse any value: a token on a command line is no secret."""
+    raise ValueError("expected --token-file with a path: a token on the command line shows in ps")
+
+
+@dataclass(frozen=True)
+class Option:
+    """A setting of a command.
+
+    Attributes:
+        name: The flag without its dashes, and the key in a file.
+        parse: Reader of the value.
+        metavar: What `--help` shows for the value.
+        help: A line or two.
+        many: May be given several times; a list in the file. The result is a tuple.
+        pairs: As `many`, with `key=value`; a table in the file. The result is a dictionary.
+        negative: Can be turned off with `--no-NAME`; takes no value on the command line.
+        alias: An older name, which is accepted as well, and is not in `--help`.
+        refused: There only to be refused, without its value in the message, which may be a secret; not in `--help`.
+    """
+
+    name: str
+    parse: Callable[[Any], Any]
+    metavar: str
+    help: str
+    many: bool = False
+    pairs: bool = False
+    negative: bool = False
+    alias: str = ""
+    refused: bool = False
+
+    @property
+    def key(self) -> str:
+        """The name as a Python identifier."""
+        return self.name.replace("-", "_")
+
+    def read(self, raw: Any, where: str) -> Any:
+        """Read a value that was found at `where`."""
+        try:
+            if self.pairs:
+                return self._read_pairs(raw)
+            if self.many:
+                if not isinstance(raw, list):
+                    raise ValueError("expected a list")
+                return tuple(self.parse(item) for item in raw)
+            return self.parse(raw)
+        except ValueError as exc:
+            if self.refused:
+                raise SettingsError(f"{where}: {exc}") from None
+            shown = raw[0] if isinstance(raw, list) and len(raw) == 1 else raw
+            raise SettingsError(f"{where} {shown!r}: {exc}") from exc
+
+    def _read_pairs(self, raw: Any) -> dict[str, Any]:
+        if isinstance(raw, Mapping):
+            return {str(key): self.parse(value) for key, value in raw.items()}
+        if not isinstance(raw, list):
+            raise ValueError("expected a table")
+        pairs: dict[str, Any] = {}
+        for item in raw:
+            key, equals, value = item.partition("=") if isinstance(item, str) else ("", "", "")
+            if not equals or not key.strip():
+                raise ValueError("expected key=value")
+            pairs[key.strip()] = self.parse(value)
+        return pairs
+
+
+@dataclass(frozen=True)
+class OptionGroup:
+    """Options that belong together in `--help`."""
+
+    title: str
+    options: tuple[Option, ...]
+
+
+def add_flags(parser: argparse.ArgumentParser, groups: Sequence[OptionGroup]) -> None:
+    """Add flags for the options of `groups`; a flag that is not given is left out of the namespace."""
+    for group in groups:
+        section = parser.add_argument_group(group.title)
+        for option in group.options:
+            text = argparse.SUPPRESS if option.refused else option.help.replace("%", "%%")
+            how: dict[str, Any] = {"metavar": option.metavar, "action": "store"}
+            if option.negative:
+                how = {"action": argparse.BooleanOptionalAction}
+            elif option.many or option.pairs:
+                how["action"] = "append"
+            for name, shown in ((option.name, text), (option.alias, argparse.SUPPRESS)):
+                if name:
+                    section.add_argument(f"--{name}", dest=option.key, default=argparse.SUPPRESS, help=shown, **how)
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """Read a TOML file."""
+    try:
+        with Path(path).expanduser().open("rb") as file:
+            return tomllib.load(file)
+    except OSError as exc:
+        raise SettingsError(f"--config {path!r}: {exc.strerror or exc}") from exc
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise SettingsError(f"--config {path!r} is not TOML: {exc}") from exc
+
+
+def values(
+    groups: Sequence[OptionGroup], flags: Mapping[str, Any], file: Mapping[str, Any], path: str = ""
+) -> dict[str, Any]:
+    """Read the values that were given: pairs of flags and file are joined, other flags replace the file's value."""
+    options = {option.name: option for group in groups for option in group.options}
+    known = options | {option.alias: option for option in options.values() if option.alias}
+    found: dict[str, Any] = {}
+    for key, raw in file.items():
+        option = known.get(key) or known.get(key.replace("_", "-"))
+        if option is None:
+            raise SettingsError(f"{path}: there is no setting {key!r}{did_you_mean(key, options)}")
+        found[option.key] = option.read(raw, f"{path}: {key} =")
+    for option in options.values():
+        if option.key not in flags:
+            continue
+        value = option.read(flags[option.key], f"--{option.name}")
+        found[option.key] = {**found.get(option.key, {}), **value} if option.pairs else value
+    return found
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parses a command's arguments; wrong usage is a SettingsError in place of an exit."""
+
+    def __init__(self, command: str, description: str, examples: str) -> None:
+        super().__init__(
+            prog=command,
+            usage=f"{command} [OPTION ...]",
+            description=description,
+            epilog=examples,
+            formatter_class=_Help,
+            allow_abbrev=False,
+        )
+
+    def parse_settings(
+        self, groups: Sequence[OptionGroup], argv: Sequence[str]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read the command line, and the file that `--config` names.
+
+        Returns the values of arguments that were added before by name, and those of the options of `groups` by key.
+        """
+        self.add_argument("--config", metavar="FILE", help="a TOML file with any of the settings below")
+        others = [action.dest for action in self._actions if action.dest not in ("help", "config")]
+        add_flags(self, groups)
+        flags = vars(self.parse(argv))
+        path = flags.pop("config", None)
+        arguments = {name: flags.pop(name) for name in others}
+        return arguments, values(groups, flags, read_file(path) if path else {}, path or "")
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse arguments as `parse_args` does."""
+        found, unknown = self.parse_known_args(argv)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            known = [name for name in self._option_string_actions if name.startswith("--")]
+            what = "option" if flag.startswith("-") else "argument"
+            raise SettingsError(f"unknown {what} {flag!r}{did_you_mean(flag, known) or '; --help lists all'}")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        """Raise SettingsError with argparse's message."""
+        raise SettingsError(message)
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28)

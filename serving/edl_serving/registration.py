@@ -1,0 +1,485 @@
+"""A server's entry in discovery: made once it is ready, changed while it drains, taken back at the end.
+
+`TeacherRegistration` does so for a `TeacherServer`; `edl register` uses the parts for a server of another make. Servers
+serve whether or not the registry answers: an `InstanceReconciler` tries again in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edl.backoff import Backoff
+from edl.discovery import Instance, Registry, open_registry
+from edl.discovery.records import check_ttl, validated
+from edl.discovery.registry import Registration
+from edl.discovery.urls import servers_of
+from edl.errors import DiscoveryError, SettingsError
+from edl.load_reporting import LoadPublisher, LoadSource
+from edl.protocol import names
+from edl.protocol.channel import is_this_host
+from edl.settings import LoadSettings
+from edl_serving.settings import authority
+
+if TYPE_CHECKING:
+    from edl_serving.server import TeacherServer
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RegistrationSettings:
+    """How a server shows in discovery.
+
+    Attributes:
+        service: Name that students look up.
+        url: URL of the registry; None to stay out of discovery.
+        ttl_s: Seconds without a renewal after which others see the server gone.
+        id: Unique within the service; None for this host's name and the port, which stays the same after a restart.
+        capacity: Weight of the server; 2 takes twice the students of 1.
+        tags: Free text.
+        meta: Keys and values that students can read; they win over the server's own.
+        load: Whether and how often the server publishes its load.
+    """
+
+    service: str
+    url: str | None
+    ttl_s: float = 10.0
+    id: str | None = None
+    capacity: float = 1.0
+    tags: tuple[str, ...] = ()
+    meta: Mapping[str, str] = field(default_factory=dict)
+    load: LoadSettings = field(default_factory=LoadSettings)
+
+    def check(self, address: str) -> None:
+        """Refuse what no registry takes, before a large model is loaded."""
+        if self.url is not None:
+            check_ttl(self.ttl_s)
+            validated(self.instance(address, 0 if address.startswith("unix:") else 1, model="", meta={}))
+
+    def instance(self, address: str, port: int, model: str, meta: Mapping[str, str]) -> Instance:
+        """Build the instance to register."""
+        return Instance(
+            service=self.service,
+            id=self.id or re.sub(r"[^A-Za-z0-9.-]+", "-", f"{socket.gethostname()}-{port}").strip("-"),
+            address=address,
+            port=port,
+            capacity=self.capacity,
+            model=model,
+            tags=self.tags,
+            meta={**meta, **self.meta},
+        )
+
+
+_ANYWHERE = "198.51.100.1"  # RFC 5737: belongs to nobody, so it is routed like any other foreign address
+
+
+def outward_address(discovery_url: str | None) -> str:
+    """Return the address of this host on the way to the registry, or else on the way out.
+
+    Nothing is sent: connecting a datagram socket asks the kernel for the route only.
+    """
+    registry = [host for host, _ in servers_of(discovery_url or "")]
+    for host in (*registry, _ANYWHERE):
+        if is_loopback(host):
+            continue
+        try:
+            ((family, kind, protocol, _, target), *_) = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return "127.0.0.1"
+
+
+def warn_of_loopback(discovery_url: str | None, address: str, remedy: str) -> None:
+    """Log a warning if an address of this host only is registered where other hosts look it up."""
+    if discovery_url is not None and discovery_url.startswith(("consul", "etcd", "edl")) and is_loopback(address):
+        _log.warning("only students on this host can reach %s; %s is for others", address, remedy)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether `host` means this host only."""
+    return is_this_host(authority(host, 0))
+
+
+class ReadyFile:
+    """JSON that is there while a process is ready, for the process that started it; written whole or not at all.
+
+    Raises `SettingsError` at once, before a model is loaded, if it cannot be written.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._path = Path(path or os.devnull).expanduser().absolute()
+        self._draft = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        self._wanted = path is not None
+        if self._wanted and not self._path.parent.is_dir():
+            raise SettingsError(f"--ready-file: there is no folder {str(self._path.parent)!r}")
+        self.remove()
+        if self._wanted:
+            with self._errors_named():
+                self._draft.touch()
+                self._draft.unlink()
+
+    def write(self, content: Mapping[str, Any]) -> None:
+        """Write `content` as JSON."""
+        if self._wanted:
+            with self._errors_named():
+                self._draft.write_text(json.dumps(content) + "\n")
+                self._draft.replace(self._path)
+
+    def remove(self) -> None:
+        """Delete the file if it is there."""
+        if self._wanted:
+            with self._errors_named():
+                self._path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as exc:
+            raise SettingsError(f"--ready-file {str(self._path)!r}: {exc.strerror or exc}") from exc
+
+    def __enter__(self) -> ReadyFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+
+_FIRST_RETRY_S = 0.25  # a registry that restarts is back within a second or two
+_LAST_RETRY_S = 5.0  # half of the default TTL: a thousand teachers then ask 200 times a second
+
+
+class InstanceReconciler:
+    """Registers an instance, updates it, or deregisters it, and retries while the registry is away.
+
+    `published` is the instance, or None, that the registry was last given; `on_published` is called with it in the
+    thread.
+    """
+
+    def __init__(self, url: str, ttl_s: float, on_published: Callable[[Instance | None], None] | None = None) -> None:
+        self._url = url
+        self._ttl_s = ttl_s
+        self._on_published = on_published
+        self._changed = threading.Condition()
+        self._desired: Instance | None = None
+        self.published: Instance | None = None
+        self._failure: Exception | None = None
+        self._trouble = ""
+        self._closing = False
+        self._registration: Registration | None = None
+        self._registry: Registry | None = None
+        try:
+            self._registry = open_registry(url)
+        except DiscoveryError as exc:
+            _log.warning("discovery at %s does not answer yet: %s", url, exc)
+        # Not a `BackgroundLoop`, which goes on after errors: this thread ends with an error, and deregisters then.
+        self._thread = threading.Thread(target=self._run, name="edl-reconciler", daemon=True)
+        self._thread.start()
+
+    @property
+    def error(self) -> str:
+        """Why the registry does not show the desired instance, or cannot renew it; empty if it does."""
+        registration = self._registration
+        if registration is not None and registration.error:
+            return registration.error
+        return "" if self.published == self._desired else self._trouble or "not told yet"
+
+    def set_desired(self, instance: Instance | None) -> None:
+        """Have the registry show an instance. Return at once."""
+        with self._changed:
+            self._desired = instance
+            self._changed.notify_all()
+
+    def wait_until_current(self, timeout_s: float) -> bool:
+        """Wait until the registry shows the desired instance; False if `timeout_s` passes first.
+
+        Raises what ended the thread: `SettingsError` if the registry cannot hold the instance.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure or self.published == self._desired, timeout_s)
+            if self._failure is not None:
+                raise self._failure
+            return self.published == self._desired
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Deregister the instance; leave a registry that does not answer to the lease's expiry after `timeout_s`."""
+        with self._changed:
+            self._desired = None
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            _log.warning("discovery does not answer; others see this teacher gone within %g s", self._ttl_s)
+
+    def _run(self) -> None:
+        try:
+            while self._reconcile():
+                pass
+        except Exception as exc:  # noqa: BLE001 - raised again in `wait_until_current`
+            _log.error("discovery: %s", exc, exc_info=_log.isEnabledFor(logging.DEBUG))
+            with self._changed:
+                self._failure = exc
+                self._changed.notify_all()
+        finally:
+            if self._registration is not None:
+                self._registration.close()
+            if self._registry is not None:
+                self._registry.close()
+
+    def _reconcile(self) -> bool:
+        """Wait for a change of the desired instance and publish it; return False when the thread is to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or self.published != self._desired)
+            desired = self._desired
+            if self._closing:
+                return False
+        backoff = Backoff(_FIRST_RETRY_S, _LAST_RETRY_S)
+        while True:
+            try:
+                self._publish(desired)
+                self._trouble = ""
+                break
+            except DiscoveryError as exc:
+                self._trouble = str(exc)
+                level = logging.DEBUG if backoff.failures else logging.WARNING
+                _log.log(level, "discovery does not answer, and is asked again until it does: %s", exc)
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._desired != desired, backoff.next_wait_s())
+                if self._closing or self._desired != desired:
+                    return not self._closing
+        if self._on_published is not None:
+            self._on_published(desired)
+        with self._changed:
+            self.published = desired
+            self._changed.notify_all()
+        return True
+
+    def _publish(self, desired: Instance | None) -> None:
+        if self._registry is None:
+            self._registry = open_registry(self._url)
+        if desired is None:
+            if self._registration is not None:
+                self._registration.close()
+                self._registration = None
+        elif self._registration is None:
+            _warn_of_a_namesake(self._registry, desired)
+            self._registration = self._registry.register(desired, self._ttl_s)
+        else:
+            self._registration.update(desired)
+
+
+def _warn_of_a_namesake(registry: Registry, desired: Instance) -> None:
+    """Log a warning if another process has the instance's id.
+
+    A process that starts again takes its own place over, which is meant; two live processes take turns, which is not.
+    """
+    for instance in registry.snapshot(desired.service).instances:
+        if instance.id == desired.id and instance.endpoint != desired.endpoint:
+            _log.warning(
+                "%s/%s is registered at %s, and is replaced: if that teacher lives, give each an --id of its own",
+                *(desired.service, desired.id, instance.endpoint),
+            )
+
+
+@dataclass(frozen=True)
+class TeacherCounts:
+    """What a teacher has computed so far.
+
+    Attributes:
+        rows: Rows computed; None if unknown.
+        compute_s: Seconds that they took, summed over workers; None if unknown.
+        workers: Batches computed at the same time.
+        queue_rows: Rows in the queue; None if unknown.
+        note: Why rows are unknown; empty if they are known.
+    """
+
+    rows: int | None = 0
+    compute_s: float | None = 0.0
+    workers: int = 1
+    queue_rows: int | None = 0
+    note: str = ""
+
+
+class TeacherLoad:
+    """Publishes a teacher's load, from before its model is loaded until it has left; nothing without a URL."""
+
+    def __init__(self, url: str | None, service: str, settings: LoadSettings) -> None:
+        self._state = "starting"
+        self._instance: Instance | None = None
+        self._count: Callable[[], TeacherCounts] = TeacherCounts
+        self._counts = TeacherCounts()
+        source = LoadSource(service, "teachers", self._read, self._describe)
+        self._publisher = LoadPublisher(url, [source], settings) if url is not None and settings.publish else None
+
+    def set_ready(self, instance: Instance, count: Callable[[], TeacherCounts]) -> None:
+        """Publish what the teacher computes from now on; `count` is called in the publisher's thread."""
+        self._count = count
+        self._instance = instance
+        self.set_state("ready")
+
+    def set_state(self, state: str) -> None:
+        """Publish "starting", "ready", "unhealthy" or "draining" at once."""
+        if state != self._state:
+            self._state = state
+            if self._publisher is not None:
+                self._publisher.publish_soon()
+
+    def close(self) -> None:
+        """Remove the record; see `LoadPublisher.close`."""
+        if self._publisher is not None:
+            self._publisher.close()
+
+    def _read(self) -> Mapping[str, float | None]:
+        self._counts = self._count()
+        return {"rows": self._counts.rows, "compute_s": self._counts.compute_s}
+
+    def _describe(self) -> Mapping[str, Any]:
+        instance, counts = self._instance, self._counts
+        fields = {"state": self._state, "workers": counts.workers, "queue_rows": counts.queue_rows, "note": counts.note}
+        if instance is None:
+            return fields
+        # The path of a Unix socket says nothing to others.
+        endpoint = "" if instance.address.startswith("unix:") else instance.endpoint
+        found = {"teacher": instance.id, "model": instance.model, "version": instance.meta.get("version", "")}
+        return {**fields, **found, "endpoint": endpoint}
+
+
+_WITHDRAW_TIMEOUT_S = 2.0
+"""For a registry that may be away to take a change: longer would delay the end of a drain, which the lease replaces."""
+_REGISTER_TIMEOUT_S = 10.0
+"""For a registry to refuse an instance that it cannot hold: a registry of another continent answers within this."""
+
+
+class TeacherRegistration:
+    """Keeps a teacher in discovery from `register` until `start_draining`, and only while its model is healthy.
+
+    Without the URL of a registry, only the ready file follows the teacher's health.
+    """
+
+    def __init__(self, settings: RegistrationSettings, address: str, linger_s: float, ready_file: ReadyFile) -> None:
+        self._settings = settings
+        self._address = address
+        self._linger_s = linger_s
+        self._ready_file = ready_file
+        self._instance: Instance | None = None
+        self._metrics_port: int | None = None
+        self._drain_timeout_s = 0.0
+        self._load = TeacherLoad(settings.url, settings.service, settings.load)
+        self._reconciler: InstanceReconciler | None = None
+        self._lock = threading.Lock()  # between the event loop, which reports health, and the threads of the callers
+        self._healthy = True
+        self._draining = False
+        self._was_published = False
+        if settings.url is not None:
+            self._reconciler = InstanceReconciler(settings.url, settings.ttl_s, self._on_published)
+
+    def register(self, server: TeacherServer) -> None:
+        """Enter discovery; the reconciler tries again in the background while the registry is away."""
+        self._metrics_port = server.metrics_port
+        self._drain_timeout_s = server.settings.drain_timeout_s
+        model = server.settings.model
+        self._instance = self._settings.instance(self._address, server.port, model, self._metadata(server))
+        server.watch_ready(self._on_health_change)
+        # In place of the check that `serve` has until this returns: the ready file may be there before.
+        unregistered = "" if self._reconciler is None else "not registered yet"
+        server.metrics.probes.add_check("/readyz", "discovery", lambda: "" if self._was_published else unregistered)
+        if self._reconciler is None:
+            with self._lock:
+                self._write_ready_file(self._instance)
+            return
+        reconciler = self._reconciler
+        server.metrics.add_gauge(
+            "edl_teacher_registered",
+            "Whether discovery has this teacher, and its lease is kept.",
+            lambda: float(reconciler.published is not None and not reconciler.error),
+        )
+        # A registry that is away later changes nothing: students keep the teachers that they know.
+        server.metrics.probes.add_check("/readyz", "registry", lambda: "" if self._was_published else "does not answer")
+        warn_of_loopback(self._settings.url, self._address, "--host 0.0.0.0")
+        with self._lock:
+            self._load.set_ready(self._instance, lambda: TeacherCounts(*server.load()))
+            if self._healthy:
+                self._reconciler.set_desired(self._instance)
+            else:
+                self._load.set_state("unhealthy")
+        self._reconciler.wait_until_current(_REGISTER_TIMEOUT_S)
+
+    def start_draining(self) -> None:
+        """Show as draining, and wait `linger_s` for students to hear of it."""
+        with self._lock:
+            self._draining = True
+            self._load.set_state("draining")
+        self._ready_file.remove()
+        if self._reconciler is None or self._instance is None or not self._healthy:
+            return
+        quarter_s = self._drain_timeout_s / 4  # the rest is for requests in flight
+        self._instance = replace(self._instance, state="draining")
+        self._reconciler.set_desired(self._instance)
+        if self._reconciler.wait_until_current(min(_WITHDRAW_TIMEOUT_S, quarter_s)):
+            time.sleep(min(self._linger_s, quarter_s))
+
+    def __enter__(self) -> TeacherRegistration:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._load.close()
+        if self._reconciler is not None:
+            self._reconciler.close(_WITHDRAW_TIMEOUT_S)
+
+    def _on_health_change(self, healthy: bool) -> None:
+        """Enter or leave discovery as the model's health changes. Return at once."""
+        with self._lock:
+            self._healthy = healthy
+            if self._draining or self._instance is None:
+                return
+            if not healthy:
+                self._ready_file.remove()
+            self._load.set_state("ready" if healthy else "unhealthy")
+            if self._reconciler is not None:
+                self._reconciler.set_desired(self._instance if healthy else None)
+            elif healthy:
+                self._write_ready_file(self._instance)
+
+    def _metadata(self, server: TeacherServer) -> dict[str, str]:
+        meta = {**server.model.instance_meta, "pid": str(os.getpid())}
+        if server.model.version:
+            meta["version"] = server.model.version
+        # Equal on student and teacher if they share a kernel, and so perhaps memory.
+        with contextlib.suppress(OSError):
+            meta["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        if server.settings.uds is not None:
+            meta["uds"] = str(Path(server.settings.uds).absolute())
+        if server.settings.credentials.cert:
+            meta[names.TLS_META] = "1"
+        return meta
+
+    def _on_published(self, instance: Instance | None) -> None:
+        if instance is not None and instance.state == "ready":
+            self._was_published = True
+            _log.info("registered as %s/%s at %s", instance.service, instance.id, self._settings.url)
+            with self._lock:
+                self._write_ready_file(instance)
+
+    def _write_ready_file(self, instance: Instance) -> None:
+        """Write the ready file, with the lock held, unless the teacher has ceased to be ready meanwhile.
+
+        A registry may take long to show an instance; the file that is removed in that time must stay away.
+        """
+        if not self._healthy or self._draining:
+            return
+        content = {"endpoint": instance.endpoint, "port": instance.port, "metrics_port": self._metrics_port}
+        self._ready_file.write({**content, "pid": os.getpid()})

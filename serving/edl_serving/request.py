@@ -1,0 +1,272 @@
+"""A `ModelInferRequest` from bytes to arrays, and its outputs from arrays to the bytes of the response.
+
+Everything that a client can get wrong is refused here or in `request_plan`, before the request waits in a queue, with
+the offending name and value. No memory is allocated from a claim: arrays are views of bytes that did arrive. What a
+request in fragments claims is counted among its client's bytes before memory is reserved for it (`inference`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from edl.errors import ProtocolError
+from edl.protocol import codec, kserve, names
+from edl.protocol.codec import Buffer
+from edl.protocol.headers import check_contents, outline
+from edl.protocol.tensors import datatype_of, from_raw, to_raw
+from edl.quoting import quote
+from edl_serving.backends.backend import Array, TensorSpec, TopKArrays
+from edl_serving.model import ServedModel
+from edl_serving.request_error import invalid_argument
+from edl_serving.request_plan import RegionSlice, RequestPlan, plan_request
+from edl_serving.shared_memory import ClientRegions, SharedMemoryRegion
+
+_SLOW_TO_READ = 64 << 10  # bytes of typed contents or BYTES, which become objects one by one, or of rows to check
+_MAX_CACHED_HEADER = 2048  # bytes: a dozen tensors with options; the cache then takes 2 MB at most
+_MAX_CACHED_PLANS = 1024  # the default number of clients, each with a header of its own
+
+
+@dataclass(frozen=True)
+class DecodedRequest:
+    """A request that can be computed.
+
+    Attributes:
+        plan: The plan of its header.
+        arrays: The inputs in the model's order, `[rows, *shape]`; views of the message or of shared memory.
+        regions: The shared memory that outputs are to be written to, by name.
+    """
+
+    plan: RequestPlan
+    arrays: tuple[Array, ...]
+    regions: dict[str, SharedMemoryRegion]
+
+
+class RequestDecoder:
+    """Decodes requests for a model. Used on the event loop."""
+
+    def __init__(self, model: ServedModel, max_rows: int) -> None:
+        self._model = model
+        self._checks_rows = model.sequence_input is not None or model.checks_inputs
+        self._max_rows = max_rows
+        self._max_bytes = model.max_message_bytes
+        self._has_bytes = any(spec.datatype == "BYTES" for spec in model.inputs)
+        self._plans: dict[bytes, RequestPlan] = {}
+
+    async def decode(self, header: bytes, raw: Sequence[memoryview], regions: ClientRegions | None) -> DecodedRequest:
+        """Check a request and find its tensors; `regions` is None for a client that may not use shared memory."""
+        plan = self._plans.get(header) if len(header) <= _MAX_CACHED_HEADER else None
+        if plan is None:
+            slow = len(header) > _SLOW_TO_READ
+            plan = await asyncio.to_thread(self._plan, header) if slow else self._plan(header)
+        if self._has_bytes and sum(view.nbytes for view in raw) > _SLOW_TO_READ:
+            request = await asyncio.to_thread(bind_tensors, plan, raw, regions)
+        else:
+            request = bind_tensors(plan, raw, regions)
+        if not self._checks_rows:
+            return request
+        if sum(array.nbytes for array in request.arrays) > _SLOW_TO_READ:
+            return await asyncio.to_thread(self._check_rows, request)
+        return self._check_rows(request)
+
+    def _check_rows(self, request: DecodedRequest) -> DecodedRequest:
+        """Return the request, if its rows are sequences and the model takes its values."""
+        plan = request.plan
+        if plan.uses_shared_memory:  # which its client could change after the check
+            request = replace(request, arrays=tuple([array.copy() for array in request.arrays]))
+        inputs = {tensor.spec.name: array for tensor, array in zip(plan.inputs, request.arrays, strict=True)}
+        if self._model.sequence_input is not None:
+            check_sequences(self._model.sequence_input, inputs[self._model.sequence_input], self._model.max_sequence)
+        self._model.check_inputs(inputs, plan.options.temperature)
+        return request
+
+    def _plan(self, header: bytes) -> RequestPlan:
+        try:
+            if len(header) > _SLOW_TO_READ:
+                check_large_header(header, self._model, self._max_rows, self._max_bytes)
+            plan = plan_request(codec.parse_request(header), self._model, self._max_rows)
+        except ProtocolError as exc:
+            raise invalid_argument(str(exc)) from exc
+        if plan.typed is None and len(header) <= _MAX_CACHED_HEADER:
+            if len(self._plans) >= _MAX_CACHED_PLANS:
+                self._plans.clear()
+            self._plans[header] = plan
+        return plan
+
+
+def bind_tensors(plan: RequestPlan, raw: Sequence[memoryview], regions: ClientRegions | None) -> DecodedRequest:
+    """Find the tensors of a request in its message and in shared memory."""
+    if raw and plan.typed is not None:
+        raise invalid_argument(f"input {quote(plan.typed)} has contents, and there are raw_input_contents as well")
+    if len(raw) != plan.raw_count:
+        _refuse_count(plan, len(raw))
+    if plan.uses_shared_memory and regions is None:
+        raise invalid_argument("this server takes no shared memory from this client")
+    arrays = []
+    for tensor in plan.inputs:
+        try:
+            source = tensor.source
+            if isinstance(source, int):
+                arrays.append(from_raw(tensor.spec.datatype, tensor.shape, raw[source]))
+            elif isinstance(source, RegionSlice) and regions is not None:
+                piece = regions[source.region].view(source.offset, source.nbytes)
+                arrays.append(from_raw(tensor.spec.datatype, tensor.shape, piece))
+            elif not isinstance(source, RegionSlice):
+                arrays.append(source)
+        except ProtocolError as exc:
+            raise invalid_argument(f"input {quote(tensor.spec.name)}: {exc}") from exc
+    targets: dict[str, SharedMemoryRegion] = {}
+    for output in plan.outputs:
+        if output.place is not None and regions is not None:
+            region = targets[output.place.region] = regions[output.place.region]
+            region.check_range(output.place.offset, output.place.nbytes)
+    return DecodedRequest(plan, tuple(arrays), targets)
+
+
+def _refuse_count(plan: RequestPlan, count: int) -> None:
+    for tensor in plan.inputs:
+        if isinstance(tensor.source, int) and tensor.source >= count:
+            raise invalid_argument(
+                f"input {quote(tensor.spec.name)} has no contents ({count} raw_input_contents were sent)"
+            )
+    raise invalid_argument(
+        f"{count} raw_input_contents were sent for {plan.raw_count} inputs that are not in shared memory"
+    )
+
+
+_MAX_REST = 1 << 20
+"""Bytes of names, shapes and parameters: a hundred inputs take some ten thousand."""
+_NUMBER_NBYTES = 16
+"""Of an element of typed contents: up to 8 as protobuf keeps it, and as many in the array that it becomes."""
+_STRING_NBYTES = 64
+"""Of one of BYTES, beside its own: 16 as protobuf keeps it, and 41 of CPython's object and the array."""
+
+
+def check_large_header(header: bytes, model: ServedModel, max_rows: int, max_bytes: int) -> None:
+    """Check what can be known of a header without parsing its typed contents."""
+    rest, contents = outline(header)
+    if len(rest) > _MAX_REST:
+        raise invalid_argument(
+            f"{len(rest):,} bytes of names, shapes and parameters, at most {_MAX_REST:,}: "
+            "tensors belong into raw_input_contents"
+        )
+    parsed = codec.parse_request(rest)
+    plan_request(parsed, model, max_rows)
+    total = 0
+    for tensor, parts in zip(parsed.inputs, contents, strict=True):
+        if not parts:
+            continue
+        count = math.prod(tensor.shape)
+        is_bytes = tensor.datatype == "BYTES"
+        total += count * (_STRING_NBYTES if is_bytes else _NUMBER_NBYTES)
+        if total > max_bytes:
+            raise invalid_argument(
+                f"input {quote(tensor.name)}: {count:,} elements as typed contents would take {total:,} bytes of "
+                f"memory, at most {max_bytes:,} (edl serve --max-message): send raw_input_contents"
+            )
+        if is_bytes and sum([len(part) for part in parts]) // 2 * _STRING_NBYTES <= max_bytes:
+            continue  # an element takes two bytes at least, so these cannot be too many
+        try:
+            check_contents(tensor.datatype, count, parts)
+        except ProtocolError as exc:
+            raise invalid_argument(f"input {quote(tensor.name)}: {exc}") from exc
+
+
+def check_sequences(name: str, position: Array, max_sequence: int) -> None:
+    """Refuse rows that are not whole sequences."""
+    if position[0] != 0:
+        raise invalid_argument(
+            f"input {quote(name)} is {int(position[0])} in row 0: a request holds whole sequences, which begin at 0"
+        )
+    wrong = np.flatnonzero((position[1:] != position[:-1] + 1) & (position[1:] != 0))
+    if len(wrong):
+        row = int(wrong[0]) + 1
+        raise invalid_argument(
+            f"input {quote(name)} is {int(position[row])} in row {row}, behind {int(position[row - 1])}: it must rise "
+            "by 1 from row to row, and be 0 where a sequence begins"
+        )
+    longest = int(position.max()) + 1
+    if longest > max_sequence:
+        row = int(position.argmax()) - longest + 1
+        raise invalid_argument(
+            f"input {quote(name)}: the sequence that begins in row {row} has {longest} rows, and this server takes "
+            f"{max_sequence} (edl serve --max-tokens, --max-batch, or the model's own limit): cut it, or leave it out"
+        )
+
+
+_FINAL = "triton_final_response"  # https://github.com/triton-inference-server/server/blob/main/docs/decoupled_models.md
+_MAX_HEADERS = 8  # of one plan; outputs whose shapes keep changing should not fill the memory
+
+
+def encode_response(
+    model: ServedModel, request: DecodedRequest, outputs: Mapping[str, Array], id_bytes: bytes | None = None
+) -> bytes:
+    """Apply the request's options, and put its outputs into the response or into shared memory.
+
+    `outputs` are this request's rows, the parts of top-k outputs by `names.top_k_names`. As with Triton, an output in
+    shared memory has an empty entry in `raw_output_contents`: clients count on the index. Returns the bytes of a
+    `ModelInferResponse` or, with `id_bytes` (`codec.id_field`), of a `ModelStreamInferResponse`.
+    """
+    plan = request.plan
+    sent: dict[str, Array] = {}
+    for output in plan.outputs:
+        if output.name not in sent:
+            sent.update(_apply_options(model, plan, output.spec, outputs))
+    arrays = [sent[output.name] for output in plan.outputs]
+    raw: list[Buffer] = [to_raw(array) for array in arrays]
+    for index, output in enumerate(plan.outputs):
+        if output.place is not None:
+            raw[index] = _put(request, output.name, output.place, raw[index])
+    header = _header(model, plan, arrays)
+    if id_bytes is None:
+        return codec.join_response(header, raw)
+    return codec.join_streamed_response(header, raw, id_bytes)
+
+
+def _apply_options(
+    model: ServedModel, plan: RequestPlan, spec: TensorSpec, outputs: Mapping[str, Array]
+) -> Mapping[str, Array]:
+    if model.max_top_k is None:
+        return plan.options.apply_to(spec, outputs[spec.name])
+    if spec.name in model.top_k_outputs:
+        computed = TopKArrays(*[outputs[name] for name in names.top_k_names(spec.name)])
+        return plan.options.apply_to_top_k(spec, computed)
+    output = outputs[spec.name]
+    return {spec.name: output if spec.name in model.uncast_outputs else plan.options.cast(output)}
+
+
+def _put(request: DecodedRequest, name: str, place: RegionSlice, data: Buffer) -> bytes:
+    if len(data) > place.nbytes:
+        raise invalid_argument(
+            f"output {quote(name)} has {len(data)} bytes, and {names.SHM_NBYTES}={place.nbytes} "
+            f"in region {quote(place.region)}"
+        )
+    request.regions[place.region].write_bytes(place.offset, data)
+    return b""
+
+
+def _header(model: ServedModel, plan: RequestPlan, arrays: list[Array]) -> bytes:
+    key = tuple([(array.shape, array.dtype) for array in arrays])
+    header = plan.answers.get(key)
+    if header is not None:
+        return header
+    message = kserve.ModelInferResponse(model_name=model.name, model_version=model.version, id=plan.id)
+    for output, array in zip(plan.outputs, arrays, strict=True):
+        entry = message.outputs.add(name=output.name, datatype=datatype_of(array.dtype), shape=array.shape)
+        if output.place is not None:
+            entry.parameters[names.SHM_REGION].string_param = output.place.region
+            entry.parameters[names.SHM_NBYTES].int64_param = len(to_raw(array))
+            if output.place.offset:
+                entry.parameters[names.SHM_OFFSET].int64_param = output.place.offset
+    if plan.is_final:
+        message.parameters[_FINAL].bool_param = True
+    header = message.SerializeToString()
+    if "BYTES" not in [output.spec.datatype for output in plan.outputs]:  # their sizes are not in their shapes
+        if len(plan.answers) >= _MAX_HEADERS:
+            plan.answers.clear()
+        plan.answers[key] = header
+    return header

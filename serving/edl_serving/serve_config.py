@@ -1,0 +1,286 @@
+"""What the commands serve: their option tables, and the settings that are made of the values.
+
+`edl serve` and the gateway of `edl register` are teachers alike: `TeacherConfig` is what they share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from typing_extensions import Self
+
+from edl.errors import SettingsError
+from edl.log_output import log_to_stderr
+from edl.protocol.tls.credentials import CredentialFiles
+from edl.settings import Credentials, DiscoverySettings, LoadSettings
+from edl_serving import options as v
+from edl_serving.backends import MODEL_LOADERS
+from edl_serving.backends.source import DEFAULT_MAX_TOKENS, ModelSource
+from edl_serving.options import Option, OptionGroup
+from edl_serving.parent_watch import terminate_with_parent
+from edl_serving.registration import ReadyFile, RegistrationSettings, TeacherRegistration, outward_address
+from edl_serving.settings import ServerSettings
+
+NO_DISCOVERY = "none"
+_MODEL = OptionGroup(
+    "the model (one of the first seven)",
+    (
+        Option("callable", v.text, "TARGET", "a function over numpy arrays: package.module:name or path/file.py:name"),
+        Option("factory", v.text, "TARGET", "a function or class that returns such a function; takes --option"),
+        Option("torch-factory", v.text, "TARGET", "a function that returns a torch.nn.Module; takes --option"),
+        Option("torchscript", v.text, "FILE", "a model saved by torch.jit.save"),
+        Option("torch-export", v.text, "FILE", "a model saved by torch.export.save (.pt2)"),
+        Option("paddle", v.text, "PREFIX", "a PaddlePaddle inference model: PREFIX.json or .pdmodel, PREFIX.pdiparams"),
+        Option("hf", v.text, "FOLDER", "a model of transformers: config.json and .safetensors; needs --task"),
+        Option("checkpoint", v.text, "FILE", "weights for --torch-factory: a state_dict (.pt) or .safetensors"),
+        Option("option", v.json_or_text, "KEY=VALUE", "argument of the factory; repeatable", pairs=True),
+        Option("input", v.text, "SPEC", "an input, name:TYPE[size,size] without the batch; repeatable", many=True),
+        Option("output", v.text, "SPEC", "an output, likewise; found by calling the model if left out", many=True),
+        Option("sample", v.text, "FILE", "an .npz file with a batch of each input, to warm the model up with"),
+        Option(
+            "device", v.text, "DEVICE", "cpu, cuda, cuda:1 or auto (default); several with commas, an instance each"
+        ),
+        Option("threads", v.count, "N", "CPU threads for one call of the model"),
+        Option("autocast", v.text, "DTYPE", "bfloat16 or float16: compute in mixed precision"),
+        Option("normalize", v.text, "MEANS/STDS", "imagenet, or m,m,m/s,s,s: turn uint8 images into floats"),
+        Option("task", v.text, "TASK", "--hf: causal-lm, masked-lm, feature-extraction or sequence-classification"),
+        Option("top-k", v.count, "K", "--hf: most log-probabilities a token that students may ask for (default 64)"),
+        Option("max-tokens", v.count, "N", "--hf: tokens of a batch, and of the longest sequence (default 8192)"),
+        Option("dtype", v.text, "DTYPE", "--hf: float32, bfloat16, float16 or auto (default: the checkpoint's)"),
+        Option("packing", v.flag, "", "--hf: pack sequences without padding, if the model allows it", negative=True),
+        Option(
+            "model-version", v.text, "TEXT", "identifies the weights in label caches (default: a hash, if possible)"
+        ),
+    ),
+)
+_SERVER = OptionGroup(
+    "the server",
+    (
+        Option("model", v.text, "NAME", "name of the model in requests (default: the service's name)"),
+        Option("host", v.text, "ADDRESS", "address to listen on (default 127.0.0.1; 0.0.0.0 for other machines)"),
+        Option("port", v.port, "PORT", "TCP port (default 0: any free one)"),
+        Option("uds", v.text, "PATH", "a Unix socket to listen on as well"),
+        Option("max-batch", v.count, "ROWS", "most rows in one call of the model (default 64)"),
+        Option("max-delay", v.duration_s, "TIME", "how long a batch waits for more rows, as in 5ms (default 0)"),
+        Option("max-queue", v.count, "ROWS", "rows that may wait before requests are refused (default 1024)"),
+        Option("max-queue-bytes", v.size_bytes, "SIZE", "bytes that may wait, answers included (default 1GiB)"),
+        Option("max-message", v.size_bytes, "SIZE", "largest request (default 512MiB)"),
+        Option("max-connections", v.count, "N", "clients with open calls (default 1024)"),
+        Option("max-streams", v.count, "N", "open streams of all clients (default 1024)"),
+        Option("max-calls", v.count, "N", "open calls of one connection (default 1024)"),
+        Option("max-client-bytes", v.size_bytes, "SIZE", "bytes of one client's requests and answers (default 1GiB)"),
+        Option("drain-timeout", v.duration_s, "TIME", "how long SIGTERM waits for requests in flight (default 30s)"),
+        Option("linger", v.duration_s, "TIME", "keep serving for this long after draining is announced (default 0.5s)"),
+        Option("check-nan", v.flag, "", "answer an error rather than NaN (default)", negative=True),
+        Option("shared-memory", v.flag, "", "let students on this host use shared memory (default)", negative=True),
+        Option("shared-memory-user", v.user, "USER", "accept (copy) this user's shared memory; repeatable", many=True),
+        Option("metrics-port", v.port, "PORT", "serve /metrics, /livez and /readyz, 0 for any port (default: off)"),
+        Option("metrics-host", v.text, "ADDRESS", "address to serve them on (default 127.0.0.1)"),
+        Option("canary", v.seconds, "TIME", "run a sample row at this interval; not ready while it fails"),
+        Option("canary-timeout", v.seconds, "TIME", "how long that row may take, queueing included (default 30s)"),
+        Option("stall-timeout", v.seconds, "TIME", "/livez fails if a call of the model takes longer (default 30min)"),
+        Option("access-log", v.text, "PATH", "a line of JSON for each request, - for standard output (default: none)"),
+    ),
+)
+DISCOVERY_OPTIONS = (
+    Option("service", v.text, "NAME", "register under this name; students look it up (default: the model's name)"),
+    Option(
+        "store",
+        v.text,
+        "URL",
+        "sqlite:///path, edl://host:29400, consul://host:8500 or etcd://host:2379"
+        " (default: EDL_DISCOVERY, or your file)",
+        alias="discovery",
+    ),
+    Option("ttl", v.duration_s, "TIME", "others see a dead process gone after this long (default: EDL_TTL_S, or 10s)"),
+    Option("id", v.text, "NAME", "unique within the service (default: host name and port)"),
+    Option("capacity", v.number, "WEIGHT", "2 takes twice the students of 1 (default 1)"),
+    Option("tag", v.text, "TEXT", "a tag; repeatable", many=True),
+    Option("meta", v.text, "KEY=VALUE", "metadata that students can read; repeatable", pairs=True),
+    Option("publish-load", v.flag, "", "publish rows and compute time (default; EDL_PUBLISH_LOAD)", negative=True),
+)
+_NO_TOKEN = Option("token", v.no_token, "TEXT", "every user of the host could see it", refused=True)
+_CREDENTIALS = OptionGroup(
+    "TLS and tokens (docs/security.md); files are read again when they change",
+    (
+        Option("tls-cert", v.text, "FILE", "certificate, PEM: students speak TLS to this teacher (EDL_TLS_CERT)"),
+        Option("tls-key", v.text, "FILE", "its private key, PEM, readable by owner and group only (EDL_TLS_KEY)"),
+        Option("tls-ca", v.text, "FILE", "mutual TLS: take only students with a certificate of this CA (EDL_TLS_CA)"),
+        Option("max-connection-age", v.duration_s, "TIME", "mutual TLS: recheck certificates this often (default 1h)"),
+        Option("token-file", v.text, "FILE", "take only students with a token of this file (EDL_TOKEN_FILE)"),
+        Option("allow-insecure-tokens", v.flag, "", "take tokens without TLS beyond this host", negative=True),
+        Option("open-health", v.flag, "", "answer health checks without a token (default)", negative=True),
+        _NO_TOKEN,
+    ),
+)
+CLIENT_CREDENTIALS = OptionGroup(
+    "TLS and tokens for that server (docs/security.md); files are read again when they change",
+    (
+        Option("tls-ca", v.text, "FILE", "speak TLS, with servers of these CAs; or system (EDL_TLS_CA)"),
+        Option("tls-server-name", v.text, "NAME", "expect this name in its certificate (EDL_TLS_SERVER_NAME)"),
+        Option("tls-cert", v.text, "FILE", "certificate to show to the server: mutual TLS (EDL_TLS_CERT)"),
+        Option("tls-key", v.text, "FILE", "its private key, PEM, readable by owner and group only (EDL_TLS_KEY)"),
+        Option("token-file", v.text, "FILE", "send the first token of this file to the server (EDL_TOKEN_FILE)"),
+        Option("allow-insecure-tokens", v.flag, "", "send tokens without TLS beyond this host", negative=True),
+        _NO_TOKEN,
+    ),
+)
+_DISCOVERY = OptionGroup(
+    f"discovery (--store {NO_DISCOVERY} to stay out of it)",
+    (*DISCOVERY_OPTIONS, Option("advertise", v.text, "HOST", "address at which students reach this host")),
+)
+PROCESS_OPTIONS = (
+    Option("log-format", v.log_format, "FORMAT", "text (default), or json: an object a line"),
+    Option("verbose", v.flag, "", "log more", negative=True),
+)
+_PROCESS = OptionGroup(
+    "the process",
+    (
+        Option("ready-file", v.text, "PATH", "written when ready: JSON of endpoint, port, metrics_port, pid"),
+        Option("exit-with", v.count, "PID", "drain and exit when that process ends"),
+        *PROCESS_OPTIONS,
+    ),
+)
+GROUPS = (_MODEL, _SERVER, _CREDENTIALS, _DISCOVERY, _PROCESS)
+_SERVER_SETTINGS = {
+    **dict.fromkeys(("host", "port", "uds", "metrics_port", "metrics_host", "access_log", "open_health"), ""),
+    **dict.fromkeys(("check_nan", "shared_memory", "max_connections", "max_streams", "max_calls"), ""),
+    **dict.fromkeys(("max_queue_bytes", "max_client_bytes"), ""),
+    "max_batch": "max_batch_rows",
+    "max_delay": "max_delay_s",
+    "max_queue": "max_queue_rows",
+    "max_message": "max_message_bytes",
+    "shared_memory_user": "shared_memory_users",
+    "drain_timeout": "drain_timeout_s",
+    "canary": "canary_s",
+    "canary_timeout": "canary_timeout_s",
+    "stall_timeout": "stall_timeout_s",
+    "max_connection_age": "max_connection_age_s",
+}
+_SOURCE_FIELDS = {
+    **dict.fromkeys(("checkpoint", "sample", "device", "threads", "autocast", "normalize"), ""),
+    **dict.fromkeys(("task", "top_k", "max_tokens", "dtype", "packing"), ""),
+    "option": "options",
+    "input": "inputs",
+    "output": "outputs",
+    "model_version": "version",
+}
+
+
+def pick(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of `given` that `names` has, under the names that it gives them (empty: the same)."""
+    return {new or old: given[old] for old, new in names.items() if old in given}
+
+
+def refuse_zero(given: Mapping[str, Any], *keys: str) -> None:
+    """Refuse a duration of 0 for options that need one."""
+    for key in keys:
+        if given.get(key) == 0:
+            raise SettingsError(f"--{key.replace('_', '-')} 0: expected more than nothing")
+
+
+def prepare_process(command: str, given: Mapping[str, Any]) -> None:
+    """Set logging up, and have this process end with another one, as the options say."""
+    log_to_stderr(command, verbose=given.get("verbose", False), log_format=given.get("log_format", "text"))
+    if "exit_with" in given:
+        terminate_with_parent(given["exit_with"])
+
+
+def registration_settings_of(given: Mapping[str, Any], service: str) -> RegistrationSettings:
+    """Build the settings from values of `DISCOVERY_OPTIONS`."""
+    settings = DiscoverySettings.of(given.get("store"), given.get("ttl"))
+    return RegistrationSettings(
+        service=service,
+        url=None if settings.url == NO_DISCOVERY else settings.url,
+        ttl_s=settings.ttl_s,
+        id=given.get("id"),
+        capacity=given.get("capacity", 1.0),
+        tags=given.get("tag", ()),
+        meta=given.get("meta", {}),
+        load=LoadSettings.of(given.get("publish_load")),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherConfig:
+    """How a command serves and registers a teacher.
+
+    Attributes:
+        server: The server's settings.
+        registration: How the server shows in discovery.
+        address: Host name or address at which students reach this server.
+        linger_s: Seconds that the server keeps serving after it shows as draining, so that students hear of it before
+            they are refused; at most a quarter of the drain timeout.
+        ready_file: Path of the ready file; None for none.
+    """
+
+    server: ServerSettings
+    registration: RegistrationSettings
+    address: str
+    linger_s: float = 0.5
+    ready_file: str | None = None
+
+    @classmethod
+    def build(cls, given: Mapping[str, Any], **fields: Any) -> Self:
+        """Build the settings from values of the options, with a subclass's own `fields`."""
+        model = given.get("model") or given.get("service")
+        if model is None:
+            raise SettingsError("name the model: --model NAME (students ask for it, and find it under --service)")
+        registration = registration_settings_of(given, given.get("service") or model)
+        address = _advertised_address(given, registration.url)
+        registration.check(address)
+        rest = pick(given, {"linger": "linger_s", "ready_file": ""})
+        server = _server_settings(model, given)
+        return cls(server=server, registration=registration, address=address, **rest, **fields)
+
+    @contextlib.contextmanager
+    def registering(self) -> Iterator[TeacherRegistration]:
+        """Yield the registration, which leaves discovery in the end; refuse wrong credentials before a model loads."""
+        CredentialFiles.of(self.server.credentials, serving=True)
+        with (
+            ReadyFile(self.ready_file) as ready_file,
+            TeacherRegistration(self.registration, self.address, self.linger_s, ready_file) as registration,
+        ):
+            yield registration
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(TeacherConfig):
+    """The settings of `edl serve`: those of a teacher, and the model."""
+
+    source: ModelSource
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> ServeConfig:
+        """Build the settings from values of `GROUPS`."""
+        kinds = [kind for kind in MODEL_LOADERS if kind.replace("-", "_") in given]
+        if len(kinds) != 1:
+            found = f"got {' and '.join(f'--{kind}' for kind in kinds)}" if kinds else "got none"
+            raise SettingsError(f"give the model by one of {', '.join(f'--{kind}' for kind in MODEL_LOADERS)}; {found}")
+        (kind,) = kinds
+        source = ModelSource(kind, given[kind.replace("-", "_")], **pick(given, _SOURCE_FIELDS))
+        return cls.build(given, source=source)
+
+
+def _server_settings(model: str, given: Mapping[str, Any]) -> ServerSettings:
+    chosen = pick(given, _SERVER_SETTINGS)
+    chosen["credentials"] = Credentials.of_options(given)
+    if "hf" in given and given.get("task") != "sequence-classification":  # whose rows are texts
+        if "max_batch" in given:
+            raise SettingsError("rows of --hf are tokens: give --max-tokens in place of --max-batch")
+        chosen["max_batch_rows"] = given.get("max_tokens", DEFAULT_MAX_TOKENS)
+    if "max_queue" not in given and "max_batch_rows" in chosen:
+        chosen["max_queue_rows"] = max(ServerSettings.max_queue_rows, 4 * chosen["max_batch_rows"])
+    if "metrics_port" not in given and "metrics_host" in given:
+        raise SettingsError("--metrics-host means nothing without --metrics-port")
+    return ServerSettings(model, **chosen)
+
+
+def _advertised_address(given: Mapping[str, Any], url: str | None) -> str:
+    if "advertise" in given:
+        return str(given["advertise"])
+    host = str(given.get("host", ServerSettings.host)).strip("[]")
+    return outward_address(url) if host in ("0.0.0.0", "::", "*") else host

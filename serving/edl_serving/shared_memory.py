@@ -1,0 +1,407 @@
+"""KServe v2's system shared memory extension: registered regions, and the users and connections they belong to.
+
+A client creates a POSIX shared memory object, registers it, and then says in its requests where in it a tensor lies.
+The server opens the object with its own rights, so it must not do for a client what the client could not do itself: it
+takes an object from its owner only, and users have names of regions of their own. Within a user, a client that names no
+region means its own: regions that its connection has registered, or a connection that is gone. gRPC tells a peer's
+address only; the kernel knows the user of a connection over loopback (`/proc/net/tcp`, proc(5)).
+
+An object of the server's user that no other user may write is mapped: inputs are read where they are, without a copy. A
+mapping of a file that is made shorter ends the process that reads there, by SIGBUS, so objects that other users can
+make shorter are copied with `preadv` instead. What is left is the server's own user, who could as well kill it: a
+request checks that the object is still large enough, which leaves the time of a single computation. Outputs are written
+with `pwrite`. `multiprocessing.shared_memory` is not used because its resource tracker would delete the clients'
+objects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import ipaddress
+import mmap
+import os
+import stat
+import sys
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+from urllib.parse import unquote
+
+from edl.protocol import kserve, names
+from edl.protocol.codec import Buffer
+from edl.protocol.transport import grpc
+from edl.quoting import quote
+from edl_serving.request_error import RequestError, invalid_argument
+
+_DIRECTORY = "/dev/shm"
+_UNUSED_S = 60.0  # after which an object without a name, which its client may use on, counts as left behind
+
+
+@dataclass
+class SharedMemoryRegion:
+    """A registered piece of a shared memory object.
+
+    It stays open, and mapped if it was, until the last array in it is gone, whether or not it is still registered.
+
+    Attributes:
+        name: Name of the region.
+        key: Name of the object.
+        offset: Where the region begins in the object, in bytes.
+        nbytes: Size of the region.
+        fd: The open object.
+        mapped: Its bytes in place; None if they are to be copied.
+        identity: Device and inode of the object.
+        peer: The connection that registered it, as gRPC names it.
+        used_at: When it was last used, in seconds of a monotonic clock.
+    """
+
+    name: str
+    key: str
+    offset: int
+    nbytes: int
+    fd: int
+    mapped: memoryview | None
+    identity: tuple[int, int]
+    peer: str = ""
+    used_at: float = field(default_factory=time.monotonic)
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Return bytes of the region, in place or copied."""
+        self.check_range(offset, nbytes)
+        return self._read_copy(offset, nbytes) if self.mapped is None else self.mapped[offset : offset + nbytes]
+
+    def check_range(self, offset: int, nbytes: int) -> None:
+        """Refuse bytes outside the region or the object."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise invalid_argument(
+                f"shared memory region {quote(self.name)} has {self.nbytes} bytes; "
+                f"{nbytes} bytes from offset {offset} lie outside"
+            )
+        size = os.fstat(self.fd).st_size
+        if self.offset + offset + nbytes > size:
+            raise self._shrunk_error(size)
+        self.used_at = time.monotonic()
+
+    def write_bytes(self, offset: int, data: Buffer) -> None:
+        """Write to the region through the file, since a mapping could be cut off."""
+        view = memoryview(data).cast("B")
+        at = self.offset + offset
+        while view:
+            try:
+                written = os.pwrite(self.fd, view, at)
+            except OSError as exc:
+                raise invalid_argument(
+                    f"shared memory region {quote(self.name)} cannot be written: {exc.strerror}"
+                ) from exc
+            view = view[written:]
+            at += written
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether the client has died, or probably has: the object's name is gone and it was not used for a while."""
+        if self.key.lstrip("/").startswith(names.LOCKED_MEMORY) and not self._is_locked:
+            return True
+        return os.fstat(self.fd).st_nlink == 0 and time.monotonic() - self.used_at > _UNUSED_S
+
+    @property
+    def _is_locked(self) -> bool:
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+        return False
+
+    def _read_copy(self, offset: int, nbytes: int) -> memoryview:
+        data = memoryview(bytearray(nbytes))
+        done = 0
+        while done < nbytes:
+            try:
+                count = os.preadv(self.fd, [data[done:]], self.offset + offset + done)
+            except OSError as exc:
+                raise invalid_argument(
+                    f"shared memory region {quote(self.name)} cannot be read: {exc.strerror}"
+                ) from exc
+            if not count:
+                raise self._shrunk_error(os.fstat(self.fd).st_size)
+            done += count
+        return data.toreadonly()
+
+    def _shrunk_error(self, size: int) -> RequestError:
+        return invalid_argument(
+            f"shared memory region {quote(self.name)}: {quote(self.key)} has shrunk to {size} bytes"
+        )
+
+
+def open_region(
+    request: kserve.SystemSharedMemoryRegisterRequest, peer: str, client: int, users: Collection[int]
+) -> SharedMemoryRegion:
+    """Open the object that a request names, and map it if that is safe."""
+    key, offset, nbytes = request.key, request.offset, request.byte_size
+    name = key.removeprefix("/")
+    if not name or "/" in name or "\0" in name or name in (".", "..") or len(name.encode()) > 255:
+        raise invalid_argument(
+            f"shared memory key {quote(key)}: must be the name of a shared memory object, such as '/name'"
+        )
+    if nbytes == 0:
+        raise invalid_argument(f"shared memory region {quote(request.name)}: byte_size 0: must be above 0")
+    try:
+        fd = os.open(f"{_DIRECTORY}/{name}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as exc:
+        raise invalid_argument(f"shared memory key {quote(key)} cannot be opened: {exc.strerror}") from exc
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, fd)
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise invalid_argument(f"shared memory key {quote(key)} is no shared memory object")
+        _check_owner(key, found, client, users)
+        if offset + nbytes > found.st_size:
+            raise invalid_argument(
+                f"shared memory key {quote(key)} has {found.st_size} bytes; "
+                f"{nbytes} bytes from offset {offset} were claimed"
+            )
+        ours_alone = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        try:
+            mapped = _mapped(fd, offset, nbytes) if ours_alone else None
+        except OSError as exc:
+            raise invalid_argument(f"shared memory key {quote(key)} cannot be mapped: {exc.strerror}") from exc
+        stack.pop_all()
+    return SharedMemoryRegion(request.name, key, offset, nbytes, fd, mapped, (found.st_dev, found.st_ino), peer)
+
+
+def _check_owner(key: str, found: os.stat_result, client: int, users: Collection[int]) -> None:
+    owner = found.st_uid
+    if owner not in users:
+        raise invalid_argument(
+            f"shared memory key {quote(key)} belongs to user {owner}; this server takes that of "
+            f"{', '.join(map(str, sorted(users)))} (edl serve --shared-memory-user {owner})"
+        )
+    if client not in (owner, 0):
+        raise invalid_argument(
+            f"shared memory key {quote(key)} belongs to user {owner}, and the client is user {client}"
+        )
+
+
+def _mapped(fd: int, offset: int, nbytes: int) -> memoryview:
+    start = offset - offset % mmap.ALLOCATIONGRANULARITY
+    return memoryview(mmap.mmap(fd, offset + nbytes - start, prot=mmap.PROT_READ, offset=start))[offset - start :]
+
+
+class RegionTable:
+    """The registered regions, by user and name, of the server's own user and of `users`. Used on the event loop."""
+
+    def __init__(self, max_regions: int, max_bytes: int, peers: PeerCredentials, users: Collection[int] = ()) -> None:
+        self._max_regions = max_regions
+        self._max_bytes = max_bytes
+        self.peers = peers
+        self.users = frozenset({os.geteuid(), *users})
+        self._by_user: dict[int, dict[str, SharedMemoryRegion]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_user.values()))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all regions."""
+        return sum(region.nbytes for regions in self._by_user.values() for region in regions.values())
+
+    def regions_of_client(self, peer: str) -> ClientRegions | None:
+        """Return the regions as a client on this host may see them; None for a client elsewhere."""
+        return ClientRegions(self, peer) if is_local(peer) else None
+
+    def regions_of_user(self, user: int) -> dict[str, SharedMemoryRegion]:
+        """Return a user's regions by name; changes to the dictionary are changes to the table."""
+        return self._by_user.setdefault(user, {})
+
+    def remove_abandoned(self) -> None:
+        """Forget regions whose client has died."""
+        for regions in self._by_user.values():
+            for name in [name for name, region in regions.items() if region.abandoned]:
+                del regions[name]
+
+    def check_capacity(self, nbytes: int) -> None:
+        """Refuse a further region if there is no room."""
+        if len(self) >= self._max_regions or self.nbytes + nbytes > self._max_bytes:
+            raise RequestError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"no room for {nbytes} bytes of shared memory: {len(self)} of {self._max_regions} regions and "
+                f"{self.nbytes} of {self._max_bytes} bytes are registered; unregister some",
+            )
+
+
+class ClientRegions:
+    """The regions as a client sees them: those of its user."""
+
+    def __init__(self, table: RegionTable, peer: str) -> None:
+        self._table = table
+        self._peer = peer
+        self._user = -1
+        self._regions_by_name: dict[str, SharedMemoryRegion] | None = None
+
+    def __len__(self) -> int:
+        return len(self._own())
+
+    def __getitem__(self, name: str) -> SharedMemoryRegion:
+        """Return the region of a name."""
+        try:
+            return self._own()[name]
+        except KeyError:
+            raise invalid_argument(f"shared memory region {quote(name)} is not registered") from None
+
+    def register(self, request: kserve.SystemSharedMemoryRegisterRequest) -> None:
+        """Open what the request names.
+
+        The same region again is no error. A name whose object is gone is free again.
+        """
+        if not request.name:
+            raise invalid_argument("shared memory region name '': must not be empty")
+        own = self._own()
+        region = open_region(request, self._peer, self._user, self._table.users)
+        self._table.remove_abandoned()
+        known = own.get(request.name)
+        if known is not None:
+            if (known.identity, known.offset, known.nbytes) == (region.identity, region.offset, region.nbytes):
+                known.peer = self._peer
+                return
+            if os.fstat(known.fd).st_nlink > 0:
+                raise RequestError(
+                    grpc.StatusCode.ALREADY_EXISTS,
+                    f"shared memory region {quote(request.name)} is registered already, with key {quote(known.key)}",
+                )
+            del own[request.name]
+        self._table.check_capacity(region.nbytes)
+        own[request.name] = region
+
+    def unregister(self, name: str) -> None:
+        """Forget a region. An unknown name is no error, as with Triton."""
+        own = self._own()
+        for gone in [name] if name else self._names():
+            own.pop(gone, None)
+
+    def status(self, name: str) -> kserve.SystemSharedMemoryStatusResponse:
+        """Describe regions."""
+        answer = kserve.SystemSharedMemoryStatusResponse()
+        for region in [self[name]] if name else [self[mine] for mine in self._names()]:
+            entry = kserve.SystemSharedMemoryStatusResponse.RegionStatus(
+                name=region.name, key=region.key, offset=region.offset, byte_size=region.nbytes
+            )
+            answer.regions[region.name].CopyFrom(entry)
+        return answer
+
+    def _names(self) -> list[str]:
+        """Return names that this connection registered, or a connection that is gone: a client may connect again."""
+        return [
+            name
+            for name, region in self._own().items()
+            if region.peer == self._peer or not self._table.peers.is_connected(region.peer)
+        ]
+
+    def _own(self) -> dict[str, SharedMemoryRegion]:
+        if self._regions_by_name is None:  # only now, since most clients never use shared memory
+            user = self._table.peers.user_of(self._peer)
+            if user is None:
+                raise invalid_argument(
+                    f"shared memory is for users of this host; which one {quote(self._peer)} is is unknown"
+                )
+            self._user = user
+            self._regions_by_name = self._table.regions_of_user(user)
+        return self._regions_by_name
+
+
+Address: TypeAlias = "tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]"
+_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+_ESTABLISHED = "01"
+_NOBODY = -1  # of an address that two users have, towards servers on one port at several addresses of this host
+_FRESH_S = 1.0
+"""How long an answer holds: the kernel gives a port over loopback to no other client for a second after its end."""
+
+
+@functools.lru_cache(maxsize=1024)
+def is_local(peer: str) -> bool:
+    """Return whether a peer is on this host."""
+    if _is_unix(peer):
+        return True
+    address = _parsed(peer)
+    return address is not None and address[0].is_loopback
+
+
+class PeerCredentials:
+    """Finds the users of the clients on this host of a server at a TCP port. Used on the event loop."""
+
+    def __init__(self, port: Callable[[], int]) -> None:
+        self._port = port
+        self._users: dict[Address, int] = {}
+        self._read_at = -_FRESH_S
+
+    def user_of(self, peer: str) -> int | None:
+        """Return the user id of a local peer; None if it cannot be told.
+
+        A Unix socket lets in whom its file's permissions let in, so its clients count as the server's own user.
+        """
+        if _is_unix(peer):
+            return os.geteuid()
+        address = _parsed(peer)
+        if address is None:
+            return None
+        if time.monotonic() >= self._read_at + _FRESH_S or address not in self._users:
+            self._read()
+        user = self._users.get(address, _NOBODY)
+        return None if user == _NOBODY else user
+
+    def is_connected(self, peer: str) -> bool:
+        """Return whether a connection is still there; True for Unix sockets, whose clients have no names."""
+        return self.user_of(peer) is not None
+
+    def _read(self) -> None:
+        self._read_at = time.monotonic()
+        self._users.clear()
+        port = f":{self._port():04X}"
+        for table in _TABLES:
+            with contextlib.suppress(OSError):  # no IPv6, or a system without such tables: then nobody is known
+                for line in table.read_text().splitlines()[1:]:
+                    if port in line:
+                        self._add_client(line.split(), port)
+
+    def _add_client(self, fields: list[str], port: str) -> None:
+        client, server, state, user = fields[1], fields[2], fields[3], int(fields[7])
+        if state == _ESTABLISHED and server.endswith(port):
+            address = _from_table(client)
+            if self._users.setdefault(address, user) != user:
+                self._users[address] = _NOBODY
+
+
+def _is_unix(peer: str) -> bool:
+    return peer.startswith(("unix:", "unix-abstract:"))
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(peer: str) -> Address | None:
+    kind, _, rest = unquote(peer).partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return None
+    host, _, port = rest.rpartition(":")
+    try:
+        return _plain(ipaddress.ip_address(host.strip("[]"))), int(port)
+    except ValueError:
+        return None
+
+
+def _from_table(text: str) -> Address:
+    """Parse an address and port of /proc/net/tcp: words of 32 bits in the host's byte order, in hexadecimal digits."""
+    host, _, port = text.partition(":")
+    words = [bytes.fromhex(host[at : at + 8]) for at in range(0, len(host), 8)]
+    packed = b"".join(word[::-1] if sys.byteorder == "little" else word for word in words)
+    return _plain(ipaddress.ip_address(packed)), int(port, 16)
+
+
+def _plain(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Return an IPv4 address that a socket for both kinds shows as an IPv6 address."""
+    mapped = getattr(address, "ipv4_mapped", None)
+    return mapped or address

@@ -13,18 +13,15 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from edl.distill.compress import TopK
 from edl.distill.options import Options
 from edl.distill.padding import padded
-from edl.distill.pipeline.cache_lookup import CacheConfig
+from edl.distill.pipeline.answers import Combine, Combiner, item_outputs, values_by_name
 from edl.distill.pipeline.chunk_labeller import ChunkLabeller
-from edl.distill.pipeline.combine import Combine, Combiner, item_outputs, values_by_name
-from edl.distill.pipeline.epoch import Epoch
-from edl.distill.pipeline.epoch_iterator import EpochIterator
+from edl.distill.pipeline.epoch import Epoch, EpochIterator
+from edl.distill.pipeline.label_cache import CacheConfig
 from edl.distill.pipeline.session import LabelSession
 from edl.distill.source.chunk import Item
 from edl.distill.source.cutters import BatchCutter, Cutter, Getter
-from edl.distill.source.handover import Handover
-from edl.distill.source.iterator import SourceIterator
-from edl.distill.source.routed_cutters import routed_cutter
-from edl.distill.source.routes import Router
+from edl.distill.source.iterator import Handover, SourceIterator
+from edl.distill.source.routes import Router, routed_cutter
 from edl.distill.source.sequence_cutters import PaddedBatchCutter
 from edl.distill.stats import ReaderStats
 from edl.distill.teachers import Teachers, teachers_from_env
@@ -71,7 +68,7 @@ class DistillLoader(Generic[B], abc.ABC):
         getters: by input name, how to find it in a batch.
         output_spec: what is asked for.
         batch_rows: rows of a request; None for the whole batch, see `edl.distill.torch.distill`.
-        combine: see `edl.distill.pipeline.combine.Combiner`.
+        combine: see `edl.distill.pipeline.answers.Combiner`.
         device: where to move batches and labels ahead of use; None to leave them.
         options: deadlines, memory, retries.
         cache_config: the soft-label cache, None without.

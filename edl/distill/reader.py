@@ -19,15 +19,13 @@ from edl.distill.cache import SoftLabelCache
 from edl.distill.compress import TopK
 from edl.distill.loader import TeachersLike, check_routed_combine, resolve_routes
 from edl.distill.options import Options
-from edl.distill.pipeline.cache_lookup import CacheConfig
-from edl.distill.pipeline.combine import Combine, Combiner, item_outputs, values_by_name
-from edl.distill.pipeline.epoch import Epoch
-from edl.distill.pipeline.epoch_iterator import EpochIterator
+from edl.distill.pipeline.answers import Combine, Combiner, item_outputs, values_by_name
+from edl.distill.pipeline.epoch import Epoch, EpochIterator
+from edl.distill.pipeline.label_cache import CacheConfig
 from edl.distill.pipeline.session import LabelSession
 from edl.distill.source.chunk import Item
 from edl.distill.source.cutters import BatchCutter, Cutter, SampleCutter, SampleListCutter
-from edl.distill.source.routed_cutters import routed_cutter
-from edl.distill.source.routes import Router
+from edl.distill.source.routes import Router, routed_cutter
 from edl.distill.source.sequence_cutters import SequenceCutter, SequenceListCutter
 from edl.distill.stats import ReaderStats
 from edl.distill.teachers import Teachers, teachers_from_env
@@ -73,7 +71,7 @@ class DistillReader:
         route: position of the field by whose value teachers are found, or a function of the sample; of a batch, each
             row has its value, or all have one. `teachers` is a mapping then, from value to a service, endpoints or
             `Teachers`; what stands under None labels all other values.
-        combine: what to make of an ensemble's answers; see `edl.distill.pipeline.combine.Combiner`. With "each" the
+        combine: what to make of an ensemble's answers; see `edl.distill.pipeline.answers.Combiner`. With "each" the
             predictions of all services follow one another, in the order of `teachers`.
         top_k: deliver the k largest logits of a row as `TopK`; None for whole outputs.
         temperature: at which the tail's mass is summed up with `top_k`.

@@ -30,8 +30,7 @@ from edl.background import BackgroundLoop
 from edl.discovery import Registry, Snapshot, open_registry, open_store
 from edl.discovery.records import check_service, is_service
 from edl.discovery.registry import Instance
-from edl.distill.transport.priority import Priority, check_priority
-from edl.distill.transport.schema import check_version
+from edl.distill.transport.schema import Priority, check_priority, check_version
 from edl.errors import EDLError, SettingsError
 from edl.quoting import did_you_mean
 from edl.settings import DiscoverySettings, TeacherSettings, is_above_zero, is_count

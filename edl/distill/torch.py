@@ -19,8 +19,8 @@ from edl.distill.loader import (
     resolve_services,
 )
 from edl.distill.options import Options
-from edl.distill.pipeline.cache_lookup import CacheConfig
-from edl.distill.pipeline.combine import Combine
+from edl.distill.pipeline.answers import Combine
+from edl.distill.pipeline.label_cache import CacheConfig
 from edl.distill.transport.schema import OutputSpec
 from edl.protocol.tensors import Array
 from edl.tokenizer_hash import resolve_tokenizer

@@ -21,8 +21,7 @@ from edl.distill.cache.key import CacheKey
 from edl.distill.cache.layout import FINGERPRINT_NBYTES, Outputs, RowLayout, flatten
 from edl.distill.cache.memory import MemoryTier
 from edl.distill.cache.writer import LabelWriter
-from edl.distill.clamping import ClampWarnings
-from edl.distill.compress import TopK, to_float16
+from edl.distill.compress import ClampWarnings, TopK, to_float16
 from edl.errors import ClosedError, SettingsError, TemporaryError
 from edl.protocol.tensors import Array
 

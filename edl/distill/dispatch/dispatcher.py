@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from edl.distill.dispatch.actions import Action, Deliver, FailureKind, GiveUp, RequestFailure, Send
-from edl.distill.dispatch.policy import Policy
-from edl.distill.dispatch.teacher_state import TeacherState
-from edl.distill.dispatch.window import Window
+from edl.distill.dispatch.teacher_state import TeacherState, Window
+from edl.distill.options import Policy
 
 __all__ = ["Dispatcher"]
 
@@ -27,7 +26,7 @@ _BUSY_REQUESTS = 2
 """Requests that keep a teacher busy: the first is computed while the second is received. With 1 it would idle between
 two; with more, work would wait at a teacher that may be lost."""
 _LOW_LATENCY_S = 0.002
-"""Seconds below which the way there and back is most of a latency, on one host; see `edl.distill.engine.job_queue`."""
+"""Seconds below which the way there and back is most of a latency, on one host; see `edl.distill.engine.jobs`."""
 _MIN_FULL_PAUSE_S = 0.01
 """The shortest pause of a teacher that has no room, whatever it hints: a hundred refusals a second cost little."""
 _FULL_PAUSE_S = 0.05

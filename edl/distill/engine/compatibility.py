@@ -2,7 +2,7 @@
 
 `lacking` compares a model with what the student asks for, `incompatibility` also with the teachers before it: inputs,
 outputs and rows must be like those of the first teacher. Only what a teacher lacks by itself can end a student's wait
-for its first teacher (`edl.distill.engine.connection_pool`).
+for its first teacher (`edl.distill.engine.connection`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from edl.discovery.registry import Instance
-from edl.distill.clamping import ClampWarnings
-from edl.distill.compress import TopK
+from edl.distill.compress import ClampWarnings, TopK
 from edl.distill.dispatch.actions import FailureKind, RequestFailure
 from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec
 from edl.errors import SettingsError

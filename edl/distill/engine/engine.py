@@ -17,17 +17,22 @@ from typing import Any, Literal
 from edl.discovery.registry import Instance, Snapshot
 from edl.distill.dispatch.actions import Action, Deliver, FailureKind, GiveUp, RequestFailure, Send
 from edl.distill.dispatch.dispatcher import Dispatcher
-from edl.distill.dispatch.outage import Outage
-from edl.distill.dispatch.policy import Policy
 from edl.distill.engine.compatibility import TeacherCompatibility
-from edl.distill.engine.connection import TeacherConnection
-from edl.distill.engine.connection_pool import ConnectionPool
-from edl.distill.engine.counters import EngineCounters
+from edl.distill.engine.connection import ConnectionPool, TeacherConnection
 from edl.distill.engine.event_loop import EventLoopThread
-from edl.distill.engine.job_queue import MOST_GATHERED, JobQueue, LabelJob, ServiceLimits, give_up_error
+from edl.distill.engine.jobs import (
+    MOST_GATHERED,
+    EngineCounters,
+    JobQueue,
+    LabelJob,
+    Outage,
+    ServiceLimits,
+    give_up_error,
+)
+from edl.distill.options import Policy
 from edl.distill.stats import ReaderStats
+from edl.distill.transport.calls import MESSAGE_LIMITS, MessageLimits
 from edl.distill.transport.client import RequestFailed
-from edl.distill.transport.message_limits import MESSAGE_LIMITS, MessageLimits
 from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec, Reply
 from edl.distill.transport.shm import Arena
 from edl.errors import EDLError, NoTeacherError, SettingsError

@@ -12,7 +12,7 @@ from edl.datasets.rows import Batch, IndexedData
 from edl.distill.cache import SoftLabelCache
 from edl.distill.labelling.data_set import batch_cutter
 from edl.distill.labelling.plan import LabelPlan
-from edl.distill.pipeline.cache_lookup import CacheConfig
+from edl.distill.pipeline.label_cache import CacheConfig
 from edl.distill.pipeline.session import LabelSession
 from edl.errors import BadOutputError, EDLError, RejectedError, SourceError
 from edl.protocol.tensors import Array

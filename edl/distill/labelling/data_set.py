@@ -13,7 +13,7 @@ from edl.datasets.rows import IndexedData, LabelDataset, RaggedData, SampleId
 from edl.distill.cache import CacheView, SequenceIds, SoftLabelCache, fingerprints_of
 from edl.distill.labelling.fingerprint import DataFingerprint
 from edl.distill.labelling.plan import LabelPlan, LabelProgress, LabelReport
-from edl.distill.pipeline.cache_lookup import CacheConfig
+from edl.distill.pipeline.label_cache import CacheConfig
 from edl.distill.pipeline.session import LabelSession
 from edl.distill.source.cutters import BatchCutter, Cutter, Getter
 from edl.distill.source.sequence_cutters import SequenceColumnsCutter

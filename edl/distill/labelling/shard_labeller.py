@@ -23,8 +23,8 @@ from edl.distill.labelling.data_set import batch_cutter, check_data_set, check_s
 from edl.distill.labelling.fingerprint import DataFingerprint
 from edl.distill.labelling.plan import LabelPlan, LabelProgress, LabelReport
 from edl.distill.labelling.shard_tracker import RowShard, ShardTracker
-from edl.distill.pipeline.cache_lookup import CacheConfig
 from edl.distill.pipeline.epoch import Epoch
+from edl.distill.pipeline.label_cache import CacheConfig
 from edl.distill.pipeline.session import LabelSession
 from edl.errors import ClosedError, EDLError, PermanentError, TemporaryError
 from edl.protocol.tensors import Array

@@ -19,31 +19,29 @@ from edl.distill.cache import CacheView, RowIds, SequenceIds, SoftLabelCache
 from edl.distill.engine.compatibility import outputs_disagreement
 from edl.distill.engine.engine import Engine
 from edl.distill.engine.event_loop import EventLoopThread
-from edl.distill.engine.job_queue import LabelJob
+from edl.distill.engine.jobs import LabelJob
 from edl.distill.options import Options
-from edl.distill.pipeline.answer_size import AnswerSizeEstimator, outputs_nbytes
-from edl.distill.pipeline.cache_lookup import (
+from edl.distill.pipeline.answers import AnswerSizeEstimator, empty_like, empty_outputs, outputs_nbytes
+from edl.distill.pipeline.label_cache import (
     CacheConfig,
     CacheKeyTemplate,
     CacheMiss,
+    CacheQueue,
     chunk_ids,
     look_up_offline,
     offline_view,
     open_view,
+    select_ids,
 )
-from edl.distill.pipeline.cache_queue import CacheQueue, select_ids
-from edl.distill.pipeline.empty_outputs import empty_like, empty_outputs
 from edl.distill.pipeline.teacher_limits import TeacherLimits
 from edl.distill.source.chunk import Chunk
 from edl.distill.source.sequence_cutters import sequence_fields
 from edl.distill.stats import ReaderStats, merged
 from edl.distill.teachers import Teachers, TeacherWatcher, service_identities
-from edl.distill.transport.conversion import select_inputs
-from edl.distill.transport.message_limits import MessageLimits
-from edl.distill.transport.request import Payload
+from edl.distill.transport.calls import MessageLimits, current_traceparent
+from edl.distill.transport.request import Payload, select_inputs
 from edl.distill.transport.schema import ModelSpec, Outputs, OutputSpec
 from edl.distill.transport.shm import Arena
-from edl.distill.transport.tracing import current_traceparent
 from edl.errors import ClosedError, EDLError, SettingsError, SourceError
 from edl.memory import keep_freed_memory
 from edl.protocol.tensors import Array

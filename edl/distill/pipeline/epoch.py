@@ -1,8 +1,7 @@
 """Runs a pass over the user's data: a thread feeds the teachers ahead of the training loop, which takes items in order.
 
-No lock is taken here. An abandoned iterator is closed wherever the garbage collector runs, and a reader wherever a
-signal handler is called: in the middle of any function below, in the thread that is in it. So every piece of state has
-a single writer, or is changed by single steps that Python makes atomic, and threads wait on a `Notifier`.
+An abandoned iterator is closed wherever the garbage collector runs, so nothing here takes a lock: every piece of state
+has a single writer, or is changed by single steps that Python makes atomic, and threads wait on a `Notifier`.
 """
 
 from __future__ import annotations
@@ -13,21 +12,136 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from typing import Any, Generic, TypeVar
 
 from edl.distill.pipeline.chunk_labeller import ChunkLabeller
-from edl.distill.pipeline.open_chunks import OpenChunks
-from edl.distill.pipeline.waiting import SourceClock, source_wait_s
-from edl.distill.source.chunk import Chunk, Item, Reading
+from edl.distill.source.chunk import Chunk, Item, Reading, ReuseDetector
 from edl.distill.source.cutters import Cutter
-from edl.distill.source.reuse import ReuseDetector
 from edl.errors import ClosedError, SourceError
 from edl.notifier import Notifier
 
-__all__ = ["Epoch"]
+__all__ = ["Epoch", "EpochIterator", "OpenChunks", "SourceClock", "source_wait_s"]
 
 logger = logging.getLogger("edl.distill")
+
+
+class SourceClock:
+    """Adds up the seconds that a data source takes to make its values.
+
+    `begin` and `end` are for the thread that draws from the source, `read` is for any: its two numbers are replaced
+    together, so that no reader finds a second counted twice or not at all.
+    """
+
+    def __init__(self) -> None:
+        self._drawing: tuple[float, float | None] = (0.0, None)  # seconds before this value; when it was asked for
+
+    def begin(self, now: float) -> None:
+        """Note that the source is asked for a value.
+
+        Args:
+            now: seconds of `time.monotonic()`.
+        """
+        self._drawing = (self._drawing[0], now)
+
+    def end(self) -> None:
+        """Note that the source has made the value, or has failed."""
+        before_s, began = self._drawing
+        if began is not None:
+            self._drawing = (before_s + time.monotonic() - began, None)
+
+    def read(self) -> float:
+        """Return the seconds so far, with those of the value that the source makes now."""
+        before_s, began = self._drawing
+        return before_s if began is None else before_s + time.monotonic() - began
+
+
+def source_wait_s(waited_s: float, source_s: float, clock: SourceClock, chunks: Collection[Chunk]) -> float:
+    """Return how much of a wait was for the data source: until the last of the chunks was sent.
+
+    Args:
+        waited_s: how long the training loop has waited.
+        source_s: what the clock showed when the wait began.
+        clock: of the source.
+        chunks: that the training loop waits for, or has waited for; none while the source has not made their rows.
+    """
+    if chunks and all(chunk.sent for chunk in chunks):
+        until_s = max(chunk.source_s for chunk in chunks)
+    else:
+        until_s = clock.read()
+    return min(max(until_s - source_s, 0.0), waited_s)
+
+
+class OpenChunks:
+    """Counts open chunks. Every number has a single thread that writes it, so that no lock is needed."""
+
+    def __init__(self) -> None:
+        self._opened = self._opened_nbytes = 0  # by the thread that sends
+        self._answers_nbytes = 0  # by the event loop: what answers weigh more than was estimated
+        self._taken = self._taken_nbytes = 0  # by the training loop
+
+    @property
+    def chunks(self) -> int:
+        """Chunks that are open."""
+        return self._opened - self._taken
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of their inputs and answers, answers to come as they are estimated."""
+        return max(self._opened_nbytes + self._answers_nbytes - self._taken_nbytes, 0)
+
+    def add(self, chunk: Chunk) -> None:
+        """Count a chunk that is about to be sent."""
+        self._opened_nbytes += chunk.weight
+        self._opened += 1
+
+    def add_cached(self, chunk: Chunk) -> None:
+        """Count what a cache had of it."""
+        self._opened_nbytes += chunk.surplus_nbytes
+
+    def add_answer(self, surplus_nbytes: int) -> None:
+        """Count an answer, by what it weighs more than was estimated."""
+        self._answers_nbytes += surplus_nbytes
+
+    def remove(self, chunk: Chunk) -> None:
+        """Count a chunk whose rows have all been taken."""
+        self._taken_nbytes += chunk.weight
+        self._taken += 1
+
+
+T = TypeVar("T")
+
+
+class EpochIterator(Iterator[T], Generic[T]):
+    """The values of a generator. Once it has raised an error, every further `next` is a ClosedError.
+
+    A generator says StopIteration after an error: to a loop that catches the error and goes on, as after a signal
+    handler's timeout, the epoch would seem complete.
+    """
+
+    __slots__ = ("__weakref__", "_failed", "_values")
+
+    def __init__(self, values: Generator[T, Any, Any]) -> None:
+        self._values = values
+        self._failed = ""
+
+    def __next__(self) -> T:
+        try:
+            if self._failed:
+                raise ClosedError(f"the epoch ended before all was delivered, with {self._failed}; start another one")
+            return next(self._values)
+        except StopIteration:
+            raise
+        except BaseException as exc:
+            if not self._failed:  # in words: the error itself would keep alive whatever its traceback holds
+                self._failed = f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
+                self._values.close()  # a signal handler may raise when the generator has just handed over a value
+            raise
+
+    def close(self) -> None:
+        """End the epoch, and drop what is under way."""
+        self._values.close()
+
 
 _LOW = 0.6
 """Backlog at which the feeding thread is woken. It fills it up then: to be woken for each chunk costs more than one."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from edl.distill.engine.engine import Engine
 from edl.distill.teachers import Teachers
-from edl.distill.transport.message_limits import rows_that_fit
+from edl.distill.transport.calls import rows_that_fit
 from edl.distill.transport.schema import ModelSpec
 from edl.protocol.tensors import Array
 

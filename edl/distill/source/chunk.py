@@ -1,17 +1,18 @@
-"""Rows that are asked for together, and the items of the source that they belong to."""
+"""Rows that are asked for together, the items of the source that they belong to, and items whose memory is reused."""
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from edl.distill.source.fingerprint import ItemFingerprint
-from edl.distill.source.sizes import arrays_nbytes
+from edl.distill.source.fingerprint import ItemFingerprint, MemoryLocation, arrays_nbytes
 from edl.distill.transport.schema import Outputs
+from edl.errors import SourceError
 from edl.protocol.tensors import Array
 
-__all__ = ["Chunk", "Item", "Reading"]
+__all__ = ["Chunk", "Item", "Reading", "ReuseDetector"]
 
 
 @dataclass(eq=False)
@@ -126,3 +127,82 @@ class Reading:
     value: Any
     longest: Mapping[int | None, int] = field(default_factory=lambda: {None: 0})
     found: Any = None
+
+
+class ReuseDetector:
+    """Tells whether a source refills the memory of an item that the training loop works with.
+
+    A source that fills a single buffer again and again does so while the training loop works with the item before, if
+    the loop is the quicker of the two. An item that has changed then is not accused for that alone, since the training
+    loop may work in place; but it is if the source yields the same memory, list or dictionary again.
+
+    No lock: `begin_draw` and `check_drawn` are for the feeding thread, `release` and `check_delivered` for the training
+    loop's, `clear` for any.
+    """
+
+    def __init__(self) -> None:
+        self._current: Item | None = None
+        self._released: collections.deque[Item] = collections.deque()  # while the source was at work
+        self._at_work = False
+        self._error: SourceError | None = None
+
+    def begin_draw(self) -> None:
+        """Note that the source is asked for another item."""
+        self._released.clear()
+        self._at_work = True
+
+    def check_drawn(self, item: Item) -> None:
+        """Check that a new item does not share changed memory with items in use.
+
+        Raises:
+            SourceError: it does.
+        """
+        current = self._current  # before those released: `release` puts it there before it lets go of it
+        earlier = [*self._released, *([current] if current is not None else [])]
+        self._at_work = False
+        if not earlier:
+            return
+        found: list[set[MemoryLocation]] = []
+
+        def locations() -> set[MemoryLocation]:
+            if not found:  # most of the time nobody asks
+                found.append({location for fingerprint in item.fingerprints for location in fingerprint.locations})
+            return found[0]
+
+        try:
+            for used in earlier:
+                for fingerprint in used.fingerprints:
+                    fingerprint.check_locations(locations)
+        except SourceError as exc:
+            self._error = exc
+            raise
+
+    def release(self) -> None:
+        """Note that the training loop is done with its item.
+
+        Raises:
+            SourceError: the source has changed it meanwhile.
+        """
+        current = self._current
+        if current is not None and self._at_work:
+            self._released.append(current)
+        self._current = None
+        error = self._error
+        self._error = None
+        if error is not None:
+            raise error
+
+    def check_delivered(self, item: Item) -> None:
+        """Note that the training loop gets this item next.
+
+        Raises:
+            SourceError: it has changed since it was sent.
+        """
+        self._current = item
+        for fingerprint in item.fingerprints:
+            fingerprint.check()
+
+    def clear(self) -> None:
+        """Let go of all items."""
+        self._current = self._error = None
+        self._released.clear()

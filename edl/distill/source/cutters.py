@@ -11,9 +11,8 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from edl.distill.source.checksum import TimeBudget
 from edl.distill.source.chunk import Chunk, Item, Reading
-from edl.distill.source.fingerprint import ItemFingerprint
+from edl.distill.source.fingerprint import ItemFingerprint, TimeBudget
 from edl.errors import SourceError
 from edl.protocol.arrays import RowBuffer, as_array
 from edl.protocol.tensors import Array

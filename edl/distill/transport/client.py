@@ -20,13 +20,17 @@ from google.protobuf.message import DecodeError
 
 from edl.distill.compress import TopK, to_float16, top_k
 from edl.distill.dispatch.actions import FailureKind, RequestFailure
-from edl.distill.transport.grpc_status import ACCESS_DENIED, RequestFailed, TeacherLacks, failure_from_status
-from edl.distill.transport.message_limits import (
+from edl.distill.transport.calls import (
+    ACCESS_DENIED,
     FIRST_ANSWER_NBYTES,
     HEADER_NBYTES,
     MESSAGE_LIMITS,
     MessageLimits,
+    RequestFailed,
+    RequestIds,
+    TeacherLacks,
     channel_options,
+    failure_from_status,
     max_answer_nbytes,
 )
 from edl.distill.transport.model_config import (
@@ -36,12 +40,18 @@ from edl.distill.transport.model_config import (
     config_number,
     count_instances,
 )
-from edl.distill.transport.priority import RequestPriority, choose_priority
 from edl.distill.transport.request import Payload, request_header
-from edl.distill.transport.schema import ModelSpec, OutputSpec, Reply, TensorMetadata, kserve_datatype
-from edl.distill.transport.shm_registration import RegionNames, ShmRegistrations, is_about_memory
+from edl.distill.transport.schema import (
+    ModelSpec,
+    OutputSpec,
+    Reply,
+    RequestPriority,
+    TensorMetadata,
+    choose_priority,
+    kserve_datatype,
+)
+from edl.distill.transport.shm import RegionNames, ShmRegistrations, is_about_memory
 from edl.distill.transport.stream import InferStream, RawResponse, compression_hint
-from edl.distill.transport.tracing import RequestIds
 from edl.errors import ProtocolError, SettingsError
 from edl.protocol import codec, kserve, names, tensors
 from edl.protocol.channel import Metadata, aio_channel, call_metadata

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from edl.distill.dispatch.actions import FailureKind, RequestFailure
-from edl.distill.transport.grpc_status import RequestFailed, failure_from_status
-from edl.distill.transport.tracing import RequestIds
+from edl.distill.transport.calls import RequestFailed, RequestIds, failure_from_status
 from edl.errors import ProtocolError
 from edl.notifier import wait_within
 from edl.protocol import bundles, codec, fragments, kserve, names

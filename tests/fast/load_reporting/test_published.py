@@ -21,7 +21,7 @@ from edl.background import start_call
 from edl.discovery import Instance, open_registry, open_store
 from edl.discovery.base_store import RenewedLease
 from edl.distill import DistillReader, Options, Teachers
-from edl.distill.pipeline.load_publishing import load_publishers
+from edl.distill.pipeline.session import load_publishers
 from edl.errors import ClosedError, DiscoveryError, SettingsError
 from edl.load_reporting import LoadPublisher, LoadSource, ServiceLoad, read_service
 from edl.load_reporting import publisher as module

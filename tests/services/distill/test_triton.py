@@ -17,7 +17,7 @@ from benchmarks._borrowed import start as start_online
 from edl.cli.cmd_label import main
 from edl.distill import DistillReader, Options, Teachers
 from edl.distill.cache import SoftLabelCache, load_labels
-from edl.distill.transport.priority import RequestPriority
+from edl.distill.transport.schema import RequestPriority
 from edl.errors import NoTeacherError
 from tests.fast.distill.reading import sample, why_unused
 from tests.fast.distill.teachers.test_versions import kept, scales

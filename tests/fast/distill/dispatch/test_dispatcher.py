@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from edl.distill.dispatch.actions import Action, Deliver, FailureKind, GiveUp, RequestFailure, Send
 from edl.distill.dispatch.dispatcher import Dispatcher
-from edl.distill.dispatch.outage import Outage, OutageStatus
-from edl.distill.dispatch.policy import Policy
-from edl.distill.transport.grpc_status import failure_from_status
+from edl.distill.engine.jobs import Outage, OutageStatus
+from edl.distill.options import Policy
+from edl.distill.transport.calls import failure_from_status
 from edl.protocol.transport import grpc
 
 

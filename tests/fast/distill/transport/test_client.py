@@ -15,9 +15,8 @@ from edl.distill.engine.connection import _complete_spec
 from edl.distill.engine.event_loop import EventLoopThread
 from edl.distill.teachers import Teachers
 from edl.distill.transport.client import RequestFailed, TeacherClient
-from edl.distill.transport.priority import Priority, RequestPriority, choose_priority, parse_priority
 from edl.distill.transport.request import Payload
-from edl.distill.transport.schema import OutputSpec
+from edl.distill.transport.schema import OutputSpec, Priority, RequestPriority, choose_priority, parse_priority
 from edl.errors import SettingsError
 from tests.fast.distill.conftest import Serve
 from tests.fast.distill.reading import WIDTH, Held

@@ -1,0 +1,257 @@
+"""Calls a teacher's server: the channel, the methods of KServe v2, their errors, and the ids that both sides log.
+
+Every error leaves here as `RequestFailed`, with a `RequestFailure` that the dispatcher understands.
+
+gRPC inflates compressed messages, and takes any size, before this program sees a byte of them: a few hundred bytes
+could become gigabytes here. So compression is off, and a channel takes no more than answers to what is asked can be.
+
+W3C Trace Context (https://www.w3.org/TR/trace-context/): `traceparent` is `00-TRACE-PARENT-FLAGS`, of 32, 16 and 2
+hexadecimal digits. A request's id has 16 as well, so that it can stand for a span.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from edl.distill.dispatch.actions import FailureKind, RequestFailure
+from edl.distill.transport.schema import ModelSpec
+from edl.errors import ProtocolError
+from edl.protocol import names, tensors
+from edl.protocol.tensors import Array
+from edl.protocol.transport import grpc
+
+__all__ = [
+    "ACCESS_DENIED",
+    "FIRST_ANSWER_NBYTES",
+    "HEADER_NBYTES",
+    "MESSAGE_LIMITS",
+    "MessageLimits",
+    "RequestFailed",
+    "RequestIds",
+    "TeacherLacks",
+    "channel_options",
+    "current_traceparent",
+    "failure_from_status",
+    "max_answer_nbytes",
+    "rows_that_fit",
+]
+
+
+class RequestIds(Iterator[str]):
+    """Ids of the requests over a connection: 8 hexadecimal digits drawn for it, and the request's number in 8.
+
+    Attributes:
+        traceparent: for a request without a span of the user's: the trace of this process, the parent this connection.
+    """
+
+    def __init__(self) -> None:
+        self._prefix = f"{secrets.randbelow(2**32 - 1) + 1:08x}"  # not 0, which is no valid span
+        self._numbers = itertools.count()
+        self.traceparent = f"00-{_trace_of(os.getpid())}-{self._prefix}00000000-00"
+
+    def __next__(self) -> str:
+        return f"{self._prefix}{next(self._numbers) & 0xFFFFFFFF:08x}"
+
+
+@functools.lru_cache(maxsize=1)
+def _trace_of(pid: int) -> str:
+    """Return the id of the trace for requests of this process that belong to no other trace.
+
+    A forked child has another.
+    """
+    return secrets.token_hex(16)
+
+
+def current_traceparent() -> str:
+    """Return the span of OpenTelemetry that is current in the calling thread; empty where there is none.
+
+    A program without OpenTelemetry has not imported it, so it is not imported here.
+    """
+    get_current_span: Callable[[], object] | None = getattr(
+        sys.modules.get("opentelemetry.trace"), "get_current_span", None
+    )
+    if get_current_span is None:
+        return ""
+    context = get_current_span().get_span_context()  # type: ignore[attr-defined]
+    if not context.is_valid:
+        return ""
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+
+
+FIRST_ANSWER_NBYTES = 64 << 20
+"""What a channel takes before it is known what the model answers. Most models need no more, and no second channel."""
+HEADER_NBYTES = 64 << 10  # of a request beside its tensors: names, shapes and options, a few hundred bytes mostly
+_METADATA_NBYTES = 4 << 20  # of an answer about the server or its model: gRPC's own default for any message
+_MARGIN = 4
+"""Answers may be so many times as large as their model's outputs: top-k labels of all classes take three times the
+bytes of FP16 outputs (INT32 ids beside FP32 values), and FP32 asked for in place of FP16 twice."""
+_BESIDE_NBYTES = 4 << 20  # of headers, and of a bundle of answers
+_MOST_OF_CHARACTER = 4  # bytes in UTF-8
+_METADATA = ("ServerReady", "ServerMetadata", "ModelReady", "ModelMetadata", "ModelConfig", "RepositoryIndex")
+_SHARED_MEMORY = ("SystemSharedMemoryRegister", "SystemSharedMemoryUnregister")
+
+
+@dataclass(frozen=True)
+class MessageLimits:
+    """Largest sizes of messages, in bytes.
+
+    Attributes:
+        answer_bytes: of an answer, where what was asked for allows as much.
+        request_bytes: of a request's tensors, where the teacher does not say that it takes less.
+    """
+
+    answer_bytes: int = 1 << 30
+    request_bytes: int = 1 << 30
+
+
+MESSAGE_LIMITS = MessageLimits()
+
+
+def max_answer_nbytes(spec: ModelSpec, limits: MessageLimits) -> int:
+    """Return the bytes that an answer of this model may have, for the most rows in a request.
+
+    That is `limits.answer_bytes` where the model's metadata leave it open.
+    """
+    row = 0.0
+    for output in spec.outputs.values():
+        try:
+            dtype = tensors.dtype_of(output.datatype)
+        except ProtocolError:  # of an output that nobody asks for, or the answers will say so
+            return limits.answer_bytes
+        if dtype.kind == "O" or -1 in output.shape:
+            return limits.answer_bytes
+        shape = output.shape
+        if spec.max_top_k and shape and shape[-1] > spec.max_top_k:  # sent as the top k alone
+            shape = (*shape[:-1], spec.max_top_k)
+        row += max(dtype.itemsize, 2) * math.prod(shape)
+    if not spec.outputs or not spec.max_rows:
+        return limits.answer_bytes
+    return int(min(_MARGIN * spec.max_rows * row + _BESIDE_NBYTES, limits.answer_bytes))
+
+
+def rows_that_fit(fields: Mapping[str, Array], spec: ModelSpec, nbytes: int) -> int:
+    """Return how many rows like these a request of so many bytes can hold, in the model's types; at least 1.
+
+    Args:
+        fields: arrays [rows, ...] by name.
+        spec: the model.
+        nbytes: of the request's tensors.
+    """
+    total = rows = 0
+    for name, array in fields.items():
+        wanted = spec.inputs.get(name)
+        if spec.inputs and wanted is None:
+            continue
+        rows = len(array)
+        if array.dtype.kind == "O":
+            total += sum(
+                [4 + len(text) * (1 if isinstance(text, bytes) else _MOST_OF_CHARACTER) for text in array.flat]
+            )
+        elif wanted is not None and array.dtype.kind not in "SU":
+            total += array.size * tensors.dtype_of(wanted.datatype).itemsize
+        else:
+            total += array.nbytes
+    return max(nbytes * rows // total, 1) if total else nbytes
+
+
+def channel_options(nbytes: int) -> list[tuple[str, Any]]:
+    """Return the options of a channel on which an answer may have so many bytes."""
+    few = {
+        "name": [{"service": names.SERVICE, "method": method} for method in (*_METADATA, *_SHARED_MEMORY)],
+        "maxResponseMessageBytes": min(nbytes, _METADATA_NBYTES),
+    }
+    return [
+        ("grpc.max_receive_message_length", min(nbytes, 2**31 - 1)),
+        ("grpc.service_config", json.dumps({"methodConfig": [few]})),
+        ("grpc.service_config_disable_resolution", 1),
+        # Say that none is understood, which servers keep to, and inflate nothing of those that do not.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
+        ("grpc.per_message_decompression", 0),
+    ]
+
+
+_REJECTED = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.OUT_OF_RANGE,
+}
+ACCESS_DENIED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
+"""The teacher refuses this student, whatever it asks: another teacher may answer the request."""
+
+
+_NOT_TAKEN_HERE = ("CLIENT: Received message larger than max", "Decompressed message larger", "Compression algorithm")
+"""What gRPC says on this side of an answer that it refuses; its code is one that the teacher could have sent, too."""
+_REMEDY = (
+    "answers must not be compressed, nor be larger than the model's metadata say, where they say it, nor larger than "
+    "Options(max_answer_bytes=...)"
+)
+_LONGEST_HINT_S = 60.0
+"""Longest pause that a teacher may ask for: a full queue is worked off sooner, or never."""
+
+
+class RequestFailed(Exception):
+    """Raised for a request, or an attempt to connect, that failed. `failure` says how."""
+
+    def __init__(self, kind: FailureKind, message: str, retry_after_s: float = 0.0) -> None:
+        self.failure = RequestFailure(kind, message, retry_after_s)
+        super().__init__(self.failure.message)
+
+
+class TeacherLacks(RequestFailed):
+    """Raised for a teacher that answered and cannot serve this student: only a change of either would help."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(FailureKind.REJECTED, message)
+
+
+def failure_from_status(
+    code: grpc.StatusCode, details: str, retry_after_ms: str | bytes | int | None, endpoint: str
+) -> RequestFailed:
+    """Return the failure that a status stands for.
+
+    Args:
+        code: Code of the status.
+        details: Text of the status.
+        retry_after_ms: Milliseconds that the teacher sent beside the status, None if it sent none.
+        endpoint: Address of the teacher, for messages.
+    """
+    message = f"{endpoint}: {details or code.name}"
+    if any(words in details for words in _NOT_TAKEN_HERE):
+        return RequestFailed(FailureKind.BAD_OUTPUT, f"{message}; {_REMEDY}")
+    if retry_after_ms is not None and code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED):
+        return RequestFailed(FailureKind.OVERLOADED, message, _hinted_s(retry_after_ms))
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return RequestFailed(FailureKind.LOST, message)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" not in details:
+        return RequestFailed(FailureKind.OVERLOADED, message)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return RequestFailed(FailureKind.TIMEOUT, message)
+    if code in ACCESS_DENIED:
+        return RequestFailed(
+            FailureKind.LOST, f"{endpoint} refuses this student ({code.name}): {details or 'no words'}"
+        )
+    if code in (grpc.StatusCode.CANCELLED, grpc.StatusCode.NOT_FOUND):
+        # The model, or the version that is asked for, is gone: that says nothing about the request.
+        return RequestFailed(FailureKind.LOST, message)
+    if code in _REJECTED or code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return RequestFailed(FailureKind.REJECTED, message)
+    return RequestFailed(FailureKind.ERROR, message)
+
+
+def _hinted_s(milliseconds: str | bytes | int) -> float:
+    """Return the teacher's hint in seconds; 0 (no hint) for anything but a finite number above 0."""
+    try:
+        seconds = float(milliseconds) / 1000
+    except (ValueError, OverflowError):
+        return 0.0
+    return min(seconds, _LONGEST_HINT_S) if math.isfinite(seconds) and seconds > 0 else 0.0
